@@ -187,7 +187,7 @@ def train(engine: Engine, reader: Reader, steps: int) -> None:
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in named if p.ndim != 2 or "embed" in name]
     muon = torch.optim.Muon(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=0.1)
-    adam = torch.optim.AdamW(rest, lr=ADAM_RATE, adam_betas=(0.9, 0.98), weight_decay=0.01)
+    adam = torch.optim.AdamW(rest, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     started, recent = time.process_time(), 0.0
     for step in range(steps):
         loss = trainer.forward_backward(reader.batch(), cross_entropy_loss)["loss"]

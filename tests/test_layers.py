@@ -15,9 +15,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "palestra"
 
-# Bottom to top; the longest prefix of a module's name decides its layer. Packages of one row may not import each other.
+# Bottom to top; the longest prefix of a name decides the layer. Packages of one row may not import each other.
 LAYERS = [
-    {"palestra", "palestra.types", "palestra.config", "palestra.files", "palestra.jit", "palestra.tinker_compat"},
+    {
+        "palestra",
+        "palestra.types",
+        "palestra.config",
+        "palestra.files",
+        "palestra.jit",
+        "palestra.seeding",
+        "palestra.tinker_compat",
+    },
     {"palestra.chat", "palestra.sandbox"},
     {"palestra.web", "palestra.runs.worker_stats"},
     {"palestra.envs", "palestra.losses", "palestra.policies.base", "palestra.policies.scripted"},
@@ -343,8 +351,8 @@ def test_functions_import_only_extras_and_what_the_command_line_delays() -> None
 
 
 def _may_delay(found: Import) -> bool:
-    """From `builders` up, modules are loaded when used (`--help` does not wait for torch); leaves over an extra too. What
-    runs inside a sandbox loads as little as it can."""
+    """True for modules from `builders` up, which are loaded when used (`--help` does not wait for torch), for modules
+    that need an extra, and for what runs inside a sandbox, which loads as little as it can."""
     if found.importer.startswith("palestra.sandbox."):
         return True
     over_an_extra = any(below.extra for below in imports() if below.importer == found.target)

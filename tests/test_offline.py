@@ -184,7 +184,13 @@ def test_without_an_env_the_only_policy_says_what_a_table_says(base, tmp_path):
 
 def table_run(base, data):
     """Nine rows, four a step: epochs begin in the midst of steps."""
-    tree = {"name": "table", "steps": 6, "episodes": 4, "data": data, "policies": {"talker": speech(base, batch_size=3)}}
+    tree = {
+        "name": "table",
+        "steps": 6,
+        "episodes": 4,
+        "data": data,
+        "policies": {"talker": speech(base, batch_size=3)},
+    }
     return validate(TextConfig, tree | {"algorithm": {"type": "sft"}})
 
 

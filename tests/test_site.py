@@ -109,7 +109,9 @@ def test_the_reference_has_all_there_is(site: Path) -> None:
     assert all(f"algorithm, type: {kind}" in config for kind in type_choices(VectorConfig, "algorithm"))
     assert all(f"population, type: {kind}" in config for kind in type_choices(PopulationConfig, "population"))
     assert all(f'id="{name}"' in envs for name in [*TEXT_ENVS, *VECTOR_ENVS])
-    assert all(f'id="palestra.{name}"' in python for name in ("types.Episode", "envs.base.Env", "training.loop.run_training"))
+    assert all(
+        f'id="palestra.{name}"' in python for name in ("types.Episode", "envs.base.Env", "training.loop.run_training")
+    )
 
 
 def test_files_of_the_repository_are_pages(site: Path) -> None:

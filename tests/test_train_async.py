@@ -405,7 +405,9 @@ def test_half_of_the_games_may_wait(base, tmp_path):
 def test_the_loop_that_waits_says_which_one_does_not(base, tmp_path):
     with (
         Run.create(tmp_path, "", "waits") as run,
-        pytest.raises(ValueError, match=r"staleness: \d lets play go on .* palestra\.training\.async_loop\.run_training"),
+        pytest.raises(
+            ValueError, match=r"staleness: \d lets play go on .* palestra\.training\.async_loop\.run_training"
+        ),
     ):
         train_in_turn(build(config(base, steps=1)), run)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from palestra.populations.tasks import ResultDict, Task
-from palestra.rollouts.tree_rollout import derive_seed
+from palestra.seeding import derive_seed
 
 
 class Sums:

@@ -22,9 +22,9 @@ def options(env: str) -> dict[str, Any]:
     if env == "mpe2":
         return {"max_cycles": CYCLES, "continuous_actions": False}
     found = importlib.util.find_spec("ale_py")
-    if found is None or found.initial_member is None or not importlib.util.find_spec("multi_agent_ale_py"):
+    if found is None or found.origin is None or not importlib.util.find_spec("multi_agent_ale_py"):
         raise ValueError("Atari's Pong needs ale-py and multi-agent-ale-py: pip install -e '.[atari]'")
-    return {"obs_type": "ram", "auto_rom_install_path": str(Path(found.initial_member).parent)}
+    return {"obs_type": "ram", "auto_rom_install_path": str(Path(found.origin).parent)}
 
 
 def make(env: str, floats: bool = False) -> Any:

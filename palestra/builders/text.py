@@ -20,7 +20,8 @@ from palestra.rollouts.dataset import DataFile, read_data
 from palestra.rollouts.dataset_source import DatasetSource
 from palestra.rollouts.distributed import RankSplit, RankSplitRunner, RankSplitSource
 from palestra.rollouts.sources import EnvSource, EpisodeSource
-from palestra.rollouts.tree_rollout import EpisodeRunner, derive_seed
+from palestra.rollouts.tree_rollout import EpisodeRunner
+from palestra.seeding import derive_seed
 from palestra.training.loop import Evaluation, Setup, Stage
 from palestra.types import Seat
 

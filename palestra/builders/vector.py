@@ -30,10 +30,10 @@ from palestra.learners.nets import NetLearner, NetPolicyConfig, read_policy
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.actors import ActorPool
 from palestra.rollouts.failures import RunFailed
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.runs import Run, list_checkpoints
 from palestra.runs.null_run import NullRun
+from palestra.seeding import derive_seed
 from palestra.sinks.base import SinkConfigs
 from palestra.training.gradient_sync import (
     ProcessRank,

@@ -12,8 +12,9 @@ from palestra.evaluation.evaluate import EvalSetup, make_eval_setup
 from palestra.files import replacing_file
 from palestra.rollouts.failures import check_not_all_failed
 from palestra.rollouts.metrics import episode_metrics, seat_returns
-from palestra.rollouts.tree_rollout import Branching, EpisodeSpec, derive_seed
+from palestra.rollouts.tree_rollout import Branching, EpisodeSpec
 from palestra.runs.episodes import SCHEMA, to_table
+from palestra.seeding import derive_seed
 from palestra.types import Episode, Seat
 
 BATCH_EPISODES = 256  # episodes per batch: played together, then written

@@ -22,8 +22,9 @@ from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.scripted import AskPerson, ExpertPolicy, HumanPolicy, RandomPolicy, ask_at_terminal
 from palestra.remote.envs.remote_env import make_env
 from palestra.rollouts.metrics import episode_metrics, seat_returns
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec, derive_seed
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Checkpoint, list_checkpoints
+from palestra.seeding import derive_seed
 from palestra.training.loop import evaluate
 from palestra.types import Episode, Seat
 

@@ -20,8 +20,8 @@ from palestra.envs import VectorEnv
 from palestra.evaluation.evaluate import find_checkpoint, swap_seats
 from palestra.learners.nets import read_policy
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.runs import Checkpoint
+from palestra.seeding import derive_seed
 from palestra.training.vector_loop import play_eval
 from palestra.types import Seat
 

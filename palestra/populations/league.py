@@ -21,7 +21,7 @@ from palestra.populations.league_rules import LeagueConfig, LeagueLearner, Leagu
 from palestra.populations.population import Member, Player, Population
 from palestra.populations.tasks import ResultDict, Task
 from palestra.populations.win_rates import combine_mixes
-from palestra.rollouts.tree_rollout import derive_seed
+from palestra.seeding import derive_seed
 from palestra.types import TEAM, Metrics
 
 __all__ = ["League", "LeagueConfig"]

@@ -19,7 +19,7 @@ from palestra.config import StrictModel
 from palestra.populations.population import Member, Mix, Population
 from palestra.populations.tasks import ResultDict, Task
 from palestra.populations.win_rates import WinRates
-from palestra.rollouts.tree_rollout import derive_seed
+from palestra.seeding import derive_seed
 from palestra.types import Metrics
 
 

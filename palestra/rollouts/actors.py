@@ -26,9 +26,9 @@ from torch import Tensor
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.policies.vector import VectorPolicy
 from palestra.rollouts.failures import RunFailed
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.rollouts.vector_rollout import VectorRollout, empty_batch
 from palestra.runs.worker_stats import start_without_sigint
+from palestra.seeding import derive_seed
 from palestra.types import RolloutBatch
 
 SPAWN_CONTEXT = multiprocessing.get_context("spawn")

@@ -18,7 +18,8 @@ from palestra.policies.lm import LanguagePolicy
 from palestra.rollouts.dataset import DataFile
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.sources import EpisodeCallback
-from palestra.rollouts.tree_rollout import Branching, derive_seed
+from palestra.rollouts.tree_rollout import Branching
+from palestra.seeding import derive_seed
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node, Seat
 
 FINGERPRINTS_KEY = "data"  # key in `memory`: fingerprint of each source when the run began

@@ -13,7 +13,8 @@ from typing import Literal, Protocol
 
 from palestra.policies.base import Policy
 from palestra.rollouts.metrics import episode_metrics
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec, derive_seed
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.seeding import derive_seed
 from palestra.types import AlgorithmState, Episode, Metrics, Seat
 
 Curriculum = Literal["fixed", "frontier"]

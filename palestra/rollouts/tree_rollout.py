@@ -12,7 +12,6 @@ An env or a policy that raises makes a failed episode, with message and tracebac
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import itertools
 import math
@@ -26,6 +25,7 @@ from typing import Any, Literal
 from palestra.envs.base import Env, require_step
 from palestra.policies.base import Policy, Query
 from palestra.rollouts.failures import describe_error
+from palestra.seeding import derive_seed
 from palestra.types import Answer, Episode, Node, Seat, Step
 
 Keep = Literal["best", "random", "epsilon", "all"]
@@ -253,12 +253,6 @@ class _TreeRollout:
 
     def _seed(self, what: str, line: Branch) -> int:
         return derive_seed(self.match.seed, what, line.path)
-
-
-def derive_seed(seed: int, *key: object) -> int:
-    """Returns a 63-bit seed, a pure function of `seed` and `key` on any machine and in any process."""
-    text = repr((seed, *key)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def _unplayed(env: Env, name: str, seat: Seat) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from palestra.envs.vector.base import Arrays, Continuous, MultiDiscrete, VectorEnv, VectorStep
 from palestra.policies.vector import VectorPolicy
 from palestra.rollouts.failures import RunFailed, describe_error
-from palestra.rollouts.tree_rollout import derive_seed
+from palestra.seeding import derive_seed
 from palestra.types import RolloutBatch
 
 LARGE_REWARD = 1e6  # rewards above this are a likely cause of non-finite losses

@@ -17,8 +17,9 @@ from palestra.policies.base import Policy
 from palestra.rollouts.failures import RunFailed, check_failures
 from palestra.rollouts.metrics import answers_of, episode_metrics, policy_metrics, seat_returns
 from palestra.rollouts.sources import EpisodeSource
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec, derive_seed
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Checkpoint, Run
+from palestra.seeding import derive_seed
 from palestra.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
 
 STATE_FILE = "memory.json"  # file in a checkpoint: state that algorithms and curricula keep between steps

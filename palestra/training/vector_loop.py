@@ -15,10 +15,10 @@ from palestra.files import read_arrays, write_arrays
 from palestra.policies.vector import VectorPolicy
 from palestra.rollouts.actors import ActorPool
 from palestra.rollouts.failures import RunFailed
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.rollouts.vector_metrics import EndedEpisodes, VectorMetrics, all_episodes_done, evaluation_metrics
 from palestra.rollouts.vector_rollout import VectorRollout, nonfinite_loss_advice
 from palestra.runs import Checkpoint
+from palestra.seeding import derive_seed
 from palestra.training.loop import Callback, PhaseTimer, read_clocks
 from palestra.types import TEAM, Metrics, RolloutBatch, Seat
 

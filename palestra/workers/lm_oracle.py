@@ -37,7 +37,8 @@ from palestra.populations.tasks import ResultDict, Task
 from palestra.remote.envs.remote_env import make_env
 from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.metrics import member_name
-from palestra.rollouts.tree_rollout import Branching, EpisodeSpec, derive_seed
+from palestra.rollouts.tree_rollout import Branching, EpisodeSpec
+from palestra.seeding import derive_seed
 from palestra.tabular.game_tree import GameTree, build_game_tree
 from palestra.training.loop import update_learner
 from palestra.types import Episode, Seat

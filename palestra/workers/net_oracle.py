@@ -28,8 +28,8 @@ from palestra.policies.mixture import Mixture, SelfPlaySampler
 from palestra.populations.population import Player
 from palestra.populations.tasks import ResultDict, Task
 from palestra.rollouts.failures import RunFailed
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.rollouts.vector_rollout import VectorRollout, nonfinite_loss_advice
+from palestra.seeding import derive_seed
 from palestra.tabular.game_tree import GameTree, build_game_tree
 from palestra.workers.exact import ExactSolver, seats_by_player
 from palestra.workers.member_loader import MemberLoader, rules_of_env

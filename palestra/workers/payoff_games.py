@@ -13,8 +13,8 @@ import numpy as np
 from palestra.policies.frozen import FrozenMember
 from palestra.policies.mixture import LineupSchedule, Mixture
 from palestra.populations.tasks import ResultDict
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.seeding import derive_seed
 from palestra.workers.game_results import cell_result
 
 STEPS_PER_SWEEP = 16  # joint steps of each sweep

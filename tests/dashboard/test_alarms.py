@@ -17,7 +17,7 @@ def line(start, end, n=40):
 def names(policies, team=None, evals=None):
     return [
         (alarm.name, alarm.who)
-        for alarm in find_alarms(policies, {"success": FLAT} if team is None else team, exams or {})
+        for alarm in find_alarms(policies, {"success": FLAT} if team is None else team, evals or {})
     ]
 
 

@@ -321,7 +321,9 @@ def test_games_without_masks_and_states_have_none() -> None:
     assert column(moves.rewards) == [1, 2]
 
 
-@pytest.mark.parametrize("options", [{"priority": 0.6}, {"n_step": 3}, {"count_env_steps": True, "n_step": 2}, {"seats": [1]}])
+@pytest.mark.parametrize(
+    "options", [{"priority": 0.6}, {"n_step": 3}, {"count_env_steps": True, "n_step": 2}, {"seats": [1]}]
+)
 def test_what_was_kept_goes_on_exactly(options: dict[str, Any]) -> None:
     env = Countdown(games=3, turns=True, space=Discrete(3))
     sweeper, replay, other = VectorRollout(env, np.arange(3)), Replay(50, **options), Replay(50, **options)

@@ -47,7 +47,17 @@ def test_credit_within_a_stretch_is_that_of_single_moments(turns: bool, n: int, 
     found = everything(segments)
     replay.ring.sample = lambda count, rng, beta: (np.arange(48), np.ones(48))  # type: ignore[method-assign]
     moves = replay.sample(0, np.random.default_rng(0))
-    names = ("actions", "rewards", "discounts", "weight", "agent_mask", "action_mask", "state", "next_state", "next_action_mask")
+    names = (
+        "actions",
+        "rewards",
+        "discounts",
+        "weight",
+        "agent_mask",
+        "action_mask",
+        "state",
+        "next_state",
+        "next_action_mask",
+    )
     for name in (*names, "next_agent_mask"):
         assert torch.equal(getattr(found, name).flatten(0, 1), getattr(moves, name)), name
     # the number of the next moment leads to the view that comes next

@@ -11,8 +11,8 @@ from palestra.files import read_arrays, write_arrays
 from palestra.populations.league import League, LeagueConfig
 from palestra.populations.population import Member, Population
 from palestra.populations.scheduler import run_plan
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.runs import Run
+from palestra.seeding import derive_seed
 
 BEATS = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]])  # rock, paper, scissors: what the row wins from the column
 

@@ -404,7 +404,7 @@ def test_workers_share_a_port(tmp_path):
             envs = [make_env(**at(server, to=6)) for _ in range(8)]
             for env in envs:
                 await env.reset(1)
-            spread = {env._connection.worker for env in envs}
+            spread = {env._connection.worker_id for env in envs}
             await asyncio.gather(*(env.step({"a": "x"}) for env in envs))
             deadly = make_env(**at(server, "remote_toys:Deadly"))
             await deadly.reset(0)

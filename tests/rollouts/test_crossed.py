@@ -101,7 +101,10 @@ class Many(Env):
 
 def test_too_many_combinations_say_so_before_anyone_is_asked():
     (episode,), team = grow(Branching("turn", 2, "best", joints="crossed"), make_env=Many, seats=Many.seats)
-    assert "group_size: 2 answers of each of 13 seats (a, b, c" in episode.error and "make 8192 crossed joints" in episode.error
+    assert (
+        "group_size: 2 answers of each of 13 seats (a, b, c" in episode.error
+        and "make 8192 crossed joints" in episode.error
+    )
     assert not team["a"].queries and not episode.nodes
     with pytest.raises(ValueError, match="4096 are the most"):
         Branching(joints="crossed").joint_indices(65, ["a", "b"])

@@ -12,7 +12,8 @@ from toys import Spoken, Whisper
 from palestra.envs.base import Env
 from palestra.policies.scripted import RandomPolicy, ScriptedPolicy
 from palestra.rollouts.metrics import episode_metrics, policy_metrics
-from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec, derive_seed
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.seeding import derive_seed
 from palestra.types import Episode, Step
 
 

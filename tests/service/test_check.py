@@ -23,7 +23,9 @@ def datum(tokens: Any = (1, 2, 3), targets: Any = (2, 3, 4), **inputs: Any) -> D
 def check(
     *data: Datum, loss: str = "cross_entropy", options: dict[str, Any] | None = None, **limits: int
 ) -> list[Datum]:
-    return check_train_call(data, loss, options or {}, **{"vocab_size": 10, "max_length": 8, "max_tokens": 20, **limits})
+    return check_train_call(
+        data, loss, options or {}, **{"vocab_size": 10, "max_length": 8, "max_tokens": 20, **limits}
+    )
 
 
 def refused(message: str, *data: Datum, **more: Any) -> None:

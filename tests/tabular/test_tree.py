@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pyspiel
 import pytest
-from tabular.spiel import random_policy, seated, spiel_tree, table, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tabular.spiel import random_policy, seated, spiel_tree, table, tree
 
 from palestra.envs.rules import TERMINAL, KuhnRules, Rules
 from palestra.tabular.best_response import nash_conv

@@ -169,7 +169,9 @@ class ActorCriticLearner(NetLearner):
             for stack in self.stacks:
                 shared = self.config.critics == "one"
                 for name in (
-                    stack.seat_mapping.names if shared else set(stack.seat_mapping.names) & set(critic.seat_mapping.names)
+                    stack.seat_mapping.names
+                    if shared
+                    else set(stack.seat_mapping.names) & set(critic.seat_mapping.names)
                 ):
                     figures[name].append({"value_loss": losses})
         lines = {name: mean_metrics(own) for name, own in figures.items()}

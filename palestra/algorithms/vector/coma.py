@@ -29,7 +29,7 @@ from palestra.losses.policy import LossInputs, policy_gradient_loss
 from palestra.nets.advantages import AdvantageInputs, gae
 from palestra.nets.heads import CategoricalHead
 from palestra.nets.layers import Net, make_generators
-from palestra.rollouts.tree_rollout import derive_seed
+from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
 

@@ -29,8 +29,8 @@ from palestra.losses.policy import LossInputs, TensorMetrics, clipped_policy_los
 from palestra.nets.heads import GaussianHead, make_head
 from palestra.nets.layers import Net, make_generators
 from palestra.policies.vector import VectorPolicy
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
 

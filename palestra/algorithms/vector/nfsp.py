@@ -36,7 +36,7 @@ from palestra.nets.heads import make_head
 from palestra.nets.layers import Net, make_generators
 from palestra.nets.reservoir import Reservoir
 from palestra.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
-from palestra.rollouts.tree_rollout import derive_seed
+from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
 BEST_RESPONSE_LOGP = 1.0  # marks best-response actions in `logp`: no log-probability is above 0

@@ -43,7 +43,7 @@ from palestra.nets.layers import Net, make_generators
 from palestra.nets.replay import Replay, TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.policies.nets import ActionSelector, NetVectorPolicy, sampling_selector
-from palestra.rollouts.tree_rollout import derive_seed
+from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
 

@@ -38,7 +38,7 @@ from palestra.nets.replay import Replay, TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
 from palestra.policies.nets import ActionSelector, NetVectorPolicy
-from palestra.rollouts.tree_rollout import derive_seed
+from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
 

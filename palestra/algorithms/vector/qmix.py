@@ -26,7 +26,7 @@ from palestra.losses.q import q_loss, q_target
 from palestra.nets.mixers import QMIXMixer, VDNMixer
 from palestra.nets.replay import TransitionBatch
 from palestra.nets.sequence_replay import SequenceBatch
-from palestra.rollouts.tree_rollout import derive_seed
+from palestra.seeding import derive_seed
 
 
 class QMIX(QLearningConfig):

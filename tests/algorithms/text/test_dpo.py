@@ -257,7 +257,9 @@ def test_a_team_learns_from_pairs(learned):
     assert before < 0.4 and after > 0.8
 
 
-@pytest.mark.parametrize("algorithm", [{"branch_at": "root", "group_size": 8}, {"reference_free": True, "loss_type": "hinge"}], ids=str)
+@pytest.mark.parametrize(
+    "algorithm", [{"branch_at": "root", "group_size": 8}, {"reference_free": True, "loss_type": "hinge"}], ids=str
+)
 def test_a_team_learns_from_whole_lines_and_without_a_reference(base, tmp_path, algorithm):
     path, _ = run_of(whisper(base, **algorithm), tmp_path)
     before, after = [line["success"] for line in read_lines(path / "evals.jsonl")]

@@ -381,7 +381,9 @@ def run_of(config, root):
 
 def played(setup):
     moment = setup.position_of(0)
-    return asyncio.run(moment.stage.source.play(moment.episode_numbers, moment.stage.algorithm.branching, setup.algorithm_state))
+    return asyncio.run(
+        moment.stage.source.play(moment.episode_numbers, moment.stage.algorithm.branching, setup.algorithm_state)
+    )
 
 
 def test_a_pair_learns_to_play_together(base, tmp_path):

@@ -59,7 +59,9 @@ def weights(made: ActorCriticLearner, name: str) -> dict[str, torch.Tensor]:
             found |= {f"net.{k}": v for k, v in member_weights(stack.net, stack.seat_mapping.names.index(name)).items()}
     for critic in made.critics:
         if name in critic.seat_mapping.names:
-            found |= {f"critic.{k}": v for k, v in member_weights(critic.net, critic.seat_mapping.names.index(name)).items()}
+            found |= {
+                f"critic.{k}": v for k, v in member_weights(critic.net, critic.seat_mapping.names.index(name)).items()
+            }
     return found
 
 

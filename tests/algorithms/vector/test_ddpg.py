@@ -159,7 +159,9 @@ def test_play_explores_around_the_best_by_the_noise_of_the_moment():
 @pytest.mark.parametrize("config", [DDPG, TD3])
 def test_what_was_saved_goes_on_exactly(config, space, critic):
     env = Countdown(8, space=space)
-    config = config(learning_starts=64, batch_size=16, rollout_length=5, gradient_steps=3, critic=critic, buffer_size=150)
+    config = config(
+        learning_starts=64, batch_size=16, rollout_length=5, gradient_steps=3, critic=critic, buffer_size=150
+    )
     policy = NetPolicyConfig(hidden=[16], normalize_observations=True)
     learner, sweeper = made(config, env, policy, BOTH), VectorRollout(env, np.arange(8))
     batches = [copy.deepcopy(sweeper.collect(learner.rollout_policies(0.0), 5, k)) for k in range(6)]

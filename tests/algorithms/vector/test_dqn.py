@@ -21,8 +21,8 @@ from palestra.nets.layers import member_weights
 from palestra.nets.replay import Replay, TransitionBatch
 from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
 from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.seeding import derive_seed
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 QUICK: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 2, "batch_size": 16, "learning_starts": 0}
@@ -82,7 +82,9 @@ def next_draw(made: QLearner, config: QLearningConfig) -> TransitionBatch:
 def test_an_update_is_what_the_papers_say(turns: bool, duelling: bool, double: bool) -> None:
     """Policy one plays seats 0 and 2, two plays seat 1; with priorities, so that rows count differently."""
     env = Countdown(games=5, turns=turns, seats=3)
-    config = DQN(**QUICK | {"gradient_steps": 1}, duelling=duelling, double=double, priority_exponent=0.7, n_step=2, gamma=0.9)
+    config = DQN(
+        **QUICK | {"gradient_steps": 1}, duelling=duelling, double=double, priority_exponent=0.7, n_step=2, gamma=0.9
+    )
     seats = {"one": [0, 2], "two": [1]}
     made = learner(config, env, seats)
     played(made, env, 4)
@@ -278,7 +280,11 @@ def test_nobody_begins_to_learn_before_all_processes_can() -> None:
 
 @pytest.mark.parametrize(
     ("options", "memory"),
-    [({}, 0), ({"priority_exponent": 0.6, "n_step": 3, "duelling": False}, 0), ({"priority_exponent": 0.6, "burn_in": 2}, 6)],
+    [
+        ({}, 0),
+        ({"priority_exponent": 0.6, "n_step": 3, "duelling": False}, 0),
+        ({"priority_exponent": 0.6, "burn_in": 2}, 6),
+    ],
 )
 def test_what_was_kept_goes_on_exactly(options: dict[str, Any], memory: int) -> None:
     env = Countdown(games=4, turns=True)

@@ -24,7 +24,9 @@ SEATS = ("player_0", "player_1")
 
 
 def learner(env: VectorEnv, policy: NetPolicyConfig = POLICY, **settings: Any) -> NFSPLearner:
-    config = NFSP.model_validate({"rollout_length": 4, "batch_size": 32, "learning_starts": 0, "reservoir_size": 5000} | settings)
+    config = NFSP.model_validate(
+        {"rollout_length": 4, "batch_size": 32, "learning_starts": 0, "reservoir_size": 5000} | settings
+    )
     seats = {name: [number] for number, name in enumerate(env.seats)}
     made = config.build_learner(env, seats, dict.fromkeys(seats, policy), {name: n + 5 for n, name in enumerate(seats)})
     assert isinstance(made, NFSPLearner)
@@ -98,7 +100,15 @@ def test_networks_with_memory_are_refused() -> None:
 def test_the_averages_near_an_equilibrium(tmp_path: Path) -> None:
     """Uniform play in Kuhn poker has a NashConv of 11/12; the best responses themselves stay far from 0."""
     env = KuhnPoker(64)
-    made = learner(env, rollout_length=8, batch_size=128, gradient_steps=4, average_updates=4, average_lr=3e-3, reservoir_size=200_000)
+    made = learner(
+        env,
+        rollout_length=8,
+        batch_size=128,
+        gradient_steps=4,
+        average_updates=4,
+        average_lr=3e-3,
+        reservoir_size=200_000,
+    )
     train(made, VectorRollout(env, np.arange(64)), 8, 1200)
     rules = rules_of_env({"type": "kuhn_poker"})
     assert rules is not None

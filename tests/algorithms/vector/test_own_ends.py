@@ -26,7 +26,14 @@ from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch
 
 ON: dict[str, Any] = {"rollout_length": 10, "gamma": 0.99}
-OFF: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 8, "batch_size": 64, "learning_starts": 1, "gamma": 0.99, "tau": 0.2}
+OFF: dict[str, Any] = {
+    "rollout_length": 4,
+    "gradient_steps": 8,
+    "batch_size": 64,
+    "learning_starts": 1,
+    "gamma": 0.99,
+    "tau": 0.2,
+}
 SEATS = {"early": [0], "late": [1]}
 
 ALONE = {

@@ -18,8 +18,8 @@ from palestra.learners.nets import NetPolicyConfig
 from palestra.nets.replay import Replay, TransitionBatch
 from palestra.nets.sequence_replay import SequenceReplay
 from palestra.policies.vector import UniformVectorPolicy
-from palestra.rollouts.tree_rollout import derive_seed
 from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.seeding import derive_seed
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
 QUICK: dict[str, Any] = {"rollout_length": 4, "gradient_steps": 2, "batch_size": 16, "learning_starts": 0}
@@ -68,7 +68,9 @@ def seat_value(made: QMIXLearner, net: str, seat: int, view: torch.Tensor) -> to
 def test_an_update_is_what_the_papers_say(turns: bool, mixer: Any) -> None:
     """Seats 0, 1 and 3 learn, in two stacks; seat 2 plays at random and is no part of the team."""
     env = Countdown(games=5, turns=turns, seats=4)
-    config = QMIX(**QUICK | {"gradient_steps": 1}, mixer=mixer, mixer_units=3, priority_exponent=0.7, n_step=2, gamma=0.9)
+    config = QMIX(
+        **QUICK | {"gradient_steps": 1}, mixer=mixer, mixer_units=3, priority_exponent=0.7, n_step=2, gamma=0.9
+    )
     policies = {"one": POLICY, "two": NetPolicyConfig(hidden=[8], lr=1e-2), "three": POLICY}
     made = learner(config, env, {"one": [0], "two": [1], "three": [3]}, policies)
     assert [stack.seat_mapping.names for stack in made.stacks] == [("one", "three"), ("two",)]
@@ -176,7 +178,14 @@ def test_what_it_cannot_learn() -> None:
 # ---- what it learns
 
 
-RANDOM: dict[str, Any] = {"epsilon": 1, "epsilon_end": 1, "rollout_length": 4, "learning_starts": 64, "tau": 1, "target_interval": 25}
+RANDOM: dict[str, Any] = {
+    "epsilon": 1,
+    "epsilon_end": 1,
+    "rollout_length": 4,
+    "learning_starts": 64,
+    "tau": 1,
+    "target_interval": 25,
+}
 
 
 def team_values(made: QMIXLearner, view: torch.Tensor, state: torch.Tensor) -> np.ndarray:

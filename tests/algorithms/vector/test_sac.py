@@ -182,7 +182,9 @@ def test_what_was_saved_goes_on_exactly(space, critic, turns, tmp_path):
     other = made(config, env, policy, seats)
     other.read_state(tmp_path)
     assert [other.update(batch, 0.5) for batch in batches[4:]] == expected
-    played = [VectorRollout(env, np.arange(8)).collect(x.rollout_policies(0.5), 5, 9).actions.copy() for x in (learner, other)]
+    played = [
+        VectorRollout(env, np.arange(8)).collect(x.rollout_policies(0.5), 5, 9).actions.copy() for x in (learner, other)
+    ]
     assert np.array_equal(*played)
 
 
@@ -197,7 +199,7 @@ def test_what_cannot_be_learned_is_refused():
         made(SAC(), env)
     with pytest.raises(ValueError, match="share of what is possible"):
         made(SAC(target_entropy=-1.0), Countdown())
-    with pytest.raises(ValueError, match="warmup is 1000, but only 10"):
+    with pytest.raises(ValueError, match="learning_starts is 1000, but only 10"):
         SAC(buffer_size=10)
 
 

@@ -35,7 +35,7 @@ def learner(algorithm: Any, env: Any, **policy: Any) -> Any:
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.type)
 def test_the_world_is_scaled_by_all_that_was_seen(algorithm: Any) -> None:
     env = Combat(8, map="3m")
-    made = learner(algorithm, env, normalize_advantages=True)
+    made = learner(algorithm, env, normalize_observations=True)
     sweeper, states = VectorRollout(env, np.arange(8)), []
     for number in range(3):
         batch = sweeper.collect(made.rollout_policies(0.0), 8, number)
@@ -43,11 +43,11 @@ def test_the_world_is_scaled_by_all_that_was_seen(algorithm: Any) -> None:
         states.append(batch.state[:-1].reshape(-1, env.state_size).copy())
         made.update(batch, 0.0)
     seen = np.concatenate(states)
-    assert np.allclose(made.world.mean[0], seen.mean(0), atol=1e-5)
-    assert np.allclose(made.world.deviation()[0], np.maximum(seen.std(0), 1e-4), atol=1e-4)
+    assert np.allclose(made.global_norm.mean[0], seen.mean(0), atol=1e-5)
+    assert np.allclose(made.global_norm.std()[0], np.maximum(seen.std(0), 1e-4), atol=1e-4)
     found = made.global_features(batch.obs, torch.from_numpy(batch.state) * 1e6, 2)
     assert found.abs().max() == MAX_NORMALISED_INPUT
-    assert "world" in made.modules() and not learner(algorithm, env).world
+    assert "world" in made.modules() and not learner(algorithm, env).global_norm
 
 
 def test_views_lie_side_by_side_without_padding() -> None:
@@ -81,7 +81,7 @@ def test_values_stay_in_reason_where_the_state_is_in_large_numbers() -> None:
     figures = {}
     for normalise in (False, True):
         env = Large(8, map="3m")
-        made = learner(ALGORITHMS[2], env, normalize_advantages=normalise)
+        made = learner(ALGORITHMS[2], env, normalize_observations=normalise)
         lines = train(made, VectorRollout(env, np.arange(8)), 8, 3)
         figures[normalise] = max(abs(line["q"]) for line in lines.values())
     assert figures[True] < 5 < figures[False]
