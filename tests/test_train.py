@@ -460,7 +460,7 @@ def test_with_max_failed_1_a_step_in_which_every_episode_fails_changes_nothing(b
 
 WRONG = [
     ({"policies.walker": None}, "policies.walker"),
-    ({"seats.walker": "nobody"}, 'seat "walker" has no policy.*names only guide, walker'),
+    ({"seats.walker": "nobody"}, 'seats gives "walker" to "nobody".*names only guide, walker'),
     ({"seats.wlker": "guide"}, 'seats names "wlker", but env "toys:Whisper" plays guide, walker'),
     ({"env.turn": 3}, 'has no option "turn"; did you mean "turns"'),
     ({"env.type": "whisper"}, 'unknown env "whisper"'),
@@ -495,7 +495,7 @@ def test_a_wrong_config_says_what_is_wrong(base, changes, message):
 
 def test_a_seat_nobody_plays_says_what_to_add(base):
     tree = whisper(base).model_dump()
-    del tree["policies"]["walker"]
+    tree["policies"]["runner"] = tree["policies"].pop("walker")
     with pytest.raises(
         ValueError, match=r'seat "walker" has no policy.*Add policies\.walker, or set policies\.default'
     ):

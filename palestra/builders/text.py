@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from palestra.builders.engines import Engines, build_engines
+from palestra.builders.seats import resolve_seats
 from palestra.builders.text_config import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig, TextConfig
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
 from palestra.policies.base import Policy
@@ -174,9 +176,10 @@ def _sitting(config: TextConfig, name: str) -> dict[Seat, str]:
     env, changes = eval_env_config(config, name), config.evals[name].seats
     own = make_env(**env).seats
     plays = f'exam {name} is of env "{env["type"]}", which plays {", ".join(own)}'
-    if unknown := sorted(set(changes) - set(own)):
+    if unknown := [key for key in changes if not any(fnmatchcase(seat, key) for seat in own)]:
         raise ValueError(f'evals.{name}.seats names "{unknown[0]}", but {plays}')
-    return {seat: changes[seat] if seat in changes else _sits(config, seat, plays) for seat in own}
+    trained = {key: policy for key, policy in config.seats.items() if any(fnmatchcase(seat, key) for seat in own)}
+    return resolve_seats(own, list(config.policies), plays, changes, trained)
 
 
 def _exam(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, str], cast: PolicyResolver) -> Evaluation:
@@ -221,9 +224,7 @@ def seat_policies(config: TextConfig, data_files: Sequence[DataFile] = ()) -> di
     for record in data_files:
         if missing := [seat for seat in record.seats if seat not in seats]:
             raise ValueError(f'{record.path} has answers of seat "{missing[0]}", which nobody can be: {plays}')
-    if unknown := sorted(set(config.seats) - set(seats)):
-        raise ValueError(f'seats names "{unknown[0]}", but {plays}')
-    result = {seat: _sits(config, seat, plays) for seat in seats}
+    result = resolve_seats(seats, list(config.policies), plays, config.seats)
     unused = set(config.policies) - set(result.values())
     for seat in (seat for seat, name in result.items() if name == "default" and seat not in config.seats):
         for close in difflib.get_close_matches(seat, unused, n=1, cutoff=0.75):
@@ -232,17 +233,6 @@ def seat_policies(config: TextConfig, data_files: Sequence[DataFile] = ()) -> di
                 f"policies.{seat}? Else say so: seats: {{{seat}: default}}"
             )
     return result
-
-
-def _sits(config: TextConfig, seat: Seat, plays: str) -> str:
-    """Returns the policy of a seat: the one in `seats`, else the one of the seat's name, else `default`."""
-    name = config.seats.get(seat, seat if seat in config.policies else "default")
-    if name not in config.policies:
-        raise ValueError(
-            f'seat "{seat}" has no policy: {plays}, but policies: names only '
-            f"{', '.join(config.policies)}. Add policies.{seat}, or set policies.default."
-        )
-    return name
 
 
 def with_split(env: dict[str, Any], changes: dict[str, Any] | None, split: str) -> dict[str, Any]:

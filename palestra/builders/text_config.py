@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from palestra.algorithms.presets import TEXT_PRESETS, expand_preset
 from palestra.algorithms.text.base import TextAlgorithm
 from palestra.algorithms.text.dpo import DPO
 from palestra.algorithms.text.grpo import GRPO
@@ -104,7 +105,8 @@ PolicyConfig = Annotated[
 
 
 def _own_algorithm(tree: Any, known: ValidatorFunctionWrapHandler) -> Any:
-    """Validates a user's algorithm config if `type` is "module:Class", else one of the built-in algorithms."""
+    """Validates an algorithm's config: the user's own if `type` is "module:Class", else a preset or a built-in one."""
+    tree = expand_preset(tree, TEXT_PRESETS)
     named = str(tree.get("type", "")) if isinstance(tree, dict) else ""
     if ":" in named:
         return validate(_algorithm_class(named), tree)
@@ -209,8 +211,9 @@ class TextConfig(StrictModel):
     policies: dict[str, PolicyConfig]
     """The policies by name. A policy called `default` plays every seat that has no policy of its own."""
     seats: dict[Seat, str] = {}
-    """Maps seats to policies where the names differ. A seat that is not listed is played by the policy of its own name,
-    else by `default`."""
+    """Maps seats to policies where the names differ. Keys may contain the wildcards `*` and `?`; an exact name takes
+    precedence over a pattern, an earlier pattern over a later one. A seat that matches no key gets the policy of its
+    own name, else `default`, else the only policy."""
     algorithm: TextAlgorithmConfig = GRPO()
     """Training algorithm: `type` is grpo, dpo, ppo, sft, or "module:Class" for a subclass of TextAlgorithm."""
     stages: list[StageConfig] = []

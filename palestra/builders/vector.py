@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from palestra.algorithms.presets import VECTOR_PRESETS, expand_preset
 from palestra.algorithms.vector.a2c import A2C
 from palestra.algorithms.vector.coma import COMA
 from palestra.algorithms.vector.ddpg import DDPG, TD3
@@ -23,6 +23,7 @@ from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
+from palestra.builders.seats import resolve_seats
 from palestra.config import RunName, StrictModel, check_policy_names
 from palestra.engine.malloc import check_fits_memory, keep_freed_memory
 from palestra.envs import VectorEnv, load_env_class, validate_env_options
@@ -88,7 +89,9 @@ VectorPolicyConfig = Annotated[
     TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
 ]
 VectorAlgorithmConfig = Annotated[
-    PPO | A2C | DQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL, Field(discriminator="type")
+    PPO | A2C | DQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL,
+    Field(discriminator="type"),
+    BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
 ]
 
 
@@ -123,8 +126,8 @@ class VectorConfig(StrictModel):
     """The policies by name; at least one has `type: net`, which is trained."""
     seats: dict[str, str] = {}
     """Maps seats to policies. Keys may contain the wildcards `*` and `?`; an exact name takes precedence over a
-    pattern, an earlier pattern over a later one. A seat that matches no key gets the policy of its own name, or the
-    only policy."""
+    pattern, an earlier pattern over a later one. A seat that matches no key gets the policy of its own name,
+    else `default`, else the only policy."""
     algorithm: VectorAlgorithmConfig = PPO()
     """Training algorithm."""
     evals: dict[str, VectorEvalConfig] = {}
@@ -188,29 +191,10 @@ def make_vector_env(env: dict[str, Any], num_envs: int | None = None) -> VectorE
 
 
 def seat_policies(config: VectorConfig, env: VectorEnv, changes: dict[str, str] | None = None) -> dict[Seat, str]:
-    """Returns the policy of each seat. `changes` are further entries of `seats`, whose patterns are tried first.
-
-    Raises ValueError for a seat without a policy, and for an unknown name.
-    """
-    patterns = (changes or {}) | config.seats
-    for pattern, name in patterns.items():
-        if not any(fnmatchcase(seat, pattern) for seat in env.seats):
-            raise ValueError(f'seats names "{pattern}", but env "{env.name}" plays {", ".join(env.seats)}')
-        if name not in config.policies:
-            raise ValueError(f'seats gives "{pattern}" to "{name}", but policies: has {", ".join(config.policies)}')
-    only = next(iter(config.policies)) if len(config.policies) == 1 else None
-    result = {}
-    for seat in env.seats:
-        fitting = [name for pattern, name in patterns.items() if fnmatchcase(seat, pattern)]
-        fitting = [patterns[seat]] if seat in patterns else fitting
-        chosen = fitting[0] if fitting else seat if seat in config.policies else only
-        if chosen is None:
-            raise ValueError(
-                f'seat "{seat}" has no policy: env "{env.name}" plays {", ".join(env.seats)}, and policies: names '
-                f'{", ".join(config.policies)}. Add policies.{seat}, or say seats: {{"{seat}": ...}}'
-            )
-        result[seat] = chosen
-    return result
+    """Returns the policy of each seat; `changes` take precedence over the run's `seats`. Raises ValueError for a seat
+    without a policy, and for an unknown name."""
+    plays = f'env "{env.name}" plays {", ".join(env.seats)}'
+    return resolve_seats(env.seats, list(config.policies), plays, changes or {}, config.seats)
 
 
 def trained_seats(config: VectorConfig, env: VectorEnv, named: dict[Seat, str]) -> dict[str, list[int]]:

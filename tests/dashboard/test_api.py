@@ -290,7 +290,7 @@ def population(tmp_path_factory):
     root = tmp_path_factory.mktemp("populations")
     config = root / "kuhn.yaml"
     config.write_text(
-        "name: kuhn\nenv: {type: kuhn_poker}\npopulation: {type: psro, iterations: 4, solver: {type: nash}}\n"
+        "name: kuhn\nenv: {type: kuhn_poker}\npopulation: {type: psro, iterations: 4, meta_solver: {type: nash}}\n"
         "oracle: {type: exact}\nbackend: {type: inline}\n"
     )
     done = CliRunner().invoke(palestra, ["train", str(config), "--root", str(root)])

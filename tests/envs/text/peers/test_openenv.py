@@ -70,7 +70,7 @@ def played(env: OpenEnv, *answers: str, seed: int = 3) -> list[Any]:
 
 def number(url: str, seed: int) -> int:
     """Which one the server has drawn."""
-    (right,) = [n for n in range(1, 10) if played(OpenEnv(url=url), str(n), seed=seed)[-1].over]
+    (right,) = [n for n in range(1, 10) if played(OpenEnv(url=url), str(n), seed=seed)[-1].done]
     return right
 
 
@@ -87,7 +87,7 @@ def test_a_game_is_played(url: str) -> None:
     assert first.observations == {"agent": "guess 1 to 9"}
     assert hint.observations == {"agent": "more" if wrong < right else "less"}
     assert hint.rewards == {"agent": 0.01} and hint.info == {"success": False, "invalid": {"agent": False}}
-    assert last.over and not last.truncated and last.rewards == {"agent": 1.0} and last.info["success"]
+    assert last.done and not last.truncated and last.rewards == {"agent": 1.0} and last.info["success"]
     whole = played(OpenEnv(url=url), str(wrong))[1]
     assert whole.observations["agent"].splitlines()[1:] == ["guesses: 1"]
 

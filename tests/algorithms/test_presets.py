@@ -1,0 +1,67 @@
+"""Algorithms by the names of their papers are the general algorithms with the settings that the documents give."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from palestra.algorithms.presets import TEXT_PRESETS, VECTOR_PRESETS
+from palestra.algorithms.text.grpo import GRPO
+from palestra.builders.text_config import TextConfig
+from palestra.builders.vector import VectorConfig
+from palestra.cli.main import app
+from palestra.config import validate
+
+ROOT = Path(__file__).parents[2]
+NAMES = {"AT-GRPO": "at_grpo", "Dr. GRPO": "dr_grpo", "DAPO": "dapo", "RLOO": "rloo", "REINFORCE++": "reinforce_pp"}
+
+
+def text(algorithm: dict[str, object]) -> TextConfig:
+    env = {"type": "plan_path", "team": "single"}
+    return validate(TextConfig, {"env": env, "policies": {"agent": {"type": "lora"}}, "algorithm": algorithm})
+
+
+def vector(algorithm: dict[str, object]) -> VectorConfig:
+    env, policies = {"type": "simple_spread"}, {"agent": {"type": "net"}}
+    return validate(VectorConfig, {"env": env, "policies": policies, "algorithm": algorithm})
+
+
+@pytest.mark.parametrize("name", TEXT_PRESETS)
+def test_a_text_preset_is_the_general_algorithm(name: str) -> None:
+    assert text({"type": name}).algorithm == text(TEXT_PRESETS[name]).algorithm
+    assert text({"type": name, "clip": 0.1}).algorithm == text(TEXT_PRESETS[name] | {"clip": 0.1}).algorithm
+
+
+@pytest.mark.parametrize("name", VECTOR_PRESETS)
+def test_a_vector_preset_is_the_general_algorithm(name: str) -> None:
+    assert vector({"type": name}).algorithm == vector(VECTOR_PRESETS[name]).algorithm
+    assert vector({"type": name, "gamma": 0.5}).algorithm.gamma == 0.5
+
+
+def test_presets_have_the_settings_of_the_documents() -> None:
+    page = (ROOT / "docs" / "algorithms" / "grpo.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|(]+?)(?: \([^|]*)? \| `(\{[^`]+\})`", page, re.MULTILINE)
+    documented = {NAMES[name]: yaml.safe_load(config) for name, config in rows if name in NAMES}
+    assert documented.keys() == TEXT_PRESETS.keys()
+    for name, settings in documented.items():
+        assert text({"type": name} | settings).algorithm == GRPO.model_validate(settings), name
+
+
+def test_a_setting_that_contradicts_the_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="type: rloo is type: grpo with scale: none"):
+        text({"type": "rloo", "scale": "std"})
+    with pytest.raises(ValueError, match="type: mappo is type: ppo with critic: central"):
+        vector({"type": "mappo", "critic": "own"})
+
+
+def test_dry_run_prints_what_a_preset_stands_for() -> None:
+    config = str(ROOT / "configs" / "games" / "spread_mappo.yaml")
+    changes = ["--set", "algorithm.type=mappo", "--set", "algorithm.critic=central", "--dry-run"]
+    done = CliRunner().invoke(app, ["train", config, *changes])
+    assert done.exit_code == 0, done.output
+    printed = yaml.safe_load(done.stdout)["algorithm"]
+    assert printed["type"] == "ppo" and printed["critic"] == "central"
