@@ -15,7 +15,7 @@ from palestra.engine.checkpoints import load_full_model
 from palestra.engine.models import Engine
 from palestra.runs import list_checkpoints, read_lines
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 SHORT = ["steps=4", "episodes=6", "checkpoint_every=1", "evals.dev.episodes=6", "evals.dev.every=2"]
 SHORT += ["evals.test.episodes=5", "algorithm.group_size=4"]

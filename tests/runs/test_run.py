@@ -19,7 +19,7 @@ from palestra.files import JsonlWriter, atomic_write, checksum, filter_lines
 from palestra.runs import Run, list_checkpoints, list_runs, load_episodes, read_episodes, read_lines
 from palestra.types import Answer, Episode, Node
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def new_run(root: Path, name: str = "demo") -> Run:

@@ -10,7 +10,7 @@ from palestra.cli.main import app
 from palestra.report.population_data import read_record
 from palestra.runs import read_lines
 
-CONFIG = Path(__file__).parent.parent / "configs/populations/rps_league.yaml"
+CONFIG = Path(__file__).parents[2] / "configs/populations/rps_league.yaml"
 SMALL = ["slices=2", "min_slices=1", "max_slices=1", "env_steps=1024", "league_exploiters=0", "games_per_cell=0"]
 
 

@@ -290,7 +290,7 @@ def test_a_run_of_two_workers_killed_ends_as_one_of_one_worker(whole, tmp_path):
     assert_same(run, whole)
 
 
-SHIPPED = Path(__file__).parent.parent / "configs" / "populations"
+SHIPPED = Path(__file__).parents[2] / "configs" / "populations"
 SHORT = {
     "kuhn_psro": ["population.iterations=3", "population.env_steps=4000", "population.games_per_cell=200"],
     "kuhn_self_play": ["population.slices=3", "population.env_steps=4000"],

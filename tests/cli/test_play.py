@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from test_cli import plain
+from terminal_text import plain
 from typer.testing import CliRunner
 
 from palestra.cli.main import app

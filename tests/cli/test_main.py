@@ -1,7 +1,6 @@
 """The command line as a user meets it: help with examples, mistakes with their fix, and what each command leaves."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from terminal_text import plain
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
@@ -22,11 +22,6 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def palestra(*arguments):
     """The command in this process: torch is loaded once for all tests."""
     return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def plain(text):
-    """Without colours and line breaks, which depend on the terminal."""
-    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
 
 
 def write_config(folder, base, **changes):
@@ -221,7 +216,7 @@ def test_a_failure_is_shown_as_it_is_and_training_goes_on(base, tmp_path, monkey
 
 def test_the_installed_command_finds_an_env_beside_the_config(base, tmp_path):
     """A real process, in the user's folder, with the user's own env."""
-    shutil.copy(Path(__file__).parent / "toys.py", tmp_path / "my_envs.py")
+    shutil.copy(Path(__file__).parents[1] / "toys.py", tmp_path / "my_envs.py")
     write_config(tmp_path, base, env={"type": "my_envs:Whisper"}, steps=1, evals={})
     done = subprocess.run([SCRIPT, "train", "short.yaml"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

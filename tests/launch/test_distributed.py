@@ -16,7 +16,7 @@ from palestra.launch.distributed import build
 from palestra.runs import list_checkpoints, read_lines
 from palestra.training.loop import Callback, Setup
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def test_a_terminal_is_sent_nothing_hostile(config):
     """The installed command on a real pseudo-terminal, where rich uses colours and cursor movements of its own."""
     controller, terminal = pty.openpty()
     command = [Path(sys.executable).parent / "palestra", "eval", config, "--episodes", "1", "--show", "1"]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TERM": "xterm-256color"}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "TERM": "xterm-256color"}
     with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=env, cwd=config.parent) as process:
         os.close(terminal)
         said = b""

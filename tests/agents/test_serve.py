@@ -31,7 +31,7 @@ ASK = [{"role": "user", "content": "say 0 or 1"}]
 def serving(*arguments, **environment):
     """The address of a server process, which must end well when it is told to."""
     command = [*PALESTRA, "serve-agent", *map(str, arguments), "--port", "0"]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # of the env's module
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # of the env's module
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
