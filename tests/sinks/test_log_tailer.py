@@ -134,9 +134,7 @@ def test_training_sends_as_it_goes_and_a_resumed_run_goes_on(base, tmp_path):
         told = [(line["step"] + 1, line["tokens"]) for line in lines(path / "metrics.jsonl") if line["policy"] == name]
         assert whole[f"{name}/tokens"] == [(step, pytest.approx(count, rel=1e-5)) for step, count in told]
     assert [step for step, _ in whole["eval/dev/returns/guide"]] == [0, 3]
-    text = (path / "config.yaml").read_text().replace("steps: 3", "steps: 5")
-    (path / "config.yaml").write_text(text)
-    palestra("train", "--resume", path)
+    palestra("train", "--resume", path, "--set", "steps=5")
     again = written(path / "sinks" / "tensorboard")
     assert [step for step, _ in again["guide/tokens"]] == [1, 2, 3, 4, 5]
     sent = json.loads((path / "sinks" / "tensorboard" / "sent.json").read_text())
