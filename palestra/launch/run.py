@@ -317,9 +317,9 @@ class StopOnInterrupt:
 
     def __enter__(self) -> Callable[[], bool]:
         self.stop_requested, self.under_torchrun = False, "RANK" in os.environ
-        signals = (signal.SIGINT, signal.SIGTERM) if self.under_torchrun else (signal.SIGINT,)
+        signals = [signal.SIGINT, signal.SIGTERM] if self.under_torchrun else [signal.SIGINT]
         if threading.current_thread() is not threading.main_thread():
-            signals = ()
+            signals = []
         self.before = {each: signal.signal(each, self._note) for each in signals}
         return lambda: self.stop_requested
 

@@ -32,7 +32,7 @@ class PromptEnv(Env):
 
     def step(self, actions: dict[Seat, Any]) -> Step:
         reward = self.reward(self.row, str(actions[SEAT]))
-        return Step({}, {SEAT: float(reward)}, info={"success": reward} if isinstance(reward, bool) else {})
+        return Step({}, team_reward=float(reward), info={"success": reward} if isinstance(reward, bool) else {})
 
 
 class Prompts:
