@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,32 @@ def test_inside_a_running_event_loop(base, tmp_path):
 
     run, result = asyncio.run(cell())
     assert len(run.metrics) == 2 and len(result.episodes) == 2
+
+
+class Interrupts(pl.Callback):
+    """Sends the main thread the signal of Ctrl-C after the first step."""
+
+    def on_step(self, step, metrics):
+        if step == 0:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+@pytest.mark.parametrize("inside_loop", [False, True])
+def test_an_interrupt_leaves_a_run_to_go_on_with(base, tmp_path, inside_loop):
+    async def cell():  # as in a notebook, whose loop leaves the signal as it is
+        return whisper(base, tmp_path, steps=40, callbacks=[Interrupts()])
+
+    if inside_loop:
+        loop = asyncio.new_event_loop()
+        run = loop.run_until_complete(cell())
+        loop.close()
+    else:
+        run = whisper(base, tmp_path, steps=40, callbacks=[Interrupts()])
+    done = len(run.metrics) // 2
+    assert 1 <= done < 40
+    seen = Seen(steps=1)
+    pl.train(resume=run, callbacks=[seen])
+    assert seen.steps[0][0] == done
 
 
 def test_a_class_without_a_module(base, tmp_path, monkeypatch):
