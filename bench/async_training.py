@@ -23,6 +23,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Stopwatch(Callback):
         if step < 0:
             self.start = read_clocks()
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
         self.end = read_clocks()
 
     @property

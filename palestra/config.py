@@ -37,6 +37,7 @@ class StrictModel(BaseModel):
         validate_default=True,
         protected_namespaces=(),  # allows names such as `model_path`
         allow_inf_nan=False,
+        use_attribute_docstrings=True,  # the text below a field is its description
     )
 
 

@@ -130,12 +130,12 @@ def _kind(model: Any) -> str | None:
 
 
 def _table(model: type[BaseModel]) -> str:
-    rows = ["| key | values | default |", "|---|---|---|"]
+    rows = ["| key | values | default | |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         if name != "type" or not _kind(model):
             bounds = [f"{BOUNDS[key]} {value:g}" for found in field.metadata for key, value in _bound(found)]
             values = ", ".join([_shown(field.annotation), *bounds])
-            rows.append(f"| `{name}` | {values} | {_default(field)} |")
+            rows.append(f"| `{name}` | {values} | {_default(field)} | {_cell(field.description or '')} |")
     return f"{_prose(model)}\n\n" + "\n".join(rows)
 
 

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from palestra.cli.main import app, run_kind
+from palestra.cli.main import app
 from palestra.config import load, override, validate
+from palestra.launch.run import run_kind
 
 GROUP: Any = typer.main.get_command(app)
 UsageError: Any = typer.BadParameter.__base__  # Click's, whose copy typer has

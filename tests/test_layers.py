@@ -44,6 +44,7 @@ LAYERS = [
     {"palestra.report"},
     {"palestra.evaluation"},
     {"palestra.dashboard", "palestra.agents"},
+    {"palestra.api"},
     {"palestra.cli"},
     {"palestra.__main__"},
     {"palestra.testing"},

@@ -29,6 +29,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Stopwatch(Callback):
         self.wall: list[float] = []
         self.cpu: list[float] = []
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
         self.ends.append(time.perf_counter() - self.start)
         self.wall.append(self.troupe.wall_s if self.troupe else 0.0)
         self.cpu.append(self.troupe.cpu_s if self.troupe else 0.0)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -22,7 +20,10 @@ from palestra.cli.league import league
 from palestra.cli.play import collect, evaluate, play
 from palestra.cli.report import plot, print_alarms, print_cycles, report, sync
 from palestra.cli.serve import keys, serve, serve_sampler
-from palestra.launch.console import RANK, console, print_line, styled_text, user_errors
+from palestra.launch.console import RANK, console, print_line, user_errors
+
+if TYPE_CHECKING:
+    from palestra.launch.run import RunRequest
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
@@ -84,117 +85,66 @@ def train(
     places = [("type", backend), ("workers", workers), ("address", address)]
     changes = [*(settings or []), *([f"engine={engine}"] if engine else [])]
     with user_errors(), _interruptible(resume):
-        tree = _described(config, resume, changes)
-        placed = _placed(tree, [f"backend.{key}={value}" for key, value in places if value])
-        _train(placed, resume, name, root, dry_run, tree if changes else None)
+        from palestra.config import dump
+        from palestra.launch.run import place_tree, run_request
+
+        tree = _config_tree(config, resume, changes)
+        placed = place_tree(tree, [f"backend.{key}={value}" for key, value in places if value])
+        request = run_request(placed, resume=resume, name=name, root=root, stored=tree if changes else None)
+        if not dry_run:
+            return _train(request)
+        request.check()
+        if RANK == 0:
+            print(dump(request.config), end="")
 
 
-def _described(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:
+def _config_tree(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:
     """Config tree of a new run, or of a resumed one, which `settings` may extend. Raises ValueError if both or neither
     is named."""
-    from palestra.config import load, override, parse
-    from palestra.launch.extend import extend_config
-    from palestra.runs import check_config
+    from palestra.config import load, override
+    from palestra.launch.run import resumed_tree
 
     if (path is None) == (resume is None):
         raise ValueError("name a config to start a run, or --resume RUN to go on with one")
-    if resume is None:
-        return override(load(path), settings)  # type: ignore[arg-type]
-    tree = parse(check_config(resume), str(resume / "config.yaml"))
-    return extend_config(tree, settings, _vectorised(tree)) if settings else tree
+    return resumed_tree(resume, settings) if resume else override(load(path), settings)  # type: ignore[arg-type]
 
 
-def _placed(tree: dict[str, Any], places: list[str]) -> dict[str, Any]:
-    """Adds the settings of `backend`, which may change at every resume, to the tree."""
-    from palestra.config import override
+def _train(request: RunRequest) -> None:
+    """Trains a run, then prints its results. Raises RunFailed if nothing was learned."""
+    from palestra.launch.run import open_run
 
-    if places and "population" not in tree and _vectorised(tree):
-        raise ValueError(
-            "--backend, --workers and --address place the tasks of a population or the episodes of language agents; "
-            "this config has neither"
-        )
-    return override(tree, places)
-
-
-def _train(
-    tree: dict[str, Any],
-    resume: Path | None,
-    name: str | None,
-    root: Path,
-    dry_run: bool,
-    changed: dict[str, Any] | None,
-) -> None:
-    """Starts or resumes a run. `changed`, if given, becomes its stored config."""
-    from palestra.config import check_folder_name, dump, validate
-    from palestra.remote.envs.address import with_short_waits
-    from palestra.rollouts.failures import write_error_file
-    from palestra.runs import Run, explain_disk_errors
-    from palestra.sinks.factory import check_sinks
-    from palestra.sinks.log_tailer import follow_run
-
-    kind = run_kind(tree)
-    config = _valid(kind, tree)
-    check_sinks(config.sinks)
-    if dry_run:
-        kind.check(_valid(kind, with_short_waits(tree)))
-        if RANK == 0:
-            print(dump(config), end="")
-        return
-    text = kind.build(config)
-
-    def open_run() -> Run:
-        if not resume:
-            return Run.create(root, dump(config), check_folder_name(name or config.name), {"seed": config.seed})
-        run = Run.open(resume)
-        if changed:
-            run.replace_config(dump(validate(kind.config, changed)))
-        return run
-
-    with (
-        explain_disk_errors(),
-        kind.open_context(open_run) as run,
-        explain_disk_errors(run.path),
-        nullcontext() if RANK else write_error_file(run.path),
-        _interruptible(run.path),
-        follow_run(run.path, [] if RANK else config.sinks, print_line),
-    ):
-        kind.execute(text, run, config)
+    with open_run(request) as opened, _interruptible(opened.run.path):
+        done = opened.train()
+        if RANK:
+            return
+        if not done:
+            again = f"palestra train --resume {shlex.quote(str(opened.run.path))}"
+            print_line(f"stopped; go on with: {again}")
+        elif opened.kind.name == "population":
+            _print_population(opened.run.path, request.config)
+        else:
+            _print_results(opened.run.path)
 
 
-def _valid(kind: RunKind, tree: dict[str, Any]) -> Any:
-    """Returns the checked config. A config written for the other kind of env raises a ValueError of one line."""
-    from palestra.config import validate
+def _print_results(path: Path) -> None:
+    """Prints the results and alarms of a run and draws its curves. Raises RunFailed if nothing was learned."""
+    from palestra.report.run_report import explain_no_update, plot_run, summary_table
+    from palestra.rollouts.failures import RunFailed
 
-    try:
-        return validate(kind.config, tree)
-    except ValueError:
-        if mixed := _mixed_up(tree):
-            raise ValueError(mixed) from None
-        raise
+    console.print(summary_table(path))
+    print_line(f"curves: {plot_run(path)}")
+    print_alarms(path)
+    if why := explain_no_update(path):
+        raise RunFailed(why)
 
 
-def _mixed_up(tree: dict[str, Any]) -> str:
-    """Returns the message for a config whose policy types do not fit the kind of its env; "" if they do."""
-    from palestra.builders.text_config import TextConfig
-    from palestra.builders.vector import VectorConfig
-    from palestra.config import type_choices
+def _print_population(path: Path, config: Any) -> None:
+    from palestra.report.population_plots import plot_population
 
-    policies, env = tree.get("policies"), tree.get("env")
-    if "population" in tree or not isinstance(policies, dict) or not isinstance(env, dict):
-        return ""
-    types = {str(policy.get("type")) for policy in policies.values() if isinstance(policy, dict)}
-    talking, nets = set(type_choices(TextConfig, "policies")), set(type_choices(VectorConfig, "policies"))
-    if _vectorised(tree) and types & (talking - nets):
-        return (
-            f'env "{env["type"]}" is a vectorised game, which small networks play, and this config is of language '
-            "agents: start from one of configs/games, or name an env in words (`palestra info` lists them)"
-        )
-    if not _vectorised(tree) and types & (nets - talking):
-        return (
-            f'env "{env.get("type")}" is an env in words, which language agents play, and this config is of small '
-            "networks: start from configs/demo.yaml, or name a vectorised game (`palestra info` lists them)"
-        )
-    return ""
+    print_line(f"pictures: {plot_population(path)}")
+    if config.population.type != "xdo":  # whose members play no games
+        print_cycles(path)
+        print_line(f"who beats whom: palestra league standings {shlex.quote(str(path))}")
 
 
 @contextmanager
@@ -207,147 +157,6 @@ def _interruptible(run: Path | None) -> Iterator[None]:
         again = f"go on from the last checkpoint with: palestra train --resume {shlex.quote(str(run))}"
         print_line(f"interrupted; {again}" if run else "interrupted before the run began")
         raise typer.Exit(130) from None
-
-
-class RunKind(NamedTuple):
-    """The functions that make and execute one kind of run: language agents, neural networks in vectorised envs, or
-    populations.
-
-    `config` is the config model; `check` and `build` make a setup from it, `check` without starting processes;
-    `execute` executes it; `opened` opens the run directory.
-    """
-
-    config: Any
-    check: Callable[[Any], Any]
-    build: Callable[[Any], Any]
-    execute: Callable[..., None]
-    open_context: Callable[[Callable[[], Any]], Any] = lambda open_run: open_run()
-
-
-def run_kind(tree: dict[str, Any]) -> RunKind:
-    """Returns the kind of run that a config describes, from its population or env.
-
-    Raises ValueError under torchrun for kinds that start processes themselves.
-    """
-    if "population" in tree:
-        _alone("a population's tasks are done at once by workers: palestra train ... --workers N")
-        from palestra.launch import population as population
-
-        return RunKind(
-            population.PopulationConfig, population.build_population, population.build_population, _follow_population
-        )
-    if _vectorised(tree):
-        _alone("networks train on several processes with num_processes: N in the config")
-        from palestra.builders import vector as games
-        from palestra.training import vector_loop
-
-        follow = partial(_follow, vector_loop.restore_checkpoint, games.run_vector_training)
-        return RunKind(games.VectorConfig, games.check_vector_run, games.build_vector_run, follow)
-    from palestra.builders import text, text_config
-    from palestra.launch.distributed import build
-    from palestra.training.distributed import distributed_run, restore_checkpoint, run_training
-
-    follow = partial(_follow, restore_checkpoint, run_training)
-    return RunKind(text_config.TextConfig, text.build, build, follow, distributed_run)
-
-
-def _vectorised(tree: dict[str, Any]) -> bool:
-    from palestra.envs import is_vectorised
-
-    env = tree.get("env")
-    return isinstance(env, dict) and not env.get("at") and is_vectorised(env.get("type"))
-
-
-def _alone(instead: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(f"torchrun is for language agents; {instead}")
-
-
-def _follow(restore: Callable[[Any, Any], int], train: Callable[..., bool], setup: Any, run: Any, config: Any) -> None:
-    """Trains with a progress bar, then prints results and alarms and draws curves. Raises RunFailed if nothing was
-    learned."""
-    from palestra.launch.extend import complete_message
-    from palestra.launch.progress import ProgressBar
-    from palestra.report.run_report import explain_no_update, plot_run, summary_table
-    from palestra.rollouts.failures import RunFailed
-
-    start = restore(setup, run)
-    what = f"{config.env_label}, {', '.join(setup.policy_names)} by {config.algorithm_label}"
-    console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
-    for line in run.skipped_checkpoints:
-        print_line(line)
-    if start >= setup.steps:
-        tree = config.model_dump(mode="json")
-        print_line(complete_message(tree, _vectorised(tree)))
-    elif start:
-        console.print(f"going on after step {start}")
-    with ProgressBar(setup.steps, start, console) as bar, StopOnInterrupt() as stop:
-        done = train(setup, run, bar, stop)
-    if RANK:
-        return
-    if not done:
-        return _say_stopped(run)
-    console.print(summary_table(run.path))
-    print_line(f"curves: {plot_run(run.path)}")
-    print_alarms(run.path)
-    if why := explain_no_update(run.path):
-        raise RunFailed(why)
-
-
-def _follow_population(setup: Any, run: Any, config: Any) -> None:
-    """Runs the tasks of a population plan with a progress bar, then prints and draws results."""
-    from palestra.launch.extend import complete_message
-    from palestra.launch.population import run_population
-    from palestra.launch.progress import PopulationBar, format_summary
-    from palestra.populations.scheduler import TASKS_FILE
-    from palestra.report.population_plots import plot_population
-    from palestra.runs import read_lines
-
-    what = f"{config.env['type']}, {config.population.type} by {config.oracle.type}, {setup.workers} at once"
-    console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
-    if start := len(read_lines(run.path / TASKS_FILE)):
-        console.print(f"going on after {start} tasks")
-    with PopulationBar(setup.plan.summary, console) as bar, StopOnInterrupt() as stop:
-        done = run_population(setup, run, bar, stop)
-    if not done:
-        return _say_stopped(run)
-    if start and len(read_lines(run.path / TASKS_FILE)) == start:
-        print_line(complete_message(config.model_dump(mode="json")))
-    console.print(format_summary(setup.plan.summary()))
-    print_line(f"pictures: {plot_population(run.path)}")
-    if config.population.type != "xdo":  # whose members play no games
-        print_cycles(run.path)
-        print_line(f"who beats whom: palestra league standings {shlex.quote(str(run.path))}")
-
-
-def _say_stopped(run: Any) -> None:
-    print_line(f"stopped; go on with: palestra train --resume {shlex.quote(str(run.path))}")
-
-
-class StopOnInterrupt:
-    """Context that yields a function that returns True after the first Ctrl-C; a second Ctrl-C interrupts as usual.
-
-    Under torchrun SIGTERM has the same effect, and repeated signals count once: torchrun forwards its signals, and
-    kills processes that take more than half a minute.
-    """
-
-    def __enter__(self) -> Callable[[], bool]:
-        self.stop_requested, self.under_torchrun = False, "RANK" in os.environ
-        signals = (signal.SIGINT, signal.SIGTERM) if self.under_torchrun else (signal.SIGINT,)
-        self.before = {each: signal.signal(each, self._note) for each in signals}
-        return lambda: self.stop_requested
-
-    def _note(self, *_: object) -> None:
-        again = "" if self.under_torchrun else " (Ctrl-C again: at once)"
-        if not self.stop_requested:
-            console.print(f"stopping after this step{again}")
-        self.stop_requested = True
-        if not self.under_torchrun:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __exit__(self, *_: object) -> None:
-        for each, handler in self.before.items():
-            signal.signal(each, handler)
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""Envs by name: built-in envs, envs of installed packages, and any class given as "module:Class".
+"""Envs by name: built-in envs, envs of installed packages, any class given as "module:Class", and "local:Name" for a
+class without an importable name (local.py).
 
 The options of an env are the keyword arguments of its `__init__`: their names, type hints and defaults are its schema.
 """
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from palestra.envs.base import Env
 from palestra.envs.base import check_env as check_one
+from palestra.envs.local import LOCAL_PREFIX, find_local_env
 from palestra.envs.vector.base import VectorEnv
 from palestra.envs.vector.check import check_vector_env
 
@@ -122,6 +124,8 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
     """
     if not isinstance(type, str):
         raise ValueError(f"the type of an env is its name, as text, not {type!r:.40}: `palestra info` lists the envs")
+    if type.startswith(LOCAL_PREFIX):
+        return find_local_env(type)
     named = TEXT_ENVS | VECTOR_ENVS
     if type not in named:
         named = known_envs()  # slow: scans all installed packages

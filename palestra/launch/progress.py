@@ -13,7 +13,7 @@ from palestra.launch.console import PlainConsole, styled_text
 from palestra.populations import scheduler
 from palestra.populations.tasks import TaskResult
 from palestra.training.loop import Callback
-from palestra.types import Episode, Metrics
+from palestra.types import TEAM, Episode, Metrics
 
 EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
 
@@ -56,10 +56,11 @@ class ProgressBar(Callback):
                 self.console.print(styled_text((what, "yellow"), f" {episode.error}"))
             self._failed += 1
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
-        what = "success" if "success" in metrics else "return"
-        if what in metrics:  # absent if no episode ended since the last log line
-            now = metrics[what]
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        team = metrics[TEAM]
+        what = "success" if "success" in team else "return"
+        if what in team:  # absent if no episode ended since the last log line
+            now = team[what]
             self._value = now if self._value is None else EMA_DECAY * self._value + (1 - EMA_DECAY) * now
         value = "-" if self._value is None else f"{self._value:.0%}" if what == "success" else f"{self._value:.2f}"
         failed = f" · failed {self._failed}" if self._failed else ""

@@ -164,16 +164,27 @@ class StepPosition:
 
 
 class Callback:
-    """Callback for events of a run, such as a progress bar. The methods do nothing unless overridden."""
+    """Callback for events of a run, such as a progress bar. The methods do nothing unless overridden.
 
-    def on_step(self, step: int, metrics: Metrics) -> None:
-        """Called after each training step with the metrics of all policies together."""
+    `stop()`, called in any of them, ends the run after the current step, with a checkpoint; it can be resumed.
+    """
+
+    stop_requested = False
+
+    def stop(self) -> None:
+        """Ends the run after the current step."""
+        self.stop_requested = True
+
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        """Called after step `step` (from 0) is logged: each step of a text run, each log line of a vector run, each
+        task of a population. `metrics` holds the metrics of each policy, and those of all policies together as "team".
+        """
 
     def on_episode(self, episode: Episode) -> None:
-        """Called after each episode."""
+        """Called after each training episode of a text run, in the order in which they end."""
 
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
-        """Called after each evaluation."""
+        """Called after evaluation `name`, played after step `step` (-1: before training)."""
 
 
 @dataclass
@@ -246,25 +257,27 @@ async def train_step(
     episodes: Sequence[Episode],
     timer: PhaseTimer,
     extra_metrics: Mapping[str, Metrics] | None = None,
-) -> Metrics:
+) -> dict[str, Metrics]:
     """Assigns credit, updates every learner and writes metrics, timings and episodes of one step to the run.
 
-    `extra_metrics` holds further metrics by policy. Returns the metrics of all policies together. Raises RunFailed,
-    with the episodes recorded, if too many failed.
+    `extra_metrics` holds further metrics by policy. Returns the metrics by policy, those of all together as "team".
+    Raises RunFailed, with the episodes recorded, if too many failed.
     """
     moment = setup.position_of(step)
     _end_on_failures(setup, run, step, episodes)
+    lines: dict[str, Metrics] = {}
     for name, (metrics, own) in (await _all_learned(setup, moment, episodes, timer)).items():
-        run.log_metrics(step, name, policy_metrics(episodes, name) | metrics | (extra_metrics or {}).get(name, {}))
+        lines[name] = policy_metrics(episodes, name) | metrics | (extra_metrics or {}).get(name, {})
+        run.log_metrics(step, name, lines[name])
         run.log_timings(step, name, own.metrics() | throughput(episodes, own, name))
     mixture = moment.stage.source.observe(episodes, setup.algorithm_state)
-    figures = episode_metrics(episodes)
-    run.log_metrics(step, TEAM, figures | mixture)
+    lines[TEAM] = episode_metrics(episodes) | mixture
+    run.log_metrics(step, TEAM, lines[TEAM])
     if setup.record_every and step % setup.record_every == 0:
         run.write_episodes(step, list(episodes))
     run.log_timings(step, TEAM, timer.metrics() | throughput(episodes, timer) | setup.worker_metrics())
     run.log_workers(step)
-    return figures
+    return lines
 
 
 def _end_on_failures(setup: Setup, run: Run, step: int, episodes: Sequence[Episode]) -> None:

@@ -166,8 +166,7 @@ def train_vector(
         done = step + 1
         if done % setup.log_every and done != setup.steps:
             continue
-        metrics = log_step(setup, run, step, tally, clock)
-        callback.on_step(step, metrics)
+        callback.on_step(step, log_step(setup, run, step, tally, clock))
         run_evals(setup, run, step, callback)
         run.sync()
         tally, clock = VectorMetrics(setup.learner.names, setup.seats), PhaseTimer()
@@ -180,15 +179,18 @@ def train_vector(
     return True
 
 
-def log_step(setup: VectorSetup, run: RunProtocol, step: int, tally: VectorMetrics, timer: PhaseTimer) -> Metrics:
-    """Writes metrics of each policy and of all together to the run. Returns the latter."""
-    lines = VectorMetrics.merge(setup.all_gather(tally)).metrics_by_policy()
+def log_step(
+    setup: VectorSetup, run: RunProtocol, step: int, tally: VectorMetrics, timer: PhaseTimer
+) -> dict[str, Metrics]:
+    """Writes metrics of each policy and of all together to the run, and returns them by policy."""
     env_steps = float((step + 1) * setup.rollout_length * setup.num_envs * setup.num_processes)
+    found = VectorMetrics.merge(setup.all_gather(tally)).metrics_by_policy()
+    lines = {name: {"env_steps": env_steps} | line for name, line in found.items()}
     for name, line in lines.items():
-        run.log_metrics(step, name, {"env_steps": env_steps} | line)
+        run.log_metrics(step, name, line)
     played = lines[TEAM]["env_steps_here"]
     run.log_timings(step, TEAM, timer.metrics() | {"env_steps_per_s": played / sum(timer.wall_s.values())})
-    return lines[TEAM] | {"env_steps": env_steps}
+    return lines
 
 
 def run_evals(setup: VectorSetup, run: RunProtocol, step: int, callback: Callback) -> None:

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 import palestra
+from palestra.api.trained_run import lines_to_table
+from palestra.files import read_lines
 from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
 
@@ -27,11 +29,10 @@ def path(tmp_path):
 def test_logs_are_tables(path):
     run = palestra.load_run(path)
     assert run.config["seed"] == run.meta["seed"] == 3
-    assert run.evals.column("returns.a").to_pylist() == [1.0, 2.5] and run.evals.column("deviation").to_pylist() == [
-        None,
-        0,
-    ]
-    assert run.metrics.column("loss").to_pylist() == [None, 0.5] and run.timings.num_rows == 0
+    evals, metrics = (lines_to_table(read_lines(path / f"{name}.jsonl")) for name in ("evals", "metrics"))
+    assert evals.column("returns.a").to_pylist() == [1.0, 2.5] and evals.column("deviation").to_pylist() == [None, 0]
+    assert metrics.column("loss").to_pylist() == [None, 0.5]
+    assert len(run.evals) == len(run.metrics) == 2 and len(run.timings) == 0
     assert run.episodes().num_rows == 2 and run.episodes(1).column("step").to_pylist() == [1]
     assert [episode.seed for episode in run.trees()] == [1] and run.trees(0)[0].seed == 0 and run.population is None
     with pytest.raises(ValueError, match="it has those of: 0, 1"):
@@ -42,7 +43,7 @@ def test_logs_are_tables(path):
 
 def test_tables_are_pandas_frames_where_it_is_installed(path):
     pytest.importorskip("pandas")
-    frame = palestra.load_run(path).evals.to_pandas()
+    frame = palestra.load_run(path).evals
     assert frame["success"].tolist() == [0.25, 0.75]
 
 

@@ -1,17 +1,22 @@
-"""A run in a notebook: its logs as Arrow tables, its episodes as objects, all with rich display.
+"""A run from Python: its logs as tables, its episodes as objects, evaluation and plots, with rich display in notebooks.
 
 run = palestra.load_run("runs/demo")
-run.evals.to_pandas()
+run.evals
+run.evaluate(split="test", seats={"planner": "base"}).metrics
 run.trees()[0]      # displays every turn with rewards, advantages and the siblings that were tried
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
@@ -28,24 +33,106 @@ from palestra.report.style import STYLE
 from palestra.runs import load_episodes, read_episodes
 from palestra.types import Episode
 
+if TYPE_CHECKING:
+    from palestra.evaluation.evaluate import EvalResult
 
-def load_run(path: str | Path) -> RunFrames:
+T = TypeVar("T")
+
+
+def load_run(path: str | Path) -> TrainedRun:
     """Returns the run at `path`. Raises ValueError if it is not a run."""
     path = Path(path)
     if not (path / "config.yaml").is_file():
         raise ValueError(f"{path} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-    return RunFrames(path)
+    return TrainedRun(path)
 
 
-class RunFrames:
-    """The contents of a run directory. Tables are read from disk at each access, since a run may still be in
-    progress."""
+def evaluate(
+    run: str | Path | TrainedRun,
+    *,
+    split: str = "test",
+    seats: Mapping[str, str] | None = None,
+    episodes: int = 100,
+    env: Mapping[str, Any] | None = None,
+    greedy: bool = True,
+    step: int | None = None,
+    seed: int = 0,
+) -> EvalResult:
+    """Plays `episodes` held-out episodes; returns the policy at each seat, the metrics and the episodes (text only).
+
+    `run` is a run, its folder, a config, or RUN:NAME, whose policy NAME then plays every seat. `seats` maps seats to
+    policies of the run, "random", RUN:NAME, "base" and "expert" (text), or "script:NAME" (networks). `env` changes
+    options of the env. With `greedy`, networks take their most probable action; language models sample as in training.
+    `step` is the number of steps after which the checkpoint was written; None: the newest. Raises ValueError for an
+    unknown run, split, seat or policy, and RunFailed if every episode failed.
+    """
+    from palestra.evaluation.evaluate import EvalResult, evaluate_run
+    from palestra.evaluation.vector import evaluate_vector
+    from palestra.launch.run import is_vector_config
+    from palestra.rollouts.failures import check_not_all_failed
+
+    path = run.path if isinstance(run, TrainedRun) else Path(run)
+    folder = path if path.exists() else Path(str(path).rpartition(":")[0])
+    tree = load(folder / "config.yaml" if folder.is_dir() else folder)
+    if "population" in tree:
+        raise ValueError(f"{path} trains a population: `palestra league crossplay {path}` lets its members play")
+    changes = {**({} if split == "test" else {"split": split}), **(env or {})}  # text envs are evaluated on "test"
+    shared: Any = {"swap": False, "episodes": episodes, "step": step, "seed": seed}
+    names = dict(seats or {})
+    if is_vector_config(tree):
+        return EvalResult(*evaluate_vector(path, changes, names, greedy=greedy, **shared), [])
+    work = partial(evaluate_run, path, changes, names, sampling={}, **shared)
+    result: EvalResult = call_outside_loop(lambda: asyncio.run(work()))
+    check_not_all_failed(result.episodes, "evaluate")
+    return result
+
+
+def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | None = None) -> T:
+    """Returns `work()`. Inside a running event loop it is called in a thread of its own, where it can run another loop.
+
+    There, the first KeyboardInterrupt calls `on_interrupt` and the call still waits for the result; the second is
+    raised.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    pool = ThreadPoolExecutor(1, "palestra")
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        if on_interrupt is None:
+            raise
+        on_interrupt()
+        return future.result()
+
+
+class TrainedRun:
+    """A run directory, of a run that has ended or is still in progress.
+
+    `metrics`, `timings` and `evals` are read from disk at each access: as pandas frames if pandas is installed, else as
+    Arrow tables.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __repr__(self) -> str:
-        return f"RunFrames({str(self.path)!r})"
+        return f"TrainedRun({str(self.path)!r})"
+
+    def evaluate(self, **options: Any) -> EvalResult:
+        """Returns `palestra.evaluate(self, **options)`: `evaluate(split="test", seats={"pilot": "base"})`."""
+        return evaluate(self, **options)
+
+    def plot(self) -> Picture:
+        """Draws the curves of the run, or of a population its payoffs, to a PNG in its folder, which a notebook
+        shows."""
+        from palestra.report.population_plots import plot_population
+        from palestra.report.run_report import plot_run
+
+        return Picture((plot_run if self.population is None else plot_population)(self.path))
 
     @cached_property
     def config(self) -> Tree:
@@ -59,19 +146,19 @@ class RunFrames:
         return found
 
     @property
-    def metrics(self) -> pa.Table:
+    def metrics(self) -> Any:
         """One row per step and policy."""
-        return lines_to_table(read_lines(self.path / "metrics.jsonl"))
+        return _frame(read_lines(self.path / "metrics.jsonl"))
 
     @property
-    def timings(self) -> pa.Table:
+    def timings(self) -> Any:
         """One row per line of timings.jsonl: seconds by phase."""
-        return lines_to_table(read_lines(self.path / "timings.jsonl"))
+        return _frame(read_lines(self.path / "timings.jsonl"))
 
     @property
-    def evals(self) -> pa.Table:
+    def evals(self) -> Any:
         """One row per evaluation; step -1 is before training."""
-        return lines_to_table(read_lines(self.path / "evals.jsonl"))
+        return _frame(read_lines(self.path / "evals.jsonl"))
 
     @property
     def recorded_steps(self) -> list[int]:
@@ -79,8 +166,10 @@ class RunFrames:
         return sorted(int(path.stem.removeprefix("step-")) for path in (self.path / "episodes").glob("step-*.parquet"))
 
     def episodes(self, step: int | None = None) -> pa.Table:
-        """Returns one row per episode, node and seat, of one step or of all. Raises ValueError if `step` was not
-        saved."""
+        """Returns an Arrow table of one row per episode, node and seat, of one step or of all.
+
+        Raises ValueError if `step` was not saved.
+        """
         return pa.concat_tables(
             [read_episodes(self._file(n)) for n in ([step] if step is not None else self.recorded_steps)]
         )
@@ -110,6 +199,22 @@ class RunFrames:
             population_html(population) if population else eval_table(logs) + details("curves", metric_charts(logs))
         )
         return _dressed(f"<h3>{escape_text(self.path.name)}</h3>{metric_tiles(logs, self.config)}{inside}")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG file, which a notebook shows."""
+
+    path: Path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
+def _frame(lines: list[Tree]) -> Any:
+    """Returns log lines as a pandas frame if pandas is installed, else as an Arrow table."""
+    table = lines_to_table(lines)
+    return table.to_pandas() if find_spec("pandas") else table
 
 
 def lines_to_table(lines: list[Tree]) -> pa.Table:

@@ -1,0 +1,1 @@
+"""The Python API, as `import palestra` offers it: training, finished runs and configs as objects."""

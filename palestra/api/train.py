@@ -1,0 +1,130 @@
+"""`train`: a run of any kind from Python, in a script or a notebook."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from palestra.api.trained_run import TrainedRun, call_outside_loop
+from palestra.config import Tree, load, override
+from palestra.envs.local import env_type
+from palestra.launch.console import console
+from palestra.launch.extend import length_setting
+from palestra.launch.run import is_vector_config, open_run, resumed_tree, run_request
+from palestra.report.run_report import explain_no_update
+from palestra.rollouts.failures import RunFailed
+from palestra.training.loop import Callback
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | BaseModel | None = None,
+    *,
+    env: Any = None,
+    policies: Mapping[str, Any] | None = None,
+    algorithm: Any = None,
+    seats: Mapping[str, str] | None = None,
+    evals: Mapping[str, Any] | None = None,
+    steps: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    name: str | None = None,
+    root: str | Path = "runs",
+    resume: str | Path | TrainedRun | None = None,
+    **settings: Any,
+) -> TrainedRun:
+    """Trains a run of any kind with a progress bar, and returns it.
+
+    `config` is a YAML file, a config as a mapping, or a config object; the other arguments replace parts of it, and
+    without it they are the whole config. `env` is a name, {"type": ..., options}, a subclass of `Env` or `VectorEnv`,
+    or a function that returns an env; a class defined in a notebook trains in this process only, and is resumed only
+    while this process lives. `steps` is the length of the run: training steps of language agents, joint env steps of
+    networks, iterations of PSRO. Further `settings` are keys of the config, also dotted ones:
+    `train("demo.yaml", seed=1, **{"policies.planner.lr": 1e-3})`.
+
+    `resume` goes on with a run after its last checkpoint, possibly for more `steps`. An interrupt (Ctrl-C, or the stop
+    button of a notebook) ends the run after the current step with a checkpoint, as does `Callback.stop`; a second one
+    raises KeyboardInterrupt. Inside a running event loop the run trains in a thread of its own.
+
+    Raises ValueError for a mistake in the config, and RunFailed if the run failed.
+    """
+    changed = {"env": env, "policies": policies, "algorithm": algorithm, "seats": seats, "evals": evals} | settings
+    changes = {key: value for key, value in changed.items() if value is not None}
+    if resume is not None:
+        if config is not None or changes or name:
+            raise ValueError("a resumed run keeps its config: beside resume= there are only steps= and callbacks=")
+        path = resume.path if isinstance(resume, TrainedRun) else Path(resume)
+        tree = resumed_tree(path, [])
+        stored = resumed_tree(path, [f"{_length(tree)}={steps}"]) if steps else None
+        request = run_request(stored or tree, resume=path, stored=stored)
+    else:
+        request = run_request(config_tree(config, changes, steps), name=name, root=root)
+
+    interrupt = Callback()
+
+    def work() -> Path:
+        with open_run(request) as opened:
+            done = opened.train([interrupt, *callbacks])
+            path = Path(opened.run.path)
+            if done and opened.kind.name != "population" and (why := explain_no_update(path)):
+                raise RunFailed(why)
+        if not done:
+            console.print(f"stopped; go on with palestra.train(resume={str(path)!r})", soft_wrap=True)
+        return path
+
+    return TrainedRun(call_outside_loop(work, interrupt.stop))
+
+
+def config_tree(
+    config: str | Path | Mapping[str, Any] | BaseModel | None, changes: Mapping[str, Any], steps: int | None
+) -> Tree:
+    """Returns the config tree of `config` with `changes`. Raises ValueError if there is nothing to train."""
+    if config is None and "env" not in changes and "data" not in changes:
+        raise ValueError('nothing to train: give a config, train("configs/demo.yaml"), or env= and policies=')
+    tree: Tree = load(config) if isinstance(config, str | Path) else plain_data(config or {})
+    plain = {key: plain_data(value) for key, value in changes.items()}
+    tree |= {key: value for key, value in plain.items() if "." not in key}
+    tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in plain.items() if "." in key])
+    tree |= {"env": env_tree(tree["env"])} if "env" in tree else {}
+    tree |= {"envs": {key: env_tree(value) for key, value in tree["envs"].items()}} if "envs" in tree else {}
+    _check_algorithm(tree, changes.get("algorithm"))
+    return override(tree, [f"{_length(tree)}={steps}"]) if steps is not None else tree
+
+
+def env_tree(env: Any) -> Tree:
+    """Returns the config of an env that is given as a name, config, class or function."""
+    if isinstance(env, Mapping):
+        kind = env.get("type")
+        return {**env, "type": kind if isinstance(kind, str | None) else env_type(kind)}
+    return {"type": env if isinstance(env, str) else env_type(env)}
+
+
+def plain_data(value: Any) -> Any:
+    """Returns `value` with config objects as mappings; other objects are kept."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {key: plain_data(inner) for key, inner in value.items()}
+    return [plain_data(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _check_algorithm(tree: Tree, algorithm: Any) -> None:
+    """Raises ValueError for an algorithm object of the other kind of run."""
+    from palestra.algorithms.text.base import TextAlgorithm
+
+    if not isinstance(algorithm, BaseModel) or "population" in tree:
+        return
+    name, vector = type(algorithm).__name__, is_vector_config(tree)
+    if vector == isinstance(algorithm, TextAlgorithm):
+        ours, theirs = ("vectorised envs", "language agents") if vector else ("language agents", "vectorised envs")
+        fix = "palestra.vector has those of vectorised envs (palestra.vector.PPO)"
+        raise ValueError(f"algorithm {name} is for {theirs}, and this run is of {ours}: {fix}")
+
+
+def _length(tree: Tree) -> str:
+    """Returns the key that sets the length of a run. Raises ValueError if several keys do."""
+    if not (key := length_setting(tree, is_vector_config(tree))):
+        raise ValueError("steps= does not fit this run: its stages, or its population, have lengths of their own")
+    return key

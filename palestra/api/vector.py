@@ -1,0 +1,33 @@
+"""Config objects of runs in vectorised envs, whose names some of language agents have, too: `palestra.vector.PPO`."""
+
+from palestra.algorithms.vector.a2c import A2C
+from palestra.algorithms.vector.coma import COMA
+from palestra.algorithms.vector.ddpg import DDPG, TD3
+from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.imitation import BC, GAIL
+from palestra.algorithms.vector.nfsp import NFSP
+from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.qmix import QMIX
+from palestra.algorithms.vector.sac import SAC
+from palestra.builders.vector import FrozenNetConfig as Frozen
+from palestra.builders.vector import RandomActionsConfig as Random
+from palestra.builders.vector import ScriptConfig as Script
+from palestra.builders.vector import TrainedNetConfig as Net
+
+__all__ = [
+    "A2C",
+    "BC",
+    "COMA",
+    "DDPG",
+    "DQN",
+    "GAIL",
+    "NFSP",
+    "PPO",
+    "QMIX",
+    "SAC",
+    "TD3",
+    "Frozen",
+    "Net",
+    "Random",
+    "Script",
+]

@@ -1,0 +1,336 @@
+"""The one entry point of training, for the command line and for Python: config to kind of run, run and training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from palestra.config import Tree, check_folder_name, dump, override, parse, validate
+from palestra.envs import is_vectorised
+from palestra.envs.local import LOCAL_PREFIX
+from palestra.files import read_lines
+from palestra.launch.console import RANK, console, print_line, styled_text
+from palestra.launch.extend import complete_message, extend_config
+from palestra.launch.progress import PopulationBar, ProgressBar, format_summary
+from palestra.populations.scheduler import TASKS_FILE, PlanCallback
+from palestra.populations.tasks import TaskResult
+from palestra.rollouts.failures import write_error_file
+from palestra.runs import Run, check_config, explain_disk_errors
+from palestra.sinks.factory import check_sinks
+from palestra.sinks.log_tailer import follow_run
+from palestra.training.loop import Callback
+from palestra.types import Episode, Metrics
+
+
+class RunKind(NamedTuple):
+    """The functions that make and execute one kind of run: language agents, neural networks in vectorised envs, or
+    populations.
+
+    `config` is the config model; `check` and `build` make a setup from it, `check` without starting processes;
+    `execute(setup, run, config, callbacks)` trains with a progress bar and returns False if it was stopped early;
+    `open_context` opens the run directory.
+    """
+
+    name: Literal["text", "vector", "population"]
+    config: Any
+    check: Callable[[Any], Any]
+    build: Callable[[Any], Any]
+    execute: Callable[..., bool]
+    open_context: Callable[[Callable[[], Any]], Any] = lambda open_run: open_run()
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What is to be trained, checked and resolved: a config of `kind`, and the run to resume (None: a new one in
+    `root`). `stored`, if given, becomes the config of the resumed run."""
+
+    kind: RunKind
+    config: Any
+    tree: Tree
+    resume: Path | None = None
+    name: str | None = None
+    root: Path = Path("runs")
+    stored: Tree | None = None
+
+    def check(self) -> None:
+        """Raises ValueError if the parts of the config do not fit together. Starts no process."""
+        from palestra.remote.envs.address import with_short_waits
+
+        self.kind.check(validate_config(self.kind, with_short_waits(self.tree)))
+
+
+class OpenRun(NamedTuple):
+    """A run that is open for training. `train(callbacks)` trains what is left of it; False: stopped early."""
+
+    kind: RunKind
+    run: Any
+    train: Callable[..., bool]
+
+
+def run_request(
+    tree: Tree,
+    *,
+    resume: Path | None = None,
+    name: str | None = None,
+    root: str | Path = "runs",
+    stored: Tree | None = None,
+) -> RunRequest:
+    """Returns the checked request for the run that `tree` describes. Raises ValueError for mistakes in the config."""
+    kind = run_kind(tree)
+    config = validate_config(kind, tree)
+    check_sinks(config.sinks)
+    _check_env_is_importable(config)
+    return RunRequest(kind, config, tree, resume, name, Path(root), stored)
+
+
+def _check_env_is_importable(config: Any) -> None:
+    """Raises ValueError if other processes would have to make an env that only this process has."""
+    envs = (getattr(config, "envs", None) or {"env": config.env}).values()
+    local = next((env["type"] for env in envs if str(env.get("type", "")).startswith(LOCAL_PREFIX)), None)
+    backend = getattr(config, "backend", None)
+    parallel = {
+        f"backend: {{type: {getattr(backend, 'type', '')}}}": backend is not None and backend.type != "inline",
+        "num_processes:": getattr(config, "num_processes", 1) > 1,
+        "num_actors:": getattr(config, "num_actors", 0) > 0,
+        "env.at:": any(env.get("at") for env in envs),
+    }
+    if local and (used := [key for key, on in parallel.items() if on]):
+        raise ValueError(
+            f'{used[0]} uses other processes, and env "{local}" exists in this one only, since its class has no '
+            "importable name: move the class to a module and use it from there, or train in this process "
+            "(backend={'type': 'inline'})"
+        )
+
+
+@contextmanager
+def open_run(request: RunRequest) -> Iterator[OpenRun]:
+    """Context that builds everything, creates or resumes the run and feeds its sinks. An exception inside is also
+    written to the run's error.txt."""
+    kind, config = request.kind, request.config
+    setup = kind.build(config)
+    with (
+        explain_disk_errors(),
+        kind.open_context(partial(_run_folder, request)) as run,
+        explain_disk_errors(run.path),
+        nullcontext() if RANK else write_error_file(run.path),
+        follow_run(run.path, [] if RANK else config.sinks, print_line),
+    ):
+        yield OpenRun(kind, run, partial(kind.execute, setup, run, config))
+
+
+def _run_folder(request: RunRequest) -> Run:
+    config = request.config
+    if not request.resume:
+        name = check_folder_name(request.name or config.name)
+        return Run.create(request.root, dump(config), name, {"seed": config.seed})
+    run = Run.open(request.resume)
+    if request.stored:
+        run.replace_config(dump(validate(request.kind.config, request.stored)))
+    return run
+
+
+def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
+    """Returns the config of the run at `path`, extended by settings such as "steps=200".
+
+    Raises ValueError if `path` is no run, or the settings change anything but its length.
+    """
+    tree = parse(check_config(path), str(path / "config.yaml"))
+    return extend_config(tree, settings, is_vector_config(tree)) if settings else tree
+
+
+def place_tree(tree: Tree, places: Sequence[str]) -> Tree:
+    """Returns the config with settings of `backend`, which may change at every resume."""
+    if places and "population" not in tree and is_vector_config(tree):
+        raise ValueError(
+            "--backend, --workers and --address place the tasks of a population or the episodes of language agents; "
+            "this config has neither"
+        )
+    return override(tree, places)
+
+
+# ---- kinds of runs
+
+
+def run_kind(tree: Tree) -> RunKind:
+    """Returns the kind of run that a config describes, from its population or env.
+
+    Raises ValueError under torchrun for kinds that start processes themselves.
+    """
+    if "population" in tree:
+        _refuse_torchrun("a population's tasks are done at once by workers: palestra train ... --workers N")
+        from palestra.launch import population
+
+        build = population.build_population
+        return RunKind("population", population.PopulationConfig, build, build, _execute_population)
+    if is_vector_config(tree):
+        _refuse_torchrun("networks train on several processes with num_processes: N in the config")
+        from palestra.builders import vector
+        from palestra.training import vector_loop
+
+        execute = partial(_execute, vector_loop.restore_checkpoint, vector.run_vector_training)
+        return RunKind("vector", vector.VectorConfig, vector.check_vector_run, vector.build_vector_run, execute)
+    from palestra.builders import text, text_config
+    from palestra.launch.distributed import build as build_text
+    from palestra.training.distributed import distributed_run, restore_checkpoint, run_training
+
+    execute = partial(_execute, restore_checkpoint, run_training)
+    return RunKind("text", text_config.TextConfig, text.build, build_text, execute, distributed_run)
+
+
+def is_vector_config(tree: Tree) -> bool:
+    """True if the config's env is a `VectorEnv` of this process."""
+    env = tree.get("env")
+    return isinstance(env, dict) and not env.get("at") and is_vectorised(env.get("type"))
+
+
+def _refuse_torchrun(instead: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"torchrun is for language agents; {instead}")
+
+
+def validate_config(kind: RunKind, tree: Tree) -> Any:
+    """Returns the checked config. A config written for the other kind of env raises a ValueError of one line."""
+    try:
+        return validate(kind.config, tree)
+    except ValueError:
+        if mixed := _wrong_kind_message(tree):
+            raise ValueError(mixed) from None
+        raise
+
+
+def _wrong_kind_message(tree: Tree) -> str:
+    """Returns the message for a config whose policy types do not fit the kind of its env; "" if they do."""
+    from palestra.builders.text_config import TextConfig
+    from palestra.builders.vector import VectorConfig
+    from palestra.config import type_choices
+
+    policies, env = tree.get("policies"), tree.get("env")
+    if "population" in tree or not isinstance(policies, dict) or not isinstance(env, dict):
+        return ""
+    types = {str(policy.get("type")) for policy in policies.values() if isinstance(policy, dict)}
+    talking, nets = set(type_choices(TextConfig, "policies")), set(type_choices(VectorConfig, "policies"))
+    if is_vector_config(tree) and types & (talking - nets):
+        return (
+            f'env "{env["type"]}" is a vectorised game, which small networks play, and this config is of language '
+            "agents: start from one of configs/games, or name an env in words (`palestra info` lists them)"
+        )
+    if not is_vector_config(tree) and types & (nets - talking):
+        return (
+            f'env "{env.get("type")}" is an env in words, which language agents play, and this config is of small '
+            "networks: start from configs/demo.yaml, or name a vectorised game (`palestra info` lists them)"
+        )
+    return ""
+
+
+# ---- training with a progress bar
+
+
+def _execute(
+    restore: Callable[[Any, Any], int],
+    train: Callable[..., bool],
+    setup: Any,
+    run: Any,
+    config: Any,
+    callbacks: Sequence[Callback] = (),
+) -> bool:
+    """Trains a text or vector run from its newest checkpoint on. Returns False if it was stopped early."""
+    start = restore(setup, run)
+    what = f"{config.env_label}, {', '.join(setup.policy_names)} by {config.algorithm_label}"
+    console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
+    for line in run.skipped_checkpoints:
+        print_line(line)
+    if start >= setup.steps:
+        tree = config.model_dump(mode="json")
+        print_line(complete_message(tree, is_vector_config(tree)))
+    elif start:
+        console.print(f"going on after step {start}")
+    with ProgressBar(setup.steps, start, console) as bar, StopOnInterrupt() as interrupted:
+        return train(setup, run, CallbackList([bar, *callbacks]), _stop_requested(interrupted, callbacks))
+
+
+def _execute_population(setup: Any, run: Any, config: Any, callbacks: Sequence[Callback] = ()) -> bool:
+    """Runs the remaining tasks of a population plan. Returns False if it was stopped early."""
+    from palestra.launch.population import run_population
+
+    what = f"{config.env['type']}, {config.population.type} by {config.oracle.type}, {setup.workers} at once"
+    console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
+    if start := len(read_lines(run.path / TASKS_FILE)):
+        console.print(f"going on after {start} tasks")
+    with PopulationBar(setup.plan.summary, console) as bar, StopOnInterrupt() as interrupted:
+        tasks = TaskCallbacks(bar, CallbackList(callbacks))
+        done = run_population(setup, run, tasks, _stop_requested(interrupted, callbacks))
+    if done and start and len(read_lines(run.path / TASKS_FILE)) == start:
+        print_line(complete_message(config.model_dump(mode="json")))
+    if done:
+        console.print(format_summary(setup.plan.summary()))
+    return done
+
+
+def _stop_requested(interrupted: Callable[[], bool], callbacks: Sequence[Callback]) -> Callable[[], bool]:
+    return lambda: interrupted() or any(callback.stop_requested for callback in callbacks)
+
+
+class CallbackList(Callback):
+    """Calls each of `callbacks`, in order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = callbacks
+
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        for callback in self.callbacks:
+            callback.on_step(step, metrics)
+
+    def on_episode(self, episode: Episode) -> None:
+        for callback in self.callbacks:
+            callback.on_episode(episode)
+
+    def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
+        for callback in self.callbacks:
+            callback.on_eval(step, name, metrics)
+
+
+class TaskCallbacks(PlanCallback):
+    """The progress bar of a population, and `callback.on_step` after each of its tasks."""
+
+    def __init__(self, bar: PlanCallback, callback: Callback) -> None:
+        self.bar, self.callback = bar, callback
+
+    def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
+        self.bar.on_task_done(number, done, lines)
+        self.callback.on_step(number, lines)
+
+
+class StopOnInterrupt:
+    """Context that yields a function that returns True after the first Ctrl-C; a second Ctrl-C interrupts as usual.
+
+    Under torchrun SIGTERM has the same effect, and repeated signals count once: torchrun forwards its signals, and
+    kills processes that take more than half a minute. Only the main thread receives signals: in another thread the
+    function returns False.
+    """
+
+    def __enter__(self) -> Callable[[], bool]:
+        self.stop_requested, self.under_torchrun = False, "RANK" in os.environ
+        signals = [signal.SIGINT, signal.SIGTERM] if self.under_torchrun else [signal.SIGINT]
+        if threading.current_thread() is not threading.main_thread():
+            signals = []
+        self.before = {each: signal.signal(each, self._note) for each in signals}
+        return lambda: self.stop_requested
+
+    def _note(self, *_: object) -> None:
+        again = "" if self.under_torchrun else " (Ctrl-C again: at once)"
+        if not self.stop_requested:
+            console.print(f"stopping after this step{again}")
+        self.stop_requested = True
+        if not self.under_torchrun:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self.before.items():
+            signal.signal(each, handler)

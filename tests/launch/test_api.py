@@ -1,0 +1,232 @@
+"""The Python API on real runs of a few steps, of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from trained import palestra as command
+from trained import refused
+
+import palestra as pl
+from palestra.envs import local
+from palestra.files import read_lines
+
+ROWS = [{"prompt": f"Say a word with {letter}", "letter": letter} for letter in "abcdefghijkl"]
+
+
+def is_plain(row, answer):
+    return bool(row["letter"]) and answer.isascii()
+
+
+def speech(base, **settings):
+    return {"default": pl.Lora(str(base), lr=1e-2, sampling={"max_tokens": 2}, **settings)}
+
+
+class Seen(pl.Callback):
+    """Notes every event; stops after some steps."""
+
+    def __init__(self, steps=1000):
+        self.left, self.steps, self.evals, self.episodes = steps, [], [], 0
+
+    def on_step(self, step, metrics):
+        self.steps.append((step, sorted(metrics)))
+        if len(self.steps) == self.left:
+            self.stop()
+
+    def on_episode(self, episode):
+        self.episodes += 1
+
+    def on_eval(self, step, name, metrics):
+        self.evals.append((step, name))
+
+
+def whisper(base, root, **changes):
+    parts = {
+        "env": "toys:Whisper",
+        "policies": speech(base, rank=4),
+        "algorithm": pl.GRPO(group_size=2),
+        "evals": {"dev": {"episodes": 2}},
+        "steps": 2,
+        "episodes": 2,
+    }
+    return pl.train(root=root, **parts | changes)
+
+
+def test_a_text_run_from_objects(base, tmp_path):
+    seen = Seen()
+    run = whisper(base, tmp_path, callbacks=[seen], name="w", **{"policies.default.rank": 2})
+    assert run.path == tmp_path / "w" and run.config["policies"]["default"]["rank"] == 2
+    assert seen.steps == [(0, ["default", "team"]), (1, ["default", "team"])]
+    assert seen.evals == [(-1, "dev"), (1, "dev")] and seen.episodes == 4
+    assert len(run.metrics) == 4 and len(run.evals) == 2
+    assert run.plot()._repr_png_().startswith(b"\x89PNG")
+    result = run.evaluate(seats={"walker": "random"}, episodes=2)
+    assert result.policy_names == {"guide": "default@2", "walker": "random"} and len(result.episodes) == 2
+
+
+def test_a_config_file_trains_the_same_as_on_the_command_line(base, tmp_path):
+    run = whisper(base, tmp_path, name="w", evals={})
+    command("train", run.path / "config.yaml", "--root", tmp_path, "--name", "cli")
+    assert (run.path / "metrics.jsonl").read_bytes() == (tmp_path / "cli" / "metrics.jsonl").read_bytes()
+
+
+def test_a_callback_stops_a_run_which_can_be_resumed(base, tmp_path):
+    run = whisper(base, tmp_path, steps=5, callbacks=[Seen(steps=2)])
+    assert len(run.metrics) == 4
+    again = Seen()
+    assert pl.train(resume=run, steps=4 + 2, callbacks=[again]).path == run.path
+    assert [step for step, _ in again.steps] == [2, 3, 4, 5] and run.config["steps"] == 6
+    with pytest.raises(ValueError, match="can only be made longer"):
+        pl.train(resume=run.path, steps=1)
+    with pytest.raises(ValueError, match="keeps its config"):
+        pl.train(resume=run.path, seed=1)
+
+
+def test_inside_a_running_event_loop(base, tmp_path):
+    async def cell():
+        run = whisper(base, tmp_path, steps=1)
+        return run, run.evaluate(episodes=2)
+
+    run, result = asyncio.run(cell())
+    assert len(run.metrics) == 2 and len(result.episodes) == 2
+
+
+class Interrupts(pl.Callback):
+    """Sends the main thread the signal of Ctrl-C after the first step."""
+
+    def on_step(self, step, metrics):
+        if step == 0:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+@pytest.mark.parametrize("inside_loop", [False, True])
+def test_an_interrupt_leaves_a_run_to_go_on_with(base, tmp_path, inside_loop):
+    async def cell():  # as in a notebook, whose loop leaves the signal as it is
+        return whisper(base, tmp_path, steps=40, callbacks=[Interrupts()])
+
+    if inside_loop:
+        loop = asyncio.new_event_loop()
+        run = loop.run_until_complete(cell())
+        loop.close()
+    else:
+        run = whisper(base, tmp_path, steps=40, callbacks=[Interrupts()])
+    done = len(run.metrics) // 2
+    assert 1 <= done < 40
+    seen = Seen(steps=1)
+    pl.train(resume=run, callbacks=[seen])
+    assert seen.steps[0][0] == done
+
+
+def test_a_class_without_a_module(base, tmp_path, monkeypatch):
+    class Echo(pl.Env):
+        seats = ("agent",)
+
+        def __init__(self, word: str = "up") -> None:
+            self.word = word
+
+        def reset(self, seed):
+            return pl.Step({"agent": self.word})
+
+        def step(self, actions):
+            return pl.Step({}, {"agent": float(actions["agent"].isascii())})
+
+    def trained(env, **changes):
+        return pl.train(env=env, policies=speech(base), steps=1, episodes=2, root=tmp_path, **changes)
+
+    run = trained({"type": Echo, "word": "left"})
+    assert run.config["env"] == {"type": "local:Echo", "word": "left"}
+    assert len(run.evaluate(episodes=2).episodes) == 2
+    assert trained(lambda: Echo("down")).trees()[0].nodes[0].observations == {"agent": "down"}
+    with pytest.raises(ValueError, match="move the class to a module"):
+        trained(Echo, backend={"type": "local", "workers": 1})
+    with pytest.raises(ValueError, match='no option "sound"'):
+        trained({"type": Echo, "sound": 1})
+    monkeypatch.setattr(local, "_local_envs", {})  # as in another process
+    with pytest.raises(ValueError, match=r"cannot be resumed .* Move the class to a module"):
+        pl.train(resume=run, steps=2)
+    assert "Move the class to a module" in refused("train", "--resume", run.path)
+
+
+def test_prompts_and_a_reward_function(base, tmp_path):
+    run = pl.train(
+        env=pl.Prompts(ROWS, reward=is_plain),
+        policies=speech(base),
+        evals={"dev": {"episodes": 2}},
+        steps=1,
+        episodes=2,
+        root=tmp_path,
+    )
+    assert [line["episodes"] for line in read_lines(run.path / "evals.jsonl") if "success" in line] == [2, 2]
+    assert run.evaluate(split="train", episodes=2).metrics["episodes"] == 2
+
+
+def test_prompts_are_split_by_their_text():
+    prompts = pl.Prompts(ROWS + ROWS[::-1], reward=is_plain)
+    parts = {split: {row["prompt"] for row in prompts(split).rows} for split in ("train", "dev", "test")}
+    assert [len(part) for part in parts.values()] == [10, 1, 1] and len(set().union(*parts.values())) == 12
+    assert parts == {split: {row["prompt"] for row in pl.Prompts(ROWS[::-1], is_plain)(split).rows} for split in parts}
+    for split in parts:
+        pl.check_env(lambda split=split: prompts(split))
+    with pytest.raises(ValueError, match="at least 3"):
+        pl.Prompts(ROWS[:2], is_plain)("test")
+    with pytest.raises(ValueError, match="row 0 has no prompt as text"):
+        pl.Prompts([{"prompt": [{"role": "user", "content": "hi"}]}], is_plain)
+
+
+def test_a_vector_run(tmp_path):
+    seen = Seen(steps=3)
+    run = pl.train(
+        env={"type": "kuhn_poker", "num_envs": 4},
+        policies={"default": pl.Net(hidden=[8])},
+        algorithm=pl.vector.PPO(rollout_length=8, minibatches=1),
+        steps=320,
+        log_every=32,
+        root=tmp_path,
+        callbacks=[seen],
+    )
+    assert [step for step, _ in seen.steps] == [0, 1, 2] and seen.steps[0][1] == ["default", "team"]
+    assert pl.train(resume=run).path == run.path and len(run.metrics) == 20
+    assert run.evaluate(seats={"player_1": "random"}, episodes=8).metrics["episodes"] == 8
+    with pytest.raises(ValueError, match=r"PPO is for language agents.*palestra\.vector"):
+        pl.train(env="kuhn_poker", policies={"default": pl.Net()}, algorithm=pl.PPO(), root=tmp_path)
+
+
+def test_a_population(tmp_path):
+    seen = Seen()
+    run = pl.train(
+        "configs/populations/kuhn_psro_exact.yaml",
+        steps=1,
+        root=tmp_path,
+        backend={"type": "inline"},
+        callbacks=[seen],
+    )
+    assert len(seen.steps) == len(read_lines(run.path / "tasks.jsonl")) and run.population is not None
+    assert run.plot().path.exists()
+    with pytest.raises(ValueError, match="trains a population"):
+        run.evaluate()
+
+
+def test_mistakes_say_what_to_do(base, tmp_path):
+    for wrong, match in (
+        ({}, "nothing to train"),
+        ({"env": 3}, "give a name, a config"),
+        ({"env": lambda: 3}, "returned a int"),
+        ({"env": "sokobam"}, 'did you mean "sokoban"'),
+        ({"env": "toys:Whisper", "policies": speech(base), "stpes": 3}, "did you mean steps"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            pl.train(root=tmp_path, **wrong)
+    assert not list(Path(tmp_path).iterdir())
+
+
+def test_every_public_name_is_there_and_importing_is_light():
+    assert all(getattr(pl, name) is not None and name in dir(pl) for name in pl.__all__)
+    assert pl.GRPO.model_fields["group_size"].description
+    code = "import sys, palestra; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pydantic')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
