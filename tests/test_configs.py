@@ -120,7 +120,7 @@ def test_the_demos_layouts_are_apart():
         env = make_env(**(options | {"split": split}))
         for seed in range(100):
             env.reset(seed)
-            assert split_of_layout(env.size, env.instance.groups) == split
-            seen.setdefault(split, set()).add(env.instance.groups)
+            assert split_of_layout(env.size, env.instance.cell_groups) == split
+            seen.setdefault(split, set()).add(env.instance.cell_groups)
     train = seen["train"]
     assert not train & seen["test"] and not train & seen["dev"] and not seen["base"] & seen["test"]
