@@ -149,7 +149,7 @@ class _ForkServerClient:
         return self.owner_pid == os.getpid() and self.process.poll() is None
 
     def close(self) -> None:
-        """Stops the fork server; kills it after PATIENCE seconds."""
+        """Stops the fork server; kills it after STOP_TIMEOUT_S."""
         self.control_socket.close()
         if self.owner_pid == os.getpid():
             try:

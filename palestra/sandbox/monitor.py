@@ -87,7 +87,7 @@ class ProcessMonitor:
         return stdout, stderr
 
     def _feed(self, unsent: memoryview, events: selectors.BaseSelector) -> memoryview:
-        """Writes up to PIECE bytes; closes the program's stdin after the last. Returns the rest."""
+        """Writes up to CHUNK_BYTES bytes; closes the program's stdin after the last. Returns the rest."""
         try:
             unsent = unsent[os.write(self.program.stdin.fileno(), unsent[:CHUNK_BYTES]) :]
         except BrokenPipeError:  # the program has closed its stdin
@@ -98,7 +98,7 @@ class ProcessMonitor:
         return unsent
 
     def _read(self, stream: IO[bytes]) -> bool:
-        """Reads up to PIECE available bytes; returns False if none were read."""
+        """Reads up to CHUNK_BYTES available bytes; returns False if none were read."""
         piece = stream.read(CHUNK_BYTES)
         said = self._outputs[stream]
         said += piece or b""

@@ -2,7 +2,7 @@
 
 It limits every block, including those of deleted open files, unnamed files and files that are only mapped. It vanishes
 with the last of these processes, so nothing needs to be removed. Root mounts it in a mount namespace, other users in a
-mount and a user namespace; if neither is allowed, the folder is measured instead (`scratch.over`).
+mount and a user namespace; if neither is allowed, the folder is measured instead (`workdir.exceeds_limit`).
 """
 
 from __future__ import annotations

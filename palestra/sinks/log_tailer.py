@@ -145,7 +145,7 @@ def _short(error: Exception) -> str:
 
 
 class follow_run:
-    """Context manager that sends the logs of the run at `path` to `sinks`; on exit waits up to PATIENCE seconds."""
+    """Context manager that sends the logs of the run at `path` to `sinks`; on exit waits up to END_TIMEOUT_S."""
 
     def __init__(self, path: Path, sinks: SinkConfigs, warn: Warn) -> None:
         self.warn = warn

@@ -1,6 +1,6 @@
 """Rewards and observations of the four MPE games, compiled; in the order of the `mpe2` package.
 
-For each game, `reward_*` writes the rewards of the step, `show_*` the observations of the marked games, `begin_*`
+For each game, `reward_*` writes the rewards of the step, `observe_*` the observations of the marked games, `begin_*`
 starts the marked games, `advance_*` plays a whole step. Shapes: `B` games, `N` seats, `D` numbers of an action.
 """
 
