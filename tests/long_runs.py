@@ -46,7 +46,7 @@ def _log(run: Run, rng: random.Random, step: int, solved: float) -> None:
             "team_reward": solved * rng.random(),
             "invalid": 0.3 * (1 - solved) * rng.random(),
             "tokens": 5 + rng.random(),
-            "clip_share": 0.01 * rng.random(),
+            "clip_fraction": 0.01 * rng.random(),
             "zero_variance": solved * 0.5,
             "kl": 0.001 * rng.random(),
             "entropy": 1.5 - solved + 0.1 * rng.random(),

@@ -162,7 +162,7 @@ def test_grpo_by_hand_has_the_gradients_of_the_library(learners: dict[str, Langu
 
     wanted = asyncio.run(learner.forward_backward(expected, ALGORITHM.loss, **ALGORITHM.loss_options))
     found = trainer.forward_backward(samples, grpo.grpo_loss, entropy=grpo.ENTROPY_COEF)
-    assert wanted["clip_share"] > 0.02
+    assert wanted["clip_fraction"] > 0.02
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
     assert found["entropy"] == pytest.approx(wanted["entropy"], rel=1e-5)
     for ours, theirs in zip(trainer.parameters, learner.weights.trainer.parameters, strict=True):
@@ -265,7 +265,7 @@ def test_ppo_by_hand_has_the_advantages_losses_and_gradients_of_the_library() ->
     policy_loss, value_loss, entropy = ppo.ppo_losses(agent, ppo.flatten(agent, rollout))
     (policy_loss + value_loss - ppo.ENTROPY_COEF * entropy).backward()
     metrics = learner.update(batch, 0.0)["agent"]
-    assert metrics["clip_share"] > 0.02
+    assert metrics["clip_fraction"] > 0.02
     assert policy_loss.item() == pytest.approx(metrics["policy_loss"], rel=1e-4, abs=1e-6)
     assert value_loss.item() == pytest.approx(metrics["value_loss"], rel=1e-5)
     assert entropy.item() == pytest.approx(metrics["entropy"], rel=1e-5)

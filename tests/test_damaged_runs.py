@@ -135,7 +135,7 @@ SAME = [
     Case("learner grown", append(f"{NEW}/{LEARNER}", b"\0")),
     Case("learner missing", remove(f"{NEW}/{LEARNER}")),
     Case("optimizer zeroed", zero(f"{NEW}/{LEARNER}")),
-    Case("games, a byte", flip(f"{NEW}/training-0/games.safetensors", -1)),
+    Case("env state, a byte", flip(f"{NEW}/training-0/env_state.safetensors", -1)),
     Case("member.json, a byte", flip(f"{NEW}/agent/member.json", 5)),
     Case("member.json empty", cut(f"{NEW}/agent/member.json", 0)),
     Case("a folder in place of weights", folder(f"{NEW}/agent/policy.safetensors")),

@@ -81,5 +81,5 @@ def interval(exam: dict[str, Any]) -> tuple[float, float]:
     """95 % of successes; in a game, which has none, of what the first player wins."""
     if "success" in exam:
         return wilson_interval(exam["success"] * exam["episodes"], exam["episodes"])
-    mean, half = exam["returns"]["player_0"], exam["returns_half"]["player_0"]
+    mean, half = exam["returns"]["player_0"], exam["returns_ci95"]["player_0"]
     return mean - half, mean + half

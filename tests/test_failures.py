@@ -138,7 +138,7 @@ def test_an_exam_that_fails_ends_the_run_and_is_no_score_of_zero(base, tmp_path)
     exam = {"episodes": 5, "env": {"type": "toys_failing:Cracks"}}
     config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, evals={"dev": exam})
     said = failed("train", config, "--root", tmp_path)
-    assert "exam dev: 5 of 5 episodes failed" in plain(said) and DEEPEST in said
+    assert "evaluation dev: 5 of 5 episodes failed" in plain(said) and DEEPEST in said
     assert read_lines(tmp_path / "failing/evals.jsonl") == []
 
 

@@ -34,13 +34,14 @@ NUMPY = {"np", "numpy"}  # whose load unpickles where it is asked to
 
 # File and call, how often, and why no text of a model or of a stranger is run by it in this process.
 REVIEWED = {
-    ("__init__.py", "import_module"): (1, "a fixed name"),
+    ("__init__.py", "import_module"): (2, "names from our own table"),
     ("backends/local.py", "pickle.loads"): (1, "the worker that the parent process sent to its own child"),
     ("backends/episode_tasks.py", "pickle.loads"): (
         1,
         "episodes that a worker of this run left in its temporary folder",
     ),
     ("config.py", "yaml.load"): (1, "by a loader derived from SafeLoader"),
+    ("envs/local.py", "import_module"): (1, "the module of a class that the user's own program passed"),
     ("envs/__init__.py", "import_module"): (1, "an env's module from our own table or an entry point"),
     ("envs/text/code/checker.py", "eval"): (1, "runs in the sandbox"),
     ("envs/text/code/checker.py", "exec"): (2, "runs in the sandbox"),

@@ -118,7 +118,7 @@ def test_data_that_does_not_fit_is_refused_before_anything_runs(cloned, tmp_path
     assert "this config names no env" in with_("env={}")
     assert "add env: as it was played" in with_("env={}", "evals={}")
     assert 'seat "guesser" has no policy: the data has answers of guesser' in with_(
-        "env={}", "evals={}", "policies={other: {type: lora}}"
+        "env={}", "evals={}", "policies={other: {type: lora}, another: {type: lora}}"
     )
     rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": "q", "completion": "a"}])
     assert "say whose its answers are, seat: NAME" in with_(

@@ -31,7 +31,7 @@ const NAMES: [string, string, string[]][] = [
   ["Play", "episodes that failed", ["metrics/failed"]],
   ["Learning", "entropy (nats)", ["metrics/entropy"]],
   ["Learning", "KL from the sampling policy", ["metrics/kl"]],
-  ["Learning", "clip share", ["metrics/clip_share"]],
+  ["Learning", "clip share", ["metrics/clip_fraction"]],
   ["Learning", "groups without differences (share)", ["metrics/zero_variance"]],
   ["Learning", "staleness (steps, mean)", ["metrics/staleness"]],
   ["Learning", "staleness (steps, most)", ["metrics/staleness_max"]],
@@ -58,7 +58,7 @@ export function sections(logs: Logs[], phases: string[]): Section[] {
   phases.forEach((key) => used.add(`timings/${key}`));
   for (const figure of [...known].sort()) {
     const key = figure.slice(figure.indexOf("/") + 1);
-    if (used.has(figure) || SILENT.has(key) || key.startsWith("mix/") || key.startsWith("returns_half/")) continue;
+    if (used.has(figure) || SILENT.has(key) || key.startsWith("mix/") || key.startsWith("returns_ci95/")) continue;
     const returns = figure.startsWith("evals/returns/");
     found.push([returns ? "Rewards by part" : "Other figures", { title: returns ? `return of ${key.slice(8)} in exams` : figure, figures: [figure] }]);
   }

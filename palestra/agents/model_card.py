@@ -95,7 +95,7 @@ def _results(exams: dict[str, list[Tree]]) -> list[str]:
     rows = [_row(name, lines) for name, lines in exams.items() if lines]
     if not rows:
         return []
-    head = "| exam | episodes | measure | before training | this agent |\n|---|---:|---|---:|---:|"
+    head = "| evaluation | episodes | metric | before training | this agent |\n|---|---:|---|---:|---:|"
     note = (
         "Held-out episodes, everybody at the table as the config below seats them. Success with its 95 % Wilson "
         "interval, returns with half of their normal one where it was noted."
@@ -118,7 +118,7 @@ def _share(line: Tree) -> str:
 
 
 def _own(seat: str, line: Tree) -> str:
-    value, half = line["returns"].get(seat), line.get("returns_half", {}).get(seat)
+    value, half = line["returns"].get(seat), line.get("returns_ci95", {}).get(seat)
     return "-" if value is None else f"{value:.2f}" + (f" ± {half:.2f}" if half is not None else "")
 
 

@@ -175,7 +175,7 @@ def _sitting(config: TextConfig, name: str) -> dict[Seat, str]:
     assigns."""
     env, changes = eval_env_config(config, name), config.evals[name].seats
     own = make_env(**env).seats
-    plays = f'exam {name} is of env "{env["type"]}", which plays {", ".join(own)}'
+    plays = f'evaluation {name} is of env "{env["type"]}", which plays {", ".join(own)}'
     if unknown := [key for key in changes if not any(fnmatchcase(seat, key) for seat in own)]:
         raise ValueError(f'evals.{name}.seats names "{unknown[0]}", but {plays}')
     trained = {key: policy for key, policy in config.seats.items() if any(fnmatchcase(seat, key) for seat in own)}

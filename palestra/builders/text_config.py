@@ -322,7 +322,7 @@ class TextConfig(StrictModel):
         for name in [*self.mix.weights, *(exam.base_env for exam in self.evals.values())]:
             self.env_config(name)
         if unknown := {n for exam in self.evals.values() for n in exam.seats.values()} - set(self.policies):
-            raise ValueError(f'an exam seats "{min(unknown)}", but policies: names {", ".join(self.policies)}')
+            raise ValueError(f'an evaluation seats "{min(unknown)}", but policies: names {", ".join(self.policies)}')
         return self
 
     @model_validator(mode="after")

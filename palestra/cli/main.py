@@ -164,7 +164,7 @@ def runs(root: Root = Path("runs")) -> None:
     """List the runs in a folder."""
     from palestra.runs import list_runs
 
-    table = Table("run", "created", "steps", "checkpoint", "last exam")
+    table = Table("run", "created", "steps", "checkpoint", "last evaluation")
     for run in list_runs(root):
         if run.damage:
             print_line(f"{run.path.name} is damaged: {run.damage}")

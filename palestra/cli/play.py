@@ -34,8 +34,8 @@ SeatsOption = Annotated[list[str] | None, typer.Option(help=f"who plays a seat, 
 TemperatureOption = Annotated[
     float | None, typer.Option(min=0, help="default: as in training; networks know only that and 0")
 ]
-HereOption = Annotated[
-    bool, typer.Option("--here", help="sample in this process, whatever the config says of samplers")
+InProcessOption = Annotated[
+    bool, typer.Option("--in-process", help="sample in this process, even if the config names a sampler")
 ]
 StepOption = Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")]
 
@@ -56,10 +56,11 @@ def evaluate(
     step: StepOption = None,
     temperature: TemperatureOption = None,
     seed: int = 0,
-    here: HereOption = False,
+    in_process: InProcessOption = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     record: Annotated[
-        str, typer.Option(help="keep the result in the run under this name, beside its exams: the dashboard shows it")
+        str,
+        typer.Option(help="keep the result in the run under this name, beside its evaluations; the dashboard shows it"),
     ] = "",
 ) -> None:
     """Play held-out instances with the members of a run, or with any other policies.
@@ -95,10 +96,12 @@ def evaluate(
 
             sampling = _sampling(temperature)
             found = asyncio.run(
-                cross_play(what, parse_settings(env), members or [], sampling=sampling, in_process=here, **options)
+                cross_play(
+                    what, parse_settings(env), members or [], sampling=sampling, in_process=in_process, **options
+                )
             )
         else:
-            found = [_evaluated(what, env, seats, temperature, here, options | {"swap": swap})]
+            found = [_evaluated(what, env, seats, temperature, in_process, options | {"swap": swap})]
         if record:
             _record(what, record, step, found)
     for episode in [episode for scored in found for episode in scored.episodes[:show]]:
@@ -134,17 +137,17 @@ def collect(
     out: Annotated[Path, typer.Option(help="the file to write: .parquet, or .npz of a vectorised game")],
     seats: SeatsOption = None,
     env: EnvOption = None,
-    episodes: Annotated[int, typer.Option(min=1, help="played; of a vectorised game see --games and --steps")] = 300,
-    least: Annotated[
-        float | None, typer.Option(help="keep episodes of this reward and more: the team's, and the seats' mean")
+    episodes: Annotated[int, typer.Option(min=1, help="played; of a vectorised game see --num-envs and --steps")] = 300,
+    min_return: Annotated[
+        float | None, typer.Option(help="keep episodes of at least this return: the team's plus the seats' mean")
     ] = None,
     successes: Annotated[bool, typer.Option("--successes", help="keep only episodes that were a success")] = False,
-    games: Annotated[int, typer.Option(min=1, help="vectorised games at once")] = 16,
+    num_envs: Annotated[int, typer.Option(min=1, help="parallel copies of a vectorised env")] = 16,
     steps: Annotated[int, typer.Option(min=1, help="joint steps of every vectorised game")] = 500,
     temperature: TemperatureOption = None,
     step: StepOption = None,
     seed: int = 0,
-    here: HereOption = False,
+    in_process: InProcessOption = False,
 ) -> None:
     """Record episodes: as Parquet with tokens, log-probabilities and rewards by seat, or as demonstrations for bc and
     gail.
@@ -165,14 +168,20 @@ def collect(
         if is_vector_target(what):
             from palestra.evaluation.vector import collect_demonstrations as record_games
 
-            options: dict[str, Any] = {"num_envs": games, "steps": steps, "step": step, "seed": seed}
+            options: dict[str, Any] = {"num_envs": num_envs, "steps": steps, "step": step, "seed": seed}
             who = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)
-            kept = f"{games * steps} joint steps"
+            kept = f"{num_envs * steps} joint steps"
         else:
-            options = {"episodes": episodes, "min_return": least, "successes": successes, "step": step, "seed": seed}
-            options["in_process"] = here
-            who, figures = _collected(what, out, env, seats, temperature, options)
-            kept = f"{figures['kept']} of {episodes} episodes"
+            options = {
+                "episodes": episodes,
+                "min_return": min_return,
+                "successes": successes,
+                "step": step,
+                "seed": seed,
+            }
+            options["in_process"] = in_process
+            who, metrics = _collected(what, out, env, seats, temperature, options)
+            kept = f"{metrics['kept']} of {episodes} episodes"
     print_line(f"{out}: {kept} of {', '.join(f'{seat}={name}' for seat, name in who.items())}")
 
 
@@ -242,7 +251,7 @@ def _evaluated(
     env: list[str] | None,
     seats: list[str] | None,
     temperature: float | None,
-    here: bool,
+    in_process: bool,
     options: dict[str, Any],
 ) -> EvalResult:
     from palestra.evaluation.evaluate import EvalResult, evaluate_run
@@ -254,7 +263,7 @@ def _evaluated(
             *evaluate_vector(what, parse_settings(env), parse_seats(seats), greedy=temperature == 0, **options), []
         )
 
-    options |= {"sampling": _sampling(temperature), "in_process": here}
+    options |= {"sampling": _sampling(temperature), "in_process": in_process}
     return asyncio.run(evaluate_run(what, parse_settings(env), parse_seats(seats), **options))
 
 
@@ -309,15 +318,15 @@ def _cross_table(title: str, found: list[EvalResult]) -> Table:
     seats = list(found[0].policy_names)
     table = Table(*seats, "success", "team return", *(f"return of {seat}" for seat in seats), title=title)
     table.title_justify = "left"
-    for who, figures, _ in found:
-        returns = [_return(figures, seat) for seat in seats]
-        success = success_interval(figures) if "success" in figures else "-"
-        table.add_row(*who.values(), success, f"{figures['team_return']:.2f}", *returns)
+    for who, metrics, _ in found:
+        returns = [_return(metrics, seat) for seat in seats]
+        success = success_interval(metrics) if "success" in metrics else "-"
+        table.add_row(*who.values(), success, f"{metrics['team_return']:.2f}", *returns)
     return table
 
 
 def _return(figures: dict[str, Any], seat: str) -> str:
-    half = figures.get("returns_half", {}).get(seat)
+    half = figures.get("returns_ci95", {}).get(seat)
     return f"{figures['returns'][seat]:.2f}" + (f" ± {half:.2f}" if half is not None else "")
 
 

@@ -37,7 +37,7 @@ def plot(
     metric: Annotated[
         str | None, typer.Option(help="a figure of the logs, such as success, return, entropy (default: what there is)")
     ] = None,
-    exam: Annotated[str | None, typer.Option(help="draw this exam's figure")] = None,
+    eval_name: Annotated[str | None, typer.Option("--eval", help="draw the metric of this evaluation")] = None,
     policy: Annotated[str, typer.Option(help="whose figure in training")] = "team",
     smooth: Annotated[int, typer.Option(min=1, help="steps of a moving mean")] = 1,
     out: Annotated[Path, typer.Option(help="a .svg, .pdf or .png")] = Path("figure.svg"),
@@ -49,14 +49,14 @@ def plot(
 
     Examples:
 
-        palestra plot runs/demo --exam test --out demo.svg
+        palestra plot runs/demo --eval test --out demo.svg
 
         palestra plot runs/a-* runs/b-* --metric entropy --policy planner --smooth 9 --out entropy.pdf
     """
     with user_errors():
         from palestra.report.plot import FigureSpec, draw_figure
 
-        figure = FigureSpec(metric, exam, policy, smooth, width, height, band)
+        figure = FigureSpec(metric, eval_name, policy, smooth, width, height, band)
         for line in draw_figure(runs, figure, out):
             print_line(line)
 

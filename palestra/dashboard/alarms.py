@@ -100,7 +100,7 @@ def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
                 name,
                 f"answers of {change.after:.3g} tokens, from {change.before:.3g}; {change.summary}",
                 f"answers are {LENGTH_FACTOR} times as long as at first and earn at least {MIN_REWARD_RISE} more each, "
-                f"but success (of exams where there are any) has not risen by {MAX_SUCCESS_RISE:.0%}",
+                f"but success (in evaluations if there are any) has not risen by {MAX_SUCCESS_RISE:.0%}",
             )
 
 

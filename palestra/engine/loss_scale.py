@@ -19,7 +19,7 @@ class LossScale:
     def update(self, finite: bool) -> Metrics:
         """Updates the scale after a step and returns its metrics; `finite` is true if all gradients were finite. Raises
         ValueError if the scale falls below 2**-14, because gradients are never finite."""
-        figures = {"loss_scale": self.value, "skipped": float(not finite)}
+        metrics = {"loss_scale": self.value, "skipped": float(not finite)}
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
@@ -27,4 +27,4 @@ class LossScale:
             self.value, self.good_steps = 2 * self.value, 0
         if self.value < 2.0**-14:
             raise ValueError("the gradient is not finite in fp16, however small the loss: use precision: bf16")
-        return figures
+        return metrics

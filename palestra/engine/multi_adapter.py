@@ -263,14 +263,14 @@ def _compute_loss(part: JobSlice, predicted: JobLossInputs) -> _JobLoss | None:
     None."""
     run = part.state
     try:
-        loss, figures = run.job.loss(predicted)
+        loss, metrics = run.job.loss(predicted)
         if not torch.isfinite(loss):
             raise ValueError(f"the loss is {float(loss)}: look for extreme log-probabilities, weights or advantages")
     except ValueError as error:
         run.error = error
         return None
     logps = _spread(part, predicted.logp_M.detach().cpu().numpy())
-    return _JobLoss(run, loss, logps, {k: float(v) for k, v in {"loss": loss.detach(), **figures}.items()})
+    return _JobLoss(run, loss, logps, {k: float(v) for k, v in {"loss": loss.detach(), **metrics}.items()})
 
 
 def _spread(part: JobSlice, logp_M: np.ndarray) -> list[np.ndarray]:

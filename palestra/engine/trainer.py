@@ -116,9 +116,9 @@ class Trainer:
         total: Metrics = {}
         parts = self._micro_batches_by_rank(samples)
         for pack in parts[self.group.rank]:
-            value, figures = loss(self._loss_inputs(pack, bonus=bool(options.get("entropy"))), **options)
+            value, metrics = loss(self._loss_inputs(pack, bonus=bool(options.get("entropy"))), **options)
             self._backward(value)
-            for name, figure in {"loss": value.detach(), **figures}.items():
+            for name, figure in {"loss": value.detach(), **metrics}.items():
                 total[name] = total.get(name, 0.0) + float(figure)
             if self.group.world_size == 1:
                 yield total
@@ -169,8 +169,8 @@ class Trainer:
             tensor.grad = None
         if not fits and not self.loss_scale:
             raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
-        figures = self.loss_scale.update(fits) if self.loss_scale else {}
-        return {"grad_norm": float(norm) if fits else 0.0, **figures}
+        metrics = self.loss_scale.update(fits) if self.loss_scale else {}
+        return {"grad_norm": float(norm) if fits else 0.0, **metrics}
 
     def _gather_gradients(self) -> Tensor:
         """Sums the gradients over the ranks; returns the total norm, which is equal on all ranks.

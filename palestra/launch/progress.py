@@ -104,9 +104,9 @@ class PopulationBar(scheduler.PlanCallback):
         self.bar.stop()
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
-        figures = self.summary()
-        completed = max(0, int(figures.get("iteration", 0)))
-        self.bar.update(self.task, completed=completed, total=figures.get("iterations"), what=format_summary(figures))
+        metrics = self.summary()
+        completed = max(0, int(metrics.get("iteration", 0)))
+        self.bar.update(self.task, completed=completed, total=metrics.get("iterations"), what=format_summary(metrics))
 
 
 def format_summary(figures: Mapping[str, float]) -> str:

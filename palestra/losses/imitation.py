@@ -21,10 +21,11 @@ ImitationReward = Literal["positive", "logit"]
 def discriminator_loss(expert_PM: Tensor, policy_PM: Tensor) -> tuple[Tensor, TensorMetrics]:
     """Binary cross-entropy [P] of the discriminator: -log D of the expert's transitions and -log(1 - D) of the
     policy's, each averaged (Ho & Ermon, 2016, eq. 15, with the two classes exchanged). It is 2 log 2 if the
-    discriminator cannot separate them. The metric `told_apart` is the share of correctly classified transitions."""
+    discriminator cannot separate them. The metric `discriminator_accuracy` is the share of correctly classified
+    transitions."""
     right = (expert_PM > 0).float().mean(1) + (policy_PM < 0).float().mean(1)
     loss = softplus(-expert_PM).mean(1) + softplus(policy_PM).mean(1)
-    return loss, {"discriminator_loss": loss.detach(), "told_apart": right / 2}
+    return loss, {"discriminator_loss": loss.detach(), "discriminator_accuracy": right / 2}
 
 
 def gradient_penalty(

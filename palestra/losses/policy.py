@@ -55,13 +55,13 @@ def clipped_policy_loss(
 
     `clip_high` widens the upper bound only (DAPO, Yu et al., 2025). `dual_clip`, above 1, limits the loss of a token
     with negative advantage to that many times its advantage (Ye et al., 2020, eq. 5). For `kl` and `entropy` see
-    `add_kl_and_entropy`. The metric `clip_share` is the share of tokens whose gradient is removed by clipping.
+    `add_kl_and_entropy`. The metric `clip_fraction` is the share of tokens whose gradient is removed by clipping.
 
     Raises ValueError for a KL penalty without `ref_logp_M`.
     """
     high = 1 + (clip if clip_high is None else clip_high)
-    loss, figures = _clipped_surrogate(tokens, _ratio(tokens), 1 - clip, high, dual_clip)
-    return add_kl_and_entropy(tokens, loss, figures, kl, entropy)
+    loss, metrics = _clipped_surrogate(tokens, _ratio(tokens), 1 - clip, high, dual_clip)
+    return add_kl_and_entropy(tokens, loss, metrics, kl, entropy)
 
 
 def add_kl_and_entropy(
@@ -77,7 +77,7 @@ def add_kl_and_entropy(
             raise ValueError("a KL penalty needs log-probabilities of the reference")
         gap = tokens.ref_logp_M - tokens.logp_M
         penalty = (tokens.weight_M * (torch.exp(gap) - gap - 1)).sum()
-        loss, metrics = loss + kl * penalty, metrics | {"kl_ref": penalty.detach()}
+        loss, metrics = loss + kl * penalty, metrics | {"reference_kl": penalty.detach()}
     if entropy:
         loss = loss - entropy * (tokens.weight_M * tokens.entropy_M).sum()
     return loss, metrics
@@ -98,22 +98,22 @@ def actor_critic_loss(
 
     With `value_clip`, the error is the larger of that of the value and that of the value clipped to within `value_clip`
     of the old value (as in PPO2 of OpenAI's baselines): a value that has already moved that far towards its return gets
-    no gradient. The metric `value_clip_share` is the share of such tokens. Raises ValueError without values and
+    no gradient. The metric `value_clip_fraction` is the share of such tokens. Raises ValueError without values and
     returns, and for `value_clip` without `old_value_M`.
     """
     if tokens.value_M is None or tokens.return_M is None:
         raise ValueError("an actor-critic loss needs values and returns: the policy was built without a critic")
-    loss, figures = clipped_policy_loss(tokens, clip=clip, clip_high=clip_high, dual_clip=dual_clip, entropy=entropy)
+    loss, metrics = clipped_policy_loss(tokens, clip=clip, clip_high=clip_high, dual_clip=dual_clip, entropy=entropy)
     error_M = (tokens.value_M - tokens.return_M).square()
     if value_clip is not None:
         if tokens.old_value_M is None:
             raise ValueError("value_clip needs the values from before the update")
         near_M = tokens.old_value_M + (tokens.value_M - tokens.old_value_M).clamp(-value_clip, value_clip)
         near_error_M = (near_M - tokens.return_M).square()
-        figures |= {"value_clip_share": (tokens.weight_M * (near_error_M > error_M)).sum()}
+        metrics |= {"value_clip_fraction": (tokens.weight_M * (near_error_M > error_M)).sum()}
         error_M = torch.maximum(error_M, near_error_M)
     value_loss = 0.5 * (tokens.weight_M * error_M).sum()
-    return loss + value_coef * value_loss, figures | {"value_loss": value_loss.detach()}
+    return loss + value_coef * value_loss, metrics | {"value_loss": value_loss.detach()}
 
 
 def policy_gradient_loss(tokens: LossInputs) -> tuple[Tensor, TensorMetrics]:
@@ -148,14 +148,14 @@ def cispo_loss(
 
     Unlike a clipped surrogate it removes no token's gradient. The bounds apply to the ratio itself; by default only the
     upper one is active, as in Chen et al. and in ScaleRL (Khatri et al., 2025), which is the source of its value. The
-    metric `clip_share` is the share of tokens whose ratio is out of bounds. Raises ValueError for a KL penalty without
-    `ref_logp_M`.
+    metric `clip_fraction` is the share of tokens whose ratio is out of bounds. Raises ValueError for a KL penalty
+    without `ref_logp_M`.
     """
     ratio = _ratio(tokens).detach()
     limited = _between(ratio, clip_low_threshold, clip_high_threshold)
     loss = -(tokens.weight_M * limited * tokens.logp_M * tokens.advantage_M).sum()
-    figures = {"clip_share": (tokens.weight_M * (limited != ratio)).sum(), **_policy_drift(tokens)}
-    return add_kl_and_entropy(tokens, loss, figures, kl, entropy)
+    metrics = {"clip_fraction": (tokens.weight_M * (limited != ratio)).sum(), **_policy_drift(tokens)}
+    return add_kl_and_entropy(tokens, loss, metrics, kl, entropy)
 
 
 def dro_loss(tokens: LossInputs, *, beta: float = 0.05) -> tuple[Tensor, TensorMetrics]:
@@ -190,8 +190,8 @@ def gspo_loss(
         raise ValueError("gspo needs the number of each token's sequence")
     own = tokens.logp_M - tokens.logp_M.detach()  # zero, with the gradient of logp
     ratio = torch.exp(_sequence_gap(tokens, tokens.sequence_M, sequence_ratio_mask) + own)
-    loss, figures = _clipped_surrogate(tokens, ratio, clip_low_threshold, clip_high_threshold)
-    return add_kl_and_entropy(tokens, loss, figures, kl, entropy)
+    loss, metrics = _clipped_surrogate(tokens, ratio, clip_low_threshold, clip_high_threshold)
+    return add_kl_and_entropy(tokens, loss, metrics, kl, entropy)
 
 
 def _sequence_gap(tokens: LossInputs, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
@@ -225,7 +225,7 @@ def _clipped_surrogate(
         floor = torch.where(tokens.advantage_M < 0, dual_clip * tokens.advantage_M, -torch.inf)
         worth, silenced = torch.maximum(worth, floor), silenced | (worth < floor)
     loss = -(tokens.weight_M * worth).sum()
-    return loss, {"clip_share": (tokens.weight_M * silenced).sum(), **_policy_drift(tokens)}
+    return loss, {"clip_fraction": (tokens.weight_M * silenced).sum(), **_policy_drift(tokens)}
 
 
 def _policy_drift(tokens: LossInputs) -> TensorMetrics:

@@ -131,8 +131,8 @@ class League:
         learner.slices_since_freeze += 1
         learner.start = learner.latest = task.output_member
         rates = self.logic.win_rates_against(learner, self.logic.judges(learner))
-        figures = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
-        self._notes = {learner.name: {**figures, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
+        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
+        self._notes = {learner.name: {**metrics, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
 
     def _freeze(self, learner: LeagueLearner) -> list[Task]:
         """Adds the last slice's member to the history; returns its games against the earlier members and its

@@ -142,8 +142,8 @@ class PBT:
     def task_metrics(self, task: Task, result: ResultDict) -> dict[str, Metrics]:
         """Metrics of a slice: the learner's return, its rating, and the settings it was trained with."""
         learner = self.learners[task.payload["learner"]]
-        figures = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
-        return {learner.name: {**figures, "rating": self.rating(learner), **task.payload["settings"]}}
+        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
+        return {learner.name: {**metrics, "rating": self.rating(learner), **task.payload["settings"]}}
 
     def summary(self) -> Metrics:
         """Progress: slices done and in all, members, env steps."""

@@ -204,8 +204,8 @@ class PSRO:
         response.in_training, response.latest = False, task.output_member
         response.slices += 1
         self.env_steps += int(result["env_steps"])
-        figures = {"iteration": response.iteration, "slice": response.slices, "env_steps": self.env_steps}
-        self._notes = {response.player: {**figures, "return": result["return"]}}
+        metrics = {"iteration": response.iteration, "slice": response.slices, "env_steps": self.env_steps}
+        self._notes = {response.player: {**metrics, "return": result["return"]}}
         games = self._joined(response, result) if response.is_frozen else []
         if self.config.pipeline_levels > 1:
             games += self.matches.snapshot_tasks(response.player, response.name, self._training())
@@ -295,14 +295,14 @@ class PSRO:
 
     def _note_iteration(self, meta: MetaStrategy, tables: Sequence[np.ndarray]) -> None:
         number = len(self.meta_strategies)
-        figures: Metrics = {"iteration": number, **self._counts()}
+        metrics: Metrics = {"iteration": number, **self._counts()}
         if self.meta_strategies:
-            figures["gap"] = equilibrium_gap(
+            metrics["gap"] = equilibrium_gap(
                 self.meta_strategies[-1].pad_to(meta.names), tables, self.config.meta_solver.type != "ce"
             )
-            self.is_done |= self.config.correlated and figures["gap"] <= self.config.stop_nash_conv > 0
+            self.is_done |= self.config.correlated and metrics["gap"] <= self.config.stop_nash_conv > 0
             self.is_done |= self.config.correlated and meta.names == self.meta_strategies[-1].names
-        self._notes |= {TEAM: figures}
+        self._notes |= {TEAM: metrics}
         for player, mix in meta.all_marginals().items():
             value = float((meta.joint * tables[self.seats.index(player)]).sum())
             self._notes[player] = {"iteration": number, "value": value} | {f"mix/{name}": p for name, p in mix.items()}

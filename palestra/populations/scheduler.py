@@ -141,7 +141,7 @@ class PlanRun:
                 members[task.output_member] = line["files"]
             number = self.num_done
             _, notes = self._retell(task, line["result"])
-            lines += [{"step": number, "policy": policy, **figures} for policy, figures in notes.items()]
+            lines += [{"step": number, "policy": policy, **metrics} for policy, metrics in notes.items()]
         _only(self.run.path / MEMBERS_DIR, members)
         self.run.rewrite_log("metrics.jsonl", lines)
         elapsed = [line.get("elapsed_s", 0.0) for line in timings]
@@ -171,8 +171,8 @@ class PlanRun:
         self.run.log_workers(self.num_done)
         number = self.num_done
         new, notes = self._tell(task, result)
-        for policy, figures in notes.items():
-            self.run.log_metrics(number, policy, figures)
+        for policy, metrics in notes.items():
+            self.run.log_metrics(number, policy, metrics)
         return new, notes
 
     def _retell(self, task: Task, result: ResultDict) -> tuple[Sequence[Task], Mapping[str, Metrics]]:

@@ -146,8 +146,8 @@ class SelfPlay:
         self.in_training.remove(player)
         self.slices_done[player] += 1
         self.env_steps += int(result["env_steps"])
-        figures = {"iteration": self.slices_done[player], "env_steps": self.env_steps, "return": result["return"]}
-        self._notes = {player: figures}
+        metrics = {"iteration": self.slices_done[player], "env_steps": self.env_steps, "return": result["return"]}
+        self._notes = {player: metrics}
         new = self._keep(task)
         if self._round() > before:
             self._notes |= {TEAM: {"iteration": self._round(), **self._counts()}}

@@ -67,8 +67,8 @@ def _success(logs: RunLogs) -> str:
     for name, lines in logs.evals.items():
         known = [line for line in lines if "success" in line]
         spans = [wilson_interval(line["success"] * line["episodes"], line["episodes"]) for line in known]
-        curves.append(ChartCurve(f"exam {name}", logs.points(known, "success"), spans, has_markers=True))
-    return chart("success, exams with 95 % intervals", curves, x_title=logs.x_title, low=0.0, high=1.0)
+        curves.append(ChartCurve(f"evaluation {name}", logs.points(known, "success"), spans, has_markers=True))
+    return chart("success, evaluations with 95 % intervals", curves, x_title=logs.x_title, low=0.0, high=1.0)
 
 
 def _returns(logs: RunLogs) -> str:
@@ -76,15 +76,15 @@ def _returns(logs: RunLogs) -> str:
     curves = [ChartCurve("in training", logs.points(logs.team, "team_return", window=5))]
     for name, lines in logs.evals.items():
         if any("return" in line for line in lines):
-            curves.append(ChartCurve(f"exam {name}", logs.points(lines, "return"), has_markers=True))
+            curves.append(ChartCurve(f"evaluation {name}", logs.points(lines, "return"), has_markers=True))
             continue
         for seat in lines[-1].get("returns", {}):
             own = [line | {"own": line["returns"].get(seat)} for line in lines if "returns" in line]
-            halves = [line.get("returns_half", {}).get(seat, 0.0) for line in own]
+            halves = [line.get("returns_ci95", {}).get(seat, 0.0) for line in own]
             points = logs.points(own, "own")
             spans = [(y - half, y + half) for (_, y), half in zip(points, halves, strict=False)]
             curves.append(ChartCurve(f"{name}: {seat}", points, spans, has_markers=True))
-    return chart("returns, of exams by seat with 95 % intervals", curves, x_title=logs.x_title)
+    return chart("returns, of evaluations by seat with 95 % intervals", curves, x_title=logs.x_title)
 
 
 def _speeds(logs: RunLogs) -> list[tuple[str, list[Line], str]]:
@@ -100,7 +100,7 @@ def eval_table(logs: RunLogs) -> str:
         after = lines[-1]
         for what, tell in _told(after):
             rows.append([name, what, f"{after['episodes']:.0f}", tell(before) if before else "-", tell(after)])
-    return html_table(["exam", "figure", "episodes", "before", "after"], rows, css_class="words")
+    return html_table(["evaluation", "metric", "episodes", "before", "after"], rows, css_class="words")
 
 
 def _told(line: Line) -> list[tuple[str, Any]]:
@@ -118,7 +118,7 @@ def _share(line: Line) -> str:
 
 
 def _own(seat: str, line: Line) -> str:
-    half = line.get("returns_half", {}).get(seat)
+    half = line.get("returns_ci95", {}).get(seat)
     return format_number(line.get("returns", {}).get(seat)) + (f" ± {half:.2f}" if half is not None else "")
 
 

@@ -20,7 +20,7 @@ PANELS = [  # (metric, title): the first four that the run has are drawn
     ("zero_variance", "groups without differences (share)"),
     ("invalid", "invalid answers (share)"),
     ("value_loss", "loss of the critic"),
-    ("clip_share", "moves whose gradient the clip removed (share)"),
+    ("clip_fraction", "moves whose gradient the clip removed (share)"),
     ("td_loss", "loss of the action values"),
     ("gradient", "norm of the gradient"),
     ("policy_loss", "loss of the policy"),
@@ -107,7 +107,7 @@ def _seats(axis: Any, team: list[dict[str, Any]], exams: dict[str, list[dict[str
     for (name, seat, lines), colour in zip(shown, COLOURS, strict=False):
         values = [line["returns"][seat] for line in lines]
         axis.plot([line["step"] + 1 for line in lines], values, "o-", color=colour, label=f"{name}: {seat}")
-    axis.set_title("return of each seat, in exams", fontsize=10)
+    axis.set_title("return of each seat, in evaluations", fontsize=10)
     _legend(axis, loc="lower right")
 
 

@@ -46,14 +46,14 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
 
 def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
     """Returns `returns`: each seat's own return, averaged over the trajectories of episodes that did not fail, and
-    `returns_half`: half the width of its 95 % confidence interval (normal approximation)."""
+    `returns_ci95`: half the width of its 95 % confidence interval (normal approximation)."""
     valid = [e for e in episodes if e.error is None]
     ends = [(e, leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
     seats = {seat: None for e in valid for seat in e.seats}
     own = {seat: [sum(n.rewards.get(seat, 0.0) for n in e.trajectory(leaf)) for e, leaf in ends] for seat in seats}
     return {
         "returns": {seat: _mean(values) for seat, values in own.items()},
-        "returns_half": {
+        "returns_ci95": {
             seat: 1.96 * float(np.std(v, ddof=1)) / len(v) ** 0.5 for seat, v in own.items() if len(v) > 1
         },
     }

@@ -98,14 +98,14 @@ class EnvSource:
         this step and its probability in the next."""
         if len(self.arenas) == 1:
             return {}
-        figures: Metrics = {}
+        metrics: Metrics = {}
         running = memory.setdefault(SUCCESS_KEY, {})
         for name in self.arenas:
             if own := [episode for episode in episodes if episode.env == name and episode.error is None]:
                 success = episode_metrics(own).get("success", 0.0)
                 running[name] = running.get(name, success) + self.rate * (success - running.get(name, success))
-                figures[f"{name}.success"] = success
-        return figures | {f"{name}.share": share for name, share in self.env_probabilities(memory).items()}
+                metrics[f"{name}.success"] = success
+        return metrics | {f"{name}.share": share for name, share in self.env_probabilities(memory).items()}
 
 
 def _normal(values: Mapping[str, float]) -> dict[str, float]:

@@ -89,7 +89,7 @@ def evaluation_metrics(
             chosen.append((seen[place], int(place), i))
     index = [i for _, _, i in sorted(chosen)[:max_episodes]]
     returns = whole["returns"][index]
-    figures: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "episodes": float(len(index)),
         "return": float(returns.mean()),
         "steps_per_episode": float(whole["lengths"][index].mean()),
@@ -97,5 +97,5 @@ def evaluation_metrics(
         "deviation": float(returns.mean(1).std()),
     }
     if len(whole["success"]):
-        figures["success"] = float(whole["success"][index].mean())
-    return figures
+        metrics["success"] = float(whole["success"][index].mean())
+    return metrics

@@ -22,7 +22,7 @@ from palestra.runs import Checkpoint, Run
 from palestra.seeding import derive_seed
 from palestra.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
 
-STATE_FILE = "memory.json"  # file in a checkpoint: state that algorithms and curricula keep between steps
+STATE_FILE = "algorithm_state.json"  # file in a checkpoint: state that algorithms and curricula keep between steps
 
 
 class Algorithm(Protocol):
@@ -348,9 +348,9 @@ async def update_learner(
     batches = learner.batches(samples)
     total: Metrics = {}
     for batch in batches:
-        figures = await learner.forward_backward(batch, algorithm.loss, **algorithm.loss_options)
-        figures |= await learner.optim_step(progress)
-        for name, value in figures.items():
+        metrics = await learner.forward_backward(batch, algorithm.loss, **algorithm.loss_options)
+        metrics |= await learner.optim_step(progress)
+        for name, value in metrics.items():
             total[name] = total.get(name, 0.0) + value / len(batches)
     return {"samples": float(len(samples)), "updates": float(len(batches)), **credit, **more, **total}
 
@@ -363,10 +363,10 @@ async def run_evals(setup: Setup, run: Run, step: int, callback: Callback, *, la
     for exam in setup.evals:
         if last or exam.is_due(step, setup.steps):
             episodes = await exam.play(setup.seed)
-            check_failures(episodes, setup.max_failed, f"exam {exam.name}")
-            figures = episode_metrics(episodes) | seat_returns(episodes)
-            run.log_eval(step, exam.name, figures)
-            callback.on_eval(step, exam.name, figures)
+            check_failures(episodes, setup.max_failed, f"evaluation {exam.name}")
+            metrics = episode_metrics(episodes) | seat_returns(episodes)
+            run.log_eval(step, exam.name, metrics)
+            callback.on_eval(step, exam.name, metrics)
 
 
 async def evaluate(arena: EpisodeRunner, seats: Mapping[Seat, Policy], episodes: int, seed: int) -> list[Episode]:

@@ -158,10 +158,10 @@ def train_vector(
         clock.add_since("rollout", start)
         start = read_clocks()
         try:
-            figures = setup.learner.update(batch, progress)
+            metrics = setup.learner.update(batch, progress)
         except FloatingPointError as error:
             raise RunFailed(_diverged(setup, run, step, batch, error)) from error
-        tally.add(batch, figures)
+        tally.add(batch, metrics)
         clock.add_since("train", start)
         done = step + 1
         if done % setup.log_every and done != setup.steps:
@@ -197,9 +197,9 @@ def run_evals(setup: VectorSetup, run: RunProtocol, step: int, callback: Callbac
     """Plays the evaluations that are due after `step` and writes their metrics to the run."""
     for exam in setup.evals:
         if exam.is_due(step, setup.steps):
-            figures = play_eval(exam.env, exam.players(), exam.episodes, derive_seed(setup.seed, "exam", exam.name))
-            run.log_eval(step, exam.name, figures)
-            callback.on_eval(step, exam.name, figures)
+            metrics = play_eval(exam.env, exam.players(), exam.episodes, derive_seed(setup.seed, "exam", exam.name))
+            run.log_eval(step, exam.name, metrics)
+            callback.on_eval(step, exam.name, metrics)
 
 
 def play_eval(env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def save_checkpoint(setup: VectorSetup, run: RunProtocol, step: int, *, keep: bo
                 write_member(folder / name)
         setup.learner.write_state(folder / f"training-{setup.rank}")
         if games is not None:
-            write_arrays(folder / f"training-{setup.rank}" / "games.safetensors", games)
+            write_arrays(folder / f"training-{setup.rank}" / "env_state.safetensors", games)
         setup.all_gather(None)  # the folder is complete when all have written
 
     run.checkpoint(step, write, {"names": {name: name for name in setup.learner.names}}, keep=keep)
@@ -269,8 +269,8 @@ def restore_checkpoint(setup: VectorSetup, run: RunProtocol) -> int:
 def _load(setup: VectorSetup, folder: Path, step: int) -> None:
     """Restores learner and env state as they were after `step`."""
     setup.learner.read_state(folder)
-    if (folder / "games.safetensors").exists():
-        saved = read_arrays(folder / "games.safetensors")
+    if (folder / "env_state.safetensors").exists():
+        saved = read_arrays(folder / "env_state.safetensors")
         setup.rollout.load(saved, [*setup.learner.rollout_policies(0.0), *setup.fixed_players])
     else:
         setup.rollout.restart(setup.env_seeds(step))

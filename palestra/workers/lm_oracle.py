@@ -123,7 +123,7 @@ class LanguageWorker:
         learner = await self._learner(task.output_member, order, members)
         cast = LMSeatAssigner(self, order, members, learner)
         steps = int(order.get("steps") or self.config.steps)
-        figures: Mapping[str, float] = {}
+        metrics: Mapping[str, float] = {}
         count = self.config.episodes
         for step in range(steps):
             self.engines.clear_caches()
@@ -132,12 +132,12 @@ class LanguageWorker:
             ]
             episodes = await self.episode_runner.play_all(matches, self.config.algorithm.branching)
             _sound(episodes, task)
-            figures = await update_learner(self.config.algorithm, learner, episodes, step / steps)
+            metrics = await update_learner(self.config.algorithm, learner, episodes, step / steps)
             cast.env_steps += sum(len(episode.nodes) for episode in episodes)
             if step >= int(RESULT_START * steps):
                 cast.record(episodes)
         learner.save(out)
-        return {"env_steps": cast.env_steps} | cast.result() | {"metrics": dict(figures)}
+        return {"env_steps": cast.env_steps} | cast.result() | {"metrics": dict(metrics)}
 
     async def _learner(self, name: str, order: Mapping[str, Any], members: Mapping[str, Path]) -> LanguageLearner:
         """Returns a learner that starts from the order's member, or from the taught adapter."""

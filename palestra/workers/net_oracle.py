@@ -126,14 +126,14 @@ class NetWorker:
             players: list[vector.VectorPolicy] = [*learner.rollout_policies(step / sweeps), mixture]
             batch = self.training_rollout.collect(players, horizon, derive_seed(self.seed, task.name, step))
             try:
-                figures = learner.update(batch, step / sweeps)[name]
+                metrics = learner.update(batch, step / sweeps)[name]
             except FloatingPointError as error:
                 raise RunFailed(
                     f"task {task.name}, after {step * horizon * games:,} of {sweeps * horizon * games:,} env steps: "
                     f"{error}. {nonfinite_loss_advice(self.training_rollout.env, batch)}"
                 ) from error
             if step >= int(RESULT_START * sweeps):
-                tally.add(batch, mixture.played_members(batch)[1], figures)
+                tally.add(batch, mixture.played_members(batch)[1], metrics)
         learner.member_writers()[name](out)
         write_arrays(out / TRAINING_FILE, NetLearner.state_arrays(learner))  # without running games and replay buffer
         return {"env_steps": sweeps * horizon * games} | tally.result()

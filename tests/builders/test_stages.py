@@ -72,7 +72,7 @@ def test_each_stage_has_its_length_its_episodes_its_env_and_its_algorithm(staged
     assert [line["episodes"] for line in team] == [8] * 3 + [6] * 4 + [8] * 3
     assert [line["steps_per_episode"] for line in team] == [2] * 3 + [4] * 4 + [2] * 3
     assert ["imitated" in line for line in walker] == [True] * 3 + [False] * 7
-    assert ["kl_ref" in line for line in walker] == [False] * 7 + [True] * 3
+    assert ["reference_kl" in line for line in walker] == [False] * 7 + [True] * 3
     assert [line["lr"] for line in logged(path, "guide")][3:] == [0.0] * 4 + [1e-2] * 3
 
 
@@ -93,7 +93,7 @@ def test_a_teacher_teaches_in_its_stage_alone(staged):
 def test_weights_are_carried_on_and_the_reference_is_where_a_stage_began(staged):
     path, _ = staged
     walker = logged(path, "walker")
-    assert walker[7]["kl_ref"] == pytest.approx(0, abs=1e-6) and walker[9]["kl_ref"] > 1e-6
+    assert walker[7]["reference_kl"] == pytest.approx(0, abs=1e-6) and walker[9]["reference_kl"] > 1e-6
     reference = load_file(list_checkpoints(path)[-1].path / "walker" / "reference" / "adapter_model.safetensors")
     began = adapter(path, "walker", 6)
     assert reference.keys() == began.keys() and all(torch.equal(reference[key], began[key]) for key in began)
@@ -166,7 +166,7 @@ def test_several_envs_train_one_team_and_success_decides_what_is_played(base, tm
                 assert line[f"{name}.success"] == pytest.approx(sum(e.success for e in own) / len(own))
         assert line["short.share"] + line["long.share"] == pytest.approx(1)
     assert any(one["short.share"] != other["short.share"] for one, other in pairwise(lines))
-    memory = json.loads((list_checkpoints(path)[-1].path / "memory.json").read_text())
+    memory = json.loads((list_checkpoints(path)[-1].path / "algorithm_state.json").read_text())
     assert memory["success"] == setup.algorithm_state["success"] and set(memory["success"]) == {"short", "long"}
     assert {line["name"] for line in read_lines(path / "evals.jsonl")} == {"short", "long"}
 

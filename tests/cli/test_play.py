@@ -49,7 +49,7 @@ def test_every_way_to_sit_is_tried(config):
     assert found["expert", "expert"]["success"] == 1 and found["expert", "expert"]["returns"]["guide"] == 1
     assert found["random", "random"]["success"] < 0.6
     assert 0 < found["random", "expert"]["returns"]["guide"] < 1
-    assert found["random", "expert"]["returns_half"]["guide"] > 0
+    assert found["random", "expert"]["returns_ci95"]["guide"] > 0
 
 
 def test_a_run_crosses_its_own_policies(config):
@@ -124,9 +124,9 @@ def test_only_what_is_worth_it_is_kept(config, tmp_path):
     some = load_episodes(out)
     assert 0 < len(some) < 60 and all(episode.success for episode in some)
     assert {*read_episodes(out).column("episode").to_pylist()} == set(range(len(some)))
-    assert palestra(*arguments, "--out", out, "--least", "1.5").exit_code == 0
+    assert palestra(*arguments, "--out", out, "--min-return", "1.5").exit_code == 0
     assert [episode.seed for episode in load_episodes(out)] == [episode.seed for episode in some]
-    assert palestra(*arguments, "--out", out, "--least", "2").exit_code == 0 and load_episodes(out) == []
+    assert palestra(*arguments, "--out", out, "--min-return", "2").exit_code == 0 and load_episodes(out) == []
 
 
 def test_collecting_again_gives_the_same(config, tmp_path):

@@ -68,7 +68,7 @@ def test_clipped_loss_by_hand(gap, advantage, loss, slope, clipped):
     value.backward()
     assert value.item() == pytest.approx(loss, abs=1e-6)
     assert tokens.logp_M.grad.item() == pytest.approx(slope, abs=1e-6)
-    assert figures["clip_share"].item() == clipped
+    assert figures["clip_fraction"].item() == clipped
 
 
 def test_clip_high_widens_the_upper_side_only():
@@ -93,7 +93,7 @@ def test_dual_clip_bounds_what_a_bad_answer_costs(ratio, advantage, loss, slope,
     value, figures = clipped_policy_loss(tokens, dual_clip=3.0)
     assert value.item() == pytest.approx(loss, abs=1e-5)
     assert slopes(tokens, value) == pytest.approx([slope], abs=1e-5)
-    assert figures["clip_share"].item() == clipped
+    assert figures["clip_fraction"].item() == clipped
 
 
 @pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, gspo_loss])
@@ -102,7 +102,7 @@ def test_every_surrogate_takes_a_penalty_and_a_bonus(loss):
     tokens = scored([-1.0], [-1.0], [0.0], ref=[-1.0 + math.log(2)], entropy=[2.0], sequence=[0])
     value, figures = loss(tokens, kl=0.5, entropy=0.1)
     assert value.item() == pytest.approx(0.5 * (1 - math.log(2)) - 0.2, abs=1e-6)
-    assert figures["kl_ref"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
+    assert figures["reference_kl"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
 
 
 def test_a_step_down_the_gradient_raises_what_was_good():
@@ -118,7 +118,7 @@ def test_kl_to_the_reference_by_hand():
     value, figures = clipped_policy_loss(tokens, kl=0.5)
     value.backward()
     assert value.item() == pytest.approx(0.5 * (1 - math.log(2)), abs=1e-6)
-    assert figures["kl_ref"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
+    assert figures["reference_kl"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
     assert tokens.logp_M.grad.item() == pytest.approx(0.5 * (1 - 2), abs=1e-6)  # down the slope: towards the reference
     assert clipped_policy_loss(scored([-1.0], [-1.0], [0.0], ref=[-1.0]), kl=1.0)[0].item() == 0
     with pytest.raises(ValueError, match="reference"):
@@ -137,7 +137,7 @@ def test_an_entropy_bonus_is_subtracted():
 def test_the_figures_by_hand():
     tokens = scored([math.log(1.5), math.log(0.9)], [0.0, 0.0], [1.0, 1.0], weight=[0.25, 0.75], entropy=[1.0, 3.0])
     _, figures = clipped_policy_loss(tokens)
-    assert figures["clip_share"].item() == 0.25
+    assert figures["clip_fraction"].item() == 0.25
     k3 = 0.25 * (1.5 - 1 - math.log(1.5)) + 0.75 * (0.9 - 1 - math.log(0.9))
     assert figures["kl"].item() == pytest.approx(k3, abs=1e-6) and figures["entropy"].item() == 2.5
     assert not any(figure.requires_grad for figure in figures.values())
@@ -203,7 +203,7 @@ def test_cispo_by_hand(ratio, advantage, options, coefficient, clipped):
     value, figures = cispo_loss(tokens, **options)
     assert value.item() == pytest.approx(2 * coefficient * advantage, rel=1e-5)
     assert slopes(tokens, value) == pytest.approx([-coefficient * advantage], rel=1e-5)
-    assert figures["clip_share"].item() == clipped
+    assert figures["clip_fraction"].item() == clipped
 
 
 def test_dro_by_hand():
@@ -225,7 +225,7 @@ def test_gspo_by_hand():
     value, figures = gspo_loss(tokens)
     assert value.item() == pytest.approx(-1 - 5 - 1.2 + 12, rel=1e-5)
     assert slopes(tokens, value) == pytest.approx([-1.0, -5.0, 0.0, 12.0], abs=1e-4)
-    assert figures["clip_share"].item() == 1
+    assert figures["clip_fraction"].item() == 1
 
 
 def test_gspo_takes_the_mean_over_marked_tokens_only():
@@ -397,7 +397,7 @@ def disturb(adapter, seed=1):
 
 
 def distance(trainer, batch):
-    return trainer.forward_backward(referred(trainer, batch), clipped_policy_loss, kl=1.0)["kl_ref"]
+    return trainer.forward_backward(referred(trainer, batch), clipped_policy_loss, kl=1.0)["reference_kl"]
 
 
 def test_the_reference_is_the_base_until_it_is_anchored_and_a_full_model_has_none():
@@ -427,4 +427,4 @@ def test_every_token_weighs_the_same_whatever_its_samples_length():
         sample.logprobs = logprobs  # ratio 1
     metrics = trainer.forward_backward([long, short], clipped_policy_loss)
     assert metrics["loss"] == pytest.approx(-(3 * 1 + 5) / 4, abs=1e-4)
-    assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["clip_share"] == 0
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6) and metrics["clip_fraction"] == 0

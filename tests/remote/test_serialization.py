@@ -114,7 +114,7 @@ class Board:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Board(3), r"test_values.Board cannot be sent.*Board\(size=3\).*Say it in None, bool"),
+        (Board(3), r"test_serialization.Board cannot be sent.*Board\(size=3\).*Say it in None, bool"),
         (np.array([object()]), "an array of dtype object cannot be sent"),
         (1j, "builtins.complex cannot be sent"),
         ({"a": [lambda: 0]}, "builtins.function cannot be sent"),

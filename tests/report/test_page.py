@@ -82,7 +82,7 @@ def run(tmp_path):
     config = f"name: a\nseed: 3\nsteps: 2\nenv: {{type: maze}}\nalgorithm: {{type: grpo}}\nnote: {HOSTILE[:60]!r}\n"
     with Run.create(tmp_path, config, "a", {"seed": 3}) as run:
         for step, success in ((-1, 0.25), (1, 0.75)):
-            returns = {"returns": {HOSTILE: 1.5}, "returns_half": {HOSTILE: 0.25}}
+            returns = {"returns": {HOSTILE: 1.5}, "returns_ci95": {HOSTILE: 0.25}}
             run.log_eval(
                 step, f"test{HOSTILE}", {"success": success, "episodes": 100, "steps_per_episode": 3.0} | returns
             )

@@ -67,7 +67,7 @@ def test_the_command_draws_vectors_that_are_the_same_each_time(runs, tmp_path):
         svg == (tmp_path / "b.svg").read_text() and ">success</text>" in svg and ">k=8</text>" in svg
     )  # letters stay so
     assert 'width="237.6pt"' in svg  # 3.3 inches
-    palestra("plot", runs[0], "--exam", "test", "--metric", "returns.a", "--out", tmp_path / "e.pdf")
+    palestra("plot", runs[0], "--eval", "test", "--metric", "returns.a", "--out", tmp_path / "e.pdf")
     assert (tmp_path / "e.pdf").read_bytes().startswith(b"%PDF")
     palestra("plot", *runs, "--policy", "planner", "--metric", "entropy", "--band", "sd", "--out", tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -76,7 +76,7 @@ def test_the_command_draws_vectors_that_are_the_same_each_time(runs, tmp_path):
 def test_mistakes_are_told(runs, tmp_path):
     out = ("--out", tmp_path / "a.svg")
     assert "has no figure loss of team; it has: step, success" in refused("plot", runs[0], "--metric", "loss", *out)
-    assert 'has no "dev"; it has: test' in refused("plot", runs[0], "--exam", "dev", *out)
+    assert 'has no "dev"; it has: test' in refused("plot", runs[0], "--eval", "dev", *out)
     assert "none of success" in refused("plot", runs[0], "--policy", "planner", *out)
     assert "none of the endings" in refused("plot", runs[0], "--out", tmp_path / "a.jpg")
     assert "--band is one of" in refused("plot", runs[0], "--band", "iqr", *out)

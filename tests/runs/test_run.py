@@ -284,7 +284,7 @@ def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
 
 def train_in_another_process(path: Path, steps: int, deadly: int = -1) -> subprocess.Popen[bytes]:
     """Resume and train the run at `path`; the process kills itself (-9) before its file operation number `deadly`."""
-    return subprocess.Popen([sys.executable, "-m", "tests.test_runs", str(path), str(steps), str(deadly)], cwd=ROOT)
+    return subprocess.Popen([sys.executable, "-m", "tests.runs.test_run", str(path), str(steps), str(deadly)], cwd=ROOT)
 
 
 def train_until_killed(path: str, steps: str, deadly: str) -> None:

@@ -538,7 +538,9 @@ def kill_again_and_again(folder, base, kills, steps):
     """A run that is killed whenever it has trained some more steps, up to four, and some milliseconds: what each
     process left, and the run."""
     folder.mkdir()
-    tree = config(base, steps=steps, env={"type": "test_train_async:Slow", "seconds": 0.01}).model_dump(mode="json")
+    tree = config(base, steps=steps, env={"type": "training.test_async_loop:Slow", "seconds": 0.01}).model_dump(
+        mode="json"
+    )
     (folder / "ahead.yaml").write_text(yaml.safe_dump(tree))
     rng, run, left = random.Random(kills), folder / "runs" / "ahead", []
     process = start(folder, "ahead.yaml")

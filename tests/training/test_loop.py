@@ -523,7 +523,7 @@ def test_an_exam_may_seat_others(base, tmp_path):
 
 @pytest.mark.parametrize(
     ("seats", "message"),
-    [({"nobody": "guide"}, 'evals.dev.seats names "nobody"'), ({"guide": "who"}, 'an exam seats "who"')],
+    [({"nobody": "guide"}, 'evals.dev.seats names "nobody"'), ({"guide": "who"}, 'an evaluation seats "who"')],
 )
 def test_an_exam_that_seats_nobody_is_heard(base, seats, message):
     with pytest.raises(ValueError, match=message):
@@ -532,7 +532,7 @@ def test_an_exam_that_seats_nobody_is_heard(base, seats, message):
 
 def test_an_exam_with_other_seats_than_training_needs_policies_for_them(base):
     exams = {"dev": {"episodes": 2, "env": {"type": "toys:Chant"}}}
-    with pytest.raises(ValueError, match='seat "caller" has no policy: exam dev is of env "toys:Chant"'):
+    with pytest.raises(ValueError, match='seat "caller" has no policy: evaluation dev is of env "toys:Chant"'):
         build(whisper(base, evals=exams))
     setup = build(whisper(base, "policies.default.type=random", evals=exams))
     assert set(setup.evals[0].seat_policies()) == {"caller", "herald", "walker"}

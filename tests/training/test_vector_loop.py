@@ -233,7 +233,7 @@ def test_play_is_recorded_and_imitated(tmp_path: Path, monkeypatch: pytest.Monke
     path = write(tmp_path, tree)
     missing = runner.invoke(app, ["train", str(path)])
     assert missing.exit_code == 2 and "focus.npz" in missing.stderr
-    script = ["--seats", "unit_*=script:focus", "--games", "32", "--steps", "400"]
+    script = ["--seats", "unit_*=script:focus", "--num-envs", "32", "--steps", "400"]
     expert = write(tmp_path, tree | {"name": "expert", "algorithm": {"type": "ppo"}})
     done = runner.invoke(app, ["collect", str(expert), "--out", "focus.npz", *script])
     assert done.exit_code == 0 and "12800 joint steps of unit_0=script:focus" in done.stdout, done.output

@@ -166,16 +166,16 @@ class GRPO(GroupAlgorithm):
         for (_, group), own in zip(groups, advantages, strict=True):
             samples += self._annotate(group, [value / spread for value in own])
         flat = sum(not any(own) for own in advantages)
-        figures = {"groups": float(len(groups)), "zero_variance": flat / len(groups) if groups else 0.0}
-        return samples, figures | (self._contributions(episodes, policy) if self._crossed else {})
+        metrics = {"groups": float(len(groups)), "zero_variance": flat / len(groups) if groups else 0.0}
+        return samples, metrics | (self._contributions(episodes, policy) if self._crossed else {})
 
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
-        figures: Metrics = {}
+        metrics: Metrics = {}
         if self.importance_cap and samples:
-            samples, figures = await apply_importance_weights(samples, learner, self.importance_cap)
-        return (await add_reference_logprobs(samples, learner) if self.kl_coef and samples else samples), figures
+            samples, metrics = await apply_importance_weights(samples, learner, self.importance_cap)
+        return (await add_reference_logprobs(samples, learner) if self.kl_coef and samples else samples), metrics
 
     def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode, every answer once; none if it failed."""
@@ -217,7 +217,7 @@ class GRPO(GroupAlgorithm):
                 if len(answers) > 1 and member_name(answers[group.seat].policy) == policy:
                     for name, figure in contribution_metrics(group, self.branching.score).items():
                         found.setdefault(f"{name}/{group.seat}", []).append(figure)
-        return {name: float(np.mean(figures)) for name, figures in found.items()}
+        return {name: float(np.mean(metrics)) for name, metrics in found.items()}
 
 
 def credit_group(group: SiblingGroup, credit: Credit) -> SiblingGroup:

@@ -154,27 +154,27 @@ class PPO(TextAlgorithm):
         """
         if not samples:
             return samples, {}
-        turns, figures = cast("list[PPOSample]", samples), Metrics()
+        turns, metrics = cast("list[PPOSample]", samples), Metrics()
         values_M = np.concatenate(await learner.values(turns))
         rewards_M = np.concatenate([turn.advantages for turn in turns]).astype(np.float64)
         if self.kl_coef:
             reference_M = np.concatenate(await learner.logprobs(turns, reference=True))
             gaps_M = np.concatenate([turn.logprobs for turn in turns]).astype(np.float64) - reference_M
-            penalty, figures = self._penalty(gaps_M, len({turn.group for turn in turns}), memory)
+            penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), memory)
             rewards_M -= penalty * gaps_M
         cuts = _cuts([sum(len(turn.token_ids) for turn in chain) for _, chain in groupby(turns, lambda t: t.group)])
         parts = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
         advantages_M = np.concatenate([gae(*part, gamma=self.gamma, gae_lambda=self.gae_lambda) for part in parts])
         returns_M = advantages_M + values_M
         share = explained_variance(values_M, returns_M)
-        figures |= {} if share is None else {"explained": share}
+        metrics |= {} if share is None else {"explained": share}
         if self.normalize_advantages:
             advantages_M = standardise(advantages_M)
         taught = _with_credit(turns, advantages_M, values_M, returns_M)
         if self.importance_cap:
             taught, more = await apply_importance_weights(taught, learner, self.importance_cap)
-            figures |= more
-        return taught, figures
+            metrics |= more
+        return taught, metrics
 
     def _penalty(self, gaps_M: np.ndarray, chains: int, memory: AlgorithmState) -> tuple[float, Metrics]:
         """Returns the KL coefficient of this step and metrics; stores the next coefficient in `memory` if it adapts."""

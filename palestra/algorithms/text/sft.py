@@ -85,13 +85,13 @@ class SFT(TextAlgorithm):
         kept = [part for part in parts if self._worthy(part)]
         copied = [] if self.imitate == "none" else kept
         samples = _imitations(copied)
-        figures = {"imitated": len(copied) / len(parts) if parts else 0.0}
+        metrics = {"imitated": len(copied) / len(parts) if parts else 0.0}
         if self.world_model_weight:
             foretold = _foretold(kept, self.world_model_weight)
             samples += [sample for _, sample in foretold]
             turns = {id(node.answers[part.seat]) for part in kept for node in part.nodes}
-            figures["foretold"] = len({id(answer) for answer, _ in foretold}) / len(turns) if turns else 0.0
-        return samples, figures
+            metrics["foretold"] = len({id(answer) for answer, _ in foretold}) / len(turns) if turns else 0.0
+        return samples, metrics
 
     def _worthy(self, part: SeatTrajectory) -> bool:
         return (self.imitate != "success" or part.success) and (

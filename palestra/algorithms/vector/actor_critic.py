@@ -160,7 +160,7 @@ class ActorCriticLearner(NetLearner):
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains critics, then policies, for `epochs` passes over the batch in `minibatches`; returns metrics by
         policy."""
-        figures: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
+        metrics: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
         self.shuffle = torch.Generator().manual_seed(int(sum(s.version for s in self.stacks)) * 7919 + 1)
         now = replace(batch, logp=self._logp(batch)) if self.config.off_policy_correction == "vtrace" else batch
         advantages, targets, known = self._credit(batch, now.logp, progress)
@@ -173,8 +173,8 @@ class ActorCriticLearner(NetLearner):
                     if shared
                     else set(stack.seat_mapping.names) & set(critic.seat_mapping.names)
                 ):
-                    figures[name].append({"value_loss": losses})
-        lines = {name: mean_metrics(own) for name, own in figures.items()}
+                    metrics[name].append({"value_loss": losses})
+        lines = {name: mean_metrics(own) for name, own in metrics.items()}
         aims = self._aims(targets) if self.has_value_output else targets
         for stack in self.stacks:
             for name, line in self._improve(stack, now, advantages, aims, known, progress).items():
@@ -287,9 +287,9 @@ class ActorCriticLearner(NetLearner):
             total = out.new_zeros(())
             for p in range(len(names)):
                 new, entropy, old, credit, share = (x[p] for x in told)
-                loss, figures = self.config.loss(LossInputs(new, entropy, old, None, credit, share))
+                loss, metrics = self.config.loss(LossInputs(new, entropy, old, None, credit, share))
                 total = total + loss - (bonus * (share * entropy).sum() if bonus else 0.0)
-                lines[p].append({"policy_loss": loss.detach(), **figures})
+                lines[p].append({"policy_loss": loss.detach(), **metrics})
             if value is not None:
                 for line, told_p, aim_p, share in zip(
                     lines, value, piece(aim), normalise_weights(piece(weight)), strict=True

@@ -197,9 +197,9 @@ class COMALearner(NetLearner):
         total, lines = out.new_zeros(()), []
         for p in range(len(names)):
             own, spread, old, credit = (x[p].flatten() for x in told)
-            loss, figures = policy_gradient_loss(LossInputs(own, spread, old, None, credit, share[p].flatten()))
+            loss, metrics = policy_gradient_loss(LossInputs(own, spread, old, None, credit, share[p].flatten()))
             total = total + loss - self.config.entropy_coef * (share[p].flatten() * spread).sum()
-            lines.append({"policy_loss": loss.detach(), **figures})
+            lines.append({"policy_loss": loss.detach(), **metrics})
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
         return {name: mean_metrics([lines[p] | {"gradient": norms[p]}]) for p, name in enumerate(names)}

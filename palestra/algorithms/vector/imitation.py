@@ -247,10 +247,10 @@ class BCLearner(NetLearner):
         share = normalise_weights(moves.float())
         total, lines = out.new_zeros(()), []
         for own, spread, weight in zip(logp.flatten(1), entropy.flatten(1), share.flatten(1), strict=True):
-            loss, figures = cross_entropy_loss(LossInputs(own, spread, own, None, torch.ones_like(own), weight))
+            loss, metrics = cross_entropy_loss(LossInputs(own, spread, own, None, torch.ones_like(own), weight))
             uncertainty = (weight * spread).sum()
             total = total + loss - self.config.entropy_coef * uncertainty
-            lines.append(figures | {"entropy": uncertainty.detach()})
+            lines.append(metrics | {"entropy": uncertainty.detach()})
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
         return [line | {"gradient": norm} for line, norm in zip(lines, norms, strict=True)]
@@ -357,12 +357,12 @@ class GAILLearner(ActorCriticLearner):
                 side.encoded_transitions(side.sample(config.discriminator_batch_size, 1, generator)[0])
                 for side in (expert, policy)
             )
-            loss, figures = discriminator_loss(judge(theirs), judge(ours))
+            loss, metrics = discriminator_loss(judge(theirs), judge(ours))
             if config.gradient_penalty:
                 mix = torch.rand(*theirs.shape[:2], 1, generator=generator)
                 loss = loss + config.gradient_penalty * gradient_penalty(judge, theirs, ours, mix)
             judge.optimizer.step(loss.sum(), progress)
-            lines.append(figures)
+            lines.append(metrics)
         return {
             name: mean_metrics([{k: v[p] for k, v in line.items()} for line in lines]) for p, name in enumerate(names)
         }

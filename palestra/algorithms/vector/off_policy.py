@@ -310,11 +310,11 @@ class OffPolicyLearner(NetLearner):
         answer = self.policy_output(i, scene.observations, scene.action_mask, generator)
         with frozen_parameters(critic.net):
             q = critic.q_values(critic.net, scene.critic_inputs, answer.action_codes)
-        loss, figures = self.loss(i, q, answer, scene)
+        loss, metrics = self.loss(i, q, answer, scene)
         norms = stack.optimizer.step(loss.sum(), progress)
         stack.version += 1
-        figures = {"policy_loss": loss.detach(), "gradient": norms} | figures
-        return figures | self.after_policy_step(i, answer, scene, progress)
+        metrics = {"policy_loss": loss.detach(), "gradient": norms} | metrics
+        return metrics | self.after_policy_step(i, answer, scene, progress)
 
     def _seen(self, stack: PolicyStack, obs: Tensor, state: Tensor | None, acting: Tensor, joint: Tensor) -> Tensor:
         """Returns the critics' inputs besides the seat's own action [P, R, ...]."""

@@ -101,15 +101,15 @@ class RemoteWeights:
         words = supported_wire_loss(self.connection, loss, options)
         (pack,) = micro_batches(samples, sys.maxsize)
         if words is None:
-            slopes, figures = local_gradients(pack, self.logprobs(samples), loss, options)
+            slopes, metrics = local_gradients(pack, self.logprobs(samples), loss, options)
             data = [to_datum(sample, weights=-slope) for sample, slope in zip(samples, slopes, strict=True)]
             self._pass(CROSS_ENTROPY, data)
-            return figures
+            return metrics
         outputs = self._pass(words, self._data(words, pack))
-        _, figures = local_gradients(pack, answer_logprobs(outputs, samples), loss, options)
+        _, metrics = local_gradients(pack, answer_logprobs(outputs, samples), loss, options)
         for figure in ("loss", "entropy") if "entropy" in words.options else ():  # only the server can compute these
-            figures[figure] = sum(output.metrics[f"{figure}:sum"] for output in outputs)
-        return figures
+            metrics[figure] = sum(output.metrics[f"{figure}:sum"] for output in outputs)
+        return metrics
 
     def _data(self, words: WireLoss, pack: MicroBatch) -> list[Datum]:
         """Returns the batch as the loss reads it.
@@ -269,10 +269,10 @@ def local_gradients(
     entropy, which log-probabilities of single tokens do not determine.
     """
     logp_M = torch.tensor(np.concatenate(logps), requires_grad=True)
-    value, figures = loss(build_loss_inputs(pack, logp_M, torch.zeros_like(logp_M)), **options)
+    value, metrics = loss(build_loss_inputs(pack, logp_M, torch.zeros_like(logp_M)), **options)
     (slope_M,) = torch.autograd.grad(value, logp_M)
     cuts = np.cumsum([len(logp) for logp in logps])[:-1]
-    told = {name: float(figure) for name, figure in {"loss": value.detach(), **figures}.items() if name != "entropy"}
+    told = {name: float(figure) for name, figure in {"loss": value.detach(), **metrics}.items() if name != "entropy"}
     return np.split(slope_M.numpy(), cuts), told
 
 

@@ -36,8 +36,8 @@ def build_loss(name: str, options: Mapping[str, float | str]) -> JobLossFunction
             sequence_M=predicted.sequence_M,
         )
         ours = "clipped_policy" if name == "ppo" else name
-        value, figures = LOSSES[ours](scored, **_options(name, options, inputs))
-        return value, figures if entropy else {k: v for k, v in figures.items() if k != "entropy"}
+        value, metrics = LOSSES[ours](scored, **_options(name, options, inputs))
+        return value, metrics if entropy else {k: v for k, v in metrics.items() if k != "entropy"}
 
     return loss
 

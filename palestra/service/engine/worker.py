@@ -294,10 +294,10 @@ class Worker:
             max_grad_norm=job.grad_clip_norm or None,
         )
         tenant.has_gradients = False
-        figures = tenant.trainer.optim_step(adam)
+        metrics = tenant.trainer.optim_step(adam)
         self._changed(tenant, seq)
         self.outbox.answers.append(
-            StoredAnswer.json(row.id, metrics={"grad_norm:mean": figures["grad_norm"]}, type="optim_step")
+            StoredAnswer.json(row.id, metrics={"grad_norm:mean": metrics["grad_norm"]}, type="optim_step")
         )
 
     def _changed(self, tenant: LiveModel, seq: int) -> None:

@@ -307,7 +307,7 @@ def test_the_loss_by_hand():
     assert loss.item() == pytest.approx(-0.5 + 0.5 * 2.5) and figures["value_loss"].item() == 2.5
     assert tokens.value_M.grad.tolist() == [-0.25, 0.75]  # down the gradient the first rises to 2, the second falls
     assert tokens.logp_M.grad.tolist() == [-1.0, 0.5]
-    assert "value_clip_share" not in figures
+    assert "value_clip_fraction" not in figures
 
 
 def test_tokens_count_by_their_share():
@@ -329,7 +329,7 @@ def test_value_clipping_by_hand(value, returned, error, slope, clipped):
     loss, figures = actor_critic_loss(tokens, value_coef=1.0, value_clip=0.5)
     loss.backward()
     assert loss.item() == figures["value_loss"].item() == pytest.approx(error / 2)
-    assert tokens.value_M.grad.item() == pytest.approx(slope) and figures["value_clip_share"].item() == clipped
+    assert tokens.value_M.grad.item() == pytest.approx(slope) and figures["value_clip_fraction"].item() == clipped
 
 
 def test_the_policys_part_is_the_clipped_surrogate():
@@ -457,10 +457,10 @@ def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path):
         assert (whole / log).read_bytes() == (run.path / log).read_bytes()
     one, other = list_checkpoints(whole)[-1].path, list_checkpoints(run.path)[-1].path
     files = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
-    assert {"critic.safetensors", "optimizer.safetensors", "memory.json"} <= {file.name for file in files}
+    assert {"critic.safetensors", "optimizer.safetensors", "algorithm_state.json"} <= {file.name for file in files}
     for file in files:
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
-    now = json.loads((one / "memory.json").read_text())["policies"]["guide"]["kl"]["now"]
+    now = json.loads((one / "algorithm_state.json").read_text())["policies"]["guide"]["kl"]["now"]
     used = [line["kl_coef"] for line in read_lines(whole / "metrics.jsonl") if line["policy"] == "guide"]
     assert len({*used, now}) == 7  # it moved at every step
 

@@ -350,7 +350,7 @@ def test_views_are_normalised_by_what_was_seen_before_the_update() -> None:
     for i in range(3):
         batch = sweeper.collect(made.rollout_policies(0), 8, i)
         figures = made.update(batch, 0.0)["a"]
-        assert figures["kl"] == pytest.approx(0, abs=1e-9) and figures["clip_share"] == 0
+        assert figures["kl"] == pytest.approx(0, abs=1e-9) and figures["clip_fraction"] == 0
     norm = made.stacks[0].norm
     assert norm is not None and norm.count.item() == 3 * 8 * 4 * 2
     assert not np.allclose(norm.mean, 0)
@@ -393,7 +393,7 @@ def test_the_age_of_a_batch_counts_once(turns: bool) -> None:
         batch = swept(made[-1], env, 8)
         batch.logp += np.random.default_rng(0).normal(0, 2, batch.logp.shape).astype(np.float32)
         figures = made[-1].update(batch, 0.0)["a"]
-        assert "kl" not in figures or (abs(figures["kl"]) < 1e-9 and figures["clip_share"] == 0)
+        assert "kl" not in figures or (abs(figures["kl"]) < 1e-9 and figures["clip_fraction"] == 0)
     for key, value in snapshot(made[0]).items():
         np.testing.assert_allclose(value, snapshot(made[1])[key], atol=1e-6, err_msg=key)
 

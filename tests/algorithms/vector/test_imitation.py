@@ -58,7 +58,7 @@ def test_a_discriminators_loss_worked_by_hand() -> None:
     # D is 1/2 and 3/4 of the expert's moves, 1/5 and sigmoid(.5) of the policy's
     by_hand = -(math.log(1 / 2) + math.log(3 / 4)) / 2 - (math.log(4 / 5) + math.log(1 - 1 / (1 + math.exp(-0.5)))) / 2
     assert loss.tolist() == pytest.approx([by_hand])
-    assert figures["told_apart"].item() == (1 / 2 + 1 / 2) / 2
+    assert figures["discriminator_accuracy"].item() == (1 / 2 + 1 / 2) / 2
 
 
 def test_who_cannot_tell_loses_twice_the_logarithm_of_two() -> None:
@@ -331,7 +331,7 @@ def test_one_step_at_a_time_some_have_no_moves(tmp_path: Path) -> None:
     told = []
     for i in range(4):
         figures = made.update(sweeper.collect(made.rollout_policies(0), 1, i), 0.0)
-        told.append(sorted(name for name, line in figures.items() if "told_apart" in line))
+        told.append(sorted(name for name, line in figures.items() if "discriminator_accuracy" in line))
     assert all(np.isfinite(list(line.values())).all() for line in figures.values())
     assert told == [[]] * 4  # the two share a stack, and one of them always waits
 
