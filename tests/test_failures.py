@@ -4,7 +4,6 @@ its cause is mended."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from terminal_text import plain
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
@@ -23,10 +23,6 @@ DEEPEST = 'return nothing["boom'  # the line of toys_failing.py that raises
 
 def palestra(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def plain(text):
-    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
 
 
 def text_config(folder, base, **changes):

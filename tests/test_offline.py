@@ -6,6 +6,7 @@ import re
 
 import pytest
 import yaml
+from terminal_text import plain
 from toys import Whisper
 from typer.testing import CliRunner
 
@@ -26,7 +27,7 @@ def palestra(*arguments):
 def refused(*arguments):
     done = CliRunner().invoke(app, [str(a) for a in arguments])
     assert done.exit_code == 2 and "Traceback" not in done.output, done.output
-    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", done.stderr))
+    return plain(done.stderr)
 
 
 def write(path, tree):

@@ -148,7 +148,7 @@ class EvalConfig(StrictModel):
 
 
 class EnvMixConfig(StrictModel):
-    """How often each of several `envs` is drawn for training episodes."""
+    """Sampling weights of several `envs` in training."""
 
     weights: dict[str, float] = {}
     """Relative frequency of each env by name; 1 for an env that is not listed."""
@@ -204,7 +204,7 @@ class TextConfig(StrictModel):
     envs: dict[str, dict[str, Any]] = {}
     """Several envs by name, each with `type` and options, drawn as `mix` describes."""
     mix: EnvMixConfig = EnvMixConfig()
-    """How often each of `envs` is drawn."""
+    """Sampling weights of `envs`."""
     data: Data = []
     """Files to train on instead of playing: a path, or a list of paths or entries. A step reads its episodes from
     them."""
@@ -231,7 +231,7 @@ class TextConfig(StrictModel):
     save_episodes_every: int = Field(1, ge=0)
     """Training steps between those whose episodes are written to the run's `episodes` folder. 0: none."""
     staleness: int = Field(0, ge=0, le=10_000)
-    """How many training steps the weights that play may be behind the weights that are trained. 0: play and training
+    """Maximum number of training steps that the rollout weights lag behind the trained weights. 0: play and training
     alternate. Above 0: episodes are played ahead during training, which uses both better; the algorithm trains on older
     data."""
     max_failed: float = Field(0.5, ge=0, le=1)
@@ -250,7 +250,7 @@ class TextConfig(StrictModel):
     device: str = "auto"
     """Torch device of models: auto, cpu or cuda."""
     parallel: Literal["ddp", "fsdp"] | None = None
-    """What the processes that torchrun starts share. `ddp` (the default under torchrun): the episodes and training
+    """Parallelism of the processes that torchrun starts. `ddp` (the default under torchrun): the episodes and training
     passes of a step. `fsdp`: weights, gradients and optimizer state too, for models that do not fit on one device."""
     max_num_seqs: int = Field(512, ge=1)
     """Largest number of sequences that the sampler generates at once. Lower it if sampling runs out of memory."""

@@ -100,7 +100,7 @@ class RunCatalog:
         return run
 
     def _shown(self, name: str) -> bool:
-        """Whether `name` is a plain folder name in `root`, not a link out of it, with a config file."""
+        """Returns True if `name` is a plain folder name in `root`, not a link out of it, with a config file."""
         if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
             return False
         folder = self.root / name

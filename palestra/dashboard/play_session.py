@@ -35,8 +35,8 @@ class Resigned(Exception):
 
 
 class GameSetup(NamedTuple):
-    """What all games of a server share: the env, the policy at each seat, and the person's seat `human_seat`. `rules`
-    are shown if the env's role text of that seat does not contain them."""
+    """Settings shared by all games of a server: the env, the policy at each seat, and the person's seat `human_seat`.
+    `rules` are shown if the env's role text of that seat does not contain them."""
 
     env: str
     seats: dict[Seat, str]

@@ -42,7 +42,7 @@ class SamplingConfig(StrictModel):
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end an answer."""
     stop_at_eos: bool = True
-    """Whether the model's end token ends an answer. Set it to false to sample up to `max_tokens`."""
+    """True if the model's end token ends an answer. Set it to false to sample up to `max_tokens`."""
 
 
 def counter_uniform(seeds_R: np.ndarray, siblings_R: np.ndarray, steps_R: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from terminal_text import plain
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
@@ -16,10 +17,6 @@ SMALL = ["slices=2", "min_slices=1", "max_slices=1", "env_steps=1024", "league_e
 
 def palestra(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def plain(text):
-    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
 
 
 @pytest.fixture(scope="module")

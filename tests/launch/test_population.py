@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from terminal_text import plain
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
@@ -64,10 +65,6 @@ def trained(folder, tree):
 
 def palestra(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def plain(text):
-    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text))
 
 
 def written(folder, tree):

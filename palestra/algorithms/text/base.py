@@ -27,7 +27,7 @@ class TextAlgorithm(StrictModel):
 
     @property
     def branching(self) -> Branching:
-        """Where the episode trees branch."""
+        """Settings of the branching of episode trees."""
         return Branching()
 
     @property
