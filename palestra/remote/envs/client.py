@@ -17,10 +17,17 @@ from typing import Any, Self
 import grpc
 
 from palestra.envs.base import Env
-from palestra.remote.envs import SERVICE, background_loop
+from palestra.remote.envs import SERVICE
 from palestra.remote.envs import envs_pb2 as pb
 from palestra.remote.envs.address import EnvServersConfig, counters
-from palestra.remote.envs.connection import EnvConnection, SessionLost, auth_metadata, connection_error, open_channel
+from palestra.remote.envs.connection import (
+    EnvConnection,
+    SessionLost,
+    auth_metadata,
+    client_loop,
+    connection_error,
+    open_channel,
+)
 from palestra.remote.envs.connection_pool import get_pool
 from palestra.remote.envs.serialization import (
     encode_mapping,
@@ -230,7 +237,7 @@ def _described(place: EnvServersConfig, kind: bytes) -> RemoteEnvSpec:
     while True:
         for address in place.addresses():
             try:
-                return RemoteEnvSpec(place, asked, background_loop.submit(_description(place, address, asked)).result())
+                return RemoteEnvSpec(place, asked, client_loop().run(_description(place, address, asked)))
             except SessionLost as lost:
                 said = str(lost)
         if time.monotonic() > end:

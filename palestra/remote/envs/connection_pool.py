@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from palestra.remote.envs import background_loop
 from palestra.remote.envs.address import EnvServersConfig
-from palestra.remote.envs.connection import AccessRefused, EnvConnection, SessionLost
+from palestra.remote.envs.connection import AccessRefused, EnvConnection, SessionLost, client_loop
 
 START_WAIT_S = 1.0  # seconds that the first sessions wait for servers that have not answered yet
 IDLE_TIMEOUT_S = 60.0  # seconds without a new session (plus patience) after which reconnecting pauses
@@ -21,7 +20,7 @@ CONNECTS_PER_WORKER = 8  # consecutive connections per worker without a new work
 
 class ConnectionPool:
     """Connections to the current servers of `server_config`. All methods but `acquire` run on the client's loop
-    (background_loop.py)."""
+    (`client_loop`)."""
 
     def __init__(self, server_config: EnvServersConfig) -> None:
         self.server_config = server_config
@@ -44,7 +43,7 @@ class ConnectionPool:
         self.last_used = time.monotonic()
         if not self.is_starting and (lane := self._free()):
             return lane
-        return await asyncio.wrap_future(background_loop.submit(self._wait()))
+        return await client_loop().run_async(self._wait())
 
     def _free(self) -> EnvConnection | None:
         free = [
@@ -159,7 +158,7 @@ def get_pool(server_config: EnvServersConfig) -> ConnectionPool:
     """
     with _making:
         if server_config not in _pools:
-            _pools[server_config] = background_loop.submit(_new(server_config)).result()
+            _pools[server_config] = client_loop().run(_new(server_config))
         return _pools[server_config]
 
 
