@@ -86,7 +86,7 @@ def kill_and_go_on(actors: ActorPool, kills: int) -> None:
             actors.collect([], 5, 0)
         while actors.collect([], 5, 0).worker != victim:
             pass  # a batch between two deaths: it is no actor that cannot live
-        os.kill(actors.processes[victim].pid, signal.SIGKILL)
+        os.kill(actors.actors[victim].process.pid, signal.SIGKILL)
         for _ in range(4):
             batch = actors.collect([], 5, 0)
             assert np.isfinite(batch.obs).all() and (batch.is_first[1:] == batch.done).all()
@@ -107,7 +107,7 @@ def test_twenty_killed_actors_lose_nothing_but_their_games(actors: ActorPool) ->
 
 def test_nothing_is_left_behind(actors: ActorPool) -> None:
     actors.collect([], 5, 0)
-    names, pids = [shelf.shared_memory.name for shelf in actors.shelves], [p.pid for p in actors.processes]
+    names, pids = [shelf.shared_memory.name for shelf in actors.shelves], [actor.process.pid for actor in actors.actors]
     actors.close()
     for name in names:
         with pytest.raises(FileNotFoundError):
