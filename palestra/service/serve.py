@@ -21,6 +21,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 from transformers import AutoConfig, AutoTokenizer
+from palestra.engine.request import max_chars_per_token
 
 from palestra.engine.models import resolve_base
 from palestra.files import TEMPORARY_PREFIX, acquire_lock
@@ -39,7 +40,6 @@ STABLE_AFTER_S = 60.0  # seconds after which a worker counts as started successf
 MAX_RESTART_PAUSE_S = 30.0  # longest pause in seconds before a restart of the worker
 WORKER_STOP_TIMEOUT_S = 300.0  # seconds for the worker to complete its work on shutdown
 DRAIN_TIMEOUT_S = 10  # seconds for open requests to end on shutdown
-MAX_MERGED_CHARS = 4  # characters that a tokenizer's normaliser may merge into one
 
 Say = Callable[[str], None]
 
@@ -221,7 +221,7 @@ def load_base_info(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
         architecture=(config.architectures or [config.model_type])[0],
         vocab_size=text.vocab_size,
         max_length=text.max_position_embeddings,
-        max_token_chars=MAX_MERGED_CHARS * max(map(len, tokenizer.get_vocab())),
+        max_chars_per_token=max_chars_per_token(tokenizer),
         tokenizer=tokenizer,
     )
 

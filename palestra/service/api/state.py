@@ -43,7 +43,7 @@ class ClientLimits(BaseModel):
 @dataclass(frozen=True)
 class BaseInfo:
     """Metadata of a base model, without its weights. `public_names` are the names that clients may use,
-    `max_token_chars` is the largest number of characters that one token stands for."""
+    `max_chars_per_token` is an upper bound on the characters that one token stands for."""
 
     name: str
     path: str
@@ -51,7 +51,7 @@ class BaseInfo:
     architecture: str
     vocab_size: int
     max_length: int
-    max_token_chars: int
+    max_chars_per_token: int
     tokenizer: Any
 
 
