@@ -30,6 +30,7 @@ from palestra.service.client.connection import RequestRefused, ServiceConnection
 from palestra.service.client.remote_weights import WireLoss, to_wire_loss
 from palestra.training.loop import Setup, restore_checkpoint, run_training, update_learner
 from palestra.types import Metrics
+from palestra.web.retry import RetryPolicy
 
 STEPS = 6
 
@@ -271,7 +272,7 @@ def test_an_entropy_bonus_is_asked_of_servers_of_our_make_alone(
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "FIRST_RETRY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "FIRST_RETRY", RetryPolicy(0.1, 5.0, timeout_s=0.2))
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="Is `palestra serve` running"):
         connect("http://127.0.0.1:9")

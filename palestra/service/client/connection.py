@@ -5,24 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 import uuid
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
 from palestra.web.loop_thread import LoopThread
+from palestra.web.retry import RETRY_STATUSES, RetryPolicy
 
-RETRY_TIMEOUT_S = 300.0  # seconds for which requests to an unavailable or busy server are retried
-FIRST_RETRY_TIMEOUT_S = 10.0  # the same before its first answer: the address is probably wrong
-RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
+RETRY = RetryPolicy(0.1, 5.0, timeout_s=300.0)  # while the server is unavailable or busy
+FIRST_RETRY = RetryPolicy(0.1, 5.0, timeout_s=10.0)  # before its first answer: the address is probably wrong
 
 T = TypeVar("T")
 
 
 class RequestRefused(ValueError):
     """The server rejected a request."""
+
+
+class ServerBusy(RequestRefused):
+    """The server could not process a request now."""
 
 
 class HttpReply(NamedTuple):
@@ -48,7 +52,7 @@ class ServiceConnection:
         self.url = url.rstrip("/")
         self.key = key or os.environ.get("TINKER_API_KEY") or os.environ.get("MINT_API_KEY") or "tml-anyone"
         self.loop_thread = LoopThread("palestra connection")
-        self._http, self._patience = self.run(self._opened()), FIRST_RETRY_TIMEOUT_S
+        self._http, self._retry_policy = self.run(self._opened()), FIRST_RETRY
         self.loop_thread.on_close = self._http.close
         try:
             said = self.run(self.post("create_session", tags=[], user_metadata={}, sdk_version="palestra"))
@@ -137,23 +141,20 @@ class ServiceConnection:
         return str(reply.json()["path"])
 
     async def _send(self, method: str, path: str, *, fine: tuple[int, ...] = (), **options: Any) -> HttpReply:
-        until, pause = time.monotonic() + self._patience, 0.1
-        while True:
-            try:
-                async with self._http.request(method, self.url + path, **options) as answer:
-                    reply = HttpReply(answer.status, answer.content_type, await answer.read())
-            except (aiohttp.ClientError, TimeoutError) as error:
-                if time.monotonic() > until:
-                    what = f"no answer from {self.url}: {error}. Is `palestra serve` running?"
-                    raise ConnectionError(what) from error
-            else:
-                self._patience = RETRY_TIMEOUT_S
-                if reply.status < 300 or reply.status in fine:
-                    return reply
-                if reply.status not in RETRY_STATUSES or time.monotonic() > until:
-                    raise RequestRefused(f"{self.url}{path} answered {reply.status}: {_detail(reply)}")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+        attempt = partial(self._attempt, method, path, fine, options)
+        return await self._retry_policy.run(attempt, ConnectionError, ServerBusy)
+
+    async def _attempt(self, method: str, path: str, fine: tuple[int, ...], options: dict[str, Any]) -> HttpReply:
+        try:
+            async with self._http.request(method, self.url + path, **options) as answer:
+                reply = HttpReply(answer.status, answer.content_type, await answer.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ConnectionError(f"no answer from {self.url}: {error}. Is `palestra serve` running?") from error
+        self._retry_policy = RETRY
+        if reply.status < 300 or reply.status in fine:
+            return reply
+        refusal = ServerBusy if reply.status in RETRY_STATUSES else RequestRefused
+        raise refusal(f"{self.url}{path} answered {reply.status}: {_detail(reply)}")
 
     async def _beat(self) -> None:
         """Sends a heartbeat every ten seconds until a request fails."""
