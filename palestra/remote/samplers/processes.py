@@ -74,11 +74,11 @@ class SamplerProcess:
                     assert self.url is not None
                     return self.url
                 self.stop()
-                if self.process.returncode == USAGE_ERROR_EXIT_CODE or attempt == MAX_START_ATTEMPTS - 1:
+                code = self.process.returncode
+                if code == USAGE_ERROR_EXIT_CODE or attempt == MAX_START_ATTEMPTS - 1:
                     break
                 self.start()
-            ended = exit_reason(self.process.returncode)
-            raise ValueError(f"a sampler process does not start ({ended}): {self._complaint()}")
+            raise ValueError(f"a sampler process does not start ({exit_reason(code)}): {self._complaint()}")
 
     def _heard(self) -> bool:
         """Waits for the first output line or the end of the process; returns True if the line has the URL."""

@@ -124,4 +124,4 @@ def evaluate(source: str, names: Mapping[str, int] | None = None) -> int | float
     Raises SyntaxError and ZeroDivisionError as Python does, and ValueError if it holds anything else or an intermediate
     result exceeds 10^18.
     """
-    return safe_eval(source, _PYTHON, names or {})  # type: ignore[no-any-return]
+    return safe_eval(source, _PYTHON, names or {})

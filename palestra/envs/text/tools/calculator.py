@@ -39,7 +39,7 @@ def evaluate(expression: str) -> Number:
     if unknown := [part for part in _PARTS.findall(expression) if part not in _KNOWN]:
         raise ValueError(f"{unknown[0][:20]!r} is no arithmetic; there is: + - * / // % ** ( ) {' '.join(_KNOWN)}")
     try:
-        return safe_eval(expression, _ALLOWED, _CONSTANTS)  # type: ignore[no-any-return]
+        return safe_eval(expression, _ALLOWED, _CONSTANTS)
     except NotAllowed as error:
         if isinstance(error.node, ast.Tuple):
             raise ValueError("write numbers without commas, for example 48211") from None
