@@ -11,7 +11,7 @@ import numpy as np
 
 from palestra.config import load, override, validate
 from palestra.launch.population import PopulationConfig, build_population
-from palestra.populations.normal_form.zero_sum import game_value
+from palestra.populations.normal_form.equilibria import game_value
 from palestra.populations.population import Player
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.tasks import Task, run_tasks

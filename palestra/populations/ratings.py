@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.populations.normal_form.zero_sum import game_value, maximin
+from palestra.populations.normal_form.equilibria import game_value, maximin
 from palestra.populations.payoffs import PayoffTable
 
 ELO_PER_LOG_ODDS = 400 / np.log(10)  # Elo points per unit of log-odds

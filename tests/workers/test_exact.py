@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palestra.populations.normal_form.zero_sum import nash
+from palestra.populations.normal_form.equilibria import nash
 from palestra.populations.tasks import Task
 from palestra.workers.exact import ExactWorker, seats_by_player
 
