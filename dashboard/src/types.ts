@@ -188,7 +188,7 @@ export interface Rating {
 
 export interface Stretch {
   learner: string;
-  makes: string;
+  member: string;
   start: string | null;
   from: Num;
   seconds: Num;

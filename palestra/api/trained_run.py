@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from palestra.config import Tree, load
 from palestra.files import read_lines
-from palestra.populations.scheduler import TASKS_FILE
+from palestra.populations.task_json import TASKS_FILE
 from palestra.report.charts import RunLogs, eval_table, metric_charts
 from palestra.report.episodes import episode_html
 from palestra.report.html import details, escape_text

@@ -20,7 +20,8 @@ from palestra.files import atomic_write
 from palestra.populations.league import League, LeagueConfig
 from palestra.populations.pbt import PBT, PBTConfig
 from palestra.populations.population import Member, Player, Population
-from palestra.populations.psro import PSRO, PSROConfig
+from palestra.populations.psro import PSRO
+from palestra.populations.psro_config import PSROConfig
 from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.self_play import SelfPlay, SelfPlayConfig
 from palestra.populations.tasks import Backend, TaskResult, WorkerFactory

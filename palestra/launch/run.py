@@ -19,7 +19,8 @@ from palestra.files import read_lines
 from palestra.launch.console import RANK, console, print_line, styled_text
 from palestra.launch.extend import complete_message, extend_config
 from palestra.launch.progress import PopulationBar, ProgressBar, format_summary
-from palestra.populations.scheduler import TASKS_FILE, PlanCallback
+from palestra.populations.scheduler import PlanCallback
+from palestra.populations.task_json import TASKS_FILE
 from palestra.populations.tasks import TaskResult
 from palestra.rollouts.failures import write_error_file
 from palestra.runs import Run, check_config, explain_disk_errors

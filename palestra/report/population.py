@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.populations.scheduler import TASKS_FILE
+from palestra.populations.task_json import TASKS_FILE
 from palestra.report.html import escape_text, html_table, section
 from palestra.report.population_data import PopulationRecord, cyclicity_warning, read_record, standings
 from palestra.report.population_plots import mixtures_by_player, nash_conv_points

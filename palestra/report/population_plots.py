@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from palestra.files import replacing_file
+from palestra.populations.tasks import TrainTask
 from palestra.report.population_data import JSONLine, PopulationRecord, read_record
 from palestra.report.run_report import COLOURS, group_lines
 from palestra.types import TEAM
@@ -94,18 +95,20 @@ def mixtures_by_player(record: PopulationRecord) -> dict[str, list[dict[str, flo
             found.setdefault(line["policy"], []).append(mix)
     if found:
         return found
-    for task in record.tasks:
-        order = task["order"]
-        if order.get("learner", "").startswith("main_"):
-            met = order["opponents"][order["player"]]
-            rest = {name: p * (1 - order["self_play"]) for name, p in met.items()}
-            found.setdefault(order["learner"], []).append({"itself": order["self_play"], **rest})
+    for task in _train_tasks(record):
+        if task.learner.startswith("main_"):
+            rest = {name: p * (1 - task.self_play) for name, p in task.opponents.mixes[task.player].items()}
+            found.setdefault(task.learner, []).append({"itself": task.self_play, **rest})
     return {learner: rows for learner, rows in found.items() if not learner.startswith("main_exploiter")}
 
 
 def searched_settings(record: PopulationRecord) -> list[str]:
     """Returns the settings that population-based training searches."""
-    return list(dict.fromkeys(key for task in record.tasks for key in task["order"].get("settings") or {}))
+    return list(dict.fromkeys(key for task in _train_tasks(record) for key in task.settings))
+
+
+def _train_tasks(record: PopulationRecord) -> list[TrainTask]:
+    return [done.task for done in record.tasks if isinstance(done.task, TrainTask)]
 
 
 # ---- panels

@@ -23,6 +23,9 @@ from typer.testing import CliRunner
 from palestra.chat import Chat
 from palestra.cli.main import app
 from palestra.envs import make_env
+from palestra.populations.payoffs import PayoffCell
+from palestra.populations.task_json import TaskRecord
+from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
 
@@ -135,13 +138,14 @@ def write_hostile(root: Path) -> None:
         seats = {seat: evil("policy"), other: "b@1"}
         run.write_episodes(0, [Episode(evil("env"), 1, seats, nodes), Episode("x", 2, seats, error=evil("error"))])
         for number, name in enumerate((evil("rock"), evil("paper"))):
-            order = {"player": "agent", "learner": evil("learner"), "opponents": {"agent": {evil("rock"): 1.0}}}
-            run.append_line("tasks.jsonl", {"task": f"train/{number}", "kind": "train", "makes": name,
-                                       "order": order | {"self_play": 0.5}, "result": {"return": 0.1}})  # fmt: skip
-        cell = {"members": [evil("rock"), evil("paper")], "games": 10, "mean": [0.5, -0.5], "m2": [1.0, 1.0],
-                "wins": [7, 2], "draws": 1}  # fmt: skip
-        run.append_line("tasks.jsonl", {"task": "play", "kind": "play", "makes": "",
-                                   "order": {"cells": [cell["members"]]}, "result": {"cells": [cell]}})  # fmt: skip
+            opponents = Opponents({"agent": {evil("rock"): 1.0}})
+            task = TrainTask(f"train/{number}", player="agent", learner=evil("learner"), opponents=opponents,
+                             self_play=0.5, output_member=name)  # fmt: skip
+            record = TaskRecord(number, task, {}, TrainResult(env_steps=1, mean_return=0.1))
+            run.append_line("tasks.jsonl", record.to_json())
+        cell = PayoffCell(10, (0.5, -0.5), (1.0, 1.0), (7, 2), draws=1)
+        play = PlayTask("play", cells=((evil("rock"), evil("paper")),), games_per_cell=10)
+        run.append_line("tasks.jsonl", TaskRecord(2, play, {}, PlayResult((cell,))).to_json())
         worker = {"worker": evil("worker"), "kind": evil("kind"), "where": evil("where"), "why": evil("why")}
         run.append_line("workers.jsonl", {"step": 0, **worker, "lost": 1, "seen": 1.0})
         run.append_line("exploits.jsonl", {"player": evil("player"), "wins": 1.0, "mixtures": {}})
