@@ -10,7 +10,7 @@ from palestra.launch.population import PopulationConfig, build_population
 from palestra.populations.payoffs import MemberProfile
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.task_json import CROSSPLAY_FILE, crossplay_line
-from palestra.populations.tasks import PlayResult, PlayTask, run_tasks
+from palestra.populations.tasks import PlayTask, played_cells, run_tasks
 from palestra.report.population_data import PopulationRecord, read_record
 from palestra.runs import Run, read_lines
 
@@ -40,8 +40,7 @@ def play_missing_cells(
             for name in dict.fromkeys(name for task in tasks for name in task.members):
                 backend.add_member(name, path / MEMBERS_DIR / name)
             for number, done in enumerate(run_tasks(backend, tasks), 1):
-                assert isinstance(done.task, PlayTask) and isinstance(done.result, PlayResult)
-                for members, cell in zip(done.task.cells, done.result.payoffs, strict=True):
+                for members, cell in played_cells(done.task, done.result):
                     run.append_line(CROSSPLAY_FILE, crossplay_line(members, cell))
                 on_progress(number, len(tasks))
         finally:

@@ -59,7 +59,7 @@ class League:
         self.logic = LeagueLogic(config, list(self._learners()), population)
         self.learners, self.win_rates = self.logic.learners, self.logic.win_rates
         self.games = self.env_steps = 0
-        self._notes: dict[str, Metrics] = {}
+        self._metrics: dict[str, Metrics] = {}
         self._counts: dict[str, Metrics] = {}  # by assessment: env steps and games when it was created
         self.opponents: dict[
             str, dict[str, list[str]]
@@ -78,7 +78,7 @@ class League:
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:
         """Records a result; returns the learner's next slice, and the games of a copy that was frozen."""
-        self._notes = {}
+        self._metrics = {}
         match task, result:
             case TrainTask() as trained, TrainResult() as outcome:
                 return self._trained(trained, outcome)
@@ -86,13 +86,13 @@ class League:
                 self.games += sum(cell.games for cell in played.payoffs)
             case AssessTask() as assessed, AssessResult() as distance:
                 figures = {"nash_conv": distance.nash_conv, "exploitability": distance.exploitability}
-                self._notes = {TEAM: {"iteration": assessed.iteration, **self._counts[task.name], **figures}}
+                self._metrics = {TEAM: {"iteration": assessed.iteration, **self._counts[task.name], **figures}}
         return []
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
         """Metrics of a slice: the learner's mean and lowest win rate against the opponents that decide whether it is
         frozen."""
-        return self._notes
+        return self._metrics
 
     def summary(self) -> Metrics:
         """Progress: slices done and in all, members, games, env steps."""
@@ -142,8 +142,8 @@ class League:
         learner.slices_since_freeze += 1
         learner.start = learner.latest = task.output_member
         rates = self.logic.win_rates_against(learner, self.logic.judges(learner))
-        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.mean_return}
-        self._notes = {learner.name: {**metrics, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
+        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
+        self._metrics = {learner.name: {**metrics, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
 
     def _freeze(self, learner: LeagueLearner) -> list[Task]:
         """Adds the last slice's member to the history; returns its games against the earlier members and its
@@ -157,7 +157,7 @@ class League:
             learner.start = learner.parent = self.initial_member
             learner.latest = ""
             self.win_rates.remove(learner.name)
-        self._notes[TEAM] = self.summary()
+        self._metrics[TEAM] = self.summary()
         return [*(self._play(name, before) if self.config.games_per_cell else []), *self._assessment(learner)]
 
     def _assessment(self, learner: LeagueLearner) -> list[AssessTask]:

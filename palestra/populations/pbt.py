@@ -144,7 +144,7 @@ class PBT:
         """Metrics of a slice: the learner's return, its rating, and the settings it was trained with."""
         assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
         learner = self.learners[task.learner]
-        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.mean_return}
+        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
         return {learner.name: {**metrics, "rating": self.rating(learner), **task.settings}}
 
     def summary(self) -> Metrics:

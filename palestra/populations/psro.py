@@ -66,7 +66,7 @@ class PSRO:
         self.is_done = False
         self._digests: dict[Player, set[str]] = {player: set() for player in population.players}
         self._refined = -1  # last iteration for which adaptive games were created
-        self._notes: dict[str, Metrics] = {}
+        self._metrics: dict[str, Metrics] = {}
 
     def initial_tasks(self) -> Sequence[Task]:
         """Returns tasks for the games among the initial members."""
@@ -74,7 +74,7 @@ class PSRO:
 
     def on_result(self, task: Task, result: Result) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
-        self._notes = {}
+        self._metrics = {}
         new: list[Task] = []
         match task, result:
             case AssessTask() as assessed, AssessResult() as distance:
@@ -94,7 +94,7 @@ class PSRO:
         `gap` is the gain of the newest responses over the previous meta-strategy, summed over players: its NashConv if
         responses are exact, a lower bound if they are learned.
         """
-        return self._notes
+        return self._metrics
 
     def summary(self) -> dict[str, float]:
         """Progress: iterations done and in all, members, games, env steps, and the latest NashConv."""
@@ -122,7 +122,7 @@ class PSRO:
         response.slices += 1
         self.env_steps += result.env_steps
         metrics = {"iteration": response.iteration, "slice": response.slices, "env_steps": self.env_steps}
-        self._notes = {response.player: {**metrics, "return": result.mean_return}}
+        self._metrics = {response.player: {**metrics, "return": result.return_metric}}
         games = self._joined(response, result) if response.is_frozen else []
         if self.config.pipeline_levels > 1:
             games += self.matches.snapshot_tasks(response.player, response.name, self._snapshots())
@@ -157,7 +157,7 @@ class PSRO:
         number, measured = task.iteration, result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0
-        self._notes = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
+        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
 
     # ---- iterations
 
@@ -201,10 +201,11 @@ class PSRO:
             )
             self.is_done |= self.config.correlated and metrics["gap"] <= self.config.stop_nash_conv > 0
             self.is_done |= self.config.correlated and meta.names == self.meta_strategies[-1].names
-        self._notes |= {TEAM: metrics}
+        self._metrics |= {TEAM: metrics}
         for player, mix in meta.all_marginals().items():
             value = float((meta.joint * tables[self.seats.index(player)]).sum())
-            self._notes[player] = {"iteration": number, "value": value} | {f"mix/{name}": p for name, p in mix.items()}
+            shares = {f"mix/{name}": p for name, p in mix.items()}
+            self._metrics[player] = {"iteration": number, "value": value} | shares
 
     def _assessment(self, meta: MetaStrategy, number: int) -> list[AssessTask]:
         every, last = self.config.nash_conv_every, number == self.config.iterations

@@ -108,7 +108,7 @@ class SelfPlay:
         self.nash_convs: dict[int, float] = {}
         self.env_steps = 0
         self.is_done = False
-        self._notes: dict[str, Metrics] = {}
+        self._metrics: dict[str, Metrics] = {}
 
     def initial_tasks(self) -> Sequence[Task]:
         """Returns the games among the initial members, if `games_per_cell` is above 0, and the first slices."""
@@ -116,7 +116,7 @@ class SelfPlay:
 
     def on_result(self, task: Task, result: Result) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
-        self._notes = {}
+        self._metrics = {}
         new: list[Task] = []
         match task, result:
             case TrainTask() as trained, TrainResult() as outcome:
@@ -129,7 +129,7 @@ class SelfPlay:
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
         """Metrics of a slice or of NashConv, with counts once all players have trained equally many slices."""
-        return self._notes
+        return self._metrics
 
     def summary(self) -> dict[str, float]:
         """Progress: slices done by all players and in all, members, games, env steps, and the latest NashConv."""
@@ -157,11 +157,11 @@ class SelfPlay:
         self.in_training.remove(player)
         self.slices_done[player] += 1
         self.env_steps += result.env_steps
-        metrics = {"iteration": self.slices_done[player], "env_steps": self.env_steps, "return": result.mean_return}
-        self._notes = {player: metrics}
+        metrics = {"iteration": self.slices_done[player], "env_steps": self.env_steps, "return": result.return_metric}
+        self._metrics = {player: metrics}
         new: list[Task] = [*self._keep(task)]
         if self._round() > before:
-            self._notes |= {TEAM: {"iteration": self._round(), **self._counts()}}
+            self._metrics |= {TEAM: {"iteration": self._round(), **self._counts()}}
             new += self._assessment(self._round())
         return new
 
@@ -190,7 +190,7 @@ class SelfPlay:
         number, measured = task.iteration, result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0
-        self._notes = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
+        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
 
     # ---- slices
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -121,7 +121,7 @@ def from_json(kind: type[T], value: Any, where: str) -> T:
     Raises ValueError, which names the place below `where`, if the value does not fit.
     """
     try:
-        found: T = _adapter(kind).validate_python(value)
+        found: T = _adapter(cast(Any, kind)).validate_python(value)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         place = ".".join(map(str, [where, *fault["loc"]]))

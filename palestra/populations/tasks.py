@@ -10,6 +10,7 @@ write them as JSON and read them back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -63,6 +64,11 @@ class TrainResult(Result):
     metrics: dict[str, float | None] = field(default_factory=dict)
     policy_digest: str | None = None
     """SHA-256 of the policy of an exact response; None if the response is learned."""
+
+    @property
+    def return_metric(self) -> float:
+        """`mean_return` as a metric: NaN, which metrics.jsonl holds as null, if no game ended."""
+        return math.nan if self.mean_return is None else self.mean_return
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,13 @@ class SolveTask(Task):
     iteration: int
     responses: dict[Player, tuple[str, ...]]
     cfr_iterations: int
+
+
+def played_cells(task: Task, result: Result) -> list[tuple[MemberProfile, PayoffCell]]:
+    """Returns the members and the payoffs of each cell of a finished `PlayTask`; [] for another task."""
+    if not isinstance(task, PlayTask) or not isinstance(result, PlayResult):
+        return []
+    return list(zip(task.cells, result.payoffs, strict=True))
 
 
 # ---- who creates and runs them

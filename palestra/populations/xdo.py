@@ -65,7 +65,7 @@ class XDO:
         self.iteration, self.env_steps, self.num_allowed = 0, 0, 0
         self.nash_convs: dict[int, float] = {}
         self.is_done = False
-        self._notes: dict[str, Metrics] = {}
+        self._metrics: dict[str, Metrics] = {}
 
     def initial_tasks(self) -> Sequence[Task]:
         """Returns both players' first responses."""
@@ -73,7 +73,7 @@ class XDO:
 
     def on_result(self, task: Task, result: Result) -> Sequence[Task]:
         """Records a result; returns the next responses, the solve task or the assessment."""
-        self._notes = {}
+        self._metrics = {}
         match task, result:
             case AssessTask() as assessed, AssessResult() as distance:
                 self._assessed(assessed, distance)
@@ -85,7 +85,7 @@ class XDO:
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
         """Metrics of a response, of a solution or of NashConv. `allowed` counts actions over all information states."""
-        return self._notes
+        return self._metrics
 
     def summary(self) -> dict[str, float]:
         """Progress: iterations done and in all, members, env steps, allowed actions, and the latest NashConv."""
@@ -104,7 +104,7 @@ class XDO:
             Member(task.output_member, player, f"members/{task.output_member}", None, {"iteration": number})
         )
         self.env_steps += result.env_steps
-        self._notes = {player: {"iteration": number, "env_steps": self.env_steps, "return": result.mean_return}}
+        self._metrics = {player: {"iteration": number, "env_steps": self.env_steps, "return": result.return_metric}}
         return [self._solve(number)] if all(len(own) == number for own in self.responses.values()) else []
 
     def _solved(self, task: SolveTask, result: SolveResult) -> list[Task]:
@@ -114,7 +114,7 @@ class XDO:
             Member(task.output_member, "", f"members/{task.output_member}", None, {"iteration": self.iteration})
         )
         mixed: Metrics = {"iteration": self.iteration, f"mix/{task.output_member}": 1.0}
-        self._notes = {TEAM: {"iteration": self.iteration, **self._counts()}, **dict.fromkeys(self.players, mixed)}
+        self._metrics = {TEAM: {"iteration": self.iteration, **self._counts()}, **dict.fromkeys(self.players, mixed)}
         self.is_done |= self.iteration == self.config.iterations
         return [*self._assessment(), *([] if self.is_done else self._responses())]
 
@@ -122,7 +122,7 @@ class XDO:
         number, measured = task.iteration, result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0
-        self._notes = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
+        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
 
     # ---- tasks
 

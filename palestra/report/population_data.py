@@ -19,13 +19,12 @@ from palestra.populations.population import Member, Player
 from palestra.populations.ratings import SkillRating, cyclicity, fit_elo, openskill_ratings
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.task_json import CROSSPLAY_FILE, TASKS_FILE, TaskRecord, read_crossplay, read_records
-from palestra.populations.tasks import PlayResult, PlayTask, TrainTask
+from palestra.populations.tasks import PlayTask, TrainTask, played_cells
 from palestra.runs import read_lines
 
 MAX_OPENSKILL_GAMES = 20  # games of each pair passed to OpenSkill, which updates game by game
 MAX_COLUMNS = 16  # maximum number of columns of a table on the screen
 JSONLine = dict[str, Any]
-PlayedCell = tuple[MemberProfile, PayoffCell]
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,11 @@ def read_record(path: str | Path) -> PopulationRecord:
     members = [Member(**line) for line in json.loads(listed.read_text())] if listed.exists() else _made(tasks)
     for member in members:
         path_inside(path / MEMBERS_DIR, member.name)
-    cells = [cell for record in tasks for cell in _played_cells(record)] + read_crossplay(path / CROSSPLAY_FILE)
+    cells = [cell for done in tasks for cell in played_cells(done.task, done.result)] + read_crossplay(
+        path / CROSSPLAY_FILE
+    )
     metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
     return PopulationRecord(path, members, _table(members, cells), tasks, metrics, timings)
-
-
-def _played_cells(record: TaskRecord) -> list[PlayedCell]:
-    if not isinstance(record.task, PlayTask) or not isinstance(record.result, PlayResult):
-        return []
-    return list(zip(record.task.cells, record.result.payoffs, strict=True))
 
 
 def _made(tasks: list[TaskRecord]) -> list[Member]:
@@ -70,7 +65,7 @@ def _made(tasks: list[TaskRecord]) -> list[Member]:
     return [Member(name, players.get(name, ""), weights.get(name, "")) for name in dict.fromkeys([*played, *players])]
 
 
-def _table(members: list[Member], cells: list[PlayedCell]) -> PayoffTable:
+def _table(members: list[Member], cells: list[tuple[MemberProfile, PayoffCell]]) -> PayoffTable:
     players = {member.name: member.player for member in members}
     table = PayoffTable(_seats(players, [names for names, _ in cells]))
     for member in members:

@@ -41,7 +41,7 @@ from palestra.rollouts.tree_rollout import Branching, EpisodeSpec
 from palestra.seeding import derive_seed
 from palestra.tabular.game_tree import GameTree, build_game_tree
 from palestra.training.loop import update_learner
-from palestra.types import Episode, Metrics, Seat
+from palestra.types import Episode, Seat
 from palestra.workers.exact import ExactSolver, seats_by_player
 from palestra.workers.game_results import mean_return, opponent_results, payoff_cell
 from palestra.workers.member_loader import UNIFORM_MEMBER
@@ -256,7 +256,7 @@ class LMSeatAssigner:
             for won in branch_returns(episode):
                 self.games.append((won[mine], [won[seat] for seat in others], numbers))
 
-    def result(self, metrics: Metrics) -> TrainResult:
+    def result(self, metrics: Mapping[str, float]) -> TrainResult:
         """Returns the result of the training, with the `metrics` of its last step."""
         own, theirs, members = (np.array(column) for column in zip(*self.games, strict=True))
         return TrainResult(
