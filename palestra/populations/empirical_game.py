@@ -82,7 +82,7 @@ class MatchQueue:
         self.empirical_game = EmpiricalGame(seats)
         self.num_games = 0
         self.open_tasks: set[str] = set()
-        self._sketched: dict[str, Sequence[MemberProfile]] = {}  # by task: the members that its snapshots stand for
+        self._snapshot_cells: dict[str, Sequence[MemberProfile]] = {}  # by task: the members that its snapshots stand for
 
     def initial_tasks(self) -> list[PlayTask]:
         """Returns tasks for the games among the population's initial members."""
@@ -116,7 +116,7 @@ class MatchQueue:
         played = [tuple(newest.get(one, one) for one in cell) for cell in cells]
         tasks = self._tasks(f"sketch/{newest.get(name, name)}", played, self.games_per_cell)
         for i, task in enumerate(tasks):
-            self._sketched[task.name] = cells[i * self.cells_per_task : (i + 1) * self.cells_per_task]
+            self._snapshot_cells[task.name] = cells[i * self.cells_per_task : (i + 1) * self.cells_per_task]
         return tasks
 
     def adaptive_tasks(self, strategies: np.ndarray, games: int, label: str) -> list[PlayTask]:
@@ -136,8 +136,8 @@ class MatchQueue:
         """Records the result of a `play` task."""
         self.open_tasks.discard(task.name)
         self.num_games += sum(cell.games for cell in result.payoffs if not cell.exact)
-        if sketched := self._sketched.pop(task.name, None):
-            for members, cell in zip(sketched, result.payoffs, strict=True):
+        if named := self._snapshot_cells.pop(task.name, None):
+            for members, cell in zip(named, result.payoffs, strict=True):
                 self.empirical_game.set_snapshot_returns(members, cell.mean)
         else:
             for members, cell in zip(task.cells, result.payoffs, strict=True):
