@@ -77,7 +77,7 @@ def test_a_whole_game_tells_nothing_of_the_other_seat_before_its_end(client):
     assert state["seats"] == {"player_0": "human", "player_1": "player_1"} and state["seat"] == "player_0"
     for turn, word in enumerate(("pass", "bet")):
         text = json.dumps(state)
-        assert state["now"] == "asked" and state["turn"] == turn and state["legal"] == ["pass", "bet"]
+        assert state["now"] == "asked" and state["turn"] == turn and state["legal_actions"] == ["pass", "bet"]
         assert {one["seat"] for joint in state["line"] for one in joint["turns"]} == {"player_0"}
         assert "my card is high" not in text and "You are player 1" not in text and state["end"] is None
         assert "instance" not in text and "seed" not in text  # which would say what was dealt
@@ -270,7 +270,7 @@ def test_a_game_that_fails_while_the_person_is_asked_leaves_nothing_behind():
         game = table.start()
         while game.state()["now"] != "over":
             await asyncio.sleep(0.02)
-        assert game.state()["end"]["failed"] and game.state()["legal"] == []
+        assert game.state()["end"]["failed"] and game.state()["legal_actions"] == []
         with pytest.raises(OutOfTurn, match="over"):
             game.answer(0, "hello")
         await asyncio.sleep(0)

@@ -33,7 +33,7 @@ def test_kuhn_pays_by_its_rules() -> None:
     env = make_env("text_kuhn")
     for seed in range(20):
         step = env.reset(seed)
-        assert list(step.observations) == ["player_0"] and step.legal == {"player_0": ["pass", "bet"]}
+        assert list(step.observations) == ["player_0"] and step.legal_actions == {"player_0": ["pass", "bet"]}
         first, second = env.state.cards
         winner = 1.0 if first > second else -1.0
         for words, won in (
@@ -72,7 +72,7 @@ def test_observations_are_the_information_states(name: str) -> None:
         while not step.done:
             ((seat, observation),) = step.observations.items()
             assert observation in known
-            step = env.step({seat: env.rng.choice(step.legal[seat])})
+            step = env.step({seat: env.rng.choice(step.legal_actions[seat])})
 
 
 def test_other_words_may_be_spoken() -> None:

@@ -299,7 +299,7 @@ class ActorCriticLearner(NetLearner):
                     line[-1]["auxiliary_loss"] = missed.detach()
             norms = stack.optimizer.step(total, progress)
             for p in range(len(names)):
-                lines[p][-1]["gradient"] = norms[p]
+                lines[p][-1]["grad_norm"] = norms[p]
         stack.version += len(lines[0])
         return {name: mean_metrics(own) for name, own in zip(names, lines, strict=True)}
 

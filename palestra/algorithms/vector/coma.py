@@ -202,7 +202,7 @@ class COMALearner(NetLearner):
             lines.append({"policy_loss": loss.detach(), **metrics})
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
-        return {name: mean_metrics([lines[p] | {"gradient": norms[p]}]) for p, name in enumerate(names)}
+        return {name: mean_metrics([lines[p] | {"grad_norm": norms[p]}]) for p, name in enumerate(names)}
 
     # ---- critic inputs
 

@@ -253,7 +253,7 @@ class BCLearner(NetLearner):
             lines.append(metrics | {"entropy": uncertainty.detach()})
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
-        return [line | {"gradient": norm} for line, norm in zip(lines, norms, strict=True)]
+        return [line | {"grad_norm": norm} for line, norm in zip(lines, norms, strict=True)]
 
 
 # ---- generative adversarial imitation

@@ -313,7 +313,7 @@ class OffPolicyLearner(NetLearner):
         loss, metrics = self.loss(i, q, answer, scene)
         norms = stack.optimizer.step(loss.sum(), progress)
         stack.version += 1
-        metrics = {"policy_loss": loss.detach(), "gradient": norms} | metrics
+        metrics = {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
         return metrics | self.after_policy_step(i, answer, scene, progress)
 
     def _seen(self, stack: PolicyStack, obs: Tensor, state: Tensor | None, acting: Tensor, joint: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class QMIXLearner(QLearner):
         mean = (known * total.detach()).sum() / known.sum().clamp(min=1)
         for stack, (taken, _), slope in zip(self.stacks, judged, slopes, strict=True):
             norms = stack.optimizer.step((taken * slope).sum(), progress)  # the chain rule, member by member
-            lines.append({"q_loss": loss.detach().expand(len(norms)), "q": mean.expand(len(norms)), "gradient": norms})
+            lines.append({"q_loss": loss.detach().expand(len(norms)), "q": mean.expand(len(norms)), "grad_norm": norms})
         return lines, error.abs() * known, known
 
     def _mixed(self, mixer: nn.Module, values: list[Tensor], acting: Tensor, state: Tensor) -> Tensor:

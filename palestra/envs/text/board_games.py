@@ -123,7 +123,9 @@ class TextGame(Env):
             return Step({}, rewards, info=info)
         legal, seat = self.rules.legal_actions(self.state), self.seats[turn]
         shown = self.format_observation(self.rules.info_state_text(self.state, turn), legal)
-        return Step({seat: shown}, rewards, legal={seat: [self.action_words[action] for action in legal]}, info=info)
+        return Step(
+            {seat: shown}, rewards, legal_actions={seat: [self.action_words[action] for action in legal]}, info=info
+        )
 
 
 class TextKuhn(TextGame):

@@ -239,7 +239,7 @@ def test_short_sweeps_will_do(horizon: int) -> None:
         figures = made.update(sweeper.collect(made.rollout_policies(0), horizon, i), 0.0)
     assert set(figures) == {"a", "b"}
     for line in figures.values():
-        assert set(line) == {"value_loss", "policy_loss", "entropy", "gradient"}
+        assert set(line) == {"value_loss", "policy_loss", "entropy", "grad_norm"}
         assert np.isfinite(list(line.values())).all()
 
 
@@ -270,7 +270,7 @@ def test_a_seat_gets_no_credit_for_what_others_do() -> None:
     figures = train(made, VectorRollout(env, np.arange(32)), 4, 40)
     probability = made.rollout_policies(0)[0].net(torch.zeros(2, 1, 4)).softmax(-1)[:, 0, 1]
     assert probability[0].item() == pytest.approx(0.5, abs=0.1) and probability[1] > 0.9
-    assert figures["a"]["gradient"] < 0.02
+    assert figures["a"]["grad_norm"] < 0.02
 
 
 def test_two_who_cannot_talk_learn_to_agree() -> None:

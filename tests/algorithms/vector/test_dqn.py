@@ -114,7 +114,7 @@ def test_an_update_is_what_the_papers_say(turns: bool, duelling: bool, double: b
         assert line["q_loss"][p].item() == pytest.approx(loss.item(), rel=1e-4)
         loss.backward()
         norm = torch.cat([w.grad.flatten() for w in fast.values() if w.grad is not None]).norm()
-        assert line["gradient"][p].item() == pytest.approx(norm.item(), rel=1e-4)
+        assert line["grad_norm"][p].item() == pytest.approx(norm.item(), rel=1e-4)
     assert error[0].tolist() == pytest.approx([np.mean(sizes.get(m, [0])) for m in range(16)], rel=1e-4)
     assert known[0].tolist() == [m in sizes for m in range(16)]
 

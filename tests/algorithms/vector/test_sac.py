@@ -224,7 +224,7 @@ def test_a_cart_comes_to_rest():
     env = Track(256)
     assert mean_return(env, learner.greedy_policies(), 20)[0] > -1.5
     assert mean_return(env, [UniformVectorPolicy(env, [0])], 20)[0] < -15
-    assert set(figures["p"]) == {"critic_loss", "q", "policy_loss", "gradient", "entropy", "alpha"}
+    assert set(figures["p"]) == {"critic_loss", "q", "policy_loss", "grad_norm", "entropy", "alpha"}
 
 
 @pytest.mark.parametrize("seats", [{"p": [0, 1]}, {"a": [0], "b": [1]}])
