@@ -89,17 +89,17 @@ def _begin_game(g: CombatArrays, rules: CombatParams, b: int) -> None:
 
 
 @jit
-def _write_action_mask(legal: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
+def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
     """Action mask of unit n: dead units can only do nothing; living units can stop, move in directions where half a
     move stays on the field, and attack living enemies within `ATTACK_RANGE`."""
     alive, x, y = units[b, n, HEALTH] > 0, units[b, n, X], units[b, n, Y]
-    legal[b, n, NOOP], legal[b, n, STOP] = not alive, alive
-    legal[b, n, NORTH], legal[b, n, SOUTH] = alive and y + 1 < FIELD_SIZE, alive and y >= 1
-    legal[b, n, EAST], legal[b, n, WEST] = alive and x + 1 < FIELD_SIZE, alive and x >= 1
-    allies = legal.shape[1]
+    action_mask[b, n, NOOP], action_mask[b, n, STOP] = not alive, alive
+    action_mask[b, n, NORTH], action_mask[b, n, SOUTH] = alive and y + 1 < FIELD_SIZE, alive and y >= 1
+    action_mask[b, n, EAST], action_mask[b, n, WEST] = alive and x + 1 < FIELD_SIZE, alive and x >= 1
+    allies = action_mask.shape[1]
     for v in range(allies, units.shape[1]):
         near = _squared(units, b, n, v) <= ATTACK_RANGE * ATTACK_RANGE
-        legal[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
+        action_mask[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
 
 
 @jit
@@ -116,7 +116,7 @@ def _write_body(row: np.ndarray, at: int, shield: float, kind: int, shields: boo
 def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
     """Writes the observations: possible moves of the unit, each enemy in sight, each other ally in sight, the unit
     itself; zeros for dead units."""
-    units, legal, allies = g.units, g.action_mask, rules.allies
+    units, action_mask, allies = g.units, g.action_mask, rules.allies
     enemies = units.shape[1] - allies
     for n in range(allies):
         row, at = g.obs[b, n], 4
@@ -124,7 +124,7 @@ def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
         if units[b, n, HEALTH] <= 0:
             continue
         for move in range(4):
-            row[move] = legal[b, n, NORTH + move]
+            row[move] = action_mask[b, n, NORTH + move]
         for i in range(enemies + allies):
             v = allies + i if i < enemies else i - enemies
             if v == n:
@@ -132,7 +132,7 @@ def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
             shields = rules.enemies_have_shields if v >= allies else rules.allies_have_shields
             far = _distance(units, b, n, v)
             if far < SIGHT_RANGE and units[b, v, HEALTH] > 0:
-                row[at] = legal[b, n, ATTACK + i] if i < enemies else 1
+                row[at] = action_mask[b, n, ATTACK + i] if i < enemies else 1
                 row[at + 1] = far / SIGHT_RANGE
                 row[at + 2] = (units[b, v, X] - units[b, n, X]) / SIGHT_RANGE
                 row[at + 3] = (units[b, v, Y] - units[b, n, Y]) / SIGHT_RANGE

@@ -193,7 +193,9 @@ def _write_observation(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b:
 
 
 @jit
-def _write_action_mask(legal: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int) -> None:
+def _write_action_mask(
+    action_mask: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int
+) -> None:
     """Action mask of seat n: agents cannot leave the board or walk onto food, and can load only beside food."""
     y, x, load = agents[b, n, ROW], agents[b, n, COLUMN], False
     north, south, west, east = y > 0, y < size - 1, x > 0, x < size - 1
@@ -203,8 +205,8 @@ def _write_action_mask(legal: np.ndarray, agents: np.ndarray, food: np.ndarray, 
             load = True
             north, south = north and down != -1, south and down != 1
             west, east = west and right != -1, east and right != 1
-    legal[b, n, 1], legal[b, n, 2], legal[b, n, 3], legal[b, n, 4] = north, south, west, east
-    legal[b, n, 5] = load
+    action_mask[b, n, 1], action_mask[b, n, 2], action_mask[b, n, 3], action_mask[b, n, 4] = north, south, west, east
+    action_mask[b, n, 5] = load
 
 
 @jit

@@ -220,8 +220,8 @@ def test_a_learner_goes_on_exactly_from_its_arrays(config: ActorCriticConfig, me
     played(made, one, 2)
     again.load_arrays(kept)
     two = VectorRollout(other, np.arange(4))
-    fresh = learner(config, other, seats, policy)
-    played(fresh, two, 0)  # brings the games to where they were
+    is_first = learner(config, other, seats, policy)
+    played(is_first, two, 0)  # brings the games to where they were
     played(again, two, 2)
     expected = snapshot(made)
     assert set(expected) == set(snapshot(again))

@@ -88,17 +88,17 @@ class Textbook:
     def done(self, t: int, b: int) -> dict[int, int]:
         return {n: int(self.batch.actions[t, b, n]) for n in self.others if self.batch.agent_mask[t, b, n]}
 
-    def logits(self, view: np.ndarray, legal: np.ndarray) -> torch.Tensor:
+    def logits(self, view: np.ndarray, action_mask: np.ndarray) -> torch.Tensor:
         out = self.net(self.policy, torch.from_numpy(view))
-        return torch.log_softmax(out.masked_fill(~torch.from_numpy(legal.copy()), -torch.inf), 0)
+        return torch.log_softmax(out.masked_fill(~torch.from_numpy(action_mask.copy()), -torch.inf), 0)
 
     def taken(self, t: int, b: int) -> float:
         values = self.q(self.critic, self.batch.state[t, b], self.done(t, b))
         return values[int(self.batch.actions[t, b, self.seat])].item()
 
-    def expected(self, state: np.ndarray, view: np.ndarray, legal: np.ndarray) -> float:
+    def expected(self, state: np.ndarray, view: np.ndarray, action_mask: np.ndarray) -> float:
         assert not self.others  # their actions would be drawn
-        return (self.logits(view, legal).exp() * self.q(self.critic, state, {})).sum().item()
+        return (self.logits(view, action_mask).exp() * self.q(self.critic, state, {})).sum().item()
 
     def targets(self) -> dict[tuple[int, int], float]:
         batch, config, found = self.batch, self.config, {}

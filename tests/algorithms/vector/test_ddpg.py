@@ -58,8 +58,8 @@ def test_targets_of_maddpg_see_what_the_others_will_do():
     (target,) = learner.targets(moments(learner.env, 1, next_state=state, discounts=discounts), noise())
     first, second = 4 + 7 + 100 * -0.5 + 0.5 * 0.3, 4 + 7 + 1000 + 10 * 0.3 + 0.5 * -0.5
     torch.testing.assert_close(target, torch.tensor([[first], [0.5 * second]]), atol=5e-2, rtol=0)
-    acting = torch.tensor([[True, False]])
-    (target,) = learner.targets(moments(learner.env, 1, discounts=discounts, next_agent_mask=acting), noise())
+    agent_mask = torch.tensor([[True, False]])
+    (target,) = learner.targets(moments(learner.env, 1, discounts=discounts, next_agent_mask=agent_mask), noise())
     torch.testing.assert_close(target, torch.tensor([[7 + 0.5 * 0.3], [0.5 * (7 + 1000 + 3)]]), atol=5e-2, rtol=0)
 
 
@@ -89,8 +89,10 @@ def test_discrete_targets_are_drawn_from_legal_actions():
     learner = made(DDPG(), env)
     constant(learner.copies[0], [[math.log(3.0), 0.0, 9.0]])
     linear(learner.critics[0].target, [{4: 1.0, 5: 2.0, 6: 1000.0}])
-    legal = torch.tensor([True, True, False]).expand(4000, 1, 3)
-    (target,) = learner.targets(moments(env, 4000, discounts=torch.ones(4000, 1), next_action_mask=legal), noise())
+    action_mask = torch.tensor([True, True, False]).expand(4000, 1, 3)
+    (target,) = learner.targets(
+        moments(env, 4000, discounts=torch.ones(4000, 1), next_action_mask=action_mask), noise()
+    )
     assert target[0].round().unique().tolist() == [1, 2]
     assert target.mean().item() == pytest.approx(1.25, abs=0.03)
 

@@ -252,8 +252,8 @@ def test_how_much_is_explored() -> None:
 
 def test_random_moves_are_uniform_over_legal_ones() -> None:
     head = learner(DQN(**QUICK), Cues(games=4), {"one": [0, 1]}).heads[0]
-    legal = torch.tensor([True, False, True]).expand(1, 9000, 3)
-    action, logp = head.epsilon_greedy(1.0)(torch.zeros(1, 9000, 4), legal, torch.Generator().manual_seed(0))
+    action_mask = torch.tensor([True, False, True]).expand(1, 9000, 3)
+    action, logp = head.epsilon_greedy(1.0)(torch.zeros(1, 9000, 4), action_mask, torch.Generator().manual_seed(0))
     assert torch.bincount(action[0], minlength=3).numpy() / 9000 == pytest.approx([0.5, 0, 0.5], abs=0.02)
     assert logp is None
 

@@ -275,8 +275,8 @@ def kited(env: Combat) -> np.ndarray:
         env.internal_state["units"],
         np.stack([env.scripted_actions("focus", n) for n in range(len(env.seats))], axis=1),
     )
-    legal = env.vector_step.action_mask
-    assert legal is not None
+    action_mask = env.vector_step.action_mask
+    assert action_mask is not None
     for b, n in np.argwhere(env.vector_step.agent_mask & (units[:, : len(env.seats), COOLDOWN] >= 8)):
         alive = units[b, len(env.seats) :, HEALTH] > 0
         foes = units[b, len(env.seats) :][alive][:, [X, Y]]
@@ -284,7 +284,7 @@ def kited(env: Combat) -> np.ndarray:
         gaps = np.hypot(*(foes[:, None] - to).T).min(axis=1)
         room = np.minimum(to, 32 - to).min(axis=1)
         if np.hypot(*(foes - units[b, n, [X, Y]]).T).min() < 7:
-            actions[b, n] = 2 + np.argmax(np.where(legal[b, n, 2:6], gaps + 0.05 * room, -np.inf))
+            actions[b, n] = 2 + np.argmax(np.where(action_mask[b, n, 2:6], gaps + 0.05 * room, -np.inf))
     return actions.astype(np.int32)
 
 

@@ -53,10 +53,10 @@ def theirs(
 
 
 def mask(env: ForagingEnv) -> np.ndarray:
-    legal = np.zeros((len(env.players), 6), bool)
-    for player, row in zip(env.players, legal, strict=True):
+    action_mask = np.zeros((len(env.players), 6), bool)
+    for player, row in zip(env.players, action_mask, strict=True):
         row[[action.value for action in env._valid_actions[player]]] = True
-    return legal
+    return action_mask
 
 
 def together(env: ForagingEnv, share: float, rng: np.random.Generator) -> np.ndarray:
