@@ -207,7 +207,7 @@ def test_a_game_that_no_page_looks_at_ends():
 
 def test_a_page_that_is_closed_ends_its_game():
     async def closed():
-        table, door = games(alone=0.5), open_listener("127.0.0.1", 0)
+        table, door = games(alone=1.5), open_listener("127.0.0.1", 0)
         server = uvicorn.Server(uvicorn.Config(build_play_app(table), log_level="warning"))
         serving = asyncio.create_task(server.serve(sockets=[door]))
         async with httpx.AsyncClient(base_url=f"{HERE}:{door.getsockname()[1]}", timeout=20) as client:
@@ -215,9 +215,9 @@ def test_a_page_that_is_closed_ends_its_game():
             async with client.stream("GET", f"/api/games/{name}/events") as events:
                 lines = events.aiter_lines()
                 assert await anext(lines) == "event: change"
-                await asyncio.sleep(0.7)
+                await asyncio.sleep(1.8)
                 assert table.find(name).num_viewers == 1  # as long as it is looked at
-            for _ in range(200):
+            for _ in range(1000):
                 await asyncio.sleep(0.02)
                 if table.find(name) is None:
                     break
