@@ -117,7 +117,8 @@ class VectorRollout:
         """Restores what `save` returned."""
         self.vector_step = self.env.load(saved)
         self.is_first = saved["rollout/is_first"].copy()
-        self.episode_stats.returns[:], self.episode_stats.lengths[:] = saved["rollout/returns"], saved["rollout/lengths"]
+        self.episode_stats.returns[:] = saved["rollout/returns"]
+        self.episode_stats.lengths[:] = saved["rollout/lengths"]
         for player in players:
             kept, empty = saved.get(f"remembered/{player.name}"), player.initial_state(self.env.num_envs)
             self.recurrent_states[player.name] = empty if kept is None else empty.new_tensor(kept)
