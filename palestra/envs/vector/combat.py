@@ -361,7 +361,7 @@ class Combat(NativeEnv):
     orders 2); attack an enemy, legal within distance 6. A unit walks to a target out of its weapon range. It sees up to
     distance 9. No-op is only for dead units: they do not act but get the team reward until the game ends, and are
     truncated with it. An illegal action stops the unit. `map` is one of SMAC's maps with marines (m), stalkers (s) and
-    zealots (z); `cycles` is the step limit (default: the map's). `success` is a won battle.
+    zealots (z); `max_steps` is the step limit (default: the map's). `success` is a won battle.
 
     The reward is the damage to enemies, plus 10 for each kill and 200 for a won battle, scaled so that a won battle
     returns 20. Observations are SMAC's: can move north, south, east, west; for each enemy: attackable, distance, x, y
@@ -373,20 +373,20 @@ class Combat(NativeEnv):
     The scripted player "focus" attacks the weakest enemy within 6 that survives the attacks of the seats before it, or
     moves towards the nearest enemy.
 
-    Raises ValueError for an unknown map, or if `num_envs` or `cycles` is below 1.
+    Raises ValueError for an unknown map, or if `num_envs` or `max_steps` is below 1.
     """
 
     name: ClassVar[str] = "combat"
     scripted_policies = ("focus",)
 
-    def __init__(self, num_envs: int = 64, *, map: CombatMap = "3m", cycles: int | None = None) -> None:
+    def __init__(self, num_envs: int = 64, *, map: CombatMap = "3m", max_steps: int | None = None) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer; use 1 or more")
         if map not in MAPS:
             raise ValueError(f'map: there is no "{map}"; use one of {", ".join(get_args(CombatMap))}')
-        if cycles is not None and cycles < 1:
-            raise ValueError(f"cycles: {cycles} is too small, a game takes a step; use 1 or more")
-        self.params = rules = combat_params(map, cycles)
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps: {max_steps} is too small, a game takes a step; use 1 or more")
+        self.params = rules = combat_params(map, max_steps)
         seats, units = rules.allies, len(rules.type_U)
         enemies, actions = units - seats, ATTACK + units - seats
         ally, enemy = (

@@ -182,7 +182,7 @@ def test_what_was_saved_goes_on_exactly(config, space, critic):
 @pytest.mark.parametrize("game", [SimpleTag, SimpleSpeakerListener])
 def test_seats_may_differ_in_what_they_see_and_do(game, continuous, critic):
     """As each would alone: padding reaches no network."""
-    env = game(4, continuous=continuous)
+    env = game(4, continuous_actions=continuous)
     learner = made(
         TD3(critic=critic, learning_starts=16, batch_size=8), env, seats={seat: [i] for i, seat in enumerate(env.seats)}
     )

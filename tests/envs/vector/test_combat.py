@@ -222,7 +222,7 @@ def test_the_dead_do_not_act_and_the_living_play_on() -> None:
 
 
 def test_the_limit_cuts_a_battle_off() -> None:
-    env = Combat(2, cycles=3)
+    env = Combat(2, max_steps=3)
     frame = env.reset(np.arange(2))
     for step in range(3):
         frame = env.step(np.full((2, 3), STOP))
@@ -233,7 +233,7 @@ def test_the_limit_cuts_a_battle_off() -> None:
 
 def test_of_a_battle_cut_off_the_dead_are_cut_off_with_the_living() -> None:
     """They are paid on: what the team would have won is theirs too."""
-    env = Combat(1, cycles=2)
+    env = Combat(1, max_steps=2)
     theirs = to_parallel(lambda games: env)
     theirs.reset(seed=0)
     env.internal_state["units"][0, 1, HEALTH] = 0
@@ -302,8 +302,8 @@ def test_zealots_catch_stalkers_that_stand_but_not_those_that_kite() -> None:
 def test_options_and_scripts_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match='map: there is no "4m"; use one of 3m, 8m'):
         Combat(map="4m")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cycles: 0 is too small"):
-        Combat(cycles=0)
+    with pytest.raises(ValueError, match="max_steps: 0 is too small"):
+        Combat(max_steps=0)
     with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         Combat(0)
     with pytest.raises(ValueError, match='no scripted player "rush"; it has: focus'):
