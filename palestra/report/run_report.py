@@ -17,12 +17,12 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # 
 PANELS = [  # (metric, title): the first four that the run has are drawn
     ("entropy", "entropy of the policy (nats)"),
     ("kl", "KL from the sampling policy"),
-    ("zero_variance", "groups without differences (share)"),
+    ("zero_std_fraction", "groups without differences (share)"),
     ("invalid", "invalid answers (share)"),
     ("value_loss", "loss of the critic"),
     ("clip_fraction", "moves whose gradient the clip removed (share)"),
     ("td_loss", "loss of the action values"),
-    ("gradient", "norm of the gradient"),
+    ("grad_norm", "norm of the gradient"),
     ("policy_loss", "loss of the policy"),
 ]
 
@@ -201,7 +201,7 @@ def explain_no_update(path: Path) -> str:
     if not lines or any(line["updates"] for line in lines):
         return ""
     team = by_policy.get(TEAM, [])
-    flat, success = _mean(lines, "zero_variance"), _mean(team, "success")
+    flat, success = _mean(lines, "zero_std_fraction"), _mean(team, "success")
     why = "the episodes hold nothing that the algorithm learns from"
     fix = "let the env pay more, imitate other answers (algorithm.imitate), or give other data"
     if flat > 0:
