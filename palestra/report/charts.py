@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ SETTINGS = {
     "text.parse_math": False,  # the names of a run's policies may have a $
     "xtick.color": INK,
     "ytick.color": INK,
+    "xtick.major.pad": 5.0,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
 }
@@ -59,6 +61,16 @@ class ChartCurve:
     intervals: np.ndarray | None = None
     has_markers: bool = False
     is_faint: bool = False
+
+    @cached_property
+    def drawn(self) -> Series:
+        """The points that are drawn, at most about `MAX_POINTS`."""
+        return thin(self.series, MAX_POINTS)
+
+    @property
+    def has_dots(self) -> bool:
+        """True if dots are drawn: one known value alone would make no line."""
+        return self.has_markers or int(np.isfinite(self.drawn.y).sum()) == 1
 
 
 @dataclass(frozen=True)
@@ -151,7 +163,7 @@ def draw_chart(axis: Any, chart: Chart) -> None:
     """Draws a chart's curves, grid, tick labels and x title into matplotlib axes, without title and legend."""
     for curve in chart.shown:
         if curve.is_faint:
-            axis.plot(*thin(curve.series, MAX_POINTS), color=GRID, linewidth=1.0)
+            axis.plot(*curve.drawn, color=GRID, linewidth=1.0)
     for number, curve in enumerate(chart.named):
         _draw_curve(axis, curve, number)
     if chart.is_log:
@@ -169,12 +181,10 @@ def _draw_curve(axis: Any, curve: ChartCurve, number: int) -> None:
         gaps = np.full(len(curve.intervals), np.nan)
         xs, ys = np.repeat(curve.series.x, 3), np.column_stack([curve.intervals, gaps]).ravel()
         axis.plot(xs, ys, color=colour, linewidth=1.0, clip_on=False)
-    drawn = thin(curve.series, MAX_POINTS)
-    # A value between two unknown ones would make no line.
-    marker = "o" if curve.has_markers or np.isfinite(drawn.y).sum() == 1 else None
+    marker = "o" if curve.has_dots else None
     axis.plot(
-        *drawn, style, color=colour, linewidth=1.5, marker=marker, markersize=4, clip_on=False,
-        label=curve.name, gid=f"curve {number}",
+        *curve.drawn, style, color=colour, linewidth=1.5, marker=marker, markersize=4, clip_on=False,
+        gid=f"curve {number}",
     )  # fmt: skip
 
 
@@ -226,13 +236,11 @@ def chart_panel(chart: Chart) -> Callable[[Any], None]:
         draw_chart(axis, chart)
         axis.set_title(chart.title, wrap=True)
         if 1 < len(chart.named) <= MAX_LEGEND:
-            axis.legend(labels=[shorten(curve.name) for curve in chart.named], handles=_named_lines(axis))
+            handles = [line for line in axis.get_lines() if line.get_gid()]
+            labels = [shorten(curve.name) for curve in chart.named]
+            axis.legend(handles, labels, frameon=True, framealpha=0.85, edgecolor="none")
 
     return draw
-
-
-def _named_lines(axis: Any) -> list[Any]:
-    return [line for line in axis.get_lines() if line.get_gid()]
 
 
 def shorten(name: str, chars: int = MAX_LABEL_CHARS) -> str:
@@ -263,11 +271,12 @@ def draw_cells(axis: Any, heat: HeatMap) -> None:
         spine.set_visible(False)
 
 
-def label_cells(axis: Any, heat: HeatMap, max_labels: int, chars: int, turn: int) -> None:
-    """Names rows and columns of a heat map on its axes: all of them, or every k-th, so that there are at most
-    `max_labels` on either. The columns' names are turned by `turn` degrees."""
-    for names, put, turned in ((heat.rows, axis.set_yticks, 0), (heat.columns, axis.set_xticks, turn)):
-        kept = range(0, len(names), max(1, -(-len(names) // max_labels))) if max_labels else range(0)
+def label_cells(axis: Any, heat: HeatMap, max_rows: int, max_columns: int, *, chars: int, turn: int) -> None:
+    """Names at most this many rows and columns of a heat map on its axes: all of them, or every k-th. The columns'
+    names are turned by `turn` degrees."""
+    sides = ((heat.rows, axis.set_yticks, max_rows, 0), (heat.columns, axis.set_xticks, max_columns, turn))
+    for names, put, most, turned in sides:
+        kept = range(0, len(names), -(-len(names) // most))
         options = {"ha": "left", "rotation_mode": "anchor"} if 0 < turned < 90 else {}
         put([k + 0.5 for k in kept], [shorten(names[k], chars) for k in kept], rotation=turned, **options)
 
@@ -278,7 +287,7 @@ def heat_panel(heat: HeatMap, *, x_title: str = "", is_square: bool = False) -> 
     def draw(axis: Any) -> None:
         draw_cells(axis, heat)
         turn = 90 if max(map(len, heat.columns)) > 2 else 0
-        label_cells(axis, heat, MAX_AXIS_LABELS, MAX_LABEL_CHARS, turn)
+        label_cells(axis, heat, MAX_AXIS_LABELS, MAX_AXIS_LABELS, chars=MAX_LABEL_CHARS, turn=turn)
         axis.tick_params(labelsize=6)
         if is_square:
             axis.set_aspect("equal")

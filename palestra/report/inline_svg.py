@@ -19,7 +19,6 @@ from palestra.report.charts import (
     GRID,
     INK,
     LINE_STYLES,
-    MAX_POINTS,
     Chart,
     HeatMap,
     curve_style,
@@ -32,19 +31,18 @@ from palestra.report.charts import (
     shorten,
 )
 from palestra.report.html import escape_text
-from palestra.runs.series import thin
 
 WIDTH, HEIGHT = 360, 210  # units of the SVG of a chart; one is a pixel at full size, and a point for matplotlib
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 8, 34  # margins of the axes, for tick labels and the x title
 FONT_SIZE = 10  # as in the page's style of SVG text
-LETTER = 6.5  # width of a wide letter of that size
+LETTER, LINE = 6.5, 13  # width of a wide letter and height of a line of that size
 CSS_COLOURS = {colour.lower(): f"var(--c{i})" for i, colour in enumerate(COLOURS)}
 CSS_COLOURS |= {INK.lower(): "var(--soft)", GRID.lower(): "var(--line)"}
 BORDER_STYLES = dict(zip(LINE_STYLES, ("solid", "dashed", "dotted", "double"), strict=True))
 KEPT_STYLES = ("fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "text-anchor")
 CELL_CHARS = 16  # letters of a name beside a heat map
-MIN_NAMED_CELL = 11  # units; smaller cells have no names beside them
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
+COMMAND = re.compile(r" ?([A-Za-z]) ?")
 Tooltips = Mapping[str, Sequence[str]]
 
 
@@ -72,35 +70,36 @@ def _legend_entry(number: int, name: str) -> str:
 
 
 def _point_tooltips(chart: Chart) -> Tooltips:
-    found = {}
-    for number, curve in enumerate(chart.named):
-        x, y = thin(curve.series, MAX_POINTS)
-        points = [(at, value) for at, value in zip(x, y, strict=True) if np.isfinite(value)]
-        found[f"curve {number}"] = [f"{curve.name}: {format_compact(y)} at {format_compact(x)}" for x, y in points]
-    return found
+    return {
+        f"curve {number}": [
+            f"{curve.name}: {format_compact(y)} at {format_compact(x)}"
+            for x, y in zip(*curve.drawn, strict=True)
+            if np.isfinite(y)
+        ]
+        for number, curve in enumerate(chart.named)
+        if curve.has_dots
+    }
 
 
 def heat_map_html(heat: HeatMap) -> str:
-    """Returns a heat map with title and scale as an HTML figure; "" if no cell has a value. Rows and columns are named
-    where their cells are large enough."""
+    """Returns a heat map with title and scale as an HTML figure; "" if no cell has a value. Of small cells,
+    every k-th row and column is named."""
     known = heat.values[np.isfinite(heat.values)]
     if not len(known):
         return ""
-    size = max(4.0, min(26.0, 300 / max(1, len(heat.columns))))
-    is_named = size >= MIN_NAMED_CELL
-    left = top = right = 8.0
-    turn = 50 if LETTER * _longest(heat.columns) + 2 > size else 0
-    if is_named:
-        left += LETTER * _longest(heat.rows) + 4
-        top += 5.5 * _longest(heat.columns) + 8 if turn else 14
-        right += 4.5 * _longest(heat.columns) if turn else 0
+    size = max(4.0, min(26.0, 300 / len(heat.columns), 420 / len(heat.rows)))
     across, down = size * len(heat.columns), size * len(heat.rows)
+    row_chars, column_chars = _longest(heat.rows), _longest(heat.columns)
+    turn = 50 if LETTER * column_chars + 2 > max(size, 20) else 0
+    left = LETTER * row_chars + 12
+    top, right = (5.5 * column_chars + 16, 4.5 * column_chars + 8) if turn else (22, 16)
     wide, high = left + across + right, top + down + 8
+    max_columns = across // (LINE if turn else LETTER * column_chars + 6)
     with drawing(**{"font.size": FONT_SIZE}):
         figure = new_figure(wide / 72, high / 72)
         axis = figure.add_axes((left / wide, 8 / high, across / wide, down / high))
         draw_cells(axis, heat)
-        label_cells(axis, heat, len(heat.columns) + len(heat.rows) if is_named else 0, CELL_CHARS, turn)
+        label_cells(axis, heat, max(1, int(down // LINE)), max(1, int(max_columns)), chars=CELL_CHARS, turn=turn)
         axis.xaxis.tick_top()
         picture = figure_svg(figure, heat.title, {"cells": list(_cell_tooltips(heat))}, max_width=1.4 * wide)
     span = "0 (blank)" if known.min() >= 0 else f"{format_compact(-heat.scale)} (orange) over 0 (blank)"
@@ -165,14 +164,14 @@ class _Converter:
         if 'fill="none"' in style and "stroke=" not in style:
             return  # the background
         tooltip = self._tooltip(gid) if not gid.startswith("curve") else ""
-        yield _closed("path", f' d="{_rounded(" ".join(element.get("d", "").split()))}"{style}', tooltip)
+        yield _closed("path", f' d="{_path_data(element.get("d", ""))}"{style}', tooltip)
 
     def _use(self, element: ET.Element, gid: str) -> str:
         x, y, style = _rounded(element.get("x", "0")), _rounded(element.get("y", "0")), _style(element)
         if gid.startswith("curve"):
             return _closed("circle", f' cx="{x}" cy="{y}" r="2.4"{style}', self._tooltip(gid))
         href = next(value for key, value in element.attrib.items() if key.endswith("href"))
-        path = _rounded(" ".join(self.shapes[href.removeprefix("#")].split()))
+        path = _path_data(self.shapes[href.removeprefix("#")])
         return _closed("path", f' d="{path}" transform="translate({x} {y})"{style}', self._tooltip(gid))
 
     def _tooltip(self, gid: str) -> str:
@@ -187,6 +186,11 @@ def _closed(tag: str, attributes: str, tooltip: str) -> str:
 def _rounded(text: str) -> str:
     """Returns SVG data with its numbers rounded to tenths: a report has tens of thousands."""
     return NUMBER.sub(lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), text)
+
+
+def _path_data(data: str) -> str:
+    """Returns path data with rounded numbers, without the spaces that it does not need."""
+    return COMMAND.sub(r"\1", _rounded(" ".join(data.split())))
 
 
 def _style(element: ET.Element, without: str = "") -> str:

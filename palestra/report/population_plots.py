@@ -156,8 +156,9 @@ def _graph(record: PopulationRecord) -> Panel:
             )
         axis.scatter(*at.T, c=np.arange(len(names)), cmap="viridis", zorder=3, s=30)
         for name, (x, y) in zip(names if len(names) <= MAX_AXIS_LABELS else [], at, strict=False):
-            axis.text(1.12 * x, 1.12 * y, shorten(name), fontsize=6, ha="center", va="center")
-        axis.set_xlim(-1.4, 1.4)
+            side = "center" if abs(x) < 0.1 else "left" if x > 0 else "right"
+            axis.text(1.1 * x, 1.1 * y, shorten(name), fontsize=6, ha=side, va="center")
+        axis.set_xlim(-1.7, 1.7)
         axis.set_ylim(-1.3, 1.3)
         axis.set_axis_off()
         axis.set_title("from each member to the best answer to it", fontsize=10)

@@ -36,12 +36,12 @@ def summary_table(path: str | Path) -> Table:
         table.add_row(f"{name}: steps an episode", *(f"{x['steps_per_episode']:.1f}" for x in (first, last)))
     for name, lines in logs.policies.items():
         begin, end, which = end_windows(lines)
-        rows = [(label, mean_of(begin, key), mean_of(end, key)) for key, label in SUMMARY_ROWS]
         table.add_section()
-        for label, *ends in rows:
+        table.add_row(f"{name}: {which}", style="dim")
+        for key, label in SUMMARY_ROWS:
+            ends = [mean_of(begin, key), mean_of(end, key)]
             if ends != [None, None]:
                 table.add_row(f"{name}: {label}", *("-" if value is None else f"{value:.2f}" for value in ends))
-        table.add_row(f"{name}: {which}", style="dim")
     return table
 
 
