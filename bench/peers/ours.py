@@ -30,7 +30,7 @@ FOREVER = 10**12
 def env_of(spec: Spec) -> dict[str, Any]:
     """Ours, or one of PettingZoo through our adapter."""
     if spec.env == "simple_spread":
-        return {"type": "simple_spread", "cycles": CYCLES}
+        return {"type": "simple_spread", "max_cycles": CYCLES}
     adapter = "palestra.envs.vector.pettingzoo:PettingZooEnv"
     return {"type": adapter, "env": zoo.FUNCTIONS[spec.env], "options": zoo.options(spec.env)}
 

@@ -69,7 +69,7 @@ def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
         rows = "".join(f"<li>{_tried(other)}</li>" for other in others[:MAX_SIBLINGS])
         left = f"<p class=soft>{len(others) - MAX_SIBLINGS} more</p>" if len(others) > MAX_SIBLINGS else ""
         parts.append(details(f"{len(others)} tried beside it", f"<ul>{rows}</ul>{left}"))
-    if node.over:
+    if node.done:
         end = "the end, cut off" if node.truncated else "the end"
         parts.append(
             f"<p class=soft>{end}: {escape_text(json.dumps(node.info, default=str, ensure_ascii=False), 600)}</p>"

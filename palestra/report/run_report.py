@@ -51,7 +51,7 @@ def explain_no_update(path: Path) -> str:
     lines = [line for own in logs.policies.values() for line in own if "updates" in line]
     if not lines or any(line["updates"] for line in lines):
         return ""
-    flat, success = mean_of(lines, "zero_variance") or 0.0, mean_of(logs.team, "success") or 0.0
+    flat, success = mean_of(lines, "zero_std_fraction") or 0.0, mean_of(logs.team, "success") or 0.0
     why = "the episodes hold nothing that the algorithm learns from"
     fix = "let the env pay more, imitate other answers (algorithm.imitate), or give other data"
     if flat > 0:

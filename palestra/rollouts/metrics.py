@@ -87,7 +87,7 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
         "team_reward": _mean([node.team_reward for node, _, _ in turns], shares),
         "invalid": _mean([bool(node.is_invalid(seat)) for node, seat, _ in turns], shares),
         "tokens": _mean([len(answer.token_ids) for _, _, answer in turns], shares),
-        "cut_off": _mean([answer.stop_reason == "length" for _, _, answer in turns], shares),
+        "truncated_fraction": _mean([answer.stop_reason == "length" for _, _, answer in turns], shares),
     }
 
 

@@ -92,7 +92,7 @@ def write_pictures(root: Path) -> None:
                     {"coder": shown},
                     {"coder": answered(program, "coder@1")},
                     {"coder": 0.5},
-                    over=True,
+                    done=True,
                     info={"success": True, "passed": 0.75, "agreed": True},
                 )
             ],
@@ -119,7 +119,7 @@ def write_hostile(root: Path) -> None:
             },
             {seat: 1.0},
             advantages={seat: 0.5},
-            over=True,
+            done=True,
             info={"success": True, evil("key"): evil("value"), "deep": {evil("k"): [evil("v")]}},
         )
     ]
@@ -153,9 +153,9 @@ def write_alarming(root: Path) -> None:
     ) as run:
         for step in range(40):
             run.log_metrics(
-                step, "lazy", {"zero_variance": 0.97, "entropy": max(0.001, 1.5 - 0.1 * step), "local_reward": 0.01}
+                step, "lazy", {"zero_std_fraction": 0.97, "entropy": max(0.001, 1.5 - 0.1 * step), "local_reward": 0.01}
             )
-            run.log_metrics(step, "busy", {"zero_variance": 0.2, "entropy": 1.2, "local_reward": 0.6})
+            run.log_metrics(step, "busy", {"zero_std_fraction": 0.2, "entropy": 1.2, "local_reward": 0.6})
             run.log_metrics(step, "team", {"success": 0.4, "episodes": 20.0, "failed": 2.0})
 
 

@@ -16,7 +16,7 @@ from palestra.types import Answer, Episode, Node
 
 @pytest.fixture
 def path(tmp_path):
-    node = Node(0, None, 0, {"a": "<b>see</b>"}, {"a": Answer("<script>up</script>", "a@0")}, {"a": 0.5}, over=True)
+    node = Node(0, None, 0, {"a": "<b>see</b>"}, {"a": Answer("<script>up</script>", "a@0")}, {"a": 0.5}, done=True)
     with Run.create(tmp_path, "name: a\nseed: 3\n", "a", {"seed": 3}) as run:
         run.log_eval(-1, "test", {"success": 0.25, "episodes": 4, "returns": {"a": 1}})
         run.log_eval(1, "test", {"success": 0.75, "episodes": 4, "returns": {"a": 2.5}, "deviation": 0.0})

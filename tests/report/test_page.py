@@ -66,9 +66,9 @@ def tree(text="up"):
             node = Node(
                 len(nodes), parent, depth, {"planner": f"see {text}"}, {"planner": answer}, {"planner": 0.5 - k}
             )
-            node.chosen, node.over, node.team_reward = k == 0, depth == 1 and k == 0, 1.0 if depth else 0.0
+            node.chosen, node.done, node.team_reward = k == 0, depth == 1 and k == 0, 1.0 if depth else 0.0
             node.advantages = {"planner": 0.25 - k / 2}
-            node.info = {"success": True, "note": text} if node.over else {}
+            node.info = {"success": True, "note": text} if node.done else {}
             nodes.append(node)
     nodes[2].parent = nodes[3].parent = 0
     return Episode("maze", 7, {"planner": "planner@3"}, nodes)
@@ -133,7 +133,7 @@ def test_the_poorest_run_has_a_page(tmp_path):
 
 def test_samples_are_the_best_the_worst_a_failure_and_some():
     def worth(value):
-        node = Node(0, None, 0, {}, {}, {"a": value}, over=True)
+        node = Node(0, None, 0, {}, {}, {"a": value}, done=True)
         return Episode("e", int(10 * value), {"a": "a@0"}, [node])
 
     episodes = [worth(i / 10) for i in range(9)] + [Episode("e", 99, {"a": "a@0"}, error="x")]
@@ -149,7 +149,7 @@ def test_samples_are_the_best_the_worst_a_failure_and_some():
 
 def test_several_lines_of_play_are_all_told():
     nodes = [Node(0, None, 0, {"a": "?"}, {"a": Answer("first", "a@0")})]
-    nodes += [Node(i, 0, 1, {"a": "?"}, {"a": Answer(f"line{i}", "a@0")}, over=True) for i in (1, 2)]
+    nodes += [Node(i, 0, 1, {"a": "?"}, {"a": Answer(f"line{i}", "a@0")}, done=True) for i in (1, 2)]
     html = episode_html(Episode("e", 0, {"a": "a@0"}, nodes))
     assert html.count("first") == 1 and "line1" in html and "line2" in html and "2 lines of play" in html
 

@@ -50,7 +50,7 @@ def write_run(root: Path) -> None:
             run.log_metrics(step, "team", team)
             for k, name in enumerate(names):
                 own = {"local_reward": k * rise, "team_reward": rise, "entropy": 2 - rise, "kl": 1e-5 * rng.random()}
-                own |= {"zero_variance": 0.5, "policy_loss": 123456.0 + rng.random(), "tokens": 1000.0 + k}
+                own |= {"zero_std_fraction": 0.5, "policy_loss": 123456.0 + rng.random(), "tokens": 1000.0 + k}
                 run.log_metrics(step, name, own | {"invalid": None if 50 < step < 200 else 0.1})
             run.log_timings(step, "team", {"rollout_s": 1.0, "tokens_per_s": 12_345 + 100 * rng.random()})
         for step in range(-1, 300, 43):

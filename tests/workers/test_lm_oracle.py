@@ -12,10 +12,10 @@ from palestra.config import validate
 from palestra.populations.tasks import Task
 from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker
 
-SPOKEN = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
+VOCABULARY = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
 TREE: dict[str, Any] = {
     "type": "language",
-    "env": {"type": "text_kuhn", "spoken": SPOKEN},
+    "env": {"type": "text_kuhn", "vocabulary": VOCABULARY},
     "policy": {"rank": 4, "lr": 3e-3, "sampling": {"max_tokens": 2}, "batch_size": 64},
     "algorithm": {"type": "grpo", "branch_at": "root", "group_size": 4, "scale": "none"},
     "steps": 6,

@@ -109,14 +109,14 @@ class DDPGLearner(OffPolicyLearner):
         return self._of(self.copies[i], self.stacks[i].head, views, action_mask, generator)
 
     def _of(
-        self, net: Net, head: Head, views: Tensor, legal: Tensor | None, generator: torch.Generator
+        self, net: Net, head: Head, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
         out = net(views)
         if isinstance(head, TanhHead):
             return PolicyOutput(out, torch.tanh(out))
         assert isinstance(head, CategoricalHead)
         return PolicyOutput(
-            out, gumbel_softmax(head.logits(out, legal), generator, temperature=self.config.gumbel_temperature)
+            out, gumbel_softmax(head.logits(out, action_mask), generator, temperature=self.config.gumbel_temperature)
         )
 
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:

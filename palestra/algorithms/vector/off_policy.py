@@ -277,12 +277,12 @@ class OffPolicyLearner(NetLearner):
         )
         if self.config.critic == "own":  # the next step is the seat's own next decision
             return answer
-        acting, nothing = stack.rows(moves.next_agent_mask, 1)[..., None], idle_code(stack.head)
-        answer.action_codes = torch.where(acting, answer.action_codes, nothing)
+        agent_mask, nothing = stack.rows(moves.next_agent_mask, 1)[..., None], idle_code(stack.head)
+        answer.action_codes = torch.where(agent_mask, answer.action_codes, nothing)
         if answer.logp is not None:
             certain = (1 - nothing) * MASKED_LOGIT if answer.logp.dim() > 2 else torch.zeros(1)
             logp = answer.logp if answer.logp.dim() > 2 else answer.logp[..., None]
-            answer.logp = torch.where(acting, logp, certain).view_as(answer.logp)
+            answer.logp = torch.where(agent_mask, logp, certain).view_as(answer.logp)
         return answer
 
     def _scene(self, stack: PolicyStack, moves: TransitionBatch, joint: Tensor) -> UpdateBatch:
@@ -313,15 +313,15 @@ class OffPolicyLearner(NetLearner):
         loss, metrics = self.loss(i, q, answer, scene)
         norms = stack.optimizer.step(loss.sum(), progress)
         stack.version += 1
-        metrics = {"policy_loss": loss.detach(), "gradient": norms} | metrics
+        metrics = {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
         return metrics | self.after_policy_step(i, answer, scene, progress)
 
-    def _seen(self, stack: PolicyStack, obs: Tensor, state: Tensor | None, acting: Tensor, joint: Tensor) -> Tensor:
+    def _seen(self, stack: PolicyStack, obs: Tensor, state: Tensor | None, agent_mask: Tensor, joint: Tensor) -> Tensor:
         """Returns the critics' inputs besides the seat's own action [P, R, ...]."""
         if self.config.critic == "own":
             return stack.observations(obs, 1)
         seating, N = stack.seat_mapping, len(self.env.seats)
-        whole = torch.cat([self.global_features(obs, state, 1), acting.float()], -1)[None, :, None]
+        whole = torch.cat([self.global_features(obs, state, 1), agent_mask.float()], -1)[None, :, None]
         others = self.action_encoder.other_actions(joint, seating)
         ids = torch.eye(N)[torch.tensor(seating.seats)][:, None]  # [P, 1, S, N]
         shape = others.shape[:3]
@@ -373,11 +373,11 @@ def check_supported(
 def uniform_actions(head: Head) -> ActionSelector:
     """Returns an action function that samples legal actions uniformly."""
 
-    def choose(out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, BoundedHead):
             unit = torch.empty(*out.shape[:-1], head.width).uniform_(-1, 1, generator=generator)
             return head.from_unit(unit), torch.full(unit.shape[:-1], -head.width * LOG_2)
-        return head.sample(torch.zeros_like(out), legal, generator)
+        return head.sample(torch.zeros_like(out), action_mask, generator)
 
     return choose
 

@@ -97,13 +97,13 @@ class QMIXLearner(QLearner):
         mean = (known * total.detach()).sum() / known.sum().clamp(min=1)
         for stack, (taken, _), slope in zip(self.stacks, judged, slopes, strict=True):
             norms = stack.optimizer.step((taken * slope).sum(), progress)  # the chain rule, member by member
-            lines.append({"q_loss": loss.detach().expand(len(norms)), "q": mean.expand(len(norms)), "gradient": norms})
+            lines.append({"q_loss": loss.detach().expand(len(norms)), "q": mean.expand(len(norms)), "grad_norm": norms})
         return lines, error.abs() * known, known
 
-    def _mixed(self, mixer: nn.Module, values: list[Tensor], acting: Tensor, state: Tensor) -> Tensor:
+    def _mixed(self, mixer: nn.Module, values: list[Tensor], agent_mask: Tensor, state: Tensor) -> Tensor:
         """Returns the team's value [T, M] from the stacks' values [P, T, R]; 0 for seats that do not act."""
         q = torch.cat([rows_by_seat(stack, own) for stack, own in zip(self.stacks, values, strict=True)], -1)
-        q = q * acting[..., self.seats]
+        q = q * agent_mask[..., self.seats]
         mixed: Tensor = mixer(q.flatten(0, 1), state.flatten(0, 1)).view(q.shape[:2])
         return mixed
 

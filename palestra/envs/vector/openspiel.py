@@ -80,10 +80,10 @@ class OpenSpielGame:
         if self.state.is_terminal():
             return SingleStep([None for _ in seats], terminated=True)
         mover = self.state.current_player()
-        legal = [self._legal(n) if mover in (n, pyspiel.PlayerId.SIMULTANEOUS) else None for n in seats]
-        acting = [mask is not None and bool(mask.any()) for mask in legal]
-        views = [np.array(self.observe(n), np.float32) if acts else None for n, acts in enumerate(acting)]
-        return SingleStep(views, acting, action_mask=legal)
+        action_mask = [self._legal(n) if mover in (n, pyspiel.PlayerId.SIMULTANEOUS) else None for n in seats]
+        agent_mask = [mask is not None and bool(mask.any()) for mask in action_mask]
+        views = [np.array(self.observe(n), np.float32) if acts else None for n, acts in enumerate(agent_mask)]
+        return SingleStep(views, agent_mask, action_mask=action_mask)
 
     def _legal(self, seat: int) -> np.ndarray:
         mask = np.zeros(self.game.num_distinct_actions(), bool)

@@ -140,16 +140,18 @@ class ParallelGame(_PettingZooGame):
         of envs that may themselves be as fast."""
         self.live_agents = live
         views: list[np.ndarray | None] = [None] * len(self.agents)
-        legal: list[np.ndarray | None] = [None] * len(self.agents)
+        action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for seat, agent in enumerate(self.agents):
             if agent not in seen:
                 continue
             if self.has_plain_obs:
                 views[seat] = self.obs_encoders[seat].encode(seen[agent])
             else:
-                views[seat], legal[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
-        acting = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
-        return SingleStep(views, acting, action_mask=legal if self.spec.has_action_mask else None, state=self.state())
+                views[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
+        agent_mask = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
+        return SingleStep(
+            views, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+        )
 
 
 class AECGame(_PettingZooGame):
@@ -180,12 +182,16 @@ class AECGame(_PettingZooGame):
 
     def _moment(self, shown: list[Any]) -> SingleStep:
         views: list[np.ndarray | None] = [None] * len(self.agents)
-        legal: list[np.ndarray | None] = [None] * len(self.agents)
+        action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in shown:
             seat = self.agents.index(agent)
-            views[seat], legal[seat] = self.encode_seat(seat, self.env.observe(agent), self.env.infos.get(agent, {}))
-        acting = [agent == self.env.agent_selection for agent in self.agents]
-        return SingleStep(views, acting, action_mask=legal if self.spec.has_action_mask else None, state=self.state())
+            views[seat], action_mask[seat] = self.encode_seat(
+                seat, self.env.observe(agent), self.env.infos.get(agent, {})
+            )
+        agent_mask = [agent == self.env.agent_selection for agent in self.agents]
+        return SingleStep(
+            views, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+        )
 
 
 def load_game(path: str, options: dict[str, Any] | None = None, state: bool = False) -> ParallelGame | AECGame:
