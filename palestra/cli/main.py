@@ -128,7 +128,8 @@ def _train(request: RunRequest) -> None:
 
 def _print_results(path: Path) -> None:
     """Prints the results and alarms of a run and draws its curves. Raises RunFailed if nothing was learned."""
-    from palestra.report.run_report import explain_no_update, plot_run, summary_table
+    from palestra.report.run_charts import plot_run
+    from palestra.report.run_report import explain_no_update, summary_table
     from palestra.rollouts.failures import RunFailed
 
     console.print(summary_table(path))

@@ -13,11 +13,10 @@ from palestra.dashboard.curve_queries import json_numbers
 from palestra.populations.payoffs import PayoffTable
 from palestra.populations.ratings import cyclicity, fit_elo
 from palestra.populations.scheduler import TASKS_FILE
-from palestra.report.population_data import CROSSPLAY_FILE, PopulationRecord, read_record
+from palestra.report.population_data import CROSSPLAY_FILE, EXPLOITS_FILE, PopulationRecord, read_record
 from palestra.report.population_plots import best_responses, mixtures_by_player, nash_conv_points
 from palestra.runs import read_lines
 
-EXPLOITS_FILE = "exploits.jsonl"  # written by `palestra league exploit`
 DEFAULT_MEMBERS = 40  # newest members of each side of the payoff table that are sent by default
 
 

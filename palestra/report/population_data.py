@@ -21,6 +21,7 @@ from palestra.populations.scheduler import MEMBERS_DIR, TASKS_FILE
 from palestra.runs import read_lines
 
 CROSSPLAY_FILE = "crossplay.jsonl"  # cells played by `palestra league crossplay`, in addition to those of training
+EXPLOITS_FILE = "exploits.jsonl"  # results of `palestra league exploit`
 MAX_OPENSKILL_GAMES = 20  # games of each pair passed to OpenSkill, which updates game by game
 MAX_COLUMNS = 16  # maximum number of columns of a table on the screen
 JSONLine = dict[str, Any]
