@@ -65,7 +65,7 @@ def _print_section(section: Section, with_text: bool) -> None:
     for key in section.keys:
         console.print(styled_text((key.key, "cyan"), f": {key.values_and_default}"))
         if key.text:
-            console.print(Padding(key.text, (0, 0, 0, INDENT)))
+            console.print(Padding.indent(key.text, INDENT))
     console.print()
 
 

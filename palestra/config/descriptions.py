@@ -50,9 +50,9 @@ def describe_keys(model: type[BaseModel]) -> list[KeyDescription]:
 
 
 def type_name(model: Any) -> str | None:
-    """Returns the value of `type:` that selects `model`; None if there is no choice."""
+    """Returns the value of `type:` that selects `model`; None if `type:` does not select a model."""
     field = getattr(model, "model_fields", {}).get("type")
-    return field.default if field and isinstance(field.default, str) else None
+    return field.default if field and get_args(field.annotation) == (field.default,) else None
 
 
 def nested_models(root: type[BaseModel]) -> dict[type[BaseModel], str]:
@@ -147,7 +147,7 @@ def _type(annotation: Any) -> str:
         return "nested keys"
     if parts:
         return " or ".join(dict.fromkeys(_type(part) for part in parts if part is not Ellipsis))
-    return NAMES.get(annotation) or getattr(annotation, "__name__", str(annotation))
+    return str(NAMES.get(annotation) or getattr(annotation, "__name__", annotation))
 
 
 def _default(field: Any) -> str:

@@ -33,8 +33,8 @@ class DocumentedType(ModelMetaclass):
     takes parsing the source."""
 
     @property
-    def __doc__(cls) -> str:
-        return docstring_with_keys(cls)
+    def __doc__(cls) -> str:  # type: ignore[override]
+        return docstring_with_keys(cls)  # type: ignore[arg-type]
 
 
 class StrictModel(BaseModel, metaclass=DocumentedType):

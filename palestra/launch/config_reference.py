@@ -38,7 +38,7 @@ class ConfigModel(NamedTuple):
     @property
     def title(self) -> str:
         if not self.key:
-            return RUN_TITLES[self.run]
+            return f"{self.run}: {RUN_TITLES[self.run]}"
         kind = type_name(self.model)
         return f"{self.key}{f', type: {kind}' if kind else ''}, in {RUN_TITLES[self.run]}"
 

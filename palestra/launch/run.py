@@ -175,8 +175,8 @@ def run_kind(tree: Tree) -> RunKind:
         from palestra.training import vector_loop
 
         execute = partial(_execute, vector_loop.restore_checkpoint, vector.run_vector_training)
-        config, check, build = vector_config.VectorConfig, vector.check_vector_run, vector.build_vector_run
-        return RunKind("vector", config, check, build, execute)
+        build_functions = vector.check_vector_run, vector.build_vector_run
+        return RunKind("vector", vector_config.VectorConfig, *build_functions, execute)
     from palestra.builders import text, text_config
     from palestra.launch.distributed import build as build_text
     from palestra.training.distributed import distributed_run, restore_checkpoint, run_training

@@ -55,9 +55,15 @@ def test_a_kind_of_run_has_its_own_keys_and_the_shared_ones():
     assert "symmetric: true or false; default `false`" in shown("population")
 
 
+def test_a_type_that_selects_no_model_is_a_key():
+    text = shown("backend")
+    assert "backend, in a run of language agents" in text
+    assert "type: `inline`, `local`, `ray`; default `local`" in text
+
+
 def test_one_key_is_shown_for_every_algorithm_that_has_it():
     text = shown("algorithm", "clip")
-    assert text.count("clip: number, > 0; default `0.2`") == 3
+    assert text.count("clip: number, > 0; default `0.2`") == 4
     assert "type: grpo, in a run of language agents" in text and "type: ppo, in a run in a vectorised env" in text
     assert "type: dpo" not in text and "group_size" not in text
 
@@ -99,10 +105,7 @@ def test_names_that_can_be_looked_up_are_listed(monkeypatch):
     [
         (["grop"], 'no config has "grop": did you mean grpo?'),
         (["grop"], "`palestra config` lists the names"),
-        (
-            ["grpo", "group_sise"],
-            'grpo has no key "group_sise": did you mean group_size?; its keys: group_size, joints',
-        ),
+        (["grpo", "group_sise"], 'grpo has no key "group_sise": did you mean group_size?; its keys: branch_at'),
         (["nowhere:Env"], "cannot be loaded from nowhere:Env"),
     ],
 )
