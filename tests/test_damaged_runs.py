@@ -39,7 +39,8 @@ from damages import (
 )
 from typer.testing import CliRunner
 
-from palestra.builders.vector import VectorConfig, build_vector_run, run_vector_training
+from palestra.builders.vector import build_vector_run, run_vector_training
+from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
 from palestra.config import parse, validate
 from palestra.report.run_charts import plot_run
