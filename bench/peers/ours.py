@@ -20,7 +20,8 @@ import torch
 from peers import zoo
 from peers.timing import CYCLES, Spec, measure, tell, told
 
-from palestra.builders.vector import VectorConfig, check_vector_run
+from palestra.builders.vector import check_vector_run
+from palestra.builders.vector_config import VectorConfig
 from palestra.config import validate
 from palestra.policies.vector import UniformVectorPolicy
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from palestra.builders.engines import Engines
 from palestra.builders.text import seat_policies
-from palestra.builders.text_config import FrozenConfig, TextConfig
+from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import FrozenConfig
 from palestra.config import Tree, load, validate
 from palestra.envs import is_vectorised, make_env
 from palestra.evaluation.evaluate import find_checkpoint

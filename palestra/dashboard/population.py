@@ -14,11 +14,10 @@ from palestra.populations.payoffs import PayoffTable
 from palestra.populations.ratings import cyclicity, fit_elo
 from palestra.populations.task_json import CROSSPLAY_FILE, TASKS_FILE
 from palestra.populations.tasks import Opponents, TrainResult, TrainTask
-from palestra.report.population_data import PopulationRecord, read_record
+from palestra.report.population_data import EXPLOITS_FILE, PopulationRecord, read_record
 from palestra.report.population_plots import best_responses, mixtures_by_player, nash_conv_points
 from palestra.runs import read_lines
 
-EXPLOITS_FILE = "exploits.jsonl"  # written by `palestra league exploit`
 DEFAULT_MEMBERS = 40  # newest members of each side of the payoff table that are sent by default
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_serializer, model_validator
 
 from palestra.backends.config import PopulationBackendConfig, open_backend
-from palestra.builders.vector import check_memory
+from palestra.builders.vector_envs import check_memory
 from palestra.config import RunName, StrictModel
 from palestra.envs import load_env_class, validate_env_options
 from palestra.envs.text.board_games import TextGame

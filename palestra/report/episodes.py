@@ -9,21 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from palestra.report.html import details, escape_text, preformatted
+from palestra.rollouts.metrics import episode_return
 from palestra.rollouts.transcript import new_text
 from palestra.types import Episode, Node, Seat
 
 MAX_STEPS = 120  # joint steps shown of a trajectory
 MAX_SIBLINGS = 16  # siblings shown of a step
 MAX_BRANCHES = 4  # further trajectories shown of an episode
-
-
-def episode_return(episode: Episode) -> float:
-    """Returns the return of an episode: team reward plus the mean of the seats' own rewards, averaged over the played
-    trajectories."""
-    nodes = [node for node in episode.nodes if node.chosen]
-    seats = max(1, len(episode.seats))
-    lines = max(1, len([leaf for leaf in episode.leaves() if leaf.chosen]))
-    return sum(node.team_reward + sum(node.rewards.values()) / seats for node in nodes) / lines
 
 
 def pick_samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[str, Episode]]:

@@ -22,6 +22,7 @@ from palestra.populations.task_json import CROSSPLAY_FILE, TASKS_FILE, TaskRecor
 from palestra.populations.tasks import PlayTask, TrainTask, played_cells
 from palestra.runs import read_lines
 
+EXPLOITS_FILE = "exploits.jsonl"  # results of `palestra league exploit`
 MAX_OPENSKILL_GAMES = 20  # games of each pair passed to OpenSkill, which updates game by game
 MAX_COLUMNS = 16  # maximum number of columns of a table on the screen
 JSONLine = dict[str, Any]

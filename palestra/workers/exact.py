@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.builders.vector import make_vector_env
+from palestra.builders.vector_envs import make_vector_env
 from palestra.populations.payoffs import MemberProfile, PayoffCell
 from palestra.populations.population import Mix, Player
 from palestra.populations.tasks import (

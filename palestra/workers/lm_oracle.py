@@ -23,7 +23,7 @@ from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.sft import SFT
 from palestra.builders.engines import Engines
 from palestra.builders.text import make_episode_runner
-from palestra.builders.text_config import FrozenConfig
+from palestra.builders.text_policies import FrozenConfig
 from palestra.config import StrictModel, validate
 from palestra.engine.lora import Adapter
 from palestra.envs.text.board_games import TextGame

@@ -16,7 +16,8 @@ from pydantic import Field
 
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.q_learning import ValueHead
-from palestra.builders.vector import VectorAlgorithmConfig, make_vector_env
+from palestra.builders.vector_config import VectorAlgorithmConfig
+from palestra.builders.vector_envs import make_vector_env
 from palestra.config import StrictModel, validate
 from palestra.engine.malloc import keep_freed_memory
 from palestra.envs.vector.seat_shuffle import SeatShuffledEnv

@@ -14,7 +14,8 @@ from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, override, parse, validate
 from palestra.evaluation.evaluate import evaluate_run
-from palestra.report.run_report import plot_run, summary_table
+from palestra.report.run_charts import plot_run
+from palestra.report.run_report import summary_table
 from palestra.rollouts.metrics import member_name
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
 from palestra.training.loop import TEAM, Callback, Evaluation, restore_checkpoint, run_training

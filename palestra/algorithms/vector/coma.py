@@ -122,11 +122,11 @@ class COMALearner(NetLearner):
         """Trains the critics for `epochs` passes over the batch, then takes one step with the policies; returns metrics
         by policy."""
         self.random = torch.Generator().manual_seed(derive_seed(self.seeds[self.names[0]], "coma", self.updates))
-        scene, targets, known = self._credit(batch)
+        critic_inputs, targets, known = self._credit(batch)
         lines: dict[str, Metrics] = {}
-        losses = [self._train_critics(i, scene, targets, known, progress) for i in range(len(self.stacks))]
-        q = self._values([judge.net for judge in self.critics], scene)
-        advantages = counterfactual_advantages(q, scene.action_probs, scene.actions)[:-1]
+        losses = [self._train_critics(i, critic_inputs, targets, known, progress) for i in range(len(self.stacks))]
+        q = self._values([judge.net for judge in self.critics], critic_inputs)
+        advantages = counterfactual_advantages(q, critic_inputs.action_probs, critic_inputs.actions)[:-1]
         for stack, loss in zip(self.stacks, losses, strict=True):
             for name, line in self._improve(stack, batch, advantages, progress).items():
                 lines[name] = {"value_loss": loss} | line
@@ -146,11 +146,11 @@ class COMALearner(NetLearner):
         the others' next actions sampled from their policies: the seats of the last step act, with the action masks they
         had then.
         """
-        scene, ends = self._scenes(batch)
+        critic_inputs, ends = self._critic_inputs(batch)
         targets = [judge.target for judge in self.critics]
-        q = self._values(targets, scene)
-        values = q.gather(-1, scene.actions[..., None])[..., 0]
-        values[-1] = (scene.action_probs * q).sum(-1)[-1]
+        q = self._values(targets, critic_inputs)
+        values = q.gather(-1, critic_inputs.actions[..., None])[..., 0]
+        values[-1] = (critic_inputs.action_probs * q).sum(-1)[-1]
         bootstrap = torch.zeros(batch.rewards.shape)
         times, games = _ends(batch)
         if len(times):
@@ -160,12 +160,14 @@ class COMALearner(NetLearner):
         rewards, over, agent_mask = (torch.from_numpy(x) for x in (batch.rewards, batch.seats_done, batch.agent_mask))
         course = AdvantageInputs(rewards, values, bootstrap, over, agent_mask)
         advantages, known = gae(course, gamma=self.config.gamma, gae_lambda=self.config.td_lambda)
-        return scene, advantages + values[:-1], known
+        return critic_inputs, advantages + values[:-1], known
 
-    def _train_critics(self, i: int, scene: CriticInputs, targets: Tensor, known: Tensor, progress: float) -> float:
+    def _train_critics(
+        self, i: int, critic_inputs: CriticInputs, targets: Tensor, known: Tensor, progress: float
+    ) -> float:
         """Trains the critics of a stack on their targets; returns the mean loss."""
         stack, judge = self.stacks[i], self.critics[i]
-        rows = (scene.inputs[:-1], scene.actions[:-1], targets, known.float())
+        rows = (critic_inputs.inputs[:-1], critic_inputs.actions[:-1], targets, known.float())
         seen, actions, target, weight = (stack.rows(x) for x in rows)
         losses = []
         for part in self._parts(weight[0].numel()):
@@ -206,7 +208,7 @@ class COMALearner(NetLearner):
 
     # ---- critic inputs
 
-    def _scenes(self, batch: RolloutBatch) -> tuple[CriticInputs, CriticInputs]:
+    def _critic_inputs(self, batch: RolloutBatch) -> tuple[CriticInputs, CriticInputs]:
         """Returns critic inputs of the batch [T+1, B], with sampled actions at the last step, and of the ends of games
         [F], with all actions sampled."""
         (T, B, N), A, F = batch.rewards.shape, self.num_actions, len(batch.final_obs)
@@ -264,12 +266,12 @@ class COMALearner(NetLearner):
         return torch.cat([whole[..., None, :].expand(*shape, -1), others, torch.eye(N).expand(*shape, N)], -1)
 
     @torch.no_grad()
-    def _values(self, nets: list[Net], scene: CriticInputs) -> Tensor:
+    def _values(self, nets: list[Net], critic_inputs: CriticInputs) -> Tensor:
         """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for actions that a seat
         lacks."""
-        q, lead = torch.zeros(scene.action_probs.shape), scene.action_probs.dim() - 2
+        q, lead = torch.zeros(critic_inputs.action_probs.shape), critic_inputs.action_probs.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):
-            rows = stack.seat_mapping.select_seats(scene.inputs, lead)  # [P, ..., S, D]
+            rows = stack.seat_mapping.select_seats(critic_inputs.inputs, lead)  # [P, ..., S, D]
             out = net(rows.flatten(1, -2)).unflatten(1, rows.shape[1:-1])
             q[..., stack.seat_mapping.all_seats, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
         return q

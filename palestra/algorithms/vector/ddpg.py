@@ -122,10 +122,10 @@ class DDPGLearner(OffPolicyLearner):
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         return q.amin(0)[..., 0]
 
-    def loss(self, i: int, q: Tensor, answer: PolicyOutput, scene: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
+    def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
         """Returns the deterministic policy gradient loss, by the first critic alone as in Fujimoto et al."""
-        size = (scene.policy_weights[..., None] * answer.outputs.square()).sum(1).mean(-1)
-        return actor_loss(q[0][..., 0], scene.policy_weights) + self.config.action_l2_coef * size, {
+        size = (batch.policy_weights[..., None] * answer.outputs.square()).sum(1).mean(-1)
+        return actor_loss(q[0][..., 0], batch.policy_weights) + self.config.action_l2_coef * size, {
             "outputs": size.detach()
         }
 

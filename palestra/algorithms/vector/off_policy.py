@@ -163,10 +163,10 @@ class OffPolicyLearner(NetLearner):
         there."""
 
     @abstractmethod
-    def loss(self, i: int, q: Tensor, answer: PolicyOutput, scene: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
+    def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
         """Returns the policies' losses [P] and metrics [P]."""
 
-    def after_policy_step(self, i: int, answer: PolicyOutput, scene: UpdateBatch, progress: float) -> TensorMetrics:
+    def after_policy_step(self, i: int, answer: PolicyOutput, batch: UpdateBatch, progress: float) -> TensorMetrics:
         """Updates anything else after a policy step; returns metrics."""
         return {}
 
@@ -244,12 +244,12 @@ class OffPolicyLearner(NetLearner):
         stack."""
         targets = self.targets(moves, generator)
         joint = self.action_encoder.encode(moves.actions, moves.agent_mask)
-        scenes = [self._scene(stack, moves, joint) for stack in self.stacks]
-        lines = [self._train_critics(*judged, progress) for judged in zip(self.critics, scenes, targets, strict=True)]
+        batches = [self._update_batch(stack, moves, joint) for stack in self.stacks]
+        lines = [self._train_critics(*judged, progress) for judged in zip(self.critics, batches, targets, strict=True)]
         self.steps += 1
         if self.steps % self.policy_delay == 0:
-            for i, scene in enumerate(scenes):
-                lines[i] |= self._improve(i, scene, generator, progress)
+            for i, batch in enumerate(batches):
+                lines[i] |= self._improve(i, batch, generator, progress)
             for net, target in self.polyak_pairs():
                 polyak_update(net, target, self.config.tau)
         return lines
@@ -285,7 +285,7 @@ class OffPolicyLearner(NetLearner):
             answer.logp = torch.where(agent_mask, logp, certain).view_as(answer.logp)
         return answer
 
-    def _scene(self, stack: PolicyStack, moves: TransitionBatch, joint: Tensor) -> UpdateBatch:
+    def _update_batch(self, stack: PolicyStack, moves: TransitionBatch, joint: Tensor) -> UpdateBatch:
         weight = stack.seat_mapping.select_seats(moves.weight, 1)  # [P, M, S]
         return UpdateBatch(
             observations=stack.observations(moves.obs, 1),
@@ -297,24 +297,24 @@ class OffPolicyLearner(NetLearner):
         )
 
     def _train_critics(
-        self, critic: CriticEnsemble, scene: UpdateBatch, target: Tensor, progress: float
+        self, critic: CriticEnsemble, batch: UpdateBatch, target: Tensor, progress: float
     ) -> TensorMetrics:
-        q = critic.taken_q_values(scene.critic_inputs, scene.action_codes)
-        loss = critic_loss(q, target, scene.critic_weights)
+        q = critic.taken_q_values(batch.critic_inputs, batch.action_codes)
+        loss = critic_loss(q, target, batch.critic_weights)
         critic.optimizer.step(loss.sum(), progress)
-        seats = scene.critic_weights.sum(1).clamp(min=1e-8)
-        return {"critic_loss": loss.detach(), "q": (scene.critic_weights * q[0].detach()).sum(1) / seats}
+        seats = batch.critic_weights.sum(1).clamp(min=1e-8)
+        return {"critic_loss": loss.detach(), "q": (batch.critic_weights * q[0].detach()).sum(1) / seats}
 
-    def _improve(self, i: int, scene: UpdateBatch, generator: torch.Generator, progress: float) -> TensorMetrics:
+    def _improve(self, i: int, batch: UpdateBatch, generator: torch.Generator, progress: float) -> TensorMetrics:
         stack, critic = self.stacks[i], self.critics[i]
-        answer = self.policy_output(i, scene.observations, scene.action_mask, generator)
+        answer = self.policy_output(i, batch.observations, batch.action_mask, generator)
         with frozen_parameters(critic.net):
-            q = critic.q_values(critic.net, scene.critic_inputs, answer.action_codes)
-        loss, metrics = self.loss(i, q, answer, scene)
+            q = critic.q_values(critic.net, batch.critic_inputs, answer.action_codes)
+        loss, metrics = self.loss(i, q, answer, batch)
         norms = stack.optimizer.step(loss.sum(), progress)
         stack.version += 1
         metrics = {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
-        return metrics | self.after_policy_step(i, answer, scene, progress)
+        return metrics | self.after_policy_step(i, answer, batch, progress)
 
     def _seen(self, stack: PolicyStack, obs: Tensor, state: Tensor | None, agent_mask: Tensor, joint: Tensor) -> Tensor:
         """Returns the critics' inputs besides the seat's own action [P, R, ...]."""

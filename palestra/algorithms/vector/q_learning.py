@@ -324,8 +324,8 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
             before = None if memories is None else memories.unflatten(2, (-1, S))[:, times, stretches].flatten(1, 2)
             last, _ = net.unroll(stack.observations(drawn.final_obs, 1)[:, None], before)
             ends.unflatten(2, (-1, S))[:, times, stretches] = head.values(last[:, 0]).unflatten(1, (-1, S))
-        moment = stack.rows(drawn.step_index)[..., None].expand(*q[:, :-1].shape)
-        following = torch.cat([q, ends], 1).gather(1, moment)
+        step_index = stack.rows(drawn.step_index)[..., None].expand(*q[:, :-1].shape)
+        following = torch.cat([q, ends], 1).gather(1, step_index)
     return q[:, :-1], following
 
 

@@ -117,8 +117,8 @@ class QMIXLearner(QLearner):
         now = every[:-1]
         ends = torch.zeros_like(now)
         ends[drawn.truncations] = self._together(drawn.final_obs)
-        moment = drawn.step_index[..., self.seats[0], None].expand(now.shape)
-        return now, torch.cat([every, ends]).gather(0, moment)
+        step_index = drawn.step_index[..., self.seats[0], None].expand(now.shape)
+        return now, torch.cat([every, ends]).gather(0, step_index)
 
     def _together(self, obs: Tensor) -> Tensor:
         """Returns all observations concatenated, [..., N, *padded] -> [..., G]; of width 0 for `vdn`, which ignores

@@ -64,45 +64,45 @@ class AtariGame:
         )
 
     def reset(self, seed: int) -> SingleStep:
-        moment, rng = self.inner.reset(seed), np.random.default_rng(seed)
+        step, rng = self.inner.reset(seed), np.random.default_rng(seed)
         nothing = self.spec.zero_actions(1)[0]
         for _ in range(rng.integers(self.noop_max + 1)):
-            moment = self.inner.step(nothing)
-            if moment.terminated or moment.truncated:
-                moment = self.inner.reset(seed)
-        self.frames = [self._screen(moment)] * 2
+            step = self.inner.step(nothing)
+            if step.terminated or step.truncated:
+                step = self.inner.reset(seed)
+        self.frames = [self._screen(step)] * 2
         self.pictures[:] = self._picture()[..., None]
-        return self._shown(moment, [0.0] * len(self.spec.seats))
+        return self._shown(step, [0.0] * len(self.spec.seats))
 
     def step(self, actions: np.ndarray) -> SingleStep:
         rewards = np.zeros(len(self.spec.seats))
         for _ in range(self.frame_skip):
-            moment = self.inner.step(actions)
-            rewards += np.asarray(moment.rewards)
-            self.frames = [self.frames[1], self._screen(moment)]
-            if moment.terminated or moment.truncated:
+            step = self.inner.step(actions)
+            rewards += np.asarray(step.rewards)
+            self.frames = [self.frames[1], self._screen(step)]
+            if step.terminated or step.truncated:
                 break
         self.pictures[..., :-1] = self.pictures[..., 1:]
         self.pictures[..., -1] = self._picture()
-        return self._shown(moment, rewards)
+        return self._shown(step, rewards)
 
     def close(self) -> None:
         self.inner.close()
 
-    def _screen(self, moment: SingleStep) -> np.ndarray:
+    def _screen(self, step: SingleStep) -> np.ndarray:
         """Returns the screen as any seat sees it; the previous screen if no seat sees one."""
-        return next((view[..., 0] for view in moment.observations if view is not None), self.frames[1])
+        return next((view[..., 0] for view in step.observations if view is not None), self.frames[1])
 
     def _picture(self) -> np.ndarray:
         return np.rint(self.rows @ np.maximum(*self.frames) @ self.columns).astype(np.uint8)
 
-    def _shown(self, moment: SingleStep, rewards: Any) -> SingleStep:
+    def _shown(self, step: SingleStep, rewards: Any) -> SingleStep:
         seats = len(self.spec.seats)
         views: list[np.ndarray | None] = [self.pictures] * seats
         if self.agent_indicator:
             blank = np.ones((SCREEN_SIZE, SCREEN_SIZE, 1), np.uint8)
             views = [np.concatenate([self.pictures, blank * (255 * n // max(seats - 1, 1))], 2) for n in range(seats)]
-        return replace(moment, observations=views, rewards=rewards)
+        return replace(step, observations=views, rewards=rewards)
 
 
 class AtariEnv(PackageVectorEnv):

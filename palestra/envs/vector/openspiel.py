@@ -50,7 +50,7 @@ class OpenSpielGame:
         self.observe = getattr(self.state, f"{self.tensor_kind}_tensor")
         self.returns = np.zeros(len(self.spec.seats))
         self._draw()
-        return self._moment()
+        return self._build_step()
 
     def step(self, actions: np.ndarray) -> SingleStep:
         if self.state.is_simultaneous_node():
@@ -58,10 +58,10 @@ class OpenSpielGame:
         else:
             self.state.apply_action(int(actions[self.state.current_player()]))
         self._draw()
-        moment = self._moment()
+        step = self._build_step()
         returns = np.array(self.state.returns())
-        moment.rewards, self.returns = returns - self.returns, returns
-        return moment
+        step.rewards, self.returns = returns - self.returns, returns
+        return step
 
     def _draw(self) -> None:
         """Samples chance outcomes until a player must act."""
@@ -75,7 +75,7 @@ class OpenSpielGame:
                     break
             self.state.apply_action(drawn)
 
-    def _moment(self) -> SingleStep:
+    def _build_step(self) -> SingleStep:
         seats = range(len(self.spec.seats))
         if self.state.is_terminal():
             return SingleStep([None for _ in seats], terminated=True)
