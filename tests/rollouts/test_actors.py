@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.builders.vector import ActorSetup, VectorConfig, build_vector_run, make_actor_setup, run_vector_training
+from palestra.builders.vector import ActorSetup, build_vector_run, make_actor_setup, run_vector_training
+from palestra.builders.vector_config import VectorConfig
 from palestra.config import validate
 from palestra.envs.vector.base import VectorEnv
 from palestra.rollouts.actors import ActorPool
@@ -24,7 +25,7 @@ from palestra.training.loop import Callback
 CONFIG: dict[str, Any] = {
     "name": "actors",
     "env_steps": 8 * 5 * 30,
-    "env": {"type": "simple_spread", "num_envs": 16, "cycles": 6},
+    "env": {"type": "simple_spread", "num_envs": 16, "max_cycles": 6},
     "policies": {"agent": {"type": "net", "hidden": [8], "gru_units": 4}},
     "algorithm": {"type": "a2c", "rollout_length": 5, "off_policy_correction": "vtrace"},
     "num_actors": 2,
@@ -107,7 +108,10 @@ def test_twenty_killed_actors_lose_nothing_but_their_games(actors: ActorPool) ->
 
 def test_nothing_is_left_behind(actors: ActorPool) -> None:
     actors.collect([], 5, 0)
-    names, pids = [shelf.shared_memory.name for shelf in actors.shelves], [actor.process.pid for actor in actors.actors]
+    names, pids = (
+        [buffers.shared_memory.name for buffers in actors.all_buffers],
+        [actor.process.pid for actor in actors.actors],
+    )
     actors.close()
     for name in names:
         with pytest.raises(FileNotFoundError):
