@@ -23,7 +23,7 @@ from palestra.populations.tasks import ResultDict, Task
 from palestra.rollouts.sources import SUCCESS_KEY
 from palestra.rollouts.tree_rollout import Branching
 from palestra.runs.worker_stats import worker_stats
-from palestra.training.loop import evaluate_instances
+from palestra.training.text import play_instances
 from palestra.types import Episode
 
 
@@ -63,7 +63,7 @@ class RolloutWorker:
         numbers: Sequence[int] = order["numbers"]
         if "exam" in order:
             exam = self.evals[order["exam"]]
-            return await evaluate_instances(exam.arena, exam.seat_policies(), numbers, order["seed"])
+            return await play_instances(exam.arena, exam.seat_policies(), numbers, order["seed"])
         source = self.setup.stages[self.stages[order["stage"]]].source
         return await source.play(numbers, Branching(**order["branching"]), {SUCCESS_KEY: order["measured"]})
 
