@@ -68,6 +68,15 @@ def check_policy_names(names: Iterable[str], *reserved: str) -> None:
             )
 
 
+def check_keep_every(keep_every: int, checkpoint_every: int) -> None:
+    """Raises ValueError unless `keep_every` is a multiple of `checkpoint_every`."""
+    if keep_every % checkpoint_every:
+        raise ValueError(
+            f"keep_every: {keep_every} is no multiple of checkpoint_every: {checkpoint_every}, and only checkpoints "
+            f"can be kept: set keep_every to a multiple, or checkpoint_every to {keep_every}"
+        )
+
+
 RunName = Annotated[str, AfterValidator(check_folder_name)]
 
 

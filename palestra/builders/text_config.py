@@ -25,7 +25,7 @@ from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.ppo import PPO
 from palestra.algorithms.text.sft import SFT
 from palestra.backends.config import RolloutBackendConfig
-from palestra.config import RunName, StrictModel, check_policy_names, validate
+from palestra.config import RunName, StrictModel, check_keep_every, check_policy_names, validate
 from palestra.engine.sampler import SamplingConfig
 from palestra.learners.lm import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.policies.endpoint import EndpointConfig
@@ -226,8 +226,8 @@ class TextConfig(StrictModel):
     checkpoint_every: int = Field(10, ge=1)
     """Training steps between checkpoints. The newest two are kept."""
     keep_every: int = Field(0, ge=0)
-    """Training steps between checkpoints that are kept permanently; use a multiple of `checkpoint_every`. 0: only the
-    last one of the run."""
+    """Training steps between checkpoints that are kept permanently, a multiple of `checkpoint_every`. 0: only the last
+    one of the run."""
     save_episodes_every: int = Field(1, ge=0)
     """Training steps between those whose episodes are written to the run's `episodes` folder. 0: none."""
     staleness: int = Field(0, ge=0, le=10_000)
@@ -323,6 +323,11 @@ class TextConfig(StrictModel):
             self.env_config(name)
         if unknown := {n for exam in self.evals.values() for n in exam.seats.values()} - set(self.policies):
             raise ValueError(f'an evaluation seats "{min(unknown)}", but policies: names {", ".join(self.policies)}')
+        return self
+
+    @model_validator(mode="after")
+    def _kept(self) -> Self:
+        check_keep_every(self.keep_every, self.checkpoint_every)
         return self
 
     @model_validator(mode="after")

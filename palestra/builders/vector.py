@@ -24,7 +24,7 @@ from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
 from palestra.builders.seats import resolve_seats
-from palestra.config import RunName, StrictModel, check_policy_names
+from palestra.config import RunName, StrictModel, check_keep_every, check_policy_names
 from palestra.engine.malloc import check_fits_memory, keep_freed_memory
 from palestra.envs import VectorEnv, load_env_class, validate_env_options
 from palestra.learners.nets import NetLearner, NetPolicyConfig, read_policy
@@ -130,8 +130,8 @@ class VectorConfig(StrictModel):
     checkpoint_every: int = Field(1_000_000, ge=1)
     """Joint steps between checkpoints, rounded up to log intervals. The newest two are kept."""
     keep_every: int = Field(0, ge=0)
-    """Joint steps between checkpoints that are kept permanently; use a multiple of `checkpoint_every`. 0: only the last
-    one of the run."""
+    """Joint steps between checkpoints that are kept permanently, a multiple of `checkpoint_every`. 0: only the last one
+    of the run."""
     sinks: SinkConfigs = []
     """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
     torch_threads: int = Field(1, ge=1, le=1024)
@@ -158,6 +158,7 @@ class VectorConfig(StrictModel):
         if not any(isinstance(policy, TrainedNetConfig) for policy in self.policies.values()):
             raise ValueError("no policy learns: give one of policies: the type net")
         check_policy_names(self.policies, TEAM)
+        check_keep_every(self.keep_every, self.checkpoint_every)
         return self
 
     @model_validator(mode="after")
@@ -209,6 +210,7 @@ def build_vector_run(config: VectorConfig) -> VectorTrainer:
     trainer = check_vector_run(config)  # reports mistakes before other processes start
     if config.num_processes == 1:
         return trainer
+    trainer.close()
     return build_process(config, start_processes(config.num_processes, partial(run_follower_rank, config)))
 
 
@@ -307,7 +309,7 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
         rollout_length=config.algorithm.rollout_length,
         log_every=log_every,
         checkpoint_every=sweeps(config.checkpoint_every),
-        keep_every=sweeps(config.keep_every),
+        keep_every=config.keep_every // config.checkpoint_every * sweeps(config.checkpoint_every),
         rank=rank.rank,
         num_processes=rank.world_size,
         all_gather=all_gather if rank.world_size > 1 else gather_single,
@@ -368,6 +370,7 @@ def _exam(config: VectorConfig, name: str, exam: VectorEvalConfig, learner: NetL
     wanted = config.env | exam.env
     env = make_vector_env(wanted)
     if env.num_envs > exam.episodes:
+        env.close()
         env = make_vector_env(wanted, exam.episodes)
     named = seat_policies(config, env, exam.seats)
     usual = seat_policies(config, learner.env)
