@@ -29,6 +29,7 @@ from palestra.dashboard.auth import AuthMiddleware
 from palestra.dashboard.catalog import NotFound, RunCatalog
 from palestra.dashboard.logs import PARSE_ERRORS
 from palestra.dashboard.run_status import file_stamp
+from palestra.files import DamagedFile
 from palestra.web.limits import AsgiApp
 from palestra.web.listen import open_listener, url_host
 from palestra.web.origin_middleware import is_loopback
@@ -85,6 +86,8 @@ def _with_json_errors(ask: Callable[[Request], Response]) -> Callable[[Request],
             return ask(request)
         except NotFound as error:
             return JSONResponse({"error": str(error)}, 404)
+        except DamagedFile as error:
+            return JSONResponse({"error": str(error)}, 422)
         except ValueError as error:
             return JSONResponse({"error": str(error)}, 400)
         except (OSError, *PARSE_ERRORS) as error:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from palestra.algorithms.vector.imitation import record_demonstrations
-from palestra.builders.vector import ScriptConfig, VectorConfig, make_fixed_player, make_vector_env, policy_by_seat
+from palestra.builders.vector import make_fixed_player, policy_by_seat
+from palestra.builders.vector_config import ScriptConfig, VectorConfig
+from palestra.builders.vector_envs import make_vector_env
 from palestra.config import validate
 from palestra.envs import VectorEnv
 from palestra.evaluation.target import EvalResult, Target, assign_seats, find_target

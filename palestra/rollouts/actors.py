@@ -96,32 +96,33 @@ def _actor_main(pipe: Connection, lock: Any, make: Callable[[], ActorSpec], hori
     torch.set_num_threads(1)
     cast, parent = make(), os.getppid()
     first = derive_seed(seed, "games") >> 1 | 1 << 33  # evaluations have seeds below 2**32
-    sweeper = VectorRollout(cast.env, first + np.arange(cast.env.num_envs))
+    rollout = VectorRollout(cast.env, first + np.arange(cast.env.num_envs))
     weights = cast.acting_tensors()
-    shelf = SharedBuffers(sum(w.numel() for w in weights), empty_batch(cast.env, sweeper.vector_step, horizon), name)
+    buffers = SharedBuffers(sum(w.numel() for w in weights), empty_batch(cast.env, rollout.vector_step, horizon), name)
     number = 0
     with suppress(BrokenPipeError, EOFError, ConnectionError):
         while os.getppid() == parent and not pipe.poll():
             number += 1
             with lock:
-                version = int(shelf.version[0])
-                flat = torch.from_numpy(shelf.weights.copy())
+                version = int(buffers.version[0])
+                flat = torch.from_numpy(buffers.weights.copy())
             _spread(flat, weights)
             try:
-                batch = sweeper.collect(cast.players(0.0), horizon, derive_seed(seed, number))
+                batch = rollout.collect(cast.players(0.0), horizon, derive_seed(seed, number))
             except RunFailed as error:
                 pipe.send(error)
                 return
             with lock:  # the oldest that is not being read; free ones (0) come first
                 slot = min(
-                    (i for i in range(SLOTS_PER_ACTOR) if shelf.slot_marks[i] >= 0), key=lambda i: shelf.slot_marks[i]
+                    (i for i in range(SLOTS_PER_ACTOR) if buffers.slot_marks[i] >= 0),
+                    key=lambda i: buffers.slot_marks[i],
                 )
-                dropped = bool(shelf.slot_marks[slot])
-                shelf.slot_marks[slot] = -1
-            for key, array in shelf.slots[slot].items():
+                dropped = bool(buffers.slot_marks[slot])
+                buffers.slot_marks[slot] = -1
+            for key, array in buffers.slots[slot].items():
                 array[...] = getattr(batch, key)
             with lock:
-                shelf.slot_marks[slot] = number
+                buffers.slot_marks[slot] = number
             pipe.send((slot, number, version, dropped, {key: getattr(batch, key) for key in VARIABLE_SIZE_FIELDS}))
 
 
@@ -147,12 +148,12 @@ class ActorPool:
         self.weights = cast.acting_tensors()
         frame = cast.env.reset(np.arange(cast.env.num_envs))
         self.batch = empty_batch(cast.env, frame, horizon)
-        self.shelves = [SharedBuffers(sum(w.numel() for w in self.weights), self.batch) for _ in make]
+        self.all_buffers = [SharedBuffers(sum(w.numel() for w in self.weights), self.batch) for _ in make]
         self.locks: list[Any] = [None for _ in make]
         self.pipes: list[Any] = [None for _ in make]
         self.processes: list[Any] = [None for _ in make]
         self.failures = [0 for _ in make]
-        self._release = weakref.finalize(self, _release, self.pipes, self.processes, self.shelves)
+        self._release = weakref.finalize(self, _release, self.pipes, self.processes, self.all_buffers)
 
     def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
         """Returns the next batch, which is valid until the next call; ignores `players`, `steps` and `seed`, which the
@@ -182,20 +183,20 @@ class ActorPool:
         """Writes the current weights for all actors; starts the actors that do not run yet."""
         self.version += 1
         flat = torch.cat([w.detach().flatten().float() for w in self.weights]).numpy()
-        for i, shelf in enumerate(self.shelves):
+        for i, buffers in enumerate(self.all_buffers):
             if self.processes[i] is None:
-                shelf.weights[:], shelf.version[:] = flat, self.version
+                buffers.weights[:], buffers.version[:] = flat, self.version
                 self._start(i)
             else:
                 with self.locks[i]:
-                    shelf.weights[:], shelf.version[:] = flat, self.version
+                    buffers.weights[:], buffers.version[:] = flat, self.version
 
     def _start(self, i: int) -> None:
-        self.shelves[i].slot_marks[:] = 0
+        self.all_buffers[i].slot_marks[:] = 0
         self.locks[i] = SPAWN_CONTEXT.Lock()
         self.pipes[i], theirs = SPAWN_CONTEXT.Pipe()
         seed = derive_seed(self.seed, "actor", i, self.restarts)
-        name = self.shelves[i].shared_memory.name
+        name = self.all_buffers[i].shared_memory.name
         job = (theirs, self.locks[i], self.make[i], self.horizon, seed, name)
         self.processes[i] = SPAWN_CONTEXT.Process(target=_actor_main, args=job, daemon=True)
         start_without_sigint(self.processes[i])
@@ -228,15 +229,15 @@ class ActorPool:
 
     def _read(self, i: int, slot: int, number: int) -> bool:
         """Copies a slot into the batch; returns False if the slot was overwritten since."""
-        shelf = self.shelves[i]
+        buffers = self.all_buffers[i]
         with self.locks[i]:
-            if shelf.slot_marks[slot] != number:
+            if buffers.slot_marks[slot] != number:
                 return False
-            shelf.slot_marks[slot] = -1
-        for key, array in shelf.slots[slot].items():
+            buffers.slot_marks[slot] = -1
+        for key, array in buffers.slots[slot].items():
             getattr(self.batch, key)[...] = array
         with self.locks[i]:
-            shelf.slot_marks[slot] = 0
+            buffers.slot_marks[slot] = 0
         return True
 
     def restart(self, seeds: np.ndarray) -> None:
@@ -253,7 +254,7 @@ class ActorPool:
         self._release()
 
 
-def _release(pipes: list[Any], processes: list[Any], shelves: list[SharedBuffers]) -> None:
+def _release(pipes: list[Any], processes: list[Any], all_buffers: list[SharedBuffers]) -> None:
     for pipe in pipes:
         pipe and pipe.close()
     for process in processes:
@@ -261,8 +262,8 @@ def _release(pipes: list[Any], processes: list[Any], shelves: list[SharedBuffers
             process.join(1.0)
             process.kill()
             process.join()
-    for shelf in shelves:
+    for buffers in all_buffers:
         with suppress(FileNotFoundError):
-            shelf.shared_memory.unlink()
-        shelf.close()
-    shelves.clear()
+            buffers.shared_memory.unlink()
+        buffers.close()
+    all_buffers.clear()

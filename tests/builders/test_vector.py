@@ -9,7 +9,8 @@ import pytest
 from vector_toys import Counted
 
 from palestra.builders.text_config import TextConfig
-from palestra.builders.vector import VectorConfig, build_vector_run
+from palestra.builders.vector import build_vector_run
+from palestra.builders.vector_config import VectorConfig
 from palestra.config import dump, validate
 from palestra.runs import Run, list_checkpoints
 from palestra.training.loop import restore_checkpoint, run_training

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from vector_toys import Counted
 
-from palestra.builders.vector import VectorConfig, build_vector_run
+from palestra.builders.vector import build_vector_run
+from palestra.builders.vector_config import VectorConfig
 from palestra.config import dump, validate
 from palestra.evaluation.evaluate import cross_play, evaluate
 from palestra.evaluation.target import find_target

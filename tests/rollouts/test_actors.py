@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.builders.vector import ActorSetup, VectorConfig, build_vector_run, make_actor_setup
+from palestra.builders.vector import ActorSetup, build_vector_run, make_actor_setup
+from palestra.builders.vector_config import VectorConfig
 from palestra.config import validate
 from palestra.envs.vector.base import VectorEnv
 from palestra.rollouts.actors import ActorPool

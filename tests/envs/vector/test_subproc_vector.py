@@ -116,9 +116,9 @@ def test_killed_processes_are_replaced_and_the_other_games_go_on_unharmed() -> N
                 assert number % 3 == 0  # it had answered before the signal came: the next step meets its end
                 frame = env.step(actions).copy()
                 assert same(loop.step(actions), frame, spared) and frame.truncated[victim.part].all()
-            fresh = set(frame.obs[victim.part, 0, 0].tolist())
-            assert len(fresh) == 2 and not fresh & begun  # never the same games again
-            begun |= fresh
+            is_first = set(frame.obs[victim.part, 0, 0].tolist())
+            assert len(is_first) == 2 and not is_first & begun  # never the same games again
+            begun |= is_first
         assert env.restarts == 20
 
 
