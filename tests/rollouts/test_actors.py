@@ -25,7 +25,7 @@ from palestra.training.loop import Callback, restore_checkpoint, run_training
 CONFIG: dict[str, Any] = {
     "name": "actors",
     "env_steps": 8 * 5 * 30,
-    "env": {"type": "simple_spread", "num_envs": 16, "cycles": 6},
+    "env": {"type": "simple_spread", "num_envs": 16, "max_cycles": 6},
     "policies": {"agent": {"type": "net", "hidden": [8], "gru_units": 4}},
     "algorithm": {"type": "a2c", "rollout_length": 5, "off_policy_correction": "vtrace"},
     "num_actors": 2,
