@@ -30,7 +30,7 @@ from palestra.learners.nets import NetPolicyConfig
 from palestra.policies.base import Policy, Query
 from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.training.loop import update_learner
+from palestra.training.text import update_learner
 from palestra.types import Answer, Episode, RolloutBatch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
