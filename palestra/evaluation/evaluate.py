@@ -87,7 +87,8 @@ def make_eval_setup(
     if unknown := sorted(set(seats) - set(names)):
         raise ValueError(f'no seat "{unknown[0]}": env "{changed["type"]}" plays {", ".join(names)}')
     checkpoint = find_checkpoint(path, step) if path.is_dir() else None
-    engines = Engines(config.device, config.max_num_seqs, None if in_process else config.sampler)
+    sampler = None if in_process else config.sampler
+    engines = Engines(config.device, config.max_num_seqs, sampler, cache_bytes=config.kv_cache_bytes)
     names = (dict.fromkeys(names, everywhere) if everywhere else names) | {seat: str(n) for seat, n in seats.items()}
     policy = cache(lambda name: find_policy(name, config, checkpoint, engines, sampling or {}))
     return EvalSetup(make_episode_runner(changed, split), names, policy)
