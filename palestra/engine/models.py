@@ -299,7 +299,9 @@ class Engine:
         whole, decoder.forward = decoder.forward, lambda *args, **kwargs: known
         try:
             with self.use_route(route), self._autocast():
-                logits: Tensor = self.model(use_cache=False).logits[0]
+                logits: Tensor = self.model(use_cache=False).logits.squeeze(
+                    0
+                )  # its gradient is a view, that of [0] not
         finally:
             decoder.forward, self._features = whole, None
         return logits
