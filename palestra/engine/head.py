@@ -100,7 +100,8 @@ def score_tokens(head: Head, hidden_RH: Tensor, wanted: ScoredTokens, *, entropy
 def _score_by_row(head: Head, hidden_RH: Tensor, wanted: ScoredTokens, entropy_grad: bool) -> tuple[Tensor, Tensor]:
     """Scores tokens with logits that are recomputed in the backward pass, each row's once for all of its tokens."""
     row_M, order_M = wanted.row_M.sort(stable=True)
-    ordered = ScoredTokens(row_M, *(None if x is None else x[order_M] for x in wanted[1:]))
+    temperature_M = None if wanted.temperature_M is None else wanted.temperature_M[order_M]
+    ordered = ScoredTokens(row_M, wanted.token_M[order_M], temperature_M)
 
     def read(logits_CV: Tensor, rows: slice) -> Tensor:
         ends = torch.tensor([rows.start, rows.stop], device=row_M.device)

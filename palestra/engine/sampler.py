@@ -140,11 +140,14 @@ class Sampler:
             self.batch.reset()
             self.waiting.clear()
         ended, self._ended = self._ended, []
-        if not self.has_requests:
-            self.batch.rest()
+        self._rest()
         for group, outcome in ended:
             group.on_done(outcome)
         return True
+
+    def _rest(self) -> None:
+        if not self.has_requests:
+            self.batch.rest()
 
     def clear_cache(self) -> None:
         """Drops the stored prefixes and adapter stacks of earlier snapshots."""
