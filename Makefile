@@ -31,8 +31,8 @@ test: lint ## lint, types and the fast tests (CPU), on as many cores as there ar
 test-all: lint ## the same with the slow tests
 	$(BIN)/python -m pytest -m "not gpu and not clients and not peers and not browser"
 
-test-browser: $(INSTALLED) ## drive the dashboard in a headless Chromium (CHROMIUM=its path)
-	$(BIN)/python -m pytest -m browser tests/dashboard
+test-browser: $(INSTALLED) ## see the dashboard and the report in a headless Chromium (CHROMIUM=its path)
+	$(BIN)/python -m pytest -m browser tests/dashboard tests/report
 
 dashboard: ## build the dashboard's page from dashboard/ (needs Node 20)
 	cd dashboard && npm ci --ignore-scripts --no-audit --no-fund && npm run build

@@ -109,7 +109,7 @@ async def episode(make: Callable[[], Any], seed: int, until: float, took: list[f
         env = make()
         step: Step = await settled(env.reset(seed))
         while not step.done:
-            ((seat, legal),) = (step.legal or {}).items()
+            ((seat, legal),) = (step.legal_actions or {}).items()
             start = time.perf_counter()
             step = await settled(env.step({seat: rng.choice(legal)}))
             took.append(time.perf_counter() - start)

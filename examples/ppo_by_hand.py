@@ -191,7 +191,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the networks are too small for more
-    env = SimpleSpread(NUM_ENVS, cycles=ROLLOUT_LENGTH)
+    env = SimpleSpread(NUM_ENVS, max_cycles=ROLLOUT_LENGTH)
     agent = Agent(env.observation_shapes[0][0], env.action_spaces[0].n)
     adam = torch.optim.Adam(agent.parameters(), LR, eps=ADAM_EPS)
     obs_BNO = torch.from_numpy(env.reset(args.seed * NUM_ENVS + np.arange(NUM_ENVS)).copy().obs)

@@ -23,7 +23,7 @@ _NAMES = {  # module: names that it gives to `import palestra`
     "algorithms.text.grpo": ["GRPO"],
     "algorithms.text.ppo": ["PPO"],
     "algorithms.text.sft": ["SFT"],
-    "builders.text_config": ["ExpertConfig", "RandomConfig", "ScriptedConfig"],
+    "builders.text_policies": ["ExpertConfig", "RandomConfig", "ScriptedConfig"],
     "populations.psro": ["PSROConfig"],
     "populations.xdo": ["XDOConfig"],
     "populations.self_play": ["SelfPlayConfig"],

@@ -22,7 +22,7 @@ class Step:
 
     `observations` holds exactly the seats that act next: one seat in turn-based play, all seats in simultaneous play,
     none when the episode has ended. The rewards are those of this step: `rewards` per seat (local), `team_reward`
-    shared by all seats. `legal` lists the legal actions of each seat (None: not restricted), `state` is the
+    shared by all seats. `legal_actions` lists the legal actions of each seat (None: not restricted), `state` is the
     global state for central critics, `truncated` marks an episode cut off by a limit.
 
         Step({"executor": "you r2 c3 ..."}, rewards={"planner": 0.4}, team_reward=0.0)
@@ -31,7 +31,7 @@ class Step:
     observations: dict[Seat, Any]
     rewards: dict[Seat, float] = field(default_factory=dict)
     team_reward: float = 0.0
-    legal: dict[Seat, list[Any]] | None = None
+    legal_actions: dict[Seat, list[Any]] | None = None
     state: Any = None
     truncated: bool = False
     info: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Node:
     """One joint step of an episode tree: observations and answers of the acting seats, and the resulting rewards.
 
     Siblings (same `parent`) answer the same observations. `chosen` is true for nodes from which play continued, and for
-    the last node of a played trajectory. `over` marks the end of the episode. `advantages` per seat is written by the
+    the last node of a played trajectory. `done` marks the end of the episode. `advantages` per seat is written by the
     algorithm that assigns credit.
     """
 
@@ -77,7 +77,7 @@ class Node:
     rewards: dict[Seat, float] = field(default_factory=dict)
     team_reward: float = 0.0
     chosen: bool = True
-    over: bool = False
+    done: bool = False
     truncated: bool = False
     info: dict[str, Any] = field(default_factory=dict)
     advantages: dict[Seat, float] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Episode:
 
     def leaves(self) -> list[Node]:
         """Returns the last nodes of the trajectories that were played to the end, in the order of their creation."""
-        return [node for node in self.nodes if node.over]
+        return [node for node in self.nodes if node.done]
 
     def trajectory(self, leaf: Node) -> list[Node]:
         """Returns the trajectory to `leaf`: the nodes from the root to `leaf`."""

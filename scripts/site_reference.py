@@ -6,33 +6,33 @@ not here.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 import griffe
 import typer
-import yaml
-from pydantic import BaseModel, TypeAdapter
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # the reference is of this tree, whatever is installed
 
-from palestra.config import StrictModel  # noqa: E402
+from palestra.config.descriptions import (  # noqa: E402
+    NAMES,
+    REQUIRED,
+    class_docstring,
+    describe_keys,
+    nested_models,
+    type_name,
+)
 
-NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", Any: "anything", NoneType: "null"}
 WRITTEN = {kind.__name__: words for kind, words in NAMES.items()} | {"Any": "anything", "None": "null", "Path": "path"}
 WORD = re.compile(rf"(?<![\w'`])({'|'.join(WRITTEN)})(?![\w'`])")
 YAML = {"None": "null", "True": "true", "False": "false"}
 QUOTES = "'\""
-ENDED = "...\n"  # how YAML ends a document that is one word
-BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 LITERAL = re.compile(r"Literal\[([^\]]*)\]")
 EXAMPLE = re.compile(r"(?:^    .*\n+)+", re.MULTILINE)
 
@@ -89,7 +89,7 @@ def _cell(text: str) -> str:
 def configs() -> str:
     """The config of each kind of run, and of all that it holds."""
     from palestra.builders.text_config import TextConfig
-    from palestra.builders.vector import VectorConfig
+    from palestra.builders.vector_config import VectorConfig
     from palestra.launch.population import PopulationConfig
 
     titles = {
@@ -102,86 +102,18 @@ def configs() -> str:
 
 def _tree(root: type[BaseModel], title: str) -> str:
     """The tables of `root` and of the models below it, each once, in the order in which they are first named."""
-    titles: dict[type[BaseModel], str] = {root: title}
-    waiting = [root]
-    for model in waiting:
-        for key, field in model.model_fields.items():
-            new = [below for below in _models(field.annotation) if below not in titles]
-            titles |= {below: _title(key, below) for below in new}
-            waiting += dict.fromkeys(new)
-    return "\n\n".join(f"{'##' if model is root else '###'} {titles[model]}\n\n{_table(model)}" for model in waiting)
+    models = nested_models(root).items()
+    return "\n\n".join(f"{_heading(model, key) if key else f'## {title}'}\n\n{_table(model)}" for model, key in models)
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models(part)
-
-
-def _title(key: str, model: type[BaseModel]) -> str:
-    return f"{key}, type: {kind}" if (kind := _kind(model)) else key
-
-
-def _kind(model: Any) -> str | None:
-    """What `type:` says where this model is meant; None where there is no choice."""
-    field = getattr(model, "model_fields", {}).get("type")
-    return field.default if field and isinstance(field.default, str) else None
+def _heading(model: type[BaseModel], key: str) -> str:
+    return f"### {key}, type: {kind}" if (kind := type_name(model)) else f"### {key}"
 
 
 def _table(model: type[BaseModel]) -> str:
-    rows = ["| key | values | default | |", "|---|---|---|---|"]
-    for name, field in model.model_fields.items():
-        if name != "type" or not _kind(model):
-            bounds = [f"{BOUNDS[key]} {value:g}" for found in field.metadata for key, value in _bound(found)]
-            values = ", ".join([_shown(field.annotation), *bounds])
-            rows.append(f"| `{name}` | {values} | {_default(field)} | {_cell(field.description or '')} |")
-    return f"{_prose(model)}\n\n" + "\n".join(rows)
-
-
-def _bound(metadata: Any) -> Iterator[tuple[str, float]]:
-    for key in BOUNDS:
-        if isinstance(value := getattr(metadata, key, None), int | float):
-            yield key, value
-
-
-def _prose(model: type[BaseModel]) -> str:
-    """A class's docstring, and those of the configs that it builds on."""
-    told = [inspect.getdoc(cls) for cls in model.__mro__ if issubclass(cls, StrictModel) and cls is not StrictModel]
-    return "\n\n".join(dict.fromkeys(filter(None, told))).replace("<", "&lt;")
-
-
-def _shown(annotation: Any) -> str:
-    """A type in words."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _shown(parts[0])
-    if origin is Literal:
-        return ", ".join(f"`{part}`" for part in parts)
-    if origin in (list, tuple):
-        return f"list of {_shown(parts[0])}"
-    if origin is dict:
-        return f"mapping of {_shown(parts[0])} to {_shown(parts[1])}"
-    if kind := _kind(annotation):
-        return f"`type: {kind}`"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "settings, below"
-    if parts:
-        return " or ".join(dict.fromkeys(_shown(part) for part in parts if part is not Ellipsis))
-    return NAMES.get(annotation) or getattr(annotation, "__name__", str(annotation))
-
-
-def _default(field: Any) -> str:
-    if field.is_required():
-        return "needed"
-    value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        return ""
-    if isinstance(value, BaseModel):
-        kind = getattr(value, "type", None)
-        return f"`{{type: {kind}}}`" if kind else "its own"
-    plain = TypeAdapter(Any).dump_python(value, mode="json", warnings=False)
-    return f"`{yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix(ENDED).strip()}`"
+    rows = [f"| `{row.key}` | {row.values} | {row.default} | {_cell(row.text)} |" for row in describe_keys(model)]
+    prose = class_docstring(model).replace("<", "&lt;")
+    return "\n".join([f"{prose}\n", "| key | values | default | |", "|---|---|---|---|", *rows])
 
 
 # ---- envs
@@ -212,7 +144,7 @@ def _env(name: str, path: str) -> str:
 
 
 def _option(default: Any) -> str:
-    return "needed" if default is None else f"`{YAML.get(str(default), str(default).strip(QUOTES))}`"
+    return REQUIRED if default is None else f"`{YAML.get(str(default), str(default).strip(QUOTES))}`"
 
 
 def _annotated(owner: Any, annotation: str) -> str:

@@ -100,7 +100,7 @@ class Player:
     async def episode(self, rng: random.Random) -> list[list[Example]]:
         env, examples = make_env(**self.task.env), list[list[Example]]()
         step = await _now(env.reset(rng.randrange(2**31)))
-        while not step.over:
+        while not step.done:
             answers = {seat: self.answer(env, seat, seen, rng) for seat, seen in step.observations.items()}
             for seat, seen in step.observations.items():
                 prompt = written(env.roles.get(seat, ""), seen)

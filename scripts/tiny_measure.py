@@ -50,7 +50,7 @@ def measure_play(speaker: Speaker, game: str, options: dict, episodes: int, spli
     steps = [env.reset(seed) for seed, env in enumerate(envs)]
     figures: dict[str, list[float]] = defaultdict(list)
     wins = 0.0
-    while live := [i for i in range(episodes) if not steps[i].over]:
+    while live := [i for i in range(episodes) if not steps[i].done]:
         seats = [next(iter(steps[i].observations)) for i in live]
         prompts = [prompt(envs[i].roles[s], steps[i].observations[s]) for i, s in zip(live, seats, strict=True)]
         figures["prompt tokens"].append(mean(len(ids) for ids in speaker.tokenizer(prompts)["input_ids"]))
@@ -59,7 +59,7 @@ def measure_play(speaker: Speaker, game: str, options: dict, episodes: int, spli
             steps[i] = envs[i].step({seat: said})
             figures[f"{seat} readable"].append(read is not None)
             figures[f"{seat} faultless"].append(not steps[i].info["invalid"])
-            wins += steps[i].over and steps[i].info["success"]
+            wins += steps[i].done and steps[i].info["success"]
     return {"success": wins / episodes} | {name: mean(values) for name, values in figures.items()}
 
 

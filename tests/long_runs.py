@@ -47,7 +47,7 @@ def _log(run: Run, rng: random.Random, step: int, solved: float) -> None:
             "invalid": 0.3 * (1 - solved) * rng.random(),
             "tokens": 5 + rng.random(),
             "clip_fraction": 0.01 * rng.random(),
-            "zero_variance": solved * 0.5,
+            "zero_std_fraction": solved * 0.5,
             "kl": 0.001 * rng.random(),
             "entropy": 1.5 - solved + 0.1 * rng.random(),
             "grad_norm": rng.random(),
@@ -72,7 +72,7 @@ def _episode(rng: random.Random, seed: int, step: int, solved: float) -> Episode
         for sibling in range(2):
             node = Node(len(nodes), parent, depth, {seat: SEEN}, {seat: _answer(rng, seat, step)})
             node.rewards, node.advantages = {seat: rng.random()}, {seat: rng.gauss(0, 1)}
-            node.chosen, node.over = sibling == 0, bool(depth)
+            node.chosen, node.done = sibling == 0, bool(depth)
             node.team_reward = float(won and sibling == 0 and depth)
             node.info = {"success": won and sibling == 0, "turn": depth, "invalid": rng.random() < 0.1}
             nodes.append(node)

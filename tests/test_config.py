@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import Field, field_validator
 
 from palestra.config import StrictModel, dump, load, override, parse, validate
+from palestra.config.descriptions import describe_keys
 
 
 class Ppo(StrictModel):
@@ -187,3 +192,74 @@ def test_dump_and_parse_are_inverse(steps: int, lr: float, names: list[str]) -> 
     policies = {name: {"lora": {"targets": names}, "model_path": name} for name in names}
     config = validate(Config, {"steps": steps, "lr": lr, "policies": policies, "algorithm": {"type": "grpo"}})
     assert validate(Config, parse(dump(config))) == config
+
+
+# ---- descriptions
+
+
+class Optimizer(StrictModel):
+    """An optimizer."""
+
+    lr: float = Field(1e-4, gt=0)
+    """Learning rate: the length
+    of a step."""
+    betas: list[float] = [0.9]
+    """Decay rates."""
+    device: str = Field("cpu", description="Torch device.")
+
+
+class Scheduled(Optimizer):
+    betas: list[float] = [0.5]
+    schedule: Literal["constant", "linear"] | None = None
+    """Schedule of `lr`."""
+
+
+def test_help_of_a_config_class_has_its_docstring_and_its_keys() -> None:
+    assert Optimizer.__doc__ == inspect.getdoc(Optimizer)
+    assert Optimizer.__doc__ == (
+        "An optimizer.\n\nKeys:\n\n"
+        "lr: number, > 0; default `0.0001`\n    Learning rate: the length of a step.\n"
+        "betas: list of number; default `[0.9]`\n    Decay rates.\n"
+        "device: text; default `cpu`\n    Torch device."
+    )
+    assert "Learning rate: the length of a step." in pydoc.render_doc(Optimizer)
+
+
+def test_a_key_declared_again_keeps_its_description() -> None:
+    assert describe_keys(Scheduled) == [
+        ("lr", "number, > 0", "`0.0001`", "Learning rate: the length of a step."),
+        ("betas", "list of number", "`[0.5]`", "Decay rates."),
+        ("device", "text", "`cpu`", "Torch device."),
+        ("schedule", "`constant`, `linear` or null", "`null`", "Schedule of `lr`."),
+    ]
+    assert describe_keys(Config)[0] == ("steps", "whole number", "required", "")
+
+
+def test_a_class_without_source_has_keys_without_descriptions() -> None:
+    space: dict[str, Any] = {"StrictModel": StrictModel, "__name__": "nowhere"}
+    exec("class Made(StrictModel):\n    lr: float = 1.0\n    '''Learning rate.'''", space)
+    assert space["Made"].__doc__ == "Keys:\n\nlr: number; default `1.0`"
+
+
+def test_a_json_schema_has_the_descriptions() -> None:
+    schema = Scheduled.model_json_schema()
+    assert {name: field["description"] for name, field in schema["properties"].items()} == {
+        "lr": "Learning rate: the length of a step.",
+        "betas": "Decay rates.",
+        "device": "Torch device.",
+        "schedule": "Schedule of `lr`.",
+    }
+    assert Optimizer.model_json_schema()["description"] == "An optimizer."
+
+
+def test_importing_config_models_reads_no_source() -> None:
+    """`linecache` keeps every file whose source was read."""
+    code = (
+        "import linecache, palestra.launch.config_reference\n"
+        "from palestra.algorithms.text.grpo import GRPO\n"
+        "assert not [name for name in linecache.cache if name.endswith(('text/grpo.py', 'sinks/base.py'))]\n"
+        "assert 'Siblings per group' in GRPO.__doc__\n"
+        "assert [name for name in linecache.cache if name.endswith('text/grpo.py')]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

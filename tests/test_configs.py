@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
-from palestra.builders.vector import VectorConfig, build_vector_run, run_vector_training
+from palestra.builders.vector import build_vector_run, run_vector_training
+from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
 from palestra.config import dump, load, override, parse, validate
 from palestra.envs import make_env

@@ -39,10 +39,11 @@ from damages import (
 )
 from typer.testing import CliRunner
 
-from palestra.builders.vector import VectorConfig, build_vector_run, run_vector_training
+from palestra.builders.vector import build_vector_run, run_vector_training
+from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
 from palestra.config import parse, validate
-from palestra.report.run_report import plot_run
+from palestra.report.run_charts import plot_run
 from palestra.runs import Run, check_config, explain_disk_errors
 from palestra.runs.checkpoints import list_all_checkpoints
 from palestra.training.loop import Callback

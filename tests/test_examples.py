@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from processes import serving
 
-from palestra.report.run_report import wilson_interval
 from palestra.runs import read_lines
+from palestra.runs.series import wilson_interval
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

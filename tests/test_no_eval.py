@@ -40,7 +40,7 @@ REVIEWED = {
         1,
         "episodes that a worker of this run left in its temporary folder",
     ),
-    ("config.py", "yaml.load"): (1, "by a loader derived from SafeLoader"),
+    ("config/tree.py", "yaml.load"): (1, "by a loader derived from SafeLoader"),
     ("envs/local.py", "import_module"): (1, "the module of a class that the user's own program passed"),
     ("envs/__init__.py", "import_module"): (1, "an env's module from our own table or an entry point"),
     ("envs/text/code/checker.py", "eval"): (1, "runs in the sandbox"),

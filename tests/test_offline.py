@@ -75,7 +75,7 @@ def test_an_experts_recorded_play_is_learned_and_holds_on_instances_never_seen(c
     assert before < 0.05 and after > 0.12
     assert "guess_number, guesser by sft" in re.sub(r"\s+", " ", output)
     lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guesser"]
-    assert lines[0]["imitated"] == 1 and lines[-1]["nll"] < 0.75 * lines[0]["nll"]
+    assert lines[0]["target_fraction"] == 1 and lines[-1]["nll"] < 0.75 * lines[0]["nll"]
 
 
 def test_the_run_records_what_was_learned_as_its_own(cloned):

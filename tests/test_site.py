@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import pytest
 
 from palestra.builders.text_config import TextConfig
-from palestra.builders.vector import VectorConfig
+from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
 from palestra.config import type_choices
 from palestra.envs import TEXT_ENVS, VECTOR_ENVS

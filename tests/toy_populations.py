@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
+from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Member, Population
+from palestra.populations.task_json import through_json
+from palestra.populations.tasks import (
+    AssessResult,
+    AssessTask,
+    PlayResult,
+    PlayTask,
+    SolveResult,
+    SolveTask,
+    TrainResult,
+    TrainTask,
+)
 from palestra.tabular.best_response import best_response_to_joint, nash_conv
 from palestra.tabular.game_tree import GameTree, build_game_tree, expected_returns, uniform_policy
-from palestra.workers.exact import ExactSolver, exact_response_result
+from palestra.workers.exact import ExactSolver, exact_train_result
 from palestra.workers.member_loader import rules_of_env
 
 
@@ -31,7 +43,7 @@ def drive(plan, do, rng=None, stop=lambda: False):
         task = open_.pop(rng.randrange(len(open_)) if rng else 0)
         seen.add(task.name)
         assert {*task.members} <= made, (task, made)
-        result = json.loads(json.dumps(do(task)))
+        result = through_json(do(task), task)
         made |= {task.output_member} - {""}
         open_ += plan.on_result(task, result)
         log.append((task, result, plan.task_metrics(task, result)))
@@ -62,15 +74,15 @@ class ExactGame:
         self.policies = {"uniform": uniform_policy(tree)}
 
     def __call__(self, task):
-        if task.kind == "solve":
-            policy, allowed = self.exact.solve(task.payload, self.policies.__getitem__)
+        if isinstance(task, SolveTask):
+            policy, allowed = self.exact.solve(task, self.policies.__getitem__)
             self.policies[task.output_member] = policy
-            return {"allowed": allowed}
-        if task.kind != "train":
+            return SolveResult(allowed)
+        if not isinstance(task, TrainTask):
             return self.exact.run_task(task, self.policies.__getitem__, None)
-        policy, value = self.exact.respond(task.payload, self.policies.__getitem__)
+        policy, value = self.exact.respond(task, self.policies.__getitem__)
         self.policies[task.output_member] = policy
-        return {"env_steps": 10, "against": {}, "metrics": {}, **exact_response_result(policy, value)}
+        return replace(exact_train_result(policy, value), env_steps=10)
 
     def nash_conv(self, mixes):
         return nash_conv(self.tree, self.exact.mixture_policy(mixes, self.policies.__getitem__))
@@ -103,19 +115,19 @@ class Matrix:
         return np.eye(n)[self.chosen[name]] if name in self.chosen else np.full(n, 1 / n)
 
     def __call__(self, task):
-        return {"train": self.train, "play": self.play, "assess": self.assess}[task.kind](task)
+        return {TrainTask: self.train, PlayTask: self.play, AssessTask: self.assess}[type(task)](task)
 
     def train(self, task):
-        order, seat = task.payload, self.players.index(task.payload["player"])
-        if "joint" in order:
-            joint = sum(
-                p * self.outer({q: self.mixture(q, m) for q, m in members.items()}) for members, p in order["joint"]
-            )
-        else:
-            joint = self.outer({q: self.mixed(q, mix) for q, mix in order["opponents"].items()})
-        worth = np.moveaxis(self.payoffs[seat], seat, 0).reshape(self.actions[task.payload["player"]], -1) @ joint
+        seat = self.players.index(task.player)
+        joint = sum(
+            lineup.probability * self.outer({q: self.mixture(q, m) for q, m in lineup.members.items()})
+            for lineup in task.opponents.joint
+        )
+        if not task.opponents.joint:
+            joint = self.outer({q: self.mixed(q, mix) for q, mix in task.opponents.mixes.items()})
+        worth = np.moveaxis(self.payoffs[seat], seat, 0).reshape(self.actions[task.player], -1) @ joint
         self.chosen[task.output_member] = int(worth.argmax())
-        return {"env_steps": order["env_steps"], "return": float(worth.max()), "against": {}, "metrics": {}}
+        return TrainResult(env_steps=task.env_steps, mean_return=float(worth.max()))
 
     def outer(self, choices):
         """The others' actions together, flat."""
@@ -134,18 +146,15 @@ class Matrix:
 
     def play(self, task):
         cells = []
-        for members in task.payload["cells"]:
+        for members in task.cells:
             mean = self.worth([self.mixture(q, m) for q, m in zip(self.players, members, strict=True)])
-            games = task.payload["games"]
-            known = {"exact": True} if not self.noise else {}
-            cells.append(
-                {"members": members, "games": games, "mean": mean, "m2": [games * self.noise] * len(mean), **known}
-            )
-        return {"cells": cells}
+            games, n = task.games_per_cell, len(mean)
+            cells.append(PayoffCell(games, tuple(mean), (games * self.noise,) * n, (0,) * n, exact=not self.noise))
+        return PlayResult(tuple(cells))
 
     def assess(self, task):
-        gap = self.nash_conv(task.payload["strategies"])
-        return {"nash_conv": gap, "exploitability": gap / len(self.players), "values": []}
+        gap = self.nash_conv(task.strategies)
+        return AssessResult(nash_conv=gap, exploitability=gap / len(self.players), values=())
 
     def nash_conv(self, mixes):
         choices = [self.mixed(player, mixes[player]) for player in self.players]

@@ -13,9 +13,42 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from palestra.populations.tasks import ResultDict, Task
+import numpy as np
+
+from palestra.populations.tasks import Result, Task
 from palestra.seeding import derive_seed
+
+
+@dataclass(frozen=True)
+class Value(Result):
+    value: int
+
+
+@dataclass(frozen=True)
+class MakeTask(Task):
+    """Makes a member with the sum of the numbers of its parts, which are those of the leaves from `low` to `high`."""
+
+    kind = "train"
+    result_type = Value
+
+    low: int = 0
+    high: int = 0
+
+
+class LookTask(Task):
+    """Reads the number of a member."""
+
+    kind = "play"
+    result_type = Value
+
+
+class TotalTask(Task):
+    """Reads the number of the last member."""
+
+    kind = "assess"
+    result_type = Value
 
 
 class Sums:
@@ -24,42 +57,43 @@ class Sums:
     def __init__(self, leaves: int) -> None:
         self.leaves, self.total = leaves, None
         self.made: set[str] = set()
-        self.heard: list[tuple[str, ResultDict]] = []
+        self.heard: list[tuple[str, Result]] = []
 
     def initial_tasks(self) -> Sequence[Task]:
         return [self._make(i, i + 1) for i in range(self.leaves)]
 
-    def on_result(self, task: Task, result: ResultDict) -> Sequence[Task]:
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
+        assert isinstance(result, Value)
         self.heard.append((task.name, result))
         if task.kind == "assess":
-            self.total = result["value"]
-        if task.kind != "train":
+            self.total = result.value
+        if not isinstance(task, MakeTask):
             return []
-        low, high = task.payload["low"], task.payload["high"]
+        low, high = task.low, task.high
         self.made.add(task.output_member)
         last = high - low == self.leaves
-        look = Task(
-            f"{'assess' if last else 'play'}/{task.output_member}",
-            "assess" if last else "play",
-            {},
-            (task.output_member,),
-        )
+        kind = TotalTask if last else LookTask
+        look = kind(f"{kind.kind}/{task.output_member}", members=(task.output_member,))
         whole = self._above(low, high)
         return [look, *([whole] if not last and {*whole.members} <= self.made else [])]
 
-    def task_metrics(self, task: Task, result: ResultDict) -> Mapping[str, Mapping[str, float]]:
+    def task_metrics(self, task: Task, result: Result) -> Mapping[str, Mapping[str, float]]:
         return {"team": {"made": len(self.made)}} if task.output_member else {}
 
-    def _above(self, low: int, high: int) -> Task:
+    def _above(self, low: int, high: int) -> MakeTask:
         """The task that adds this member to its neighbour."""
         width = high - low
         start = low - low % (2 * width)
         return self._make(start, start + 2 * width)
 
-    def _make(self, low: int, high: int) -> Task:
+    def _make(self, low: int, high: int) -> MakeTask:
         middle = (low + high) // 2
         parts = (f"sum-{low}-{middle}", f"sum-{middle}-{high}") if high - low > 1 else ()
-        return Task(f"train/sum-{low}-{high}", "train", {"low": low, "high": high}, parts, f"sum-{low}-{high}")
+        return make(f"sum-{low}-{high}", low, high, parts)
+
+
+def make(member: str, low: int = 0, high: int = 0, parts: tuple[str, ...] = ()) -> MakeTask:
+    return MakeTask(f"train/{member}", low, high, members=parts, output_member=member)
 
 
 def expected(leaves: int) -> int:
@@ -84,7 +118,7 @@ class Adder:
     bad: str = ""
     begun: str = ""
 
-    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Value:
         if self.begun:
             Path(self.begun, f"{task.name.replace('/', ' ')}.{os.getpid()}").touch()
         time.sleep(self.seconds + self.slow.get(task.name, 0.0))
@@ -96,7 +130,7 @@ class Adder:
         if out:
             (out / "deep").mkdir()
             (out / "deep" / "number").write_text(str(value))
-        return {"value": value}
+        return Value(value)
 
     def _die(self, task: Task) -> None:
         died = len(list(Path(self.bodies).glob(f"{task.output_member}.*"))) if task.name in self.fatal else 0
@@ -105,19 +139,61 @@ class Adder:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class OddResult(Result):
+    pair: tuple[int, ...]
+    number: float | None
+    by_name: dict[str, Any]
+
+
+class OddTask(Task):
+    kind = "play"
+    result_type = OddResult
+
+
 class Odd:
     """A worker whose results JSON has other names for, or cannot tell."""
 
-    def run_task(self, task: Task, *_: object) -> ResultDict:
-        return {"pair": (1, 2), 3: float("nan"), "thing": object() if task.name == "bad" else None}
+    def run_task(self, task: Task, *_: object) -> Result:
+        if task.name == "other":
+            return Value(1)
+        return OddResult(
+            (1, 2), float("nan"), {"3": np.float64(0.5), "thing": object() if task.name == "bad" else None}
+        )
+
+
+@dataclass(frozen=True)
+class ProcessInfo(Result):
+    pid: int
+    parent: int
+    threads: str | None
+
+
+@dataclass(frozen=True)
+class TellTask(Task):
+    """Takes so many seconds."""
+
+    kind = "play"
+    result_type = ProcessInfo
+
+    seconds: float = 0.0
+
+
+class TellToTrain(TellTask):
+    kind = "train"
+
+
+class TellToAssess(TellTask):
+    kind = "assess"
 
 
 class Teller:
     """A worker that says which process it is, and whose, and how many threads it is to use."""
 
-    def run_task(self, task: Task, *_: object) -> ResultDict:
-        time.sleep(task.payload.get("seconds", 0.0))
-        return {"pid": os.getpid(), "parent": os.getppid(), "threads": os.environ.get("OMP_NUM_THREADS")}
+    def run_task(self, task: Task, *_: object) -> ProcessInfo:
+        assert isinstance(task, TellTask)
+        time.sleep(task.seconds)
+        return ProcessInfo(os.getpid(), os.getppid(), os.environ.get("OMP_NUM_THREADS"))
 
 
 def cannot() -> Adder:

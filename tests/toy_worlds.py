@@ -1,4 +1,4 @@
-"""A toy world whose next observation follows from this one and the answer, so that it can be foretold."""
+"""A toy world whose next observation follows from this one and the answer, so that it can be predicted."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ import torch
 from peers import zoo
 from peers.timing import CYCLES, Spec, measure, tell, told
 
-from palestra.builders.vector import VectorConfig, check_vector_run
+from palestra.builders.vector import check_vector_run
+from palestra.builders.vector_config import VectorConfig
 from palestra.config import validate
 from palestra.policies.vector import UniformVectorPolicy
 
@@ -30,7 +31,7 @@ FOREVER = 10**12
 def env_of(spec: Spec) -> dict[str, Any]:
     """Ours, or one of PettingZoo through our adapter."""
     if spec.env == "simple_spread":
-        return {"type": "simple_spread", "cycles": CYCLES}
+        return {"type": "simple_spread", "max_cycles": CYCLES}
     adapter = "palestra.envs.vector.pettingzoo:PettingZooEnv"
     return {"type": adapter, "env": zoo.FUNCTIONS[spec.env], "options": zoo.options(spec.env)}
 

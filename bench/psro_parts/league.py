@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from palestra.builders.vector import make_vector_env
+from palestra.builders.vector_envs import make_vector_env
 from palestra.config import dump, validate
 from palestra.launch.population import PopulationConfig, build_population, run_population
 from palestra.learners.nets import read_frozen_member

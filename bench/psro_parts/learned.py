@@ -30,7 +30,7 @@ from palestra.files import read_lines
 from palestra.launch.population import PopulationConfig, build_population, run_population
 from palestra.populations.scheduler import PlanCallback
 from palestra.populations.solvers import Nash
-from palestra.populations.tasks import Task
+from palestra.populations.tasks import Opponents, TrainTask
 from palestra.runs import Run
 from palestra.tabular.best_response import best_response
 from palestra.tabular.double_oracle import psro
@@ -156,9 +156,10 @@ def response(worker: NetWorker, policy: np.ndarray, seat: int, seed: int) -> tup
         members = {met: Path(root) / met, name: Path(root) / name}
         write_table(members[met], policy)
         members[name].mkdir()
-        order = {"player": SEATS[seat], "opponents": {SEATS[1 - seat]: {met: 1.0}}}
+        opponents = Opponents({SEATS[1 - seat]: {met: 1.0}})
+        task = TrainTask(f"train/{name}", player=SEATS[seat], opponents=opponents, output_member=name)
         start = time.process_time()
-        worker.run_task(Task(f"train/{name}", "train", order, output_member=name), members, members[name])
+        worker.run_task(task, members, members[name])
         spent = time.process_time() - start
         joined, own = policy.copy(), tree.player_rows(seat)
         joined[own] = worker.loader.policy(name, members)[own]

@@ -25,11 +25,24 @@ from palestra.backends.inline import InlineBackend
 from palestra.backends.local import LocalBackend
 from palestra.backends.ray.workers import RayBackend
 from palestra.populations.scheduler import run_plan
-from palestra.populations.tasks import Backend, ResultDict, Task, WorkerFactory
+from palestra.populations.tasks import Backend, Opponents, PlayResult, PlayTask, Result, Task, TrainTask, WorkerFactory
 from palestra.runs import Run
 from palestra.workers.net_oracle import NetOracle, NetWorker
 
 SEATS = ("player_0", "player_1")
+
+
+class EmptyTask(Task):
+    """A `play` task without output."""
+
+    kind = "play"
+    result_type = Result
+
+
+class MemberTask(EmptyTask):
+    """A `train` task, whose output is a member."""
+
+    kind = "train"
 
 
 class Chain:
@@ -39,26 +52,28 @@ class Chain:
         self.length, self.kind = length, kind
         self.times: list[float] = []
 
-    def begin(self) -> Sequence[Task]:
+    def initial_tasks(self) -> Sequence[Task]:
         self.times.append(time.perf_counter())
         return [self._task(0)]
 
-    def finished(self, task: Task, result: ResultDict) -> Sequence[Task]:
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
         self.times.append(time.perf_counter())
         number = len(self.times) - 1
         return [self._task(number)] if number < self.length else []
 
     def _task(self, number: int) -> Task:
-        return Task(f"{self.kind}/{number}", self.kind, output_member=f"m-{number}" if self.kind == "train" else "")
+        if self.kind == "train":
+            return MemberTask(f"train/{number}", output_member=f"m-{number}")
+        return EmptyTask(f"play/{number}")
 
 
 class Nothing:
     """A worker that does nothing; a member that it makes has the size of a small network."""
 
-    def do(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
         if out:
             (out / "policy.safetensors").write_bytes(b"x" * 50_000)
-        return {"value": 0.0}
+        return Result()
 
 
 def overhead(make: Callable[[WorkerFactory], Backend], kind: str = "play", tasks: int = 100) -> float:
@@ -89,16 +104,17 @@ def leduc(games: int = 512) -> WorkerFactory:
     return partial(NetWorker, oracle, SEATS)
 
 
-def some_members(folder: Path, each: int = 3) -> list[list[str]]:
+def some_members(folder: Path, each: int = 3) -> list[tuple[str, str]]:
     """Cells of a payoff table of barely trained networks, whose files lie in `folder`."""
     names = {seat: [f"{seat}-{number}" for number in range(each)] for seat in SEATS}
     worker = leduc()()
     for seat, other in (SEATS, SEATS[::-1]):
         for name in names[seat]:
-            order = {"player": seat, "opponents": {other: {"uniform": 1.0}}}
+            opponents = Opponents({other: {"uniform": 1.0}})
             (folder / name).mkdir()
-            worker.run_task(Task(f"train/{name}", "train", order, output_member=name), {}, folder / name)
-    return [[one, two] for one in names[SEATS[0]] for two in names[SEATS[1]]]
+            task = TrainTask(f"train/{name}", player=seat, opponents=opponents, output_member=name)
+            worker.run_task(task, {}, folder / name)
+    return [(one, two) for one in names[SEATS[0]] for two in names[SEATS[1]]]
 
 
 def warm(backend: Backend, task: Task) -> None:
@@ -112,18 +128,21 @@ def warm(backend: Backend, task: Task) -> None:
             backend.wait(None if busy else 1.0)
 
 
-def games_per_s(backend: Backend, folder: Path, cells: list[list[str]], tasks: int = 16, games: int = 2000) -> float:
+def games_per_s(
+    backend: Backend, folder: Path, cells: list[tuple[str, str]], tasks: int = 16, games: int = 2000
+) -> float:
     """How fast a backend, whose workers have started, plays `games` of each cell in each of `tasks`."""
     members = tuple(sorted({name for cell in cells for name in cell}))
     for name in members:
         backend.add_member(name, folder / name)
-    warm(backend, Task("play/warm", "play", {"cells": cells, "games": 10}, members))
+    warm(backend, PlayTask("play/warm", cells=tuple(cells), games_per_cell=10, members=members))
     start = time.perf_counter()
     for number in range(tasks):
-        backend.submit(Task(f"play/{number}", "play", {"cells": cells, "games": games}, members))
+        backend.submit(PlayTask(f"play/{number}", cells=tuple(cells), games_per_cell=games, members=members))
     done = [backend.wait() for _ in range(tasks)]
     seconds = time.perf_counter() - start
-    return sum(cell["games"] for found in done if found for cell in found.result["cells"]) / seconds
+    results = [found.result for found in done if found]
+    return sum(cell.games for result in results if isinstance(result, PlayResult) for cell in result.payoffs) / seconds
 
 
 def ray_speedup(repeats: int = 5) -> dict[str, float]:

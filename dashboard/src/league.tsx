@@ -79,7 +79,7 @@ export function Timeline({ stretches }: { stretches: Stretch[] }) {
           return (
             <rect class={`hue${row % 7}`} x={x(from)} y={row * 22 + 4} width={Math.max(2, x(from + long) - x(from) - 1)} height="14" rx="2">
               <title>
-                {`${one.makes}${one.start ? `, from ${one.start}` : ""}; ${duration(one.seconds)}; return ${num(one.return)}; met ${Object.entries(one.opponents).map(([name, share]) => `${name} ${percent(share)}`).join(", ")}`}
+                {`${one.member}${one.start ? `, from ${one.start}` : ""}; ${duration(one.seconds)}; return ${num(one.return)}; met ${Object.entries(one.opponents).map(([name, share]) => `${name} ${percent(share)}`).join(", ")}`}
               </title>
             </rect>
           );

@@ -125,9 +125,9 @@ function Question({ game, path }: { game: GameState; path: string }) {
           A tool is called so: <code>{'<tool_call>{"name": "…", "arguments": {…}}</tool_call>'}</code>
         </p>
       )}
-      {game.legal.length > 0 && (
+      {game.legal_actions.length > 0 && (
         <div class="moves" role="group" aria-label="what you may say">
-          {game.legal.map((word) => (
+          {game.legal_actions.map((word) => (
             <button type="button" key={word} disabled={sending} onClick={() => answer(word)}>
               {word}
             </button>
@@ -135,8 +135,8 @@ function Question({ game, path }: { game: GameState; path: string }) {
         </div>
       )}
       <label class="say">
-        <span class="label">{game.legal.length ? "or in your words" : "your answer"}: Enter sends, Shift+Enter begins a line</span>
-        <textarea ref={field} rows={game.legal.length ? 1 : 2} value={text} onInput={(event) => setText(event.currentTarget.value)} onKeyDown={keys} spellcheck={false} autocapitalize="off" />
+        <span class="label">{game.legal_actions.length ? "or in your words" : "your answer"}: Enter sends, Shift+Enter begins a line</span>
+        <textarea ref={field} rows={game.legal_actions.length ? 1 : 2} value={text} onInput={(event) => setText(event.currentTarget.value)} onKeyDown={keys} spellcheck={false} autocapitalize="off" />
       </label>
       <button class="main" disabled={sending || !text.trim()}>
         send

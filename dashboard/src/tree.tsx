@@ -72,7 +72,7 @@ function Box({ node, x, y, largest, selected, onLine, choose }: BoxProps) {
   const advantage = strongest(seats.map(([, seat]) => seat.advantage));
   const acting = seats.filter(([, seat]) => seat.draw !== undefined);
   const came = acting.length > 1 ? acting.slice(0, 3).map(([, seat]) => signed((seat.reward ?? 0) + node.team, 1)).join(" / ") : `${signed(seats.reduce((sum, [, seat]) => sum + (seat.reward ?? 0), 0) + node.team)}${advantage === null ? "" : ` · A ${signed(advantage)}`}`;
-  const end = node.over ? (node.success === null ? "■" : node.success ? "✓" : "○") : "";
+  const end = node.done ? (node.success === null ? "■" : node.success ? "✓" : "○") : "";
   const names = acting.map(([name]) => name);
   const who = (names.length ? names : seats.map(([name]) => name)).map((name) => name.slice(0, names.length > 1 ? 4 : 9)).join("+");
   const kind = ["node", node.chosen ? "kept" : "tried", selected ? "selected" : "", onLine ? "on" : ""].join(" ");

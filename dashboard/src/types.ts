@@ -91,7 +91,7 @@ export interface TreeNode {
   parent: number | null;
   depth: number;
   chosen: boolean;
-  over: boolean;
+  done: boolean;
   truncated: boolean;
   success: boolean | null;
   team: number;
@@ -151,7 +151,7 @@ export interface GameState {
   now: "asked" | "waiting" | "over";
   role: string;
   rules: string;
-  legal: string[];
+  legal_actions: string[];
   line: Joint[];
   end: Outcome | null;
 }
@@ -188,7 +188,7 @@ export interface Rating {
 
 export interface Stretch {
   learner: string;
-  makes: string;
+  member: string;
   start: string | null;
   from: Num;
   seconds: Num;

@@ -15,7 +15,7 @@ from palestra.agents.trained_agent import TrainedAgent
 from palestra.config import Tree, load
 from palestra.engine.models import SHIPPED_BASES_DIR
 from palestra.files import read_lines
-from palestra.report.run_report import group_lines, wilson_interval
+from palestra.runs.series import group_lines, success_interval
 
 HUB_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -105,16 +105,11 @@ def _results(exams: dict[str, list[Tree]]) -> list[str]:
 
 def _row(name: str, lines: list[Tree]) -> list[str]:
     first, last = (lines[0] if lines[0]["step"] < 0 else None), lines[-1]
-    told: list[tuple[str, Callable[[Tree], str]]] = [("success", _share)] if "success" in last else []
+    told: list[tuple[str, Callable[[Tree], str]]] = [("success", success_interval)] if "success" in last else []
     told += [("return", lambda line: f"{line['return']:.2f}")] if "return" in last else []
     told += [(f"return of {seat}", partial(_own, seat)) for seat in last.get("returns", {})]
     head = f"| {_cell(name)} | {last['episodes']:.0f} |"
     return [f"{head} {_cell(key)} | {tell(first) if first else '-'} | {tell(last)} |" for key, tell in told]
-
-
-def _share(line: Tree) -> str:
-    low, high = wilson_interval(line["success"] * line["episodes"], line["episodes"])
-    return f"{line['success']:.1%} [{low:.1%}, {high:.1%}]"
 
 
 def _own(seat: str, line: Tree) -> str:

@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 from palestra.builders.engines import Engines
 from palestra.builders.text import seat_policies
-from palestra.builders.text_config import FrozenConfig, TextConfig
+from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import FrozenConfig
 from palestra.config import Tree, load, validate
 from palestra.envs import is_vectorised, make_env
 from palestra.evaluation.evaluate import find_checkpoint
-from palestra.files import path_inside, read_lines
+from palestra.files import path_inside
 from palestra.policies.lm import LanguagePolicy
+from palestra.populations.task_json import TASKS_FILE, read_records
 from palestra.runs import Checkpoint
 
 AGENT_FILE = "palestra.json"  # in a published folder: name, version, role and text settings
@@ -134,7 +136,7 @@ def _members(path: Path, tree: Tree) -> dict[str, TrainedAgent]:
     """Returns the frozen members of a population that have weights."""
     listed = path / "population.json"
     lines = json.loads(listed.read_text()) if listed.exists() else []
-    made = {line["makes"] for line in read_lines(path / "tasks.jsonl") if line.get("makes")}
+    made = {record.task.output_member for record in read_records(path / TASKS_FILE)} - {""}
     kept = {name: path_inside(path / "members", name) for name in [line["name"] for line in lines] or sorted(made)}
     players = {line["name"]: line["player"] for line in lines}
     speech = _told(tree)

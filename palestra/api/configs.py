@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from palestra.builders.text_config import FrozenConfig, LoraWithTeacherConfig
+from palestra.builders.text_policies import FrozenConfig, LoraWithTeacherConfig
 from palestra.learners.lm import FullPolicyConfig
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,15 +22,18 @@ import pyarrow as pa
 
 from palestra.config import Tree, load
 from palestra.files import read_lines
-from palestra.populations.scheduler import TASKS_FILE
-from palestra.report.charts import RunLogs, eval_table, metric_charts
+from palestra.populations.task_json import TASKS_FILE
 from palestra.report.episodes import episode_html
 from palestra.report.html import details, escape_text
 from palestra.report.page import metric_tiles
-from palestra.report.population import payoff_heat_map, standings_table
+from palestra.report.population import payoff_figure, standings_table
 from palestra.report.population_data import PopulationRecord, read_record
+from palestra.report.run_charts import metric_charts
 from palestra.report.style import STYLE
+from palestra.report.tables import eval_table
 from palestra.runs import load_episodes, read_episodes
+from palestra.runs.series import RunLogs
+from palestra.runs.settings import flatten_tree
 from palestra.types import Episode
 
 if TYPE_CHECKING:
@@ -130,7 +133,7 @@ class TrainedRun:
         """Draws the curves of the run, or of a population its payoffs, to a PNG in its folder, which a notebook
         shows."""
         from palestra.report.population_plots import plot_population
-        from palestra.report.run_report import plot_run
+        from palestra.report.run_charts import plot_run
 
         return Picture((plot_run if self.population is None else plot_population)(self.path))
 
@@ -162,7 +165,7 @@ class TrainedRun:
 
     @property
     def recorded_steps(self) -> list[int]:
-        """The steps whose episodes were saved, counted from 0."""
+        """The steps whose episodes were saved, by their numbers in metrics.jsonl."""
         return sorted(int(path.stem.removeprefix("step-")) for path in (self.path / "episodes").glob("step-*.parquet"))
 
     def episodes(self, step: int | None = None) -> pa.Table:
@@ -219,18 +222,10 @@ def _frame(lines: list[Tree]) -> Any:
 
 def lines_to_table(lines: list[Tree]) -> pa.Table:
     """Returns log lines as a table with the union of their keys; nested keys are joined: "returns.planner"."""
-    rows = [dict(_flat(line)) for line in lines]
+    rows = [{key: value for key, value in flatten_tree(line).items() if value != {}} for line in lines]
     return pa.table(
         {key: _column([row.get(key) for row in rows]) for key in dict.fromkeys(k for row in rows for k in row)}
     )
-
-
-def _flat(line: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in line.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}{key}.")
-        else:
-            yield f"{name}{key}", value
 
 
 def _column(values: list[Any]) -> pa.Array:
@@ -247,7 +242,7 @@ def population_html(record: PopulationRecord) -> str:
         ranks = standings_table(record)
     except ValueError as error:  # no games, or of more than two seats
         ranks = f"<p class=soft>No standings: {escape_text(error)}</p>"
-    return payoff_heat_map(record) + ranks
+    return payoff_figure(record) + ranks
 
 
 def _dressed(inside: str) -> str:

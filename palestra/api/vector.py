@@ -9,10 +9,10 @@ from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
-from palestra.builders.vector import FrozenNetConfig as Frozen
-from palestra.builders.vector import RandomActionsConfig as Random
-from palestra.builders.vector import ScriptConfig as Script
-from palestra.builders.vector import TrainedNetConfig as Net
+from palestra.builders.vector_config import FrozenNetConfig as Frozen
+from palestra.builders.vector_config import RandomActionsConfig as Random
+from palestra.builders.vector_config import ScriptConfig as Script
+from palestra.builders.vector_config import TrainedNetConfig as Net
 
 __all__ = [
     "A2C",

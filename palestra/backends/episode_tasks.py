@@ -1,5 +1,5 @@
-"""Episodes as tasks: a step's episodes are divided into slices, which workers play. `oracles/play.py` is the worker's
-side.
+"""Episodes as tasks: a step's episodes are divided into slices, which workers play.
+`workers/rollout_worker.py` is the worker's side.
 
 A slice is one task. It lists its episodes by number, which determines everything drawn in them, and the members that
 play: each learner's current weights, published under its version (`planner@12`) when a slice first needs them, and
@@ -17,13 +17,13 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from palestra.backends.async_backend import AsyncBackend
 from palestra.learners.lm import LanguageLearner
-from palestra.populations.tasks import Task
+from palestra.populations.tasks import Result, Task
 from palestra.rollouts.sources import SUCCESS_KEY, EnvSource, EpisodeCallback
 from palestra.rollouts.tree_rollout import Branching
 from palestra.runs.worker_stats import worker_stats
@@ -31,6 +31,44 @@ from palestra.training.loop import Evaluation
 from palestra.types import AlgorithmState, Episode, Metrics
 
 EPISODES_FILE = "episodes.pickle"  # a slice's output; pickle keeps answers that siblings share as one object
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodesResult(Result):
+    """Result of a slice, whose episodes are in its output folder: their number, CPU time of the worker's process in
+    seconds, and the counters of further workers that it used (`runs/worker_stats.py`)."""
+
+    episodes: int
+    cpu_s: float
+    worker_stats: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodesTask(Task):
+    """Plays the episodes with these numbers. `settings` are the configs of the learners, by name."""
+
+    kind = "play"
+    result_type = EpisodesResult
+
+    numbers: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTask(EpisodesTask):
+    """Plays episodes of stage number `stage`. `success` is the running success of each of its envs."""
+
+    stage: int
+    branching: Branching
+    success: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalTask(EpisodesTask):
+    """Plays episodes of the evaluation called `evaluation`."""
+
+    evaluation: str
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -74,15 +112,18 @@ class EpisodeDispatcher:
         """Undoes one `acquire`."""
         self._needed -= Counter(versions.members)
 
-    async def play(self, versions: PolicyVersions, payload: Mapping[str, Any]) -> list[Episode]:
-        """Runs one slice and returns its episodes. `versions` must be held."""
+    async def play(self, versions: PolicyVersions, task: EpisodesTask) -> list[Episode]:
+        """Runs one slice and returns its episodes; `task` is given its name, members and settings here. `versions` must
+        be held."""
         self.num_slices += 1
         name = f"slice-{self.num_slices}"
-        task = Task(name, "play", {**payload, "settings": versions.settings}, versions.members, output_member=name)
-        done = await self.backend.run_task(task)
-        worker_stats.merge(done.result.get("roll", []))
-        self.wall_s, self.cpu_s = self.wall_s + done.seconds, self.cpu_s + done.result["cpu_s"]
-        assert done.folder is not None
+        settings, members = versions.settings, versions.members
+        done = await self.backend.run_task(
+            replace(task, name=name, settings=settings, members=members, output_member=name)
+        )
+        assert isinstance(done.result, EpisodesResult) and done.folder is not None
+        worker_stats.merge(done.result.worker_stats)
+        self.wall_s, self.cpu_s = self.wall_s + done.seconds, self.cpu_s + done.result.cpu_s
         return await asyncio.to_thread(_taken, done.folder)
 
     def _names(self) -> dict[str, str]:
@@ -117,10 +158,11 @@ class DistributedSource:
     ) -> list[Episode]:
         """Returns the episodes with these numbers, in order, played by the learners' current weights."""
         cast = self.dispatcher.publish_current()
-        order = {"stage": self.stage, "branching": asdict(branching), "measured": dict(memory.get(SUCCESS_KEY, {}))}
-        key = repr((cast.members, order))
+        success = dict(memory.get(SUCCESS_KEY, {}))
+        task = RolloutTask("", stage=self.stage, branching=branching, success=success)
+        key = repr((cast.members, task))
         if key not in self._asked:
-            self._asked[key] = PendingEpisodes(self.dispatcher, cast, order, self.slice_size)
+            self._asked[key] = PendingEpisodes(self.dispatcher, cast, task, self.slice_size)
             asyncio.get_running_loop().call_soon(self._begin, key)
         return list(await asyncio.gather(*(self._asked[key].add(number, on_episode) for number in numbers)))
 
@@ -137,8 +179,8 @@ class DistributedSource:
 class PendingEpisodes:
     """Episodes requested together. Each is reported to its callback, and its future is set, when its slice is done."""
 
-    def __init__(self, troupe: EpisodeDispatcher, cast: PolicyVersions, order: Mapping[str, Any], size: int) -> None:
-        self.dispatcher, self.versions, self.payload, self.size = troupe, cast, order, size
+    def __init__(self, troupe: EpisodeDispatcher, cast: PolicyVersions, task: EpisodesTask, size: int) -> None:
+        self.dispatcher, self.versions, self.task, self.size = troupe, cast, task, size
         self._asked: dict[int, tuple[asyncio.Future[Episode], EpisodeCallback]] = {}
         troupe.acquire(cast)
 
@@ -158,7 +200,7 @@ class PendingEpisodes:
     async def _slice(self, numbers: Sequence[int]) -> None:
         waiting = [self._asked[number] for number in numbers]
         try:
-            episodes = await self.dispatcher.play(self.versions, {**self.payload, "numbers": list(numbers)})
+            episodes = await self.dispatcher.play(self.versions, replace(self.task, numbers=tuple(numbers)))
         except Exception as error:
             for future, _ in waiting:
                 if not future.done():
@@ -181,10 +223,10 @@ class DistributedEval(Evaluation):
     async def play(self, seed: int) -> list[Episode]:
         cast = self.dispatcher.publish_current()
         parts = split_into_slices(range(self.episodes), self.slice_size)
-        orders = [{"exam": self.name, "seed": seed, "numbers": list(part)} for part in parts]
+        tasks = [EvalTask("", evaluation=self.name, seed=seed, numbers=tuple(part)) for part in parts]
         self.dispatcher.acquire(cast)
         try:
-            played = await asyncio.gather(*(self.dispatcher.play(cast, order) for order in orders))
+            played = await asyncio.gather(*(self.dispatcher.play(cast, task) for task in tasks))
         finally:
             self.dispatcher.release(cast)
         return [episode for part in played for episode in part]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from palestra.files import to_json_line
-from palestra.populations.tasks import ResultDict, Task, Worker
+from palestra.populations.task_json import through_json
+from palestra.populations.tasks import Result, Task, Worker
 from palestra.rollouts.failures import ErrorText, RunFailed, describe_error
 
 MAX_ATTEMPTS = 3  # worker deaths at one task, or in a row before a worker is ready, that end the run
@@ -69,16 +68,16 @@ def pickling_error(error: Exception) -> ValueError:
     return ValueError(f"what makes a worker cannot be sent to another process ({error}): {fix}")
 
 
-def run_timed(worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[ResultDict, float]:
+def run_timed(worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[Result, float]:
     """Runs a task; returns its result, after a round trip through JSON, and the seconds it took."""
     start = time.perf_counter()
-    result: ResultDict = json.loads(to_json_line(worker.run_task(task, members, out)))
+    result = through_json(worker.run_task(task, members, out), task)
     return result, time.perf_counter() - start
 
 
 def run_or_fault(
     worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None
-) -> tuple[ResultDict, float] | ErrorText:
+) -> tuple[Result, float] | ErrorText:
     """Like `run_timed`, but returns an exception as a `ErrorText`, which can always be pickled."""
     try:
         return run_timed(worker, task, members, out)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.builders.text_config import FrozenConfig, TextConfig
+from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import FrozenConfig
 from palestra.engine.checkpoints import load_adapter, load_full_model
 from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup, join_process_group
 from palestra.engine.fsdp import shard_engine

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.builders.engines import Engines, build_engines
 from palestra.builders.seats import resolve_seats
-from palestra.builders.text_config import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig, TextConfig
+from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy

@@ -25,83 +25,18 @@ from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.ppo import PPO
 from palestra.algorithms.text.sft import SFT
 from palestra.backends.config import RolloutBackendConfig
-from palestra.config import RunName, StrictModel, check_policy_names, validate
+from palestra.builders.run_config import EvalConfig, RunConfig
+from palestra.builders.text_policies import HumanConfig, PolicyConfig
+from palestra.config import StrictModel, validate
 from palestra.engine.sampler import SamplingConfig
-from palestra.learners.lm import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
-from palestra.policies.endpoint import EndpointConfig
+from palestra.learners.lm import FullPolicyConfig
 from palestra.remote.samplers.config import SamplerConfig
 from palestra.rollouts.dataset import Data
 from palestra.rollouts.sources import Curriculum
-from palestra.sinks.base import SinkConfigs
-from palestra.types import TEAM, Seat
+from palestra.types import TEAM
 
 # Keys of a policy that decide which weights it has: a stage cannot change them.
 WEIGHT_KEYS = {"type", "base", "rank", "alpha", "target_modules", "dtype", "seed", "path"}
-
-
-class LoraWithTeacherConfig(LoraPolicyConfig):
-    """A trained LoRA adapter, optionally with a teacher policy that acts in its place (on-line imitation)."""
-
-    teacher: str | None = None
-    """Name of the policy that acts at this policy's seats; this policy is trained on its answers. The teacher must be
-    one of `policies` and have no teacher itself, and the algorithm must be `sft`. Null: no teacher."""
-
-
-class FrozenConfig(LMPolicyConfig):
-    """A language model policy that is not trained."""
-
-    type: Literal["frozen"] = "frozen"
-    """Selects this policy type."""
-    path: str | None = None
-    """Folder of a saved adapter or full model. Null: the base model without an adapter."""
-
-
-class RandomConfig(StrictModel):
-    """A random policy: uniform over the legal actions if the env lists them, else random words."""
-
-    type: Literal["random"] = "random"
-    """Selects this policy type."""
-    words: list[str] = ["up", "down", "left", "right"]
-    """Vocabulary for envs that list no legal actions."""
-    length: int = Field(3, ge=1, le=10_000)
-    """Largest number of words in an answer made from `words`; the number is uniform from 1 to `length`."""
-
-
-class ScriptedConfig(StrictModel):
-    """A policy with fixed answers."""
-
-    type: Literal["scripted"] = "scripted"
-    """Selects this policy type."""
-    answers: list[str] = Field(min_length=1)
-    """The answers, one per turn of a trajectory; after the last one the list starts over."""
-
-
-class ExpertConfig(StrictModel):
-    """The env's built-in expert, which has access to the solution. Use it to record or imitate demonstrations, not as
-    an opponent in evaluations. Not every env has one."""
-
-    type: Literal["expert"] = "expert"
-    """Selects this policy type."""
-
-
-class HumanConfig(StrictModel):
-    """A person who types the answers at the terminal."""
-
-    type: Literal["human"] = "human"
-    """Selects this policy type."""
-
-
-PolicyConfig = Annotated[
-    LoraWithTeacherConfig
-    | FullPolicyConfig
-    | FrozenConfig
-    | EndpointConfig
-    | RandomConfig
-    | ScriptedConfig
-    | ExpertConfig
-    | HumanConfig,
-    Field(discriminator="type"),
-]
 
 
 def _own_algorithm(tree: Any, known: ValidatorFunctionWrapHandler) -> Any:
@@ -132,17 +67,11 @@ TextAlgorithmConfig = Annotated[
 ]
 
 
-class EvalConfig(StrictModel):
-    """A held-out evaluation, played before training, after training and optionally in between."""
+class TextEvalConfig(EvalConfig):
+    """A held-out evaluation of language agents."""
 
     base_env: str | None = None
     """Name of the training env to evaluate in, if the run has several `envs`. Null: the first one."""
-    seats: dict[Seat, str] = {}
-    """Maps seats to policies where the evaluation differs from training, for instance to play a fixed opponent."""
-    episodes: int = Field(100, ge=1, le=1_000_000)
-    """Number of episodes, on instances 0 to `episodes` - 1 of the env."""
-    every: int = Field(0, ge=0)
-    """Training steps between evaluations. 0: only before and after training."""
     env: dict[str, Any] | None = None
     """Env options that differ from training. Null: `split: dev` if the env has splits, else no change."""
 
@@ -182,7 +111,7 @@ class StageConfig(StrictModel):
     policy has (type, base, rank, alpha, targets, dtype, seed, path) cannot change."""
 
 
-class TextConfig(StrictModel):
+class TextConfig(RunConfig):
     """A training run of language agents.
 
     Each of `steps` steps plays `episodes` episodes in `env` (or in several `envs`), or reads them from `data`, and
@@ -190,10 +119,8 @@ class TextConfig(StrictModel):
     another number of processes.
     """
 
-    name: RunName = "run"
-    """Name of the run's folder. If it exists, -2, -3, ... is appended."""
-    seed: int = 0
-    """Seed of everything random in the run, from instances to sampling."""
+    reserved_names = (TEAM, "base")  # "base": the base model without an adapter
+
     steps: int = Field(100, ge=1)
     """Number of training steps, per stage if there are stages."""
     episodes: int = Field(32, ge=1, le=1_000_000)
@@ -209,25 +136,15 @@ class TextConfig(StrictModel):
     """Files to train on instead of playing: a path, or a list of paths or entries. A step reads its episodes from
     them."""
     policies: dict[str, PolicyConfig]
-    """The policies by name. A policy called `default` plays every seat that has no policy of its own."""
-    seats: dict[Seat, str] = {}
-    """Maps seats to policies where the names differ. Keys may contain the wildcards `*` and `?`; an exact name takes
-    precedence over a pattern, an earlier pattern over a later one. A seat that matches no key gets the policy of its
-    own name, else `default`, else the only policy."""
     algorithm: TextAlgorithmConfig = GRPO()
     """Training algorithm: `type` is grpo, dpo, ppo, sft, or "module:Class" for a subclass of TextAlgorithm."""
     stages: list[StageConfig] = []
     """Stages that the run goes through in order, training the same weights. Empty: one stage with the run's own
     settings."""
-    evals: dict[str, EvalConfig] = {}
-    """Held-out evaluations by name."""
+    evals: dict[str, TextEvalConfig] = {}
     eval_sampling: dict[str, Any] = {}
     """Changes to the sampling of language model policies in evaluations, for instance `temperature: 0`."""
     checkpoint_every: int = Field(10, ge=1)
-    """Training steps between checkpoints. The newest two are kept."""
-    keep_every: int = Field(0, ge=0)
-    """Training steps between checkpoints that are kept permanently; use a multiple of `checkpoint_every`. 0: only the
-    last one of the run."""
     save_episodes_every: int = Field(1, ge=0)
     """Training steps between those whose episodes are written to the run's `episodes` folder. 0: none."""
     staleness: int = Field(0, ge=0, le=10_000)
@@ -237,8 +154,6 @@ class TextConfig(StrictModel):
     max_failed: float = Field(0.5, ge=0, le=1)
     """Largest share of failed episodes in a step or evaluation, from 0 to 1; above it the run ends with an error. 1:
     never end."""
-    sinks: SinkConfigs = []
-    """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
     engine: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
     """URL of a server (`palestra serve`, Tinker, MinT) that trains and samples instead of this process. Null: this
     process."""
@@ -307,12 +222,6 @@ class TextConfig(StrictModel):
             changes |= {"envs": games} if self.envs else {"env": self.env | stage.env}
             yield validate(TextConfig, whole | changes | {"policies": policies})
 
-    @field_validator("policies")
-    @classmethod
-    def _named(cls, policies: dict[str, Any]) -> dict[str, Any]:
-        check_policy_names(policies, TEAM, "base")  # reserved: metrics of all policies together, and the base model
-        return policies
-
     @field_validator("eval_sampling")
     @classmethod
     def _sampled(cls, changes: dict[str, Any]) -> dict[str, Any]:
@@ -330,8 +239,6 @@ class TextConfig(StrictModel):
             )
         for name in [*self.mix.weights, *(exam.base_env for exam in self.evals.values())]:
             self.env_config(name)
-        if unknown := {n for exam in self.evals.values() for n in exam.seats.values()} - set(self.policies):
-            raise ValueError(f'an evaluation seats "{min(unknown)}", but policies: names {", ".join(self.policies)}')
         return self
 
     @model_validator(mode="after")

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field, model_validator
 
-from palestra.algorithms.presets import VECTOR_PRESETS, expand_preset
-from palestra.algorithms.vector.a2c import A2C
-from palestra.algorithms.vector.coma import COMA
-from palestra.algorithms.vector.ddpg import DDPG, TD3
-from palestra.algorithms.vector.dqn import DQN
-from palestra.algorithms.vector.imitation import BC, GAIL
-from palestra.algorithms.vector.nfsp import NFSP
-from palestra.algorithms.vector.ppo import PPO
-from palestra.algorithms.vector.qmix import QMIX
-from palestra.algorithms.vector.sac import SAC
 from palestra.builders.seats import resolve_seats
-from palestra.config import RunName, StrictModel, check_policy_names
-from palestra.engine.malloc import check_fits_memory, keep_freed_memory
-from palestra.envs import VectorEnv, load_env_class, validate_env_options
+from palestra.builders.vector_config import (
+    FrozenNetConfig,
+    RandomActionsConfig,
+    ScriptConfig,
+    TrainedNetConfig,
+    VectorConfig,
+    VectorEvalConfig,
+)
+from palestra.builders.vector_envs import check_memory, make_own_envs, make_vector_env
+from palestra.engine.malloc import keep_freed_memory
+from palestra.envs import VectorEnv
 from palestra.learners.nets import NetLearner, NetPolicyConfig, read_policy
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.actors import ActorPool
@@ -35,7 +32,6 @@ from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.runs import Run, list_checkpoints
 from palestra.runs.null_run import NullRun
 from palestra.seeding import derive_seed
-from palestra.sinks.base import SinkConfigs
 from palestra.training.gradient_sync import (
     ProcessRank,
     all_gather,
@@ -45,149 +41,9 @@ from palestra.training.gradient_sync import (
 )
 from palestra.training.loop import Callback
 from palestra.training.vector_loop import VectorEval, VectorSetup, gather_single, restore_checkpoint, train_vector
-from palestra.types import TEAM, Seat
+from palestra.types import Seat
 
-MEASURE_ABOVE = 50_000_000  # transitions; above this the real size of one is measured
 DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
-
-
-class TrainedNetConfig(NetPolicyConfig):
-    """A neural-network policy that is trained."""
-
-    share_network: bool = True
-    """True: all seats of the policy share one network. False: each seat gets its own network, named after the seat."""
-
-
-class FrozenNetConfig(StrictModel):
-    """A policy that another run trained."""
-
-    type: Literal["frozen"] = "frozen"
-    """Selects this policy type."""
-    path: str
-    """RUN:NAME for policy NAME in the newest checkpoint of folder RUN, or the folder of a policy in a checkpoint."""
-    greedy: bool = False
-    """True: take the most probable action. False: sample actions."""
-
-
-class RandomActionsConfig(StrictModel):
-    """A random policy: uniform over legal actions."""
-
-    type: Literal["random"] = "random"
-    """Selects this policy type."""
-
-
-class ScriptConfig(StrictModel):
-    """A scripted player that the env provides."""
-
-    type: Literal["script"] = "script"
-    """Selects this policy type."""
-    script: str
-    """Name of the script; the docs of the env list them."""
-
-
-VectorPolicyConfig = Annotated[
-    TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
-]
-VectorAlgorithmConfig = Annotated[
-    PPO | A2C | DQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL,
-    Field(discriminator="type"),
-    BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
-]
-
-
-class VectorEvalConfig(StrictModel):
-    """A held-out evaluation in a vectorised env, played before training, after training and optionally in between."""
-
-    episodes: int = Field(100, ge=1, le=1_000_000)
-    """Number of episodes that count, spread equally over the env copies."""
-    every: int = Field(0, ge=0)
-    """Joint steps between evaluations, rounded up to log intervals. 0: only before and after training."""
-    greedy: bool = True
-    """True: trained policies act greedily. False: they sample actions as in training."""
-    env: dict[str, Any] = {}
-    """Env options that differ from training. They must not change seats or observation shapes."""
-    seats: dict[str, str] = {}
-    """Maps seats or patterns of seats to policies where the evaluation differs from training. Only policies that are
-    not trained can be assigned."""
-
-
-class VectorConfig(StrictModel):
-    """A training run of neural-network policies in a vectorised env."""
-
-    name: RunName = "run"
-    """Name of the run's folder. If it exists, -2, -3, ... is appended."""
-    seed: int = 0
-    """Seed of everything random in the run, from network weights to actions."""
-    env_steps: int = Field(1_000_000, ge=1)
-    """Length of the run in joint steps, summed over all env copies; rounded up to whole rollouts."""
-    env: dict[str, Any]
-    """The env to train in: `type`, its options, and `num_envs`, the number of parallel copies."""
-    policies: dict[str, VectorPolicyConfig]
-    """The policies by name; at least one has `type: net`, which is trained."""
-    seats: dict[str, str] = {}
-    """Maps seats to policies. Keys may contain the wildcards `*` and `?`; an exact name takes precedence over a
-    pattern, an earlier pattern over a later one. A seat that matches no key gets the policy of its own name,
-    else `default`, else the only policy."""
-    algorithm: VectorAlgorithmConfig = PPO()
-    """Training algorithm."""
-    evals: dict[str, VectorEvalConfig] = {}
-    """Held-out evaluations by name."""
-    log_every: int = Field(0, ge=0)
-    """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""
-    checkpoint_every: int = Field(1_000_000, ge=1)
-    """Joint steps between checkpoints, rounded up to log intervals. The newest two are kept."""
-    keep_every: int = Field(0, ge=0)
-    """Joint steps between checkpoints that are kept permanently; use a multiple of `checkpoint_every`. 0: only the last
-    one of the run."""
-    sinks: SinkConfigs = []
-    """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
-    torch_threads: int = Field(1, ge=1, le=1024)
-    """Torch threads per process. More than one usually slows training down on few cores."""
-    num_processes: int = Field(1, ge=1, le=1024)
-    """Processes that train together, synchronously: each steps its share of the env copies, and gradients are
-    averaged."""
-    num_actors: int = Field(0, ge=0, le=1024)
-    """Actor processes that step the env copies asynchronously while this process trains on slightly older data; needs
-    `algorithm.off_policy_correction: vtrace` and `num_processes: 1`. 0: this process steps the env itself."""
-
-    @property
-    def env_label(self) -> str:
-        """Name of the env, for display."""
-        return str(self.env["type"])
-
-    @property
-    def algorithm_label(self) -> str:
-        """Name of the algorithm, for display."""
-        return self.algorithm.type
-
-    @model_validator(mode="after")
-    def _learns(self) -> Self:
-        if not any(isinstance(policy, TrainedNetConfig) for policy in self.policies.values()):
-            raise ValueError("no policy learns: give one of policies: the type net")
-        check_policy_names(self.policies, TEAM)
-        return self
-
-    @model_validator(mode="after")
-    def _shares(self) -> Self:
-        if self.num_actors and self.num_processes > 1:
-            raise ValueError("num_actors: play for one learner, so num_processes: must be 1")
-        if self.num_actors and getattr(self.algorithm, "off_policy_correction", None) != "vtrace":
-            raise ValueError(
-                "num_actors: play by weights that are some updates old: set algorithm.off_policy_correction: vtrace "
-                "(ppo and a2c have it)"
-            )
-        return self
-
-
-def make_vector_env(env: dict[str, Any], num_envs: int | None = None) -> VectorEnv:
-    """Builds the env that a config describes. `num_envs`, if given, replaces the number of env copies."""
-    cls = load_env_class(env["type"])
-    options = validate_env_options(
-        cls, {k: v for k, v in env.items() if k != "type"} | ({"num_envs": num_envs} if num_envs else {})
-    )
-    made = cls(**options)
-    assert isinstance(made, VectorEnv)
-    return made
 
 
 def seat_policies(config: VectorConfig, env: VectorEnv, changes: dict[str, str] | None = None) -> dict[Seat, str]:
@@ -251,62 +107,6 @@ def run_follower_rank(config: VectorConfig, rank: ProcessRank) -> None:
     setup, run = build_process(config, rank), NullRun()
     restore_checkpoint(setup, run)
     train_vector(setup, run)
-
-
-def make_own_envs(config: VectorConfig, num_processes: int) -> tuple[VectorEnv, int]:
-    """Returns the env copies of one process or actor, and the number of copies that one training step covers in all.
-
-    Raises ValueError if the copies cannot be divided equally.
-    """
-    env = make_vector_env(config.env)
-    parts = config.num_actors or config.num_processes
-    if env.num_envs % parts:
-        raise ValueError(f"{env.num_envs} games cannot be shared by {parts} processes: make one divide the other")
-    own = env.num_envs // (config.num_actors or num_processes)
-    whole = env.num_envs // (config.num_actors or 1)
-    if own == env.num_envs:
-        return env, whole
-    env.close()
-    return make_vector_env(config.env, own), whole
-
-
-def check_memory(env: Mapping[str, Any], nets: Sequence[NetPolicyConfig], algorithm: Any) -> None:
-    """Checks that the run fits into this machine's memory.
-
-    Raises ValueError if the networks, the env copies, one rollout or the replay buffer would not fit. The sizes are
-    lower bounds; the size of a transition is measured only if there are many of them.
-    """
-    games, horizon = _number(env.get("num_envs")), algorithm.rollout_length + 1
-    if games < 1:
-        raise ValueError(f"env.num_envs: {games} games play nothing: set it to 1 or more")
-    kept = max(getattr(algorithm, name, 0) for name in ("buffer_size", "reservoir_size"))
-    wide = [max(one.hidden) ** 2 if len(one.hidden) > 1 else one.hidden[0] for one in nets]
-    check_fits_memory(
-        16 * sum(wide), "networks, with gradients and Adam's moments,", "make policies' hidden layers smaller"
-    )
-    check_fits_memory(8 * games, f"env.num_envs: {games:,}", "play fewer games at once")
-    moment = _moment(env) if games * horizon + kept > MEASURE_ABOVE else 8
-    check_fits_memory(
-        moment * games * horizon,
-        f"a sweep of {games:,} games and {horizon - 1:,} steps",
-        "lower algorithm.rollout_length or env.num_envs",
-    )
-    check_fits_memory(
-        moment * kept, f"a memory of {kept:,} moments", "lower algorithm.buffer_size (of nfsp, reservoir_size)"
-    )
-
-
-def _moment(env: Mapping[str, Any]) -> int:
-    """Returns the size in bytes of one transition of one env copy, all seats together."""
-    probe = make_vector_env(dict(env), 1)
-    frame = probe.reset(np.zeros(1, np.int64))
-    size = sum(array.nbytes for array in vars(frame).values() if isinstance(array, np.ndarray))
-    probe.close()
-    return size
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 1
 
 
 def build_process(config: VectorConfig, rank: ProcessRank) -> VectorSetup:

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from palestra.cli.agents import publish, serve_agent
+from palestra.cli.config import describe_config
 from palestra.cli.dashboard import dashboard
 from palestra.cli.envs import serve_envs
 from palestra.cli.league import league
@@ -41,7 +42,10 @@ def main() -> None:
 
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(help="a YAML config; not needed with --resume")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="a YAML config, whose keys `palestra config` describes; not needed with --resume"),
+    ] = None,
     settings: Settings = None,
     resume: Annotated[
         Path | None, typer.Option(help="go on with this run, exactly where its last checkpoint is")
@@ -79,6 +83,9 @@ def train(
         palestra train --resume runs/demo --set steps=200    # with more steps than it had
 
         torchrun --nproc-per-node 4 -m palestra train configs/demo.yaml
+
+    `palestra config` describes every key of a config: `palestra config text` those of a run, `palestra config grpo`
+    those of an algorithm.
 
     Ctrl-C ends the run after the current step, with a checkpoint; a second Ctrl-C ends it at once.
     """
@@ -128,7 +135,8 @@ def _train(request: RunRequest) -> None:
 
 def _print_results(path: Path) -> None:
     """Prints the results and alarms of a run and draws its curves. Raises RunFailed if nothing was learned."""
-    from palestra.report.run_report import explain_no_update, plot_run, summary_table
+    from palestra.report.run_charts import plot_run
+    from palestra.report.run_report import explain_no_update, summary_table
     from palestra.rollouts.failures import RunFailed
 
     console.print(summary_table(path))
@@ -242,7 +250,7 @@ def _show_installation() -> None:
 
     import palestra
     from palestra.builders.text_config import TextConfig
-    from palestra.builders.vector import VectorConfig
+    from palestra.builders.vector_config import VectorConfig
     from palestra.config import type_choices
     from palestra.engine.models import SHIPPED_BASES_DIR
     from palestra.envs import TEXT_ENVS, VECTOR_ENVS
@@ -286,6 +294,7 @@ def _sandbox() -> str:
 
 
 app.command(name="eval")(evaluate)
+app.command(name="config")(describe_config)
 for command in (collect, dashboard, play, plot, publish, report, serve, serve_agent, serve_envs, serve_sampler, sync):
     app.command()(command)
 app.add_typer(keys, name="keys")

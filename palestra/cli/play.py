@@ -296,7 +296,7 @@ def _collected(
 
 
 def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Table:
-    from palestra.report.run_report import success_interval
+    from palestra.runs.series import success_interval
 
     table = Table(title=title, title_justify="left", show_header=False)
     for seat, policy in who.items():
@@ -313,7 +313,7 @@ def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Tab
 
 
 def _cross_table(title: str, found: list[EvalResult]) -> Table:
-    from palestra.report.run_report import success_interval
+    from palestra.runs.series import success_interval
 
     seats = list(found[0].policy_names)
     table = Table(*seats, "success", "team return", *(f"return of {seat}" for seat in seats), title=title)

@@ -16,7 +16,7 @@ def report(
     run: RunPath,
     out: Annotated[Path | None, typer.Option(help="the page to write (default: report.html in the run)")] = None,
     episodes: Annotated[int, typer.Option(min=0, help="sample episodes to show")] = 6,
-    step: Annotated[int | None, typer.Option(help="of which training step (default: the newest recorded)")] = None,
+    step: Annotated[int | None, typer.Option(help="their step in metrics.jsonl (default: the newest recorded)")] = None,
 ) -> None:
     """Write one self-contained HTML page about a run: curves, tables, sample episodes, config, versions.
 

@@ -54,7 +54,7 @@ def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: 
 
 def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if nearly all groups of one policy have equal returns while another policy's differ."""
-    shares = {name: now for name, own in policies.items() if (now := newest_mean(own, "zero_variance")) is not None}
+    shares = {name: now for name, own in policies.items() if (now := newest_mean(own, "zero_std_fraction")) is not None}
     success = newest_mean(team, "success")
     if len(shares) < 2 or (success is not None and success > SOLVED_SUCCESS):
         return
@@ -141,7 +141,7 @@ def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], ex
 def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the task is not
     solved."""
-    shares = [now for own in policies.values() if (now := newest_mean(own, "zero_variance")) is not None]
+    shares = [now for own in policies.values() if (now := newest_mean(own, "zero_std_fraction")) is not None]
     success = newest_mean(team, "success")
     if shares and min(shares) >= HIGH_ZERO_VARIANCE and success is not None and success < SOLVED_SUCCESS:
         yield Alarm(
@@ -156,7 +156,7 @@ def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: Me
 def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
     """Alarm if many answers of a policy end at the token limit."""
     for name, own in policies.items():
-        share = newest_mean(own, "cut_off")
+        share = newest_mean(own, "truncated_fraction")
         if share is not None and share >= MAX_CUT_OFF_SHARE:
             yield Alarm(
                 "answers are cut off",

@@ -10,9 +10,9 @@ from pydantic import Field
 
 from palestra.config import StrictModel
 from palestra.dashboard.catalog import OpenRun
-from palestra.dashboard.curves import Curve, clip_x, downsample, mean_band, moving_mean
 from palestra.dashboard.logs import MetricLog
 from palestra.dashboard.run_status import experiment_config, step_seconds
+from palestra.runs.series import Series, align, clip_x, counter_at, smooth, thin
 from palestra.types import TEAM
 
 AXES = ("step", "env_steps", "iteration", "seconds")
@@ -83,13 +83,13 @@ def log_of_metric(run: OpenRun, figure: str) -> MetricLog:
     return logs[log]
 
 
-def curve(run: OpenRun, figure: str, name: str, axis: str) -> Curve:
-    """Returns x [T] and y [T] (float64, x ascending) of a metric of one policy or evaluation. Raises ValueError for an
-    unknown axis."""
+def curve(run: OpenRun, figure: str, name: str, axis: str) -> Series:
+    """Returns a metric of one policy or evaluation over an axis, x ascending. Raises ValueError for an unknown
+    axis."""
     steps, values = log_of_metric(run, figure).column(name, figure.partition("/")[2])
     x = _axis(run, name, steps, axis)
     order = np.argsort(x, kind="stable")
-    return x[order], values[order]
+    return Series(x[order], values[order])
 
 
 def _axis(run: OpenRun, name: str, steps: np.ndarray, axis: str) -> np.ndarray:
@@ -107,42 +107,32 @@ def _axis(run: OpenRun, name: str, steps: np.ndarray, axis: str) -> np.ndarray:
         return steps + 1
     if axis == "step":
         return values
-    return np.interp(steps, np.concatenate([[-1.0], at]), np.concatenate([[0.0], values]))
+    return counter_at(steps, at, values)
 
 
-def _clock(run: OpenRun) -> Curve:
+def _clock(run: OpenRun) -> Series:
     """Returns the training steps and the seconds elapsed after each: a population's wall-clock time, else the sum of
     the phases."""
     steps, elapsed = run.timings.column(TEAM, "elapsed_s")
     if len(steps):
-        return steps, elapsed
+        return Series(steps, elapsed)
     steps, seconds = step_seconds(run.timings)
-    return steps, np.cumsum(seconds)
+    return Series(steps, np.cumsum(seconds))
 
 
-def _drawn(each: Sequence[Curve], asked: CurveQuery, window: int) -> dict[str, Any]:
+def _drawn(each: Sequence[Series], asked: CurveQuery, window: int) -> dict[str, Any]:
     ends = {"from": min(float(x[0]) for x, _ in each), "to": max(float(x[-1]) for x, _ in each)}
     if len(each) > 1:
-        parts = [clip_x((x, _smooth(y, window)), asked.low, asked.high) for x, y in each]
-        x, mean, low, high = mean_band(parts, asked.points)
-        return ends | {
-            "x": json_numbers(x),
-            "y": json_numbers(mean),
-            "low": json_numbers(low),
-            "high": json_numbers(high),
-        }
+        x, y = align([clip_x(Series(x, smooth(y, window)), asked.low, asked.high) for x, y in each], asked.points)
+        band = {"x": x, "y": y.mean(0), "low": y.min(0), "high": y.max(0)}
+        return ends | {key: json_numbers(values) for key, values in band.items()}
     (x, raw) = each[0]
-    line = downsample(clip_x((x, _smooth(raw, window)), asked.low, asked.high), asked.points)
+    line = thin(clip_x(Series(x, smooth(raw, window)), asked.low, asked.high), asked.points)
     drawn: dict[str, Any] = ends | {"x": json_numbers(line[0]), "y": json_numbers(line[1])}
     if window > 1:
-        under = downsample(clip_x((x, raw), asked.low, asked.high), asked.points)
+        under = thin(clip_x(Series(x, raw), asked.low, asked.high), asked.points)
         drawn["raw"] = {"x": json_numbers(under[0]), "y": json_numbers(under[1])}
     return drawn
-
-
-def _smooth(y: np.ndarray, window: int) -> np.ndarray:
-    """The moving mean over at most a quarter of the lines: a wider window would flatten a short run."""
-    return moving_mean(y, min(window, len(y) // 4))
 
 
 def json_numbers(values: np.ndarray) -> list[float | None]:

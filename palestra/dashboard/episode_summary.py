@@ -32,7 +32,7 @@ COLUMNS = [
     "depth",
     "seat",
     "chosen",
-    "over",
+    "done",
     "reward",
     "team_reward",
     "success",
@@ -93,7 +93,7 @@ class _Tree:
         self.episodes = int(of_R[-1]) + 1 if len(of_R) else 0
         self.depth_N = _ints(table, "depth")[self.first_N]
         self.chosen_N = _floats(table, "chosen")[self.first_N] == 1
-        self.end_N = self.chosen_N & (_floats(table, "over")[self.first_N] == 1)
+        self.end_N = self.chosen_N & (_floats(table, "done")[self.first_N] == 1)
         starts_E = np.searchsorted(self.of_N, np.arange(self.episodes))
         parent_N = _ints(table, "parent", -1)[self.first_N]
         self.parent_N = np.where(parent_N < 0, -1, starts_E[self.of_N] + parent_N)  # node ids restart in each episode

@@ -136,7 +136,7 @@ class PlaySession:
             "turn": len(self._turns),
             "now": "over" if self._episode else "asked" if self._asked else "waiting",
             "role": self._role,
-            "legal": [str(word) for word in self._asked[0].legal_actions or []] if self._asked else [],
+            "legal_actions": [str(word) for word in self._asked[0].legal_actions or []] if self._asked else [],
             "line": episode_texts(seen),
             "end": self._end(self._episode) if self._episode else None,
         }

@@ -12,12 +12,12 @@ from palestra.dashboard.catalog import OpenRun
 from palestra.dashboard.curve_queries import json_numbers
 from palestra.populations.payoffs import PayoffTable
 from palestra.populations.ratings import cyclicity, fit_elo
-from palestra.populations.scheduler import TASKS_FILE
-from palestra.report.population_data import CROSSPLAY_FILE, PopulationRecord, read_record
+from palestra.populations.task_json import CROSSPLAY_FILE, TASKS_FILE
+from palestra.populations.tasks import Opponents, TrainResult, TrainTask
+from palestra.report.population_data import EXPLOITS_FILE, PopulationRecord, read_record
 from palestra.report.population_plots import best_responses, mixtures_by_player, nash_conv_points
 from palestra.runs import read_lines
 
-EXPLOITS_FILE = "exploits.jsonl"  # written by `palestra league exploit`
 DEFAULT_MEMBERS = 40  # newest members of each side of the payoff table that are sent by default
 
 
@@ -58,7 +58,7 @@ def payoff_view(record: PopulationRecord, last: int) -> dict[str, Any] | None:
         "of": [len(table.members[seat]) for seat in table.seats],
         "rows": rows,
         "columns": columns,
-        "mean": [json_numbers(np.array([c.mean[0] if c.games or c.known else np.nan for c in line])) for line in cells],
+        "mean": [json_numbers(np.array([c.mean[0] if c.games or c.exact else np.nan for c in line])) for line in cells],
         "games": [[int(cell.games) for cell in line] for line in cells],
     }
 
@@ -81,7 +81,7 @@ def keep_newest(record: PopulationRecord, last: int) -> PopulationRecord:
             table.add_member(player, name)
     for key in table.cells():
         cell = record.payoffs.cell(key)
-        if cell.known or cell.games:
+        if cell.exact or cell.games:
             table.set_exact(key, cell.mean)
     return replace(record, payoffs=table)
 
@@ -122,24 +122,27 @@ def rating_view(record: PopulationRecord) -> dict[str, Any]:
 def timeline_view(record: PopulationRecord) -> list[dict[str, Any]]:
     """Returns each training task: its learner, start and duration in seconds, and result."""
     clocks = {line["task"]: line for line in record.timings if "task" in line}
-    return [_stretch(task, clocks.get(task["task"], {})) for task in record.tasks if task["kind"] == "train"]
+    return [
+        _training_span(done.task, done.result, clocks.get(done.task.name, {}))
+        for done in record.tasks
+        if isinstance(done.task, TrainTask) and isinstance(done.result, TrainResult)
+    ]
 
 
-def _stretch(task: dict[str, Any], clock: dict[str, Any]) -> dict[str, Any]:
-    order, seconds = task["order"], clock.get("seconds")
-    ended = clock.get("elapsed_s")
+def _training_span(task: TrainTask, result: TrainResult, clock: dict[str, Any]) -> dict[str, Any]:
+    seconds, ended = clock.get("seconds"), clock.get("elapsed_s")
     return {
-        "learner": order.get("learner") or order.get("player", ""),
-        "makes": task["makes"],
-        "start": order.get("start"),
+        "learner": task.learner or task.player,
+        "member": task.output_member,
+        "start": task.start,
         "from": ended - seconds if ended is not None and seconds is not None else None,
         "seconds": seconds,
-        "return": task["result"].get("return"),
-        "opponents": _most_met(order.get("opponents") or {}),
+        "return": result.mean_return,
+        "opponents": _most_met(task.opponents),
     }
 
 
-def _most_met(opponents: dict[str, Any]) -> dict[str, float]:
+def _most_met(opponents: Opponents) -> dict[str, float]:
     """Returns the five opponents with the largest probability, over all players."""
-    met = [(name, share) for mix in opponents.values() if isinstance(mix, dict) for name, share in mix.items()]
+    met = [(name, p) for mix in opponents.mixes.values() for name, p in mix.items()]
     return dict(sorted(met, key=lambda pair: -pair[1])[:5])

@@ -22,7 +22,7 @@ STRUCTURE_COLUMNS = [
     "parent",
     "depth",
     "chosen",
-    "over",
+    "done",
     "truncated",
     "seat",
     "reward",
@@ -66,7 +66,7 @@ def tree_view(path: Path, episode: int) -> dict[str, Any]:
 
 
 def _bone(row: Row) -> Row:
-    keys = ("parent", "depth", "chosen", "over", "truncated", "success")
+    keys = ("parent", "depth", "chosen", "done", "truncated", "success")
     return {"id": row["node"], **{key: row[key] for key in keys}, "team": row["team_reward"], "seats": {}}
 
 
@@ -74,7 +74,7 @@ def last_played_node(nodes: list[Row]) -> int:
     """Returns the id of the node where the first finished trajectory ended, else of the last played node, else of the
     root."""
     played = [node for node in nodes if node["chosen"]]
-    return int(next((node for node in played if node["over"]), [*nodes[:1], *played][-1])["id"])
+    return int(next((node for node in played if node["done"]), [*nodes[:1], *played][-1])["id"])
 
 
 def path_texts(path: Path, episode: int, node: int) -> list[Row]:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +18,8 @@ from palestra.engine.kv_cache import CacheSlot
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampling import SamplingConfig
+
+MAX_MERGED_CHARS = 4  # characters that a tokenizer's normaliser may merge into one
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,14 @@ def max_positions(engine: Engine) -> int | None:
     """Returns the base's maximum number of tokens, prompt and answer together; None if its config names no limit."""
     limit: int | None = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
     return limit
+
+
+def max_chars_per_token(tokenizer: Any) -> int:
+    """Returns an upper bound on the characters of a text that one token stands for.
+
+    A text of more characters than this times a base's positions does not fit it, however it is tokenized.
+    """
+    return MAX_MERGED_CHARS * max(map(len, tokenizer.get_vocab()))
 
 
 def check_prompt(engine: Engine, prompt_ids: np.ndarray, new_tokens: int) -> None:

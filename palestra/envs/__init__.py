@@ -29,6 +29,7 @@ __all__ = [
     "Env",
     "VectorEnv",
     "check_env",
+    "env_options",
     "known_envs",
     "load_env_class",
     "make_env",
@@ -149,7 +150,7 @@ def validate_env_options(cls: type[Env] | type[VectorEnv], options: dict[str, An
 
     Raises ValueError that lists every unknown or ill-typed option, an unknown one with the nearest spelling.
     """
-    model = _schema(cls)
+    model = env_options(cls)
     try:
         valid = model(**options)
     except ValidationError as error:
@@ -159,7 +160,8 @@ def validate_env_options(cls: type[Env] | type[VectorEnv], options: dict[str, An
 
 
 @cache
-def _schema(cls: type[Env] | type[VectorEnv]) -> type[BaseModel]:
+def env_options(cls: type[Env] | type[VectorEnv]) -> type[BaseModel]:
+    """Returns the options of an env as a model: the keyword arguments of `cls.__init__`, with types and defaults."""
     parameters = list(inspect.signature(cls).parameters.values())
     hints = get_type_hints(cls.__init__, include_extras=True)
     free = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -169,7 +171,7 @@ def _schema(cls: type[Env] | type[VectorEnv]) -> type[BaseModel]:
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
     config = ConfigDict(extra="allow" if free else "forbid", arbitrary_types_allowed=True)
-    return create_model(f"{cls.__name__}Options", __config__=config, **fields)
+    return create_model(f"{cls.__name__}Options", __config__=config, __doc__=cls.__doc__, **fields)
 
 
 def _complaint(

@@ -157,8 +157,8 @@ class _Check:
         def one(seat: Seat, observation: Any) -> Any:
             if self.act:
                 return self.act(seat, observation, rng)
-            if step.legal and step.legal.get(seat):
-                return rng.choice(step.legal[seat])
+            if step.legal_actions and step.legal_actions.get(seat):
+                return rng.choice(step.legal_actions[seat])
             return " ".join(rng.choices(RANDOM_WORDS[: rng.choice((4, len(RANDOM_WORDS)))], k=rng.randint(1, 6)))
 
         return {seat: one(seat, observation) for seat, observation in step.observations.items()}
@@ -169,7 +169,11 @@ class _Check:
 
     def check_seats(self, env: Env, step: Step) -> Step:
         """Returns `step`; fails if it names unknown seats or holds a reward that is not finite."""
-        for what, named in (("observes", step.observations), ("rewards", step.rewards), ("lists moves of", step.legal)):
+        for what, named in (
+            ("observes", step.observations),
+            ("rewards", step.rewards),
+            ("lists moves of", step.legal_actions),
+        ):
             if unknown := set(named or {}) - set(env.seats):
                 self.fail(f"{what} unknown seats {sorted(unknown)}; it has {list(env.seats)}", "add them to env.seats")
         for who, reward in [*step.rewards.items(), ("the team", step.team_reward)]:

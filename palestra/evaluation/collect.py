@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from palestra.evaluation.evaluate import EvalSetup, make_eval_setup
 from palestra.files import replacing_file
 from palestra.rollouts.failures import check_not_all_failed
-from palestra.rollouts.metrics import episode_metrics, seat_returns
+from palestra.rollouts.metrics import episode_metrics, episode_return, seat_returns
 from palestra.rollouts.tree_rollout import Branching, EpisodeSpec
 from palestra.runs.episodes import SCHEMA, to_table
 from palestra.seeding import derive_seed
@@ -67,9 +67,3 @@ def passes_filter(episode: Episode, min_return: float | None, successes: bool) -
     if episode.error is not None or (successes and not episode.success):
         return False
     return min_return is None or episode_return(episode) >= min_return
-
-
-def episode_return(episode: Episode) -> float:
-    """Returns the team reward of the played trajectory plus the mean of the seats' own rewards."""
-    own = seat_returns([episode])["returns"]
-    return episode_metrics([episode])["team_return"] + sum(own.values()) / len(own)

@@ -11,14 +11,14 @@ import numpy as np
 
 from palestra.config import load, override, validate
 from palestra.launch.population import PopulationConfig, build_population
-from palestra.populations.normal_form.zero_sum import game_value
+from palestra.populations.normal_form.equilibria import game_value
+from palestra.populations.payoffs import MemberProfile
 from palestra.populations.population import Player
 from palestra.populations.scheduler import MEMBERS_DIR
-from palestra.populations.tasks import Task, run_tasks
+from palestra.populations.tasks import PlayTask, played_cells, run_tasks
 from palestra.report.population_data import PopulationRecord, read_record
 
 CELLS_PER_TASK = 16  # payoff cells per task
-LineUp = tuple[str, ...]  # a line-up: one member per seat
 
 
 class Comparison(NamedTuple):
@@ -63,13 +63,13 @@ def compare_populations(
     cells = {own: _cells(sides[0], sides[1], own) for own in dict.fromkeys(seats)}
     folders = sides[0].folders | sides[1].folders
     tasks = [task for own, some in cells.items() for task in _tasks(some, own, games, folders)]
-    earned: dict[LineUp, list[float]] = {}
+    earned: dict[MemberProfile, tuple[float, ...]] = {}
     backend = setup.open_backend(setup.make_worker)
     try:
         for name, folder in folders.items():
             backend.add_member(name, folder)
         for number, done in enumerate(run_tasks(backend, tasks), 1):
-            earned |= {tuple(cell["members"]): cell["mean"] for cell in done.result["cells"]}
+            earned |= {members: cell.mean for members, cell in played_cells(done.task, done.result)}
             on_progress(number, len(tasks))
     finally:
         backend.close()
@@ -103,7 +103,7 @@ def _side(number: int, record: PopulationRecord) -> PopulationSide:
     )
 
 
-def _cells(ours: PopulationSide, theirs: PopulationSide, own: Player) -> list[LineUp]:
+def _cells(ours: PopulationSide, theirs: PopulationSide, own: Player) -> list[MemberProfile]:
     """Returns the line-ups by seat with the first population as player `own`: its members by rows, the other's by
     columns."""
     at = ours.seats.index(own)
@@ -111,10 +111,10 @@ def _cells(ours: PopulationSide, theirs: PopulationSide, own: Player) -> list[Li
     return [(row, column) if at == 0 else (column, row) for row, column in pairs]
 
 
-def _tasks(cells: list[LineUp], own: Player, games: int, folders: dict[str, Path]) -> list[Task]:
+def _tasks(cells: list[MemberProfile], own: Player, games: int, folders: dict[str, Path]) -> list[PlayTask]:
     tasks = []
     for i in range(0, len(cells), CELLS_PER_TASK):
         some = cells[i : i + CELLS_PER_TASK]
         files = tuple(dict.fromkeys(name for cell in some for name in cell if name in folders))
-        tasks.append(Task(f"compare/{own}/{i}", "play", {"cells": list(map(list, some)), "games": games}, files))
+        tasks.append(PlayTask(f"compare/{own}/{i}", cells=tuple(some), games_per_cell=games, members=files))
     return tasks

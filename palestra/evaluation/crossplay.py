@@ -7,9 +7,11 @@ from pathlib import Path
 
 from palestra.config import load, override, validate
 from palestra.launch.population import PopulationConfig, build_population
+from palestra.populations.payoffs import MemberProfile
 from palestra.populations.scheduler import MEMBERS_DIR
-from palestra.populations.tasks import Task, run_tasks
-from palestra.report.population_data import CROSSPLAY_FILE, PopulationRecord, read_record
+from palestra.populations.task_json import CROSSPLAY_FILE, crossplay_line
+from palestra.populations.tasks import PlayTask, played_cells, run_tasks
+from palestra.report.population_data import PopulationRecord, read_record
 from palestra.runs import Run, read_lines
 
 CELLS_PER_TASK = 16  # payoff cells per task
@@ -38,27 +40,28 @@ def play_missing_cells(
             for name in dict.fromkeys(name for task in tasks for name in task.members):
                 backend.add_member(name, path / MEMBERS_DIR / name)
             for number, done in enumerate(run_tasks(backend, tasks), 1):
-                for cell in done.result["cells"]:
-                    run.append_line(CROSSPLAY_FILE, cell)
+                for members, cell in played_cells(done.task, done.result):
+                    run.append_line(CROSSPLAY_FILE, crossplay_line(members, cell))
                 on_progress(number, len(tasks))
         finally:
             backend.close()
-    return sum(len(task.payload["cells"]) for task in tasks)
+    return sum(len(task.cells) for task in tasks)
 
 
-def _missing(record: PopulationRecord, games: int) -> list[Task]:
+def _missing(record: PopulationRecord, games: int) -> list[PlayTask]:
     """Returns tasks for the cells with fewer than `games` games, grouped by the number missing. Task names determine
     the seeds and count the existing lines, so that no game is drawn twice."""
     files = {member.name for member in record.members if member.weights}
-    lacking: dict[int, list[list[str]]] = {}
+    lacking: dict[int, list[MemberProfile]] = {}
     for members in record.payoffs.cells_below(games):
-        lacking.setdefault(games - record.payoffs.cell(members).games, []).append(list(members))
+        lacking.setdefault(games - record.payoffs.cell(members).games, []).append(members)
     before = len(read_lines(record.path / CROSSPLAY_FILE))
-    tasks: list[Task] = []
+    tasks: list[PlayTask] = []
     for more, cells in lacking.items():
         for i in range(0, len(cells), CELLS_PER_TASK):
             some = cells[i : i + CELLS_PER_TASK]
-            names = dict.fromkeys(name for cell in some for name in cell if name in files)
-            order = {"cells": some, "games": more}
-            tasks.append(Task(f"crossplay/{before}-{len(tasks)}", "play", order, tuple(names)))
+            names = tuple(dict.fromkeys(name for cell in some for name in cell if name in files))
+            tasks.append(
+                PlayTask(f"crossplay/{before}-{len(tasks)}", cells=tuple(some), games_per_cell=more, members=names)
+            )
     return tasks

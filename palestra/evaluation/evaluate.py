@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from palestra.builders.engines import Engines
 from palestra.builders.text import make_episode_runner, make_policy, seat_policies, with_split
-from palestra.builders.text_config import FrozenConfig, TextConfig
+from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import FrozenConfig
 from palestra.config import load, validate
 from palestra.engine.sampler import SamplingConfig
 from palestra.envs import known_envs

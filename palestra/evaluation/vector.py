@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from palestra.algorithms.vector.imitation import record_demonstrations
-from palestra.builders.vector import (
-    ScriptConfig,
-    VectorConfig,
-    make_fixed_player,
-    make_vector_env,
-    member_folder,
-    policy_by_seat,
-)
+from palestra.builders.vector import make_fixed_player, member_folder, policy_by_seat
+from palestra.builders.vector_config import ScriptConfig, VectorConfig
+from palestra.builders.vector_envs import make_vector_env
 from palestra.config import load, validate
 from palestra.envs import VectorEnv
 from palestra.evaluation.evaluate import find_checkpoint, swap_seats

@@ -17,7 +17,8 @@ from palestra.backends.episode_tasks import DistributedEval, DistributedSource, 
 from palestra.backends.recoverable_trainer import ProcessHandle, RecoverableTrainer, RemoteWeights, WeightHost
 from palestra.builders import text
 from palestra.builders.engines import Engines
-from palestra.builders.text_config import FrozenConfig, TextConfig
+from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import FrozenConfig
 from palestra.engine.models import resolve_base
 from palestra.engine.sampler import Completion, Request
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LocalWeights, LoraPolicyConfig

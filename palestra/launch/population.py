@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_serializer, model_validator
 
 from palestra.backends.config import PopulationBackendConfig, open_backend
-from palestra.builders.vector import check_memory
+from palestra.builders.vector_envs import check_memory
 from palestra.config import RunName, StrictModel
 from palestra.envs import load_env_class, validate_env_options
 from palestra.envs.text.board_games import TextGame
@@ -20,7 +20,8 @@ from palestra.files import atomic_write
 from palestra.populations.league import League, LeagueConfig
 from palestra.populations.pbt import PBT, PBTConfig
 from palestra.populations.population import Member, Player, Population
-from palestra.populations.psro import PSRO, PSROConfig
+from palestra.populations.psro import PSRO
+from palestra.populations.psro_config import PSROConfig
 from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.self_play import SelfPlay, SelfPlayConfig
 from palestra.populations.tasks import Backend, TaskResult, WorkerFactory

@@ -19,7 +19,8 @@ from palestra.files import read_lines
 from palestra.launch.console import RANK, console, print_line, styled_text
 from palestra.launch.extend import complete_message, extend_config
 from palestra.launch.progress import PopulationBar, ProgressBar, format_summary
-from palestra.populations.scheduler import TASKS_FILE, PlanCallback
+from palestra.populations.scheduler import PlanCallback
+from palestra.populations.task_json import TASKS_FILE
 from palestra.populations.tasks import TaskResult
 from palestra.rollouts.failures import write_error_file
 from palestra.runs import Run, check_config, explain_disk_errors
@@ -171,11 +172,12 @@ def run_kind(tree: Tree) -> RunKind:
         return RunKind("population", population.PopulationConfig, build, build, _execute_population)
     if is_vector_config(tree):
         _refuse_torchrun("networks train on several processes with num_processes: N in the config")
-        from palestra.builders import vector
+        from palestra.builders import vector, vector_config
         from palestra.training import vector_loop
 
         execute = partial(_execute, vector_loop.restore_checkpoint, vector.run_vector_training)
-        return RunKind("vector", vector.VectorConfig, vector.check_vector_run, vector.build_vector_run, execute)
+        build_functions = vector.check_vector_run, vector.build_vector_run
+        return RunKind("vector", vector_config.VectorConfig, *build_functions, execute)
     from palestra.builders import text, text_config
     from palestra.launch.distributed import build as build_text
     from palestra.training.distributed import distributed_run, restore_checkpoint, run_training
@@ -208,7 +210,7 @@ def validate_config(kind: RunKind, tree: Tree) -> Any:
 def _wrong_kind_message(tree: Tree) -> str:
     """Returns the message for a config whose policy types do not fit the kind of its env; "" if they do."""
     from palestra.builders.text_config import TextConfig
-    from palestra.builders.vector import VectorConfig
+    from palestra.builders.vector_config import VectorConfig
     from palestra.config import type_choices
 
     policies, env = tree.get("policies"), tree.get("env")

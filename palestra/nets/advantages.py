@@ -60,15 +60,15 @@ def _backwards(course: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: 
     value, certain = course.values[-1], course.agent_mask[-1]
     correction, reward = torch.zeros_like(value), torch.zeros_like(value)
     for t in range(len(course.rewards) - 1, -1, -1):
-        over, acting = course.done[t], course.agent_mask[t]
+        over, agent_mask = course.done[t], course.agent_mask[t]
         value = torch.where(over, course.bootstrap[t], value)
         correction, reward = correction.masked_fill(over, 0.0), reward.masked_fill(over, 0.0) + course.rewards[t]
         certain = certain | over
         now = course.values[t]
         step = weights[t] * (reward + gamma * value - now) + gamma * traces[t] * correction
-        corrections[t], known[t] = step, acting & certain
+        corrections[t], known[t] = step, agent_mask & certain
         after[t] = reward + gamma * (value + correction)
-        value = torch.where(acting, now, value)
-        correction = torch.where(acting, torch.where(certain, step, 0.0), correction)  # unknown ones end a chain
-        reward, certain = reward.masked_fill(acting, 0.0), certain | acting
+        value = torch.where(agent_mask, now, value)
+        correction = torch.where(agent_mask, torch.where(certain, step, 0.0), correction)  # unknown ones end a chain
+        reward, certain = reward.masked_fill(agent_mask, 0.0), certain | agent_mask
     return corrections, known, after

@@ -145,10 +145,10 @@ class SequenceReplay:
             recurrent_states=memory,
         )
 
-    def _counted(self, fresh: Tensor) -> Tensor:
+    def _counted(self, is_first: Tensor) -> Tensor:
         """Returns a mask of the steps to train on [T, M, 1]."""
-        steps = torch.arange(len(fresh) - 1)[:, None, None]
-        begun = fresh[:-1].int().cummax(0).values.bool()
+        steps = torch.arange(len(is_first) - 1)[:, None, None]
+        begun = is_first[:-1].int().cummax(0).values.bool()
         return (steps >= self.burn_in) | begun[..., None]
 
     def update_priorities(self, index: Tensor, td_errors: Tensor) -> None:

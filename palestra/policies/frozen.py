@@ -158,13 +158,15 @@ class NetGroup:
             out, memory = unrolled[:, 0], memories[:, 0].flatten(0, 1)[place]
         else:
             out, memory = self.net(x), None
-        legal = (
+        action_mask = (
             None
             if rows.frame.action_mask is None
             else torch.from_numpy(rows.frame.action_mask[rows.env_index, rows.seat_index])
         )
         out = out.flatten(0, 1)[place]
-        chosen = self.head.mode(out, legal) if self.greedy else self.head.sample(out, legal, rows.generator)[0]
+        chosen = (
+            self.head.mode(out, action_mask) if self.greedy else self.head.sample(out, action_mask, rows.generator)[0]
+        )
         return chosen.numpy(), memory
 
     def _views(self, rows: ActBatch) -> Tensor:

@@ -58,12 +58,12 @@ class NetVectorPolicy:
             unrolled, memories = self.net.unroll(rows[:, None], recurrent_state, anew)
             assert memories is not None
             out, recurrent_state = unrolled[:, 0], memories[:, 0]
-        legal = (
+        action_mask = (
             None
             if frame.action_mask is None
             else self.seat_mapping.select_seats(frame.action_mask, 1).reshape(P, B * S, -1)
         )
-        actions, logp = self.selector(out, legal, self.generator)
+        actions, logp = self.selector(out, action_mask, self.generator)
         put = self.seat_mapping.to_array
         shown = None if logp is None else put(logp.view(P, B, S))
         return put(actions.view(P, B, S, *actions.shape[2:])), shown, recurrent_state
@@ -77,7 +77,7 @@ def sampling_selector(head: Head) -> ActionSelector:
 def greedy_selector(head: Head) -> ActionSelector:
     """Returns a chooser that takes the most likely action."""
 
-    def choose(out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
-        return head.mode(out, legal), None
+    def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
+        return head.mode(out, action_mask), None
 
     return choose

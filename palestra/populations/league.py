@@ -18,9 +18,19 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from palestra.populations.league_rules import LeagueConfig, LeagueLearner, LeagueLogic
+from palestra.populations.matchmaking import combine_mixes
 from palestra.populations.population import Member, Player, Population
-from palestra.populations.tasks import ResultDict, Task
-from palestra.populations.win_rates import combine_mixes
+from palestra.populations.tasks import (
+    AssessResult,
+    AssessTask,
+    Opponents,
+    PlayResult,
+    PlayTask,
+    Result,
+    Task,
+    TrainResult,
+    TrainTask,
+)
 from palestra.seeding import derive_seed
 from palestra.types import TEAM, Metrics
 
@@ -49,7 +59,8 @@ class League:
         self.logic = LeagueLogic(config, list(self._learners()), population)
         self.learners, self.win_rates = self.logic.learners, self.logic.win_rates
         self.games = self.env_steps = 0
-        self._notes: dict[str, Metrics] = {}
+        self._metrics: dict[str, Metrics] = {}
+        self._counts: dict[str, Metrics] = {}  # by assessment: env steps and games when it was created
         self.opponents: dict[
             str, dict[str, list[str]]
         ] = {}  # by task and opponent member: the names whose win rates it counts for
@@ -61,26 +72,27 @@ class League:
                 f"{role}_{number - roles.index(role)}", role, start=self.initial_member, parent=self.initial_member
             )
 
-    def initial_tasks(self) -> list[Task]:
+    def initial_tasks(self) -> Sequence[Task]:
         """Returns the first slice of each learner."""
         return [self._slice(learner) for learner in self.learners.values()]
 
-    def on_result(self, task: Task, result: ResultDict) -> list[Task]:
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
         """Records a result; returns the learner's next slice, and the games of a copy that was frozen."""
-        self._notes = {}
-        if task.kind == "train":
-            return self._trained(task, result)
-        if task.kind == "play":
-            self.games += sum(int(cell["games"]) for cell in result["cells"])
-        else:
-            counts = {key: task.payload[key] for key in ("iteration", "env_steps", "games")}
-            self._notes = {TEAM: {**counts, **{key: result[key] for key in ("nash_conv", "exploitability")}}}
+        self._metrics = {}
+        match task, result:
+            case TrainTask() as trained, TrainResult() as outcome:
+                return self._trained(trained, outcome)
+            case PlayTask(), PlayResult() as played:
+                self.games += sum(cell.games for cell in played.payoffs)
+            case AssessTask() as assessed, AssessResult() as distance:
+                figures = {"nash_conv": distance.nash_conv, "exploitability": distance.exploitability}
+                self._metrics = {TEAM: {"iteration": assessed.iteration, **self._counts[task.name], **figures}}
         return []
 
-    def task_metrics(self, task: Task, result: ResultDict) -> dict[str, Metrics]:
+    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
         """Metrics of a slice: the learner's mean and lowest win rate against the opponents that decide whether it is
         frozen."""
-        return self._notes
+        return self._metrics
 
     def summary(self) -> Metrics:
         """Progress: slices done and in all, members, games, env steps."""
@@ -88,16 +100,16 @@ class League:
         counts = {"members": len(self.population), "games": self.games, "env_steps": self.env_steps}
         return {"iteration": done, "iterations": self.config.slices * len(self.learners), **counts}
 
-    def _trained(self, task: Task, result: ResultDict) -> list[Task]:
-        learner = self.learners[task.payload["learner"]]
-        self.env_steps += int(result["env_steps"])
+    def _trained(self, task: TrainTask, result: TrainResult) -> list[Task]:
+        learner = self.learners[task.learner]
+        self.env_steps += result.env_steps
         self._note(learner, task, result)
         over = learner.slices == self.config.slices
         played = self._freeze(learner) if over or self.logic.should_freeze(learner) else []
         return played if over else [*played, self._slice(learner)]
 
-    def _slice(self, learner: LeagueLearner) -> Task:
-        makes, mix = f"{learner.name}-{learner.slices + 1}", self.logic.mixture(learner)
+    def _slice(self, learner: LeagueLearner) -> TrainTask:
+        name, mix = f"{learner.name}-{learner.slices + 1}", self.logic.mixture(learner)
         self_play = mix.pop(learner.name, 0.0)
         rest = sum(mix.values())
         names = {name: self.learners[name].latest if name in self.learners else name for name in mix}
@@ -105,34 +117,33 @@ class League:
             self.logic.initial_members[0]: 1.0
         }
         stands_for = {member: [name for name in names if names[name] == member] for member in members}
-        self.opponents[f"train/{makes}"] = stands_for
-        order = {
-            "learner": learner.name,
-            "player": self.population.players[0],
-            "opponents": {self.population.players[0]: members},
-            "self_play": self_play,
-            "start": learner.start or None,
-            **({"steps": self.config.train_steps} if self.config.train_steps else {"env_steps": self.config.env_steps}),
-        }
-        return Task(f"train/{makes}", "train", order, self._files([*members, learner.start]), makes)
+        self.opponents[f"train/{name}"] = stands_for
+        player = self.population.players[0]
+        return TrainTask(
+            f"train/{name}",
+            learner=learner.name,
+            player=player,
+            opponents=Opponents({player: members}),
+            self_play=self_play,
+            start=learner.start or None,
+            env_steps=None if self.config.train_steps else self.config.env_steps,
+            train_steps=self.config.train_steps or None,
+            members=self.population.names_with_files([*members, learner.start]),
+            output_member=name,
+        )
 
-    def _files(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Returns those of the names that have files, without duplicates."""
-        members = self.population.members
-        return tuple(name for name in dict.fromkeys(names) if name and (name not in members or members[name].weights))
-
-    def _note(self, learner: LeagueLearner, task: Task, result: ResultDict) -> None:
+    def _note(self, learner: LeagueLearner, task: TrainTask, result: TrainResult) -> None:
         for member, names in self.opponents.pop(task.name).items():
-            if (tally := result["against"].get(member)) is None:
+            if (met := result.opponents.get(member)) is None:
                 continue
             for name in names:
-                self.win_rates.add(learner.name, name, tally["games"], tally["wins"] + tally["draws"] / 2)
+                self.win_rates.add(learner.name, name, met.games, met.points)
         learner.slices += 1
         learner.slices_since_freeze += 1
         learner.start = learner.latest = task.output_member
         rates = self.logic.win_rates_against(learner, self.logic.judges(learner))
-        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
-        self._notes = {learner.name: {**metrics, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
+        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
+        self._metrics = {learner.name: {**metrics, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
 
     def _freeze(self, learner: LeagueLearner) -> list[Task]:
         """Adds the last slice's member to the history; returns its games against the earlier members and its
@@ -146,24 +157,37 @@ class League:
             learner.start = learner.parent = self.initial_member
             learner.latest = ""
             self.win_rates.remove(learner.name)
-        self._notes[TEAM] = self.summary()
+        self._metrics[TEAM] = self.summary()
         return [*(self._play(name, before) if self.config.games_per_cell else []), *self._assessment(learner)]
 
-    def _assessment(self, learner: LeagueLearner) -> list[Task]:
+    def _assessment(self, learner: LeagueLearner) -> list[AssessTask]:
         every, copies = self.config.nash_conv_every, len(learner.frozen_copies)
         if learner.role != "main" or not every or copies % every:
             return []
-        mixes = {self.population.players[0]: {learner.frozen_copies[-1]: 1.0}}
-        order = {"iteration": copies, "strategies": mixes, "env_steps": self.env_steps, "games": self.games}
-        return [Task(f"assess/{learner.frozen_copies[-1]}", "assess", order, self._files(learner.frozen_copies[-1:]))]
+        newest = learner.frozen_copies[-1]
+        self._counts[f"assess/{newest}"] = {"env_steps": self.env_steps, "games": self.games}
+        return [
+            AssessTask(
+                f"assess/{newest}",
+                iteration=copies,
+                strategies={self.population.players[0]: {newest: 1.0}},
+                members=self.population.names_with_files([newest]),
+            )
+        ]
 
-    def _play(self, name: str, others: Sequence[str]) -> list[Task]:
-        tasks: list[Task] = []
+    def _play(self, name: str, others: Sequence[str]) -> list[PlayTask]:
+        tasks: list[PlayTask] = []
         for i in range(0, len(others), self.config.cells_per_task):
             some = others[i : i + self.config.cells_per_task]
-            cells = [[name, *[other] * (len(self.seats) - 1)] for other in some]
-            order = {"cells": cells, "games": self.config.games_per_cell}
-            tasks.append(Task(f"play/{name}/{len(tasks)}", "play", order, self._files([name, *some])))
+            cells = tuple((name, *[other] * (len(self.seats) - 1)) for other in some)
+            tasks.append(
+                PlayTask(
+                    f"play/{name}/{len(tasks)}",
+                    cells=cells,
+                    games_per_cell=self.config.games_per_cell,
+                    members=self.population.names_with_files([name, *some]),
+                )
+            )
         return tasks
 
     def _begins_anew(self, learner: LeagueLearner) -> bool:

@@ -11,9 +11,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from palestra.config import StrictModel
-from palestra.populations.matchmaking import PFSPWeighting, pfsp
+from palestra.populations.matchmaking import PFSPWeighting, WinRates, combine_mixes, pfsp
 from palestra.populations.population import Mix, Population
-from palestra.populations.win_rates import WinRates, combine_mixes
 
 Role = Literal["main", "main_exploiter", "league_exploiter"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from palestra.populations.normal_form.payoff_tensors import joint_distribution, marginals
 from palestra.populations.population import Mix, Player
+from palestra.populations.tasks import Lineup, Opponents
 
 MIN_PROBABILITY = 1e-6  # smaller probabilities count as 0
 
@@ -66,30 +66,34 @@ def drop_negligible(mix: Mix) -> Mix:
     return {name: p / total for name, p in kept.items()}
 
 
-def opponent_payload(meta: MetaStrategy, player: Player, recommended: str | None = None) -> dict[str, Any]:
-    """Returns the opponents of `player` as a part of a train task's `payload`: `opponents`, or `joint` if correlated.
+def meta_opponents(meta: MetaStrategy, player: Player, recommended: str | None = None) -> Opponents:
+    """Returns the opponents of `player` under the meta-strategy: line-ups if it is correlated, else a mixture of each
+    player.
 
     If `recommended` is given, only games in which the meta-strategy recommends that member count (deviation from a
     correlated equilibrium); else all games (coarse).
     """
     if not meta.correlated:
         others = [other for other in dict.fromkeys(meta.seats) if other != player]
-        return {"opponents": {other: meta.marginal(other) for other in others or [player]}}
-    return {"joint": [[members, p] for members, p in _others(meta, player, recommended)]}
+        return Opponents(mixes={other: meta.marginal(other) for other in others or [player]})
+    return Opponents(joint=tuple(_lineups(meta, player, recommended)))
 
 
-def _others(meta: MetaStrategy, player: Player, told: str | None) -> Iterator[tuple[dict[Player, str], float]]:
-    """Yields the members of the other players, and the probability that `player` meets them."""
+def _lineups(meta: MetaStrategy, player: Player, recommended: str | None) -> Iterator[Lineup]:
+    """Yields the members of the other players, with the probability that `player` meets them."""
     seat = meta.seats.index(player)
-    shares = meta.joint.sum(axis=seat) if told is None else meta.joint.take(meta.names[seat].index(told), axis=seat)
+    if recommended is None:
+        shares = meta.joint.sum(axis=seat)
+    else:
+        shares = meta.joint.take(meta.names[seat].index(recommended), axis=seat)
     shares = np.where(shares < MIN_PROBABILITY * shares.sum(), 0.0, shares)
     rest = [other for other in range(len(meta.seats)) if other != seat]
     for index in np.argwhere(shares).tolist():
         members = {meta.seats[other]: meta.names[other][i] for other, i in zip(rest, index, strict=True)}
-        yield members, float(shares[tuple(index)] / shares.sum())
+        yield Lineup(members, float(shares[tuple(index)] / shares.sum()))
 
 
-def rectified_payload(meta: MetaStrategy, payoffs: Sequence[np.ndarray], player: Player, member: str) -> dict[str, Any]:
+def beaten_opponents(meta: MetaStrategy, payoffs: Sequence[np.ndarray], player: Player, member: str) -> Opponents:
     """Returns the opponents of a response that continues `member`: those it beats, weighted by the meta-strategy
     (PSRO_rN; Balduzzi et al., 2019, algorithm 4). For games of two seats.
 
@@ -102,7 +106,7 @@ def rectified_payload(meta: MetaStrategy, payoffs: Sequence[np.ndarray], player:
     par = (meta.joint * payoffs[seat]).sum() - 1e-9
     mix = meta.marginal(other)
     beaten = [name for name, earns in zip(meta.names[1 - seat], earned, strict=True) if earns >= par and name in mix]
-    return {"opponents": {other: drop_negligible({name: mix[name] for name in beaten}) if beaten else mix}}
+    return Opponents(mixes={other: drop_negligible({name: mix[name] for name in beaten}) if beaten else mix})
 
 
 def equilibrium_gap(meta: MetaStrategy, payoffs: Sequence[np.ndarray], coarse: bool = True) -> float:
@@ -115,15 +119,7 @@ def equilibrium_gap(meta: MetaStrategy, payoffs: Sequence[np.ndarray], coarse: b
     total = 0.0
     for seat, table in enumerate(payoffs):
         joint, own = (np.moveaxis(array, seat, 0).reshape(table.shape[seat], -1) for array in (meta.joint, table))
-        told_played = joint @ own.T
-        played = told_played.sum(0).max() if coarse else told_played.max(1).sum()
-        total += float(played - np.trace(told_played))
+        recommended_played = joint @ own.T
+        played = recommended_played.sum(0).max() if coarse else recommended_played.max(1).sum()
+        total += float(played - np.trace(recommended_played))
     return total
-
-
-def opponent_names(payload: Mapping[str, Any]) -> list[str]:
-    """Returns the opponents that an order names, without duplicates."""
-    mixes = (
-        [members.values() for members, _ in payload["joint"]] if "joint" in payload else payload["opponents"].values()
-    )
-    return list(dict.fromkeys(name for names in mixes for name in names))

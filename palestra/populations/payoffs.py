@@ -1,11 +1,10 @@
 """Payoff table of a population: statistics of games between members, and exact payoffs; it grows with the population.
 
-    payoffs = Payoffs(["player_0", "player_1"])
+    payoffs = PayoffTable(["player_0", "player_1"])
     payoffs.add_member("player_0", "uniform")
     ...
-    payoffs.add_games({"members": ["uniform", "uniform"], "games": 100, "mean": [0.1, -0.1], "m2": [210.0, 210.0]})
+    payoffs.add_games(("uniform", "uniform"), PayoffCell(games=100, mean=(0.1, -0.1), m2=(210.0, 210.0)))
     strategies = Nash().solve(payoffs.mean())
-    for members, games in payoffs.allocate_games(strategies, 1000).items(): ...
 
 A cell is one member for each seat. If one population plays several seats, the game is taken to be symmetric in them:
 cells that differ only in the order of its members are one cell, whose numbers follow the members.
@@ -14,22 +13,89 @@ cells that differ only in the order of its members are one cell, whose numbers f
 from __future__ import annotations
 
 import csv
-import heapq
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
 
 import numpy as np
+from pydantic import ConfigDict
 
-from palestra.populations.normal_form.payoff_tensors import joint_distribution
-from palestra.populations.payoff_cell import PayoffCell, empty_cell
 from palestra.populations.population import Player
 
 MemberProfile = tuple[str, ...]  # the member at each seat
 
 
+@dataclass(frozen=True)
+class PayoffCell:
+    """Per seat: mean return, sum of squared deviations of returns (`m2`), and games won; draws of all seats together.
+
+    PayoffCell(games=100, mean=(0.1, -0.1), m2=(210.0, 210.0), wins=(40, 30), draws=30)
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    games: int
+    mean: tuple[float, ...]
+    m2: tuple[float, ...]
+    wins: tuple[int | float, ...]
+    draws: int | float = 0
+    exact: bool = False
+    """True if `mean` is exact, whatever the number of games."""
+
+    def merge(self, other: PayoffCell) -> PayoffCell:
+        """Returns the cell of both cells' games (Chan et al., 1979, eq. 2.1). An exact mean is kept; of two, that of
+        `other`."""
+        games = self.games + other.games
+        wins = _sums(self.wins, other.wins)
+        if self.exact or other.exact:
+            mean, m2 = (other if other.exact else self).mean, tuple(0.0 for _ in self.m2)
+        else:
+            share = other.games / max(games, 1)
+            gaps = [theirs - ours for ours, theirs in zip(self.mean, other.mean, strict=True)]
+            mean = _sums(self.mean, [gap * share for gap in gaps])
+            m2 = _sums(_sums(self.m2, other.m2), [gap * gap * self.games * share for gap in gaps])
+        return PayoffCell(games, mean, m2, wins, self.draws + other.draws, self.exact or other.exact)
+
+    def permute_seats(self, order: Sequence[int]) -> PayoffCell:
+        """Returns the cell with seats permuted: new seat `k` is old seat `order[k]`."""
+        mean, m2, wins = (tuple(row[seat] for seat in order) for row in (self.mean, self.m2, self.wins))
+        return PayoffCell(self.games, mean, m2, wins, self.draws, self.exact)
+
+    def average_seats(self, groups: Sequence[Sequence[int]]) -> PayoffCell:
+        """Returns the cell with each group of seats averaged, for seats that the same member plays."""
+        mean, m2, wins = list(self.mean), list(self.m2), list(self.wins)
+        for group in (one for one in groups if len(one) > 1):
+            middle = sum(self.mean[seat] for seat in group) / len(group)
+            spread = sum(self.m2[seat] + self.games * (self.mean[seat] - middle) ** 2 for seat in group) / len(group)
+            won = sum(self.wins[seat] for seat in group) / len(group)
+            for seat in group:
+                mean[seat], m2[seat], wins[seat] = middle, spread, won
+        return PayoffCell(self.games, tuple(mean), tuple(m2), tuple(wins), self.draws, self.exact)
+
+    @property
+    def stderr(self) -> tuple[float, ...]:
+        """Standard errors of the means, in units of return; infinite for fewer than two games, 0 for exact payoffs."""
+        if self.exact:
+            return tuple(0.0 for _ in self.m2)
+        return tuple(sqrt(m2 / (self.games - 1) / self.games) if self.games > 1 else inf for m2 in self.m2)
+
+
+def empty_cell(seats: int) -> PayoffCell:
+    """Returns a cell without games."""
+    zeros = (0.0,) * seats
+    return PayoffCell(0, zeros, zeros, zeros)
+
+
+def _sums(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, ...]:
+    return tuple(a + b for a, b in zip(ours, theirs, strict=True))
+
+
 class PayoffTable:
-    """Payoffs of an n-player, general-sum game between members; `seats` names the player (population) at each seat."""
+    """Payoffs of an n-player, general-sum game between members; `seats` names the player (population) at each seat.
+
+    `stored` holds the cells with games, by members in canonical order.
+    """
 
     def __init__(self, seats: Sequence[Player]) -> None:
         """Raises ValueError if `seats` is empty."""
@@ -37,7 +103,7 @@ class PayoffTable:
             raise ValueError("a payoff table needs the player at each seat, for example Payoffs(['red', 'blue'])")
         self.seats = tuple(seats)
         self.members: dict[Player, list[str]] = {player: [] for player in self.seats}
-        self._cells: dict[MemberProfile, PayoffCell] = {}  # by members in canonical order
+        self.stored: dict[MemberProfile, PayoffCell] = {}
         self._place: dict[tuple[Player, str], int] = {}  # index of a member in its player's list
 
     # ---- adding members and games
@@ -51,39 +117,33 @@ class PayoffTable:
         self._place[player, name] = len(self.members[player])
         self.members[player].append(name)
 
-    def add_games(self, games: Mapping[str, Any]) -> None:
-        """Adds games: `{"members": [...], "games": n, "mean": [...], "m2": [...], "wins": [...], "draws": d}`, lists by
-        seat.
+    def add_games(self, members: Sequence[str], cell: PayoffCell) -> None:
+        """Adds games of these members, by seat. Of exact payoffs only the means are kept: no game was played.
 
-        `wins` and `draws` are optional. Raises ValueError if a member is unknown or the numbers do not fit the seats.
+        Raises ValueError if a member is unknown or the numbers do not fit the seats.
         """
-        seats = len(self.seats)
-        cell = PayoffCell(
-            int(games["games"]),
-            tuple(map(float, games["mean"])),
-            tuple(map(float, games["m2"])),
-            tuple(games.get("wins") or [0] * seats),
-            games.get("draws", 0),
-        )
-        if cell.games < 0 or not len(cell.mean) == len(cell.m2) == len(cell.wins) == seats:
-            raise ValueError(f"{dict(games)} are no games of {seats} seats: mean, m2 and wins need a number for each")
-        self._add(games["members"], cell)
+        if cell.exact:
+            self.set_exact(members, cell.mean)
+            return
+        if cell.games < 0 or not len(cell.mean) == len(cell.m2) == len(cell.wins) == len(self.seats):
+            raise ValueError(f"{cell} is no cell of {len(self.seats)} seats: mean, m2 and wins need a number for each")
+        self._add(members, cell)
 
     def set_exact(self, members: Sequence[str], mean: Sequence[float]) -> None:
         """Sets exact payoffs, by seat. Raises ValueError if a member is unknown or the number of payoffs is wrong."""
         if len(mean) != len(self.seats):
             raise ValueError(f"{len(mean)} payoffs for {len(self.seats)} seats")
         zeros = tuple(0.0 for _ in self.seats)
-        self._add(members, PayoffCell(0, tuple(map(float, mean)), zeros, tuple(0 for _ in self.seats), known=True))
+        self._add(members, PayoffCell(0, tuple(map(float, mean)), zeros, tuple(0 for _ in self.seats), exact=True))
 
     def _add(self, members: Sequence[str], cell: PayoffCell) -> None:
-        key, order = self._canonical(members)
+        key, order = self.canonical(members)
         who = list(zip(self.seats, key, strict=True))
         alike = [[seat for seat, one in enumerate(who) if one == other] for other in dict.fromkeys(who)]
         cell = cell.permute_seats(order).average_seats(alike)
-        self._cells[key] = self._cells[key].merge(cell) if key in self._cells else cell
+        self.stored[key] = self.stored[key].merge(cell) if key in self.stored else cell
 
-    def _canonical(self, members: Sequence[str]) -> tuple[MemberProfile, tuple[int, ...]]:
+    def canonical(self, members: Sequence[str]) -> tuple[MemberProfile, tuple[int, ...]]:
         """Returns the members in the order under which their cell is stored, and the seat from which each was taken."""
         if len(members) != len(self.seats):
             raise ValueError(f"{list(members)} are {len(members)} members for {len(self.seats)} seats")
@@ -106,29 +166,30 @@ class PayoffTable:
     def cell(self, members: Sequence[str]) -> PayoffCell:
         """Returns the statistics of these members, by seat; a cell with 0 games if they never met. Raises ValueError if
         a member is unknown."""
-        key, order = self._canonical(members)
+        key, order = self.canonical(members)
         back = [order.index(seat) for seat in range(len(order))]
-        return self._cells[key].permute_seats(back) if key in self._cells else empty_cell(len(self.seats))
+        return self.stored[key].permute_seats(back) if key in self.stored else empty_cell(len(self.seats))
 
     def cells(self) -> Iterator[MemberProfile]:
         """Yields each cell of the table once, in canonical order."""
         seen = set()
         for index in np.ndindex(self.shape):
-            key, _ = self._canonical(self._at(index))
+            key, _ = self.canonical(self.members_at(index))
             if key not in seen:
                 seen.add(key)
                 yield key
 
     def cells_below(self, games: int = 1) -> list[MemberProfile]:
         """Returns the cells with fewer than `games` games, without exact ones."""
-        return [key for key in self.cells() if not self.cell(key).known and self.cell(key).games < games]
+        return [key for key in self.cells() if not self.cell(key).exact and self.cell(key).games < games]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Number of members [m_0, ..., m_n-1] by seat."""
         return tuple(len(self.members[player]) for player in self.seats)
 
-    def _at(self, index: Sequence[int]) -> MemberProfile:
+    def members_at(self, index: Sequence[int]) -> MemberProfile:
+        """Returns the members with these numbers, by seat."""
         return tuple(self.members[player][number] for player, number in zip(self.seats, index, strict=True))
 
     # ---- tables
@@ -136,7 +197,7 @@ class PayoffTable:
     def mean(self, unplayed: float = np.nan) -> list[np.ndarray]:
         """Returns mean returns, a float64 array [m_0, ..., m_n-1] for each seat; `unplayed` where there are no
         games."""
-        return self._tables(lambda cell: cell.mean if cell.known or cell.games else [unplayed] * len(cell.mean))
+        return self._tables(lambda cell: cell.mean if cell.exact or cell.games else [unplayed] * len(cell.mean))
 
     def stderr(self) -> list[np.ndarray]:
         """Returns the standard errors of `mean`, in the same shapes; infinite for fewer than two games, 0 for exact
@@ -148,7 +209,7 @@ class PayoffTable:
         return self._tables(lambda cell: [cell.games] * len(self.seats))[0].astype(int)
 
     def _tables(self, of: Callable[[PayoffCell], Sequence[float]]) -> list[np.ndarray]:
-        rows = np.array([of(self.cell(self._at(index))) for index in np.ndindex(self.shape)], float)
+        rows = np.array([of(self.cell(self.members_at(index))) for index in np.ndindex(self.shape)], float)
         return [column.reshape(self.shape) for column in rows.reshape(-1, len(self.seats)).T]
 
     def pairwise_scores(self) -> tuple[list[str], np.ndarray]:
@@ -163,89 +224,13 @@ class PayoffTable:
         names = list(dict.fromkeys(name for player in self.members for name in self.members[player]))
         number = {name: place for place, name in enumerate(names)}
         points_MM = np.zeros((len(names), len(names)))
-        for (one, other), cell in self._cells.items():
+        for (one, other), cell in self.stored.items():
             if one != other:
                 points_MM[number[one], number[other]] += cell.wins[0] + cell.draws / 2
                 points_MM[number[other], number[one]] += cell.wins[1] + cell.draws / 2
         return names, points_MM
 
-    # ---- where to play
-
-    def allocate_games(
-        self, strategies: Sequence[np.ndarray] | np.ndarray, games: int, chunk: int = 1
-    ) -> dict[MemberProfile, int]:
-        """Returns how to distribute `games` new games over cells, `chunk` at a time.
-
-        Each chunk goes where it most lowers the total variance of what members earn against the others' meta-strategy:
-        the sum over seats i and cells c of sigma_-i(c)^2 variance_i(c) / (games(c) + 1). `strategies` is one
-        distribution [m_i] for each seat, or a joint one [m_0, ..., m_n-1].
-
-        These are the numbers that a solver compares, for members out of the support too, so cells far from the support
-        get no games. A cell's variance is shrunk towards the pooled variance by one game (1 if that is 0), and each
-        cell counts as having one more game, so that cells without games have a finite weight. Exact payoffs get no
-        games. Raises ValueError if the strategies do not fit the table.
-        """
-        gains = self._gains(strategies)
-        queue = [(-gain * _drop(played, chunk), key) for key, (gain, played) in gains.items() if gain > 0]
-        heapq.heapify(queue)
-        given: dict[MemberProfile, int] = {}
-        for left in range(games, 0, -chunk):
-            if not queue:
-                break
-            _, key = heapq.heappop(queue)
-            given[key] = given.get(key, 0) + min(chunk, left)
-            gain, played = gains[key]
-            heapq.heappush(queue, (-gain * _drop(played + given[key], chunk), key))
-        return given
-
-    def _gains(self, strategies: Sequence[np.ndarray] | np.ndarray) -> dict[MemberProfile, tuple[float, int]]:
-        """Returns for each cell that is not exact: squared weights times variances, summed over seats, and its
-        games."""
-        joint = joint_distribution(strategies)
-        if joint.shape != self.shape:
-            raise ValueError(f"strategies over {joint.shape} members; there are {self.shape}")
-        others = [joint.sum(axis=seat, keepdims=True) for seat in range(joint.ndim)]
-        weights = [np.broadcast_to(share**2, self.shape) for share in others]
-        prior = self._pooled_variance()
-        gains: dict[MemberProfile, tuple[float, int]] = {}
-        for index in np.ndindex(self.shape):
-            key, order = self._canonical(self._at(index))
-            cell = self._cells.get(key, empty_cell(len(self.seats)))
-            if not cell.known:
-                variance = [(m2 + prior) / max(cell.games, 1) for m2 in cell.m2]
-                gain = sum(float(weights[seat][index]) * variance[place] for place, seat in enumerate(order))
-                gains[key] = (gains.get(key, (0.0, 0))[0] + gain, cell.games)
-        return gains
-
-    def _pooled_variance(self) -> float:
-        played = [cell for cell in self._cells.values() if cell.games > 1 and not cell.known]
-        freedom = sum(cell.games - 1 for cell in played) * len(self.seats)
-        return (sum(sum(cell.m2) for cell in played) / freedom if freedom else 0.0) or 1.0
-
     # ---- files
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the whole table; `from_json` restores it bit for bit."""
-        cells = [{"members": list(key), **vars(cell)} for key, cell in self._cells.items()]
-        return {
-            "seats": list(self.seats),
-            "members": {player: list(names) for player, names in self.members.items()},
-            "cells": cells,
-        }
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Self:
-        """Returns the table that `to_json` wrote."""
-        table = cls(tree["seats"])
-        for player, names in tree["members"].items():
-            for name in names:
-                table.add_member(player, name)
-        for entry in tree["cells"]:
-            mean, m2, wins = (tuple(entry[name]) for name in ("mean", "m2", "wins"))
-            table._cells[tuple(entry["members"])] = PayoffCell(
-                entry["games"], mean, m2, wins, entry["draws"], entry["known"]
-            )
-        return table
 
     def to_csv(self) -> str:
         """Returns one line for each non-empty cell, with a header; numbers in Python's repr."""
@@ -253,11 +238,7 @@ class PayoffTable:
         seats = range(len(self.seats))
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
-        rows.writerow([f"{name}_{seat}" for name in columns for seat in seats] + ["games", "draws", "known"])
-        for key, cell in self._cells.items():
-            rows.writerow([*key, *cell.mean, *cell.stderr, *cell.wins, cell.games, cell.draws, cell.known])
+        rows.writerow([f"{name}_{seat}" for name in columns for seat in seats] + ["games", "draws", "exact"])
+        for key, cell in self.stored.items():
+            rows.writerow([*key, *cell.mean, *cell.stderr, *cell.wins, cell.games, cell.draws, cell.exact])
         return text.getvalue()
-
-
-def _drop(games: int, more: int) -> float:
-    return 1 / (games + 1) - 1 / (games + 1 + more)

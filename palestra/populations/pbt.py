@@ -2,13 +2,13 @@
 
 Each learner trains slice after slice. Between two slices, a learner rated among the worst copies the weights and
 settings of one of the best, and perturbs or resamples each setting. Learners do not wait for each other: a learner is
-compared with the latest ratings of the others when its slice ends. The settings of each slice are part of its task's
-order.
+compared with the latest ratings of the others when its slice ends. The settings of each slice are part of its task.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,9 +16,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from palestra.config import StrictModel
+from palestra.populations.matchmaking import WinRates
 from palestra.populations.population import Member, Mix, Population
-from palestra.populations.tasks import ResultDict, Task
-from palestra.populations.win_rates import WinRates
+from palestra.populations.tasks import Opponents, Result, Task, TrainResult, TrainTask
 from palestra.seeding import derive_seed
 from palestra.types import Metrics
 
@@ -123,14 +123,15 @@ class PBT:
         self.env_steps = 0
         self.opponents: dict[str, dict[str, str]] = {}  # by task: from opponent member to the learner that made it
 
-    def initial_tasks(self) -> list[Task]:
+    def initial_tasks(self) -> Sequence[Task]:
         """Returns the first slice of each learner."""
         return [self._slice(learner) for learner in self.learners.values()]
 
-    def on_result(self, task: Task, result: ResultDict) -> list[Task]:
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
         """Records a slice's result, applies selection if it is due, and returns the learner's next slice."""
-        learner = self.learners[task.payload["learner"]]
-        self.env_steps += int(result["env_steps"])
+        assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
+        learner = self.learners[task.learner]
+        self.env_steps += result.env_steps
         self._note(learner, task, result)
         if learner.slices == self.config.slices:
             self._keep(learner)
@@ -139,11 +140,12 @@ class PBT:
             self._evolve(learner)
         return [self._slice(learner)]
 
-    def task_metrics(self, task: Task, result: ResultDict) -> dict[str, Metrics]:
+    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
         """Metrics of a slice: the learner's return, its rating, and the settings it was trained with."""
-        learner = self.learners[task.payload["learner"]]
-        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result["return"]}
-        return {learner.name: {**metrics, "rating": self.rating(learner), **task.payload["settings"]}}
+        assert isinstance(task, TrainTask) and isinstance(result, TrainResult)
+        learner = self.learners[task.learner]
+        metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
+        return {learner.name: {**metrics, "rating": self.rating(learner), **task.settings}}
 
     def summary(self) -> Metrics:
         """Progress: slices done and in all, members, env steps."""
@@ -151,28 +153,28 @@ class PBT:
         whole = self.config.slices * len(self.learners)
         return {"iteration": done, "iterations": whole, "members": len(self.population), "env_steps": self.env_steps}
 
-    def _slice(self, learner: PBTLearner) -> Task:
+    def _slice(self, learner: PBTLearner) -> TrainTask:
         player = self.population.players[0]
         mix, self_play = self._mixture(learner)
-        makes = f"{learner.name}-{learner.slices + 1}"
-        self.opponents[f"train/{makes}"] = {
+        name = f"{learner.name}-{learner.slices + 1}"
+        self.opponents[f"train/{name}"] = {
             other.latest: other.name for other in self.learners.values() if other.latest in mix
         }
-        order = {
-            "learner": learner.name,
-            "player": player,
-            "opponents": {player: mix},
-            "self_play": self_play,
-            "start": learner.latest or None,
-            **({"steps": self.config.train_steps} if self.config.train_steps else {"env_steps": self.config.env_steps}),
-            "settings": dict(learner.settings),
-            "copied": learner.copied_from,
-        }
-        start = [learner.latest] if learner.latest else []
-        learner.copied_from = ""
-        known = self.population.members
-        files = [name for name in dict.fromkeys([*mix, *start]) if name not in known or known[name].weights]
-        return Task(f"train/{makes}", "train", order, tuple(files), makes)
+        copied_from, learner.copied_from = learner.copied_from, ""
+        return TrainTask(
+            f"train/{name}",
+            learner=learner.name,
+            player=player,
+            opponents=Opponents({player: mix}),
+            self_play=self_play,
+            start=learner.latest or None,
+            env_steps=None if self.config.train_steps else self.config.env_steps,
+            train_steps=self.config.train_steps or None,
+            settings=dict(learner.settings),
+            copied_from=copied_from,
+            members=self.population.names_with_files([*mix, learner.latest]),
+            output_member=name,
+        )
 
     def _mixture(self, learner: PBTLearner) -> tuple[Mix, float]:
         others = [other.latest for other in self.learners.values() if other is not learner and other.latest]
@@ -180,17 +182,17 @@ class PBT:
         if not others or self.config.self_play == 1:
             return {
                 next(iter(self.population)).name: 1.0
-            }, 1.0  # with self_play 1 the opponent never plays, but an order must name one
+            }, 1.0  # with self_play 1 the opponent never plays, but a task must name one
         return {name: 1 / len(others) for name in others}, self.config.self_play
 
-    def _note(self, learner: PBTLearner, task: Task, result: ResultDict) -> None:
+    def _note(self, learner: PBTLearner, task: TrainTask, result: TrainResult) -> None:
         for member, name in self.opponents.pop(task.name).items():
-            if tally := result["against"].get(member):
-                self.win_rates.add(learner.name, name, tally["games"], tally["wins"] + tally["draws"] / 2)
+            if met := result.opponents.get(member):
+                self.win_rates.add(learner.name, name, met.games, met.points)
         learner.slices += 1
         learner.latest, learner.has_trained = task.output_member, True
-        if result["return"] is not None:  # no game may have ended
-            learner.score = float(result["return"])
+        if result.mean_return is not None:  # no game may have ended
+            learner.score = result.mean_return
 
     # ---- exploit and explore
 

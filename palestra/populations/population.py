@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,6 +46,12 @@ class Population:
     def names_of(self, player: Player) -> list[str]:
         """Returns the names of a player's members, oldest first."""
         return [name for name, member in self.members.items() if member.player in ("", player)]
+
+    def names_with_files(self, names: Iterable[str | None]) -> tuple[str, ...]:
+        """Returns those of the names whose policies have files, without duplicates: members with weights, and policies
+        in training, which the population does not hold yet."""
+        members = self.members
+        return tuple(name for name in dict.fromkeys(names) if name and (name not in members or members[name].weights))
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self.members.values())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.populations.normal_form.zero_sum import game_value, maximin
+from palestra.populations.normal_form.equilibria import game_value, maximin
 from palestra.populations.payoffs import PayoffTable
 
 ELO_PER_LOG_ODDS = 400 / np.log(10)  # Elo points per unit of log-odds
@@ -169,7 +169,7 @@ def cross_play(payoffs: PayoffTable, rows: Sequence[str], columns: Sequence[str]
     """Returns mean returns, float64 [rows, columns], of members at the first of two seats against others at the second;
     NaN for pairs that never met."""
     cells = [[payoffs.cell((row, column)) for column in columns] for row in rows]
-    return np.array([[cell.mean[0] if cell.known or cell.games else np.nan for cell in line] for line in cells])
+    return np.array([[cell.mean[0] if cell.exact or cell.games else np.nan for cell in line] for line in cells])
 
 
 def relative_performance(table: np.ndarray) -> float:

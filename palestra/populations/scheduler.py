@@ -35,12 +35,12 @@ from palestra.files import (
     remove_path,
     with_checksum,
 )
-from palestra.populations.tasks import Backend, Plan, ResultDict, Task, TaskResult
+from palestra.populations.task_json import TASKS_FILE, TaskRecord, task_record
+from palestra.populations.tasks import Backend, Plan, Result, Task, TaskResult
 from palestra.runs import Run
 from palestra.runs.checkpoints import RECOVERY_HINT, are_checksums
 from palestra.types import TEAM, Metrics
 
-TASKS_FILE = "tasks.jsonl"
 MEMBERS_DIR = "members"
 STOP_POLL_INTERVAL_S = 0.2  # seconds between two checks of `stop`
 
@@ -49,7 +49,7 @@ STOP_POLL_INTERVAL_S = 0.2  # seconds between two checks of `stop`
 class PlanWithMetrics(Protocol):
     """A plan that reports metrics after a task."""
 
-    def task_metrics(self, task: Task, result: ResultDict) -> Mapping[str, Metrics]:
+    def task_metrics(self, task: Task, result: Result) -> Mapping[str, Metrics]:
         """Returns metrics by policy, player, or TEAM, for metrics.jsonl; called after `on_result`."""
         ...
 
@@ -136,12 +136,11 @@ class PlanRun:
         members: dict[str, Any] = {}
         timings = read_lines(self.run.path / "timings.jsonl")
         for line in _finished(self.run.path, timings):
-            task = self._known(line)
-            if task.output_member:
-                members[task.output_member] = line["files"]
-            number = self.num_done
-            _, notes = self._retell(task, line["result"])
-            lines += [{"step": number, "policy": policy, **metrics} for policy, metrics in notes.items()]
+            record = self._record_of(line)
+            if record.task.output_member:
+                members[record.task.output_member] = record.files
+            _, metrics = self._replay_result(record)
+            lines += [{"step": record.number, "policy": policy, **own} for policy, own in metrics.items()]
         _only(self.run.path / MEMBERS_DIR, members)
         self.run.rewrite_log("metrics.jsonl", lines)
         elapsed = [line.get("elapsed_s", 0.0) for line in timings]
@@ -161,31 +160,31 @@ class PlanRun:
     def record(self, done: TaskResult) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
         """Stores a task's output and its line, then passes the result to the plan; returns the new tasks and the
         metrics."""
-        task, result = done.task, done.result
+        task = done.task
         files = store_output(done.folder, self.run.path / MEMBERS_DIR / task.output_member) if done.folder else {}
-        line = {"number": self.num_done, "task": task.name, "kind": task.kind, "makes": task.output_member}
-        line |= {"members": task.members, "files": files, "order": task.payload, "result": result}
-        self.run.append_line(TASKS_FILE, with_checksum(line))
+        record = TaskRecord(self.num_done, task, files, done.result)
+        self.run.append_line(TASKS_FILE, with_checksum(record.to_json()))
         times = {"task": task.name, "kind": task.kind, "seconds": done.seconds}
         self.run.log_timings(self.num_done, TEAM, {**times, "elapsed_s": time.monotonic() - self._start})
         self.run.log_workers(self.num_done)
-        number = self.num_done
-        new, notes = self._tell(task, result)
-        for policy, metrics in notes.items():
-            self.run.log_metrics(number, policy, metrics)
-        return new, notes
+        new, metrics = self._pass_result(task, done.result)
+        for policy, own in metrics.items():
+            self.run.log_metrics(record.number, policy, own)
+        return new, metrics
 
-    def _retell(self, task: Task, result: ResultDict) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
-        """`_tell` for a result read from disk. Raises Damaged if the plan cannot process it."""
+    def _replay_result(self, record: TaskRecord) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
+        """`_pass_result` for a result read from disk. Raises DamagedFile if the plan cannot process it."""
+        place = self._place()
         try:
-            return self._tell(task, result)
+            return self._pass_result(self.open_tasks[record.task.name], record.result)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise DamagedFile(
-                f"{self.run.path / TASKS_FILE}, line {self.num_done}: the plan cannot take the result of {task.name} "
+                f"{place}: the plan cannot take the result of {record.task.name} "
                 f"({type(error).__name__}: {error}); {RECOVERY_HINT}"
             ) from error
 
-    def _tell(self, task: Task, result: ResultDict) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
+    def _pass_result(self, task: Task, result: Result) -> tuple[Sequence[Task], Mapping[str, Metrics]]:
+        """Passes a result to the plan; returns the new tasks and the metrics."""
         del self.open_tasks[task.name]
         self.num_done += 1
         new = self.plan.on_result(task, result)
@@ -204,26 +203,29 @@ class PlanRun:
                 )
             self.open_tasks[task.name] = task
 
-    def _known(self, line: Mapping[str, Any]) -> Task:
-        """Returns the pending task that a line of tasks.jsonl belongs to."""
-        said = [line.get(key) for key in ("task", "kind", "makes")]
-        if line.get("number") != self.num_done or not all(isinstance(one, str) for one in said):
+    def _record_of(self, line: Mapping[str, Any]) -> TaskRecord:
+        """Returns the record in the next line of tasks.jsonl, which must be that of a pending task."""
+        given = line.get("task")
+        name, makes = (given.get("name"), given.get("output_member")) if isinstance(given, Mapping) else (None, None)
+        if line.get("number") != self.num_done or not isinstance(name, str):
             raise DamagedFile(
-                f"{self.run.path / TASKS_FILE}, line {self.num_done + 1} is not the line of task number "
-                f"{self.num_done}: lines were removed, repeated or moved; {RECOVERY_HINT}"
+                f"{self._place()} is not the line of task number {self.num_done}: lines were removed, repeated or "
+                f"moved; {RECOVERY_HINT}"
             )
-        if not are_checksums(line.get("files")) or "result" not in line:
-            raise DamagedFile(
-                f"{self.run.path / TASKS_FILE}, line {self.num_done + 1} is not the line of a task; {RECOVERY_HINT}"
-            )
-        task = self.open_tasks.get(line["task"])
-        if task is None or (task.kind, task.output_member) != (line["kind"], line["makes"]):
+        task = self.open_tasks.get(name)
+        if task is None or (task.kind, task.output_member) != (line.get("kind"), makes):
             raise ValueError(
-                f"{self.run.path / TASKS_FILE}, line {self.num_done + 1}: the run did {line['kind']} task "
-                f"{line['task']}, which "
-                "is not in the plan at this point: config or code changed since; go back to them, or start a new run"
+                f"{self._place()}: the run did {line.get('kind')} task {name}, which is not in the plan at this "
+                "point: config or code changed since; go back to them, or start a new run"
             )
-        return task
+        record = task_record(line, self._place(), type(task))
+        if not are_checksums(record.files):
+            raise DamagedFile(f"{self._place()}: files: these are no checksums; {RECOVERY_HINT}")
+        return record
+
+    def _place(self) -> str:
+        """The next line of tasks.jsonl."""
+        return f"{self.run.path / TASKS_FILE}, line {self.num_done + 1}"
 
 
 def _finished(run: Path, timings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

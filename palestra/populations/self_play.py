@@ -12,19 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from palestra.config import StrictModel
-from palestra.populations.match_tasks import MatchQueue
-from palestra.populations.matchmaking import LatestMatchmaker, MatchmakerConfig
-from palestra.populations.meta_strategy import MetaStrategy, drop_negligible, opponent_names
+from palestra.populations.empirical_game import MatchQueue
+from palestra.populations.matchmaking import LatestMatchmaker, MatchmakerConfig, WinRates
+from palestra.populations.meta_strategy import MetaStrategy, drop_negligible
 from palestra.populations.payoffs import PayoffTable
 from palestra.populations.population import Member, Mix, Player, Population
 from palestra.populations.solvers import MetaSolverConfig, Nash
-from palestra.populations.tasks import ResultDict, Task
-from palestra.populations.win_rates import WinRates
+from palestra.populations.tasks import (
+    AssessResult,
+    AssessTask,
+    Opponents,
+    PlayResult,
+    PlayTask,
+    Result,
+    Task,
+    TrainResult,
+    TrainTask,
+)
 from palestra.types import TEAM, Metrics
 
 
@@ -99,26 +108,28 @@ class SelfPlay:
         self.nash_convs: dict[int, float] = {}
         self.env_steps = 0
         self.is_done = False
-        self._notes: dict[str, Metrics] = {}
+        self._metrics: dict[str, Metrics] = {}
 
-    def initial_tasks(self) -> list[Task]:
+    def initial_tasks(self) -> Sequence[Task]:
         """Returns the games among the initial members, if `games_per_cell` is above 0, and the first slices."""
         return [*(self.matches.initial_tasks() if self.config.games_per_cell else []), *self._slices()]
 
-    def on_result(self, task: Task, result: ResultDict) -> list[Task]:
+    def on_result(self, task: Task, result: Result) -> list[Task]:
         """Records a result; returns the games, assessments and slices that it makes possible."""
-        self._notes, new = {}, []
-        if task.kind == "train":
-            new = self._trained(task, result)
-        elif task.kind == "play":
-            self.matches.record_result(task, result)
-        else:
-            self._assessed(task, result)
+        self._metrics = {}
+        new: list[Task] = []
+        match task, result:
+            case TrainTask() as trained, TrainResult() as outcome:
+                new += self._trained(trained, outcome)
+            case PlayTask() as played, PlayResult() as games:
+                self.matches.record_result(played, games)
+            case AssessTask() as assessed, AssessResult() as distance:
+                self._assessed(assessed, distance)
         return [*new, *self._slices()]
 
-    def task_metrics(self, task: Task, result: ResultDict) -> dict[str, Metrics]:
+    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
         """Metrics of a slice or of NashConv, with counts once all players have trained equally many slices."""
-        return self._notes
+        return self._metrics
 
     def summary(self) -> dict[str, float]:
         """Progress: slices done by all players and in all, members, games, env steps, and the latest NashConv."""
@@ -139,32 +150,32 @@ class SelfPlay:
 
     # ---- results
 
-    def _trained(self, task: Task, result: ResultDict) -> list[Task]:
-        player, before = task.payload["player"], self._round()
-        for member, tally in result["against"].items():
-            self.win_rates.add(player, member, tally["games"], tally["wins"] + tally["draws"] / 2)
+    def _trained(self, task: TrainTask, result: TrainResult) -> Sequence[Task]:
+        player, before = task.player, self._round()
+        for member, own in result.opponents.items():
+            self.win_rates.add(player, member, own.games, own.points)
         self.in_training.remove(player)
         self.slices_done[player] += 1
-        self.env_steps += int(result["env_steps"])
-        metrics = {"iteration": self.slices_done[player], "env_steps": self.env_steps, "return": result["return"]}
-        self._notes = {player: metrics}
-        new = self._keep(task)
+        self.env_steps += result.env_steps
+        metrics = {"iteration": self.slices_done[player], "env_steps": self.env_steps, "return": result.return_metric}
+        self._metrics = {player: metrics}
+        new: list[Task] = [*self._keep(task)]
         if self._round() > before:
-            self._notes |= {TEAM: {"iteration": self._round(), **self._counts()}}
+            self._metrics |= {TEAM: {"iteration": self._round(), **self._counts()}}
             new += self._assessment(self._round())
         return new
 
-    def _keep(self, task: Task) -> list[Task]:
+    def _keep(self, task: TrainTask) -> list[PlayTask]:
         """Adds the frozen copy; returns its games."""
-        player, name = task.payload["player"], task.output_member
+        player, name = task.player, task.output_member
         info = {"iteration": self.slices_done[player]}
-        member = Member(name, player, f"members/{name}", task.payload["start"], info)
+        member = Member(name, player, f"members/{name}", task.start, info)
         if self.config.games_per_cell:
             return self.matches.add_member(member)
         self.population.add(member)
         return []
 
-    def _assessment(self, number: int) -> list[Task]:
+    def _assessment(self, number: int) -> list[AssessTask]:
         every, last = self.config.nash_conv_every, number == self.config.slices
         if not every or (number % every and not last):
             return []
@@ -172,18 +183,18 @@ class SelfPlay:
         mixes = {player: dict.fromkeys(own, 1 / len(own)) for player, own in names.items()}
         if self.config.nash_conv_of == "latest":
             mixes = {player: {own[-1]: 1.0} for player, own in names.items()}
-        files = self.matches.names_with_files(name for mix in mixes.values() for name in mix)
-        return [Task(f"assess/{number}", "assess", {"iteration": number, "strategies": mixes}, files)]
+        files = self.population.names_with_files(name for mix in mixes.values() for name in mix)
+        return [AssessTask(f"assess/{number}", iteration=number, strategies=mixes, members=files)]
 
-    def _assessed(self, task: Task, result: ResultDict) -> None:
-        number, measured = int(task.payload["iteration"]), float(result["nash_conv"])
+    def _assessed(self, task: AssessTask, result: AssessResult) -> None:
+        number, measured = task.iteration, result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0
-        self._notes = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result["exploitability"]}}
+        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
 
     # ---- slices
 
-    def _slices(self) -> list[Task]:
+    def _slices(self) -> list[TrainTask]:
         """Returns a slice for every player that can start one."""
         return (
             [] if self.is_done else [self._slice(player) for player in self.population.players if self._ready(player)]
@@ -198,27 +209,33 @@ class SelfPlay:
             map(self.matches.empirical_game.has_payoffs, product(*(names[seat] for seat in self.seats)))
         )
 
-    def _slice(self, player: Player) -> Task:
+    def _slice(self, player: Player) -> TrainTask:
         number = self.slices_done[player]
         name, own = f"{player}-{number + 1}", self._names(number)[player]
-        start = own[-1] if self.config.start == "last" and self.matches.names_with_files(own[-1:]) else None
-        order: dict[str, Any] = {"player": player, "opponents": self._opponents(player), "start": start}
-        order |= {"steps": self.config.train_steps} if self.config.train_steps else {"env_steps": self.config.env_steps}
-        order["self_play"] = self.config.self_play
+        start = own[-1] if self.config.start == "last" and self.population.names_with_files(own[-1:]) else None
+        opponents = self._opponents(player)
         self.in_training.add(player)
-        files = self.matches.names_with_files([*opponent_names(order), *([start] if start else [])])
-        return Task(f"train/{name}", "train", order, files, name)
+        return TrainTask(
+            f"train/{name}",
+            player=player,
+            opponents=opponents,
+            start=start,
+            self_play=self.config.self_play,
+            env_steps=None if self.config.train_steps else self.config.env_steps,
+            train_steps=self.config.train_steps or None,
+            members=self.population.names_with_files([*opponents.names(), start]),
+            output_member=name,
+        )
 
-    def _opponents(self, player: Player) -> dict[Player, Mix]:
+    def _opponents(self, player: Player) -> Opponents:
         """Returns the mixture of opponents of a player's next slice, by player."""
         names = self._pool(self.slices_done[player])
         others = [other for other in names if other != player] or [player]
-        return {
-            other: drop_negligible(
-                self.config.matchmaker.mix(names[other], self._rates(player, names[other]), solution)
-            )
+        mixes = {
+            other: self.config.matchmaker.mix(names[other], self._rates(player, names[other]), solution)
             for other, solution in self._solution(names, others).items()
         }
+        return Opponents({other: drop_negligible(mix) for other, mix in mixes.items()})
 
     def _rates(self, player: Player, names: Sequence[str]) -> dict[str, float]:
         return {name: self.win_rates.rate(player, name) for name in names}

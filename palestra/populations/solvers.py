@@ -16,7 +16,7 @@ from pydantic import Field
 from palestra.config import StrictModel
 from palestra.populations.normal_form.alpha_rank import alpha_rank
 from palestra.populations.normal_form.convex import Objective
-from palestra.populations.normal_form.correlated import coarse_correlated_equilibrium, correlated_equilibrium
+from palestra.populations.normal_form.equilibria import coarse_correlated_equilibrium, correlated_equilibrium, nash
 from palestra.populations.normal_form.iterative_solvers import (
     fictitious_play,
     projected_replicator,
@@ -24,7 +24,6 @@ from palestra.populations.normal_form.iterative_solvers import (
     uniform_strategies,
 )
 from palestra.populations.normal_form.payoff_tensors import PayoffTensors, check_payoffs, joint_distribution, marginals
-from palestra.populations.normal_form.zero_sum import nash
 
 
 class MetaSolver(StrictModel):

@@ -1,35 +1,217 @@
-"""Tasks of a population's training, and the protocols of plan, worker and backend.
+"""Tasks of a population's training, their results, and the protocols of plan, worker and backend.
 
 A plan determines which tasks to do; a backend has workers that run them; the scheduler submits tasks and logs their
 results in the order in which the plan gets them. A plan is a function of that order alone: a killed run is resumed by
 passing the finished tasks to a new plan. A task's randomness is determined by its name.
+
+Tasks and results consist of text, numbers, None, mappings, tuples and further dataclasses, so that `task_json.py` can
+write them as JSON and read them back.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-ResultDict = dict[str, Any]  # JSON: a worker's result of a task
+from pydantic import ConfigDict
+
+from palestra.populations.payoffs import MemberProfile, PayoffCell
+from palestra.populations.population import Mix, Player
+
+# ---- results
+
+
+@dataclass(frozen=True)
+class Result:
+    """A worker's result of a task: the base of one class for each kind of task."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class OpponentResult:
+    """A learner's games against one opponent: number, mean return, mean squared return, games won and drawn."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    games: int
+    mean_return: float
+    mean_squared_return: float
+    wins: int | float
+    draws: int | float
+
+    @property
+    def points(self) -> float:
+        """Games won, a draw counting half."""
+        return self.wins + self.draws / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult(Result):
+    """Result of training a policy. Games of the last part of the training count in its returns.
+
+    TrainResult(env_steps=4096, mean_return=0.1, opponents={"uniform": OpponentResult(512, 0.1, 2.0, 270, 0)})
+    """
+
+    env_steps: int
+    mean_return: float | None
+    """The policy's return, averaged over its games; None if no game ended. An exact response's value."""
+    opponents: dict[str, OpponentResult] = field(default_factory=dict)
+    """By name of the opponent."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    policy_digest: str | None = None
+    """SHA-256 of the policy of an exact response; None if the response is learned."""
+
+    @property
+    def return_metric(self) -> float:
+        """`mean_return` as a metric: NaN, which metrics.jsonl holds as null, if no game ended."""
+        return math.nan if self.mean_return is None else self.mean_return
+
+
+@dataclass(frozen=True)
+class PlayResult(Result):
+    """Games of a `PlayTask`: one payoff cell for each of its cells, in the same order."""
+
+    payoffs: tuple[PayoffCell, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssessResult(Result):
+    """NashConv of the behaviour that mixtures induce, exploitability (NashConv divided by the number of seats), and
+    expected returns by seat."""
+
+    nash_conv: float
+    exploitability: float
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SolveResult(Result):
+    """Size of a solved restricted game: its allowed actions, counted over all information states."""
+
+    num_allowed_actions: int
+
+
+# ---- tasks
 
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work. `name` is unique in a run; `payload` (JSON) is its input.
+    """A piece of work: the base of one class for each kind. `name` is unique in a run."""
 
-    Task("train/player_0-3", "train", {"player": "player_0", "opponents": {"player_1": {"player_1-2": 1.0}}},
-         members=("player_1-2",), output_member="player_0-3")
-    """
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    kind: ClassVar[str]
+    """By it, backends reserve workers, and tasks.jsonl names the class."""
+    result_type: ClassVar[type[Result]]
 
     name: str
-    kind: str  # train, play, assess, solve
-    payload: Mapping[str, Any] = field(default_factory=dict)
+    _: KW_ONLY
     members: tuple[str, ...] = ()
     """Members whose files the worker needs."""
     output_member: str = ""
     """Name of the member whose folder the task fills; "": none."""
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """Opponents that play together: a member for each other player, and the probability of a game against them."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    members: dict[Player, str]
+    probability: float
+
+
+@dataclass(frozen=True)
+class Opponents:
+    """Distribution of a learner's opponents: either `mixes`, from which each player's member is drawn independently, or
+    `joint`, line-ups of members of all other players."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    mixes: dict[Player, Mix] = field(default_factory=dict)
+    joint: tuple[Lineup, ...] = ()
+
+    def names(self) -> list[str]:
+        """Returns the names of all opponents, without duplicates."""
+        named = [lineup.members.values() for lineup in self.joint] or self.mixes.values()
+        return list(dict.fromkeys(name for names in named for name in names))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTask(Task):
+    """Trains a policy of `player` against a distribution of opponents, drawn once per game.
+
+    TrainTask("train/player_0-3", player="player_0", opponents=Opponents({"player_1": {"player_1-2": 1.0}}),
+              members=("player_1-2",), output_member="player_0-3")
+    """
+
+    kind = "train"
+    result_type = TrainResult
+
+    player: Player
+    opponents: Opponents
+    start: str | None = None
+    """The member from whose weights the policy starts; None: new weights."""
+    self_play: float = 0.0
+    """Probability that a game's opponents are the policy's own current weights."""
+    env_steps: int | None = None
+    """Env steps, for networks; None: as in the oracle's config."""
+    train_steps: int | None = None
+    """Training steps, for language agents; None: as in the oracle's config."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the algorithm or the policy, which replace those of the oracle's config."""
+    learner: str = ""
+    """In a league or population-based training, the learner whose slice this is."""
+    copied_from: str = ""
+    """In population-based training, the learner whose weights and settings this one has just copied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayTask(Task):
+    """Plays games between members, `games_per_cell` for each of `cells`."""
+
+    kind = "play"
+    result_type = PlayResult
+
+    cells: tuple[MemberProfile, ...]
+    games_per_cell: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssessTask(Task):
+    """Measures NashConv of a mixture for each player, after iteration `iteration`."""
+
+    kind = "assess"
+    result_type = AssessResult
+
+    iteration: int
+    strategies: dict[Player, Mix]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolveTask(Task):
+    """Solves the game restricted to the actions that each player's `responses` prefer, by CFR+."""
+
+    kind = "solve"
+    result_type = SolveResult
+
+    iteration: int
+    responses: dict[Player, tuple[str, ...]]
+    cfr_iterations: int
+
+
+def played_cells(task: Task, result: Result) -> list[tuple[MemberProfile, PayoffCell]]:
+    """Returns the members and the payoffs of each cell of a finished `PlayTask`; [] for another task."""
+    if not isinstance(task, PlayTask) or not isinstance(result, PlayResult):
+        return []
+    return list(zip(task.cells, result.payoffs, strict=True))
+
+
+# ---- who creates and runs them
 
 
 class Plan(Protocol):
@@ -39,16 +221,16 @@ class Plan(Protocol):
         """Returns the tasks that need no results."""
         ...
 
-    def on_result(self, task: Task, result: ResultDict) -> Sequence[Task]:
-        """Takes the result of `task`; returns the tasks that this makes possible."""
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
+        """Takes the result of `task`, of type `task.result_type`; returns the tasks that this makes possible."""
         ...
 
 
 class Worker(Protocol):
     """Runs tasks, one at a time, in a process of its own or in the current one."""
 
-    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
-        """Runs `task` and returns its result.
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+        """Runs `task` and returns its result, of type `task.result_type`.
 
         `members` are the folders of their files (read-only); `out`, if the task produces a member, is an empty folder
         for its files, else None. All randomness must follow from the task's name and the run's seed.
@@ -64,7 +246,7 @@ class TaskResult:
     """A finished task. `result` is the worker's after a round trip through JSON; `seconds` is the worker's time."""
 
     task: Task
-    result: ResultDict
+    result: Result
     folder: Path | None
     """Files of the member that the task produced, or None; the receiver owns the folder."""
     seconds: float

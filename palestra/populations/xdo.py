@@ -16,7 +16,17 @@ from pydantic import Field
 
 from palestra.config import StrictModel
 from palestra.populations.population import Member, Player, Population
-from palestra.populations.tasks import ResultDict, Task
+from palestra.populations.tasks import (
+    AssessResult,
+    AssessTask,
+    Opponents,
+    Result,
+    SolveResult,
+    SolveTask,
+    Task,
+    TrainResult,
+    TrainTask,
+)
 from palestra.types import TEAM, Metrics
 
 
@@ -55,25 +65,27 @@ class XDO:
         self.iteration, self.env_steps, self.num_allowed = 0, 0, 0
         self.nash_convs: dict[int, float] = {}
         self.is_done = False
-        self._notes: dict[str, Metrics] = {}
+        self._metrics: dict[str, Metrics] = {}
 
-    def initial_tasks(self) -> list[Task]:
+    def initial_tasks(self) -> Sequence[Task]:
         """Returns both players' first responses."""
         return self._responses()
 
-    def on_result(self, task: Task, result: ResultDict) -> list[Task]:
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
         """Records a result; returns the next responses, the solve task or the assessment."""
-        self._notes = {}
-        if task.kind == "assess":
-            self._assessed(task, result)
-            return []
-        if self.is_done:
-            return []  # tasks that were running when NashConv fell to `stop_nash_conv`
-        return self._trained(task, result) if task.kind == "train" else self._solved(task, result)
+        self._metrics = {}
+        match task, result:
+            case AssessTask() as assessed, AssessResult() as distance:
+                self._assessed(assessed, distance)
+            case TrainTask() as trained, TrainResult() as outcome if not self.is_done:
+                return self._trained(trained, outcome)
+            case SolveTask() as solved, SolveResult() as solution if not self.is_done:
+                return self._solved(solved, solution)
+        return []  # also for tasks that were running when NashConv fell to `stop_nash_conv`
 
-    def task_metrics(self, task: Task, result: ResultDict) -> dict[str, Metrics]:
+    def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:
         """Metrics of a response, of a solution or of NashConv. `allowed` counts actions over all information states."""
-        return self._notes
+        return self._metrics
 
     def summary(self) -> dict[str, float]:
         """Progress: iterations done and in all, members, env steps, allowed actions, and the latest NashConv."""
@@ -85,59 +97,65 @@ class XDO:
 
     # ---- results
 
-    def _trained(self, task: Task, result: ResultDict) -> list[Task]:
-        player, number = task.payload["player"], self.iteration + 1
+    def _trained(self, task: TrainTask, result: TrainResult) -> list[SolveTask]:
+        player, number = task.player, self.iteration + 1
         self.responses[player].append(task.output_member)
         self.population.add(
             Member(task.output_member, player, f"members/{task.output_member}", None, {"iteration": number})
         )
-        self.env_steps += int(result["env_steps"])
-        self._notes = {player: {"iteration": number, "env_steps": self.env_steps, "return": result["return"]}}
+        self.env_steps += result.env_steps
+        self._metrics = {player: {"iteration": number, "env_steps": self.env_steps, "return": result.return_metric}}
         return [self._solve(number)] if all(len(own) == number for own in self.responses.values()) else []
 
-    def _solved(self, task: Task, result: ResultDict) -> list[Task]:
-        self.iteration, self.solution, self.num_allowed = self.iteration + 1, task.output_member, int(result["allowed"])
+    def _solved(self, task: SolveTask, result: SolveResult) -> list[Task]:
+        self.iteration, self.solution = self.iteration + 1, task.output_member
+        self.num_allowed = result.num_allowed_actions
         self.population.add(
             Member(task.output_member, "", f"members/{task.output_member}", None, {"iteration": self.iteration})
         )
         mixed: Metrics = {"iteration": self.iteration, f"mix/{task.output_member}": 1.0}
-        self._notes = {TEAM: {"iteration": self.iteration, **self._counts()}, **dict.fromkeys(self.players, mixed)}
+        self._metrics = {TEAM: {"iteration": self.iteration, **self._counts()}, **dict.fromkeys(self.players, mixed)}
         self.is_done |= self.iteration == self.config.iterations
         return [*self._assessment(), *([] if self.is_done else self._responses())]
 
-    def _assessed(self, task: Task, result: ResultDict) -> None:
-        number, measured = int(task.payload["iteration"]), float(result["nash_conv"])
+    def _assessed(self, task: AssessTask, result: AssessResult) -> None:
+        number, measured = task.iteration, result.nash_conv
         self.nash_convs[number] = measured
         self.is_done |= measured <= self.config.stop_nash_conv > 0
-        self._notes = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result["exploitability"]}}
+        self._metrics = {TEAM: {"iteration": number, "nash_conv": measured, "exploitability": result.exploitability}}
 
     # ---- tasks
 
-    def _responses(self) -> list[Task]:
+    def _responses(self) -> list[TrainTask]:
         """Returns both players' responses to the last solution."""
         first, second = self.players
         return [self._response(first, second), self._response(second, first)]
 
-    def _response(self, player: Player, other: Player) -> Task:
-        makes = f"{player}-{self.iteration + 1}"
-        order = {"player": player, "opponents": {other: {self.solution: 1.0}}, "env_steps": self.config.env_steps}
-        return Task(f"train/{makes}", "train", order, self._files([self.solution]), makes)
+    def _response(self, player: Player, other: Player) -> TrainTask:
+        name = f"{player}-{self.iteration + 1}"
+        return TrainTask(
+            f"train/{name}",
+            player=player,
+            opponents=Opponents({other: {self.solution: 1.0}}),
+            env_steps=self.config.env_steps,
+            members=self.population.names_with_files([self.solution]),
+            output_member=name,
+        )
 
-    def _solve(self, number: int) -> Task:
-        makes = f"solution-{number}"
-        responses = {player: list(own) for player, own in self.responses.items()}
-        order = {"iteration": number, "responses": responses, "rounds": self.config.cfr_iterations}
-        files = tuple(name for own in self.responses.values() for name in own)
-        return Task(f"solve/{number}", "solve", order, files, makes)
+    def _solve(self, number: int) -> SolveTask:
+        return SolveTask(
+            f"solve/{number}",
+            iteration=number,
+            responses={player: tuple(own) for player, own in self.responses.items()},
+            cfr_iterations=self.config.cfr_iterations,
+            members=tuple(name for own in self.responses.values() for name in own),
+            output_member=f"solution-{number}",
+        )
 
-    def _assessment(self) -> list[Task]:
+    def _assessment(self) -> list[AssessTask]:
         every, last = self.config.nash_conv_every, self.iteration == self.config.iterations
         if not every or (self.iteration % every and not last):
             return []
         strategies = {player: {self.solution: 1.0} for player in self.players}
-        order = {"iteration": self.iteration, "strategies": strategies}
-        return [Task(f"assess/{self.iteration}", "assess", order, self._files([self.solution]))]
-
-    def _files(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Returns those of the members that have files."""
-        return tuple(name for name in names if self.population.members[name].weights)
+        files = self.population.names_with_files([self.solution])
+        return [AssessTask(f"assess/{self.iteration}", iteration=self.iteration, strategies=strategies, members=files)]

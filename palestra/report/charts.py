@@ -1,160 +1,309 @@
-"""Charts and tables of the report, from a run's logs."""
+"""Charts by matplotlib: curves and heat maps as plain data, drawn into axes, with the look that all figures share.
+
+Figures are made without pyplot: no backend is chosen for the process, and no figure stays in its memory. matplotlib is
+imported where something is drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from palestra.files import read_lines
-from palestra.report.html import format_number, html_table
-from palestra.report.run_report import PANELS, group_lines, smooth, wilson_interval, x_position
-from palestra.report.svg import ChartCurve, chart
-from palestra.types import TEAM
+import numpy as np
 
-Line = dict[str, Any]
-EXTRA_PANELS = [
-    ("tokens", "tokens of an answer"),
-    ("local_reward", "own reward of an answer"),
-    ("return", "return in training"),
-]
-STEPS_TITLE, JOINT_STEPS_TITLE = "training steps", "joint steps of all games"
+from palestra.files import replacing_file
+from palestra.report.html import visible_text
+from palestra.runs.series import Series, thin
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe & Ito (2008): colour-blind safe
+LINE_STYLES = ("-", "--", ":", "-.")  # distinguishable without colour
+INK, GRID = "#59626D", "#D5DAE0"  # text and axes; grid and what stands behind the curves
+MAX_POINTS = 400  # points drawn of a curve
+MAX_LEGEND = 12  # curves that a legend names
+MAX_AXIS_LABELS = 24  # names that fit on an axis of a panel
+MAX_LABEL_CHARS = 24
+SETTINGS = {
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "font.size": 8,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # letters stay letters
+    "svg.hashsalt": "palestra",  # makes equal figures equal byte for byte
+    "pdf.fonttype": 42,
+    "text.parse_math": False,  # the names of a run's policies may have a $
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.pad": 5.0,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
 
 
-class RunLogs:
-    """The logs of a run, read once: lines of the whole team, lines by policy, evaluations by name, timings."""
+@dataclass(frozen=True)
+class ChartCurve:
+    """A curve of a chart. `intervals` [T, 2] are the lower and upper bound at each point. `has_markers` draws a dot at
+    every point; a `is_faint` curve is drawn behind the others and has no legend entry."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metrics = read_lines(path / "metrics.jsonl")
-        by_policy = group_lines(self.metrics, "policy")
-        self.team = by_policy.pop(TEAM, [])
-        self.policies = by_policy
-        self.evals = group_lines(read_lines(path / "evals.jsonl"), "name")
-        self.timings = read_lines(path / "timings.jsonl")
+    name: str
+    series: Series
+    intervals: np.ndarray | None = None
+    has_markers: bool = False
+    is_faint: bool = False
+
+    @cached_property
+    def drawn(self) -> Series:
+        """The points that are drawn, at most about `MAX_POINTS`."""
+        return thin(self.series, MAX_POINTS)
 
     @property
-    def x_title(self) -> str:
-        """Title of the x axis: joint steps if the run counts them, else training steps."""
-        return JOINT_STEPS_TITLE if self.team and "env_steps" in self.team[-1] else STEPS_TITLE
-
-    def points(self, lines: Sequence[Line], key: str, *, window: int = 1) -> list[tuple[float, float]]:
-        """Returns (x, y) of a metric for the lines that have it, smoothed by a moving mean over `window` lines."""
-        known = [line for line in lines if isinstance(line.get(key), int | float)]
-        if not known:
-            return []
-        values = smooth([float(line[key]) for line in known], window)
-        return [(x_position(line, self.team), float(value)) for line, value in zip(known, values, strict=True)]
+    def has_dots(self) -> bool:
+        """True if dots are drawn: one known value alone would make no line."""
+        return self.has_markers or int(np.isfinite(self.drawn.y).sum()) == 1
 
 
-def metric_charts(logs: RunLogs) -> str:
-    """Returns all curves for which the run has metrics, as HTML; "" if there are none."""
-    drawn = [_success(logs), _returns(logs)]
-    for key, title in [*EXTRA_PANELS, *PANELS]:
-        window = max(1, min(9, len(logs.team) // 8))
-        curves = [ChartCurve(name, logs.points(lines, key, window=window)) for name, lines in logs.policies.items()]
-        drawn.append(chart(title, curves, x_title=logs.x_title))
-    speed = [ChartCurve(name, logs.points(lines, key)) for name, lines, key in _speeds(logs)]
-    drawn.append(chart("done in a second", speed, x_title=logs.x_title, low=0.0))
-    return f'<div class="charts">{"".join(drawn)}</div>' if any(drawn) else ""
+@dataclass(frozen=True)
+class Chart:
+    """Curves on common axes. The y axis includes `low` and `high`; `is_log` makes it logarithmic."""
+
+    title: str
+    curves: Sequence[ChartCurve]
+    x_title: str
+    low: float | None = None
+    high: float | None = None
+    is_log: bool = False
+
+    @property
+    def shown(self) -> list[ChartCurve]:
+        """The curves that have a known value."""
+        return [curve for curve in self.curves if np.isfinite(curve.series.y).any()]
+
+    @property
+    def named(self) -> list[ChartCurve]:
+        """The curves that have a legend entry: the colour of the i-th is `COLOURS[i % 6]`."""
+        return [curve for curve in self.shown if not curve.is_faint]
 
 
-def _success(logs: RunLogs) -> str:
-    window = max(1, min(9, len(logs.team) // 4))
-    curves = [ChartCurve("", logs.points(logs.team, "success"), is_faint=True)]
-    curves.append(ChartCurve("in training", logs.points(logs.team, "success", window=window)))
-    for name, lines in logs.evals.items():
-        known = [line for line in lines if "success" in line]
-        spans = [wilson_interval(line["success"] * line["episodes"], line["episodes"]) for line in known]
-        curves.append(ChartCurve(f"evaluation {name}", logs.points(known, "success"), spans, has_markers=True))
-    return chart("success, evaluations with 95 % intervals", curves, x_title=logs.x_title, low=0.0, high=1.0)
+@dataclass(frozen=True)
+class HeatMap:
+    """Values [R, C] float64 as coloured cells: blue above zero, orange below, scaled by the largest magnitude or
+    `max_value`. NaN cells stay empty. `row_zero_below` has the first row at the bottom."""
+
+    title: str
+    values: np.ndarray
+    rows: Sequence[str]
+    columns: Sequence[str]
+    max_value: float | None = None
+    row_zero_below: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The magnitude that has the full colour."""
+        known = self.values[np.isfinite(self.values)]
+        return self.max_value or (float(np.abs(known).max()) if len(known) else 0.0) or 1.0
 
 
-def _returns(logs: RunLogs) -> str:
-    """The team's return; for evaluations without one, the return of each seat."""
-    curves = [ChartCurve("in training", logs.points(logs.team, "team_return", window=5))]
-    for name, lines in logs.evals.items():
-        if any("return" in line for line in lines):
-            curves.append(ChartCurve(f"evaluation {name}", logs.points(lines, "return"), has_markers=True))
-            continue
-        for seat in lines[-1].get("returns", {}):
-            own = [line | {"own": line["returns"].get(seat)} for line in lines if "returns" in line]
-            halves = [line.get("returns_ci95", {}).get(seat, 0.0) for line in own]
-            points = logs.points(own, "own")
-            spans = [(y - half, y + half) for (_, y), half in zip(points, halves, strict=False)]
-            curves.append(ChartCurve(f"{name}: {seat}", points, spans, has_markers=True))
-    return chart("returns, of evaluations by seat with 95 % intervals", curves, x_title=logs.x_title)
+# ---- figures
 
 
-def _speeds(logs: RunLogs) -> list[tuple[str, list[Line], str]]:
-    team = [line for line in logs.timings if line.get("policy") == TEAM]
-    return [(key.removesuffix("_per_s").replace("_", " "), team, key) for key in ("tokens_per_s", "env_steps_per_s")]
+@contextmanager
+def drawing(**settings: Any) -> Iterator[None]:
+    """Context in which matplotlib draws and saves figures with `SETTINGS` and these in addition."""
+    import matplotlib
+
+    with matplotlib.rc_context(SETTINGS | settings), warnings.catch_warnings():
+        # Names may have letters that the font lacks: boxes in a PNG, drawn by the reader's own fonts in an SVG.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
 
 
-def eval_table(logs: RunLogs) -> str:
-    """Returns a table of each evaluation's metrics before and after training, as HTML."""
-    rows: list[list[str]] = []
-    for name, lines in logs.evals.items():
-        before = lines[0] if lines[0]["step"] < 0 and len(lines) > 1 else None
-        after = lines[-1]
-        for what, tell in _told(after):
-            rows.append([name, what, f"{after['episodes']:.0f}", tell(before) if before else "-", tell(after)])
-    return html_table(["evaluation", "metric", "episodes", "before", "after"], rows, css_class="words")
+def new_figure(width: float, height: float, **options: Any) -> Any:
+    """Returns an empty matplotlib figure of a size in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), **options)
 
 
-def _told(line: Line) -> list[tuple[str, Any]]:
-    """Returns the rows of an evaluation: title, and a function from a log line to the formatted value."""
-    found: list[tuple[str, Any]] = [("success [95 % interval]", _share)] if "success" in line else []
-    found += [("return", lambda line: format_number(line.get("return")))] if "return" in line else []
-    found += [(f"return of {seat}", partial(_own, seat)) for seat in line.get("returns", {})]
-    found += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
-    return found + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])
+def save_panels(path: Path, title: str, panels: Sequence[Callable[[Any], None]], *, columns: int = 3) -> None:
+    """Writes a PNG of panels in rows of `columns`; each panel draws into the matplotlib axes that it is given. Replaces
+    a symbolic link at `path` instead of writing through it."""
+    rows = max(1, -(-len(panels) // columns))
+    with drawing():
+        figure = new_figure(4.2 * columns, 3.4 * rows, layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
+        for axis, panel in zip(axes.flat, panels, strict=False):
+            panel(axis)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
+        figure.suptitle(title)
+        with replacing_file(path) as place:
+            figure.savefig(place, dpi=120, format="png")
 
 
-def _share(line: Line) -> str:
-    low, high = wilson_interval(line["success"] * line["episodes"], line["episodes"])
-    return f"{line['success']:.1%} [{low:.1%}, {high:.1%}]"
+# ---- curves
 
 
-def _own(seat: str, line: Line) -> str:
-    half = line.get("returns_ci95", {}).get(seat)
-    return format_number(line.get("returns", {}).get(seat)) + (f" ± {half:.2f}" if half is not None else "")
+def curve_style(number: int) -> tuple[str, str]:
+    """Returns colour and line style of the curve of this number: six colours, each in four styles."""
+    return COLOURS[number % len(COLOURS)], LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
 
 
-def policy_table(logs: RunLogs) -> str:
-    """Returns a table of each policy's metrics, as HTML: means over the first and the last tenth of the run."""
-    rows = []
-    for name, lines in logs.policies.items():
-        part = max(1, len(lines) // 10)
-        for key in dict.fromkeys(key for line in lines for key in line):
-            ends = [_mean(some, key) for some in (lines[:part], lines[-part:])]
-            if key not in ("step", "policy", "iteration") and ends[0] is not None:
-                rows.append([f"{name}: {key}", *(_short(end) for end in ends)])
-    return html_table(["figure", "first tenth", "last tenth"], rows)
+def draw_chart(axis: Any, chart: Chart) -> None:
+    """Draws a chart's curves, grid, tick labels and x title into matplotlib axes, without title and legend."""
+    for curve in chart.shown:
+        if curve.is_faint:
+            axis.plot(*curve.drawn, color=GRID, linewidth=1.0)
+    for number, curve in enumerate(chart.named):
+        _draw_curve(axis, curve, number)
+    if chart.is_log:
+        axis.set_yscale("log")
+    axis.grid(True)
+    axis.set_axisbelow(True)
+    axis.margins(x=0.02, y=0.06)
+    _set_limits(axis, chart)
+    axis.set_xlabel(shorten(chart.x_title, 60))
 
 
-def _mean(lines: Sequence[Line], key: str) -> float | None:
-    values = [line[key] for line in lines if isinstance(line.get(key), int | float)]
-    return sum(values) / len(values) if values else None
+def _draw_curve(axis: Any, curve: ChartCurve, number: int) -> None:
+    colour, style = curve_style(number)
+    if curve.intervals is not None:  # one path with gaps
+        gaps = np.full(len(curve.intervals), np.nan)
+        xs, ys = np.repeat(curve.series.x, 3), np.column_stack([curve.intervals, gaps]).ravel()
+        axis.plot(xs, ys, color=colour, linewidth=1.0, clip_on=False)
+    marker = "o" if curve.has_dots else None
+    axis.plot(
+        *curve.drawn, style, color=colour, linewidth=1.5, marker=marker, markersize=4, clip_on=False,
+        gid=f"curve {number}",
+    )  # fmt: skip
 
 
-def _short(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _set_limits(axis: Any, chart: Chart) -> None:
+    """Includes `low` and `high` in the y axis, without a margin beyond them, and puts ticks at round numbers."""
+    from matplotlib import ticker
+
+    bottom, top = axis.get_ylim()
+    if not chart.is_log:
+        known = np.concatenate([curve.series.y for curve in chart.shown] or [np.zeros(1)])
+        lowest, highest = np.nanmin(known), np.nanmax(known)
+        if highest - lowest < 1e-6 * abs(highest):  # equal values, but for rounding
+            bottom, top = lowest - 0.1 * abs(highest), highest + 0.1 * abs(highest)
+        bottom = chart.low if chart.low is not None and lowest >= chart.low else bottom
+        top = chart.high if chart.high is not None and highest <= chart.high else top
+        axis.set_ylim(bottom, top)
+        ticks = ticker.MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(bottom, top)
+        shown = [tick for tick in ticks if bottom <= tick <= top]
+        axis.set_yticks(shown, tick_labels(shown))
+    else:
+        axis.yaxis.set_major_formatter(lambda value, _: format_compact(value))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    axis.xaxis.set_major_formatter(lambda value, _: format_compact(value))
 
 
-def time_table(logs: RunLogs) -> str:
-    """Returns a table of the seconds by phase, or by kind of task, as HTML; shares are of all timed seconds."""
-    spent: dict[str, list[float]] = {}
-    for line in logs.timings:
-        if line.get("policy") != TEAM:
-            continue
-        if "kind" in line:
-            spent.setdefault(str(line["kind"]), []).append(line["seconds"])
-            continue
-        for key, value in line.items():
-            if key.endswith("_s") and not key.endswith(("_per_s", "_cpu_s", "elapsed_s")) and value is not None:
-                spent.setdefault(key.removesuffix("_s"), []).append(value)
-    whole = sum(map(sum, spent.values())) or 1.0
-    rows = [[what, len(some), f"{sum(some):.1f}", f"{sum(some) / whole:.0%}"] for what, some in spent.items()]
-    return html_table(["phase", "times", "seconds", "share"], rows)
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Returns compact labels for ticks, with as many digits as tell them apart: 0.5, 20k, 1.5M, 1e-05."""
+    labels: list[str] = []
+    for digits in range(4, 17):
+        labels = [format_compact(value, digits) for value in values]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def format_compact(value: float, digits: int = 4) -> str:
+    """Returns a compact number: 1234567 gives "1.235M", 0.00001 gives "1e-05"."""
+    for size, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if name == 'k' else size):.{digits}g}{name}"
+    return f"{value:.{digits}g}"
+
+
+def chart_panel(chart: Chart) -> Callable[[Any], None]:
+    """Returns a panel of `save_panels` that draws the chart with its title and, of several curves, a legend."""
+
+    def draw(axis: Any) -> None:
+        draw_chart(axis, chart)
+        axis.set_title(chart.title, wrap=True)
+        if 1 < len(chart.named) <= MAX_LEGEND:
+            handles = [line for line in axis.get_lines() if line.get_gid()]
+            labels = [shorten(curve.name) for curve in chart.named]
+            axis.legend(handles, labels, frameon=True, framealpha=0.85, edgecolor="none")
+
+    return draw
+
+
+def shorten(name: str, chars: int = MAX_LABEL_CHARS) -> str:
+    """Returns a name as one visible line of at most `chars` characters: start and end of a longer one, since names of
+    members often differ at their ends only."""
+    name = " ".join(visible_text(name).split())
+    end = chars // 2
+    return name if len(name) <= chars else f"{name[: chars - end - 1]}…{name[-end:]}"
+
+
+# ---- heat maps
+
+
+def draw_cells(axis: Any, heat: HeatMap) -> None:
+    """Draws the cells of a heat map into matplotlib axes: cell (i, j) is the unit square at (j, i)."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba
+
+    places = np.argwhere(np.isfinite(heat.values))
+    values = heat.values[tuple(places.T)]
+    corners = [[(j, i), (j + 1, i), (j + 1, i + 1), (j, i + 1)] for i, j in places.tolist()]
+    colours = np.where(values[:, None] < 0, to_rgba(COLOURS[1]), to_rgba(COLOURS[0]))
+    colours[:, 3] = np.minimum(1.0, np.abs(values) / heat.scale).round(3)
+    axis.add_collection(PolyCollection(corners, facecolors=colours, edgecolors=GRID, linewidths=0.4, gid="cells"))
+    axis.set_xlim(0, heat.values.shape[1])
+    axis.set_ylim(*((0, len(heat.values)) if heat.row_zero_below else (len(heat.values), 0)))
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def label_cells(axis: Any, heat: HeatMap, max_rows: int, max_columns: int, *, chars: int, turn: int) -> None:
+    """Names at most this many rows and columns of a heat map on its axes: all of them, or every k-th. The columns'
+    names are turned by `turn` degrees."""
+    sides = ((heat.rows, axis.set_yticks, max_rows, 0), (heat.columns, axis.set_xticks, max_columns, turn))
+    for names, put, most, turned in sides:
+        kept = range(0, len(names), -(-len(names) // most))
+        options = {"ha": "left", "rotation_mode": "anchor"} if 0 < turned < 90 else {}
+        put([k + 0.5 for k in kept], [shorten(names[k], chars) for k in kept], rotation=turned, **options)
+
+
+def heat_panel(heat: HeatMap, *, x_title: str = "", is_square: bool = False) -> Callable[[Any], None]:
+    """Returns a panel of `save_panels` that draws the heat map with its title and a colour bar."""
+
+    def draw(axis: Any) -> None:
+        draw_cells(axis, heat)
+        turn = 90 if max(map(len, heat.columns)) > 2 else 0
+        label_cells(axis, heat, MAX_AXIS_LABELS, MAX_AXIS_LABELS, chars=MAX_LABEL_CHARS, turn=turn)
+        axis.tick_params(labelsize=6)
+        if is_square:
+            axis.set_aspect("equal")
+        axis.set_xlabel(x_title)
+        axis.set_title(heat.title, wrap=True)
+        axis.figure.colorbar(_colours(heat), ax=axis, shrink=0.8)
+
+    return draw
+
+
+def _colours(heat: HeatMap) -> Any:
+    """Returns the colour bar's scale: from zero, or from the largest magnitude below it, to that above it."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+    above, below, white = COLOURS[0], COLOURS[1], "#FFFFFF"
+    has_negative = bool((heat.values < 0).any())
+    colours = LinearSegmentedColormap.from_list("cells", [below, white, above] if has_negative else [white, above])
+    return ScalarMappable(Normalize(-heat.scale if has_negative else 0.0, heat.scale), colours)

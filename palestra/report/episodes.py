@@ -9,21 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from palestra.report.html import details, escape_text, preformatted
+from palestra.rollouts.metrics import episode_return
 from palestra.rollouts.transcript import new_text
 from palestra.types import Episode, Node, Seat
 
 MAX_STEPS = 120  # joint steps shown of a trajectory
 MAX_SIBLINGS = 16  # siblings shown of a step
 MAX_BRANCHES = 4  # further trajectories shown of an episode
-
-
-def episode_return(episode: Episode) -> float:
-    """Returns the return of an episode: team reward plus the mean of the seats' own rewards, averaged over the played
-    trajectories."""
-    nodes = [node for node in episode.nodes if node.chosen]
-    seats = max(1, len(episode.seats))
-    lines = max(1, len([leaf for leaf in episode.leaves() if leaf.chosen]))
-    return sum(node.team_reward + sum(node.rewards.values()) / seats for node in nodes) / lines
 
 
 def pick_samples(episodes: Sequence[Episode], count: int, seed: int) -> list[tuple[str, Episode]]:
@@ -77,7 +69,7 @@ def _turn(episode: Episode, node: Node, seen: dict[Seat, Any]) -> str:
         rows = "".join(f"<li>{_tried(other)}</li>" for other in others[:MAX_SIBLINGS])
         left = f"<p class=soft>{len(others) - MAX_SIBLINGS} more</p>" if len(others) > MAX_SIBLINGS else ""
         parts.append(details(f"{len(others)} tried beside it", f"<ul>{rows}</ul>{left}"))
-    if node.over:
+    if node.done:
         end = "the end, cut off" if node.truncated else "the end"
         parts.append(
             f"<p class=soft>{end}: {escape_text(json.dumps(node.info, default=str, ensure_ascii=False), 600)}</p>"

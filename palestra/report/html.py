@@ -12,11 +12,16 @@ CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-
 MAX_TEXT_CHARS = 6000  # characters of one text
 
 
+def visible_text(value: Any) -> str:
+    """Returns `value` as text in which control characters are visible, and half characters are question marks."""
+    shown = CONTROL_CHARS.sub(lambda found: f"\\u{ord(found[0]):04x}", str(value))
+    return shown.encode("utf-8", "replace").decode()
+
+
 def escape_text(value: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
     """Returns `value` as escaped HTML text: control characters are made visible, text beyond `max_chars` characters is
     cut with a note."""
-    shown = CONTROL_CHARS.sub(lambda found: f"\\u{ord(found[0]):04x}", str(value))
-    shown = shown.encode("utf-8", "replace").decode()
+    shown = visible_text(value)
     rest = len(shown) - max_chars
     return html.escape(shown[:max_chars]) + (f" <i>[{rest} more letters]</i>" if rest > 0 else "")
 

@@ -12,13 +12,14 @@ import yaml
 
 from palestra.config import load
 from palestra.files import atomic_write
-from palestra.report.charts import RunLogs, eval_table, metric_charts, policy_table, time_table
 from palestra.report.episodes import episode_html, pick_samples
 from palestra.report.html import details, escape_text, html_table, preformatted, section
 from palestra.report.population import population_sections
-from palestra.report.run_report import wilson_interval
+from palestra.report.run_charts import metric_charts
 from palestra.report.style import STYLE
+from palestra.report.tables import eval_table, policy_table, time_table
 from palestra.runs import list_checkpoints, load_episodes
+from palestra.runs.series import RunLogs, wilson_interval
 
 # Second line of defence after escaping: blocks all requests and scripts.
 CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -27,7 +28,7 @@ CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def write_report(run: Path, out: Path | None = None, *, episodes: int = 6, step: int | None = None) -> Path:
     """Writes the report on the run at `run` (default: report.html in it) and returns its path.
 
-    Raises ValueError if `run` is not a run, or no episodes were recorded at `step` (counted from 1).
+    Raises ValueError if `run` is not a run, or no episodes were recorded at `step`, a number of metrics.jsonl.
     """
     out = out or run / "report.html"
     page = report_html(run, episodes=episodes, step=step)
@@ -54,7 +55,7 @@ def report_html(run: Path, *, episodes: int = 6, step: int | None = None) -> str
         *population,
         sample_section(run, episodes, step, int(tree.get("seed") or 0)),
         section("Where the time went", time_table(logs)),
-        section("Figures of each policy", _unfolded("at the start and at the end", policy_table(logs))),
+        section("Metrics of each policy", _unfolded("at the start and at the end", policy_table(logs))),
         section("How to have it again", facts_table(run, meta, tree), _unfolded("the whole config", _config(run))),
     ]
     body = "\n".join(part for part in parts if part)
@@ -94,7 +95,7 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
         last = logs.team[-1]
         done, whole = last["step"] + 1, tree.get("steps")
         counted = f"{done} of {whole}" if whole else f"{last.get('env_steps', done):,.0f}"
-        found.append((counted, "training steps" if whole else "joint steps" if "env_steps" in last else "tasks"))
+        found.append((counted, "training steps" if whole else "env steps" if "env_steps" in last else "tasks"))
         if last.get("nash_conv") is not None:
             found.append((f"{last['nash_conv']:.3f}", "NashConv"))
     shown = "".join(
@@ -106,19 +107,17 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
 
 def sample_section(run: Path, count: int, step: int | None, seed: int) -> str:
     """Returns sample episodes of a training step as HTML: best, worst, failed, random. Raises ValueError if `step`
-    (counted from 1) was not recorded."""
+    was not recorded."""
     kept = {int(path.stem.removeprefix("step-")): path for path in sorted((run / "episodes").glob("step-*.parquet"))}
-    if step is not None and step - 1 not in kept:
-        have = ", ".join(str(number + 1) for number in kept) or "none"
+    if step is not None and step not in kept:
+        have = ", ".join(map(str, kept)) or "none"
         raise ValueError(f"{run} has no episodes of step {step}; it has those of: {have}")
     if not kept or not count:
         return ""
-    number = max(kept) if step is None else step - 1
+    number = max(kept) if step is None else step
     episodes = load_episodes(kept[number])
     chosen = pick_samples(episodes, count, seed)
-    told = (
-        f"<p class=soft>{len(chosen)} of the {len(episodes)} of training step {number + 1}, as they were sampled.</p>"
-    )
+    told = f"<p class=soft>{len(chosen)} of the {len(episodes)} of step {number}, as they were sampled.</p>"
     shown = section("Sample episodes", told, *(episode_html(episode, label) for label, episode in chosen))
     return shown.replace("<section>", '<section class="page">', 1)
 
@@ -132,7 +131,7 @@ def facts_table(run: Path, meta: dict[str, Any], tree: dict[str, Any]) -> str:
         [("begun", datetime.fromisoformat(meta["created"]).isoformat(" ", "seconds"))] if meta.get("created") else []
     )
     kept = list_checkpoints(run)
-    rows += [("checkpoints", "after " + ", ".join(str(one.step + 1) for one in kept))] if kept else []
+    rows += [("checkpoints", f"after {', '.join(str(one.step + 1) for one in kept)} steps")] if kept else []
     return html_table(["", ""], rows, css_class="facts")
 
 

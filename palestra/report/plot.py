@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,15 @@ from typing import Any
 import numpy as np
 
 from palestra.config import load
-from palestra.files import read_lines
-from palestra.report.run_report import COLOURS, group_lines, smooth, x_position
+from palestra.files import replacing_file
+from palestra.report.charts import curve_style, drawing, format_compact, new_figure
+from palestra.runs.series import BANDS, Line, RunLogs, Series, align, band_bounds, moving_mean
+from palestra.runs.settings import flatten_tree
 from palestra.types import TEAM
 
 FILE_TYPES = (".svg", ".pdf", ".png")
-BANDS = ("sd", "ci", "range")
-LINE_STYLES = ("-", "--", ":", "-.")  # distinguishable without colour
 # Keys that do not make another experiment.
 IGNORED_KEYS = ("seed", "name", "sinks", "device", "checkpoint_every", "keep_every", "save_episodes_every")
-# Student's t at 97.5 % for 1 to 10 degrees of freedom; beyond that the normal's 1.96 is used.
-STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 Tree = dict[str, Any]
 
 
@@ -58,70 +56,71 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
 
     Raises ValueError if a run lacks the metric, or for an unknown file type or band.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib import ticker
-
     if out.suffix not in FILE_TYPES:
         raise ValueError(f"{out} has none of the endings {', '.join(FILE_TYPES)}")
     if figure.band not in BANDS:
         raise ValueError(f"--band is one of {', '.join(BANDS)}, not {figure.band}")
-    metric = figure.metric or default_metric(runs[0], figure)
-    bundles = group_by_config(runs, figure, metric)
+    logs = [read_logs(run) for run in runs]
+    metric = figure.metric or default_metric(logs[0], figure)
+    groups = group_by_config(logs, figure, metric)
     size = (figure.width, figure.height or figure.width * 2 / 3)
-    with plt.rc_context(_paper(size[0])):
-        picture, axis = plt.subplots(figsize=size, constrained_layout=True)
-        for number, bundle in enumerate(bundles):
-            _curve(axis, bundle, number, figure)
-        axis.set_xlabel(x_title(runs[0]))
-        axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-        axis.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
-        axis.set_ylabel(_named(metric, figure))
-        if len(bundles) > 1:
-            axis.legend(frameon=False, handlelength=1.6)
+    with drawing(**_paper(size[0])):
+        picture = new_figure(*size, layout="constrained")
+        _draw(picture.subplots(), groups, figure, logs[0].x_title, _y_title(metric, figure))
         out.parent.mkdir(parents=True, exist_ok=True)
-        picture.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None, dpi=300)
-        plt.close(picture)
-    lines = [f"{b.label or 'all'}: {len(b.y)} runs, {metric} {b.y[:, -1].mean():.4g} at the end" for b in bundles]
+        with replacing_file(out) as place:
+            dates = {"metadata": {"Date": None}} if out.suffix == ".svg" else {}
+            picture.savefig(place, format=out.suffix[1:], dpi=300, **dates)
+    lines = [f"{g.label or 'all'}: {len(g.y)} runs, {metric} {g.y[:, -1].mean():.4g} at the end" for g in groups]
     return [*lines, f"figure: {out}"]
 
 
-def default_metric(run: Path, figure: FigureSpec) -> str:
+def read_logs(run: Path) -> RunLogs:
+    """Returns the logs of a run. Raises ValueError if there is no run."""
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
+    return RunLogs(run)
+
+
+def default_metric(logs: RunLogs, figure: FigureSpec) -> str:
     """Returns the main metric that a run has. Raises ValueError if it has none."""
-    lines = _lines(run, figure)
+    lines = _lines(logs, figure)
     for metric in ("success", "return", "nash_conv", "team_return"):
         if any(line.get(metric) is not None for line in lines):
             return metric
     raise ValueError(
-        f"{run} has none of success, return and nash_conv of {figure.eval_name or figure.policy}: say --metric"
+        f"{logs.path} has none of success, return and nash_conv of {figure.eval_name or figure.policy}: say --metric"
     )
 
 
-def group_by_config(runs: Sequence[Path], figure: FigureSpec, metric: str) -> list[SeedGroup]:
-    """Groups runs by config, ignoring the keys in `IGNORED_KEYS`, in the order given."""
-    trees = {run: load(run / "config.yaml") for run in runs}
-    groups: dict[str, list[Path]] = {}
-    for run, tree in trees.items():
-        groups.setdefault(repr(_essence(tree)), []).append(run)
-    labels = config_labels([_essence(trees[members[0]]) for members in groups.values()])
-    names = [members[0].resolve().name for members in groups.values()]
-    labels = [label or name for label, name in zip(labels, names, strict=True)] if len(groups) > 1 else names
+def group_by_config(runs: Sequence[RunLogs], figure: FigureSpec, metric: str) -> list[SeedGroup]:
+    """Groups runs by config, ignoring the keys in `IGNORED_KEYS`, in the order given. Raises ValueError if the runs of
+    one config have no step in common."""
+    groups: dict[str, list[RunLogs]] = {}
+    trees: dict[str, Tree] = {}
+    for run in runs:
+        tree = {key: value for key, value in load(run.path / "config.yaml").items() if key not in IGNORED_KEYS}
+        groups.setdefault(repr(tree), []).append(run)
+        trees[repr(tree)] = tree
+    labels = config_labels(list(trees.values())) if len(groups) > 1 else [""]
     return [
-        SeedGroup(label, *align_curves([_points(run, figure, metric) for run in members], figure.smooth_window))
+        _seed_group(label or members[0].path.resolve().name, members, figure, metric)
         for label, members in zip(labels, groups.values(), strict=True)
     ]
 
 
-def _essence(tree: Tree) -> Tree:
-    return {key: value for key, value in tree.items() if key not in IGNORED_KEYS}
+def _seed_group(label: str, runs: Sequence[RunLogs], figure: FigureSpec, metric: str) -> SeedGroup:
+    each = [_series(run, figure, metric) for run in runs]
+    x, y = align([Series(x, moving_mean(y, figure.smooth_window)) for x, y in each])
+    if not len(x):
+        raise ValueError("the runs of one config have no step in common: draw them one by one")
+    return SeedGroup(label, x, y)
 
 
 def config_labels(trees: Sequence[Tree]) -> list[str]:
     """Returns for each config the settings in which it differs from the others, such as "algorithm.group_size=4,
     policies.a.lr=0.001"."""
-    flats = [dict(_flat(tree)) for tree in trees]
+    flats = [flatten_tree(tree) for tree in trees]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     unlike = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
     short = _shortened(unlike)
@@ -134,103 +133,63 @@ def _shortened(keys: Sequence[str]) -> dict[str, str]:
     return {key: end if last.count(end) == 1 and end != "type" else key for key, end in zip(keys, last, strict=True)}
 
 
-def _flat(tree: Mapping[str, Any], name: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        found += _flat(value, f"{name}{key}.") if isinstance(value, Mapping) and value else [(f"{name}{key}", value)]
+def _lines(run: RunLogs, figure: FigureSpec) -> list[Line]:
+    """Returns the log lines of the figure's evaluation or policy. Raises ValueError if there are none."""
+    log, groups = ("evals.jsonl", run.evals) if figure.eval_name else ("metrics.jsonl", run.by_policy)
+    wanted = figure.eval_name or figure.policy
+    if wanted not in groups:
+        have = ", ".join(groups) or "nothing"
+        raise ValueError(f'{run.path}/{log} has no "{wanted}"; it has: {have}')
+    return groups[wanted]
+
+
+def _series(run: RunLogs, figure: FigureSpec, metric: str) -> Series:
+    """Returns the metric of a run. Raises ValueError if no line has it."""
+    lines = _lines(run, figure)
+    found = run.series(lines, metric)
+    if not len(found.x):
+        keys = ", ".join(key for key, value in flatten_tree(lines[-1]).items() if isinstance(value, int | float))
+        raise ValueError(f"{run.path} has no figure {metric} of {figure.eval_name or figure.policy}; it has: {keys}")
     return found
 
 
-def _lines(run: Path, figure: FigureSpec) -> list[Tree]:
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
-    log, key = ("evals.jsonl", "name") if figure.eval_name else ("metrics.jsonl", "policy")
-    told = group_lines(read_lines(run / log), key)
-    wanted = figure.eval_name or figure.policy
-    if wanted not in told:
-        have = ", ".join(told) or "nothing"
-        raise ValueError(f'{run}/{log} has no "{wanted}"; it has: {have}')
-    return told[wanted]
+# ---- drawing
 
 
-def _points(run: Path, figure: FigureSpec, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns x [K] and y [K] float64 of a run; a metric with a dot, such as `returns.planner`, is a nested key. Raises
-    ValueError if no line has it."""
-    team = group_lines(read_lines(run / "metrics.jsonl"), "policy").get(TEAM, [])
-    found = [
-        (x_position(line, team), value) for line in _lines(run, figure) if (value := _at(line, metric)) is not None
-    ]
-    if not found:
-        keys = ", ".join(key for key, value in _flat(_lines(run, figure)[-1]) if isinstance(value, int | float))
-        raise ValueError(f"{run} has no figure {metric} of {figure.eval_name or figure.policy}; it has: {keys}")
-    x, y = np.array(found, float).T
-    return x, y
+def _draw(axis: Any, groups: Sequence[SeedGroup], figure: FigureSpec, x_title: str, y_title: str) -> None:
+    from matplotlib import ticker
+
+    for number, group in enumerate(groups):
+        colour, style = curve_style(number)
+        marker = "o" if len(group.x) <= 12 else None
+        axis.plot(group.x, group.y.mean(0), style, color=colour, label=group.label, marker=marker, markersize=2.5)
+        if len(group.y) > 1:
+            axis.fill_between(group.x, *band_bounds(group.y, figure.band), color=colour, alpha=0.2, linewidth=0)
+    axis.set_xlabel(x_title)
+    axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+    axis.xaxis.set_major_formatter(lambda value, _: format_compact(value))
+    axis.set_ylabel(y_title)
+    if len(groups) > 1:
+        axis.legend(handlelength=1.6)
 
 
-def _at(line: Tree, metric: str) -> float | None:
-    value = dict(_flat(line)).get(metric)
-    return float(value) if isinstance(value, int | float) else None
-
-
-def x_title(run: Path) -> str:
-    """Returns the title of the x axis."""
-    team = group_lines(read_lines(run / "metrics.jsonl"), "policy").get(TEAM, [])
-    return "joint steps" if team and "env_steps" in team[-1] else "training step"
-
-
-def align_curves(curves: Sequence[tuple[np.ndarray, np.ndarray]], window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns x [K] and y [R, K] of several seeds on one axis: the range that all cover, linearly interpolated. Raises
-    ValueError if they have no step in common."""
-    x = max((x for x, _ in curves), key=len)
-    x = x[(x >= max(own[0] for own, _ in curves)) & (x <= min(own[-1] for own, _ in curves))]
-    if not len(x):
-        raise ValueError("the runs of one config have no step in common: draw them one by one")
-    return x, np.stack([np.interp(x, own, smooth(list(y), window)) for own, y in curves])
-
-
-def band_bounds(y: np.ndarray, band: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the lower and upper bound [K] of the band around the mean of y [R, K], R > 1: standard deviation, 95 %
-    interval of the mean (Student's t), or range."""
-    mean, sd = y.mean(0), y.std(0, ddof=1)
-    if band == "range":
-        return y.min(0), y.max(0)
-    t = STUDENT_T[len(y) - 2] if len(y) - 2 < len(STUDENT_T) else 1.96
-    half = sd if band == "sd" else t * sd / len(y) ** 0.5
-    return mean - half, mean + half
-
-
-def _curve(axis: Any, bundle: SeedGroup, number: int, figure: FigureSpec) -> None:
-    colour, style = COLOURS[number % len(COLOURS)], LINE_STYLES[number // len(COLOURS) % len(LINE_STYLES)]
-    marker = "o" if len(bundle.x) <= 12 else None
-    axis.plot(bundle.x, bundle.y.mean(0), style, color=colour, label=bundle.label, marker=marker, markersize=2.5)
-    if len(bundle.y) > 1:
-        axis.fill_between(bundle.x, *band_bounds(bundle.y, figure.band), color=colour, alpha=0.2, linewidth=0)
-
-
-def _named(metric: str, figure: FigureSpec) -> str:
+def _y_title(metric: str, figure: FigureSpec) -> str:
     words = metric.replace("_", " ").replace("nash conv", "NashConv")
-    return (
-        f"{words} ({figure.eval_name})"
-        if figure.eval_name
-        else words
-        if figure.policy == TEAM
-        else f"{words}, {figure.policy}"
-    )
+    if figure.eval_name:
+        return f"{words} ({figure.eval_name})"
+    return words if figure.policy == TEAM else f"{words}, {figure.policy}"
 
 
 def _paper(width: float) -> dict[str, Any]:
-    """Matplotlib settings: 8 point type, as in captions; text stays text in vector files."""
-    return {
+    """Matplotlib settings of a paper: black ink on white, 8 point type as in captions."""
+    black = dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), "black")
+    return black | {
         "font.size": 8 if width < 5 else 9,
-        "axes.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
         "axes.grid": True,
+        "grid.color": "#B0B0B0",
         "grid.alpha": 0.25,
         "grid.linewidth": 0.5,
         "lines.linewidth": 1.2,
-        "legend.fontsize": 7,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "palestra",  # makes equal figures equal byte for byte
-        "pdf.fonttype": 42,
+        "xtick.major.size": 3.5,
+        "ytick.major.size": 3.5,
     }

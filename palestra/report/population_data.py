@@ -14,13 +14,15 @@ import numpy as np
 from rich.table import Table
 
 from palestra.files import path_inside
-from palestra.populations.payoffs import PayoffTable
+from palestra.populations.payoffs import MemberProfile, PayoffCell, PayoffTable
 from palestra.populations.population import Member, Player
 from palestra.populations.ratings import SkillRating, cyclicity, fit_elo, openskill_ratings
-from palestra.populations.scheduler import MEMBERS_DIR, TASKS_FILE
+from palestra.populations.scheduler import MEMBERS_DIR
+from palestra.populations.task_json import CROSSPLAY_FILE, TASKS_FILE, TaskRecord, read_crossplay, read_records
+from palestra.populations.tasks import PlayTask, TrainTask, played_cells
 from palestra.runs import read_lines
 
-CROSSPLAY_FILE = "crossplay.jsonl"  # cells played by `palestra league crossplay`, in addition to those of training
+EXPLOITS_FILE = "exploits.jsonl"  # results of `palestra league exploit`
 MAX_OPENSKILL_GAMES = 20  # games of each pair passed to OpenSkill, which updates game by game
 MAX_COLUMNS = 16  # maximum number of columns of a table on the screen
 JSONLine = dict[str, Any]
@@ -34,7 +36,7 @@ class PopulationRecord:
     path: Path
     members: list[Member]
     payoffs: PayoffTable
-    tasks: list[JSONLine]
+    tasks: list[TaskRecord]
     metrics: list[JSONLine]
     timings: list[JSONLine]
 
@@ -42,45 +44,47 @@ class PopulationRecord:
 def read_record(path: str | Path) -> PopulationRecord:
     """Reads the run at `path`. Raises ValueError if it trains no population or has no finished task."""
     path = Path(path)
-    tasks, listed = read_lines(path / TASKS_FILE), path / "population.json"
+    tasks, listed = read_records(path / TASKS_FILE), path / "population.json"
     if not tasks:
         raise ValueError(f"{path} has no finished task of a population: `palestra runs` lists the runs there are")
     members = [Member(**line) for line in json.loads(listed.read_text())] if listed.exists() else _made(tasks)
     for member in members:
         path_inside(path / MEMBERS_DIR, member.name)
-    cells = [cell for task in tasks if task["kind"] == "play" for cell in task["result"]["cells"]]
-    cells += read_lines(path / CROSSPLAY_FILE)
+    cells = [cell for done in tasks for cell in played_cells(done.task, done.result)] + read_crossplay(
+        path / CROSSPLAY_FILE
+    )
     metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
     return PopulationRecord(path, members, _table(members, cells), tasks, metrics, timings)
 
 
-def _made(tasks: list[JSONLine]) -> list[Member]:
+def _made(tasks: list[TaskRecord]) -> list[Member]:
     """Returns the members that appear in tasks, for runs that have not written population.json yet."""
-    players = {task["makes"]: task["order"]["player"] for task in tasks if task["kind"] == "train"}
-    played = [name for task in tasks if task["kind"] == "play" for cell in task["order"]["cells"] for name in cell]
+    given = [record.task for record in tasks]
+    players = {task.output_member: task.player for task in given if isinstance(task, TrainTask)}
+    played = [name for task in given if isinstance(task, PlayTask) for cell in task.cells for name in cell]
     weights = {name: f"members/{name}" for name in players}
     return [Member(name, players.get(name, ""), weights.get(name, "")) for name in dict.fromkeys([*played, *players])]
 
 
-def _table(members: list[Member], cells: list[JSONLine]) -> PayoffTable:
+def _table(members: list[Member], cells: list[tuple[MemberProfile, PayoffCell]]) -> PayoffTable:
     players = {member.name: member.player for member in members}
-    table = PayoffTable(_seats(players, cells))
+    table = PayoffTable(_seats(players, [names for names, _ in cells]))
     for member in members:
         for player in [member.player] if member.player else table.members:
             table.add_member(player, member.name)
-    for cell in cells:
-        if all(name in players for name in cell["members"]):  # other cells are of snapshots of policies in training
-            table.set_exact(cell["members"], cell["mean"]) if cell.get("exact") else table.add_games(cell)
+    for names, cell in cells:
+        if all(name in players for name in names):  # other cells are of snapshots of policies in training
+            table.add_games(names, cell)
     return table
 
 
-def _seats(players: dict[str, Player], cells: list[JSONLine]) -> list[Player]:
+def _seats(players: dict[str, Player], cells: list[MemberProfile]) -> list[Player]:
     """Returns the player at each seat: the only one, or by the members that played there."""
     named = list(dict.fromkeys(filter(None, players.values())))
-    seats = len(cells[0]["members"]) if cells else max(2, len(named))
+    seats = len(cells[0]) if cells else max(2, len(named))
     if len(named) < 2:
         return [*named, "everyone"][:1] * seats
-    sat = [[players.get(cell["members"][seat], "") for cell in cells] for seat in range(seats)]
+    sat = [[players.get(cell[seat], "") for cell in cells] for seat in range(seats)]
     return [next(filter(None, who), name) for who, name in zip(sat, named, strict=True)]
 
 
@@ -193,7 +197,7 @@ def crossplay_table(record: PopulationRecord) -> Table:
         table.add_column(str(number + 1), justify="right", no_wrap=True)
     for number, name in enumerate(rows, 1):
         cells = [record.payoffs.cell((name, column)) for column in columns[first:]]
-        table.add_row(str(number), name, *[f"{c.mean[0]:+.2f}" if c.games or c.known else "-" for c in cells])
+        table.add_row(str(number), name, *[f"{c.mean[0]:+.2f}" if c.games or c.exact else "-" for c in cells])
     return table
 
 

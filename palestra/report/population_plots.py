@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from palestra.files import replacing_file
-from palestra.report.population_data import JSONLine, PopulationRecord, read_record
-from palestra.report.run_report import COLOURS, group_lines
+from palestra.populations.tasks import TrainTask
+from palestra.report.charts import (
+    MAX_AXIS_LABELS,
+    Chart,
+    ChartCurve,
+    HeatMap,
+    chart_panel,
+    heat_panel,
+    save_panels,
+    shorten,
+)
+from palestra.report.population_data import PopulationRecord, read_record
+from palestra.runs.series import group_lines, series_of
 from palestra.types import TEAM
 
-MAX_AXIS_LABELS = 24  # maximum number of members whose names fit on an axis
-MIXTURE_COLORMAP = "magma_r"
+MAX_MEMBERS = 80  # newest members shown in a heat map
+LEARNER_CHARTS = [  # metric, title
+    ("value", "what the learner wins"),
+    ("worst_win_rate", "win rate against the worst of its judges"),
+    ("rating", "rating"),
+]
+Panel = Callable[[Any], None]
+"""Draws into matplotlib axes."""
 
 
 def plot_population(path: str | Path, target: Path | None = None) -> Path:
@@ -22,48 +38,65 @@ def plot_population(path: str | Path, target: Path | None = None) -> Path:
 
     Raises ValueError if the run trains no population.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     record = read_record(path)
     target = target or record.path / "population.png"
-    panels = [panel for panel in _panels(record) if panel is not None]
-    rows = max(1, -(-len(panels) // 3))
-    figure, axes = plt.subplots(rows, 3, figsize=(13, 3.9 * rows), constrained_layout=True, squeeze=False)
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        panel(axis)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    figure.suptitle(record.path.name)
-    with replacing_file(target) as place:  # replaces a symbolic link instead of writing through it
-        figure.savefig(place, dpi=120)
-    plt.close(figure)
+    save_panels(target, record.path.name, list(_panels(record)))
     return target
 
 
-Panel = Callable[[Any], None]
-"""Draws into a matplotlib axes."""
+def _panels(record: PopulationRecord) -> Iterator[Panel]:
+    """Yields the panels for which the run has data."""
+    yield from map(chart_panel, nash_conv_charts(record))
+    if heat := payoff_heat_map(record):
+        yield heat_panel(heat, is_square=True)
+        yield _graph(record)
+    for heat in mixture_heat_maps(record):
+        yield heat_panel(heat, x_title="iteration")
+    yield from map(chart_panel, learner_charts(record))
 
 
-def _panels(record: PopulationRecord) -> Iterable[Panel | None]:
-    """Yields the panels in order; None for those without data."""
+# ---- charts, of the page and of the picture
+
+
+def nash_conv_charts(record: PopulationRecord) -> Iterator[Chart]:
+    """Yields NashConv over each count that grew: games, env steps, seconds. The scale is logarithmic if NashConv fell
+    to less than a tenth, and not to zero, which 1e-16 is."""
     points = nash_conv_points(record)
-    for key, title in (("env_steps", "env steps"), ("games", "games played for payoffs"), ("seconds", "seconds")):
-        drawn = [(point[key], point["nash_conv"]) for point in points if key in point]
-        yield _curve(drawn, title) if len({x for x, _ in drawn}) > 1 else None
-    met = len(record.payoffs.seats) == 2 and not np.isnan(record.payoffs.mean()[0]).all()
-    yield _heat(record) if met else None
-    yield _graph(record) if met else None
+    for key, title in (("games", "games played for payoffs"), ("env_steps", "env steps"), ("seconds", "seconds")):
+        series = series_of(points, "nash_conv", key)
+        if len(set(series.x)) > 1:
+            is_log = bool(1e-6 < series.y.min() / max(series.y.max(), 1e-300) < 0.1)
+            curve = ChartCurve("NashConv", series, has_markers=True)
+            yield Chart("NashConv", [curve], title, low=None if is_log else 0.0, is_log=is_log)
+
+
+def payoff_heat_map(record: PopulationRecord) -> HeatMap | None:
+    """Returns the payoffs of the first seat's newest members (rows) against the second's; None unless there are two
+    seats and payoffs are known."""
+    payoffs = record.payoffs
+    if len(payoffs.seats) != 2 or np.isnan(mean := payoffs.mean()[0]).all():
+        return None
+    rows, columns = (payoffs.members[seat][-MAX_MEMBERS:] for seat in payoffs.seats)
+    return HeatMap("what the row's member earns from the column's", mean[-MAX_MEMBERS:, -MAX_MEMBERS:], rows, columns)
+
+
+def mixture_heat_maps(record: PopulationRecord) -> Iterator[HeatMap]:
+    """Yields for each player the probabilities of its newest members, upwards, by iteration or slice."""
     for player, rows in mixtures_by_player(record).items():
-        yield _mixture(player, rows)
-    learners = [name for name in group_lines(record.metrics, "policy") if name != TEAM]
-    for key, title in (("worst_win_rate", "win rate against the worst of its judges"), ("rating", "rating")):
-        yield _lines(record, learners, key, title)
-    for setting in searched_settings(record):
-        yield _lines(record, learners, setting, f"{setting}, as evolved")
+        names = list(dict.fromkeys(name for row in rows for name in row))[-MAX_MEMBERS:]
+        shares = np.array([[row.get(name, 0.0) for row in rows] for name in names])
+        numbers = [str(i) for i in range(len(rows))]
+        yield HeatMap(f"mixture of {player}, by iteration", shares, names, numbers, 1.0, row_zero_below=True)
+
+
+def learner_charts(record: PopulationRecord) -> Iterator[Chart]:
+    """Yields each metric that learners have, with a curve of each of them over its iterations or slices."""
+    learners = {name: lines for name, lines in group_lines(record.metrics, "policy").items() if name != TEAM}
+    titles = dict(LEARNER_CHARTS) | {key: f"{key}, as evolved" for key in searched_settings(record)}
+    for key, title in titles.items():
+        curves = [ChartCurve(name, series_of(lines, key, "iteration")) for name, lines in learners.items()]
+        if (chart := Chart(title, curves, "iteration")).shown:
+            yield chart
 
 
 # ---- data
@@ -94,54 +127,23 @@ def mixtures_by_player(record: PopulationRecord) -> dict[str, list[dict[str, flo
             found.setdefault(line["policy"], []).append(mix)
     if found:
         return found
-    for task in record.tasks:
-        order = task["order"]
-        if order.get("learner", "").startswith("main_"):
-            met = order["opponents"][order["player"]]
-            rest = {name: p * (1 - order["self_play"]) for name, p in met.items()}
-            found.setdefault(order["learner"], []).append({"itself": order["self_play"], **rest})
+    for task in _train_tasks(record):
+        if task.learner.startswith("main_"):
+            rest = {name: p * (1 - task.self_play) for name, p in task.opponents.mixes[task.player].items()}
+            found.setdefault(task.learner, []).append({"itself": task.self_play, **rest})
     return {learner: rows for learner, rows in found.items() if not learner.startswith("main_exploiter")}
 
 
 def searched_settings(record: PopulationRecord) -> list[str]:
     """Returns the settings that population-based training searches."""
-    return list(dict.fromkeys(key for task in record.tasks for key in task["order"].get("settings") or {}))
+    return list(dict.fromkeys(key for task in _train_tasks(record) for key in task.settings))
 
 
-# ---- panels
+def _train_tasks(record: PopulationRecord) -> list[TrainTask]:
+    return [done.task for done in record.tasks if isinstance(done.task, TrainTask)]
 
 
-def _curve(points: list[tuple[float, float]], title: str) -> Panel:
-    def draw(axis: Any) -> None:
-        xs, ys = zip(*points, strict=True)
-        axis.plot(xs, ys, "o-", color=COLOURS[0], markersize=3)
-        axis.set_yscale("log")
-        axis.set_xlabel(title)
-        axis.set_title("NashConv", fontsize=10)
-        axis.grid(alpha=0.25)
-
-    return draw
-
-
-def _heat(record: PopulationRecord) -> Panel:
-    """Payoff heat map: returns of the first seat's members (rows) against the second's."""
-    table = record.payoffs
-    earned = table.mean()[0]
-
-    def draw(axis: Any) -> None:
-        top = np.nanmax(np.abs(earned)) or 1.0
-        image = axis.imshow(earned, cmap="RdBu", vmin=-top, vmax=top)
-        axis.figure.colorbar(image, ax=axis, shrink=0.8)
-        for names, ticks, labels, turn in (
-            (table.members[table.seats[0]], axis.set_yticks, axis.set_yticklabels, 0),
-            (table.members[table.seats[1]], axis.set_xticks, axis.set_xticklabels, 90),
-        ):
-            fits = len(names) <= MAX_AXIS_LABELS
-            ticks(range(len(names)) if fits else [])
-            labels(names if fits else [], rotation=turn, fontsize=6)
-        axis.set_title("return of the row's member against the column's", fontsize=10)
-
-    return draw
+# ---- best responses
 
 
 def _graph(record: PopulationRecord) -> Panel:
@@ -157,8 +159,9 @@ def _graph(record: PopulationRecord) -> Panel:
             )
         axis.scatter(*at.T, c=np.arange(len(names)), cmap="viridis", zorder=3, s=30)
         for name, (x, y) in zip(names if len(names) <= MAX_AXIS_LABELS else [], at, strict=False):
-            axis.text(1.12 * x, 1.12 * y, name, fontsize=6, ha="center", va="center")
-        axis.set_xlim(-1.4, 1.4)
+            side = "center" if abs(x) < 0.1 else "left" if x > 0 else "right"
+            axis.text(1.1 * x, 1.1 * y, shorten(name), fontsize=6, ha=side, va="center")
+        axis.set_xlim(-1.7, 1.7)
         axis.set_ylim(-1.3, 1.3)
         axis.set_axis_off()
         axis.set_title("from each member to the best answer to it", fontsize=10)
@@ -184,45 +187,3 @@ def _best(earned: np.ndarray, first: int, offset: int) -> list[tuple[int, int]]:
     """Returns for each row the column with the largest value, if any is known."""
     known = [(i, row) for i, row in enumerate(earned) if not np.isnan(row).all()]
     return [(first + i, offset + int(np.nanargmax(row))) for i, row in known]
-
-
-def _mixture(player: str, rows: list[dict[str, float]]) -> Panel:
-    """Heat map of probabilities: members upwards, iterations or slices to the right."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    shares = np.array([[row.get(name, 0.0) for row in rows] for name in names])
-
-    def draw(axis: Any) -> None:
-        image = axis.imshow(
-            shares, cmap=MIXTURE_COLORMAP, vmin=0, vmax=1, aspect="auto", origin="lower", interpolation="nearest"
-        )
-        axis.figure.colorbar(image, ax=axis, shrink=0.8)
-        fits = len(names) <= MAX_AXIS_LABELS
-        axis.set_yticks(range(len(names)) if fits else [])
-        axis.set_yticklabels(names if fits else [], fontsize=6)
-        axis.set_xlabel("iteration")
-        axis.set_title(f"mixture of {player}", fontsize=10)
-
-    return draw
-
-
-def _lines(record: PopulationRecord, learners: list[str], key: str, title: str) -> Panel | None:
-    """Curves of one metric, one for each learner, over its slices."""
-    curves: dict[str, list[JSONLine]] = {
-        name: [line for line in lines if line.get(key) is not None]
-        for name, lines in group_lines(record.metrics, "policy").items()
-        if name in learners
-    }
-    if not any(curves.values()):
-        return None
-
-    def draw(axis: Any) -> None:
-        for number, (name, lines) in enumerate(curves.items()):
-            style = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1.0, "label": name}
-            axis.plot([line["iteration"] for line in lines], [line[key] for line in lines], **style)
-        axis.set_xlabel("slice")
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.25)
-        if len(curves) <= 8:
-            axis.legend(fontsize=6)
-
-    return draw

@@ -28,10 +28,11 @@ body.palestra { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 68rem; }
 .palestra table.facts td { text-align: left; overflow-wrap: anywhere; vertical-align: top; }
 .palestra table.facts td:first-child { color: var(--soft); white-space: nowrap; }
 .palestra .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); gap: 1rem 1.4rem; }
-.palestra figure { margin: 0; break-inside: avoid; } .palestra figcaption { font-weight: 600; font-size: .9em; }
-.palestra .key { color: var(--soft); font-size: .8em; } .palestra .key i { display: inline-block; width: .9em;
-  height: .22em;
-  vertical-align: middle; margin: 0 .3em 0 .7em; } .palestra .key i:first-child { margin-left: 0; }
+.palestra figure { margin: 0 0 .8rem; break-inside: avoid; } .palestra figcaption { font-weight: 600; font-size: .9em; }
+.palestra .key { color: var(--soft); font-size: .8em; }
+.palestra .key span { display: inline-block; margin-right: .7em; }
+.palestra .key i { display: inline-block; width: 1.3em; border-top: .2em solid; vertical-align: middle; margin-right:
+  .3em; }
 .palestra svg { width: 100%; height: auto; display: block; } .palestra svg text { fill: var(--soft); font: 10px
   system-ui, sans-serif; }
 .palestra .tiles { display: flex; flex-wrap: wrap; gap: .8rem 2.2rem; margin: 1rem 0; }

@@ -27,6 +27,14 @@ def answers_of(episodes: Sequence[Episode], policy: str | None = None) -> list[A
     return [answer for answer in found.values() if policy in (None, member_name(answer.policy))]
 
 
+def episode_return(episode: Episode) -> float:
+    """Returns the team reward plus the mean of the seats' own rewards, averaged over the trajectories that were
+    continued; of a failed episode, up to the failure."""
+    lines = [episode.trajectory(leaf) for leaf in episode.leaves() if leaf.chosen] or [chosen_nodes(episode)]
+    own = [_mean([sum(node.rewards.get(seat, 0.0) for node in line) for line in lines]) for seat in episode.seats]
+    return _mean([sum(node.team_reward for node in line) for line in lines]) + _mean(own)
+
+
 def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     """Returns success (if the env reports it), joint steps per trajectory, team return, number of episodes, and how
     many failed.
@@ -79,7 +87,7 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
         "team_reward": _mean([node.team_reward for node, _, _ in turns], shares),
         "invalid": _mean([bool(node.is_invalid(seat)) for node, seat, _ in turns], shares),
         "tokens": _mean([len(answer.token_ids) for _, _, answer in turns], shares),
-        "cut_off": _mean([answer.stop_reason == "length" for _, _, answer in turns], shares),
+        "truncated_fraction": _mean([answer.stop_reason == "length" for _, _, answer in turns], shares),
     }
 
 

@@ -47,7 +47,7 @@ def _came(node: Node) -> Iterator[str]:
     team = {"team": round(node.team_reward, 3)} if node.team_reward else {}
     if paid or team:
         yield f"-> {', '.join(f'{who} {value:+g}' for who, value in (team | paid).items())}"
-    if node.over:
+    if node.done:
         yield f"the end{', cut off' if node.truncated else ''}: {json.dumps(node.info, default=str)}"
 
 

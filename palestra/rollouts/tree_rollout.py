@@ -222,7 +222,7 @@ class _TreeRollout:
             n=k,
             seed=self._seed(seat, line),
             history=line.history.get(seat, ()),
-            legal_actions=(line.step.legal or {}).get(seat),
+            legal_actions=(line.step.legal_actions or {}).get(seat),
             expert=partial(expert, seat) if expert else None,
         )
         return await self.match.policies[seat].act(query)
@@ -240,7 +240,7 @@ class _TreeRollout:
             answers=joint,
             rewards=dict(step.rewards),
             team_reward=step.team_reward,
-            over=step.done,
+            done=step.done,
             truncated=step.truncated,
             info=step.info,
         )

@@ -89,5 +89,5 @@ def _grow(episode: Episode, seat: Seat, turns: Sequence[Turn], success: bool) ->
         number = len(episode.nodes)
         node = Node(number, number - 1 if depth else None, depth, {seat: seen}, {seat: Answer(text, "")})
         if depth == len(turns) - 1:
-            node.over, node.rewards, node.info = True, {seat: float(success)}, {"success": success}
+            node.done, node.rewards, node.info = True, {seat: float(success)}, {"success": success}
         episode.nodes.append(node)

@@ -104,9 +104,9 @@ class VectorRollout:
         if games is None:
             return None
         own = {
-            "sweep/fresh": self.is_first,
-            "sweep/returns": self.episode_stats.returns,
-            "sweep/lengths": self.episode_stats.lengths,
+            "rollout/is_first": self.is_first,
+            "rollout/returns": self.episode_stats.returns,
+            "rollout/lengths": self.episode_stats.lengths,
         }
         memory = {
             f"remembered/{name}": kept.numpy() for name, kept in self.recurrent_states.items() if kept is not None
@@ -116,8 +116,9 @@ class VectorRollout:
     def load(self, saved: Arrays, players: Sequence[VectorPolicy]) -> None:
         """Restores what `save` returned."""
         self.vector_step = self.env.load(saved)
-        self.is_first = saved["sweep/fresh"].copy()
-        self.episode_stats.returns[:], self.episode_stats.lengths[:] = saved["sweep/returns"], saved["sweep/lengths"]
+        self.is_first = saved["rollout/is_first"].copy()
+        self.episode_stats.returns[:] = saved["rollout/returns"]
+        self.episode_stats.lengths[:] = saved["rollout/lengths"]
         for player in players:
             kept, empty = saved.get(f"remembered/{player.name}"), player.initial_state(self.env.num_envs)
             self.recurrent_states[player.name] = empty if kept is None else empty.new_tensor(kept)

@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
         ("seat", pa.string()),
         ("policy", pa.string()),
         ("chosen", pa.bool_()),
-        ("over", pa.bool_()),
+        ("done", pa.bool_()),
         ("truncated", pa.bool_()),
         ("observation", pa.string()),  # the text, or JSON where `observation_json`
         ("observation_json", pa.bool_()),
@@ -135,7 +135,7 @@ def _node_row(node: Node) -> dict[str, Any]:
         "parent": node.parent,
         "depth": node.depth,
         "chosen": node.chosen,
-        "over": node.over,
+        "done": node.done,
         "truncated": node.truncated,
         "team_reward": node.team_reward,
         "success": bool(node.info["success"]) if "success" in node.info else None,
@@ -210,7 +210,7 @@ def _seen(text: str) -> Any:
 def _add(episode: Episode, row: dict[str, Any]) -> Node:
     """Adds one row to the tree, and creates its node if the row is the node's first. Returns the node."""
     if not episode.nodes or episode.nodes[-1].id != row["node"]:
-        fields = {name: row[name] for name in ("parent", "depth", "team_reward", "chosen", "over", "truncated")}
+        fields = {name: row[name] for name in ("parent", "depth", "team_reward", "chosen", "done", "truncated")}
         episode.nodes.append(Node(row["node"], observations={}, answers={}, info=json.loads(row["info"]), **fields))
     node, seat = episode.nodes[-1], row["seat"]
     if row["observation"] is not None:

@@ -19,7 +19,7 @@ from palestra.sandbox.base import LENGTH_BYTES, ResourceLimits, RunRequest, RunR
 DEFAULT_LIMITS: ResourceLimits = ResourceLimits()
 STOP_TIMEOUT_S = 10.0  # seconds until a stopped fork server is killed
 BACKENDS_BY_PREFERENCE: dict[str, ModuleType] = {"sandlock": sandlock, "bubblewrap": bubblewrap}
-SUPERVISOR_DIED = "the sandbox's keeper died before it answered; what it said is on stderr"
+SUPERVISOR_DIED = "the sandbox's supervisor process died before it replied; see its output on stderr"
 
 # The trial program: each attempt must fail, writing a file in its folder must succeed.
 TRIAL_PROGRAM = """
@@ -141,7 +141,7 @@ class _ForkServerClient:
                 socket.send_fds(self.control_socket, [b"+"], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise SandboxError("the sandbox's warden is gone; what it said is on stderr") from error
+                raise SandboxError("the sandbox's fork server has died; see its output on stderr") from error
         return ours
 
     def is_usable(self) -> bool:

@@ -106,9 +106,9 @@ class ForkServer:
             if status:
                 self._clear(pid)
 
-    def _clear(self, keeper: int) -> None:
+    def _clear(self, supervisor: int) -> None:
         process_tree.kill_descendants(exclude=self.supervisor_pids)
-        if (folder := self.root / str(keeper)).exists():
+        if (folder := self.root / str(supervisor)).exists():
             workdir.remove(folder)
 
 

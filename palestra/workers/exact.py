@@ -12,9 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from palestra.builders.vector import make_vector_env
+from palestra.builders.vector_envs import make_vector_env
+from palestra.populations.payoffs import MemberProfile, PayoffCell
 from palestra.populations.population import Mix, Player
-from palestra.populations.tasks import ResultDict, Task
+from palestra.populations.tasks import (
+    AssessResult,
+    AssessTask,
+    PlayResult,
+    PlayTask,
+    Result,
+    SolveResult,
+    SolveTask,
+    Task,
+    TrainResult,
+    TrainTask,
+)
 from palestra.tabular.best_response import best_response, best_response_to_joint, nash_conv
 from palestra.tabular.cfr import CFRSolver
 from palestra.tabular.game_tree import (
@@ -46,13 +58,14 @@ class ExactWorker:
         tree = build_game_tree(rules)
         self.exact, self.loader = ExactSolver(tree, players), MemberLoader(make_vector_env(dict(env), 1), tree)
 
-    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
         return self.exact.run_task(task, lambda name: self.loader.policy(name, members), out)
 
 
-def exact_response_result(policy: np.ndarray, value: float) -> ResultDict:
-    """Returns the part of a `train` result with an exact response's value and a digest of its policy."""
-    return {"return": value, "exact": True, "digest": hashlib.sha256(policy.tobytes()).hexdigest()}
+def exact_train_result(policy: np.ndarray, value: float) -> TrainResult:
+    """Returns the result of training that found an exact response `policy` [I, A] of this value."""
+    digest = hashlib.sha256(policy.tobytes()).hexdigest()
+    return TrainResult(env_steps=0, mean_return=value, metrics={"return": value}, policy_digest=digest)
 
 
 class ExactSolver:
@@ -65,37 +78,39 @@ class ExactSolver:
         self.tree = tree
         self.seats = seats_by_player(players, tree.num_players)
 
-    def run_task(self, task: Task, policy_of: PolicyLookup, out: Path | None) -> ResultDict:
+    def run_task(self, task: Task, policy_of: PolicyLookup, out: Path | None) -> Result:
         """Runs a task, given the members' policies (`policy_of`). Raises ValueError if the kind of task is unknown."""
-        if task.kind == "play":
-            return self.play(task.payload, policy_of)
-        if task.kind == "assess":
-            return self.assess(task.payload, policy_of)
-        if task.kind == "solve" and out is not None:
-            policy, allowed = self.solve(task.payload, policy_of)
-            write_table(out, policy)
-            return {"allowed": allowed}
-        if task.kind != "train" or out is None:
-            raise ValueError(f'task {task.name} is of kind "{task.kind}"; there are train, play, assess and solve')
-        policy, value = self.respond(task.payload, policy_of)
-        write_table(out, policy)
-        return {"env_steps": 0, "against": {}, "metrics": {"return": value}, **exact_response_result(policy, value)}
+        match task:
+            case PlayTask():
+                return self.play(task, policy_of)
+            case AssessTask():
+                return self.assess(task, policy_of)
+            case SolveTask() if out is not None:
+                policy, allowed = self.solve(task, policy_of)
+                write_table(out, policy)
+                return SolveResult(allowed)
+            case TrainTask() if out is not None:
+                policy, value = self.respond(task, policy_of)
+                write_table(out, policy)
+                return exact_train_result(policy, value)
+        raise ValueError(f'task {task.name} is of kind "{task.kind}"; there are train, play, assess and solve')
 
     # ---- best responses
 
-    def respond(self, payload: Mapping[str, Any], policy_of: PolicyLookup) -> tuple[np.ndarray, float]:
-        """Returns the best response [I, A] for a `train` order, and its value, averaged over the player's seats."""
-        answers = [self._at(seat, payload, policy_of) for seat in self.seats[payload["player"]]]
+    def respond(self, task: TrainTask, policy_of: PolicyLookup) -> tuple[np.ndarray, float]:
+        """Returns the best response [I, A] to a task's opponents, and its value, averaged over the player's seats."""
+        answers = [self._at(seat, task, policy_of) for seat in self.seats[task.player]]
         policy = uniform_policy(self.tree)
-        for seat, (answer, _) in zip(self.seats[payload["player"]], answers, strict=True):
+        for seat, (answer, _) in zip(self.seats[task.player], answers, strict=True):
             policy[self.tree.player_rows(seat)] = answer[self.tree.player_rows(seat)]
         return policy, float(np.mean([value for _, value in answers]))
 
-    def _at(self, seat: int, order: Mapping[str, Any], known: PolicyLookup) -> tuple[np.ndarray, float]:
-        if "joint" not in order:
-            return best_response(self.tree, self.mixture_policy(order["opponents"], known), seat)
-        lineups = [self.profile_policy(members, known) for members, _ in order["joint"]]
-        return best_response_to_joint(self.tree, lineups, [p for _, p in order["joint"]], seat)
+    def _at(self, seat: int, task: TrainTask, policy_of: PolicyLookup) -> tuple[np.ndarray, float]:
+        joint = task.opponents.joint
+        if not joint:
+            return best_response(self.tree, self.mixture_policy(task.opponents.mixes, policy_of), seat)
+        policies = [self.profile_policy(lineup.members, policy_of) for lineup in joint]
+        return best_response_to_joint(self.tree, policies, [lineup.probability for lineup in joint], seat)
 
     def profile_policy(self, members: Mapping[Player, str], policy_of: PolicyLookup) -> np.ndarray:
         """Returns the policy [I, A] of one member for each player; players without one play uniformly."""
@@ -115,45 +130,43 @@ class ExactSolver:
 
     # ---- solutions
 
-    def solve(self, payload: Mapping[str, Any], policy_of: PolicyLookup) -> tuple[np.ndarray, int]:
-        """Returns the average policy [I, A] of `rounds` iterations of CFR+ on the restricted game, and its number of
+    def solve(self, task: SolveTask, policy_of: PolicyLookup) -> tuple[np.ndarray, int]:
+        """Returns the average policy [I, A] of `cfr_iterations` of CFR+ on the restricted game, and its number of
         actions.
 
         In that game an information state allows the actions that one of its player's `responses` prefers there.
         """
         allowed = np.zeros_like(self.tree.action_mask)
-        for player, names in payload["responses"].items():
+        for player, names in task.responses.items():
             for seat in self.seats[player]:
                 own = self.tree.player_rows(seat)
                 for name in names:
                     rows = policy_of(name)[own]
                     allowed[own] |= rows == rows.max(1, keepdims=True)
         solver = CFRSolver(self.tree, plus=True, action_mask=allowed)
-        solver.run(int(payload["rounds"]))
+        solver.run(task.cfr_iterations)
         return solver.average_policy(), int(allowed.sum())
 
     # ---- payoffs and distance
 
-    def play(self, payload: Mapping[str, Any], policy_of: PolicyLookup) -> ResultDict:
-        """Returns expected results of cells, as counts and means of `games` games without chance."""
-        games = int(payload["games"])
-        return {"cells": [self._cell(cell, games, policy_of) for cell in payload["cells"]]}
+    def play(self, task: PlayTask, policy_of: PolicyLookup) -> PlayResult:
+        """Returns expected results of cells, as counts and means of `games_per_cell` games without chance."""
+        return PlayResult(tuple(self._cell(cell, task.games_per_cell, policy_of) for cell in task.cells))
 
-    def _cell(self, cell: Sequence[str], games: int, known: PolicyLookup) -> ResultDict:
+    def _cell(self, members: MemberProfile, games: int, known: PolicyLookup) -> PayoffCell:
         """Returns a cell's expected result over all ends of the game, averaged over rotations of its members."""
         n, returns = self.tree.num_players, self.tree.returns
         ahead = returns == returns.max(1, keepdims=True)
         alone = ahead.sum(1) == 1
-        told = np.column_stack([returns, ahead & alone[:, None], ~alone])  # [T, 2n + 1]
+        outcomes = np.column_stack([returns, ahead & alone[:, None], ~alone])  # [T, 2n + 1]
         turns = range(n) if len(self.seats) == 1 else [0]
         facts = np.zeros(2 * n + 1)
         for turn in turns:
-            seated = self._seated(np.roll(cell, turn).tolist(), known)
-            found = end_probabilities(self.tree, realization_plan(self.tree, seated)) @ told
+            seated = self._seated(np.roll(members, turn).tolist(), known)
+            found = end_probabilities(self.tree, realization_plan(self.tree, seated)) @ outcomes
             facts += np.concatenate([np.roll(found[:n], -turn), np.roll(found[n:-1], -turn), found[-1:]]) / len(turns)
         mean, wins, draws = facts[:n], facts[n:-1] * games, facts[-1] * games
-        counts = {"games": games, "wins": wins.tolist(), "draws": float(draws), "exact": True}
-        return {"members": list(cell), "mean": mean.tolist(), "m2": [0.0] * n, **counts}
+        return PayoffCell(games, tuple(mean.tolist()), (0.0,) * n, tuple(wins.tolist()), float(draws), exact=True)
 
     def _seated(self, names: Sequence[str], known: PolicyLookup) -> np.ndarray:
         """Returns the policy [I, A] that takes each seat's rows from that seat's member."""
@@ -162,13 +175,13 @@ class ExactSolver:
             policy[self.tree.player_rows(seat)] = known(name)[self.tree.player_rows(seat)]
         return policy
 
-    def assess(self, payload: Mapping[str, Any], policy_of: PolicyLookup) -> ResultDict:
+    def assess(self, task: AssessTask, policy_of: PolicyLookup) -> AssessResult:
         """Returns NashConv (Lanctot et al., 2017) of the behaviour that mixtures induce, exploitability (NashConv / n)
         and values by seat."""
-        policy = self.mixture_policy(payload["strategies"], policy_of)
+        policy = self.mixture_policy(task.strategies, policy_of)
         gap = nash_conv(self.tree, policy)
-        won = expected_returns(self.tree, policy).tolist()
-        return {"nash_conv": gap, "exploitability": gap / self.tree.num_players, "values": won}
+        values = tuple(expected_returns(self.tree, policy).tolist())
+        return AssessResult(nash_conv=gap, exploitability=gap / self.tree.num_players, values=values)
 
 
 def seats_by_player(players: Sequence[Player], seats: int) -> dict[Player, list[int]]:

@@ -5,47 +5,62 @@ Shapes: `F` games, `N` seats, `S` seats of opponents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from palestra.populations.tasks import ResultDict
+from palestra.populations.payoffs import PayoffCell
+from palestra.populations.tasks import OpponentResult
 
 
-def cell_result(returns: np.ndarray) -> ResultDict:
+def payoff_cell(returns: np.ndarray) -> PayoffCell:
     """Returns the statistics of games with these returns, float [F, N]. A game is won by the seat with more than all
     others; else it is a draw."""
     mean = returns.mean(0)
     ahead = returns == returns.max(1, keepdims=True)
     alone = ahead.sum(1) == 1
-    return {
-        "games": len(returns),
-        "mean": mean.tolist(),
-        "m2": np.square(returns - mean).sum(0).tolist(),
-        "wins": (ahead & alone[:, None]).sum(0).tolist(),
-        "draws": int((~alone).sum()),
-    }
+    return PayoffCell(
+        games=len(returns),
+        mean=tuple(mean.tolist()),
+        m2=tuple(np.square(returns - mean).sum(0).tolist()),
+        wins=tuple((ahead & alone[:, None]).sum(0).tolist()),
+        draws=int((~alone).sum()),
+    )
 
 
-def opponent_results(own: np.ndarray, theirs: np.ndarray, members: np.ndarray, names: Sequence[str]) -> ResultDict:
-    """Returns a learner's mean return over its games (None without games), and its results `against` each opponent by
-    name.
+def opponent_results(
+    own: np.ndarray, theirs: np.ndarray, members: np.ndarray, names: Sequence[str]
+) -> dict[str, OpponentResult]:
+    """Returns a learner's results against each opponent, by name.
 
     `own` [F] are the learner's returns, `theirs` [F, S] the opponents', `members` int [F, S] their numbers in `names`.
-    A result holds games, mean return, mean squared return, and games won and drawn by comparison of returns.
+    Games are won and drawn by comparison of returns.
     """
-    lines: dict[str, ResultDict] = {}
+    totals: dict[str, dict[str, float]] = {}
     for place in range(members.shape[1]):
         for number in np.unique(members[:, place]):
             met = members[:, place] == number
-            _add(lines.setdefault(names[number], {}), own[met], theirs[met, place])
-    for line in lines.values():
-        line["return"] /= line["games"]
-        line["square"] /= line["games"]
-    return {"return": float(own.mean()) if len(own) else None, "against": lines}
+            _add(totals.setdefault(names[number], {}), own[met], theirs[met, place])
+    return {name: _opponent_result(total) for name, total in totals.items()}
 
 
-def _add(line: ResultDict, own: np.ndarray, theirs: np.ndarray) -> None:
+def mean_return(returns: np.ndarray) -> float | None:
+    """Returns the mean of returns [F]; None without games."""
+    return float(returns.mean()) if len(returns) else None
+
+
+def _opponent_result(total: Mapping[str, float]) -> OpponentResult:
+    games = int(total["games"])
+    return OpponentResult(
+        games=games,
+        mean_return=total["return"] / games,
+        mean_squared_return=total["square"] / games,
+        wins=total["wins"],
+        draws=total["draws"],
+    )
+
+
+def _add(total: dict[str, float], own: np.ndarray, theirs: np.ndarray) -> None:
     found = {
         "games": len(own),
         "return": float(own.sum()),
@@ -54,4 +69,4 @@ def _add(line: ResultDict, own: np.ndarray, theirs: np.ndarray) -> None:
         "draws": int((own == theirs).sum()),
     }
     for key, value in found.items():
-        line[key] = line.get(key, 0) + value
+        total[key] = total.get(key, 0) + value

@@ -23,7 +23,7 @@ from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.sft import SFT
 from palestra.builders.engines import Engines
 from palestra.builders.text import make_episode_runner
-from palestra.builders.text_config import FrozenConfig
+from palestra.builders.text_policies import FrozenConfig
 from palestra.config import StrictModel, validate
 from palestra.engine.lora import Adapter
 from palestra.envs.text.board_games import TextGame
@@ -33,7 +33,7 @@ from palestra.policies.lm import DemonstrationPolicy, LanguagePolicy
 from palestra.policies.scripted import RandomPolicy, ScriptedPolicy
 from palestra.policies.word_probabilities import word_probabilities
 from palestra.populations.population import Mix, Player
-from palestra.populations.tasks import ResultDict, Task
+from palestra.populations.tasks import PlayResult, PlayTask, Result, Task, TrainResult, TrainTask
 from palestra.remote.envs.remote_env import make_env
 from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.metrics import member_name
@@ -43,7 +43,7 @@ from palestra.tabular.game_tree import GameTree, build_game_tree
 from palestra.training.loop import update_learner
 from palestra.types import Episode, Seat
 from palestra.workers.exact import ExactSolver, seats_by_player
-from palestra.workers.game_results import cell_result, opponent_results
+from palestra.workers.game_results import mean_return, opponent_results, payoff_cell
 from palestra.workers.member_loader import UNIFORM_MEMBER
 
 RESULT_START = 0.8  # share of a response's steps after which its games count in the result
@@ -102,11 +102,11 @@ class LanguageWorker:
         self._frozen: dict[str, Policy] = {UNIFORM_MEMBER: RandomPolicy()}
         self._taught: LanguageLearner | None = None
 
-    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
-        """Runs a task. Raises ValueError if its order does not fit the env."""
-        if task.kind == "train" and out is not None:
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+        """Runs a task. Raises ValueError if it does not fit the env."""
+        if isinstance(task, TrainTask) and out is not None:
             return asyncio.run(self._train(task, members, out))
-        if task.kind == "play" and self.config.payoffs == "simulated":
+        if isinstance(task, PlayTask) and self.config.payoffs == "simulated":
             return asyncio.run(self._play(task, members))
         if self.exact is None or self.action_reader is None:
             raise ValueError(
@@ -118,11 +118,10 @@ class LanguageWorker:
 
     # ---- learning
 
-    async def _train(self, task: Task, members: Mapping[str, Path], out: Path) -> ResultDict:
-        order = task.payload
-        learner = await self._learner(task.output_member, order, members)
-        cast = LMSeatAssigner(self, order, members, learner)
-        steps = int(order.get("steps") or self.config.steps)
+    async def _train(self, task: TrainTask, members: Mapping[str, Path], out: Path) -> TrainResult:
+        learner = await self._learner(task, members)
+        cast = LMSeatAssigner(self, task, members, learner)
+        steps = task.train_steps or self.config.steps
         metrics: Mapping[str, float] = {}
         count = self.config.episodes
         for step in range(steps):
@@ -137,14 +136,14 @@ class LanguageWorker:
             if step >= int(RESULT_START * steps):
                 cast.record(episodes)
         learner.save(out)
-        return {"env_steps": cast.env_steps} | cast.result() | {"metrics": dict(metrics)}
+        return cast.result(metrics)
 
-    async def _learner(self, name: str, order: Mapping[str, Any], members: Mapping[str, Path]) -> LanguageLearner:
-        """Returns a learner that starts from the order's member, or from the taught adapter."""
-        policy = self.config.policy.model_dump() | dict(order.get("settings") or {})
-        learner = self._new(name, validate(LoraPolicyConfig, policy))
-        if order.get("start"):
-            learner.load(members[order["start"]])
+    async def _learner(self, task: TrainTask, members: Mapping[str, Path]) -> LanguageLearner:
+        """Returns a learner that starts from the task's member, or from the taught adapter."""
+        policy = self.config.policy.model_dump() | task.settings
+        learner = self._new(task.output_member, validate(LoraPolicyConfig, policy))
+        if task.start:
+            learner.load(members[task.start])
         elif self.config.imitation_steps:
             self._taught = self._taught or await self._teach()
             _adapter(learner).copy_from(_adapter(self._taught))
@@ -183,12 +182,12 @@ class LanguageWorker:
             self._frozen[name] = self.engines.build_frozen_policy(name, config)
         return self._frozen[name]
 
-    async def _play(self, task: Task, members: Mapping[str, Path]) -> ResultDict:
+    async def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
         """Plays all cells of a payoff table at once; members of a single population rotate over the seats."""
-        count, turns = int(task.payload["games"]), len(self.env_seats) if len(self.seats) == 1 else 1
+        count, turns = task.games_per_cell, len(self.env_seats) if len(self.seats) == 1 else 1
         self.engines.clear_caches()
         matches: list[EpisodeSpec] = []
-        for number, names in enumerate(task.payload["cells"]):
+        for number, names in enumerate(task.cells):
             policies = [self._member(name, members) for name in names]
             for i in range(count):
                 seated = [policies[(seat + i % turns) % len(policies)] for seat in range(len(policies))]
@@ -197,25 +196,25 @@ class LanguageWorker:
         episodes = await self.episode_runner.play_all(matches, Branching())
         _sound(episodes, task)
         results = []
-        for number, names in enumerate(task.payload["cells"]):
+        for number, names in enumerate(task.cells):
             own = episodes[number * count : (number + 1) * count]
             won = np.array([branch_returns(episode)[0] for episode in own])
             seats = (np.arange(len(names)) - np.arange(count)[:, None] % turns) % len(names)
-            results.append({"members": list(names)} | cell_result(won[np.arange(count)[:, None], seats]))
-        return {"cells": results}
+            results.append(payoff_cell(won[np.arange(count)[:, None], seats]))
+        return PlayResult(tuple(results))
 
 
 class LMSeatAssigner:
-    """Assigns policies to seats for the games of a `train` order, and records their results.
+    """Assigns policies to seats for the games of a `train` task, and records their results.
 
     The learner has one seat, which rotates over its player's seats; the other members are drawn once per game.
     """
 
     def __init__(
-        self, worker: LanguageWorker, order: Mapping[str, Any], members: Mapping[str, Path], learner: LanguageLearner
+        self, worker: LanguageWorker, task: TrainTask, members: Mapping[str, Path], learner: LanguageLearner
     ) -> None:
-        self.worker, self.payload, self.members, self.learner = worker, order, members, learner
-        self.own_seats = worker.seats[order["player"]]
+        self.worker, self.task, self.members, self.learner = worker, task, members, learner
+        self.own_seats = worker.seats[task.player]
         self.players = {seat: player for player, seats in worker.seats.items() for seat in seats}
         self.numbers: dict[str, int] = {}
         self.games: list[tuple[float, list[float], list[int]]] = []
@@ -224,7 +223,7 @@ class LMSeatAssigner:
     def assign(self, seed: int, number: int) -> EpisodeSpec:
         """Returns the episode with this number; the number decides which of its player's seats the learner has."""
         rng, mine = random.Random(derive_seed(seed, "cast")), self.own_seats[number % len(self.own_seats)]
-        alone = rng.random() >= self.payload.get("self_play", 0.0)
+        alone = rng.random() >= self.task.self_play
         names = self._drawn(rng, mine) if alone else {}
         seats: dict[Seat, Policy] = {}
         for seat, label in enumerate(self.worker.env_seats):
@@ -236,10 +235,10 @@ class LMSeatAssigner:
 
     def _drawn(self, rng: random.Random, mine: int) -> dict[int, str]:
         others = [seat for seat in self.players if seat != mine]
-        if (joint := self.payload.get("joint")) is not None:
-            lineup = rng.choices([members for members, _ in joint], [p for _, p in joint])[0]
-            return {seat: lineup[self.players[seat]] for seat in others}
-        return {seat: _one(rng, self.payload["opponents"][self.players[seat]]) for seat in others}
+        if joint := self.task.opponents.joint:
+            lineup = rng.choices(joint, [one.probability for one in joint])[0]
+            return {seat: lineup.members[self.players[seat]] for seat in others}
+        return {seat: _one(rng, self.task.opponents.mixes[self.players[seat]]) for seat in others}
 
     def _itself(self) -> LanguagePolicy:
         """Returns a copy of the current policy, under a name whose samples are not trained on."""
@@ -257,10 +256,15 @@ class LMSeatAssigner:
             for won in branch_returns(episode):
                 self.games.append((won[mine], [won[seat] for seat in others], numbers))
 
-    def result(self) -> ResultDict:
-        """Returns the recorded results."""
+    def result(self, metrics: Mapping[str, float]) -> TrainResult:
+        """Returns the result of the training, with the `metrics` of its last step."""
         own, theirs, members = (np.array(column) for column in zip(*self.games, strict=True))
-        return opponent_results(own, theirs, members, list(self.numbers))
+        return TrainResult(
+            env_steps=self.env_steps,
+            mean_return=mean_return(own),
+            opponents=opponent_results(own, theirs, members, list(self.numbers)),
+            metrics=dict(metrics),
+        )
 
 
 class LMActionReader:

@@ -16,7 +16,8 @@ from pydantic import Field
 
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.q_learning import ValueHead
-from palestra.builders.vector import VectorAlgorithmConfig, make_vector_env
+from palestra.builders.vector_config import VectorAlgorithmConfig
+from palestra.builders.vector_envs import make_vector_env
 from palestra.config import StrictModel, validate
 from palestra.engine.malloc import keep_freed_memory
 from palestra.envs.vector.seat_shuffle import SeatShuffledEnv
@@ -26,7 +27,7 @@ from palestra.policies import vector
 from palestra.policies.frozen import NetMember
 from palestra.policies.mixture import Mixture, SelfPlaySampler
 from palestra.populations.population import Player
-from palestra.populations.tasks import ResultDict, Task
+from palestra.populations.tasks import PlayResult, PlayTask, Result, Task, TrainResult, TrainTask
 from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.vector_rollout import VectorRollout, nonfinite_loss_advice
 from palestra.seeding import derive_seed
@@ -97,11 +98,11 @@ class NetWorker:
                 raise
             return None
 
-    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
-        """Runs a task. Raises ValueError if its order does not fit the game, or if training diverged."""
-        if task.kind == "train" and out is not None:
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
+        """Runs a task. Raises ValueError if it does not fit the game, or if training diverged."""
+        if isinstance(task, TrainTask) and out is not None:
             return self._train(task, members, out)
-        if task.kind == "play" and self.config.payoffs == "simulated":
+        if isinstance(task, PlayTask) and self.config.payoffs == "simulated":
             return self._play(task, members)
         if self.exact is None:
             raise ValueError(
@@ -112,15 +113,16 @@ class NetWorker:
 
     # ---- learning
 
-    def _train(self, task: Task, members: Mapping[str, Path], out: Path) -> ResultDict:
-        order, name = task.payload, task.output_member
-        config = apply_settings(self.config, order.get("settings") or {})
-        learner = self._learner(config, name, self.seats[order["player"]][0])
-        if start := order.get("start"):
-            NetLearner.load_arrays(learner, read_arrays(members[start] / TRAINING_FILE))
-        mixture, tally = self._mixture(order, members, learner)
+    def _train(self, task: TrainTask, members: Mapping[str, Path], out: Path) -> TrainResult:
+        name = task.output_member
+        config = apply_settings(self.config, task.settings)
+        learner = self._learner(config, name, self.seats[task.player][0])
+        if task.start:
+            NetLearner.load_arrays(learner, read_arrays(members[task.start] / TRAINING_FILE))
+        mixture, stats = self._mixture(task, members, learner)
         horizon, games = config.algorithm.rollout_length, self.training_rollout.env.num_envs
-        sweeps = math.ceil(int(order.get("env_steps", self.config.env_steps)) / (horizon * games))
+        env_steps = self.config.env_steps if task.env_steps is None else task.env_steps
+        sweeps = math.ceil(env_steps / (horizon * games))
         self.training_rollout.restart(self._seeds(task))
         for step in range(sweeps):
             players: list[vector.VectorPolicy] = [*learner.rollout_policies(step / sweeps), mixture]
@@ -133,10 +135,10 @@ class NetWorker:
                     f"{error}. {nonfinite_loss_advice(self.training_rollout.env, batch)}"
                 ) from error
             if step >= int(RESULT_START * sweeps):
-                tally.add(batch, mixture.played_members(batch)[1], metrics)
+                stats.add(batch, mixture.played_members(batch)[1], metrics)
         learner.member_writers()[name](out)
         write_arrays(out / TRAINING_FILE, NetLearner.state_arrays(learner))  # without running games and replay buffer
-        return {"env_steps": sweeps * horizon * games} | tally.result()
+        return stats.result(sweeps * horizon * games)
 
     def _learner(self, config: NetOracle, name: str, seat: int) -> NetLearner:
         seeds = {name: derive_seed(self.seed, "net", name)}
@@ -147,15 +149,16 @@ class NetWorker:
         return derive_seed(self.seed, "games", task.name) % 2**62 + np.arange(self.payoff_rollout.env.num_envs)
 
     def _mixture(
-        self, order: Mapping[str, Any], members: Mapping[str, Path], learner: NetLearner
+        self, task: TrainTask, members: Mapping[str, Path], learner: NetLearner
     ) -> tuple[Mixture, OpponentStats]:
         """Returns the mixture that plays the seats other than the learner's, and the counter of their games."""
-        seat = self.seats[order["player"]][0]
+        seat = self.seats[task.player][0]
         others = [number for number in range(len(self.training_rollout.env.seats)) if number != seat]
         cast = self._cast(members)
-        lots = opponent_sampler(order, cast, [self._player(number) for number in others])
-        if share := order.get("self_play", 0.0):
-            lots = SelfPlaySampler(lots, share, cast.add(SELF_PLAY_NAME, SELF_PLAY_NAME, self._itself(learner)))
+        lots = opponent_sampler(task.opponents, cast, [self._player(number) for number in others])
+        if task.self_play:
+            current = cast.add(SELF_PLAY_NAME, SELF_PLAY_NAME, self._itself(learner))
+            lots = SelfPlaySampler(lots, task.self_play, current)
         return Mixture(self.training_rollout.env, others, cast.members, lots), OpponentStats(seat, others, cast.names)
 
     def _cast(self, members: Mapping[str, Path]) -> MemberRegistry:
@@ -182,13 +185,12 @@ class NetWorker:
 
     # ---- games
 
-    def _play(self, task: Task, members: Mapping[str, Path]) -> ResultDict:
+    def _play(self, task: PlayTask, members: Mapping[str, Path]) -> PlayResult:
         """Plays the cells of a payoff table."""
-        cast, cells = self._cast(members), task.payload["cells"]
-        keys = [[cast.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in cells]
-        seed, games = derive_seed(self.seed, task.name), int(task.payload["games"])
-        found = play_cells(self.payoff_rollout, cast.members, keys, games, seed, rotate_seats=self.symmetric)
-        return {"cells": [{"members": list(cell)} | facts for cell, facts in zip(cells, found, strict=True)]}
+        cast, seed = self._cast(members), derive_seed(self.seed, task.name)
+        keys = [[cast.key(self._player(seat), name) for seat, name in enumerate(cell)] for cell in task.cells]
+        rollout, games = self.payoff_rollout, task.games_per_cell
+        return PlayResult(tuple(play_cells(rollout, cast.members, keys, games, seed, rotate_seats=self.symmetric)))
 
 
 def apply_settings(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:

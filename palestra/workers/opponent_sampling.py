@@ -1,22 +1,21 @@
-"""Opponents of a learner by a task's order, and the learner's results against each of them.
+"""Opponents of a learner by its task, and the learner's results against each of them.
 
 Shapes: `F` finished games, `N` seats, `S` seats of opponents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from palestra.policies.frozen import FrozenMember
 from palestra.policies.mixture import IndependentSampler, JointSampler, OpponentSampler
 from palestra.populations.population import Player
-from palestra.populations.tasks import ResultDict
+from palestra.populations.tasks import Opponents, TrainResult
 from palestra.rollouts.vector_metrics import mean_metrics
 from palestra.types import Metrics, RolloutBatch
-from palestra.workers.game_results import opponent_results
+from palestra.workers.game_results import mean_return, opponent_results
 
 
 class MemberRegistry:
@@ -46,14 +45,12 @@ class MemberRegistry:
         return len(self.names) - 1
 
 
-def opponent_sampler(
-    payload: Mapping[str, Any], registry: MemberRegistry, players: Sequence[Player]
-) -> OpponentSampler:
-    """Returns the sampler of opponents for seats with these `players`, by a `train` order."""
-    if (joint := payload.get("joint")) is not None:
-        lineups = [[registry.index(player, members[player]) for player in players] for members, _ in joint]
-        return JointSampler(lineups, [p for _, p in joint])
-    mixes = [payload["opponents"][player] for player in players]
+def opponent_sampler(opponents: Opponents, registry: MemberRegistry, players: Sequence[Player]) -> OpponentSampler:
+    """Returns the sampler of opponents for seats with these `players`."""
+    if opponents.joint:
+        lineups = [[registry.index(player, one.members[player]) for player in players] for one in opponents.joint]
+        return JointSampler(lineups, [lineup.probability for lineup in opponents.joint])
+    mixes = [opponents.mixes[player] for player in players]
     return IndependentSampler(
         [
             {registry.index(player, name): p for name, p in mix.items() if p > 0}
@@ -78,8 +75,13 @@ class OpponentStats:
         if metrics:
             self.metrics.append(metrics)
 
-    def result(self) -> ResultDict:
-        """Returns `return` (None if no game ended), `opponent_results` by member, and the mean `metrics`."""
+    def result(self, env_steps: int) -> TrainResult:
+        """Returns the result of training that took `env_steps`, with the mean of the updates' metrics."""
         returns, members = np.concatenate(self.returns), np.concatenate(self.members)
-        counted = opponent_results(returns[:, self.seat], returns[:, self.opponent_seats], members, self.names)
-        return counted | {"metrics": mean_metrics(self.metrics)}
+        own, theirs = returns[:, self.seat], returns[:, self.opponent_seats]
+        return TrainResult(
+            env_steps=env_steps,
+            mean_return=mean_return(own),
+            opponents=opponent_results(own, theirs, members, self.names),
+            metrics=dict(mean_metrics(self.metrics)),
+        )

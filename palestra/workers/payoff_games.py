@@ -12,10 +12,10 @@ import numpy as np
 
 from palestra.policies.frozen import FrozenMember
 from palestra.policies.mixture import LineupSchedule, Mixture
-from palestra.populations.tasks import ResultDict
+from palestra.populations.payoffs import PayoffCell
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.seeding import derive_seed
-from palestra.workers.game_results import cell_result
+from palestra.workers.game_results import payoff_cell
 
 STEPS_PER_SWEEP = 16  # joint steps of each sweep
 
@@ -28,10 +28,10 @@ def play_cells(
     seed: int,
     *,
     rotate_seats: bool = False,
-) -> list[ResultDict]:
-    """Plays `games` games of each cell and returns one result per cell.
+) -> list[PayoffCell]:
+    """Plays `games` games of each cell and returns its statistics.
 
-    A cell holds names of the cast, one for each seat. With `rotate_seats` they rotate over all seats, each as often at
+    A cell holds keys of `members`, one for each seat. With `rotate_seats` they rotate over all seats, each as often at
     every seat as `games` allows. All games that start for a cell are played to their end and counted.
     """
     N, numbers = len(sweeper.env.seats), {name: number for number, name in enumerate(members)}
@@ -44,7 +44,7 @@ def play_cells(
     tags, returns = _played(sweeper, mixture, int(times.sum()), seed)
     by_place = returns[np.arange(len(tags))[:, None], (np.arange(N) - (tags % rotations)[:, None]) % N]
     owners = tags // rotations
-    return [cell_result(by_place[owners == number]) for number in range(len(cells))]
+    return [payoff_cell(by_place[owners == number]) for number in range(len(cells))]
 
 
 def _played(sweeper: VectorRollout, mixture: Mixture, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

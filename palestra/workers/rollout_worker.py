@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from palestra.backends.config import RolloutBackendConfig
-from palestra.backends.episode_tasks import EPISODES_FILE
+from palestra.backends.episode_tasks import EPISODES_FILE, EpisodesResult, EpisodesTask, EvalTask, RolloutTask
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.learners.lm import LanguageLearner
-from palestra.populations.tasks import ResultDict, Task
+from palestra.populations.tasks import Task
 from palestra.rollouts.sources import SUCCESS_KEY
-from palestra.rollouts.tree_rollout import Branching
 from palestra.runs.worker_stats import worker_stats
 from palestra.training.loop import evaluate_instances
 from palestra.types import Episode
@@ -36,18 +35,19 @@ class RolloutWorker:
         self.evals = {exam.name: exam for exam in self.setup.evals}
         self.members = dict.fromkeys(self.setup.learners, "")
 
-    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> ResultDict:
-        """Plays a slice and writes its episodes to `out`.
-
-        `cpu_s` is the CPU time of this process in seconds; `roll` are the counters of further workers that it used.
-        """
-        assert out is not None
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> EpisodesResult:
+        """Plays a slice and writes its episodes to `out`."""
+        assert isinstance(task, EpisodesTask) and out is not None
         for member, folder in members.items():
-            self._take(member, folder, task.payload["settings"])
+            self._take(member, folder, task.settings)
         start = time.process_time()
-        episodes = asyncio.run(self._played(task.payload))
+        episodes = asyncio.run(self._played(task))
         (out / EPISODES_FILE).write_bytes(_pickled(episodes))
-        return {"episodes": len(episodes), "cpu_s": time.process_time() - start, "roll": worker_stats.take_report(0.0)}
+        return EpisodesResult(
+            episodes=len(episodes),
+            cpu_s=time.process_time() - start,
+            worker_stats=tuple(worker_stats.take_report(0.0)),
+        )
 
     def _take(self, member: str, folder: Path, settings: Mapping[str, Any]) -> None:
         """Loads a member's weights into its learner, unless loaded, and applies its settings."""
@@ -59,13 +59,13 @@ class RolloutWorker:
             learner.load_exported(folder, int(version))
             self.members[name] = member
 
-    async def _played(self, order: Mapping[str, Any]) -> list[Episode]:
-        numbers: Sequence[int] = order["numbers"]
-        if "exam" in order:
-            exam = self.evals[order["exam"]]
-            return await evaluate_instances(exam.arena, exam.seat_policies(), numbers, order["seed"])
-        source = self.setup.stages[self.stages[order["stage"]]].source
-        return await source.play(numbers, Branching(**order["branching"]), {SUCCESS_KEY: order["measured"]})
+    async def _played(self, task: EpisodesTask) -> list[Episode]:
+        if isinstance(task, EvalTask):
+            exam = self.evals[task.evaluation]
+            return await evaluate_instances(exam.arena, exam.seat_policies(), task.numbers, task.seed)
+        assert isinstance(task, RolloutTask)
+        source = self.setup.stages[self.stages[task.stage]].source
+        return await source.play(task.numbers, task.branching, {SUCCESS_KEY: dict(task.success)})
 
 
 def rollout_config(config: TextConfig) -> tuple[dict[int, int], TextConfig]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from palestra.algorithms.presets import TEXT_PRESETS, VECTOR_PRESETS
 from palestra.algorithms.text.grpo import GRPO
 from palestra.builders.text_config import TextConfig
-from palestra.builders.vector import VectorConfig
+from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
 from palestra.config import validate
 

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from toy_tasks import Adder, leaf
+from toy_tasks import Adder, LookTask, MakeTask, Value, leaf
 
 from palestra.backends.async_backend import AsyncBackend
 from palestra.backends.inline import InlineBackend
 from palestra.backends.local import LocalBackend
-from palestra.populations.tasks import Task
+from palestra.populations.tasks import Result
 
 
 def test_many_wait_for_their_own_tasks_while_others_go_on() -> None:
@@ -26,14 +26,14 @@ def test_many_wait_for_their_own_tasks_while_others_go_on() -> None:
             await asyncio.sleep(0.001)
         return count
 
-    async def both() -> tuple[list[int], int]:
-        tasks = [desk.run_task(Task(f"train/sum-{i}-{i + 1}", "train")) for i in range(10)]
+    async def both() -> tuple[list[Result], int]:
+        tasks = [desk.run_task(MakeTask(f"train/sum-{i}-{i + 1}")) for i in range(10)]
         count = asyncio.create_task(ticks())
-        return [done.result["value"] for done in await asyncio.gather(*tasks)], await count
+        return [done.result for done in await asyncio.gather(*tasks)], await count
 
     values, count = asyncio.run(both())
     desk.close()
-    assert values == [leaf(f"train/sum-{i}-{i + 1}") for i in range(10)]
+    assert values == [Value(leaf(f"train/sum-{i}-{i + 1}")) for i in range(10)]
     assert count > 20
 
 
@@ -42,10 +42,10 @@ def test_members_are_known_before_the_tasks_that_need_them(tmp_path: Path) -> No
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "number").write_text("11")
     desk.add_member("x", tmp_path)
-    assert asyncio.run(desk.run_task(Task("play/1", "play", members=("x",)))).result == {"value": 11}
+    assert asyncio.run(desk.run_task(LookTask("play/1", members=("x",)))).result == Value(11)
     desk.remove_member("x")
     with pytest.raises(ValueError, match="task play/2 needs x: no finished task made"):
-        asyncio.run(desk.run_task(Task("play/2", "play", members=("x",))))
+        asyncio.run(desk.run_task(LookTask("play/2", members=("x",))))
     desk.close()
 
 
@@ -53,19 +53,19 @@ def test_a_failure_reaches_all_who_wait_and_all_who_come_later() -> None:
     desk = AsyncBackend(lambda: InlineBackend(partial(Adder, bad="bad")))
 
     async def all_at_once() -> list[object]:
-        tasks = [desk.run_task(Task(name, "play")) for name in ("bad", "good", "better")]
+        tasks = [desk.run_task(LookTask(name)) for name in ("bad", "good", "better")]
         return list(await asyncio.gather(*tasks, return_exceptions=True))
 
     assert ["task bad failed: RuntimeError" in str(error) for error in asyncio.run(all_at_once())] == [True] * 3
     with pytest.raises(ValueError, match="task bad failed"):
-        asyncio.run(desk.run_task(Task("late", "play")))
+        asyncio.run(desk.run_task(LookTask("late")))
     desk.close()
 
 
 def test_a_backend_that_cannot_begin_says_why() -> None:
     desk = AsyncBackend(lambda: LocalBackend(Adder, 0))
     with pytest.raises(ValueError, match="workers is 0"):
-        asyncio.run(desk.run_task(Task("play/1", "play")))
+        asyncio.run(desk.run_task(LookTask("play/1")))
     desk.close()
 
 
@@ -75,9 +75,9 @@ def test_who_waits_no_more_disturbs_nobody() -> None:
 
     async def impatient() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(desk.run_task(Task("play/1", "play")), 0.02)
+            await asyncio.wait_for(desk.run_task(LookTask("play/1")), 0.02)
 
     asyncio.run(impatient())
-    assert asyncio.run(desk.run_task(Task("play/2", "play"))).result == {"value": leaf("play/2")}
+    assert asyncio.run(desk.run_task(LookTask("play/2"))).result == Value(leaf("play/2"))
     desk.close()
     desk.close()

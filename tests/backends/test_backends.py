@@ -12,12 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_tasks import Adder, Odd, Sums, Teller, cannot, dies, expected
+from toy_tasks import (
+    Adder,
+    LookTask,
+    Odd,
+    OddResult,
+    OddTask,
+    ProcessInfo,
+    Sums,
+    Teller,
+    TellTask,
+    Value,
+    cannot,
+    dies,
+    expected,
+    leaf,
+    make,
+)
 
 from palestra.backends.inline import InlineBackend
 from palestra.backends.local import LocalBackend
 from palestra.populations.scheduler import run_plan
-from palestra.populations.tasks import Backend, Task, TaskResult
+from palestra.populations.tasks import Backend, TaskResult
 from palestra.runs import Run, read_lines
 
 pytest.importorskip("ray")
@@ -89,6 +105,12 @@ def done(backend: Backend, seconds: float = 60.0) -> TaskResult:
     return found
 
 
+def process_info(backend: Backend) -> ProcessInfo:
+    result = done(backend).result
+    assert isinstance(result, ProcessInfo)
+    return result
+
+
 def test_a_plan_is_done(backend: Open, tmp_path: Path) -> None:
     plan = run_sums(tmp_path, backend())
     assert len(plan.heard) == 30
@@ -96,18 +118,20 @@ def test_a_plan_is_done(backend: Open, tmp_path: Path) -> None:
 
 def test_what_a_task_makes_is_the_callers(backend: Open) -> None:
     open_backend = backend()
-    open_backend.submit(Task("train/a", "train", output_member="a"))
+    open_backend.submit(make("a"))
     found = done(open_backend)
     assert found.task.name == "train/a" and found.seconds >= 0 and found.folder
-    assert (found.folder / "deep" / "number").read_text() == str(found.result["value"])
+    assert (found.folder / "deep" / "number").read_text() == str(leaf("train/a")) and found.result == Value(
+        leaf("train/a")
+    )
 
 
 def test_members_that_are_shared_are_found(backend: Open, tmp_path: Path) -> None:
     open_backend = backend()
     make_member(open_backend, tmp_path / "x")
     for name in ("play/1", "play/2"):
-        open_backend.submit(Task(name, "play", members=("x",)))
-    assert [done(open_backend).result for _ in range(2)] == [{"value": 11}] * 2
+        open_backend.submit(LookTask(name, members=("x",)))
+    assert [done(open_backend).result for _ in range(2)] == [Value(11)] * 2
 
 
 def test_a_member_that_is_forgotten_is_gone_everywhere(backend: Open, tmp_path: Path) -> None:
@@ -118,12 +142,12 @@ def test_a_member_that_is_forgotten_is_gone_everywhere(backend: Open, tmp_path: 
         (tmp_path / name / "deep" / "number").write_text(number)
         open_backend.add_member("x", tmp_path / name)
         for i in range(6):
-            open_backend.submit(Task(f"play/{name}-{i}", "play", members=("x",)))
-        assert [done(open_backend).result for _ in range(6)] == [{"value": int(number)}] * 6
+            open_backend.submit(LookTask(f"play/{name}-{i}", members=("x",)))
+        assert [done(open_backend).result for _ in range(6)] == [Value(int(number))] * 6
         open_backend.remove_member("x")
     with pytest.raises(ValueError, match="needs x: no finished task made"):
         for _ in range(3):
-            open_backend.submit(Task("play/late", "play", members=("x",)))
+            open_backend.submit(LookTask("play/late", members=("x",)))
             open_backend.wait(10.0)
 
 
@@ -131,30 +155,37 @@ def test_a_member_nobody_made_is_named(backend: Open) -> None:
     open_backend = backend()
     with pytest.raises(ValueError, match="task play/1 needs ghost: no finished task made"):
         for _ in range(3):  # found out when a worker is free
-            open_backend.submit(Task("play/1", "play", members=("ghost",)))
+            open_backend.submit(LookTask("play/1", members=("ghost",)))
             open_backend.wait(10.0)
 
 
 def test_an_error_names_the_task_and_shows_the_workers_own(backend: Open) -> None:
     open_backend = backend(partial(Adder, bad="play/1"))
-    open_backend.submit(Task("play/1", "play"))
+    open_backend.submit(LookTask("play/1"))
     with pytest.raises(ValueError, match=r"(?s)task play/1 failed: .*RuntimeError: no play/1 today"):
         done(open_backend)
 
 
 def test_results_are_as_json_gives_them_back(backend: Open) -> None:
     open_backend = backend(Odd)
-    open_backend.submit(Task("good", "play"))
-    assert done(open_backend).result == {"pair": [1, 2], "3": None, "thing": None}
-    open_backend.submit(Task("bad", "play"))
+    open_backend.submit(OddTask("good"))
+    assert done(open_backend).result == OddResult((1, 2), None, {"3": 0.5, "thing": None})
+    open_backend.submit(OddTask("bad"))
     with pytest.raises(ValueError, match=r"(?s)task bad failed: .*TypeError: Object of type object is not JSON"):
+        done(open_backend)
+
+
+def test_a_result_of_another_type_is_refused(backend: Open) -> None:
+    open_backend = backend(Odd)
+    open_backend.submit(OddTask("other"))
+    with pytest.raises(ValueError, match=r"(?s)task other failed: .*the worker returned Value, not OddResult"):
         done(open_backend)
 
 
 def test_tasks_withdrawn_are_forgotten(backend: Open) -> None:
     open_backend = backend(partial(Adder, seconds=0.3))
     for i in range(8):
-        open_backend.submit(Task(f"play/{i}", "play"))
+        open_backend.submit(LookTask(f"play/{i}"))
     first = done(open_backend)
     busy = open_backend.cancel_pending()
     assert busy <= open_backend.workers and (busy > 0) != isinstance(open_backend, InlineBackend)
@@ -203,13 +234,13 @@ def test_as_completed_no_result_waits_for_a_slower_one(others: Open, tmp_path: P
 
 def test_workers_are_processes_of_one_thread_each(others: Open) -> None:
     backend = others(Teller)
-    found: list[dict[str, Any]] = []
-    while len({told["pid"] for told in found}) < 2:  # one may take longer to start
-        backend.submit(Task(f"play/{len(found)}", "play", {"seconds": 0.1}))
-        backend.submit(Task(f"play/{len(found) + 1}", "play", {"seconds": 0.1}))
-        found += [done(backend).result, done(backend).result]
-    assert os.getpid() not in {told["pid"] for told in found}
-    assert {told["threads"] for told in found} == {"1"}
+    found: list[ProcessInfo] = []
+    while len({told.pid for told in found}) < 2:  # one may take longer to start
+        backend.submit(TellTask(f"play/{len(found)}", 0.1))
+        backend.submit(TellTask(f"play/{len(found) + 1}", 0.1))
+        found += [process_info(backend), process_info(backend)]
+    assert os.getpid() not in {told.pid for told in found}
+    assert {told.threads for told in found} == {"1"}
 
 
 def test_a_task_whose_worker_is_killed_is_done_by_another(others: Open, tmp_path: Path) -> None:
@@ -228,7 +259,7 @@ def test_a_task_whose_worker_is_killed_is_done_by_another(others: Open, tmp_path
 
 def test_a_task_that_kills_every_worker_is_given_up(others: Open, tmp_path: Path) -> None:
     backend = others(partial(Adder, fatal={"train/a": 9}, bodies=str(tmp_path)))
-    backend.submit(Task("train/a", "train", output_member="a"))
+    backend.submit(make("a"))
     with pytest.raises(ValueError, match="3 workers died at task train/a"):
         done(backend)
     assert len(list(tmp_path.iterdir())) == 3
@@ -238,22 +269,22 @@ def test_an_idle_worker_that_is_killed_is_replaced(others: Open) -> None:
     backend = others(Teller, 1)
     pids = set()
     for i in range(3):
-        backend.submit(Task(f"play/{i}", "play"))
-        pids.add(pid := done(backend).result["pid"])
+        backend.submit(TellTask(f"play/{i}"))
+        pids.add(pid := process_info(backend).pid)
         os.kill(pid, signal.SIGKILL)
     assert len(pids) == 3
 
 
 def test_a_worker_that_cannot_be_made_says_why(others: Open) -> None:
     backend = others(cannot)
-    backend.submit(Task("play/1", "play"))
+    backend.submit(LookTask("play/1"))
     with pytest.raises(ValueError, match=r"(?s)a worker cannot be made: .*no worker today"):
         done(backend)
 
 
 def test_workers_that_die_before_they_are_ready_are_not_made_for_ever(others: Open) -> None:
     backend = others(dies, 1)
-    backend.submit(Task("play/1", "play"))
+    backend.submit(LookTask("play/1"))
     with pytest.raises(ValueError, match="3 workers in a row died before they were ready"):
         done(backend)
 

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from toy_tasks import Adder, Teller
+from toy_tasks import Adder, ProcessInfo, Teller, TellTask
 
 from palestra.backends.local import LocalBackend
-from palestra.populations.tasks import Task
 from palestra.runs import Run, read_lines
 
 TESTS = Path(__file__).parent.parent
@@ -72,11 +71,13 @@ def test_ctrl_c_is_the_parents_to_hear(tmp_path: Path) -> None:
 def test_what_is_abandoned_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     backend = LocalBackend(Teller, 2)
-    backend.submit(Task("play/1", "play"))
+    backend.submit(TellTask("play/1"))
     found = backend.wait(60.0)
-    backend.submit(Task("play/2", "play", {"seconds": 1e3}))
+    backend.submit(TellTask("play/2", 1e3))
     backend.close()
-    assert found and not alive(found.result["pid"]) and not list(tmp_path.iterdir())
+    assert (
+        found and isinstance(found.result, ProcessInfo) and not alive(found.result.pid) and not list(tmp_path.iterdir())
+    )
 
 
 def test_a_backend_has_a_worker() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_tasks import Adder, Sums, Teller, expected
+from toy_tasks import Adder, LookTask, Sums, Teller, TellTask, TellToAssess, TellToTrain, expected
 
 from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.tasks import Task, TaskResult
@@ -43,7 +43,7 @@ def start(backend: RayBackend, begun: Path) -> None:
     """Returns when every worker has done something."""
     number = 0
     while len({file.suffix for file in begun.iterdir()}) < backend.workers:
-        told(backend, *(Task(f"play/{number + i}", "play") for i in range(backend.workers)))
+        told(backend, *(LookTask(f"play/{number + i}") for i in range(backend.workers)))
         number += backend.workers
     for file in begun.iterdir():
         file.unlink()
@@ -91,15 +91,16 @@ def test_kinds_of_task_are_placed_where_placement_says(cluster: Cluster, tmp_pat
     }
     with closing(RayBackend(Teller, 1, placement=apart)) as backend:
         assert backend.workers == 4
-        tasks = [Task(f"{kind}/{i}", kind, {"seconds": 0.2}) for kind in ("train", "play", "assess") for i in range(4)]
+        types = (TellToTrain, TellTask, TellToAssess)
+        tasks = [type_(f"{type_.kind}/{i}", 0.2) for type_ in types for i in range(4)]
         results = told(backend, *tasks)
     parents = {
-        kind: {result["parent"] for name, result in results.items() if name.startswith(kind)}
+        kind: {result.parent for name, result in results.items() if name.startswith(kind)}
         for kind in ("train", "play", "assess")
     }
     assert len(results) == 12 and all(len(nodes) == 1 for nodes in parents.values())
     assert parents["train"] != parents["play"]
-    pids = {kind: {r["pid"] for name, r in results.items() if name.startswith(kind)} for kind in parents}
+    pids = {kind: {r.pid for name, r in results.items() if name.startswith(kind)} for kind in parents}
     assert not pids["train"] & pids["play"] and not pids["assess"] & (pids["train"] | pids["play"])
 
 
@@ -108,9 +109,9 @@ def test_a_worker_that_has_no_place_is_explained(cluster: Cluster, monkeypatch: 
     monkeypatch.setattr(clusters, "PLACEMENT_TIMEOUT_S", 3.0)
     with closing(RayBackend(Teller, 0, placement={"train": {"resources": {"moon": 1}}})) as backend:
         with pytest.raises(ValueError, match=r"no worker for task train/1 in 3 s: one needs .*moon.*nodes have .*away"):
-            told(backend, Task("train/1", "train"))
+            told(backend, TellToTrain("train/1"))
         with pytest.raises(ValueError, match="no worker does play/1: placement has no play"):
-            backend.submit(Task("play/1", "play"))
+            backend.submit(TellTask("play/1"))
 
 
 @pytest.mark.slow

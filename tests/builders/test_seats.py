@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from palestra.builders.seats import resolve_seats
-from palestra.builders.vector import VectorConfig, make_vector_env, seat_policies
+from palestra.builders.vector import seat_policies
+from palestra.builders.vector_config import VectorConfig
+from palestra.builders.vector_envs import make_vector_env
 from palestra.config import validate
 
 SEATS = ("red_0", "red_1", "blue")

@@ -71,7 +71,7 @@ def test_each_stage_has_its_length_its_episodes_its_env_and_its_algorithm(staged
     team, walker = logged(path, TEAM), logged(path, "walker")
     assert [line["episodes"] for line in team] == [8] * 3 + [6] * 4 + [8] * 3
     assert [line["steps_per_episode"] for line in team] == [2] * 3 + [4] * 4 + [2] * 3
-    assert ["imitated" in line for line in walker] == [True] * 3 + [False] * 7
+    assert ["target_fraction" in line for line in walker] == [True] * 3 + [False] * 7
     assert ["reference_kl" in line for line in walker] == [False] * 7 + [True] * 3
     assert [line["lr"] for line in logged(path, "guide")][3:] == [0.0] * 4 + [1e-2] * 3
 

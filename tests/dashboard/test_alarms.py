@@ -23,7 +23,7 @@ def names(policies, team=None, evals=None):
 
 @pytest.mark.parametrize(("own", "others", "fires"), [(0.9, 0.5, True), (0.89, 0.5, False), (0.9, 0.51, False)])
 def test_a_lazy_seat_makes_no_difference(own, others, fires):
-    policies = {"lazy": {"zero_variance": line(own, own)}, "busy": {"zero_variance": line(others, others)}}
+    policies = {"lazy": {"zero_std_fraction": line(own, own)}, "busy": {"zero_std_fraction": line(others, others)}}
     assert (("lazy seat", "lazy") in names(policies)) == fires
     assert names(policies, {"success": line(1, 1)}) == []  # solved: no wonder
 
@@ -68,14 +68,14 @@ def test_a_short_run_is_not_compared_with_itself():
 
 
 def test_nothing_to_learn_from_cut_off_answers_and_failures():
-    assert ("nothing to learn from", "") in names({"red": {"zero_variance": line(0.5, 0.95)}})
-    assert names({"red": {"cut_off": line(0, 0.4)}}) == [("answers are cut off", "red")]
+    assert ("nothing to learn from", "") in names({"red": {"zero_std_fraction": line(0.5, 0.95)}})
+    assert names({"red": {"truncated_fraction": line(0, 0.4)}}) == [("answers are cut off", "red")]
     assert names({}, {"failed": line(0, 1), "episodes": line(20, 20)}) == [("episodes fail", "")]
     assert names({}, {"failed": line(0, 1), "episodes": line(30, 30)}) == []
 
 
 def test_few_lines_say_nothing():
-    assert names({"red": {"entropy": line(1.5, 0.01, 9), "cut_off": line(1, 1, 9)}}) == []
+    assert names({"red": {"entropy": line(1.5, 0.01, 9), "truncated_fraction": line(1, 1, 9)}}) == []
 
 
 def test_each_says_what_it_saw_and_its_rule():

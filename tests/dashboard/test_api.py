@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 
 from palestra.cli.main import app as palestra
 from palestra.dashboard.app import build_dashboard
+from palestra.populations.payoffs import PayoffCell
+from palestra.populations.task_json import TaskRecord
+from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.runs import Run, read_lines
 
 HERE = "http://127.0.0.1"
@@ -242,34 +245,34 @@ def test_a_cyclic_population(tmp_path):
     """Rock, paper and scissors, as the scheduler writes it down."""
     names = ["rock", "paper", "scissors"]
 
-    def cell(one, other, wins, losses):
+    def cell(wins, losses):
         mean, games = (wins - losses) / (wins + losses), wins + losses
-        return {
-            "members": [one, other],
-            "games": games,
-            "mean": [mean, -mean],
-            "m2": [9.0, 9.0],
-            "wins": [wins, losses],
-        }
+        return PayoffCell(games, (mean, -mean), (9.0, 9.0), (wins, losses))
 
     with Run.create(tmp_path, "population: {type: league}\nenv: {type: matrix}\n", "rps") as run:
+        opponents = Opponents({"agent": {"rock": 1.0}})
         for number, name in enumerate(names):
-            order = {"player": "agent", "learner": "main_0", "opponents": {"agent": {"rock": 1.0}}, "self_play": 0.5}
-            train = {"task": f"train/{name}", "kind": "train", "makes": name, "order": order, "result": {"return": 0.1}}
-            run.append_line("tasks.jsonl", train)
+            task = TrainTask(
+                f"train/{name}",
+                player="agent",
+                learner="main_0",
+                opponents=opponents,
+                self_play=0.5,
+                output_member=name,
+            )
+            record = TaskRecord(number, task, {}, TrainResult(env_steps=10, mean_return=0.1))
+            run.append_line("tasks.jsonl", record.to_json())
             run.log_timings(number, "team", {"task": f"train/{name}", "seconds": 2.0, "elapsed_s": 2.0 * number + 2})
-        cells = [cell("rock", "paper", 10, 90), cell("paper", "scissors", 10, 90), cell("scissors", "rock", 10, 90)]
-        order = {"cells": [one["members"] for one in cells]}
-        run.append_line(
-            "tasks.jsonl", {"task": "play", "kind": "play", "makes": "", "order": order, "result": {"cells": cells}}
-        )
+        cells = (("rock", "paper"), ("paper", "scissors"), ("scissors", "rock"))
+        play = PlayTask("play", cells=cells, games_per_cell=100)
+        run.append_line("tasks.jsonl", TaskRecord(3, play, {}, PlayResult((cell(10, 90),) * 3)).to_json())
     client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     page = get(client, "runs/rps/population")
     assert page["payoffs"]["mean"][0] == [None, -0.8, 0.8] and page["payoffs"]["rows"] == names
     edges = {names[one]: names[best] for one, best in page["responses"]["edges"]}
     assert edges == {"rock": "paper", "paper": "scissors", "scissors": "rock"}
     assert [row["elo"] for row in page["ratings"]["rows"]] == pytest.approx([1200] * 3)
-    assert [(one["makes"], one["from"]) for one in page["timeline"]] == [("rock", 0), ("paper", 2), ("scissors", 4)]
+    assert [(one["member"], one["from"]) for one in page["timeline"]] == [("rock", 0), ("paper", 2), ("scissors", 4)]
     assert page["mixtures"][0]["shares"][0] == [0.5, 0.5]  # itself, and rock
     (alarm,) = get(client, "runs/rps/alarms")["alarms"]
     assert alarm["name"] == "cyclic population" and "rock" in alarm["says"]
@@ -280,7 +283,7 @@ def test_files_that_palestra_did_not_write_are_said_to_be_so(tmp_path):
         run.append_line("tasks.jsonl", {"kind": "train"})
     client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     answer = client.get("/api/runs/odd/population")
-    assert answer.status_code == 422 and "not as palestra writes them" in answer.json()["error"]
+    assert answer.status_code == 422 and 'tasks.jsonl, line 1: key "number" is missing' in answer.json()["error"]
     assert client.get("/api/runs").json()["of"] == 1
 
 

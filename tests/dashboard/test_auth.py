@@ -129,6 +129,18 @@ def test_it_only_shows(client):
         assert client.request(method, "/api/runs").status_code == 405
 
 
+def test_pages_of_other_sites_may_not_read(client):
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:3000"):
+        answer = client.get("/api/runs", headers={"Origin": origin})
+        assert answer.status_code == 403 and "may not call this server" in answer.json()["error"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert client.get("/api/runs", headers={"Origin": HERE}).status_code == 200
+
+
+def test_a_body_is_not_kept_in_memory(client):
+    assert client.request("GET", "/api/runs", content=b"x" * 2**15).status_code == 413
+
+
 def test_every_answer_forbids_what_a_page_need_not_do(client):
     for path in ("/", "/api/runs", "/api/none", "/app.js"):
         answer = client.get(path)
@@ -159,7 +171,7 @@ def test_every_answer_forbids_what_a_page_need_not_do(client):
 def test_other_names_than_ours_are_not_answered_to(root, host, ours):
     assert OriginPolicy(allowed_hosts=frozenset({"box"})).accepts_host(host) == ours
     client = TestClient(build_dashboard(root, hosts={"box"}), base_url=HERE)
-    assert client.get("/api/runs", headers={"Host": host}).status_code == (200 if ours else 421)
+    assert client.get("/api/runs", headers={"Host": host}).status_code == (200 if ours else 403)
 
 
 # ---- the token

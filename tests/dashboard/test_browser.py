@@ -23,6 +23,9 @@ from typer.testing import CliRunner
 from palestra.chat import Chat
 from palestra.cli.main import app
 from palestra.envs import make_env
+from palestra.populations.payoffs import PayoffCell
+from palestra.populations.task_json import TaskRecord
+from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
 
@@ -92,7 +95,7 @@ def write_pictures(root: Path) -> None:
                     {"coder": shown},
                     {"coder": answered(program, "coder@1")},
                     {"coder": 0.5},
-                    over=True,
+                    done=True,
                     info={"success": True, "passed": 0.75, "agreed": True},
                 )
             ],
@@ -119,7 +122,7 @@ def write_hostile(root: Path) -> None:
             },
             {seat: 1.0},
             advantages={seat: 0.5},
-            over=True,
+            done=True,
             info={"success": True, evil("key"): evil("value"), "deep": {evil("k"): [evil("v")]}},
         )
     ]
@@ -135,13 +138,14 @@ def write_hostile(root: Path) -> None:
         seats = {seat: evil("policy"), other: "b@1"}
         run.write_episodes(0, [Episode(evil("env"), 1, seats, nodes), Episode("x", 2, seats, error=evil("error"))])
         for number, name in enumerate((evil("rock"), evil("paper"))):
-            order = {"player": "agent", "learner": evil("learner"), "opponents": {"agent": {evil("rock"): 1.0}}}
-            run.append_line("tasks.jsonl", {"task": f"train/{number}", "kind": "train", "makes": name,
-                                       "order": order | {"self_play": 0.5}, "result": {"return": 0.1}})  # fmt: skip
-        cell = {"members": [evil("rock"), evil("paper")], "games": 10, "mean": [0.5, -0.5], "m2": [1.0, 1.0],
-                "wins": [7, 2], "draws": 1}  # fmt: skip
-        run.append_line("tasks.jsonl", {"task": "play", "kind": "play", "makes": "",
-                                   "order": {"cells": [cell["members"]]}, "result": {"cells": [cell]}})  # fmt: skip
+            opponents = Opponents({"agent": {evil("rock"): 1.0}})
+            task = TrainTask(f"train/{number}", player="agent", learner=evil("learner"), opponents=opponents,
+                             self_play=0.5, output_member=name)  # fmt: skip
+            record = TaskRecord(number, task, {}, TrainResult(env_steps=1, mean_return=0.1))
+            run.append_line("tasks.jsonl", record.to_json())
+        cell = PayoffCell(10, (0.5, -0.5), (1.0, 1.0), (7, 2), draws=1)
+        play = PlayTask("play", cells=((evil("rock"), evil("paper")),), games_per_cell=10)
+        run.append_line("tasks.jsonl", TaskRecord(2, play, {}, PlayResult((cell,))).to_json())
         worker = {"worker": evil("worker"), "kind": evil("kind"), "where": evil("where"), "why": evil("why")}
         run.append_line("workers.jsonl", {"step": 0, **worker, "lost": 1, "seen": 1.0})
         run.append_line("exploits.jsonl", {"player": evil("player"), "wins": 1.0, "mixtures": {}})
@@ -153,9 +157,9 @@ def write_alarming(root: Path) -> None:
     ) as run:
         for step in range(40):
             run.log_metrics(
-                step, "lazy", {"zero_variance": 0.97, "entropy": max(0.001, 1.5 - 0.1 * step), "local_reward": 0.01}
+                step, "lazy", {"zero_std_fraction": 0.97, "entropy": max(0.001, 1.5 - 0.1 * step), "local_reward": 0.01}
             )
-            run.log_metrics(step, "busy", {"zero_variance": 0.2, "entropy": 1.2, "local_reward": 0.6})
+            run.log_metrics(step, "busy", {"zero_std_fraction": 0.2, "entropy": 1.2, "local_reward": 0.6})
             run.log_metrics(step, "team", {"success": 0.4, "episodes": 20.0, "failed": 2.0})
 
 

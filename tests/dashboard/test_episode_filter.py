@@ -79,7 +79,7 @@ def test_there_may_be_nothing():
 def test_the_words_that_are_shown_first_come_with_the_tree(client):
     address = "/api/runs/more/episodes/3/1"
     tree = client.get(address, params={"line": "played"}).json()
-    assert next(node for node in tree["nodes"] if node["id"] == tree["at"])["over"]
+    assert next(node for node in tree["nodes"] if node["id"] == tree["at"])["done"]
     assert tree["line"] == client.get(f"{address}/words/{tree['at']}").json()["line"]
     other = client.get(address, params={"line": "1"}).json()
     assert other["at"] == 1 and len(other["line"]) == 1

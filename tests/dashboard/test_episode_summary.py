@@ -32,9 +32,9 @@ def tree():
         [
             node(0, None, 0, reward=1.0),
             node(1, None, 0, reward=50.0, chosen=False),
-            node(2, 0, 1, "b", 2.0, 1.0, over=True, info={"success": True, "invalid": True}),
-            node(3, 0, 1, "b", 4.0, 0.0, over=True, info={"success": False, "invalid": {"b": False}}),
-            node(4, 0, 1, "b", 90.0, 9.0, chosen=False, over=True, info={"success": True, "invalid": True}),
+            node(2, 0, 1, "b", 2.0, 1.0, done=True, info={"success": True, "invalid": True}),
+            node(3, 0, 1, "b", 4.0, 0.0, done=True, info={"success": False, "invalid": {"b": False}}),
+            node(4, 0, 1, "b", 90.0, 9.0, chosen=False, done=True, info={"success": True, "invalid": True}),
         ],
     )
 
@@ -44,8 +44,8 @@ def path(tmp_path):
     episodes = [
         tree(),
         Episode("toy", 8, {"a": "a@1"}, error="the env broke"),
-        Episode("toy", 9, {"a": "a@1"}, [node(0, None, 0, reward=0.5, over=True)]),
-        Episode("toy", 10, {"a": "a@1"}, [node(0, None, 0, reward=0.25, over=True)]),
+        Episode("toy", 9, {"a": "a@1"}, [node(0, None, 0, reward=0.5, done=True)]),
+        Episode("toy", 10, {"a": "a@1"}, [node(0, None, 0, reward=0.25, done=True)]),
     ]
     with Run.create(tmp_path, "name: toy\n", "toy") as run:
         return run.write_episodes(3, episodes)

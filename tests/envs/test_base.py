@@ -30,7 +30,7 @@ class Countdown(Env):
         if self.left == 0:
             return Step({}, {"a": 1.0}, info={"success": True})
         seen = {seat: np.array([self.left, *self.said]) for seat in self.seats}
-        return Step(seen, info={"success": False}, legal={"a": ["1", "22"], "b": ["1"]})
+        return Step(seen, info={"success": False}, legal_actions={"a": ["1", "22"], "b": ["1"]})
 
 
 class Slow(Countdown):

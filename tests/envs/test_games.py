@@ -33,7 +33,7 @@ def test_kuhn_pays_by_its_rules() -> None:
     env = make_env("text_kuhn")
     for seed in range(20):
         step = env.reset(seed)
-        assert list(step.observations) == ["player_0"] and step.legal == {"player_0": ["pass", "bet"]}
+        assert list(step.observations) == ["player_0"] and step.legal_actions == {"player_0": ["pass", "bet"]}
         first, second = env.state.cards
         winner = 1.0 if first > second else -1.0
         for words, won in (
@@ -47,7 +47,7 @@ def test_kuhn_pays_by_its_rules() -> None:
 
 
 def test_any_other_answer_has_a_word_drawn_for_it_and_costs() -> None:
-    env, drawn = make_env("text_kuhn", penalty=0.25), []
+    env, drawn = make_env("text_kuhn", illegal_penalty=0.25), []
     for seed in range(200):
         env.reset(seed)
         step = env.step({"player_0": " bet"})
@@ -72,11 +72,11 @@ def test_observations_are_the_information_states(name: str) -> None:
         while not step.done:
             ((seat, observation),) = step.observations.items()
             assert observation in known
-            step = env.step({seat: env.rng.choice(step.legal[seat])})
+            step = env.step({seat: env.rng.choice(step.legal_actions[seat])})
 
 
 def test_other_words_may_be_spoken() -> None:
-    env = make_env("text_kuhn", spoken={"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"})
+    env = make_env("text_kuhn", vocabulary={"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"})
     step = env.reset(0)
     card = "123"[env.state.cards[0]]
     assert step.observations["player_0"] == f"You are player 0. You hold {card}. Moves: none. Say no or yes."
@@ -85,4 +85,4 @@ def test_other_words_may_be_spoken() -> None:
     assert "Moves: no. Say no or yes." in step.observations["player_1"]
     assert env.step({"player_1": "bet"}).info["invalid"] == {"player_1": True}
     with pytest.raises(ValueError, match="two things by one word"):
-        make_env("text_kuhn", spoken={"pass": "bet"})
+        make_env("text_kuhn", vocabulary={"pass": "bet"})

@@ -42,7 +42,7 @@ TALK = {
     "imitation_steps": 8,
     "payoffs": "exact",
 }
-SPOKEN = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
+VOCABULARY = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
 PLANS = {
     "psro": {"iterations": 2, "env_steps": 64, "games_per_cell": 20, "adaptive_games": 40},
     "self_play": {"slices": 3, "env_steps": 64, "matchmaker": {"type": "pfsp"}},
@@ -91,7 +91,7 @@ def test_every_plan_trains_networks(plan, tmp_path):
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_trains_language_agents(plan, tmp_path):
     """The same plans, over LoRA adapters on one base that play poker in words: a member is a name and its weights."""
-    env = {"type": "text_kuhn", "spoken": SPOKEN}
+    env = {"type": "text_kuhn", "vocabulary": VOCABULARY}
     shape = {key: value for key, value in PLANS[plan].items() if key not in ("env_steps", "adaptive_games")} | {
         "train_steps": 2
     }

@@ -16,7 +16,7 @@ from palestra.types import Answer, Episode, Node
 
 @pytest.fixture
 def path(tmp_path):
-    node = Node(0, None, 0, {"a": "<b>see</b>"}, {"a": Answer("<script>up</script>", "a@0")}, {"a": 0.5}, over=True)
+    node = Node(0, None, 0, {"a": "<b>see</b>"}, {"a": Answer("<script>up</script>", "a@0")}, {"a": 0.5}, done=True)
     with Run.create(tmp_path, "name: a\nseed: 3\n", "a", {"seed": 3}) as run:
         run.log_eval(-1, "test", {"success": 0.25, "episodes": 4, "returns": {"a": 1}})
         run.log_eval(1, "test", {"success": 0.75, "episodes": 4, "returns": {"a": 2.5}, "deviation": 0.0})
@@ -50,15 +50,30 @@ def test_tables_are_pandas_frames_where_it_is_installed(path):
 def test_runs_and_episodes_show_themselves_and_escape(path):
     run = palestra.load_run(path)
     page = run._repr_html_()
-    assert "25.0%" in page and "75.0%" in page and "<polyline" in page
+    assert "25.0%" in page and "75.0%" in page and ">training steps done</text>" in page
     (episode,) = run.trees()
     shown = episode._repr_html_()
     assert "&lt;script&gt;up" in shown and "<script>" not in shown and "+0.5" in shown
 
 
-def test_opening_a_run_does_not_load_torch(path):
-    code = f"import sys, palestra; palestra.load_run({str(path)!r}).evals; sys.exit('torch' in sys.modules)"
+def test_opening_a_run_loads_neither_torch_nor_matplotlib(path):
+    code = f"import sys, palestra; palestra.load_run({str(path)!r}).evals"
+    code += "; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_showing_and_plotting_a_run_leave_the_backend_alone(path):
+    """A notebook has a backend of its own; figures of pyplot would show up in its cells."""
+    code = f"""
+import matplotlib, sys, palestra
+matplotlib.use("svg")
+before = dict(matplotlib.rcParams)
+run = palestra.load_run({str(path)!r})
+run._repr_html_(), run.plot()
+assert dict(matplotlib.rcParams) == before and matplotlib.get_backend() == "svg"
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    assert subprocess.run([sys.executable, "-W", "error", "-c", code]).returncode == 0
 
 
 def test_what_is_not_there_is_said():

@@ -20,7 +20,7 @@ def course(
     *,
     over: tuple[int, ...] = (),
     bootstrap: dict[int, float] | None = None,
-    acting: list[bool] | None = None,
+    agent_mask: list[bool] | None = None,
 ) -> AdvantageInputs:
     """One seat of one game: `done` are the steps that ended it, `bootstrap` what stands for the future after them."""
     T = len(rewards)
@@ -34,7 +34,7 @@ def course(
         torch.tensor(values, dtype=torch.float64).view(T + 1, 1, 1),
         last,
         ended,
-        torch.tensor(acting or [True] * (T + 1)).view(T + 1, 1, 1),
+        torch.tensor(agent_mask or [True] * (T + 1)).view(T + 1, 1, 1),
     )
 
 
@@ -84,9 +84,9 @@ def two_turns() -> AdvantageInputs:
     seat 1's first move. Values of moments at which a seat does not act are 99."""
     rewards = torch.tensor([[[0.0, 0.0]], [[0.1, 0.0]], [[0.0, 0.0]], [[1.0, -1.0]]])
     values = torch.tensor([[[0.2, 99.0]], [[99.0, -0.1]], [[0.4, 99.0]], [[99.0, 0.3]], [[0.2, 99.0]]])
-    acting = values < 50
+    agent_mask = values < 50
     over = torch.tensor([False, False, False, True]).view(4, 1, 1).expand(4, 1, 2)
-    return AdvantageInputs(rewards, values, torch.zeros(4, 1, 2), over, acting)
+    return AdvantageInputs(rewards, values, torch.zeros(4, 1, 2), over, agent_mask)
 
 
 def test_taking_turns_time_counts_in_own_decisions() -> None:
@@ -101,30 +101,30 @@ def test_taking_turns_time_counts_in_own_decisions() -> None:
 
 def test_rewards_before_the_first_own_move_are_nobodys() -> None:
     """A game ends with step 0; in the next one the seat is paid 5 before its first move."""
-    game = course([1, 5, 2, 0], [0, 0, 0, 0, 0], over=(0, 3), acting=[True, False, True, False, True])
+    game = course([1, 5, 2, 0], [0, 0, 0, 0, 0], over=(0, 3), agent_mask=[True, False, True, False, True])
     advantages, known = gae(game, gamma=1.0, gae_lambda=1.0)
     assert numbers(advantages[known]) == [1, 2]
     assert numbers(known) == [True, False, True, False]
 
 
 def test_a_seat_that_died_is_judged_by_what_follows_to_the_end() -> None:
-    game = course([0, 0, 3], [0.5, 9, 9, 0.5], over=(2,), acting=[True, False, False, True])
+    game = course([0, 0, 3], [0.5, 9, 9, 0.5], over=(2,), agent_mask=[True, False, False, True])
     advantages, known = gae(game, gamma=0.9, gae_lambda=0.95)
     assert advantages[0].item() == pytest.approx(3 - 0.5)
     assert numbers(known) == [True, False, False]
 
 
 def test_a_move_whose_next_decision_lies_beyond_the_last_step_is_not_known() -> None:
-    game = course([1, 1, 1], [0, 0, 0, 0], acting=[True, False, True, False])
+    game = course([1, 1, 1], [0, 0, 0, 0], agent_mask=[True, False, True, False])
     assert numbers(gae(game, gamma=0.9, gae_lambda=0.95)[1]) == [True, False, False]
     _, _, known = vtrace(game, torch.ones(3, 1, 1), gamma=0.9)
     assert numbers(known) == [True, False, False]
 
 
 def test_no_estimate_reads_values_of_moments_at_which_the_seat_does_not_act() -> None:
-    acting = [True, True, False, False]  # the move at 1 is not known: its next decision lies beyond the last step
-    plain = course([1, 1, 1], [0.5, 0.5, 0.5, 0.5], acting=acting)
-    other = course([1, 1, 1], [0.5, 0.5, 77, 77], acting=acting)
+    agent_mask = [True, True, False, False]  # the move at 1 is not known: its next decision lies beyond the last step
+    plain = course([1, 1, 1], [0.5, 0.5, 0.5, 0.5], agent_mask=agent_mask)
+    other = course([1, 1, 1], [0.5, 0.5, 77, 77], agent_mask=agent_mask)
     (first, known), (second, _) = (gae(game, gamma=0.9, gae_lambda=0.95) for game in (plain, other))
     assert known.any()
     assert torch.equal(first[known], second[known])
@@ -214,11 +214,11 @@ def courses(draw: st.DrawFn, *, turns: bool = True, settled: bool = True) -> Adv
 
     over = flags(T, B)[..., None] | flags(T, B, N)
     terminated = flags(T, B, N)
-    acting = flags(T + 1, B, N) if turns else torch.ones(T + 1, B, N, dtype=torch.bool)
+    agent_mask = flags(T + 1, B, N) if turns else torch.ones(T + 1, B, N, dtype=torch.bool)
     if settled:
-        acting[-1] = True
+        agent_mask[-1] = True
     bootstrap = torch.where(over & ~terminated, real(T, B, N), 0.0)
-    return AdvantageInputs(real(T, B, N), real(T + 1, B, N), bootstrap, over, acting)
+    return AdvantageInputs(real(T, B, N), real(T + 1, B, N), bootstrap, over, agent_mask)
 
 
 def agrees(estimates: torch.Tensor, known: torch.Tensor, found: dict[tuple[int, int, int], float]) -> None:

@@ -79,31 +79,31 @@ def test_scores_are_those_of_pytorch() -> None:
 @settings(max_examples=50)
 def test_what_is_illegal_is_never_played(out: np.ndarray, mask: np.ndarray, seed: int) -> None:
     mask[:, seed % 5] = True  # somebody who acts has a move
-    head, legal = CategoricalHead(Discrete(5)), torch.from_numpy(mask)
-    action, logp = head.sample(torch.from_numpy(out), legal, generator(seed))
-    assert legal.gather(1, action[:, None]).all()
-    assert legal.gather(1, head.mode(torch.from_numpy(out), legal)[:, None]).all()
-    again, entropy = head.evaluate_actions(torch.from_numpy(out), action, legal)
+    head, action_mask = CategoricalHead(Discrete(5)), torch.from_numpy(mask)
+    action, logp = head.sample(torch.from_numpy(out), action_mask, generator(seed))
+    assert action_mask.gather(1, action[:, None]).all()
+    assert action_mask.gather(1, head.mode(torch.from_numpy(out), action_mask)[:, None]).all()
+    again, entropy = head.evaluate_actions(torch.from_numpy(out), action, action_mask)
     assert torch.equal(again, logp) and torch.isfinite(entropy).all()
-    assert (entropy <= torch.log(legal.sum(1)) + 1e-5).all()
-    everything = head.logits(torch.from_numpy(out), legal).exp()
+    assert (entropy <= torch.log(action_mask.sum(1)) + 1e-5).all()
+    everything = head.logits(torch.from_numpy(out), action_mask).exp()
     torch.testing.assert_close(everything.sum(1), torch.ones(6))
-    assert not everything[~legal].any()
+    assert not everything[~action_mask].any()
 
 
 def test_a_mask_renormalises_what_is_left() -> None:
-    head, legal = CategoricalHead(Discrete(4)), torch.tensor([True, False, True, False])
+    head, action_mask = CategoricalHead(Discrete(4)), torch.tensor([True, False, True, False])
     out = torch.tensor([0.2, 0.3, 0.1, 0.4]).log()
-    logp, entropy = head.evaluate_actions(out, torch.tensor(0), legal)
+    logp, entropy = head.evaluate_actions(out, torch.tensor(0), action_mask)
     assert logp.exp().item() == pytest.approx(2 / 3)
     assert entropy.item() == pytest.approx(-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)))
-    assert head.mode(out, legal).item() == 0
+    assert head.mode(out, action_mask).item() == 0
 
 
 def test_a_mask_lets_no_gradient_through_and_makes_no_nan() -> None:
     out = noise(6, 4).requires_grad_()
-    legal = torch.tensor([True, False, True, True]).expand(6, 4)
-    logp, entropy = CategoricalHead(Discrete(4)).evaluate_actions(out, torch.zeros(6, dtype=torch.long), legal)
+    action_mask = torch.tensor([True, False, True, True]).expand(6, 4)
+    logp, entropy = CategoricalHead(Discrete(4)).evaluate_actions(out, torch.zeros(6, dtype=torch.long), action_mask)
     (logp.sum() + entropy.sum()).backward()
     assert out.grad is not None and torch.isfinite(out.grad).all()
     assert not out.grad[:, 1].any() and out.grad[:, [0, 2, 3]].any()
@@ -118,8 +118,8 @@ def test_masks_may_be_wider_than_the_actions() -> None:
 
 def test_where_nothing_is_legal_numbers_stay_numbers() -> None:
     """The mask of a seat that does not act may be empty."""
-    head, out, legal = CategoricalHead(Discrete(3)), noise(5, 3), torch.zeros(5, 3, dtype=torch.bool)
-    action, logp = head.sample(out, legal, generator())
+    head, out, action_mask = CategoricalHead(Discrete(3)), noise(5, 3), torch.zeros(5, 3, dtype=torch.bool)
+    action, logp = head.sample(out, action_mask, generator())
     assert torch.isfinite(logp).all() and ((action >= 0) & (action < 3)).all()
 
 

@@ -28,7 +28,7 @@ def everything(replay: Replay) -> TransitionBatch:
 
 
 def game(
-    rewards: list[Any], acting: list[Any] | None = None, ends: dict[int, str] | None = None, first: int = 0
+    rewards: list[Any], agent_mask: list[Any] | None = None, ends: dict[int, str] | None = None, first: int = 0
 ) -> RolloutBatch:
     """A batch of one game: `rewards` a list for each step of one number for each seat. The view of moment t is t (from
     `first` on) plus a tenth of the seat, the last view of a game that step t ended is 100 + t likewise; the state has
@@ -41,7 +41,7 @@ def game(
     final = np.array([[[100 + first + t + n / 10] for n in range(N)] for t in over], np.float32).reshape(-1, N, 1)
     return RolloutBatch(
         obs=views,
-        agent_mask=np.array(acting or [[True] * N] * (T + 1), bool)[:, None],
+        agent_mask=np.array(agent_mask or [[True] * N] * (T + 1), bool)[:, None],
         actions=np.broadcast_to((time[:-1] % 3)[:, None, None], (T, 1, N)).astype(np.int32),
         logp=np.zeros((T, 1, N), np.float32),
         rewards=np.array(rewards, np.float32)[:, None],
@@ -122,8 +122,8 @@ def test_three_steps_ahead_of_a_game_that_terminates() -> None:
 
 def turns() -> RolloutBatch:
     """Seats 0 and 1 move in turn; the game ends with step 3, after it seat 0 moves first again."""
-    acting = [[True, False], [False, True], [True, False], [False, True], [True, False]]
-    return game([[0.0, 0.5], [0.25, 0.0], [0.0, 0.125], [1.0, -1.0]], acting, ends={3: "terminated"})
+    agent_mask = [[True, False], [False, True], [True, False], [False, True], [True, False]]
+    return game([[0.0, 0.5], [0.25, 0.0], [0.0, 0.125], [1.0, -1.0]], agent_mask, ends={3: "terminated"})
 
 
 def test_taking_turns_time_counts_in_own_decisions() -> None:
@@ -154,8 +154,8 @@ def test_two_own_decisions_ahead() -> None:
 
 
 def test_a_seat_that_dies_is_judged_by_what_follows_to_the_end_and_others_do_not_wait() -> None:
-    acting = [[True, True], [True, False], [True, False], [True, True]]
-    batch = game([[1.0, 0.0], [1.0, 2.0], [1.0, 3.0]], acting, ends={2: "truncated"})
+    agent_mask = [[True, True], [True, False], [True, False], [True, True]]
+    batch = game([[1.0, 0.0], [1.0, 2.0], [1.0, 3.0]], agent_mask, ends={2: "truncated"})
     replay = Replay(10, gamma=0.5)
     replay.add(batch)
     moves = everything(replay)
@@ -212,7 +212,7 @@ def test_short_batches_teach_what_one_long_batch_teaches(turns: bool, n: int, jo
         time = [0]
 
         class Recorded(UniformVectorPolicy):
-            def act(self, frame: Any, memory: Any, fresh: Any) -> Any:
+            def act(self, frame: Any, memory: Any, is_first: Any) -> Any:
                 time[0] += 1
                 return actions[time[0] - 1], None, None
 
@@ -289,9 +289,9 @@ def test_the_newest_rows_take_the_places_of_the_oldest() -> None:
 
 def test_a_row_that_is_gone_gets_no_credit() -> None:
     """Row 0 is known only at the end, when its place belongs to another."""
-    acting = [[True, False]] + [[False, True]] * 3 + [[True, True]]
+    agent_mask = [[True, False]] + [[False, True]] * 3 + [[True, True]]
     replay = Replay(3, gamma=0.5)
-    replay.add(game([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [7.0, 4.0]], acting, ends={3: "terminated"}))
+    replay.add(game([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [7.0, 4.0]], agent_mask, ends={3: "terminated"}))
     moves = everything(replay)
     assert column(moves.rewards) == [0, 0, 0] and column(moves.weight) == [0, 0, 0]
     assert column(moves.rewards, 1) == [4, 2, 3] and column(moves.weight, 1) == [1, 1, 1]

@@ -111,11 +111,11 @@ def test_memory_is_brought_up_to_date_before_anything_is_learned() -> None:
         segments.add(sweeper.collect([UniformVectorPolicy(env, [0, 1])], 4, i))
     found = everything(segments)
     assert (found.weight[:, :4] == 1).all()
-    fresh = found.is_first[:4, 4:]
-    assert not fresh[0].all()
+    is_first = found.is_first[:4, 4:]
+    assert not is_first[0].all()
     for t in range(4):
         for m in range(4):
-            counts = t >= 3 or bool(fresh[: t + 1, m].any())
+            counts = t >= 3 or bool(is_first[: t + 1, m].any())
             assert found.weight[t, 4 + m].tolist() == [float(counts)] * 2
     assert (found.weight == 0).any()
 
@@ -127,10 +127,10 @@ def test_the_newest_take_the_places_of_the_oldest() -> None:
         segments.add(replace(batch, rewards=np.full_like(batch.rewards, number)))
     assert len(segments) == 6
     # of 12 stretches the last 6, number i at place i % 6: games 2 and 3 of the second batch, then those of the third
-    games, found, fresh = [2, 3, 0, 1, 2, 3], everything(segments), SequenceReplay(4)
+    games, found, is_first = [2, 3, 0, 1, 2, 3], everything(segments), SequenceReplay(4)
     assert found.rewards[0, :, 0].tolist() == [1, 1, 2, 2, 2, 2]
-    fresh.add(batch)
-    alone = everything(fresh)
+    is_first.add(batch)
+    alone = everything(is_first)
     assert torch.equal(found.obs, alone.obs[:, games]) and torch.equal(found.step_index, alone.step_index[:, games])
     kept = {
         (int(t), games.index(int(m), 2)): view for t, m, view in zip(*alone.truncations, alone.final_obs, strict=True)

@@ -58,8 +58,8 @@ def rows(seed: int, games: int, members: np.ndarray, memory: int = 0, actions: i
         frame.action_mask[:, :, 0] = rng.random((games, 2)) < 0.5
     here = np.arange(len(members))
     remembered = torch.from_numpy(rng.normal(size=(len(members), memory)).astype(np.float32))
-    fresh = rng.random(len(members)) < 0.3
-    return ActBatch(frame, here, np.ones_like(here), members, remembered, fresh, rng, noise(seed))
+    is_first = rng.random(len(members)) < 0.3
+    return ActBatch(frame, here, np.ones_like(here), members, remembered, is_first, rng, noise(seed))
 
 
 def alone(member: NetMember, given: ActBatch) -> tuple[np.ndarray, torch.Tensor | None]:

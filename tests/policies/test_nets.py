@@ -139,7 +139,7 @@ def test_what_the_sampler_says_of_an_action_is_what_the_trainer_finds(space: Spa
     assert logp is not None and logp.shape == (3, 4) and made.seats == [2, 0, 3, 1]
     views = made.seat_mapping.network_inputs(frame.obs, 1).flatten(1, 2)[:, None]
     out, _ = made.net.unroll(views, kept)
-    legal = (
+    action_mask = (
         None
         if frame.action_mask is None
         else made.seat_mapping.select_seats(frame.action_mask, 1).flatten(1, 2)[:, None]
@@ -148,7 +148,7 @@ def test_what_the_sampler_says_of_an_action_is_what_the_trainer_finds(space: Spa
     full[:, made.seats] = torch.from_numpy(actions).float()
     taken = made.seat_mapping.select_seats(full, 1).flatten(1, 2)[:, None]
     taken = taken if isinstance(space, Continuous) else taken.long()
-    scored, _ = make_head(space).evaluate_actions(out, taken, legal)
+    scored, _ = make_head(space).evaluate_actions(out, taken, action_mask)
     shown = made.seat_mapping.select_seats(torch.from_numpy(logp[:, [1, 3, 0, 2]]), 1).flatten(1, 2)[:, None]
     torch.testing.assert_close(scored, shown, rtol=1e-4, atol=1e-5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from palestra.agents.trained_agent import find_agents
 from palestra.backends.inline import InlineBackend
 from palestra.files import to_json_line, with_checksum
 from palestra.populations.scheduler import PlanCallback, run_plan
+from palestra.populations.task_json import TaskRecord
+from palestra.populations.tasks import PlayResult, PlayTask, Result, Task
 from palestra.report.population_data import read_record
 from palestra.runs import Run
 
@@ -121,7 +123,21 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "tasks of JSON without checksums": (write("tasks.jsonl", b'{"task": "x"}\n' * 12), "line 1 is not as it was"),
     "tasks are a pipe": (pipe, "neither a file nor a folder"),
     "a forged task": (forge(0, task=["x"]), "line 1 is not the line of task number 0"),
-    "forged files": (forge(0, files=["x"]), "line 1 is not the line of a task"),
+    "a task of another kind": (forge(0, kind="play"), "line 1: the run did play task train/sum-0-1, which is not in"),
+    "a key of the task missing": (
+        forge(0, task={"name": "train/sum-0-1", "output_member": "sum-0-1", "members": [], "low": 0}),
+        'tasks.jsonl, line 1: task: key "high" is missing',
+    ),
+    "a key of the task unknown": (
+        forge(0, task={"name": "train/sum-0-1", "output_member": "sum-0-1", "members": [], "low": 0, "heigh": 1}),
+        "tasks.jsonl, line 1: task.heigh: this key is unknown",
+    ),
+    "a key of the line unknown": (forge(0, makes="sum-0-1"), 'line 1: key "makes" is unknown; there are number, kind'),
+    "a key of the result missing": (forge(1, result={}), r"tasks.jsonl, line 2: result\.value: this key is missing"),
+    "a result of another type": (forge(1, result={"value": "much"}), r"line 2: result\.value: input should be a valid"),
+    "no result": (forge(1, result=3), "line 2: result: input should be a dictionary or an instance of Value"),
+    "forged files": (forge(0, files=["x"]), "line 1: files: input should be a valid dictionary"),
+    "forged checksums": (forge(0, files={"x": {}}), "line 1: files: these are no checksums"),
     "files outside": (forge(0, files=OUT), "is not a path inside"),
     "timings garbage": (write("timings.jsonl", b"nonsense\n"), "timings.jsonl, line 1 is not a JSON object"),
     "a byte of a member": (write(NUMBER, b"9"), f"{NUMBER} is damaged"),
@@ -154,17 +170,24 @@ def test_damaged_tasks_are_refused_and_kept(copied: Path, name: str) -> None:
 
 
 def test_a_result_that_the_plan_cannot_take_is_named(tmp_path: Path) -> None:
+    class Forgetful(Sums):
+        def on_result(self, task: Task, result: Result) -> Sequence[Task]:
+            if task.kind == "assess":
+                raise KeyError(task.name)
+            return super().on_result(task, result)
+
     path, _ = done_run(tmp_path, 2)
-    forge(-1, result=3)(path)
-    with pytest.raises(ValueError, match=r"line 6: the plan cannot take the result of assess/sum-0-2 \(TypeError"):
-        go_on(path, 2)
+    refusal = r"line 6: the plan cannot take the result of assess/sum-0-2 \(KeyError"
+    with pytest.raises(ValueError, match=refusal), Run.open(path) as run:
+        run_plan(Forgetful(2), InlineBackend(Adder), run)
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc", "..", "", "a\0b"])
 def test_members_are_looked_for_in_the_run_alone(tmp_path: Path, name: str) -> None:
     with Run.create(tmp_path, "population: {type: psro}\n", "demo") as run:
         (run.path / "population.json").write_text(json.dumps([{"name": name, "player": "a"}]))
-        run.append_line("tasks.jsonl", {"task": "x", "kind": "play", "makes": "", "result": {"cells": []}})
+        task = PlayTask("x", cells=(), games_per_cell=1)
+        run.append_line("tasks.jsonl", TaskRecord(0, task, {}, PlayResult(())).to_json())
     for read in (find_agents, read_record):
         with pytest.raises(ValueError, match="is not a path inside"):
             read(run.path)

@@ -1,6 +1,7 @@
 """AlphaStar's rules, each by an answer worked by hand; then the league as a whole, in any order of events."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from palestra.config import validate
 from palestra.populations.league import League, LeagueConfig
 from palestra.populations.league_rules import without_monotone_suffix
 from palestra.populations.population import Member, Population
+from palestra.populations.tasks import AssessResult, OpponentResult, PlayResult, TrainResult
 
 ME = "main_0"
 
@@ -45,9 +47,9 @@ def near(mix):
 
 def answer(task, rate=0.5, games=100):
     """What a worker says who wins `rate` of its games against everybody."""
-    opponents = task.payload["opponents"]["player"]
-    tally = {"games": games, "wins": games * rate, "draws": 0, "return": 2 * rate - 1, "square": 1.0}
-    return {"env_steps": task.payload["env_steps"], "return": 2 * rate - 1, "against": dict.fromkeys(opponents, tally)}
+    met = OpponentResult(games, 2 * rate - 1, 1.0, games * rate, 0)
+    opponents = dict.fromkeys(task.opponents.mixes["player"], met)
+    return TrainResult(env_steps=task.env_steps, mean_return=2 * rate - 1, opponents=opponents)
 
 
 # whom a main agent meets
@@ -153,20 +155,18 @@ def test_the_first_orders():
     assert list(tasks) == ["main_0-1", "main_exploiter_0-1", "league_exploiter_0-1", "league_exploiter_1-1"]
     main = tasks["main_0-1"]
     assert main.name == "train/main_0-1" and main.members == ()  # `uniform` has no files
-    assert main.payload["opponents"] == {"player": {"uniform": 1.0}} and main.payload["self_play"] == 0.5
-    assert main.payload["start"] is None and main.payload["env_steps"] == 20_000
-    assert tasks["main_exploiter_0-1"].payload["self_play"] == 0
+    assert main.opponents.mixes == {"player": {"uniform": 1.0}} and main.self_play == 0.5
+    assert main.start is None and main.env_steps == 20_000
+    assert tasks["main_exploiter_0-1"].self_play == 0
 
 
 def test_a_slice_goes_on_from_the_last_and_against_the_newest():
     made = league(league_exploiters=0)
     main, exploiter = made.initial_tasks()
     (second,) = made.on_result(main, answer(main))
-    assert (
-        second.output_member == "main_0-2" and second.payload["start"] == "main_0-1" and second.members == ("main_0-1",)
-    )
+    assert second.output_member == "main_0-2" and second.start == "main_0-1" and second.members == ("main_0-1",)
     (against,) = made.on_result(exploiter, answer(exploiter))
-    assert against.payload["opponents"] == {"player": {"main_0-1": 1.0}}  # who was uniform before it had trained
+    assert against.opponents.mixes == {"player": {"main_0-1": 1.0}}  # who was uniform before it had trained
     assert against.members == ("main_0-1", "main_exploiter_0-1")
     made.on_result(against, answer(against, 0.6))
     assert made.win_rates.rate("main_exploiter_0", "main_0") == pytest.approx(0.6)
@@ -176,7 +176,7 @@ def test_a_slice_goes_on_from_the_last_and_against_the_newest():
 def test_games_against_weights_that_are_frozen_and_current_count_for_both():
     made = league("main_1-2", main_agents=2, pfsp_share=0.5, verification_share=0.0)
     task = made._slice(made.learners[ME])
-    assert task.payload["opponents"]["player"]["main_1-2"] == pytest.approx((0.25 + 0.25) / 0.75)
+    assert task.opponents.mixes["player"]["main_1-2"] == pytest.approx((0.25 + 0.25) / 0.75)
     made.on_result(task, answer(task, 0.9))
     assert made.win_rates.rate(ME, "main_1") == made.win_rates.rate(ME, "main_1-2") == pytest.approx(0.9)
 
@@ -186,9 +186,9 @@ def test_all_start_from_a_member_that_has_weights_and_are_reset_to_it():
     population.add(Member("tutored", "player", "members/tutored"))
     made = League(LeagueConfig(min_slices=1, max_slices=1, games_per_cell=0), population)
     tasks = made.initial_tasks()
-    assert {task.payload["start"] for task in tasks} == {"tutored"} and tasks[0].members == ("tutored",)
+    assert {task.start for task in tasks} == {"tutored"} and tasks[0].members == ("tutored",)
     (again,) = made.on_result(tasks[1], answer(tasks[1]))
-    assert again.output_member == "main_exploiter_0-2" and again.payload["start"] == "tutored"
+    assert again.output_member == "main_exploiter_0-2" and again.start == "tutored"
     assert population.members["main_exploiter_0-1"].parent == "tutored"
 
 
@@ -226,14 +226,14 @@ def play_out(made, rate=0.5, choose=lambda waiting: 0):
     while waiting:
         task = waiting.pop(choose(waiting))
         done.append(task)
-        other = {"cells": [], "nash_conv": 0.0, "exploitability": 0.0}
-        waiting += made.on_result(task, answer(task, rate) if task.kind == "train" else other)
+        result = PlayResult(()) if task.kind == "play" else AssessResult(nash_conv=0, exploitability=0, values=())
+        waiting += made.on_result(task, answer(task, rate) if task.kind == "train" else result)
     return done
 
 
 def test_main_agents_go_on_and_main_exploiters_begin_anew():
     made = league(min_slices=2, max_slices=2, slices=4, league_exploiters=0)
-    starts = {task.output_member: task.payload["start"] for task in play_out(made)}
+    starts = {task.output_member: task.start for task in play_out(made)}
     assert [starts[f"main_0-{n}"] for n in (1, 2, 3, 4)] == [None, "main_0-1", "main_0-2", "main_0-3"]
     assert [starts[f"main_exploiter_0-{n}"] for n in (1, 2, 3, 4)] == [
         None,
@@ -249,7 +249,7 @@ def test_main_agents_go_on_and_main_exploiters_begin_anew():
 def test_a_league_exploiter_begins_anew_in_a_quarter_of_the_cases():
     def starts(seed):
         made = league(seed=seed, min_slices=1, max_slices=1, slices=41, league_exploiters=1, main_exploiters=0)
-        return [task.payload["start"] for task in play_out(made) if task.payload["learner"] == "league_exploiter_0"]
+        return [task.start for task in play_out(made) if task.learner == "league_exploiter_0"]
 
     anew = [start is None for seed in range(10) for start in starts(seed)[1:]]
     assert len(anew) == 400 and abs(sum(anew) - 100) < 3 * 8.7  # three standard deviations
@@ -261,8 +261,8 @@ def test_a_frozen_copy_plays_those_before_it():
     (task,) = made.initial_tasks()
     (play,) = made.on_result(task, answer(task))
     assert play.kind == "play" and play.members == ("main_0-1",)
-    assert play.payload == {"cells": [["main_0-1", "uniform", "uniform"]], "games": 50}
-    assert made.on_result(play, {"cells": []}) == []
+    assert play.cells == (("main_0-1", "uniform", "uniform"),) and play.games_per_cell == 50
+    assert made.on_result(play, PlayResult(())) == []
 
 
 def test_every_so_many_copies_of_a_main_agent_are_assessed():
@@ -270,12 +270,12 @@ def test_every_so_many_copies_of_a_main_agent_are_assessed():
     done = play_out(made)
     assessed = [task for task in done if task.kind == "assess"]
     assert [task.name for task in assessed] == ["assess/main_0-2", "assess/main_0-4"]
-    assert assessed[1].payload["strategies"] == {"player": {"main_0-4": 1.0}} and assessed[1].members == ("main_0-4",)
-    assert assessed[0].payload["env_steps"] == 5 * 20_000  # four learners' first slices, and its own second
-    made.on_result(assessed[0], {"nash_conv": 0.5, "exploitability": 0.25})
-    assert made.task_metrics(assessed[0], {})["team"] == {
+    assert assessed[1].strategies == {"player": {"main_0-4": 1.0}} and assessed[1].members == ("main_0-4",)
+    result = AssessResult(nash_conv=0.5, exploitability=0.25, values=())
+    made.on_result(assessed[0], result)
+    assert made.task_metrics(assessed[0], result)["team"] == {
         "iteration": 2,
-        "env_steps": 100_000,
+        "env_steps": 5 * 20_000,  # four learners' first slices, and its own second
         "games": 0,
         "nash_conv": 0.5,
         "exploitability": 0.25,
@@ -287,7 +287,7 @@ def test_what_a_slice_came_to_is_noted():
     made.learners[ME].slices = 2
     task = made._slice(made.learners[ME])
     result = answer(task, 0.6)
-    result["against"]["uniform"] = result["against"]["uniform"] | {"wins": 100.0}
+    result.opponents["uniform"] = replace(result.opponents["uniform"], wins=100)
     made.on_result(task, result)
     (figures,) = made.task_metrics(task, result).values()
     assert figures["win_rate"] == pytest.approx(0.8) and figures["worst_win_rate"] == pytest.approx(0.6)
@@ -311,9 +311,9 @@ def test_in_any_order_of_events_a_league_holds_together(data):
             task = waiting.pop(choose(len(waiting)))
             assert set(task.members) <= there - {"uniform"}
             if task.kind == "train":
-                mix, self_play = task.payload["opponents"]["player"], task.payload["self_play"]
+                mix, self_play = task.opponents.mixes["player"], task.self_play
                 assert set(mix) <= there and sum(mix.values()) == pytest.approx(1) and 0 <= self_play <= 1
-            waiting += made.on_result(task, answer(task, rate()) if task.kind == "train" else {"cells": []})
+            waiting += made.on_result(task, answer(task, rate()) if task.kind == "train" else PlayResult(()))
             there.add(task.output_member)
             done.append(task)
         assert len({task.name for task in done}) == len(done)

@@ -9,8 +9,10 @@ import pytest
 from palestra.backends.inline import InlineBackend
 from palestra.files import read_arrays, write_arrays
 from palestra.populations.league import League, LeagueConfig
+from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Member, Population
 from palestra.populations.scheduler import run_plan
+from palestra.populations.tasks import OpponentResult, PlayResult, PlayTask, TrainResult
 from palestra.runs import Run
 from palestra.seeding import derive_seed
 
@@ -24,38 +26,30 @@ class Climber:
         self.seed, self.steps, self.rate, self.entropy = seed, steps, rate, entropy
 
     def run_task(self, task, members, out):
-        if task.kind == "play":
-            return {"cells": [self.cell(names, task.payload["games"], members) for names in task.payload["cells"]]}
-        order = task.payload
+        if isinstance(task, PlayTask):
+            return PlayResult(tuple(self.cell(names, task.games_per_cell, members) for names in task.cells))
         logits = np.random.default_rng(derive_seed(self.seed, task.name)).normal(size=3)
-        if order["start"]:
-            logits = read(members[order["start"]])
-        mix = order["opponents"]["player"]
+        if task.start:
+            logits = read(members[task.start])
+        mix = task.opponents.mixes["player"]
         theirs = sum((p * strategy(name, members) for name, p in mix.items()), np.zeros(3))
         for _ in range(self.steps):
             own = softmax(logits)
-            met = order["self_play"] * own + (1 - order["self_play"]) * theirs
+            met = task.self_play * own + (1 - task.self_play) * theirs
             worth = BEATS @ met - self.entropy * np.log(own)
             logits = logits + self.rate * own * (worth - own @ worth)
         write_arrays(out / "logits.safetensors", {"logits": logits})
         against = {name: self.tally(softmax(logits), strategy(name, members), int(1000 * p)) for name, p in mix.items()}
-        return {"env_steps": order["env_steps"], "return": 0.0, "against": against}
+        return TrainResult(env_steps=task.env_steps, mean_return=0.0, opponents=against)
 
     def tally(self, own, other, games):
-        return {"games": games, "wins": games * own @ (BEATS > 0) @ other, "draws": games * own @ other}
+        return OpponentResult(games, 0.0, 1.0, games * own @ (BEATS > 0) @ other, games * own @ other)
 
     def cell(self, names, games, members):
         tally = self.tally(strategy(names[0], members), strategy(names[1], members), games)
-        mean = (2 * tally["wins"] + tally["draws"]) / games - 1
-        wins = [tally["wins"], games - tally["wins"] - tally["draws"]]
-        return {
-            "members": names,
-            "games": games,
-            "mean": [mean, -mean],
-            "m2": [0, 0],
-            "wins": wins,
-            "draws": tally["draws"],
-        }
+        mean = 2 * tally.points / games - 1
+        wins = (tally.wins, games - tally.wins - tally.draws)
+        return PayoffCell(games, (mean, -mean), (0.0, 0.0), wins, tally.draws)
 
 
 def softmax(logits):

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from palestra.populations.meta_strategy import (
     MetaStrategy,
+    beaten_opponents,
     drop_negligible,
     equilibrium_gap,
-    opponent_names,
-    opponent_payload,
-    rectified_payload,
+    meta_opponents,
 )
 from palestra.populations.normal_form.payoff_tensors import member_returns, own_axis_first
+from palestra.populations.tasks import Lineup, Opponents
 
 TWO = ("red", "blue")
 RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
@@ -28,35 +28,35 @@ def aumann():
 
 def test_independent_players_meet_each_others_mixtures():
     meta = MetaStrategy.independent(TWO, (["a", "b"], ["c", "d"]), [np.array([0.25, 0.75]), np.array([1.0, 0.0])])
-    assert opponent_payload(meta, "red") == {"opponents": {"blue": {"c": 1.0}}}
-    assert opponent_payload(meta, "blue") == {"opponents": {"red": {"a": 0.25, "b": 0.75}}}
+    assert meta_opponents(meta, "red") == Opponents({"blue": {"c": 1.0}})
+    assert meta_opponents(meta, "blue") == Opponents({"red": {"a": 0.25, "b": 0.75}})
 
 
 def test_a_population_of_every_seat_meets_its_own_mixture():
     """Seats share the first one's, whatever the solver found for the second."""
     meta = MetaStrategy.independent(("all", "all"), (["a", "b"],) * 2, [np.array([0.5, 0.5]), np.array([1.0, 0.0])])
-    assert opponent_payload(meta, "all") == {"opponents": {"all": {"a": 0.5, "b": 0.5}}}
+    assert meta_opponents(meta, "all") == Opponents({"all": {"a": 0.5, "b": 0.5}})
     assert meta.joint.tolist() == [[0.25, 0.25], [0.25, 0.25]]
 
 
 def test_correlated_players_meet_the_others_together():
-    assert opponent_payload(aumann(), "red") == {
-        "joint": [[{"blue": "dare"}, pytest.approx(1 / 3)], [{"blue": "yield"}, pytest.approx(2 / 3)]]
-    }
-    assert opponent_payload(aumann(), "red", recommended="yield")["joint"] == [
-        [{"blue": "dare"}, 0.5],
-        [{"blue": "yield"}, 0.5],
-    ]
-    assert opponent_payload(aumann(), "red", recommended="dare")["joint"] == [[{"blue": "yield"}, 1.0]]
+    assert meta_opponents(aumann(), "red").joint == (
+        Lineup({"blue": "dare"}, pytest.approx(1 / 3)),
+        Lineup({"blue": "yield"}, pytest.approx(2 / 3)),
+    )
+    told_to_yield = meta_opponents(aumann(), "red", recommended="yield")
+    assert told_to_yield == Opponents(joint=(Lineup({"blue": "dare"}, 0.5), Lineup({"blue": "yield"}, 0.5)))
+    assert meta_opponents(aumann(), "red", recommended="dare").joint == (Lineup({"blue": "yield"}, 1.0),)
 
 
 def test_three_correlated_players_name_two_others():
     joint = np.zeros((1, 2, 2))
     joint[0, 0, 1] = joint[0, 1, 0] = 0.5
     meta = MetaStrategy(("a", "b", "c"), (("a0",), ("b0", "b1"), ("c0", "c1")), joint, correlated=True)
-    assert opponent_payload(meta, "a")["joint"] == [[{"b": "b0", "c": "c1"}, 0.5], [{"b": "b1", "c": "c0"}, 0.5]]
-    assert opponent_names(opponent_payload(meta, "a")) == ["b0", "c1", "b1", "c0"]
-    assert opponent_payload(meta, "b", recommended="b1")["joint"] == [[{"a": "a0", "c": "c0"}, 1.0]]
+    opponents = meta_opponents(meta, "a")
+    assert opponents.joint == (Lineup({"b": "b0", "c": "c1"}, 0.5), Lineup({"b": "b1", "c": "c0"}, 0.5))
+    assert opponents.names() == ["b0", "c1", "b1", "c0"]
+    assert meta_opponents(meta, "b", recommended="b1").joint == (Lineup({"a": "a0", "c": "c0"}, 1.0),)
 
 
 def test_gaps_of_chicken():
@@ -90,13 +90,13 @@ def test_rectified_responses_meet_whom_they_beat():
     """Of rock, paper and scissors alike: rock meets itself and scissors, never paper."""
     names = (["rock", "paper", "scissors"],) * 2
     meta = MetaStrategy.independent(("all", "all"), names, [np.full(3, 1 / 3)] * 2)
-    assert rectified_payload(meta, [RPS, -RPS], "all", "rock") == {"opponents": {"all": {"rock": 0.5, "scissors": 0.5}}}
+    assert beaten_opponents(meta, [RPS, -RPS], "all", "rock") == Opponents({"all": {"rock": 0.5, "scissors": 0.5}})
 
 
 def test_a_rectified_response_that_beats_nobody_meets_all():
     meta = MetaStrategy.independent(TWO, (["good", "bad"], ["foe"]), [np.array([1.0, 0.0]), np.array([1.0])])
     payoff = np.array([[1.0], [-1.0]])
-    assert rectified_payload(meta, [payoff, -payoff], "red", "bad") == {"opponents": {"blue": {"foe": 1.0}}}
+    assert beaten_opponents(meta, [payoff, -payoff], "red", "bad") == Opponents({"blue": {"foe": 1.0}})
 
 
 def test_the_best_member_is_that_which_earns_most():

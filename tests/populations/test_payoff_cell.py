@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.populations.payoff_cell import PayoffCell, empty_cell
+from palestra.populations.payoffs import PayoffCell, empty_cell
 
 RETURNS = st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), max_size=8)
 
@@ -37,12 +37,12 @@ def test_standard_error_by_hand():
 
 
 def test_what_is_known_exactly_stays():
-    known = PayoffCell(0, (0.5, -0.5), (0, 0), (0, 0), known=True)
+    known = PayoffCell(0, (0.5, -0.5), (0, 0), (0, 0), exact=True)
     after = known.merge(cell([(3, -3), (5, -5)]))
     assert after.mean == (0.5, -0.5) and after.stderr == (0, 0)
     assert after.games == 2 and after.wins == (2, 0)  # ratings count the games all the same
     assert cell([(3, -3)]).merge(known).mean == (0.5, -0.5)
-    assert known.merge(PayoffCell(0, (0.25, -0.25), (0, 0), (0, 0), known=True)).mean == (0.25, -0.25)
+    assert known.merge(PayoffCell(0, (0.25, -0.25), (0, 0), (0, 0), exact=True)).mean == (0.25, -0.25)
 
 
 def test_seats_of_one_member_have_their_average():

@@ -8,6 +8,7 @@ import pytest
 from palestra.config import validate
 from palestra.populations.pbt import PBT, PBTConfig, SearchSpace
 from palestra.populations.population import Member, Population
+from palestra.populations.tasks import OpponentResult, TrainResult
 
 WIDE = {"lr": SearchSpace(low=1e-4, high=1e-2)}
 
@@ -20,8 +21,8 @@ def plan(seed=0, **config):
 
 
 def answer(task, value=0.0, against=()):
-    tallies = {name: {"games": 100, "wins": 100 * rate, "draws": 0} for name, rate in dict(against).items()}
-    return {"env_steps": task.payload["env_steps"], "return": value, "against": tallies}
+    opponents = {name: OpponentResult(100, 0.0, 1.0, 100 * rate, 0) for name, rate in dict(against).items()}
+    return TrainResult(env_steps=task.env_steps, mean_return=value, opponents=opponents)
 
 
 def first_slices(made, values):
@@ -44,19 +45,18 @@ def test_the_first_orders_differ_in_settings_only_and_are_self_play():
     tasks = plan().initial_tasks()
     assert [task.output_member for task in tasks] == [f"learner_{n}-1" for n in range(5)]
     assert all(
-        task.payload["self_play"] == 1 and task.payload["opponents"] == {"p": {"uniform": 1}} and not task.members
-        for task in tasks
+        task.self_play == 1 and task.opponents.mixes == {"p": {"uniform": 1}} and not task.members for task in tasks
     )
-    assert len({task.payload["settings"]["lr"] for task in tasks}) == 5
-    assert [t.payload["settings"] for t in plan(seed=1).initial_tasks()] != [t.payload["settings"] for t in tasks]
+    assert len({task.settings["lr"] for task in tasks}) == 5
+    assert [t.settings for t in plan(seed=1).initial_tasks()] != [t.settings for t in tasks]
 
 
 def test_later_games_are_against_the_others_as_they_last_were():
     made = plan(select_every=6)
     later = first_slices(made, [0.0] * 5)
-    assert later[0].payload["self_play"] == 1  # nobody else had trained yet
-    assert later[2].payload["opponents"] == {"p": {"learner_0-1": 0.5, "learner_1-1": 0.5}}
-    assert later[2].payload["self_play"] == 0.2 and later[2].payload["start"] == "learner_2-1"
+    assert later[0].self_play == 1  # nobody else had trained yet
+    assert later[2].opponents.mixes == {"p": {"learner_0-1": 0.5, "learner_1-1": 0.5}}
+    assert later[2].self_play == 0.2 and later[2].start == "learner_2-1"
     assert later[2].members == ("learner_0-1", "learner_1-1", "learner_2-1")
 
 
@@ -64,15 +64,15 @@ def test_the_worst_takes_over_from_the_best_and_explores():
     made = plan(select_every=1)
     before = {name: dict(learner.settings) for name, learner in made.learners.items()}
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
-    assert [task.payload["copied"] for task in later] == ["", "", "", "", "learner_1"]  # who ended when all had trained
+    assert [task.copied_from for task in later] == ["", "", "", "", "learner_1"]  # who ended when all had trained
     worst = later[4]
-    assert worst.payload["start"] == "learner_1-1" and worst.output_member == "learner_4-2"
-    ratio = worst.payload["settings"]["lr"] / before["learner_1"]["lr"]
-    assert min(abs(ratio - 0.8), abs(ratio - 1.2)) < 1e-9 or worst.payload["settings"]["lr"] in (1e-4, 1e-2)
+    assert worst.start == "learner_1-1" and worst.output_member == "learner_4-2"
+    ratio = worst.settings["lr"] / before["learner_1"]["lr"]
+    assert min(abs(ratio - 0.8), abs(ratio - 1.2)) < 1e-9 or worst.settings["lr"] in (1e-4, 1e-2)
     (after,) = made.on_result(worst, answer(worst, 5.0))
-    assert after.payload["copied"] == "" and after.payload["start"] == "learner_4-2"
+    assert after.copied_from == "" and after.start == "learner_4-2"
     (second,) = made.on_result(later[3], answer(later[3], 0.2))
-    assert second.payload["copied"] == "learner_4"  # which is the best now
+    assert second.copied_from == "learner_4"  # which is the best now
 
 
 def test_nobody_takes_over_from_settings_that_were_not_tried():
@@ -80,13 +80,13 @@ def test_nobody_takes_over_from_settings_that_were_not_tried():
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
     made.learners["learner_1"].score = 0.0  # what learner_4 took over is now the best, but it has not trained with it
     (second,) = made.on_result(later[3], answer(later[3], -1.0))
-    assert second.payload["copied"] == ""
+    assert second.copied_from == ""
 
 
 def test_nobody_takes_over_between_or_for_less_than_the_gap():
-    assert {task.payload["copied"] for task in first_slices(plan(select_every=2), [5, 4, 3, 2, 1])} == {""}
+    assert {task.copied_from for task in first_slices(plan(select_every=2), [5, 4, 3, 2, 1])} == {""}
     for gap, copied in ((3.9, "learner_0"), (4.1, "")):
-        assert first_slices(plan(select_every=1, min_rating_gap=gap), [5, 4, 3, 2, 1])[-1].payload["copied"] == copied
+        assert first_slices(plan(select_every=1, min_rating_gap=gap), [5, 4, 3, 2, 1])[-1].copied_from == copied
 
 
 def test_wins_are_rated_by_the_mean_over_the_others():
@@ -125,11 +125,11 @@ def test_what_a_slice_came_to_is_noted_and_the_last_ones_stay():
             "env_steps": 20_000,
             "return": 0.7,
             "rating": 0.7,
-            "lr": task.payload["settings"]["lr"],
+            "lr": task.settings["lr"],
         }
     }
     _, member = made.population
-    assert member.name == "learner_3-1" and member.info["settings"] == task.payload["settings"]
+    assert member.name == "learner_3-1" and member.info["settings"] == task.settings
 
 
 def run_search(seed):
@@ -141,18 +141,18 @@ def run_search(seed):
     waiting, done = list(made.initial_tasks()), []
     while waiting:
         task = waiting.pop(0)
-        off = abs(math.log10(task.payload["settings"]["lr"] / 3e-3))
-        gained[task.output_member] = gained[task.payload["start"] or ""] + 1 - off
+        off = abs(math.log10(task.settings["lr"] / 3e-3))
+        gained[task.output_member] = gained[task.start or ""] + 1 - off
         waiting += made.on_result(task, answer(task, gained[task.output_member]))
         done.append(task)
-    rates = [task.payload["settings"]["lr"] for task in done[-10:]]
+    rates = [task.settings["lr"] for task in done[-10:]]
     return done, max(gained.values()), [abs(math.log10(rate / 3e-3)) for rate in rates]
 
 
 def test_the_population_finds_the_best_setting_and_beats_the_best_fixed_one():
     for seed in range(3):
         done, reached, off = run_search(seed)
-        first = [abs(math.log10(task.payload["settings"]["lr"] / 3e-3)) for task in done[:10]]
+        first = [abs(math.log10(task.settings["lr"] / 3e-3)) for task in done[:10]]
         assert np.median(off) < 0.15 < np.median(first)
         assert reached > 40 * (1 - min(first))  # the best of the first draws, kept for all slices
     assert run_search(0)[0] == run_search(0)[0]  # what a resume relies on

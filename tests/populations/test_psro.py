@@ -11,8 +11,11 @@ from toy_populations import ExactGame, Matrix, drive, population, retold, tree
 
 from palestra.config import validate
 from palestra.populations.meta_strategy import MetaStrategy
+from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Member, Population
-from palestra.populations.psro import PSRO, PSROConfig
+from palestra.populations.psro import PSRO
+from palestra.populations.psro_config import PSROConfig
+from palestra.populations.tasks import AssessResult, PlayResult, TrainResult
 from palestra.tabular.best_response import nash_conv
 from palestra.tabular.cfr import XFPSolver
 
@@ -130,9 +133,9 @@ def test_cells_are_played_as_soon_as_both_members_exist():
     assess, one, two = new
     assert [task.kind for task in new] == ["assess", "train", "train"]
     (play,) = plan.on_result(one, game(one))  # while the other still trains
-    assert play.payload["cells"] == [["player_0-1", "uniform"]] and play.members == ("player_0-1",)
+    assert play.cells == (("player_0-1", "uniform"),) and play.members == ("player_0-1",)
     (both,) = plan.on_result(two, game(two))
-    assert sorted(both.payload["cells"]) == [["player_0-1", "player_1-1"], ["uniform", "player_1-1"]]
+    assert sorted(both.cells) == [("player_0-1", "player_1-1"), ("uniform", "player_1-1")]
     assert plan.on_result(play, game(play)) == []
     assert [task.output_member for task in plan.on_result(both, game(both))] == ["", "player_0-2", "player_1-2"]
     assert plan.on_result(assess, game(assess)) == []  # nobody waited for it
@@ -144,12 +147,11 @@ def test_cells_are_played_as_soon_as_both_members_exist():
 def test_levels_train_at_once_and_each_meets_the_snapshots_below_it():
     _, _, log = on_kuhn(iterations=6, pipeline_levels=3, slices=3)
     trained = [task for task, *_ in log if task.kind == "train"]
-    numbers = {task.output_member: int(task.payload["response"].rpartition("-")[2]) for task in trained}
+    numbers = {task.output_member: int(task.output_member.partition("~")[0].rpartition("-")[2]) for task in trained}
     at = {task.output_member: place for place, task in enumerate(trained)}
     assert at["player_0-3~1"] < at["player_0-1"]  # the third began before the first was done
     met = {
-        task.output_member: {n for mix in task.payload["opponents"].values() for n in mix} - {"uniform"}
-        for task in trained
+        task.output_member: {n for mix in task.opponents.mixes.values() for n in mix} - {"uniform"} for task in trained
     }
     snapshots = [(maker, name) for maker, names in met.items() for name in names if "~" in name]
     assert snapshots and all(numbers[name] < numbers[maker] for maker, name in snapshots)
@@ -166,7 +168,7 @@ def test_a_pipeline_of_exact_responses_makes_what_psro_makes():
 
 def test_a_slice_goes_on_from_the_one_before():
     _, _, log = on_kuhn(iterations=3, pipeline_levels=2, slices=2)
-    starts = {task.output_member: task.payload["start"] for task, *_ in log if task.kind == "train"}
+    starts = {task.output_member: task.start for task, *_ in log if task.kind == "train"}
     for maker, start in starts.items():
         name, _, number = maker.partition("~")
         if number and int(number) > 1:
@@ -207,11 +209,11 @@ def test_jpsro_leaves_out_what_adds_nothing_and_ends_at_an_equilibrium(rng):
 
 def test_a_joint_order_names_the_others_together():
     log = drive(psro(meta_solver={"type": "cce"}, iterations=3), chicken())
-    orders = [task.payload for task, *_ in log if task.kind == "train"]
-    for order in orders:
-        (other,) = {*TWO} - {order["player"]}
-        assert all(list(members) == [other] for members, _ in order["joint"])
-        assert sum(p for _, p in order["joint"]) == pytest.approx(1)
+    tasks = [task for task, *_ in log if task.kind == "train"]
+    for task in tasks:
+        (other,) = {*TWO} - {task.player}
+        assert all(list(lineup.members) == [other] for lineup in task.opponents.joint)
+        assert sum(lineup.probability for lineup in task.opponents.joint) == pytest.approx(1)
 
 
 def chicken():
@@ -235,7 +237,7 @@ def test_a_correlated_solver_has_a_response_for_every_recommendation():
 def test_one_population_may_play_every_seat():
     plan, _, log = on_kuhn(("agent",), ("agent", "agent"), iterations=6)
     assert [m.name for m in plan.population] == ["uniform", *(f"agent-{i}" for i in range(1, 7))]
-    cells = [tuple(sorted(cell)) for task, *_ in log if task.kind == "play" for cell in task.payload["cells"]]
+    cells = [tuple(sorted(cell)) for task, *_ in log if task.kind == "play" for cell in task.cells]
     assert len(cells) == len(set(cells)) == 7 * 8 / 2
     assert plan.nash_convs[6] < 0.3 < plan.nash_convs[0]
 
@@ -246,7 +248,7 @@ def test_rectified_responses_go_on_from_those_who_count_and_meet_whom_these_beat
     seen = []
     for task, _, _ in drive(plan, symmetric(game)):
         if task.kind == "train":
-            seen.append((task.payload["start"], set(task.payload["opponents"]["agent"])))
+            seen.append((task.start, set(task.opponents.mixes["agent"])))
     assert len(seen) >= 3
     assert all(start is None or start in plan.population.members for start, _ in seen)
 
@@ -256,16 +258,16 @@ def symmetric(game):
 
     def do(task):
         if task.kind == "assess":
-            return {"nash_conv": 1.0, "exploitability": 0.5, "values": []}
+            return AssessResult(nash_conv=1.0, exploitability=0.5, values=())
         if task.kind == "train":
-            worth = game.payoffs[0] @ game.mixed("agent", task.payload["opponents"]["agent"])
+            worth = game.payoffs[0] @ game.mixed("agent", task.opponents.mixes["agent"])
             game.chosen[task.output_member] = int(worth.argmax())
-            return {"env_steps": 1, "return": float(worth.max()), "against": {}, "metrics": {}}
+            return TrainResult(env_steps=1, mean_return=float(worth.max()))
         cells = []
-        for one, other in task.payload["cells"]:
+        for one, other in task.cells:
             mean = float(game.mixture("agent", one) @ game.payoffs[0] @ game.mixture("agent", other))
-            cells.append({"members": [one, other], "games": 1, "mean": [mean, -mean], "m2": [0.0, 0.0], "exact": True})
-        return {"cells": cells}
+            cells.append(PayoffCell(1, (mean, -mean), (0.0, 0.0), (0, 0), exact=True))
+        return PlayResult(tuple(cells))
 
     return do
 
@@ -273,7 +275,7 @@ def symmetric(game):
 @pytest.mark.parametrize("start", ["fresh", "last", "best"])
 def test_where_a_response_starts(start):
     plan, _, log = on_kuhn(iterations=4, start=start)
-    starts = {task.output_member: task.payload["start"] for task, *_ in log if task.kind == "train"}
+    starts = {task.output_member: task.start for task, *_ in log if task.kind == "train"}
     assert starts["player_0-1"] is None  # uniform has no weights
     if start != "best":
         assert starts["player_0-3"] == {"fresh": None, "last": "player_0-2"}[start]
@@ -294,7 +296,7 @@ def test_more_games_go_where_the_meta_strategy_needs_them():
     plan = psro(iterations=3, games_per_cell=100, adaptive_games=1000)
     log = drive(plan, game)
     more = [task for task, *_ in log if "/more-" in task.name]
-    given = sum(len(task.payload["cells"]) * task.payload["games"] for task in more)
+    given = sum(len(task.cells) * task.games_per_cell for task in more)
     assert given == 4 * 1000 and plan.matches.num_games == given + 100 * 16
     assert plan.payoffs.games().min() == 100 < plan.payoffs.games().max()
     assert not [

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.populations.payoffs import PayoffTable
+from palestra.populations.payoffs import PayoffCell, PayoffTable
 from palestra.populations.ratings import (
     cross_play,
     cyclicity,
@@ -175,6 +175,6 @@ def test_cross_play():
     payoffs = PayoffTable(["all", "all"])
     for name in ("a", "b", "c"):
         payoffs.add_member("all", name)
-    payoffs.add_games({"members": ["a", "c"], "games": 2, "mean": [0.5, -0.5], "m2": [0, 0]})
+    payoffs.add_games(["a", "c"], PayoffCell(2, (0.5, -0.5), (0.0, 0.0), (0, 0)))
     table = cross_play(payoffs, ["c"], ["a", "b"])
     assert table[0, 0] == -0.5 and np.isnan(table[0, 1])

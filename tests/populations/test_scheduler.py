@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from toy_follow import contents, done_run, go_on, new_run
-from toy_tasks import Adder, Sums, expected
+from toy_tasks import Adder, LookTask, Sums, Value, expected, make
 
 from palestra.backends.inline import InlineBackend
 from palestra.files import read_checksummed, read_lines
 from palestra.populations.scheduler import PlanCallback, run_plan
-from palestra.populations.tasks import ResultDict, Task, TaskResult
+from palestra.populations.tasks import Result, Task, TaskResult
 from palestra.runs import Run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,7 +34,7 @@ class Given:
     def initial_tasks(self) -> Sequence[Task]:
         return self.tasks
 
-    def on_result(self, task: Task, result: ResultDict) -> Sequence[Task]:
+    def on_result(self, task: Task, result: Result) -> Sequence[Task]:
         return []
 
 
@@ -48,7 +48,7 @@ def test_a_plan_is_followed_to_its_end(tmp_path: Path) -> None:
     assert plan.total == expected(8)
     assert (path / "members" / "sum-0-8" / "deep" / "number").read_text() == str(plan.total)
     lines = read_lines(path / "tasks.jsonl")
-    assert [(line["task"], line["result"]) for line in lines] == plan.heard
+    assert [(line["task"]["name"], Value(**line["result"])) for line in lines] == plan.heard
     assert len(lines) == 15 + 15  # 8 + 4 + 2 + 1 members, each made and looked at
     assert sorted(file.name for file in (path / "members").iterdir()) == sorted(plan.made)
 
@@ -59,18 +59,21 @@ def test_the_log_says_what_was_done(tmp_path: Path) -> None:
     number = str(plan.total).encode()
     assert line == {
         "number": 4,
-        "task": "train/sum-0-2",
         "kind": "train",
-        "makes": "sum-0-2",
-        "members": ["sum-0-1", "sum-1-2"],
+        "task": {
+            "name": "train/sum-0-2",
+            "members": ["sum-0-1", "sum-1-2"],
+            "output_member": "sum-0-2",
+            "low": 0,
+            "high": 2,
+        },
         "files": {"deep/number": line["files"]["deep/number"]},
-        "order": {"low": 0, "high": 2},
         "result": {"value": plan.total},
     }
     summed = subprocess.run(["sha256sum"], input=number, capture_output=True, check=True).stdout.split()[0].decode()
     assert line["files"]["deep/number"] == {"bytes": len(number), "sha256": summed}
     timings = read_lines(path / "timings.jsonl")
-    assert [t["task"] for t in timings] == [t["task"] for t in read_lines(path / "tasks.jsonl")]
+    assert [t["task"] for t in timings] == [t["task"]["name"] for t in read_lines(path / "tasks.jsonl")]
     assert all(0 <= t["seconds"] <= t["elapsed_s"] for t in timings)
     assert read_lines(path / "metrics.jsonl") == [
         {"step": 0, "policy": "team", "made": 1},
@@ -142,12 +145,14 @@ def test_another_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_names_are_unique_and_plain(tmp_path: Path) -> None:
-    for second, what in (Task("a", "play"), "task a"), (Task("b", "train", output_member="x"), "member x"):
+    first = make("x")
+    twice = LookTask(first.name)
+    for second, what in (twice, "task train/x"), (LookTask("b", output_member="x"), "member x"):
         with pytest.raises(ValueError, match=f"the plan names {what} twice"):
-            follow_given(tmp_path, Task("a", "train", output_member="x"), second)
+            follow_given(tmp_path, first, second)
     for name in ("a/b", "..", ".hidden"):
         with pytest.raises(ValueError, match="a member's name is a plain folder name"):
-            follow_given(tmp_path, Task("a", "train", output_member=name))
+            follow_given(tmp_path, make(name))
 
 
 def test_a_task_that_fails_ends_the_run_which_keeps_what_was_done(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from toy_populations import ExactGame, Matrix, drive, population, retold, tree
 
 from palestra.config import validate
 from palestra.populations.population import Population
-from palestra.populations.psro import PSRO, PSROConfig
+from palestra.populations.psro import PSRO
+from palestra.populations.psro_config import PSROConfig
 from palestra.populations.self_play import SelfPlay, SelfPlayConfig
+from palestra.populations.tasks import OpponentResult, TrainResult
 
 TWO = ("player_0", "player_1")
 ONE = ("agent",)
@@ -27,8 +29,8 @@ def on_kuhn(players=TWO, seats=(), rng=None, **config):
     return plan, drive(plan, ExactGame(tree("kuhn_poker"), players), rng)
 
 
-def orders(log):
-    return {task.output_member: task.payload for task, *_ in log if task.kind == "train"}
+def train_tasks(log):
+    return {task.output_member: task for task, *_ in log if task.kind == "train"}
 
 
 def test_the_whole_history_is_fictitious_play():
@@ -42,44 +44,41 @@ def test_without_a_memory_it_goes_round_in_circles():
     plan, log = on_kuhn(slices=12, nash_conv_of="latest")
     assert min(plan.nash_convs.values()) > 0.3  # the average of the same members does better:
     assert on_kuhn(slices=12)[0].nash_convs[12] < 0.7
-    for name, order in orders(log).items():
+    for name, task in train_tasks(log).items():
         player, _, number = name.rpartition("-")
         (other,) = {*TWO} - {player}
-        assert order["opponents"] == {other: {f"{other}-{int(number) - 1}" if number != "1" else "uniform": 1.0}}
+        assert task.opponents.mixes == {other: {f"{other}-{int(number) - 1}" if number != "1" else "uniform": 1.0}}
 
 
 def test_the_solutions_mixture_is_that_of_psro():
     plan, log = on_kuhn(slices=6, matchmaker={"type": "solution"}, games_per_cell=1, start="fresh")
     psro = PSRO(PSROConfig(iterations=6), population(*TWO))
-    same = orders(drive(psro, ExactGame(tree("kuhn_poker"), TWO)))
-    for name, order in orders(log).items():
-        for other, mix in order["opponents"].items():
-            assert mix == pytest.approx(same[name]["opponents"][other])
+    same = train_tasks(drive(psro, ExactGame(tree("kuhn_poker"), TWO)))
+    for name, task in train_tasks(log).items():
+        for other, mix in task.opponents.mixes.items():
+            assert mix == pytest.approx(same[name].opponents.mixes[other])
     assert plan.payoffs.shape == (7, 7)
 
 
 def test_a_pool_forgets_the_oldest():
     _, log = on_kuhn(slices=6, matchmaker={"type": "history"}, pool_size=2)
-    assert orders(log)["player_0-6"]["opponents"] == {"player_1": {"player_1-4": 0.5, "player_1-5": 0.5}}
-    assert orders(log)["player_0-1"]["opponents"] == {"player_1": {"uniform": 1.0}}
+    assert train_tasks(log)["player_0-6"].opponents.mixes == {"player_1": {"player_1-4": 0.5, "player_1-5": 0.5}}
+    assert train_tasks(log)["player_0-1"].opponents.mixes == {"player_1": {"uniform": 1.0}}
 
 
 def test_pfsp_looks_for_whom_the_learner_loses_to():
     plan = self_play(ONE, ONE * 2, slices=3, matchmaker={"type": "pfsp"}, self_play=0.2, start="last")
     (first,) = plan.initial_tasks()
-    assert first.payload["opponents"] == {"agent": {"uniform": 1.0}} and first.payload["self_play"] == 0.2
+    assert first.opponents.mixes == {"agent": {"uniform": 1.0}} and first.self_play == 0.2
     (second, _assess) = sorted(plan.on_result(first, answer(uniform=0.75)), key=lambda task: task.kind, reverse=True)
     # win rates 3/4 and, unplayed, 1/2: (1/4)^2 and (1/2)^2
-    assert second.payload["opponents"]["agent"] == pytest.approx({"uniform": 0.2, "agent-1": 0.8})
-    assert second.payload["start"] == "agent-1" and second.members == ("agent-1",)
+    assert second.opponents.mixes["agent"] == pytest.approx({"uniform": 0.2, "agent-1": 0.8})
+    assert second.start == "agent-1" and second.members == ("agent-1",)
 
 
 def answer(**rates):
-    against = {
-        name.replace("_", "-"): {"games": 100, "wins": 100 * rate, "draws": 0, "return": 0.0, "square": 1.0}
-        for name, rate in rates.items()
-    }
-    return {"env_steps": 10, "return": 0.0, "against": against, "metrics": {}}
+    opponents = {name.replace("_", "-"): OpponentResult(100, 0.0, 1.0, 100 * rate, 0) for name, rate in rates.items()}
+    return TrainResult(env_steps=10, mean_return=0.0, opponents=opponents)
 
 
 @pytest.mark.parametrize("matchmaker", ["latest", "history", "solution"])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.populations.win_rates import WinRates, combine_mixes
+from palestra.populations.matchmaking import WinRates, combine_mixes
 
 
 def test_a_rate_is_half_where_nothing_is_known_and_counts_draws_half():

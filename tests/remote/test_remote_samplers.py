@@ -193,7 +193,7 @@ def test_eval_and_collect_sample_elsewhere_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_that_do_not_start_say_why(tmp_path: Path) -> None:
     processes = SamplerProcesses(["--base", "./nothing"], 1, [], tmp_path)
-    with pytest.raises(ValueError, match=r"a sampler process does not start: .*no model at nothing"):
+    with pytest.raises(ValueError, match=r"a sampler process does not start \(exit code 2\): .*no model at nothing"):
         processes.children[0].wait_url()
     processes.close()
 

@@ -79,7 +79,7 @@ def test_steps_come_back(observations, rewards, state, truncated):
     message = pb.Step()
     write_step(message, step)
     back = read_step(pb.Step.FromString(message.SerializeToString()))
-    for part in ("observations", "rewards", "team_reward", "legal", "state", "truncated", "info"):
+    for part in ("observations", "rewards", "team_reward", "legal_actions", "state", "truncated", "info"):
         assert equal(getattr(back, part), getattr(step, part)), part
 
 

@@ -6,13 +6,11 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from trained import palestra, refused
 
 from palestra.report.episodes import episode_html, pick_samples
 from palestra.report.page import report_html
-from palestra.report.svg import ChartCurve, axis_ticks, chart, heat_map
 from palestra.runs import Run
 from palestra.types import Answer, Episode, Node
 
@@ -68,9 +66,9 @@ def tree(text="up"):
             node = Node(
                 len(nodes), parent, depth, {"planner": f"see {text}"}, {"planner": answer}, {"planner": 0.5 - k}
             )
-            node.chosen, node.over, node.team_reward = k == 0, depth == 1 and k == 0, 1.0 if depth else 0.0
+            node.chosen, node.done, node.team_reward = k == 0, depth == 1 and k == 0, 1.0 if depth else 0.0
             node.advantages = {"planner": 0.25 - k / 2}
-            node.info = {"success": True, "note": text} if node.over else {}
+            node.info = {"success": True, "note": text} if node.done else {}
             nodes.append(node)
     nodes[2].parent = nodes[3].parent = 0
     return Episode("maze", 7, {"planner": "planner@3"}, nodes)
@@ -122,8 +120,8 @@ def test_the_command_writes_one_file(run, tmp_path):
     assert f"report: {run}/report.html" in palestra("report", run).replace("\n", "")
     palestra("report", run, "--out", tmp_path / "new" / "page.html", "--episodes", 0)
     page = (tmp_path / "new" / "page.html").read_text()
-    assert "Sample episodes" not in page and "<polyline" in page
-    assert "it has those of: 2" in refused("report", run, "--step", 7)
+    assert "Sample episodes" not in page and "<svg" in page
+    assert "it has those of: 1" in refused("report", run, "--step", 7)
     assert "is not a run" in refused("report", tmp_path)
 
 
@@ -135,7 +133,7 @@ def test_the_poorest_run_has_a_page(tmp_path):
 
 def test_samples_are_the_best_the_worst_a_failure_and_some():
     def worth(value):
-        node = Node(0, None, 0, {}, {}, {"a": value}, over=True)
+        node = Node(0, None, 0, {}, {}, {"a": value}, done=True)
         return Episode("e", int(10 * value), {"a": "a@0"}, [node])
 
     episodes = [worth(i / 10) for i in range(9)] + [Episode("e", 99, {"a": "a@0"}, error="x")]
@@ -151,24 +149,18 @@ def test_samples_are_the_best_the_worst_a_failure_and_some():
 
 def test_several_lines_of_play_are_all_told():
     nodes = [Node(0, None, 0, {"a": "?"}, {"a": Answer("first", "a@0")})]
-    nodes += [Node(i, 0, 1, {"a": "?"}, {"a": Answer(f"line{i}", "a@0")}, over=True) for i in (1, 2)]
+    nodes += [Node(i, 0, 1, {"a": "?"}, {"a": Answer(f"line{i}", "a@0")}, done=True) for i in (1, 2)]
     html = episode_html(Episode("e", 0, {"a": "a@0"}, nodes))
     assert html.count("first") == 1 and "line1" in html and "line2" in html and "2 lines of play" in html
 
 
-def test_charts_of_nothing_of_one_point_and_of_many():
-    assert (
-        chart("t", [ChartCurve("a", [])], x_title="x") == ""
-        and heat_map("t", np.full((2, 2), np.nan), ["a", "b"], ["a", "b"]) == ""
-    )
-    assert "<circle" in chart("t", [ChartCurve("a", [(0.0, 0.0)])], x_title="x")
-    many = chart("t", [ChartCurve("a", [(float(i), 1.0) for i in range(100_000)])], x_title="x")
-    assert len(many) < 20_000
-    Page(heat_map("<t>", np.array([[1.0, -1.0]]), ["<a>"], ["b" * 99, "c"]))
+def test_steps_have_the_numbers_of_the_log(run):
+    assert "3 of the 3 of step 1, as they were sampled" in Page(report_html(run, step=1)).words
 
 
-def test_ticks_are_round():
-    assert axis_ticks(0, 1) == pytest.approx([0, 0.5, 1]) and axis_ticks(-3, 17) == pytest.approx([0, 5, 10, 15])
+def test_the_table_of_policies_says_which_lines_it_means(run):
+    read = Page(report_html(run)).words
+    assert "first and last line of 2" in read
 
 
 @pytest.mark.slow
@@ -181,6 +173,6 @@ def test_games_and_populations_have_pages(tmp_path):
     assert "Who beats whom" in words and "player_0-1" in words and "mixture of player_0" in words
     palestra("train", "configs/games/two_step_qmix.yaml", "--name", "g", "--root", tmp_path, "--set", "env_steps=2000")
     words = loads_nothing(report_html(tmp_path / "g")).words
-    assert "held_out" in words and "joint steps of all games" in words
+    assert "held_out" in words and "env steps" in words
     palestra("plot", tmp_path / "pop", "--metric", "nash_conv", "--out", tmp_path / "p.svg")
     assert "Who beats whom" not in Path(tmp_path / "p.svg").read_text()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from trained import palestra, refused
 
-from palestra.report.plot import FigureSpec, align_curves, band_bounds, config_labels, group_by_config
+from palestra.report.plot import FigureSpec, config_labels, draw_figure, group_by_config
 from palestra.runs import Run
+from palestra.runs.series import RunLogs
 
 
 def a_run(root, name, seed, k=4, rise=0.1):
@@ -27,7 +27,7 @@ def runs(tmp_path):
 
 
 def test_seeds_of_one_config_are_one_curve(runs):
-    four, eight = group_by_config(runs, FigureSpec(), "success")
+    four, eight = group_by_config([RunLogs(run) for run in runs], FigureSpec(), "success")
     assert (four.label, eight.label) == ("k=4", "k=8") and four.y.shape == (3, 5)
     assert four.x.tolist() == [1, 2, 3, 4, 5] and four.y.mean(0).tolist() == pytest.approx(
         [0.01, 0.11, 0.21, 0.31, 0.41]
@@ -41,21 +41,13 @@ def test_labels_name_what_differs():
     assert both == ["a.k=1, b.k=1", "a.k=2, b.k=3"]
 
 
-def test_the_band_by_known_answers():
-    """Of 1, 2 and 3: standard deviation 1, and Student's 95 % interval of the mean is 4.303 / sqrt(3) wide each way."""
-    y = np.array([[1.0], [2.0], [3.0]])
-    assert band_bounds(y, "sd") == (pytest.approx([1.0]), pytest.approx([3.0]))
-    assert band_bounds(y, "ci")[1] == pytest.approx([2 + 4.303 / 3**0.5], abs=1e-3)
-    assert band_bounds(y, "range") == (pytest.approx([1.0]), pytest.approx([3.0]))
-
-
-def test_curves_that_end_apart_are_compared_where_both_are():
-    x, y = align_curves(
-        [(np.array([0.0, 2.0, 4.0]), np.array([0.0, 2.0, 4.0])), (np.array([1.0, 3.0]), np.array([1.0, 3.0]))], 1
-    )
-    assert x.tolist() == [2.0] and y.tolist() == [[2.0], [2.0]]
+def test_seeds_without_a_common_step_are_refused(tmp_path):
+    runs = [a_run(tmp_path, f"r{seed}", seed) for seed in (0, 1)]
+    with Run.open(runs[1]) as run:
+        (run.path / "metrics.jsonl").write_text("")
+        run.log_metrics(7, "team", {"success": 1.0})
     with pytest.raises(ValueError, match="no step in common"):
-        align_curves([(np.array([0.0, 1.0]), np.zeros(2)), (np.array([5.0, 6.0]), np.zeros(2))], 1)
+        draw_figure(runs, FigureSpec(), tmp_path / "a.svg")
 
 
 def test_the_command_draws_vectors_that_are_the_same_each_time(runs, tmp_path):

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Member, Population
+from palestra.populations.task_json import TaskRecord, crossplay_line
+from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.report.population_data import (
     crossplay_table,
     cyclicity_warning,
@@ -27,41 +30,29 @@ from palestra.runs import Run
 
 
 def cell(one, other, wins, losses, draws=0):
-    """Games of a zero-sum game of two, won or lost by 1."""
+    """Games of a zero-sum game of two, won or lost by 1: the members and their payoffs."""
     games, mean = wins + losses + draws, (wins - losses) / (wins + losses + draws)
     m2 = wins + losses - games * mean**2
-    return {
-        "members": [one, other],
-        "games": games,
-        "mean": [mean, -mean],
-        "m2": [m2, m2],
-        "wins": [wins, losses],
-        "draws": draws,
-    }
+    return (one, other), PayoffCell(games, (mean, -mean), (m2, m2), (wins, losses), draws)
 
 
 def played(name, *cells):
-    order = {"cells": [one["members"] for one in cells], "games": cells[0]["games"]}
-    return {"task": f"play/{name}", "kind": "play", "makes": "", "order": order, "result": {"cells": list(cells)}}
+    members, payoffs = zip(*cells, strict=True)
+    task = PlayTask(f"play/{name}", cells=members, games_per_cell=payoffs[0].games)
+    return task, PlayResult(payoffs)
 
 
-def trained(name, player="agent", **order):
-    result = {"env_steps": 10, "return": 0.0, "against": {}}
-    return {
-        "task": f"train/{name}",
-        "kind": "train",
-        "makes": name,
-        "order": {"player": player, **order},
-        "result": result,
-    }
+def trained(name, player="agent", opponents=(), **fields):
+    task = TrainTask(f"train/{name}", player=player, opponents=Opponents(dict(opponents)), output_member=name, **fields)
+    return task, TrainResult(env_steps=10, mean_return=0.0)
 
 
 def made_run(folder, tasks, members=None, metrics=()):
     """A run directory as the scheduler leaves it."""
     with Run.create(folder, "") as run:
-        for number, task in enumerate(tasks):
-            run.append_line("tasks.jsonl", task)
-            run.log_timings(number, "team", {"task": task["task"], "seconds": 1.0, "elapsed_s": 2.0 * number})
+        for number, (task, result) in enumerate(tasks):
+            run.append_line("tasks.jsonl", TaskRecord(number, task, {}, result).to_json())
+            run.log_timings(number, "team", {"task": task.name, "seconds": 1.0, "elapsed_s": 2.0 * number})
         for step, policy, figures in metrics:
             run.log_metrics(step, policy, figures)
     if members:
@@ -134,7 +125,9 @@ def test_the_table_shows_both_sides_of_a_pair_and_who_has_not_met(tmp_path):
     text = text_of(crossplay_table(record))
     assert "+0.60" in text and "-0.60" in text
     with Run.open(path) as run:
-        run.append_line("crossplay.jsonl", cell("a", "b", 80, 20))  # 100 games more, the other way round
+        run.append_line(
+            "crossplay.jsonl", crossplay_line(*cell("a", "b", 80, 20))
+        )  # 100 games more, the other way round
     assert read_record(path).payoffs.cell(("a", "b")).mean[0] == pytest.approx(0.0)
     lonely = made_run(
         tmp_path, [trained("x"), trained("y"), played("x", cell("x", "uniform", 1, 0))], symmetric("x", "y")
@@ -158,10 +151,8 @@ def two_players(folder):
     for name in ("row-1", "row-2", "column-1", "column-2"):
         members.add(Member(name, name.partition("-")[0], f"members/{name}"))
     mean = {("row-1", "column-1"): 1, ("row-2", "column-2"): 1, ("row-1", "column-2"): -1, ("row-2", "column-1"): -1}
-    cells = [
-        {"members": list(pair), "games": 10, "mean": [v, -v], "m2": [0, 0], "exact": True} for pair, v in mean.items()
-    ]
-    snapshot = [{"members": ["row-2~1", "column-1"], "games": 10, "mean": [9, -9], "m2": [0, 0]}]
+    cells = [(pair, PayoffCell(10, (v, -v), (0.0, 0.0), (0, 0), exact=True)) for pair, v in mean.items()]
+    snapshot = [(("row-2~1", "column-1"), PayoffCell(10, (9.0, -9.0), (0.0, 0.0), (0, 0)))]
     tasks = [trained(m.name, m.player) for m in members if m.player] + [played("all", *cells), played("try", *snapshot)]
     metrics = [
         (0, "team", {"iteration": 0, "members": 2, "games": 5, "env_steps": 100}),
@@ -243,3 +234,18 @@ def test_settings_that_evolve_are_found(tmp_path):
 def test_a_run_of_no_population_is_refused(tmp_path):
     with Run.create(tmp_path, "") as run, pytest.raises(ValueError, match="no finished task of a population"):
         read_record(run.path)
+
+
+def test_lines_that_palestra_did_not_write_are_named(tmp_path):
+    path = ladder(tmp_path)
+    with Run.open(path) as run:
+        run.append_line("crossplay.jsonl", crossplay_line(*cell("a", "b", 80, 20)))
+        run.append_line("crossplay.jsonl", crossplay_line(*cell("a", "b", 80, 20)) | {"games": 1})
+    with pytest.raises(
+        ValueError, match=r'crossplay.jsonl, line 2: key "games" is unknown; there are members, payoffs'
+    ):
+        read_record(path)
+    with Run.open(path) as run:
+        run.append_line("tasks.jsonl", {"number": 4, "kind": "train", "task": {}, "files": {}})
+    with pytest.raises(ValueError, match=r'tasks.jsonl, line 5: key "result" is missing'):
+        read_record(path)

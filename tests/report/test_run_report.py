@@ -3,7 +3,8 @@
 import pytest
 from rich.console import Console
 
-from palestra.report.run_report import plot_run, smooth, success_interval, summary_table, wilson_interval
+from palestra.report.run_charts import plot_run
+from palestra.report.run_report import summary_table
 from palestra.runs import Run
 
 TEAM = {"success": 0.5, "steps_per_episode": 2.0, "episodes": 4.0, "failed": 0.0}
@@ -44,17 +45,16 @@ def test_the_table_tells_before_and_after(tmp_path):
         console.print(summary_table(run.path))
     text = capture.get()
     assert "25.0% [17.5%, 34.3%]" in text and "75.0% [65.7%, 82.5%]" in text
-    assert "0.45" in text and "2.45" in text  # means of the first ten and the last ten steps
+    assert "0.45" in text and "2.45" in text and "a: means of the first and last 10 lines of 30" in text
 
 
-def test_the_interval_by_a_known_answer():
-    """Wilson's interval for 8 of 10, as statsmodels and Brown, Cai and DasGupta (2001) compute it: 0.490 to 0.943."""
-    assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=2e-4)
-    assert wilson_interval(0, 0) == (0, 1) and wilson_interval(0, 50)[0] == 0 and wilson_interval(50, 50)[1] == 1
-    assert success_interval({"success": 0.8, "episodes": 10.0}) == "80.0% [49.0%, 94.3%]"
-
-
-def test_smoothing_keeps_the_length_and_the_level():
-    assert smooth([1.0, 2.0, 3.0]).tolist() == [1.5, 2.0, 2.5]
-    for n in (1, 2, 8, 9, 30):
-        assert smooth([4.0] * n) == pytest.approx([4.0] * n)
+def test_a_short_run_is_told_by_its_first_and_its_last_line(tmp_path):
+    """Windows of ten lines would be the same twelve lines but two."""
+    with Run.create(tmp_path, "") as run:
+        for step in range(4):
+            run.log_metrics(step, "a", LEARNER | {"local_reward": step / 10})
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(summary_table(run.path))
+    text = capture.get()
+    assert "0.00" in text and "0.30" in text and "a: first and last line of 4" in text

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.builders.vector import ActorSetup, VectorConfig, build_vector_run, make_actor_setup, run_vector_training
+from palestra.builders.vector import ActorSetup, build_vector_run, make_actor_setup, run_vector_training
+from palestra.builders.vector_config import VectorConfig
 from palestra.config import validate
 from palestra.envs.vector.base import VectorEnv
 from palestra.rollouts.actors import ActorPool
@@ -24,7 +25,7 @@ from palestra.training.loop import Callback
 CONFIG: dict[str, Any] = {
     "name": "actors",
     "env_steps": 8 * 5 * 30,
-    "env": {"type": "simple_spread", "num_envs": 16, "cycles": 6},
+    "env": {"type": "simple_spread", "num_envs": 16, "max_cycles": 6},
     "policies": {"agent": {"type": "net", "hidden": [8], "gru_units": 4}},
     "algorithm": {"type": "a2c", "rollout_length": 5, "off_policy_correction": "vtrace"},
     "num_actors": 2,
@@ -86,7 +87,7 @@ def kill_and_go_on(actors: ActorPool, kills: int) -> None:
             actors.collect([], 5, 0)
         while actors.collect([], 5, 0).worker != victim:
             pass  # a batch between two deaths: it is no actor that cannot live
-        os.kill(actors.processes[victim].pid, signal.SIGKILL)
+        os.kill(actors.actors[victim].process.pid, signal.SIGKILL)
         for _ in range(4):
             batch = actors.collect([], 5, 0)
             assert np.isfinite(batch.obs).all() and (batch.is_first[1:] == batch.done).all()
@@ -107,7 +108,10 @@ def test_twenty_killed_actors_lose_nothing_but_their_games(actors: ActorPool) ->
 
 def test_nothing_is_left_behind(actors: ActorPool) -> None:
     actors.collect([], 5, 0)
-    names, pids = [shelf.shared_memory.name for shelf in actors.shelves], [p.pid for p in actors.processes]
+    names, pids = (
+        [buffers.shared_memory.name for buffers in actors.all_buffers],
+        [actor.process.pid for actor in actors.actors],
+    )
     actors.close()
     for name in names:
         with pytest.raises(FileNotFoundError):

@@ -132,7 +132,7 @@ def test_figures_count_an_answer_once():
     assert (a["answers"], b["answers"]) == (6, 3)
     assert a["local_reward"] == pytest.approx((0 + 1 + 2 + 0 + 1 + 2) / 6)
     assert a["team_reward"] == pytest.approx((1 + 2 + 3 + 0 + 1 + 2) / 6) and b["team_reward"] == pytest.approx(2)
-    assert a["tokens"] == len("a@1:0") and a["cut_off"] == 0
+    assert a["tokens"] == len("a@1:0") and a["truncated_fraction"] == 0
 
 
 def test_speeds_count_an_answer_once():
@@ -179,7 +179,7 @@ def test_every_answer_of_crossed_joints_is_taught_once():
         assert len(taught) == len(set(taught))
         middle = [answer for answer in team[policy].spoken if answer.text == "1"]  # worth the mean of its group
         assert len(taught) == len(team[policy].spoken) - len(middle)
-        assert figures["zero_variance"] == 0 and figures["influence/" + policy] == pytest.approx(expected(policy))
+        assert figures["zero_std_fraction"] == 0 and figures["influence/" + policy] == pytest.approx(expected(policy))
 
 
 def expected(policy):

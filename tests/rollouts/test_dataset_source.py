@@ -71,7 +71,7 @@ def tree(path, **options):
     (record,) = read(path, **options)
     return [
         [
-            (n.parent, n.observations["a"], n.answers["a"].text, n.rewards.get("a"), n.over, n.info.get("success"))
+            (n.parent, n.observations["a"], n.answers["a"].text, n.rewards.get("a"), n.done, n.info.get("success"))
             for n in episode.nodes
         ]
         for episode in record.episodes
@@ -132,7 +132,7 @@ def test_a_conversation_goes_on_from_the_very_tokens_of_it(tmp_path, speaker):
     assert second.prompt_ids[: len(first.prompt_ids)].tolist() == first.prompt_ids.tolist()
     samples, figures = SFT(imitate="none", world_model_weight=1.0).build_samples([episode], "p")
     assert [text(policy, s.token_ids) for s in samples] == ["<|user|>v<|end|><|assistant|>"] and figures[
-        "foretold"
+        "world_model_fraction"
     ] == 0.5
 
 
@@ -260,7 +260,7 @@ def test_answers_that_siblings_share_are_shared_again(tmp_path, speaker):
     for i in range(2):
         answers = {"guide": shared, "walker": Answer(str(i), "big")}
         episode.nodes.append(
-            Node(i, None, 0, {"guide": "x", "walker": "y"}, answers, over=True, info={"success": True})
+            Node(i, None, 0, {"guide": "x", "walker": "y"}, answers, done=True, info={"success": True})
         )
     pq.write_table(to_table(0, [episode]), tmp_path / "a.parquet")
     (now,) = play(recorded(tmp_path / "a.parquet", dict.fromkeys(Whisper.seats, speaker())), [0])

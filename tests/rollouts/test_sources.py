@@ -52,7 +52,7 @@ def test_a_frontier_keeps_a_share_of_what_is_mastered_and_knows_of_no_success_at
 
 
 def ended(env, success, error=None):
-    node = Node(0, None, 0, {}, {}, over=True, info={"success": success})
+    node = Node(0, None, 0, {}, {}, done=True, info={"success": success})
     return Episode(env, 0, {}, [node], error)
 
 

@@ -66,7 +66,7 @@ def grow(make_env, branching, *, script=lambda query, i: str(i), seats=("a",), m
 
 
 def shape(episode: Episode):
-    return [(n.id, n.parent, n.depth, n.chosen, n.over, n.answers["a"].text) for n in episode.nodes]
+    return [(n.id, n.parent, n.depth, n.chosen, n.done, n.answers["a"].text) for n in episode.nodes]
 
 
 # ---- the shapes of trees
@@ -212,7 +212,7 @@ def test_legal_actions_reach_the_seat_they_are_for():
     class Legal(Count):
         def reset(self, seed):
             super().reset(seed)
-            return Step({"a": "-"}, legal={"a": ["7"], "b": ["8"]})
+            return Step({"a": "-"}, legal_actions={"a": ["7"], "b": ["8"]})
 
     _, team = grow(Legal, Branching())
     assert [q.legal_actions for q in team["a"].queries] == [["7"], None]
@@ -514,7 +514,7 @@ def test_figures_by_hand():
     guide = policy_metrics(episodes, "guide")
     assert guide["answers"] == 16 and guide["team_reward"] == 0 and guide["invalid"] == 0
     assert guide["local_reward"] == sum(n.rewards.get("guide", 0) for e in episodes for n in e.nodes) / 16
-    assert guide["tokens"] == len("guide@1:0") and guide["cut_off"] == 0
+    assert guide["tokens"] == len("guide@1:0") and guide["truncated_fraction"] == 0
 
 
 @pytest.mark.parametrize("flag", [{"a": True, "b": False}, ["a"], {"a"}, ("a",)])

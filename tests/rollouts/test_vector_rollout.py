@@ -217,12 +217,12 @@ def test_what_players_remembered_at_the_first_moment_is_kept() -> None:
     batch = sweeper.collect([player], 6, seed=1)
     assert batch.recurrent_state["a+b"].any()
     obs = player.seat_mapping.network_inputs(batch.obs, 2).flatten(2, 3)[:, :-1]
-    fresh = torch.from_numpy(batch.is_first[:-1]).expand(2, 6, 4)
-    assert fresh.any() and not fresh.all(1).any()
-    out, _ = player.net.unroll(obs, batch.recurrent_state["a+b"], fresh)
+    is_first = torch.from_numpy(batch.is_first[:-1]).expand(2, 6, 4)
+    assert is_first.any() and not is_first.all(1).any()
+    out, _ = player.net.unroll(obs, batch.recurrent_state["a+b"], is_first)
     actions = player.seat_mapping.select_seats(batch.actions, 2).flatten(2, 3).long()
-    legal = player.seat_mapping.select_seats(batch.action_mask, 2).flatten(2, 3)[:, :-1]
-    logp, _ = make_head(player.seat_mapping.action_space).evaluate_actions(out, actions, legal)
+    action_mask = player.seat_mapping.select_seats(batch.action_mask, 2).flatten(2, 3)[:, :-1]
+    logp, _ = make_head(player.seat_mapping.action_space).evaluate_actions(out, actions, action_mask)
     np.testing.assert_allclose(
         logp.detach(), player.seat_mapping.select_seats(batch.logp, 2).flatten(2, 3), rtol=1e-4, atol=1e-5
     )

@@ -65,7 +65,7 @@ def episode(seed: int) -> Episode:
             {"a": answer("no", 2), "b": answer("x", 1)},
             chosen=False,
         ),
-        Node(2, 0, 1, {"a": "[1]"}, {"a": answer("end", 4)}, {"a": 1.0, "b": -1.0}, 0.3, over=True, truncated=True),
+        Node(2, 0, 1, {"a": "[1]"}, {"a": answer("end", 4)}, {"a": 1.0, "b": -1.0}, 0.3, done=True, truncated=True),
     ]
     nodes[0].advantages = {"a": 0.25, "b": -0.5}
     nodes[2].info = {"success": True, "invalid": ["a"], "score": [1, 2.5, None]}
@@ -89,7 +89,7 @@ def plain(value: object) -> object:
 
 def test_episodes_come_back_as_they_were(tmp_path: Path) -> None:
     failed = Episode("relay", 2**40, {"a": "planner"}, error="the env said no")
-    bare = Episode("relay", 1, {}, [Node(0, None, 0, {}, {}, info={"why": "nobody acts"}, over=True)])
+    bare = Episode("relay", 1, {}, [Node(0, None, 0, {}, {}, info={"why": "nobody acts"}, done=True)])
     with new_run(tmp_path) as run:
         path = run.write_episodes(12, [episode(5), failed, bare])
     assert path == run.path / "episodes" / "step-000012.parquet"

@@ -66,7 +66,7 @@ MORE = {
     "read through a hard link": "os.link(SECRET, 'link'); escaped(open('link').read())",
     "move a file in": "os.rename(SECRET, 'mine'); escaped(open('mine').read())",
     "read the passwords": "escaped(open('/etc/shadow').read())",
-    "read the keeper's memory": "escaped(open(f'/proc/{os.getppid()}/mem', 'rb').read(1))",
+    "read the supervisor's memory": "escaped(open(f'/proc/{os.getppid()}/mem', 'rb').read(1))",
     "read the first process's root": "escaped(os.listdir('/proc/1/root'))",
     "write to its own memory by path": "escaped(open('/proc/self/mem', 'r+b'))",
     "write the kernel's settings": "escaped(open('/proc/sys/kernel/core_pattern', 'w'))",

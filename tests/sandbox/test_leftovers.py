@@ -53,9 +53,11 @@ def test_a_thousand_runs_leave_no_process_and_no_file(
     outcomes = asyncio.run(all_of(Sandbox(backend), programs))
     assert [outcome for program, outcome in zip(programs, outcomes, strict=True) if wrong(program, outcome)] == []
     assert len({outcome.ended for outcome in outcomes}) == 6  # all the ways to end
-    warden = Path(f"/proc/{client._fork_server().process.pid}")
-    wait_for("", lambda: (warden / "task" / warden.name / "children").read_text())  # the last that were cancelled
-    assert len(os.listdir(warden / "fd")) < 12
+    fork_server = Path(f"/proc/{client._fork_server().process.pid}")
+    wait_for(
+        "", lambda: (fork_server / "task" / fork_server.name / "children").read_text()
+    )  # the last that were cancelled
+    assert len(os.listdir(fork_server / "fd")) < 12
     (root,) = tmp_path.iterdir()
     assert list(root.iterdir()) == []
     client.stop_fork_server()

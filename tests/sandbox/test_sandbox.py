@@ -329,7 +329,7 @@ def test_programs_that_hang_hold_nobody_up(sandbox: Sandbox) -> None:
         for task in hanging:
             task.cancel()
         await asyncio.gather(*hanging, return_exceptions=True)
-        await until(lambda: not keepers())
+        await until(lambda: not supervisors())
         return quick, over
 
     quick, over = asyncio.run(both())
@@ -340,14 +340,14 @@ def test_cancelling_ends_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
     source = "import os, time\nopen('up', 'w').close()\nif os.fork() == 0: os.setsid()\ntime.sleep(60)"
 
     async def cancelled() -> None:
-        await until(lambda: not keepers())  # one that has answered an earlier test may not have ended yet
+        await until(lambda: not supervisors())  # one that has answered an earlier test may not have ended yet
         task = asyncio.create_task(sandbox.run_python(source, limits=ResourceLimits(wall=60)))
-        await until(lambda: len(keepers()) == len(folders()) == 1)
+        await until(lambda: len(supervisors()) == len(folders()) == 1)
         (folder,) = folders()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: not keepers())
+        await until(lambda: not supervisors())
         assert folder.name not in {path.name for path in below(Path("/"))}
 
     asyncio.run(cancelled())
@@ -365,15 +365,15 @@ def test_a_keeper_that_is_killed_leaves_nothing(sandbox: Sandbox) -> None:
     """As the kernel does where memory runs out."""
 
     async def killed() -> None:
-        await until(lambda: not keepers())  # one that has answered an earlier test may not have ended yet
+        await until(lambda: not supervisors())  # one that has answered an earlier test may not have ended yet
         task = asyncio.create_task(sandbox.run_python("import time; time.sleep(60)", limits=ResourceLimits(wall=60)))
-        await until(lambda: len(keepers()) == len(folders()) == 1)
-        (keeper,) = keepers()
+        await until(lambda: len(supervisors()) == len(folders()) == 1)
+        (supervisor,) = supervisors()
         (folder,) = folders()
-        os.kill(keeper, 9)
-        with pytest.raises(SandboxError, match="keeper died"):
+        os.kill(supervisor, 9)
+        with pytest.raises(SandboxError, match="supervisor process died"):
             await task
-        await until(lambda: not keepers())
+        await until(lambda: not supervisors())
         assert folder.name not in {path.name for path in below(Path("/"))}
 
     asyncio.run(killed())
@@ -422,17 +422,17 @@ async def until(happened: Callable[[], bool], most: float = 10.0) -> None:
         await asyncio.sleep(0.02)
 
 
-def keepers() -> list[int]:
-    """The children of this process's warden."""
-    warden = client._fork_server().process.pid
-    return [int(pid) for pid in Path(f"/proc/{warden}/task/{warden}/children").read_text().split()]
+def supervisors() -> list[int]:
+    """The children of this process's fork server."""
+    fork_server = client._fork_server().process.pid
+    return [int(pid) for pid in Path(f"/proc/{fork_server}/task/{fork_server}/children").read_text().split()]
 
 
 def folders() -> list[Path]:
-    """The folders of the runs that our warden keeps, as their keepers see them."""
-    return [path for pid in keepers() for path in below(Path(f"/proc/{pid}/root")) if path.name == f"{pid}"]
+    """The folders of the runs that our fork server keeps, as their supervisors see them."""
+    return [path for pid in supervisors() for path in below(Path(f"/proc/{pid}/root")) if path.name == f"{pid}"]
 
 
 def below(root: Path) -> list[Path]:
-    """The folders of runs of any warden."""
+    """The folders of runs of any fork server."""
     return list((root / os.environ.get("TMPDIR", "/tmp").lstrip("/")).glob("palestra-sandbox-*/*"))

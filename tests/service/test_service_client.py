@@ -30,6 +30,7 @@ from palestra.service.client.connection import RequestRefused, ServiceConnection
 from palestra.service.client.remote_weights import WireLoss, to_wire_loss
 from palestra.training.loop import Setup, restore_checkpoint, run_training, update_learner
 from palestra.types import Metrics
+from palestra.web.retry import RetryPolicy
 
 STEPS = 6
 
@@ -204,7 +205,7 @@ def test_old_samples_are_corrected_there_as_here(server: Server, tmp_path: Path)
     here, there = (build(validate(TextConfig, tree | {"engine": engine})) for engine in (None, server.url))
     ours, theirs = asyncio.run(twice(here)), asyncio.run(twice(there))
     close(there)
-    assert theirs[1]["sampler_kl"] > 1e-3 and theirs[1]["truncated"] > 0
+    assert theirs[1]["sampler_kl"] > 1e-3 and theirs[1]["importance_cap_fraction"] > 0
     assert_alike(theirs, [{k: v for k, v in line.items() if k != "entropy"} for line in ours])
 
 
@@ -271,7 +272,7 @@ def test_an_entropy_bonus_is_asked_of_servers_of_our_make_alone(
 
 
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "FIRST_RETRY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "FIRST_RETRY", RetryPolicy(0.1, 5.0, timeout_s=0.2))
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="Is `palestra serve` running"):
         connect("http://127.0.0.1:9")

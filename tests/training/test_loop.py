@@ -14,7 +14,8 @@ from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, override, parse, validate
 from palestra.evaluation.evaluate import evaluate_run
-from palestra.report.run_report import plot_run, summary_table
+from palestra.report.run_charts import plot_run
+from palestra.report.run_report import summary_table
 from palestra.rollouts.metrics import member_name
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
 from palestra.training.loop import TEAM, Callback, Evaluation, restore_checkpoint, run_training
@@ -106,7 +107,7 @@ def test_the_run_holds_what_happened(learned):
             assert line["episodes"] == 32 and line["failed"] == 0 and line["steps_per_episode"] == 2
         else:
             assert line["answers"] == line["groups"] * 8 == 256 and line["updates"] == 1 and line["lr"] == 1e-2
-            assert line["samples"] == 256 * (1 - line["zero_variance"]) and line["kl"] == pytest.approx(0, abs=1e-6)
+            assert line["samples"] == 256 * (1 - line["zero_std_fraction"]) and line["kl"] == pytest.approx(0, abs=1e-6)
     episodes = load_episodes(path / "episodes" / "step-000019.parquet")
     assert [e.seed for e in episodes] == list(range(19 * 32, 20 * 32))
     for episode in episodes:
@@ -204,7 +205,7 @@ def test_pupils_imitate_their_teachers(base, tmp_path):
     )
     path, setup = run_of(config, tmp_path)
     lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
-    assert lines[-1]["nll"] < 0.1 < 1 < lines[0]["nll"] and lines[0]["imitated"] == 1.0
+    assert lines[-1]["nll"] < 0.1 < 1 < lines[0]["nll"] and lines[0]["target_fraction"] == 1.0
     assert list(setup.learners) == ["guide", "walker"]
     seats = setup.evals[0].seat_policies()  # in exams the pupil speaks for itself
     episodes = asyncio.run(setup.evals[0].arena.play_all(matches(setup, 0), setup.stages[0].algorithm.branching))
@@ -227,7 +228,7 @@ def test_only_successes_are_imitated(base, tmp_path):
     wins = [leaf for leaf in leaves if leaf.info["success"]]
     assert len(leaves) == 128 and 0 < len(wins) < 128
     line = read_lines(path / "metrics.jsonl")[0]
-    assert line["imitated"] == len(wins) / 128 and line["samples"] == len(wins)
+    assert line["target_fraction"] == len(wins) / 128 and line["samples"] == len(wins)
     taught = [n.id for e in episodes for n in e.nodes if n.advantages]
     expected = [
         n.id for e in episodes for n in e.nodes if any(n in e.trajectory(leaf) for leaf in e.leaves() if leaf in wins)
@@ -288,7 +289,7 @@ def test_a_policy_without_samples_stays_as_it_is(base, tmp_path):
     path, setup = run_of(whisper(base, policies=policies, steps=2, evals={}), tmp_path)
     assert setup.learners["walker"].version == 0
     line = read_lines(path / "metrics.jsonl")[0]
-    assert line["samples"] == line["updates"] == 0 and line["zero_variance"] == 1
+    assert line["samples"] == line["updates"] == 0 and line["zero_std_fraction"] == 1
     with Run.open(path) as run:
         again = build(whisper(base, policies=policies, steps=2, evals={}))
         assert restore_checkpoint(again, run) == 2 and again.learners["walker"].version == 0

@@ -176,7 +176,7 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     os.kill(workers[0], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "training process 1 of 2 died (exit code -9); go on from the last checkpoint" in err
+    assert "training process 1 of 2 died (exit code -9, SIGKILL); go on from the last checkpoint" in err
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:

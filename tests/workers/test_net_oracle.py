@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,17 @@ from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.sac import SAC
 from palestra.files import read_arrays
 from palestra.learners.nets import NetPolicyConfig
-from palestra.populations.tasks import ResultDict, Task
+from palestra.populations.payoffs import PayoffCell
+from palestra.populations.tasks import (
+    AssessResult,
+    AssessTask,
+    Lineup,
+    Opponents,
+    PlayResult,
+    PlayTask,
+    TrainResult,
+    TrainTask,
+)
 from palestra.tabular.best_response import nash_conv
 from palestra.workers.member_loader import write_table
 from palestra.workers.net_oracle import TRAINING_FILE, NetOracle, NetWorker, apply_settings
@@ -37,16 +47,28 @@ def worker(players: tuple[str, ...] = SEATS, **changes: Any) -> NetWorker:
 
 
 def train(
-    given: NetWorker, out: Path, members: Mapping[str, Path] | None = None, name: str = "it", **order: Any
-) -> ResultDict:
-    whole = {"player": "player_0", "opponents": {"player_1": {"uniform": 1.0}}} | order
+    given: NetWorker, out: Path, members: Mapping[str, Path] | None = None, name: str = "it", **changes: Any
+) -> TrainResult:
+    order = {"player": "player_0", "opponents": Opponents({"player_1": {"uniform": 1.0}})} | changes
     out.mkdir(exist_ok=True)
-    return given.run_task(Task(f"train/{name}", "train", whole, output_member=name), members or {}, out)
+    result = given.run_task(TrainTask(f"train/{name}", output_member=name, **order), members or {}, out)
+    assert isinstance(result, TrainResult)
+    return result
 
 
-def assess(given: NetWorker, first: str, second: str, members: Mapping[str, Path]) -> ResultDict:
+def play(
+    given: NetWorker, name: str, cells: Sequence[tuple[str, str]], games: int, members: Mapping[str, Path]
+) -> tuple[PayoffCell, ...]:
+    result = given.run_task(PlayTask(name, cells=tuple(cells), games_per_cell=games), members, None)
+    assert isinstance(result, PlayResult)
+    return result.payoffs
+
+
+def assess(given: NetWorker, first: str, second: str, members: Mapping[str, Path]) -> AssessResult:
     strategies = {"player_0": {first: 1.0}, "player_1": {second: 1.0}}
-    return given.run_task(Task("assess/it", "assess", {"strategies": strategies}), members, None)
+    result = given.run_task(AssessTask("assess/it", iteration=1, strategies=strategies), members, None)
+    assert isinstance(result, AssessResult)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -56,13 +78,14 @@ def test_every_algorithm_learns_to_beat_who_plays_at_random(algorithm: Any, tmp_
     """The first player of Kuhn poker wins 1/2 at most from uniform play, and uniform play 1/8 itself."""
     given = NetWorker(oracle(algorithm=algorithm, env_steps=30_000), SEATS, seed=2)
     result = train(given, tmp_path)
-    value = assess(given, "it", "uniform", {"it": tmp_path})["values"][0]
+    value = assess(given, "it", "uniform", {"it": tmp_path}).values[0]
     assert value > 0.3
-    assert result["env_steps"] >= 30_000
-    against = result["against"]["uniform"]
-    assert against["return"] == pytest.approx(result["return"])
-    assert 0 < against["wins"] < against["games"] and against["draws"] == 0
-    assert np.isfinite(list(result["metrics"].values())).all()
+    assert result.env_steps >= 30_000
+    met = result.opponents["uniform"]
+    assert met.mean_return == pytest.approx(result.mean_return)
+    assert 0 < met.wins < met.games and met.draws == 0
+    metrics = [value for value in result.metrics.values() if value is not None]
+    assert len(metrics) == len(result.metrics) > 0 and np.isfinite(metrics).all()
 
 
 def test_a_task_s_name_and_the_seed_decide_everything(tmp_path: Path) -> None:
@@ -98,24 +121,20 @@ def test_opponents_are_met_as_often_as_the_mixture_says(tmp_path: Path) -> None:
         write_table(tmp_path / name, np.tile(np.eye(2)[number], (12, 1)))
     members = {name: tmp_path / name for name in ("pass", "bet")}
     result = train(
-        worker(), tmp_path / "it", members, opponents={"player_1": {"pass": 0.25, "bet": 0.75, "uniform": 0}}
+        worker(), tmp_path / "it", members, opponents=Opponents({"player_1": {"pass": 0.25, "bet": 0.75, "uniform": 0}})
     )
-    games = {name: line["games"] for name, line in result["against"].items()}
+    games = {name: met.games for name, met in result.opponents.items()}
     assert set(games) == {"pass", "bet"}
     assert games["bet"] / sum(games.values()) == pytest.approx(0.75, abs=0.2)
 
 
 def test_who_plays_every_seat_learns_at_every_seat(tmp_path: Path) -> None:
     given = NetWorker(oracle(env_steps=25_000), ("all",), seed=3)
-    order = {"player": "all", "opponents": {"all": {"uniform": 1.0}}, "self_play": 0.25}
-    result = train(given, tmp_path, **order)
-    games = {name: line["games"] for name, line in result["against"].items()}
+    result = train(given, tmp_path, player="all", opponents=Opponents({"all": {"uniform": 1.0}}), self_play=0.25)
+    games = {name: met.games for name, met in result.opponents.items()}
     assert games["self"] / sum(games.values()) == pytest.approx(0.25, abs=0.1)
-    cells = [["it", "uniform"], ["uniform", "it"]]
-    play = Task("play/it", "play", {"cells": cells, "games": 2000})
-    mine, theirs = given.run_task(play, {"it": tmp_path}, None)["cells"]
-    assert mine["mean"][0] > 0.2 and theirs["mean"][1] > 0.2  # (1/2 + 5/12) / 2 at most
-    assert mine["members"] == ["it", "uniform"]
+    mine, theirs = play(given, "play/it", [("it", "uniform"), ("uniform", "it")], 2000, {"it": tmp_path})
+    assert mine.mean[0] > 0.2 and theirs.mean[1] > 0.2  # (1/2 + 5/12) / 2 at most
 
 
 def test_correlated_opponents(tmp_path: Path) -> None:
@@ -123,9 +142,9 @@ def test_correlated_opponents(tmp_path: Path) -> None:
     for number, name in enumerate(("pass", "bet")):
         write_table(tmp_path / name, np.tile(np.eye(2)[number], (48, 1)))
     members = {name: tmp_path / name for name in ("pass", "bet")}
-    joint = [[{"a": "pass", "c": "bet"}, 0.5], [{"a": "bet", "c": "pass"}, 0.5]]
-    result = train(three, tmp_path / "it", members, player="b", joint=joint)
-    games = {name: line["games"] for name, line in result["against"].items()}
+    joint = (Lineup({"a": "pass", "c": "bet"}, 0.5), Lineup({"a": "bet", "c": "pass"}, 0.5))
+    result = train(three, tmp_path / "it", members, player="b", opponents=Opponents(joint=joint))
+    games = {name: met.games for name, met in result.opponents.items()}
     assert games["pass"] == games["bet"] > 0  # one of each in every game
 
 
@@ -135,32 +154,28 @@ def test_cells_are_played_without_bias(tabulate: bool, tmp_path: Path) -> None:
     given = NetWorker(oracle(tabulate=tabulate), SEATS, seed=1)
     train(given, tmp_path / "a")
     members = {"a": tmp_path / "a"}
-    exact = assess(worker(), "a", "uniform", members)["values"]
-    cells = [["a", "uniform"], ["uniform", "uniform"], ["uniform", "a"]]
-    played = given.run_task(Task("play/1", "play", {"cells": cells, "games": 3001}), members, None)["cells"]
-    assert [cell["games"] for cell in played] == [3001] * 3
-    assert [cell["members"] for cell in played] == cells
+    exact = assess(worker(), "a", "uniform", members).values
+    played = play(given, "play/1", [("a", "uniform"), ("uniform", "uniform"), ("uniform", "a")], 3001, members)
+    assert [cell.games for cell in played] == [3001] * 3
     for cell, value in zip(played[:2], (exact[0], 0.125), strict=True):
-        error = np.sqrt(cell["m2"][0] / 3001 / 3000)
-        assert abs(cell["mean"][0] - value) < 4 * error
-        assert cell["mean"][1] == pytest.approx(-cell["mean"][0])
-        assert sum(cell["wins"]) + cell["draws"] == 3001
+        error = np.sqrt(cell.m2[0] / 3001 / 3000)
+        assert abs(cell.mean[0] - value) < 4 * error
+        assert cell.mean[1] == pytest.approx(-cell.mean[0])
+        assert sum(cell.wins) + cell.draws == 3001
 
 
 def test_exact_payoffs_and_distance(tmp_path: Path) -> None:
     given = worker(payoffs="exact")
     train(given, tmp_path)
     members = {"it": tmp_path}
-    (cell,) = given.run_task(Task("play/2", "play", {"cells": [["it", "uniform"]], "games": 10}), members, None)[
-        "cells"
-    ]
+    (cell,) = play(given, "play/2", [("it", "uniform")], 10, members)
     told = assess(given, "it", "uniform", members)
-    assert cell["mean"] == pytest.approx(told["values"])
-    assert cell["m2"] == [0.0, 0.0] and sum(cell["wins"]) + cell["draws"] == pytest.approx(10)
+    assert cell.mean == pytest.approx(told.values)
+    assert cell.m2 == (0.0, 0.0) and sum(cell.wins) + cell.draws == pytest.approx(10)
     assert given.exact is not None
     mixed = given.exact.mixture_policy({"player_0": {"it": 1.0}}, lambda name: given.loader.policy(name, members))
-    assert told["nash_conv"] == pytest.approx(nash_conv(given.exact.tree, mixed))
-    assert told["exploitability"] == told["nash_conv"] / 2
+    assert told.nash_conv == pytest.approx(nash_conv(given.exact.tree, mixed))
+    assert told.exploitability == told.nash_conv / 2
 
 
 def test_settings_change_the_algorithm_or_its_network() -> None:
@@ -180,11 +195,11 @@ def test_what_diverges_says_so(tmp_path: Path) -> None:
         train(worker(), tmp_path, settings={"lr": 1e6, "hidden": [8] * 8, "activation": "relu"})
 
 
-def test_orders_that_do_not_fit(tmp_path: Path) -> None:
+def test_tasks_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only a population that plays every seat can"):
         train(worker(), tmp_path, self_play=0.5)
     with pytest.raises(ValueError, match='does not bring the files of member "who"'):
-        train(worker(), tmp_path, opponents={"player_1": {"who": 1.0}})
+        train(worker(), tmp_path, opponents=Opponents({"player_1": {"who": 1.0}}))
     matrix = NetWorker(oracle(env={"type": "matrix"}), SEATS)
     with pytest.raises(ValueError, match=r"task assess/it \(assess\) needs the rules of env"):
         assess(matrix, "uniform", "uniform", {})

@@ -92,7 +92,7 @@ async def apply_importance_weights(
     from the policy that sampled.
 
     `sampler_kl` is the mean log-ratio of sampling policy to current weights (the k1 estimate of their KL divergence,
-    nats), `truncated` the share of tokens whose ratio exceeds the cap. No metrics without tokens.
+    nats), `importance_cap_fraction` the share of tokens whose ratio exceeds the cap. No metrics without tokens.
     """
     now = await learner.logprobs(samples)
     ratios = [np.exp(own - sample.logprobs) for sample, own in zip(samples, now, strict=True)]
@@ -105,4 +105,7 @@ async def apply_importance_weights(
     flat = np.concatenate([np.ones(0), *ratios])
     if not len(flat):
         return moved, {}
-    return moved, {"sampler_kl": float(-np.log(flat).mean()), "truncated": float((flat > importance_cap).mean())}
+    return moved, {
+        "sampler_kl": float(-np.log(flat).mean()),
+        "importance_cap_fraction": float((flat > importance_cap).mean()),
+    }

@@ -72,7 +72,7 @@ class DPO(GroupAlgorithm):
         """Returns the pairs that `policy` trains on, as groups of samples with the chosen side first, and metrics.
         Writes to each answer's node the number of pairs it wins minus the number it loses.
 
-        `groups` and `pairs` are counts; `zero_variance` is the share of groups without a pair.
+        `groups` and `pairs` are counts; `zero_std_fraction` is the share of groups without a pair.
         """
         groups = self.policy_groups(episodes, policy)
         samples: list[Sample] = []
@@ -85,7 +85,7 @@ class DPO(GroupAlgorithm):
                 samples += _pair(sides[better], sides[worse], number, mean=self.loss_type == "ipo")
             pairs, flat = pairs + len(found), flat + (not found)
         share = flat / len(groups) if groups else 0.0
-        return samples, {"groups": float(len(groups)), "pairs": float(pairs), "zero_variance": share}
+        return samples, {"groups": float(len(groups)), "pairs": float(pairs), "zero_std_fraction": share}
 
     @property
     def needs_reference(self) -> bool:

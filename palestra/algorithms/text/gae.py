@@ -1,7 +1,7 @@
 """Token-level advantages of language agents from rewards and values, on numpy arrays.
 
-A chain is every token of one seat along one trajectory, answer after answer, as if its `T` tokens had been sampled in a
-row; `M` tokens are those of several chains. Time is counted in these tokens: other seats' tokens cost no discount.
+A sequence is every token of one seat along one trajectory, answer after answer, as if its `T` tokens had been sampled
+in a row; `M` tokens are those of several sequences. Time counts these tokens: other seats' tokens cost no discount.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def gae(rewards_T: np.ndarray, values_T: np.ndarray, *, gamma: float, gae_lambda: float) -> np.ndarray:
-    """Returns generalised advantage estimates [T] of one chain (Schulman et al., 2016, eq. 16), float64, in units of
+    """Returns generalised advantage estimates [T] of one sequence (Schulman et al., 2016, eq. 16), float64, in units of
     reward.
 
     `values_T[t]` is the value of the state in which token t was sampled, `rewards_T[t]` the reward between it and the
@@ -18,7 +18,7 @@ def gae(rewards_T: np.ndarray, values_T: np.ndarray, *, gamma: float, gae_lambda
     `gae_lambda=1` trusts the rewards and gives the return minus the value. Raises ValueError if the lengths differ.
     """
     if len(rewards_T) != len(values_T):
-        raise ValueError(f"{len(rewards_T)} rewards and {len(values_T)} values are not of one chain")
+        raise ValueError(f"{len(rewards_T)} rewards and {len(values_T)} values are not of one sequence")
     values = np.append(np.asarray(values_T, np.float64), 0.0)
     errors = np.asarray(rewards_T, np.float64) + gamma * values[1:] - values[:-1]
     advantages_T, later = np.empty_like(errors), 0.0

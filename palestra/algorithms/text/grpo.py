@@ -156,7 +156,7 @@ class GRPO(GroupAlgorithm):
         """Returns the samples of `policy` with nonzero advantages, and metrics; writes every answer's advantage to its
         node.
 
-        `groups` counts groups, `zero_variance` is the share of them without advantages. With crossed joint answers,
+        `groups` counts groups, `zero_std_fraction` is the share of them without advantages. With crossed joint answers,
         each seat's contribution is added (see `contribution_metrics`).
         """
         groups = [(e.env, group) for e in episodes for group in self.policy_groups([e], policy)]
@@ -166,7 +166,7 @@ class GRPO(GroupAlgorithm):
         for (_, group), own in zip(groups, advantages, strict=True):
             samples += self._annotate(group, [value / spread for value in own])
         flat = sum(not any(own) for own in advantages)
-        metrics = {"groups": float(len(groups)), "zero_variance": flat / len(groups) if groups else 0.0}
+        metrics = {"groups": float(len(groups)), "zero_std_fraction": flat / len(groups) if groups else 0.0}
         return samples, metrics | (self._contributions(episodes, policy) if self._crossed else {})
 
     async def finalize_samples(

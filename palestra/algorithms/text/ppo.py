@@ -1,7 +1,7 @@
 """Proximal policy optimisation with a critic (Schulman et al., 2017), token by token, for language agents.
 
-A seat's answers along one trajectory, in order, form one chain of tokens: each token is an action, and a value head on
-the policy's own features estimates the value of the state before it. Rewards of the team and of the seat that fall
+A seat's answers along one trajectory, in order, form one sequence of tokens: each token is an action, and a value head
+on the policy's own features estimates the value of the state before it. Rewards of the team and of the seat that fall
 between two of its decisions are added to the last token of the earlier one. Rewards before a seat's first decision are
 dropped, since no token of it caused them.
 
@@ -33,7 +33,7 @@ MAX_KL_ERROR = 0.2  # bound of the relative error in the adaptive KL controller
 @dataclass(kw_only=True)
 class PPOSample(Sample):
     """A sample with its node and seat. Before `finalize_samples`, `advantages` holds the rewards of its tokens and
-    `group` the number of its chain."""
+    `group` the number of its sequence."""
 
     node: Node
     seat: Seat
@@ -78,9 +78,9 @@ class PPO(TextAlgorithm):
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the per-token KL penalty in the rewards; the initial one if `kl_target` is set."""
     kl_target: float | None = Field(None, gt=0)
-    """Target KL per chain, in nats; if set, the coefficient adapts to it (see `adapt_kl_coef`). Needs `kl` above 0."""
+    """Target KL per sequence, in nats; if set, the coefficient adapts to it. Needs `kl_coef` above 0."""
     kl_horizon: int = Field(10000, ge=1)
-    """Chains over which the adaptive coefficient reacts; larger is slower."""
+    """Sequences over which the adaptive coefficient reacts; larger is slower."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
 
@@ -117,30 +117,32 @@ class PPO(TextAlgorithm):
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the answers of `policy`, chain by chain, with token rewards in place of advantages
-        (`finalize_samples` replaces them), and `chains`, the number of chains."""
-        chains = [chain for episode in episodes for chain in self._chains(episode, policy)]
-        samples: list[Sample] = [replace(turn, group=number) for number, chain in enumerate(chains) for turn in chain]
-        return samples, {"chains": float(len(chains))}
+        """Returns the answers of `policy`, sequence by sequence, with token rewards in place of advantages
+        (`finalize_samples` replaces them), and `sequences`, the number of sequences."""
+        sequences = [sequence for episode in episodes for sequence in self._sequences(episode, policy)]
+        samples: list[Sample] = [
+            replace(turn, group=number) for number, sequence in enumerate(sequences) for turn in sequence
+        ]
+        return samples, {"sequences": float(len(sequences))}
 
-    def _chains(self, episode: Episode, policy: str) -> Iterator[list[PPOSample]]:
+    def _sequences(self, episode: Episode, policy: str) -> Iterator[list[PPOSample]]:
         """Yields the policy's samples at each seat of each trajectory; none if the episode failed."""
         for leaf in episode.leaves() if episode.error is None else []:
             for seat in episode.seats:
-                if chain := self._chain(episode.trajectory(leaf), seat, policy):
-                    yield chain
+                if sequence := self._sequence(episode.trajectory(leaf), seat, policy):
+                    yield sequence
 
-    def _chain(self, line: Sequence[Node], seat: Seat, policy: str) -> list[PPOSample]:
-        chain: list[PPOSample] = []
+    def _sequence(self, line: Sequence[Node], seat: Seat, policy: str) -> list[PPOSample]:
+        sequence: list[PPOSample] = []
         for node in line:
             answer = node.answers.get(seat)
             if answer is not None and member_name(answer.policy) == policy and len(answer.token_ids):
                 ids, rewards = answer.token_ids, np.zeros(len(answer.token_ids), np.float32)
                 more: dict[str, Any] = {"temperature": answer.temperature, "node": node, "seat": seat}
-                chain.append(PPOSample(answer.prompt_ids, ids, answer.logprobs, rewards, **more))
-            if chain:
-                chain[-1].advantages[-1] += node.reward(seat, self.team_weight)
-        return chain
+                sequence.append(PPOSample(answer.prompt_ids, ids, answer.logprobs, rewards, **more))
+            if sequence:
+                sequence[-1].advantages[-1] += node.reward(seat, self.team_weight)
+        return sequence
 
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
@@ -148,9 +150,9 @@ class PPO(TextAlgorithm):
         """Returns the samples with values, returns and advantages, and metrics; writes the mean advantage of an answer
         to its node.
 
-        `explained` is the share of the returns' variance that the values before the update explain; `kl_chain` the mean
-        over chains of their summed log-ratios to the reference (nats), `kl_coef` the coefficient of the penalty in this
-        step.
+        `explained_variance` is the share of the returns' variance that the values before the update explain;
+        `kl_sequence` the mean over sequences of their summed log-ratios to the reference (nats), `kl_coef` the
+        coefficient of the penalty in this step.
         """
         if not samples:
             return samples, {}
@@ -162,12 +164,14 @@ class PPO(TextAlgorithm):
             gaps_M = np.concatenate([turn.logprobs for turn in turns]).astype(np.float64) - reference_M
             penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), memory)
             rewards_M -= penalty * gaps_M
-        cuts = _cuts([sum(len(turn.token_ids) for turn in chain) for _, chain in groupby(turns, lambda t: t.group)])
+        cuts = _cuts(
+            [sum(len(turn.token_ids) for turn in sequence) for _, sequence in groupby(turns, lambda t: t.group)]
+        )
         parts = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
         advantages_M = np.concatenate([gae(*part, gamma=self.gamma, gae_lambda=self.gae_lambda) for part in parts])
         returns_M = advantages_M + values_M
         share = explained_variance(values_M, returns_M)
-        metrics |= {} if share is None else {"explained": share}
+        metrics |= {} if share is None else {"explained_variance": share}
         if self.normalize_advantages:
             advantages_M = standardise(advantages_M)
         taught = _with_credit(turns, advantages_M, values_M, returns_M)
@@ -176,23 +180,23 @@ class PPO(TextAlgorithm):
             metrics |= more
         return taught, metrics
 
-    def _penalty(self, gaps_M: np.ndarray, chains: int, memory: AlgorithmState) -> tuple[float, Metrics]:
+    def _penalty(self, gaps_M: np.ndarray, sequences: int, memory: AlgorithmState) -> tuple[float, Metrics]:
         """Returns the KL coefficient of this step and metrics; stores the next coefficient in `memory` if it adapts."""
         known = memory.get(KL_COEF_KEY, {})
         now = known["now"] if self.kl_target and known.get("began") == self.kl_coef else self.kl_coef
-        kl = float(gaps_M.sum() / chains)
+        kl = float(gaps_M.sum() / sequences)
         if self.kl_target:
-            then = adapt_kl_coef(now, kl, target=self.kl_target, chains=chains, horizon=self.kl_horizon)
+            then = adapt_kl_coef(now, kl, target=self.kl_target, sequences=sequences, horizon=self.kl_horizon)
             memory[KL_COEF_KEY] = {"began": self.kl_coef, "now": then}
-        return now, {"kl_chain": kl, "kl_coef": now}
+        return now, {"kl_sequence": kl, "kl_coef": now}
 
 
-def adapt_kl_coef(coefficient: float, kl: float, *, target: float, chains: int, horizon: int) -> float:
-    """Returns the KL coefficient after a step of `chains` chains with `kl` nats per chain. It changes in proportion to
-    the relative error (kl / target - 1), bounded to 0.2 (Ziegler et al., 2019, sec. 2.2). The gain is chains / horizon,
-    as in their released code; here it is at most 1, since a larger one could make the coefficient negative."""
+def adapt_kl_coef(coefficient: float, kl: float, *, target: float, sequences: int, horizon: int) -> float:
+    """Returns the KL coefficient after a step with `sequences` sequences of `kl` nats each. It changes in proportion to
+    the relative error (kl / target - 1), bounded to 0.2 (Ziegler et al., 2019, sec. 2.2). The gain is sequences /
+    horizon, as in their released code; here it is at most 1, since a larger one could make the coefficient negative."""
     error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
-    return coefficient * (1 + error * min(chains / horizon, 1.0))
+    return coefficient * (1 + error * min(sequences / horizon, 1.0))
 
 
 def _cuts(lengths: Sequence[int]) -> np.ndarray:
@@ -203,8 +207,8 @@ def _cuts(lengths: Sequence[int]) -> np.ndarray:
 def _with_credit(
     turns: Sequence[PPOSample], advantages_M: np.ndarray, values_M: np.ndarray, returns_M: np.ndarray
 ) -> list[Sample]:
-    """Returns the samples with their advantages, values and returns (float32), no longer grouped by chain; writes mean
-    advantages to their nodes."""
+    """Returns the samples with their advantages, values and returns (float32), no longer grouped by sequence; writes
+    mean advantages to their nodes."""
     cuts = _cuts([len(turn.token_ids) for turn in turns])
     columns = (np.split(column.astype(np.float32), cuts) for column in (advantages_M, values_M, returns_M))
     taught: list[Sample] = []

@@ -77,20 +77,22 @@ class SFT(TextAlgorithm):
         """Returns the answers to imitate, with advantage 1 at their nodes, then the observations to predict, and
         metrics.
 
-        `imitated` is the share of the policy's (seat, trajectory) pairs whose answers are imitated; `foretold`, only
-        with `world_model_weight`, the share of answers in the used trajectories that are followed by an observation
-        with new tokens.
+        `target_fraction` is the share of the policy's (seat, trajectory) pairs whose answers are imitated;
+        `world_model_fraction`, only with `world_model_weight`, the share of answers in the used trajectories
+        that are followed by an observation with new tokens.
         """
         parts = [part for episode in episodes for part in _parts(episode, policy, self.team_weight)]
         kept = [part for part in parts if self._worthy(part)]
         copied = [] if self.imitate == "none" else kept
         samples = _imitations(copied)
-        metrics = {"imitated": len(copied) / len(parts) if parts else 0.0}
+        metrics = {"target_fraction": len(copied) / len(parts) if parts else 0.0}
         if self.world_model_weight:
-            foretold = _foretold(kept, self.world_model_weight)
-            samples += [sample for _, sample in foretold]
+            predicted = _observation_samples(kept, self.world_model_weight)
+            samples += [sample for _, sample in predicted]
             turns = {id(node.answers[part.seat]) for part in kept for node in part.nodes}
-            metrics["foretold"] = len({id(answer) for answer, _ in foretold}) / len(turns) if turns else 0.0
+            metrics["world_model_fraction"] = (
+                len({id(answer) for answer, _ in predicted}) / len(turns) if turns else 0.0
+            )
         return samples, metrics
 
     def _worthy(self, part: SeatTrajectory) -> bool:
@@ -127,7 +129,7 @@ def _imitations(parts: Sequence[SeatTrajectory]) -> list[Sample]:
     ]
 
 
-def _foretold(parts: Sequence[SeatTrajectory], weight: float) -> list[tuple[Answer, Sample]]:
+def _observation_samples(parts: Sequence[SeatTrajectory], weight: float) -> list[tuple[Answer, Sample]]:
     """Returns each new observation that follows an answer, with that answer; an observation that siblings share counts
     once."""
     found: dict[tuple[int, int | None], tuple[Answer, Sample]] = {}

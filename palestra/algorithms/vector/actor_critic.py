@@ -240,16 +240,16 @@ class ActorCriticLearner(NetLearner):
             critic.norm.update(target.flatten(1)[..., None], weight.flatten(1), self.gradient_sync.all_reduce)
             target = critic.norm.normalise(target[..., None])[..., 0]
         views = self._judged_views(critic, batch)[:, :-1]
-        fresh, memory = self._fresh(batch, P, S), critic.recurrent_states.get(batch.worker)
+        is_first, memory = self._fresh(batch, P, S), critic.recurrent_states.get(batch.worker)
         losses = []
         for piece in self._parts(weight, bool(critic.net.gru_units)):
-            out, _ = critic.net.unroll(piece(views), piece.column_recurrent_states(memory), piece(fresh[:, :-1]))
+            out, _ = critic.net.unroll(piece(views), piece.column_recurrent_states(memory), piece(is_first[:, :-1]))
             loss = value_loss(out[..., 0], piece(target), normalise_weights(piece(weight)))
             critic.optimizer.step(loss, progress)
             losses.append(loss.item() / P)
         if critic.net.gru_units:  # with the weights that evaluate the next batch
             with torch.no_grad():
-                memories = critic.net.unroll(views, memory, fresh[:, :-1])[1]
+                memories = critic.net.unroll(views, memory, is_first[:, :-1])[1]
             assert memories is not None
             critic.recurrent_states[batch.worker] = memories[:, -1]
         return float(np.mean(losses))
@@ -272,15 +272,19 @@ class ActorCriticLearner(NetLearner):
         advantage, aim, weight = stack.rows(advantages), stack.rows(aims), stack.rows(known.float())
         if self.config.normalize_advantages:
             advantage = self._standardised(advantage, weight)
-        views, fresh = stack.observations(batch.obs)[:, :-1], self._fresh(batch, len(names), S)[:, :-1]
+        views, is_first = stack.observations(batch.obs)[:, :-1], self._fresh(batch, len(names), S)[:, :-1]
         actions, logp = stack.actions(batch), stack.rows(batch.logp)
-        legal = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
+        action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
         memory = batch.recurrent_state.get("+".join(names))
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
         bonus = self.config.entropy_at(progress)
         for piece in self._parts(weight, bool(stack.net.gru_units)):
-            out, value = stack.net.unroll_with_values(piece(views), piece.column_recurrent_states(memory), piece(fresh))
-            score = stack.head.evaluate_actions(out, piece(actions), None if legal is None else piece(legal))
+            out, value = stack.net.unroll_with_values(
+                piece(views), piece.column_recurrent_states(memory), piece(is_first)
+            )
+            score = stack.head.evaluate_actions(
+                out, piece(actions), None if action_mask is None else piece(action_mask)
+            )
             told = [
                 x.flatten(1).unbind() for x in (*score, piece(logp), piece(advantage), normalise_weights(piece(weight)))
             ]
@@ -299,7 +303,7 @@ class ActorCriticLearner(NetLearner):
                     line[-1]["auxiliary_loss"] = missed.detach()
             norms = stack.optimizer.step(total, progress)
             for p in range(len(names)):
-                lines[p][-1]["gradient"] = norms[p]
+                lines[p][-1]["grad_norm"] = norms[p]
         stack.version += len(lines[0])
         return {name: mean_metrics(own) for name, own in zip(names, lines, strict=True)}
 
@@ -310,10 +314,10 @@ class ActorCriticLearner(NetLearner):
         found = torch.from_numpy(batch.logp.copy())
         for stack in self.stacks:
             names, S = stack.seat_mapping.names, len(stack.seat_mapping.seats[0])
-            fresh, memory = self._fresh(batch, len(names), S)[:, :-1], batch.recurrent_state.get("+".join(names))
-            legal = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
-            out, _ = stack.net.unroll(stack.observations(batch.obs)[:, :-1], memory, fresh)
-            logp, _ = stack.head.evaluate_actions(out, stack.actions(batch), legal)
+            is_first, memory = self._fresh(batch, len(names), S)[:, :-1], batch.recurrent_state.get("+".join(names))
+            action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
+            out, _ = stack.net.unroll(stack.observations(batch.obs)[:, :-1], memory, is_first)
+            logp, _ = stack.head.evaluate_actions(out, stack.actions(batch), action_mask)
             found[..., stack.seat_mapping.all_seats] = self._by_seat(logp, S)
         return np.where(batch.agent_mask[:-1], found.numpy(), batch.logp)
 
@@ -343,8 +347,8 @@ class ActorCriticLearner(NetLearner):
     @staticmethod
     def _fresh(batch: RolloutBatch, P: int, S: int) -> Tensor:
         """Returns a mask of the first steps of games, for each column [P, T+1, B*S]."""
-        fresh = torch.from_numpy(batch.is_first).repeat_interleave(S, 1)
-        return fresh.expand(P, *fresh.shape)
+        is_first = torch.from_numpy(batch.is_first).repeat_interleave(S, 1)
+        return is_first.expand(P, *is_first.shape)
 
     @staticmethod
     def _by_seat(x: Tensor, S: int) -> Tensor:

@@ -122,11 +122,11 @@ class COMALearner(NetLearner):
         """Trains the critics for `epochs` passes over the batch, then takes one step with the policies; returns metrics
         by policy."""
         self.random = torch.Generator().manual_seed(derive_seed(self.seeds[self.names[0]], "coma", self.updates))
-        scene, targets, known = self._credit(batch)
+        critic_inputs, targets, known = self._credit(batch)
         lines: dict[str, Metrics] = {}
-        losses = [self._train_critics(i, scene, targets, known, progress) for i in range(len(self.stacks))]
-        q = self._values([judge.net for judge in self.critics], scene)
-        advantages = counterfactual_advantages(q, scene.action_probs, scene.actions)[:-1]
+        losses = [self._train_critics(i, critic_inputs, targets, known, progress) for i in range(len(self.stacks))]
+        q = self._values([judge.net for judge in self.critics], critic_inputs)
+        advantages = counterfactual_advantages(q, critic_inputs.action_probs, critic_inputs.actions)[:-1]
         for stack, loss in zip(self.stacks, losses, strict=True):
             for name, line in self._improve(stack, batch, advantages, progress).items():
                 lines[name] = {"value_loss": loss} | line
@@ -146,26 +146,28 @@ class COMALearner(NetLearner):
         the others' next actions sampled from their policies: the seats of the last step act, with the action masks they
         had then.
         """
-        scene, ends = self._scenes(batch)
+        critic_inputs, ends = self._critic_inputs(batch)
         targets = [judge.target for judge in self.critics]
-        q = self._values(targets, scene)
-        values = q.gather(-1, scene.actions[..., None])[..., 0]
-        values[-1] = (scene.action_probs * q).sum(-1)[-1]
+        q = self._values(targets, critic_inputs)
+        values = q.gather(-1, critic_inputs.actions[..., None])[..., 0]
+        values[-1] = (critic_inputs.action_probs * q).sum(-1)[-1]
         bootstrap = torch.zeros(batch.rewards.shape)
         times, games = _ends(batch)
         if len(times):
             cut = ~torch.from_numpy(batch.seats_terminated)[times, games]  # [F, N]
             worth = (ends.action_probs * self._values(targets, ends)).sum(-1)
             bootstrap[times, games] = torch.where(cut, worth, 0.0)
-        rewards, over, acting = (torch.from_numpy(x) for x in (batch.rewards, batch.seats_done, batch.agent_mask))
-        course = AdvantageInputs(rewards, values, bootstrap, over, acting)
+        rewards, over, agent_mask = (torch.from_numpy(x) for x in (batch.rewards, batch.seats_done, batch.agent_mask))
+        course = AdvantageInputs(rewards, values, bootstrap, over, agent_mask)
         advantages, known = gae(course, gamma=self.config.gamma, gae_lambda=self.config.td_lambda)
-        return scene, advantages + values[:-1], known
+        return critic_inputs, advantages + values[:-1], known
 
-    def _train_critics(self, i: int, scene: CriticInputs, targets: Tensor, known: Tensor, progress: float) -> float:
+    def _train_critics(
+        self, i: int, critic_inputs: CriticInputs, targets: Tensor, known: Tensor, progress: float
+    ) -> float:
         """Trains the critics of a stack on their targets; returns the mean loss."""
         stack, judge = self.stacks[i], self.critics[i]
-        rows = (scene.inputs[:-1], scene.actions[:-1], targets, known.float())
+        rows = (critic_inputs.inputs[:-1], critic_inputs.actions[:-1], targets, known.float())
         seen, actions, target, weight = (stack.rows(x) for x in rows)
         losses = []
         for part in self._parts(weight[0].numel()):
@@ -188,10 +190,10 @@ class COMALearner(NetLearner):
     ) -> dict[str, Metrics]:
         """Takes one step with the policies of a stack; returns metrics by policy."""
         names = stack.seat_mapping.names
-        views, fresh, legal = self._given(stack, batch)
-        out, _ = stack.net.unroll(views[:, :-1], batch.recurrent_state.get("+".join(names)), fresh[:, :-1])
+        views, is_first, action_mask = self._given(stack, batch)
+        out, _ = stack.net.unroll(views[:, :-1], batch.recurrent_state.get("+".join(names)), is_first[:, :-1])
         actions = stack.rows(batch.actions).long()
-        logp, entropy = stack.head.evaluate_actions(out, actions, None if legal is None else legal[:, :-1])
+        logp, entropy = stack.head.evaluate_actions(out, actions, None if action_mask is None else action_mask[:, :-1])
         told = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
         share = normalise_weights(stack.rows(batch.agent_mask[:-1]).float())
         total, lines = out.new_zeros(()), []
@@ -202,11 +204,11 @@ class COMALearner(NetLearner):
             lines.append({"policy_loss": loss.detach(), **metrics})
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
-        return {name: mean_metrics([lines[p] | {"gradient": norms[p]}]) for p, name in enumerate(names)}
+        return {name: mean_metrics([lines[p] | {"grad_norm": norms[p]}]) for p, name in enumerate(names)}
 
     # ---- critic inputs
 
-    def _scenes(self, batch: RolloutBatch) -> tuple[CriticInputs, CriticInputs]:
+    def _critic_inputs(self, batch: RolloutBatch) -> tuple[CriticInputs, CriticInputs]:
         """Returns critic inputs of the batch [T+1, B], with sampled actions at the last step, and of the ends of games
         [F], with all actions sampled."""
         (T, B, N), A, F = batch.rewards.shape, self.num_actions, len(batch.final_obs)
@@ -216,11 +218,11 @@ class COMALearner(NetLearner):
             moments, ends = self._probabilities(stack, batch)
             policy[:, :, seats, :choices], last[:, seats, :choices] = moments, ends
         times, games = _ends(batch)
-        acting = torch.from_numpy(batch.agent_mask)
+        agent_mask = torch.from_numpy(batch.agent_mask)
         actions = torch.cat([torch.from_numpy(batch.actions).long() * self.learns, self._draw(policy[-1:])])
         drawn = self._draw(last)
-        seen = self._seen(batch.obs, batch.state, actions, acting)
-        alive = acting[times, games] & ~torch.from_numpy(batch.seats_terminated)[times, games]
+        seen = self._seen(batch.obs, batch.state, actions, agent_mask)
+        alive = agent_mask[times, games] & ~torch.from_numpy(batch.seats_terminated)[times, games]
         final = self._seen(batch.final_obs, batch.final_state, drawn, alive)
         return CriticInputs(seen, policy, actions), CriticInputs(final, last, drawn)
 
@@ -228,16 +230,16 @@ class COMALearner(NetLearner):
         """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...], a mask of first steps,
         and action masks."""
         P, S = len(stack.seat_mapping.names), len(stack.seat_mapping.seats[0])
-        fresh = torch.from_numpy(batch.is_first).repeat_interleave(S, 1)
-        legal = None if batch.action_mask is None else stack.rows(batch.action_mask)
-        return stack.observations(batch.obs), fresh.expand(P, *fresh.shape), legal
+        is_first = torch.from_numpy(batch.is_first).repeat_interleave(S, 1)
+        action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)
+        return stack.observations(batch.obs), is_first.expand(P, *is_first.shape), action_mask
 
     def _probabilities(self, stack: PolicyStack, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
         S, times, games = len(stack.seat_mapping.seats[0]), *_ends(batch)
-        views, fresh, legal = self._given(stack, batch)
-        out, memories = stack.net.unroll(views, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), fresh)
-        moments = _logits(stack, out, legal).exp().unflatten(2, (-1, S)).movedim(0, 2).flatten(2, 3)
+        views, is_first, action_mask = self._given(stack, batch)
+        out, memories = stack.net.unroll(views, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), is_first)
+        moments = _logits(stack, out, action_mask).exp().unflatten(2, (-1, S)).movedim(0, 2).flatten(2, 3)
         if not len(times):
             return moments, moments[0, :0]
 
@@ -245,7 +247,7 @@ class COMALearner(NetLearner):
             return None if x is None else x.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
 
         final, _ = stack.net.unroll(stack.observations(batch.final_obs, 1)[:, None], at_ends(memories))
-        ends = _logits(stack, final[:, 0], at_ends(legal)).exp()
+        ends = _logits(stack, final[:, 0], at_ends(action_mask)).exp()
         return moments, ends.unflatten(1, (-1, S)).movedim(0, 1).flatten(1, 2)
 
     def _draw(self, policy: Tensor) -> Tensor:
@@ -253,23 +255,23 @@ class COMALearner(NetLearner):
         race = torch.empty_like(policy).exponential_(generator=self.random)
         return torch.argmax(policy / race, -1)
 
-    def _seen(self, obs: np.ndarray, state: np.ndarray | None, actions: Tensor, acting: Tensor) -> Tensor:
+    def _seen(self, obs: np.ndarray, state: np.ndarray | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
         """Returns the critic input of each seat [..., N, D]: state or all observations, the others' actions (one-hot),
         and the seat."""
         N, A = len(self.env.seats), self.num_actions
         whole = self.global_features(obs, state, actions.dim() - 1)
-        done = nn.functional.one_hot(actions, A) * (acting & self.learns)[..., None]
+        done = nn.functional.one_hot(actions, A) * (agent_mask & self.learns)[..., None]
         others = (done[..., None, :, :] * (1 - torch.eye(N))[..., None]).flatten(-2)
         shape = (*actions.shape[:-1], N)
         return torch.cat([whole[..., None, :].expand(*shape, -1), others, torch.eye(N).expand(*shape, N)], -1)
 
     @torch.no_grad()
-    def _values(self, nets: list[Net], scene: CriticInputs) -> Tensor:
+    def _values(self, nets: list[Net], critic_inputs: CriticInputs) -> Tensor:
         """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for actions that a seat
         lacks."""
-        q, lead = torch.zeros(scene.action_probs.shape), scene.action_probs.dim() - 2
+        q, lead = torch.zeros(critic_inputs.action_probs.shape), critic_inputs.action_probs.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):
-            rows = stack.seat_mapping.select_seats(scene.inputs, lead)  # [P, ..., S, D]
+            rows = stack.seat_mapping.select_seats(critic_inputs.inputs, lead)  # [P, ..., S, D]
             out = net(rows.flatten(1, -2)).unflatten(1, rows.shape[1:-1])
             q[..., stack.seat_mapping.all_seats, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
         return q
@@ -297,8 +299,8 @@ def _ends(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(times), torch.from_numpy(games)
 
 
-def _logits(stack: PolicyStack, out: Tensor, legal: Tensor | None) -> Tensor:
+def _logits(stack: PolicyStack, out: Tensor, action_mask: Tensor | None) -> Tensor:
     """Returns normalised log-probabilities of every action [..., A]."""
     head = stack.head
     assert isinstance(head, CategoricalHead)
-    return head.logits(out, legal)
+    return head.logits(out, action_mask)

@@ -109,23 +109,23 @@ class DDPGLearner(OffPolicyLearner):
         return self._of(self.copies[i], self.stacks[i].head, views, action_mask, generator)
 
     def _of(
-        self, net: Net, head: Head, views: Tensor, legal: Tensor | None, generator: torch.Generator
+        self, net: Net, head: Head, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
         out = net(views)
         if isinstance(head, TanhHead):
             return PolicyOutput(out, torch.tanh(out))
         assert isinstance(head, CategoricalHead)
         return PolicyOutput(
-            out, gumbel_softmax(head.logits(out, legal), generator, temperature=self.config.gumbel_temperature)
+            out, gumbel_softmax(head.logits(out, action_mask), generator, temperature=self.config.gumbel_temperature)
         )
 
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         return q.amin(0)[..., 0]
 
-    def loss(self, i: int, q: Tensor, answer: PolicyOutput, scene: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
+    def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
         """Returns the deterministic policy gradient loss, by the first critic alone as in Fujimoto et al."""
-        size = (scene.policy_weights[..., None] * answer.outputs.square()).sum(1).mean(-1)
-        return actor_loss(q[0][..., 0], scene.policy_weights) + self.config.action_l2_coef * size, {
+        size = (batch.policy_weights[..., None] * answer.outputs.square()).sum(1).mean(-1)
+        return actor_loss(q[0][..., 0], batch.policy_weights) + self.config.action_l2_coef * size, {
             "outputs": size.detach()
         }
 

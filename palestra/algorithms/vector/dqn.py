@@ -46,7 +46,7 @@ class DQNLearner(QLearner):
             norms = stack.optimizer.step(loss, progress)
             sums = 0.5 * (weight / count * error.square()).sum((1, 2))
             mean = ((weight > 0) * taken.detach() / count).sum((1, 2))
-            lines.append({"q_loss": sums, "q": mean, "gradient": norms})
+            lines.append({"q_loss": sums, "q": mean, "grad_norm": norms})
             errors.append(rows_by_seat(stack, error.abs() * (weight > 0)))
             known.append(rows_by_seat(stack, weight > 0))
         counts = torch.cat(known, -1).sum(-1)

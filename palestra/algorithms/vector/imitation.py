@@ -60,8 +60,8 @@ def record_demonstrations(
 
 def to_demonstrations(batch: RolloutBatch) -> Demonstrations:
     """Returns the transitions of a batch as demonstrations that share its arrays."""
-    legal = None if batch.action_mask is None else batch.action_mask[:-1]
-    return Demonstrations(batch.obs[:-1], batch.actions, batch.agent_mask[:-1], batch.is_first[:-1], legal)
+    action_mask = None if batch.action_mask is None else batch.action_mask[:-1]
+    return Demonstrations(batch.obs[:-1], batch.actions, batch.agent_mask[:-1], batch.is_first[:-1], action_mask)
 
 
 def read_demonstrations(path: str | Path, env: VectorEnv) -> Demonstrations:
@@ -141,8 +141,8 @@ class DemoBatch:
         """The policies without any action in the demonstrations."""
         return [
             name
-            for name, acting in zip(self.stack.seat_mapping.names, self.agent_mask, strict=True)
-            if not acting.any()
+            for name, agent_mask in zip(self.stack.seat_mapping.names, self.agent_mask, strict=True)
+            if not agent_mask.any()
         ]
 
     def sample(self, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -242,8 +242,8 @@ class BCLearner(NetLearner):
         stack, length = shown.stack, self.config.sequence_length if shown.stack.config.gru_units else 1
         at, moves = shown.sample(max(1, self.config.batch_size // length), length, generator)
         out, _ = stack.net.unroll(shown.network_inputs(at), None, shown.gather(shown.is_first, at))
-        legal = None if shown.action_mask is None else shown.gather(shown.action_mask, at)
-        logp, entropy = stack.head.evaluate_actions(out, shown.gather(shown.actions, at), legal)
+        action_mask = None if shown.action_mask is None else shown.gather(shown.action_mask, at)
+        logp, entropy = stack.head.evaluate_actions(out, shown.gather(shown.actions, at), action_mask)
         share = normalise_weights(moves.float())
         total, lines = out.new_zeros(()), []
         for own, spread, weight in zip(logp.flatten(1), entropy.flatten(1), share.flatten(1), strict=True):
@@ -253,7 +253,7 @@ class BCLearner(NetLearner):
             lines.append(metrics | {"entropy": uncertainty.detach()})
         norms = stack.optimizer.step(total, progress)
         stack.version += 1
-        return [line | {"gradient": norm} for line, norm in zip(lines, norms, strict=True)]
+        return [line | {"grad_norm": norm} for line, norm in zip(lines, norms, strict=True)]
 
 
 # ---- generative adversarial imitation

@@ -157,12 +157,12 @@ class NFSPLearner(DQNLearner):
         obs = stack.seat_mapping.network_inputs(batch.obs, 2).flatten(2, 3)[:, :-1]
         chosen = (stack.rows(batch.logp) == BEST_RESPONSE_LOGP) & stack.rows(batch.agent_mask)[:, :-1]
         actions = stack.actions(batch)
-        legal = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
+        action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
         for p, name in enumerate(stack.seat_mapping.names):
             kept = chosen[p]
             rows = {"obs": obs[p][kept].numpy(), "actions": actions[p][kept].numpy()}
-            if legal is not None:
-                rows["action_mask"] = legal[p][kept].numpy()
+            if action_mask is not None:
+                rows["action_mask"] = action_mask[p][kept].numpy()
             self.reservoirs[name].add(rows, rng)
 
     def _all_remember(self) -> bool:

@@ -163,10 +163,10 @@ class OffPolicyLearner(NetLearner):
         there."""
 
     @abstractmethod
-    def loss(self, i: int, q: Tensor, answer: PolicyOutput, scene: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
+    def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
         """Returns the policies' losses [P] and metrics [P]."""
 
-    def after_policy_step(self, i: int, answer: PolicyOutput, scene: UpdateBatch, progress: float) -> TensorMetrics:
+    def after_policy_step(self, i: int, answer: PolicyOutput, batch: UpdateBatch, progress: float) -> TensorMetrics:
         """Updates anything else after a policy step; returns metrics."""
         return {}
 
@@ -244,12 +244,12 @@ class OffPolicyLearner(NetLearner):
         stack."""
         targets = self.targets(moves, generator)
         joint = self.action_encoder.encode(moves.actions, moves.agent_mask)
-        scenes = [self._scene(stack, moves, joint) for stack in self.stacks]
-        lines = [self._train_critics(*judged, progress) for judged in zip(self.critics, scenes, targets, strict=True)]
+        batches = [self._update_batch(stack, moves, joint) for stack in self.stacks]
+        lines = [self._train_critics(*judged, progress) for judged in zip(self.critics, batches, targets, strict=True)]
         self.steps += 1
         if self.steps % self.policy_delay == 0:
-            for i, scene in enumerate(scenes):
-                lines[i] |= self._improve(i, scene, generator, progress)
+            for i, batch in enumerate(batches):
+                lines[i] |= self._improve(i, batch, generator, progress)
             for net, target in self.polyak_pairs():
                 polyak_update(net, target, self.config.tau)
         return lines
@@ -277,15 +277,15 @@ class OffPolicyLearner(NetLearner):
         )
         if self.config.critic == "own":  # the next step is the seat's own next decision
             return answer
-        acting, nothing = stack.rows(moves.next_agent_mask, 1)[..., None], idle_code(stack.head)
-        answer.action_codes = torch.where(acting, answer.action_codes, nothing)
+        agent_mask, nothing = stack.rows(moves.next_agent_mask, 1)[..., None], idle_code(stack.head)
+        answer.action_codes = torch.where(agent_mask, answer.action_codes, nothing)
         if answer.logp is not None:
             certain = (1 - nothing) * MASKED_LOGIT if answer.logp.dim() > 2 else torch.zeros(1)
             logp = answer.logp if answer.logp.dim() > 2 else answer.logp[..., None]
-            answer.logp = torch.where(acting, logp, certain).view_as(answer.logp)
+            answer.logp = torch.where(agent_mask, logp, certain).view_as(answer.logp)
         return answer
 
-    def _scene(self, stack: PolicyStack, moves: TransitionBatch, joint: Tensor) -> UpdateBatch:
+    def _update_batch(self, stack: PolicyStack, moves: TransitionBatch, joint: Tensor) -> UpdateBatch:
         weight = stack.seat_mapping.select_seats(moves.weight, 1)  # [P, M, S]
         return UpdateBatch(
             observations=stack.observations(moves.obs, 1),
@@ -297,31 +297,31 @@ class OffPolicyLearner(NetLearner):
         )
 
     def _train_critics(
-        self, critic: CriticEnsemble, scene: UpdateBatch, target: Tensor, progress: float
+        self, critic: CriticEnsemble, batch: UpdateBatch, target: Tensor, progress: float
     ) -> TensorMetrics:
-        q = critic.taken_q_values(scene.critic_inputs, scene.action_codes)
-        loss = critic_loss(q, target, scene.critic_weights)
+        q = critic.taken_q_values(batch.critic_inputs, batch.action_codes)
+        loss = critic_loss(q, target, batch.critic_weights)
         critic.optimizer.step(loss.sum(), progress)
-        seats = scene.critic_weights.sum(1).clamp(min=1e-8)
-        return {"critic_loss": loss.detach(), "q": (scene.critic_weights * q[0].detach()).sum(1) / seats}
+        seats = batch.critic_weights.sum(1).clamp(min=1e-8)
+        return {"critic_loss": loss.detach(), "q": (batch.critic_weights * q[0].detach()).sum(1) / seats}
 
-    def _improve(self, i: int, scene: UpdateBatch, generator: torch.Generator, progress: float) -> TensorMetrics:
+    def _improve(self, i: int, batch: UpdateBatch, generator: torch.Generator, progress: float) -> TensorMetrics:
         stack, critic = self.stacks[i], self.critics[i]
-        answer = self.policy_output(i, scene.observations, scene.action_mask, generator)
+        answer = self.policy_output(i, batch.observations, batch.action_mask, generator)
         with frozen_parameters(critic.net):
-            q = critic.q_values(critic.net, scene.critic_inputs, answer.action_codes)
-        loss, metrics = self.loss(i, q, answer, scene)
+            q = critic.q_values(critic.net, batch.critic_inputs, answer.action_codes)
+        loss, metrics = self.loss(i, q, answer, batch)
         norms = stack.optimizer.step(loss.sum(), progress)
         stack.version += 1
-        metrics = {"policy_loss": loss.detach(), "gradient": norms} | metrics
-        return metrics | self.after_policy_step(i, answer, scene, progress)
+        metrics = {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
+        return metrics | self.after_policy_step(i, answer, batch, progress)
 
-    def _seen(self, stack: PolicyStack, obs: Tensor, state: Tensor | None, acting: Tensor, joint: Tensor) -> Tensor:
+    def _seen(self, stack: PolicyStack, obs: Tensor, state: Tensor | None, agent_mask: Tensor, joint: Tensor) -> Tensor:
         """Returns the critics' inputs besides the seat's own action [P, R, ...]."""
         if self.config.critic == "own":
             return stack.observations(obs, 1)
         seating, N = stack.seat_mapping, len(self.env.seats)
-        whole = torch.cat([self.global_features(obs, state, 1), acting.float()], -1)[None, :, None]
+        whole = torch.cat([self.global_features(obs, state, 1), agent_mask.float()], -1)[None, :, None]
         others = self.action_encoder.other_actions(joint, seating)
         ids = torch.eye(N)[torch.tensor(seating.seats)][:, None]  # [P, 1, S, N]
         shape = others.shape[:3]
@@ -373,11 +373,11 @@ def check_supported(
 def uniform_actions(head: Head) -> ActionSelector:
     """Returns an action function that samples legal actions uniformly."""
 
-    def choose(out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, BoundedHead):
             unit = torch.empty(*out.shape[:-1], head.width).uniform_(-1, 1, generator=generator)
             return head.from_unit(unit), torch.full(unit.shape[:-1], -head.width * LOG_2)
-        return head.sample(torch.zeros_like(out), legal, generator)
+        return head.sample(torch.zeros_like(out), action_mask, generator)
 
     return choose
 

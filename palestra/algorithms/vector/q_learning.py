@@ -127,11 +127,11 @@ class ValueHead(Head):
         """Returns an epsilon-greedy action function: with probability `epsilon` a uniform legal action, otherwise the
         best."""
 
-        def choose(out: Tensor, legal: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
-            action = self.mode(out, legal)
+        def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
+            action = self.mode(out, action_mask)
             dice = torch.rand(action.shape, generator=generator)
             lots = torch.rand(*action.shape, self.num_actions, generator=generator)
-            return torch.where(dice < epsilon, best_action(lots, legal), action), None
+            return torch.where(dice < epsilon, best_action(lots, action_mask), action), None
 
         return choose
 
@@ -260,8 +260,8 @@ class QLearner(NetLearner):
                 after = stack.observations(drawn.next_obs)
                 judge = head.values(target.unroll(after)[0])
                 chooser = head.values(stack.net.unroll(after)[0]) if self.config.double else judge
-        legal = None if drawn.next_action_mask is None else stack.rows(drawn.next_action_mask)
-        following = next_value(judge, chooser if self.config.double else judge, legal)
+        action_mask = None if drawn.next_action_mask is None else stack.rows(drawn.next_action_mask)
+        following = next_value(judge, chooser if self.config.double else judge, action_mask)
         return gather_values(q, stack.rows(drawn.actions)), following
 
     # ---- state
@@ -313,9 +313,9 @@ def as_sequences(moves: TransitionBatch) -> TransitionBatch:
 def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: SequenceBatch) -> tuple[Tensor, Tensor]:
     """Returns values of every step, and those of each seat's own next decision without gradients, both [P, T, R, A]."""
     P, S = len(stack.seat_mapping.names), len(stack.seat_mapping.seats[0])
-    fresh = drawn.is_first.repeat_interleave(S, 1)
+    is_first = drawn.is_first.repeat_interleave(S, 1)
     memory = drawn.recurrent_states.get("+".join(stack.seat_mapping.names))
-    out, memories = net.unroll(stack.observations(drawn.obs), memory, fresh.expand(P, *fresh.shape))
+    out, memories = net.unroll(stack.observations(drawn.obs), memory, is_first.expand(P, *is_first.shape))
     q = head.values(out)
     with torch.no_grad():
         times, stretches = drawn.truncations
@@ -324,8 +324,8 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
             before = None if memories is None else memories.unflatten(2, (-1, S))[:, times, stretches].flatten(1, 2)
             last, _ = net.unroll(stack.observations(drawn.final_obs, 1)[:, None], before)
             ends.unflatten(2, (-1, S))[:, times, stretches] = head.values(last[:, 0]).unflatten(1, (-1, S))
-        moment = stack.rows(drawn.step_index)[..., None].expand(*q[:, :-1].shape)
-        following = torch.cat([q, ends], 1).gather(1, moment)
+        step_index = stack.rows(drawn.step_index)[..., None].expand(*q[:, :-1].shape)
+        following = torch.cat([q, ends], 1).gather(1, step_index)
     return q[:, :-1], following
 
 

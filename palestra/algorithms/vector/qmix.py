@@ -97,13 +97,13 @@ class QMIXLearner(QLearner):
         mean = (known * total.detach()).sum() / known.sum().clamp(min=1)
         for stack, (taken, _), slope in zip(self.stacks, judged, slopes, strict=True):
             norms = stack.optimizer.step((taken * slope).sum(), progress)  # the chain rule, member by member
-            lines.append({"q_loss": loss.detach().expand(len(norms)), "q": mean.expand(len(norms)), "gradient": norms})
+            lines.append({"q_loss": loss.detach().expand(len(norms)), "q": mean.expand(len(norms)), "grad_norm": norms})
         return lines, error.abs() * known, known
 
-    def _mixed(self, mixer: nn.Module, values: list[Tensor], acting: Tensor, state: Tensor) -> Tensor:
+    def _mixed(self, mixer: nn.Module, values: list[Tensor], agent_mask: Tensor, state: Tensor) -> Tensor:
         """Returns the team's value [T, M] from the stacks' values [P, T, R]; 0 for seats that do not act."""
         q = torch.cat([rows_by_seat(stack, own) for stack, own in zip(self.stacks, values, strict=True)], -1)
-        q = q * acting[..., self.seats]
+        q = q * agent_mask[..., self.seats]
         mixed: Tensor = mixer(q.flatten(0, 1), state.flatten(0, 1)).view(q.shape[:2])
         return mixed
 
@@ -117,8 +117,8 @@ class QMIXLearner(QLearner):
         now = every[:-1]
         ends = torch.zeros_like(now)
         ends[drawn.truncations] = self._together(drawn.final_obs)
-        moment = drawn.step_index[..., self.seats[0], None].expand(now.shape)
-        return now, torch.cat([every, ends]).gather(0, moment)
+        step_index = drawn.step_index[..., self.seats[0], None].expand(now.shape)
+        return now, torch.cat([every, ends]).gather(0, step_index)
 
     def _together(self, obs: Tensor) -> Tensor:
         """Returns all observations concatenated, [..., N, *padded] -> [..., G]; of width 0 for `vdn`, which ignores

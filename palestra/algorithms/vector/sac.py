@@ -102,15 +102,15 @@ class SACLearner(OffPolicyLearner):
             return expected_soft_value(least, answer.logp, alpha)
         return soft_value(least[..., 0], answer.logp, alpha)
 
-    def loss(self, i: int, q: Tensor, answer: PolicyOutput, scene: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
-        return actor_loss(self.target_value(i, q, answer), scene.policy_weights), {}
+    def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
+        return actor_loss(self.target_value(i, q, answer), batch.policy_weights), {}
 
-    def after_policy_step(self, i: int, answer: PolicyOutput, scene: UpdateBatch, progress: float) -> TensorMetrics:
+    def after_policy_step(self, i: int, answer: PolicyOutput, batch: UpdateBatch, progress: float) -> TensorMetrics:
         """Updates the temperature; returns metrics."""
         entropy = self._entropy(i, answer)
-        share, alpha = scene.policy_weights, self.alphas[i]
+        share, alpha = batch.policy_weights, self.alphas[i]
         if self.config.learn_alpha:
-            loss = temperature_loss(alpha.log, entropy, self._wanted(i, scene), share)
+            loss = temperature_loss(alpha.log, entropy, self._wanted(i, batch), share)
             self.alpha_adams[i].step(loss.sum(), progress)
         mean = (share * entropy).sum(1) / share.sum(1).clamp(min=1e-8)
         return {"entropy": mean, "alpha": alpha()[:, 0]}
@@ -121,16 +121,16 @@ class SACLearner(OffPolicyLearner):
         logp = answer.logp.detach()
         return -(logp.exp() * logp).sum(-1) if self.critics[i].value_per_action else -logp
 
-    def _wanted(self, i: int, scene: UpdateBatch) -> Tensor:
+    def _wanted(self, i: int, batch: UpdateBatch) -> Tensor:
         """Returns the target entropy [P, R] in nats."""
         head, set_to = self.stacks[i].head, self.config.target_entropy
         if isinstance(head, SquashedHead):
             return torch.full(
-                scene.policy_weights.shape, (DEFAULT_ENTROPY_PER_DIM if set_to is None else set_to) * head.width
+                batch.policy_weights.shape, (DEFAULT_ENTROPY_PER_DIM if set_to is None else set_to) * head.width
             )
         share = DEFAULT_ENTROPY_SHARE if set_to is None else set_to
-        choices = torch.full(scene.policy_weights.shape, float(head.outputs))
-        choices = choices if scene.action_mask is None else scene.action_mask.sum(-1).clamp(min=1)
+        choices = torch.full(batch.policy_weights.shape, float(head.outputs))
+        choices = choices if batch.action_mask is None else batch.action_mask.sum(-1).clamp(min=1)
         return share * torch.log(choices)
 
     def modules(self) -> dict[str, nn.Module]:

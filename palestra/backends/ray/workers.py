@@ -35,7 +35,7 @@ from palestra.backends.task_queue import (
     task_error,
     worker_start_error,
 )
-from palestra.populations.tasks import ResultDict, Task, TaskResult, WorkerFactory
+from palestra.populations.tasks import Result, Task, TaskResult, WorkerFactory
 from palestra.rollouts.failures import ErrorText, describe_error
 from palestra.runs.worker_stats import process_label, worker_stats
 
@@ -59,7 +59,7 @@ class _Actor:
             return describe_error(error)
         return (process_label(),)
 
-    def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[ResultDict, float, FileBundle] | ErrorText:
+    def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[Result, float, FileBundle] | ErrorText:
         """Fetches missing members, runs the task and returns result, seconds and output files, or the fault."""
         for name, files in members.items():
             if name not in self._members:
@@ -242,7 +242,7 @@ class RayBackend:
         hand.where = answer[0] if answer else hand.where  # reply to `make`, or to `greet`
         return None
 
-    def _done(self, task: Task, result: ResultDict, seconds: float, files: FileBundle) -> TaskResult:
+    def _done(self, task: Task, result: Result, seconds: float, files: FileBundle) -> TaskResult:
         out = unpack_folder(files, Path(tempfile.mkdtemp(dir=self._scratch))) if task.output_member else None
         return TaskResult(task, result, out, seconds)
 

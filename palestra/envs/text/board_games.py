@@ -37,14 +37,14 @@ class TextGame(Env):
     """Base class of games with exact `rules`.
 
     An answer is valid if it is one of the legal words. An invalid answer is replaced by a uniformly drawn legal word
-    and costs the seat `penalty` (nothing with `reward: outcome`). Rewards are the game's returns, paid at its end.
-    There are no teams, hence no `success` in info.
+    and costs the seat `illegal_penalty` (nothing with `reward: outcome`). Rewards are the game's returns, paid at its
+    end. There are no teams, hence no `success` in info.
 
     Both renderings show the same information states. `compact`: the role is the name of the game, and an answer must
     equal a word exactly, so a policy is a table of word probabilities. `full`: the role explains the rules, and the
     word after the last "####" counts, in upper or lower case.
 
-    `spoken` replaces the game's words, for models with a small vocabulary: `{"pass": "no", "bet": "yes"}`. Raises
+    `vocabulary` replaces the game's words, for models with a small vocabulary: `{"pass": "no", "bet": "yes"}`. Raises
     ValueError if that maps two words to one.
     """
 
@@ -54,18 +54,22 @@ class TextGame(Env):
     def __init__(
         self,
         rules: Rules[Any],
-        penalty: float,
-        spoken: Mapping[str, str] | None,
+        illegal_penalty: float,
+        vocabulary: Mapping[str, str] | None,
         reward: RewardMode,
         rendering: Rendering,
     ) -> None:
-        self.rules, self.spoken, self.rendering = rules, dict(spoken or {}), rendering
-        self.penalty = penalty if reward == "dense" else 0.0
+        self.rules, self.vocabulary, self.rendering = rules, dict(vocabulary or {}), rendering
+        self.illegal_penalty = illegal_penalty if reward == "dense" else 0.0
         self.seats = tuple(f"player_{player}" for player in range(rules.num_players))
-        self.action_words = [self.spoken.get(word, word) for word in rules.action_names]
-        if len({*self.spoken.values()}) < len(self.spoken) or len({*self.action_words}) < len(self.action_words):
-            raise ValueError(f"spoken: {self.spoken} says two things by one word, which nobody could tell apart")
-        ours = sorted(map(re.escape, self.spoken), key=len, reverse=True)
+        self.action_words = [self.vocabulary.get(word, word) for word in rules.action_names]
+        if len({*self.vocabulary.values()}) < len(self.vocabulary) or len({*self.action_words}) < len(
+            self.action_words
+        ):
+            raise ValueError(
+                f"vocabulary: {self.vocabulary} says two things by one word, which nobody could tell apart"
+            )
+        ours = sorted(map(re.escape, self.vocabulary), key=len, reverse=True)
         self._own_words = re.compile(rf"(?<![\w-])(?:{'|'.join(ours)})(?![\w-])") if ours else None
         name = rules.name.replace("_", " ")
         told = name if rendering == "compact" else f"{self._in_its_words(self.rules_text)}\n{ANSWER_FORMAT}"
@@ -88,7 +92,7 @@ class TextGame(Env):
         action = said[0] if said else self.rng.choice(legal)
         self.state = self.rules.next_state(self.state, action)
         info = {"invalid": {seat: not said}, "action": self.action_words[action]}
-        return self._said({} if said else {seat: -self.penalty}, info)
+        return self._said({} if said else {seat: -self.illegal_penalty}, info)
 
     def fork(self) -> Self:
         """Returns an independent copy; states are immutable, so only the random generator is copied."""
@@ -110,7 +114,7 @@ class TextGame(Env):
         return f"{self._in_its_words(told)} Say {' or '.join(self.action_words[action] for action in legal)}."
 
     def _in_its_words(self, told: str) -> str:
-        return self._own_words.sub(lambda found: self.spoken[found[0]], told) if self._own_words else told
+        return self._own_words.sub(lambda found: self.vocabulary[found[0]], told) if self._own_words else told
 
     def _said(self, rewards: dict[Seat, float], info: dict[str, Any]) -> Step:
         """Samples pending chance moves, then returns the next step."""
@@ -123,7 +127,9 @@ class TextGame(Env):
             return Step({}, rewards, info=info)
         legal, seat = self.rules.legal_actions(self.state), self.seats[turn]
         shown = self.format_observation(self.rules.info_state_text(self.state, turn), legal)
-        return Step({seat: shown}, rewards, legal={seat: [self.action_words[action] for action in legal]}, info=info)
+        return Step(
+            {seat: shown}, rewards, legal_actions={seat: [self.action_words[action] for action in legal]}, info=info
+        )
 
 
 class TextKuhn(TextGame):
@@ -142,12 +148,12 @@ class TextKuhn(TextGame):
         self,
         *,
         players: int = 2,
-        penalty: float = 0.5,
-        spoken: dict[str, str] | None = None,
+        illegal_penalty: float = 0.5,
+        vocabulary: dict[str, str] | None = None,
         reward: RewardMode = "dense",
         rendering: Rendering = "compact",
     ) -> None:
-        super().__init__(KuhnRules(players), penalty, spoken, reward, rendering)
+        super().__init__(KuhnRules(players), illegal_penalty, vocabulary, reward, rendering)
 
 
 class FixedRulesGame(TextGame):
@@ -158,12 +164,12 @@ class FixedRulesGame(TextGame):
     def __init__(
         self,
         *,
-        penalty: float = 0.5,
-        spoken: dict[str, str] | None = None,
+        illegal_penalty: float = 0.5,
+        vocabulary: dict[str, str] | None = None,
         reward: RewardMode = "dense",
         rendering: Rendering = "compact",
     ) -> None:
-        super().__init__(self.rules_class(), penalty, spoken, reward, rendering)
+        super().__init__(self.rules_class(), illegal_penalty, vocabulary, reward, rendering)
 
 
 class TextLeduc(FixedRulesGame):
@@ -196,12 +202,12 @@ class TextLiarsDice(TextGame):
         *,
         dice: int = 1,
         faces: int = 6,
-        penalty: float = 0.5,
-        spoken: dict[str, str] | None = None,
+        illegal_penalty: float = 0.5,
+        vocabulary: dict[str, str] | None = None,
         reward: RewardMode = "dense",
         rendering: Rendering = "compact",
     ) -> None:
-        super().__init__(LiarsDiceRules(dice, faces), penalty, spoken, reward, rendering)
+        super().__init__(LiarsDiceRules(dice, faces), illegal_penalty, vocabulary, reward, rendering)
 
 
 class TextTicTacToe(FixedRulesGame):
@@ -268,9 +274,9 @@ class TextBargaining(TextGame):
         counts: tuple[int, ...] = (1, 2),
         total: int = 6,
         turns: int = 4,
-        penalty: float = 0.5,
-        spoken: dict[str, str] | None = None,
+        illegal_penalty: float = 0.5,
+        vocabulary: dict[str, str] | None = None,
         reward: RewardMode = "dense",
         rendering: Rendering = "compact",
     ) -> None:
-        super().__init__(BargainingRules(counts, total, turns), penalty, spoken, reward, rendering)
+        super().__init__(BargainingRules(counts, total, turns), illegal_penalty, vocabulary, reward, rendering)

@@ -29,17 +29,24 @@ def area_resize_weights(source_size: int, target_size: int) -> np.ndarray:
 
 
 class AtariGame:
-    """One game with the preprocessing of Mnih et al. (2015). An action is repeated for `skip` frames; the pixelwise
-    maximum of the last two is turned to grey and resized to 84 x 84, and the last `stack` such pictures are the
-    observation uint8 [84, 84, stack], newest last. An episode begins with 0 to `noops` no-op frames, drawn from its
-    seed. All seats see the same picture; `tell_seat` adds a channel with the seat number (0 for the first seat, 255 for
-    the last).
+    """One game with the preprocessing of Mnih et al. (2015). An action is repeated for `frame_skip` frames; the
+    pixelwise maximum of the last two is turned to grey and resized to 84 x 84, and the last `frame_stack` such pictures
+    are the observation uint8 [84, 84, frame_stack], newest last. An episode begins with 0 to `noop_max` no-op frames,
+    drawn from its seed. All seats see the same picture; `agent_indicator` adds a channel with the seat number (0 for
+    the first seat, 255 for the last).
 
     Raises ValueError if the ROM is missing or PettingZoo cannot make the game.
     """
 
     def __init__(
-        self, game: str, options: dict[str, Any], *, skip: int, stack: int, noops: int, tell_seat: bool
+        self,
+        game: str,
+        options: dict[str, Any],
+        *,
+        frame_skip: int,
+        frame_stack: int,
+        noop_max: int,
+        agent_indicator: bool,
     ) -> None:
         roms = str(Path(ale_py.__file__).parent)
         options = {"obs_type": "grayscale_image", "auto_rom_install_path": roms} | options
@@ -47,62 +54,62 @@ class AtariGame:
             self.inner = load_game(f"pettingzoo.atari.{game}.{game}:parallel_env", options)
         except OSError as error:
             raise ValueError(f'there is no ROM for "{game}": {error}') from error
-        self.skip, self.noops, self.tell_seat = skip, noops, tell_seat
+        self.frame_skip, self.noop_max, self.agent_indicator = frame_skip, noop_max, agent_indicator
         seats, (height, width, _) = len(self.inner.spec.seats), self.inner.spec.observation_shapes[0]
         self.rows, self.columns = area_resize_weights(height, SCREEN_SIZE), area_resize_weights(width, SCREEN_SIZE).T
-        self.pictures = np.zeros((SCREEN_SIZE, SCREEN_SIZE, stack), np.uint8)
+        self.pictures = np.zeros((SCREEN_SIZE, SCREEN_SIZE, frame_stack), np.uint8)
         self.frames = [np.zeros((height, width), np.uint8)] * 2
         self.spec: VectorEnvSpec = replace(
-            self.inner.spec, observation_shapes=((SCREEN_SIZE, SCREEN_SIZE, stack + tell_seat),) * seats
+            self.inner.spec, observation_shapes=((SCREEN_SIZE, SCREEN_SIZE, frame_stack + agent_indicator),) * seats
         )
 
     def reset(self, seed: int) -> SingleStep:
-        moment, rng = self.inner.reset(seed), np.random.default_rng(seed)
+        step, rng = self.inner.reset(seed), np.random.default_rng(seed)
         nothing = self.spec.zero_actions(1)[0]
-        for _ in range(rng.integers(self.noops + 1)):
-            moment = self.inner.step(nothing)
-            if moment.terminated or moment.truncated:
-                moment = self.inner.reset(seed)
-        self.frames = [self._screen(moment)] * 2
+        for _ in range(rng.integers(self.noop_max + 1)):
+            step = self.inner.step(nothing)
+            if step.terminated or step.truncated:
+                step = self.inner.reset(seed)
+        self.frames = [self._screen(step)] * 2
         self.pictures[:] = self._picture()[..., None]
-        return self._shown(moment, [0.0] * len(self.spec.seats))
+        return self._shown(step, [0.0] * len(self.spec.seats))
 
     def step(self, actions: np.ndarray) -> SingleStep:
         rewards = np.zeros(len(self.spec.seats))
-        for _ in range(self.skip):
-            moment = self.inner.step(actions)
-            rewards += np.asarray(moment.rewards)
-            self.frames = [self.frames[1], self._screen(moment)]
-            if moment.terminated or moment.truncated:
+        for _ in range(self.frame_skip):
+            step = self.inner.step(actions)
+            rewards += np.asarray(step.rewards)
+            self.frames = [self.frames[1], self._screen(step)]
+            if step.terminated or step.truncated:
                 break
         self.pictures[..., :-1] = self.pictures[..., 1:]
         self.pictures[..., -1] = self._picture()
-        return self._shown(moment, rewards)
+        return self._shown(step, rewards)
 
     def close(self) -> None:
         self.inner.close()
 
-    def _screen(self, moment: SingleStep) -> np.ndarray:
+    def _screen(self, step: SingleStep) -> np.ndarray:
         """Returns the screen as any seat sees it; the previous screen if no seat sees one."""
-        return next((view[..., 0] for view in moment.observations if view is not None), self.frames[1])
+        return next((view[..., 0] for view in step.observations if view is not None), self.frames[1])
 
     def _picture(self) -> np.ndarray:
         return np.rint(self.rows @ np.maximum(*self.frames) @ self.columns).astype(np.uint8)
 
-    def _shown(self, moment: SingleStep, rewards: Any) -> SingleStep:
+    def _shown(self, step: SingleStep, rewards: Any) -> SingleStep:
         seats = len(self.spec.seats)
         views: list[np.ndarray | None] = [self.pictures] * seats
-        if self.tell_seat:
+        if self.agent_indicator:
             blank = np.ones((SCREEN_SIZE, SCREEN_SIZE, 1), np.uint8)
             views = [np.concatenate([self.pictures, blank * (255 * n // max(seats - 1, 1))], 2) for n in range(seats)]
-        return replace(moment, observations=views, rewards=rewards)
+        return replace(step, observations=views, rewards=rewards)
 
 
 class AtariEnv(PackageVectorEnv):
     """The multi-player Atari game `game` ("pong", "boxing", "tennis", "space_invaders", ...), made by PettingZoo with
-    `options` ("max_cycles": frames until a game is truncated), with the ROMs that ship with ale-py. `skip`, `stack`,
-    `noops` and `tell_seat` set the preprocessing (see `AtariGame`). Raises ValueError if `skip` or `stack` is below
-    1."""
+    `options` ("max_cycles": frames until a game is truncated), with the ROMs of ale-py. `frame_skip`, `frame_stack`,
+    `noop_max` and `agent_indicator` set the preprocessing (see `AtariGame`). Raises ValueError if `frame_skip` or
+    `frame_stack` is below 1."""
 
     name: ClassVar[str] = "atari"
 
@@ -111,14 +118,22 @@ class AtariEnv(PackageVectorEnv):
         num_envs: int = 16,
         *,
         game: str = "pong",
-        skip: int = 4,
-        stack: int = 4,
-        noops: int = 30,
-        tell_seat: bool = False,
+        frame_skip: int = 4,
+        frame_stack: int = 4,
+        noop_max: int = 30,
+        agent_indicator: bool = False,
         options: dict[str, Any] | None = None,
         num_processes: int = 0,
     ) -> None:
-        check_at_least_one("skip", skip)
-        check_at_least_one("stack", stack)
-        make = partial(AtariGame, game, options or {}, skip=skip, stack=stack, noops=noops, tell_seat=tell_seat)
+        check_at_least_one("frame_skip", frame_skip)
+        check_at_least_one("frame_stack", frame_stack)
+        make = partial(
+            AtariGame,
+            game,
+            options or {},
+            frame_skip=frame_skip,
+            frame_stack=frame_stack,
+            noop_max=noop_max,
+            agent_indicator=agent_indicator,
+        )
         super().__init__(make, num_envs, num_processes)

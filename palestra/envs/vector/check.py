@@ -179,11 +179,11 @@ def random_actions(env: VectorEnv, vector_step: VectorStep, rng: np.random.Gener
     B, N = env.num_envs, len(env.seats)
     first = env.action_spaces[0]
     if isinstance(first, Discrete):
-        legal = vector_step.action_mask
-        if legal is None:
+        action_mask = vector_step.action_mask
+        if action_mask is None:
             sizes = np.array([_choices(space) for space in env.action_spaces])
-            legal = np.broadcast_to(np.arange(sizes.max()) < sizes[:, None], (B, N, sizes.max()))
-        return np.argmax(rng.random(legal.shape) * legal, axis=2).astype(np.int32)
+            action_mask = np.broadcast_to(np.arange(sizes.max()) < sizes[:, None], (B, N, sizes.max()))
+        return np.argmax(rng.random(action_mask.shape) * action_mask, axis=2).astype(np.int32)
     if isinstance(first, MultiDiscrete):
         width = max(len(space.sizes) for space in env.action_spaces if isinstance(space, MultiDiscrete))
         drawn = np.zeros((B, N, width), np.int32)

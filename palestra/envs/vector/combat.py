@@ -89,17 +89,17 @@ def _begin_game(g: CombatArrays, rules: CombatParams, b: int) -> None:
 
 
 @jit
-def _write_action_mask(legal: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
+def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
     """Action mask of unit n: dead units can only do nothing; living units can stop, move in directions where half a
     move stays on the field, and attack living enemies within `ATTACK_RANGE`."""
     alive, x, y = units[b, n, HEALTH] > 0, units[b, n, X], units[b, n, Y]
-    legal[b, n, NOOP], legal[b, n, STOP] = not alive, alive
-    legal[b, n, NORTH], legal[b, n, SOUTH] = alive and y + 1 < FIELD_SIZE, alive and y >= 1
-    legal[b, n, EAST], legal[b, n, WEST] = alive and x + 1 < FIELD_SIZE, alive and x >= 1
-    allies = legal.shape[1]
+    action_mask[b, n, NOOP], action_mask[b, n, STOP] = not alive, alive
+    action_mask[b, n, NORTH], action_mask[b, n, SOUTH] = alive and y + 1 < FIELD_SIZE, alive and y >= 1
+    action_mask[b, n, EAST], action_mask[b, n, WEST] = alive and x + 1 < FIELD_SIZE, alive and x >= 1
+    allies = action_mask.shape[1]
     for v in range(allies, units.shape[1]):
         near = _squared(units, b, n, v) <= ATTACK_RANGE * ATTACK_RANGE
-        legal[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
+        action_mask[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
 
 
 @jit
@@ -116,7 +116,7 @@ def _write_body(row: np.ndarray, at: int, shield: float, kind: int, shields: boo
 def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
     """Writes the observations: possible moves of the unit, each enemy in sight, each other ally in sight, the unit
     itself; zeros for dead units."""
-    units, legal, allies = g.units, g.action_mask, rules.allies
+    units, action_mask, allies = g.units, g.action_mask, rules.allies
     enemies = units.shape[1] - allies
     for n in range(allies):
         row, at = g.obs[b, n], 4
@@ -124,7 +124,7 @@ def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
         if units[b, n, HEALTH] <= 0:
             continue
         for move in range(4):
-            row[move] = legal[b, n, NORTH + move]
+            row[move] = action_mask[b, n, NORTH + move]
         for i in range(enemies + allies):
             v = allies + i if i < enemies else i - enemies
             if v == n:
@@ -132,7 +132,7 @@ def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
             shields = rules.enemies_have_shields if v >= allies else rules.allies_have_shields
             far = _distance(units, b, n, v)
             if far < SIGHT_RANGE and units[b, v, HEALTH] > 0:
-                row[at] = legal[b, n, ATTACK + i] if i < enemies else 1
+                row[at] = action_mask[b, n, ATTACK + i] if i < enemies else 1
                 row[at + 1] = far / SIGHT_RANGE
                 row[at + 2] = (units[b, v, X] - units[b, n, X]) / SIGHT_RANGE
                 row[at + 3] = (units[b, v, Y] - units[b, n, Y]) / SIGHT_RANGE
@@ -361,7 +361,7 @@ class Combat(NativeEnv):
     orders 2); attack an enemy, legal within distance 6. A unit walks to a target out of its weapon range. It sees up to
     distance 9. No-op is only for dead units: they do not act but get the team reward until the game ends, and are
     truncated with it. An illegal action stops the unit. `map` is one of SMAC's maps with marines (m), stalkers (s) and
-    zealots (z); `cycles` is the step limit (default: the map's). `success` is a won battle.
+    zealots (z); `max_steps` is the step limit (default: the map's). `success` is a won battle.
 
     The reward is the damage to enemies, plus 10 for each kill and 200 for a won battle, scaled so that a won battle
     returns 20. Observations are SMAC's: can move north, south, east, west; for each enemy: attackable, distance, x, y
@@ -373,20 +373,20 @@ class Combat(NativeEnv):
     The scripted player "focus" attacks the weakest enemy within 6 that survives the attacks of the seats before it, or
     moves towards the nearest enemy.
 
-    Raises ValueError for an unknown map, or if `num_envs` or `cycles` is below 1.
+    Raises ValueError for an unknown map, or if `num_envs` or `max_steps` is below 1.
     """
 
     name: ClassVar[str] = "combat"
     scripted_policies = ("focus",)
 
-    def __init__(self, num_envs: int = 64, *, map: CombatMap = "3m", cycles: int | None = None) -> None:
+    def __init__(self, num_envs: int = 64, *, map: CombatMap = "3m", max_steps: int | None = None) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs: {num_envs} is too small, nothing is played in fewer; use 1 or more")
         if map not in MAPS:
             raise ValueError(f'map: there is no "{map}"; use one of {", ".join(get_args(CombatMap))}')
-        if cycles is not None and cycles < 1:
-            raise ValueError(f"cycles: {cycles} is too small, a game takes a step; use 1 or more")
-        self.params = rules = combat_params(map, cycles)
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps: {max_steps} is too small, a game takes a step; use 1 or more")
+        self.params = rules = combat_params(map, max_steps)
         seats, units = rules.allies, len(rules.type_U)
         enemies, actions = units - seats, ATTACK + units - seats
         ally, enemy = (

@@ -113,7 +113,7 @@ def _columns(size: int, front: float, back: float) -> list[tuple[float, float]]:
     return places
 
 
-def combat_params(name: str, cycles: int | None) -> CombatParams:
+def combat_params(name: str, max_steps: int | None) -> CombatParams:
     """Returns the parameters of map `name`, with a limit of `max_steps` steps (None: the map's own limit)."""
     allies, enemies = _army(MAPS[name][0]), _army(MAPS[name][1])
     letters = allies + enemies
@@ -124,7 +124,7 @@ def combat_params(name: str, cycles: int | None) -> CombatParams:
     foes = kinds[len(allies) :]
     return CombatParams(
         allies=len(allies),
-        max_steps=MAPS[name][2] if cycles is None else cycles,
+        max_steps=MAPS[name][2] if max_steps is None else max_steps,
         max_raw_return=sum(foe.health + foe.shield + KILL_REWARD for foe in foes) + WIN_REWARD,
         num_type_bits=len(TYPE_BIT_ORDER) if mixed else 0,
         allies_have_shields=kinds[0].shield > 0,

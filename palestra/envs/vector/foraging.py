@@ -193,7 +193,9 @@ def _write_observation(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b:
 
 
 @jit
-def _write_action_mask(legal: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int) -> None:
+def _write_action_mask(
+    action_mask: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int
+) -> None:
     """Action mask of seat n: agents cannot leave the board or walk onto food, and can load only beside food."""
     y, x, load = agents[b, n, ROW], agents[b, n, COLUMN], False
     north, south, west, east = y > 0, y < size - 1, x > 0, x < size - 1
@@ -203,8 +205,8 @@ def _write_action_mask(legal: np.ndarray, agents: np.ndarray, food: np.ndarray, 
             load = True
             north, south = north and down != -1, south and down != 1
             west, east = west and right != -1, east and right != 1
-    legal[b, n, 1], legal[b, n, 2], legal[b, n, 3], legal[b, n, 4] = north, south, west, east
-    legal[b, n, 5] = load
+    action_mask[b, n, 1], action_mask[b, n, 2], action_mask[b, n, 3], action_mask[b, n, 4] = north, south, west, east
+    action_mask[b, n, 5] = load
 
 
 @jit
@@ -320,11 +322,11 @@ class Foraging(NativeEnv):
     gets its own level times that of the food as reward; with `normalize` the rewards of a game sum to 1. A failed
     attempt costs `penalty`. With `cooperative` all food has the highest level; by default (`max_food_level` None) this
     is the sum of the levels of the three weakest agents. A seat sees `sight` cells far (None: the whole board). An
-    illegal action does nothing. `success`: all food was eaten. `cycles` is the step limit.
+    illegal action does nothing. `success`: all food was eaten. `max_steps` is the step limit.
 
     An observation is row, column and level of each food in sight, of the agent itself and of each other agent in sight;
     -1, -1, 0 for those out of sight. The state is row, column (0 to 1) and level (relative to the highest possible) of
-    all agents, then of all food (0, 0, 0 once eaten), then the elapsed share of `cycles`.
+    all agents, then of all food (0, 0, 0 once eaten), then the elapsed share of `max_steps`.
 
     Raises ValueError for sizes, levels and limits with which no game can be played.
     """
@@ -340,7 +342,7 @@ class Foraging(NativeEnv):
         food: int = 3,
         sight: int | None = None,
         cooperative: bool = False,
-        cycles: int = 50,
+        max_steps: int = 50,
         min_level: int = 1,
         max_level: int = 2,
         min_food_level: int = 1,
@@ -354,7 +356,7 @@ class Foraging(NativeEnv):
         _at_least(size, 3, "size", "food lies off the border")
         _at_least(agents, 1, "agents", "somebody must play")
         _at_least(food, 1, "food", "a game without food is over before it begins")
-        _at_least(cycles, 1, "cycles", "a game takes a step")
+        _at_least(max_steps, 1, "max_steps", "a game takes a step")
         _at_least(size if sight is None else sight, 1, "sight", "who loads must see the cell beside")
         _at_least(min_level, 1, "min_level", "an agent without a level loads nothing")
         _at_least(max_level, min_level, "max_level", "it is above min_level")
@@ -371,7 +373,7 @@ class Foraging(NativeEnv):
         self.params = ForagingParams(
             size=size,
             sight=size if sight is None else sight,
-            max_steps=cycles,
+            max_steps=max_steps,
             min_agent_level=min_level,
             max_agent_level=max_level,
             min_food_level=min_food_level,

@@ -186,7 +186,7 @@ class GymnasiumGame:
 
     def reset(self, seed: int) -> SingleStep:
         self.seats_done, self.seats_terminated = np.zeros((2, len(self.action_decoders)), bool)
-        return self._moment(*self.env.reset(seed=seed), self.seats_done)
+        return self._build_step(*self.env.reset(seed=seed), self.seats_done)
 
     def step(self, actions: np.ndarray) -> SingleStep:
         written = [choice.decode(action) for choice, action in zip(self.action_decoders, actions, strict=True)]
@@ -194,12 +194,12 @@ class GymnasiumGame:
         rewards, gone = np.where(self.seats_done, 0.0, self.rewards(reward, info)), self.seats_done
         self.seats_terminated = self.seats_terminated | (~gone & terminated)
         self.seats_done = gone | terminated | truncated
-        moment = self._moment(seen, info, gone)
-        moment.rewards, moment.seat_terminated = rewards, self.seats_terminated
+        step = self._build_step(seen, info, gone)
+        step.rewards, step.seat_terminated = rewards, self.seats_terminated
         if self.seats_done.all():
-            moment.terminated = bool(self.seats_terminated.all())
-            moment.truncated = not moment.terminated
-        return moment
+            step.terminated = bool(self.seats_terminated.all())
+            step.truncated = not step.terminated
+        return step
 
     def rewards(self, reward: Any, info: dict[str, Any]) -> Sequence[float]:
         """Returns the rewards of all seats for one step."""
@@ -208,7 +208,7 @@ class GymnasiumGame:
     def close(self) -> None:
         self.env.close()
 
-    def _moment(self, seen: Any, info: dict[str, Any], gone: np.ndarray) -> SingleStep:
+    def _build_step(self, seen: Any, info: dict[str, Any], gone: np.ndarray) -> SingleStep:
         """Encodes the observations of all seats except those that had ended before (`gone`)."""
         parts = zip(self.obs_encoders, seen if self.is_multi_agent else [seen], gone, strict=True)
         return SingleStep(

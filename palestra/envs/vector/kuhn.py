@@ -74,7 +74,7 @@ def store_final(
 def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
     """Deals, takes antes and writes the first observations of the chosen games."""
     rng, cards, stakes, moves, first_bet = t.rng, t.cards, t.stakes, t.moves, t.first_bet
-    obs, acting, state = t.obs, t.agent_mask, t.state
+    obs, agent_mask, state = t.obs, t.agent_mask, t.state
     players, deck = stakes.shape[1], cards.shape[1]
     clear_games(obs, state, chosen)
     for b in range(len(chosen)):
@@ -83,7 +83,7 @@ def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
             moves[b], first_bet[b] = 0, -1
             for n in range(players):
                 stakes[b, n] = 1
-                acting[b, n] = n == 0
+                agent_mask[b, n] = n == 0
                 obs[b, n, n], obs[b, n, players + cards[b, n]] = 1, 1
                 state[b, deck * n + cards[b, n]] = 1
 
@@ -92,7 +92,7 @@ def _begin_games(t: KuhnArrays, chosen: np.ndarray) -> None:
 def _move(t: KuhnArrays, actions: np.ndarray) -> None:
     """Makes the move of the player to move and marks the games that it ended. After a bet, each other player answers
     once; a player that passes then is out."""
-    obs, acting, state, over = t.obs, t.agent_mask, t.state, t.terminated
+    obs, agent_mask, state, over = t.obs, t.agent_mask, t.state, t.terminated
     stakes, moves, first_bet = t.stakes, t.moves, t.first_bet
     games, players = stakes.shape
     for b in range(games):
@@ -101,7 +101,7 @@ def _move(t: KuhnArrays, actions: np.ndarray) -> None:
         at = 2 * move + bet
         for n in range(players):
             obs[b, n, 2 * players + 1 + at] = 1
-            acting[b, n] = n == (move + 1) % players
+            agent_mask[b, n] = n == (move + 1) % players
         state[b, players * (players + 1) + at] = 1
         if bet:
             stakes[b, turn] = 2

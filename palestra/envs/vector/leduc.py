@@ -57,11 +57,11 @@ def _begin_games(t: LeducArrays, chosen: np.ndarray) -> None:
 def _choose(t: LeducArrays, actions: np.ndarray) -> None:
     """Reads the action of the player to move (call if it is illegal) and writes it to the history; folds are not
     written."""
-    play, legal, obs, state = t.play, t.action_mask, t.obs, t.state
+    play, action_mask, obs, state = t.play, t.action_mask, t.obs, t.state
     for b in range(len(play)):
         turn = play[b, TURN]
         action = actions[b, turn]
-        if not (FOLD <= action <= RAISE and legal[b, turn, action]):
+        if not (FOLD <= action <= RAISE and action_mask[b, turn, action]):
             action = CALL
         play[b, ACTION] = action
         if action != FOLD:
@@ -114,13 +114,13 @@ def _pay(t: LeducArrays) -> None:
 def _write(t: LeducArrays) -> None:
     """Writes the public card, the player to move and the action mask; both seats get the mask of the player to move."""
     cards, play, stakes, obs, state = t.cards, t.play, t.stakes, t.obs, t.state
-    acting, legal = t.agent_mask, t.action_mask
+    agent_mask, action_mask = t.agent_mask, t.action_mask
     for b in range(len(play)):
         turn = play[b, TURN]
         for n in range(2):
-            acting[b, n] = n == turn
-            legal[b, n, FOLD] = stakes[b, turn] < stakes[b, 1 - turn]
-            legal[b, n, RAISE] = play[b, RAISES] < MAX_RAISES
+            agent_mask[b, n] = n == turn
+            action_mask[b, n, FOLD] = stakes[b, turn] < stakes[b, 1 - turn]
+            action_mask[b, n, RAISE] = play[b, RAISES] < MAX_RAISES
         if play[b, ROUND] == 1:
             public = cards[b, PUBLIC_CARD]
             obs[b, 0, 2 + DECK_SIZE + public], obs[b, 1, 2 + DECK_SIZE + public] = 1, 1

@@ -44,8 +44,8 @@ def _roll(stream: np.ndarray, dice: np.ndarray, faces: int) -> None:
 @jit
 def _begin_games(t: LiarsDiceArrays, faces: int, chosen: np.ndarray) -> None:
     """Rolls the dice and writes the first observations of the chosen games."""
-    rng, dice, turn, bid, obs, legal, state = t.rng, t.dice, t.turn, t.bid, t.obs, t.action_mask, t.state
-    most, liar = dice.shape[2], legal.shape[2] - 1
+    rng, dice, turn, bid, obs, action_mask, state = t.rng, t.dice, t.turn, t.bid, t.obs, t.action_mask, t.state
+    most, liar = dice.shape[2], action_mask.shape[2] - 1
     clear_games(obs, state, chosen)
     for b in range(len(chosen)):
         if chosen[b]:
@@ -57,8 +57,8 @@ def _begin_games(t: LiarsDiceArrays, faces: int, chosen: np.ndarray) -> None:
                     at = faces * die + dice[b, n, die]
                     obs[b, n, 2 + at], state[b, most * faces * n + at] = 1, 1
                 for action in range(liar):
-                    legal[b, n, action] = True
-                legal[b, n, liar] = False
+                    action_mask[b, n, action] = True
+                action_mask[b, n, liar] = False
 
 
 @jit
@@ -66,19 +66,19 @@ def _move(t: LiarsDiceArrays, faces: int, actions: np.ndarray) -> None:
     """Plays the action of the player to move (the lowest legal one if it is illegal) and writes it to the history.
     After a bid, only higher bids and the call are legal; the call ends the game. Both seats get the action mask of the
     player to move."""
-    turn, bid, obs, legal, state, over = t.turn, t.bid, t.obs, t.action_mask, t.state, t.terminated
-    own, liar = t.dice.shape[2] * faces, legal.shape[2] - 1
+    turn, bid, obs, action_mask, state, over = t.turn, t.bid, t.obs, t.action_mask, t.state, t.terminated
+    own, liar = t.dice.shape[2] * faces, action_mask.shape[2] - 1
     for b in range(len(turn)):
         action = int(actions[b, turn[b]])
-        if not (0 <= action <= liar and legal[b, turn[b], action]):
+        if not (0 <= action <= liar and action_mask[b, turn[b], action]):
             action = bid[b] + 1
         obs[b, 0, 2 + own + action], obs[b, 1, 2 + own + action], state[b, 2 * own + action] = 1, 1, 1
         over[b] = action == liar
         if not over[b]:
             for n in range(2):
                 for lower in range(bid[b] + 1, action + 1):
-                    legal[b, n, lower] = False
-                legal[b, n, liar] = True
+                    action_mask[b, n, lower] = False
+                action_mask[b, n, liar] = True
             turn[b], bid[b] = 1 - turn[b], action
 
 
@@ -98,9 +98,9 @@ def _pay(t: LiarsDiceArrays, faces: int) -> None:
 
 
 @jit
-def _write_turn(acting: np.ndarray, turn: np.ndarray) -> None:
+def _write_turn(agent_mask: np.ndarray, turn: np.ndarray) -> None:
     for b in range(len(turn)):
-        acting[b, 0], acting[b, 1] = turn[b] == 0, turn[b] == 1
+        agent_mask[b, 0], agent_mask[b, 1] = turn[b] == 0, turn[b] == 1
 
 
 @jit

@@ -2,7 +2,7 @@
 
 Seats, observations, rewards and random numbers are those of `simple_spread_v3`, `simple_adversary_v3`, `simple_tag_v3`
 and `simple_speaker_listener_v4`: the same seed and actions give the same games. Not implemented: their curricula, ends
-before the last step, and observations of only the nearest entities. A game is truncated after `cycles` steps.
+before the last step, and observations of only the nearest entities. A game is truncated after `max_cycles` steps.
 
 Discrete actions: nothing, or a push left, right, down or up (0 to 4; any other number does nothing). Continuous
 actions: the strength of the push in each of these directions, 0 to 1 (the first number has no effect).
@@ -54,27 +54,27 @@ class WorldSpec:
 class _Particles(NativeEnv):
     """Base class of the four games: seats, arrays, and actions in one shape."""
 
-    def __init__(self, num_envs: int, cast: WorldSpec, cycles: int, continuous: bool) -> None:
+    def __init__(self, num_envs: int, spec: WorldSpec, max_cycles: int, continuous: bool) -> None:
         _at_least("num_envs", num_envs, 1)
-        _at_least("cycles", cycles, 1)
-        self.num_envs, self.cycles, self.continuous = num_envs, cycles, continuous
-        self.seats = cast.seats
-        self.observation_shapes = tuple((width,) for width in cast.observation_sizes)
-        self.action_spaces = tuple(_space(n, continuous) for n in cast.num_actions)
-        self.state_size = sum(cast.observation_sizes)
-        self.internal_state = empty_world_arrays(num_envs, len(cast.seats), cast.num_landmarks, cast.num_words)
+        _at_least("max_cycles", max_cycles, 1)
+        self.num_envs, self.max_cycles, self.continuous = num_envs, max_cycles, continuous
+        self.seats = spec.seats
+        self.observation_shapes = tuple((width,) for width in spec.observation_sizes)
+        self.action_spaces = tuple(_space(n, continuous) for n in spec.num_actions)
+        self.state_size = sum(spec.observation_sizes)
+        self.internal_state = empty_world_arrays(num_envs, len(spec.seats), spec.num_landmarks, spec.num_words)
         self.vector_step = empty_step(
-            num_envs, len(cast.seats), (max(cast.observation_sizes),), state_size=self.state_size
+            num_envs, len(spec.seats), (max(spec.observation_sizes),), state_size=self.state_size
         )
         self._world = build_world(
             self.internal_state,
-            radius=np.array(cast.radius, float),
-            accel=np.array(cast.accel),
-            max_speed=np.array(cast.max_speed or [math.inf] * len(cast.seats)),
-            landmark_range=cast.landmark_range,
-            has_goal=cast.has_goal,
+            radius=np.array(spec.radius, float),
+            accel=np.array(spec.accel),
+            max_speed=np.array(spec.max_speed or [math.inf] * len(spec.seats)),
+            landmark_range=spec.landmark_range,
+            has_goal=spec.has_goal,
         )
-        self._view = step_arrays(self.vector_step, cast.observation_sizes)
+        self._view = step_arrays(self.vector_step, spec.observation_sizes)
         self._all = np.ones(num_envs, bool)
 
     def _advance(self, actions: np.ndarray) -> None:
@@ -103,8 +103,8 @@ class SimpleSpread(_Particles):
         *,
         agents: int = 3,
         local_ratio: float = 0.5,
-        cycles: int = 25,
-        continuous: bool = False,
+        max_cycles: int = 25,
+        continuous_actions: bool = False,
     ) -> None:
         _at_least("agents", agents, 1)
         if not 0 <= local_ratio <= 1:
@@ -113,7 +113,7 @@ class SimpleSpread(_Particles):
                 "give a number from 0 (only the team's) to 1 (only its own)"
             )
         self.local_ratio = float(local_ratio)
-        cast = WorldSpec(
+        spec = WorldSpec(
             seats=_numbered("agent", agents),
             observation_sizes=(6 * agents,) * agents,
             num_landmarks=agents,
@@ -121,13 +121,15 @@ class SimpleSpread(_Particles):
             num_actions=(NUM_MOVES,) * agents,
             radius=(0.15,) * agents,
         )
-        super().__init__(num_envs, cast, cycles, continuous)
+        super().__init__(num_envs, spec, max_cycles, continuous_actions)
 
     def _begin(self) -> None:
         begin_spread(self._world, self._view, self._all)
 
     def _play(self, actions_BND: np.ndarray) -> None:
-        advance_spread(self._world, self._view, self._all, actions_BND, self.continuous, self.cycles, self.local_ratio)
+        advance_spread(
+            self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles, self.local_ratio
+        )
 
 
 class SimpleAdversary(_Particles):
@@ -140,9 +142,11 @@ class SimpleAdversary(_Particles):
 
     name: ClassVar[str] = "simple_adversary"
 
-    def __init__(self, num_envs: int = 64, *, agents: int = 2, cycles: int = 25, continuous: bool = False) -> None:
+    def __init__(
+        self, num_envs: int = 64, *, agents: int = 2, max_cycles: int = 25, continuous_actions: bool = False
+    ) -> None:
         _at_least("agents", agents, 1)
-        cast = WorldSpec(
+        spec = WorldSpec(
             seats=("adversary_0", *_numbered("agent", agents)),
             observation_sizes=(4 * agents,) + (4 * agents + 2,) * agents,
             num_landmarks=agents,
@@ -150,17 +154,17 @@ class SimpleAdversary(_Particles):
             num_actions=(NUM_MOVES,) * (agents + 1),
             has_goal=True,
         )
-        super().__init__(num_envs, cast, cycles, continuous)
+        super().__init__(num_envs, spec, max_cycles, continuous_actions)
 
     def _begin(self) -> None:
         begin_adversary(self._world, self._view, self._all)
 
     def _play(self, actions_BND: np.ndarray) -> None:
-        advance_adversary(self._world, self._view, self._all, actions_BND, self.continuous, self.cycles)
+        advance_adversary(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
 
 
 class SimpleTag(_Particles):
-    """`adversaries` chase `good` agents, which are faster, between `obstacles`.
+    """`num_adversaries` adversaries chase `num_good` agents, which are faster, between `num_obstacles` obstacles.
 
     Every adversary gets 10 for each contact of an adversary with a good agent; a good agent loses 10 for each adversary
     that touches it, and an increasing penalty outside the square from -0.9 to 0.9 (at most 10 per axis).
@@ -172,34 +176,34 @@ class SimpleTag(_Particles):
         self,
         num_envs: int = 64,
         *,
-        good: int = 1,
-        adversaries: int = 3,
-        obstacles: int = 2,
-        cycles: int = 25,
-        continuous: bool = False,
+        num_good: int = 1,
+        num_adversaries: int = 3,
+        num_obstacles: int = 2,
+        max_cycles: int = 25,
+        continuous_actions: bool = False,
     ) -> None:
-        _at_least("good", good, 1)
-        _at_least("adversaries", adversaries, 1)
-        _at_least("obstacles", obstacles, 0)
-        width = 4 + 2 * obstacles + 2 * (adversaries + good - 1)
-        cast = WorldSpec(
-            seats=_numbered("adversary", adversaries) + _numbered("agent", good),
-            observation_sizes=(width + 2 * good,) * adversaries + (width + 2 * good - 2,) * good,
-            num_landmarks=obstacles,
-            accel=(3.0,) * adversaries + (4.0,) * good,
-            num_actions=(NUM_MOVES,) * (adversaries + good),
-            radius=(0.075,) * adversaries + (0.05,) * good + (0.2,) * obstacles,
-            max_speed=(1.0,) * adversaries + (1.3,) * good,
+        _at_least("num_good", num_good, 1)
+        _at_least("num_adversaries", num_adversaries, 1)
+        _at_least("num_obstacles", num_obstacles, 0)
+        width = 4 + 2 * num_obstacles + 2 * (num_adversaries + num_good - 1)
+        spec = WorldSpec(
+            seats=_numbered("adversary", num_adversaries) + _numbered("agent", num_good),
+            observation_sizes=(width + 2 * num_good,) * num_adversaries + (width + 2 * num_good - 2,) * num_good,
+            num_landmarks=num_obstacles,
+            accel=(3.0,) * num_adversaries + (4.0,) * num_good,
+            num_actions=(NUM_MOVES,) * (num_adversaries + num_good),
+            radius=(0.075,) * num_adversaries + (0.05,) * num_good + (0.2,) * num_obstacles,
+            max_speed=(1.0,) * num_adversaries + (1.3,) * num_good,
             landmark_range=0.9,
         )
-        self.hunters = adversaries
-        super().__init__(num_envs, cast, cycles, continuous)
+        self.hunters = num_adversaries
+        super().__init__(num_envs, spec, max_cycles, continuous_actions)
 
     def _begin(self) -> None:
         begin_tag(self._world, self._view, self._all, self.hunters)
 
     def _play(self, actions_BND: np.ndarray) -> None:
-        advance_tag(self._world, self._view, self._all, actions_BND, self.continuous, self.cycles, self.hunters)
+        advance_tag(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles, self.hunters)
 
 
 class SimpleSpeakerListener(_Particles):
@@ -207,14 +211,14 @@ class SimpleSpeakerListener(_Particles):
     moves.
 
     Both lose the squared distance of the listener from the goal. The speaker sends one of three words (out of range:
-    the first). With `continuous` it sends a strength from 0 to 1 for each word, and the last two numbers of its row of
-    actions are ignored.
+    the first). With `continuous_actions` it sends a strength from 0 to 1 for each word, and the last two numbers of its
+    row of actions are ignored.
     """
 
     name: ClassVar[str] = "simple_speaker_listener"
 
-    def __init__(self, num_envs: int = 64, *, cycles: int = 25, continuous: bool = False) -> None:
-        cast = WorldSpec(
+    def __init__(self, num_envs: int = 64, *, max_cycles: int = 25, continuous_actions: bool = False) -> None:
+        spec = WorldSpec(
             seats=("speaker_0", "listener_0"),
             observation_sizes=(3, 11),
             num_landmarks=3,
@@ -223,13 +227,13 @@ class SimpleSpeakerListener(_Particles):
             has_goal=True,
             num_words=3,
         )
-        super().__init__(num_envs, cast, cycles, continuous)
+        super().__init__(num_envs, spec, max_cycles, continuous_actions)
 
     def _begin(self) -> None:
         begin_speaker_listener(self._world, self._view, self._all)
 
     def _play(self, actions_BND: np.ndarray) -> None:
-        advance_speaker_listener(self._world, self._view, self._all, actions_BND, self.continuous, self.cycles)
+        advance_speaker_listener(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
 
 
 def _numbered(role: str, count: int) -> tuple[Seat, ...]:

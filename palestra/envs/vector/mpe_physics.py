@@ -238,12 +238,12 @@ def write_state(obs: np.ndarray, state: np.ndarray, widths: np.ndarray, b: int) 
 
 
 @jit
-def count_step(world: World, view: MPEStepArrays, cycles: int) -> None:
+def count_step(world: World, view: MPEStepArrays, max_cycles: int) -> None:
     """Counts a step; for games that it truncates, copies the last observations and state to `final_obs` and
     `final_state`."""
     for b in range(len(world.age)):
         world.age[b] += 1
-        view.truncated[b] = world.age[b] >= cycles
+        view.truncated[b] = world.age[b] >= max_cycles
         if view.truncated[b]:
             for i in range(len(view.observation_sizes)):
                 for k in range(view.observation_sizes[i]):

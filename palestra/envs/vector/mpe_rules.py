@@ -40,13 +40,13 @@ def advance_spread(
     all_B: np.ndarray,
     actions_BND: np.ndarray,
     continuous: bool,
-    cycles: int,
+    max_cycles: int,
     local_ratio: float,
 ) -> None:
     apply_physics(world, actions_BND, continuous)
     reward_spread(world, view, local_ratio)
     observe_spread(world, view, all_B)
-    count_step(world, view, cycles)
+    count_step(world, view, max_cycles)
     begin_spread(world, view, view.truncated)
 
 
@@ -92,12 +92,12 @@ def begin_adversary(world: World, view: MPEStepArrays, new_B: np.ndarray) -> Non
 
 @jit
 def advance_adversary(
-    world: World, view: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int
+    world: World, view: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
 ) -> None:
     apply_physics(world, actions_BND, continuous)
     reward_adversary(world, view)
     observe_adversary(world, view, all_B)
-    count_step(world, view, cycles)
+    count_step(world, view, max_cycles)
     begin_adversary(world, view, view.truncated)
 
 
@@ -140,13 +140,13 @@ def advance_tag(
     all_B: np.ndarray,
     actions_BND: np.ndarray,
     continuous: bool,
-    cycles: int,
+    max_cycles: int,
     hunters: int,
 ) -> None:
     apply_physics(world, actions_BND, continuous)
     reward_tag(world, view, hunters)
     observe_tag(world, view, all_B, hunters)
-    count_step(world, view, cycles)
+    count_step(world, view, max_cycles)
     begin_tag(world, view, view.truncated, hunters)
 
 
@@ -201,13 +201,13 @@ def begin_speaker_listener(world: World, view: MPEStepArrays, new_B: np.ndarray)
 
 @jit
 def advance_speaker_listener(
-    world: World, view: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, cycles: int
+    world: World, view: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
 ) -> None:
     apply_physics(world, actions_BND, continuous)
     write_message(world, actions_BND, continuous)
     reward_speaker_listener(world, view)
     observe_speaker_listener(world, view, all_B)
-    count_step(world, view, cycles)
+    count_step(world, view, max_cycles)
     begin_speaker_listener(world, view, view.truncated)
 
 

@@ -50,7 +50,7 @@ class OpenSpielGame:
         self.observe = getattr(self.state, f"{self.tensor_kind}_tensor")
         self.returns = np.zeros(len(self.spec.seats))
         self._draw()
-        return self._moment()
+        return self._build_step()
 
     def step(self, actions: np.ndarray) -> SingleStep:
         if self.state.is_simultaneous_node():
@@ -58,10 +58,10 @@ class OpenSpielGame:
         else:
             self.state.apply_action(int(actions[self.state.current_player()]))
         self._draw()
-        moment = self._moment()
+        step = self._build_step()
         returns = np.array(self.state.returns())
-        moment.rewards, self.returns = returns - self.returns, returns
-        return moment
+        step.rewards, self.returns = returns - self.returns, returns
+        return step
 
     def _draw(self) -> None:
         """Samples chance outcomes until a player must act."""
@@ -75,15 +75,15 @@ class OpenSpielGame:
                     break
             self.state.apply_action(drawn)
 
-    def _moment(self) -> SingleStep:
+    def _build_step(self) -> SingleStep:
         seats = range(len(self.spec.seats))
         if self.state.is_terminal():
             return SingleStep([None for _ in seats], terminated=True)
         mover = self.state.current_player()
-        legal = [self._legal(n) if mover in (n, pyspiel.PlayerId.SIMULTANEOUS) else None for n in seats]
-        acting = [mask is not None and bool(mask.any()) for mask in legal]
-        views = [np.array(self.observe(n), np.float32) if acts else None for n, acts in enumerate(acting)]
-        return SingleStep(views, acting, action_mask=legal)
+        action_mask = [self._legal(n) if mover in (n, pyspiel.PlayerId.SIMULTANEOUS) else None for n in seats]
+        agent_mask = [mask is not None and bool(mask.any()) for mask in action_mask]
+        views = [np.array(self.observe(n), np.float32) if acts else None for n, acts in enumerate(agent_mask)]
+        return SingleStep(views, agent_mask, action_mask=action_mask)
 
     def _legal(self, seat: int) -> np.ndarray:
         mask = np.zeros(self.game.num_distinct_actions(), bool)

@@ -95,13 +95,13 @@ class _PettingZooGame:
         self.terminated_agents.update(agent for agent, flag in terminated.items() if flag)
         self.truncated_agents -= self.terminated_agents
 
-    def write_ends(self, moment: SingleStep, over: bool) -> None:
+    def write_ends(self, step: SingleStep, over: bool) -> None:
         """Writes which agents have terminated and, if the game is `over`, whether it was terminated or truncated."""
-        moment.seat_terminated = (
+        step.seat_terminated = (
             [agent in self.terminated_agents for agent in self.agents] if self.terminated_agents else None
         )
-        moment.truncated = over and bool(self.truncated_agents)
-        moment.terminated = over and not self.truncated_agents
+        step.truncated = over and bool(self.truncated_agents)
+        step.terminated = over and not self.truncated_agents
 
     def close(self) -> None:
         self.env.close()
@@ -118,7 +118,7 @@ class ParallelGame(_PettingZooGame):
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
         seen, infos = self.env.reset(seed=seed)
-        return self._moment(seen, infos, set(seen))
+        return self._build_step(seen, infos, set(seen))
 
     def step(self, actions: np.ndarray) -> SingleStep:
         live = self.live_agents
@@ -130,26 +130,28 @@ class ParallelGame(_PettingZooGame):
         )
         live = {agent for agent in seen if not (terminated.get(agent, False) or truncated.get(agent, False))}
         self.record_ended(terminated, truncated)
-        moment = self._moment(seen, infos, live)
-        moment.rewards = [float(rewards[agent]) if agent in earning else 0.0 for agent in self.agents]
-        self.write_ends(moment, over=not live)
-        return moment
+        step = self._build_step(seen, infos, live)
+        step.rewards = [float(rewards[agent]) if agent in earning else 0.0 for agent in self.agents]
+        self.write_ends(step, over=not live)
+        return step
 
-    def _moment(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> SingleStep:
+    def _build_step(self, seen: dict[Any, Any], infos: dict[Any, dict[str, Any]], live: set[Any]) -> SingleStep:
         """Builds the result of a step; `live_agents` are the agents that act next. Optimised: it runs after every step
         of envs that may themselves be as fast."""
         self.live_agents = live
         views: list[np.ndarray | None] = [None] * len(self.agents)
-        legal: list[np.ndarray | None] = [None] * len(self.agents)
+        action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for seat, agent in enumerate(self.agents):
             if agent not in seen:
                 continue
             if self.has_plain_obs:
                 views[seat] = self.obs_encoders[seat].encode(seen[agent])
             else:
-                views[seat], legal[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
-        acting = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
-        return SingleStep(views, acting, action_mask=legal if self.spec.has_action_mask else None, state=self.state())
+                views[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
+        agent_mask = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
+        return SingleStep(
+            views, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+        )
 
 
 class AECGame(_PettingZooGame):
@@ -163,7 +165,7 @@ class AECGame(_PettingZooGame):
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
         self.env.reset(seed=seed)
-        return self._moment(list(self.agents))
+        return self._build_step(list(self.agents))
 
     def step(self, actions: np.ndarray) -> SingleStep:
         env, seat = self.env, self.agents.index(self.env.agent_selection)
@@ -173,19 +175,23 @@ class AECGame(_PettingZooGame):
         over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
         while not over and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
             env.step(None)  # removes an agent that has ended
-        moment = self._moment(list(env.agents) if over else [env.agent_selection])
-        moment.rewards = rewards
-        self.write_ends(moment, over)
-        return moment
+        step = self._build_step(list(env.agents) if over else [env.agent_selection])
+        step.rewards = rewards
+        self.write_ends(step, over)
+        return step
 
-    def _moment(self, shown: list[Any]) -> SingleStep:
+    def _build_step(self, shown: list[Any]) -> SingleStep:
         views: list[np.ndarray | None] = [None] * len(self.agents)
-        legal: list[np.ndarray | None] = [None] * len(self.agents)
+        action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for agent in shown:
             seat = self.agents.index(agent)
-            views[seat], legal[seat] = self.encode_seat(seat, self.env.observe(agent), self.env.infos.get(agent, {}))
-        acting = [agent == self.env.agent_selection for agent in self.agents]
-        return SingleStep(views, acting, action_mask=legal if self.spec.has_action_mask else None, state=self.state())
+            views[seat], action_mask[seat] = self.encode_seat(
+                seat, self.env.observe(agent), self.env.infos.get(agent, {})
+            )
+        agent_mask = [agent == self.env.agent_selection for agent in self.agents]
+        return SingleStep(
+            views, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+        )
 
 
 def load_game(path: str, options: dict[str, Any] | None = None, state: bool = False) -> ParallelGame | AECGame:

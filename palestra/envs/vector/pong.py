@@ -173,14 +173,14 @@ def _draw(words: np.ndarray, drawn: np.ndarray, b: int, mirror: bool) -> None:
 
 
 @jit
-def _write_state(g: PongArrays, b: int, points: int, cycles: int) -> None:
+def _write_state(g: PongArrays, b: int, points: int, max_steps: int) -> None:
     half = SCREEN_SIZE / 2
     g.state[b, 0], g.state[b, 1] = g.ball[b, X] / half - 1, g.ball[b, Y] / half - 1
     g.state[b, 2], g.state[b, 3] = g.ball[b, SPEED_X] / MAX_BALL_SPEED, g.ball[b, SPEED_Y] / MAX_BALL_SPEED
     for seat in range(2):
         g.state[b, 4 + seat] = g.paddles[b, seat] / half - 1
         g.state[b, 6 + seat] = g.scores[b, seat] / points
-    g.state[b, 8] = g.steps[b] / cycles
+    g.state[b, 8] = g.steps[b] / max_steps
 
 
 @jit
@@ -212,7 +212,7 @@ def _store_final(g: PongArrays, b: int) -> None:
 
 
 @jit
-def _begin_all(g: PongArrays, points: int, cycles: int, mirror: bool) -> None:
+def _begin_all(g: PongArrays, points: int, max_steps: int, mirror: bool) -> None:
     for b in range(len(g.steps)):
         for view in range(2):
             for row in range(WALL_HEIGHT):
@@ -222,11 +222,13 @@ def _begin_all(g: PongArrays, points: int, cycles: int, mirror: bool) -> None:
                         GREY_PIXELS,
                     )
         _begin_game(g, b, mirror)
-        _write_state(g, b, points, cycles)
+        _write_state(g, b, points, max_steps)
 
 
 @jit
-def _step_all(g: PongArrays, points: int, cycles: int, mirror: bool, actions: np.ndarray, moves_A: np.ndarray) -> None:
+def _step_all(
+    g: PongArrays, points: int, max_steps: int, mirror: bool, actions: np.ndarray, moves_A: np.ndarray
+) -> None:
     moves_2 = np.zeros(2, np.int64)
     for b in range(len(g.steps)):
         for seat in range(2):
@@ -236,19 +238,19 @@ def _step_all(g: PongArrays, points: int, cycles: int, mirror: bool, actions: np
         _play(g, b, moves_2, points)
         _remember(g.drawn, g.ball, g.paddles, b)
         _draw(g.packed_pixels, g.drawn, b, mirror)
-        _write_state(g, b, points, cycles)
+        _write_state(g, b, points, max_steps)
         g.success[b] = g.scores[b, 0] == points
         g.terminated[b] = g.success[b] or g.scores[b, 1] == points
-        g.truncated[b] = not g.terminated[b] and g.steps[b] >= cycles
+        g.truncated[b] = not g.terminated[b] and g.steps[b] >= max_steps
         if g.terminated[b] or g.truncated[b]:
             _store_final(g, b)
             _begin_game(g, b, mirror)
-            _write_state(g, b, points, cycles)
+            _write_state(g, b, points, max_steps)
 
 
 class Pong(NativeEnv):
     """Return the ball; a point gives 1 to the scorer and -1 to the other seat. `points` win the game; `success`
-    means that `first_0` won; `cycles` is the step limit.
+    means that `first_0` won; `max_steps` is the step limit.
 
     A step is four frames of one action: with `minimal` stay, up, down; else Atari's six actions no-op, fire, right
     (up), left (down), right and fire, left and fire, of which firing has no effect (the ball serves itself). An action
@@ -262,7 +264,7 @@ class Pong(NativeEnv):
     The scripted player "tracker" follows the approaching ball as it was one step ago, else waits in the middle: fast
     and steep balls get past it.
 
-    Raises ValueError if `num_envs`, `points` or `cycles` is below 1.
+    Raises ValueError if `num_envs`, `points` or `max_steps` is below 1.
     """
 
     name: ClassVar[str] = "pong"
@@ -271,12 +273,12 @@ class Pong(NativeEnv):
     state_size = 9
 
     def __init__(
-        self, num_envs: int = 64, *, points: int = 5, cycles: int = 1000, minimal: bool = True, mirror: bool = True
+        self, num_envs: int = 64, *, points: int = 5, max_steps: int = 1000, minimal: bool = True, mirror: bool = True
     ) -> None:
-        for name, value in (("num_envs", num_envs), ("points", points), ("cycles", cycles)):
+        for name, value in (("num_envs", num_envs), ("points", points), ("max_steps", max_steps)):
             if value < 1:
                 raise ValueError(f"{name}: {value} is too small, nothing is played then; use 1 or more")
-        self.num_envs, self.options = num_envs, (points, cycles, mirror)
+        self.num_envs, self.options = num_envs, (points, max_steps, mirror)
         self.moves = np.array(ACTION_MOVES[0 if minimal else 1])
         view = (SCREEN_SIZE, SCREEN_SIZE, FRAMES_PER_STEP)
         self.observation_shapes, self.action_spaces = (view,) * 2, (Discrete(len(self.moves)),) * 2

@@ -154,16 +154,16 @@ class SyncVectorEnv(VectorEnv):
         actions, frame = clip_actions(self.action_spaces, actions, self.vector_step.action_mask), self.vector_step
         self._record_actions(actions)
         for b, game in enumerate(self.single_envs):
-            moment = game.step(actions[b])
-            self._write_step(b, moment)
-            frame.rewards[b] = 0.0 if moment.rewards is None else moment.rewards
-            frame.terminated[b], frame.truncated[b] = moment.terminated, moment.truncated
+            step = game.step(actions[b])
+            self._write_step(b, step)
+            frame.rewards[b] = 0.0 if step.rewards is None else step.rewards
+            frame.terminated[b], frame.truncated[b] = step.terminated, step.truncated
             if frame.success is not None:
-                frame.success[b] = moment.success
+                frame.success[b] = step.success
             if frame.seat_terminated is not None:
-                dead = moment.seat_terminated
-                frame.seat_terminated[b] = moment.terminated if dead is None else dead
-            if moment.terminated or moment.truncated:
+                dead = step.seat_terminated
+                frame.seat_terminated[b] = step.terminated if dead is None else dead
+            if step.terminated or step.truncated:
                 self._end(b)
         return frame
 
@@ -220,17 +220,17 @@ class SyncVectorEnv(VectorEnv):
         self._made[b] = 0
         self._write_step(b, self.single_envs[b].reset(episode_seed(int(self._seeds[b]), int(self._played[b]))))
 
-    def _write_step(self, b: int, moment: SingleStep) -> None:
+    def _write_step(self, b: int, step: SingleStep) -> None:
         """Writes observations, masks and state of game b into the frame."""
         frame = self.vector_step
-        for row, view in zip(frame.obs[b], moment.observations, strict=True):
+        for row, view in zip(frame.obs[b], step.observations, strict=True):
             if view is not None:
                 row[: len(view)] = view
-        frame.agent_mask[b] = True if moment.agent_mask is None else moment.agent_mask
+        frame.agent_mask[b] = True if step.agent_mask is None else step.agent_mask
         if frame.state is not None:
-            frame.state[b] = moment.state
-        if frame.action_mask is not None and moment.action_mask is not None:
-            for row, mask in zip(frame.action_mask[b], moment.action_mask, strict=True):
+            frame.state[b] = step.state
+        if frame.action_mask is not None and step.action_mask is not None:
+            for row, mask in zip(frame.action_mask[b], step.action_mask, strict=True):
                 if mask is not None:
                     row[: len(mask)] = mask
 

@@ -1,4 +1,4 @@
-"""Convex programs behind equilibria: linear programs, and the most random distribution under linear constraints.
+"""The most random distribution under linear constraints, by convex programming.
 
 A distribution is returned only after its constraints were checked. It is first computed by Newton's method on the dual,
 which is fast and accurate but fails on degenerate tables (near ties, zero-sum games). If that fails, a second method is
@@ -12,39 +12,27 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog, nnls
+from scipy.optimize import nnls
+
+from palestra.populations.normal_form.linear_programs import (
+    HIGHS_ZERO,
+    cheapest_distribution,
+    nearest_distribution,
+    possible_support,
+)
 
 Objective = Literal["gini", "entropy"]
 
 CONSTRAINT_TOLERANCE = 1e-8  # allowed violation of a constraint, relative to the largest entry of all rows
 RANDOMNESS_TOLERANCE = 1e-4  # allowed distance from the largest randomness: nats, or Gini impurity
 
-NUMERICAL_DIFFICULTIES = 4  # linprog status: numerical difficulties; another method or tolerance often succeeds
-HIGHS_SETTINGS = (("highs-ds", 1e-10), ("highs-ds", 1e-7), ("highs-ipm", 1e-7), ("highs-ipm", 1e-10))
-
 MAX_NEWTON_STEPS = 100  # iterations of Newton's method; about ten are typical
 NEWTON_TOLERANCE = 1e-10  # Newton's method ends at this error, relative to a row's largest entry
 ROUNDING = 1e-9  # entries below this count as rounding errors, relative to their row's largest
-MAX_PROBABILITY_RATIO = 1e6  # ratio of probabilities up to which an entry is certain to stay in the support
 
-HIGHS_ZERO = 1e-9  # HiGHS treats smaller entries as zero
-LP_SLACK = 2e-9  # slack of linear programs, so that they stay feasible when entries are treated as zero
 FRANK_WOLFE_GAP = 1e-7  # target of the second method, in place of `RANDOMNESS_TOLERANCE`
 MAX_CORNERS = 150  # maximum number of linear programs in the second method
 MAX_WEIGHT_STEPS = 50  # maximum number of steps between two linear programs
-
-
-def linear_program(cost: np.ndarray, **constraints: object) -> np.ndarray:
-    """Returns the x [N] that minimises cost @ x; constraints as for `scipy.optimize.linprog`. Raises ValueError if no
-    solution is found."""
-    for method, dual in HIGHS_SETTINGS:
-        tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": dual}
-        found = linprog(cost, method=method, options=tight, **constraints)
-        if found.status != NUMERICAL_DIFFICULTIES:
-            break
-    if found.x is None:
-        raise ValueError(f"the linear program of these payoffs was not solved: {found.message}")
-    return found.x
 
 
 def most_random_distribution(rows_RN: np.ndarray, objective: Objective) -> np.ndarray:
@@ -81,7 +69,7 @@ def _settled(rows: np.ndarray, share: np.ndarray, objective: Objective) -> bool:
     """True if a distribution meets the constraints and its randomness is the largest, both within tolerance."""
     if constraint_violation(rows, share) > CONSTRAINT_TOLERANCE:
         return False
-    corner = _corner(np.where(np.abs(rows) < HIGHS_ZERO, 0.0, rows), _slope(share, objective))
+    corner = cheapest_distribution(np.where(np.abs(rows) < HIGHS_ZERO, 0.0, rows), _slope(share, objective))
     return corner is not None and _gain(share, corner, objective) <= RANDOMNESS_TOLERANCE
 
 
@@ -103,13 +91,13 @@ def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective)
     uniform = np.full(rows.shape[1], 1 / rows.shape[1])
     rows = np.where(np.abs(rows) < HIGHS_ZERO, 0.0, rows)
     starts = [uniform] if near is None or not np.isfinite(near).all() else [near, uniform]
-    points = np.stack([_nearest(rows, start) for start in starts], 1)
+    points = np.stack([nearest_distribution(rows, start) for start in starts], 1)
     weights = np.full(len(starts), 1 / len(starts))
     for _ in range(MAX_CORNERS):
         weights = _blended(points, weights, objective)
         points, weights = points[:, weights > 0], weights[weights > 0]
         share = points @ weights
-        corner = _corner(rows, _slope(share, objective))
+        corner = cheapest_distribution(rows, _slope(share, objective))
         if corner is None or _gain(share, corner, objective) <= FRANK_WOLFE_GAP:
             break
         points, weights = np.c_[points, corner], np.r_[weights, 0.0]
@@ -181,35 +169,6 @@ def _slope(share: np.ndarray, objective: Objective) -> np.ndarray:
     return 2 * share if objective == "gini" else np.log(np.maximum(share, 1e-12)) + 1
 
 
-def _corner(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | None:
-    """Returns the distribution [N] with the lowest cost under the constraints; None if the linear program fails
-    numerically."""
-    ones, slack = np.ones((1, len(cost))), np.full(len(rows), LP_SLACK)
-    try:
-        return _distribution(linear_program(cost, A_ub=rows, b_ub=slack, A_eq=ones, b_eq=[1.0], bounds=(0, None)))
-    except ValueError:
-        return None
-
-
-def _nearest(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """Returns the distribution [N] under the constraints with the smallest L1 distance to `share`."""
-    count, eye = len(share), np.eye(len(share))
-    found = linear_program(  # entries, then how much each lies above or below
-        np.r_[np.zeros(count), np.ones(2 * count)],
-        A_ub=np.hstack([rows, np.zeros((len(rows), 2 * count))]),
-        b_ub=np.full(len(rows), LP_SLACK),
-        A_eq=np.vstack([np.hstack([eye, -eye, eye]), np.r_[np.ones(count), np.zeros(2 * count)]]),
-        b_eq=np.r_[share, 1.0],
-        bounds=(0, None),
-    )
-    return _distribution(found[:count])
-
-
-def _distribution(found: np.ndarray) -> np.ndarray:
-    share = np.maximum(found, 0.0)
-    return share / share.sum()
-
-
 # ---- first method: Newton's method on the dual
 
 
@@ -218,7 +177,7 @@ def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     size = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     rows = np.where(np.abs(rows) > ROUNDING * size, rows, 0.0) / np.where(size > 0, size, 1.0)
     try:
-        alive = _support(rows)
+        alive = possible_support(rows)
     except ValueError:
         return None
     if not alive.any():
@@ -231,32 +190,6 @@ def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     share = np.zeros(len(alive))
     share[alive] = kept
     return share
-
-
-def _support(rows: np.ndarray) -> np.ndarray:
-    """Returns bool [N]: which entries are positive in some solution of rows @ x <= 0, x >= 0.
-
-    Solutions form a cone, so a solution with all these entries can be scaled up: maximise the sum of t <= x, t <= 1.
-    """
-    alive = np.ones(rows.shape[1], bool)
-    while True:  # a row without negative entries forces its positive ones to 0: mostly dominated members
-        barred = rows[(rows[:, alive] >= 0).all(axis=1)] > 0
-        dead = barred.any(axis=0) & alive
-        if not dead.any():
-            break
-        alive &= ~dead
-    left = rows[:, alive]
-    left = left[(left > 0).any(axis=1)]
-    count = int(alive.sum())
-    if count and len(left):
-        within = linear_program(  # the entries of x up to 1, then what they have above it
-            np.r_[-np.ones(count), np.zeros(count)],
-            A_ub=np.hstack([left, left]),
-            b_ub=np.zeros(len(left)),
-            bounds=[(0, 1)] * count + [(0, MAX_PROBABILITY_RATIO)] * count,
-        )
-        alive[np.flatnonzero(alive)[within[:count] < 0.5]] = False
-    return alive
 
 
 def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray | None:

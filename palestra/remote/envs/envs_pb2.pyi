@@ -81,22 +81,22 @@ class Chat(_message.Message):
     def __init__(self, messages: _Optional[_Union[Items, _Mapping]] = ..., tools: _Optional[_Union[Items, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("observations", "rewards", "team_reward", "legal", "state", "truncated", "info")
+    __slots__ = ("observations", "rewards", "team_reward", "legal_actions", "state", "truncated", "info")
     OBSERVATIONS_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     TEAM_REWARD_FIELD_NUMBER: _ClassVar[int]
-    LEGAL_FIELD_NUMBER: _ClassVar[int]
+    LEGAL_ACTIONS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     observations: Pairs
     rewards: Pairs
     team_reward: Value
-    legal: Value
+    legal_actions: Value
     state: Value
     truncated: Value
     info: Pairs
-    def __init__(self, observations: _Optional[_Union[Pairs, _Mapping]] = ..., rewards: _Optional[_Union[Pairs, _Mapping]] = ..., team_reward: _Optional[_Union[Value, _Mapping]] = ..., legal: _Optional[_Union[Value, _Mapping]] = ..., state: _Optional[_Union[Value, _Mapping]] = ..., truncated: _Optional[_Union[Value, _Mapping]] = ..., info: _Optional[_Union[Pairs, _Mapping]] = ...) -> None: ...
+    def __init__(self, observations: _Optional[_Union[Pairs, _Mapping]] = ..., rewards: _Optional[_Union[Pairs, _Mapping]] = ..., team_reward: _Optional[_Union[Value, _Mapping]] = ..., legal_actions: _Optional[_Union[Value, _Mapping]] = ..., state: _Optional[_Union[Value, _Mapping]] = ..., truncated: _Optional[_Union[Value, _Mapping]] = ..., info: _Optional[_Union[Pairs, _Mapping]] = ...) -> None: ...
 
 class Kind(_message.Message):
     __slots__ = ("type", "options")

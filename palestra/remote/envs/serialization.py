@@ -23,7 +23,7 @@ MAX_INTEGER_BYTES = 1024  # bytes of an integer: arithmetic on longer ones is sl
 MAX_KEYS = 16_384  # of a set, or of a mapping with non-text keys: colliding hashes cost quadratic time
 PLAIN_DTYPE_KINDS = "?biufcSUmM"  # numpy dtype kinds without references to other objects
 MAPPING_FIELDS = ("observations", "rewards", "info")  # fields of Step that are mappings
-FIELD_DEFAULTS: dict[str, Any] = {"team_reward": 0.0, "legal": None, "state": None, "truncated": False}
+FIELD_DEFAULTS: dict[str, Any] = {"team_reward": 0.0, "legal_actions": None, "state": None, "truncated": False}
 
 
 def write_value(into: pb.Value, value: Any, depth: int = 0) -> None:

@@ -33,7 +33,7 @@ def turn(values, said=None, policy="p@0"):
     episode = Episode("hand", 0, {"a": "p"})
     for i, value in enumerate(values):
         spoken = answer(policy, said[i] if said else None)
-        episode.nodes.append(Node(i, None, 0, {}, {"a": spoken}, {}, value, over=True))
+        episode.nodes.append(Node(i, None, 0, {}, {"a": spoken}, {}, value, done=True))
     return episode
 
 
@@ -56,7 +56,7 @@ def test_the_best_is_preferred_to_the_worst():
     episode = turn([0.0, 2.0, -1.0, 1.0])
     samples, figures = DPO().build_samples([episode], "p")
     assert paired(episode, samples) == [(1, 2)] and notes(episode) == [0, 1, -1, 0]
-    assert figures == {"groups": 1.0, "pairs": 1.0, "zero_variance": 0.0}
+    assert figures == {"groups": 1.0, "pairs": 1.0, "zero_std_fraction": 0.0}
 
 
 def test_all_pairs_are_those_of_different_values():
@@ -65,7 +65,7 @@ def test_all_pairs_are_those_of_different_values():
     samples, figures = DPO(pairs="all").build_samples([episode], "p")
     assert sorted(paired(episode, samples)) == [(1, 0), (1, 2), (1, 3), (3, 0), (3, 2)]
     assert notes(episode) == [-2, 3, -2, 2 - 1]
-    assert figures == {"groups": 1.0, "pairs": 5.0, "zero_variance": 0.0}
+    assert figures == {"groups": 1.0, "pairs": 5.0, "zero_std_fraction": 0.0}
     assert [s.group for s in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
@@ -84,7 +84,7 @@ def test_equal_values_make_no_pair(value):
     for pairs in ("best_worst", "all"):
         episode = turn([value] * 3)
         samples, figures = DPO(pairs=pairs).build_samples([episode], "p")
-        assert samples == [] and figures == {"groups": 1.0, "pairs": 0.0, "zero_variance": 1.0}
+        assert samples == [] and figures == {"groups": 1.0, "pairs": 0.0, "zero_std_fraction": 1.0}
         assert notes(episode) == [0, 0, 0]
     assert DPO().build_samples([turn([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])], "p")[0] == []
 
@@ -121,7 +121,7 @@ def test_only_the_policys_own_answers_in_episodes_that_did_not_fail():
 
 
 def test_no_episodes_are_no_pairs():
-    assert DPO().build_samples([], "p") == ([], {"groups": 0.0, "pairs": 0.0, "zero_variance": 0.0})
+    assert DPO().build_samples([], "p") == ([], {"groups": 0.0, "pairs": 0.0, "zero_std_fraction": 0.0})
 
 
 @given(st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=6))
@@ -150,7 +150,7 @@ def lines():
     ]
     for i, (parent, seat, policy, ids, team, over) in enumerate(rows):
         depth = 0 if parent is None else episode.nodes[parent].depth + 1
-        episode.nodes.append(Node(i, parent, depth, {}, {seat: answer(policy, ids)}, {}, team, over=over))
+        episode.nodes.append(Node(i, parent, depth, {}, {seat: answer(policy, ids)}, {}, team, done=over))
     return episode
 
 
@@ -161,7 +161,7 @@ def test_with_whole_lines_a_side_is_all_that_a_seat_said():
     assert [set(s.advantages.tolist()) for s in samples] == [{1.0}, {1.0}, {-1.0}, {-1.0}]
     assert {s.group for s in samples} == {0} and {s.weight for s in samples} == {1 / 8}
     assert notes(episode) == [-1, 1, None, None, -1, 1] and notes(episode, "b") == [None] * 6
-    assert figures == {"groups": 1.0, "pairs": 1.0, "zero_variance": 0.0}
+    assert figures == {"groups": 1.0, "pairs": 1.0, "zero_std_fraction": 0.0}
     assert samples[0].logprobs.tolist() == [-0.25] and samples[0].prompt_ids.tolist() == [1, 2]
 
 
@@ -271,7 +271,7 @@ def test_a_run_notes_its_pairs(learned):
     metrics = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
     first, last = metrics[0], metrics[-1]
     assert first["groups"] == 32 and first["samples"] == 2 * first["pairs"] > 0
-    assert first["zero_variance"] == pytest.approx(1 - first["pairs"] / 32)
+    assert first["zero_std_fraction"] == pytest.approx(1 - first["pairs"] / 32)
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-4) and first["margin"] == pytest.approx(0, abs=1e-4)
     assert last["margin"] > 0.2 and last["accuracy"] > 0.7
     assert last["chosen_logp"] > last["rejected_logp"]

@@ -37,7 +37,7 @@ def grow(*nodes, seats=None, error=None):
     for parent, policies, local, team, over in nodes:
         depth = 0 if parent is None else episode.nodes[parent].depth + 1
         answers = {seat: answer(policy) for seat, policy in policies.items()}
-        episode.nodes.append(Node(len(episode.nodes), parent, depth, {}, answers, local, team, over=over))
+        episode.nodes.append(Node(len(episode.nodes), parent, depth, {}, answers, local, team, done=over))
     return episode
 
 
@@ -150,7 +150,7 @@ def test_every_answer_of_a_line_carries_the_lines_advantage():
     episode = grow((None, a, {}, 0.0, False), (None, a, {}, 0.0, False), (0, a, {}, 1.0, True), (1, a, {}, 0.0, True))
     samples, figures = GRPO(branch_at="root", group_size=2).build_samples([episode], "p")
     assert advantages(episode, "a") == pytest.approx([1, -1, 1, -1])
-    assert figures == {"groups": 1.0, "zero_variance": 0.0}
+    assert figures == {"groups": 1.0, "zero_std_fraction": 0.0}
     order = [0, 2, 1, 3]
     for sample, i in zip(samples, order, strict=True):
         node = episode.nodes[i]
@@ -250,7 +250,7 @@ def test_failed_episodes_teach_nothing(at):
     episode = chain()
     episode.error = "RuntimeError: boom"
     samples, figures = GRPO(branch_at=at, group_size=2).build_samples([episode], "p")
-    assert samples == [] and figures == {"groups": 0.0, "zero_variance": 0.0}
+    assert samples == [] and figures == {"groups": 0.0, "zero_std_fraction": 0.0}
     assert not any(node.advantages for node in episode.nodes)
 
 
@@ -258,7 +258,7 @@ def test_a_group_without_differences_is_skipped_and_counted():
     a = {"a": "p@0"}
     flat = grow((None, a, {}, 1.0, True), (None, a, {}, 1.0, True))
     samples, figures = GRPO(branch_at="turn", group_size=2).build_samples([flat, chain()], "p")
-    assert figures == {"groups": 2.0, "zero_variance": 0.5}
+    assert figures == {"groups": 2.0, "zero_std_fraction": 0.5}
     assert len(samples) == 2 and advantages(flat, "a") == [0.0, 0.0]
 
 
@@ -288,7 +288,7 @@ def test_a_batch_teaches_answers_without_siblings():
     assert [sample.advantages[0] for sample in samples] == pytest.approx(
         [-2 / deviation, -1 / deviation, 3 / deviation]
     )
-    assert figures == {"groups": 3.0, "zero_variance": 0.0}
+    assert figures == {"groups": 3.0, "zero_std_fraction": 0.0}
     assert [advantages(e, "a") for e in episodes] == pytest.approx(np.array([[-2], [-1], [3]]) / deviation)
 
 
@@ -386,7 +386,7 @@ def crossing_of(table, local=None, chosen=None):
         for j in range(columns):
             answers = {"a": own["a"][i], "b": own["b"][j]}
             rewards = local(i, j) if local else {}
-            node = Node(len(episode.nodes), None, 0, {}, answers, rewards, table[i][j], over=True)
+            node = Node(len(episode.nodes), None, 0, {}, answers, rewards, table[i][j], done=True)
             node.chosen = (i, j) == (chosen or (0, 0))
             episode.nodes.append(node)
     return episode
@@ -440,7 +440,7 @@ def test_figures_say_who_contributed_to_what_play_went_on_from():
     table's variance of 2.75."""
     _, figures = credits(crossing_of(TABLE), "a", credit="shapley")
     assert figures == pytest.approx(
-        {"groups": 1, "zero_variance": 0, "counterfactual/a": 2, "shapley/a": 1.25, "influence/a": 2.5 / 2.75}
+        {"groups": 1, "zero_std_fraction": 0, "counterfactual/a": 2, "shapley/a": 1.25, "influence/a": 2.5 / 2.75}
     )
     _, figures = credits(crossing_of(TABLE, chosen=(1, 0)), "b", joints="crossed")
     assert figures["counterfactual/b"] == -1 and figures["shapley/b"] == -0.25 and "shapley/a" not in figures
@@ -450,7 +450,7 @@ def test_a_lazy_seat_shows():
     """Whatever b says, the team earns what a makes of it."""
     lazy = crossing_of([[3.0, 3.0], [1.0, 1.0]])
     given, figures = credits(lazy, "b", credit="counterfactual")
-    assert given == [] and (figures["influence/b"], figures["shapley/b"], figures["zero_variance"]) == (0, 0, 1)
+    assert given == [] and (figures["influence/b"], figures["shapley/b"], figures["zero_std_fraction"]) == (0, 0, 1)
     assert credits(lazy, "a", credit="counterfactual")[1]["influence/a"] == 1
 
 
@@ -643,7 +643,7 @@ def test_defect_2_siblings_of_every_seat_differ_in_reward_and_advantage(branchin
         assert group.values == [float(nodes[0].answers[group.seat].text) for nodes in group.nodes]
     for seat in "ab":
         samples, figures = algorithm.build_samples([episode], seat)
-        assert len(samples) == 12 and figures["zero_variance"] == 0
+        assert len(samples) == 12 and figures["zero_std_fraction"] == 0
         assert all(sample.advantages.any() for sample in samples)
         for siblings in (episode.children(n.parent) for n in episode.nodes if seat in n.answers):
             assert len({n.advantages[seat] for n in siblings}) == 4
@@ -653,7 +653,7 @@ def test_defect_2_siblings_of_every_seat_differ_in_reward_and_advantage(branchin
 def test_defect_3_play_goes_on_from_the_state_of_the_chosen_sibling(branching):
     (episode,) = relay(branching)
     parents = {node.parent for node in episode.nodes}
-    assert {n.id for n in episode.nodes if n.chosen and not n.over} == parents - {None}
+    assert {n.id for n in episode.nodes if n.chosen and not n.done} == parents - {None}
     for node in episode.nodes:
         before = episode.trajectory(node)[:-1]
         ((_, seen),) = node.observations.items()

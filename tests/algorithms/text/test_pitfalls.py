@@ -34,7 +34,7 @@ def lines(*plays):
         parent = None
         for depth, (seat, rewards) in enumerate(play):
             last = depth == len(play) - 1
-            node = Node(len(episode.nodes), parent, depth, {}, {seat: answer()}, rewards, over=last)
+            node = Node(len(episode.nodes), parent, depth, {}, {seat: answer()}, rewards, done=last)
             episode.nodes.append(node)
             parent = node.id
     return episode
@@ -204,14 +204,14 @@ def test_truncated_importance_sampling_by_hand():
     moved, figures = asyncio.run(apply_importance_weights(stale, Now([np.log([0.5, 0.25]), np.log([0.5])]), 3.0))
     assert [s.advantages.tolist() for s in moved] == [pytest.approx([2, 0.5]), pytest.approx([-6])]
     assert [s.logprobs.tolist() for s in moved] == [pytest.approx(np.log([0.5, 0.25])), pytest.approx(np.log([0.5]))]
-    assert figures == pytest.approx({"sampler_kl": -np.log(4) / 3, "truncated": 1 / 3})
+    assert figures == pytest.approx({"sampler_kl": -np.log(4) / 3, "importance_cap_fraction": 1 / 3})
     assert stale[0].advantages.tolist() == [1, 1] and moved[0].token_ids is stale[0].token_ids
 
 
 def test_fresh_samples_stay_as_they_are():
     fresh = [sample([-0.5, -1.0], [1.0, 1.0])]
     moved, figures = asyncio.run(apply_importance_weights(fresh, Now([[-0.5, -1.0]]), 2.0))
-    assert moved[0].advantages.tolist() == [1, 1] and figures == {"sampler_kl": 0, "truncated": 0}
+    assert moved[0].advantages.tolist() == [1, 1] and figures == {"sampler_kl": 0, "importance_cap_fraction": 0}
     assert asyncio.run(apply_importance_weights([], Now([]), 2.0)) == ([], {})
 
 

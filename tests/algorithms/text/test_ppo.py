@@ -51,7 +51,7 @@ def play(*lines, seats=SEATS, error=None):
         parent = None
         for depth, (spoken, local, team) in enumerate(line):
             answers = {s: t if isinstance(t, Answer) else answer(t, f"{seats[s]}@0") for s, t in spoken.items()}
-            node = Node(len(episode.nodes), parent, depth, {}, answers, local, team, over=depth + 1 == len(line))
+            node = Node(len(episode.nodes), parent, depth, {}, answers, local, team, done=depth + 1 == len(line))
             episode.nodes.append(node)
             parent = node.id
     return episode
@@ -80,7 +80,7 @@ TALK = (  # a says two tokens, b one, a one; with alpha = 0.5
 def test_what_follows_a_decision_lands_on_its_last_token():
     algorithm = PPO(team_weight=0.5)
     samples, figures = algorithm.build_samples([play(TALK)], "p")
-    assert lists(samples, "advantages") == [[0.0, 2.5], [1.0]] and figures == {"chains": 1.0}
+    assert lists(samples, "advantages") == [[0.0, 2.5], [1.0]] and figures == {"sequences": 1.0}
     assert lists(algorithm.build_samples([play(TALK)], "q")[0], "advantages") == [[8.0]]
 
 
@@ -96,7 +96,7 @@ def test_advantages_over_two_turns_by_hand():
     assert [sample.group for sample in samples] == [-1, -1]
     assert [node.advantages for node in episode.nodes] == [{"a": 2.75}, {}, {"a": -3.0}]  # the mean of an answer's
     # squares about the mean: of 2.5, 3, -3, by which the values miss, 133/6 are left of the 49/6 of 3.5, 5, 1
-    assert figures["explained"] == pytest.approx(1 - 133 / 49)
+    assert figures["explained_variance"] == pytest.approx(1 - 133 / 49)
 
 
 def test_discount_is_for_the_seats_own_tokens():
@@ -107,13 +107,13 @@ def test_discount_is_for_the_seats_own_tokens():
 
 
 def test_seats_of_one_policy_and_lines_of_one_start_are_chains_of_their_own():
-    """Nothing flows from one chain to another: each last token has its own reward, less its value of 1."""
+    """Nothing flows from one sequence to another: each last token has its own reward, less its value of 1."""
     both = {"a": "p", "b": "p"}
     line, other = (({"a": 1, "b": 1}, {"a": 2.0, "b": 3.0}, 0.0),), (({"a": 1, "b": 1}, {"a": 5.0, "b": 7.0}, 0.0),)
     algorithm = PPO(group_size=2, normalize_advantages=False)
     assert algorithm.branching == Branching("root", 2)
     samples, figures = algorithm.build_samples([play(line, other, seats=both)] * 2, "p")
-    assert figures == {"chains": 8.0} and [sample.group for sample in samples] == list(range(8))
+    assert figures == {"sequences": 8.0} and [sample.group for sample in samples] == list(range(8))
     samples, _ = asyncio.run(algorithm.finalize_samples(samples, Told([[1.0]] * 8), {}))
     assert lists(samples, "advantages") == [[1.0], [2.0], [4.0], [6.0]] * 2
 
@@ -137,21 +137,21 @@ def test_the_advantages_of_a_step_have_one_scale():
 def test_one_token_alone_teaches_the_critic_only():
     samples, figures = credited(PPO(), [play((({"a": 1}, {}, 3.0),))], Told([[0.0]]))
     assert lists(samples, "advantages") == [[0.0]] and lists(samples, "returns") == [[3.0]]
-    assert figures == {"chains": 1.0}
+    assert figures == {"sequences": 1.0}
 
 
 def test_a_decision_without_tokens_is_none():
     """What follows it is for the decision before it; before the first it lands nowhere."""
     line = (({"a": 0}, {}, 9.0), ({"a": 2}, {}, 1.0), ({"a": 0}, {}, 2.0), ({"a": 1}, {}, 4.0))
     samples, figures = PPO().build_samples([play(line)], "p")
-    assert lists(samples, "advantages") == [[0.0, 3.0], [4.0]] and figures == {"chains": 1.0}
+    assert lists(samples, "advantages") == [[0.0, 3.0], [4.0]] and figures == {"sequences": 1.0}
 
 
 def test_who_is_taught():
     episode = play(TALK)
     assert len(PPO().build_samples([episode], "p")[0]) == 2 and len(PPO().build_samples([episode], "q")[0]) == 1
     assert PPO().build_samples([play(TALK, seats={"a": "pp", "b": "q"})], "p")[0] == []
-    assert PPO().build_samples([play(TALK, error="RuntimeError: boom")], "p") == ([], {"chains": 0.0})
+    assert PPO().build_samples([play(TALK, error="RuntimeError: boom")], "p") == ([], {"sequences": 0.0})
     assert asyncio.run(PPO(kl_coef=1.0).finalize_samples([], Told([]), {})) == ([], {})
 
 
@@ -199,7 +199,7 @@ def test_the_penalty_is_a_part_of_every_tokens_reward():
     samples, figures = credited(algorithm, *drifted(0.5, -1.0, 2.0))
     assert lists(samples, "returns") == [pytest.approx([-0.05, 0.1, 3 - 0.2])]
     assert lists(samples, "advantages") == lists(samples, "returns")
-    assert figures["kl_chain"] == pytest.approx(1.5) and figures["kl_coef"] == 0.1
+    assert figures["kl_sequence"] == pytest.approx(1.5) and figures["kl_coef"] == 0.1
 
 
 def test_the_penalty_of_later_tokens_is_felt_by_earlier_ones():
@@ -211,11 +211,11 @@ def test_kl_is_counted_over_whole_chains():
     """Chains of 1 + 2 and of 5 nats: 4 on the mean, whatever the number of their turns."""
     long, short = [({"a": 1}, {}, 0.0)] * 2, [({"a": 1}, {}, 0.0)]
     learner = Told([[0.0]] * 3, reference=[[-2.0], [-3.0], [-6.0]])
-    assert credited(PPO(kl_coef=0.1), [play(long), play(short)], learner)[1]["kl_chain"] == pytest.approx(4)
+    assert credited(PPO(kl_coef=0.1), [play(long), play(short)], learner)[1]["kl_sequence"] == pytest.approx(4)
 
 
 def test_the_coefficient_follows_its_target():
-    """Three steps of one chain each, target 2, horizon 10. 3 nats: half too much, of which 0.2 count, times 1/10.
+    """Three steps of one sequence each, target 2, horizon 10. 3 nats: half too much, of which 0.2 count, times 1/10.
     2.2 nats: 0.1 too much. -1: one and a half too little, of which 0.2 count."""
     algorithm, memory, used = PPO(kl_coef=0.1, kl_target=2.0, kl_horizon=10), {}, []
     for gap in (3.0, 2.2, -1.0):
@@ -228,17 +228,17 @@ def test_the_coefficient_follows_its_target():
 
 
 def test_more_chains_move_the_coefficient_further():
-    """Two chains 0.2 off, of a horizon of 10: 1 + 0.2 * 2 / 10."""
+    """Two sequences 0.2 off, of a horizon of 10: 1 + 0.2 * 2 / 10."""
     line, memory = (({"a": 1}, {}, 0.0),), {}
     learner = Told([[0.0]] * 2, reference=[[-9.0]] * 2)
     credited(PPO(kl_coef=0.5, kl_target=2.0, kl_horizon=10), [play(line), play(line)], learner, memory=memory)
     assert memory["kl"]["now"] == pytest.approx(0.52)
 
 
-@pytest.mark.parametrize("chains", [50, 60, 10**6])
-def test_a_step_beyond_the_horizon_moves_the_coefficient_by_a_fifth_and_keeps_its_sign(chains):
-    assert adapt_kl_coef(0.1, 9.0, target=1.0, chains=chains, horizon=50) == pytest.approx(0.12)
-    assert adapt_kl_coef(0.1, 0.0, target=1.0, chains=chains, horizon=50) == pytest.approx(0.08)
+@pytest.mark.parametrize("sequences", [50, 60, 10**6])
+def test_a_step_beyond_the_horizon_moves_the_coefficient_by_a_fifth_and_keeps_its_sign(sequences):
+    assert adapt_kl_coef(0.1, 9.0, target=1.0, sequences=sequences, horizon=50) == pytest.approx(0.12)
+    assert adapt_kl_coef(0.1, 0.0, target=1.0, sequences=sequences, horizon=50) == pytest.approx(0.08)
 
 
 def test_a_stage_with_another_kl_begins_with_it():
@@ -269,7 +269,7 @@ def test_correction_weighs_advantages_and_nothing_else():
     assert lists(moved, "advantages") == [pytest.approx([0.0, 1.25])]
     assert lists(moved, "returns") == lists(plain, "returns") == [[0.0, 2.5]]
     assert lists(moved, "logprobs") == [pytest.approx(learner.now[0])]
-    assert figures["truncated"] == 0.5 and figures["sampler_kl"] == pytest.approx(0, abs=1e-6)
+    assert figures["importance_cap_fraction"] == 0.5 and figures["sampler_kl"] == pytest.approx(0, abs=1e-6)
 
 
 def test_correction_comes_after_the_common_scale():
@@ -392,8 +392,8 @@ def test_a_pair_learns_to_play_together(base, tmp_path):
     before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
     assert before < 0.4 and after > 0.75
     line = next(line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide")
-    assert line["chains"] == 96 and line["samples"] == line["answers"] == 192 and line["updates"] == 2
-    assert line["value_loss"] > 0 and line["explained"] == 0  # a new critic thinks everything worth nothing
+    assert line["sequences"] == 96 and line["samples"] == line["answers"] == 192 and line["updates"] == 2
+    assert line["value_loss"] > 0 and line["explained_variance"] == 0  # a new critic thinks everything worth nothing
 
 
 def test_a_step_moves_head_and_adapter(base):
@@ -405,7 +405,7 @@ def test_a_step_moves_head_and_adapter(base):
     assert all(not torch.equal(a, b) for a, b in zip(head, trainer.critic.parameters(), strict=True))
     moved = [not torch.equal(a, b) for a, b in zip(adapter, trainer.adapter.parameters(), strict=True)]
     assert all(moved[1::2])  # B; A waits for a B that is not zero
-    assert figures["kl_chain"] == pytest.approx(0, abs=1e-4) and figures["kl_coef"] == 0.1  # it starts as its base
+    assert figures["kl_sequence"] == pytest.approx(0, abs=1e-4) and figures["kl_coef"] == 0.1  # it starts as its base
 
 
 def test_a_value_learned_is_what_tokens_bring(base):
@@ -418,7 +418,7 @@ def test_a_value_learned_is_what_tokens_bring(base):
     episodes = played(setup)
     for episode in episodes:
         for node in episode.nodes:
-            node.rewards, node.team_reward = {}, 2.0 * node.over
+            node.rewards, node.team_reward = {}, 2.0 * node.done
     for _ in range(60):
         asyncio.run(update_learner(algorithm, learner, episodes, 0.0))
     samples, _ = algorithm.build_samples(episodes, "guide")

@@ -1,4 +1,4 @@
-"""What is imitated and what is foretold, on token arrays worked by hand; and a world that is learned."""
+"""What is imitated and what is predicted, on token arrays worked by hand; and a world that is learned."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ def episode(*turns, parents=None, ends=None, rewards=None):
     ends = {len(turns) - 1: True} if ends is None else ends
     grown = Episode("hand", 0, {"a": "p", "b": "p"})
     for i, (answers, parent) in enumerate(zip(turns, parents, strict=True)):
-        node = Node(i, parent, 0, {}, answers, (rewards or {}).get(i, {}), over=i in ends)
+        node = Node(i, parent, 0, {}, answers, (rewards or {}).get(i, {}), done=i in ends)
         node.info = {"success": ends[i]} if i in ends else {}
         grown.nodes.append(node)
     return grown
@@ -71,7 +71,7 @@ def test_a_world_model_foretells_the_next_observation_of_the_same_seat():
     )
     samples, figures = SFT(imitate="none", world_model_weight=2.0).build_samples([play], "p")
     assert lists(samples) == [([1, 2, 7, 5, 9], [8, 4], 2.0), ([6, 6, 8], [3], 2.0)]
-    assert figures == {"imitated": 0.0, "foretold": 0.5}
+    assert figures == {"target_fraction": 0.0, "world_model_fraction": 0.5}
     for sample in samples:
         assert not sample.logprobs.any() and (sample.advantages == 1).all()
         assert len(sample.logprobs) == len(sample.advantages) == len(sample.token_ids)
@@ -83,7 +83,7 @@ def test_both_parts_stand_side_by_side_with_their_weights():
     samples, figures = SFT(world_model_weight=0.25).build_samples([play], "p")
     assert lists(samples) == [([1, 2], [5, 9], 1.0), ([1, 2, 5, 9, 3], [4], 1.0), ([1, 2, 5, 9], [3], 0.25)]
     assert samples[0].logprobs.tolist() == [-0.5, -0.5] and samples[0].advantages.tolist() == [1, 1]
-    assert figures == {"imitated": 1.0, "foretold": 0.5}
+    assert figures == {"target_fraction": 1.0, "world_model_fraction": 0.5}
     assert [node.advantages for node in play.nodes] == [{"a": 1.0}, {"a": 1.0}]
     assert (
         SFT(world_model_weight=0.25).loss is LOSSES["cross_entropy"] and not SFT(world_model_weight=0.25).loss_options
@@ -93,15 +93,18 @@ def test_both_parts_stand_side_by_side_with_their_weights():
 def test_without_a_world_model_nothing_is_foretold():
     play = episode({"a": answer([1, 2], [5])}, {"a": answer([1, 3], [4])})
     samples, figures = SFT().build_samples([play], "p")
-    assert len(samples) == 2 and figures == {"imitated": 1.0}
+    assert len(samples) == 2 and figures == {"target_fraction": 1.0}
 
 
 def test_only_ones_own_answers_teach():
     play = episode({"a": answer([1], [5], "q@3")}, {"a": answer([2], [4], "q@3")}, {"b": answer([3], [4])})
     samples, figures = SFT(world_model_weight=1.0).build_samples([play], "p")
-    assert lists(samples) == [([3], [4], 1.0)] and figures == {"imitated": 1.0, "foretold": 0.0}
+    assert lists(samples) == [([3], [4], 1.0)] and figures == {"target_fraction": 1.0, "world_model_fraction": 0.0}
     play.error = "lost"
-    assert SFT(world_model_weight=1.0).build_samples([play], "p") == ([], {"imitated": 0.0, "foretold": 0.0})
+    assert SFT(world_model_weight=1.0).build_samples([play], "p") == (
+        [],
+        {"target_fraction": 0.0, "world_model_fraction": 0.0},
+    )
 
 
 def two_lines(**more):
@@ -112,10 +115,10 @@ def two_lines(**more):
 
 def test_lines_are_chosen_by_success_and_their_common_part_counts_once():
     samples, figures = SFT().build_samples([two_lines()], "p")
-    assert lists(samples) == [([1], [5], 1.0), ([2, 2], [7], 1.0)] and figures["imitated"] == 0.5
+    assert lists(samples) == [([1], [5], 1.0), ([2, 2], [7], 1.0)] and figures["target_fraction"] == 0.5
     samples, figures = SFT(imitate="all", world_model_weight=1.0).build_samples([two_lines()], "p")
     assert [s.token_ids.tolist() for s in samples] == [[5], [6], [7], [2, 2]]  # siblings were shown one observation
-    assert figures == {"imitated": 1.0, "foretold": 1 / 3}
+    assert figures == {"target_fraction": 1.0, "world_model_fraction": 1 / 3}
     samples, figures = SFT(imitate="none", world_model_weight=1.0).build_samples([two_lines()], "p")
     assert lists(samples) == [([1, 5], [2, 2], 1.0)]  # of failures too
 
@@ -137,7 +140,7 @@ def test_lines_are_chosen_by_what_a_seat_earned():
         assert [s.token_ids.tolist() for s in samples] == kept, least
     play.nodes[2].team_reward = 4.0
     samples, figures = SFT(imitate="all", min_return=3.5, team_weight=0.5).build_samples([play], "p")
-    assert [s.token_ids.tolist() for s in samples] == [[5], [7]] and figures["imitated"] == 0.5
+    assert [s.token_ids.tolist() for s in samples] == [[5], [7]] and figures["target_fraction"] == 0.5
 
 
 def test_nothing_to_learn_is_refused():
@@ -191,6 +194,6 @@ async def learned(setup, test):
         moment = setup.position_of(step)
         episodes = await stage.source.play(moment.episode_numbers, stage.algorithm.branching, {})
         figures = await update_learner(stage.algorithm, learner, episodes, moment.progress, {})
-    assert figures["foretold"] == 0.5 and figures["samples"] == 64
+    assert figures["world_model_fraction"] == 0.5 and figures["samples"] == 64
     assert len(held_out) == 64 and {len(sample.token_ids) for sample in held_out} == {5}
     assert await nll() < 0.6 < 5 < before

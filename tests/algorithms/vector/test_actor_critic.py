@@ -220,8 +220,8 @@ def test_a_learner_goes_on_exactly_from_its_arrays(config: ActorCriticConfig, me
     played(made, one, 2)
     again.load_arrays(kept)
     two = VectorRollout(other, np.arange(4))
-    fresh = learner(config, other, seats, policy)
-    played(fresh, two, 0)  # brings the games to where they were
+    is_first = learner(config, other, seats, policy)
+    played(is_first, two, 0)  # brings the games to where they were
     played(again, two, 2)
     expected = snapshot(made)
     assert set(expected) == set(snapshot(again))
@@ -443,7 +443,7 @@ def test_a_gradient_is_clipped_for_each_member_by_itself() -> None:
     batch.rewards[..., 1] *= 100
     before = {name: weights(made, name) for name in "ab"}
     figures = made.update(batch, 0.0)
-    assert figures["b"]["gradient"] > 10 * figures["a"]["gradient"] > 10 * policy.max_grad_norm
+    assert figures["b"]["grad_norm"] > 10 * figures["a"]["grad_norm"] > 10 * policy.max_grad_norm
     for name in "ab":
         moved = [(v - before[name][k]).square().sum() for k, v in weights(made, name).items() if k.startswith("net")]
         assert torch.stack(moved).sum().sqrt().item() == pytest.approx(0.01 / 100, rel=0.02)

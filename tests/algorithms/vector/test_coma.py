@@ -88,17 +88,17 @@ class Textbook:
     def done(self, t: int, b: int) -> dict[int, int]:
         return {n: int(self.batch.actions[t, b, n]) for n in self.others if self.batch.agent_mask[t, b, n]}
 
-    def logits(self, view: np.ndarray, legal: np.ndarray) -> torch.Tensor:
+    def logits(self, view: np.ndarray, action_mask: np.ndarray) -> torch.Tensor:
         out = self.net(self.policy, torch.from_numpy(view))
-        return torch.log_softmax(out.masked_fill(~torch.from_numpy(legal.copy()), -torch.inf), 0)
+        return torch.log_softmax(out.masked_fill(~torch.from_numpy(action_mask.copy()), -torch.inf), 0)
 
     def taken(self, t: int, b: int) -> float:
         values = self.q(self.critic, self.batch.state[t, b], self.done(t, b))
         return values[int(self.batch.actions[t, b, self.seat])].item()
 
-    def expected(self, state: np.ndarray, view: np.ndarray, legal: np.ndarray) -> float:
+    def expected(self, state: np.ndarray, view: np.ndarray, action_mask: np.ndarray) -> float:
         assert not self.others  # their actions would be drawn
-        return (self.logits(view, legal).exp() * self.q(self.critic, state, {})).sum().item()
+        return (self.logits(view, action_mask).exp() * self.q(self.critic, state, {})).sum().item()
 
     def targets(self) -> dict[tuple[int, int], float]:
         batch, config, found = self.batch, self.config, {}
@@ -239,7 +239,7 @@ def test_short_sweeps_will_do(horizon: int) -> None:
         figures = made.update(sweeper.collect(made.rollout_policies(0), horizon, i), 0.0)
     assert set(figures) == {"a", "b"}
     for line in figures.values():
-        assert set(line) == {"value_loss", "policy_loss", "entropy", "gradient"}
+        assert set(line) == {"value_loss", "policy_loss", "entropy", "grad_norm"}
         assert np.isfinite(list(line.values())).all()
 
 
@@ -270,7 +270,7 @@ def test_a_seat_gets_no_credit_for_what_others_do() -> None:
     figures = train(made, VectorRollout(env, np.arange(32)), 4, 40)
     probability = made.rollout_policies(0)[0].net(torch.zeros(2, 1, 4)).softmax(-1)[:, 0, 1]
     assert probability[0].item() == pytest.approx(0.5, abs=0.1) and probability[1] > 0.9
-    assert figures["a"]["gradient"] < 0.02
+    assert figures["a"]["grad_norm"] < 0.02
 
 
 def test_two_who_cannot_talk_learn_to_agree() -> None:

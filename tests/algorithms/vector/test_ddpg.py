@@ -58,8 +58,8 @@ def test_targets_of_maddpg_see_what_the_others_will_do():
     (target,) = learner.targets(moments(learner.env, 1, next_state=state, discounts=discounts), noise())
     first, second = 4 + 7 + 100 * -0.5 + 0.5 * 0.3, 4 + 7 + 1000 + 10 * 0.3 + 0.5 * -0.5
     torch.testing.assert_close(target, torch.tensor([[first], [0.5 * second]]), atol=5e-2, rtol=0)
-    acting = torch.tensor([[True, False]])
-    (target,) = learner.targets(moments(learner.env, 1, discounts=discounts, next_agent_mask=acting), noise())
+    agent_mask = torch.tensor([[True, False]])
+    (target,) = learner.targets(moments(learner.env, 1, discounts=discounts, next_agent_mask=agent_mask), noise())
     torch.testing.assert_close(target, torch.tensor([[7 + 0.5 * 0.3], [0.5 * (7 + 1000 + 3)]]), atol=5e-2, rtol=0)
 
 
@@ -89,8 +89,10 @@ def test_discrete_targets_are_drawn_from_legal_actions():
     learner = made(DDPG(), env)
     constant(learner.copies[0], [[math.log(3.0), 0.0, 9.0]])
     linear(learner.critics[0].target, [{4: 1.0, 5: 2.0, 6: 1000.0}])
-    legal = torch.tensor([True, True, False]).expand(4000, 1, 3)
-    (target,) = learner.targets(moments(env, 4000, discounts=torch.ones(4000, 1), next_action_mask=legal), noise())
+    action_mask = torch.tensor([True, True, False]).expand(4000, 1, 3)
+    (target,) = learner.targets(
+        moments(env, 4000, discounts=torch.ones(4000, 1), next_action_mask=action_mask), noise()
+    )
     assert target[0].round().unique().tolist() == [1, 2]
     assert target.mean().item() == pytest.approx(1.25, abs=0.03)
 
@@ -110,7 +112,7 @@ def test_the_policy_climbs_the_first_critic(config):
     (figures,) = learner.train_step(moments(learner.env, 5), noise(), 0.0)
     assert figures["policy_loss"].item() == pytest.approx(-3 * math.tanh(0.4) + 0.1 * 0.4**2, abs=1e-4)
     slope = -3 * (1 - math.tanh(0.4) ** 2) + 0.1 * 2 * 0.4
-    assert figures["gradient"].item() == pytest.approx(abs(slope), abs=1e-3)
+    assert figures["grad_norm"].item() == pytest.approx(abs(slope), abs=1e-3)
     assert learner.stacks[0].net.head.bias.item() > 0.4
 
 
@@ -180,7 +182,7 @@ def test_what_was_saved_goes_on_exactly(config, space, critic):
 @pytest.mark.parametrize("game", [SimpleTag, SimpleSpeakerListener])
 def test_seats_may_differ_in_what_they_see_and_do(game, continuous, critic):
     """As each would alone: padding reaches no network."""
-    env = game(4, continuous=continuous)
+    env = game(4, continuous_actions=continuous)
     learner = made(
         TD3(critic=critic, learning_starts=16, batch_size=8), env, seats={seat: [i] for i, seat in enumerate(env.seats)}
     )

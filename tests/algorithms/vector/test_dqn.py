@@ -114,7 +114,7 @@ def test_an_update_is_what_the_papers_say(turns: bool, duelling: bool, double: b
         assert line["q_loss"][p].item() == pytest.approx(loss.item(), rel=1e-4)
         loss.backward()
         norm = torch.cat([w.grad.flatten() for w in fast.values() if w.grad is not None]).norm()
-        assert line["gradient"][p].item() == pytest.approx(norm.item(), rel=1e-4)
+        assert line["grad_norm"][p].item() == pytest.approx(norm.item(), rel=1e-4)
     assert error[0].tolist() == pytest.approx([np.mean(sizes.get(m, [0])) for m in range(16)], rel=1e-4)
     assert known[0].tolist() == [m in sizes for m in range(16)]
 
@@ -252,8 +252,8 @@ def test_how_much_is_explored() -> None:
 
 def test_random_moves_are_uniform_over_legal_ones() -> None:
     head = learner(DQN(**QUICK), Cues(games=4), {"one": [0, 1]}).heads[0]
-    legal = torch.tensor([True, False, True]).expand(1, 9000, 3)
-    action, logp = head.epsilon_greedy(1.0)(torch.zeros(1, 9000, 4), legal, torch.Generator().manual_seed(0))
+    action_mask = torch.tensor([True, False, True]).expand(1, 9000, 3)
+    action, logp = head.epsilon_greedy(1.0)(torch.zeros(1, 9000, 4), action_mask, torch.Generator().manual_seed(0))
     assert torch.bincount(action[0], minlength=3).numpy() / 9000 == pytest.approx([0.5, 0, 0.5], abs=0.02)
     assert logp is None
 

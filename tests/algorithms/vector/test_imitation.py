@@ -244,7 +244,7 @@ def test_masks_of_the_demonstrations_count(tmp_path: Path) -> None:
     kept["agent_mask"] &= ~kept["action_mask"][..., 1]
     np.savez(path, **kept)
     figures = learner(BC(demonstrations=str(path)), env, {"a": [0, 1]}).update(None, 0.0)
-    assert figures["a"]["nll"] == figures["a"]["gradient"] == 0
+    assert figures["a"]["nll"] == figures["a"]["grad_norm"] == 0
 
 
 @pytest.mark.parametrize(

@@ -50,17 +50,17 @@ def test_a_seat_plays_a_whole_game_by_one_of_its_two(eta: float) -> None:
     env = KuhnPoker(512)
     made = learner(env, eta=eta, epsilon=0.0)
     batch = VectorRollout(env, np.arange(512)).collect(made.rollout_policies(0.0), 40, 0)
-    responded, acting = batch.logp == BEST_RESPONSE_LOGP, batch.agent_mask[:-1]
+    responded, agent_mask = batch.logp == BEST_RESPONSE_LOGP, batch.agent_mask[:-1]
     games = np.cumsum(batch.is_first[:-1], 0)  # the number of each game at its place
     shares = []
     for seat in range(2):
         for b in range(512):
             for game in range(1, games[-1, b]):
-                own = responded[games[:, b] == game, b, seat][acting[games[:, b] == game, b, seat]]
+                own = responded[games[:, b] == game, b, seat][agent_mask[games[:, b] == game, b, seat]]
                 assert len(set(own)) <= 1
                 shares += [own[0]] if len(own) else []
     assert abs(np.mean(shares) - eta) < 4 * (eta * (1 - eta) / len(shares)) ** 0.5 + 1e-9
-    assert (batch.logp[~responded & acting] <= 0).all()
+    assert (batch.logp[~responded & agent_mask] <= 0).all()
 
 
 def test_only_moves_of_best_responses_are_imitated() -> None:

@@ -111,7 +111,7 @@ def test_an_update_is_what_the_papers_say(turns: bool, mixer: Any) -> None:
     for i, (p, own) in enumerate([(0, 0), (0, 1), (1, 0)]):
         parts = slopes[: len(nets[0])] if p == 0 else slopes[len(nets[0]) : len(nets[0]) + len(nets[1])]
         norm = torch.cat([g[own].flatten() for g in parts]).norm().item()
-        assert lines[p]["gradient"][own].item() == pytest.approx(norm, rel=1e-3), i
+        assert lines[p]["grad_norm"][own].item() == pytest.approx(norm, rel=1e-3), i
     assert (made.mixer_adam is not None) == (mixer == "qmix")
     if made.mixer_adam:  # which has only bounded its length
         assert made.mixer_adam.flat.grad is not None

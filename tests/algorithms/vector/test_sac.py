@@ -71,9 +71,11 @@ def test_discrete_targets_by_hand():
     constant(learner.stacks[0].net, [[math.log(3.0), 0.0, 9.0]])
     constant(learner.critics[0].target, [[1.0, 4.0, 50.0], [2.0, 3.0, 70.0]])
     constant(learner.critics[0].net, [[-99.0] * 3, [-99.0] * 3])
-    legal = torch.tensor([True, True, False]).expand(2, 1, 3)
+    action_mask = torch.tensor([True, True, False]).expand(2, 1, 3)
     rewards, discounts = torch.tensor([[0.5], [0.5]]), torch.tensor([[0.9], [0.0]])
-    (target,) = learner.targets(moments(env, 2, rewards=rewards, discounts=discounts, next_action_mask=legal), noise())
+    (target,) = learner.targets(
+        moments(env, 2, rewards=rewards, discounts=discounts, next_action_mask=action_mask), noise()
+    )
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     torch.testing.assert_close(target, torch.tensor([[0.5 + 0.9 * (0.75 * 1 + 0.25 * 3 + 0.2 * entropy), 0.5]]))
 
@@ -160,8 +162,8 @@ def test_before_it_learns_play_is_uniform_and_legal():
     assert learner.update(batch, 0.0) == {"p": {}}
     env = Countdown(64)
     batch = VectorRollout(env, np.arange(64)).collect(made(SAC(), env).rollout_policies(0.0), 40, 0)
-    legal = np.take_along_axis(batch.action_mask[:-1], batch.actions[..., None], -1)
-    assert legal.all() and not batch.action_mask.all()
+    action_mask = np.take_along_axis(batch.action_mask[:-1], batch.actions[..., None], -1)
+    assert action_mask.all() and not batch.action_mask.all()
     assert batch.logp == pytest.approx(-np.log(batch.action_mask[:-1].sum(-1)), abs=1e-5)
 
 
@@ -224,7 +226,7 @@ def test_a_cart_comes_to_rest():
     env = Track(256)
     assert mean_return(env, learner.greedy_policies(), 20)[0] > -1.5
     assert mean_return(env, [UniformVectorPolicy(env, [0])], 20)[0] < -15
-    assert set(figures["p"]) == {"critic_loss", "q", "policy_loss", "gradient", "entropy", "alpha"}
+    assert set(figures["p"]) == {"critic_loss", "q", "policy_loss", "grad_norm", "entropy", "alpha"}
 
 
 @pytest.mark.parametrize("seats", [{"p": [0, 1]}, {"a": [0], "b": [1]}])

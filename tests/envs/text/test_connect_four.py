@@ -158,7 +158,7 @@ def play(env: TextGame, seed: int, experts: Collection[str]) -> dict[str, float]
     rng, step = random.Random(seed), env.reset(seed)
     while not step.done:
         ((seat, _),) = step.observations.items()
-        step = env.step({seat: env.expert(seat, rng) if seat in experts else rng.choice(step.legal[seat])})
+        step = env.step({seat: env.expert(seat, rng) if seat in experts else rng.choice(step.legal_actions[seat])})
         assert step.info["invalid"] == {seat: False}
     return step.rewards
 
@@ -190,7 +190,7 @@ def test_the_expert_beats_random_play_at_connect_four() -> None:
 def test_asking_an_expert_changes_nothing() -> None:
     env = TextConnectFour()
     step, state = env.reset(0), env.rng.getstate()
-    assert env.expert("player_0", random.Random(0)) in step.legal["player_0"]
+    assert env.expert("player_0", random.Random(0)) in step.legal_actions["player_0"]
     assert env.state == RULES.initial_state() and env.rng.getstate() == state
 
 

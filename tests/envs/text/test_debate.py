@@ -100,7 +100,7 @@ def test_the_compact_view_holds_what_a_seat_needs_and_no_more():
     judge = steps[2].observations["judge"]
     assert judge.startswith(f"topic {env.topic.text} you judge said pro ") and "r99" in judge
     assert f"con {' '.join(facts['con'])} against r" in judge and judge.endswith("so no")
-    assert steps[2].legal == {"judge": ["pro", "con"]}
+    assert steps[2].legal_actions == {"judge": ["pro", "con"]}
 
 
 def test_the_full_view_shows_motion_evidence_and_what_was_said():

@@ -41,5 +41,5 @@ def test_a_bad_answer_costs_nothing_but_the_choice_in_outcome() -> None:
 
 
 def test_other_words_are_spoken_in_the_rules_too() -> None:
-    env: Any = make_env("text_kuhn", rendering="full", spoken={"pass": "no", "bet": "yes"})
+    env: Any = make_env("text_kuhn", rendering="full", vocabulary={"pass": "no", "bet": "yes"})
     assert "bet to pay" not in env.roles["player_0"] and "yes to pay" in env.roles["player_0"]

@@ -58,11 +58,11 @@ class Mirror:
         assert np.array_equal(frame.obs, [self.known(state) for state in self.states])
         turns = np.array([state.current_player() for state in self.states])
         assert np.array_equal(frame.agent_mask, turns[:, None] == self.players)
-        legal = np.array([state.legal_actions_mask() for state in self.states], bool)
+        action_mask = np.array([state.legal_actions_mask() for state in self.states], bool)
         assert (
-            legal.all()
+            action_mask.all()
             if frame.action_mask is None
-            else np.array_equal(frame.action_mask[np.arange(len(turns)), turns], legal)
+            else np.array_equal(frame.action_mask[np.arange(len(turns)), turns], action_mask)
         )
 
     def known(self, state: Any) -> list[list[float]]:

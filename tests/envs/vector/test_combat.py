@@ -222,7 +222,7 @@ def test_the_dead_do_not_act_and_the_living_play_on() -> None:
 
 
 def test_the_limit_cuts_a_battle_off() -> None:
-    env = Combat(2, cycles=3)
+    env = Combat(2, max_steps=3)
     frame = env.reset(np.arange(2))
     for step in range(3):
         frame = env.step(np.full((2, 3), STOP))
@@ -233,7 +233,7 @@ def test_the_limit_cuts_a_battle_off() -> None:
 
 def test_of_a_battle_cut_off_the_dead_are_cut_off_with_the_living() -> None:
     """They are paid on: what the team would have won is theirs too."""
-    env = Combat(1, cycles=2)
+    env = Combat(1, max_steps=2)
     theirs = to_parallel(lambda games: env)
     theirs.reset(seed=0)
     env.internal_state["units"][0, 1, HEALTH] = 0
@@ -275,8 +275,8 @@ def kited(env: Combat) -> np.ndarray:
         env.internal_state["units"],
         np.stack([env.scripted_actions("focus", n) for n in range(len(env.seats))], axis=1),
     )
-    legal = env.vector_step.action_mask
-    assert legal is not None
+    action_mask = env.vector_step.action_mask
+    assert action_mask is not None
     for b, n in np.argwhere(env.vector_step.agent_mask & (units[:, : len(env.seats), COOLDOWN] >= 8)):
         alive = units[b, len(env.seats) :, HEALTH] > 0
         foes = units[b, len(env.seats) :][alive][:, [X, Y]]
@@ -284,7 +284,7 @@ def kited(env: Combat) -> np.ndarray:
         gaps = np.hypot(*(foes[:, None] - to).T).min(axis=1)
         room = np.minimum(to, 32 - to).min(axis=1)
         if np.hypot(*(foes - units[b, n, [X, Y]]).T).min() < 7:
-            actions[b, n] = 2 + np.argmax(np.where(legal[b, n, 2:6], gaps + 0.05 * room, -np.inf))
+            actions[b, n] = 2 + np.argmax(np.where(action_mask[b, n, 2:6], gaps + 0.05 * room, -np.inf))
     return actions.astype(np.int32)
 
 
@@ -302,8 +302,8 @@ def test_zealots_catch_stalkers_that_stand_but_not_those_that_kite() -> None:
 def test_options_and_scripts_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match='map: there is no "4m"; use one of 3m, 8m'):
         Combat(map="4m")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cycles: 0 is too small"):
-        Combat(cycles=0)
+    with pytest.raises(ValueError, match="max_steps: 0 is too small"):
+        Combat(max_steps=0)
     with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         Combat(0)
     with pytest.raises(ValueError, match='no scripted player "rush"; it has: focus'):

@@ -16,8 +16,14 @@ VARIANTS: list[dict[str, Any]] = [
     {"size": 5, "agents": 3, "sight": 1, "penalty": 0.1},
     {"size": 6, "agents": 4, "sight": 2, "cooperative": True, "max_level": 3},
     {"size": 10, "agents": 3, "sight": 3, "normalize": False, "min_food_level": 2, "max_food_level": 3},
-    {"size": 5, "agents": 7, "food": 4, "cycles": 20, "min_level": 2},
-    {"size": 4, "food": 4, "cycles": 16, "cooperative": True, "max_food_level": 3},  # there is room for one or two only
+    {"size": 5, "agents": 7, "food": 4, "max_steps": 20, "min_level": 2},
+    {
+        "size": 4,
+        "food": 4,
+        "max_steps": 16,
+        "cooperative": True,
+        "max_food_level": 3,
+    },  # there is room for one or two only
 ]
 
 
@@ -28,7 +34,7 @@ def theirs(
     food: int = 3,
     sight: int | None = None,
     cooperative: bool = False,
-    cycles: int = 50,
+    max_steps: int = 50,
     min_level: int = 1,
     max_level: int = 2,
     min_food_level: int = 1,
@@ -45,7 +51,7 @@ def theirs(
         field_size=(size, size),
         max_num_food=food,
         sight=size if sight is None else sight,
-        max_episode_steps=cycles,
+        max_episode_steps=max_steps,
         force_coop=cooperative,
         normalize_reward=normalize,
         penalty=penalty,
@@ -53,10 +59,10 @@ def theirs(
 
 
 def mask(env: ForagingEnv) -> np.ndarray:
-    legal = np.zeros((len(env.players), 6), bool)
-    for player, row in zip(env.players, legal, strict=True):
+    action_mask = np.zeros((len(env.players), 6), bool)
+    for player, row in zip(env.players, action_mask, strict=True):
         row[[action.value for action in env._valid_actions[player]]] = True
-    return legal
+    return action_mask
 
 
 def together(env: ForagingEnv, share: float, rng: np.random.Generator) -> np.ndarray:
@@ -137,7 +143,7 @@ def test_all_food_eaten_is_success_and_the_next_game_begins() -> None:
 
 
 def test_the_limit_cuts_a_game_off() -> None:
-    env = placed([[0, 0, 1]], [[2, 2, 2]], cycles=2)
+    env = placed([[0, 0, 1]], [[2, 2, 2]], max_steps=2)
     assert not env.step(np.array([[0]])).done[0]
     frame = env.step(np.array([[0]]))
     assert frame.truncated[0] and not frame.terminated[0] and frame.success is not None and not frame.success[0]
@@ -168,7 +174,7 @@ def test_random_play_of_many_games_earns_at_most_one_a_game() -> None:
         ({"agents": 0}, "agents: 0 is too small"),
         ({"agents": 33}, "33 on 8 x 8 cells find no room"),
         ({"food": 0}, "food: 0 is too small"),
-        ({"cycles": 0}, "cycles: 0 is too small"),
+        ({"max_steps": 0}, "max_steps: 0 is too small"),
         ({"sight": 0}, "sight: 0 is too small"),
         ({"min_level": 0}, "min_level: 0 is too small"),
         ({"min_level": 3}, "max_level: 2 is too small.*use 3 or more"),

@@ -60,14 +60,14 @@ def test_games_by_hand(cards: list[int], moves: list[int], rewards: list[float])
 def test_who_may_do_what_when() -> None:
     env = LeducPoker(1)
     frame = env.reset(np.array([0]))
-    legal = frame.action_mask
-    assert legal is not None and legal[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0, 0]
+    action_mask = frame.action_mask
+    assert action_mask is not None and action_mask[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0, 0]
     env.step(np.array([[RAISE, FOLD]]))
-    assert legal[0].tolist() == [[True, True, True]] * 2 and frame.agent_mask[0].tolist() == [False, True]
+    assert action_mask[0].tolist() == [[True, True, True]] * 2 and frame.agent_mask[0].tolist() == [False, True]
     env.step(np.array([[FOLD, RAISE]]))
-    assert legal[0].tolist() == [[True, True, False]] * 2 and frame.agent_mask[0].tolist() == [True, False]
+    assert action_mask[0].tolist() == [[True, True, False]] * 2 and frame.agent_mask[0].tolist() == [True, False]
     env.step(np.array([[CALL, FOLD]]))  # the second round: player_0 begins again
-    assert legal[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0].tolist() == [True, False]
+    assert action_mask[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0].tolist() == [True, False]
 
 
 def test_views_and_state_by_hand() -> None:

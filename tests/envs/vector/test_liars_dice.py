@@ -72,15 +72,15 @@ def test_games_by_hand(dice: list[list[int]], moves: list[int], rewards: list[fl
 def test_who_may_do_what_when() -> None:
     env = LiarsDice(1, faces=3)
     frame = env.reset(np.array([0]))
-    legal = frame.action_mask
-    assert legal is not None and legal[0].tolist() == [[True] * 6 + [False]] * 2
+    action_mask = frame.action_mask
+    assert action_mask is not None and action_mask[0].tolist() == [[True] * 6 + [False]] * 2
     assert frame.agent_mask[0].tolist() == [True, False]
     env.step(np.array([[2, 0]]))
-    assert legal[0].tolist() == [[False] * 3 + [True] * 4] * 2 and frame.agent_mask[0].tolist() == [False, True]
+    assert action_mask[0].tolist() == [[False] * 3 + [True] * 4] * 2 and frame.agent_mask[0].tolist() == [False, True]
     env.step(np.array([[0, 5]]))
-    assert legal[0].tolist() == [[False] * 6 + [True]] * 2 and frame.agent_mask[0].tolist() == [True, False]
+    assert action_mask[0].tolist() == [[False] * 6 + [True]] * 2 and frame.agent_mask[0].tolist() == [True, False]
     env.step(np.array([[6, 0]]))
-    assert legal[0].tolist() == [[True] * 6 + [False]] * 2 and frame.terminated[0]
+    assert action_mask[0].tolist() == [[True] * 6 + [False]] * 2 and frame.terminated[0]
 
 
 def test_views_and_state_by_hand() -> None:

@@ -28,27 +28,33 @@ PAIRS = [
     pytest.param(SimpleSpread, {}, simple_spread_v3, {}, id="spread"),
     pytest.param(
         SimpleSpread,
-        {"agents": 5, "local_ratio": 0.3, "cycles": 13},
+        {"agents": 5, "local_ratio": 0.3, "max_cycles": 13},
         simple_spread_v3,
         {"N": 5, "local_ratio": 0.3, "max_cycles": 13},
         id="spread-5",
     ),
-    pytest.param(SimpleSpread, {"agents": 1, "cycles": 4}, simple_spread_v3, {"N": 1, "max_cycles": 4}, id="spread-1"),
+    pytest.param(
+        SimpleSpread, {"agents": 1, "max_cycles": 4}, simple_spread_v3, {"N": 1, "max_cycles": 4}, id="spread-1"
+    ),
     pytest.param(SimpleAdversary, {}, simple_adversary_v3, {}, id="adversary"),
     pytest.param(
-        SimpleAdversary, {"agents": 4, "cycles": 11}, simple_adversary_v3, {"N": 4, "max_cycles": 11}, id="adversary-4"
+        SimpleAdversary,
+        {"agents": 4, "max_cycles": 11},
+        simple_adversary_v3,
+        {"N": 4, "max_cycles": 11},
+        id="adversary-4",
     ),
     pytest.param(SimpleTag, {}, simple_tag_v3, {}, id="tag"),
     pytest.param(
         SimpleTag,
-        {"good": 3, "adversaries": 2, "obstacles": 3, "cycles": 12},
+        {"num_good": 3, "num_adversaries": 2, "num_obstacles": 3, "max_cycles": 12},
         simple_tag_v3,
         {"num_good": 3, "num_adversaries": 2, "num_obstacles": 3, "max_cycles": 12},
         id="tag-5",
     ),
     pytest.param(SimpleSpeakerListener, {}, simple_speaker_listener_v4, {}, id="speaker"),
     pytest.param(
-        SimpleSpeakerListener, {"cycles": 9}, simple_speaker_listener_v4, {"max_cycles": 9}, id="speaker-short"
+        SimpleSpeakerListener, {"max_cycles": 9}, simple_speaker_listener_v4, {"max_cycles": 9}, id="speaker-short"
     ),
 ]
 
@@ -56,7 +62,7 @@ PAIRS = [
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("continuous", [False, True])
 def test_the_contract_is_kept(game: type[VectorEnv], continuous: bool) -> None:
-    check_vector_env(lambda games: game(games, cycles=10, continuous=continuous), steps=45)  # type: ignore[call-arg]
+    check_vector_env(lambda games: game(games, max_cycles=10, continuous_actions=continuous), steps=45)  # type: ignore[call-arg]
 
 
 class Theirs:
@@ -99,14 +105,14 @@ def played(env: VectorEnv, steps: int) -> tuple[list[np.ndarray], list[VectorSte
 def test_the_numbers_are_those_of_mpe2(
     game: Any, ours: dict[str, Any], module: Any, options: dict[str, Any], continuous: bool
 ) -> None:
-    env = game(len(SEEDS), continuous=continuous, **ours)
+    env = game(len(SEEDS), continuous_actions=continuous, **ours)
     theirs = Theirs(module, {**options, "continuous_actions": continuous})
     assert list(env.seats) == theirs.seats
     for i, seat in enumerate(env.seats):
         assert env.observation_shapes[i] == theirs.env.observation_space(seat).shape
         space = theirs.env.action_space(seat)
         assert (len(env.action_spaces[i].low),) == space.shape if continuous else env.action_spaces[i].n == space.n
-    actions, frames = played(env, 2 * env.cycles + 5)
+    actions, frames = played(env, 2 * env.max_cycles + 5)
     for b, seed in enumerate(SEEDS.tolist()):
         equal(frames[0], b, *theirs.reset(seed), f"game {b}")
         for step, (action, frame) in enumerate(zip(actions, frames[1:], strict=True), 1):
@@ -115,7 +121,7 @@ def test_the_numbers_are_those_of_mpe2(
             (views, state), rewards, cut = theirs.step(given)
             where = f"game {b}, step {step}"
             np.testing.assert_array_equal(frame.rewards[b], rewards, err_msg=where)
-            assert frame.truncated[b] == cut == (step % env.cycles == 0) and not frame.terminated[b]
+            assert frame.truncated[b] == cut == (step % env.max_cycles == 0) and not frame.terminated[b]
             if cut:
                 assert frame.final_state is not None
                 np.testing.assert_array_equal(frame.final_obs[b], views, err_msg=where)
@@ -163,7 +169,7 @@ def test_discs_that_overlap_push_each_other_apart() -> None:
 def test_an_action_pushes_one_way(action: int, velocity: tuple[float, float]) -> None:
     env = placed(SimpleSpread(1, agents=1), [(0, 0), (0, 0)])
     np.testing.assert_allclose(env.step(np.array([[action]])).obs[0, 0, :2], np.multiply(velocity, 0.5))
-    env = placed(SimpleSpread(1, agents=1, continuous=True), [(0, 0), (0, 0)])
+    env = placed(SimpleSpread(1, agents=1, continuous_actions=True), [(0, 0), (0, 0)])
     strength = np.eye(5)[[[action]]] * 0.5
     np.testing.assert_allclose(env.step(strength).obs[0, 0, :2], np.multiply(velocity, 0.25))
 
@@ -177,15 +183,15 @@ def test_adversary_and_friends_are_paid_by_the_way_to_the_goal() -> None:
 
 
 def test_tag_pays_hunters_for_touches_and_fines_prey_outside() -> None:
-    env = placed(SimpleTag(1, obstacles=0), [(0.5, 0.5), (0.5, 0.6), (-0.5, 0), (0.5, 0.55)])
+    env = placed(SimpleTag(1, num_obstacles=0), [(0.5, 0.5), (0.5, 0.6), (-0.5, 0), (0.5, 0.55)])
     np.testing.assert_array_equal(env.step(np.zeros((1, 4), int)).rewards[0], [20, 20, 20, -20])
     for place, fine in [((0.89, 0), 0), ((0.95, 0), 0.5), ((0, -1.5), math.e), ((3, 3), 20)]:
-        env = placed(SimpleTag(1, obstacles=0), [(9, 9), (-9, 9), (9, -9), place])
+        env = placed(SimpleTag(1, num_obstacles=0), [(9, 9), (-9, 9), (9, -9), place])
         np.testing.assert_allclose(env.step(np.zeros((1, 4), int)).rewards[0, 3], -fine, rtol=1e-6)
 
 
 def test_tag_has_speed_limits() -> None:
-    env = placed(SimpleTag(1, obstacles=0), [(0, 0), (0, 3), (0, 6), (0, 9)])
+    env = placed(SimpleTag(1, num_obstacles=0), [(0, 0), (0, 3), (0, 6), (0, 9)])
     for _ in range(20):
         obs = env.step(np.full((1, 4), 2)).obs
     np.testing.assert_allclose(obs[0, :, 0], [1, 1, 1, 1.3], rtol=1e-6)
@@ -205,7 +211,7 @@ def test_actions_out_of_range_are_nothing_the_first_word_or_clipped() -> None:
     for action in (-1, 5, 2**31 - 1, -(2**31)):
         obs = env.step(np.full((1, 2), action)).obs[0, 1]
         np.testing.assert_array_equal(obs[[0, 1, 8, 9, 10]], [0, 0, 1, 0, 0])
-    env = placed(SimpleSpeakerListener(1, continuous=True), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)])
+    env = placed(SimpleSpeakerListener(1, continuous_actions=True), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)])
     strange = np.array([[[7, -7, np.nan, 0, 0], [0, np.nan, 9, -3, np.inf]]])
     np.testing.assert_array_equal(env.step(strange).obs[0, 1, [0, 1, 8, 9, 10]], [0.5, 0.5, 1, 0, 0])
 
@@ -217,10 +223,10 @@ def test_actions_out_of_range_are_nothing_the_first_word_or_clipped() -> None:
         (lambda: SimpleSpread(local_ratio=1.5), "local_ratio is 1.5"),
         (lambda: SimpleSpread(0), "num_envs is 0"),
         (lambda: SimpleAdversary(agents=0), "agents is 0"),
-        (lambda: SimpleTag(good=0), "good is 0"),
-        (lambda: SimpleTag(adversaries=0), "adversaries is 0"),
-        (lambda: SimpleTag(obstacles=-1), "obstacles is -1"),
-        (lambda: SimpleSpeakerListener(cycles=0), "cycles is 0"),
+        (lambda: SimpleTag(num_good=0), "num_good is 0"),
+        (lambda: SimpleTag(num_adversaries=0), "num_adversaries is 0"),
+        (lambda: SimpleTag(num_obstacles=-1), "num_obstacles is -1"),
+        (lambda: SimpleSpeakerListener(max_cycles=0), "max_cycles is 0"),
     ],
 )
 def test_options_that_make_no_game_are_refused(make: Any, said: str) -> None:

@@ -29,16 +29,16 @@ def test_games_keep_the_contract(game: str) -> None:
 
 def rebuilt(name: str, state: pyspiel.State) -> pyspiel.State:
     """A state of its own after the same history."""
-    fresh, joint = pyspiel.load_game(name).new_initial_state(), []
+    is_first, joint = pyspiel.load_game(name).new_initial_state(), []
     for move in state.full_history():
-        if not fresh.is_simultaneous_node():
-            fresh.apply_action(move.action)
-        elif len(joint) < fresh.num_players() - 1:
+        if not is_first.is_simultaneous_node():
+            is_first.apply_action(move.action)
+        elif len(joint) < is_first.num_players() - 1:
             joint.append(move.action)
         else:
-            fresh.apply_actions([*joint, move.action])
+            is_first.apply_actions([*joint, move.action])
             joint = []
-    return fresh
+    return is_first
 
 
 @pytest.mark.parametrize(

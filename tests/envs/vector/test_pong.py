@@ -16,7 +16,7 @@ STAY, UP, DOWN = 0, 1, 2
 Player = Callable[[Pong, int], np.ndarray]
 
 
-@pytest.mark.parametrize("options", [{"points": 1}, {"cycles": 9, "minimal": False, "mirror": False}])
+@pytest.mark.parametrize("options", [{"points": 1}, {"max_steps": 9, "minimal": False, "mirror": False}])
 def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
     check_vector_env(lambda games: Pong(games, **options), num_envs=2, steps=40)
 
@@ -37,7 +37,7 @@ def picture(env: Pong, b: int, mirrored: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("mirror", [True, False])
 def test_views_show_the_last_four_pictures(mirror: bool) -> None:
-    env, rng, ends = Pong(3, points=2, cycles=60, mirror=mirror), np.random.default_rng(0), 0
+    env, rng, ends = Pong(3, points=2, max_steps=60, mirror=mirror), np.random.default_rng(0), 0
     frame = env.reset(np.arange(3))
     pictures = [[[picture(env, b, mirror and seat == 1)] * 4 for seat in range(2)] for b in range(3)]
     for _ in range(300):
@@ -52,7 +52,7 @@ def test_views_show_the_last_four_pictures(mirror: bool) -> None:
 
 
 def test_the_last_view_of_a_game_is_kept() -> None:
-    env = Pong(1, cycles=2)
+    env = Pong(1, max_steps=2)
     env.reset(np.array([0]))
     before = env.step(np.array([[UP, DOWN]])).obs.copy()
     frame = env.step(np.array([[STAY, STAY]]))
@@ -191,7 +191,7 @@ def test_the_tracker_speaks_ataris_actions_too() -> None:
 
 
 def test_options_and_scripts_that_are_not_there_are_refused() -> None:
-    options: list[dict[str, Any]] = [{"points": 0}, {"cycles": 0}, {"num_envs": 0}]
+    options: list[dict[str, Any]] = [{"points": 0}, {"max_steps": 0}, {"num_envs": 0}]
     for option in options:
         with pytest.raises(ValueError, match=f"{next(iter(option))}: 0 is too small"):
             Pong(**option)

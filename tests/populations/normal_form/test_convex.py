@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from palestra.populations.normal_form import convex
-from palestra.populations.normal_form.convex import linear_program, most_random_distribution
+from palestra.populations.normal_form.convex import most_random_distribution
+from palestra.populations.normal_form.linear_programs import linear_program
 
 
 def test_a_constraint_by_hand():

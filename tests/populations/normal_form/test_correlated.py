@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
 
-from palestra.populations.normal_form.correlated import coarse_correlated_equilibrium, correlated_equilibrium
+from palestra.populations.normal_form.equilibria import coarse_correlated_equilibrium, correlated_equilibrium, nash
 from palestra.populations.normal_form.payoff_tensors import cce_gains, ce_gains, joint_distribution
-from palestra.populations.normal_form.zero_sum import nash
 
 CE, CCE = correlated_equilibrium, coarse_correlated_equilibrium
 GAINS = {CE: ce_gains, CCE: cce_gains}

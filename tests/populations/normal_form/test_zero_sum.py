@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palestra.populations.normal_form.equilibria import game_value, maximin, nash
 from palestra.populations.normal_form.payoff_tensors import member_returns, own_axis_first
-from palestra.populations.normal_form.zero_sum import game_value, maximin, nash
 
 RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
 

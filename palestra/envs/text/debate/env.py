@@ -166,7 +166,7 @@ class Debate(Env):
         }
         if self._acting():
             legal = {"judge": [self._verdict_text(side) for side in SIDES]} if self._acting() == ("judge",) else None
-            return Step(self._observations(), rewards, legal=legal, info=info)
+            return Step(self._observations(), rewards, legal_actions=legal, info=info)
         if isinstance(self.judge, EndpointJudge):
             verdict = await self._by_endpoint(self.judge)
         else:

@@ -16,8 +16,17 @@ with warnings.catch_warnings(action="ignore"):
 pytestmark = pytest.mark.peers
 
 
-def game(name: str = "pong", skip: int = 4, stack: int = 4, noops: int = 0, tell_seat: bool = False) -> AtariGame:
-    return AtariGame(name, {"max_cycles": 2000}, skip=skip, stack=stack, noops=noops, tell_seat=tell_seat)
+def game(
+    name: str = "pong", frame_skip: int = 4, frame_stack: int = 4, noop_max: int = 0, agent_indicator: bool = False
+) -> AtariGame:
+    return AtariGame(
+        name,
+        {"max_cycles": 2000},
+        frame_skip=frame_skip,
+        frame_stack=frame_stack,
+        noop_max=noop_max,
+        agent_indicator=agent_indicator,
+    )
 
 
 def test_games_keep_the_contract() -> None:
@@ -61,7 +70,7 @@ def test_games_in_processes_are_the_same() -> None:
 
 def test_an_action_is_held_and_its_rewards_add_up() -> None:
     """Four steps without skipping are one with it."""
-    held, single = game(), game(skip=1)
+    held, single = game(), game(frame_skip=1)
     held.reset(5)
     single.reset(5)
     rng, total = np.random.default_rng(0), np.zeros((2, 2))
@@ -87,13 +96,13 @@ def test_the_newest_picture_comes_last() -> None:
 
 
 def test_seeds_vary_the_beginning() -> None:
-    env = game(noops=30)
+    env = game(noop_max=30)
     begun = [int(env.reset(seed).observations is not None) + int(env.inner.env.unwrapped.frame) for seed in range(10)]
     assert len(set(begun)) > 3 and max(begun) <= 31
 
 
 def test_a_channel_tells_whose_picture_it_is() -> None:
-    views = game(tell_seat=True).reset(0).observations
+    views = game(agent_indicator=True).reset(0).observations
     assert [view is not None and view.shape for view in views] == [(84, 84, 5)] * 2
     assert [int(view[..., 4].mean()) for view in views if view is not None] == [0, 255]
 
@@ -109,5 +118,5 @@ def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
         AtariEnv(1, game="pang")
     with pytest.raises(ValueError, match='no ROM for "pong"'):
         AtariEnv(1, options={"auto_rom_install_path": str(tmp_path)})
-    with pytest.raises(ValueError, match="skip is 0"):
-        AtariEnv(1, skip=0)
+    with pytest.raises(ValueError, match="frame_skip is 0"):
+        AtariEnv(1, frame_skip=0)

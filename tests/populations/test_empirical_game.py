@@ -6,19 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_populations import population
 
-from palestra.populations.empirical import EmpiricalGame, cells_containing
-from palestra.populations.match_tasks import MatchQueue
-from palestra.populations.payoffs import PayoffTable
+from palestra.populations.empirical_game import EmpiricalGame, MatchQueue, cells_containing
+from palestra.populations.payoffs import PayoffCell, PayoffTable
 from palestra.populations.population import Member
+from palestra.populations.tasks import PlayResult
 
 TWO = ("red", "blue")
 
 
 def result(task, mean, **more):
-    games = task.payload["games"]
-    return {
-        "cells": [{"members": c, "games": games, "mean": mean, "m2": [1.0, 1.0], **more} for c in task.payload["cells"]]
-    }
+    cell = PayoffCell(task.games_per_cell, tuple(mean), (1.0, 1.0), (0, 0), **more)
+    return PlayResult((cell,) * len(task.cells))
 
 
 @settings(max_examples=30)
@@ -32,20 +30,20 @@ def test_as_members_come_every_cell_is_played_once(seats, first, second):
         names[player].append(name)
         payoffs.add_member(player, name)
         cells += cells_containing(seats, names, player, name)
-    canonical = [payoffs._canonical(cell)[0] for cell in cells]
+    canonical = [payoffs.canonical(cell)[0] for cell in cells]
     assert sorted(canonical) == sorted(payoffs.cells())
 
 
 def test_a_new_member_plays_those_there_are():
     matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
     (first,) = matches.initial_tasks()
-    assert first.payload == {"cells": [["uniform", "uniform"]], "games": 50} and first.members == ()
+    assert first.cells == (("uniform", "uniform"),) and first.games_per_cell == 50 and first.members == ()
     (one,) = matches.add_member(Member("red-1", "red", "members/red-1"))
     two, three = (
         matches.add_member(Member("blue-1", "blue", "members/blue-1")),
         matches.add_member(Member("blue-2", "blue", "w")),
     )
-    assert [task.payload["cells"] for task in two] == [[["uniform", "blue-1"], ["red-1", "blue-1"]]]
+    assert [task.cells for task in two] == [(("uniform", "blue-1"), ("red-1", "blue-1"))]
     assert one.members == ("red-1",) and two[0].members == ("blue-1", "red-1")
     assert matches.open_tasks == {task.name for task in [first, one, *two, *three]}
     for task in (first, one):
@@ -59,14 +57,14 @@ def test_tasks_hold_so_many_cells():
     matches.initial_tasks()
     for number in range(4):
         matches.add_member(Member(f"red-{number}", "red", "w"))
-    assert [len(task.payload["cells"]) for task in matches.add_member(Member("blue-1", "blue", "w"))] == [2, 2, 1]
+    assert [len(task.cells) for task in matches.add_member(Member("blue-1", "blue", "w"))] == [2, 2, 1]
 
 
 def test_snapshots_play_under_the_names_that_they_will_have():
     matches = MatchQueue(population(*TWO), TWO, games=10, cells=9)
     matches.record_result((first := matches.initial_tasks()[0]), result(first, [0.0, 0.0]))
     (task,) = matches.snapshot_tasks("red", "red-1", {"red": {"red-1": "red-1~2"}, "blue": {"blue-1": "blue-1~1"}})
-    assert task.payload["cells"] == [["red-1~2", "uniform"], ["red-1~2", "blue-1~1"]]
+    assert task.cells == (("red-1~2", "uniform"), ("red-1~2", "blue-1~1"))
     assert task.members == ("red-1~2", "blue-1~1") and not matches.open_tasks
     assert not matches.empirical_game.has_payoffs(("red-1", "uniform"))
     matches.record_result(task, result(task, [1.0, -1.0]))
@@ -83,7 +81,7 @@ def test_a_member_needs_no_sketch_of_those_who_are_frozen_too():
     matches.add_member(Member("red-1", "red", "w"))
     assert matches.snapshot_tasks("red", "red-1", {"red": {}, "blue": {}}) == []
     (task,) = matches.snapshot_tasks("red", "red-1", {"red": {}, "blue": {"blue-1": "blue-1~1"}})
-    assert task.payload["cells"] == [["red-1", "blue-1~1"]]
+    assert task.cells == (("red-1", "blue-1~1"),)
 
 
 def test_sketches_give_way_to_newer_ones_and_to_the_games_of_members():
@@ -94,7 +92,7 @@ def test_sketches_give_way_to_newer_ones_and_to_the_games_of_members():
     game.payoffs.add_member("red", "a")
     game.payoffs.add_member("blue", "b")
     assert game.payoff_tensors((["a"], ["b"]))[0] == 2.0
-    game.add_games({"members": ["a", "b"], "games": 3, "mean": [0.5, -0.5], "m2": [1, 1]})
+    game.payoffs.add_games(("a", "b"), PayoffCell(3, (0.5, -0.5), (1.0, 1.0), (0, 0)))
     assert game.payoff_tensors((["a"], ["b"]))[0] == 0.5
 
 
@@ -109,7 +107,7 @@ def test_exact_payoffs_are_known_and_no_games():
     matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
     (first,) = matches.initial_tasks()
     matches.record_result(first, result(first, [0.5, -0.5], exact=True))
-    assert matches.num_games == 0 and matches.empirical_game.payoffs.cell(("uniform", "uniform")).known
+    assert matches.num_games == 0 and matches.empirical_game.payoffs.cell(("uniform", "uniform")).exact
     assert matches.adaptive_tasks(np.ones((1, 1)), 100, "more") == []
 
 
@@ -118,7 +116,7 @@ def test_more_games_add_up():
     (first,) = matches.initial_tasks()
     matches.record_result(first, result(first, [0.5, -0.5]))
     (more,) = matches.adaptive_tasks(np.ones((1, 1)), 100, "more-0")
-    assert more.payload["games"] == 100 and more.name in matches.open_tasks
+    assert more.games_per_cell == 100 and more.name in matches.open_tasks
     matches.record_result(more, result(more, [-0.25, 0.25]))
     assert matches.empirical_game.payoffs.cell(("uniform", "uniform")).mean == pytest.approx((0.0, 0.0))
     assert matches.num_games == 150 and not matches.open_tasks

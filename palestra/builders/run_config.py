@@ -1,0 +1,83 @@
+"""Config keys that runs of language agents and runs in vectorised envs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from palestra.config import RunName, StrictModel, check_policy_names
+from palestra.sinks.base import SinkConfigs
+from palestra.types import TEAM, Seat
+
+
+class EvalConfig(StrictModel):
+    """A held-out evaluation, played before training, after training and optionally in between."""
+
+    episodes: int = Field(100, ge=1, le=1_000_000)
+    """Number of episodes: instances 0 to `episodes` - 1 of a text env; spread equally over the copies of a vectorised
+    env."""
+    every: int = Field(0, ge=0)
+    """Steps between evaluations: training steps of language agents; joint steps of networks, rounded up to log
+    intervals. 0: only before and after training."""
+    seats: dict[Seat, str] = {}
+    """Maps seats, or patterns of seats, to policies where the evaluation differs from training, for instance to play a
+    fixed opponent. In a vectorised env, only policies that are not trained can be assigned."""
+
+
+class RunConfig(StrictModel):
+    """Base config of a training run.
+
+    A subclass narrows the types of `policies`, `algorithm` and `evals`, and adds the length of the run.
+    """
+
+    reserved_names: ClassVar[tuple[str, ...]] = (TEAM,)  # TEAM: metrics of all policies together
+
+    name: RunName = "run"
+    """Name of the run's folder. If it exists, -2, -3, ... is appended."""
+    seed: int = 0
+    """Seed of everything random in the run: initial weights, instances, sampling."""
+    env: dict[str, Any]
+    """The env to train in: `type` and its options; for a vectorised env also `num_envs`, the number of parallel
+    copies."""
+    policies: Mapping[str, Any]
+    """The policies by name. A policy called `default` plays every seat that has no policy of its own."""
+    seats: dict[Seat, str] = {}
+    """Maps seats to policies where the names differ. Keys may contain the wildcards `*` and `?`; an exact name takes
+    precedence over a pattern, an earlier pattern over a later one. A seat that matches no key gets the policy of its
+    own name, else `default`, else the only policy."""
+    algorithm: Any
+    """Training algorithm."""
+    evals: Mapping[str, EvalConfig] = {}
+    """Held-out evaluations by name."""
+    checkpoint_every: int = Field(ge=1)
+    """Steps between checkpoints: training steps of language agents; joint steps of networks, rounded up to log
+    intervals. The newest two are kept."""
+    keep_every: int = Field(0, ge=0)
+    """Steps between checkpoints that are kept permanently; use a multiple of `checkpoint_every`. 0: only the last one
+    of the run."""
+    sinks: SinkConfigs = []
+    """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
+
+    @property
+    def env_label(self) -> str:
+        """Name of the env, for display."""
+        return str(self.env["type"])
+
+    @property
+    def algorithm_label(self) -> str:
+        """Name of the training algorithm, for display."""
+        return str(self.algorithm.type)
+
+    @field_validator("policies")
+    @classmethod
+    def _policy_names(cls, policies: Mapping[str, Any]) -> Mapping[str, Any]:
+        check_policy_names(policies, *cls.reserved_names)
+        return policies
+
+    @model_validator(mode="after")
+    def _policies_of_evals(self) -> Self:
+        if unknown := {name for one in self.evals.values() for name in one.seats.values()} - set(self.policies):
+            raise ValueError(f'an evaluation seats "{min(unknown)}", but policies: names {", ".join(self.policies)}')
+        return self

@@ -1,0 +1,115 @@
+"""Config schema of a run of neural-network policies in a vectorised env."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from palestra.algorithms.presets import VECTOR_PRESETS, expand_preset
+from palestra.algorithms.vector.a2c import A2C
+from palestra.algorithms.vector.coma import COMA
+from palestra.algorithms.vector.ddpg import DDPG, TD3
+from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.imitation import BC, GAIL
+from palestra.algorithms.vector.nfsp import NFSP
+from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.qmix import QMIX
+from palestra.algorithms.vector.sac import SAC
+from palestra.builders.run_config import EvalConfig, RunConfig
+from palestra.config import StrictModel
+from palestra.learners.nets import NetPolicyConfig
+
+
+class TrainedNetConfig(NetPolicyConfig):
+    """A neural-network policy that is trained."""
+
+    share_network: bool = True
+    """True: all seats of the policy share one network. False: each seat gets its own network, named after the seat."""
+
+
+class FrozenNetConfig(StrictModel):
+    """A policy that another run trained."""
+
+    type: Literal["frozen"] = "frozen"
+    """Selects this policy type."""
+    path: str
+    """RUN:NAME for policy NAME in the newest checkpoint of folder RUN, or the folder of a policy in a checkpoint."""
+    greedy: bool = False
+    """True: take the most probable action. False: sample actions."""
+
+
+class RandomActionsConfig(StrictModel):
+    """A random policy: uniform over legal actions."""
+
+    type: Literal["random"] = "random"
+    """Selects this policy type."""
+
+
+class ScriptConfig(StrictModel):
+    """A scripted player that the env provides."""
+
+    type: Literal["script"] = "script"
+    """Selects this policy type."""
+    script: str
+    """Name of the script; the docs of the env list them."""
+
+
+VectorPolicyConfig = Annotated[
+    TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
+]
+VectorAlgorithmConfig = Annotated[
+    PPO | A2C | DQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL,
+    Field(discriminator="type"),
+    BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
+]
+
+
+class VectorEvalConfig(EvalConfig):
+    """A held-out evaluation in a vectorised env."""
+
+    greedy: bool = True
+    """True: trained policies act greedily. False: they sample actions as in training."""
+    env: dict[str, Any] = {}
+    """Env options that differ from training. They must not change seats or observation shapes."""
+
+
+class VectorConfig(RunConfig):
+    """A training run of neural-network policies in a vectorised env."""
+
+    env_steps: int = Field(1_000_000, ge=1)
+    """Length of the run in joint steps, summed over all env copies; rounded up to whole rollouts."""
+    policies: dict[str, VectorPolicyConfig]
+    """The policies by name; at least one has `type: net`, which is trained. A policy called `default` plays every seat
+    that has no policy of its own."""
+    algorithm: VectorAlgorithmConfig = PPO()
+    evals: dict[str, VectorEvalConfig] = {}
+    log_every: int = Field(0, ge=0)
+    """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""
+    checkpoint_every: int = Field(1_000_000, ge=1)
+    torch_threads: int = Field(1, ge=1, le=1024)
+    """Torch threads per process. More than one usually slows training down on few cores."""
+    num_processes: int = Field(1, ge=1, le=1024)
+    """Processes that train together, synchronously: each steps its share of the env copies, and gradients are
+    averaged."""
+    num_actors: int = Field(0, ge=0, le=1024)
+    """Actor processes that step the env copies asynchronously while this process trains on slightly older data; needs
+    `algorithm.off_policy_correction: vtrace` and `num_processes: 1`. 0: this process steps the env itself."""
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if not any(isinstance(policy, TrainedNetConfig) for policy in self.policies.values()):
+            raise ValueError("no policy learns: give one of policies: the type net")
+        return self
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        if self.num_actors and self.num_processes > 1:
+            raise ValueError("num_actors: play for one learner, so num_processes: must be 1")
+        if self.num_actors and getattr(self.algorithm, "off_policy_correction", None) != "vtrace":
+            raise ValueError(
+                "num_actors: play by weights that are some updates old: set algorithm.off_policy_correction: vtrace "
+                "(ppo and a2c have it)"
+            )
+        return self

@@ -1,0 +1,26 @@
+"""Configs: YAML trees, the models that validate them, and the descriptions of their keys."""
+
+from palestra.config.model import (
+    RunName,
+    StrictModel,
+    check_folder_name,
+    check_policy_names,
+    dump,
+    type_choices,
+    validate,
+)
+from palestra.config.tree import Tree, load, override, parse
+
+__all__ = [
+    "RunName",
+    "StrictModel",
+    "Tree",
+    "check_folder_name",
+    "check_policy_names",
+    "dump",
+    "load",
+    "override",
+    "parse",
+    "type_choices",
+    "validate",
+]

@@ -1,0 +1,220 @@
+"""The empirical game of a population: payoffs among frozen members and among policies in training, the `play` tasks
+that measure them, and where further games tell most."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations_with_replacement, permutations, product
+
+import numpy as np
+
+from palestra.populations.normal_form.payoff_tensors import joint_distribution
+from palestra.populations.payoffs import MemberProfile, PayoffTable, empty_cell
+from palestra.populations.population import Member, Player, Population
+from palestra.populations.tasks import PlayResult, PlayTask
+
+
+class EmpiricalGame:
+    """Payoffs by members, frozen (`payoffs`) or in training (`snapshot_returns`).
+
+    `snapshot_returns` maps members, one for each seat, to the mean returns of their newest snapshots; at least one of
+    the members is in training, and is listed under the name that it will have once frozen.
+    """
+
+    def __init__(self, seats: Sequence[Player]) -> None:
+        self.seats = tuple(seats)
+        self.payoffs = PayoffTable(seats)
+        self.snapshot_returns: dict[MemberProfile, tuple[float, ...]] = {}
+
+    def set_snapshot_returns(self, members: Sequence[str], mean: Sequence[float]) -> None:
+        """Sets the mean returns of snapshots, replacing those of earlier snapshots."""
+        for order in permutations(range(len(self.seats))):
+            if all(self.seats[seat] == self.seats[source] for seat, source in enumerate(order)):
+                self.snapshot_returns[tuple(members[source] for source in order)] = tuple(
+                    mean[source] for source in order
+                )
+
+    def payoff_tensors(self, names: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """Returns mean returns, a float64 array [m_0, ..., m_n-1] for each seat, over `names` by seat.
+
+        Raises KeyError for members without payoffs.
+        """
+        rows = np.array([self._mean(members) for members in product(*names)])
+        return [column.reshape([len(own) for own in names]) for column in rows.T]
+
+    def has_payoffs(self, members: MemberProfile) -> bool:
+        """True if there are payoffs for these members."""
+        return members in self.snapshot_returns or self._played(members)
+
+    def _mean(self, members: MemberProfile) -> tuple[float, ...]:
+        return self.payoffs.cell(members).mean if self._played(members) else self.snapshot_returns[members]
+
+    def _played(self, members: MemberProfile) -> bool:
+        frozen = all(name in self.payoffs.members[player] for player, name in zip(self.seats, members, strict=True))
+        return frozen and ((cell := self.payoffs.cell(members)).exact or cell.games > 0)
+
+
+def cells_containing(
+    seats: Sequence[Player], names: Mapping[Player, Sequence[str]], player: Player, name: str
+) -> Iterator[MemberProfile]:
+    """Yields the cells that contain member `name` of `player`, each once. `names` are all members of each player,
+    `name` included."""
+    choices = []
+    for other in dict.fromkeys(seats):
+        fixed = (name,) if other == player else ()
+        rest = combinations_with_replacement(names[other], seats.count(other) - len(fixed))
+        choices.append([(other, (*fixed, *chosen)) for chosen in rest])
+    for chosen in product(*choices):
+        left = {other: list(members) for other, members in chosen}
+        yield tuple(left[seat].pop(0) for seat in seats)
+
+
+class MatchQueue:
+    """Creates tasks for the payoffs that are missing, and records their results.
+
+    A cell has `games` games, a task `cells` cells; `seats` names the player at each seat. `num_games` counts games,
+    without exact payoffs; `open_tasks` holds the names of pending tasks between frozen members.
+    """
+
+    def __init__(self, population: Population, seats: Sequence[Player], games: int, cells: int) -> None:
+        self.population, self.games_per_cell, self.cells_per_task = population, games, cells
+        self.empirical_game = EmpiricalGame(seats)
+        self.num_games = 0
+        self.open_tasks: set[str] = set()
+        self._snapshot_cells: dict[str, Sequence[MemberProfile]] = {}  # by task: whom its snapshots stand for
+
+    def initial_tasks(self) -> list[PlayTask]:
+        """Returns tasks for the games among the population's initial members."""
+        for player in self.population.players:
+            for name in self.population.names_of(player):
+                self.empirical_game.payoffs.add_member(player, name)
+        return self._opened(self._tasks("play/first", self.empirical_game.payoffs.cells_below(), self.games_per_cell))
+
+    def add_member(self, member: Member) -> list[PlayTask]:
+        """Adds a member to the population; returns tasks for its games against the other members."""
+        self.population.add(member)
+        self.empirical_game.payoffs.add_member(member.player, member.name)
+        cells = cells_containing(
+            self.empirical_game.seats, self.empirical_game.payoffs.members, member.player, member.name
+        )
+        return self._opened(self._tasks(f"play/{member.name}", list(cells), self.games_per_cell))
+
+    def snapshot_tasks(self, player: Player, name: str, training: Mapping[Player, Mapping[str, str]]) -> list[PlayTask]:
+        """Returns tasks for the games of the newest snapshot of `name` in which at least one policy in training takes
+        part.
+
+        `training` maps, for each player, the name that a policy in training will have to its newest snapshot.
+        """
+        names = {
+            own: [*self.empirical_game.payoffs.members[own], *training.get(own, {})] for own in self.population.players
+        }
+        newest = {one: snapshot for snapshots in training.values() for one, snapshot in snapshots.items()}
+        cells = [
+            cell for cell in cells_containing(self.empirical_game.seats, names, player, name) if newest.keys() & {*cell}
+        ]
+        played = [tuple(newest.get(one, one) for one in cell) for cell in cells]
+        tasks = self._tasks(f"sketch/{newest.get(name, name)}", played, self.games_per_cell)
+        for i, task in enumerate(tasks):
+            self._snapshot_cells[task.name] = cells[i * self.cells_per_task : (i + 1) * self.cells_per_task]
+        return tasks
+
+    def adaptive_tasks(self, strategies: np.ndarray, games: int, label: str) -> list[PlayTask]:
+        """Returns tasks for `games` more games, in the cells where the meta-strategy is most uncertain
+        (`allocate_games`).
+
+        `strategies` is the joint distribution [m_0, ..., m_n-1].
+        """
+        given = allocate_games(self.empirical_game.payoffs, strategies, games, max(1, games // 10))
+        tasks: list[PlayTask] = []
+        for count in sorted(set(given.values())):
+            cells = [members for members, own in given.items() if own == count]
+            tasks += self._tasks(f"play/{label}-{count}", cells, count)
+        return self._opened(tasks)
+
+    def record_result(self, task: PlayTask, result: PlayResult) -> None:
+        """Records the result of a `play` task."""
+        self.open_tasks.discard(task.name)
+        self.num_games += sum(cell.games for cell in result.payoffs if not cell.exact)
+        if named := self._snapshot_cells.pop(task.name, None):
+            for members, cell in zip(named, result.payoffs, strict=True):
+                self.empirical_game.set_snapshot_returns(members, cell.mean)
+        else:
+            for members, cell in zip(task.cells, result.payoffs, strict=True):
+                self.empirical_game.payoffs.add_games(members, cell)
+
+    def _opened(self, tasks: list[PlayTask]) -> list[PlayTask]:
+        self.open_tasks |= {task.name for task in tasks}
+        return tasks
+
+    def _tasks(self, name: str, cells: Sequence[MemberProfile], games: int) -> list[PlayTask]:
+        parts = [cells[i : i + self.cells_per_task] for i in range(0, len(cells), self.cells_per_task)]
+        return [
+            PlayTask(
+                f"{name}/{number}",
+                cells=tuple(part),
+                games_per_cell=games,
+                members=self.population.names_with_files(one for cell in part for one in cell),
+            )
+            for number, part in enumerate(parts)
+        ]
+
+
+def allocate_games(
+    table: PayoffTable, strategies: Sequence[np.ndarray] | np.ndarray, games: int, chunk: int = 1
+) -> dict[MemberProfile, int]:
+    """Returns how to distribute `games` new games over the cells of `table`, `chunk` at a time.
+
+    Each chunk goes where it most lowers the total variance of what members earn against the others' meta-strategy:
+    the sum over seats i and cells c of sigma_-i(c)^2 variance_i(c) / (games(c) + 1). `strategies` is one
+    distribution [m_i] for each seat, or a joint one [m_0, ..., m_n-1].
+
+    These are the numbers that a solver compares, for members out of the support too, so cells far from the support
+    get no games. A cell's variance is shrunk towards the pooled variance by one game (1 if that is 0), and each
+    cell counts as having one more game, so that cells without games have a finite weight. Exact payoffs get no
+    games. Raises ValueError if the strategies do not fit the table.
+    """
+    gains = _variance_gains(table, strategies)
+    queue = [(-gain * _variance_drop(played, chunk), key) for key, (gain, played) in gains.items() if gain > 0]
+    heapq.heapify(queue)
+    given: dict[MemberProfile, int] = {}
+    for left in range(games, 0, -chunk):
+        if not queue:
+            break
+        _, key = heapq.heappop(queue)
+        given[key] = given.get(key, 0) + min(chunk, left)
+        gain, played = gains[key]
+        heapq.heappush(queue, (-gain * _variance_drop(played + given[key], chunk), key))
+    return given
+
+
+def _variance_gains(
+    table: PayoffTable, strategies: Sequence[np.ndarray] | np.ndarray
+) -> dict[MemberProfile, tuple[float, int]]:
+    """Returns for each cell that is not exact: squared weights times variances, summed over seats, and its
+    games."""
+    joint = joint_distribution(strategies)
+    if joint.shape != table.shape:
+        raise ValueError(f"strategies over {joint.shape} members; there are {table.shape}")
+    others = [joint.sum(axis=seat, keepdims=True) for seat in range(joint.ndim)]
+    weights = [np.broadcast_to(share**2, table.shape) for share in others]
+    prior = _pooled_variance(table)
+    gains: dict[MemberProfile, tuple[float, int]] = {}
+    for index in np.ndindex(table.shape):
+        key, order = table.canonical(table.members_at(index))
+        cell = table.stored.get(key, empty_cell(len(table.seats)))
+        if not cell.exact:
+            variance = [(m2 + prior) / max(cell.games, 1) for m2 in cell.m2]
+            gain = sum(float(weights[seat][index]) * variance[place] for place, seat in enumerate(order))
+            gains[key] = (gains.get(key, (0.0, 0))[0] + gain, cell.games)
+    return gains
+
+
+def _pooled_variance(table: PayoffTable) -> float:
+    played = [cell for cell in table.stored.values() if cell.games > 1 and not cell.exact]
+    freedom = sum(cell.games - 1 for cell in played) * len(table.seats)
+    return (sum(sum(cell.m2) for cell in played) / freedom if freedom else 0.0) or 1.0
+
+
+def _variance_drop(games: int, more: int) -> float:
+    return 1 / (games + 1) - 1 / (games + 1 + more)

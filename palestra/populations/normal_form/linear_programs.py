@@ -1,0 +1,84 @@
+"""Linear programs behind equilibria: distributions that meet linear constraints rows_RN @ x <= 0.
+
+Shapes: `R` rows (constraints), `N` entries of the distribution. All arrays are float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.optimize import linprog
+
+NUMERICAL_DIFFICULTIES = 4  # linprog status: numerical difficulties; another method or tolerance often succeeds
+HIGHS_SETTINGS = (("highs-ds", 1e-10), ("highs-ds", 1e-7), ("highs-ipm", 1e-7), ("highs-ipm", 1e-10))
+
+HIGHS_ZERO = 1e-9  # HiGHS treats smaller entries as zero
+LP_SLACK = 2e-9  # slack of linear programs, so that they stay feasible when entries are treated as zero
+MAX_PROBABILITY_RATIO = 1e6  # ratio of probabilities up to which an entry is certain to stay in the support
+
+
+def linear_program(cost: np.ndarray, **constraints: object) -> np.ndarray:
+    """Returns the x [N] that minimises cost @ x; constraints as for `scipy.optimize.linprog`. Raises ValueError if no
+    solution is found."""
+    for method, dual in HIGHS_SETTINGS:
+        tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": dual}
+        found = linprog(cost, method=method, options=tight, **constraints)
+        if found.status != NUMERICAL_DIFFICULTIES:
+            break
+    if found.x is None:
+        raise ValueError(f"the linear program of these payoffs was not solved: {found.message}")
+    return found.x
+
+
+def cheapest_distribution(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | None:
+    """Returns the distribution [N] with the lowest cost under the constraints; None if the linear program fails
+    numerically."""
+    ones, slack = np.ones((1, len(cost))), np.full(len(rows), LP_SLACK)
+    try:
+        return _distribution(linear_program(cost, A_ub=rows, b_ub=slack, A_eq=ones, b_eq=[1.0], bounds=(0, None)))
+    except ValueError:
+        return None
+
+
+def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Returns the distribution [N] under the constraints with the smallest L1 distance to `share`."""
+    count, eye = len(share), np.eye(len(share))
+    found = linear_program(  # entries, then how much each lies above or below
+        np.r_[np.zeros(count), np.ones(2 * count)],
+        A_ub=np.hstack([rows, np.zeros((len(rows), 2 * count))]),
+        b_ub=np.full(len(rows), LP_SLACK),
+        A_eq=np.vstack([np.hstack([eye, -eye, eye]), np.r_[np.ones(count), np.zeros(2 * count)]]),
+        b_eq=np.r_[share, 1.0],
+        bounds=(0, None),
+    )
+    return _distribution(found[:count])
+
+
+def _distribution(found: np.ndarray) -> np.ndarray:
+    share = np.maximum(found, 0.0)
+    return share / share.sum()
+
+
+def possible_support(rows: np.ndarray) -> np.ndarray:
+    """Returns bool [N]: which entries are positive in some solution of rows @ x <= 0, x >= 0.
+
+    Solutions form a cone, so a solution with all these entries can be scaled up: maximise the sum of t <= x, t <= 1.
+    """
+    alive = np.ones(rows.shape[1], bool)
+    while True:  # a row without negative entries forces its positive ones to 0: mostly dominated members
+        barred = rows[(rows[:, alive] >= 0).all(axis=1)] > 0
+        dead = barred.any(axis=0) & alive
+        if not dead.any():
+            break
+        alive &= ~dead
+    left = rows[:, alive]
+    left = left[(left > 0).any(axis=1)]
+    count = int(alive.sum())
+    if count and len(left):
+        within = linear_program(  # the entries of x up to 1, then what they have above it
+            np.r_[-np.ones(count), np.zeros(count)],
+            A_ub=np.hstack([left, left]),
+            b_ub=np.zeros(len(left)),
+            bounds=[(0, 1)] * count + [(0, MAX_PROBABILITY_RATIO)] * count,
+        )
+        alive[np.flatnonzero(alive)[within[:count] < 0.5]] = False
+    return alive

@@ -1,0 +1,97 @@
+"""Config of PSRO, and what it requires of a population."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from palestra.config import StrictModel
+from palestra.populations.population import Player, Population
+from palestra.populations.solvers import MetaSolverConfig, Nash
+
+CORRELATED_SOLVERS = ("ce", "cce")  # solvers for which responses train against the joint distribution
+
+
+class PSROConfig(StrictModel):
+    """Policy-space response oracles: number of iterations, the solver, and how responses are trained and evaluated.
+
+    With a joint solver, exact responses that gain almost nothing or equal another member are left out, and the run ends
+    with the iteration that adds none.
+    """
+
+    type: Literal["psro"] = "psro"
+    iterations: int = Field(20, ge=1)
+    """Iterations, each with one response (or more) for each player."""
+    meta_solver: MetaSolverConfig = Nash()
+    """Meta-solver that computes the meta-strategy from the payoff table."""
+    env_steps: int = Field(100_000, ge=1)
+    """Env steps of each response, over all its slices."""
+    train_steps: int = Field(0, ge=0)
+    """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
+    slices: int = Field(1, ge=1)
+    """Parts in which a response is trained; with `pipeline_levels` above 1, opponents are updated between them."""
+    start: Literal["fresh", "last", "best"] = "fresh"
+    """Where a response starts: `fresh` weights, its player's `last` member, or the `best` member against the
+    meta-strategy."""
+    self_play: float = Field(0.0, ge=0, lt=1)
+    """Probability that a game's opponents are the response's own current weights; needs `symmetric: true`."""
+    rectified: bool = False
+    """PSRO_rN: one response for each member of the meta-strategy, against the opponents that the member beats. Two
+    seats only."""
+    pipeline_levels: int = Field(1, ge=1)
+    """Iterations whose responses train at once (pipeline PSRO)."""
+    games_per_cell: int = Field(1000, ge=1)
+    """Games of each payoff cell."""
+    adaptive_games: int = Field(0, ge=0)
+    """Additional games per iteration, played in the cells where the meta-strategy is most uncertain."""
+    cells_per_task: int = Field(16, ge=1)
+    """Payoff cells of one task of games."""
+    nash_conv_every: int = Field(1, ge=0)
+    """NashConv is measured every so many iterations; 0: never. Needs a game with exact rules."""
+    stop_nash_conv: float = Field(0.0, ge=0)
+    """The run ends once NashConv is at most this (0: never); with a joint solver, once the gap to an equilibrium that
+    responses find is."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.pipeline_levels > 1 and (self.rectified or self.correlated):
+            raise ValueError(
+                f"pipeline_levels: {self.pipeline_levels} train responses to mixtures that are not final; with "
+                f"rectified: true or meta_solver {self.meta_solver.type} their number follows from the final one, so "
+                "pipeline_levels: must be 1"
+            )
+        if self.rectified and self.correlated:
+            raise ValueError(
+                f"rectified: true reads a mixture of each player; meta_solver {self.meta_solver.type} has none"
+            )
+        return self
+
+    @property
+    def correlated(self) -> bool:
+        """True if responses train against a joint distribution (`ce`, `cce`)."""
+        return self.meta_solver.type in CORRELATED_SOLVERS
+
+
+def check_psro(config: PSROConfig, population: Population, seats: Sequence[Player]) -> None:
+    """Raises ValueError if the config does not fit the seats, or a player has no member."""
+    for player in population.players:
+        if not population.names_of(player):
+            raise ValueError(f'player "{player}" has no member to begin with: add one, for example uniform')
+    if config.self_play and len(population.players) > 1:
+        raise ValueError(
+            "self_play: a policy of one seat cannot sit at another; only a population that plays every seat "
+            "(symmetric: true) meets its own current weights"
+        )
+    if config.rectified and len(seats) != 2:
+        raise ValueError(f"rectified: true is for games of two seats; this one has {len(seats)}")
+    if config.meta_solver.type == "nash" and len(seats) != 2:
+        raise ValueError(
+            f"meta_solver nash is for two seats; this game has {len(seats)}: take prd, alpha_rank, ce or cce"
+        )
+    if config.correlated and len(population.players) < len(seats):
+        raise ValueError(
+            f"meta_solver {config.meta_solver.type} says who plays with whom, so every seat needs a population: say "
+            "symmetric: false, or take another meta_solver"
+        )
