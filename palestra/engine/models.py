@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
 from palestra.engine.malloc import keep_freed_memory
@@ -295,7 +295,7 @@ class Engine:
     def head_logits(self, hidden_MH: Tensor, route: AdapterRoute | None) -> Tensor:
         """Returns the logits [M, V] of last hidden states, computed by the model itself: some models scale or cap the
         head's output. `route` is that of these rows."""
-        decoder, known = self.model.get_decoder(), BaseModelOutputWithPast(last_hidden_state=hidden_MH[None])
+        decoder, known = self.model.get_decoder(), MoeModelOutputWithPast(last_hidden_state=hidden_MH[None])
         whole, decoder.forward = decoder.forward, lambda *args, **kwargs: known
         try:
             with self.use_route(route), self._autocast():
