@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from palestra.builders.text_config import FrozenConfig, TextConfig
+from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import FrozenConfig
 from palestra.config import override, validate
 from palestra.engine.kv_cache import default_cache_bytes
 from palestra.engine.malloc import free_memory
