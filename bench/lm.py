@@ -2,7 +2,7 @@
 
     python bench/lm.py            about 10 minutes; the peer's virtual environment is made on the first run
     python bench/lm.py --quick    about 2 minutes
-    python bench/lm.py --peak     also peak.py: an hour more; some minutes with --quick
+    python bench/lm.py --peak     also peak.py, which takes long: see there
 
 Everything runs in one thread on the same tiny model (1.05 million parameters, random weights), prompts and K, and is
 measured in CPU seconds; palestra and its peers take turns, so that a busy machine slows them alike. Figures:

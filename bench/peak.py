@@ -1,7 +1,7 @@
 """Peak memory of one GRPO step on the shape of Qwen3-0.6B (random weights), beside TRL's, each in a process of its own.
 
-    python bench/peak.py            16 prompts x 8 answers x 128 tokens, 28 layers: about an hour on one core
-    python bench/peak.py --quick    2 prompts x 8 answers x 128 tokens, 4 layers: some minutes
+    python bench/peak.py            16 prompts x 8 answers x 128 tokens, 28 layers
+    python bench/peak.py --quick    2 prompts x 8 answers x 128 tokens, 4 layers
 
 palestra samples and trains as `palestra info` suggests where memory is short: layers are recomputed, micro-batches have
 at most 2,048 tokens. TRL runs with micro-batches of 8 answers, which is its default, and recomputes its layers too.
