@@ -18,29 +18,33 @@ import torch
 from torch import Tensor
 
 from palestra.engine.cached_attention import DecodeLayout, PrefillLayout
-from palestra.engine.kv_cache import CacheSlot, KVCache, PrefixStore
+from palestra.engine.kv_cache import CacheFull, CacheMemory, CacheSlot, KVCache, PrefixStore
 from palestra.engine.lora import AdapterStack, MultiAdapterRoute
 from palestra.engine.models import Engine
 from palestra.engine.request import CachedPrompt, LiveSequence, SequenceGroup
 from palestra.engine.sampling import StopStringMatcher, counter_uniform, sample_tokens, top_tokens
 
+KEPT_CACHE_BYTES = 2**26  # empty pools of a batch at rest may keep 64 MiB
 INITIAL_ANSWER_CAPACITY = 64  # initial capacity of an answer in tokens; grows with the answer
 
 
 class LiveBatch:
     """The live groups and rows of one engine, their KV cache, and the stored keys and values of earlier conversations.
 
-    `keep_tokens` is the capacity of the prefix store in tokens. `counts` counts sampled, prefilled and reused tokens.
+    `keep_tokens` is the capacity of the prefix store in tokens, `cache_bytes` the budget of the cache and the store,
+    `prefill_tokens` the maximum number of prompt tokens of a pass. `counts` counts sampled, prefilled and reused
+    tokens, and preempted answers.
     """
 
-    def __init__(self, engine: Engine, keep_tokens: int) -> None:
-        self.engine = engine
-        self.cache = _cache(engine)
-        self.prefix_store = PrefixStore(keep_tokens)
+    def __init__(self, engine: Engine, *, keep_tokens: int, cache_bytes: int | None, prefill_tokens: int) -> None:
+        self.engine, self.cache_bytes, self.prefill_tokens = engine, cache_bytes, prefill_tokens
+        self.memory = CacheMemory(cache_bytes)
+        self.prefix_store = PrefixStore(keep_tokens, self.memory)
+        self.cache = self._new_cache()
         self.end_ids = end_token_ids(engine)
         self.groups: dict[SequenceGroup, None] = {}  # in order of admission
         self.rows: list[LiveSequence] = []  # by adapter
-        self.counts = {"sampled_tokens": 0, "prefill_tokens": 0, "reused_tokens": 0}
+        self.counts = {"sampled_tokens": 0, "prefill_tokens": 0, "reused_tokens": 0, "preempted_answers": 0}
         self._over: list[LiveSequence] = []  # rows that finished since the last `remove_finished`
         self._stop_strings = StopStringMatcher(engine.tokenizer)
         self._stacks: OrderedDict[tuple[int, ...], AdapterStack] = OrderedDict()
@@ -48,7 +52,22 @@ class LiveBatch:
     def reset(self) -> None:
         """Drops all groups, all rows and the cache."""
         self.groups, self.rows, self._over = {}, [], []
-        self.cache = _cache(self.engine)
+        self.memory.release(self.cache.bytes)
+        self.cache = self._new_cache()
+
+    def _new_cache(self) -> KVCache:
+        config = self.engine.model.config.get_text_config()
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return KVCache(
+            config.num_hidden_layers,
+            kv_heads,
+            width,
+            self.engine.device,
+            self.engine.dtype,
+            memory=self.memory,
+            store=self.prefix_store,
+        )
 
     def clear_cache(self) -> None:
         """Drops the stored prefixes and adapter stacks of earlier snapshots."""
@@ -58,12 +77,23 @@ class LiveBatch:
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def start(self, groups: list[SequenceGroup]) -> None:
-        """Computes the missing prompts of `groups` (equal prompts once) and samples the first tokens of their
-        admitted siblings, which become live rows."""
+        """Computes the missing prompts of `groups` (equal prompts once), recomputes their resumed answers, and samples
+        the first tokens of their admitted siblings, which become live rows."""
         groups = sorted(groups, key=lambda group: group.sort_key)
         self.groups |= dict.fromkeys(groups)
         if new := [group for group in groups if group.prompt is None]:
             self._prefill(new)
+        for group in groups:
+            if group.resumed:
+                self._resume(group)
+        if any(group.num_started < group.num_admitted for group in groups):
+            self._start_new([group for group in groups if group.num_started < group.num_admitted])
+        for group in groups:
+            group.first_logits_V = group.first_logits_V if group.num_started < group.request.n else None
+        self.rows.sort(key=lambda row: row.group.sort_key)
+        self.cache.free_empty_pools()
+
+    def _start_new(self, groups: list[SequenceGroup]) -> None:
         rows = [self._row(group, k) for group in groups for k in range(group.num_started, group.num_admitted)]
         which = [i for i, group in enumerate(groups) for _ in range(group.num_started, group.num_admitted)]
         first_V = [group.first_logits_V for group in groups if group.first_logits_V is not None]
@@ -71,24 +101,120 @@ class LiveBatch:
         self._place(live)
         for group in groups:
             group.num_started = group.num_admitted
-            group.first_logits_V = group.first_logits_V if group.num_unadmitted else None
-        self.rows = sorted([*self.rows, *live], key=lambda row: row.group.sort_key)
+        self.rows += live
         self._over += _without(rows, live)
-        self.cache.free_empty_pools()
 
     def _row(self, group: SequenceGroup, k: int) -> LiveSequence:
         stop = group.request.sampling.stop
         return LiveSequence(group, k, tail=StopStringMatcher.empty_tail(stop)) if stop else LiveSequence(group, k)
 
     def _place(self, rows: Sequence[LiveSequence]) -> None:
-        """Allocates cache slots for new rows."""
+        """Allocates cache slots for new or resumed rows."""
         self._regroup(rows, more=Counter(_prompt(row) for row in rows))
-        slots = self.cache.allocate_answers(
-            [min(row.group.request.sampling.max_tokens, INITIAL_ANSWER_CAPACITY) for row in rows]
-        )
+        slots = self.cache.allocate_answers([_first_capacity(row) for row in rows])
         for row, slot in zip(rows, slots, strict=True):
             row.slot = slot
             _prompt(row).num_rows += 1
+
+    def _unplace(self, rows: Sequence[LiveSequence]) -> None:
+        """Frees the cache slots of rows."""
+        self.cache.free([_slot(row) for row in rows])
+        for row in rows:
+            row.slot = None
+            _prompt(row).num_rows -= 1
+
+    def _resume(self, group: SequenceGroup) -> None:
+        """Makes the resumed answers of a group live again: recomputes the keys and values of their tokens."""
+        rows = group.resumed
+        self._place(rows)
+        try:
+            self._recompute([row for row in rows if len(row.token_ids) > 1])
+        except Exception:
+            self._unplace(rows)
+            raise
+        self.rows += rows
+        group.resumed = []
+
+    def _recompute(self, rows: list[LiveSequence]) -> None:
+        """Fills the slots of rows of one prompt, as if it ended with their tokens. Raises CacheFull if there is no room
+        for one of these longer prompts."""
+        if not rows:
+            return
+        group, prompt = rows[0].group, _prompt(rows[0]).slot
+        try:
+            whole = self.cache.allocate_prompts(
+                [prompt.length + len(row.token_ids) - 1 for row in rows], [1] * len(rows)
+            )
+        except CacheFull:
+            if len(rows) == 1:
+                raise
+            self._recompute(rows[: len(rows) // 2])
+            self._recompute(rows[len(rows) // 2 :])
+            return
+        try:
+            for slot in whole:
+                slot.pool.kv[:, :, slot.index, :, : prompt.length] = prompt.kv_L2hTD
+            ids = [np.array(row.token_ids[:-1], np.int64) for row in rows]
+            self._fill(whole, [prompt.length] * len(rows), ids, [group] * len(rows))
+            for row, slot in zip(rows, whole, strict=True):
+                own = _slot(row)
+                own.length = len(row.token_ids) - 1
+                own.kv_L2hTD[:] = slot.kv_L2hTD[..., prompt.length :, :]
+        finally:
+            self.cache.free(whole)
+
+    def grow(self, rows: Sequence[LiveSequence]) -> None:
+        """Makes room for the last token of each of `rows` in the cache. Raises CacheFull if there is no room for all of
+        them; some may have grown."""
+        self.cache.grow([_slot(row) for row in rows if _slot(row).length < len(row.token_ids)])
+
+    def fitting(self, group: SequenceGroup, count: int, free: int, *, new_prompt: bool) -> tuple[int, int]:
+        """Returns how many of `count` more siblings of `group` there is room for at their start in `free` bytes, and
+        the bytes that they take, with their prompt if it is new."""
+        resumed = [max(len(row.token_ids), _first_capacity(row)) for row in group.preempted[:count]]
+        first = min(group.request.sampling.max_tokens, INITIAL_ANSWER_CAPACITY)
+        lengths = [*resumed, *[first] * (count - len(resumed))]
+        own = self.cache.bytes_of(group.prompt_length) if new_prompt else 0
+        if resumed:  # recomputed one at a time, in a copy
+            own += self.cache.bytes_of(group.prompt_length + max(resumed))
+        room_n = own + np.cumsum([self.cache.bytes_of(length) for length in lengths])
+        fits = int(np.searchsorted(room_n, free, side="right"))
+        return fits, int(room_n[fits - 1]) if fits else own
+
+    def preempt(self, rows: Sequence[LiveSequence]) -> None:
+        """Takes the cache slots of live rows away; their groups keep their tokens as `preempted`."""
+        self._unplace(rows)
+        self.rows = _without(self.rows, rows)
+        for row in rows:
+            row.group.preempted = sorted([*row.group.preempted, row], key=lambda row: row.sibling)
+        self.counts["preempted_answers"] += len(rows)
+        self._regroup(rows)
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes of the cache for more answers; None without a budget."""
+        return self.cache.free_bytes
+
+    def lower_budget(self) -> None:
+        """Sets the budget to what is in use: the machine has less memory than the budget says."""
+        self.memory.limit = self.memory.used
+
+    def rest(self) -> None:
+        """Called when there are no more requests: restores the budget, and frees much unused memory, since training
+        may need it."""
+        self.memory.limit = self.cache_bytes
+        if self.cache.bytes > KEPT_CACHE_BYTES:
+            self.cache.free_empty_pools()
+
+    def release_idle(self, keep: Sequence[SequenceGroup] = ()) -> bool:
+        """Frees the prompts of groups without live rows, except those in `keep`: they will be computed again. Returns
+        whether there were any."""
+        live = {row.group for row in self.rows} | set(keep)
+        idle = [group for group in self.groups if group not in live]
+        for group in idle:
+            self._release(group)
+            group.prompt = group.first_logits_V = None
+        return bool(idle)
 
     def _regroup(self, rows: Sequence[LiveSequence], more: Mapping[CachedPrompt, int] | None = None) -> None:
         """Moves the prompts of `rows` to the pools for their new number of answers; `more` counts answers about to
@@ -101,7 +227,7 @@ class LiveBatch:
         """Computes the prompts of `groups`, which are sorted by adapter. Groups with equal prompts share one."""
         first = {group.prompt_key: group for group in reversed(groups)}
         alone = [group for group in groups if first[group.prompt_key] is group]
-        answers = Counter(group.prompt_key for group in groups for _ in range(group.num_admitted))
+        answers = Counter(group.prompt_key for group in groups for _ in range(group.num_starting))
         slots = self.cache.allocate_prompts([g.prompt_length for g in alone], [answers[g.prompt_key] for g in alone])
         try:
             logits_NV = self._prefill_into(slots, alone)
@@ -122,11 +248,43 @@ class LiveBatch:
         """Writes the keys and values of the prompts of `groups` to `slots`; returns the logits [N, V] after each
         prompt."""
         starts = [self._reuse(slot, group) for slot, group in zip(slots, groups, strict=True)]
-        layout = PrefillLayout(slots, np.array(starts))
-        ids = np.concatenate([g.request.prompt_ids[start:] for g, start in zip(groups, starts, strict=True)])
-        route = self._route(groups, [g.prompt_length - start for g, start in zip(groups, starts, strict=True)])
-        logits_NV = self.engine.logits(self.engine.tensor(ids), layout.positions, layout, route, layout.last_N)
-        self.counts["prefill_tokens"] += len(ids)
+        ids = [g.request.prompt_ids[start:] for g, start in zip(groups, starts, strict=True)]
+        return self._fill(slots, starts, ids, groups)
+
+    def _fill(
+        self,
+        slots: Sequence[CacheSlot],
+        starts: Sequence[int],
+        ids: Sequence[np.ndarray],
+        groups: Sequence[SequenceGroup],
+    ) -> Tensor:
+        """Writes the keys and values of the tokens `ids` of each slot, which are its last ones and start at position
+        `starts`, under the adapters of `groups`; returns the logits [N, V] after them. Tokens of one long prompt are
+        computed some at a time."""
+        if len(slots) > 1 and sum(map(len, ids)) > self.prefill_tokens:
+            each = zip(slots, starts, ids, groups, strict=True)
+            return torch.cat([self._fill([slot], [start], [own], [group]) for slot, start, own, group in each])
+        whole = [slot.length for slot in slots]
+        done = 0
+        while len(slots) == 1 and len(ids[0]) - done > self.prefill_tokens:
+            slots[0].length = starts[0] + done + self.prefill_tokens
+            self._fill_once(slots, [starts[0] + done], [ids[0][done : done + self.prefill_tokens]], groups)
+            done += self.prefill_tokens
+        for slot, length in zip(slots, whole, strict=True):
+            slot.length = length
+        return self._fill_once(slots, [start + done for start in starts], [own[done:] for own in ids], groups)
+
+    def _fill_once(
+        self,
+        slots: Sequence[CacheSlot],
+        starts: Sequence[int],
+        ids: Sequence[np.ndarray],
+        groups: Sequence[SequenceGroup],
+    ) -> Tensor:
+        layout, flat = PrefillLayout(slots, np.array(starts)), np.concatenate(ids)
+        route = self._route(groups, [len(own) for own in ids])
+        logits_NV = self.engine.logits(self.engine.tensor(flat), layout.positions, layout, route, layout.last_N)
+        self.counts["prefill_tokens"] += len(flat)
         return logits_NV
 
     def _reuse(self, slot: CacheSlot, group: SequenceGroup) -> int:
@@ -142,8 +300,8 @@ class LiveBatch:
 
     def decode(self, rows: Sequence[LiveSequence]) -> None:
         """Samples the next token of each of `rows`, which must be live and in batch order."""
+        self.grow(rows)
         answers = [_slot(row) for row in rows]
-        self.cache.grow([slot for row, slot in zip(rows, answers, strict=True) if slot.length < len(row.token_ids)])
         for row, slot in zip(rows, answers, strict=True):
             slot.length = len(row.token_ids)
         layout = DecodeLayout([_prompt(row).slot for row in rows], answers)
@@ -244,9 +402,7 @@ class LiveBatch:
     def _leave(self, rows: Sequence[LiveSequence]) -> None:
         """Removes rows from the batch and the cache. A row that ended with its first token has no slot."""
         placed = [row for row in rows if row.slot]
-        self.cache.free([_slot(row) for row in placed])
-        for row in placed:
-            _prompt(row).num_rows -= 1
+        self._unplace(placed)
         self.rows = _without(self.rows, placed)
 
     def _release(self, group: SequenceGroup) -> None:
@@ -276,16 +432,14 @@ class LiveBatch:
         self.prefix_store.put(row.group.snapshot_id, ids, torch.cat(parts, -2))
 
 
-def _cache(engine: Engine) -> KVCache:
-    config = engine.model.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return KVCache(config.num_hidden_layers, kv_heads, width, engine.device, engine.dtype)
-
-
 def _without(rows: Sequence[LiveSequence], others: Sequence[LiveSequence]) -> list[LiveSequence]:
     out = set(others)
     return [row for row in rows if row not in out]
+
+
+def _first_capacity(row: LiveSequence) -> int:
+    """Returns the tokens for which a row gets room when it starts or goes on."""
+    return max(len(row.token_ids), min(row.group.request.sampling.max_tokens, INITIAL_ANSWER_CAPACITY))
 
 
 def _prompt(row: LiveSequence) -> CachedPrompt:

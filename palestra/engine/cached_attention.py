@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from palestra.engine import sdpa
 from palestra.engine.kv_cache import CachePool, CacheSlot
 
 MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed query-key pairs of a part of a prefill;
@@ -69,12 +69,14 @@ class PrefillLayout:
             keys = max(self.slots[i].length for i in members)
             mask_nQP = np.arange(keys) <= self.position_S[token_M[row_nQ]][:, :, None]
             index_n = np.array([self.slots[i].index for i in members])
+            fresh = all(asked_N[i] == self.slots[i].length for i in members)  # no reused tokens, all with queries
             self.parts.append(
                 (
                     self.slots[members[0]].pool,
                     self._tensor(index_n),
                     self._tensor(row_nQ.ravel()),
                     self._tensor(mask_nQP)[:, None],
+                    fresh,
                 )
             )
         self.output_index_M = self._tensor(back_M)
@@ -90,13 +92,14 @@ class PrefillLayout:
         for pool, token_M, index_M, position_M in self.writes:
             for kept, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
                 kept[index_M, :, position_M] = new_HSD[:, token_M].transpose(0, 1)
-        gqa = q_HSD.shape[0] != k_HSD.shape[0]
         outs = []
-        for pool, index_n, row_nQ, mask in self.parts:
+        for pool, index_n, row_nQ, mask, fresh in self.parts:
             n, _, queries, keys = mask.shape
             q = q_HSD[:, row_nQ].view(q_HSD.shape[0], n, queries, -1).transpose(0, 1)
             k, v = (kept[:, :, :keys][index_n] for kept in pool.kv[layer])
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+            # on a GPU fresh prompts need no mask, and what a padded query attends to is not read
+            causal = fresh and sdpa.uses_cuda(q)
+            out = sdpa.grouped_attention(q, k, v, None if causal else mask, scale, is_causal=causal)
             outs.append(out.transpose(1, 2).flatten(0, 1))
         return _joined(outs)[self.output_index_M]
 

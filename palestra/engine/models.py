@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
 from palestra.engine.malloc import keep_freed_memory
@@ -267,6 +268,43 @@ class Engine:
         features, self._features = self._features, None  # release the activations after the pass
         assert features is not None
         return out.logits[0], features[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of words of the vocabulary: logits per row."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def hidden_states(
+        self, ids_S: Tensor, positions_S: Tensor, layout: AttentionLayout, route: AdapterRoute | None, keep_M: Tensor
+    ) -> Tensor:
+        """Returns the last hidden states [M, width] at the flat indices `keep_M` int64, which must rise: the inputs of
+        `head_logits`. Not for sharded models, which are gathered in a pass of the whole model only."""
+        fewer = len(keep_M) < len(ids_S)
+        narrow = self._narrows and fewer
+        with self.use_route(route, keep_M if fewer else None), self._autocast():
+            out = self.model.get_decoder()(
+                input_ids=ids_S[None],
+                position_ids=positions_S[None],
+                use_cache=False,
+                layout=layout,
+                keep_M=keep_M if narrow else None,
+            )
+        hidden_MH: Tensor = out.last_hidden_state[0]
+        return hidden_MH if narrow or not fewer else hidden_MH.index_select(0, keep_M)
+
+    def head_logits(self, hidden_MH: Tensor, route: AdapterRoute | None) -> Tensor:
+        """Returns the logits [M, V] of last hidden states, computed by the model itself: some models scale or cap the
+        head's output. `route` is that of these rows."""
+        decoder, known = self.model.get_decoder(), MoeModelOutputWithPast(last_hidden_state=hidden_MH[None])
+        whole, decoder.forward = decoder.forward, lambda *args, **kwargs: known
+        try:
+            with self.use_route(route), self._autocast():
+                logits: Tensor = self.model(use_cache=False).logits.squeeze(
+                    0
+                )  # its gradient is a view, that of [0] not
+        finally:
+            decoder.forward, self._features = whole, None
+        return logits
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(

@@ -75,7 +75,8 @@ class CachedPrompt:
 class SequenceGroup:
     """A sequence group: a request being served. Its siblings start in order, all at once or some later: `num_started`
     have started, `num_admitted` may start. `prompt` and the logits [V] of the first token are set once the prompt is
-    computed. `on_done` is called with the answers or the error."""
+    computed. `preempted` are started answers that gave their cache slots back, in sibling order; `resumed` are those of
+    them that may go on. `on_done` is called with the answers or the error."""
 
     request: Request
     on_done: Callable[[SamplingOutcome], None]
@@ -87,6 +88,8 @@ class SequenceGroup:
     def __post_init__(self) -> None:
         self.seed = int(self.request.seed) % 2**64
         self.finished: dict[int, Completion] = {}
+        self.preempted: list[LiveSequence] = []
+        self.resumed: list[LiveSequence] = []
 
     @property
     def prompt_length(self) -> int:
@@ -95,8 +98,26 @@ class SequenceGroup:
 
     @property
     def num_unadmitted(self) -> int:
-        """Number of siblings that are not yet admitted."""
-        return self.request.n - self.num_admitted
+        """Number of siblings that wait: not yet admitted, or preempted."""
+        return self.request.n - self.num_admitted + len(self.preempted)
+
+    def admit(self, count: int) -> None:
+        """Lets `count` more siblings start or go on, preempted ones first."""
+        resumed, self.preempted = self.preempted[:count], self.preempted[count:]
+        self.resumed += resumed
+        self.num_admitted += count - len(resumed)
+
+    def take_back(self, count: int) -> None:
+        """Takes back the admission of the last `count` siblings that have not started or gone on."""
+        new = min(count, self.num_admitted - self.num_started)
+        self.num_admitted -= new
+        kept = len(self.resumed) - (count - new)
+        self.preempted, self.resumed = self.resumed[kept:] + self.preempted, self.resumed[:kept]
+
+    @property
+    def num_starting(self) -> int:
+        """Number of admitted siblings that have not started or gone on."""
+        return self.num_admitted - self.num_started + len(self.resumed)
 
     @property
     def rows_per_answer(self) -> int:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from palestra.config import StrictModel
 from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup
 from palestra.engine.fsdp import is_sharded, local_shard
+from palestra.engine.head import Head, score_logits, score_tokens, scored_tokens, select_rows
+from palestra.engine.logits import widen
 from palestra.engine.lora import Adapter, SingleAdapterRoute
 from palestra.engine.loss_scale import LossScale
 from palestra.engine.models import Engine
@@ -290,18 +292,15 @@ class PackedBatch:
         `entropy_grad`, entropies have gradients."""
         keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
         tensor, route = engine.tensor, SingleAdapterRoute(adapter) if adapter else None
-        logits, features = engine.logits_and_features(
-            tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
-        )
-        index_M = tensor(of_token_M)
-        logits_MV = logits.float().index_select(0, index_M)
-        if (self.temperature_M != 1).any():
-            logits_MV = logits_MV / tensor(self.temperature_M, torch.float32)[:, None]
-        logp_MV = torch.log_softmax(logits_MV, -1)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
-            entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
-        logp_M = logp_MV.gather(1, tensor(self.targets_M)[:, None])[:, 0]
-        return TokenOutputs(logp_M, entropy_M, features.index_select(0, index_M))
+        wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M)
+        flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
+        if engine.sharded_params:  # their head is gathered in a pass of the whole model only
+            logits, features = engine.logits_and_features(*flat)
+            scores = score_logits(widen(logits), wanted, entropy_grad=entropy_grad)
+        else:
+            features = engine.hidden_states(*flat)
+            scores = score_tokens(Head(engine, route), features, wanted, entropy_grad=entropy_grad)
+        return TokenOutputs(*scores, select_rows(features, wanted.row_M))
 
 
 def value_head(engine: Engine) -> nn.Linear:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from palestra.engine.sdpa import grouped_attention
 
 QuerySegment = tuple[np.ndarray, np.ndarray]  # positions of the tokens of a segment that have queries, and its path
 MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed query-key pairs of a bucket
@@ -126,8 +127,7 @@ class TreeLayout:
         q = q.index_select(0, b.queries).view(n, nq, heads, -1).transpose(1, 2)
         k = k.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
         v = v.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
-        mask, gqa = b.mask_N1QK, heads != kv_heads
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+        out = grouped_attention(q, k, v, b.mask_N1QK, scale, is_causal=b.mask_N1QK is None)
         return out.transpose(1, 2).reshape(n * nq, -1)
 
 

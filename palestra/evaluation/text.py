@@ -82,7 +82,8 @@ def open_text_eval(
     trained = {seat: name for seat, name in config.seats.items() if seat in own or not config.envs}
     named = seat_policies(config.model_copy(update={"env": changed, "envs": {}, "seats": trained}))
     names = assign_seats(named, target, seats, changed["type"])
-    engines = Engines(config.device, config.max_num_seqs, None if in_process else config.sampler)
+    sampler = None if in_process else config.sampler
+    engines = Engines(config.device, config.max_num_seqs, sampler, cache_bytes=config.kv_cache_bytes)
     load = partial(load_policy, target=target, engines=engines, sampling=sampling or {})
     return TextEvalSetup(make_episode_runner(changed, split), names, cache(load))
 

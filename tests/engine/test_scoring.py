@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from palestra.engine import scoring
+from palestra.engine import logits as chunks
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
@@ -75,7 +75,7 @@ def test_scores_of_the_base_are_those_of_transformers(engine):
 @pytest.mark.parametrize(("pack_tokens", "logits"), [(16384, 2**26), (40, 272 * 7), (1, 1)])
 def test_mixed_adapters_in_one_call_score_as_each_trainer_does(engine, adapters, monkeypatch, pack_tokens, logits):
     """However the prompts are cut into passes and the passes into rows; the same prompts under several adapters."""
-    monkeypatch.setattr(scoring, "MAX_LOGITS", logits)
+    monkeypatch.setattr(chunks, "MAX_LOGITS", logits)
     owners = [*adapters, None]
     snapshots = [a.snapshot(f"a{i}") if a else None for i, a in enumerate(owners)]
     asked = [(ids, i % 4) for i, ids in enumerate(prompts(12))] + [
