@@ -139,7 +139,9 @@ class Sample:
     """One training sequence: a prompt and an answer. Losses use the tokens of the answer only.
 
     `prompt_ids [P]` and `token_ids [T]` are integers; `logprobs` (of the sampling policy) and `advantages` are floats
-    `[T]`. Supervised losses use `advantages` as token weights. `weight` is the weight of each token in the batch mean.
+    `[T]`. Supervised losses use `advantages` as token weights. `weight` is the weight of each token in the batch mean,
+    `denominator` what the sample adds to its denominator (None: the weights of its tokens). A sample without gradient
+    (`has_gradient` False: an answer whose advantage is 0, or that is masked) only adds to it; no pass is made for it.
     Samples of one `group` (-1: none) are adjacent and are never split over micro-batches: their loss compares them.
     Some losses need more, [T] each: `reference_logprobs`, log-probabilities of the reference policy of a KL penalty;
     `values`, the critic's value of the state before each token; `returns`, the value target.
@@ -151,6 +153,8 @@ class Sample:
     advantages: np.ndarray
     temperature: float = 1.0
     weight: float = 1.0
+    denominator: float | None = None
+    has_gradient: bool = True
     group: int = -1
     reference_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None

@@ -114,11 +114,13 @@ class Trainer:
         """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each, so that other work
         can run in between. The last metrics are those of all ranks."""
         total: Metrics = {}
-        parts = self._micro_batches_by_rank(samples)
+        share, trained = token_weight(samples), trained_share(samples)
+        samples = with_gradient(samples)
+        parts = self._micro_batches_by_rank(samples, share)
         for pack in parts[self.group.rank]:
             value, metrics = loss(self._loss_inputs(pack, bonus=bool(options.get("entropy"))), **options)
             self._backward(value)
-            for name, figure in {"loss": value.detach(), **metrics}.items():
+            for name, figure in {"loss": value.detach(), **{n: m / trained for n, m in metrics.items()}}.items():
                 total[name] = total.get(name, 0.0) + float(figure)
             if self.group.world_size == 1:
                 yield total
@@ -127,9 +129,10 @@ class Trainer:
         if self.group.world_size > 1 and samples:
             yield _sum_metrics(self.group.all_gather(total))
 
-    def _micro_batches_by_rank(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        """Returns the micro-batches of each rank."""
-        share = token_weight(samples)
+    def _micro_batches_by_rank(self, samples: Sequence[Sample], share: float | None = None) -> list[list[MicroBatch]]:
+        """Returns the micro-batches of each rank. `share` is the weight of a token (None: `samples` are all that
+        count)."""
+        share = token_weight(samples) if share is None else share
         return [
             micro_batches(hand, self.pack_tokens, share) for hand in split_over_ranks(samples, self.group.world_size)
         ]
@@ -323,8 +326,23 @@ def pack_samples(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndar
 
 def token_weight(samples: Sequence[Sample]) -> float:
     """Returns the weight of a token in the mean over all answer tokens of `samples` (Yu et al., 2025, eq. 12), for a
-    sample weight of 1."""
-    return 1.0 / (sum(s.weight * len(s.token_ids) for s in samples) or 1.0)
+    sample weight of 1. Samples without gradient count too."""
+    return 1.0 / _denominator(samples)
+
+
+def trained_share(samples: Sequence[Sample]) -> float:
+    """Returns the sum of the token weights of the samples with gradient: a loss's metric divided by it is a mean over
+    the trained tokens."""
+    return (sum(s.weight * len(s.token_ids) for s in with_gradient(samples)) or 1.0) / _denominator(samples)
+
+
+def _denominator(samples: Sequence[Sample]) -> float:
+    return sum(s.weight * len(s.token_ids) if s.denominator is None else s.denominator for s in samples) or 1.0
+
+
+def with_gradient(samples: Sequence[Sample]) -> list[Sample]:
+    """Returns the samples that a pass is made for."""
+    return [sample for sample in samples if sample.has_gradient]
 
 
 def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None = None) -> list[MicroBatch]:

@@ -9,6 +9,8 @@ import numpy as np
 
 from palestra.types import Answer, Episode, Metrics, Node
 
+REDRAWS_KEY = "redraws"  # key in the info of an episode's first node: instances played before it in its place
+
 
 def member_name(policy: str) -> str:
     """Returns the member of a versioned policy name: "planner@12" -> "planner"."""
@@ -31,12 +33,16 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     """Returns success (if the env reports it), joint steps per trajectory, team return, number of episodes, and how
     many failed.
 
-    Means are over the episodes that did not fail; `failed` counts the rest.
+    Means are over the episodes that did not fail; `failed` counts the rest. `redraws`, only if any were, is the number
+    of episodes that were played and replaced (refill.py).
     """
     valid = [e for e in episodes if e.error is None]
     lines = [e.trajectory(leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
     known = not lines or any("success" in line[-1].info for line in lines)
-    return ({"success": _mean([e.success for e in valid])} if known else {}) | {
+    redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
+    more = {"success": _mean([e.success for e in valid])} if known else {}
+    more |= {"redraws": float(sum(redraws))} if any(redraws) else {}
+    return more | {
         "steps_per_episode": _mean([len(line) for line in lines]),
         "team_return": _mean([sum(node.team_reward for node in line) for line in lines]),
         "episodes": float(len(episodes)),

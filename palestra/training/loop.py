@@ -16,6 +16,7 @@ from palestra.learners.base import Learner
 from palestra.policies.base import Policy
 from palestra.rollouts.failures import RunFailed, check_failures
 from palestra.rollouts.metrics import answers_of, episode_metrics, policy_metrics, seat_returns
+from palestra.rollouts.refill import play_refilled
 from palestra.rollouts.sources import EpisodeSource
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Checkpoint, Run
@@ -31,6 +32,15 @@ class Algorithm(Protocol):
     @property
     def branching(self) -> Branching:
         """Where the trees of episodes branch."""
+        ...
+
+    @property
+    def max_redraws(self) -> int:
+        """Largest number of instances played in place of an episode without signal."""
+        ...
+
+    def has_signal(self, episode: Episode) -> bool:
+        """True if an episode is kept."""
         ...
 
     @property
@@ -226,8 +236,8 @@ async def train(
     for step in range(first, setup.steps):
         moment = enter_step(setup, step, resumed=step == first)
         stage, clock, start = moment.stage, PhaseTimer(), read_clocks()
-        episodes = await stage.source.play(
-            moment.episode_numbers, stage.algorithm.branching, setup.algorithm_state, callback.on_episode
+        episodes = await play_refilled(
+            stage.source, stage.algorithm, moment.episode_numbers, setup.algorithm_state, callback.on_episode
         )
         clock.add_since("rollout", start)
         callback.on_step(step, await train_step(setup, run, step, episodes, clock))

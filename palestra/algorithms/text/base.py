@@ -55,6 +55,15 @@ class TextAlgorithm(StrictModel):
         """True if the algorithm needs log-probabilities under the reference policy."""
         return False
 
+    @property
+    def max_redraws(self) -> int:
+        """Largest number of instances played in place of an episode without signal; 0 keeps every episode."""
+        return 0
+
+    def has_signal(self, episode: Episode) -> bool:
+        """True if an episode is kept: it gives some policy a gradient, or it failed."""
+        return True
+
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
@@ -75,10 +84,11 @@ def build_sample(answer: Answer, weights: np.ndarray, **more: Any) -> Sample:
 
 
 async def add_reference_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
-    """Returns the samples with `reference`: their log-probabilities [T] under the reference policy, for a KL penalty or
-    a preference loss."""
-    found = await learner.logprobs(samples, reference=True)
-    return [replace(sample, reference_logprobs=logprobs) for sample, logprobs in zip(samples, found, strict=True)]
+    """Returns the samples, those with gradient with `reference_logprobs`: their log-probabilities [T] under the
+    reference policy, for a KL penalty or a preference loss."""
+    trained = [sample for sample in samples if sample.has_gradient]
+    found = iter(await learner.logprobs(trained, reference=True) if trained else [])
+    return [replace(s, reference_logprobs=next(found)) if s.has_gradient else s for s in samples]
 
 
 async def apply_importance_weights(

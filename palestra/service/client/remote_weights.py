@@ -24,7 +24,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from palestra.engine.trainer import AdamConfig, MicroBatch, build_loss_inputs, micro_batches
+from palestra.engine.trainer import (
+    AdamConfig,
+    MicroBatch,
+    build_loss_inputs,
+    micro_batches,
+    token_weight,
+    trained_share,
+    with_gradient,
+)
 from palestra.files import atomic_write
 from palestra.learners.lm import LoraPolicyConfig
 from palestra.losses.policy import (
@@ -99,17 +107,19 @@ class RemoteWeights:
         Raises ValueError if the loss reads more than log-probabilities.
         """
         words = supported_wire_loss(self.connection, loss, options)
-        (pack,) = micro_batches(samples, sys.maxsize)
+        scale = trained_share(samples)
+        (pack,) = micro_batches(with_gradient(samples), sys.maxsize, token_weight(samples))
+        samples = pack.samples
         if words is None:
             slopes, metrics = local_gradients(pack, self.logprobs(samples), loss, options)
             data = [to_datum(sample, weights=-slope) for sample, slope in zip(samples, slopes, strict=True)]
             self._pass(CROSS_ENTROPY, data)
-            return metrics
+            return _means(metrics, scale)
         outputs = self._pass(words, self._data(words, pack))
         _, metrics = local_gradients(pack, answer_logprobs(outputs, samples), loss, options)
         for figure in ("loss", "entropy") if "entropy" in words.options else ():  # only the server can compute these
             metrics[figure] = sum(output.metrics[f"{figure}:sum"] for output in outputs)
-        return metrics
+        return _means(metrics, scale)
 
     def _data(self, words: WireLoss, pack: MicroBatch) -> list[Datum]:
         """Returns the batch as the loss reads it.
@@ -274,6 +284,11 @@ def local_gradients(
     cuts = np.cumsum([len(logp) for logp in logps])[:-1]
     told = {name: float(figure) for name, figure in {"loss": value.detach(), **metrics}.items() if name != "entropy"}
     return np.split(slope_M.numpy(), cuts), told
+
+
+def _means(metrics: Metrics, scale: float) -> Metrics:
+    """Returns the metrics as means over the trained tokens, whose weights sum to `scale`, and the loss as it is."""
+    return {name: value if name == "loss" else value / scale for name, value in metrics.items()}
 
 
 def to_datum(sample: Sample, **inputs: np.ndarray) -> Datum:

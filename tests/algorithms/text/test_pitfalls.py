@@ -10,7 +10,7 @@ import torch
 from palestra.algorithms.text.base import add_reference_logprobs, apply_importance_weights
 from palestra.algorithms.text.grpo import GRPO
 from palestra.engine.sampler import Completion, SamplingConfig
-from palestra.engine.trainer import micro_batches
+from palestra.engine.trainer import micro_batches, token_weight, trained_share
 from palestra.envs.base import Env
 from palestra.losses.policy import LOSSES, LossInputs
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
@@ -42,7 +42,7 @@ def lines(*plays):
 
 def lessons(samples):
     """What each sample moves: its advantage times its tokens' part of the batch's mean."""
-    (pack,) = micro_batches(samples, 10**6)
+    (pack,) = micro_batches(samples, 10**6, token_weight(samples))
     return [float(s.advantages.sum() * share) for s, share in zip(pack.samples, pack.token_weights, strict=True)]
 
 
@@ -67,6 +67,42 @@ def test_turns_are_never_compared_by_their_number():
     assert [node.advantages["a"] for node in episode.nodes] == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
 
 
+def test_trajectories_or_turns_count_alike():
+    """Of trajectories of 9 turns and of 1, won and lost: with `sequence` a turn is a sequence, and the long trajectory
+    has nine tenths of the mean; with `trajectory` each has half."""
+    episode = lines([("a", {})] * 8 + [("a", {"a": 1.0})], [("a", {"a": 0.0})])
+    parts = {}
+    for unit in ("sequence", "trajectory"):
+        samples, _ = GRPO(branch_at="root", group_size=2, loss_aggregation=unit).build_samples([episode], "p")
+        *long, short = lessons(samples)
+        parts[unit] = sum(long), short
+    assert parts == {"sequence": pytest.approx((0.9, -0.1)), "trajectory": pytest.approx((0.5, -0.5))}
+
+
+def test_an_answer_with_the_mean_value_counts_in_the_mean():
+    """Values 0, 1/2, 1/2, 1/2, 1 in answers of 2 tokens: the two outer answers have a gradient, of a fifth of the mean
+    each, not of a half."""
+    episode = lines(*([("a", {"a": value})] for value in (0.0, 0.5, 0.5, 0.5, 1.0)))
+    algorithm = GRPO(branch_at="root", group_size=5, scale="none")
+    samples, _ = algorithm.build_samples([episode], "p")
+    assert [s.has_gradient for s in samples] == [True, False, False, False, True]
+    assert lessons(samples) == pytest.approx([-0.1, 0, 0, 0, 0.1])
+    assert token_weight(samples) == 0.1 and trained_share(samples) == pytest.approx(0.4)
+    for held in ({"kl_coef": 0.1}, {"entropy_coef": 0.1}):  # the penalty and the bonus are of all five
+        samples, _ = algorithm.model_copy(update=held).build_samples([episode], "p")
+        assert all(s.has_gradient for s in samples) and lessons(samples) == pytest.approx([-0.1, 0, 0, 0, 0.1])
+
+
+@pytest.mark.parametrize(("flat_groups", "share"), [("count", 0.5), ("skip", 1.0), ("refill", 1.0)])
+def test_a_flat_group_counts_or_is_skipped(flat_groups, share):
+    """A group with a difference and one without: with `count` the first has half of the mean, else all of it."""
+    flat, differing = (lines([("a", {"a": 1.0})], [("a", {"a": value})]) for value in (1.0, 0.0))
+    algorithm = GRPO(branch_at="root", group_size=2, flat_groups=flat_groups)
+    samples, metrics = algorithm.build_samples([flat, differing], "p")
+    assert sum(map(abs, lessons(samples))) == pytest.approx(share) and metrics["zero_std_fraction"] == 0.5
+    assert (algorithm.has_signal(flat), algorithm.has_signal(differing)) == (False, True)
+
+
 # ---- seats
 
 
@@ -81,7 +117,8 @@ def test_a_group_never_spans_the_seats_of_a_zero_sum_game():
     play = [("a", {}), ("b", {"a": 1.0, "b": -1.0})]
     groups = list(GRPO(branch_at="root", group_size=2).groups(lines(play, play)))
     assert [(group.seat, group.values) for group in groups] == [("a", [1, 1]), ("b", [-1, -1])]
-    assert GRPO(branch_at="root", group_size=2).build_samples([lines(play, play)], "p")[0] == []
+    samples, _ = GRPO(branch_at="root", group_size=2).build_samples([lines(play, play)], "p")
+    assert len(samples) == 4 and not any(sample.has_gradient for sample in samples)
 
 
 def test_opposite_roles_have_opposite_averages():
