@@ -7,7 +7,7 @@ tokenised again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -139,9 +139,12 @@ class Sample:
     """One training sequence: a prompt and an answer. Losses use the tokens of the answer only.
 
     `prompt_ids [P]` and `token_ids [T]` are integers; `logprobs` (of the sampling policy) and `advantages` are floats
-    `[T]`. Supervised losses use `advantages` as token weights. `weight` is the weight of each token in the batch mean,
-    `denominator` what the sample adds to its denominator (None: the weights of its tokens). A sample without gradient
-    (`has_gradient` False: an answer whose advantage is 0, or that is masked) only adds to it; no pass is made for it.
+    `[T]`. `old_logprobs` [T], under the trainer's weights before an update, are what a clipped ratio is relative to;
+    "current" means those of the training pass itself, right for an update of one optimizer step; None `logprobs`. The
+    gap between `old_logprobs` and `logprobs` is the sampler's mismatch. Supervised losses use `advantages` as token
+    weights. `weight` is the weight of each token in the batch mean, `denominator` what the sample adds to its
+    denominator (None: the weights of its tokens). A sample without gradient (`has_gradient` False: an answer whose
+    advantage is 0, or that is masked) only adds to it; no pass is made for it.
     Samples of one `group` (-1: none) are adjacent and are never split over micro-batches: their loss compares them.
     Some losses need more, [T] each: `reference_logprobs`, log-probabilities of the reference policy of a KL penalty;
     `values`, the critic's value of the state before each token; `returns`, the value target.
@@ -156,6 +159,7 @@ class Sample:
     denominator: float | None = None
     has_gradient: bool = True
     group: int = -1
+    old_logprobs: np.ndarray | Literal["current"] | None = None
     reference_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None

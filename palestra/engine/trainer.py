@@ -392,10 +392,14 @@ def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value
     def given(field: str) -> Tensor | None:
         return None if any(getattr(s, field) is None for s in samples) else joined(field)
 
+    sampler_logp_M = old_logp_M = joined("logprobs")
+    if samples[0].old_logprobs is not None:
+        is_current = isinstance(samples[0].old_logprobs, str)
+        old_logp_M = logp_M.detach() if is_current else joined("old_logprobs")
     return LossInputs(
         logp_M,
         entropy_M,
-        joined("logprobs"),
+        old_logp_M,
         given("reference_logprobs"),
         joined("advantages"),
         tensor(_spread(pack.token_weights, samples)),
@@ -404,6 +408,7 @@ def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value
         value_M,
         given("values"),
         given("returns"),
+        None if samples[0].old_logprobs is None else sampler_logp_M,
     )
 
 

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import add_reference_logprobs, apply_importance_weights, build_sample
+from palestra.algorithms.text.base import (
+    OldLogprobs,
+    add_old_logprobs,
+    add_reference_logprobs,
+    build_sample,
+    importance_options,
+)
 from palestra.algorithms.text.credit import (
     FLAT,
     Array,
@@ -31,7 +37,7 @@ from palestra.algorithms.text.credit import (
 )
 from palestra.algorithms.text.groups import GroupAlgorithm, SiblingGroup
 from palestra.learners.base import Learner
-from palestra.losses.policy import LOSSES
+from palestra.losses.policy import LOSSES, ImportanceMode
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.tree_rollout import Branching, Joints
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
@@ -99,9 +105,19 @@ class GRPO(GroupAlgorithm):
     dual_clip: float | None = Field(None, gt=1)
     """Bounds the loss of a token with negative advantage to this multiple of it; above 1, only with `surrogate:
     clipped`."""
-    importance_cap: float | None = Field(None, gt=0)
-    """Cap of the importance ratio between current weights and sampling policy, for stale samples; null applies no
-    correction."""
+    old_logprobs: OldLogprobs = "trainer"
+    """Log-probabilities that ratios are relative to: the `trainer`'s own before the update (an update of several
+    optimizer steps makes a forward pass for them), or the `sampler`'s, without a pass: for samplers that agree with the
+    trainer closely, as this process's does in float32."""
+    importance_cap: float | None = Field(2.0, gt=0)
+    """Upper bound of the importance ratio between the weights before the update and the sampler's, by which advantages
+    are multiplied; it corrects stale samples and samplers of another precision. Null applies no correction. Without
+    effect with `old_logprobs: sampler`."""
+    importance_floor: float = Field(0.0, ge=0)
+    """Lower bound of the importance ratio."""
+    importance_mode: ImportanceMode = "token_truncate"
+    """`token_truncate` bounds each token's ratio (TIS), `token_mask` leaves out tokens out of bounds (IcePop);
+    `sequence_truncate` and `sequence_mask` do so with the product over an answer's tokens (MIS)."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL penalty to the reference policy, in the loss."""
     entropy_coef: float = 0.0
@@ -191,7 +207,7 @@ class GRPO(GroupAlgorithm):
         return LOSSES["clipped_policy" if self.surrogate == "clipped" else self.surrogate]
 
     @property
-    def loss_options(self) -> dict[str, float | None]:
+    def loss_options(self) -> dict[str, Any]:
         high = self.clip if self.clip_high is None else self.clip_high
         bounds: dict[str, dict[str, float | None]] = {
             "clipped": {"clip": self.clip, "clip_high": self.clip_high, "dual_clip": self.dual_clip},
@@ -199,7 +215,7 @@ class GRPO(GroupAlgorithm):
             "gspo": {"clip_low_threshold": 1 - self.clip, "clip_high_threshold": 1 + high},
         }
         options = bounds[self.surrogate] | {"kl": self.kl_coef, "entropy": self.entropy_coef}
-        return {name: value for name, value in options.items() if value}
+        return {name: value for name, value in options.items() if value} | importance_options(self)
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
@@ -228,10 +244,11 @@ class GRPO(GroupAlgorithm):
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
-        metrics: Metrics = {}
-        if self.importance_cap and samples:
-            samples, metrics = await apply_importance_weights(samples, learner, self.importance_cap)
-        return (await add_reference_logprobs(samples, learner) if self.kl_coef and samples else samples), metrics
+        if not any(sample.has_gradient for sample in samples):
+            return samples, {}
+        if self.kl_coef:
+            samples = await add_reference_logprobs(samples, learner)
+        return (await add_old_logprobs(samples, learner) if self.old_logprobs == "trainer" else samples), {}
 
     def _is_skipped(self, advantages: Sequence[float]) -> bool:
         """True if a group with these advantages is left out of the mean."""

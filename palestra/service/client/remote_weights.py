@@ -16,6 +16,7 @@ import json
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,7 @@ from palestra.losses.policy import (
     actor_critic_loss,
     cispo_loss,
     clipped_policy_loss,
+    correct_mismatch,
     cross_entropy_loss,
     gspo_loss,
     importance_sampling_loss,
@@ -115,11 +117,26 @@ class RemoteWeights:
             data = [to_datum(sample, weights=-slope) for sample, slope in zip(samples, slopes, strict=True)]
             self._pass(CROSS_ENTROPY, data)
             return _means(metrics, scale)
-        outputs = self._pass(words, self._data(words, pack))
+        outputs = self._pass(words, self._data(words, self._corrected(pack, options)))
         _, metrics = local_gradients(pack, answer_logprobs(outputs, samples), loss, options)
         for figure in ("loss", "entropy") if "entropy" in words.options else ():  # only the server can compute these
             metrics[figure] = sum(output.metrics[f"{figure}:sum"] for output in outputs)
         return _means(metrics, scale)
+
+    def _corrected(self, pack: MicroBatch, options: Mapping[str, Any]) -> MicroBatch:
+        """Returns the batch as losses without a correction read it: `logprobs` are those before the update (from a
+        forward pass where they are the current ones), and advantages are multiplied by importance weights."""
+        if pack.samples[0].old_logprobs is None:
+            return pack
+        current = isinstance(pack.samples[0].old_logprobs, str)
+        old = self.logprobs(pack.samples) if current else [np.asarray(s.old_logprobs) for s in pack.samples]
+        logp_M = torch.tensor(np.concatenate(old))
+        tokens = build_loss_inputs(pack, logp_M, torch.zeros_like(logp_M))
+        options = {name: value for name, value in options.items() if name.startswith("importance_")}
+        weighted, _ = correct_mismatch(tokens, **options)
+        advantages = np.split(weighted.advantage_M.numpy(), np.cumsum([len(logps) for logps in old])[:-1])
+        fields = zip(pack.samples, old, advantages, strict=True)
+        return replace(pack, samples=[replace(s, logprobs=logps, advantages=a) for s, logps, a in fields])
 
     def _data(self, words: WireLoss, pack: MicroBatch) -> list[Datum]:
         """Returns the batch as the loss reads it.

@@ -517,9 +517,11 @@ TABLE_OF_NAMES = Path(__file__).parents[3] / "docs" / "algorithms" / "grpo.md"
 def test_every_name_of_the_documents_is_a_config():
     rows = re.findall(r"^\| ([^|]+) \| `(\{[^`]+\})`", TABLE_OF_NAMES.read_text(encoding="utf-8"), re.MULTILINE)
     found = {name.split(" (")[0]: GRPO.model_validate(yaml.safe_load(config)) for name, config in rows}
-    assert len(found) == 13
+    assert len(found) == 14
     assert found["RAE"].baseline == "role" and found["RLOO"].scale == "none"
-    assert found["GSPO"].loss_options == pytest.approx({"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004})
+    assert found["GSPO"].loss_options == pytest.approx(
+        {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004, "importance_cap": 2.0}
+    )
     assert found["AT-GRPO"].branching == Branching("turn", 4, "best", 0.1, 1.0)
 
 
@@ -538,7 +540,10 @@ def test_every_name_of_the_documents_is_a_config():
 )
 def test_each_surrogate_is_a_loss_with_its_bounds(settings, loss, options):
     algorithm = GRPO(**settings)
-    assert algorithm.loss is LOSSES[loss] and algorithm.loss_options == pytest.approx(options)
+    assert algorithm.loss is LOSSES[loss]
+    assert algorithm.loss_options == pytest.approx(options | {"importance_cap": 2.0})
+    for free in ({"importance_cap": None}, {"old_logprobs": "sampler"}):
+        assert GRPO(**settings, **free).loss_options == pytest.approx(options)
 
 
 def test_a_setting_of_another_surrogate_is_a_mistake():

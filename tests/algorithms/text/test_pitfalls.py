@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.text.base import add_reference_logprobs, apply_importance_weights
+from palestra.algorithms.text.base import add_reference_logprobs
 from palestra.algorithms.text.grpo import GRPO
 from palestra.engine.sampler import Completion, SamplingConfig
-from palestra.engine.trainer import micro_batches, token_weight, trained_share
+from palestra.engine.trainer import build_loss_inputs, micro_batches, token_weight, trained_share
 from palestra.envs.base import Env
-from palestra.losses.policy import LOSSES, LossInputs
+from palestra.losses.policy import LOSSES, LossInputs, correct_mismatch
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 from palestra.types import Answer, Episode, Node, Sample, Step
@@ -224,6 +224,9 @@ class Now:
     def __init__(self, logprobs, reference=None):
         self.own, self.held = logprobs, reference
 
+    def batches(self, samples):
+        return [list(samples)]
+
     async def logprobs(self, samples, *, reference=False):
         return [np.asarray(row, np.float32) for row in (self.held if reference else self.own)]
 
@@ -235,21 +238,46 @@ def sample(logprobs, advantages):
     )
 
 
+def mismatched(old, sampler, advantages, sequences=None):
+    """Loss inputs with these probabilities under the policy before the update and under the sampler."""
+    old, sampler = (torch.tensor(row, dtype=torch.float64).log() for row in (old, sampler))
+    share = torch.full_like(old, 1 / len(old))
+    numbers = torch.tensor(sequences or [0] * len(old))
+    advantages = torch.tensor(advantages, dtype=torch.float64)
+    return LossInputs(old, -old, old, None, advantages, share, numbers, sampler_logp_M=sampler)
+
+
 def test_truncated_importance_sampling_by_hand():
-    """Ratios 2, 1/2 and 4, of at most 3: advantages 1, 1 and -2 become 2, 1/2 and -6, and the step starts from here."""
-    stale = [sample(np.log([0.25, 0.5]), [1, 1]), sample(np.log([0.125]), [-2])]
-    moved, figures = asyncio.run(apply_importance_weights(stale, Now([np.log([0.5, 0.25]), np.log([0.5])]), 3.0))
-    assert [s.advantages.tolist() for s in moved] == [pytest.approx([2, 0.5]), pytest.approx([-6])]
-    assert [s.logprobs.tolist() for s in moved] == [pytest.approx(np.log([0.5, 0.25])), pytest.approx(np.log([0.5]))]
-    assert figures == pytest.approx({"sampler_kl": -np.log(4) / 3, "importance_cap_fraction": 1 / 3})
-    assert stale[0].advantages.tolist() == [1, 1] and moved[0].token_ids is stale[0].token_ids
+    """Ratios 2, 1/2 and 4, of at most 3: advantages 1, 1 and -2 become 2, 1/2 and -6."""
+    tokens = mismatched([0.5, 0.25, 0.5], [0.25, 0.5, 0.125], [1, 1, -2])
+    moved, figures = correct_mismatch(tokens, importance_cap=3.0)
+    assert moved.advantage_M.tolist() == pytest.approx([2, 0.5, -6]) and tokens.advantage_M.tolist() == [1, 1, -2]
+    assert {k: float(v) for k, v in figures.items()} == pytest.approx(
+        {"sampler_kl": -np.log(4) / 3, "importance_cap_fraction": 1 / 3}
+    )
 
 
-def test_fresh_samples_stay_as_they_are():
-    fresh = [sample([-0.5, -1.0], [1.0, 1.0])]
-    moved, figures = asyncio.run(apply_importance_weights(fresh, Now([[-0.5, -1.0]]), 2.0))
-    assert moved[0].advantages.tolist() == [1, 1] and figures == {"sampler_kl": 0, "importance_cap_fraction": 0}
-    assert asyncio.run(apply_importance_weights([], Now([]), 2.0)) == ([], {})
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", [2, 0.8, 3]),
+        ("token_mask", [2, 0, 0]),
+        ("sequence_truncate", [1, 1, 3]),
+        ("sequence_mask", [1, 1, 0]),
+    ],
+)
+def test_bounds_of_tokens_and_sequences_by_hand(mode, expected):
+    """Ratios 2 and 1/2 in one answer, whose product is 1, and 4 in another; bounds 0.8 and 3."""
+    tokens = mismatched([0.5, 0.25, 0.5], [0.25, 0.5, 0.125], [1, 1, 1], [0, 0, 1])
+    moved, _ = correct_mismatch(tokens, importance_cap=3.0, importance_floor=0.8, importance_mode=mode)
+    assert moved.advantage_M.tolist() == pytest.approx(expected)
+
+
+def test_without_a_cap_the_mismatch_is_measured_only():
+    tokens = mismatched([0.5], [0.25], [1])
+    same, figures = correct_mismatch(tokens)
+    assert same is tokens and float(figures["sampler_kl"]) == pytest.approx(-np.log(2))
+    assert correct_mismatch(tokens._replace(sampler_logp_M=None), importance_cap=1.0)[1] == {}
 
 
 def test_a_penalty_has_the_references_log_probabilities_and_no_others():
@@ -260,7 +288,9 @@ def test_a_penalty_has_the_references_log_probabilities_and_no_others():
     assert [s.logprobs.tolist() for s in held] == [[-0.5], [-0.5, -0.5]] and samples[0].reference_logprobs is None
     refined, figures = asyncio.run(GRPO(kl_coef=0.1).finalize_samples(samples, learner, {}))
     assert [s.reference_logprobs.tolist() for s in refined] == [[-1], [-2, -3]] and figures == {}
-    assert asyncio.run(GRPO().finalize_samples(samples, learner, {}))[0] is samples
+    assert {s.old_logprobs for s in refined} == {"current"}
+    held = asyncio.run(GRPO(old_logprobs="sampler").finalize_samples(samples, learner, {}))[0]
+    assert held is samples and held[0].old_logprobs is None
 
 
 LOGITS = [0.4, -0.3, 1.1, 0.0]  # of the policy in training, over four answers of a token each
@@ -268,9 +298,8 @@ SAMPLER = [0.4, 0.4, 0.05, 0.15]  # how likely each was when it was drawn
 WORTH = [1.0, -0.5, 2.0, -1.0]
 
 
-def expected_gradient(algorithm, *, pretend=False):
-    """The gradient of an update, expected over everything that the sampler may have said: each answer in its share.
-    With `pretend` as if the weights in training had drawn it."""
+def expected_gradient(algorithm):
+    """The gradient of an update, expected over everything that the sampler may have said: each answer in its share."""
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     logp = torch.log_softmax(logits, 0)
     now = [[value] for value in logp.detach().tolist()]
@@ -278,16 +307,10 @@ def expected_gradient(algorithm, *, pretend=False):
         Sample(np.array([1]), np.array([i]), np.log(np.array([SAMPLER[i]])), np.array([WORTH[i]]), weight=SAMPLER[i])
         for i in range(4)
     ]
-    if pretend:
-        for one, own in zip(drawn, now, strict=True):
-            one.logprobs = np.array(own)
     drawn, _ = asyncio.run(algorithm.finalize_samples(drawn, Now(now), {}))
     (pack,) = micro_batches(drawn, 10**6)
-    old, advantages, shares = (
-        torch.tensor(np.array(rows, np.float64).reshape(4))
-        for rows in ([s.logprobs for s in drawn], [s.advantages for s in drawn], pack.token_weights)
-    )
-    loss, _ = algorithm.loss(LossInputs(logp, -logp, old, None, advantages, shares), **algorithm.loss_options)
+    tokens = build_loss_inputs(pack, logp, -logp)
+    loss, _ = algorithm.loss(tokens, **algorithm.loss_options)
     loss.backward()
     return -logits.grad.numpy()
 
@@ -310,7 +333,8 @@ def test_uncorrected_stale_samples_do_not():
     """To pretend that they are fresh leaves out the ratio, and a clip that counts staleness as an update's own step
     silences what the policy has come to say more often: both turn the gradient away from the best answer."""
     right = on_policy_gradient()
-    for wrong in (expected_gradient(GRPO(), pretend=True), expected_gradient(GRPO())):
+    uncorrected, clipped = GRPO(importance_cap=None), GRPO(old_logprobs="sampler")
+    for wrong in (expected_gradient(uncorrected), expected_gradient(clipped)):
         assert np.abs(wrong - right).max() > 0.3 and wrong[2] < 0.3 * right[2]
 
 
