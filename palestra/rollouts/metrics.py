@@ -9,6 +9,7 @@ import numpy as np
 
 from palestra.types import Answer, Episode, Metrics, Node
 
+CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
 REDRAWS_KEY = "redraws"  # key in the info of an episode's first node: instances played before it in its place
 
 
@@ -34,7 +35,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     many failed.
 
     Means are over the episodes that did not fail; `failed` counts the rest. `redraws`, only if any were, is the number
-    of episodes that were played and replaced (refill.py).
+    of episodes that were played and replaced (refill.py); `context_full_fraction`, likewise, the share of trajectories
+    that ended because the next prompt did not fit into a model's context.
     """
     valid = [e for e in episodes if e.error is None]
     lines = [e.trajectory(leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
@@ -42,6 +44,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
     more = {"success": _mean([e.success for e in valid])} if known else {}
     more |= {"redraws": float(sum(redraws))} if any(redraws) else {}
+    full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
+    more |= {"context_full_fraction": _mean(full)} if any(full) else {}
     return more | {
         "steps_per_episode": _mean([len(line) for line in lines]),
         "team_return": _mean([sum(node.team_reward for node in line) for line in lines]),

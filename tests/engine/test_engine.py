@@ -257,7 +257,7 @@ def test_stop_strings_end_an_answer():
 
 
 def test_a_prompt_beyond_the_base_is_an_error_with_the_fix():
-    with pytest.raises(ValueError, match="512 positions"):
+    with pytest.raises(ValueError, match="context length, 512"):
         Sampler(tiny_lm()).sample_all([Request(np.ones(510, np.int32), 1, SamplingConfig(max_tokens=8))])
 
 
