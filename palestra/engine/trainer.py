@@ -48,6 +48,11 @@ class AdamConfig(StrictModel):
     """Decoupled weight decay."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Maximum norm of the gradient; null for no clipping."""
+    critic_lr: float | None = Field(None, ge=0, le=1_000_000)
+    """Learning rate of a critic's value head, on the same schedule; null uses `lr`."""
+    critic_max_grad_norm: float | None = Field(1.0, gt=0)
+    """Maximum norm of the gradient of a critic's value head, which is clipped apart from the policy's; null for no
+    clipping."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,10 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Creates a new optimizer for this rank's part of the parameters, and sets the step count to 0."""
         self.local_parameters = [local_shard(parameter) for parameter in self.parameters]
-        self.optimizer = torch.optim.AdamW(self.local_parameters, lr=1e-3)
+        count = len(self.local_parameters) - (len(list(self.critic.parameters())) if self.critic else 0)
+        self.policy_parameters, self.critic_parameters = self.local_parameters[:count], self.local_parameters[count:]
+        groups = [part for part in (self.policy_parameters, self.critic_parameters) if part]
+        self.optimizer = torch.optim.AdamW([{"params": part} for part in groups], lr=1e-3)
         self.steps = 0
 
     def set_reference(self) -> None:
@@ -150,22 +158,27 @@ class Trainer:
         (value * self.loss_scale.value if self.loss_scale else value).backward()
 
     def optim_step(self, adam: AdamConfig, *, lr: float | None = None) -> Metrics:
-        """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping.
+        """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and apart
+        from it that of a critic's head (`critic_grad_norm`).
 
         In fp16 also returns the loss scale, and whether the step was skipped because a gradient overflowed (its norm is
         then 0). Raises ValueError if the norm is not finite and there is no loss scale.
         """
-        for group in self.optimizer.param_groups:
+        rate = adam.lr if lr is None else lr
+        for group, own in zip(self.optimizer.param_groups, (rate, _critic_lr(adam, rate)), strict=False):
             group.update(
-                lr=adam.lr if lr is None else lr,
+                lr=own,
                 betas=adam.adam_betas,
                 eps=adam.adam_eps,
                 weight_decay=adam.weight_decay,
             )
         norm = self._gather_gradients()
-        fits = bool(torch.isfinite(norm))
+        critic_norm = torch.nn.utils.get_total_norm([p.grad for p in self.critic_parameters if p.grad is not None])
+        fits = bool(torch.isfinite(norm) and torch.isfinite(critic_norm))
         if fits:
-            torch.nn.utils.clip_grads_with_norm_(self.local_parameters, adam.max_grad_norm or torch.inf, norm)
+            clip = torch.nn.utils.clip_grads_with_norm_
+            clip(self.policy_parameters, adam.max_grad_norm or torch.inf, norm)
+            clip(self.critic_parameters, adam.critic_max_grad_norm or torch.inf, critic_norm)
             self.optimizer.step()
             self.steps += 1
         for tensor in [*self.parameters, *self.local_parameters]:
@@ -173,10 +186,11 @@ class Trainer:
         if not fits and not self.loss_scale:
             raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
         metrics = self.loss_scale.update(fits) if self.loss_scale else {}
+        metrics |= {"critic_grad_norm": float(critic_norm) if fits else 0.0} if self.critic else {}
         return {"grad_norm": float(norm) if fits else 0.0, **metrics}
 
     def _gather_gradients(self) -> Tensor:
-        """Sums the gradients over the ranks; returns the total norm, which is equal on all ranks.
+        """Sums the gradients over the ranks; returns the norm of the policy's, which is equal on all ranks.
 
         Not done by DistributedDataParallel: that needs a module whose passes all ranks make together, while an adapter
         is no module of the model and ranks make different numbers of passes. Sharded gradients are already reduced.
@@ -195,12 +209,12 @@ class Trainer:
         if self.loss_scale:
             torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
         if len(alike) == len(self.parameters):
-            return torch.nn.utils.get_total_norm(gradients)
+            return torch.nn.utils.get_total_norm([p.grad for p in self.policy_parameters if p.grad is not None])
         return self._norm_of_shards()
 
     def _norm_of_shards(self) -> Tensor:
-        """Returns the norm of all gradients if each rank has only its rows of some."""
-        pairs = list(zip(self.local_parameters, self.parameters, strict=True))
+        """Returns the norm of the policy's gradients if each rank has only its rows of some."""
+        pairs = list(zip(self.policy_parameters, self.parameters, strict=False))
         parted = [leaf.grad for leaf, p in pairs if is_sharded(p) and leaf.grad is not None]
         alike = [leaf.grad for leaf, p in pairs if not is_sharded(p) and leaf.grad is not None]
         square = torch.nn.utils.get_total_norm(parted).square()
@@ -245,6 +259,13 @@ class Trainer:
         """Returns the loss inputs of `pack`; with `bonus`, the entropy has gradients."""
         read = self._read(PackedBatch.pack(pack.samples, self.engine), self.adapter, bonus=bonus)
         return build_loss_inputs(pack, read.logp_M, read.entropy_M, self._value(read) if self.critic else None)
+
+
+def _critic_lr(adam: AdamConfig, lr: float) -> float:
+    """Returns the learning rate of a value head where the schedule has brought `adam.lr` to `lr`."""
+    if adam.critic_lr is None:
+        return lr
+    return adam.critic_lr * (lr / adam.lr if adam.lr else 1.0)
 
 
 def _zero_loss(tokens: LossInputs) -> Tensor:
