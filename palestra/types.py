@@ -23,7 +23,8 @@ class Step:
     `observations` holds exactly the seats that act next: one seat in turn-based play, all seats in simultaneous play,
     none when the episode has ended. The rewards are those of this step: `rewards` per seat (local), `team_reward`
     shared by all seats. `legal_actions` lists the legal actions of each seat (None: not restricted), `state` is the
-    global state for central critics, `truncated` marks an episode cut off by a limit.
+    global state for central critics, `truncated` marks an episode cut off by a limit. `info["reward_terms"]` may hold
+    the named terms of each seat's reward (envs/reward_terms.py).
 
         Step({"executor": "you r2 c3 ..."}, rewards={"planner": 0.4}, team_reward=0.0)
     """

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from palestra.envs.reward_terms import REWARD_TERMS_KEY
 from palestra.types import Answer, Episode, Metrics, Node
 
 CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
@@ -71,8 +72,8 @@ def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
 
 def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
-    of invalid answers, tokens per answer, share cut at the token limit. An answer shared by siblings counts once, by
-    its mean."""
+    of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the local
+    reward (envs/reward_terms.py). An answer shared by siblings counts once, by its mean."""
     turns = [
         (node, seat, answer)
         for episode in episodes
@@ -83,7 +84,9 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     ]
     times = Counter(id(answer) for _, _, answer in turns)
     shares = [1 / times[id(answer)] for _, _, answer in turns]
-    return {
+    terms = [node.info.get(REWARD_TERMS_KEY, {}).get(seat, {}) for node, seat, _ in turns]
+    names = dict.fromkeys(name for own in terms for name in own)
+    return {f"reward/{name}": _mean([own.get(name, 0.0) for own in terms], shares) for name in names} | {
         "answers": float(len(times)),
         "local_reward": _mean([node.rewards.get(seat, 0.0) for node, seat, _ in turns], shares),
         "team_reward": _mean([node.team_reward for node, _, _ in turns], shares),
