@@ -163,7 +163,7 @@ def actor_critic_loss(
     """
     if tokens.value_M is None or tokens.return_M is None:
         raise ValueError("an actor-critic loss needs values and returns: the policy was built without a critic")
-    bounds = {"clip": clip, "clip_high": clip_high, "dual_clip": dual_clip}
+    bounds: dict[str, Any] = {"clip": clip, "clip_high": clip_high, "dual_clip": dual_clip}
     loss, metrics = clipped_policy_loss(tokens, **bounds, entropy=entropy, **importance)
     error_M = (tokens.value_M - tokens.return_M).square()
     if value_clip is not None:
