@@ -40,7 +40,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     Models come from `engines`, or are loaded if it is None. Raises ValueError if parts of the config do not fit
     together.
     """
-    parts = list(config.stage_configs())
+    parts = [with_max_length(part) for part in config.stage_configs()]
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
     seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
     seated = {seat: name for names in seats for seat, name in names.items()}
@@ -80,6 +80,22 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
     )
+
+
+def with_max_length(part: TextConfig) -> TextConfig:
+    """Returns the config of a stage with the token limit of the trained policies in its algorithm, if that needs one.
+    Raises ValueError if the limits differ."""
+    if not getattr(part.algorithm, "needs_max_length", False):
+        return part
+    trained = [p for p in part.policies.values() if isinstance(p, LoraPolicyConfig | FullPolicyConfig)]
+    limits = {policy.sampling.max_tokens for policy in trained}
+    if len(limits) != 1:
+        raise ValueError(
+            f"the policies' sampling.max_tokens are {', '.join(map(str, sorted(limits)))}, and the algorithm needs one "
+            "limit: set algorithm.max_completion_length"
+        )
+    algorithm = part.algorithm.model_copy(update={"max_completion_length": limits.pop()})
+    return part.model_copy(update={"algorithm": algorithm})
 
 
 def _table(engines: Engines | RemoteEngines) -> RankSplit | None:
@@ -138,6 +154,8 @@ def _source(
     cast: PolicyResolver,
 ) -> EpisodeSource:
     """Returns a dataset source if the stage has data files, else a source that plays."""
+    if records and part.algorithm.max_redraws:
+        raise ValueError("flat_groups: refill plays other instances, and data: is recorded: set flat_groups: skip")
     if records:
         roles = {kind: make_env(**env).roles for kind, env in part.named_envs.items()}
         recorded = DatasetSource(records, lambda: cast.encoding_policies(seats), part.seed, roles)

@@ -263,6 +263,11 @@ class TextConfig(RunConfig):
 
     @model_validator(mode="after")
     def _ahead(self) -> Self:
+        if self.staleness and self.algorithm.max_redraws:
+            raise ValueError(
+                f"staleness: {self.staleness} plays ahead of training, and flat_groups: refill plays again once a "
+                "step's episodes are known: set staleness: 0, or flat_groups: skip"
+            )
         if self.staleness and (full := self._full()):
             raise ValueError(
                 f"staleness: {self.staleness} plays while weights are trained, but {full[0]} is a full model, which "

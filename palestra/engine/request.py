@@ -18,6 +18,7 @@ from palestra.engine.kv_cache import CacheSlot
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampling import SamplingConfig
+from palestra.policies.base import ContextLengthExceeded
 
 MAX_MERGED_CHARS = 4  # characters that a tokenizer's normaliser may merge into one
 
@@ -199,14 +200,14 @@ def max_chars_per_token(tokenizer: Any) -> int:
 
 def check_prompt(engine: Engine, prompt_ids: np.ndarray, new_tokens: int) -> None:
     """Raises ValueError unless the prompt is non-empty, has valid token ids, and leaves room for `new_tokens`
-    tokens."""
+    tokens (then ContextLengthExceeded)."""
     limit = max_positions(engine)
     if not len(prompt_ids):
         raise ValueError("a prompt needs at least one token")
     if limit and len(prompt_ids) + new_tokens > limit:
-        raise ValueError(
-            f"a prompt of {len(prompt_ids)} tokens and {new_tokens} new ones exceed the base's {limit} positions. "
-            "Shorten the observation or lower sampling.max_tokens."
+        raise ContextLengthExceeded(
+            f"a prompt of {len(prompt_ids)} tokens and {new_tokens} new ones exceed the base's context length, "
+            f"{limit}. Shorten the observation or lower sampling.max_tokens."
         )
     # on a GPU an index out of range makes the process unusable
     vocabulary = engine.model.config.get_text_config().vocab_size

@@ -15,6 +15,7 @@ from palestra.learners.base import Learner
 from palestra.policies.base import Policy
 from palestra.rollouts.failures import RunFailed, check_failures
 from palestra.rollouts.metrics import answers_of, episode_metrics, policy_metrics, seat_returns
+from palestra.rollouts.refill import play_refilled
 from palestra.rollouts.sources import EpisodeSource
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Checkpoint
@@ -31,6 +32,15 @@ class Algorithm(Protocol):
     @property
     def branching(self) -> Branching:
         """Where the trees of episodes branch."""
+        ...
+
+    @property
+    def max_redraws(self) -> int:
+        """Largest number of instances played in place of an episode without signal."""
+        ...
+
+    def has_signal(self, episode: Episode) -> bool:
+        """True if an episode is kept."""
         ...
 
     @property
@@ -202,8 +212,8 @@ class TextTrainer:
         """Plays the episodes of `step` with the current weights."""
         position, timer, start = self.enter_step(step), PhaseTimer(), read_clocks()
         stage = position.stage
-        playing = stage.source.play(
-            position.episode_numbers, stage.algorithm.branching, self.algorithm_state, self.callback.on_episode
+        playing = play_refilled(
+            stage.source, stage.algorithm, position.episode_numbers, self.algorithm_state, self.callback.on_episode
         )
         episodes = self.event_loop.run(playing)
         timer.add_since("rollout", start)

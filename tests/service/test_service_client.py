@@ -151,14 +151,16 @@ def trained(folder: Path, tree: dict[str, Any], engine: str | None = None, pause
     return run.path
 
 
+# Skipped: where no answer has an advantage, the first gradient of a penalty is rounding, which Adam makes a full step.
+SKIP = {"flat_groups": "skip"}
 ELSEWHERE = {  # algorithms that are nothing but log-probabilities
     "dpo": {"type": "dpo", "group_size": 4, "pairs": "all"},
-    "kl": {"type": "grpo", "group_size": 4, "kl_coef": 0.1, "clip": 0.05},
+    "kl": {"type": "grpo", "group_size": 4, "kl_coef": 0.1, "clip": 0.05} | SKIP,
     "dual_clip": {"type": "grpo", "group_size": 4, "dual_clip": 1.01, "loss_aggregation": "sequence"},
     "clipped": {"type": "grpo", "group_size": 4, "loss_aggregation": "sequence", "clip": 0.02, "clip_high": 0.05},
     "cispo": {"type": "grpo", "group_size": 4, "surrogate": "cispo", "clip": 0.05},
     "gspo": {"type": "grpo", "group_size": 4, "surrogate": "gspo", "clip": 0.01},
-    "gspo_kl": {"type": "grpo", "group_size": 4, "surrogate": "gspo", "clip": 0.01, "kl_coef": 0.1},
+    "gspo_kl": {"type": "grpo", "group_size": 4, "surrogate": "gspo", "clip": 0.01, "kl_coef": 0.1} | SKIP,
     "sft": {"type": "sft", "imitate": "all", "world_model_weight": 0.5},
 }
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from palestra.engine.lora import Snapshot
 from palestra.engine.request import Completion, Request
+from palestra.policies.base import request_error
 from palestra.remote.samplers import wire as wire
 from palestra.remote.samplers.adapter_store import AdapterStore
 from palestra.remote.samplers.processes import SamplerProcesses
@@ -305,7 +306,7 @@ class VllmSampler:
             raise ServerUnavailable(said)
         if status == 404 and body and ("lora_name" in body or body["model"] != server.model):
             raise AdapterLost(said)
-        raise ValueError(said)
+        raise request_error(said)
 
 
 async def _opened(timeouts: RequestTimeouts, key: str | None) -> aiohttp.ClientSession:
