@@ -94,6 +94,10 @@ class Engines:
         self.loaded_engines.append(engine)
         return engine
 
+    def notes(self) -> list[str]:
+        """Returns what a user should know about how the bases run, a line each."""
+        return list(dict.fromkeys(line for engine in self.loaded_engines for line in engine.notes()))
+
     @contextlib.contextmanager
     def rollout_context(self) -> Iterator[None]:
         """Context of a rollout: gathers and casts the weights of all loaded engines once (see

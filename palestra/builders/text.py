@@ -79,6 +79,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         record_every=config.save_episodes_every,
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
+        notes=engines.notes() if isinstance(engines, Engines) else (),
     )
 
 

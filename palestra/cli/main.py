@@ -201,7 +201,8 @@ def info(
 ) -> None:
     """Show versions, the device, and the available envs, bases, algorithms and sandbox.
 
-    With --base or --config, show the memory that a run takes at most, and settings with which it fits:
+    With --base or --config, show how its bases run, the memory that the run takes at most, and settings with which it
+    fits:
 
         palestra info --base Qwen/Qwen3-0.6B
 
@@ -211,8 +212,13 @@ def info(
         return _show_installation()
     with user_errors():
         from palestra.builders.memory_plan import plan_memory
+        from palestra.engine.models import describe_base
 
-        plan = plan_memory(_planned_config(base, config, settings or []), prompt_tokens=prompt_tokens)
+        planned = _planned_config(base, config, settings or [])
+        for name in dict.fromkeys(policy.base for policy in planned.policies.values() if hasattr(policy, "base")):
+            for line in describe_base(name):
+                print_line(line)
+        plan = plan_memory(planned, prompt_tokens=prompt_tokens)
         table = Table("memory", "GiB", "when", "what for")
         for part in plan.parts:
             table.add_row(part.name, f"{part.bytes / 2**30:.2f}", part.phase or "always", part.detail)

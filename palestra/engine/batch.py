@@ -1,16 +1,11 @@
-"""The live batch of the sampler: prompts and answers in the KV cache, and the forward passes that compute them.
+"""The live batch of models on packed rows: prompts and answers in the KV cache, and the passes that compute them.
 
-A row is one answer being sampled: answer `k` of a group. `start` computes prompts and samples the first token of
-new rows, `decode` samples the next token of live rows, `remove_finished` removes finished rows. Rows need not be in
-step: each has its own position and its own counter-based random stream (seed, sibling, position), so its tokens do not
-depend on the other rows of a pass, except for floating-point rounding, which depends on the shapes of a pass.
-
-Shapes: `R` rows, `N` prompts of a prefill, `V` vocabulary, `k` best tokens.
+Shapes: `R` rows, `N` prompts of a prefill, `V` vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,50 +14,43 @@ from torch import Tensor
 
 from palestra.engine.cached_attention import DecodeLayout, PrefillLayout
 from palestra.engine.kv_cache import CacheFull, CacheMemory, CacheSlot, KVCache, PrefixStore
+from palestra.engine.live_batch import LiveBatch, without
 from palestra.engine.lora import AdapterStack, MultiAdapterRoute
 from palestra.engine.models import Engine
 from palestra.engine.request import CachedPrompt, LiveSequence, SequenceGroup
-from palestra.engine.sampling import StopStringMatcher, counter_uniform, sample_tokens, top_tokens
 
 KEPT_CACHE_BYTES = 2**26  # empty pools of a batch at rest may keep 64 MiB
 INITIAL_ANSWER_CAPACITY = 64  # initial capacity of an answer in tokens; grows with the answer
 
 
-class LiveBatch:
-    """The live groups and rows of one engine, their KV cache, and the stored keys and values of earlier conversations.
+class CachedBatch(LiveBatch):
+    """A live batch with the KV cache of its prompts and answers, and the stored keys and values of earlier
+    conversations.
 
     `keep_tokens` is the capacity of the prefix store in tokens, `cache_bytes` the budget of the cache and the store,
-    `prefill_tokens` the maximum number of prompt tokens of a pass. `counts` counts sampled, prefilled and reused
-    tokens, and preempted answers.
+    `prefill_tokens` the maximum number of prompt tokens of a pass.
     """
 
     def __init__(self, engine: Engine, *, keep_tokens: int, cache_bytes: int | None, prefill_tokens: int) -> None:
-        self.engine, self.cache_bytes, self.prefill_tokens = engine, cache_bytes, prefill_tokens
+        super().__init__(engine)
+        self.cache_bytes, self.prefill_tokens = cache_bytes, prefill_tokens
         self.memory = CacheMemory(cache_bytes)
         self.prefix_store = PrefixStore(keep_tokens, self.memory)
         self.cache = self._new_cache()
-        self.end_ids = end_token_ids(engine)
-        self.groups: dict[SequenceGroup, None] = {}  # in order of admission
-        self.rows: list[LiveSequence] = []  # by adapter
-        self.counts = {"sampled_tokens": 0, "prefill_tokens": 0, "reused_tokens": 0, "preempted_answers": 0}
-        self._over: list[LiveSequence] = []  # rows that finished since the last `remove_finished`
-        self._stop_strings = StopStringMatcher(engine.tokenizer)
         self._stacks: OrderedDict[tuple[int, ...], AdapterStack] = OrderedDict()
 
     def reset(self) -> None:
-        """Drops all groups, all rows and the cache."""
-        self.groups, self.rows, self._over = {}, [], []
+        super().reset()
         self.memory.release(self.cache.bytes)
         self.cache = self._new_cache()
 
     def _new_cache(self) -> KVCache:
-        config = self.engine.model.config.get_text_config()
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        shape = self.engine.attention
+        assert shape is not None
         return KVCache(
-            config.num_hidden_layers,
-            kv_heads,
-            width,
+            shape.layers,
+            shape.kv_heads,
+            shape.width,
             self.engine.device,
             self.engine.dtype,
             memory=self.memory,
@@ -70,15 +58,15 @@ class LiveBatch:
         )
 
     def clear_cache(self) -> None:
-        """Drops the stored prefixes and adapter stacks of earlier snapshots."""
         self.prefix_store.clear()
         self._stacks.clear()
+
+    def release_memory(self) -> None:
+        self.cache.free_empty_pools()
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def start(self, groups: list[SequenceGroup]) -> None:
-        """Computes the missing prompts of `groups` (equal prompts once), recomputes their resumed answers, and samples
-        the first tokens of their admitted siblings, which become live rows."""
         groups = sorted(groups, key=lambda group: group.sort_key)
         self.groups |= dict.fromkeys(groups)
         if new := [group for group in groups if group.prompt is None]:
@@ -102,11 +90,7 @@ class LiveBatch:
         for group in groups:
             group.num_started = group.num_admitted
         self.rows += live
-        self._over += _without(rows, live)
-
-    def _row(self, group: SequenceGroup, k: int) -> LiveSequence:
-        stop = group.request.sampling.stop
-        return LiveSequence(group, k, tail=StopStringMatcher.empty_tail(stop)) if stop else LiveSequence(group, k)
+        self._over += without(rows, live)
 
     def _place(self, rows: Sequence[LiveSequence]) -> None:
         """Allocates cache slots for new or resumed rows."""
@@ -164,13 +148,9 @@ class LiveBatch:
             self.cache.free(whole)
 
     def grow(self, rows: Sequence[LiveSequence]) -> None:
-        """Makes room for the last token of each of `rows` in the cache. Raises CacheFull if there is no room for all of
-        them; some may have grown."""
         self.cache.grow([_slot(row) for row in rows if _slot(row).length < len(row.token_ids)])
 
     def fitting(self, group: SequenceGroup, count: int, free: int, *, new_prompt: bool) -> tuple[int, int]:
-        """Returns how many of `count` more siblings of `group` there is room for at their start in `free` bytes, and
-        the bytes that they take, with their prompt if it is new."""
         resumed = [max(len(row.token_ids), _first_capacity(row)) for row in group.preempted[:count]]
         first = min(group.request.sampling.max_tokens, INITIAL_ANSWER_CAPACITY)
         lengths = [*resumed, *[first] * (count - len(resumed))]
@@ -182,9 +162,8 @@ class LiveBatch:
         return fits, int(room_n[fits - 1]) if fits else own
 
     def preempt(self, rows: Sequence[LiveSequence]) -> None:
-        """Takes the cache slots of live rows away; their groups keep their tokens as `preempted`."""
         self._unplace(rows)
-        self.rows = _without(self.rows, rows)
+        self.rows = without(self.rows, rows)
         for row in rows:
             row.group.preempted = sorted([*row.group.preempted, row], key=lambda row: row.sibling)
         self.counts["preempted_answers"] += len(rows)
@@ -192,23 +171,17 @@ class LiveBatch:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes of the cache for more answers; None without a budget."""
         return self.cache.free_bytes
 
     def lower_budget(self) -> None:
-        """Sets the budget to what is in use: the machine has less memory than the budget says."""
         self.memory.limit = self.memory.used
 
     def rest(self) -> None:
-        """Called when there are no more requests: restores the budget, and frees much unused memory, since training
-        may need it."""
         self.memory.limit = self.cache_bytes
         if self.cache.bytes > KEPT_CACHE_BYTES:
             self.cache.free_empty_pools()
 
     def release_idle(self, keep: Sequence[SequenceGroup] = ()) -> bool:
-        """Frees the prompts of groups without live rows, except those in `keep`: they will be computed again. Returns
-        whether there were any."""
         live = {row.group for row in self.rows} | set(keep)
         idle = [group for group in self.groups if group not in live]
         for group in idle:
@@ -299,7 +272,6 @@ class LiveBatch:
         return length
 
     def decode(self, rows: Sequence[LiveSequence]) -> None:
-        """Samples the next token of each of `rows`, which must be live and in batch order."""
         self.grow(rows)
         answers = [_slot(row) for row in rows]
         for row, slot in zip(rows, answers, strict=True):
@@ -309,7 +281,7 @@ class LiveBatch:
         positions = self.engine.tensor([row.group.prompt_length + len(row.token_ids) - 1 for row in rows])
         route = self._route([row.group for row in rows], [1] * len(rows))
         logits_RV = self.engine.logits(ids, positions, layout, route, self.engine.tensor(range(len(rows))))
-        self._over += _without(rows, self._draw(rows, logits_RV))
+        self._over += without(rows, self._draw(rows, logits_RV))
 
     def _route(self, groups: Sequence[SequenceGroup], tokens: Sequence[int]) -> MultiAdapterRoute | None:
         """Returns the route for `tokens` rows of each of `groups`, which are sorted by adapter, the bare base
@@ -329,63 +301,9 @@ class LiveBatch:
         self._stacks.move_to_end(key)
         return MultiAdapterRoute(self._stacks[key], list(counts.values()))
 
-    # -- tokens --------------------------------------------------------------------------------------------------------
-
-    def _draw(self, rows: Sequence[LiveSequence], logits_RV: Tensor) -> list[LiveSequence]:
-        """Samples the next token of each row, or of none if this fails; returns the rows that are not finished."""
-        settings = [row.group.request.sampling for row in rows]
-        seeds = np.array([row.group.seed for row in rows], np.uint64)
-        siblings = np.array([row.sibling for row in rows], np.uint64)
-        steps = np.array([len(row.token_ids) for row in rows], np.uint64)
-        tokens_R, logps_R = sample_tokens(logits_RV, settings, counter_uniform(seeds, siblings, steps))
-        if np.isnan(logps_R).any():
-            raise ValueError(
-                "the weights give no probabilities (NaN): they grew without bound. Lower the learning rate."
-            )
-        top = self._top(rows, logits_RV)
-        is_end = np.isin(tokens_R, self.end_ids).tolist()
-        tokens = tokens_R.tolist()
-        drawn = [self._stops(row, token, end) for row, token, end in zip(rows, tokens, is_end, strict=True)]
-        self.counts["sampled_tokens"] += len(rows)
-        live = []
-        for row, token, logp, (stops, tail) in zip(rows, tokens, logps_R.tolist(), drawn, strict=True):
-            row.token_ids.append(token)
-            row.logprobs.append(logp)
-            row.tail = tail
-            if row in top:
-                row.top_tokens.append(top[row])
-            if stops or row.is_full:
-                row.group.finished[row.sibling] = row.to_completion("stop" if stops else "length")
-            else:
-                live.append(row)
-        return live
-
-    def _stops(self, row: LiveSequence, token: int, end: bool) -> tuple[bool, deque[int]]:
-        """Returns whether `token` ends the answer, and the row's tail including that token."""
-        sampling = row.group.request.sampling
-        if (end and sampling.stop_at_eos) or token in sampling.stop_token_ids:
-            return True, row.tail
-        if not sampling.stop:
-            return False, row.tail
-        tail = row.tail.copy()
-        return self._stop_strings.append_and_match(sampling.stop, tail, token), tail
-
-    def _top(
-        self, rows: Sequence[LiveSequence], logits_RV: Tensor
-    ) -> dict[LiveSequence, tuple[np.ndarray, np.ndarray]]:
-        """Returns the most likely tokens and their log-probabilities, for the rows whose requests ask for them."""
-        asking = [i for i, row in enumerate(rows) if row.group.request.top_logprobs]
-        if not asking:
-            return {}
-        settings = [rows[i].group.request.sampling for i in asking]
-        wanted = [rows[i].group.request.top_logprobs for i in asking]
-        found = zip(asking, wanted, *top_tokens(logits_RV[asking], settings, max(wanted)), strict=True)
-        return {rows[i]: (ids[:k].astype(np.int32), logps[:k].copy()) for i, k, ids, logps in found}
-
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def remove_finished(self) -> list[SequenceGroup]:
-        """Removes finished rows. Returns the groups of which all rows are finished; these are removed too."""
         rows, self._over = self._over, []
         if not rows:
             return []
@@ -403,7 +321,7 @@ class LiveBatch:
         """Removes rows from the batch and the cache. A row that ended with its first token has no slot."""
         placed = [row for row in rows if row.slot]
         self._unplace(placed)
-        self.rows = _without(self.rows, placed)
+        self.rows = without(self.rows, placed)
 
     def _release(self, group: SequenceGroup) -> None:
         """Removes a group without rows, and its prompt if no other group uses it."""
@@ -415,7 +333,7 @@ class LiveBatch:
             self.cache.free([group.prompt.slot])
 
     def cancel(self, group: SequenceGroup) -> None:
-        """Cancels a group and zeroes its cache slots: masks do not keep out NaN."""
+        # masks do not keep out NaN: the slots are zeroed
         rows = [row for row in self.rows if row.group is group]
         self.cache.zero([_slot(row) for row in rows])
         if group.prompt and group.prompt.num_groups == 1:
@@ -432,11 +350,6 @@ class LiveBatch:
         self.prefix_store.put(row.group.snapshot_id, ids, torch.cat(parts, -2))
 
 
-def _without(rows: Sequence[LiveSequence], others: Sequence[LiveSequence]) -> list[LiveSequence]:
-    out = set(others)
-    return [row for row in rows if row not in out]
-
-
 def _first_capacity(row: LiveSequence) -> int:
     """Returns the tokens for which a row gets room when it starts or goes on."""
     return max(len(row.token_ids), min(row.group.request.sampling.max_tokens, INITIAL_ANSWER_CAPACITY))
@@ -450,11 +363,3 @@ def _prompt(row: LiveSequence) -> CachedPrompt:
 def _slot(row: LiveSequence) -> CacheSlot:
     assert row.slot is not None
     return row.slot
-
-
-def end_token_ids(engine: Engine) -> np.ndarray:
-    """Returns the tokens that end an answer, int64, sorted: those of the tokenizer and of the generation config."""
-    ends = {engine.tokenizer.eos_token_id}
-    config = engine.model.generation_config.eos_token_id if engine.model.generation_config else None
-    ends |= set(config if isinstance(config, list) else [config])
-    return np.array(sorted(e for e in ends if e is not None), np.int64)

@@ -88,7 +88,10 @@ class BlockRoute:
     def __init__(self, adapters: Sequence[Adapter], counts: Sequence[int]) -> None:
         self.routes, self.counts = [SingleAdapterRoute(adapter) for adapter in adapters], list(counts)
 
-    def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
+    def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
+        return list(zip(self.routes, self.counts, strict=True))
+
+    def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
         if len(self.routes) == 1:
             return self.routes[0].linear(name, x, layer)  # no copy
         blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)

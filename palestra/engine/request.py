@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from palestra.engine.kv_cache import CacheSlot
+from palestra.engine.length_limit import length_limit
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampling import SamplingConfig
@@ -166,8 +167,9 @@ class LiveSequence:
 
     @property
     def cache_position(self) -> tuple[int, int]:
-        """Sort key of live rows: their order in the cache."""
-        assert self.slot is not None
+        """Sort key of live rows: their order in our KV cache, if they are in it."""
+        if self.slot is None:
+            return 0, 0
         return self.slot.pool.capacity, self.slot.index
 
     @property
@@ -185,9 +187,14 @@ class LiveSequence:
 
 
 def max_positions(engine: Engine) -> int | None:
-    """Returns the base's maximum number of tokens, prompt and answer together; None if its config names no limit."""
-    limit: int | None = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
-    return limit
+    """Returns the base's maximum number of tokens, prompt and answer together; None if its config names no limit.
+
+    With LongRoPE (Phi-3 for 128k tokens) it is the length from which the embedding of every token would depend on the
+    longest sequence of a batch, and on what was known when it entered the cache.
+    """
+    config = engine.model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None), length_limit(config)]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def max_chars_per_token(tokenizer: Any) -> int:

@@ -1,6 +1,6 @@
 """Continuous batching: many requests, many adapters, one forward pass per token.
 
-A request is one prompt and the number of answers to sample. Its answers are rows of the batch (batch.py), admitted
+A request is one prompt and the number of answers to sample. Its answers are rows of the batch (live_batch.py), admitted
 between two decoding passes when there is room, all at once or some at a time; a row leaves as soon as it ends. This
 module decides which rows are admitted and which are in the next pass. The sampled tokens do not depend on these
 decisions, up to floating-point rounding.
@@ -29,11 +29,13 @@ from functools import partial
 
 import torch
 
-from palestra.engine.batch import LiveBatch
+from palestra.engine.batch import CachedBatch
 from palestra.engine.fair_queue import FairQueue
 from palestra.engine.kv_cache import CacheFull, default_cache_bytes
+from palestra.engine.live_batch import LiveBatch
 from palestra.engine.malloc import free_memory
 from palestra.engine.models import Engine
+from palestra.engine.plain_batch import PlainBatch
 from palestra.engine.request import Completion as Completion
 from palestra.engine.request import LiveSequence, SamplingOutcome, SequenceGroup, check_prompt, check_top_logprobs
 from palestra.engine.request import Request as Request
@@ -69,7 +71,11 @@ class Sampler:
         self.engine, self.max_rows, self.prefill_tokens = engine, max_rows, prefill_tokens
         if cache_bytes is None:
             cache_bytes = default_cache_bytes(free_memory(str(engine.device)))
-        self.batch = LiveBatch(engine, keep_tokens=keep_tokens, cache_bytes=cache_bytes, prefill_tokens=prefill_tokens)
+        self.batch: LiveBatch = (
+            PlainBatch(engine)
+            if engine.plain_path
+            else CachedBatch(engine, keep_tokens=keep_tokens, cache_bytes=cache_bytes, prefill_tokens=prefill_tokens)
+        )
         self.waiting: FairQueue[SequenceGroup] = FairQueue()  # groups with siblings that are not admitted
         self._hurried = False
         self._light_until = 0.0  # light clients count as active until this `time.monotonic()`
@@ -155,7 +161,7 @@ class Sampler:
 
     def release_memory(self) -> None:
         """Frees the memory of empty cache pools, when no requests are expected soon."""
-        self.batch.cache.free_empty_pools()
+        self.batch.release_memory()
 
     def _group(self, request: Request, done: Callable[[SamplingOutcome], None]) -> SequenceGroup:
         if request.n < 1:

@@ -116,6 +116,8 @@ def open_run(request: RunRequest) -> Iterator[OpenRun]:
     written to the run's error.txt."""
     kind, config = request.kind, request.config
     setup = kind.build(config)
+    for note in getattr(setup, "notes", ()):
+        print_line(note)
     with (
         explain_disk_errors(),
         kind.open_context(partial(_run_folder, request)) as run,

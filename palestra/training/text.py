@@ -134,7 +134,7 @@ class TextTrainer:
     metrics of remote workers since the last call, for the timings. The run ends with an error if more than the share
     `max_failed` of the episodes of a step or an evaluation failed. `worker_context` is a context that is open during
     training and holds other processes that play or train. `learners_are_remote`: learners work in other processes, so
-    that all are updated concurrently.
+    that all are updated concurrently. `notes` are lines for the user about how the models run.
     """
 
     stages: Sequence[Stage]
@@ -149,6 +149,7 @@ class TextTrainer:
     worker_metrics: Callable[[], Metrics] = dict
     worker_context: AbstractContextManager = field(default_factory=nullcontext)
     learners_are_remote: bool = False
+    notes: Sequence[str] = ()
 
     # Set while the trainer is open.
     run: RunProtocol = field(init=False, repr=False)
