@@ -142,7 +142,7 @@ def test_what_follows_the_head_is_part_of_the_logits():
         (ScoreRequest(np.zeros(0, np.int32)), "at least one token"),
         (ScoreRequest(np.array([1, 272])), "ids from 0 to 271"),
         (ScoreRequest(np.array([-1, 2])), "ids from 0 to 271"),
-        (ScoreRequest(np.ones(513, np.int32)), "512 positions"),
+        (ScoreRequest(np.ones(513, np.int32)), "context length, 512"),
         (ScoreRequest(np.ones(3, np.int32), top_logprobs=273), "0 to 272"),
         (ScoreRequest(np.ones(3, np.int32), targets=np.ones((3, 1), np.int64)), "targets of 3x1"),
         (ScoreRequest(np.ones(3, np.int32), targets=np.ones(2, np.int64)), "targets of 2"),
