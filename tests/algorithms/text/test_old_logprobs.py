@@ -11,7 +11,7 @@ from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.learners.lm import LanguageLearner, LocalWeights, LoraPolicyConfig
 from palestra.testing import tiny_lm
-from palestra.training.loop import update_learner
+from palestra.training.text import update_learner
 from palestra.types import Answer, Episode, Node
 
 GSPO = {
