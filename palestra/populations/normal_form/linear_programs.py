@@ -5,26 +5,36 @@ Shapes: `R` rows (constraints), `N` entries of the distribution. All arrays are 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from scipy.optimize import linprog
 
-NUMERICAL_DIFFICULTIES = 4  # linprog status: numerical difficulties; another method or tolerance often succeeds
-HIGHS_SETTINGS = (("highs-ds", 1e-10), ("highs-ds", 1e-7), ("highs-ipm", 1e-7), ("highs-ipm", 1e-10))
+UNSOLVED = (1, 4)  # linprog status: too many iterations, numerical difficulties; another setting often succeeds
+HIGHS_SETTINGS = (  # method, and tolerances of primal and dual feasibility
+    ("highs-ds", 1e-10, 1e-10),
+    ("highs-ds", 1e-10, 1e-7),
+    ("highs-ipm", 1e-10, 1e-7),
+    ("highs-ipm", 1e-10, 1e-10),
+    ("highs-ipm", 1e-9, 1e-7),
+)
+MAX_ITERATIONS_PER_SIZE = 20  # iterations for each row and variable: between near ties the simplex method may cycle
 
 HIGHS_ZERO = 1e-9  # HiGHS treats smaller entries as zero
 LP_SLACK = 2e-9  # slack of linear programs, so that they stay feasible when entries are treated as zero
 MAX_PROBABILITY_RATIO = 1e6  # ratio of probabilities up to which an entry is certain to stay in the support
 
 
-def linear_program(cost: np.ndarray, **constraints: object) -> np.ndarray:
+def linear_program(cost: np.ndarray, **constraints: Any) -> np.ndarray:
     """Returns the x [N] that minimises cost @ x; constraints as for `scipy.optimize.linprog`. Raises ValueError if no
     solution is found."""
-    for method, dual in HIGHS_SETTINGS:
-        tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": dual}
+    most = MAX_ITERATIONS_PER_SIZE * (len(cost) + len(np.atleast_2d(constraints["A_ub"])))
+    for method, primal, dual in HIGHS_SETTINGS:
+        tight = {"primal_feasibility_tolerance": primal, "dual_feasibility_tolerance": dual, "maxiter": most}
         found = linprog(cost, method=method, options=tight, **constraints)
-        if found.status != NUMERICAL_DIFFICULTIES:
+        if found.status not in UNSOLVED:
             break
-    if found.x is None:
+    if not found.success:
         raise ValueError(f"the linear program of these payoffs was not solved: {found.message}")
     return found.x
 
