@@ -110,11 +110,12 @@ def _moved_inside(rows: np.ndarray, share: np.ndarray, inside: np.ndarray) -> np
 
     Between near ties HiGHS returns corners that violate a row by a little more than its tolerance.
     """
-    far, near = constraint_violation(rows, share), constraint_violation(rows, inside)
-    if far <= CONSTRAINT_TOLERANCE or near >= CONSTRAINT_TOLERANCE:
+    far, near, most = rows @ share, rows @ inside, 0.9 * CONSTRAINT_TOLERANCE
+    beyond = (far > CONSTRAINT_TOLERANCE) & (near < most)
+    if not beyond.any():
         return share
-    step = (far - 0.9 * CONSTRAINT_TOLERANCE) / (far - near)
-    return share + min(step, 1.0) * (inside - share)
+    step = float(((far - most) / (far - near))[beyond].max())
+    return share + step * (inside - share)
 
 
 def _blended(points: np.ndarray, weights: np.ndarray, objective: Objective) -> np.ndarray:
