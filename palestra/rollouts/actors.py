@@ -209,7 +209,7 @@ class ActorPool:
             raise ValueError(
                 f"actor {i} died {MAX_ACTOR_FAILURES} times without one batch between (exit code "
                 f"{self.processes[i].exitcode}): "
-                "its own message is above; asynchronous: null plays in this process, where errors are seen whole"
+                "its own message is above; num_actors: 0 plays in this process, where errors are seen whole"
             )
         self.restarts += 1
         self.pipes[i].close()

@@ -99,8 +99,8 @@ def enumerate_states(rules: Rules[Any], max_states: int) -> GameStates:
 def too_large_error(name: str, max_nodes: int) -> ValueError:
     """Returns the error for a game with more than `max_nodes` nodes."""
     return ValueError(
-        f"{name} has more than {max_nodes:,} nodes, too many to be walked through whole: choose a smaller variant, or "
-        "allow more with max_nodes, at the price of time and memory"
+        f"{name} has more than {max_nodes:,} nodes, too many for exact values: choose a smaller variant, or learned "
+        "responses without NashConv (oracle: {type: net} and population.nash_conv_every: 0)"
     )
 
 

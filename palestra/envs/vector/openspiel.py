@@ -152,7 +152,7 @@ class OpenSpielRules(Rules[OpenSpielState]):
 
     def __init__(self, game: str) -> None:
         self.name, self.game = game, _load_game(game)
-        if why := _why_not_enumerable(self.game):
+        if why := why_not_enumerable(self.game):
             raise ValueError(f'"{game}" cannot be walked through: {why}')
         self.tensor_kind: TensorKind = "information_state" if _has(self.game, "information_state") else "observation"
         kind = self.game.get_type()
@@ -195,14 +195,19 @@ class OpenSpielRules(Rules[OpenSpielState]):
 def openspiel_rules(game: str) -> OpenSpielRules | None:
     """Returns the rules of OpenSpiel's `game`, or None if it cannot be enumerated. Raises ValueError if OpenSpiel
     cannot load it."""
-    return None if _why_not_enumerable(_load_game(game)) else OpenSpielRules(game)
+    return None if why_not_enumerable(_load_game(game)) else OpenSpielRules(game)
 
 
-def _why_not_enumerable(game: Any) -> str:
-    """Returns the reason why a game cannot be enumerated, "" if it can."""
+def why_no_openspiel_rules(game: str) -> str:
+    """Returns the reason why OpenSpiel's `game` cannot be enumerated, "" if it can."""
+    return why_not_enumerable(_load_game(game))
+
+
+def why_not_enumerable(game: Any) -> str:
+    """Returns the reason why a loaded game cannot be enumerated, "" if it can."""
     kind = game.get_type()
     if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
-        return "its players move at once (turn_based_simultaneous_game(game=...) makes them take turns)"
+        return f'its players move at once; game: "turn_based_simultaneous_game(game={game})" makes them take turns'
     if kind.chance_mode == pyspiel.GameType.ChanceMode.SAMPLED_STOCHASTIC:
         return "it draws chance itself and does not list what may come"
     if not _has(game, "information_state") and not _has(game, "observation"):
