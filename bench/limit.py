@@ -138,11 +138,16 @@ def tiny_config(vocabulary: int = 512) -> Qwen3Config:
 
 def tiny_random(path: str | Path, vocabulary: int = 512, seed: int = 0) -> Qwen3ForCausalLM:
     """The benchmark's model with random weights, saved at `path` in float32, beside a tokenizer of words t2, t3, ..."""
+    return save_random(tiny_config(vocabulary), path, seed)
+
+
+def save_random(config: Qwen3Config, path: str | Path, seed: int = 0) -> Qwen3ForCausalLM:
+    """A model with random weights, saved at `path` in float32, beside a tokenizer of words t2, t3, ..."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(tiny_config(vocabulary)).float().eval()
+        model = Qwen3ForCausalLM(config).float().eval()
     model.save_pretrained(path)
-    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, vocabulary)}
+    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, config.vocab_size)}
     splitter = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     splitter.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=splitter, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)

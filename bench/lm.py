@@ -2,6 +2,7 @@
 
     python bench/lm.py            about 10 minutes; the peer's virtual environment is made on the first run
     python bench/lm.py --quick    about 2 minutes
+    python bench/lm.py --peak     also peak.py, which takes long: see there
 
 Everything runs in one thread on the same tiny model (1.05 million parameters, random weights), prompts and K, and is
 measured in CPU seconds; palestra and its peers take turns, so that a busy machine slows them alike. Figures:
@@ -10,6 +11,7 @@ measured in CPU seconds; palestra and its peers take turns, so that a busy machi
     step_of_limit       the least FLOPs of such a step (limit.py) over the machine's matmul rate, over the time taken
     sample_vs_generate  sampled tokens per CPU second over those of transformers' `generate`
     adapters16_vs_1     sampled tokens per CPU second with 16 adapters in one batch, over those with one
+    peak_vs_trl         with --peak: peak memory of a step on the shape of Qwen3-0.6B, over TRL's (at most 0.33)
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import numpy as np
 import torch
 from generate_peer import best_generate_rate
 from limit import matmul_rate, random_prompts, shared_prefix_step_flops, tiny_config, tiny_random
+from peak import peak_figures
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
@@ -67,15 +70,15 @@ class Ours:
         ]
         return self.sampler.sample_all(requests)
 
-    def step(self, trainer: Trainer, prompts: Sequence[np.ndarray]) -> None:
+    def step(self, trainer: Trainer, prompts: Sequence[np.ndarray], new: int = NEW) -> None:
         """One whole GRPO step; rewards are the share of even tokens, so that every group has differences."""
         assert trainer.adapter is not None
         samples = []
-        for prompt, siblings in zip(prompts, self.sample(prompts, K, NEW, [trainer.adapter.snapshot()]), strict=True):
+        for prompt, siblings in zip(prompts, self.sample(prompts, K, new, [trainer.adapter.snapshot()]), strict=True):
             rewards = np.array([np.mean(s.token_ids % 2 == 0) for s in siblings])
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
             for s, a in zip(siblings, advantages, strict=True):
-                samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(NEW, a, np.float32)))
+                samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(new, a, np.float32)))
         trainer.forward_backward(samples, clipped_policy_loss)
         trainer.optim_step(AdamConfig(lr=1e-5))
 
@@ -188,7 +191,9 @@ def growth(ours: Ours, *, quick: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    quick = parser.parse_args().quick
+    parser.add_argument("--peak", action="store_true", help="also compare peak memory (peak.py)")
+    given = parser.parse_args()
+    quick = given.quick
     install_trl()
     with tempfile.TemporaryDirectory() as name:
         tiny_random(name)
@@ -196,6 +201,8 @@ def main() -> None:
         figures = whole_steps(ours, name, Path(name), quick=quick)
         figures |= sampling(ours, name, quick=quick)
         figures |= growth(ours, quick=quick)
+        if given.peak:
+            figures |= peak_figures(TRL / "bin/python", quick=quick)
     print(json.dumps({"bench": "lm", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": TARGETS}))
 
 

@@ -72,6 +72,7 @@ class Spec:
     generation_batch: int = 0
     """Rows generated at once; 0 is the whole step."""
     attention: str = "sdpa"
+    gradient_checkpointing: bool = False
 
 
 def even_share(completion_ids: list[list[int]], **_: object) -> list[float]:
@@ -139,7 +140,7 @@ def build_config(spec: Spec, micro_batch: int, output_dir: str) -> GRPOConfig:
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=rows // micro_batch,
         steps_per_generation=(spec.generation_batch or rows) // micro_batch,
-        gradient_checkpointing=False,
+        gradient_checkpointing=spec.gradient_checkpointing,
         dataloader_num_workers=0,
         dataloader_pin_memory=False,
         logging_strategy="no",

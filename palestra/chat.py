@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
+ANSWER_MARKER = "\x00answer\x00"  # stands for an answer in a rendered template
 ESCAPED_CATEGORIES = (
     "Cc",
     "Cf",
@@ -39,6 +40,32 @@ def escape_control_chars(text: str) -> str:
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def template_turn_end(tokenizer: Any) -> int | None:
+    """Returns the id of the special token with which the tokenizer's chat template ends an answer (Phi-3's `<|end|>`,
+    GLM-4's `<|user|>`, which begins the next turn); its end-of-text token if there is no template or none there."""
+    end: int | None = tokenizer.eos_token_id
+    if not tokenizer.chat_template:
+        return end
+    asked = {"role": "user", "content": "?"}
+    turns = [asked, {"role": "assistant", "content": ANSWER_MARKER}, asked]
+    try:
+        after = tokenizer.apply_chat_template(turns, tokenize=False).split(ANSWER_MARKER, 1)[1]
+    except Exception:  # templates refuse what they like
+        return end
+    ids = tokenizer.encode(after, add_special_tokens=False)
+    at = turn_end_index(tokenizer, ids)
+    return end if at is None else ids[at]
+
+
+def turn_end_index(tokenizer: Any, ids: Sequence[int]) -> int | None:
+    """Returns the index of the special token that ends an answer in `ids`, a template's tokens after the answer; None
+    if they begin with other text than white space."""
+    special = {token for token, about in tokenizer.added_tokens_decoder.items() if about.special}
+    special.add(tokenizer.eos_token_id)
+    found = next((i for i, token in enumerate(ids) if token in special), None)
+    return None if found is None or tokenizer.decode(list(ids[:found])).strip() else found
 
 
 @dataclass(frozen=True)

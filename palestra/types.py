@@ -7,7 +7,7 @@ tokenised again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,7 +23,8 @@ class Step:
     `observations` holds exactly the seats that act next: one seat in turn-based play, all seats in simultaneous play,
     none when the episode has ended. The rewards are those of this step: `rewards` per seat (local), `team_reward`
     shared by all seats. `legal_actions` lists the legal actions of each seat (None: not restricted), `state` is the
-    global state for central critics, `truncated` marks an episode cut off by a limit.
+    global state for central critics, `truncated` marks an episode cut off by a limit. `info["reward_terms"]` may hold
+    the named terms of each seat's reward (envs/reward_terms.py).
 
         Step({"executor": "you r2 c3 ..."}, rewards={"planner": 0.4}, team_reward=0.0)
     """
@@ -139,7 +140,12 @@ class Sample:
     """One training sequence: a prompt and an answer. Losses use the tokens of the answer only.
 
     `prompt_ids [P]` and `token_ids [T]` are integers; `logprobs` (of the sampling policy) and `advantages` are floats
-    `[T]`. Supervised losses use `advantages` as token weights. `weight` is the weight of each token in the batch mean.
+    `[T]`. `old_logprobs` [T], under the trainer's weights before an update, are what a clipped ratio is relative to;
+    "current" means those of the training pass itself, right for an update of one optimizer step; None `logprobs`. The
+    gap between `old_logprobs` and `logprobs` is the sampler's mismatch. Supervised losses use `advantages` as token
+    weights. `weight` is the weight of each token in the batch mean, `denominator` what the sample adds to its
+    denominator (None: the weights of its tokens). A sample without gradient (`has_gradient` False: an answer whose
+    advantage is 0, or that is masked) only adds to it; no pass is made for it.
     Samples of one `group` (-1: none) are adjacent and are never split over micro-batches: their loss compares them.
     Some losses need more, [T] each: `reference_logprobs`, log-probabilities of the reference policy of a KL penalty;
     `values`, the critic's value of the state before each token; `returns`, the value target.
@@ -151,7 +157,10 @@ class Sample:
     advantages: np.ndarray
     temperature: float = 1.0
     weight: float = 1.0
+    denominator: float | None = None
+    has_gradient: bool = True
     group: int = -1
+    old_logprobs: np.ndarray | Literal["current"] | None = None
     reference_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None

@@ -23,6 +23,7 @@ LAYERS = [
         "palestra.config",
         "palestra.files",
         "palestra.jit",
+        "palestra.processes",
         "palestra.seeding",
         "palestra.tinker_compat",
     },
@@ -56,7 +57,8 @@ LIGHT = (
     "palestra.rollouts.tree_rollout",
     "palestra.populations",
     "palestra.training.loop",
-    "palestra.training.async_loop",
+    "palestra.training.text",
+    "palestra.training.async_rollouts",
 )
 WITHOUT_EXTRAS = (
     "palestra.cli.main",

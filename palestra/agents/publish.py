@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from palestra.agents.model_card import model_card
 from palestra.agents.trained_agent import AGENT_FILE, TrainedAgent
 from palestra.engine.checkpoints import load_adapter
+from palestra.engine.lora import add_to_weight
 from palestra.engine.models import Engine, resolve_base
 from palestra.files import atomic_folder
 
@@ -73,7 +74,7 @@ def save_merged(agent: TrainedAgent, folder: Path) -> None:
         raise ValueError(f"{agent.name} adapts the output layer of {base}, which shares its weights: publish unmerged")
     with torch.no_grad():
         for name, (a, b) in adapter.weights.items():
-            engine.linear_layers[name].weight += adapter.scale * (b @ a)
+            add_to_weight(engine.linear_layers[name], adapter.scale * (b @ a))
     kept = getattr(AutoConfig.from_pretrained(resolve_base(base)), "dtype", None) or torch.float32
     engine.model.to(kept).save_pretrained(folder)
     engine.tokenizer.save_pretrained(folder)

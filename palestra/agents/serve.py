@@ -20,7 +20,7 @@ from palestra.builders.engines import Engines
 from palestra.chat import Chat, to_template_message, with_system
 from palestra.config import validate
 from palestra.engine.models import Engine
-from palestra.engine.request import max_positions
+from palestra.engine.request import max_chars_per_token, max_positions
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.web.calls import ANY_KEY, ChatCall, ChatReply
@@ -149,8 +149,7 @@ class ContextLimit:
 
     def __init__(self, tokenizer: Any, engine: Engine) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_positions(engine) or 2**20
-        # Upper bound on characters: the longest token times the context.
-        self.max_chars = self.max_tokens * max(map(len, tokenizer.get_vocab()))
+        self.max_chars = self.max_tokens * max_chars_per_token(tokenizer)
 
     def check(self, chat: Chat) -> int:
         """Returns the number of characters of a conversation. Raises ValueError if its tokens certainly exceed the

@@ -8,8 +8,19 @@ from typing import Any
 Preset = dict[str, Any]
 TEXT_PRESETS: dict[str, Preset] = {
     "at_grpo": {"type": "grpo", "branch_at": "turn", "continue_from": "best"},  # Zhao et al., 2025
-    "dr_grpo": {"type": "grpo", "branch_at": "root", "scale": "none"},  # Liu et al., 2025
-    "dapo": {"type": "grpo", "branch_at": "root", "clip_high": 0.28, "overlong": "drop"},  # Yu et al., 2025
+    "dr_grpo": {  # Liu et al., 2025
+        "type": "grpo",
+        "branch_at": "root",
+        "scale": "none",
+        "loss_aggregation": "constant",
+    },
+    "dapo": {  # Yu et al., 2025
+        "type": "grpo",
+        "branch_at": "root",
+        "clip_high": 0.28,
+        "flat_groups": "refill",
+        "overlong": "penalty",
+    },
     "rloo": {"type": "grpo", "branch_at": "root", "baseline": "others", "scale": "none"},  # Ahmadian et al., 2024
     "reinforce_pp": {  # Hu et al., 2025
         "type": "grpo",

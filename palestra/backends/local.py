@@ -5,16 +5,15 @@ Tasks and results go through a pipe; members and task outputs are files.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -29,11 +28,11 @@ from palestra.backends.task_queue import (
     worker_start_error,
 )
 from palestra.populations.tasks import Task, TaskResult, WorkerFactory
+from palestra.processes import PipeProcess, exit_with_parent
 from palestra.rollouts.failures import ErrorText, describe_error
-from palestra.runs.worker_stats import process_label, start_without_sigint, worker_stats
+from palestra.runs.worker_stats import process_label, worker_stats
 
 WORKER_KIND = "local worker"
-SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
 
 
 # ---- in the worker's process
@@ -42,7 +41,7 @@ SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with
 def _work(pipe: Connection, make: bytes, threads: int, scratch: str) -> None:
     """Sends None when the worker is built, or the fault if that failed; then runs tasks until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the pipe
-    threading.Thread(target=_end_with_parent, args=(scratch,), daemon=True).start()
+    exit_with_parent(partial(shutil.rmtree, scratch, ignore_errors=True))  # a parent that was killed left it behind
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that are not imported yet
     with suppress(EOFError, ConnectionError):  # the parent closed the pipe
         try:
@@ -57,37 +56,18 @@ def _work(pipe: Connection, make: bytes, threads: int, scratch: str) -> None:
             pipe.send(run_or_fault(worker, *pipe.recv()))
 
 
-def _end_with_parent(scratch: str) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    shutil.rmtree(scratch, ignore_errors=True)  # the parent was killed, or it would have removed it
-    os._exit(1)
-
-
 # ---- in the parent
 
 
-class _Process:
+class _Process(PipeProcess):
     """One worker process. `ready` once its worker is built; runs `task` with output folder `out`, or is idle (None)."""
 
     def __init__(self, make: bytes, threads: int, scratch: str) -> None:
+        super().__init__(_work, make, threads, scratch)  # not a daemon: its envs may start processes of their own
         self.ready = False
         self.task: Task | None = None
         self.out: Path | None = None
-        self.pipe, theirs = SPAWN_CONTEXT.Pipe()
-        # Not a daemon: its envs may start processes of their own.
-        self.process = SPAWN_CONTEXT.Process(target=_work, args=(theirs, make, threads, scratch))
-        start_without_sigint(self.process)
         self.where = process_label(self.process.pid)
-        theirs.close()  # so that the pipe ends with the process
-
-    def end(self, patience: float) -> None:
-        """Closes the pipe, which ends an idle worker; kills the process if it still runs after `patience` seconds."""
-        self.pipe.close()
-        self.process.join(max(0.0, patience))
-        self.process.kill()
-        self.process.join()
 
 
 class LocalBackend:
@@ -170,8 +150,8 @@ class LocalBackend:
 
     def _replace(self, process: _Process) -> None:
         """Starts a new worker in place of a dead one and puts its task at the front of the queue."""
-        process.end(1.0)
-        why = f"its process ended with exit code {process.process.exitcode}"
+        process.stop(1.0)
+        why = f"its process ended with {process.exit_reason()}"
         worker_stats.count(WORKER_KIND, process.where, why, lost=1)
         if process.out:
             shutil.rmtree(process.out)
@@ -193,7 +173,7 @@ def _release(pool: list[_Process], scratch: str) -> None:
         process.pipe.close()
     end = time.monotonic() + 1.0
     for process in pool:
-        process.end(end - time.monotonic())
+        process.stop(end - time.monotonic())
     pool.clear()
     shutil.rmtree(scratch, ignore_errors=True)
 

@@ -35,7 +35,8 @@ class Engines:
     """Loaded base models by name and dtype, each loaded once and shared by the policies that use it.
 
     With `sampler`, adapters and bare bases are sampled by other processes or servers. `max_rows` is the maximum
-    number of rows of a sampler per client; `sharded` shards the models over the ranks of `group` (FSDP2).
+    number of rows of a sampler per client, `cache_bytes` the budget of its KV cache (None: half of the free memory);
+    `sharded` shards the models over the ranks of `group` (FSDP2).
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Engines:
         ranks: ProcessGroup = SINGLE_PROCESS,
         *,
         sharded: bool = False,
+        cache_bytes: int | None = None,
     ) -> None:
         self.device, self.max_rows, self.ranks, self.sharded = device, max_rows, ranks, sharded
+        self.cache_bytes = cache_bytes
         self.remote_samplers = RemoteSamplers(sampler) if sampler else None
         self._shared: dict[tuple[str, str], tuple[Engine, SamplerProtocol]] = {}
         self.loaded_engines: list[Engine] = []
@@ -64,7 +67,7 @@ class Engines:
     def load_own_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Loads a separate copy of the base, sampled in this process."""
         engine = self._loaded(config)
-        self._samplers.append(Sampler(engine, max_rows=self.max_rows))
+        self._samplers.append(Sampler(engine, max_rows=self.max_rows, cache_bytes=self.cache_bytes))
         return engine, self._samplers[-1]
 
     def _apart(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
@@ -90,6 +93,10 @@ class Engines:
             engine.autocast_dtype, engine.dtype = mixed, mixed
         self.loaded_engines.append(engine)
         return engine
+
+    def notes(self) -> list[str]:
+        """Returns what a user should know about how the bases run, a line each."""
+        return list(dict.fromkeys(line for engine in self.loaded_engines for line in engine.notes()))
 
     @contextlib.contextmanager
     def rollout_context(self) -> Iterator[None]:
@@ -167,7 +174,14 @@ def build_engines(config: TextConfig) -> Engines | RemoteEngines:
         )
     if config.engine is None:
         sharded = config.parallel == "fsdp" and ranks.world_size > 1
-        return Engines(config.device, config.max_num_seqs, config.sampler, ranks, sharded=sharded)
+        return Engines(
+            config.device,
+            config.max_num_seqs,
+            config.sampler,
+            ranks,
+            sharded=sharded,
+            cache_bytes=config.kv_cache_bytes,
+        )
     try:
         from palestra.service.client.client import connect
     except ImportError as error:

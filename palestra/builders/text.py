@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from palestra.builders.engines import Engines, build_engines
@@ -25,20 +26,21 @@ from palestra.rollouts.distributed import RankSplit, RankSplitRunner, RankSplitS
 from palestra.rollouts.sources import EnvSource, EpisodeSource
 from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.seeding import derive_seed
-from palestra.training.loop import Evaluation, Setup, Stage
+from palestra.training.async_rollouts import AsyncTextTrainer
+from palestra.training.text import Stage, TextEval, TextTrainer
 from palestra.types import Seat
 
 if TYPE_CHECKING:
     from palestra.service.client.client import RemoteEngines
 
 
-def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) -> Setup:
-    """Builds everything that `config` describes, ready for `train`.
+def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) -> TextTrainer:
+    """Builds everything that `config` describes, ready for `run_training`.
 
     Models come from `engines`, or are loaded if it is None. Raises ValueError if parts of the config do not fit
     together.
     """
-    parts = list(config.stage_configs())
+    parts = [with_max_length(part) for part in config.stage_configs()]
     records = [read_data(part.data, _only_seat(part)) if part.data else [] for part in parts]
     seats = [seat_policies(part, files) for part, files in zip(parts, records, strict=True)]
     seated = {seat: name for names in seats for seat, name in names.items()}
@@ -66,7 +68,8 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         sources = [RankSplitSource(source, table) for source in sources]
         halls = {name: RankSplitRunner(arena, table) for name, arena in halls.items()}
     stages = [_stage(*row, cast) for row in zip(parts, labels, sources, strict=True)]
-    return Setup(
+    make = partial(AsyncTextTrainer, staleness=config.staleness) if config.staleness else TextTrainer
+    return make(
         stages=stages,
         learners=learning,
         evals=[_exam(config, halls[name], sittings[name], cast) for name in config.evals],
@@ -74,10 +77,26 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         checkpoint_every=config.checkpoint_every,
         keep_every=config.keep_every,
         record_every=config.save_episodes_every,
-        staleness=config.staleness,
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
+        notes=engines.notes() if isinstance(engines, Engines) else (),
     )
+
+
+def with_max_length(part: TextConfig) -> TextConfig:
+    """Returns the config of a stage with the token limit of the trained policies in its algorithm, if that needs one.
+    Raises ValueError if the limits differ."""
+    if not getattr(part.algorithm, "needs_max_length", False):
+        return part
+    trained = [p for p in part.policies.values() if isinstance(p, LoraPolicyConfig | FullPolicyConfig)]
+    limits = {policy.sampling.max_tokens for policy in trained}
+    if len(limits) != 1:
+        raise ValueError(
+            f"the policies' sampling.max_tokens are {', '.join(map(str, sorted(limits)))}, and the algorithm needs one "
+            "limit: set algorithm.max_completion_length"
+        )
+    algorithm = part.algorithm.model_copy(update={"max_completion_length": limits.pop()})
+    return part.model_copy(update={"algorithm": algorithm})
 
 
 def _table(engines: Engines | RemoteEngines) -> RankSplit | None:
@@ -136,6 +155,8 @@ def _source(
     cast: PolicyResolver,
 ) -> EpisodeSource:
     """Returns a dataset source if the stage has data files, else a source that plays."""
+    if records and part.algorithm.max_redraws:
+        raise ValueError("flat_groups: refill plays other instances, and data: is recorded: set flat_groups: skip")
     if records:
         roles = {kind: make_env(**env).roles for kind, env in part.named_envs.items()}
         recorded = DatasetSource(records, lambda: cast.encoding_policies(seats), part.seed, roles)
@@ -183,10 +204,14 @@ def _sitting(config: TextConfig, name: str) -> dict[Seat, str]:
     return resolve_seats(own, list(config.policies), plays, changes, trained)
 
 
-def _exam(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, str], cast: PolicyResolver) -> Evaluation:
+def _exam(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, str], cast: PolicyResolver) -> TextEval:
     exam = config.evals[arena.name]
-    return Evaluation(
-        arena.name, arena, lambda: cast.eval_policies(seats, config.eval_sampling), exam.episodes, exam.every
+    return TextEval(
+        name=arena.name,
+        episodes=exam.episodes,
+        every=exam.every,
+        arena=arena,
+        seat_policies=lambda: cast.eval_policies(seats, config.eval_sampling),
     )
 
 

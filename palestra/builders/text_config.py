@@ -168,12 +168,21 @@ class TextConfig(RunConfig):
     """Parallelism of the processes that torchrun starts. `ddp` (the default under torchrun): the episodes and training
     passes of a step. `fsdp`: weights, gradients and optimizer state too, for models that do not fit on one device."""
     max_num_seqs: int = Field(512, ge=1)
-    """Largest number of sequences that the sampler generates at once. Lower it if sampling runs out of memory."""
+    """Largest number of sequences that the sampler generates at once."""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """Memory of the sampler's KV cache in GiB. Sequences beyond it wait, or pause and go on later. Null: half of the
+    memory that is free when the model is loaded. Which sequences share a batch then depends on the machine, and with it
+    the last bits of their log-probabilities; set it where a run must repeat exactly at the limit of memory."""
 
     @property
     def named_envs(self) -> dict[str, dict[str, Any]]:
         """The envs by name. A single env is called "train"."""
         return self.envs or ({"train": self.env} if self.env else {})
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_gib` in bytes."""
+        return None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
 
     @property
     def env_label(self) -> str:
@@ -254,6 +263,11 @@ class TextConfig(RunConfig):
 
     @model_validator(mode="after")
     def _ahead(self) -> Self:
+        if self.staleness and self.algorithm.max_redraws:
+            raise ValueError(
+                f"staleness: {self.staleness} plays ahead of training, and flat_groups: refill plays again once a "
+                "step's episodes are known: set staleness: 0, or flat_groups: skip"
+            )
         if self.staleness and (full := self._full()):
             raise ValueError(
                 f"staleness: {self.staleness} plays while weights are trained, but {full[0]} is a full model, which "

@@ -25,12 +25,12 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from palestra.dashboard.api import DashboardApi
-from palestra.dashboard.auth import AuthMiddleware
+from palestra.dashboard.auth import guard
 from palestra.dashboard.catalog import NotFound, RunCatalog
 from palestra.dashboard.logs import PARSE_ERRORS
 from palestra.dashboard.run_status import file_stamp
 from palestra.files import DamagedFile
-from palestra.web.limits import AsgiApp
+from palestra.web.limits import AsgiApp, HttpLimits
 from palestra.web.listen import open_listener, url_host
 from palestra.web.origin_middleware import is_loopback
 from palestra.web.server import HttpServer, build_server
@@ -39,6 +39,7 @@ STATIC = Path(__file__).parent / "static"
 SWITCH_INTERVAL_S = (
     0.001  # seconds of Python's thread switch interval: short, so that indexing threads do not delay requests
 )
+LIMITS = HttpLimits(max_body_bytes=2**14)  # no request has a body
 POLL_INTERVAL_S = 1.0  # seconds between two reads of file stamps
 MAX_STREAMS = 200  # event streams open at once
 KEEPALIVE_S = 15.0  # seconds without an event after which a keep-alive comment is sent
@@ -74,7 +75,7 @@ def build_dashboard(
     routes.append(Route("/api/events", partial(events, RunWatcher(library), is_stopping), methods=["GET"]))
     static = Mount("/", StaticFiles(directory=STATIC, html=True))
     app = Starlette(routes=[*routes, static])
-    return AuthMiddleware(GZipMiddleware(app, minimum_size=2048), token, hosts)
+    return guard(GZipMiddleware(app, minimum_size=2048), token, hosts, LIMITS)
 
 
 def _with_json_errors(ask: Callable[[Request], Response]) -> Callable[[Request], Response]:

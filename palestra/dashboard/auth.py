@@ -1,4 +1,4 @@
-"""Access control of the dashboard: token, allowed methods and host names, and security headers.
+"""Access control of the dashboard and of games in the browser: a token, and the checks of every HTTP server.
 
 Without a token anyone who reaches the port may read, so the server then answers only to host names that a foreign web
 page cannot take over (DNS rebinding): IP addresses, localhost, and the allowed names. With a token every request needs
@@ -15,9 +15,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from palestra.web.limits import AsgiApp, Receive, Scope, Send
+from palestra.web.limits import AdmissionMiddleware, AsgiApp, HttpLimits, Receive, Scope, Send, bearer_token
 from palestra.web.origin_middleware import OriginPolicy
 
 COOKIE_NAME = "palestra_dashboard"
@@ -40,47 +40,32 @@ TOKEN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name=
 <button>Open</button></form></html>"""
 
 
-class AuthMiddleware:
-    """ASGI middleware with these checks. `allowed_hosts` are allowed names besides IP addresses and localhost. With
-    `allow_post` it accepts POST as well, except from pages of other sites. Two servers on one host need different
-    `cookie` names."""
+def guard(
+    app: AsgiApp, token: str, hosts: Collection[str], limits: HttpLimits, *, cookie: str = COOKIE_NAME
+) -> AsgiApp:
+    """Returns `app` behind all checks of a server with pages. `hosts` are accepted host names besides IP addresses and
+    localhost; with a token every name is. Two servers on one host need different `cookie` names."""
+    origins = OriginPolicy(allowed_hosts=None if token else frozenset(hosts))
+    admission = AdmissionMiddleware(app, origins, limits, error_body=lambda status, reason: {"error": reason})
+    return TokenMiddleware(admission, token, cookie)
 
-    def __init__(
-        self,
-        app: AsgiApp,
-        token: str = "",
-        hosts: Collection[str] = (),
-        *,
-        allow_post: bool = False,
-        cookie: str = COOKIE_NAME,
-    ) -> None:
-        self.app, self.cookie = app, cookie
-        self.origins = OriginPolicy(allowed_hosts=frozenset(hosts))
-        self.methods = ("GET", "HEAD", "POST") if allow_post else ("GET", "HEAD")
-        self.token_hash = hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+class TokenMiddleware:
+    """ASGI middleware that asks for `token`, unless it is empty, and adds security headers to every response."""
+
+    def __init__(self, app: AsgiApp, token: str, cookie: str) -> None:
+        self.app, self.cookie, self.token_hash = app, cookie, _hash(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        refusal = self._refusal(scope)
+        refusal = self._ask(scope) if self.token_hash else None
         await (refusal or self.app)(scope, receive, _with_security_headers(send))
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        if scope["method"] not in self.methods:
-            allowed = ", ".join(self.methods)
-            return PlainTextResponse(f"only {allowed} are answered here", 405, {"Allow": allowed})
-        if scope["method"] == "POST" and self.origins.foreign_page(headers):
-            return PlainTextResponse("pages of other sites may not send anything here", 403)
-        if self.token_hash:
-            return self._ask(scope, headers)
-        if not self.origins.accepts_host(headers.get("host", "")):
-            return PlainTextResponse("not under this name: ask at the address that was printed; see --allow-host", 421)
-        return None
-
-    def _ask(self, scope: Scope, headers: Headers) -> Response | None:
+    def _ask(self, scope: Scope) -> Response | None:
         """Returns None if the request has the token as cookie or bearer; 401 if not; if the token is in the URL, a
         redirect to the URL without it that sets the cookie."""
+        headers = Headers(scope=scope)
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         told = dict(query).get("token")
         if told is not None and self._right(_hash(told)):
@@ -90,8 +75,7 @@ class AuthMiddleware:
                 self.cookie, self.token_hash, COOKIE_LIFETIME_S, httponly=True, samesite="strict", secure=_is_tls(scope)
             )
             return response
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._right(_cookie(headers.get("cookie", ""), self.cookie)) or self._right(_hash(bearer)):
+        if self._right(_cookie(headers.get("cookie", ""), self.cookie)) or self._right(_hash(bearer_token(headers))):
             return None
         return HTMLResponse(TOKEN_PAGE, 401)
 

@@ -25,13 +25,13 @@ from starlette.staticfiles import StaticFiles
 from palestra.config import StrictModel, validate
 from palestra.dashboard.api import json_response as as_json
 from palestra.dashboard.app import KEEPALIVE_S, STATIC
-from palestra.dashboard.auth import AuthMiddleware
+from palestra.dashboard.auth import guard
 from palestra.dashboard.catalog import NotFound
 from palestra.dashboard.play_session import OutOfTurn, PlaySession, PlaySessions
 from palestra.web.bodies import read_json
-from palestra.web.limits import AdmissionMiddleware, AsgiApp, HttpLimits
+from palestra.web.limits import AsgiApp, HttpLimits
 from palestra.web.listen import open_listener, url_host
-from palestra.web.origin_middleware import OriginPolicy, is_loopback
+from palestra.web.origin_middleware import is_loopback
 from palestra.web.server import build_server
 
 LIMITS = HttpLimits(max_body_bytes=256 * 1024, max_requests=512)
@@ -60,8 +60,7 @@ def build_play_app(sessions: PlaySessions, token: str = "", hosts: Collection[st
         Mount("/", StaticFiles(directory=STATIC)),
     ]
     app = GZipMiddleware(Starlette(routes=routes), minimum_size=2048)
-    gate = AdmissionMiddleware(app, OriginPolicy(), LIMITS, error_body=lambda status, reason: {"error": reason})
-    return AuthMiddleware(gate, token, hosts, allow_post=True, cookie="palestra_play")
+    return guard(app, token, hosts, LIMITS, cookie="palestra_play")
 
 
 def _with_json_errors(games: PlaySessions, ask: Handler) -> Callable[[Request], Awaitable[Response]]:

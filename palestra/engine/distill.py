@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.engine.logits import widen
 from palestra.engine.lora import AdapterStack, MultiAdapterRoute, Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.multi_adapter import JobLossInputs
@@ -64,8 +65,12 @@ class ReverseKL:
         asked_A = (predicted.inputs["lesson"] >= 0).nonzero()[:, 0]
         lesson_A = predicted.inputs["lesson"][asked_A].long()
         numbers = lesson_A.unique_consecutive()
-        reference_AV = _reference_logits(self.engine, self.reference, [self.examples[i] for i in numbers.tolist()])
-        kl_A = reverse_kl(predicted.logits_MV().index_select(0, asked_A), reference_AV, self.temperature)
+        reference = _Reference(self.engine, self.reference, [self.examples[i] for i in numbers.tolist()])
+
+        def read(student_CV: Tensor, rows: slice) -> Tensor:
+            return reverse_kl(student_CV, reference.logits(rows), self.temperature)
+
+        kl_A = predicted.map_logits(read, asked_A)
         loss_A = kl_A * predicted.inputs["weights"][asked_A]
         sums = torch.zeros_like(self.example_losses).index_add_(0, lesson_A.cpu(), loss_A.detach().double().cpu())
         seen = lesson_A.unique().cpu()  # assigned, not accumulated: a failed pass is repeated
@@ -81,18 +86,27 @@ def _datum(number: int, lesson: DistillExample) -> Datum:
     return Datum(tokens[:-1], tokens[1:], {"weights": weights, "lesson": numbers})
 
 
-@torch.no_grad()
-def _reference_logits(engine: Engine, reference: Snapshot | None, lessons: Sequence[DistillExample]) -> Tensor:
-    """Returns the reference's logits [A, V] at the answer tokens, example by example."""
-    forest = build_forest([np.concatenate([x.reference_prompt, x.answer[:-1]]).astype(np.int64) for x in lessons])
-    rows_A = np.concatenate(
-        [path[len(x.reference_prompt) - 1 :] for x, path in zip(lessons, forest.paths, strict=True)]
-    )
-    keep, row_A = np.unique(rows_A, return_inverse=True)
-    route = (
-        MultiAdapterRoute(AdapterStack([reference], engine.linear_layers), [len(forest.ids_S)]) if reference else None
-    )
-    ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
-    layout = TreeLayout(forest, engine.device)
-    logits = engine.logits(ids_S, positions_S, layout, route, engine.tensor(keep)).float()
-    return logits.index_select(0, engine.tensor(row_A))
+class _Reference:
+    """The last hidden states of the reference at the answer tokens of `lessons`, example by example."""
+
+    @torch.no_grad()
+    def __init__(self, engine: Engine, adapter: Snapshot | None, lessons: Sequence[DistillExample]) -> None:
+        self.engine, self.stack = engine, AdapterStack([adapter], engine.linear_layers) if adapter else None
+        forest = build_forest([np.concatenate([x.reference_prompt, x.answer[:-1]]).astype(np.int64) for x in lessons])
+        paths = zip(lessons, forest.paths, strict=True)
+        keep, row_A = np.unique(
+            np.concatenate([path[len(x.reference_prompt) - 1 :] for x, path in paths]), return_inverse=True
+        )
+        ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
+        layout, route = TreeLayout(forest, engine.device), self._route(len(forest.ids_S))
+        hidden_RH = engine.hidden_states(ids_S, positions_S, layout, route, engine.tensor(keep))
+        self.hidden_AH = hidden_RH.index_select(0, engine.tensor(row_A))
+
+    @torch.no_grad()
+    def logits(self, rows: slice) -> Tensor:
+        """Returns the logits [C, V] float32 at some of the answer tokens."""
+        hidden_CH = self.hidden_AH[rows]
+        return widen(self.engine.head_logits(hidden_CH, self._route(len(hidden_CH))))
+
+    def _route(self, rows: int) -> MultiAdapterRoute | None:
+        return MultiAdapterRoute(self.stack, [rows]) if self.stack else None

@@ -62,6 +62,10 @@ class FairQueue(Generic[T]):
         """Appends an item to the client's queue."""
         self._items.setdefault(client, deque()).append(item)
 
+    def push_front(self, client: str, item: T) -> None:
+        """Puts an item before all others of the client's queue."""
+        self._items.setdefault(client, deque()).appendleft(item)
+
     def next_clients(self) -> list[str]:
         """Returns the clients with items, in the order in which they are to be served."""
         return self.work_counters.service_order(self._items)

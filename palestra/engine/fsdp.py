@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from palestra.engine.decoder import decoder_of
 from palestra.engine.distributed import ProcessGroup
 from palestra.engine.models import Engine
 
@@ -63,7 +64,7 @@ def shard_engine(
     mesh = init_device_mesh(kind, (group.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=autocast_dtype, reduce_dtype=torch.float32 if autocast_dtype else None)
     model = engine.model.requires_grad_(train)
-    layers = list(getattr(model.get_decoder(), "layers", ()))
+    layers = list(getattr(decoder_of(model), "layers", ()))
     for module in [*layers, model]:  # the root last: it takes the remaining parameters
         fully_shard(module, mesh=mesh, mp_policy=policy)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]

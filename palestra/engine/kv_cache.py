@@ -6,21 +6,65 @@ shrinks. An empty pool keeps its memory until `free_empty_pools`, for later sequ
 their number of answers, since attention pads each prompt of a pool to the largest number of answers of one of them.
 Memory is thus at most a small multiple of what the live sequences need.
 
+All pools and the prefix store together stay within a budget in bytes, also while sequences are copied: a pool takes at
+most 1/`POOLS_PER_BUDGET` of it, and further sequences of its capacity go to another pool. An allocation beyond the
+budget first takes unused memory from other pools and from the prefix store, and then raises `CacheFull`; what is in the
+cache stays as it is.
+
 Shapes: `L` layers, `N` sequences of a pool's capacity, `C` tokens of capacity per sequence, `h` key-value heads, `D`
 head width, `T` tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 MIN_CAPACITY = 16  # minimum capacity of a sequence in tokens
+POOLS_PER_BUDGET = 16
+DEFAULT_BUDGET_DIVISOR = 2  # the default budget is half of the free memory
+
+
+class CacheFull(Exception):
+    """The budget of the KV cache has no room for an allocation."""
+
+
+def default_cache_bytes(free: int) -> int:
+    """Returns the default budget of a cache in bytes, where `free` bytes of memory are free."""
+    return free // DEFAULT_BUDGET_DIVISOR
+
+
+def capacity_of(tokens: int) -> int:
+    """Returns the capacity in tokens of the pool that holds a sequence of `tokens` tokens."""
+    return _power(tokens, MIN_CAPACITY, 2)
+
+
+class CacheMemory:
+    """Bytes in use by the pools and the prefix store of one cache, and their limit (None: no limit)."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit, self.used = limit, 0
+
+    def claim(self, size: int) -> None:
+        """Counts `size` more bytes. Raises CacheFull if they exceed the limit."""
+        if self.limit is not None and self.used + size > self.limit:
+            raise CacheFull(
+                f"the KV cache's {self.limit / 2**20:,.1f} MiB have {(self.limit - self.used) / 2**20:,.1f} MiB free, "
+                f"and {size / 2**20:,.1f} MiB are needed. Raise its budget (kv_cache_gib)."
+            )
+        self.used += size
+
+    def release(self, size: int) -> None:
+        """Counts `size` bytes less."""
+        self.used -= size
 
 
 @dataclass(eq=False)
@@ -39,10 +83,12 @@ class CacheSlot:
 
 @dataclass(eq=False)
 class CachePool:
-    """Keys and values `kv [L, 2, N, h, C, D]` of sequences, in the engine's dtype; the first `len(slots)` indices
-    belong to `slots`."""
+    """Keys and values `kv [L, 2, N, h, C, D]` of at most `max_slots` sequences, in the engine's dtype; the first
+    `len(slots)` indices belong to `slots`."""
 
     kv: Tensor
+    memory: CacheMemory
+    max_slots: int
     slots: list[CacheSlot] = field(default_factory=list)
 
     @property
@@ -50,11 +96,32 @@ class CachePool:
         """Capacity of each sequence in tokens."""
         return self.kv.shape[4]
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one sequence."""
+        layers, _, _, h, room, width = self.kv.shape
+        return layers * 2 * h * room * width * self.kv.element_size()
+
+    @property
+    def bytes(self) -> int:
+        """Allocated memory in bytes."""
+        return self.kv.shape[2] * self.slot_bytes
+
+    @property
+    def num_free(self) -> int:
+        """Number of further sequences that the pool may hold."""
+        return self.max_slots - len(self.slots)
+
     def reserve(self, count: int) -> None:
-        """Makes room for `count` more sequences. The pool at least doubles, so that copies are rare."""
+        """Makes room for `count` more sequences. The pool doubles if the budget allows it, so that copies are rare.
+        Raises CacheFull if there is no room."""
         need, have = len(self.slots) + count, self.kv.shape[2]
-        if need > have:
-            self._resize(max(need, 2 * have))
+        if need <= have:
+            return
+        try:
+            self._resize(max(need, min(2 * have, self.max_slots)))
+        except CacheFull:
+            self._resize(need)
 
     def add(self, slots: Sequence[CacheSlot]) -> None:
         """Appends `slots`, without keys and values."""
@@ -67,16 +134,23 @@ class CachePool:
         """Moves `slots`, which are all in one other pool, to this pool."""
         source, first, longest = slots[0].pool, len(self.slots), max(slot.length for slot in slots)
         self.reserve(len(slots))
-        moved = source.kv[:, :, self._indices(slots), :, :longest]
+        index_M = source._indices(slots)
+        for mine, theirs in zip(self.kv, source.kv, strict=True):  # by layer: copies of all would need much memory
+            mine[:, first : first + len(slots), :, :longest] = theirs[:, index_M, :, :longest]
         source._drop(slots)
         self.add(slots)
-        self.kv[:, :, first : len(self.slots), :, :longest] = moved
         source._shrink()  # last: it may run out of memory, and then nothing is lost
 
     def remove(self, slots: Sequence[CacheSlot]) -> None:
         """Removes `slots`, and shrinks the pool if it is mostly free."""
         self._drop(slots)
         self._shrink()
+
+    def trim(self) -> None:
+        """Frees the unused part of the pool if the budget has room for the copy."""
+        if len(self.slots) < self.kv.shape[2]:
+            with contextlib.suppress(CacheFull):
+                self._resize(len(self.slots))
 
     def _drop(self, slots: Sequence[CacheSlot]) -> None:
         gone = {slot.index for slot in slots}
@@ -92,57 +166,96 @@ class CachePool:
 
     def _shrink(self) -> None:
         if 0 < 4 * len(self.slots) <= self.kv.shape[2]:
-            self._resize(2 * len(self.slots))
+            with contextlib.suppress(CacheFull):
+                self._resize(2 * len(self.slots))
 
     def _indices(self, slots: Sequence[CacheSlot]) -> Tensor:
         return torch.as_tensor([slot.index for slot in slots], device=self.kv.device)
 
     def _resize(self, size: int) -> None:
-        old = self.kv
-        self.kv = old.new_zeros(*old.shape[:2], size, *old.shape[3:])
+        old, before = self.kv, self.bytes
+        self.memory.claim(size * self.slot_bytes)
+        try:
+            self.kv = old.new_zeros(*old.shape[:2], size, *old.shape[3:])
+        except Exception:
+            self.memory.release(size * self.slot_bytes)
+            raise
         kept = min(size, old.shape[2])
         self.kv[:, :, :kept] = old[:, :, :kept]
+        self.memory.release(before)
 
 
 class KVCache:
-    """KV cache: pools of prompts, by capacity and number of answers, and pools of answers, by capacity."""
+    """KV cache: pools of prompts, by capacity and number of answers, and pools of answers, by capacity. `memory` is its
+    budget (None: no limit), which `store` shares (None: an empty store)."""
 
-    def __init__(self, layers: int, kv_heads: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        width: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        memory: CacheMemory | None = None,
+        store: PrefixStore | None = None,
+    ) -> None:
         self._empty = torch.zeros(layers, 2, 0, kv_heads, 0, width, device=device, dtype=dtype)
-        self._prompts: dict[tuple[int, int], CachePool] = {}
-        self._answers: dict[int, CachePool] = {}
+        self.memory = memory or CacheMemory()
+        self.store = store or PrefixStore(0, self.memory)
+        self.token_bytes = layers * 2 * kv_heads * width * self._empty.element_size()
+        self._pools: dict[tuple[int, int], list[CachePool]] = {}  # by capacity, and number of answers (0: an answer)
 
     @property
     def bytes(self) -> int:
-        """Allocated memory in bytes."""
-        pools = [*self._prompts.values(), *self._answers.values()]
-        return sum(pool.kv.numel() * pool.kv.element_size() for pool in pools)
+        """Allocated memory in bytes, without the prefix store."""
+        return sum(pool.bytes for pool in self._all_pools())
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Memory in bytes for further sequences, counting what is allocated and not used; None without a limit."""
+        if self.memory.limit is None:
+            return None
+        return self.memory.limit - sum(len(pool.slots) * pool.slot_bytes for pool in self._all_pools())
+
+    def bytes_of(self, tokens: int) -> int:
+        """Returns the memory in bytes of a sequence of `tokens` tokens."""
+        return capacity_of(tokens) * self.token_bytes
 
     def allocate_prompts(self, lengths: Sequence[int], answer_counts: Sequence[int]) -> list[CacheSlot]:
-        """Allocates slots for prompts of `lengths` tokens with `answers` answers each."""
-        return self._placed(
-            [CacheSlot(self._prompt_pool(n, k), length=n) for n, k in zip(lengths, answer_counts, strict=True)]
-        )
+        """Allocates slots for prompts of `lengths` tokens with `answers` answers each. Raises CacheFull if there is no
+        room for all of them."""
+        keys = [_prompt_key(n, k) for n, k in zip(lengths, answer_counts, strict=True)]
+        slots = self._allocate(keys)
+        for slot, length in zip(slots, lengths, strict=True):
+            slot.length = length
+        return slots
 
     def allocate_answers(self, tokens: Sequence[int]) -> list[CacheSlot]:
-        """Allocates slots for answers of at least `tokens` tokens each."""
-        return self._placed([CacheSlot(self._answer_pool(n)) for n in tokens])
+        """Allocates slots for answers of at least `tokens` tokens each. Raises CacheFull if there is no room for all of
+        them."""
+        return self._allocate([(capacity_of(n), 0) for n in tokens])
 
     def grow(self, answers: Sequence[CacheSlot]) -> None:
-        """Makes room for one more token in each of `answers`."""
+        """Makes room for one more token in each of `answers`. Raises CacheFull if there is no room for all of them;
+        some may have grown."""
         full = [slot for slot in answers if slot.length == slot.pool.capacity]
         for pool, slots in _by_pool(full).items():
-            self._answer_pool(2 * pool.capacity).move_in(slots)
+            self._move(slots, (2 * pool.capacity, 0))
 
     def regroup(self, prompts: Sequence[CacheSlot], answer_counts: Sequence[int]) -> None:
-        """Moves `prompts` to the pools for their new numbers of answers."""
-        moves: dict[tuple[CachePool, CachePool], list[CacheSlot]] = defaultdict(list)
+        """Moves `prompts` to the pools for their new numbers of answers. If there is no room they stay: that costs
+        time only."""
+        moves: dict[tuple[CachePool, tuple[int, int]], list[CacheSlot]] = defaultdict(list)
         for slot, k in zip(prompts, answer_counts, strict=True):
-            pool = self._prompt_pool(slot.length, k)
-            if pool is not slot.pool:
-                moves[slot.pool, pool].append(slot)
-        for (_, pool), slots in moves.items():
-            pool.move_in(slots)
+            key = _prompt_key(slot.length, k)
+            if slot.pool not in self._pools.get(key, ()):
+                moves[slot.pool, key].append(slot)
+        for (_, key), slots in moves.items():
+            try:
+                self._move(slots, key)
+            except CacheFull:
+                return
 
     def free(self, slots: Sequence[CacheSlot]) -> None:
         """Frees `slots`."""
@@ -151,37 +264,91 @@ class KVCache:
 
     def free_empty_pools(self) -> None:
         """Frees the memory of empty pools."""
-        self._prompts = {key: pool for key, pool in self._prompts.items() if pool.slots}
-        self._answers = {key: pool for key, pool in self._answers.items() if pool.slots}
+        for key, pools in list(self._pools.items()):
+            self._pools[key] = [pool for pool in pools if pool.slots]
+            self.memory.release(sum(pool.bytes for pool in pools if not pool.slots))
+            if not self._pools[key]:
+                del self._pools[key]
 
     def zero(self, slots: Sequence[CacheSlot]) -> None:
         """Zeroes the memory of `slots`. It may hold NaN, which a mask does not keep out of the next sequences there."""
         for slot in slots:
             slot.pool.kv[:, :, slot.index] = 0
 
-    def _placed(self, slots: list[CacheSlot]) -> list[CacheSlot]:
-        groups = _by_pool(slots)
-        for pool, group in groups.items():
-            pool.reserve(len(group))  # reserve all before adding any: memory may run out
-        for pool, group in groups.items():
-            pool.add(group)
-        return slots
+    def _all_pools(self) -> Iterator[CachePool]:
+        for pools in self._pools.values():
+            yield from pools
 
-    def _prompt_pool(self, tokens: int, answers: int) -> CachePool:
-        key = _power(tokens, MIN_CAPACITY, 2), _power(answers, 1, 4)
-        if key not in self._prompts:
-            self._prompts[key] = self._pool(key[0])
-        return self._prompts[key]
+    def _allocate(self, keys: Sequence[tuple[int, int]]) -> list[CacheSlot]:
+        def allocate() -> list[CacheSlot]:
+            counts: dict[tuple[int, int], int] = defaultdict(int)
+            for key in keys:
+                counts[key] += 1
+            parts = {key: self._pools_for(key, count) for key, count in counts.items()}
+            for pools in parts.values():
+                for pool, count in pools:
+                    pool.reserve(count)  # reserve all before adding any: memory may run out
+            made: dict[tuple[int, int], list[CacheSlot]] = {}
+            for key, pools in parts.items():
+                made[key] = []
+                for pool, count in pools:
+                    slots = [CacheSlot(pool) for _ in range(count)]
+                    pool.add(slots)
+                    made[key] += slots
+            rest = {key: iter(slots) for key, slots in made.items()}
+            return [next(rest[key]) for key in keys]
 
-    def _answer_pool(self, tokens: int) -> CachePool:
-        room = _power(tokens, MIN_CAPACITY, 2)
-        if room not in self._answers:
-            self._answers[room] = self._pool(room)
-        return self._answers[room]
+        return self._reclaiming(allocate)
 
-    def _pool(self, room: int) -> CachePool:
+    def _move(self, slots: Sequence[CacheSlot], key: tuple[int, int]) -> None:
+        """Moves slots of one pool to pools of `key`, as many at a time as fit into one."""
+        rest = list(slots)
+
+        def move() -> None:
+            while rest:
+                pool, count = self._pools_for(key, len(rest))[0]
+                pool.move_in(rest[:count])
+                del rest[:count]
+
+        self._reclaiming(move)
+
+    def _reclaiming(self, action: Callable[[], T]) -> T:
+        """Runs `action`, and again if it finds the cache full: after unused memory is freed, and then for as long as
+        the store has entries to drop."""
+        again = False
+        while True:
+            try:
+                return action()
+            except CacheFull:
+                self.free_empty_pools()
+                self._trim()  # also what the action had reserved before it failed
+                if again and not self.store.drop_oldest():
+                    raise
+                again = True
+
+    def _trim(self) -> None:
+        for pool in self._all_pools():
+            pool.trim()
+
+    def _pools_for(self, key: tuple[int, int], count: int) -> list[tuple[CachePool, int]]:
+        """Returns pools of `key`, with how many of `count` more sequences each takes; new ones if the others are
+        full."""
+        pools, found = self._pools.setdefault(key, []), []
+        for pool in pools:
+            if count and pool.num_free:
+                found.append((pool, min(count, pool.num_free)))
+                count -= found[-1][1]
+        while count:
+            pools.append(self._new_pool(key[0]))
+            found.append((pools[-1], min(count, pools[-1].num_free)))
+            count -= found[-1][1]
+        return found
+
+    def _new_pool(self, capacity: int) -> CachePool:
         layers, _, _, h, _, width = self._empty.shape
-        return CachePool(self._empty.new_zeros(layers, 2, 0, h, room, width))
+        limit = self.memory.limit
+        most = 2**31 if limit is None else max(1, limit // POOLS_PER_BUDGET // (capacity * self.token_bytes))
+        return CachePool(self._empty.new_zeros(layers, 2, 0, h, capacity, width), self.memory, most)
 
 
 def _by_pool(slots: Sequence[CacheSlot]) -> dict[CachePool, list[CacheSlot]]:
@@ -189,6 +356,10 @@ def _by_pool(slots: Sequence[CacheSlot]) -> dict[CachePool, list[CacheSlot]]:
     for slot in slots:
         groups[slot.pool].append(slot)
     return groups
+
+
+def _prompt_key(tokens: int, answers: int) -> tuple[int, int]:
+    return capacity_of(tokens), _power(answers, 1, 4)
 
 
 def _power(need: int, least: int, base: int) -> int:
@@ -202,25 +373,37 @@ def _power(need: int, least: int, base: int) -> int:
 class PrefixStore:
     """Keys and values of finished conversations, so that a later turn computes only its new tokens.
 
-    Beyond `capacity` tokens the least recently used entries are dropped. `owner` is the id of the snapshot that
-    computed an entry: the same tokens have other keys and values under another adapter.
+    Beyond `capacity` tokens, or the limit of `memory`, the least recently used entries are dropped. `owner` is the id
+    of the snapshot that computed an entry: the same tokens have other keys and values under another adapter.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.num_tokens = capacity, 0
+    def __init__(self, capacity: int, memory: CacheMemory | None = None) -> None:
+        self.capacity, self.num_tokens, self.memory = capacity, 0, memory or CacheMemory()
         self._entries: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
 
     def put(self, owner: int, ids: np.ndarray, kv_L2hTD: Tensor) -> None:
-        """Stores the keys and values [L, 2, h, T, D] of the tokens `ids` [T]; entries longer than the capacity are not
-        stored."""
+        """Stores the keys and values [L, 2, h, T, D] of the tokens `ids` [T]; entries longer than the capacity, or for
+        which the cache has no room, are not stored."""
         key = (owner, ids.astype(np.int64).tobytes())
         if key in self._entries or len(ids) > self.capacity:
+            return
+        try:
+            self.memory.claim(kv_L2hTD.nbytes)
+        except CacheFull:
             return
         self._entries[key] = kv_L2hTD
         self.num_tokens += len(ids)
         while self.num_tokens > self.capacity:
-            _, dropped = self._entries.popitem(last=False)
-            self.num_tokens -= dropped.shape[-2]
+            self.drop_oldest()
+
+    def drop_oldest(self) -> bool:
+        """Drops the least recently used entry; returns False if there is none."""
+        if not self._entries:
+            return False
+        _, dropped = self._entries.popitem(last=False)
+        self.num_tokens -= dropped.shape[-2]
+        self.memory.release(dropped.nbytes)
+        return True
 
     def longest_prefix(self, owner: int, ids: np.ndarray) -> Tensor | None:
         """Returns keys and values [L, 2, h, T, D] of the longest stored proper prefix of `ids`, or None."""
@@ -233,5 +416,5 @@ class PrefixStore:
         return None
 
     def clear(self) -> None:
-        self._entries.clear()
-        self.num_tokens = 0
+        while self.drop_oldest():
+            pass

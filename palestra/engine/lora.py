@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from palestra.config import StrictModel
+from palestra.engine.decoder import decoder_of
 from palestra.engine.malloc import check_fits_memory
 
 _ids = itertools.count(1)
@@ -42,6 +45,59 @@ class LoraConfig(StrictModel):
     suffixes such as "q_proj" and "lm_head"."""
 
 
+def find_linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Returns the linear layers of the model's decoder and its head, by name in model order: nn.Linear, GPT-2's Conv1D,
+    and subclasses, such as quantised ones, that return one tensor. Not the routers of experts that return several."""
+    decoder, head = decoder_of(model), model.get_output_embeddings()
+    inside = {id(module) for module in decoder.modules()} | {id(head)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if id(module) in inside and isinstance(module, nn.Linear | Conv1D) and _returns_one_tensor(module)
+    }
+
+
+def _returns_one_tensor(layer: nn.Module) -> bool:
+    if type(layer) in (nn.Linear, Conv1D):
+        return True
+    out, size = layer_shape(layer)
+    weight: Any = layer.weight
+    dtype = weight.dtype if weight.is_floating_point() and weight.element_size() > 1 else torch.bfloat16
+    try:
+        with torch.no_grad():
+            found = own_output(layer, torch.zeros(1, 2, size, dtype=dtype, device=weight.device))
+    except Exception:  # any code of any architecture
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, 2, out)
+
+
+def layer_shape(layer: nn.Module) -> tuple[int, int]:
+    """Returns the numbers of outputs and inputs of a linear layer. A quantised weight may have another shape."""
+    if isinstance(layer, nn.Linear):
+        return layer.out_features, layer.in_features
+    assert isinstance(layer, Conv1D)
+    return layer.nf, layer.nx
+
+
+def own_output(layer: Any, x: Tensor) -> Tensor:
+    """Returns the layer's own output, without adapters."""
+    if type(layer) is nn.Linear:
+        return F.linear(x, layer.weight, layer.bias)
+    output: Tensor = type(layer).forward(layer, x)
+    return output
+
+
+def add_to_weight(layer: Any, delta: Tensor) -> None:
+    """Adds `delta` [out, in] to a layer's weight in place. Raises ValueError for layers with a forward of their own,
+    such as quantised ones."""
+    if type(layer) not in (nn.Linear, Conv1D):
+        raise ValueError(
+            f"an adapter cannot be added to the weights of a {type(layer).__name__}: keep it as an adapter, or load "
+            "the base in bfloat16 or float32"
+        )
+    layer.weight += delta if type(layer) is nn.Linear else delta.T
+
+
 class Adapter:
     """Trainable low-rank weights, float32, for some linear layers of a base. B is initialised to zero, so the adapter
     initially equals the base.
@@ -49,21 +105,22 @@ class Adapter:
     Raises ValueError if a target matches no layer or the adapter does not fit into memory.
     """
 
-    def __init__(self, linears: dict[str, nn.Linear], config: LoraConfig, *, seed: int) -> None:
+    def __init__(self, linears: Mapping[str, nn.Module], config: LoraConfig, *, seed: int) -> None:
         self.config = config
         generator = torch.Generator().manual_seed(seed)
         self.weights: Weights = {}
         names = target_names(linears, config.target_modules)
-        trained = config.rank * sum(sum(linears[name].weight.shape) for name in names)
+        trained = config.rank * sum(sum(layer_shape(linears[name])) for name in names)
         check_fits_memory(
             16 * trained, f"an adapter of rank {config.rank}, with gradients and Adam's moments,", "lower rank"
         )
         for name in names:
-            base = linears[name].weight
-            bound = 1 / math.sqrt(base.shape[1])  # kaiming_uniform with a = sqrt(5), as PEFT initialises A
-            a = torch.empty(config.rank, base.shape[1]).uniform_(-bound, bound, generator=generator)
-            b = torch.zeros(base.shape[0], config.rank)
-            self.weights[name] = (_leaf(a, base.device), _leaf(b, base.device))
+            outputs, inputs = layer_shape(linears[name])
+            device = next(linears[name].parameters()).device
+            bound = 1 / math.sqrt(inputs)  # kaiming_uniform with a = sqrt(5), as PEFT initialises A
+            a = torch.empty(config.rank, inputs).uniform_(-bound, bound, generator=generator)
+            b = torch.zeros(outputs, config.rank)
+            self.weights[name] = (_leaf(a, device), _leaf(b, device))
 
     @property
     def scale(self) -> float:
@@ -95,7 +152,9 @@ class Adapter:
         return Snapshot({k: (a.to(dtype), b.to(dtype)) for k, (a, b) in self.weights.items()}, self.scale, name)
 
 
-def weighted_sum(adapters: Sequence[Adapter], coefficients: Sequence[float], linears: dict[str, nn.Linear]) -> Adapter:
+def weighted_sum(
+    adapters: Sequence[Adapter], coefficients: Sequence[float], linears: Mapping[str, nn.Module]
+) -> Adapter:
     """Returns the adapter whose output at each layer is the weighted sum of the outputs of `adapters`. Its rank is the
     sum of their ranks: concatenating the factors makes the sum exact, adding the factors would not."""
     names = [name for name in linears if any(name in adapter.weights for adapter in adapters)]
@@ -139,18 +198,42 @@ class SingleAdapterRoute:
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
 
-    def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
+    def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
         pair = self.adapter.weights.get(name)
         if pair is None:
-            return F.linear(x, layer.weight, layer.bias)
-        if layer.weight.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
+            return own_output(layer, x)
+        mergeable = type(layer) is nn.Linear and layer.weight.dtype == torch.float32
+        if mergeable and not torch.is_autocast_enabled(x.device.type):
             return MergedLinear.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale)
         # a merged weight in half precision would lose the adapter to rounding
         a, b = (w.to(x.dtype) for w in pair)
-        return F.linear(x, layer.weight, layer.bias) + self.adapter.scale * F.linear(F.linear(x, a), b)
+        return own_output(layer, x) + self.adapter.scale * F.linear(F.linear(x, a), b)
 
     def narrow(self, keep_M: Tensor) -> SingleAdapterRoute:
         return self
+
+    def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
+        return [(self, rows)]
+
+
+class SnapshotRoute:
+    """The route of a sampling pass in which every row uses one snapshot, on the plain path."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
+        pair = self.snapshot.weights.get(name)
+        if pair is None:
+            return own_output(layer, x)
+        a, b = (w.to(x.dtype) for w in pair)
+        return own_output(layer, x) + F.linear(F.linear(x, a), b)
+
+    def narrow(self, keep_M: Tensor) -> SnapshotRoute:
+        return self
+
+    def blocks(self, rows: int) -> list[tuple[SnapshotRoute, int]]:
+        return [(self, rows)]
 
 
 class MergedLinear(torch.autograd.Function):
@@ -212,14 +295,18 @@ class MultiAdapterRoute:
     def narrow(self, keep_M: Tensor) -> MultiAdapterRoute:
         return MultiAdapterRoute(self.stack, count_kept_rows(self.counts, keep_M))
 
-    def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
+    def blocks(self, rows: int) -> list[tuple[SnapshotRoute | None, int]]:
+        owners = [SnapshotRoute(snapshot) for snapshot in self.stack.snapshots]
+        return [*zip(owners, self.counts, strict=True), (None, rows - self.rows)]
+
+    def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
         if (
             len(self.counts) == 1
             and self.rows == x.shape[-2]
             and (merged := self.stack.merged_weight(name)) is not None
         ):
             return F.linear(x, merged, layer.bias)
-        y = F.linear(x, layer.weight, layer.bias)
+        y = own_output(layer, x)
         pair = self.stack.stacked_pair(name)
         if pair is None:
             return y
@@ -241,17 +328,19 @@ class AdapterStack:
     """Several snapshots, stacked: for each linear layer `A [n, in, r]` and `B [n, r, out]` in the base's dtype,
     zero-padded for snapshots without weights or with a smaller rank."""
 
-    def __init__(self, snapshots: Sequence[Snapshot], linears: dict[str, nn.Linear]) -> None:
+    def __init__(self, snapshots: Sequence[Snapshot], linears: Mapping[str, nn.Module]) -> None:
         self.snapshots, self.linears = list(snapshots), linears
-        self.device = next(iter(linears.values())).weight.device
+        self.device = next(next(iter(linears.values())).parameters()).device
         self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
         self._merged: dict[str, Tensor | None] = {}
 
     def merged_weight(self, name: str) -> Tensor | None:
         """Returns the layer's weight with the only snapshot added; None for layers that are large or not in float32."""
         if name not in self._merged:
-            weight, pair = self.linears[name].weight, self.snapshots[0].weights.get(name)
-            fits = pair is not None and weight.dtype == torch.float32 and weight.numel() <= MAX_MERGED_WEIGHTS
+            layer: Any = self.linears[name]
+            weight, pair = layer.weight, self.snapshots[0].weights.get(name)
+            small = weight.dtype == torch.float32 and weight.numel() <= MAX_MERGED_WEIGHTS
+            fits = pair is not None and small and type(layer) is nn.Linear
             self._merged[name] = torch.addmm(weight, pair[1], pair[0]) if pair is not None and fits else None
         return self._merged[name]
 
@@ -266,9 +355,12 @@ class AdapterStack:
         ranks = [p[0].shape[0] for p in pairs if p]
         if not ranks:
             return None
-        base = self.linears[name].weight
-        a = base.new_zeros(len(pairs), base.shape[1], max(ranks))
-        b = base.new_zeros(len(pairs), max(ranks), base.shape[0])
+        layer: Any = self.linears[name]
+        outputs, inputs = layer_shape(layer)
+        # a quantised weight's dtype is not that of its outputs
+        like = layer.weight if type(layer) in (nn.Linear, Conv1D) else next(p for p in pairs if p)[0]
+        a = like.new_zeros(len(pairs), inputs, max(ranks))
+        b = like.new_zeros(len(pairs), max(ranks), outputs)
         for i, pair in enumerate(pairs):
             if pair:
                 a[i, :, : pair[0].shape[0]], b[i, : pair[0].shape[0]] = pair[0].T, pair[1].T

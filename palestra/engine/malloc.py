@@ -1,11 +1,14 @@
-"""Settings of glibc's malloc for freed memory, which take up to a third of the CPU time of small models; and a check
-that an allocation fits into physical memory."""
+"""Settings of glibc's malloc for freed memory, which take up to a third of the CPU time of small models; and how
+much memory there is."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from pathlib import Path
+
+import torch
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # parameter numbers from glibc's malloc.h
 
@@ -34,6 +37,18 @@ def release_freed_memory() -> None:
 def physical_memory() -> int:
     """Returns the size of this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory(device: str = "cpu") -> int:
+    """Returns the free memory of a device in bytes. Memory of the machine that caches could give back counts as
+    free."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return physical_memory()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), physical_memory())
 
 
 def check_fits_memory(size: float, what: str, fix: str) -> None:

@@ -1,10 +1,14 @@
-"""A base model in memory, of an architecture that supported.py accepts, run on flat rows of tokens.
+"""A base model in memory, run on flat rows of tokens.
 
 Every pass, in sampling and in training, runs the model on one row `[1, S]` that holds the tokens of many sequences end
 to end, so linear layers never process padding. A *layout* (tree_attention.py for training, cached_attention.py for
 sampling) defines which tokens each token attends to; the model passes it to our attention function. A *route* (lora.py)
 defines which adapter each row uses; the linear layers call it. The last decoder layer computes keys and values of all
 rows, but continues only with the rows whose logits are kept, since the others are not used.
+
+Models whose layers do more than attention run on the *plain path* instead (plain.py): the same flat rows go in and come
+out, and in between the model runs as transformers does. self_check.py decides at load which of the two gives the
+model's own results.
 
 Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary, `H` heads, `D` head width.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,14 +25,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
+from palestra.engine.attention_terms import NO_TERMS, AttentionTerms
+from palestra.engine.decoder import decoder_of
+from palestra.engine.length_limit import limit_length
+from palestra.engine.lora import find_linear_layers, own_output
 from palestra.engine.malloc import keep_freed_memory
 from palestra.engine.norms import fuse_norms
-from palestra.engine.supported import check_supported
+from palestra.engine.plain import PlainPath
+from palestra.engine.probe import AttentionShape, probe_attention, set_attention
+from palestra.engine.self_check import choose_engine, small_verdict
+from palestra.engine.tree_attention import TreeLayout
 
 SHIPPED_BASES_DIR = Path(__file__).parent.parent / "bases"
+MIN_EXPERT_SHARE = 0.01  # of the weights, to be worth a note
 MAX_BASE_NAME_LENGTH = 4096  # maximum characters of a name or a path
 
 
@@ -39,7 +59,9 @@ class AttentionLayout(Protocol):
     which only those rows have queries; keys and values are still those of all rows.
     """
 
-    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, terms: AttentionTerms = NO_TERMS
+    ) -> Tensor:
         """Returns the attention output [S, H, D] of queries [H, S, D] over keys and values [h, S, D], in their
         dtype."""
         ...
@@ -48,7 +70,7 @@ class AttentionLayout(Protocol):
 class AdapterRoute(Protocol):
     """Defines which adapter each row of a flat row uses."""
 
-    def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
+    def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
         """Returns `layer(x)` plus the output of the rows' adapters at the linear layer `name`."""
         ...
 
@@ -56,11 +78,18 @@ class AdapterRoute(Protocol):
         """Returns the route of the rows `keep_M` (rising indices) only."""
         ...
 
+    def blocks(self, rows: int) -> Sequence[tuple[AdapterRoute | None, int]]:
+        """Returns, for each block of `rows` rows, a route for any number of rows of its adapter, and its size."""
+        ...
+
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    out = kwargs["layout"].attend(module.layer_idx, query[0], key[0], value[0], kwargs["scaling"])
+    span, softcap, sinks_H = module.key_span, kwargs.get("softcap"), kwargs.get("s_aux")
+    plain = span is None and softcap is None and sinks_H is None
+    terms = NO_TERMS if plain else AttentionTerms(span, softcap, sinks_H)
+    out = kwargs["layout"].attend(module.layer_idx, query[0], key[0], value[0], kwargs["scaling"], terms)
     return out[None], None
 
 
@@ -91,34 +120,50 @@ class KVFirstLayout:
         self.kept_layout = kept
         self.kv_HSD: tuple[Tensor, Tensor] | None = None
 
-    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, terms: AttentionTerms = NO_TERMS
+    ) -> Tensor:
         if self.kv_HSD is None:
             self.kv_HSD = k_HSD, v_HSD
             raise StopAfterKV
-        return self.kept_layout.attend(layer, q_HSD, *self.kv_HSD, scale)
+        return self.kept_layout.attend(layer, q_HSD, *self.kv_HSD, scale, terms)
 
 
 class Engine:
     """A base model with its tokenizer, shared by adapters (lora.py), samplers and trainers.
 
     `dtype` is the dtype of keys and values; `autocast_dtype` is the autocast dtype if it differs from that of the
-    weights (else None); `sharded_params` gathers the weights if they are sharded over ranks.
+    weights (else None); `sharded_params` gathers the weights if they are sharded over ranks. `plain_path` runs the
+    model as transformers does; None if it runs on packed rows, where `attention` is the shape of keys and values.
+
+    With `plain` false, raises UnsupportedAttention if the model's attention cannot run on packed rows.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, *, plain: bool = False) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.autocast_dtype: torch.dtype | None = None
         self.sharded_params: ShardedParams | None = None
-        self.linear_layers: dict[str, nn.Linear] = {}
+        self.linear_layers = find_linear_layers(model)
+        self.attention: AttentionShape | None = None
+        self.plain_path: PlainPath | None = None
         self._route: AdapterRoute | None = None
         self._kept: AdapterRoute | None = None
         self._features: Tensor | None = None
+        self._decoder_output: Any = BaseModelOutputWithPast  # of the last pass: models read fields of their own from it
         self._recompute = False
-        fuse_norms(model)
+        if plain:
+            set_attention(model, "eager")
+        else:
+            self.attention = probe_attention(model)
+            set_attention(model, "palestra")
+            fuse_norms(model)
+            limit_length(model)
         self._route_linears()
-        self._narrows = self._narrow_last_layer()
+        if plain:
+            self.plain_path = PlainPath(self)
+        self._narrows = plain or self._narrow_last_layer()
         self._let_layers_be_recomputed()
 
     @classmethod
@@ -126,7 +171,7 @@ class Engine:
         """Loads the base `base`: the name of a shipped one ("tiny"), a local folder, or a Hugging Face hub name.
 
         `device` "auto" uses CUDA if available; `dtype` "auto" is bfloat16 on CUDA and float32 on CPU. Raises ValueError
-        if the base cannot be loaded or supported.py refuses it.
+        if the base cannot be loaded, or if its results here are not those of transformers (self_check.py).
         """
         torch.set_num_threads(threads)
         keep_freed_memory()
@@ -136,35 +181,45 @@ class Engine:
         torch_dtype = getattr(torch, dtype)
         path = resolve_base(base)
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="palestra")
+            config = AutoConfig.from_pretrained(path)
+            model = model_class(config, base).from_pretrained(path, dtype=torch_dtype, attn_implementation="eager")
             tokenizer = AutoTokenizer.from_pretrained(path)
         except OSError as error:
             shipped = ", ".join(sorted(p.parent.name for p in SHIPPED_BASES_DIR.glob("*/config.json"))) or "none"
             raise ValueError(
                 f'cannot load the base "{base}": it is not a shipped one ({shipped}), and transformers says: {error}'
             ) from error
-        check_supported(model, base)
-        return cls(model.to(device).eval().requires_grad_(False), tokenizer, base)
+        model = model.to(device).eval().requires_grad_(False)
+        return choose_engine(model, base, lambda of, plain: cls(of, tokenizer, base, plain=plain))
+
+    def notes(self) -> list[str]:
+        """Returns what a user should know about how the base runs, a line each: that it is on the plain path, and that
+        adapters do not reach stacked experts."""
+        path = self.plain_path
+        lines = [_plain_note(self.name, path.reason, uses_cache=path.uses_cache)] if path else []
+        return lines + _expert_notes(self.name, self.model)
 
     def _route_linears(self) -> None:
         head = self.model.get_output_embeddings()
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.Linear):
-                self.linear_layers[name] = module
-                setattr(module, "forward", self._forward_of(name, module, module is head))  # noqa: B010 (mypy: a method)
+        for name, module in self.linear_layers.items():
+            setattr(module, "forward", self._forward_of(name, module, module is head))  # noqa: B010 (mypy: a method)
 
-    def _forward_of(self, name: str, layer: nn.Linear, is_head: bool) -> Any:
+    def _forward_of(self, name: str, layer: Any, is_head: bool) -> Any:
+        is_plain = type(layer) is nn.Linear
+
         def forward(x: Tensor) -> Tensor:
             route = self._kept if is_head else self._route
             if is_head:
                 self._features = x
-            return F.linear(x, layer.weight, layer.bias) if route is None else route.linear(name, x, layer)
+            if route is not None:
+                return route.linear(name, x, layer)
+            return F.linear(x, layer.weight, layer.bias) if is_plain else own_output(layer, x)
 
         return forward
 
     def _narrow_last_layer(self) -> bool:
         """Lets the last decoder layer continue with fewer rows; returns False if the model does not name its layers."""
-        layers = getattr(self.model.get_decoder(), "layers", None)
+        layers = getattr(decoder_of(self.model), "layers", None)
         if layers is None:
             return False
         last = layers[self.model.config.get_text_config().num_hidden_layers - 1]
@@ -184,7 +239,7 @@ class Engine:
         return True
 
     def _let_layers_be_recomputed(self) -> None:
-        for layer in getattr(self.model.get_decoder(), "layers", ()):
+        for layer in getattr(decoder_of(self.model), "layers", ()):
             layer.forward = self._recomputed(layer.forward)
 
     def _recomputed(self, whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,6 +285,11 @@ class Engine:
                 stack.enter_context(_cast(list(self.model.parameters()), self.autocast_dtype))
             yield
 
+    @property
+    def route(self) -> AdapterRoute | None:
+        """The route of the pass that is running."""
+        return self._route
+
     @contextlib.contextmanager
     def use_route(self, route: AdapterRoute | None, keep_M: Tensor | None = None) -> Iterator[None]:
         """Context in which every linear layer uses `route`. If only the rows `keep_M` continue to the end, the head
@@ -256,6 +316,10 @@ class Engine:
         fewer = len(keep_M) < len(ids_S)
         narrow = self._narrows and fewer
         with self.use_route(route, keep_M if fewer else None), self._autocast():
+            if self.plain_path:
+                assert isinstance(layout, TreeLayout)
+                hidden_MH = self.plain_path.hidden_states(layout, keep_M)
+                return self.plain_path.head_logits(hidden_MH), hidden_MH
             out = self.model(
                 input_ids=ids_S[None],
                 position_ids=positions_S[None],
@@ -268,6 +332,46 @@ class Engine:
         assert features is not None
         return out.logits[0], features[0]
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of words of the vocabulary: logits per row."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def hidden_states(
+        self, ids_S: Tensor, positions_S: Tensor, layout: AttentionLayout, route: AdapterRoute | None, keep_M: Tensor
+    ) -> Tensor:
+        """Returns the last hidden states [M, width] at the flat indices `keep_M` int64, which must rise: the inputs of
+        `head_logits`. Not for sharded models, which are gathered in a pass of the whole model only."""
+        fewer = len(keep_M) < len(ids_S)
+        narrow = self._narrows and fewer
+        with self.use_route(route, keep_M if fewer else None), self._autocast():
+            out = decoder_of(self.model)(
+                input_ids=ids_S[None],
+                position_ids=positions_S[None],
+                use_cache=False,
+                layout=layout,
+                keep_M=keep_M if narrow else None,
+            )
+        self._decoder_output = type(out)
+        hidden_MH: Tensor = out.last_hidden_state[0]
+        return hidden_MH if narrow or not fewer else hidden_MH.index_select(0, keep_M)
+
+    def head_logits(self, hidden_MH: Tensor, route: AdapterRoute | None) -> Tensor:
+        """Returns the logits [M, V] of last hidden states, computed by the model itself: some models scale or cap the
+        head's output. `route` is that of these rows."""
+        with self.use_route(route), self._autocast():
+            if self.plain_path:
+                return self.plain_path.head_logits(hidden_MH)
+            decoder, known = decoder_of(self.model), self._decoder_output(last_hidden_state=hidden_MH[None])
+            whole, decoder.forward = decoder.forward, lambda *args, **kwargs: known
+            ids = torch.zeros(1, len(hidden_MH), dtype=torch.long, device=hidden_MH.device)  # some look at its shape
+            try:
+                # a squeezed tensor's gradient is a view, that of [0] is not
+                logits: Tensor = self.model(input_ids=ids, use_cache=False).logits.squeeze(0)
+            finally:
+                decoder.forward, self._features = whole, None
+        return logits
+
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(
             self.device.type, self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None
@@ -276,6 +380,50 @@ class Engine:
     def tensor(self, values: Any, dtype: torch.dtype = torch.long) -> Tensor:
         """Converts `values` to a tensor on the engine's device (default: int64)."""
         return torch.as_tensor(values, dtype=dtype, device=self.device)
+
+
+def model_class(config: Any, base: str) -> Any:
+    """Returns transformers' class that loads a base with `config`. A model of images and text is loaded whole; its
+    language part is run. Raises ValueError if the base is neither that nor a language model."""
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ValueError(
+        f"cannot run {base!r}: transformers has no language model of its kind ({config.model_type}). Name a base that "
+        "continues text."
+    )
+
+
+def describe_base(base: str) -> list[str]:
+    """Returns lines about how a base runs, from its config alone. Raises ValueError if it cannot be loaded."""
+    config = AutoConfig.from_pretrained(resolve_base(base))
+    with torch.device("meta"):
+        model = model_class(config, base).from_config(config)
+    try:
+        verdict = small_verdict(model, lambda of, plain: Engine(of, None, base, plain=plain))
+    except ValueError as error:
+        return [f"{base} ({type(model).__name__}): {error}"]
+    note = f"{base} ({type(model).__name__}) runs on packed rows"
+    if verdict.way.plain:
+        note = _plain_note(base, verdict.reason, uses_cache=verdict.way.uses_cache)
+    return [note, *_expert_notes(base, model)]
+
+
+def _plain_note(name: str, reason: str, *, uses_cache: bool) -> str:
+    how = "forward and cache" if uses_cache else "forward, without a cache"
+    return f"{name} runs by transformers' own {how}, which is slower than packed rows: {reason}"
+
+
+def _expert_notes(name: str, model: PreTrainedModel) -> list[str]:
+    weights = list(decoder_of(model).parameters())
+    stacked = [w for w in weights if w.dim() == 3 and w.shape[1] > 1]  # not the weights of convolutions
+    share = sum(w.numel() for w in stacked) / sum(w.numel() for w in weights)
+    if share < MIN_EXPERT_SHARE:
+        return []
+    return [
+        f"{name}: {share:.0%} of its weights are experts, stacked in tensors that adapters do not reach; they stay as "
+        "they are"
+    ]
 
 
 @contextlib.contextmanager

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from palestra.engine.head import Head, ScoredTokens, score_tokens
+from palestra.engine.logits import fits_at_once, widen
 from palestra.engine.lora import Adapter, SingleAdapterRoute, count_kept_rows
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
@@ -30,15 +32,22 @@ from palestra.losses.policy import TensorMetrics
 from palestra.types import Datum
 
 
+class LogitsMap(Protocol):
+    """Reads the logits of a job's targets."""
+
+    def __call__(self, read: Callable[[Tensor, slice], Tensor], index_A: Tensor | None = None) -> Tensor: ...
+
+
 class JobLossInputs(NamedTuple):
     """Inputs of a job's loss: log-probabilities of the targets [M] float32, the data's `inputs` [M] float32 by name,
-    and the index of each target's sequence [M] int64. `logits_MV` returns the full logits [M, V] float32, for losses
-    that need them."""
+    and the index of each target's sequence [M] int64. `map_logits(read, index_A)`, for losses that need the logits,
+    returns the results of `read(logits_CV, rows)` for the targets `index_A` (None: all), a slice `rows` of them at a
+    time, with their logits float32; `read` returns a tensor [C]."""
 
     logp_M: Tensor
     inputs: dict[str, Tensor]
     sequence_M: Tensor
-    logits_MV: Callable[[], Tensor]
+    map_logits: LogitsMap
 
 
 JobLossFunction = Callable[[JobLossInputs], tuple[Tensor, TensorMetrics]]
@@ -79,7 +88,10 @@ class BlockRoute:
     def __init__(self, adapters: Sequence[Adapter], counts: Sequence[int]) -> None:
         self.routes, self.counts = [SingleAdapterRoute(adapter) for adapter in adapters], list(counts)
 
-    def linear(self, name: str, x: Tensor, layer: nn.Linear) -> Tensor:
+    def blocks(self, rows: int) -> list[tuple[SingleAdapterRoute, int]]:
+        return list(zip(self.routes, self.counts, strict=True))
+
+    def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
         if len(self.routes) == 1:
             return self.routes[0].linear(name, x, layer)  # no copy
         blocks = zip(self.routes, x.split(self.counts, dim=-2), strict=True)
@@ -187,12 +199,14 @@ def _pass(engine: Engine, parts: list[JobSlice]) -> None:
     keep = np.unique(np.concatenate([row_n for part_rows in rows for row_n in part_rows]))
     with torch.set_grad_enabled(any(part.state.job.backward for part in parts)):
         positions, layout = engine.tensor(flat.positions_S), TreeLayout(flat, engine.device)
-        logits_CV = engine.logits(engine.tensor(flat.ids_S), positions, layout, route, engine.tensor(keep)).float()
-        norm_C = torch.logsumexp(logits_CV, -1)
+        hidden_CH = engine.hidden_states(engine.tensor(flat.ids_S), positions, layout, route, engine.tensor(keep))
+        head_of = _heads(
+            engine, route if len(keep) == len(flat.ids_S) else route.narrow(engine.tensor(keep)), hidden_CH
+        )
         judged = []
         for part, part_rows in zip(parts, rows, strict=True):
             at = [np.searchsorted(keep, row_n) for row_n in part_rows]
-            judgement = _compute_loss(part, _loss_inputs(engine, part, at, logits_CV, norm_C))
+            judgement = _compute_loss(part, _loss_inputs(engine, part, at, head_of(part)))
             if judgement is not None:
                 judged.append(judgement)
         gradients = _gradients([(j.state, j.loss) for j in judged if j.state.job.backward and j.loss.requires_grad])
@@ -222,10 +236,57 @@ def _rows(parts: Sequence[JobSlice], forests: Sequence[Forest]) -> list[list[np.
     ]
 
 
-def _loss_inputs(
-    engine: Engine, part: JobSlice, at: Sequence[np.ndarray], logits_CV: Tensor, norm_C: Tensor
-) -> JobLossInputs:
-    """Builds the loss inputs; `at` are the rows of `logits_CV` for each datum's scored positions."""
+class TargetHead(Protocol):
+    """The output head over a job's rows, for targets in the rows `row_M` of a pass."""
+
+    def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
+        """Returns the log-probabilities [M] float32 of the tokens `token_M`."""
+        ...
+
+    def map_logits(self, row_A: Tensor, read: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Returns `read(logits_CV, rows)` of all rows, concatenated."""
+        ...
+
+
+class WholeHead:
+    """The head of a pass whose logits fit at once: those of all jobs are computed together."""
+
+    def __init__(self, engine: Engine, route: BlockRoute, hidden_CH: Tensor) -> None:
+        self.logits_CV = widen(engine.head_logits(hidden_CH, route))
+        self.norm_C = torch.logsumexp(self.logits_CV, -1)
+
+    def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
+        return self.logits_CV[row_M, token_M] - self.norm_C[row_M]
+
+    def map_logits(self, row_A: Tensor, read: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        return read(self.logits_CV.index_select(0, row_A), slice(0, len(row_A)))
+
+
+class ChunkedHead:
+    """The head of one job in a pass whose logits do not fit at once."""
+
+    def __init__(self, engine: Engine, adapter: Adapter, hidden_CH: Tensor) -> None:
+        self.head, self.hidden_CH = Head(engine, SingleAdapterRoute(adapter)), hidden_CH
+
+    def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
+        rows, row_M = row_M.unique(return_inverse=True)
+        wanted = ScoredTokens(row_M, token_M, None)
+        return score_tokens(self.head, self.hidden_CH.index_select(0, rows), wanted, entropy_grad=False)[0]
+
+    def map_logits(self, row_A: Tensor, read: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        return self.head.map_chunks(self.hidden_CH.index_select(0, row_A), read)
+
+
+def _heads(engine: Engine, route: BlockRoute, hidden_CH: Tensor) -> Callable[[JobSlice], TargetHead]:
+    """Returns the head of each part of a pass with the hidden states `hidden_CH`."""
+    if fits_at_once(len(hidden_CH), engine.vocab_size):
+        whole = WholeHead(engine, route, hidden_CH)
+        return lambda part: whole
+    return lambda part: ChunkedHead(engine, part.state.adapter, hidden_CH)
+
+
+def _loss_inputs(engine: Engine, part: JobSlice, at: Sequence[np.ndarray], head: TargetHead) -> JobLossInputs:
+    """Builds the loss inputs; `at` are the rows of the pass's hidden states for each datum's scored positions."""
     _, data, wanted = part
     targets = [datum.targets[n] for datum, n in zip(data, wanted, strict=True)]
     widths = [datum.targets.size // len(datum.tokens) for datum in data]
@@ -237,8 +298,12 @@ def _loss_inputs(
         for name in data[0].inputs
     }
     sequence_M = engine.tensor(np.repeat(np.arange(len(data)), [target.size for target in targets]))
-    logp_M = logits_CV[row_M, engine.tensor(np.concatenate([t.ravel() for t in targets]))] - norm_C[row_M]
-    return JobLossInputs(logp_M, inputs, sequence_M, lambda: logits_CV.index_select(0, row_M))
+    token_M = engine.tensor(np.concatenate([t.ravel() for t in targets]))
+
+    def map_logits(read: Callable[[Tensor, slice], Tensor], index_A: Tensor | None = None) -> Tensor:
+        return head.map_logits(row_M if index_A is None else row_M[index_A], read)
+
+    return JobLossInputs(head.logprobs(row_M, token_M), inputs, sequence_M, map_logits)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from palestra.engine.kv_cache import CacheSlot
+from palestra.engine.length_limit import length_limit
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampling import SamplingConfig
+from palestra.policies.base import ContextLengthExceeded
+
+MAX_MERGED_CHARS = 4  # characters that a tokenizer's normaliser may merge into one
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ class CachedPrompt:
 class SequenceGroup:
     """A sequence group: a request being served. Its siblings start in order, all at once or some later: `num_started`
     have started, `num_admitted` may start. `prompt` and the logits [V] of the first token are set once the prompt is
-    computed. `on_done` is called with the answers or the error."""
+    computed. `preempted` are started answers that gave their cache slots back, in sibling order; `resumed` are those of
+    them that may go on. `on_done` is called with the answers or the error."""
 
     request: Request
     on_done: Callable[[SamplingOutcome], None]
@@ -84,6 +90,8 @@ class SequenceGroup:
     def __post_init__(self) -> None:
         self.seed = int(self.request.seed) % 2**64
         self.finished: dict[int, Completion] = {}
+        self.preempted: list[LiveSequence] = []
+        self.resumed: list[LiveSequence] = []
 
     @property
     def prompt_length(self) -> int:
@@ -92,8 +100,26 @@ class SequenceGroup:
 
     @property
     def num_unadmitted(self) -> int:
-        """Number of siblings that are not yet admitted."""
-        return self.request.n - self.num_admitted
+        """Number of siblings that wait: not yet admitted, or preempted."""
+        return self.request.n - self.num_admitted + len(self.preempted)
+
+    def admit(self, count: int) -> None:
+        """Lets `count` more siblings start or go on, preempted ones first."""
+        resumed, self.preempted = self.preempted[:count], self.preempted[count:]
+        self.resumed += resumed
+        self.num_admitted += count - len(resumed)
+
+    def take_back(self, count: int) -> None:
+        """Takes back the admission of the last `count` siblings that have not started or gone on."""
+        new = min(count, self.num_admitted - self.num_started)
+        self.num_admitted -= new
+        kept = len(self.resumed) - (count - new)
+        self.preempted, self.resumed = self.resumed[kept:] + self.preempted, self.resumed[:kept]
+
+    @property
+    def num_starting(self) -> int:
+        """Number of admitted siblings that have not started or gone on."""
+        return self.num_admitted - self.num_started + len(self.resumed)
 
     @property
     def rows_per_answer(self) -> int:
@@ -141,8 +167,9 @@ class LiveSequence:
 
     @property
     def cache_position(self) -> tuple[int, int]:
-        """Sort key of live rows: their order in the cache."""
-        assert self.slot is not None
+        """Sort key of live rows: their order in our KV cache, if they are in it."""
+        if self.slot is None:
+            return 0, 0
         return self.slot.pool.capacity, self.slot.index
 
     @property
@@ -160,21 +187,34 @@ class LiveSequence:
 
 
 def max_positions(engine: Engine) -> int | None:
-    """Returns the base's maximum number of tokens, prompt and answer together; None if its config names no limit."""
-    limit: int | None = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
-    return limit
+    """Returns the base's maximum number of tokens, prompt and answer together; None if its config names no limit.
+
+    With LongRoPE (Phi-3 for 128k tokens) it is the length from which the embedding of every token would depend on the
+    longest sequence of a batch, and on what was known when it entered the cache.
+    """
+    config = engine.model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None), length_limit(config)]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def max_chars_per_token(tokenizer: Any) -> int:
+    """Returns an upper bound on the characters of a text that one token stands for.
+
+    A text of more characters than this times a base's positions does not fit it, however it is tokenized.
+    """
+    return MAX_MERGED_CHARS * max(map(len, tokenizer.get_vocab()))
 
 
 def check_prompt(engine: Engine, prompt_ids: np.ndarray, new_tokens: int) -> None:
     """Raises ValueError unless the prompt is non-empty, has valid token ids, and leaves room for `new_tokens`
-    tokens."""
+    tokens (then ContextLengthExceeded)."""
     limit = max_positions(engine)
     if not len(prompt_ids):
         raise ValueError("a prompt needs at least one token")
     if limit and len(prompt_ids) + new_tokens > limit:
-        raise ValueError(
-            f"a prompt of {len(prompt_ids)} tokens and {new_tokens} new ones exceed the base's {limit} positions. "
-            "Shorten the observation or lower sampling.max_tokens."
+        raise ContextLengthExceeded(
+            f"a prompt of {len(prompt_ids)} tokens and {new_tokens} new ones exceed the base's context length, "
+            f"{limit}. Shorten the observation or lower sampling.max_tokens."
         )
     # on a GPU an index out of range makes the process unusable
     vocabulary = engine.model.config.get_text_config().vocab_size

@@ -1,9 +1,14 @@
 """Continuous batching: many requests, many adapters, one forward pass per token.
 
-A request is one prompt and the number of answers to sample. Its answers are rows of the batch (batch.py), admitted
+A request is one prompt and the number of answers to sample. Its answers are rows of the batch (live_batch.py), admitted
 between two decoding passes when there is room, all at once or some at a time; a row leaves as soon as it ends. This
 module decides which rows are admitted and which are in the next pass. The sampled tokens do not depend on these
 decisions, up to floating-point rounding.
+
+The KV cache has a budget. A sibling is admitted if there is room for its first tokens. If the live answers outgrow the
+budget, or memory runs out, those with the fewest tokens are preempted: they give their memory back, wait at the head of
+the queue until others have ended, and go on where they were after their keys and values are computed again. Nothing is
+dropped, unless a single answer is too long for the whole budget.
 
 Clients share the rows fairly. The least served client is admitted first (fair_queue.py), and each may have
 `FREE_ROWS_FACTOR` times as many rows as are free (dynamic thresholds, Choudhury and Hahne, 1998): a single client gets
@@ -24,14 +29,20 @@ from functools import partial
 
 import torch
 
-from palestra.engine.batch import LiveBatch
+from palestra.engine.batch import CachedBatch
 from palestra.engine.fair_queue import FairQueue
+from palestra.engine.kv_cache import CacheFull, default_cache_bytes
+from palestra.engine.live_batch import LiveBatch
+from palestra.engine.malloc import free_memory
 from palestra.engine.models import Engine
+from palestra.engine.plain_batch import PlainBatch
 from palestra.engine.request import Completion as Completion
 from palestra.engine.request import LiveSequence, SamplingOutcome, SequenceGroup, check_prompt, check_top_logprobs
 from palestra.engine.request import Request as Request
 from palestra.engine.sampling import SamplingConfig as SamplingConfig
 
+PREFILL_TOKENS = 8192  # maximum number of prompt tokens of a pass
+PREEMPTED_DIVISOR = 8  # a preemption takes 1/8 of all rows
 FREE_ROWS_FACTOR = 8
 LIGHT_CLIENT_DIVISOR = 16  # light clients together have at most 1/16 of all rows
 LIGHT_PASSES = 4  # extra passes of light clients per common pass
@@ -45,16 +56,31 @@ class Sampler:
     Use `await sample(request)` from any number of coroutines, `sample_all` for a list, or `submit` and `step` from
     another loop. `max_rows` is the maximum number of rows of one client; all clients together have at most an eighth
     more. `prefill_tokens` is the maximum number of prompt tokens of one pass, `keep_tokens` the capacity of the prefix
-    store.
+    store. `cache_bytes` is the budget of the KV cache (None: half of the memory that is free now).
     """
 
-    def __init__(self, engine: Engine, *, max_rows: int = 512, prefill_tokens: int = 8192, keep_tokens: int = 65536):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_rows: int = 512,
+        prefill_tokens: int = PREFILL_TOKENS,
+        keep_tokens: int = 65536,
+        cache_bytes: int | None = None,
+    ) -> None:
         self.engine, self.max_rows, self.prefill_tokens = engine, max_rows, prefill_tokens
-        self.batch = LiveBatch(engine, keep_tokens)
+        if cache_bytes is None:
+            cache_bytes = default_cache_bytes(free_memory(str(engine.device)))
+        self.batch: LiveBatch = (
+            PlainBatch(engine)
+            if engine.plain_path
+            else CachedBatch(engine, keep_tokens=keep_tokens, cache_bytes=cache_bytes, prefill_tokens=prefill_tokens)
+        )
         self.waiting: FairQueue[SequenceGroup] = FairQueue()  # groups with siblings that are not admitted
         self._hurried = False
         self._light_until = 0.0  # light clients count as active until this `time.monotonic()`
-        self._start = 0  # index of the first row of the next partial pass
+        self._holds_back = False  # no admission after a preemption, until an answer has ended
+        self._first_row = 0  # index of the first row of the next partial pass
         self._ended: list[tuple[SequenceGroup, SamplingOutcome]] = []
         self._pump: asyncio.Task[None] | None = None
 
@@ -120,9 +146,14 @@ class Sampler:
             self.batch.reset()
             self.waiting.clear()
         ended, self._ended = self._ended, []
+        self._rest()
         for group, outcome in ended:
             group.on_done(outcome)
         return True
+
+    def _rest(self) -> None:
+        if not self.has_requests:
+            self.batch.rest()
 
     def clear_cache(self) -> None:
         """Drops the stored prefixes and adapter stacks of earlier snapshots."""
@@ -130,7 +161,7 @@ class Sampler:
 
     def release_memory(self) -> None:
         """Frees the memory of empty cache pools, when no requests are expected soon."""
-        self.batch.cache.free_empty_pools()
+        self.batch.release_memory()
 
     def _group(self, request: Request, done: Callable[[SamplingOutcome], None]) -> SequenceGroup:
         if request.n < 1:
@@ -157,7 +188,7 @@ class Sampler:
     def _step(self) -> None:
         batch, more = self._admit()
         if batch:
-            self._run_isolated(self.batch.start, batch)
+            self._start(batch)
             self._retire()
         if more and len({group.request.client for group in (*self.batch.groups, *self.waiting)}) == 1:
             return  # start the client's batch as a whole, but let requests that arrive between two passes join
@@ -181,9 +212,9 @@ class Sampler:
         """Returns the rows of the next partial pass. They are adjacent in the cache if possible, since attention
         computes all slots between the first and the last of them."""
         rows = sorted(self.batch.rows, key=lambda row: row.cache_position)
-        start = self._start if self._start < len(rows) else 0
+        start = self._first_row if self._first_row < len(rows) else 0
         chosen = set(rows[start : start + -(-self.max_rows // SHORT_PASS_DIVISOR)])
-        self._start = start + len(chosen)
+        self._first_row = start + len(chosen)
         return [row for row in self.batch.rows if row in chosen]
 
     def _decode_light(self) -> bool:
@@ -214,18 +245,33 @@ class Sampler:
 
         def compute(groups: list[SequenceGroup]) -> None:
             chosen = set(groups)
-            now = [row for row in rows if row.group in chosen]
+            now = [row for row in self._live(rows) if row.group in chosen]
+            if not now:
+                return  # preempted
             self.batch.decode(now)
             for client, count in Counter(row.group.request.client for row in now).items():
                 self.waiting.work_counters.add_work(client, count)
 
-        if rows:
-            self._run_isolated(compute, list(dict.fromkeys(row.group for row in rows)))
-            self._retire()
+        while self._make_room(rows):
+            try:
+                self._run_isolated(compute, list(dict.fromkeys(row.group for row in self._live(rows))))
+                self._retire()
+                return
+            except OutOfMemory as error:
+                self._retire()
+                self._preempt_some(error.reason)
+
+    def _live(self, rows: Sequence[LiveSequence]) -> list[LiveSequence]:
+        """Returns those of `rows` that are still live."""
+        live = set(self.batch.rows)
+        return [row for row in rows if row in live]
 
     def _retire(self) -> None:
         """Records the answers of finished groups."""
+        before = len(self.batch.rows)
         self._ended += [(group, group.completions()) for group in self.batch.remove_finished()]
+        if len(self.batch.rows) < before:
+            self._holds_back = False
 
     def _admit(self) -> tuple[list[SequenceGroup], bool]:
         """Raises `num_admitted` of the groups to start now, and returns them; and whether more are waiting only because
@@ -237,6 +283,9 @@ class Sampler:
         for row in self.batch.rows:
             held[row.group.request.client] += row.group.rows_per_answer
         batch: dict[SequenceGroup, None] = {}
+        if self._holds_back and self.batch.rows:
+            return [], False
+        free = self.batch.free_bytes
         asked: set[tuple[int, bytes]] = set()
         tokens = 0
         while found := self._next(held):
@@ -246,8 +295,13 @@ class Sampler:
             if batch and (tokens + new > limit or room < group.rows_per_answer):
                 return list(batch), True
             count = min(group.num_unadmitted, max(1, min(most, room) // group.rows_per_answer))
+            if free is not None:
+                fits, needed = self.batch.fitting(group, count, free, new_prompt=bool(new))
+                if not fits and (batch or self.batch.rows):
+                    break  # until answers have ended
+                count, free = max(1, fits), free - needed
             room -= count * group.rows_per_answer
-            group.num_admitted += count
+            group.admit(count)
             held[client] += count * group.rows_per_answer
             tokens += new
             asked.add(group.prompt_key)
@@ -266,12 +320,75 @@ class Sampler:
                 return client, count
         return None
 
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _start(self, groups: list[SequenceGroup]) -> None:
+        """Starts the admitted siblings of `groups`. What the memory has no room for goes back to the queue."""
+        try:
+            self._run_isolated(self.batch.start, groups)
+        except OutOfMemory as error:
+            if self.batch.release_idle(keep=groups):
+                self._start(groups)
+            elif len(groups) > 1:
+                self._put_back(groups[len(groups) // 2 :])
+                self._start(groups[: len(groups) // 2])
+            elif self.batch.rows:
+                self._put_back(groups)
+            elif groups[0].num_starting > 1:
+                self._put_back(groups, groups[0].num_starting // 2)
+                self._start(groups)
+            else:
+                self._drop(groups[0], error.reason)
+
+    def _put_back(self, groups: Sequence[SequenceGroup], count: int | None = None) -> None:
+        """Puts groups back at the head of their clients' queues: the last `count` of their siblings that were to start
+        (None: all)."""
+        for group in reversed(groups):
+            group.take_back(group.num_starting if count is None else count)
+            if group not in self.waiting:
+                self.waiting.push_front(group.request.client, group)
+        self._holds_back = True
+
+    def _make_room(self, rows: Sequence[LiveSequence]) -> bool:
+        """Makes room in the cache for one more token of each of `rows`, by preempting others or some of them; returns
+        whether any of `rows` is left."""
+        while live := self._live(rows):
+            try:
+                self.batch.grow(live)
+                return True
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    return True  # the pass will fail for the groups that cause it
+                self._preempt_some(error)
+        return False
+
+    def _preempt_some(self, error: Exception) -> None:
+        """Preempts an eighth of the live rows, those with the fewest tokens; drops the last one's request."""
+        if self.batch.release_idle():
+            return
+        rows = sorted(self.batch.rows, key=lambda row: -len(row.token_ids))
+        if len(rows) == 1:
+            self._drop(rows[0].group, error)
+            return
+        preempted = rows[len(rows) - -(-len(rows) // PREEMPTED_DIVISOR) :]
+        self.batch.preempt(preempted)
+        if not isinstance(error, CacheFull):
+            self.batch.lower_budget()
+        for group in dict.fromkeys(row.group for row in preempted):
+            if group not in self.waiting:
+                self.waiting.push_front(group.request.client, group)
+        self._holds_back = True
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
     def _run_isolated(self, compute: Callable[[list[SequenceGroup]], None], groups: list[SequenceGroup]) -> None:
         """Runs `compute` for all `groups` together. If it fails, runs it for each group alone, so that only the groups
-        that cause the error fail."""
+        that cause the error fail. Raises OutOfMemory if there is not enough memory, which no group is to blame for."""
         try:
             compute(groups)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(error) from error
             if len(groups) == 1:
                 self._drop(groups[0], error)
                 return
@@ -284,6 +401,21 @@ class Sampler:
         if group in self.waiting:
             self.waiting.remove(group)
         self._ended.append((group, error))
+
+
+class OutOfMemory(Exception):
+    """A pass did not fit into memory, for the reason `reason`."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether `error` says that memory ran out: that of the cache's budget, of the GPU or of the machine."""
+    if isinstance(error, (CacheFull, MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's message on CPU
 
 
 def row_allowance(held: int, total: int, max_rows: int) -> int:

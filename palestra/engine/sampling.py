@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from palestra.config import StrictModel
+from palestra.engine.logits import row_chunks
 
 MIN_TEMPERATURE = 1e-6  # minimum temperature above 0: with lower ones, scaled logits overflow to NaN
 MAX_UTF8_BYTES = 4  # maximum bytes, and so tokens, of one UTF-8 character
@@ -65,6 +66,15 @@ def sample_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Samples tokens [R] int64 by inverse CDF at `u_R`; returns them and their log-probabilities [R] float32 before
     top-k and top-p."""
+    chunks = row_chunks(*logits_RV.shape)
+    found = [_sample_chunk(logits_RV[rows], settings[rows], u_R[rows]) for rows in chunks]
+    tokens_R, logps_R = (np.concatenate(column) for column in zip(*found, strict=True))
+    return tokens_R, logps_R
+
+
+def _sample_chunk(
+    logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     logp_RV = _at_temperature(logits_RV, settings)
     cdf_RV = _restrict(logp_RV, settings).double().exp().cumsum(-1)  # double: u close to 1 stays below the total
     target_R1 = torch.as_tensor(u_R, device=cdf_RV.device, dtype=cdf_RV.dtype)[:, None] * cdf_RV[:, -1:]

@@ -17,14 +17,12 @@ from itertools import groupby
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from palestra.engine.logits import row_chunks, widen
 from palestra.engine.lora import AdapterStack, MultiAdapterRoute, Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.request import check_prompt, check_top_logprobs
 from palestra.engine.tree_attention import Forest, TreeLayout, build_forest, concat_forests
-
-MAX_LOGITS = 2**26  # maximum number of logits at a time: 256 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def _check(engine: Engine, question: ScoreRequest) -> None:
     if question.targets.ndim != 2 or len(question.targets) != len(question.ids) - 1:
         shape = "x".join(map(str, question.targets.shape))
         raise ValueError(f"targets of {shape} for a prompt of {len(question.ids)} tokens: a row for each but the first")
-    vocabulary = engine.model.config.get_text_config().vocab_size
+    vocabulary = engine.vocab_size
     if question.targets.size and (question.targets.min() < -1 or question.targets.max() >= vocabulary):
         raise ValueError(f"targets must be token ids from 0 to {vocabulary - 1}, or -1 for none")
 
@@ -127,13 +125,9 @@ def _route(engine: Engine, adapters: Sequence[Snapshot | None], counts: Sequence
 
 def _hidden(engine: Engine, forest: Forest, route: MultiAdapterRoute | None) -> Tensor:
     """Returns the last hidden states [S, H] of a forest."""
-    layout = TreeLayout(forest, engine.device)
     ids_S, positions_S = engine.tensor(forest.ids_S), engine.tensor(forest.positions_S)
-    decoder = engine.model.get_decoder()
-    with engine.use_route(route):
-        out = decoder(input_ids=ids_S[None], position_ids=positions_S[None], use_cache=False, layout=layout)
-    hidden_SH: Tensor = out.last_hidden_state[0]
-    return hidden_SH
+    every = engine.tensor(np.arange(len(forest.ids_S)))
+    return engine.hidden_states(ids_S, positions_S, TreeLayout(forest, engine.device), route, every)
 
 
 def _read(engine: Engine, questions: Sequence[ScoreRequest], forest: Forest, hidden_SH: Tensor) -> list[ScoreResult]:
@@ -168,27 +162,12 @@ def _gather_logprobs(
     log-probabilities [S, k]. The value is meaningless where a token is -1."""
     size, order = len(hidden_SH), np.argsort(row_A, kind="stable")
     logp_A, ids_Sk, logps_Sk = np.zeros(len(row_A), np.float32), np.zeros((size, k), np.int64), np.zeros((size, k))
-    step = max(1, MAX_LOGITS // engine.model.config.get_text_config().vocab_size)
-    for first in range(0, size, step):
-        rows = slice(first, min(first + step, size))
-        route = _route(engine, [adapter], [rows.stop - first])
-        logp_CV = torch.log_softmax(_logits(engine, hidden_SH[rows], route).float(), -1)
-        mine = order[slice(*np.searchsorted(row_A, [first, rows.stop], sorter=order))]
-        found = logp_CV[engine.tensor(row_A[mine] - first), engine.tensor(token_A[mine])]
+    for rows in row_chunks(size, engine.vocab_size):
+        route = _route(engine, [adapter], [rows.stop - rows.start])
+        logp_CV = torch.log_softmax(widen(engine.head_logits(hidden_SH[rows], route)), -1)
+        mine = order[slice(*np.searchsorted(row_A, [rows.start, rows.stop], sorter=order))]
+        found = logp_CV[engine.tensor(row_A[mine] - rows.start), engine.tensor(token_A[mine])]
         logp_A[mine] = found.cpu().numpy()
         if k:
             logps_Sk[rows], ids_Sk[rows] = (best.cpu().numpy() for best in logp_CV.topk(k))
     return logp_A, ids_Sk, logps_Sk.astype(np.float32)
-
-
-def _logits(engine: Engine, hidden_MH: Tensor, route: MultiAdapterRoute | None) -> Tensor:
-    """Returns the logits [M, V] of last hidden states, computed by the model itself: some models scale or cap the
-    head's output."""
-    decoder, known = engine.model.get_decoder(), BaseModelOutputWithPast(last_hidden_state=hidden_MH[None])
-    whole, decoder.forward = decoder.forward, lambda *args, **kwargs: known
-    try:
-        with engine.use_route(route):
-            logits: Tensor = engine.model(use_cache=False).logits[0]
-    finally:
-        decoder.forward = whole
-    return logits

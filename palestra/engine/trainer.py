@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from palestra.config import StrictModel
 from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup
 from palestra.engine.fsdp import is_sharded, local_shard
+from palestra.engine.head import Head, score_logits, score_tokens, scored_tokens, select_rows
+from palestra.engine.logits import widen
 from palestra.engine.lora import Adapter, SingleAdapterRoute
 from palestra.engine.loss_scale import LossScale
 from palestra.engine.models import Engine
@@ -48,6 +50,11 @@ class AdamConfig(StrictModel):
     """Decoupled weight decay."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Maximum norm of the gradient; null for no clipping."""
+    critic_lr: float | None = Field(None, ge=0, le=1_000_000)
+    """Learning rate of a critic's value head, on the same schedule; null uses `lr`."""
+    critic_max_grad_norm: float | None = Field(1.0, gt=0)
+    """Maximum norm of the gradient of a critic's value head, which is clipped apart from the policy's; null for no
+    clipping."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,10 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Creates a new optimizer for this rank's part of the parameters, and sets the step count to 0."""
         self.local_parameters = [local_shard(parameter) for parameter in self.parameters]
-        self.optimizer = torch.optim.AdamW(self.local_parameters, lr=1e-3)
+        count = len(self.local_parameters) - (len(list(self.critic.parameters())) if self.critic else 0)
+        self.policy_parameters, self.critic_parameters = self.local_parameters[:count], self.local_parameters[count:]
+        groups = [part for part in (self.policy_parameters, self.critic_parameters) if part]
+        self.optimizer = torch.optim.AdamW([{"params": part} for part in groups], lr=1e-3)
         self.steps = 0
 
     def set_reference(self) -> None:
@@ -114,11 +124,13 @@ class Trainer:
         """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each, so that other work
         can run in between. The last metrics are those of all ranks."""
         total: Metrics = {}
-        parts = self._micro_batches_by_rank(samples)
+        share, trained = token_weight(samples), trained_share(samples)
+        samples = with_gradient(samples)
+        parts = self._micro_batches_by_rank(samples, share)
         for pack in parts[self.group.rank]:
             value, metrics = loss(self._loss_inputs(pack, bonus=bool(options.get("entropy"))), **options)
             self._backward(value)
-            for name, figure in {"loss": value.detach(), **metrics}.items():
+            for name, figure in {"loss": value.detach(), **{n: m / trained for n, m in metrics.items()}}.items():
                 total[name] = total.get(name, 0.0) + float(figure)
             if self.group.world_size == 1:
                 yield total
@@ -127,9 +139,10 @@ class Trainer:
         if self.group.world_size > 1 and samples:
             yield _sum_metrics(self.group.all_gather(total))
 
-    def _micro_batches_by_rank(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        """Returns the micro-batches of each rank."""
-        share = token_weight(samples)
+    def _micro_batches_by_rank(self, samples: Sequence[Sample], share: float | None = None) -> list[list[MicroBatch]]:
+        """Returns the micro-batches of each rank. `share` is the weight of a token (None: `samples` are all that
+        count)."""
+        share = token_weight(samples) if share is None else share
         return [
             micro_batches(hand, self.pack_tokens, share) for hand in split_over_ranks(samples, self.group.world_size)
         ]
@@ -147,22 +160,27 @@ class Trainer:
         (value * self.loss_scale.value if self.loss_scale else value).backward()
 
     def optim_step(self, adam: AdamConfig, *, lr: float | None = None) -> Metrics:
-        """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping.
+        """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and apart
+        from it that of a critic's head (`critic_grad_norm`).
 
         In fp16 also returns the loss scale, and whether the step was skipped because a gradient overflowed (its norm is
         then 0). Raises ValueError if the norm is not finite and there is no loss scale.
         """
-        for group in self.optimizer.param_groups:
+        rate = adam.lr if lr is None else lr
+        for group, own in zip(self.optimizer.param_groups, (rate, _critic_lr(adam, rate)), strict=False):
             group.update(
-                lr=adam.lr if lr is None else lr,
+                lr=own,
                 betas=adam.adam_betas,
                 eps=adam.adam_eps,
                 weight_decay=adam.weight_decay,
             )
         norm = self._gather_gradients()
-        fits = bool(torch.isfinite(norm))
+        critic_norm = torch.nn.utils.get_total_norm([p.grad for p in self.critic_parameters if p.grad is not None])
+        fits = bool(torch.isfinite(norm) and torch.isfinite(critic_norm))
         if fits:
-            torch.nn.utils.clip_grads_with_norm_(self.local_parameters, adam.max_grad_norm or torch.inf, norm)
+            clip = torch.nn.utils.clip_grads_with_norm_
+            clip(self.policy_parameters, adam.max_grad_norm or torch.inf, norm)
+            clip(self.critic_parameters, adam.critic_max_grad_norm or torch.inf, critic_norm)
             self.optimizer.step()
             self.steps += 1
         for tensor in [*self.parameters, *self.local_parameters]:
@@ -170,10 +188,11 @@ class Trainer:
         if not fits and not self.loss_scale:
             raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
         metrics = self.loss_scale.update(fits) if self.loss_scale else {}
+        metrics |= {"critic_grad_norm": float(critic_norm) if fits else 0.0} if self.critic else {}
         return {"grad_norm": float(norm) if fits else 0.0, **metrics}
 
     def _gather_gradients(self) -> Tensor:
-        """Sums the gradients over the ranks; returns the total norm, which is equal on all ranks.
+        """Sums the gradients over the ranks; returns the norm of the policy's, which is equal on all ranks.
 
         Not done by DistributedDataParallel: that needs a module whose passes all ranks make together, while an adapter
         is no module of the model and ranks make different numbers of passes. Sharded gradients are already reduced.
@@ -192,12 +211,12 @@ class Trainer:
         if self.loss_scale:
             torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
         if len(alike) == len(self.parameters):
-            return torch.nn.utils.get_total_norm(gradients)
+            return torch.nn.utils.get_total_norm([p.grad for p in self.policy_parameters if p.grad is not None])
         return self._norm_of_shards()
 
     def _norm_of_shards(self) -> Tensor:
-        """Returns the norm of all gradients if each rank has only its rows of some."""
-        pairs = list(zip(self.local_parameters, self.parameters, strict=True))
+        """Returns the norm of the policy's gradients if each rank has only its rows of some."""
+        pairs = list(zip(self.policy_parameters, self.parameters, strict=False))
         parted = [leaf.grad for leaf, p in pairs if is_sharded(p) and leaf.grad is not None]
         alike = [leaf.grad for leaf, p in pairs if not is_sharded(p) and leaf.grad is not None]
         square = torch.nn.utils.get_total_norm(parted).square()
@@ -242,6 +261,13 @@ class Trainer:
         """Returns the loss inputs of `pack`; with `bonus`, the entropy has gradients."""
         read = self._read(PackedBatch.pack(pack.samples, self.engine), self.adapter, bonus=bonus)
         return build_loss_inputs(pack, read.logp_M, read.entropy_M, self._value(read) if self.critic else None)
+
+
+def _critic_lr(adam: AdamConfig, lr: float) -> float:
+    """Returns the learning rate of a value head where the schedule has brought `adam.lr` to `lr`."""
+    if adam.critic_lr is None:
+        return lr
+    return adam.critic_lr * (lr / adam.lr if adam.lr else 1.0)
 
 
 def _zero_loss(tokens: LossInputs) -> Tensor:
@@ -290,18 +316,15 @@ class PackedBatch:
         `entropy_grad`, entropies have gradients."""
         keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
         tensor, route = engine.tensor, SingleAdapterRoute(adapter) if adapter else None
-        logits, features = engine.logits_and_features(
-            tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
-        )
-        index_M = tensor(of_token_M)
-        logits_MV = logits.float().index_select(0, index_M)
-        if (self.temperature_M != 1).any():
-            logits_MV = logits_MV / tensor(self.temperature_M, torch.float32)[:, None]
-        logp_MV = torch.log_softmax(logits_MV, -1)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
-            entropy_M = -(logp_MV.exp() * logp_MV).sum(-1)
-        logp_M = logp_MV.gather(1, tensor(self.targets_M)[:, None])[:, 0]
-        return TokenOutputs(logp_M, entropy_M, features.index_select(0, index_M))
+        wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M)
+        flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
+        if engine.sharded_params:  # their head is gathered in a pass of the whole model only
+            logits, features = engine.logits_and_features(*flat)
+            scores = score_logits(widen(logits), wanted, entropy_grad=entropy_grad)
+        else:
+            features = engine.hidden_states(*flat)
+            scores = score_tokens(Head(engine, route), features, wanted, entropy_grad=entropy_grad)
+        return TokenOutputs(*scores, select_rows(features, wanted.row_M))
 
 
 def value_head(engine: Engine) -> nn.Linear:
@@ -323,8 +346,23 @@ def pack_samples(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndar
 
 def token_weight(samples: Sequence[Sample]) -> float:
     """Returns the weight of a token in the mean over all answer tokens of `samples` (Yu et al., 2025, eq. 12), for a
-    sample weight of 1."""
-    return 1.0 / (sum(s.weight * len(s.token_ids) for s in samples) or 1.0)
+    sample weight of 1. Samples without gradient count too."""
+    return 1.0 / _denominator(samples)
+
+
+def trained_share(samples: Sequence[Sample]) -> float:
+    """Returns the sum of the token weights of the samples with gradient: a loss's metric divided by it is a mean over
+    the trained tokens."""
+    return (sum(s.weight * len(s.token_ids) for s in with_gradient(samples)) or 1.0) / _denominator(samples)
+
+
+def _denominator(samples: Sequence[Sample]) -> float:
+    return sum(s.weight * len(s.token_ids) if s.denominator is None else s.denominator for s in samples) or 1.0
+
+
+def with_gradient(samples: Sequence[Sample]) -> list[Sample]:
+    """Returns the samples that a pass is made for."""
+    return [sample for sample in samples if sample.has_gradient]
 
 
 def micro_batches(samples: Sequence[Sample], tokens: int, weight: float | None = None) -> list[MicroBatch]:
@@ -374,10 +412,14 @@ def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value
     def given(field: str) -> Tensor | None:
         return None if any(getattr(s, field) is None for s in samples) else joined(field)
 
+    sampler_logp_M = old_logp_M = joined("logprobs")
+    if samples[0].old_logprobs is not None:
+        is_current = isinstance(samples[0].old_logprobs, str)
+        old_logp_M = logp_M.detach() if is_current else joined("old_logprobs")
     return LossInputs(
         logp_M,
         entropy_M,
-        joined("logprobs"),
+        old_logp_M,
         given("reference_logprobs"),
         joined("advantages"),
         tensor(_spread(pack.token_weights, samples)),
@@ -386,6 +428,7 @@ def build_loss_inputs(pack: MicroBatch, logp_M: Tensor, entropy_M: Tensor, value
         value_M,
         given("values"),
         given("returns"),
+        None if samples[0].old_logprobs is None else sampler_logp_M,
     )
 
 

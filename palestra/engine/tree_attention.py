@@ -4,7 +4,8 @@
 longest common prefix with the one before it. K answers to one prompt cost one prompt and K answers; the turns of a
 conversation, or a whole episode tree, cost their distinct tokens. The new tokens of one sequence are a *segment*: its
 queries attend to the path of tokens from the root to themselves. The i-th key of a path has position i, so the causal
-mask is a comparison of positions.
+mask is a comparison of positions. In layers with a window or chunks (attention_terms.py), paths begin at the first key
+that one of the queries attends to.
 
 Shapes: `S` tokens of the flat row, `N` segments of a bucket, `Q` queries and `K` keys of the longest segment in it, `M`
 rows with queries, `H` heads, `D` head width.
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-QuerySegment = tuple[np.ndarray, np.ndarray]  # positions of the tokens of a segment that have queries, and its path
+from palestra.engine.attention_terms import NO_TERMS, AttentionTerms, KeySpan, attention_by_scores
+from palestra.engine.sdpa import grouped_attention
+
 MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed query-key pairs of a bucket
 
 
@@ -76,6 +79,22 @@ def concat_forests(forests: Sequence[Forest]) -> Forest:
     )
 
 
+class QuerySegment(NamedTuple):
+    """The queries of a segment: `at`, the index of each in `path`, the flat indices of the keys; and the index in
+    `path` of the first key that each attends to (None: all)."""
+
+    at: np.ndarray
+    path: np.ndarray
+    first: np.ndarray | None = None
+
+    def within(self, span: KeySpan) -> QuerySegment:
+        """Returns the segment without the keys outside `span`."""
+        first = span.first_key(self.at)
+        cut = int(first[0])  # the least: first keys rise with positions
+        first = first - cut
+        return QuerySegment(self.at - cut, self.path[cut:], first if first.any() else None)
+
+
 @dataclass
 class Bucket:
     """Segments of similar shape, padded to one shape (N, Q, K): int64 flat indices of queries `[N*Q]` and keys `[N*K]`,
@@ -85,6 +104,13 @@ class Bucket:
     keys: Tensor
     mask_N1QK: Tensor | None
     shape: tuple[int, int, int]
+
+
+class PaddedSegments(NamedTuple):
+    """Buckets of segments, and the index of each query's output in the padded outputs of all buckets."""
+
+    buckets: list[Bucket]
+    output_index_M: Tensor
 
 
 class TreeLayout:
@@ -97,37 +123,53 @@ class TreeLayout:
         self.forest, self.device = forest, device
         size = len(forest.ids_S)
         keep_M = np.arange(size) if keep_M is None else keep_M
-        row_S = np.full(size, -1)
-        row_S[keep_M] = np.arange(len(keep_M))
-        parts = list(_similar(list(_asking(forest, row_S))))
-        self.buckets = [_bucket(part, row_S, device) for part in parts]
-        # index of each query's output in the padded outputs of all buckets
-        back = np.zeros(len(keep_M), np.int64)
-        offset = 0
-        for part, bucket in zip(parts, self.buckets, strict=True):
-            n, q, _ = bucket.shape
-            for row, (at, path) in enumerate(part):
-                back[row_S[path[at]]] = offset + row * q + np.arange(len(at))
-            offset += n * q
-        self.output_index_M = torch.as_tensor(back, device=device)
+        self._row_S = np.full(size, -1)
+        self._row_S[keep_M] = np.arange(len(keep_M))
+        self._num_rows = len(keep_M)
+        self._padded: dict[KeySpan | None, PaddedSegments] = {}
 
     def narrow(self, keep_M: Tensor) -> TreeLayout:
         """Returns the layout in which only the tokens `keep_M` (flat indices, rising) have queries."""
         return TreeLayout(self.forest, self.device, keep_M.cpu().numpy())
 
-    def attend(self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, terms: AttentionTerms = NO_TERMS
+    ) -> Tensor:
         """Returns the attention output [M, H, D] of queries [H, M, D] over keys and values [h, S, D]."""
+        padded = self._padded.get(terms.span) or self._pad(terms.span)
         q, k, v = (t.transpose(0, 1).flatten(1) for t in (q_HSD, k_HSD, v_HSD))  # [S, H*D]: rows to gather
-        out = torch.cat([self._bucket(b, q, k, v, q_HSD.shape[0], k_HSD.shape[0], scale) for b in self.buckets])
-        return out.index_select(0, self.output_index_M).view(q_HSD.shape[1], q_HSD.shape[0], -1)
+        heads, kv_heads = q_HSD.shape[0], k_HSD.shape[0]
+        out = torch.cat([self._bucket(b, q, k, v, heads, kv_heads, scale, terms) for b in padded.buckets])
+        return out.index_select(0, padded.output_index_M).view(q_HSD.shape[1], q_HSD.shape[0], -1)
 
-    def _bucket(self, b: Bucket, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float) -> Tensor:
+    def _pad(self, span: KeySpan | None) -> PaddedSegments:
+        """Returns the segments, each with its keys in `span`, padded in buckets; kept for the other layers."""
+        segments = list(_asking(self.forest, self._row_S))
+        parts = list(_similar([segment.within(span) for segment in segments] if span else segments))
+        buckets = [_bucket(part, self._row_S, self.device) for part in parts]
+        back = np.zeros(self._num_rows, np.int64)
+        offset = 0
+        for part, bucket in zip(parts, buckets, strict=True):
+            n, q, _ = bucket.shape
+            for row, segment in enumerate(part):
+                back[self._row_S[segment.path[segment.at]]] = offset + row * q + np.arange(len(segment.at))
+            offset += n * q
+        self._padded[span] = PaddedSegments(buckets, torch.as_tensor(back, device=self.device))
+        return self._padded[span]
+
+    def _bucket(
+        self, b: Bucket, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, terms: AttentionTerms
+    ) -> Tensor:
         n, nq, nk = b.shape
         q = q.index_select(0, b.queries).view(n, nq, heads, -1).transpose(1, 2)
         k = k.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
         v = v.index_select(0, b.keys).view(n, nk, kv_heads, -1).transpose(1, 2)
-        mask, gqa = b.mask_N1QK, heads != kv_heads
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+        mask = b.mask_N1QK
+        if terms.needs_scores:
+            seen = torch.ones(nq, nk, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+            out = attention_by_scores(q, k, v, seen, scale, terms)
+        else:
+            out = grouped_attention(q, k, v, mask, scale, is_causal=mask is None)
         return out.transpose(1, 2).reshape(n * nq, -1)
 
 
@@ -136,20 +178,20 @@ def _asking(forest: Forest, row_S: np.ndarray) -> Iterator[QuerySegment]:
     for cut, path in forest.segments:
         at = cut + np.flatnonzero(row_S[path[cut:]] >= 0)
         if len(at):
-            yield at, path
+            yield QuerySegment(at, path)
 
 
 def _similar(segments: list[QuerySegment]) -> Iterator[list[QuerySegment]]:
     """Yields groups of segments of similar shape, so that padding wastes little."""
     part: list[QuerySegment] = []
     need = queries = keys = 0
-    for at, path in sorted(segments, key=lambda s: (len(s[0]), len(s[1]))):
-        q, k = len(at), len(path)
+    for segment in sorted(segments, key=lambda s: (len(s.at), len(s.path))):
+        q, k = len(segment.at), len(segment.path)
         wide, deep = max(queries, q), max(keys, k)
         if part and wide * deep * (len(part) + 1) > MAX_PADDING_RATIO * (need + q * k):
             yield part
             part, need, wide, deep = [], 0, q, k
-        part.append((at, path))
+        part.append(segment)
         need, queries, keys = need + q * k, wide, deep
     if part:
         yield part
@@ -157,20 +199,28 @@ def _similar(segments: list[QuerySegment]) -> Iterator[list[QuerySegment]]:
 
 def _bucket(part: list[QuerySegment], row_S: np.ndarray, device: torch.device) -> Bucket:
     n = len(part)
-    nq = max(len(at) for at, _ in part)
-    nk = max(len(path) for _, path in part)
+    nq = max(len(segment.at) for segment in part)
+    nk = max(len(segment.path) for segment in part)
     queries, keys = np.zeros((n, nq), np.int64), np.zeros((n, nk), np.int64)
-    positions = np.zeros((n, nq), np.int64)  # a padded query attends to key 0, so that its softmax is defined
-    for row, (at, path) in enumerate(part):
+    last = np.zeros((n, nq), np.int64)  # a padded query attends to key 0, so that its softmax is defined
+    first = np.zeros((n, nq), np.int64)
+    for row, (at, path, begin) in enumerate(part):
         # pad with the segment's own first token: a mask would not keep out NaN of another segment
         queries[row], keys[row] = row_S[path[at[0]]], path[0]
         queries[row, : len(at)], keys[row, : len(path)] = row_S[path[at]], path
-        positions[row, : len(at)] = at
-    whole = all(len(at) == len(path) for at, path in part)
-    seen = None if whole else torch.as_tensor(np.arange(nk) <= positions[:, :, None], device=device)[:, None]
+        last[row, : len(at)] = at
+        if begin is not None:
+            first[row, : len(at)] = begin
+    whole = all(len(at) == len(path) and begin is None for at, path, begin in part)
     return Bucket(
         queries=torch.as_tensor(queries.ravel(), device=device),
         keys=torch.as_tensor(keys.ravel(), device=device),
-        mask_N1QK=seen,
+        mask_N1QK=None if whole else torch.as_tensor(_seen(last, first, nk), device=device)[:, None],
         shape=(n, nq, nk),
     )
+
+
+def _seen(last_NQ: np.ndarray, first_NQ: np.ndarray, keys: int) -> np.ndarray:
+    """Returns which keys each query attends to, bool [N, Q, K]: those from its first to its last."""
+    seen_NQK = np.arange(keys) <= last_NQ[:, :, None]
+    return seen_NQK & (np.arange(keys) >= first_NQ[:, :, None]) if first_NQ.any() else seen_NQK

@@ -208,12 +208,13 @@ class LanguageLearner:
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Splits `samples` into batches of about `config.batch_size` for one optimizer step each, repeated for
         `config.epochs`. Samples are distributed round-robin, so that each batch has samples of every prompt; those of
-        one group stay together."""
+        one group stay together. Batches without any gradient are left out."""
         if not samples:
             return []
         hands = by_group(samples)
         count = min(len(hands), math.ceil(len(samples) / (self.config.batch_size or len(samples))))
         dealt = [[sample for hand in hands[i::count] for sample in hand] for i in range(count)]
+        dealt = [batch for batch in dealt if any(sample.has_gradient for sample in batch)]
         return [list(batch) for _ in range(self.config.epochs) for batch in dealt]
 
     async def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:

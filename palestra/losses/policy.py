@@ -11,22 +11,24 @@ Ratio means exp(logp - old_logp). A clipping bound is a number, or a tensor [M] 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 TensorMetrics = dict[str, Tensor]
+ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Bound = float | Tensor
 
 
 class LossInputs(NamedTuple):
     """Loss inputs of the trained tokens, each [M] (float32; `sequence_M` and `group_M` int64).
 
-    Log-probability and entropy under the trained policy; log-probability under the policy that sampled the tokens and
-    under the reference (or None); advantage; share of the mean; index of each token's sequence and of its group of
-    sequences (or None). With a critic: the value of the state before each token, that value before the update, and the
-    return (the value target).
+    Log-probability and entropy under the trained policy; log-probability under the policy before the update, which
+    ratios are relative to, and under the reference (or None); advantage; share of the mean; index of each token's
+    sequence and of its group of sequences (or None). With a critic: the value of the state before each token, that
+    value before the update, and the return (the value target). Where the sampler is not the policy before the update,
+    also the sampler's log-probability.
     """
 
     logp_M: Tensor
@@ -40,6 +42,7 @@ class LossInputs(NamedTuple):
     value_M: Tensor | None = None
     old_value_M: Tensor | None = None
     return_M: Tensor | None = None
+    sampler_logp_M: Tensor | None = None
 
 
 def clipped_policy_loss(
@@ -50,18 +53,21 @@ def clipped_policy_loss(
     dual_clip: float | None = None,
     kl: float = 0.0,
     entropy: float = 0.0,
+    **importance: Any,
 ) -> tuple[Tensor, TensorMetrics]:
     """PPO's clipped surrogate (Schulman et al., 2017, eq. 7), negated, with optional KL penalty and entropy bonus.
 
     `clip_high` widens the upper bound only (DAPO, Yu et al., 2025). `dual_clip`, above 1, limits the loss of a token
     with negative advantage to that many times its advantage (Ye et al., 2020, eq. 5). For `kl` and `entropy` see
-    `add_kl_and_entropy`. The metric `clip_fraction` is the share of tokens whose gradient is removed by clipping.
+    `add_kl_and_entropy`, for `importance` `correct_mismatch`. The metric `clip_fraction` is the share of tokens whose
+    gradient is removed by clipping.
 
     Raises ValueError for a KL penalty without `ref_logp_M`.
     """
     high = 1 + (clip if clip_high is None else clip_high)
+    tokens, mismatch = correct_mismatch(tokens, **importance)
     loss, metrics = _clipped_surrogate(tokens, _ratio(tokens), 1 - clip, high, dual_clip)
-    return add_kl_and_entropy(tokens, loss, metrics, kl, entropy)
+    return add_kl_and_entropy(tokens, loss, metrics | mismatch, kl, entropy)
 
 
 def add_kl_and_entropy(
@@ -83,6 +89,59 @@ def add_kl_and_entropy(
     return loss, metrics
 
 
+def correct_mismatch(
+    tokens: LossInputs,
+    *,
+    importance_cap: float | None = None,
+    importance_floor: float = 0.0,
+    importance_mode: ImportanceMode = "token_truncate",
+) -> tuple[LossInputs, TensorMetrics]:
+    """Returns the tokens with advantages reweighted as if the policy before the update had sampled them, and metrics.
+
+    Each advantage is multiplied by `importance_weight` of its token, if there is an `importance_cap`. The loss then
+    clips the step from that policy, not from the sampler's (decoupled PPO, Hilton et al., 2022; Fu et al., 2025,
+    eq. 5). Without `sampler_logp_M` the two are the same, and nothing changes.
+
+    `sampler_kl` is the mean log-ratio of sampler to policy (the k1 estimate of their KL divergence, nats),
+    `importance_cap_fraction` the share of tokens whose ratio is out of bounds.
+    """
+    if tokens.sampler_logp_M is None:
+        return tokens, {}
+    gap_M = tokens.old_logp_M - tokens.sampler_logp_M
+    metrics = {"sampler_kl": -(tokens.weight_M * gap_M).sum()}
+    if importance_cap is None:
+        return tokens, metrics
+    factor_M, outside_M = importance_weight(
+        gap_M, tokens.sequence_M, cap=importance_cap, floor=importance_floor, mode=importance_mode
+    )
+    metrics["importance_cap_fraction"] = (tokens.weight_M * outside_M).sum()
+    return tokens._replace(advantage_M=tokens.advantage_M * factor_M), metrics
+
+
+def importance_weight(
+    gap_M: Tensor, sequence_M: Tensor | None, *, cap: float, floor: float = 0.0, mode: ImportanceMode = "token_truncate"
+) -> tuple[Tensor, Tensor]:
+    """Returns the bounded importance ratio of each token [M], and whether it was out of bounds (bool [M]), from the
+    log-ratios `gap_M`.
+
+    The ratio r is a token's own, or of its sequence: the product over its tokens. `token_truncate` gives
+    min(max(r, floor), cap) (truncated importance sampling, Espeholt et al., 2018, eq. 1; Yao et al., 2025),
+    `token_mask` r within the bounds and 0 outside (IcePop, Ling team, 2025, arXiv:2510.18855), `sequence_truncate` and
+    `sequence_mask` the same of the sequence's ratio (masked importance sampling, Liu et al., 2025). Raises ValueError
+    without `sequence_M` for the ratio of a sequence.
+    """
+    if mode in ("sequence_truncate", "sequence_mask"):
+        if sequence_M is None:
+            raise ValueError(f"importance_mode: {mode} needs the number of each token's sequence")
+        count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
+        gap_M = gap_M.new_zeros(count).index_add_(0, sequence_M, gap_M)[sequence_M]
+    ratio_M = torch.exp(gap_M)
+    outside_M = (ratio_M > cap) | (ratio_M < floor)
+    if mode in ("token_truncate", "sequence_truncate"):
+        return ratio_M.clamp(min=floor, max=cap), outside_M
+    return torch.where(outside_M, 0.0, ratio_M), outside_M
+
+
 def actor_critic_loss(
     tokens: LossInputs,
     *,
@@ -92,6 +151,7 @@ def actor_critic_loss(
     value_coef: float = 0.5,
     value_clip: float | None = None,
     entropy: float = 0.0,
+    **importance: Any,
 ) -> tuple[Tensor, TensorMetrics]:
     """PPO's clipped surrogate plus `value_coef` times half the squared error of values against returns (Schulman et
     al., 2017, eq. 9).
@@ -103,7 +163,8 @@ def actor_critic_loss(
     """
     if tokens.value_M is None or tokens.return_M is None:
         raise ValueError("an actor-critic loss needs values and returns: the policy was built without a critic")
-    loss, metrics = clipped_policy_loss(tokens, clip=clip, clip_high=clip_high, dual_clip=dual_clip, entropy=entropy)
+    bounds: dict[str, Any] = {"clip": clip, "clip_high": clip_high, "dual_clip": dual_clip}
+    loss, metrics = clipped_policy_loss(tokens, **bounds, entropy=entropy, **importance)
     error_M = (tokens.value_M - tokens.return_M).square()
     if value_clip is not None:
         if tokens.old_value_M is None:
@@ -142,6 +203,7 @@ def cispo_loss(
     clip_high_threshold: Bound = 4.0,
     kl: float = 0.0,
     entropy: float = 0.0,
+    **importance: Any,
 ) -> tuple[Tensor, TensorMetrics]:
     """CISPO (MiniMax-M1, Chen et al., 2025, eq. 4), negated: logp * advantage * clipped ratio, without a gradient
     through the ratio.
@@ -151,11 +213,12 @@ def cispo_loss(
     metric `clip_fraction` is the share of tokens whose ratio is out of bounds. Raises ValueError for a KL penalty
     without `ref_logp_M`.
     """
+    tokens, mismatch = correct_mismatch(tokens, **importance)
     ratio = _ratio(tokens).detach()
     limited = _between(ratio, clip_low_threshold, clip_high_threshold)
     loss = -(tokens.weight_M * limited * tokens.logp_M * tokens.advantage_M).sum()
     metrics = {"clip_fraction": (tokens.weight_M * (limited != ratio)).sum(), **_policy_drift(tokens)}
-    return add_kl_and_entropy(tokens, loss, metrics, kl, entropy)
+    return add_kl_and_entropy(tokens, loss, metrics | mismatch, kl, entropy)
 
 
 def dro_loss(tokens: LossInputs, *, beta: float = 0.05) -> tuple[Tensor, TensorMetrics]:
@@ -177,6 +240,7 @@ def gspo_loss(
     sequence_ratio_mask: Tensor | None = None,
     kl: float = 0.0,
     entropy: float = 0.0,
+    **importance: Any,
 ) -> tuple[Tensor, TensorMetrics]:
     """GSPO-token (Zheng et al., 2025, eq. 13 and 14), negated: PPO's clipped surrogate in which each token's ratio has
     the value of its sequence's ratio, the geometric mean, and the gradient of its own.
@@ -186,12 +250,14 @@ def gspo_loss(
     must not be split over micro-batches. Raises ValueError without `sequence_M`, and for a KL penalty without
     `ref_logp_M`.
     """
-    if tokens.sequence_M is None:
+    sequence_M = tokens.sequence_M
+    if sequence_M is None:
         raise ValueError("gspo needs the number of each token's sequence")
+    tokens, mismatch = correct_mismatch(tokens, **importance)
     own = tokens.logp_M - tokens.logp_M.detach()  # zero, with the gradient of logp
-    ratio = torch.exp(_sequence_gap(tokens, tokens.sequence_M, sequence_ratio_mask) + own)
+    ratio = torch.exp(_sequence_gap(tokens, sequence_M, sequence_ratio_mask) + own)
     loss, metrics = _clipped_surrogate(tokens, ratio, clip_low_threshold, clip_high_threshold)
-    return add_kl_and_entropy(tokens, loss, metrics, kl, entropy)
+    return add_kl_and_entropy(tokens, loss, metrics | mismatch, kl, entropy)
 
 
 def _sequence_gap(tokens: LossInputs, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:
@@ -229,7 +295,7 @@ def _clipped_surrogate(
 
 
 def _policy_drift(tokens: LossInputs) -> TensorMetrics:
-    """Returns the KL divergence from the sampling policy (k3 of the inverse ratio), and the entropy."""
+    """Returns the KL divergence from the policy before the update (k3 of the inverse ratio), and the entropy."""
     with torch.no_grad():
         gap = tokens.logp_M - tokens.old_logp_M
         return {

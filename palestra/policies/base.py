@@ -12,6 +12,18 @@ from typing import Any, Protocol
 
 from palestra.types import Answer, Message
 
+CONTEXT_MESSAGES = ("context length", "context_length_exceeded", "context window", "max_model_len")
+
+
+class ContextLengthExceeded(ValueError):
+    """A prompt and the longest answer to it do not fit into a model's context. A rollout truncates the trajectory."""
+
+
+def request_error(message: str) -> ValueError:
+    """Returns the error of a request that a server refused; `ContextLengthExceeded` if its message says so."""
+    said = message.lower()
+    return ContextLengthExceeded(message) if any(text in said for text in CONTEXT_MESSAGES) else ValueError(message)
+
 
 @dataclass(frozen=True)
 class Query:

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from palestra.chat import Chat, messages_after, to_template_message, with_system
+from palestra.chat import (
+    ANSWER_MARKER,
+    Chat,
+    messages_after,
+    template_turn_end,
+    to_template_message,
+    turn_end_index,
+    with_system,
+)
 from palestra.engine.lora import Snapshot
 from palestra.engine.sampler import Completion, Request, SamplingConfig
 from palestra.policies.base import Query, chat_messages
 from palestra.types import Answer, Message
 
-ANSWER_MARKER = "\x00answer\x00"
 HistoryMode = Literal["none", "conversation"]
 
 
@@ -39,7 +46,8 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Any, options: dict[str, Any] | None = None, *, cache_size: int = 65536) -> None:
         self.tokenizer, self.options = tokenizer, options or {}
-        self.special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
+        special = {number: str(t) for number, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self.special, self._special_ids = list(special.values()), {*special, tokenizer.eos_token_id}
         self._first = lru_cache(maxsize=cache_size)(self._encode_first)
         self._next = lru_cache(maxsize=cache_size)(self._encode_next)
 
@@ -54,10 +62,20 @@ class ChatEncoder:
 
     def encode_next_turn(self, earlier: np.ndarray, answer: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """Returns the prompt [P] int32 of a later turn: earlier prompt, sampled answer, and the template's text between
-        an answer and the next one, with the new `messages` in it."""
+        an answer and the next one, with the new `messages` in it. The answer ends as the template ends it, once."""
         between, end = self._next(_cache_key([to_template_message(m) for m in messages]))
-        cut = answer[-1:].tolist() == [end] and len(between) > 0 and between[0] == end
-        return np.concatenate([earlier, answer, between[1:] if cut else between])
+        last = int(answer[-1]) if len(answer) else None
+        if end is not None and last == between[end]:
+            return np.concatenate([earlier, answer, between[end + 1 :]])
+        if end is not None and last in self._special_ids:
+            answer = answer[:-1]  # an end of another kind than the template's
+        return np.concatenate([earlier, answer, between])
+
+    @cached_property
+    def turn_end(self) -> str:
+        """The text with which the template ends an answer; empty if there is none."""
+        end = template_turn_end(self.tokenizer)
+        return "" if end is None else str(self.tokenizer.convert_ids_to_tokens(end))
 
     def _encode_first(self, messages: str, tools: str) -> np.ndarray:
         return self._ids(self._render(json.loads(messages), json.loads(tools)))
@@ -68,7 +86,8 @@ class ChatEncoder:
             {"role": "assistant", "content": ANSWER_MARKER},
             *json.loads(messages),
         ]
-        return self._ids(self._render(turns, []).split(ANSWER_MARKER, 1)[1]), self.tokenizer.eos_token_id
+        between = self._ids(self._render(turns, []).split(ANSWER_MARKER, 1)[1])
+        return between, turn_end_index(self.tokenizer, between.tolist())
 
     def _render(self, messages: list[Any], tools: list[Any]) -> str:
         messages, tools = self._harmless(messages), self._harmless(tools)
@@ -157,8 +176,7 @@ class LanguagePolicy:
 
     def encode_demonstration(self, query: Query, text: str) -> Answer:
         """Returns `text` as an answer of this policy with token ids, for imitation; its log-probabilities are zero."""
-        end = self.encoder.tokenizer.eos_token or ""
-        ids = np.array(self.encoder.tokenizer.encode(text + end, add_special_tokens=False), np.int32)
+        ids = np.array(self.encoder.tokenizer.encode(text + self.encoder.turn_end, add_special_tokens=False), np.int32)
         return Answer(text, self.name, self.encode_prompt(query), ids, np.zeros(len(ids), np.float32))
 
 

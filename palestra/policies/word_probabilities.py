@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.engine.batch import end_token_ids
+from palestra.engine.live_batch import end_token_ids
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler
 from palestra.engine.scoring import ScoreRequest, score_prompts

@@ -8,7 +8,6 @@ for (V-trace). An actor that dies is replaced, and its games start anew.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import weakref
@@ -25,13 +24,12 @@ from torch import Tensor
 
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.policies.vector import VectorPolicy
+from palestra.processes import SPAWN_CONTEXT, PipeProcess
 from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.vector_rollout import VectorRollout, empty_batch
-from palestra.runs.worker_stats import start_without_sigint
 from palestra.seeding import derive_seed
 from palestra.types import RolloutBatch
 
-SPAWN_CONTEXT = multiprocessing.get_context("spawn")
 SLOTS_PER_ACTOR = 3  # one to write, one to read, one in between
 MAX_ACTOR_FAILURES = 3  # consecutive deaths of an actor without a batch
 CACHE_LINE_BYTES = 64  # bytes of a cache line; arrays are aligned to it
@@ -150,10 +148,9 @@ class ActorPool:
         self.batch = empty_batch(cast.env, frame, horizon)
         self.all_buffers = [SharedBuffers(sum(w.numel() for w in self.weights), self.batch) for _ in make]
         self.locks: list[Any] = [None for _ in make]
-        self.pipes: list[Any] = [None for _ in make]
-        self.processes: list[Any] = [None for _ in make]
+        self.actors: list[PipeProcess] = []  # none until the first weights are published
         self.failures = [0 for _ in make]
-        self._release = weakref.finalize(self, _release, self.pipes, self.processes, self.all_buffers)
+        self._release = weakref.finalize(self, _release, self.actors, self.all_buffers)
 
     def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
         """Returns the next batch, which is valid until the next call; ignores `players`, `steps` and `seed`, which the
@@ -162,10 +159,10 @@ class ActorPool:
         self._publish()
         dropped = 0
         while True:
-            ready = wait([*self.pipes, *(process.sentinel for process in self.processes)])
+            ready = wait([each for actor in self.actors for each in (actor.pipe, actor.process.sentinel)])
             for step in range(1, len(self.make) + 1):  # round robin: a fast actor must not starve the others
                 i = (self.batch.worker + step) % len(self.make)
-                if self.pipes[i] in ready and (got := self._receive(i)) is not None:
+                if self.actors[i].pipe in ready and (got := self._receive(i)) is not None:
                     slot, number, version, overwrote, small = got
                     dropped += overwrote
                     if self._read(i, slot, number):
@@ -176,7 +173,7 @@ class ActorPool:
                         self.batch.rollout_metrics = {key: float(value) for key, value in notes.items()}
                         self.batch.worker = i
                         return self.batch
-                elif not self.processes[i].is_alive() and not self.pipes[i].poll():
+                elif not self.actors[i].process.is_alive() and not self.actors[i].pipe.poll():
                     self._replace(i)
 
     def _publish(self) -> None:
@@ -184,42 +181,38 @@ class ActorPool:
         self.version += 1
         flat = torch.cat([w.detach().flatten().float() for w in self.weights]).numpy()
         for i, buffers in enumerate(self.all_buffers):
-            if self.processes[i] is None:
+            if i == len(self.actors):
                 buffers.weights[:], buffers.version[:] = flat, self.version
-                self._start(i)
+                self.actors.append(self._start(i))
             else:
                 with self.locks[i]:
                     buffers.weights[:], buffers.version[:] = flat, self.version
 
-    def _start(self, i: int) -> None:
+    def _start(self, i: int) -> PipeProcess:
         self.all_buffers[i].slot_marks[:] = 0
         self.locks[i] = SPAWN_CONTEXT.Lock()
-        self.pipes[i], theirs = SPAWN_CONTEXT.Pipe()
         seed = derive_seed(self.seed, "actor", i, self.restarts)
         name = self.all_buffers[i].shared_memory.name
-        job = (theirs, self.locks[i], self.make[i], self.horizon, seed, name)
-        self.processes[i] = SPAWN_CONTEXT.Process(target=_actor_main, args=job, daemon=True)
-        start_without_sigint(self.processes[i])
-        theirs.close()
+        return PipeProcess(_actor_main, self.locks[i], self.make[i], self.horizon, seed, name, daemon=True)
 
     def _replace(self, i: int) -> None:
         """Starts a new actor in place of a dead one, with a new lock: the old one may have died holding it."""
         self.failures[i] += 1
         if self.failures[i] >= MAX_ACTOR_FAILURES:
             raise ValueError(
-                f"actor {i} died {MAX_ACTOR_FAILURES} times without one batch between (exit code "
-                f"{self.processes[i].exitcode}): "
-                "its own message is above; num_actors: 0 plays in this process, where errors are seen whole"
+                f"actor {i} died {MAX_ACTOR_FAILURES} times without one batch between "
+                f"({self.actors[i].exit_reason()}): its own message is above; "
+                "num_actors: 0 plays in this process, where errors are seen whole"
             )
         self.restarts += 1
-        self.pipes[i].close()
-        self.processes[i].join()
-        self._start(i)
+        self.actors[i].pipe.close()
+        self.actors[i].process.join()
+        self.actors[i] = self._start(i)
 
     def _receive(self, i: int) -> Any:
         """Returns an actor's next message, or None if the actor is gone. Raises the RunFailed that its env caused."""
         try:
-            message = self.pipes[i].recv()
+            message = self.actors[i].pipe.recv()
         except (EOFError, OSError):
             self._replace(i)
             return None
@@ -254,14 +247,11 @@ class ActorPool:
         self._release()
 
 
-def _release(pipes: list[Any], processes: list[Any], all_buffers: list[SharedBuffers]) -> None:
-    for pipe in pipes:
-        pipe and pipe.close()
-    for process in processes:
-        if process:
-            process.join(1.0)
-            process.kill()
-            process.join()
+def _release(actors: list[PipeProcess], all_buffers: list[SharedBuffers]) -> None:
+    for actor in actors:
+        actor.pipe.close()
+    for actor in actors:
+        actor.stop(1.0)
     for buffers in all_buffers:
         with suppress(FileNotFoundError):
             buffers.shared_memory.unlink()

@@ -140,7 +140,7 @@ class DatasetSource:
             self._check_sampled(lesson, taught)
         for start in range(0, len(self.items), CHECK_CHUNK_SIZE):
             episodes = [self.attribute_episode(*item, team) for item in self.items[start : start + CHECK_CHUNK_SIZE]]
-            if any(lesson.build_samples(episodes, name, {})[0] for name in learners):
+            if any(s.has_gradient for name in learners for s in lesson.build_samples(episodes, name, {})[0]):
                 return
         lines = [leaf for episode, _ in self.items for leaf in episode.leaves()]
         wins, forks = sum(bool(leaf.info.get("success")) for leaf in lines), sum(map(_differing, self._families()))

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from palestra.envs.reward_terms import REWARD_TERMS_KEY
 from palestra.types import Answer, Episode, Metrics, Node
+
+CONTEXT_FULL_KEY = "context_full"  # key in the info of a trajectory's last node: the next prompt did not fit
+REDRAWS_KEY = "redraws"  # key in the info of an episode's first node: instances played before it in its place
 
 
 def member_name(policy: str) -> str:
@@ -39,12 +43,19 @@ def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
     """Returns success (if the env reports it), joint steps per trajectory, team return, number of episodes, and how
     many failed.
 
-    Means are over the episodes that did not fail; `failed` counts the rest.
+    Means are over the episodes that did not fail; `failed` counts the rest. `redraws`, only if any were, is the number
+    of episodes that were played and replaced (refill.py); `context_full_fraction`, likewise, the share of trajectories
+    that ended because the next prompt did not fit into a model's context.
     """
     valid = [e for e in episodes if e.error is None]
     lines = [e.trajectory(leaf) for e in valid for leaf in e.leaves() if leaf.chosen]
     known = not lines or any("success" in line[-1].info for line in lines)
-    return ({"success": _mean([e.success for e in valid])} if known else {}) | {
+    redraws = [e.nodes[0].info.get(REDRAWS_KEY, 0) for e in valid if e.nodes]
+    more = {"success": _mean([e.success for e in valid])} if known else {}
+    more |= {"redraws": float(sum(redraws))} if any(redraws) else {}
+    full = [bool(line[-1].info.get(CONTEXT_FULL_KEY)) for line in lines]
+    more |= {"context_full_fraction": _mean(full)} if any(full) else {}
+    return more | {
         "steps_per_episode": _mean([len(line) for line in lines]),
         "team_return": _mean([sum(node.team_reward for node in line) for line in lines]),
         "episodes": float(len(episodes)),
@@ -69,8 +80,8 @@ def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
 
 def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
-    of invalid answers, tokens per answer, share cut at the token limit. An answer shared by siblings counts once, by
-    its mean."""
+    of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the local
+    reward (envs/reward_terms.py). An answer shared by siblings counts once, by its mean."""
     turns = [
         (node, seat, answer)
         for episode in episodes
@@ -81,7 +92,9 @@ def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     ]
     times = Counter(id(answer) for _, _, answer in turns)
     shares = [1 / times[id(answer)] for _, _, answer in turns]
-    return {
+    terms = [node.info.get(REWARD_TERMS_KEY, {}).get(seat, {}) for node, seat, _ in turns]
+    names = dict.fromkeys(name for own in terms for name in own)
+    return {f"reward/{name}": _mean([own.get(name, 0.0) for own in terms], shares) for name in names} | {
         "answers": float(len(times)),
         "local_reward": _mean([node.rewards.get(seat, 0.0) for node, seat, _ in turns], shares),
         "team_reward": _mean([node.team_reward for node, _, _ in turns], shares),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from palestra.envs.reward_terms import REWARD_TERMS_KEY
 from palestra.types import Episode, Node
 
 MAX_INLINE_CHARS = 60  # characters of text that stays on the line of its heading
@@ -42,13 +43,14 @@ def new_text(shown: Any, before: Any) -> str:
 
 
 def _came(node: Node) -> Iterator[str]:
-    """Yields rewards, unless all are 0, and at the end the env's info."""
+    """Yields rewards, unless all are 0, and at the end the env's info without the terms of rewards."""
     paid = {seat: round(value, 3) for seat, value in node.rewards.items() if value}
     team = {"team": round(node.team_reward, 3)} if node.team_reward else {}
     if paid or team:
         yield f"-> {', '.join(f'{who} {value:+g}' for who, value in (team | paid).items())}"
     if node.done:
-        yield f"the end{', cut off' if node.truncated else ''}: {json.dumps(node.info, default=str)}"
+        info = {key: value for key, value in node.info.items() if key != REWARD_TERMS_KEY}
+        yield f"the end{', cut off' if node.truncated else ''}: {json.dumps(info, default=str)}"
 
 
 def _block(head: str, text: str) -> str:

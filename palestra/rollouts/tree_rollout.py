@@ -6,7 +6,8 @@ whole trajectories start at the first step. A seat that acts later in a turn of 
 earlier seat did, since the env is stepped in between. Where several seats act at once, each gives K answers, and the
 siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
 
-An env or a policy that raises makes a failed episode, with message and traceback; other episodes continue.
+A trajectory whose next prompt does not fit into a model's context ends there, truncated, with the rewards so far. Any
+other error of an env or a policy makes a failed episode, with message and traceback; other episodes continue.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from functools import partial
 from typing import Any, Literal
 
 from palestra.envs.base import Env, require_step
-from palestra.policies.base import Policy, Query
+from palestra.policies.base import ContextLengthExceeded, Policy, Query
 from palestra.rollouts.failures import describe_error
+from palestra.rollouts.metrics import CONTEXT_FULL_KEY
 from palestra.seeding import derive_seed
 from palestra.types import Answer, Episode, Node, Seat, Step
 
@@ -162,6 +164,8 @@ class _TreeRollout:
             if len(line.path) >= self.max_steps:
                 raise ValueError(f'env "{self.episode.env}" has not ended after {self.max_steps} joint steps')
             children = await self._branch(line)
+            if not children:
+                break
             rng = random.Random(self._seed("pick", line))
             picked = self.branching.pick([node for node, _ in children], rng)
             for node, child in children:
@@ -200,12 +204,31 @@ class _TreeRollout:
         del self.open_envs[id(env)]
         await _call(env, env.close)
 
+    async def _ask_all(self, line: Branch, k: int) -> dict[Seat, list[Answer]]:
+        """Returns `k` answers of each seat that acts; none, and ends `line`, if a seat's prompt is too long."""
+        asked = {seat: self._ask(line, seat, k) for seat in line.step.observations}
+        try:
+            return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        except ContextLengthExceeded as error:
+            self._truncate(line, error)
+            return {}
+
+    def _truncate(self, line: Branch, error: ContextLengthExceeded) -> None:
+        """Ends `line` at its last node. Raises `error` if there is none: then no episode can be played."""
+        if line.parent is None:
+            raise error
+        last = self.episode.nodes[line.parent]
+        last.done = last.truncated = True
+        last.info = last.info | {CONTEXT_FULL_KEY: True}
+
     async def _branch(self, line: Branch) -> list[tuple[Node, Branch]]:
-        """Returns the siblings that answer `line`'s observations, each with the branch that it starts."""
+        """Returns the siblings that answer `line`'s observations, each with the branch that it starts; none if `line`
+        ends, since a prompt is too long."""
         k = self.branching.width(len(line.path))
         joined = self.branching.joint_indices(k, list(line.step.observations))
-        asked = {seat: self._ask(line, seat, k) for seat in line.step.observations}
-        answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        answers = await self._ask_all(line, k)
+        if not answers:
+            return []
         forks = [self.register_env(await _call(line.env, line.env.fork)) for _ in joined[1:]]
         envs = [*forks, line.env]  # forks first: the original moves last
         joints = [{seat: answers[seat][i] for seat, i in zip(answers, which, strict=True)} for which in joined]

@@ -2,7 +2,7 @@
 seconds.
 
     roll.note("env server", "host1:50051", done=1)
-    roll.note("local worker", "process 4711 on box", lost=1, why="its process ended with exit code -9")
+    roll.note("local worker", "process 4711 on box", lost=1, why="its process ended with exit code -9, SIGKILL")
     roll.lines()  # [{"worker": "env server host1:50051", "kind": "env server", "where": "host1:50051", "done": 1.0, ...
 
 `done` counts finished tasks, sessions or requests, depending on the kind of worker; `seconds` is the time they took;
@@ -13,13 +13,10 @@ them. All this depends on the machines and not on the seed, and no training depe
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 REPORT_INTERVAL_S = 5.0  # seconds between two reports; a loss is reported at once
@@ -68,14 +65,3 @@ worker_stats = WorkerStats()  # the counters of this process
 def process_label(pid: int | None = None) -> str:
     """Returns a label of this process, or of process `pid` on this machine: "process 4711 on box"."""
     return f"process {os.getpid() if pid is None else pid} on {socket.gethostname()}"
-
-
-def start_without_sigint(worker: BaseProcess) -> None:
-    """Starts a worker process that never receives Ctrl-C, which a terminal sends to all its processes, not even before
-    its first line of code. The parent decides when it ends."""
-    resource_tracker.ensure_running()  # must run before: starting it unblocks the signal again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits its parent's mask
-    try:
-        worker.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -7,10 +7,8 @@ through the database alone: without the wake-up socket, each side polls every fe
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import secrets
-import signal
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +21,9 @@ from pydantic import BaseModel
 from transformers import AutoConfig, AutoTokenizer
 
 from palestra.engine.models import resolve_base
+from palestra.engine.request import max_chars_per_token
 from palestra.files import TEMPORARY_PREFIX, acquire_lock
+from palestra.processes import exit_reason, join_or_kill, start_process
 from palestra.service.api.api_keys import ApiKeys
 from palestra.service.api.app import create_app
 from palestra.service.api.state import BaseInfo, ClientLimits, ServiceContext
@@ -32,14 +32,14 @@ from palestra.service.storage.store import Store
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
 from palestra.web.listen import open_listener, url_host
-from palestra.web.origin_middleware import OriginPolicy
+from palestra.web.origin_middleware import OriginPolicy, is_loopback
+from palestra.web.retry import RetryPolicy
 from palestra.web.server import build_server
 
 STABLE_AFTER_S = 60.0  # seconds after which a worker counts as started successfully
-MAX_RESTART_PAUSE_S = 30.0  # longest pause in seconds before a restart of the worker
+RESTART = RetryPolicy(1.0, 30.0)  # pauses before a restart of a worker that died soon after its start
 WORKER_STOP_TIMEOUT_S = 300.0  # seconds for the worker to complete its work on shutdown
 DRAIN_TIMEOUT_S = 10  # seconds for open requests to end on shutdown
-MAX_MERGED_CHARS = 4  # characters that a tokenizer's normaliser may merge into one
 
 Say = Callable[[str], None]
 
@@ -159,26 +159,22 @@ class WorkerProcess:
     def start(self) -> BaseProcess:
         """Starts a new process with a new wake-up socket."""
         self.context.wakeup, theirs = WakeupSocket.pair()  # readers of the old socket release it soon
-        process = multiprocessing.get_context("spawn").Process(target=run_worker, args=(self.settings, theirs))
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; `stop` ends the worker
-        process.start()
-        signal.signal(signal.SIGINT, before)
+        self.process = start_process(run_worker, (self.settings, theirs))
         theirs.sock.close()  # the worker has a copy; this one would keep the socket open after its death
-        self.process = process
-        return process
+        return self.process
 
     async def keep_alive(self) -> None:
         """Starts the worker and restarts it when it dies; the pause doubles while it dies within `STABLE_AFTER_S`
         seconds of its start."""
-        pause, loop = 1.0, asyncio.get_running_loop()
+        failures, loop = 0, asyncio.get_running_loop()
         while True:
             began, process = loop.time(), self.start()
             await _ended(process)
             process.join()
-            pause = 1.0 if loop.time() - began > STABLE_AFTER_S else pause
-            self.say(f"the engine's worker died (exit code {process.exitcode}); starting it again in {pause:.0f} s")
+            failures = 1 if loop.time() - began > STABLE_AFTER_S else failures + 1
+            pause = RESTART.wait_s(failures)
+            self.say(f"the engine's worker died ({exit_reason(process.exitcode)}); starting it again in {pause:.0f} s")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, MAX_RESTART_PAUSE_S)
 
     def kill(self) -> None:
         """Kills the process without saving."""
@@ -190,11 +186,8 @@ class WorkerProcess:
         if self.process is None or not self.process.is_alive():
             return
         self.process.terminate()
-        self.process.join(WORKER_STOP_TIMEOUT_S)
-        if self.process.is_alive():
+        if join_or_kill(self.process, WORKER_STOP_TIMEOUT_S):
             self.say(f"the engine's worker has not ended within {WORKER_STOP_TIMEOUT_S:.0f} s: killed")
-            self.process.kill()
-            self.process.join()
 
 
 async def _ended(process: BaseProcess) -> None:
@@ -221,7 +214,7 @@ def load_base_info(name: str, path: str, aliases: dict[str, str]) -> BaseInfo:
         architecture=(config.architectures or [config.model_type])[0],
         vocab_size=text.vocab_size,
         max_length=text.max_position_embeddings,
-        max_token_chars=MAX_MERGED_CHARS * max(map(len, tokenizer.get_vocab())),
+        max_chars_per_token=max_chars_per_token(tokenizer),
         tokenizer=tokenizer,
     )
 
@@ -247,7 +240,7 @@ def _secret(path: Path) -> str:
 def _how_to_connect(options: ServeOptions, port: int) -> str:
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
     key = "tml-..." if options.auth else "tml-anything"
-    inside = options.auth or options.host in ("127.0.0.1", "localhost", "::1")
+    inside = options.auth or is_loopback(options.host)
     warning = "" if inside else "  (without --auth, everybody who reaches this machine may use it)"
     url = f"http://{url_host(host)}:{port}{options.root_path.rstrip('/')}"
     return f"serving; point a client here with TINKER_BASE_URL={url} TINKER_API_KEY={key}{warning}"

@@ -17,9 +17,11 @@ from typing import Any
 from palestra.files import acquire_lock, atomic_write, check_folder, file_size
 from palestra.sinks.base import LOG_PREFIXES, Sink, SinkConfigs, metrics_of_line
 from palestra.sinks.factory import open_sink
+from palestra.web.retry import RetryPolicy
 
 OFFSETS_FILE = "sent.json"
 POLL_INTERVAL_S = 1.0  # seconds between reads of the logs
+RETRY = RetryPolicy(2 * POLL_INTERVAL_S, 60.0)  # pauses while a sink fails
 END_TIMEOUT_S = 60.0  # seconds that the end of a run waits for its sinks
 Warn = Callable[[str], None]
 
@@ -105,7 +107,7 @@ class SinkThread(threading.Thread):
         self.path, self.config, self.warn = run, config, warn
         self.stop_event = threading.Event()
         self._warned = False
-        self._pause = POLL_INTERVAL_S
+        self._failures = 0  # in a row
 
     def run(self) -> None:
         post: SinkCursor | None = None
@@ -114,7 +116,7 @@ class SinkThread(threading.Thread):
             post = self._send(post)
             if last:
                 break
-            self.stop_event.wait(self._pause)
+            self.stop_event.wait(RETRY.wait_s(self._failures) if self._failures else POLL_INTERVAL_S)
         if post:
             self._try(post.close)
 
@@ -126,7 +128,7 @@ class SinkThread(threading.Thread):
             post = post or SinkCursor(self.path, self.config)
             post.send()
 
-        self._pause = POLL_INTERVAL_S if self._try(sent) else min(60.0, 2 * self._pause)
+        self._failures = 0 if self._try(sent) else self._failures + 1
         return post
 
     def _try(self, act: Callable[[], Any]) -> bool:

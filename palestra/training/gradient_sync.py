@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from palestra.learners.nets import GradientSync
-from palestra.runs.worker_stats import start_without_sigint
+from palestra.processes import exit_reason, join_or_kill, start_process
 
 CHUNK_ELEMENTS = 1 << 18  # elements summed at a time
 COUNTER_STRIDE = 8  # int64 elements between two counters, so that no two processes write to the same cache line
@@ -116,13 +115,8 @@ def start_processes(processes: int, run_rank: Callable[[ProcessRank], None]) -> 
     """
     meeting, board = str(Path(tempfile.mkdtemp(prefix="palestra-")) / "meeting"), SharedMemoryAllReduce(processes)
     for rank in range(1, processes):
-        worker = get_context("spawn").Process(
-            target=_run,
-            args=(ProcessRank(rank, processes, meeting, board), run_rank, torch.get_num_threads()),
-            daemon=True,
-        )
-        start_without_sigint(worker)
-        CHILD_PROCESSES.append(worker)
+        job = (ProcessRank(rank, processes, meeting, board), run_rank, torch.get_num_threads())
+        CHILD_PROCESSES.append(start_process(_run, job, daemon=True))
     place = ProcessRank(0, processes, meeting, board)
     place.join()
     return place
@@ -144,8 +138,7 @@ def stop_processes() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     for worker in CHILD_PROCESSES:
-        worker.join(5)
-        worker.kill()
+        join_or_kill(worker, 5.0)
     CHILD_PROCESSES.clear()
 
 
@@ -155,4 +148,4 @@ def dead_process_message() -> str | None:
     if not dead:
         return None
     rank, code = dead[0]
-    return f"training process {rank} of {len(CHILD_PROCESSES) + 1} died (exit code {code})"
+    return f"training process {rank} of {len(CHILD_PROCESSES) + 1} died ({exit_reason(code)})"

@@ -6,16 +6,13 @@ The API key is read from the environment for each request; it is never stored, s
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import os
-import random
 import re
 import ssl
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -23,13 +20,14 @@ from pydantic import Field, JsonValue, field_validator
 
 from palestra.chat import Json
 from palestra.config import StrictModel
+from palestra.web.retry import RETRY_STATUSES, RetryPolicy, parse_retry_after
 
 if TYPE_CHECKING:
     import httpx
 
-RETRY_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})  # temporary failures, which are retried
 MAX_ANSWER_BYTES = 32 * 2**20  # bytes of an answer, decompressed
 MAX_PAUSE_S = 30.0  # longest pause in seconds between attempts without Retry-After
+JITTER = 0.25  # share by which pauses vary, so that calls that failed together do not return together
 
 
 class EndpointError(RuntimeError):
@@ -90,6 +88,14 @@ class Endpoint(StrictModel):
         _headers(self)
 
 
+class AttemptFailed(Exception):
+    """Raised by an attempt that is worth repeating, `retry_after_s` seconds later if the endpoint asks for it."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
 @dataclass(frozen=True)
 class RetryingClient:
     """HTTP client for one answer, with retries. Each answer has its own client, so that none waits for another's
@@ -104,36 +110,39 @@ class RetryingClient:
         ValueError if the key is missing."""
         endpoint = self.endpoint
         body = {"model": endpoint.model, "messages": list(messages), **settings, **endpoint.body}
-        for attempt in range(endpoint.retries + 1):
-            reply, fault, told = await self._try(body)
-            if reply is not None:
-                return reply
-            self.errors.append(fault)
-            if told > endpoint.limit:
-                what = f"asks to be left alone for {told:g} seconds, more than limit allows"
-                raise endpoint_error(endpoint, what, self.errors)
-            if attempt < endpoint.retries:
-                doubled = min(MAX_PAUSE_S, endpoint.backoff * 2**attempt)
-                await asyncio.sleep(max(told, doubled * random.uniform(0.75, 1.25)))  # jitter spreads the retries
-        raise endpoint_error(endpoint, f"failed {endpoint.retries + 1} times", self.errors)
+        policy = RetryPolicy(endpoint.backoff, MAX_PAUSE_S, max_attempts=endpoint.retries + 1, jitter=JITTER)
+        try:
+            return await policy.run(partial(self._try, body), AttemptFailed)
+        except AttemptFailed:
+            raise endpoint_error(endpoint, f"failed {policy.max_attempts} times", self.errors) from None
 
-    async def _try(self, body: Json) -> tuple[Json | None, str, float]:
-        """Makes one attempt. Returns the message, or None with the error and the pause in seconds that the endpoint
-        requests."""
+    async def _try(self, body: Json) -> Json:
+        """Makes one attempt and returns the message. Raises AttemptFailed for what another attempt may not meet."""
         endpoint, httpx = self.endpoint, _httpx()
         try:
             async with asyncio.timeout(endpoint.timeout):  # httpx restarts its own timeout with every byte received
                 response = await self._post(body)
         except TimeoutError:
-            return None, f"no answer within timeout: {endpoint.timeout:g} seconds", 0.0
+            raise self._failure(f"no answer within timeout: {endpoint.timeout:g} seconds") from None
         except httpx.RequestError as error:
-            return None, f"{type(error).__name__}: {quote_masked(endpoint, str(error))}", 0.0
+            raise self._failure(f"{type(error).__name__}: {quote_masked(endpoint, str(error))}") from None
         status = f"HTTP {response.status_code}"
         if response.status_code in RETRY_STATUSES:
-            return None, status, _pause(response.headers.get("retry-after", ""))
+            raise self._failure(status, parse_retry_after(response.headers.get("retry-after", "")))
         if not response.is_success:
             raise endpoint_error(endpoint, f"answered {status}: {quote_masked(endpoint, response.text)}", [])
-        return _message(response), f"{status} without a completion: {quote_masked(endpoint, response.text)}", 0.0
+        if (message := _message(response)) is None:
+            raise self._failure(f"{status} without a completion: {quote_masked(endpoint, response.text)}")
+        return message
+
+    def _failure(self, reason: str, retry_after_s: float = 0.0) -> Exception:
+        """Records why an attempt failed and returns its error: final if the endpoint asks for a longer pause than the
+        time limit allows."""
+        self.errors.append(reason)
+        if retry_after_s > self.endpoint.limit:
+            what = f"asks to be left alone for {retry_after_s:g} seconds, more than limit allows"
+            return endpoint_error(self.endpoint, what, self.errors)
+        return AttemptFailed(reason, retry_after_s)
 
     async def _post(self, body: Json) -> httpx.Response:
         """Sends the request and reads the response. Raises EndpointError if it is longer than `MAX_ANSWER_BYTES`
@@ -178,16 +187,6 @@ def _message(response: httpx.Response) -> Json | None:
     except (ValueError, LookupError, TypeError):
         return None
     return message if says else None
-
-
-def _pause(told: str) -> float:
-    """Returns the seconds in a Retry-After header, given as a number or a date; 0 if it has neither."""
-    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", told):
-        return float(told)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(told).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return 0.0
 
 
 # ---- API key and error messages

@@ -16,17 +16,14 @@ class LoopThread:
     """An event loop on its own daemon thread.
 
     Callers may be coroutines of any event loop, or ordinary threads. `close` must follow the last call; loops still
-    open at interpreter exit are closed then. The coroutine returned by `on_close`, if set, runs just before the loop
-    stops.
+    open at interpreter exit are closed then, which waits at most `exit_timeout_s` seconds (None: until all tasks have
+    ended). The coroutine returned by `on_close`, if set, runs just before the loop stops.
     """
 
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+    def __init__(self, name: str, exit_timeout_s: float | None = None) -> None:
+        self.loop, self.exit_timeout_s = asyncio.new_event_loop(), exit_timeout_s
         self.on_close: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self._lock, self._closing = (
-            threading.RLock(),
-            False,
-        )  # reentrant, for finalizers
+        self._lock, self._closing = threading.RLock(), False  # reentrant, for finalizers
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         _open.add(self)
         self._thread.start()
@@ -45,8 +42,8 @@ class LoopThread:
             if not self._closing:
                 asyncio.run_coroutine_threadsafe(make(), self.loop)
 
-    def close(self) -> None:
-        """Cancels all tasks of the loop and joins the thread.
+    def close(self, timeout_s: float | None = None) -> None:
+        """Cancels all tasks of the loop and joins the thread, for at most `timeout_s` seconds (None: without limit).
 
         May be called repeatedly. On the loop thread itself it does not join: the thread ends later.
         """
@@ -55,7 +52,7 @@ class LoopThread:
                 self._closing = True
                 asyncio.run_coroutine_threadsafe(self._end(), self.loop)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         self.loop.run_forever()
@@ -76,5 +73,5 @@ class LoopThread:
 @atexit.register
 def _close_all() -> None:
     """Closes all open loops: a thread still running during interpreter shutdown can crash the process."""
-    for aside in list(_open):
-        aside.close()
+    for loop_thread in list(_open):
+        loop_thread.close(loop_thread.exit_timeout_s)

@@ -57,7 +57,9 @@ class OriginPolicy:
             return f'web pages of "{page[:200]}" may not call this server; `palestra serve` has --allow-origin for them'
         host = headers.get("host", "")
         if not self.accepts_host(host):
-            return f'this server is not called "{host[:200]}": use its address, localhost, or a name it was given'
+            return (
+                f'this server is not called "{host[:200]}": use its address, localhost, or a name given as --allow-host'
+            )
         return None
 
     def foreign_page(self, headers: Mapping[str, str]) -> str | None:

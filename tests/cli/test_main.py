@@ -241,6 +241,17 @@ def test_info_names_versions_envs_and_bases():
         assert word in text
 
 
+def test_info_of_a_base_plans_the_memory_of_a_run(tmp_path, base):
+    config = write_config(tmp_path, base)
+    text = plain(palestra("info", "--config", config, "--prompt-tokens", 64).output)
+    assert "KV cache" in text and "optimizer guide" in text and "adapter walker" in text and "peak" in text
+    assert "weights of tiny" in plain(palestra("info", "--base", "tiny").output)
+    huge = palestra("info", "--base", "tiny", "--set", "policies.default.micro_batch_tokens=1000000000")
+    assert "--set policies.default.gradient_checkpointing=true" in plain(huge.output).replace("\n", " ")
+    lost = palestra("info", "--base", "./no-such-folder")
+    assert lost.exit_code == 2 and "no model at" in plain(lost.output)
+
+
 def test_eval_prints_a_table(run):
     done = palestra("eval", run[0], "--episodes", "5")
     text = plain(done.output)

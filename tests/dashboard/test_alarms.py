@@ -52,6 +52,15 @@ def test_the_form_and_not_the_task():
     assert names(hacking(tokens=(10, 10), invalid=(0.3, 0.05))) == []
 
 
+@pytest.mark.parametrize(("form", "fires"), [((-0.1, 0.0), True), ((-0.1, -0.01), False), ((0.0, 0.0), False)])
+def test_a_reward_that_rises_by_its_term_of_form(form, fires):
+    """Half of the rise of 0.2 is of the form, or less."""
+    policies = hacking(tokens=(10, 10), invalid=(0.1, 0.1))
+    policies["red"]["reward/form"] = line(*form)
+    assert (names(policies) == [("reward hacking by format?", "red")]) == fires
+    assert names(policies, {"success": line(0.5, 0.6)}) == []
+
+
 def test_one_seat_carries_the_team():
     policies = {"star": {"local_reward": line(0.9, 0.9)}, "rest": {"local_reward": line(0.1, 0.1)}}
     assert names(policies) == [("one seat carries the team", "star")]

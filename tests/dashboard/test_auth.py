@@ -104,9 +104,9 @@ def test_links_in_a_run_lead_nowhere(client):
 
 def test_weights_that_are_said_to_be_elsewhere_are_not_sent(client):
     assert client.get("/api/runs/good/members/sly.zip").status_code == 404
-    assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 400
+    assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 422
     agents = client.get("/api/runs/good/agents")
-    assert agents.status_code == 400 and "do not go on with a run that you do not trust" in agents.text
+    assert agents.status_code == 422 and "do not go on with a run that you do not trust" in agents.text
 
 
 @pytest.mark.parametrize("name", ["/usr", "../../../outside", "..", "", "a\0b", "link"])
@@ -121,12 +121,24 @@ def test_names_in_checkpoints_lead_nowhere(tmp_path, name):
     client = TestClient(build_dashboard(tmp_path / "runs"), base_url=HERE)
     for page in ("agents", "checkpoints/0/red.zip"):
         answer = client.get(f"/api/runs/sly/{page}")
-        assert answer.status_code == 400 and "bytes" not in answer.text
+        assert answer.status_code == 422 and "bytes" not in answer.text
 
 
 def test_it_only_shows(client):
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         assert client.request(method, "/api/runs").status_code == 405
+
+
+def test_pages_of_other_sites_may_not_read(client):
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:3000"):
+        answer = client.get("/api/runs", headers={"Origin": origin})
+        assert answer.status_code == 403 and "may not call this server" in answer.json()["error"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert client.get("/api/runs", headers={"Origin": HERE}).status_code == 200
+
+
+def test_a_body_is_not_kept_in_memory(client):
+    assert client.request("GET", "/api/runs", content=b"x" * 2**15).status_code == 413
 
 
 def test_every_answer_forbids_what_a_page_need_not_do(client):
@@ -159,7 +171,7 @@ def test_every_answer_forbids_what_a_page_need_not_do(client):
 def test_other_names_than_ours_are_not_answered_to(root, host, ours):
     assert OriginPolicy(allowed_hosts=frozenset({"box"})).accepts_host(host) == ours
     client = TestClient(build_dashboard(root, hosts={"box"}), base_url=HERE)
-    assert client.get("/api/runs", headers={"Host": host}).status_code == (200 if ours else 421)
+    assert client.get("/api/runs", headers={"Host": host}).status_code == (200 if ours else 403)
 
 
 # ---- the token

@@ -55,6 +55,39 @@ def talk(n=3, seed=0):
     return samples
 
 
+# ---- its step
+
+
+def test_the_heads_gradient_is_clipped_apart_from_the_policys():
+    """Returns of 100 give the head a gradient far beyond the clip. The policy's, without a value loss through its
+    features (a head of zeros passes none on), is clipped by its own norm, as if there were no critic."""
+    far = [replace(one, returns=one.returns + 100) for one in talk()]
+    moments = {}
+    for critic, loss in ((True, actor_critic_loss), (False, clipped_policy_loss)):
+        trainer = trainer_on(critic=critic, taught=False)
+        trainer.forward_backward(far, loss)
+        metrics = trainer.optim_step(AdamConfig(max_grad_norm=1e-3, critic_max_grad_norm=0.5))
+        moments[critic] = [trainer.optimizer.state[p]["exp_avg"] for p in trainer.policy_parameters]
+        if critic:
+            assert metrics["critic_grad_norm"] > 10 and metrics["grad_norm"] < 10
+            head = [trainer.optimizer.state[p]["exp_avg"] for p in trainer.critic_parameters]
+            assert float(torch.nn.utils.get_total_norm(head)) == pytest.approx((1 - 0.9) * 0.5, rel=1e-3)
+    for one, other in zip(*moments.values(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("critic_lr", "expected"), [(None, 5e-4), (0.02, 0.01), (0.0, 0.0)])
+def test_the_head_has_a_learning_rate_of_its_own(critic_lr, expected):
+    """Half-way through a schedule from 1e-3, Adam's first step moves each weight by its learning rate."""
+    trainer = trainer_on()
+    before = [p.detach().clone() for p in trainer.parameters]
+    trainer.forward_backward(talk(), actor_critic_loss)
+    trainer.optim_step(AdamConfig(lr=1e-3, critic_lr=critic_lr), lr=5e-4)
+    moved = [float((p.detach() - old).abs().max()) for p, old in zip(trainer.parameters, before, strict=True)]
+    assert moved[-2:] == pytest.approx([expected] * 2, rel=1e-2)
+    assert max(moved[:-2]) == pytest.approx(5e-4, rel=1e-2)
+
+
 # ---- what a value is
 
 

@@ -170,7 +170,7 @@ def test_a_step_whose_gradient_does_not_fit_is_left_out_and_counted():
     learner.loss_scale.value = 2.0**60
     learner.forward_backward(batch(0), clipped_policy_loss)
     figures = learner.optim_step(program.ADAM)
-    assert figures == {"grad_norm": 0.0, "loss_scale": 2.0**60, "skipped": 1.0}
+    assert figures == {"grad_norm": 0.0, "critic_grad_norm": 0.0, "loss_scale": 2.0**60, "skipped": 1.0}
     assert all(torch.equal(p, b) for p, b in zip(learner.parameters, before, strict=True))
     assert learner.loss_scale.value == 2.0**59 and learner.steps == 0
     learner.loss_scale.value = 2.0**10

@@ -175,6 +175,23 @@ def test_packed_gradients_equal_unpacked_ones(options):
     assert np.isfinite(metrics["loss"])
 
 
+def test_samples_without_gradient_count_in_the_mean_and_cost_no_pass():
+    """Gradient, loss and metrics of answers with advantages 1, 0, -1 are the same whether a pass is made for the second
+    or not, except that metrics are means over the answers of a pass."""
+    samples = [sample([5, 6], ids, advantage=a) for ids, a in (([7, 8], 1.0), ([9, 10, 11], 0.0), ([12], -1.0))]
+    marked = [replace(s, has_gradient=bool(s.advantages.any())) for s in samples]
+    found = []
+    for batch in (samples, marked, [marked[0], marked[2]]):
+        trainer = Trainer(engine := tiny_lm(3), randomised(engine, LoraConfig(), 1))
+        metrics = trainer.forward_backward(batch, clipped_policy_loss)
+        found.append((torch.cat([p.grad.flatten() for p in trainer.parameters]), metrics))
+    (whole, one), (skipped, other), (alone, third) = found
+    torch.testing.assert_close(skipped, whole)
+    torch.testing.assert_close(alone, whole * 2)  # of 3 tokens, not of 6
+    assert other["loss"] == pytest.approx(one["loss"]) and other["loss"] != pytest.approx(third["loss"])
+    assert other["entropy"] == pytest.approx(third["entropy"])
+
+
 def test_gradient_of_the_packed_pass_is_that_of_plain_transformers():
     """Full weights, cross-entropy: our forest against a plain causal forward, gradient by gradient."""
     engine = tiny_lm(7)
@@ -240,7 +257,7 @@ def test_stop_strings_end_an_answer():
 
 
 def test_a_prompt_beyond_the_base_is_an_error_with_the_fix():
-    with pytest.raises(ValueError, match="512 positions"):
+    with pytest.raises(ValueError, match="context length, 512"):
         Sampler(tiny_lm()).sample_all([Request(np.ones(510, np.int32), 1, SamplingConfig(max_tokens=8))])
 
 

@@ -274,7 +274,9 @@ def judged(name: str, options: dict[str, float], **inputs: list[float]) -> tuple
     if name != "cross_entropy":  # `check.py` leaves only what a loss reads
         given |= {"logprobs": OLD.tolist(), "advantages": ADVANTAGE}
     tensors = {key: torch.tensor(values) for key, values in given.items()}
-    predicted = JobLossInputs(logp, tensors, torch.tensor(SEQUENCE), lambda: torch.zeros(3, 4))
+    predicted = JobLossInputs(
+        logp, tensors, torch.tensor(SEQUENCE), lambda read, index_A=None: read(torch.zeros(3, 4), slice(0, 3))
+    )
     loss, figures = build_loss(name, options)(predicted)
     loss.backward()
     assert logp.grad is not None

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from palestra.engine import scoring
+from palestra.engine import logits as chunks
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
@@ -75,7 +75,7 @@ def test_scores_of_the_base_are_those_of_transformers(engine):
 @pytest.mark.parametrize(("pack_tokens", "logits"), [(16384, 2**26), (40, 272 * 7), (1, 1)])
 def test_mixed_adapters_in_one_call_score_as_each_trainer_does(engine, adapters, monkeypatch, pack_tokens, logits):
     """However the prompts are cut into passes and the passes into rows; the same prompts under several adapters."""
-    monkeypatch.setattr(scoring, "MAX_LOGITS", logits)
+    monkeypatch.setattr(chunks, "MAX_LOGITS", logits)
     owners = [*adapters, None]
     snapshots = [a.snapshot(f"a{i}") if a else None for i, a in enumerate(owners)]
     asked = [(ids, i % 4) for i, ids in enumerate(prompts(12))] + [
@@ -142,7 +142,7 @@ def test_what_follows_the_head_is_part_of_the_logits():
         (ScoreRequest(np.zeros(0, np.int32)), "at least one token"),
         (ScoreRequest(np.array([1, 272])), "ids from 0 to 271"),
         (ScoreRequest(np.array([-1, 2])), "ids from 0 to 271"),
-        (ScoreRequest(np.ones(513, np.int32)), "512 positions"),
+        (ScoreRequest(np.ones(513, np.int32)), "context length, 512"),
         (ScoreRequest(np.ones(3, np.int32), top_logprobs=273), "0 to 272"),
         (ScoreRequest(np.ones(3, np.int32), targets=np.ones((3, 1), np.int64)), "targets of 3x1"),
         (ScoreRequest(np.ones(3, np.int32), targets=np.ones(2, np.int64)), "targets of 2"),

@@ -30,16 +30,21 @@ def test_a_turn_worked_by_hand(monkeypatch):
     step = env.reset(0)
     assert step.observations == {"planner": "size 3 you r2 c0 goal r0 c2 walls r0 c1"}
     step = env.step({"planner": "r1 c0 r1 c2"})
-    # Distance 4 at first; the plan ends at (1, 2), distance 1: three quarters closed, and 0.1 for the format.
-    assert step.rewards == {"planner": pytest.approx(0.1 + 3 / 4)}
+    # Distance 4 at first; the plan ends at (1, 2), distance 1: three quarters closed.
+    assert step.rewards == {"planner": pytest.approx(3 / 4)}
     assert step.team_reward == 0
     assert step.observations == {"executor": "size 3 you r2 c0 goal r0 c2 walls r0 c1 plan r1 c0 r1 c2"}
     step = env.step({"executor": "up up up right"})
     # To (0, 0), distance 2; the third "up" leaves the board and the last step meets the wall: 2 of 4 are illegal.
     # The first of two waypoints was passed, and then the second came no nearer: half of the plan was followed.
-    assert step.rewards == {"executor": pytest.approx(0.1 - 0.1 * 2 / 4 + 0.5 / 2)}
+    assert step.rewards == {"executor": pytest.approx(0.5 / 2 - 0.1 * 2 / 4)}
     assert step.team_reward == pytest.approx(2 / 4)
-    assert step.info == {"success": False, "turn": 1, "invalid": True}
+    assert step.info == {
+        "success": False,
+        "turn": 1,
+        "invalid": True,
+        "reward_terms": {"executor": {"form": pytest.approx(-0.05), "plan": pytest.approx(0.25)}},
+    }
     assert step.observations == {"planner": "size 3 you r0 c0 goal r0 c2 walls r0 c1"}
 
 
@@ -51,18 +56,24 @@ def test_backward_steps_pay_back_and_the_goal_pays_one(monkeypatch):
     last = env.step({"agent": "up right up left"})  # the goal is reached on the third move: the fourth is not made
     assert last.team_reward == pytest.approx(3 / 4 + 1)
     assert last.done and not last.truncated
-    assert last.info == {"success": True, "turn": 2, "invalid": False, "steps": 4}
+    assert last.info == {
+        "success": True,
+        "turn": 2,
+        "invalid": False,
+        "steps": 4,
+        "reward_terms": {"agent": {"form": 0.0}},
+    }
 
 
 def test_a_plan_goes_no_further_than_its_first_blocked_or_crooked_line(monkeypatch):
     env = corner(monkeypatch)
     env.reset(0)
     blocked = env.fork().step({"planner": "r0 c0 r0 c2"}).rewards["planner"]  # stops at (0, 0), distance 2
-    assert blocked == pytest.approx(0.1 + 2 / 4)
+    assert blocked == pytest.approx(2 / 4)
     crooked = env.fork().step({"planner": "r1 c1 r1 c2"}).rewards["planner"]  # (1, 1) is not in line: no step
-    assert crooked == pytest.approx(0.1)
+    assert crooked == 0
     solving = env.fork().step({"planner": "r2 c2 r0 c2"}).rewards["planner"]
-    assert solving == pytest.approx(0.1 + 1 + 1)
+    assert solving == pytest.approx(1 + 1)
 
 
 def test_outcome_rewards_only_what_solves(monkeypatch):
@@ -80,7 +91,7 @@ def test_an_unreadable_answer_moves_nothing(monkeypatch, answer):
     env = corner(monkeypatch, team="alternating")
     env.reset(0)
     step = env.step({"first": answer})
-    assert step.rewards == {"first": 0.0}
+    assert step.rewards == {"first": -0.1}
     assert step.info["invalid"]
     assert step.observations == {"second": "size 3 you r2 c0 goal r0 c2 walls r0 c1"}
 
@@ -98,7 +109,7 @@ def test_an_unreadable_plan_is_shown_as_none(monkeypatch, answer):
     env.reset(0)
     step = env.step({"planner": answer})
     assert step.observations["executor"].endswith(" plan none")
-    assert step.rewards == {"planner": 0.0}
+    assert step.rewards == {"planner": -0.1}
 
 
 def test_running_out_of_turns_is_truncation(monkeypatch):

@@ -30,16 +30,22 @@ def test_a_turn_worked_by_hand(monkeypatch):
     step = env.reset(0)
     assert step.observations == {"planner": "size 4 you r2 c3 box r1 c1 goal r0 c0 walls r3 c3"}
     step = env.step({"planner": "left"})
-    assert step.rewards == {"planner": pytest.approx(0.1 + 1 / 2)}  # one of two cells closed
+    assert step.rewards == {"planner": pytest.approx(1 / 2)}  # one of two cells closed
     assert step.observations == {"executor": "size 4 you r2 c3 box r1 c1 goal r0 c0 walls r3 c3 plan left"}
     step = env.step({"executor": "down up left left"})  # "down" meets the wall; then to (1, 3), (1, 2), and a push
     assert step.team_reward == pytest.approx(1 / 2)
-    assert step.rewards == {"executor": pytest.approx(0.1 - 0.1 / 4 + 0.5)}  # one of four illegal, the plan followed
+    assert step.rewards == {"executor": pytest.approx(0.5 - 0.1 / 4)}  # one of four illegal, the plan followed
     assert step.observations == {"planner": "size 4 you r1 c1 box r1 c0 goal r0 c0 walls r3 c3"}
     env.step({"planner": "up"})
     step = env.step({"executor": "down down left left up up"})  # round by (3, 0), once into the border, and the push
-    assert step.done and step.info == {"success": True, "turn": 2, "invalid": True, "steps": 8}
-    assert step.rewards == {"executor": pytest.approx(0.1 - 0.1 / 6 + 0.5)}
+    assert step.done and step.info == {
+        "success": True,
+        "turn": 2,
+        "invalid": True,
+        "steps": 8,
+        "reward_terms": {"executor": {"form": pytest.approx(-0.1 / 6), "plan": 0.5}},
+    }
+    assert step.rewards == {"executor": pytest.approx(0.5 - 0.1 / 6)}
     assert step.team_reward == pytest.approx(1 / 2 + 1)
 
 
@@ -50,11 +56,11 @@ def test_a_plan_is_carried_out_up_to_its_first_impossible_push(monkeypatch):
     def reward(plan):
         return env.fork().step({"planner": plan}).rewards["planner"]
 
-    assert reward("left up") == pytest.approx(0.1 + 1 + 1)
-    assert reward("left left up") == pytest.approx(0.1 + 1 / 2)  # the second "left" meets the border
-    assert reward("right") == pytest.approx(0.1 - 1 / 2)
+    assert reward("left up") == pytest.approx(1 + 1)
+    assert reward("left left up") == pytest.approx(1 / 2)  # the second "left" meets the border
+    assert reward("right") == pytest.approx(-1 / 2)
     assert reward("left up left") == reward("left up")  # solved before the push that could not be made
-    assert reward("") == reward("left left left left") == reward("r1 c1") == 0.0
+    assert reward("") == reward("left left left left") == reward("r1 c1") == -0.1
 
 
 @pytest.mark.parametrize(
@@ -74,9 +80,7 @@ def test_the_executor_is_paid_for_the_share_of_the_plan_it_followed(monkeypatch,
     env.reset(0)
     env.step({"planner": plan})
     step = env.step({"executor": moves})
-    assert step.rewards["executor"] == pytest.approx(
-        0.1 * (1 - step.info["invalid"] / len(moves.split())) + 0.5 * share
-    )
+    assert step.rewards["executor"] == pytest.approx(0.5 * share - 0.1 * step.info["invalid"] / len(moves.split()))
 
 
 def test_a_push_needs_a_way_to_the_cell_behind_the_box():
@@ -109,7 +113,7 @@ def test_several_boxes_are_named_in_plans(monkeypatch):
     assert env.fork().step({"planner": "left"}).info["invalid"]
     assert env.fork().step({"planner": "3 left"}).info["invalid"]
     step = env.step({"planner": "1 left, 2 down"})
-    assert step.rewards == {"planner": pytest.approx(0.1 + 1 + 1)}
+    assert step.rewards == {"planner": pytest.approx(1 + 1)}
     assert step.observations["executor"].endswith("plan 1 left 2 down")
 
 

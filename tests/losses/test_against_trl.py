@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.engine.trainer import micro_batches
+from palestra.algorithms.text.grpo import GRPO
+from palestra.engine.trainer import micro_batches, token_weight
 from palestra.losses.policy import LOSSES, LossInputs
 from palestra.losses.preferences import preference_loss
-from palestra.types import Sample
+from palestra.types import Answer, Episode, Node, Sample
 
 HERE = Path(__file__).parent
 TRL = HERE.parent.parent / "bench" / ".venv-trl" / "bin" / "python"
@@ -59,6 +60,15 @@ POLICY = {  # TRL's config; our loss, its options, and how its mean is taken
         "answers",
     ),
 }
+VALUES = [0, 0.5, 0.5, 0.5, 0.5, 1]
+SETTINGS = {  # TRL's config and our settings
+    "flat grpo": ({"loss_type": "grpo", "epsilon": 0.2}, {"loss_aggregation": "sequence"}),
+    "flat dapo": ({"loss_type": "dapo", "epsilon": 0.2}, {"loss_aggregation": "token"}),
+    "flat dr_grpo": (
+        {"loss_type": "dr_grpo", "epsilon": 0.2, "max_completion_length": LONGEST},
+        {"loss_aggregation": "constant", "max_completion_length": LONGEST},
+    ),
+}
 PREFERENCES = {  # TRL's config, our options, and whether there is a reference
     "sigmoid": ({"loss_type": ["sigmoid"]}, {"kind": "sigmoid"}, True),
     "hinge": ({"loss_type": ["hinge"]}, {"kind": "hinge"}, True),
@@ -89,6 +99,12 @@ def policy_case(name: str) -> dict:
     return {"trainer": "grpo", "config": POLICY[name][0], **draw(7, LENGTHS)}
 
 
+def flat_case(name: str) -> dict:
+    """Advantages of `VALUES`, which are 0 for four of six answers."""
+    drawn = draw(9, LENGTHS) | {"advantages": np.array(VALUES) - 0.5}
+    return {"trainer": "grpo", "config": SETTINGS[name][0], **drawn}
+
+
 def preference_case(name: str) -> dict:
     config, _, referred = PREFERENCES[name]
     drawn = draw(8, LENGTHS if name != "smoothed" else [4, 6])
@@ -104,6 +120,7 @@ def preference_case(name: str) -> dict:
 def theirs() -> dict[str, dict]:
     """TRL's answers to all cases, from one process."""
     cases = {name: policy_case(name) for name in POLICY} | {name: preference_case(name) for name in PREFERENCES}
+    cases |= {name: flat_case(name) for name in SETTINGS}
     plain = json.dumps(list(cases.values()), default=np.ndarray.tolist)
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -134,10 +151,13 @@ def scored(case: dict, advantages: np.ndarray, weights: np.ndarray, groups: np.n
     )
 
 
-def shares(lengths: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def shares(lengths: np.ndarray, weights: np.ndarray, denominator: float | None = None) -> np.ndarray:
     """What each token of each sequence counts, as the trainer has it for samples of these weights."""
     none = np.zeros(0)
-    samples = [Sample(none, np.zeros(n), none, none, weight=float(w)) for n, w in zip(lengths, weights, strict=True)]
+    samples = [
+        Sample(none, np.zeros(n), none, none, weight=float(w), denominator=denominator)
+        for n, w in zip(lengths, weights, strict=True)
+    ]
     (pack,) = micro_batches(samples, 10_000)
     return np.array(pack.token_weights)
 
@@ -157,11 +177,39 @@ def test_policy_losses(theirs: dict[str, dict], name: str) -> None:
     weights = {
         "tokens": lambda: shares(lengths, np.ones(len(lengths))),
         "answers": lambda: shares(lengths, 1 / lengths),
-        "constant": lambda: np.full(len(lengths), 1 / (len(lengths) * LONGEST)),
+        "constant": lambda: shares(lengths, np.ones(len(lengths)), LONGEST),
     }[mean]()
     tokens = scored(case, case["advantages"], weights, np.arange(len(lengths)))
     value, _ = LOSSES[loss](tokens, **options)
     agree(tokens, value, theirs[name], case["mask"])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_answers_of_the_mean_value_count_in_trls_mean(theirs: dict[str, dict], name: str) -> None:
+    """From rewards to gradients: of values 0, 1/2, 1/2, 1/2, 1/2, 1 only two answers get a pass."""
+    case = flat_case(name)
+    algorithm = GRPO(branch_at="root", group_size=len(VALUES), scale="none", clip=0.2, **SETTINGS[name][1])
+    episode = Episode("hand", 0, {"a": "p"})
+    for i, (value, length) in enumerate(zip(VALUES, LENGTHS, strict=True)):
+        ids = np.full(length, i)
+        said = Answer("", "p@0", np.zeros(1, int), ids, case["old"][i, :length])
+        episode.nodes.append(Node(i, None, 0, {}, {"a": said}, {"a": value}, done=True))
+    samples, _ = algorithm.build_samples([episode], "p")
+    trained = [s for s in samples if s.has_gradient]
+    assert [s.token_ids[0] for s in trained] == [0, 5]
+    (pack,) = micro_batches(trained, 10_000, token_weight(samples))
+    logp, old, advantages = (
+        torch.tensor(np.concatenate(rows))
+        for rows in (
+            [case["logp"][s.token_ids[0], : len(s.token_ids)] for s in trained],
+            [s.logprobs for s in trained],
+            [s.advantages.astype(np.float64) for s in trained],
+        )
+    )
+    weights = torch.tensor(np.repeat(pack.token_weights, [len(s.token_ids) for s in trained]))
+    tokens = LossInputs(logp.requires_grad_(), torch.zeros(len(logp)), old, None, advantages, weights)
+    value, _ = algorithm.loss(tokens, **algorithm.loss_options)
+    agree(tokens, value, theirs[name], case["mask"] * np.isin(np.arange(6), [0, 5])[:, None])
 
 
 @pytest.mark.parametrize("name", PREFERENCES)

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toys import Whisper
 from transformers import PreTrainedTokenizerFast
 
-from palestra.chat import Chat, parse_assistant_message
+from palestra.chat import Chat, parse_assistant_message, template_turn_end
+from palestra.engine.live_batch import end_token_ids
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.sampler import Sampler, SamplingConfig
 from palestra.engine.trainer import Trainer
@@ -265,6 +266,40 @@ def test_a_taught_policy_says_what_its_teacher_says_in_the_students_tokens():
         tokenizer, ("system", "r"), ("user", "one"), ("assistant", "up left"), ("user", "two")
     )
     assert second.text == "down"
+
+
+GEMMA_STYLE = (  # answers end with <|end|>, and a text with another token
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }} <|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|pad|>{% endif %}"
+)
+GLM_STYLE = (  # the next turn's role ends an answer
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("template", "end"), [(GEMMA_STYLE, "<|end|>"), (GLM_STYLE, "<|user|>"), (None, "<|pad|>")])
+def test_an_answer_ends_as_the_template_ends_it_and_once(template, end):
+    """The tokenizer's end token is another one: Phi-3, Gemma and GLM-4 are so."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template, tokenizer.eos_token = template, "<|pad|>"
+    engine = tiny_lm(0)
+    engine.tokenizer = tokenizer
+    encoder, wanted = ChatEncoder(tokenizer), tokenizer.convert_tokens_to_ids(end)
+    assert template_turn_end(tokenizer) == wanted
+    assert wanted in end_token_ids(engine) and tokenizer.eos_token_id in end_token_ids(engine)
+    taught = LanguagePolicy("p", Sampler(engine), encoder, SamplingConfig()).encode_demonstration(Query("r", "?"), "up")
+    assert tokenizer.decode(taught.token_ids) == f"up{end}"
+    if template is None:
+        return
+    first = encoder.encode_first_turn(Query("r", "one"), None)
+    turns = ("system", "r"), ("user", "one"), ("assistant", "up"), ("user", "two")
+    space = " " if template is GEMMA_STYLE else ""  # the template's, which was not sampled
+    for sampled in (end, "<|pad|>", ""):  # by the template's end, by the tokenizer's, or by a limit
+        answer = np.array(tokenizer.encode(f"up{sampled}", add_special_tokens=False), np.int32)
+        later = encoder.encode_next_turn(first, answer, [{"role": "user", "content": "two"}])
+        expected = tokenizer.decode(templated(tokenizer, *turns))
+        assert tokenizer.decode(later) == (expected.replace(f"up{space}", "up") if sampled == end else expected)
 
 
 def test_an_observation_cannot_forge_a_turn():

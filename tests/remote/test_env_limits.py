@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -185,6 +187,27 @@ def plays(server: EnvServer) -> bool:
 
 
 # ---- the end
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_its_processes_lets_open_sessions_end(number: signal.Signals) -> None:
+    """A terminal sends Ctrl-C to the workers too, and a service manager SIGTERM."""
+    server = EnvServer(TOYS, "--grace", 30)
+    ask(server.address, opening(1))
+    for pid in [*children(server.process.pid), server.process.pid]:
+        os.kill(pid, number)
+    time.sleep(1)
+    assert ask(server.address, saying(1, "x"))[0].HasField("step")
+    ask(server.address, closing(1))
+    out, _ = server.process.communicate(timeout=20)
+    assert server.process.returncode == 0, out
 
 
 def hung() -> EnvServer:

@@ -32,7 +32,8 @@ from palestra.engine.sampler import Completion, Request, Sampler, SamplingConfig
 from palestra.remote.samplers import vllm
 from palestra.remote.samplers.adapter_store import AdapterStore
 from palestra.remote.samplers.logprob_check import SampledPolicy, check_logprobs
-from palestra.remote.samplers.vllm import RetryPolicy, SamplerServer, VllmSampler
+from palestra.remote.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
+from palestra.web.retry import RetryPolicy
 
 KEY = "open sesame"
 WORDS = SamplingConfig(max_tokens=6)
@@ -68,7 +69,7 @@ def there(request: pytest.FixtureRequest) -> Iterator[There]:
 
 def opened(there: There, **options: Any) -> VllmSampler:
     sampler = VllmSampler(
-        [SamplerServer(there.url)], AdapterStore(None, "tiny"), RetryPolicy(60.0, 1.0), there.key, **options
+        [SamplerServer(there.url)], AdapterStore(None, "tiny"), RequestTimeouts(60.0, 1.0), there.key, **options
     )
     sampler.connect()
     return sampler
@@ -242,7 +243,9 @@ def test_what_a_server_refuses_is_told(there: There, engine: Engine, sampler: Vl
     with pytest.raises(ValueError, match=f"{there.url} answered 400: "):
         together(sampler, Request(np.full(MORE, 7, np.int32), 1, WORDS))
     with pytest.raises(ValueError, match=r'serves tiny, not "huge": set sampler\.model'):
-        VllmSampler([SamplerServer(there.url, "huge")], AdapterStore(None, "tiny"), RetryPolicy(), there.key).connect()
+        VllmSampler(
+            [SamplerServer(there.url, "huge")], AdapterStore(None, "tiny"), RequestTimeouts(), there.key
+        ).connect()
 
 
 def test_a_web_page_cannot_swap_an_adapter(there: There, engine: Engine, sampler: VllmSampler) -> None:
@@ -371,7 +374,7 @@ def test_another_server_answers_for_one_that_is_gone(there: There, engine: Engin
         SamplerServer("http://127.0.0.1:9", "tiny", is_palestra=there.ours),
         SamplerServer(there.url, "tiny", is_palestra=there.ours),
     ]
-    made = VllmSampler(servers, AdapterStore(None, "tiny"), RetryPolicy(60.0, 5.0), there.key)
+    made = VllmSampler(servers, AdapterStore(None, "tiny"), RequestTimeouts(60.0, 5.0), there.key)
     red = strong(engine, "red@1")
     found = together(made, *(Request(prompt(engine), 1, WORDS, red, seed) for seed in range(6)))
     assert len(found) == 6 and servers[0].failures and not servers[1].failures
@@ -379,9 +382,9 @@ def test_another_server_answers_for_one_that_is_gone(there: There, engine: Engin
 
 
 def test_a_run_ends_where_no_sampler_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "RETRY_DELAYS_S", (0.05, 0.1))
+    monkeypatch.setattr(vllm, "PAUSES", RetryPolicy(0.05, 0.1))
     made = VllmSampler(
-        [SamplerServer("http://127.0.0.1:9", "tiny")], AdapterStore(None, "tiny"), RetryPolicy(60.0, 0.3)
+        [SamplerServer("http://127.0.0.1:9", "tiny")], AdapterStore(None, "tiny"), RequestTimeouts(60.0, 0.3)
     )
     with pytest.raises(ValueError, match="no sampler answered for 0 seconds"):
         together(made, Request(prompt(engine), 1, WORDS))

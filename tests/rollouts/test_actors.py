@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.builders.vector import ActorSetup, build_vector_run, make_actor_setup, run_vector_training
+from palestra.builders.vector import ActorSetup, build_vector_run, make_actor_setup
 from palestra.builders.vector_config import VectorConfig
 from palestra.config import validate
 from palestra.envs.vector.base import VectorEnv
 from palestra.rollouts.actors import ActorPool
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback
+from palestra.training.loop import Callback, restore_checkpoint, run_training
 
 CONFIG: dict[str, Any] = {
     "name": "actors",
     "env_steps": 8 * 5 * 30,
-    "env": {"type": "simple_spread", "num_envs": 16, "cycles": 6},
+    "env": {"type": "simple_spread", "num_envs": 16, "max_cycles": 6},
     "policies": {"agent": {"type": "net", "hidden": [8], "gru_units": 4}},
     "algorithm": {"type": "a2c", "rollout_length": 5, "off_policy_correction": "vtrace"},
     "num_actors": 2,
@@ -87,7 +87,7 @@ def kill_and_go_on(actors: ActorPool, kills: int) -> None:
             actors.collect([], 5, 0)
         while actors.collect([], 5, 0).worker != victim:
             pass  # a batch between two deaths: it is no actor that cannot live
-        os.kill(actors.processes[victim].pid, signal.SIGKILL)
+        os.kill(actors.actors[victim].process.pid, signal.SIGKILL)
         for _ in range(4):
             batch = actors.collect([], 5, 0)
             assert np.isfinite(batch.obs).all() and (batch.is_first[1:] == batch.done).all()
@@ -108,7 +108,10 @@ def test_twenty_killed_actors_lose_nothing_but_their_games(actors: ActorPool) ->
 
 def test_nothing_is_left_behind(actors: ActorPool) -> None:
     actors.collect([], 5, 0)
-    names, pids = [shelf.shared_memory.name for shelf in actors.shelves], [p.pid for p in actors.processes]
+    names, pids = (
+        [buffers.shared_memory.name for buffers in actors.all_buffers],
+        [actor.process.pid for actor in actors.actors],
+    )
     actors.close()
     for name in names:
         with pytest.raises(FileNotFoundError):
@@ -134,15 +137,13 @@ def test_a_run_with_actors_learns_logs_its_lag_and_goes_on(tmp_path: Path) -> No
     with Run.create(tmp_path, "", "a") as run:
         setup = build_vector_run(config)
         stops = iter([False] * 12 + [True] * 100)
-        assert not run_vector_training(setup, run, Callback(), lambda: next(stops))
+        assert not run_training(setup, run, Callback(), lambda: next(stops))
     lines = [line for line in read_lines(tmp_path / "a" / "metrics.jsonl") if line["policy"] == "team"]
     assert len(lines) == 13 and all({"lag", "dropped", "restarts"} <= line.keys() for line in lines)
-    from palestra.training.vector_loop import restore_checkpoint
-
     with Run.open(tmp_path / "a") as run:
         setup = build_vector_run(config)
         assert restore_checkpoint(setup, run) == 13
-        assert run_vector_training(setup, run, Callback())
+        assert run_training(setup, run, Callback())
 
 
 def test_actors_need_a_correction(tmp_path: Path) -> None:

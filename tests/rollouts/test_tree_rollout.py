@@ -6,14 +6,19 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
 from toys import Spoken, Whisper
 
+from palestra.algorithms.text.grpo import GRPO
+from palestra.engine.request import check_prompt
 from palestra.envs.base import Env
+from palestra.policies.base import ContextLengthExceeded, request_error
 from palestra.policies.scripted import RandomPolicy, ScriptedPolicy
 from palestra.rollouts.metrics import episode_metrics, policy_metrics
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.seeding import derive_seed
+from palestra.testing import tiny_lm
 from palestra.types import Episode, Step
 
 
@@ -67,6 +72,56 @@ def grow(make_env, branching, *, script=lambda query, i: str(i), seats=("a",), m
 
 def shape(episode: Episode):
     return [(n.id, n.parent, n.depth, n.chosen, n.done, n.answers["a"].text) for n in episode.nodes]
+
+
+# ---- a full context
+
+
+def crowded(query, i):
+    """Says its number; of trajectories that began with 1, the third prompt does not fit."""
+    if query.observation.startswith("1 "):
+        raise ContextLengthExceeded("context length")
+    return str(i)
+
+
+def test_a_trajectory_beyond_the_context_is_truncated_and_its_siblings_are_kept():
+    (episode,), _ = grow(lambda: Count(3), Branching("root", 2), script=crowded)
+    assert episode.error is None
+    lines = [episode.trajectory(leaf) for leaf in episode.leaves()]
+    assert sorted([node.answers["a"].text for node in line] for line in lines) == [["0", "0", "0"], ["1", "0"]]
+    cut = next(line[-1] for line in lines if len(line) == 2)
+    assert cut.done and cut.truncated and not cut.info["success"] and cut.info["context_full"]
+    metrics = episode_metrics([episode])
+    assert metrics["context_full_fraction"] == 0.5 and metrics["success"] == 0.5 and metrics["failed"] == 0
+    (group,) = GRPO(branch_at="root", group_size=2).groups(episode)
+    assert sorted(group.values) == [0, 1]  # the rewards so far count
+
+
+def test_a_tree_of_turns_ends_where_its_best_sibling_does_not_fit():
+    (episode,), _ = grow(lambda: Count(3), Branching("turn", 2, "best"), script=crowded)
+    assert episode.error is None and [(n.done, n.truncated) for n in episode.nodes][-2:] == [
+        (False, False),
+        (True, True),
+    ]
+    assert len(episode.nodes) == 4
+
+
+def test_a_first_prompt_that_does_not_fit_is_an_error():
+    def never(query, i):
+        raise ContextLengthExceeded("context length")
+
+    (episode,), _ = grow(Count, Branching("root", 2), script=never)
+    assert episode.error == "ContextLengthExceeded: context length"
+
+
+def test_the_engine_and_servers_say_when_a_prompt_does_not_fit():
+    engine = tiny_lm()
+    with pytest.raises(ContextLengthExceeded):
+        check_prompt(engine, np.arange(5, 10), 508)
+    check_prompt(engine, np.arange(5, 10), 507)
+    said = "This model's maximum context length is 32 tokens. However, you requested 40 tokens"
+    assert isinstance(request_error(said), ContextLengthExceeded)
+    assert not isinstance(request_error("no such model"), ContextLengthExceeded)
 
 
 # ---- the shapes of trees

@@ -13,6 +13,7 @@ from palestra.config import validate
 from palestra.runs import Run
 from palestra.sinks.base import SinksConfig, metrics_of_line
 from palestra.sinks.log_tailer import LogTailer, follow_run
+from palestra.web.retry import RetryPolicy
 
 LINE = {"loss": 0.5, "note": "text", "nothing": None}
 
@@ -92,6 +93,7 @@ def test_half_lines_and_cuts(tmp_path):
 
 def test_a_sink_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr("palestra.sinks.log_tailer.POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr("palestra.sinks.log_tailer.RETRY", RetryPolicy(0.04, 0.04))
     path, told, looked = a_run(tmp_path), [], threading.Event()
     (tmp_path / "file").write_text("in the way")
     with follow_run(path, config({"type": "tensorboard", "folder": str(tmp_path / "file")}), told.append):

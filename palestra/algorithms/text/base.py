@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from palestra.config import StrictModel
 from palestra.learners.base import Learner
 from palestra.rollouts.tree_rollout import Branching
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Sample
+
+OldLogprobs = Literal["trainer", "sampler"]
 
 
 class TextAlgorithm(StrictModel):
@@ -55,6 +57,15 @@ class TextAlgorithm(StrictModel):
         """True if the algorithm needs log-probabilities under the reference policy."""
         return False
 
+    @property
+    def max_redraws(self) -> int:
+        """Largest number of instances played in place of an episode without signal; 0 keeps every episode."""
+        return 0
+
+    def has_signal(self, episode: Episode) -> bool:
+        """True if an episode is kept: it gives some policy a gradient, or it failed."""
+        return True
+
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
@@ -75,37 +86,36 @@ def build_sample(answer: Answer, weights: np.ndarray, **more: Any) -> Sample:
 
 
 async def add_reference_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
-    """Returns the samples with `reference`: their log-probabilities [T] under the reference policy, for a KL penalty or
-    a preference loss."""
-    found = await learner.logprobs(samples, reference=True)
-    return [replace(sample, reference_logprobs=logprobs) for sample, logprobs in zip(samples, found, strict=True)]
+    """Returns the samples, those with gradient with `reference_logprobs`: their log-probabilities [T] under the
+    reference policy, for a KL penalty or a preference loss."""
+    trained = [sample for sample in samples if sample.has_gradient]
+    found = iter(await learner.logprobs(trained, reference=True) if trained else [])
+    return [replace(s, reference_logprobs=next(found)) if s.has_gradient else s for s in samples]
 
 
-async def apply_importance_weights(
-    samples: Sequence[Sample], learner: Learner, importance_cap: float
-) -> tuple[list[Sample], Metrics]:
-    """Returns the samples reweighted as if the weights in training had sampled them, and metrics.
+def importance_options(algorithm: Any) -> dict[str, Any]:
+    """Returns the options of `correct_mismatch` (losses/policy.py) that an algorithm sets."""
+    if algorithm.importance_cap is None or algorithm.old_logprobs == "sampler":
+        return {}
+    floor, mode = algorithm.importance_floor, algorithm.importance_mode
+    options = {"importance_cap": algorithm.importance_cap}
+    options |= {"importance_floor": floor} if floor else {}
+    return options | ({"importance_mode": mode} if mode != "token_truncate" else {})
 
-    Each token's advantage is multiplied by its importance ratio, capped at `importance_cap` (truncated importance
-    sampling, Espeholt et al., 2018, eq. 1; Yao et al., 2025), and `logprobs` become those of the current weights. The
-    loss then clips the step from the current weights (decoupled PPO, Hilton et al., 2022; Fu et al., 2025, eq. 5), not
-    from the policy that sampled.
 
-    `sampler_kl` is the mean log-ratio of sampling policy to current weights (the k1 estimate of their KL divergence,
-    nats), `importance_cap_fraction` the share of tokens whose ratio exceeds the cap. No metrics without tokens.
+async def add_old_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
+    """Returns the samples with the log-probabilities that clipped ratios are relative to: the trainer's own, before the
+    update, since a sampler's differ by more than narrow bounds allow (by 0.01 in bfloat16).
+
+    An update of one optimizer step needs no pass for it ("current"). One of several makes a forward pass, batch by
+    batch as in training, so that rounding is the same.
     """
-    now = await learner.logprobs(samples)
-    ratios = [np.exp(own - sample.logprobs) for sample, own in zip(samples, now, strict=True)]
-    moved = [
-        replace(
-            sample, logprobs=own, advantages=(sample.advantages * np.minimum(ratio, importance_cap)).astype(np.float32)
-        )
-        for sample, own, ratio in zip(samples, now, ratios, strict=True)
-    ]
-    flat = np.concatenate([np.ones(0), *ratios])
-    if not len(flat):
-        return moved, {}
-    return moved, {
-        "sampler_kl": float(-np.log(flat).mean()),
-        "importance_cap_fraction": float((flat > importance_cap).mean()),
-    }
+    batches = learner.batches(samples)
+    if len(batches) < 2:
+        return [replace(sample, old_logprobs="current") for sample in samples]
+    found: dict[int, np.ndarray] = {}
+    for batch in batches:
+        trained = [sample for sample in batch if sample.has_gradient]
+        if id(trained[0]) not in found:  # a later epoch has the same batches
+            found |= zip(map(id, trained), await learner.logprobs(trained), strict=True)
+    return [replace(sample, old_logprobs=found.get(id(sample))) for sample in samples]

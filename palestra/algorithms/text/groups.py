@@ -50,6 +50,10 @@ class GroupAlgorithm(TextAlgorithm):
             self.team_weight,
         )
 
+    def reward(self, node: Node, seat: Seat) -> float:
+        """Returns what a node adds to the value of a seat's answers: alpha * team reward + the seat's own."""
+        return node.reward(seat, self.team_weight)
+
     def policy_groups(self, episodes: Sequence[Episode], policy: str) -> list[SiblingGroup]:
         """Returns the groups of `policy`'s answers in all episodes."""
         return [
@@ -76,7 +80,7 @@ class GroupAlgorithm(TextAlgorithm):
             nodes = [[node for node in line if seat in node.answers] for line in lines]
             kept = [i for i, own in enumerate(nodes) if own]
             if kept:
-                values = [sum(node.reward(seat, self.team_weight) for node in lines[i]) for i in kept]
+                values = [sum(self.reward(node, seat) for node in lines[i]) for i in kept]
                 yield SiblingGroup(seat, values, [nodes[i] for i in kept])
 
     def _turns(self, episode: Episode) -> Iterator[SiblingGroup]:
@@ -91,7 +95,7 @@ class GroupAlgorithm(TextAlgorithm):
                 yield SiblingGroup(seat, values, [[node] for node in siblings])
 
     def _value(self, node: Node, seat: Seat, families: dict[int | None, list[Node]]) -> float:
-        value = node.reward(seat, self.team_weight)
+        value = self.reward(node, seat)
         if self.continue_from == "all" and node.id in families:
             value += float(np.mean([self._value(child, seat, families) for child in families[node.id]]))
         return value

@@ -11,13 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import add_reference_logprobs, apply_importance_weights, build_sample
+from palestra.algorithms.text.base import (
+    OldLogprobs,
+    add_old_logprobs,
+    add_reference_logprobs,
+    build_sample,
+    importance_options,
+)
 from palestra.algorithms.text.credit import (
+    FLAT,
     Array,
     batch_advantages,
     batch_spread,
@@ -30,10 +37,10 @@ from palestra.algorithms.text.credit import (
 )
 from palestra.algorithms.text.groups import GroupAlgorithm, SiblingGroup
 from palestra.learners.base import Learner
-from palestra.losses.policy import LOSSES
+from palestra.losses.policy import LOSSES, ImportanceMode
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.tree_rollout import Branching, Joints
-from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample
+from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
 
 Baseline = Literal["mean", "others", "batch", "role"]
 Scale = Literal["std", "none", "batch"]
@@ -46,7 +53,7 @@ ROLE_BASELINES_KEY = "roles"  # key in `memory`: moving average of returns by en
 
 
 class GRPO(GroupAlgorithm):
-    """GRPO, AT-GRPO and variants. A group whose advantages are all zero is skipped (DAPO's filter, Yu et al., 2025).
+    """GRPO, AT-GRPO and variants. The mean of the loss counts every sampled answer, also those with advantage 0.
 
     With crossed joint answers an answer's value is its mean over the joint answers that contain it; with `credit:
     counterfactual` or `shapley` it is its credit in the joint answer that the episode continued from, see credit.py.
@@ -69,12 +76,25 @@ class GRPO(GroupAlgorithm):
     scale: Scale = "std"
     """Divisor of advantages: the group's `std`, `none` (Dr. GRPO, Liu et al., 2025), or the deviation over the policy's
     whole `batch` (REINFORCE++)."""
-    loss_aggregation: Literal["token", "sequence"] = "token"
-    """Loss aggregation: `token` gives every token the same weight (DAPO), `sequence` every answer (Shao et al.,
-    2024)."""
-    overlong: Literal["keep", "drop"] = "keep"
-    """`drop` does not train on answers cut at the token limit; they still count in the baseline (DAPO's overlong
-    filter)."""
+    loss_aggregation: Literal["token", "sequence", "trajectory", "constant"] = "token"
+    """Loss aggregation: `token` gives every token the same weight (DAPO), `sequence` every answer (Shao et al., 2024),
+    `trajectory` every sibling, all turns of a trajectory together; `constant` divides the sum over an answer's tokens
+    by `max_completion_length` (Dr. GRPO)."""
+    flat_groups: Literal["count", "skip", "refill"] = "count"
+    """Groups whose values are all equal: `count` keeps them in the mean (with advantage 0), `skip` leaves them out,
+    `refill` also plays another instance in place of an episode that has no other groups (DAPO's dynamic sampling)."""
+    refill_attempts: int = Field(10, ge=1, le=15)
+    """With `flat_groups: refill`, the largest number of instances played in place of one; the last is kept."""
+    max_completion_length: int | None = Field(None, ge=1)
+    """Token limit of an answer, L_max, for `overlong: penalty` and `loss_aggregation: constant`; null: the policies'
+    `sampling.max_tokens`."""
+    overlong: Literal["keep", "drop", "penalty"] = "keep"
+    """`drop` does not train on answers cut at the token limit; they still count in the baseline and in the mean (DAPO's
+    overlong filter). `penalty` subtracts up to 1 from the value of an answer that comes near the limit (its soft
+    overlong punishment)."""
+    overlong_buffer: int | None = Field(None, ge=1)
+    """With `overlong: penalty`, the tokens before the limit over which the penalty rises from 0 to 1; null: a fifth of
+    `max_completion_length`, as in DAPO."""
     surrogate: Literal["clipped", "cispo", "gspo"] = "clipped"
     """Objective: `clipped` (PPO); `cispo` clips the weight, not the gradient, from above only; `gspo` uses
     sequence-level ratios and needs bounds about a hundred times closer."""
@@ -85,9 +105,19 @@ class GRPO(GroupAlgorithm):
     dual_clip: float | None = Field(None, gt=1)
     """Bounds the loss of a token with negative advantage to this multiple of it; above 1, only with `surrogate:
     clipped`."""
-    importance_cap: float | None = Field(None, gt=0)
-    """Cap of the importance ratio between current weights and sampling policy, for stale samples; null applies no
-    correction."""
+    old_logprobs: OldLogprobs = "trainer"
+    """Log-probabilities that ratios are relative to: the `trainer`'s own before the update (an update of several
+    optimizer steps makes a forward pass for them), or the `sampler`'s, without a pass: for samplers that agree with the
+    trainer closely, as this process's does in float32."""
+    importance_cap: float | None = Field(2.0, gt=0)
+    """Upper bound of the importance ratio between the weights before the update and the sampler's, by which advantages
+    are multiplied; it corrects stale samples and samplers of another precision. Null applies no correction. Without
+    effect with `old_logprobs: sampler`."""
+    importance_floor: float = Field(0.0, ge=0)
+    """Lower bound of the importance ratio."""
+    importance_mode: ImportanceMode = "token_truncate"
+    """`token_truncate` bounds each token's ratio (TIS), `token_mask` leaves out tokens out of bounds (IcePop);
+    `sequence_truncate` and `sequence_mask` do so with the product over an answer's tokens (MIS)."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL penalty to the reference policy, in the loss."""
     entropy_coef: float = 0.0
@@ -131,16 +161,53 @@ class GRPO(GroupAlgorithm):
             )
         return self
 
+    @model_validator(mode="after")
+    def _refilled(self) -> Self:
+        if self.flat_groups == "refill" and self.baseline in ("batch", "role"):
+            raise ValueError(
+                f"flat_groups: refill needs groups of siblings, and baseline: {self.baseline} compares with others: "
+                "set baseline: mean or others, or flat_groups: count"
+            )
+        return self
+
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def needs_max_length(self) -> bool:
+        """True if `max_completion_length` is needed and not set."""
+        return self.max_completion_length is None and (
+            self.overlong == "penalty" or self.loss_aggregation == "constant"
+        )
+
+    @property
+    def max_redraws(self) -> int:
+        return self.refill_attempts if self.flat_groups == "refill" else 0
+
+    def has_signal(self, episode: Episode) -> bool:
+        """True if the siblings of some group of model answers differ in reward (without the overlong penalty), or the
+        episode failed."""
+        plain = self.model_copy(update={"overlong": "keep"})
+        groups = (group for group in plain.groups(episode) if _has_tokens(group))
+        return episode.error is not None or any(np.std(group.values) >= FLAT for group in groups)
+
+    def reward(self, node: Node, seat: Seat) -> float:
+        """Returns what a node adds to the value of a seat's answers; with `overlong: penalty`, minus the penalty."""
+        return super().reward(node, seat) - self._length_penalty(node.answers.get(seat))
+
+    def _length_penalty(self, answer: Answer | None) -> float:
+        limit = self.max_completion_length
+        if answer is None or self.overlong != "penalty" or limit is None:
+            return 0.0
+        return overlong_penalty(len(answer.token_ids), limit, self.overlong_buffer or max(1, limit // 5))
 
     @property
     def loss(self) -> Callable:
         return LOSSES["clipped_policy" if self.surrogate == "clipped" else self.surrogate]
 
     @property
-    def loss_options(self) -> dict[str, float | None]:
+    def loss_options(self) -> dict[str, Any]:
         high = self.clip if self.clip_high is None else self.clip_high
         bounds: dict[str, dict[str, float | None]] = {
             "clipped": {"clip": self.clip, "clip_high": self.clip_high, "dual_clip": self.dual_clip},
@@ -148,23 +215,28 @@ class GRPO(GroupAlgorithm):
             "gspo": {"clip_low_threshold": 1 - self.clip, "clip_high_threshold": 1 + high},
         }
         options = bounds[self.surrogate] | {"kl": self.kl_coef, "entropy": self.entropy_coef}
-        return {name: value for name, value in options.items() if value}
+        return {name: value for name, value in options.items() if value} | importance_options(self)
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples of `policy` with nonzero advantages, and metrics; writes every answer's advantage to its
-        node.
+        """Returns the samples of `policy`, and metrics; writes every answer's advantage to its node.
 
-        `groups` counts groups, `zero_std_fraction` is the share of them without advantages. With crossed joint answers,
-        each seat's contribution is added (see `contribution_metrics`).
+        An answer with advantage 0 has a gradient only from a KL penalty or an entropy bonus; it counts in the mean
+        either way. `groups` counts groups, `zero_std_fraction` is the share of them without advantages. With crossed
+        joint answers, each seat's contribution is added (see `contribution_metrics`).
         """
+        if self.needs_max_length:
+            raise ValueError(
+                "overlong: penalty and loss_aggregation: constant need the token limit: set max_completion_length"
+            )
         groups = [(e.env, group) for e in episodes for group in self.policy_groups([e], policy)]
         advantages = self._advantages(groups, {} if memory is None else memory)
         spread = batch_spread(advantages) if self.scale == "batch" else 1.0
         samples: list[Sample] = []
         for (_, group), own in zip(groups, advantages, strict=True):
-            samples += self._annotate(group, [value / spread for value in own])
+            added = self._annotate(group, [value / spread for value in own])
+            samples += [] if self._is_skipped(own) else added
         flat = sum(not any(own) for own in advantages)
         metrics = {"groups": float(len(groups)), "zero_std_fraction": flat / len(groups) if groups else 0.0}
         return samples, metrics | (self._contributions(episodes, policy) if self._crossed else {})
@@ -172,10 +244,15 @@ class GRPO(GroupAlgorithm):
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
-        metrics: Metrics = {}
-        if self.importance_cap and samples:
-            samples, metrics = await apply_importance_weights(samples, learner, self.importance_cap)
-        return (await add_reference_logprobs(samples, learner) if self.kl_coef and samples else samples), metrics
+        if not any(sample.has_gradient for sample in samples):
+            return samples, {}
+        if self.kl_coef:
+            samples = await add_reference_logprobs(samples, learner)
+        return (await add_old_logprobs(samples, learner) if self.old_logprobs == "trainer" else samples), {}
+
+    def _is_skipped(self, advantages: Sequence[float]) -> bool:
+        """True if a group with these advantages is left out of the mean."""
+        return self.flat_groups != "count" and len(advantages) > 1 and not any(advantages)
 
     def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode, every answer once; none if it failed."""
@@ -193,20 +270,32 @@ class GRPO(GroupAlgorithm):
         return [group_advantages(group.values, baseline=self.baseline, scale=scale) for _, group in groups]
 
     def _annotate(self, group: SiblingGroup, advantages: Sequence[float]) -> list[Sample]:
-        """Writes the advantages to the group's nodes; returns a sample of each answer that is trained on."""
+        """Writes the advantages to the group's nodes; returns a sample of each answer that has tokens."""
         samples = []
         for nodes, advantage in zip(group.nodes, advantages, strict=True):
             for node in nodes:
                 node.advantages[group.seat] = advantage
-            for answer in {id(node.answers[group.seat]): node.answers[group.seat] for node in nodes}.values():
-                if advantage and self._teaches(answer):
-                    length = len(answer.token_ids)
-                    weight = 1.0 if self.loss_aggregation == "token" else 1 / length
-                    samples.append(build_sample(answer, np.full(length, advantage, np.float32), weight=weight))
+            answers = {id(node.answers[group.seat]): node.answers[group.seat] for node in nodes}.values()
+            told = [answer for answer in answers if len(answer.token_ids)]
+            whole = sum(len(answer.token_ids) for answer in told)
+            samples += [self._sample(answer, advantage, whole) for answer in told]
         return samples
 
-    def _teaches(self, answer: Answer) -> bool:
-        return len(answer.token_ids) > 0 and not (self.overlong == "drop" and answer.stop_reason == "length")
+    def _sample(self, answer: Answer, advantage: float, trajectory_tokens: int) -> Sample:
+        """Returns the sample of an answer of a trajectory with `trajectory_tokens` tokens of the seat."""
+        length = len(answer.token_ids)
+        weight = {"sequence": 1 / length, "trajectory": 1 / trajectory_tokens}.get(self.loss_aggregation, 1.0)
+        regularised = self.kl_coef > 0 or self.entropy_coef != 0
+        return build_sample(
+            answer,
+            np.full(length, advantage, np.float32),
+            weight=weight,
+            denominator=self.max_completion_length if self.loss_aggregation == "constant" else None,
+            has_gradient=not self._is_masked(answer) and (advantage != 0 or regularised),
+        )
+
+    def _is_masked(self, answer: Answer) -> bool:
+        return self.overlong == "drop" and answer.stop_reason == "length"
 
     def _contributions(self, episodes: Sequence[Episode], policy: str) -> Metrics:
         """Returns the contribution of each seat of `policy`, averaged over the joint steps of several seats."""
@@ -218,6 +307,16 @@ class GRPO(GroupAlgorithm):
                     for name, figure in contribution_metrics(group, self.branching.score).items():
                         found.setdefault(f"{name}/{group.seat}", []).append(figure)
         return {name: float(np.mean(metrics)) for name, metrics in found.items()}
+
+
+def overlong_penalty(length: int, limit: int, buffer: int) -> float:
+    """Returns DAPO's soft overlong penalty of an answer of `length` tokens, from 0 to 1 (Yu et al., 2025, eq. 13,
+    negated): 0 up to `buffer` tokens before `limit`, then rising in proportion to 1 at `limit`."""
+    return min(max((length - (limit - buffer)) / buffer, 0.0), 1.0)
+
+
+def _has_tokens(group: SiblingGroup) -> bool:
+    return any(len(node.answers[group.seat].token_ids) for nodes in group.nodes for node in nodes)
 
 
 def credit_group(group: SiblingGroup, credit: Credit) -> SiblingGroup:

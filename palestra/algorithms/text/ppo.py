@@ -18,10 +18,10 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import TextAlgorithm, apply_importance_weights
+from palestra.algorithms.text.base import OldLogprobs, TextAlgorithm, add_old_logprobs, importance_options
 from palestra.algorithms.text.gae import explained_variance, gae, standardise
 from palestra.learners.base import Learner
-from palestra.losses.policy import LOSSES
+from palestra.losses.policy import LOSSES, ImportanceMode
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.tree_rollout import Branching
 from palestra.types import AlgorithmState, Episode, Metrics, Node, Sample, Seat
@@ -46,8 +46,8 @@ class PPO(TextAlgorithm):
     (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is kept in memory and
     continues in the next stage unless that has another `kl`.
 
-    With `importance_cap`, rewards, KL penalty and GAE are first computed for the policy that sampled. Then each
-    normalised advantage is multiplied by its capped importance ratio. Returns are not corrected.
+    Rewards, KL penalty and GAE are those of the policy that sampled. With `importance_cap`, each normalised advantage
+    is then multiplied by its bounded importance ratio. Returns are not corrected.
     """
 
     type: Literal["ppo"] = "ppo"
@@ -72,9 +72,19 @@ class PPO(TextAlgorithm):
     """Coefficient of the value loss."""
     value_clip: float | None = Field(None, gt=0)
     """Largest change of a value per update that still reduces its loss, in units of return; null does not clip."""
-    importance_cap: float | None = Field(None, gt=0)
-    """Cap of the importance ratio between current weights and sampling policy, for stale samples; null applies no
-    correction."""
+    old_logprobs: OldLogprobs = "trainer"
+    """Log-probabilities that ratios are relative to: the `trainer`'s own before the update (an update of several
+    optimizer steps makes a forward pass for them), or the `sampler`'s, without a pass: for samplers that agree with the
+    trainer closely, as this process's does in float32."""
+    importance_cap: float | None = Field(2.0, gt=0)
+    """Upper bound of the importance ratio between the weights before the update and the sampler's, by which advantages
+    are multiplied; it corrects stale samples and samplers of another precision. Null applies no correction. Without
+    effect with `old_logprobs: sampler`."""
+    importance_floor: float = Field(0.0, ge=0)
+    """Lower bound of the importance ratio."""
+    importance_mode: ImportanceMode = "token_truncate"
+    """`token_truncate` bounds each token's ratio (TIS), `token_mask` leaves out tokens out of bounds (IcePop);
+    `sequence_truncate` and `sequence_mask` do so with the product over an answer's tokens (MIS)."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the per-token KL penalty in the rewards; the initial one if `kl_target` is set."""
     kl_target: float | None = Field(None, gt=0)
@@ -112,7 +122,8 @@ class PPO(TextAlgorithm):
     @property
     def loss_options(self) -> dict[str, Any]:
         fields = {"clip", "clip_high", "dual_clip", "value_coef", "value_clip"}
-        return self.model_dump(include=fields, exclude_none=True) | {"entropy": self.entropy_coef}
+        own = self.model_dump(include=fields, exclude_none=True) | {"entropy": self.entropy_coef}
+        return own | importance_options(self)
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
@@ -175,10 +186,7 @@ class PPO(TextAlgorithm):
         if self.normalize_advantages:
             advantages_M = standardise(advantages_M)
         taught = _with_credit(turns, advantages_M, values_M, returns_M)
-        if self.importance_cap:
-            taught, more = await apply_importance_weights(taught, learner, self.importance_cap)
-            metrics |= more
-        return taught, metrics
+        return (await add_old_logprobs(taught, learner) if self.old_logprobs == "trainer" else taught), metrics
 
     def _penalty(self, gaps_M: np.ndarray, sequences: int, memory: AlgorithmState) -> tuple[float, Metrics]:
         """Returns the KL coefficient of this step and metrics; stores the next coefficient in `memory` if it adapts."""

@@ -6,7 +6,6 @@ process one small message and waits for one answer; observations are not sent th
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import signal
 import traceback
@@ -28,9 +27,8 @@ from palestra.envs.vector.sync_vector import (
     check_at_least_one,
     combine_seeds,
 )
-from palestra.runs.worker_stats import start_without_sigint
+from palestra.processes import PipeProcess
 
-SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
 MAX_FAILURES = 3  # failures of a process without a complete step in between
 START_TIMEOUT_S = 300.0  # seconds for a process to import its package and make its games
 CACHE_LINE_BYTES = 64  # bytes; arrays are aligned to cache lines
@@ -122,43 +120,36 @@ class _Worker:
         self.start()
 
     def start(self) -> None:
-        self.pipe, theirs = SPAWN_CONTEXT.Pipe()
-        self.process = SPAWN_CONTEXT.Process(target=_work, args=(theirs, *self._job), daemon=True)
-        start_without_sigint(self.process)
-        theirs.close()  # so that the pipe closes when the process ends
+        self.child = PipeProcess(_work, *self._job, daemon=True)
 
     def send(self, what: str, value: Any = None) -> None:
         with suppress(ConnectionError):  # `receive` reports an ended process
-            self.pipe.send((what, value))
+            self.child.pipe.send((what, value))
 
     def receive(self, starting: bool = False) -> Any:
         """Returns the next answer of the process; raises _Failed if it failed, ended or did not answer in time."""
         patience = max(START_TIMEOUT_S, self.timeout_s) if starting else self.timeout_s
         try:
-            if not self.pipe.poll(patience):
-                self.process.kill()
+            if not self.child.pipe.poll(patience):
+                self.child.process.kill()
                 raise _ProcessFailed(f"it was silent for {patience:g} s")
-            answer = self.pipe.recv()
+            answer = self.child.pipe.recv()
         except (EOFError, OSError):
-            self.process.join()
-            raise _ProcessFailed(f"the process ended with exit code {self.process.exitcode}") from None
+            self.child.process.join()
+            raise _ProcessFailed(f"the process ended with {self.child.exit_reason()}") from None
         if isinstance(answer, str):
             raise _ProcessFailed(answer)
         return answer
 
     def stop(self, timeout_s: float) -> None:
         """Closes the pipe, which ends the process; kills it if it has not ended after `timeout_s` seconds."""
-        self.pipe.close()
-        self.process.join(timeout_s)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.process.close()
+        self.child.stop(timeout_s)
+        self.child.process.close()
 
 
 def _release(workers: list[_Worker], memory: list[SharedStep]) -> None:
     for worker in workers:
-        worker.pipe.close()
+        worker.child.pipe.close()
     for worker in workers:
         worker.stop(1.0)
     for shared in memory:

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import builtins
 import random
-import time
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Self
 
 import grpc
 
 from palestra.envs.base import Env
-from palestra.remote.envs import SERVICE, background_loop
+from palestra.remote.envs import SERVICE
 from palestra.remote.envs import envs_pb2 as pb
 from palestra.remote.envs.address import EnvServersConfig, counters
-from palestra.remote.envs.connection import EnvConnection, SessionLost, auth_metadata, connection_error, open_channel
+from palestra.remote.envs.connection import (
+    EnvConnection,
+    SessionLost,
+    auth_metadata,
+    client_loop,
+    connection_error,
+    open_channel,
+)
 from palestra.remote.envs.connection_pool import get_pool
 from palestra.remote.envs.serialization import (
     encode_mapping,
@@ -34,9 +40,10 @@ from palestra.remote.envs.serialization import (
 )
 from palestra.runs.worker_stats import worker_stats
 from palestra.types import Seat, Step
+from palestra.web.retry import RetryPolicy
 
 MAX_LOST_SERVERS = 5  # lost servers in a row after which the env itself is assumed to crash servers
-RETRY_INTERVAL_S = 0.2  # seconds between attempts to get an env's description
+DESCRIBE_INTERVAL_S = 0.2  # seconds between attempts to get an env's description
 # Builtin exceptions that the client raises with their original type.
 BUILTIN_EXCEPTIONS = ("ValueError", "TypeError", "RuntimeError", "TimeoutError", "AssertionError", "OSError")
 
@@ -226,20 +233,27 @@ def describe_env(server_config: EnvServersConfig, type: str, options: Mapping[st
 
 @lru_cache(256)
 def _described(place: EnvServersConfig, kind: bytes) -> RemoteEnvSpec:
-    asked, end, said = pb.Kind.FromString(kind), time.monotonic() + place.server_timeout, ""
-    while True:
-        for address in place.addresses():
-            try:
-                return RemoteEnvSpec(place, asked, background_loop.submit(_description(place, address, asked)).result())
-            except SessionLost as lost:
-                said = str(lost)
-        if time.monotonic() > end:
-            raise ValueError(
-                f'no env server says what env "{asked.type}" is, for {place.server_timeout:g} s: '
-                f"{said or 'there is none'}. "
-                "Start one with `palestra serve-envs`, or correct at:"
-            )
-        time.sleep(RETRY_INTERVAL_S)
+    asked = pb.Kind.FromString(kind)
+    policy = RetryPolicy(DESCRIBE_INTERVAL_S, DESCRIBE_INTERVAL_S, timeout_s=place.server_timeout)
+    try:
+        description = client_loop().run(policy.run(partial(_first_description, place, asked), SessionLost))
+    except SessionLost as lost:
+        raise ValueError(
+            f'no env server says what env "{asked.type}" is, for {place.server_timeout:g} s: {lost}. '
+            "Start one with `palestra serve-envs`, or correct at:"
+        ) from None
+    return RemoteEnvSpec(place, asked, description)
+
+
+async def _first_description(place: EnvServersConfig, kind: pb.Kind) -> pb.Description:
+    """Asks the servers in turn. Raises SessionLost with the last server's error if none of them answers."""
+    reason = "there is none"
+    for address in place.addresses():
+        try:
+            return await _description(place, address, kind)
+        except SessionLost as lost:
+            reason = str(lost)
+    raise SessionLost(reason)
 
 
 async def _description(place: EnvServersConfig, address: str, kind: pb.Kind) -> pb.Description:

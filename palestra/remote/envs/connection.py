@@ -1,6 +1,10 @@
 """A client's gRPC stream to one worker of an env server; it carries the requests of all its sessions there.
 
 Requests queued during a write are batched into the next message, so that concurrent episodes share its cost.
+
+gRPC's asyncio calls are bound to the event loop that created them, but envs are called from several loops in turn (of a
+run, of an evaluation, of a check). All gRPC traffic therefore runs on one loop (`client_loop`), which lives as long as
+the process.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +24,11 @@ import grpc
 from palestra.remote.envs import MAX_REQUEST_BYTES, MAX_REQUESTS_PER_MESSAGE, PROTOCOL_VERSION, SERVICE
 from palestra.remote.envs import envs_pb2 as pb
 from palestra.remote.envs.address import EnvServersConfig
+from palestra.web.loop_thread import LoopThread
 
 CONNECT_TIMEOUT_S = 10.0  # seconds until a server must send its first message
 OVERDUE_CHECK_INTERVAL_S = 0.25  # seconds between checks for overdue requests
+EXIT_TIMEOUT_S = 5.0  # seconds that interpreter exit waits for open streams
 CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a TCP connection per lane, so that lanes reach different workers
     ("grpc.enable_http_proxy", 0),
@@ -42,8 +49,14 @@ class AccessRefused(ValueError):
     """Raised when a server refuses this client permanently: wrong token, wrong protocol version, or no env server."""
 
 
+@cache
+def client_loop() -> LoopThread:
+    """Returns the event loop of all env clients of this process; the first call starts its thread."""
+    return LoopThread("remote envs", EXIT_TIMEOUT_S)
+
+
 class EnvConnection:
-    """One open stream to a worker, run on the client's event loop (background_loop.py).
+    """One open stream to a worker, run on the client's event loop (`client_loop`).
 
     `allocate_session`, `close_session`, `send` and `call` may be called from any thread and event loop. `own_sessions`
     holds the numbers of this client's open sessions; `load` is the worker's last reported number of sessions of all

@@ -8,20 +8,20 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from palestra.remote.envs import background_loop
 from palestra.remote.envs.address import EnvServersConfig
-from palestra.remote.envs.connection import AccessRefused, EnvConnection, SessionLost
+from palestra.remote.envs.connection import AccessRefused, EnvConnection, SessionLost, client_loop
+from palestra.web.retry import RetryPolicy
 
 START_WAIT_S = 1.0  # seconds that the first sessions wait for servers that have not answered yet
 IDLE_TIMEOUT_S = 60.0  # seconds without a new session (plus patience) after which reconnecting pauses
 REFRESH_INTERVAL_S = 1.0  # seconds between reads of the server list
-RETRY_DELAYS_S = (0.05, 2.0)  # seconds between attempts to reach a server: first, largest
+RECONNECT = RetryPolicy(0.05, 2.0)  # waits between attempts to reach all workers of a server
 CONNECTS_PER_WORKER = 8  # consecutive connections per worker without a new worker before giving up
 
 
 class ConnectionPool:
     """Connections to the current servers of `server_config`. All methods but `acquire` run on the client's loop
-    (background_loop.py)."""
+    (`client_loop`)."""
 
     def __init__(self, server_config: EnvServersConfig) -> None:
         self.server_config = server_config
@@ -44,7 +44,7 @@ class ConnectionPool:
         self.last_used = time.monotonic()
         if not self.is_starting and (lane := self._free()):
             return lane
-        return await asyncio.wrap_future(background_loop.submit(self._wait()))
+        return await client_loop().run_async(self._wait())
 
     def _free(self) -> EnvConnection | None:
         free = [
@@ -81,7 +81,7 @@ class ConnectionPool:
 
     async def _keep(self, address: str) -> None:
         """Keeps a connection to every worker of a server until cancelled."""
-        pause = RETRY_DELAYS_S[0]
+        failures = 0
         while True:
             while time.monotonic() > self.last_used + IDLE_TIMEOUT_S + self.server_config.server_timeout:
                 await asyncio.sleep(REFRESH_INTERVAL_S)  # no session has been requested for a while
@@ -89,7 +89,7 @@ class ConnectionPool:
             whole = bool(own) and len(own) >= own[0].num_workers
             if whole:
                 await asyncio.wait([lane.read_task for lane in own], return_when=asyncio.FIRST_COMPLETED)
-                pause = RETRY_DELAYS_S[0]
+                failures = 0
             try:
                 await self._connect(address)
                 self.last_errors.pop(address, None)
@@ -99,8 +99,8 @@ class ConnectionPool:
             self.is_starting &= not self.connect_tasks.keys() <= self.tried_addresses
             self.changed.set()
             if not whole:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, RETRY_DELAYS_S[1])
+                failures += 1
+                await asyncio.sleep(RECONNECT.wait_s(failures))
 
     async def _connect(self, address: str) -> None:
         """Connects to workers without a connection. The kernel picks the worker of each connection, so duplicates are
@@ -159,7 +159,7 @@ def get_pool(server_config: EnvServersConfig) -> ConnectionPool:
     """
     with _making:
         if server_config not in _pools:
-            _pools[server_config] = background_loop.submit(_new(server_config)).result()
+            _pools[server_config] = client_loop().run(_new(server_config))
         return _pools[server_config]
 
 

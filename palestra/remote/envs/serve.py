@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import multiprocessing
 import os
 import signal
 import socket
@@ -21,11 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from palestra.processes import PipeProcess, join_or_kill
 from palestra.remote.envs.server import EnvServer, ListenOptions
 from palestra.remote.envs.sessions import EnvSessions, SessionLimits
+from palestra.web.origin_middleware import is_loopback
 
 PrintLine = Callable[[str], None]
 RESTART_DELAY_S = 1.0  # seconds before a dead worker is replaced
@@ -78,14 +78,13 @@ def serve(options: EnvServerOptions, print_line: PrintLine = print) -> None:
 # ---- a worker
 
 
-def _worker(options: EnvServerOptions, parent: Connection) -> None:
+def _worker(parent: Connection, options: EnvServerOptions) -> None:
     """Main function of a worker process. It sends heartbeats to `parent` and exits when that pipe closes."""
 
     async def work() -> None:
         asyncio.get_running_loop().add_reader(parent.fileno(), os._exit, 1)
         await _work(options, parent)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent sends SIGTERM
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also ends a worker with a blocked event loop
     asyncio.run(work())
@@ -95,17 +94,15 @@ async def _work(options: EnvServerOptions, parent: Connection) -> None:
     sessions = EnvSessions(options.envs, options.limits)
     server = EnvServer(sessions, options.listen_options())
     gc.freeze()  # imported modules are permanent: exclude them from garbage collection
-    told, again = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (again if told.is_set() else told).set())
+    told = asyncio.Event()
+    # A service manager may send SIGTERM to the workers too: a second one must not cut the grace period short.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     await server.start()
     beating = asyncio.create_task(_beat(sessions, parent))
     await told.wait()
-    ends = [asyncio.create_task(server.drain()), asyncio.create_task(again.wait())]
-    await asyncio.wait(ends, timeout=options.grace_s, return_when=asyncio.FIRST_COMPLETED)
-    for task in ends:
-        task.cancel()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(options.grace_s):
+            await server.drain()
     await server.stop()
     beating.cancel()
 
@@ -125,32 +122,26 @@ async def _beat(sessions: EnvSessions, parent: Connection) -> None:
 
 @dataclass(eq=False)
 class EnvWorkerProcess:
-    """A worker process, the parent's end of its pipe, and the deadline of its next heartbeat (`time.monotonic`, s)."""
+    """A worker process and the deadline of its next heartbeat (`time.monotonic`, s)."""
 
-    process: BaseProcess
-    pipe: Connection
+    child: PipeProcess
     heartbeat_deadline: float
     is_serving: bool = False
 
     @classmethod
     def start(cls, options: EnvServerOptions) -> EnvWorkerProcess:
         """Starts a worker process."""
-        context = multiprocessing.get_context("spawn")  # gRPC does not support fork
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_worker, args=(options, theirs))
-        process.start()
-        theirs.close()
-        return cls(process, ours, time.monotonic() + START_TIMEOUT_S)
+        return cls(PipeProcess(_worker, options), time.monotonic() + START_TIMEOUT_S)
 
     def read_heartbeats(self, timeout_s: float) -> None:
         """Reads received heartbeats; the next one is then due within `timeout_s` seconds."""
         with suppress(OSError):  # the worker has died; `has_exited` reports it
-            if self.pipe.poll() and os.read(self.pipe.fileno(), 2**16):
+            if self.child.pipe.poll() and os.read(self.child.pipe.fileno(), 2**16):
                 self.heartbeat_deadline, self.is_serving = time.monotonic() + timeout_s, True
 
     def has_exited(self) -> bool:
         """Returns True if the process has exited."""
-        return not self.process.is_alive()
+        return not self.child.process.is_alive()
 
 
 class WorkerSupervisor:
@@ -193,7 +184,7 @@ class WorkerSupervisor:
             os._exit(128 + number)
         self.kill_time, self.num_killed = time.monotonic() + self.options.grace_s + KILL_DELAY_S, 0
         for worker in self.workers:
-            worker.process.terminate()
+            worker.child.process.terminate()
 
     def _first(self) -> None:
         """Waits for first heartbeats. Raises ValueError if a worker has ended."""
@@ -202,9 +193,7 @@ class WorkerSupervisor:
             if worker.has_exited():
                 if self.kill_time:
                     sys.exit(0)
-                raise ValueError(
-                    f"an env worker ended before it served (exit code {worker.process.exitcode}): see above"
-                )
+                raise ValueError(f"an env worker ended before it served ({worker.child.exit_reason()}): see above")
 
     def _look(self) -> None:
         """Waits briefly, then replaces dead and hanging workers. After a stop signal it only removes them."""
@@ -216,21 +205,20 @@ class WorkerSupervisor:
             self._kill([worker for worker in self.workers if now > worker.heartbeat_deadline])
         for worker in [worker for worker in self.workers if worker.has_exited()]:
             self.workers.remove(worker)
-            worker.pipe.close()
+            worker.child.pipe.close()
             if not self.kill_time:
                 self._replace(worker)
 
     def _listen(self) -> None:
-        wait(
-            [*(w.process.sentinel for w in self.workers), *(w.pipe for w in self.workers)], timeout=HEARTBEAT_INTERVAL_S
-        )
+        children = [worker.child for worker in self.workers]
+        wait([*(c.process.sentinel for c in children), *(c.pipe for c in children)], timeout=HEARTBEAT_INTERVAL_S)
         for worker in self.workers:
             worker.read_heartbeats(self.options.limits.call_timeout_s)
 
     def _replace(self, worker: EnvWorkerProcess) -> None:
         why = "hung" if time.monotonic() > worker.heartbeat_deadline else "died"
         self.print_line(
-            f"an env worker {why} (exit code {worker.process.exitcode}); its sessions are lost, another is started"
+            f"an env worker {why} ({worker.child.exit_reason()}); its sessions are lost, another is started"
         )
         time.sleep(RESTART_DELAY_S)
         if not self.kill_time:
@@ -238,10 +226,7 @@ class WorkerSupervisor:
 
     def _kill(self, workers: list[EnvWorkerProcess]) -> None:
         for worker in workers:
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-                self.num_killed += 1
+            self.num_killed += join_or_kill(worker.child.process, 0.0)
 
 
 @contextmanager
@@ -275,11 +260,8 @@ def _tls(cert: Path | None, key: Path | None) -> tuple[bytes, bytes] | None:
 
 def _ready(options: EnvServerOptions, port: int) -> str:
     host = f"[{options.host}]" if ":" in options.host else options.host
-    inside = options.token or options.host in ("127.0.0.1", "localhost", "::1")
+    inside = options.token or is_loopback(options.host)
     open_to = "" if inside else "  (without a token, everybody who reaches this machine may play, and run, its envs)"
-    clear = (
-        ""
-        if not options.token or options.cert or options.host in ("127.0.0.1", "localhost", "::1")
-        else ("  (without TLS, the token can be read on the way)")
-    )
+    is_private = not options.token or options.cert or is_loopback(options.host)
+    clear = "" if is_private else "  (without TLS, the token can be read on the way)"
     return f"serving {', '.join(options.envs)} at {host}:{port}{open_to}{clear}"

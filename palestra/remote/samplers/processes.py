@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from palestra.processes import exit_reason, wait_or_kill
 from palestra.remote.samplers.wire import KEY_VARIABLE, READY_PREFIX
 
 SERVE_COMMAND = [
@@ -61,10 +62,11 @@ class SamplerProcess:
     def wait_url(self) -> str:
         """Waits until the process serves and returns its URL; restarts a dead process.
 
-        Raises ValueError if it has been stopped, exits with a usage error, or dies TRIES times before it serves.
+        Raises ValueError if it has been stopped, exits with a usage error, or dies `MAX_START_ATTEMPTS` times before it
+        serves; the message has its exit code and the last lines of its log.
         """
         with self._lock:
-            for _ in range(MAX_START_ATTEMPTS):
+            for attempt in range(MAX_START_ATTEMPTS):
                 if self.is_stopped:
                     raise ValueError("the sampler processes have been ended")
                 assert self.process is not None
@@ -72,10 +74,11 @@ class SamplerProcess:
                     assert self.url is not None
                     return self.url
                 self.stop()
-                if self.process.returncode == USAGE_ERROR_EXIT_CODE:
+                code = self.process.returncode
+                if code == USAGE_ERROR_EXIT_CODE or attempt == MAX_START_ATTEMPTS - 1:
                     break
                 self.start()
-            raise ValueError(f"a sampler process does not start: {self._complaint()}")
+            raise ValueError(f"a sampler process does not start ({exit_reason(code)}): {self._complaint()}")
 
     def _heard(self) -> bool:
         """Waits for the first output line or the end of the process; returns True if the line has the URL."""
@@ -90,15 +93,11 @@ class SamplerProcess:
         return " ".join(said[-12:]) or "it says nothing"
 
     def stop(self) -> None:
-        """Terminates the process, kills it after FAREWELL seconds, and closes its pipes."""
+        """Terminates the process, kills it after `STOP_TIMEOUT_S` seconds, and closes its pipes."""
         if self.process is None:
             return
         self.process.terminate()
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        wait_or_kill(self.process, STOP_TIMEOUT_S)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe:
                 pipe.close()

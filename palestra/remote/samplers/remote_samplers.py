@@ -12,7 +12,7 @@ from palestra.remote.samplers.adapter_store import AdapterStore
 from palestra.remote.samplers.config import SamplerProcessesConfig, SamplerServersConfig
 from palestra.remote.samplers.logprob_check import SampledPolicy, check_logprobs
 from palestra.remote.samplers.processes import SamplerProcess, SamplerProcesses
-from palestra.remote.samplers.vllm import RetryPolicy, SamplerServer, VllmSampler
+from palestra.remote.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
 
 
 class RemoteSamplers:
@@ -75,8 +75,8 @@ class PendingSampler:
         Raises ValueError if a server is unreachable or does not start.
         """
         servers, key = self._servers()
-        patience = RetryPolicy(self.config.request_timeout, self.config.retry_timeout)
-        sampler = VllmSampler(servers, self.adapter_store, patience, key, self.processes)
+        timeouts = RequestTimeouts(self.config.request_timeout, self.config.retry_timeout)
+        sampler = VllmSampler(servers, self.adapter_store, timeouts, key, self.processes)
         sampler.connect()
         return sampler
 

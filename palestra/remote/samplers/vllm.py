@@ -1,6 +1,6 @@
 """Client for vLLM-compatible sampler servers: token ids over HTTP, one adapter name per version.
 
-    sampler = VllmSampler([Server("http://localhost:8001")], Exchange(None, "tiny"), Patience())
+    sampler = VllmSampler([Server("http://localhost:8001")], AdapterStore(None, "tiny"), RequestTimeouts())
     answers = await sampler.sample(Request(prompt_ids, 8, sampling, snapshot, seed))
 
 The API is vLLM's (wire.py), which `palestra serve-sampler` also implements. A request goes to the server with
@@ -24,18 +24,20 @@ import numpy as np
 
 from palestra.engine.lora import Snapshot
 from palestra.engine.request import Completion, Request
+from palestra.policies.base import request_error
 from palestra.remote.samplers import wire as wire
 from palestra.remote.samplers.adapter_store import AdapterStore
 from palestra.remote.samplers.processes import SamplerProcesses
 from palestra.runs.worker_stats import worker_stats
 from palestra.web.loop_thread import LoopThread
+from palestra.web.retry import RETRY_STATUSES, RetryPolicy
 
 if TYPE_CHECKING:
     import aiohttp
 
 COMPLETIONS_PATH = "/v1/completions"
-RETRY_STATUSES = (408, 429, 500, 502, 503, 504)  # HTTP statuses that are worth a retry
-RETRY_DELAYS_S = (0.1, 5.0)  # seconds without requests to a server after a failure: first, largest
+PAUSES = RetryPolicy(0.1, 5.0)  # for which a server gets no requests after failures in a row
+CONNECT_TIMEOUT_S = 10.0  # seconds for which a server that should be running may be unreachable
 MAX_CONNECTIONS = 512  # concurrent HTTP connections; further requests wait, which bounds open files
 
 
@@ -48,7 +50,7 @@ class AdapterLost(Exception):
 
 
 @dataclass(frozen=True)
-class RetryPolicy:
+class RequestTimeouts:
     """Timeouts in seconds: `request_timeout_s` for one request, `retry_timeout_s` for retries while no server is
     reachable."""
 
@@ -77,9 +79,8 @@ class SamplerServer:
 
     def record_failure(self) -> None:
         """Records a failure: pauses requests to this server, with exponential backoff."""
-        first, most = RETRY_DELAYS_S
         self.failures += 1
-        self.paused_until = time.monotonic() + min(most, first * 2 ** (self.failures - 1))
+        self.paused_until = time.monotonic() + PAUSES.wait_s(self.failures)
 
 
 class VllmSampler:
@@ -92,17 +93,17 @@ class VllmSampler:
         self,
         servers: Sequence[SamplerServer],
         adapter_store: AdapterStore,
-        retry_policy: RetryPolicy,
+        timeouts: RequestTimeouts,
         key: str | None = None,
         processes: SamplerProcesses | None = None,
     ) -> None:
-        self.servers, self.adapter_store, self.retry_policy = list(servers), adapter_store, retry_policy
+        self.servers, self.adapter_store, self.timeouts = list(servers), adapter_store, timeouts
         self.processes = processes  # keeps the server processes alive; they stop with this object
         self.loop_thread = LoopThread("sampling elsewhere")
         self.zero_adapter: Snapshot | None = None
         self.failure: Exception | None = None
         self._puts: dict[str, asyncio.Task[Path]] = {}
-        self._http = self.loop_thread.run(_opened(retry_policy, key))
+        self._http = self.loop_thread.run(_opened(timeouts, key))
         self.loop_thread.on_close = self._http.close
         self.close = weakref.finalize(self, _close, self.loop_thread, adapter_store)
 
@@ -163,14 +164,12 @@ class VllmSampler:
 
         Raises ValueError after that.
         """
-        until = time.monotonic() + min(10.0, self.retry_policy.retry_timeout_s)
-        while True:
-            try:
-                return await work()
-            except ServerUnavailable as error:
-                if time.monotonic() > until:
-                    raise ValueError(f"{error}. Is it running? Start it first, or correct sampler.urls.") from error
-            await asyncio.sleep(RETRY_DELAYS_S[0])
+        timeout_s = min(CONNECT_TIMEOUT_S, self.timeouts.retry_timeout_s)
+        policy = RetryPolicy(PAUSES.first_wait_s, PAUSES.first_wait_s, timeout_s=timeout_s)
+        try:
+            return await policy.run(work, ServerUnavailable)
+        except ServerUnavailable as error:
+            raise ValueError(f"{error}. Is it running? Start it first, or correct sampler.urls.") from error
 
     async def _sample(self, request: Request) -> list[Completion]:
         """Returns the completions of `request`, retrying on all servers until one answers or the retry time is over."""
@@ -181,10 +180,10 @@ class VllmSampler:
                 found = await self._ask(server, request)
             except ServerUnavailable as error:
                 worker_stats.count("sampler", server.url, str(error), lost=1)
-                until = until or time.monotonic() + self.retry_policy.retry_timeout_s
+                until = until or time.monotonic() + self.timeouts.retry_timeout_s
                 if time.monotonic() > until:
                     self.failure = ValueError(
-                        f"no sampler answered for {self.retry_policy.retry_timeout_s:.0f} seconds: {error}"
+                        f"no sampler answered for {self.timeouts.retry_timeout_s:.0f} seconds: {error}"
                     )
                     raise self.failure from error
                 await self._see_to(server)
@@ -199,7 +198,7 @@ class VllmSampler:
             now = time.monotonic()
             if awake := [server for server in self.servers if server.paused_until <= now]:
                 return min(awake, key=lambda server: server.num_in_flight)
-            await asyncio.sleep(min(RETRY_DELAYS_S[0], *(server.paused_until - now for server in self.servers)))
+            await asyncio.sleep(min(PAUSES.first_wait_s, *(server.paused_until - now for server in self.servers)))
 
     async def _see_to(self, server: SamplerServer) -> None:
         """After a failure: pauses the server and restarts it if this run manages it."""
@@ -281,7 +280,8 @@ class VllmSampler:
     async def _send(self, server: SamplerServer, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Sends an HTTP request and returns the JSON (or text) of the response.
 
-        Raises Away if a retry may help, Lost if an adapter is unknown (404), else ValueError with the server's message.
+        Raises ServerUnavailable if a retry may help, AdapterLost if an adapter is unknown (404), else ValueError with
+        the server's message.
         """
         try:
             async with self._http.request(method, server.url.rstrip("/") + path, json=body) as answer:
@@ -289,7 +289,7 @@ class VllmSampler:
         except TimeoutError as error:
             raise ValueError(
                 f"no answer from the sampler at {server.url} within sampler.request_timeout: "
-                f"{self.retry_policy.request_timeout_s:.0f} seconds"
+                f"{self.timeouts.request_timeout_s:.0f} seconds"
             ) from error
         except _aiohttp().ClientError as error:
             raise ServerUnavailable(
@@ -306,14 +306,14 @@ class VllmSampler:
             raise ServerUnavailable(said)
         if status == 404 and body and ("lora_name" in body or body["model"] != server.model):
             raise AdapterLost(said)
-        raise ValueError(said)
+        raise request_error(said)
 
 
-async def _opened(patience: RetryPolicy, key: str | None) -> aiohttp.ClientSession:
+async def _opened(timeouts: RequestTimeouts, key: str | None) -> aiohttp.ClientSession:
     http, headers = _aiohttp(), {"Authorization": f"Bearer {key}"} if key else {}
     connector, timeout = (
         http.TCPConnector(limit=MAX_CONNECTIONS),
-        http.ClientTimeout(total=patience.request_timeout_s, sock_connect=10),
+        http.ClientTimeout(total=timeouts.request_timeout_s, sock_connect=10),
     )
     session: aiohttp.ClientSession = http.ClientSession(
         headers=headers, connector=connector, timeout=timeout, json_serialize=_dumped

@@ -16,6 +16,7 @@ from palestra.service.storage.store import Store
 from palestra.service.storage.tables import checkpoints, models, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import TinkerPath, WeightStore
+from palestra.web.limits import bearer_token
 
 
 class ClientLimits(BaseModel):
@@ -42,7 +43,7 @@ class ClientLimits(BaseModel):
 @dataclass(frozen=True)
 class BaseInfo:
     """Metadata of a base model, without its weights. `public_names` are the names that clients may use,
-    `max_token_chars` is the largest number of characters that one token stands for."""
+    `max_chars_per_token` is an upper bound on the characters that one token stands for."""
 
     name: str
     path: str
@@ -50,7 +51,7 @@ class BaseInfo:
     architecture: str
     vocab_size: int
     max_length: int
-    max_token_chars: int
+    max_chars_per_token: int
     tokenizer: Any
 
 
@@ -123,7 +124,7 @@ def request_context(request: Request) -> ServiceContext:
 def request_owner(request: Request) -> str:
     """Authenticates a request by X-API-Key or Authorization: Bearer and returns the key's owner. Raises BadRequest
     (401) if the key is unknown."""
-    given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    given = request.headers.get("x-api-key") or bearer_token(request.headers)
     found = request_context(request).keys.owner_of(given or None)
     if found is None:
         raise BadRequest("this server wants an API key that it knows: set TINKER_API_KEY (or MINT_API_KEY)", 401)

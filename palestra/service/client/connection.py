@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
-import time
 import uuid
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
-RETRY_TIMEOUT_S = 300.0  # seconds for which requests to an unavailable or busy server are retried
-FIRST_RETRY_TIMEOUT_S = 10.0  # the same before its first answer: the address is probably wrong
-RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
+from palestra.web.loop_thread import LoopThread
+from palestra.web.retry import RETRY_STATUSES, RetryPolicy
+
+RETRY = RetryPolicy(0.1, 5.0, timeout_s=300.0)  # while the server is unavailable or busy
+FIRST_RETRY = RetryPolicy(0.1, 5.0, timeout_s=10.0)  # before its first answer: the address is probably wrong
 
 T = TypeVar("T")
 
 
 class RequestRefused(ValueError):
     """The server rejected a request."""
+
+
+class ServerBusy(RequestRefused):
+    """The server could not process a request now."""
 
 
 class HttpReply(NamedTuple):
@@ -46,17 +51,16 @@ class ServiceConnection:
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.key = key or os.environ.get("TINKER_API_KEY") or os.environ.get("MINT_API_KEY") or "tml-anyone"
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="palestra connection", daemon=True)
-        self._thread.start()
-        self._http, self._patience = self.run(self._opened()), FIRST_RETRY_TIMEOUT_S
+        self.loop_thread = LoopThread("palestra connection")
+        self._http, self._retry_policy = self.run(self._opened()), FIRST_RETRY
+        self.loop_thread.on_close = self._http.close
         try:
             said = self.run(self.post("create_session", tags=[], user_metadata={}, sdk_version="palestra"))
         except (RequestRefused, ConnectionError):
             self.close()
             raise
         self.id = str(said["session_id"])
-        asyncio.run_coroutine_threadsafe(self._beat(), self._loop)
+        self.loop_thread.run_detached(self._beat)
         self._palestra: bool | None = None
         self._numbers = {"model": 0, "sampler": 0}
 
@@ -67,17 +71,7 @@ class ServiceConnection:
 
     def close(self) -> None:
         """Closes the connection; the server expires the session later."""
-        self.run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._http.close()
+        self.loop_thread.close()
 
     def next_number(self, what: str) -> int:
         """Returns the next sequence number of the session's models (`what="model"`) or samplers ("sampler")."""
@@ -86,11 +80,11 @@ class ServiceConnection:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the connection's loop and blocks until it returns its result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.loop_thread.run(work)
 
     async def run_async(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the connection's loop and awaits its result from another loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await self.loop_thread.run_async(work)
 
     async def post(self, verb: str, **body: Any) -> dict[str, Any]:
         """Sends `body` as a JSON POST and returns the JSON reply. Raises Refused if the server rejects it."""
@@ -147,23 +141,20 @@ class ServiceConnection:
         return str(reply.json()["path"])
 
     async def _send(self, method: str, path: str, *, fine: tuple[int, ...] = (), **options: Any) -> HttpReply:
-        until, pause = time.monotonic() + self._patience, 0.1
-        while True:
-            try:
-                async with self._http.request(method, self.url + path, **options) as answer:
-                    reply = HttpReply(answer.status, answer.content_type, await answer.read())
-            except (aiohttp.ClientError, TimeoutError) as error:
-                if time.monotonic() > until:
-                    what = f"no answer from {self.url}: {error}. Is `palestra serve` running?"
-                    raise ConnectionError(what) from error
-            else:
-                self._patience = RETRY_TIMEOUT_S
-                if reply.status < 300 or reply.status in fine:
-                    return reply
-                if reply.status not in RETRY_STATUSES or time.monotonic() > until:
-                    raise RequestRefused(f"{self.url}{path} answered {reply.status}: {_detail(reply)}")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+        attempt = partial(self._attempt, method, path, fine, options)
+        return await self._retry_policy.run(attempt, ConnectionError, ServerBusy)
+
+    async def _attempt(self, method: str, path: str, fine: tuple[int, ...], options: dict[str, Any]) -> HttpReply:
+        try:
+            async with self._http.request(method, self.url + path, **options) as answer:
+                reply = HttpReply(answer.status, answer.content_type, await answer.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ConnectionError(f"no answer from {self.url}: {error}. Is `palestra serve` running?") from error
+        self._retry_policy = RETRY
+        if reply.status < 300 or reply.status in fine:
+            return reply
+        refusal = ServerBusy if reply.status in RETRY_STATUSES else RequestRefused
+        raise refusal(f"{self.url}{path} answered {reply.status}: {_detail(reply)}")
 
     async def _beat(self) -> None:
         """Sends a heartbeat every ten seconds until a request fails."""

@@ -10,9 +10,10 @@ import numpy as np
 
 from palestra.engine.lora import Snapshot
 from palestra.engine.sampler import Completion, Request
+from palestra.policies.base import request_error
 from palestra.service.api import tensors
 from palestra.service.api import wire_pb2 as pb
-from palestra.service.client.connection import HttpReply, ServiceConnection
+from palestra.service.client.connection import HttpReply, RequestRefused, ServiceConnection
 
 
 class RemoteSnapshot(Snapshot):
@@ -45,7 +46,10 @@ class RemoteSampler:
             "stop": list(settings.stop) or list(settings.stop_token_ids) or (None if settings.stop_at_eos else []),
         }
         body = self._body(sampler, request.prompt_ids, num_samples=request.n, sampling_params=params)
-        reply = await self.connection.run_async(self.connection.call("asample", **body))
+        try:
+            reply = await self.connection.run_async(self.connection.call("asample", **body))
+        except RequestRefused as error:
+            raise request_error(str(error)) from error
         response = pb.SampleResponse.FromString(reply.content)
         return [
             Completion(

@@ -16,6 +16,7 @@ import json
 import sys
 import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
@@ -24,13 +25,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from palestra.engine.trainer import AdamConfig, MicroBatch, build_loss_inputs, micro_batches
+from palestra.engine.trainer import (
+    AdamConfig,
+    MicroBatch,
+    build_loss_inputs,
+    micro_batches,
+    token_weight,
+    trained_share,
+    with_gradient,
+)
 from palestra.files import atomic_write
 from palestra.learners.lm import LoraPolicyConfig
 from palestra.losses.policy import (
     actor_critic_loss,
     cispo_loss,
     clipped_policy_loss,
+    correct_mismatch,
     cross_entropy_loss,
     gspo_loss,
     importance_sampling_loss,
@@ -99,17 +109,34 @@ class RemoteWeights:
         Raises ValueError if the loss reads more than log-probabilities.
         """
         words = supported_wire_loss(self.connection, loss, options)
-        (pack,) = micro_batches(samples, sys.maxsize)
+        scale = trained_share(samples)
+        (pack,) = micro_batches(with_gradient(samples), sys.maxsize, token_weight(samples))
+        samples = pack.samples
         if words is None:
             slopes, metrics = local_gradients(pack, self.logprobs(samples), loss, options)
             data = [to_datum(sample, weights=-slope) for sample, slope in zip(samples, slopes, strict=True)]
             self._pass(CROSS_ENTROPY, data)
-            return metrics
-        outputs = self._pass(words, self._data(words, pack))
+            return _means(metrics, scale)
+        outputs = self._pass(words, self._data(words, self._corrected(pack, options)))
         _, metrics = local_gradients(pack, answer_logprobs(outputs, samples), loss, options)
         for figure in ("loss", "entropy") if "entropy" in words.options else ():  # only the server can compute these
             metrics[figure] = sum(output.metrics[f"{figure}:sum"] for output in outputs)
-        return metrics
+        return _means(metrics, scale)
+
+    def _corrected(self, pack: MicroBatch, options: Mapping[str, Any]) -> MicroBatch:
+        """Returns the batch as losses without a correction read it: `logprobs` are those before the update (from a
+        forward pass where they are the current ones), and advantages are multiplied by importance weights."""
+        if pack.samples[0].old_logprobs is None:
+            return pack
+        current = isinstance(pack.samples[0].old_logprobs, str)
+        old = self.logprobs(pack.samples) if current else [np.asarray(s.old_logprobs) for s in pack.samples]
+        logp_M = torch.tensor(np.concatenate(old))
+        tokens = build_loss_inputs(pack, logp_M, torch.zeros_like(logp_M))
+        options = {name: value for name, value in options.items() if name.startswith("importance_")}
+        weighted, _ = correct_mismatch(tokens, **options)
+        advantages = np.split(weighted.advantage_M.numpy(), np.cumsum([len(logps) for logps in old])[:-1])
+        fields = zip(pack.samples, old, advantages, strict=True)
+        return replace(pack, samples=[replace(s, logprobs=logps, advantages=a) for s, logps, a in fields])
 
     def _data(self, words: WireLoss, pack: MicroBatch) -> list[Datum]:
         """Returns the batch as the loss reads it.
@@ -274,6 +301,11 @@ def local_gradients(
     cuts = np.cumsum([len(logp) for logp in logps])[:-1]
     told = {name: float(figure) for name, figure in {"loss": value.detach(), **metrics}.items() if name != "entropy"}
     return np.split(slope_M.numpy(), cuts), told
+
+
+def _means(metrics: Metrics, scale: float) -> Metrics:
+    """Returns the metrics as means over the trained tokens, whose weights sum to `scale`, and the loss as it is."""
+    return {name: value if name == "loss" else value / scale for name, value in metrics.items()}
 
 
 def to_datum(sample: Sample, **inputs: np.ndarray) -> Datum:

@@ -43,6 +43,7 @@ from palestra.service.storage.store import Store, StoredAnswer
 from palestra.service.storage.tables import RowUpdate, models
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
+from palestra.web.retry import RetryPolicy
 
 BATCHED_KINDS = (*GRADIENT_KINDS, "sample")  # kinds that share batches with other requests
 SWEEP_INTERVAL_S = 60.0  # seconds between two maintenance runs
@@ -51,7 +52,7 @@ BURST_GAP_S = 0.005  # seconds without a new request that end a burst
 MAX_BURST_S = 0.1  # longest duration of a burst in seconds
 SAMPLE_GRACE_S = 60.0  # seconds for running samples to end on shutdown
 MIN_STOP_ATTEMPTS = 3  # attempts to reach the database before giving up on shutdown
-MAX_RETRY_PAUSE_S = 15.0  # longest pause in seconds between two attempts
+DATABASE_RETRY = RetryPolicy(0.5, 15.0)  # pauses between attempts to reach the database
 
 
 class WorkerSettings(BaseModel):
@@ -347,7 +348,7 @@ class DatabaseRetry:
         self.wakeup.wait(0)  # updates `peer_gone`
         if (self.stopping or self.wakeup.peer_gone) and attempt >= MIN_STOP_ATTEMPTS:
             raise error
-        pause = min(0.5 * 2**attempt, MAX_RETRY_PAUSE_S)
+        pause = DATABASE_RETRY.wait_s(attempt + 1)
         what = (
             f"the database does not answer ({first_line(error)}), for {time.monotonic() - self.failing_since:.0f} s now"
         )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from toys import Spoken
 
 from palestra.algorithms.text.credit import batch_spread, group_advantages
-from palestra.algorithms.text.grpo import GRPO
+from palestra.algorithms.text.grpo import GRPO, overlong_penalty
 from palestra.engine.trainer import micro_batches
 from palestra.envs.base import Env
 from palestra.losses.policy import LOSSES
@@ -254,12 +254,14 @@ def test_failed_episodes_teach_nothing(at):
     assert not any(node.advantages for node in episode.nodes)
 
 
-def test_a_group_without_differences_is_skipped_and_counted():
+@pytest.mark.parametrize(("flat_groups", "trained"), [("count", [0, 0, 1, 1]), ("skip", [1, 1]), ("refill", [1, 1])])
+def test_a_group_without_differences_has_no_gradient_and_is_counted(flat_groups, trained):
     a = {"a": "p@0"}
     flat = grow((None, a, {}, 1.0, True), (None, a, {}, 1.0, True))
-    samples, figures = GRPO(branch_at="turn", group_size=2).build_samples([flat, chain()], "p")
+    algorithm = GRPO(branch_at="turn", group_size=2, flat_groups=flat_groups)
+    samples, figures = algorithm.build_samples([flat, chain()], "p")
     assert figures == {"groups": 2.0, "zero_std_fraction": 0.5}
-    assert len(samples) == 2 and advantages(flat, "a") == [0.0, 0.0]
+    assert [sample.has_gradient for sample in samples] == trained and advantages(flat, "a") == [0.0, 0.0]
 
 
 def test_a_batch_is_scaled_as_one():
@@ -368,10 +370,36 @@ def test_tokens_or_answers_count_alike():
 
 def test_answers_that_were_cut_off_are_compared_with_and_teach_nothing():
     episode = two_lengths("length")
-    samples, _ = GRPO(group_size=2, overlong="drop").build_samples([episode], "p")
-    assert [len(sample.token_ids) for sample in samples] == [1] and samples[0].advantages[0] == -1
+    samples, _ = GRPO(group_size=2, overlong="drop", kl_coef=0.1).build_samples([episode], "p")
+    assert [(len(s.token_ids), s.has_gradient) for s in samples] == [(1, True), (3, False)]
+    assert samples[0].advantages[0] == -1 and worth_of_tokens(samples)[0] == (0.25, 0.25)
     assert advantages(episode, "a") == [-1, 1]
     assert len(GRPO(group_size=2).build_samples([two_lengths("length")], "p")[0]) == 2
+
+
+def test_a_constant_normaliser_divides_by_the_token_limit():
+    """Dr. GRPO: the sums over answers of 1 and 3 tokens, divided by 2 answers times the limit of 8 tokens."""
+    algorithm = GRPO(group_size=2, loss_aggregation="constant", max_completion_length=8)
+    samples, _ = algorithm.build_samples([two_lengths()], "p")
+    assert worth_of_tokens(samples) == [(1 / 16, 1 / 16), (1 / 16, 3 / 16)]
+    with pytest.raises(ValueError, match="set max_completion_length"):
+        GRPO(group_size=2, loss_aggregation="constant").build_samples([two_lengths()], "p")
+
+
+def test_the_soft_overlong_penalty_by_hand():
+    """DAPO, eq. 13, with a limit of 20 tokens and a buffer of 4: 0 up to 16 tokens, then a quarter for each."""
+    assert [overlong_penalty(n, 20, 4) for n in (1, 16, 17, 19, 20, 25)] == [0, 0, 0.25, 0.75, 1, 1]
+
+
+def test_an_answer_near_the_limit_is_worth_less():
+    """Rewards 0 and 1 for 1 and 3 tokens, of at most 3: with a buffer of 2 the second answer loses all of its reward,
+    and the group has signal all the same, since the penalty is no reward."""
+    episode = two_lengths()
+    algorithm = GRPO(group_size=2, overlong="penalty", max_completion_length=3, overlong_buffer=2)
+    assert next(iter(algorithm.groups(episode))).values == [0, 0] and algorithm.has_signal(episode)
+    whole = algorithm.model_copy(update={"branch_at": "root"})
+    assert next(iter(whole.groups(episode))).values == [0, 0]
+    assert algorithm.model_copy(update={"overlong_buffer": None})._length_penalty(answer(ids=[1, 2])) == 0
 
 
 # ---- crossed joints
@@ -450,7 +478,7 @@ def test_a_lazy_seat_shows():
     """Whatever b says, the team earns what a makes of it."""
     lazy = crossing_of([[3.0, 3.0], [1.0, 1.0]])
     given, figures = credits(lazy, "b", credit="counterfactual")
-    assert given == [] and (figures["influence/b"], figures["shapley/b"], figures["zero_std_fraction"]) == (0, 0, 1)
+    assert given == [0, 0] and (figures["influence/b"], figures["shapley/b"], figures["zero_std_fraction"]) == (0, 0, 1)
     assert credits(lazy, "a", credit="counterfactual")[1]["influence/a"] == 1
 
 
@@ -489,9 +517,11 @@ TABLE_OF_NAMES = Path(__file__).parents[3] / "docs" / "algorithms" / "grpo.md"
 def test_every_name_of_the_documents_is_a_config():
     rows = re.findall(r"^\| ([^|]+) \| `(\{[^`]+\})`", TABLE_OF_NAMES.read_text(encoding="utf-8"), re.MULTILINE)
     found = {name.split(" (")[0]: GRPO.model_validate(yaml.safe_load(config)) for name, config in rows}
-    assert len(found) == 13
+    assert len(found) == 14
     assert found["RAE"].baseline == "role" and found["RLOO"].scale == "none"
-    assert found["GSPO"].loss_options == pytest.approx({"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004})
+    assert found["GSPO"].loss_options == pytest.approx(
+        {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004, "importance_cap": 2.0}
+    )
     assert found["AT-GRPO"].branching == Branching("turn", 4, "best", 0.1, 1.0)
 
 
@@ -510,7 +540,10 @@ def test_every_name_of_the_documents_is_a_config():
 )
 def test_each_surrogate_is_a_loss_with_its_bounds(settings, loss, options):
     algorithm = GRPO(**settings)
-    assert algorithm.loss is LOSSES[loss] and algorithm.loss_options == pytest.approx(options)
+    assert algorithm.loss is LOSSES[loss]
+    assert algorithm.loss_options == pytest.approx(options | {"importance_cap": 2.0})
+    for free in ({"importance_cap": None}, {"old_logprobs": "sampler"}):
+        assert GRPO(**settings, **free).loss_options == pytest.approx(options)
 
 
 def test_a_setting_of_another_surrogate_is_a_mistake():

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.text.base import add_reference_logprobs, apply_importance_weights
+from palestra.algorithms.text.base import add_reference_logprobs
 from palestra.algorithms.text.grpo import GRPO
 from palestra.engine.sampler import Completion, SamplingConfig
-from palestra.engine.trainer import micro_batches
+from palestra.engine.trainer import build_loss_inputs, micro_batches, token_weight, trained_share
 from palestra.envs.base import Env
-from palestra.losses.policy import LOSSES, LossInputs
+from palestra.losses.policy import LOSSES, LossInputs, correct_mismatch
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 from palestra.types import Answer, Episode, Node, Sample, Step
@@ -42,7 +42,7 @@ def lines(*plays):
 
 def lessons(samples):
     """What each sample moves: its advantage times its tokens' part of the batch's mean."""
-    (pack,) = micro_batches(samples, 10**6)
+    (pack,) = micro_batches(samples, 10**6, token_weight(samples))
     return [float(s.advantages.sum() * share) for s, share in zip(pack.samples, pack.token_weights, strict=True)]
 
 
@@ -67,6 +67,42 @@ def test_turns_are_never_compared_by_their_number():
     assert [node.advantages["a"] for node in episode.nodes] == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
 
 
+def test_trajectories_or_turns_count_alike():
+    """Of trajectories of 9 turns and of 1, won and lost: with `sequence` a turn is a sequence, and the long trajectory
+    has nine tenths of the mean; with `trajectory` each has half."""
+    episode = lines([("a", {})] * 8 + [("a", {"a": 1.0})], [("a", {"a": 0.0})])
+    parts = {}
+    for unit in ("sequence", "trajectory"):
+        samples, _ = GRPO(branch_at="root", group_size=2, loss_aggregation=unit).build_samples([episode], "p")
+        *long, short = lessons(samples)
+        parts[unit] = sum(long), short
+    assert parts == {"sequence": pytest.approx((0.9, -0.1)), "trajectory": pytest.approx((0.5, -0.5))}
+
+
+def test_an_answer_with_the_mean_value_counts_in_the_mean():
+    """Values 0, 1/2, 1/2, 1/2, 1 in answers of 2 tokens: the two outer answers have a gradient, of a fifth of the mean
+    each, not of a half."""
+    episode = lines(*([("a", {"a": value})] for value in (0.0, 0.5, 0.5, 0.5, 1.0)))
+    algorithm = GRPO(branch_at="root", group_size=5, scale="none")
+    samples, _ = algorithm.build_samples([episode], "p")
+    assert [s.has_gradient for s in samples] == [True, False, False, False, True]
+    assert lessons(samples) == pytest.approx([-0.1, 0, 0, 0, 0.1])
+    assert token_weight(samples) == 0.1 and trained_share(samples) == pytest.approx(0.4)
+    for held in ({"kl_coef": 0.1}, {"entropy_coef": 0.1}):  # the penalty and the bonus are of all five
+        samples, _ = algorithm.model_copy(update=held).build_samples([episode], "p")
+        assert all(s.has_gradient for s in samples) and lessons(samples) == pytest.approx([-0.1, 0, 0, 0, 0.1])
+
+
+@pytest.mark.parametrize(("flat_groups", "share"), [("count", 0.5), ("skip", 1.0), ("refill", 1.0)])
+def test_a_flat_group_counts_or_is_skipped(flat_groups, share):
+    """A group with a difference and one without: with `count` the first has half of the mean, else all of it."""
+    flat, differing = (lines([("a", {"a": 1.0})], [("a", {"a": value})]) for value in (1.0, 0.0))
+    algorithm = GRPO(branch_at="root", group_size=2, flat_groups=flat_groups)
+    samples, metrics = algorithm.build_samples([flat, differing], "p")
+    assert sum(map(abs, lessons(samples))) == pytest.approx(share) and metrics["zero_std_fraction"] == 0.5
+    assert (algorithm.has_signal(flat), algorithm.has_signal(differing)) == (False, True)
+
+
 # ---- seats
 
 
@@ -81,7 +117,8 @@ def test_a_group_never_spans_the_seats_of_a_zero_sum_game():
     play = [("a", {}), ("b", {"a": 1.0, "b": -1.0})]
     groups = list(GRPO(branch_at="root", group_size=2).groups(lines(play, play)))
     assert [(group.seat, group.values) for group in groups] == [("a", [1, 1]), ("b", [-1, -1])]
-    assert GRPO(branch_at="root", group_size=2).build_samples([lines(play, play)], "p")[0] == []
+    samples, _ = GRPO(branch_at="root", group_size=2).build_samples([lines(play, play)], "p")
+    assert len(samples) == 4 and not any(sample.has_gradient for sample in samples)
 
 
 def test_opposite_roles_have_opposite_averages():
@@ -187,6 +224,9 @@ class Now:
     def __init__(self, logprobs, reference=None):
         self.own, self.held = logprobs, reference
 
+    def batches(self, samples):
+        return [list(samples)]
+
     async def logprobs(self, samples, *, reference=False):
         return [np.asarray(row, np.float32) for row in (self.held if reference else self.own)]
 
@@ -198,21 +238,46 @@ def sample(logprobs, advantages):
     )
 
 
+def mismatched(old, sampler, advantages, sequences=None):
+    """Loss inputs with these probabilities under the policy before the update and under the sampler."""
+    old, sampler = (torch.tensor(row, dtype=torch.float64).log() for row in (old, sampler))
+    share = torch.full_like(old, 1 / len(old))
+    numbers = torch.tensor(sequences or [0] * len(old))
+    advantages = torch.tensor(advantages, dtype=torch.float64)
+    return LossInputs(old, -old, old, None, advantages, share, numbers, sampler_logp_M=sampler)
+
+
 def test_truncated_importance_sampling_by_hand():
-    """Ratios 2, 1/2 and 4, of at most 3: advantages 1, 1 and -2 become 2, 1/2 and -6, and the step starts from here."""
-    stale = [sample(np.log([0.25, 0.5]), [1, 1]), sample(np.log([0.125]), [-2])]
-    moved, figures = asyncio.run(apply_importance_weights(stale, Now([np.log([0.5, 0.25]), np.log([0.5])]), 3.0))
-    assert [s.advantages.tolist() for s in moved] == [pytest.approx([2, 0.5]), pytest.approx([-6])]
-    assert [s.logprobs.tolist() for s in moved] == [pytest.approx(np.log([0.5, 0.25])), pytest.approx(np.log([0.5]))]
-    assert figures == pytest.approx({"sampler_kl": -np.log(4) / 3, "importance_cap_fraction": 1 / 3})
-    assert stale[0].advantages.tolist() == [1, 1] and moved[0].token_ids is stale[0].token_ids
+    """Ratios 2, 1/2 and 4, of at most 3: advantages 1, 1 and -2 become 2, 1/2 and -6."""
+    tokens = mismatched([0.5, 0.25, 0.5], [0.25, 0.5, 0.125], [1, 1, -2])
+    moved, figures = correct_mismatch(tokens, importance_cap=3.0)
+    assert moved.advantage_M.tolist() == pytest.approx([2, 0.5, -6]) and tokens.advantage_M.tolist() == [1, 1, -2]
+    assert {k: float(v) for k, v in figures.items()} == pytest.approx(
+        {"sampler_kl": -np.log(4) / 3, "importance_cap_fraction": 1 / 3}
+    )
 
 
-def test_fresh_samples_stay_as_they_are():
-    fresh = [sample([-0.5, -1.0], [1.0, 1.0])]
-    moved, figures = asyncio.run(apply_importance_weights(fresh, Now([[-0.5, -1.0]]), 2.0))
-    assert moved[0].advantages.tolist() == [1, 1] and figures == {"sampler_kl": 0, "importance_cap_fraction": 0}
-    assert asyncio.run(apply_importance_weights([], Now([]), 2.0)) == ([], {})
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", [2, 0.8, 3]),
+        ("token_mask", [2, 0, 0]),
+        ("sequence_truncate", [1, 1, 3]),
+        ("sequence_mask", [1, 1, 0]),
+    ],
+)
+def test_bounds_of_tokens_and_sequences_by_hand(mode, expected):
+    """Ratios 2 and 1/2 in one answer, whose product is 1, and 4 in another; bounds 0.8 and 3."""
+    tokens = mismatched([0.5, 0.25, 0.5], [0.25, 0.5, 0.125], [1, 1, 1], [0, 0, 1])
+    moved, _ = correct_mismatch(tokens, importance_cap=3.0, importance_floor=0.8, importance_mode=mode)
+    assert moved.advantage_M.tolist() == pytest.approx(expected)
+
+
+def test_without_a_cap_the_mismatch_is_measured_only():
+    tokens = mismatched([0.5], [0.25], [1])
+    same, figures = correct_mismatch(tokens)
+    assert same is tokens and float(figures["sampler_kl"]) == pytest.approx(-np.log(2))
+    assert correct_mismatch(tokens._replace(sampler_logp_M=None), importance_cap=1.0)[1] == {}
 
 
 def test_a_penalty_has_the_references_log_probabilities_and_no_others():
@@ -223,7 +288,9 @@ def test_a_penalty_has_the_references_log_probabilities_and_no_others():
     assert [s.logprobs.tolist() for s in held] == [[-0.5], [-0.5, -0.5]] and samples[0].reference_logprobs is None
     refined, figures = asyncio.run(GRPO(kl_coef=0.1).finalize_samples(samples, learner, {}))
     assert [s.reference_logprobs.tolist() for s in refined] == [[-1], [-2, -3]] and figures == {}
-    assert asyncio.run(GRPO().finalize_samples(samples, learner, {}))[0] is samples
+    assert {s.old_logprobs for s in refined} == {"current"}
+    held = asyncio.run(GRPO(old_logprobs="sampler").finalize_samples(samples, learner, {}))[0]
+    assert held is samples and held[0].old_logprobs is None
 
 
 LOGITS = [0.4, -0.3, 1.1, 0.0]  # of the policy in training, over four answers of a token each
@@ -231,9 +298,8 @@ SAMPLER = [0.4, 0.4, 0.05, 0.15]  # how likely each was when it was drawn
 WORTH = [1.0, -0.5, 2.0, -1.0]
 
 
-def expected_gradient(algorithm, *, pretend=False):
-    """The gradient of an update, expected over everything that the sampler may have said: each answer in its share.
-    With `pretend` as if the weights in training had drawn it."""
+def expected_gradient(algorithm):
+    """The gradient of an update, expected over everything that the sampler may have said: each answer in its share."""
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     logp = torch.log_softmax(logits, 0)
     now = [[value] for value in logp.detach().tolist()]
@@ -241,16 +307,10 @@ def expected_gradient(algorithm, *, pretend=False):
         Sample(np.array([1]), np.array([i]), np.log(np.array([SAMPLER[i]])), np.array([WORTH[i]]), weight=SAMPLER[i])
         for i in range(4)
     ]
-    if pretend:
-        for one, own in zip(drawn, now, strict=True):
-            one.logprobs = np.array(own)
     drawn, _ = asyncio.run(algorithm.finalize_samples(drawn, Now(now), {}))
     (pack,) = micro_batches(drawn, 10**6)
-    old, advantages, shares = (
-        torch.tensor(np.array(rows, np.float64).reshape(4))
-        for rows in ([s.logprobs for s in drawn], [s.advantages for s in drawn], pack.token_weights)
-    )
-    loss, _ = algorithm.loss(LossInputs(logp, -logp, old, None, advantages, shares), **algorithm.loss_options)
+    tokens = build_loss_inputs(pack, logp, -logp)
+    loss, _ = algorithm.loss(tokens, **algorithm.loss_options)
     loss.backward()
     return -logits.grad.numpy()
 
@@ -273,7 +333,8 @@ def test_uncorrected_stale_samples_do_not():
     """To pretend that they are fresh leaves out the ratio, and a clip that counts staleness as an update's own step
     silences what the policy has come to say more often: both turn the gradient away from the best answer."""
     right = on_policy_gradient()
-    for wrong in (expected_gradient(GRPO(), pretend=True), expected_gradient(GRPO())):
+    uncorrected, clipped = GRPO(importance_cap=None), GRPO(old_logprobs="sampler")
+    for wrong in (expected_gradient(uncorrected), expected_gradient(clipped)):
         assert np.abs(wrong - right).max() > 0.3 and wrong[2] < 0.3 * right[2]
 
 

@@ -19,7 +19,8 @@ from palestra.losses.policy import LOSSES, LossInputs, actor_critic_loss, clippe
 from palestra.nets import advantages as vectorised
 from palestra.rollouts.tree_rollout import Branching
 from palestra.runs import Run, list_checkpoints, read_lines
-from palestra.training.loop import restore_checkpoint, run_training, update_learner
+from palestra.training.loop import restore_checkpoint, run_training
+from palestra.training.text import update_learner
 from palestra.types import Answer, Episode, Node
 
 SEATS = {"a": "p", "b": "q"}
@@ -29,7 +30,10 @@ class Told:
     """A learner that has been told what to say of each sample, in order."""
 
     def __init__(self, values, logprobs=(), reference=()):
-        self.said, self.now, self.reference = values, logprobs, reference
+        self.said, self.now, self.reference, self.updates = values, logprobs, reference, 1
+
+    def batches(self, samples):
+        return [list(samples)] * self.updates
 
     async def values(self, samples):
         return [np.array(v, np.float32) for v in self.said]
@@ -257,28 +261,18 @@ def test_a_coefficient_of_nothing_cannot_adapt():
 # ---- correction
 
 
-def test_correction_weighs_advantages_and_nothing_else():
+def test_old_log_probabilities_are_the_trainers_and_credit_is_the_samplers():
     """The weights in training find the first token twice as likely as the sampler did, the second half as likely. The
-    penalty is of the sampler's log-probabilities, and returns are as they would be."""
+    penalty is of the sampler's log-probabilities; advantages and returns do not depend on the correction."""
     episodes, learner = drifted(0.0, 1.0)
-    learner.now = [[-1 + math.log(2), -1 - math.log(2)]]
+    learner.now, learner.updates = [[-1 + math.log(2), -1 - math.log(2)]], 2
     options = {"kl_coef": 0.5, "gae_lambda": 0, "normalize_advantages": False}
-    plain, _ = credited(PPO(**options), episodes, learner)
-    moved, figures = credited(PPO(**options, importance_cap=1.5), episodes, learner)
-    assert lists(plain, "advantages") == [[0.0, 2.5]] and lists(plain, "logprobs") == [[-1.0, -1.0]]
-    assert lists(moved, "advantages") == [pytest.approx([0.0, 1.25])]
+    plain, _ = credited(PPO(**options, old_logprobs="sampler"), episodes, learner)
+    moved, _ = credited(PPO(**options), episodes, learner)
+    assert lists(plain, "advantages") == lists(moved, "advantages") == [[0.0, 2.5]]
     assert lists(moved, "returns") == lists(plain, "returns") == [[0.0, 2.5]]
-    assert lists(moved, "logprobs") == [pytest.approx(learner.now[0])]
-    assert figures["importance_cap_fraction"] == 0.5 and figures["sampler_kl"] == pytest.approx(0, abs=1e-6)
-
-
-def test_correction_comes_after_the_common_scale():
-    """1 and -1, of which the first is then worth 1.5 times as much (twice, but for the bound)."""
-    episodes = [play((({"a": 1}, {}, team),)) for team in (3.0, 1.0)]
-    learner = Told([[0.0], [0.0]], logprobs=[[-1 + math.log(2)], [-1.0]])
-    samples, _ = credited(PPO(importance_cap=1.5), episodes, learner)
-    assert lists(samples, "advantages") == [[1.5], [-1.0]]
-    assert episodes[0].nodes[0].advantages == {"a": 1.0}
+    assert lists(moved, "logprobs") == lists(plain, "logprobs") == [[-1.0, -1.0]]
+    assert lists(moved, "old_logprobs") == [pytest.approx(learner.now[0])] and plain[0].old_logprobs is None
 
 
 # ---- the loss
@@ -352,9 +346,11 @@ def test_a_loss_without_its_critic_says_so():
 
 def test_the_loss_is_called_with_its_settings():
     assert PPO().loss is LOSSES["actor_critic"] is actor_critic_loss and PPO().needs_critic
-    assert PPO().loss_options == {"clip": 0.2, "value_coef": 0.5, "entropy": 0.0}
+    assert PPO().loss_options == {"clip": 0.2, "value_coef": 0.5, "entropy": 0.0, "importance_cap": 2.0}
     settings = {"clip": 0.1, "clip_high": 0.3, "dual_clip": 3.0, "value_coef": 0.0, "value_clip": 0.2}
-    assert PPO(**settings, entropy_coef=0.01, kl_coef=0.1).loss_options == settings | {"entropy": 0.01}
+    assert PPO(**settings, entropy_coef=0.01, kl_coef=0.1, importance_cap=None).loss_options == settings | {
+        "entropy": 0.01
+    }
 
 
 # ---- learning

@@ -95,47 +95,48 @@ def test_options_are_checked() -> None:
 def test_rewards_of_a_turn(add: Any) -> None:
     """Worked by hand: a - b is right at (0, 0) alone, so at 1 of 4 tests."""
     _, step = play(add(), both(BAD, "#### add(2, 3) -> 5"))
-    assert step.rewards == pytest.approx({"coder": 0.1 + 0.1 + 0.8 / 4, "tester": 0.2 + 0.8})
+    assert step.rewards == pytest.approx({"coder": 1 / 4, "tester": 1.0})
     assert step.team_reward == 0.25
     assert step.info == {
         **{"success": False, "turn": 1, "passed": 0.25, "agreed": False},
         "invalid": {"coder": False, "tester": False},
+        "reward_terms": {"coder": {"form": 0.0, "passed": 0.25}, "tester": {"form": 0.0, "correct": 1.0}},
     }
 
 
 @pytest.mark.parametrize(
     ("program", "worth"),
     [
-        ("", 0.0),
-        ("```python\ndef add(a, b:\n```", 0.0),  # does not compile
-        ("```python\ndef add(a, b):\n    return a + c\n```", 0.1),  # compiles, fails at the first test
-        ("```python\ndef plus(a, b):\n    return a + b\n```", 0.1),
-        ("```python\ndef add(a, b):\n    return 7\n```", 0.2),
-        ("```python\ndef add(a, b):\n    return 4\n```", 0.2 + 0.8 / 2),
+        ("", -0.1),
+        ("```python\ndef add(a, b:\n```", -0.1),  # does not compile
+        ("```python\ndef add(a, b):\n    return a + c\n```", -0.05),  # compiles, fails at the first test
+        ("```python\ndef plus(a, b):\n    return a + b\n```", -0.05),
+        ("```python\ndef add(a, b):\n    return 7\n```", 0.0),
+        ("```python\ndef add(a, b):\n    return 4\n```", 1 / 2),
         (GOOD, 1.0),
     ],
 )
 def test_what_a_program_is_worth(add: Any, program: str, worth: float) -> None:
     _, step = play(add(), both(program, "nothing"))
-    assert step.rewards == pytest.approx({"coder": worth, "tester": 0.0})
-    assert step.info["invalid"] == {"coder": worth == 0.0, "tester": True}
+    assert step.rewards == pytest.approx({"coder": worth, "tester": -0.1})
+    assert step.info["invalid"] == {"coder": worth == -0.1, "tester": True}
 
 
 @pytest.mark.parametrize(
     ("test", "worth"),
     [
-        ("", 0.0),
-        ("add(1) 2", 0.0),
-        ("#### sub(1, 2) -> 3", 0.0),
-        ("#### add(1, 2) -> 4", 0.2),  # can be read, and is wrong
-        ("#### add(1) -> 1", 0.2),
+        ("", -0.1),
+        ("add(1) 2", -0.1),
+        ("#### sub(1, 2) -> 3", -0.1),
+        ("#### add(1, 2) -> 4", 0.0),  # can be read, and is wrong
+        ("#### add(1) -> 1", 0.0),
         ("#### add(1, 2) -> 3", 1.0),
         ("I think so.\n#### assert add('a', 'b') == 'ab'", 1.0),
     ],
 )
 def test_what_a_test_is_worth(add: Any, test: str, worth: float) -> None:
     _, step = play(add(), both("", test))
-    assert step.rewards == pytest.approx({"coder": 0.0, "tester": worth})
+    assert step.rewards == pytest.approx({"coder": -0.1, "tester": worth})
 
 
 COPIES = [
@@ -175,7 +176,7 @@ def test_a_test_with_an_input_that_the_question_shows_earns_nothing(tmp_path: Pa
         ("1 20", "21", 1.0),
         ("2 1", "3", 1.0),
         ("7 70", "77", 1.0),
-        ("5 5", "11", 0.2),
+        ("5 5", "11", 0.0),
     ],
 )
 def test_copied_inputs_of_programs_that_read(tmp_path: Path, given: str, expected: str, worth: float) -> None:
@@ -208,7 +209,7 @@ def test_blanks_before_the_first_word_are_kept(tmp_path: Path) -> None:
     test = "```\n5\n```\n```\n    *\n   **\n  ***\n ****\n*****\n```"
     start, step = play(env, both(left, test))
     assert "Output:\n```\n *\n**\n```" in start.observations["tester"]
-    assert step.info["passed"] == 0.0 and step.rewards == pytest.approx({"coder": 0.2, "tester": 1.0})
+    assert step.info["passed"] == 0.0 and step.rewards == pytest.approx({"coder": 0.0, "tester": 1.0})
     _, end = play(env, both(f"```python\n{stars['reference']}\n```", test))
     assert end.info["success"] and end.info["agreed"]
 
@@ -219,8 +220,8 @@ def test_what_is_paid_in_all_is_for_the_last_answers(add: Any) -> None:
     steps = play(env, both(BAD, "#### add(1, 2) -> 3"), both("", ""), both(BAD, "#### add(2, 1) -> 4"))
     assert steps[-1].done and steps[-1].truncated and not steps[-1].info["success"]
     assert sum(step.team_reward for step in steps) == pytest.approx(0.25)
-    assert sum(step.rewards.get("coder", 0) for step in steps) == pytest.approx(0.4)
-    assert sum(step.rewards.get("tester", 0) for step in steps) == pytest.approx(0.2)
+    assert sum(step.rewards.get("coder", 0) for step in steps) == pytest.approx(0.25)
+    assert sum(step.rewards.get("tester", 0) for step in steps) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize(("program", "paid"), [(GOOD, 1.0), (BAD, 0.0)])
@@ -262,7 +263,7 @@ def test_one_who_is_alone_and_has_no_examples_has_one_turn(tmp_path: Path) -> No
 def test_no_reference_a_right_program_stands_in_for_it(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ADD | {"reference": None})
     env = CoderTester(source=source, split="all")
-    for program, test, worth in [(GOOD, "#### add(1, 2) -> 3", 1.0), (BAD, "#### add(5, 2) -> 3", 0.2)]:
+    for program, test, worth in [(GOOD, "#### add(1, 2) -> 3", 1.0), (BAD, "#### add(5, 2) -> 3", 0.0)]:
         _, step = play(env, both(program, test))
         assert step.rewards["tester"] == pytest.approx(worth)
     with pytest.raises(ValueError, match="no reference solution"):
@@ -317,7 +318,7 @@ def test_programs_that_read_and_print(tmp_path: Path) -> None:
     )
     assert "Input:\n```\na\n```\nOutput:\n```\na\n```" in start.observations["coder"]
     assert "The program printed\n```\nX Y\n```" in step.observations["coder"]
-    assert step.rewards == pytest.approx({"coder": 0.2, "tester": 1.0})
+    assert step.rewards == pytest.approx({"coder": 0.0, "tester": 1.0})
     assert end.done and end.info["success"]
 
 

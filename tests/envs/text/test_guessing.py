@@ -68,7 +68,17 @@ def test_a_guess_is_worth_the_bits_that_it_takes() -> None:
     assert outside.rewards == {"guesser": -0.1} and outside.info["invalid"] == {"guesser": True}
     assert again.rewards == {"guesser": 0} and again.info["invalid"] == {"guesser": False}
     assert won.rewards == {"guesser": pytest.approx(math.log2(3) / 3)} and won.team_reward == 1
-    assert won.done and not won.truncated and won.info == {"success": True, "asked": 4, "invalid": {"guesser": False}}
+    assert (
+        won.done
+        and not won.truncated
+        and won.info
+        == {
+            "success": True,
+            "asked": 4,
+            "invalid": {"guesser": False},
+            "reward_terms": {"guesser": {"form": 0.0, "information": won.rewards["guesser"]}},
+        }
+    )
 
 
 def test_too_many_guesses_end_it() -> None:

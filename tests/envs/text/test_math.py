@@ -41,8 +41,9 @@ def test_a_talk_worked_by_hand(monkeypatch):
     env = game(monkeypatch, rendering="compact")
     begun, first, second, last = play(env, say("38", "(12+7)*2/0"), say("24", "print(12 + 7*2)"), say("26", "12+7*2"))
     assert begun.observations == dict.fromkeys(("reasoner", "tool"), "12 + 7 * 2")
-    # A wrong number has its format right; a program that fails has nothing.
-    assert first.rewards == {"reasoner": pytest.approx(0.2), "tool": 0.0}
+    # A wrong number is worth nothing; a program that fails, and so prints nothing that can be read, costs.
+    assert first.rewards == {"reasoner": 0.0, "tool": pytest.approx(-0.1)}
+    assert first.info["reward_terms"]["tool"] == {"form": -0.1, "correct": 0.0}
     assert first.info["invalid"] == {"reasoner": False, "tool": True}
     assert first.info["answers"] == {"reasoner": "38", "tool": None}
     assert first.observations == {
@@ -50,10 +51,10 @@ def test_a_talk_worked_by_hand(monkeypatch):
         "tool": "12 + 7 * 2 reasoner 38 you error",
     }
     # Rewards are what changed: the reasoner is as wrong as before, the program runs, prints a number, the right one.
-    assert second.rewards == {"reasoner": pytest.approx(0.0), "tool": pytest.approx(0.1 + 0.1 + 0.8)}
+    assert second.rewards == {"reasoner": pytest.approx(0.0), "tool": pytest.approx(0.1 + 1.0)}
     assert second.observations["reasoner"] == "12 + 7 * 2 tool error you 38 tool 26 you 24"
     assert (second.team_reward, second.info["success"]) == (0.0, False)
-    assert last.rewards == {"reasoner": pytest.approx(0.8), "tool": pytest.approx(0.0)}
+    assert last.rewards == {"reasoner": pytest.approx(1.0), "tool": pytest.approx(0.0)}
     assert (last.team_reward, last.done, last.truncated) == (1.0, True, False)
     assert last.info["success"] and last.info["agreed"] and last.info["gold"] == "26"
 
@@ -61,7 +62,7 @@ def test_a_talk_worked_by_hand(monkeypatch):
 def test_what_is_taken_back_is_paid_back(monkeypatch):
     env = game(monkeypatch, rendering="compact")
     _, _, second = play(env, say("26", "1"), say("no idea", "print('hello')"))
-    assert second.rewards == {"reasoner": pytest.approx(-1.0), "tool": pytest.approx(0.1 - 0.2)}
+    assert second.rewards == {"reasoner": pytest.approx(-1.1), "tool": pytest.approx(-0.05)}
     assert second.info["invalid"] == {"reasoner": True, "tool": True}
     assert second.observations["tool"].endswith("reasoner 26 you 1 reasoner none you none")
 
@@ -94,7 +95,7 @@ def test_what_is_not_worked_out_earns_nothing(monkeypatch):
         assert not last.info["success"]
     quotient = Problem("Work out 12 / 4.", "3", "12 / 4", "12//4", "q", needs_computation=True)
     *_, last = play(game(monkeypatch, quotient, team="single", rendering="compact"), {"reasoner": "12/4"})
-    assert last.rewards == {"reasoner": pytest.approx(0.2)}  # a fraction can be read, and is not the answer
+    assert last.rewards == {"reasoner": 0.0}  # a fraction can be read, and is not the answer
 
 
 def test_a_question_in_words_is_answered_with_a_number_that_is_worked_out(monkeypatch):
@@ -137,7 +138,7 @@ def test_what_is_shown_in_full(monkeypatch):
 
 def test_an_answer_without_its_mark_is_none_in_full(monkeypatch):
     *_, step = play(game(monkeypatch), say("26", "```python\nprint(1 / 0)\n```"))
-    assert step.rewards == {"reasoner": 0.0, "tool": 0.0}
+    assert step.rewards == {"reasoner": pytest.approx(-0.1), "tool": pytest.approx(-0.1)}
     assert "Answer: none was found" in step.observations["reasoner"]
     assert "It failed: ZeroDivisionError: division by zero" in step.observations["reasoner"]
 

@@ -167,7 +167,7 @@ def test_tasks_of_reasoning_gym_are_not_fooled(family):
     async def share(env, said):
         env.reset(0)
         last = await env.step({"reasoner": f"#### {said}"})
-        return (last.rewards["reasoner"] - 0.2) / 0.8
+        return last.rewards["reasoner"]
 
     async def tried():
         envs = {(task, said): Math(team="single", reasoning=[task], grader_time_limit_s=0.5) for task, said in pairs}

@@ -178,7 +178,13 @@ def test_a_game_of_one_agent_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.team_reward == pytest.approx(-1 / 4)
     step = env.step({"agent": "1 2 3 4 / 3 4 1 2 / 2 1 4 3 / 4 3 2 1"})
     assert step.team_reward == pytest.approx(3 / 4 + 1) and step.done and not step.truncated
-    assert step.info == {"success": True, "turn": 4, "invalid": {"agent": False}, "violations": []}
+    assert step.info == {
+        "success": True,
+        "turn": 4,
+        "invalid": {"agent": False},
+        "violations": [],
+        "reward_terms": {"agent": {"form": 0.0, "progress": 0.0}},
+    }
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def playing(make: Callable[[], Counting], games: int, processes: int, **options:
 
 
 def workers(env: SubprocVectorEnv) -> list[int]:
-    return [worker.process.pid for worker in env._workers if worker.process.pid]
+    return [worker.child.process.pid for worker in env._workers if worker.child.process.pid]
 
 
 def alive(pid: int) -> bool:
@@ -97,10 +97,10 @@ def test_killed_processes_are_replaced_and_the_other_games_go_on_unharmed() -> N
                 frame = env.step(actions).copy()
                 assert same(loop.step(actions), frame, spared)
             victim = env._workers[1 + number % 2]
-            assert victim.process.pid is not None
-            os.kill(victim.process.pid, signal.SIGKILL)
+            assert victim.child.process.pid is not None
+            os.kill(victim.child.process.pid, signal.SIGKILL)
             if number % 3:
-                victim.process.join()  # dead before the step begins, and not in its midst
+                victim.child.process.join()  # dead before the step begins, and not in its midst
             actions = random_actions(env, frame, rng)
             before, frame = frame, env.step(actions).copy()
             assert same(loop.step(actions), frame, spared)
@@ -130,9 +130,9 @@ def test_what_is_saved_goes_on_in_other_processes() -> None:
         for _ in range(7):
             frame = env.step(random_actions(env, frame, rng))
         lost = env._workers[1]
-        assert lost.process.pid is not None
-        os.kill(lost.process.pid, signal.SIGKILL)
-        lost.process.join()
+        assert lost.child.process.pid is not None
+        os.kill(lost.child.process.pid, signal.SIGKILL)
+        lost.child.process.join()
         assert env.save() is None
         frame = env.step(random_actions(env, frame, rng))
         saved, loop = env.save(), SyncVectorEnv(Counting, 5)
@@ -213,7 +213,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, wherever the test was started from
     env = SubprocVectorEnv(Counting, 4, 2)
     env.reset(np.arange(4))
-    print(*[worker.process.pid for worker in env._workers], env._memory[0].shared_memory.name, flush=True)
+    print(*[worker.child.process.pid for worker in env._workers], env._memory[0].shared_memory.name, flush=True)
     while True:
         env.step(np.zeros((4, 2), np.int32))
 """

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Self
 from palestra.chat import same_message
 from palestra.envs.base import Env
 from palestra.envs.text.splits import Split
+from palestra.processes import exit_reason
 from palestra.types import Seat, Step
 from palestra.web.calls import CallRefused, ChatCall
 from palestra.web.chat_server import ChatSession
@@ -264,7 +265,7 @@ class _ProgramRun:
             out, errors = self.process.communicate()
         if self.process.returncode:
             raise ValueError(
-                f"{command[0]} ended with code {self.process.returncode}: {errors[-OUTPUT_TAIL_CHARS:].strip()}"
+                f"{command[0]} ended with {exit_reason(self.process.returncode)}: {errors[-OUTPUT_TAIL_CHARS:].strip()}"
             )
         try:
             last = json.loads(out.strip().splitlines()[-1])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, Terms, terms_gained, terms_info, total_rewards
 from palestra.envs.text.code.answers import read_program, read_test, write_program, write_test
 from palestra.envs.text.code.examples import is_test_shown
 from palestra.envs.text.code.files import BUILT_IN_PROGRAMS, load_programs
@@ -34,12 +35,10 @@ from palestra.envs.text.options import Rendering, RewardMode
 from palestra.sandbox import ResourceLimits, open_sandbox
 from palestra.types import Seat, Step
 
-COMPILE_REWARD, RUN_REWARD, PASS_RATE_REWARD = (
-    0.1,
-    0.1,
-    0.8,
-)  # coder: compiles, first test runs, times the share of tests passed
-VALID_TEST_REWARD, CORRECT_TEST_REWARD = 0.2, 0.8  # tester: test can be parsed and is not copied, reference passes it
+PASS_RATE_REWARD = 1.0  # coder's reward, times the share of hidden tests passed
+NO_COMPILE_PENALTY, NO_RUN_PENALTY = 0.05, 0.05  # coder's penalties: does not compile, first test does not run
+CORRECT_TEST_REWARD = 1.0  # tester's reward for a test that the reference passes
+INVALID_TEST_PENALTY = 0.1  # tester's penalty for a test that cannot be read
 SOLVED_REWARD = 1.0  # team reward, with `reward: outcome`
 SYNTHETIC_SOURCE = "drills"
 SYNTHETIC_DIFFICULTIES = (1, 2, 3)  # default difficulties of `source: drills`
@@ -50,12 +49,12 @@ SEATS: dict[CodeTeam, tuple[Seat, ...]] = {"coder_tester": ("coder", "tester"), 
 
 
 class TurnResult(NamedTuple):
-    """Result of one turn: `pass_rate` of hidden tests passed, scores of `coder` and `tester` in [0, 1], `agreed` if the
-    program passes the tester's test, and the `turn` as shown to both."""
+    """Result of one turn: `pass_rate` of hidden tests passed, scores of `coder` and `tester` by terms, together at most
+    1, `agreed` if the program passes the tester's test, and the `turn` as shown to both."""
 
     pass_rate: float
-    coder_score: float
-    tester_score: float
+    coder_score: Terms
+    tester_score: Terms
     agreed: bool
     turn: CodeTurn
 
@@ -115,7 +114,7 @@ class CoderTester(Env):
         )
         self.problem = synthetic_problem(self.drill) if self.drill else draw_program(self._problems, seed)
         self._turns: tuple[CodeTurn, ...] = ()
-        self._judged = TurnResult(0.0, 0.0, 0.0, False, CodeTurn(None, None, None))
+        self._judged = TurnResult(0.0, {}, {}, False, CodeTurn(None, None, None))
         self._over = False
         return Step(self._observations())
 
@@ -129,9 +128,10 @@ class CoderTester(Env):
         success = now.pass_rate == 1.0
         self._over = now.agreed or len(self._turns) >= self.turns
         flaws = {"coder": source is None or now.turn.compile_error is not None, "tester": test is None}
+        terms = {seat: self._own(seat, before, now) for seat in self.seats}
         return Step(
             {} if self._over else self._observations(),
-            rewards={seat: self._own(seat, before, now) for seat in self.seats},
+            rewards=total_rewards(terms),
             team_reward=self._shared(before, now),
             truncated=self._over and not now.agreed and not success,
             info={
@@ -140,7 +140,8 @@ class CoderTester(Env):
                 "invalid": {seat: flaws[seat] for seat in self.seats},
                 "passed": now.pass_rate,
                 "agreed": now.agreed,
-            },
+            }
+            | terms_info(terms),
         )
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -179,7 +180,8 @@ class CoderTester(Env):
         agreed = bool(test and trial and trial.passed)
         if right is None:  # without a reference, a program that passes all hidden tests replaces it
             right = agreed and share == 1.0
-        tester = VALID_TEST_REWARD * (own is not None) + CORRECT_TEST_REWARD * right
+        form = -INVALID_TEST_PENALTY if test is None else 0.0
+        tester = {FORM_TERM: form, "correct": CORRECT_TEST_REWARD * right}
         flaw = hidden.compile_error if hidden else None
         return TurnResult(share, worth, tester, agreed, CodeTurn(source, test, trial, flaw, copied))
 
@@ -208,7 +210,7 @@ class CoderTester(Env):
         case, trial = failed[0] if failed else (None, None)
         agreed = not examples or bool(trials and not failed)
         return TurnResult(
-            share, worth, 0.0, agreed, CodeTurn(source, case, trial, hidden.compile_error if hidden else None)
+            share, worth, {}, agreed, CodeTurn(source, case, trial, hidden.compile_error if hidden else None)
         )
 
     def _hidden(self) -> tuple[ProgramTest, ...]:
@@ -230,20 +232,23 @@ class CoderTester(Env):
         tried = await self._on(self.problem.reference, (test,))
         return tried.results[0].passed if tried else None
 
-    def _marks(self, source: str | None, hidden: ProgramTestResults | None) -> tuple[float, float]:
-        """Returns the share of hidden tests passed, and the coder's score in [0, 1]."""
+    def _marks(self, source: str | None, hidden: ProgramTestResults | None) -> tuple[float, Terms]:
+        """Returns the share of hidden tests passed, and the coder's score by terms."""
         if source is None or hidden is None or hidden.compile_error is not None:
-            return 0.0, 0.0
+            return 0.0, {FORM_TERM: -NO_COMPILE_PENALTY - NO_RUN_PENALTY, "passed": 0.0}
         passed = [
             trial.passed for trial in hidden.results[: len(self._hidden())]
         ]  # for expressions the tester's result follows the hidden ones
         share = sum(passed) / len(passed)
-        return share, COMPILE_REWARD + RUN_REWARD * hidden.results[0].completed + PASS_RATE_REWARD * share
+        form = 0.0 if hidden.results[0].completed else -NO_RUN_PENALTY
+        return share, {FORM_TERM: form, "passed": PASS_RATE_REWARD * share}
 
-    def _own(self, seat: Seat, before: TurnResult, now: TurnResult) -> float:
+    def _own(self, seat: Seat, before: TurnResult, now: TurnResult) -> Terms:
         if self.reward == "outcome":
-            return 0.0
-        return now.coder_score - before.coder_score if seat == "coder" else now.tester_score - before.tester_score
+            return {}
+        if seat == "coder":
+            return terms_gained(now.coder_score, before.coder_score)
+        return terms_gained(now.tester_score, before.tester_score)
 
     def _shared(self, before: TurnResult, now: TurnResult) -> float:
         if self.reward == "outcome":

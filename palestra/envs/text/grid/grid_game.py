@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
 from palestra.envs.text.grid.grid import DIRECTIONS, check_range, parse_moves
 from palestra.envs.text.options import BoardRendering, RewardMode
 from palestra.types import Seat, Step
 
 SOLVED_REWARD = 1.0  # team reward for solving the puzzle; planner's reward for a plan that would solve it
-FORMAT_REWARD = 0.1  # local reward for a readable answer
+UNREADABLE_PENALTY = 0.1  # local penalty for an answer that cannot be read
 ILLEGAL_PENALTY = 0.1  # local penalty, times the share of illegal moves
 PLAN_REWARD = 0.5  # executor's reward, times the share of the plan it carried out
 
@@ -125,15 +126,15 @@ class GridGame(Env):
         self.plan = self.parse_plan(answer)
         self._said = str(answer)[-MAX_QUOTE_CHARS:]
         self._acting = 1
-        return self._step({"planner": self._plan_reward()}, 0.0, invalid=self.plan is None)
+        return self._step({"planner": self._plan_terms()}, 0.0, invalid=self.plan is None)
 
-    def _plan_reward(self) -> float:
+    def _plan_terms(self) -> Terms:
         if self.plan is None:
-            return 0.0
+            return {} if self.reward == "outcome" else {FORM_TERM: -UNREADABLE_PENALTY, "progress": 0.0}
         after = self.simulate_plan(self.plan)
         if self.reward == "outcome":
-            return SOLVED_REWARD * self.is_solved(after)
-        return FORMAT_REWARD + self._gain(self.state, after)
+            return {"solved": SOLVED_REWARD * self.is_solved(after)}
+        return {FORM_TERM: 0.0, "progress": self._gain(self.state, after)}
 
     def _moved(self, answer: Any) -> Step:
         seat, before = self.seats[self._acting], self.state
@@ -143,12 +144,13 @@ class GridGame(Env):
         self._acting = 0 if len(self.seats) == 1 or seat == "executor" else 1 - self._acting
         if self.reward == "outcome":
             return self._step(
-                {seat: 0.0}, SOLVED_REWARD * self.is_solved(self.state), invalid=moves is None or illegal > 0
+                {seat: {}}, SOLVED_REWARD * self.is_solved(self.state), invalid=moves is None or illegal > 0
             )
-        local = FORMAT_REWARD - ILLEGAL_PENALTY * illegal / len(moves) if moves else 0.0
-        if seat == "executor" and self.plan:
-            local += PLAN_REWARD * self.plan_progress(self.plan, [before, *states])
-        return self._step({seat: local}, self._gain(before, self.state), invalid=moves is None or illegal > 0)
+        terms = {FORM_TERM: 0.0 - ILLEGAL_PENALTY * illegal / len(moves) if moves else -UNREADABLE_PENALTY}
+        if seat == "executor":
+            kept = self.plan_progress(self.plan, [before, *states]) if self.plan else 0.0
+            terms["plan"] = PLAN_REWARD * kept
+        return self._step({seat: terms}, self._gain(before, self.state), invalid=moves is None or illegal > 0)
 
     def _walk(self, moves: tuple[int, ...]) -> tuple[list[Any], int]:
         """Makes the moves until the puzzle is solved; returns the states passed and the number of illegal moves, which
@@ -173,10 +175,11 @@ class GridGame(Env):
 
     # ---- observations
 
-    def _step(self, rewards: dict[Seat, float], team_reward: float, invalid: bool) -> Step:
+    def _step(self, terms: dict[Seat, Terms], team_reward: float, invalid: bool) -> Step:
         success = self.is_solved(self.state)
         self._over = success or self._turn >= self.turns
-        info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": invalid}
+        rewards = total_rewards(terms)
+        info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": invalid} | terms_info(terms)
         if self._over:
             return Step({}, rewards, team_reward, truncated=not success, info=info | {"steps": self._steps})
         seat = self.seats[self._acting]

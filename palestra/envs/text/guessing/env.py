@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import form_or, terms_info
 from palestra.envs.text.grid.grid import answer_words, check_range
 from palestra.envs.text.options import Rendering, RewardMode
 from palestra.envs.text.splits import Split, split_of_text
@@ -180,6 +181,9 @@ class GuessingGame(Env):
         info: dict[str, Any] = {"success": success, "asked": self._count, "invalid": invalid, **more}
         if self.reward == "outcome":
             rewards = dict.fromkeys(rewards, 0.0)
+        else:
+            names = {s: "information" if s == self.asker else "truth" for s in rewards}
+            info |= terms_info({s: form_or(names[s], own, is_invalid=invalid[s]) for s, own in rewards.items()})
         if self._over:
             return Step({}, rewards, FOUND_REWARD * success, truncated=not success, info=info)
         seat = self.asker if self.pending_question is None else "answerer"

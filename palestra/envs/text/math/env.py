@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, Terms, terms_gained, terms_info, total_rewards
 from palestra.envs.text.grid.grid import check_range
 from palestra.envs.text.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
 from palestra.envs.text.math.grader_client import MATH_GRADER
@@ -33,12 +34,9 @@ from palestra.envs.text.splits import Split
 from palestra.sandbox import open_sandbox
 from palestra.types import Seat, Step
 
-FORMAT_REWARD, RUN_REWARD, PARSE_REWARD, CORRECT_REWARD = (
-    0.2,
-    0.1,
-    0.1,
-    0.8,
-)  # per seat: reasoner FORMAT, CORRECT; tool the others
+CORRECT_REWARD = 1.0  # local reward, times the grade
+UNREADABLE_PENALTY = 0.1  # local penalty of the reasoner for an answer that cannot be read
+NO_RUN_PENALTY, UNREADABLE_OUTPUT_PENALTY = 0.05, 0.05  # of the tool: its program fails; prints nothing readable
 SOLVED_REWARD = 1.0  # team reward for a correct final answer
 
 MathTeam = Literal["solver_checker", "single"]
@@ -105,7 +103,7 @@ class Math(Env):
         replies = await asyncio.gather(*(self._reply(seat, str(actions[seat])) for seat in self.seats))
         turn = dict(zip(self.seats, replies, strict=True))
         agreed = await self._agreed(turn)
-        rewards = {seat: self._earned(seat, turn) for seat in self.seats}
+        terms = {seat: self._earned(seat, turn) for seat in self.seats}
         self.history += (turn,)
         self._over = agreed or len(self.history) >= self.turns
         success = self._over and turn["reasoner"].verdict.is_correct
@@ -113,6 +111,8 @@ class Math(Env):
         if self._over:
             info |= {"gold": self.problem.answer, "agreed": agreed}
         truncated = self._over and not agreed and (len(self.seats) > 1 or self.turns > 1)
+        rewards = total_rewards(terms)
+        info |= terms_info(terms)
         return Step(self._views(), rewards, SOLVED_REWARD * success, truncated=truncated, info=info)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
@@ -186,11 +186,11 @@ class Math(Env):
 
     # ---- rewards and observations
 
-    def _earned(self, seat: Seat, turn: MathTurn) -> float:
+    def _earned(self, seat: Seat, turn: MathTurn) -> Terms:
         if self.reward == "outcome":
-            return 0.0
-        before = _local(seat, self.history[-1][seat]) if self.history else 0.0
-        return _local(seat, turn[seat]) - before
+            return {}
+        before = _local_terms(seat, self.history[-1][seat]) if self.history else {}
+        return terms_gained(_local_terms(seat, turn[seat]), before)
 
     def _info(self, turn: MathTurn) -> dict[str, Any]:
         return {
@@ -209,9 +209,10 @@ class Math(Env):
         }
 
 
-def _local(seat: Seat, reply: Reply) -> float:
-    """Returns the local score of a reply, in [0, 1]."""
-    correct = CORRECT_REWARD * reply.verdict.score
+def _local_terms(seat: Seat, reply: Reply) -> dict[str, float]:
+    """Returns the local score of a reply by terms; together at most 1."""
+    unreadable = not reply.verdict.is_readable
+    cost = UNREADABLE_PENALTY * unreadable
     if seat == "tool":
-        return RUN_REWARD * (reply.error is None) + PARSE_REWARD * reply.verdict.is_readable + correct
-    return FORMAT_REWARD * reply.verdict.is_readable + correct
+        cost = NO_RUN_PENALTY * (reply.error is not None) + UNREADABLE_OUTPUT_PENALTY * unreadable
+    return {FORM_TERM: -cost if cost else 0.0, "correct": CORRECT_REWARD * reply.verdict.score}

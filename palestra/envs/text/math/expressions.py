@@ -1,4 +1,4 @@
-"""Arithmetic expression trees: exact values, infix and Python notation; and a safe evaluator of Python arithmetic."""
+"""Arithmetic expression trees: exact values, infix and Python notation; and the value of Python arithmetic."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from palestra.envs.text.safe_eval import AllowedParts, safe_eval
+
 ExpressionTree = int | tuple[str, "ExpressionTree", "ExpressionTree"]  # ("+", 12, ("*", 7, 2))
-PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 3}  # operator precedence  # operator precedence
+PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 3}  # operator precedence
 MAX_MAGNITUDE = 10**18  # absolute value of results in `evaluate`
 
 _EXACT: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
@@ -19,18 +21,31 @@ _EXACT: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "/": operator.truediv,
     "^": operator.pow,
 }
-_PYTHON: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Lt: operator.lt,
-    ast.Gt: operator.gt,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
+
+
+def _bounded(number: Any) -> Any:
+    if abs(number) > MAX_MAGNITUDE:
+        raise ValueError("too large")
+    return number
+
+
+_PYTHON = AllowedParts(
+    {
+        ast.UAdd: operator.pos,
+        ast.USub: operator.neg,
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.truediv,
+        ast.FloorDiv: operator.floordiv,
+        ast.Mod: operator.mod,
+        ast.Lt: operator.lt,
+        ast.Gt: operator.gt,
+        ast.Eq: operator.eq,
+        ast.NotEq: operator.ne,
+    },
+    _bounded,
+)
 
 
 def evaluate_tree(tree: ExpressionTree) -> Fraction:
@@ -109,25 +124,4 @@ def evaluate(source: str, names: Mapping[str, int] | None = None) -> int | float
     Raises SyntaxError and ZeroDivisionError as Python does, and ValueError if it holds anything else or an intermediate
     result exceeds 10^18.
     """
-    return _evaluated(ast.parse(source.strip(), mode="eval").body, names or {})
-
-
-def _evaluated(node: ast.AST, names: Mapping[str, int]) -> Any:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _small(node.value)
-    if isinstance(node, ast.Name) and node.id in names:
-        return names[node.id]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        worth = _evaluated(node.operand, names)
-        return -worth if isinstance(node.op, ast.USub) else worth
-    if isinstance(node, ast.BinOp) and type(node.op) in _PYTHON:
-        return _small(_PYTHON[type(node.op)](_evaluated(node.left, names), _evaluated(node.right, names)))
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _PYTHON:
-        return _PYTHON[type(node.ops[0])](_evaluated(node.left, names), _evaluated(node.comparators[0], names))
-    raise ValueError("no plain arithmetic")
-
-
-def _small(number: Any) -> Any:
-    if abs(number) > MAX_MAGNITUDE:
-        raise ValueError("too large")
-    return number
+    return safe_eval(source, _PYTHON, names or {})

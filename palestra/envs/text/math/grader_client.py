@@ -20,12 +20,14 @@ from typing import Any, Literal, NamedTuple
 
 from palestra.envs.text.math import confinement
 from palestra.envs.text.math.grader_process import GraderOutcome
+from palestra.processes import wait_or_kill
 
 GraderKind = Literal["math", "reasoning"]
 GRADER_PACKAGES: dict[GraderKind, str] = {
     "math": "math_verify",
     "reasoning": "reasoning_gym",
 }  # installed by the extra of the same name
+STOP_TIMEOUT_S = 2.0  # seconds from the end of its stdin until the process is killed
 MAX_ATTEMPTS = 2  # attempts for a request whose process died
 SINGLE_THREAD_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads do not survive a fork
 
@@ -77,7 +79,7 @@ class GraderClient:
         for question in left.values():
             question.result.set_result(CRASHED)
         if process and self._owner == os.getpid():
-            _ended(process)
+            wait_or_kill(process, STOP_TIMEOUT_S)
 
     def _ask(self, request: Mapping[str, Any], seconds: float) -> Future[GraderResult]:
         name = next(self._ids)
@@ -159,15 +161,6 @@ def _write(process: subprocess.Popen[bytes], outbox: SimpleQueue[bytes | None]) 
         while line := outbox.get():
             pipe.write(line)
             pipe.flush()
-
-
-def _ended(process: subprocess.Popen[bytes]) -> None:
-    """Waits up to 2 s for a process whose stdin was closed, then kills it."""
-    try:
-        process.wait(timeout=2)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 MATH_GRADER, REASONING_GRADER = GraderClient("math"), GraderClient("reasoning")

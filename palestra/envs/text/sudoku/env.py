@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import form_or, terms_info
 from palestra.envs.text.grid.grid import answer_words, check_range
 from palestra.envs.text.options import Rendering, RewardMode
 from palestra.envs.text.splits import Split
@@ -184,6 +185,8 @@ class Sudoku(Env):
             rewards = dict.fromkeys(rewards, 0.0)
         twice = violated_units(self.size, self.board)
         info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": invalid, "violations": twice}
+        if self.reward == "dense":
+            info |= terms_info({s: form_or("progress", own, is_invalid=invalid[s]) for s, own in rewards.items()})
         if self._over:
             return Step({}, rewards, team_reward, truncated=not success, info=info)
         seat = self.seats[self._acting]

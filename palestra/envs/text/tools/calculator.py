@@ -1,4 +1,4 @@
-"""A calculator for untrusted text: an allow-list of numbers, operators and functions, with bounded results."""
+"""A calculator for untrusted text, with functions and large integers (see safe_eval.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from palestra.envs.text.safe_eval import AllowedParts, NotAllowed, safe_eval
 
 MAX_EXPRESSION_CHARS = 400  # characters of an expression
 MAX_INTEGER_BITS = 4096  # of an integer: about 1,200 digits
@@ -36,7 +39,13 @@ def evaluate(expression: str) -> Number:
     if unknown := [part for part in _PARTS.findall(expression) if part not in _KNOWN]:
         raise ValueError(f"{unknown[0][:20]!r} is no arithmetic; there is: + - * / // % ** ( ) {' '.join(_KNOWN)}")
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
+        return safe_eval(expression, _ALLOWED, _CONSTANTS)
+    except NotAllowed as error:
+        if isinstance(error.node, ast.Tuple):
+            raise ValueError("write numbers without commas, for example 48211") from None
+        raise ValueError(
+            "only numbers, signs, brackets and functions are arithmetic, for example (2 + 3) * sqrt(5)"
+        ) from None
     except SyntaxError:
         raise ValueError(f"{expression!r} is no whole expression: a sign, number or bracket is missing") from None
     except ZeroDivisionError:
@@ -52,25 +61,9 @@ def format_number(number: Number) -> str:
     return str(number)
 
 
-def _value(node: ast.AST) -> Number:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(node.value)
-    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        return _CONSTANTS[node.id]
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
-        return _bounded(_SIGNS[type(node.op)](_value(node.operand)))
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _bounded(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        return _applied(node.func.id, [_value(argument) for argument in node.args])
-    if isinstance(node, ast.Tuple):
-        raise ValueError("write numbers without commas, for example 48211")
-    raise ValueError("only numbers, signs, brackets and functions are arithmetic, for example (2 + 3) * sqrt(5)")
-
-
-def _applied(name: str, numbers: list[Number]) -> Number:
+def _applied(name: str, function: Callable[..., Any], *numbers: Number) -> Any:
     try:
-        return _bounded(_FUNCTIONS[name](*numbers))
+        return function(*numbers)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} cannot take {', '.join(map(format_number, numbers)) or 'nothing'}: {error}") from None
 
@@ -105,16 +98,6 @@ def _divided(left: Number, right: Number) -> Number:
     return left // right if is_whole else left / right
 
 
-_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _divided,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: _power,
-}
-_SIGNS: dict[type[ast.AST], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
     "abs": abs,
@@ -129,4 +112,19 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cos": math.cos,
     "tan": math.tan,
 }
+_ALLOWED = AllowedParts(
+    {
+        ast.UAdd: operator.pos,
+        ast.USub: operator.neg,
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: _divided,
+        ast.FloorDiv: operator.floordiv,
+        ast.Mod: operator.mod,
+        ast.Pow: _power,
+    },
+    _bounded,
+    {name: partial(_applied, name, function) for name, function in _FUNCTIONS.items()},
+)
 _KNOWN = (*_FUNCTIONS, *_CONSTANTS, "E")

@@ -21,6 +21,7 @@ from palestra.chat import (
     tool_calls_of,
 )
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
 from palestra.envs.text.grid.grid import check_range
 from palestra.envs.text.options import Rendering, RewardMode
 from palestra.envs.text.splits import Split
@@ -175,11 +176,12 @@ class Tools(Env):
         self.messages = (*self.messages, *told)
         self._made += len(calls) + unreadable
         bad = unreadable + sum(not result.is_valid and not result.failure for result in results)
-        reward = self._shown(seat, results) - INVALID_PENALTY * bad / (len(calls) + unreadable)
+        terms = {FORM_TERM: 0.0 - INVALID_PENALTY * bad / (len(calls) + unreadable), "calls": 0.0}
+        terms["facts"] = self._shown(seat, results)
         if not bad and seat not in self._good:
-            self._good, reward = self._good | {seat}, reward + VALID_CALLS_REWARD
+            self._good, terms["calls"] = self._good | {seat}, VALID_CALLS_REWARD
         failures = [result.failure for result in results if result.failure]
-        return self._step({seat: reward}, {seat: bad > 0}, failures=failures)
+        return self._step({seat: terms}, {seat: bad > 0}, failures=failures)
 
     def _told(self, sent: Json, call: ToolCall, result: ToolResult) -> Json:
         good = result.is_valid and not result.failure
@@ -201,13 +203,16 @@ class Tools(Env):
             facts = [need for need in self.needs if need.note]
             passed = NOTE_REWARD * sum(need.is_met_by(note) for need in facts) / len(facts) if facts else 0.0
             self._begin("solver", note)
-            return self._step({seat: passed}, {seat: False})
+            return self._step({seat: {"facts": passed}}, {seat: False})
         answer = said if self.is_compact else said.rpartition("####")[2].strip()
         success = not late and self.task.is_solved(answer, self.scratch.files)
         readable = late or self.task.is_readable(answer)
         self._over = True
         return self._step(
-            {seat: 0.0 if readable else -INVALID_PENALTY}, {seat: not readable}, success=success, late=late
+            {seat: {FORM_TERM: 0.0 if readable else -INVALID_PENALTY}},
+            {seat: not readable},
+            success=success,
+            late=late,
         )
 
     # ---- observations
@@ -219,7 +224,7 @@ class Tools(Env):
 
     def _step(
         self,
-        rewards: dict[Seat, float],
+        terms: dict[Seat, Terms],
         invalid: dict[Seat, bool],
         *,
         success: bool = False,
@@ -228,7 +233,8 @@ class Tools(Env):
     ) -> Step:
         info = {"success": success, "kind": self.task.kind, "calls": self._made, "invalid": invalid}
         if self.reward == "outcome":
-            rewards = dict.fromkeys(rewards, 0.0)
+            terms = {seat: {} for seat in terms}
+        rewards, info = total_rewards(terms), info | terms_info(terms)
         seen = {} if self._over else {self._acting: Chat(self.messages, self.tool_schemas[self._acting])}
         return Step(seen, rewards, SOLVED_REWARD * success, truncated=late, info=info | {"failures": [*failures]})
 

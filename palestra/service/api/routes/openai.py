@@ -146,7 +146,7 @@ def _prompts(prompt: Any, source: SamplerRef) -> list[list[int]]:
 def _check_text(text: str, source: SamplerRef) -> None:
     """Raises BadRequest if a text is too long however it is tokenized; tokenizing it may take seconds."""
     base = source.base
-    if len(text) > base.max_length * base.max_token_chars:
+    if len(text) > base.max_length * base.max_chars_per_token:
         raise BadRequest(
             f"the prompt has {len(text)} characters, which are more than the {base.max_length} positions of "
             f"{base.name} can hold: cut it"

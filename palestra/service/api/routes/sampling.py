@@ -146,7 +146,7 @@ def check_prompt(tokens: list[int], base: BaseInfo) -> None:
         raise BadRequest("the prompt is empty: send at least one token")
     if len(tokens) >= base.max_length:
         raise BadRequest(
-            f"the prompt has {len(tokens)} tokens, but {base.name} has {base.max_length} positions: cut it"
+            f"the prompt has {len(tokens)} tokens, but {base.name} has a context length of {base.max_length}: cut it"
         )
     if max(tokens) >= base.vocab_size:
         raise BadRequest(

@@ -28,7 +28,7 @@ def config(**changes: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "name": "spread",
         "env_steps": 16 * 5 * 40,
-        "env": {"type": "simple_spread", "num_envs": 16, "cycles": 7},
+        "env": {"type": "simple_spread", "num_envs": 16, "max_cycles": 7},
         "policies": {"agent": {"type": "net", "hidden": [16], "gru_units": 8, "normalize_observations": True}},
         "algorithm": {"type": "ppo", "rollout_length": 5, "epochs": 1, "critic": "central", "value_norm": True},
         "evals": {"held_out": {"episodes": 8, "every": 16 * 5 * 8}},
@@ -176,7 +176,7 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     os.kill(workers[0], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "training process 1 of 2 died (exit code -9); go on from the last checkpoint" in err
+    assert "training process 1 of 2 died (exit code -9, SIGKILL); go on from the last checkpoint" in err
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:

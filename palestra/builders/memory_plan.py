@@ -1,0 +1,193 @@
+"""Plans the peak memory of a run before it starts, and finds settings with which it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import FrozenConfig
+from palestra.config import override, validate
+from palestra.engine.kv_cache import default_cache_bytes
+from palestra.engine.malloc import free_memory
+from palestra.engine.memory import (
+    ADAM_COPIES,
+    FLOAT32,
+    PROCESS,
+    MemoryPart,
+    ModelShape,
+    activation_bytes,
+    adapter_params,
+    cache_bytes,
+    logits_bytes,
+    model_shape,
+    pass_bytes,
+    peak_bytes,
+)
+from palestra.engine.models import resolve_device
+from palestra.engine.sampler import PREFILL_TOKENS
+from palestra.learners.lm import FullPolicyConfig, LMLearnerConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
+
+DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MIN_MICRO_BATCH_TOKENS = 512
+MIN_SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The parts of a run's memory, the free memory of its device in bytes, and `--set` changes with which it fits:
+    empty if it fits as it is, None if there are none."""
+
+    parts: list[MemoryPart]
+    free: int
+    changes: list[str] | None
+
+    @property
+    def peak(self) -> int:
+        """Peak memory in bytes."""
+        return peak_bytes(self.parts)
+
+
+def plan_memory(config: TextConfig, *, prompt_tokens: int = 512, free: int | None = None) -> MemoryPlan:
+    """Returns the memory plan of a run whose prompts have at most `prompt_tokens` tokens. `free` is the free memory in
+    bytes (None: that of the config's device). Raises ValueError for a base whose config cannot be read."""
+    free = free_memory(resolve_device(config.device)) if free is None else free
+    shapes = {policy.base: model_shape(policy.base) for policy in _models(config).values()}
+
+    def parts_of(candidate: TextConfig) -> list[MemoryPart]:
+        return list(_parts(candidate, shapes, prompt_tokens, free))
+
+    parts = parts_of(config)
+    return MemoryPlan(parts, free, _changes(config, lambda candidate: peak_bytes(parts_of(candidate)) <= free))
+
+
+def _models(config: TextConfig) -> dict[str, LMPolicyConfig]:
+    return {name: policy for name, policy in config.policies.items() if isinstance(policy, LMPolicyConfig)}
+
+
+def _parts(config: TextConfig, shapes: dict[str, ModelShape], prompt_tokens: int, free: int) -> Iterator[MemoryPart]:
+    device = resolve_device(config.device)
+    if device == "cpu":
+        yield MemoryPart("process", PROCESS, "Python, torch and transformers")
+    shared: set[tuple[str, str]] = set()
+    for name, policy in _models(config).items():
+        shape, full = shapes[policy.base], isinstance(policy, FullPolicyConfig)
+        if full or (isinstance(policy, FrozenConfig) and policy.path) or (policy.base, policy.dtype) not in shared:
+            yield from _engine_parts(config, name, policy, shape, prompt_tokens, free)
+        if not full:
+            shared.add((policy.base, policy.dtype))
+        yield from _trained_parts(name, policy, shape)
+    learners = {n: p for n, p in _models(config).items() if isinstance(p, LMLearnerConfig)}
+    passes = [_training_parts(config, n, p, shapes[p.base], prompt_tokens) for n, p in learners.items()]
+    if passes:  # learners train one after the other
+        yield from max(passes, key=peak_bytes)
+
+
+def _engine_parts(
+    config: TextConfig, name: str, policy: LMPolicyConfig, shape: ModelShape, prompt_tokens: int, free: int
+) -> Iterator[MemoryPart]:
+    """Yields the weights of a base, and what sampling from it takes."""
+    size = _weight_size(config, policy)
+    yield MemoryPart(f"weights of {policy.base}", shape.params * size, f"{shape.params / 1e6:,.1f} M of {size} bytes")
+    cache_size = _product_size(config, policy)
+    if cache_size < size:
+        detail = "cast once for each rollout"
+        yield MemoryPart(f"weights of {policy.base}", shape.params * cache_size, detail, "sampling")
+    group = _group_size(config)
+    answers = min(config.max_num_seqs, config.episodes * group)
+    prompts, tokens = -(-answers // group), policy.sampling.max_tokens
+    wanted = cache_bytes(shape, answers, prompts, max_tokens=tokens, prompt_tokens=prompt_tokens, size=cache_size)
+    budget = config.kv_cache_bytes or default_cache_bytes(free)
+    detail = f"{answers} answers of {tokens} tokens, {prompts} prompts of {prompt_tokens}"
+    if wanted > budget:
+        detail += f"; they wait for {budget / 2**30:.1f} GiB (kv_cache_gib)"
+    yield MemoryPart("KV cache", min(wanted, budget), detail, "sampling")
+    rows = min(PREFILL_TOKENS, prompts * prompt_tokens)
+    yield MemoryPart("passes", pass_bytes(shape, rows, size=cache_size), f"one layer of {rows:,} tokens", "sampling")
+    yield MemoryPart("logits", logits_bytes(shape, answers, trained=False), f"at most {answers} rows", "sampling")
+
+
+def _trained_parts(name: str, policy: LMPolicyConfig, shape: ModelShape) -> Iterator[MemoryPart]:
+    """Yields the memory of a policy's own weights, their gradients and optimizer state."""
+    if isinstance(policy, LoraPolicyConfig):
+        trained = adapter_params(shape, policy.lora)
+        detail = f"{trained / 1e6:,.1f} M of rank {policy.rank}, with reference and snapshot"
+        yield MemoryPart(f"adapter {name}", 3 * FLOAT32 * trained, detail)
+    elif isinstance(policy, FullPolicyConfig):
+        trained = shape.params
+    else:
+        return
+    yield MemoryPart(f"optimizer {name}", (1 + ADAM_COPIES) * FLOAT32 * trained, "gradients and AdamW's two moments")
+
+
+def _training_parts(
+    config: TextConfig, name: str, policy: LMLearnerConfig, shape: ModelShape, prompt_tokens: int
+) -> list[MemoryPart]:
+    """Returns the memory of a training pass of one micro-batch."""
+    tokens = _micro_batch_tokens(config, policy, prompt_tokens)
+    size = _product_size(config, policy)
+    kept = activation_bytes(shape, tokens, size=size, checkpointing=policy.gradient_checkpointing)
+    answered = tokens * policy.sampling.max_tokens // (prompt_tokens + policy.sampling.max_tokens)
+    how = "recomputed by layer" if policy.gradient_checkpointing else "kept for the backward pass"
+    return [
+        MemoryPart(f"activations {name}", kept, f"{tokens:,} tokens, {how}", "training"),
+        MemoryPart(f"logits {name}", logits_bytes(shape, answered, trained=True), "a chunk", "training"),
+    ]
+
+
+def _micro_batch_tokens(config: TextConfig, policy: LMLearnerConfig, prompt_tokens: int) -> int:
+    """Returns the largest number of tokens of a micro-batch. A group is not split, and shares its prompt."""
+    group = prompt_tokens + _group_size(config) * policy.sampling.max_tokens
+    return max(policy.micro_batch_tokens, group)
+
+
+def _group_size(config: TextConfig) -> int:
+    return int(getattr(config.algorithm, "group_size", 1))
+
+
+def _weight_size(config: TextConfig, policy: LMPolicyConfig) -> int:
+    """Returns the bytes of a stored weight."""
+    if policy.dtype != "auto":
+        return DTYPE_SIZES[policy.dtype]
+    cpu = resolve_device(config.device) == "cpu"
+    return DTYPE_SIZES["float32" if cpu or isinstance(policy, FullPolicyConfig) else "bfloat16"]
+
+
+def _product_size(config: TextConfig, policy: LMPolicyConfig) -> int:
+    """Returns the bytes of an activation, and of a key or value in the cache."""
+    if isinstance(policy, FullPolicyConfig) and autocast_dtype(policy, resolve_device(config.device)) is not None:
+        return 2
+    return _weight_size(config, policy)
+
+
+def _changes(config: TextConfig, fits: Callable[[TextConfig], bool]) -> list[str] | None:
+    """Returns the settings to change until the run fits, least harmful first; None if they do not suffice."""
+    changes: list[str] = []
+    tree = config.model_dump(mode="json")
+
+    def fitted() -> bool:
+        return fits(validate(TextConfig, override(tree, changes)))
+
+    if fitted():
+        return changes
+    learners = {name: p for name, p in _models(config).items() if isinstance(p, LMLearnerConfig)}
+    for change in _candidates(config, learners):
+        changes = [c for c in changes if c.partition("=")[0] != change.partition("=")[0]] + [change]
+        if fitted():
+            return changes
+    return None
+
+
+def _candidates(config: TextConfig, learners: dict[str, LMLearnerConfig]) -> Iterator[str]:
+    yield from (
+        f"policies.{n}.gradient_checkpointing=true" for n, p in learners.items() if not p.gradient_checkpointing
+    )
+    tokens = max((p.micro_batch_tokens for p in learners.values()), default=0)
+    while (tokens := tokens // 2) >= MIN_MICRO_BATCH_TOKENS:
+        yield from (f"policies.{n}.micro_batch_tokens={tokens}" for n, p in learners.items())
+    sequences = config.max_num_seqs
+    while (sequences := sequences // 2) >= MIN_SEQUENCES:
+        yield f"max_num_seqs={sequences}"
+    frozen = {n: p for n, p in _models(config).items() if not isinstance(p, FullPolicyConfig)}
+    yield from (f"policies.{n}.dtype=bfloat16" for n, p in frozen.items() if _weight_size(config, p) > 2)
+    yield from (f"policies.{n}.type=lora" for n, p in learners.items() if isinstance(p, FullPolicyConfig))

@@ -1,0 +1,17 @@
+"""Finds the decoder of a language model: the part between token ids and the output head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Returns the module that computes last hidden states from token ids. transformers' own lookup goes by names, and
+    finds the whole model or its head in some."""
+    found = model.get_decoder()
+    if found is model or isinstance(found, nn.Linear):
+        return getattr(model, "model", model)
+    return found

@@ -1,0 +1,126 @@
+"""Estimates of the memory that a base model takes in sampling and training, from the shapes in its config.
+
+The counts of activations are those of the engine's own passes (models.py, lora.py, tree_attention.py) of a decoder with
+gated MLPs; other decoders differ a little. tests/engine/test_memory.py compares them with measured peaks.
+
+Units: bytes, unless named otherwise. A token's values: `width` of the model, `query` and `kv` of all its heads,
+`inner` of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from palestra.engine.kv_cache import capacity_of
+from palestra.engine.logits import MAX_LOGITS
+from palestra.engine.lora import LoraConfig, target_names
+from palestra.engine.models import resolve_base
+
+FLOAT32 = 4
+TRAINED_LOGITS_BYTES, SAMPLED_LOGITS_BYTES = 20, 28  # per logit of a chunk, measured
+ADAM_COPIES = 2  # Adam's first and second moment
+PROCESS = 550 * 2**20  # Python, torch and transformers without a model
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder; `linears` are (inputs, outputs) of its linear layers by name."""
+
+    params: int
+    linears: dict[str, tuple[int, int]]
+    layers: int
+    width: int
+    query: int
+    kv: int
+    inner: int
+    vocab: int
+    positions: int
+
+
+def model_shape(base: str) -> ModelShape:
+    """Returns the sizes of the base `base`, of which only the config is read. Raises ValueError if it has none that
+    transformers can build."""
+    path = resolve_base(base)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise ValueError(f'cannot read the config of the base "{base}": {error}') from error
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 4 * text.hidden_size)
+    return ModelShape(
+        params=sum(p.numel() for p in model.parameters()),
+        linears={
+            name: (module.in_features, module.out_features)
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        },
+        layers=text.num_hidden_layers,
+        width=text.hidden_size,
+        query=head * text.num_attention_heads,
+        kv=head * kv_heads,
+        inner=inner * experts,
+        vocab=text.vocab_size,
+        positions=getattr(text, "max_position_embeddings", 0) or 2**31,
+    )
+
+
+def adapter_params(shape: ModelShape, config: LoraConfig) -> int:
+    """Returns the number of weights of an adapter."""
+    return config.rank * sum(sum(shape.linears[name]) for name in target_names(shape.linears, config.target_modules))
+
+
+def cache_bytes(
+    shape: ModelShape, answers: int, prompts: int, *, max_tokens: int, prompt_tokens: int, size: int
+) -> int:
+    """Returns the KV cache of `answers` answers of `max_tokens` tokens to `prompts` prompts, in elements of `size`
+    bytes."""
+    per_token = 2 * shape.layers * shape.kv * size
+    return per_token * (answers * capacity_of(max_tokens) + prompts * capacity_of(prompt_tokens))
+
+
+def activation_bytes(shape: ModelShape, tokens: int, *, size: int, checkpointing: bool) -> int:
+    """Returns the activations that a training pass of `tokens` tokens keeps for its backward pass, and the temporary
+    ones of one layer."""
+    # residual stream and its norm, twice; queries, gathered and not, output and its rows; keys likewise, values; MLP
+    kept = 4 * shape.width + 4 * shape.query + 3 * shape.kv + 4 * shape.inner
+    layer = kept + 2 * shape.inner  # in its backward pass also two gradients of the MLP
+    if checkpointing:
+        return tokens * size * (shape.layers * shape.width + layer)
+    return tokens * size * (shape.layers * kept + 2 * shape.inner)
+
+
+def pass_bytes(shape: ModelShape, tokens: int, *, size: int) -> int:
+    """Returns the temporary activations of a pass without gradients: those of one layer."""
+    return tokens * size * (3 * shape.width + max(3 * shape.query + 4 * shape.kv, 3 * shape.inner))
+
+
+def logits_bytes(shape: ModelShape, tokens: int, *, trained: bool) -> int:
+    """Returns the logits that exist at a time in a pass that reads those of `tokens` tokens: float32 and, in sampling,
+    their float64 cumulative sums; in training, those that autograd keeps and their gradients."""
+    return (TRAINED_LOGITS_BYTES if trained else SAMPLED_LOGITS_BYTES) * min(tokens * shape.vocab, MAX_LOGITS)
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """Memory of one part of a run: its name, bytes, and what the number comes from. `phase` is "sampling" or "training"
+    for memory of one phase only: the phases do not overlap."""
+
+    name: str
+    bytes: int
+    detail: str
+    phase: str = ""
+
+
+def peak_bytes(parts: Sequence[MemoryPart]) -> int:
+    """Returns the peak memory of a run: what is always there, and the larger of its two phases."""
+    phases = [sum(part.bytes for part in parts if part.phase == phase) for phase in ("", "sampling", "training")]
+    return phases[0] + max(phases[1:])

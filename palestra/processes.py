@@ -1,0 +1,96 @@
+"""Child processes: started without Ctrl-C, ended with their parent, stopped within a time, and why one ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+
+
+def start_process(target: Callable[..., object], arguments: Iterable[Any], *, daemon: bool = False) -> BaseProcess:
+    """Starts and returns a process that runs `target(*arguments)`.
+
+    It never receives Ctrl-C, which a terminal sends to all its processes, not even before its first line of code: the
+    parent decides when it ends. A `daemon` may not start processes of its own.
+    """
+    process = SPAWN_CONTEXT.Process(target=target, args=tuple(arguments), daemon=daemon)
+    resource_tracker.ensure_running()  # must run before: starting it unblocks the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits its parent's mask
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
+
+
+class PipeProcess:
+    """A child process that runs `target(pipe, *arguments)`, and this end of the pipe.
+
+    The pipe closes when either process ends, for whatever reason; the child is expected to end when it does.
+    """
+
+    def __init__(self, target: Callable[..., object], *arguments: Any, daemon: bool = False) -> None:
+        self.pipe: Connection
+        self.pipe, theirs = SPAWN_CONTEXT.Pipe()
+        self.process = start_process(target, (theirs, *arguments), daemon=daemon)
+        theirs.close()  # the child has a copy; this one would keep the pipe open after its death
+
+    def stop(self, timeout_s: float) -> None:
+        """Closes the pipe; kills the process if it still runs `timeout_s` seconds later."""
+        self.pipe.close()
+        join_or_kill(self.process, timeout_s)
+
+    def exit_reason(self) -> str:
+        """Returns how the process ended, for messages; see `exit_reason`."""
+        return exit_reason(self.process.exitcode)
+
+
+def join_or_kill(process: BaseProcess, timeout_s: float) -> bool:
+    """Waits `timeout_s` seconds for a process to end, then kills it. Returns True if it had to be killed."""
+    process.join(max(0.0, timeout_s))
+    if not process.is_alive():
+        return False
+    process.kill()
+    process.join()
+    return True
+
+
+def wait_or_kill(process: subprocess.Popen[Any], timeout_s: float) -> None:
+    """Waits `timeout_s` seconds for a command to end, then kills it."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def exit_with_parent(cleanup: Callable[[], object] = lambda: None) -> None:
+    """Ends this process, which `start_process` started, once its parent has ended in any way; calls `cleanup` first."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        cleanup()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="exit with parent", daemon=True).start()
+
+
+def exit_reason(code: int | None) -> str:
+    """Returns how a process with this exit code ended: "exit code 3", or "exit code -9, SIGKILL" for a signal."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"exit code {code}, {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"exit code {code}"

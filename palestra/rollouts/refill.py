@@ -1,0 +1,56 @@
+"""Dynamic sampling (DAPO, Yu et al., 2025, sec. 3.2): another instance is played in place of an episode that gives no
+gradient, because all siblings of every group earned the same.
+
+Each episode is replaced by itself, with an instance that depends on its number and the attempt alone: a step plays the
+same instances whether its episodes are played together or one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from palestra.rollouts.metrics import REDRAWS_KEY
+from palestra.rollouts.sources import EpisodeCallback, EpisodeSource
+from palestra.rollouts.tree_rollout import Branching
+from palestra.types import AlgorithmState, Episode
+
+ATTEMPT_STRIDE = 2**28  # numbers of a run's own episodes are below it, and instance numbers below 2**32
+
+
+class Refills(Protocol):
+    """The part of an algorithm that decides which episodes are played again."""
+
+    @property
+    def branching(self) -> Branching: ...
+    @property
+    def max_redraws(self) -> int: ...
+    def has_signal(self, episode: Episode) -> bool: ...
+
+
+async def play_refilled(
+    source: EpisodeSource,
+    algorithm: Refills,
+    numbers: Sequence[int],
+    memory: AlgorithmState,
+    on_episode: EpisodeCallback = None,
+) -> list[Episode]:
+    """Returns the episodes of these numbers, in order. One without signal is replaced by another instance, at most
+    `max_redraws` times; then the last is kept. The count is in `REDRAWS_KEY` of the first node's info.
+
+    Calls `on_episode` with every episode played. Raises ValueError for a number of `ATTEMPT_STRIDE` or more if
+    episodes may be replaced.
+    """
+    episodes = await source.play(numbers, algorithm.branching, memory, on_episode)
+    if algorithm.max_redraws and max(numbers, default=0) >= ATTEMPT_STRIDE:
+        raise ValueError(f"flat_groups: refill is for runs of fewer than {ATTEMPT_STRIDE} episodes")
+    for attempt in range(1, algorithm.max_redraws + 1):
+        flat = [i for i, episode in enumerate(episodes) if not algorithm.has_signal(episode)]
+        if not flat:
+            break
+        again = [numbers[i] + attempt * ATTEMPT_STRIDE for i in flat]
+        for i, episode in zip(flat, await source.play(again, algorithm.branching, memory, on_episode), strict=True):
+            episodes[i] = episode
+            if episode.nodes:
+                episode.nodes[0].info = episode.nodes[0].info | {REDRAWS_KEY: attempt}
+    return episodes

@@ -1,0 +1,369 @@
+"""Compares every decoder of transformers with itself: sampling, training and LoRA gradients here, and transformers' own
+eager forward of single unpadded sequences. Writes the table docs/models.md.
+
+    python scripts/architectures.py                     # all of them, a few minutes; writes docs/models.md
+    python scripts/architectures.py llama qwen3_next    # some of them; prints their rows
+
+Models are tiny and random, of transformers' own classes. Each samples answers to prompts of several lengths in one
+batch, with siblings, under an adapter and without, then a second turn; the longest prompts go past every window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine, model_class
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.self_check import choose_engine, with_adapter
+from palestra.engine.trainer import Trainer
+from palestra.losses.policy import cross_entropy_loss
+from palestra.testing import tiny_tokenizer
+from palestra.types import Sample
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+TOLERANCE = 1e-4
+WINDOW = 16
+SHAPE = {
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": 4,
+}
+# Given only to configs that have the key.
+OPTIONAL = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# fmt: off
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+WINDOWED = {"sliding_window": WINDOW}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+          "num_key_value_heads": 4}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+          "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+CONV = {"layer_types": ["conv", "full_attention"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 16,
+         "mamba_n_groups": 1}
+DELTA = LATENT | {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 4,
+                  "mlp_layer_types": ["dense", "sparse"], "num_experts_per_token": 2, "num_expert_group": 1}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8, "n_ctx": 256}
+
+# The families that people train, which run on packed rows, and what their configs get.
+PACKED: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": ROPE}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": SLIDING,
+    "deepseek_v2": LATENT, "deepseek_v3": LATENT, "dots1": {}, "ernie4_5": {}, "ernie4_5_moe": {}, "exaone4": SLIDING,
+    "flex_olmo": {}, "gemma": {}, "gemma2": SLIDING, "gemma3_text": SLIDING, "glm": {}, "glm4": {}, "glm4_moe": {},
+    "glm4_moe_lite": LATENT, "gpt2": {}, "gpt_bigcode": {}, "gpt_neox": {}, "gpt_oss": SLIDING, "granite": {},
+    "granitemoe": {}, "granitemoeshared": {}, "helium": {}, "hunyuan_v1_dense": {}, "hunyuan_v1_moe": {}, "hy_v3": {},
+    "llama": {}, "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW,
+                                 "intermediate_size_mlp": 48},
+    "mellum": {}, "minicpm3": LATENT, "minimax_m2": {}, "ministral": WINDOWED,
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}, "mistral": WINDOWED, "mixtral": WINDOWED,
+    "nanochat": {}, "olmo": {}, "olmo2": {}, "olmo3": SLIDING, "olmoe": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "persimmon": {}, "phi": {}, "phi3": WINDOWED, "phimoe": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, "qwen2_moe": {},
+    "qwen3": {"rope_parameters": YARN}, "qwen3_moe": {}, "seed_oss": {}, "smollm3": {}, "solar_open": {},
+    "starcoder2": WINDOWED, "vaultgemma": {}, "youtu": LATENT,
+}
+# Layers with a state, a convolution or attention of another kind: transformers' own forward and cache.
+PLAIN: dict[str, dict[str, Any]] = {
+    "bamba": MAMBA | {"attn_layer_indices": [1]}, "bloom": {}, "diffllama": {}, "doge": {}, "falcon_h1": MAMBA |
+    {"mamba_d_ssm": 64}, "falcon_mamba": {"state_size": 8}, "granitemoehybrid": MAMBA | {"layer_types":
+    ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+              "mamba_d_state": 8, "mamba_expand": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    "jetmoe": {}, "kimi_linear": DELTA, "lfm2": CONV, "lfm2_moe": CONV | {"num_dense_layers": 1}, "lfm3": CONV,
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "state_size": 8, "n_groups": 1, "chunk_size": 16},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"]}, "mpt": {"n_heads": 4, "d_model": 32,
+    "n_layers": 2, "max_seq_len": 256}, "nemotron": {},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+                   "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16},
+    "olmo_hybrid": LINEAR, "qwen3_5_text": LINEAR, "qwen3_5_moe_text": LINEAR, "qwen3_next": LINEAR,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": WINDOW},
+    "rwkv": {"attention_hidden_size": 32}, "stablelm": {},
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+    "xlstm": {"num_heads": 4, "num_blocks": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 4,
+               "mamba_headdim": 16, "chunk_size": 16},
+}
+# Models of images and text, of which the language part runs.
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}
+PATCHES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32}
+TEXT = SHAPE | {"num_key_value_heads": 2}
+COMPOSITES: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": TEXT | SLIDING | {"head_dim": 8}, "vision_config": VISION},
+    "gemma4": {"text_config": TEXT | SLIDING | {"head_dim": 8, "hidden_size_per_layer_input": 8, "per_layer_config": {},
+               "vocab_size_per_layer_input": 272}, "vision_config": VISION | {"head_dim": 16}, "audio_config": None},
+    "llama4": {"text_config": TEXT | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4, "layer_types":
+               ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW}, "vision_config": VISION |
+               {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}},
+    "mistral3": {"text_config": TEXT | {"model_type": "mistral", "head_dim": 8},
+                 "vision_config": VISION | {"model_type": "pixtral"}},
+    "qwen2_5_vl": {"text_config": TEXT | {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
+                   "vision_config": PATCHES},
+    "qwen3_5": {"text_config": TEXT | LINEAR | {"head_dim": 8}, "vision_config": PATCHES},
+    "qwen3_vl": {"text_config": TEXT | {"head_dim": 8, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+                 "vision_config": PATCHES | {"deepstack_visual_indexes": []}},
+}
+# Others, built if their configs allow it.
+OTHERS: dict[str, dict[str, Any]] = {
+    "afmoe": {}, "axk1": LATENT, "axk2": LATENT, "bailing_hybrid": DELTA, "codegen": GPT, "deepseek_v32": LATENT,
+    "glm_moe_dsa": LATENT, "gptj": GPT, "gpt_neo": {"num_layers": 2, "num_heads": 4, "window_size": WINDOW,
+    "attention_types": [[["global", "local"], 1]]}, "longcat_flash": LATENT | {"num_layers": 2, "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 24, "moe_topk": 2, "zero_expert_num": 2, "head_dim": 8},
+}
+# Encoders, sequence-to-sequence models, and models of images or sound, whose classes can also be decoders of text.
+NO_DECODERS = {
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "blt",
+    "camembert", "ctrl", "data2vec-text", "electra", "emu3", "ernie", "fuyu", "git", "got_ocr2", "marian", "mbart",
+    "megatron-bert", "mllama", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "mvp", "openai-gpt",
+    "pegasus", "plbart", "prophetnet", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+    "trocr", "whisper", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
+}
+# fmt: on
+CONFIGS = PACKED | PLAIN | OTHERS
+MAX_WEIGHTS = 30e6  # of a model that is built: defaults of other keys may make it large
+
+
+class Row(NamedTuple):
+    """Results of one architecture: how it runs and why not on packed rows, or why it is refused; largest differences of
+    log-probabilities in nats, sampled and trained, and of gradients relative to the largest of all weights."""
+
+    kind: str
+    way: str
+    reason: str
+    sampled: float = 0.0
+    trained: float = 0.0
+    gradient: float = 0.0
+
+
+def random_model(kind: str, **changes: Any) -> PreTrainedModel:
+    """Returns a small model with no weight, norm or bias left at the value that it is initialised to. Raises what its
+    class raises, and ValueError if it would be large."""
+    if kind in COMPOSITES:
+        return _randomised(AutoConfig.for_model(kind, **COMPOSITES[kind]))
+    default = AutoConfig.for_model(kind)
+    optional = {key: value for key, value in OPTIONAL.items() if hasattr(default, key)}
+    if hasattr(default, "kv_lora_rank") or kind == "falcon":
+        optional.pop("head_dim", None)  # that of the rotary part, and a property
+    return _randomised(AutoConfig.for_model(kind, **(SHAPE | optional | CONFIGS.get(kind, {}) | changes)))
+
+
+def _randomised(config: Any) -> PreTrainedModel:
+    kind = model_class(config, config.model_type)
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in kind.from_config(config).parameters())
+    if size > MAX_WEIGHTS:
+        raise ValueError(f"{size / 1e6:.0f} million weights")
+    torch.manual_seed(0)
+    model = kind.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator).to(weight), alpha=0.1)
+    return model.requires_grad_(False)
+
+
+def random_adapter(engine: Engine) -> Adapter:
+    """Returns an adapter that changes the output of its base."""
+    adapter = Adapter(engine.linear_layers, LoraConfig(rank=2, alpha=4.0), seed=1)
+    with torch.no_grad():
+        for _, b in adapter.weights.values():
+            b.normal_(0, 0.1, generator=torch.Generator().manual_seed(b.numel()))
+    return adapter
+
+
+def play(engine: Engine, adapter: Adapter) -> tuple[list[Sample], list[bool]]:
+    """Returns sampled answers to prompts of several lengths in one batch, siblings each, and of a second turn; and
+    whether each was sampled with the adapter."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(5, 250, n).astype(np.int32) for n in (7, 7, 21, 2 * WINDOW + 9)]
+    snapshot, sampler = adapter.snapshot("adapter"), Sampler(engine)
+    adapters = [snapshot, snapshot, None, snapshot]
+    settings = SamplingConfig(max_tokens=6)
+    requests = [Request(p, 2, settings, a, i, True) for i, (p, a) in enumerate(zip(prompts, adapters, strict=True))]
+    answers = sampler.sample_all(requests)
+    later = np.concatenate([prompts[3], answers[3][1].token_ids, rng.integers(5, 250, 5)]).astype(np.int32)
+    requests.append(Request(later, 2, settings, snapshot, 7))
+    answers += sampler.sample_all(requests[-1:])
+    samples = [
+        Sample(request.prompt_ids, answer.token_ids, answer.logprobs, np.ones(len(answer.token_ids), np.float32))
+        for request, group in zip(requests, answers, strict=True)
+        for answer in group
+    ]
+    return samples, [request.adapter is not None for request in requests for _ in range(request.n)]
+
+
+def own_logprobs(plain: PreTrainedModel, adapter: Adapter | None, sample: Sample) -> torch.Tensor:
+    """Returns the log-probabilities [T] of an answer by one unpadded eager forward of transformers, with gradients."""
+    ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.token_ids.tolist()]])
+    with with_adapter(plain, adapter):
+        logits = plain(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
+    answer = ids[0, len(sample.prompt_ids) :, None]
+    return torch.log_softmax(logits, -1)[len(sample.prompt_ids) - 1 :].gather(1, answer)[:, 0]
+
+
+def measure(kind: str, **changes: Any) -> Row:
+    """Returns the row of an architecture. Raises what building its model raises."""
+    model = random_model(kind, **changes)
+    plain = copy.deepcopy(model)
+    try:
+        engine = choose_engine(model, kind, lambda of, is_plain: Engine(of, tiny_tokenizer(), kind, plain=is_plain))
+    except ValueError as error:
+        return Row(kind, "refused", str(error))
+    path = engine.plain_path
+    way = "packed" if path is None else "plain" if path.uses_cache else "plain, without a cache"
+    adapter = random_adapter(engine)
+    samples, adapted = play(engine, adapter)
+    own = [own_logprobs(plain, adapter if with_it else None, s) for s, with_it in zip(samples, adapted, strict=True)]
+    sampled = max(_gap(s.logprobs, logp) for s, logp in zip(samples, own, strict=True))
+    trainer = Trainer(engine, adapter)
+    mine = [s for s, with_it in zip(samples, adapted, strict=True) if with_it]
+    own = [logp for logp, with_it in zip(own, adapted, strict=True) if with_it]
+    trained = max(_gap(logp, expected) for logp, expected in zip(trainer.logprobs(mine), own, strict=True))
+    loss = -sum(logp.sum() for logp in own) / sum(len(logp) for logp in own)
+    expected = torch.autograd.grad(loss, adapter.parameters(), allow_unused=True)
+    trainer.forward_backward(mine, cross_entropy_loss)
+    largest = max(float(g.abs().max()) for g in expected if g is not None)
+    gaps = [_gradient_gap(w.grad, g) for w, g in zip(adapter.parameters(), expected, strict=True)]
+    return Row(kind, way, path.reason if path else "", sampled, trained, max(gaps) / largest)
+
+
+def _gap(found: np.ndarray, expected: torch.Tensor) -> float:
+    return float(np.abs(found - expected.detach().numpy()).max())
+
+
+def _gradient_gap(found: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    if found is None or expected is None:
+        return 0.0 if found is None and expected is None else float((expected if found is None else found).abs().max())
+    return float((found - expected).abs().max())
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def rows(kinds: list[str]) -> Iterator[Row]:
+    """Yields the rows of architectures; those that cannot be built here are rows too."""
+    for kind in kinds:
+        try:
+            with contextlib.redirect_stdout(None), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                row = measure(kind)
+        except Exception as error:  # what a class makes of a config of another size
+            row = Row(kind, "not built", f"{type(error).__name__}: {error}".split("\n")[0])
+        print(
+            f"{kind:24} {row.way:10} {row.sampled:.0e} {row.trained:.0e} {row.gradient:.0e} {row.reason:.150}",
+            flush=True,
+        )
+        yield row
+
+
+def page(found: list[Row]) -> str:
+    """Returns the page of docs with all rows."""
+    packed = [row for row in found if row.way == "packed"]
+    plain = [row for row in found if row.way.startswith("plain")]
+    refused = [f"- `{row.kind}`: {_why(row)}" for row in found if row.way == "refused"]
+    rest = ", ".join(f"`{row.kind}`" for row in found if row.way == "not built")
+    uncached = ", ".join(f"`{row.kind}`" for row in plain if row.way != "plain")
+    parts = [
+        *(f"## On packed rows ({len(packed)})", "", *_table(packed), ""),
+        *(f"## On the plain path ({len(plain)})", "", *_table(plain), ""),
+        *(f"Without a cache, since transformers' own is wrong or cannot be divided: {uncached}.", ""),
+        *("## Refused", "", *refused, ""),
+        *("## Not compared", "", NOT_COMPARED + rest + ".", ""),
+    ]
+    return HEAD + "\n".join(parts)
+
+
+def _why(row: Row) -> str:
+    """Returns the first reason of a refusal, shortened."""
+    return row.reason.split("transformers: ", 1)[-1].split("; by its own forward, without")[0][:300]
+
+
+def _table(found: list[Row]) -> list[str]:
+    lines = [f"| `{r.kind}` | {_power(r.sampled)} | {_power(r.trained)} | {_power(r.gradient)} |" for r in found]
+    return ["| `model_type` | sampling | training | gradient |", "|---|---|---|---|", *lines]
+
+
+def _power(value: float) -> str:
+    """Returns the next power of ten above `value`."""
+    return f"1e{int(np.ceil(np.log10(max(value, 1e-7))))}"
+
+
+NOT_COMPARED = (
+    "Images and sound beside text, or configs that do not take the small sizes of this comparison; the check at load "
+    "decides: "
+)
+HEAD = """# Language models that run
+
+Made by `python scripts/architectures.py`. Every decoder of transformers either gives the numbers of transformers here
+or is refused at load: a check compares sampling and training with the model's own eager forward, on a small model of
+the same architecture (`engine/self_check.py`), and no list of names is kept. What follows was measured on tiny random
+models: the largest difference of log-probabilities in nats, sampled from the cache and computed in training, and of
+LoRA gradients relative to the largest. Prompts of several lengths with siblings in one batch, with an adapter and
+without, a second turn, and prompts past every window.
+
+- **On packed rows**: prompts are computed once for all their answers, and nothing is padded. Sliding windows, chunked
+  attention, attention sinks, capped scores and latent attention (MLA) are included.
+- **On the plain path**: the model's own forward and transformers' own cache, for recurrent layers, convolutions and
+  attention of other kinds. Everything else is the same: several adapters on one base, groups of answers, turns, resume.
+  It is slower: only sequences of equal length share a batch in sampling, and a later turn computes its whole prompt. A
+  line at the start of a run says so and why.
+
+Of models of images and text (Gemma 3, Qwen2.5-VL, Qwen3-VL, Llama 4), the language part runs, on text; adapters train
+it alone. In mixtures of experts, adapters train attention and shared layers; stacked expert weights stay as they are,
+which a line at the start of a run says too. With LongRoPE (Phi-3 for 128k tokens), prompt and answer together are
+limited to the length from which the embedding would depend on the longest sequence of a batch (4,096 tokens for Phi-3).
+
+"""
+
+
+def main() -> None:
+    """Prints the rows of the architectures that are named, or writes the page of all of them."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if sys.argv[1:]:
+        list(rows(sys.argv[1:]))
+        return
+    every = {kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in NO_DECODERS} | COMPOSITES.keys()
+    PAGE.write_text(page(list(rows(sorted(every)))))
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The planned memory of a run against the measured peak of a process, and settings with which a run fits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from palestra.builders.memory_plan import plan_memory
+from palestra.builders.text_config import TextConfig
+from palestra.config import override, validate
+from palestra.testing import tiny_tokenizer
+
+GIB = 2**30
+PROMPT_TOKENS, MAX_TOKENS, GROUP, MICRO_BATCH = 64, 64, 8, 4096
+MARGIN = 0.2  # of the measured peak
+RUN = """
+import asyncio, resource, sys
+import numpy as np
+from palestra.builders.engines import Engines
+from palestra.builders.text_config import TextConfig
+from palestra.config import parse, validate
+from palestra.engine.sampler import Request
+from palestra.losses.policy import clipped_policy_loss
+from palestra.types import Sample
+
+config = validate(TextConfig, parse(sys.stdin.read()))
+policy, prompt_tokens, micro_batch = config.policies["default"], int(sys.argv[1]), int(sys.argv[2])
+engines = Engines("cpu", config.max_num_seqs)
+learner = engines.build_learner("default", policy, 0)
+learner.start_stage()
+rng, snapshot = np.random.default_rng(0), learner.weights.snapshot("a@0")
+prompts = [rng.integers(5, 250, prompt_tokens).astype(np.int32) for _ in range(config.episodes)]
+group = config.algorithm.group_size
+with engines.rollout_context():
+    answers = learner.sampler.sample_all([Request(p, group, policy.sampling, snapshot, seed=i)
+                                          for i, p in enumerate(prompts)])
+sampled = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+# full micro-batches: no prefix is shared
+samples = [Sample(rng.integers(5, 250, prompt_tokens).astype(np.int32), a.token_ids, a.logprobs, a.logprobs)
+           for answer in answers for a in answer][:2 * micro_batch // (prompt_tokens + policy.sampling.max_tokens)]
+asyncio.run(learner.forward_backward(samples, clipped_policy_loss, entropy=0.01))
+asyncio.run(learner.optim_step())
+print(sampled * 1024, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of 13 million weights, of which activations and logits take many times the memory."""
+    shape = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = Qwen3Config(
+        **shape, head_dim=32, intermediate_size=768, vocab_size=32768, max_position_embeddings=1024, eos_token_id=4
+    )
+    path = tmp_path_factory.mktemp("base")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def config_of(folder: Path, *changes: str) -> TextConfig:
+    sampling = {"max_tokens": MAX_TOKENS, "stop_at_eos": False}
+    policy = {"type": "lora", "base": str(folder), "micro_batch_tokens": MICRO_BATCH, "sampling": sampling}
+    tree = {
+        "env": {"type": "sokoban"},
+        "device": "cpu",
+        "episodes": 9,
+        "policies": {"default": policy},
+        "algorithm": {"type": "grpo", "group_size": GROUP},
+    }
+    return validate(TextConfig, override(tree, changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("policies.default.type=full", "policies.default.micro_batch_tokens=1024"),
+    ],
+)
+def test_the_planned_peak_is_that_of_a_run(folder, changes):
+    config = config_of(folder, *changes)
+    plan = plan_memory(config, prompt_tokens=PROMPT_TOKENS)
+    call = [sys.executable, "-c", RUN, str(PROMPT_TOKENS), str(config.policies["default"].micro_batch_tokens)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(call, input=config.model_dump_json(), capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    sampled, peak = map(int, run.stdout.split())
+    parts = {part.name: part.bytes / GIB for part in plan.parts}
+    assert plan.peak == pytest.approx(peak, rel=MARGIN), (sampled / GIB, peak / GIB, parts)
+
+
+def test_settings_are_found_with_which_a_run_fits(folder):
+    config = config_of(folder, "policies.default.micro_batch_tokens=65536")
+    plan = plan_memory(config, free=int(4 * GIB))
+    assert plan.peak > 4 * GIB and plan.changes == ["policies.default.gradient_checkpointing=true"]
+    plan = plan_memory(config, free=int(2 * GIB))
+    assert plan.changes is not None and len(plan.changes) == 2
+    changed = validate(TextConfig, override(config.model_dump(mode="json"), plan.changes))
+    assert changed.policies["default"].micro_batch_tokens < 65536
+    fitting = plan_memory(changed, free=int(2 * GIB))
+    assert fitting.peak <= 2 * GIB and fitting.changes == []
+    assert plan_memory(config, free=GIB // 2).changes is None
+
+
+def test_policies_of_one_base_share_its_weights_and_full_models_do_not(folder):
+    def weights(*changes: str) -> float:
+        parts = plan_memory(config_of(folder, *changes), free=64 * GIB).parts
+        return sum(part.bytes for part in parts if part.name.startswith("weights"))
+
+    other = f"{{type: lora, base: {folder}}}"
+    assert weights(f"policies.other={other}") == weights()
+    assert weights(f"policies.other={other.replace('lora', 'full')}") == 2 * weights()
+    assert weights("policies.default.dtype=bfloat16") == weights() / 2
+
+
+def test_a_larger_cache_than_its_budget_is_planned_as_the_budget(folder):
+    plan = plan_memory(config_of(folder, "kv_cache_gib=0.01"), free=64 * GIB)
+    (cache,) = [part for part in plan.parts if part.name == "KV cache"]
+    assert cache.bytes == int(0.01 * GIB) and "wait" in cache.detail

@@ -1,0 +1,78 @@
+"""What attention does on a GPU, run on the CPU: heads repeated under a mask, and no mask for fresh prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from palestra.engine import sdpa
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.trainer import Trainer
+from palestra.losses.policy import cross_entropy_loss
+from palestra.testing import tiny_lm
+from palestra.types import Sample
+
+
+def test_repeated_heads_are_those_of_grouped_queries():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (6, 2, 2))
+    mask = torch.rand(2, 1, 5, 5, generator=generator) < 0.6
+    mask |= torch.eye(5, dtype=torch.bool)
+    repeated = F.scaled_dot_product_attention(q, sdpa.repeat_heads(k, 3), sdpa.repeat_heads(v, 3), mask, scale=0.3)
+    torch.testing.assert_close(sdpa.grouped_attention(q, k, v, mask, 0.3), repeated)
+    torch.testing.assert_close(repeated, F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True))
+
+
+def test_sampling_and_training_on_the_paths_of_a_gpu_give_the_same_numbers(monkeypatch):
+    """Prompts of several lengths, one of them in two parts, and siblings that share a prefix."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(5, 250, n).astype(np.int32) for n in (9, 40, 41, 120)]
+    requests = [Request(p, 3, SamplingConfig(max_tokens=8), seed=len(p)) for p in prompts]
+
+    def numbers() -> tuple[list, list[torch.Tensor]]:
+        engine = tiny_lm(1, initializer_range=0.2)
+        answers = Sampler(engine, prefill_tokens=100).sample_all(requests)
+        samples = [
+            Sample(r.prompt_ids, a.token_ids, a.logprobs, np.ones(len(a.token_ids), np.float32))
+            for r, siblings in zip(requests, answers, strict=True)
+            for a in siblings
+        ]
+        trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(rank=4), seed=0))
+        trainer.forward_backward(samples, cross_entropy_loss)
+        return answers, [parameter.grad for parameter in trainer.parameters]
+
+    answers, gradients = numbers()
+    monkeypatch.setattr(sdpa, "uses_cuda", lambda tensor: True)
+    called = []
+    forward = F.scaled_dot_product_attention
+
+    def watched(q, k, v, mask, *, is_causal, scale, enable_gqa):
+        assert not (mask is not None and enable_gqa), "the math kernel"
+        called.append(is_causal)
+        return forward(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", watched)
+    found, found_gradients = numbers()
+    assert True in called and False in called
+    for ours, theirs in zip(found, answers, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    for ours, theirs in zip(found_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_no_score_is_kept_on_a_gpu():
+    """Memory of the backward pass grows with keys, and not with pairs of queries and keys."""
+    device = torch.device("cuda")
+    q = torch.randn(1, 16, 4096, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, 4, 4096, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    mask = torch.ones(1, 1, 4096, 4096, device=device, dtype=torch.bool).tril()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    sdpa.grouped_attention(q, k, v, mask, 0.125).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 16 * 4096 * 4096  # a byte per score

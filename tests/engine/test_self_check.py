@@ -1,0 +1,215 @@
+"""Architectures of transformers against its own forward, and what is refused or limited at load."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
+from palestra.engine.plain_batch import PlainBatch
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.self_check import choose_engine
+from palestra.engine.trainer import Trainer
+from palestra.testing import tiny_tokenizer
+from palestra.types import Sample
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "architectures.py"
+spec = importlib.util.spec_from_file_location("architectures", SCRIPT)
+assert spec is not None and spec.loader is not None
+architectures = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(architectures)
+
+FAST = ["llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "gpt2", "qwen3_moe"]
+FAST += ["lfm2", "qwen3_5_text", "mamba", "qwen2_5_vl"]
+SLOW = [kind for kind in architectures.PACKED | architectures.PLAIN | architectures.COMPOSITES if kind not in FAST]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+LONGROPE["factor"] = 4.0
+
+
+def chosen(model: PreTrainedModel, name: str = "mine") -> Engine:
+    return choose_engine(model, name, lambda of, plain: Engine(of, tiny_tokenizer(), name, plain=plain))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+def test_sampling_training_and_lora_gradients_equal_transformers(kind: str):
+    row = architectures.measure(kind)
+    assert (row.way == "packed") == (kind not in architectures.PLAIN and kind != "qwen3_5"), row
+    assert row.way != "refused", row
+    assert max(row.sampled, row.trained, row.gradient) <= architectures.TOLERANCE, row
+
+
+def test_a_model_that_is_not_causal_is_refused_with_the_reasons():
+    with pytest.raises(ValueError, match=r"cannot run 'mine' \(BertLMHeadModel\).*attention mask.*differs by .* nats"):
+        chosen(architectures.random_model("bert"))
+
+
+def test_a_model_whose_own_forward_fails_is_refused_with_its_error():
+    model = architectures.random_model("llama")
+    model.model.layers[0].mlp.up_proj = nn.Linear(31, 48)
+    with pytest.raises(ValueError, match=r"cannot run .* its own forward fails \(RuntimeError: .*shapes"):
+        chosen(model)
+
+
+def test_a_folder_with_a_window_loads_and_keeps_it(tmp_path):
+    architectures.random_model("mistral", sliding_window=None).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    ids = np.random.default_rng(0).integers(5, 250, 60)
+    sample = Sample(ids[:50], ids[50:], np.zeros(10, np.float32), np.ones(10, np.float32))
+    found = []
+    for window in (None, 32):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": window}))
+        engine = Engine.load(str(tmp_path), device="cpu")
+        assert engine.plain_path is None
+        own = architectures.own_logprobs(fresh(tmp_path), None, sample).detach().numpy()
+        found.append(Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0])
+        np.testing.assert_allclose(found[-1], own, atol=1e-5)
+    assert np.abs(found[0] - found[1]).max() > 0.01
+
+
+def fresh(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+class Halved(nn.Linear):
+    """A linear layer with a forward of its own, as quantised ones have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2
+
+
+class Router(nn.Linear):
+    """A linear layer that returns more than one tensor."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return x, super().forward(x)
+
+
+def test_a_linear_layer_keeps_a_forward_of_its_own_and_adapters_add_to_it():
+    model = architectures.random_model("llama")
+    layer = model.model.layers[0].mlp
+    layer.up_proj.__class__ = Halved
+    layer.act_fn = nn.Sequential(layer.act_fn)
+    layer.router = Router(2, 3)
+    ids = torch.arange(5, 25)[None]
+    expected = model(input_ids=ids).logits[0]
+    engine = chosen(model)
+    assert "model.layers.0.mlp.up_proj" in engine.linear_layers
+    assert not any("router" in name for name in engine.linear_layers)
+    adapter = architectures.random_adapter(engine)
+    tokens = ids[0].numpy()
+    sample = Sample(tokens[:10], tokens[10:], np.zeros(10, np.float32), np.ones(10, np.float32))
+    bare = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0]
+    own = torch.log_softmax(expected, -1)[9:19].gather(1, ids[0, 10:, None])[:, 0].numpy()
+    np.testing.assert_allclose(bare, own, atol=1e-5)
+    changed = Adapter(engine.linear_layers, LoraConfig(rank=2, target_modules="up_proj"), seed=0)
+    with torch.no_grad():
+        changed.weights["model.layers.0.mlp.up_proj"][1].fill_(0.1)
+    adapted = Trainer(engine, changed).logprobs([sample])[0]
+    assert np.abs(adapted - bare).max() > 1e-4
+    assert adapter.weights.keys() == {n for n in engine.linear_layers if "layers" in n}
+
+
+def test_longrope_is_right_up_to_its_limit_and_refused_beyond():
+    rope = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "sliding_window": None}
+    row = architectures.measure("phi3", **rope)
+    assert row.way == "packed" and max(row.sampled, row.trained, row.gradient) <= 1e-4, row
+    engine = chosen(architectures.random_model("phi3", **rope))
+    with pytest.raises(ValueError, match="exceed the base's 64 positions"):
+        Sampler(engine).sample_all([Request(np.arange(5, 65), 1, SamplingConfig(max_tokens=5))])
+    long = Sample(np.arange(5, 65), np.arange(5, 15), np.zeros(10, np.float32), np.ones(10, np.float32))
+    with pytest.raises(ValueError, match=r"from 64 on, this base's rotary embedding depends on the longest"):
+        Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([long])
+
+
+# ---- the plain path
+
+
+@pytest.fixture(scope="module")
+def plain_engine() -> Engine:
+    engine = chosen(architectures.random_model("lfm2"), "lfm2")
+    assert engine.plain_path is not None and engine.plain_path.uses_cache
+    assert "conv" in engine.plain_path.reason
+    return engine
+
+
+def requests(engine: Engine) -> list[Request]:
+    snapshot = architectures.random_adapter(engine).snapshot("a")
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(5, 250, n).astype(np.int32) for n in (6, 6, 9, 9)]
+    settings = SamplingConfig(max_tokens=7)
+    adapters = [snapshot, None, snapshot, snapshot]
+    return [
+        Request(p, 3, settings, a, seed=i, client=f"c{i % 2}")
+        for i, (p, a) in enumerate(zip(prompts, adapters, strict=True))
+    ]
+
+
+def tokens(answers) -> list[list[int]]:
+    return [answer.token_ids.tolist() for group in answers for answer in group]
+
+
+def test_plain_rows_give_the_same_answers_whoever_shares_the_batch(plain_engine: Engine):
+    every = requests(plain_engine)
+    alone = [tokens(Sampler(plain_engine).sample_all([request])) for request in every]
+    for max_rows in (512, 4):  # at 4, siblings start at different times
+        sampler = Sampler(plain_engine, max_rows=max_rows)
+        assert isinstance(sampler.batch, PlainBatch)
+        assert tokens(sampler.sample_all(every)) == [answer for group in alone for answer in group]
+        assert not sampler.batch.rows and not sampler.batch.cohorts and not sampler.batch.groups
+
+
+def test_equal_prompts_are_computed_once_on_the_plain_path(plain_engine: Engine):
+    request, sampler = requests(plain_engine)[0], Sampler(plain_engine)
+    sampler.sample_all([request, request])
+    assert sampler.batch.counts["prefill_tokens"] == 6
+
+
+def test_a_failed_pass_of_plain_rows_is_computed_again(plain_engine: Engine):
+    every, path = requests(plain_engine), plain_engine.plain_path
+    assert path is not None
+    expected = tokens(Sampler(plain_engine).sample_all(every))
+    decode, calls = path.decode, []
+
+    def failing(*args):
+        calls.append(args)
+        found = decode(*args)  # the cache is extended, then the pass fails
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return found
+
+    path.decode = failing
+    try:
+        assert tokens(Sampler(plain_engine).sample_all(every)) == expected
+    finally:
+        del path.decode
+    assert len(calls) > 4
+
+
+def test_a_request_can_be_cancelled_on_the_plain_path(plain_engine: Engine):
+    every, sampler = requests(plain_engine), Sampler(plain_engine)
+    expected = tokens(Sampler(plain_engine).sample_all(every[:2]))
+    found: dict[int, object] = {}
+    groups = [
+        sampler.submit(request, lambda answers, i=i: found.__setitem__(i, answers)) for i, request in enumerate(every)
+    ]
+    for _ in range(3):
+        sampler.step()
+    sampler.cancel(groups[2])
+    sampler.cancel(groups[3])
+    while sampler.step():
+        pass
+    assert sorted(found) == [0, 1] and tokens([found[0], found[1]]) == expected
+
+
+def test_a_base_that_is_no_language_model_is_refused(tmp_path):
+    AutoConfig.for_model("vit").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot run .* no language model of its kind \(vit\)"):
+        Engine.load(str(tmp_path), device="cpu")
