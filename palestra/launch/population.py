@@ -32,7 +32,7 @@ from palestra.sinks.base import SinkConfigs
 from palestra.types import TEAM, Metrics, Seat
 from palestra.workers.exact import ExactWorker
 from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker
-from palestra.workers.member_loader import UNIFORM_MEMBER, rules_of_env
+from palestra.workers.member_loader import UNIFORM_MEMBER, no_rules_message, rules_of_env, tree_of_env
 from palestra.workers.net_oracle import NetOracle, NetWorker
 
 SHARED_PLAYER = "agent"  # name of the population that plays every seat
@@ -182,12 +182,19 @@ def _check(config: PopulationConfig, rules: bool) -> None:
             f"xdo solves what responses allow, by the rules of a vectorised game; {env} with oracle {oracle.type} has "
             "none to walk through: use psro"
         )
-    if not rules and isinstance(oracle, ExactOracle):
-        raise ValueError(f'env "{env}" has no rules here, so no best response is worked out: use an oracle that learns')
-    if not rules and not isinstance(config.population, PBTConfig) and config.population.nash_conv_every:
+    measured = not isinstance(config.population, PBTConfig) and config.population.nash_conv_every > 0
+    exact = isinstance(oracle, ExactOracle)
+    if not rules and exact:
         raise ValueError(
-            f'env "{env}" has no rules here, so NashConv cannot be measured: say population.nash_conv_every: 0'
+            f"{no_rules_message(config.env)}, so no best response is computed: use an oracle that learns "
+            "(oracle: {type: net})"
         )
+    if not rules and measured:
+        raise ValueError(
+            f"{no_rules_message(config.env)}, so NashConv cannot be measured: set population.nash_conv_every: 0"
+        )
+    if vectorised and (exact or measured or isinstance(config.population, XDOConfig)):
+        tree_of_env(config.env)  # raises ValueError if the game is too large
 
 
 def _plan(config: PopulationConfig, population: Population, seats: tuple[Player, ...]) -> AnyPlan:

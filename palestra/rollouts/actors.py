@@ -202,7 +202,7 @@ class ActorPool:
             raise ValueError(
                 f"actor {i} died {MAX_ACTOR_FAILURES} times without one batch between "
                 f"({self.actors[i].exit_reason()}): its own message is above; "
-                "asynchronous: null plays in this process, where errors are seen whole"
+                "num_actors: 0 plays in this process, where errors are seen whole"
             )
         self.restarts += 1
         self.actors[i].pipe.close()

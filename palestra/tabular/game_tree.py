@@ -30,7 +30,7 @@ class GameTree:
     the player's own earlier decisions.
 
     Players have perfect recall here, even if an observation does not determine the past (a board does not show the
-    order of moves): one observation then belongs to several information states, one per own past, and
+    order of moves): one tensor then belongs to several information states, for example one per own past, and
     `has_ambiguous_tensors` is True.
     """
 
@@ -106,7 +106,7 @@ def _arranged(rules: Rules[Any], found: GameTraversal) -> GameTree:
         chance_probs=found.chance_probs,
         returns=found.returns,
         num_nodes=found.num_nodes,
-        has_ambiguous_tensors=len(np.unique(seen)) < len(seen),
+        has_ambiguous_tensors=found.has_ambiguous_tensors or len(np.unique(seen)) < len(seen),
     )
 
 

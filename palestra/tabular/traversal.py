@@ -6,6 +6,7 @@ run in Python; the paths are expanded with array operations, all nodes of one de
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +26,10 @@ class GameStates(NamedTuple):
     child: np.ndarray  # [E]
     action: np.ndarray  # [E]
     probability: np.ndarray  # [E] chance's probability, 1 for a player's action
-    info_state_tensors: np.ndarray  # [W, V] the distinct observations, separate for each player
+    info_state_tensors: np.ndarray  # [W, V] of the distinct observations, separate for each player
     info_state_texts: list[str]  # [W]
     action_mask: np.ndarray  # [W, A]
+    has_ambiguous_tensors: bool  # two observations of a player have the same tensor
 
 
 class NodeLevel(NamedTuple):
@@ -40,7 +42,7 @@ class NodeLevel(NamedTuple):
 
 @dataclass
 class GameTraversal:
-    """All paths through a game. Information states are numbered in order of discovery; see `Tree` for the other
+    """All paths through a game. Information states are numbered in order of discovery; see `GameTree` for the other
     fields."""
 
     state_player: np.ndarray  # [I]
@@ -53,11 +55,12 @@ class GameTraversal:
     returns: np.ndarray  # [T, n]
     info_state_tensors: np.ndarray
     info_state_texts: list[str]
+    has_ambiguous_tensors: bool
     num_nodes: int
 
 
 def enumerate_states(rules: Rules[Any], max_states: int) -> GameStates:
-    """Enumerates all reachable states. Raises ValueError if there are more than `max_nodes`."""
+    """Enumerates all reachable states. Raises ValueError if there are more than `max_states`."""
     found = [rules.initial_state()]
     numbers = {found[0]: 0}
     turns, returns, first = [], [], [0]
@@ -96,8 +99,8 @@ def enumerate_states(rules: Rules[Any], max_states: int) -> GameStates:
 def too_large_error(name: str, max_nodes: int) -> ValueError:
     """Returns the error for a game with more than `max_nodes` nodes."""
     return ValueError(
-        f"{name} has more than {max_nodes:,} nodes, too many to be walked through whole: choose a smaller variant, or "
-        "allow more with max_nodes, at the price of time and memory"
+        f"{name} has more than {max_nodes:,} nodes, too many for exact values: choose a smaller variant, or learned "
+        "responses without NashConv (oracle: {type: net} and population.nash_conv_every: 0)"
     )
 
 
@@ -106,7 +109,8 @@ class _TensorNumbering:
 
     def __init__(self, rules: Rules[Any]) -> None:
         self.rules = rules
-        self.numbers: dict[tuple[int, bytes], int] = {}
+        self.numbers: dict[tuple[int, Hashable], int] = {}
+        self.tensors: set[tuple[int, bytes]] = set()
         self.views: list[np.ndarray] = []
         self.words: list[str] = []
         self.legal: list[list[int]] = []
@@ -118,9 +122,11 @@ class _TensorNumbering:
     def see(self, state: Any, player: int) -> list[int]:
         """Records the observation of the player to move; returns its legal actions. Raises ValueError if another state
         with this observation has other legal actions."""
-        legal, view = self.rules.legal_actions(state), self.rules.info_state(state, player)
-        number = self.numbers.setdefault((player, view.tobytes()), len(self.views))
+        legal = self.rules.legal_actions(state)
+        number = self.numbers.setdefault((player, self.rules.info_state_key(state, player)), len(self.views))
         if number == len(self.views):
+            view = self.rules.info_state(state, player)
+            self.tensors.add((player, view.tobytes()))
             self.views.append(view)
             self.words.append(self.rules.info_state_text(state, player))
             self.legal.append(legal)
@@ -132,11 +138,11 @@ class _TensorNumbering:
         self.seen.append(number)
         return legal
 
-    def tables(self) -> tuple[np.ndarray, list[str], np.ndarray]:
+    def tables(self) -> tuple[np.ndarray, list[str], np.ndarray, bool]:
         legal = np.zeros((len(self.views), len(self.rules.action_names)), bool)
         for row, actions in zip(legal, self.legal, strict=True):
             row[actions] = True
-        return np.array(self.views, np.float32), self.words, legal
+        return np.array(self.views, np.float32), self.words, legal, len(self.tensors) < len(self.views)
 
 
 def _moves(rules: Rules[Any], state: Any, turn: int, views: _TensorNumbering) -> list[tuple[int, float]]:
@@ -173,6 +179,7 @@ def traverse(states: GameStates, num_players: int, num_actions: int, max_nodes: 
         returns=states.returns[over_at],
         info_state_tensors=states.info_state_tensors,
         info_state_texts=states.info_state_texts,
+        has_ambiguous_tensors=states.has_ambiguous_tensors,
         num_nodes=nodes,
     )
 

@@ -31,14 +31,13 @@ from palestra.tabular.best_response import best_response, best_response_to_joint
 from palestra.tabular.cfr import CFRSolver
 from palestra.tabular.game_tree import (
     GameTree,
-    build_game_tree,
     end_probabilities,
     expected_returns,
     mixture_policy,
     realization_plan,
     uniform_policy,
 )
-from palestra.workers.member_loader import MemberLoader, rules_of_env, write_table
+from palestra.workers.member_loader import MemberLoader, no_rules_message, tree_of_env, write_table
 
 PolicyLookup = Callable[[str], np.ndarray]  # name of a member -> its policy [I, A]
 
@@ -52,10 +51,9 @@ class ExactWorker:
     """
 
     def __init__(self, env: Mapping[str, Any], players: Sequence[Player]) -> None:
-        rules = rules_of_env(env)
-        if rules is None:
-            raise ValueError(f'env "{env.get("type")}" has no rules here, so no answer to it is exact: train networks')
-        tree = build_game_tree(rules)
+        tree = tree_of_env(env)
+        if tree is None:
+            raise ValueError(f"{no_rules_message(env)}, so no response to it is exact: train networks")
         self.exact, self.loader = ExactSolver(tree, players), MemberLoader(make_vector_env(dict(env), 1), tree)
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:

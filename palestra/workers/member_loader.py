@@ -5,7 +5,9 @@ Shapes: `I` information states, `A` actions, `U` distinct observations, `V` numb
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from palestra.envs.vector.base import VectorEnv
 from palestra.files import read_arrays, write_arrays
 from palestra.learners.nets import read_frozen_member
 from palestra.policies.frozen import FrozenMember, InfoStateIndex, NetMember, TableMember, UniformMember
-from palestra.tabular.game_tree import GameTree, uniform_policy
+from palestra.tabular.game_tree import GameTree, build_game_tree, uniform_policy
 
 UNIFORM_MEMBER = "uniform"  # the member without files
 TABLE_FILE = "table.safetensors"
@@ -27,9 +29,29 @@ TABLE_FILE = "table.safetensors"
 
 def rules_of_env(env: Mapping[str, Any]) -> Rules[Any] | None:
     """Returns the rules of the game that an env's config names, or None if it has none."""
-    return rules.rules_for_env(
-        **{name: value for name, value in env.items() if name != "type"}, env_type=str(env["type"])
-    )
+    return rules.rules_for_env(**_typed(env))
+
+
+def no_rules_message(env: Mapping[str, Any]) -> str:
+    """Returns the first part of an error about an env without rules, with the reason if there is one."""
+    why = rules.why_no_rules(**_typed(env))
+    return f'env "{env.get("type")}" has no rules here{f" ({why})" if why else ""}'
+
+
+@lru_cache(maxsize=1)
+def _tree_of_json(env: str) -> GameTree | None:
+    found = rules_of_env(json.loads(env))
+    return None if found is None else build_game_tree(found)
+
+
+def tree_of_env(env: Mapping[str, Any]) -> GameTree | None:
+    """Returns the game tree of an env's config, or None if it has no rules; the last one is kept. Raises ValueError if
+    the game is too large."""
+    return _tree_of_json(json.dumps(env, sort_keys=True, default=str))
+
+
+def _typed(env: Mapping[str, Any]) -> dict[str, Any]:
+    return {"env_type": str(env["type"])} | {name: value for name, value in env.items() if name != "type"}
 
 
 def write_table(folder: Path, policy: np.ndarray) -> None:
@@ -102,8 +124,8 @@ class MemberLoader:
     def _tree(self) -> GameTree:
         if self.tree is None:
             raise ValueError(
-                f'env "{self.env.name}" has no rules here that could be walked through whole, so nothing exact can be '
-                "said of it, and no table can play it"
+                f'env "{self.env.name}" has no rules here, or too many states to enumerate, so it has no exact values, '
+                "and no table can play it"
             )
         return self.tree
 

@@ -31,9 +31,9 @@ from palestra.populations.tasks import PlayResult, PlayTask, Result, Task, Train
 from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.vector_rollout import VectorRollout, nonfinite_loss_advice
 from palestra.seeding import derive_seed
-from palestra.tabular.game_tree import GameTree, build_game_tree
+from palestra.tabular.game_tree import GameTree
 from palestra.workers.exact import ExactSolver, seats_by_player
-from palestra.workers.member_loader import MemberLoader, rules_of_env
+from palestra.workers.member_loader import MemberLoader, tree_of_env
 from palestra.workers.opponent_sampling import MemberRegistry, OpponentStats, opponent_sampler
 from palestra.workers.payoff_games import play_cells
 
@@ -90,9 +90,8 @@ class NetWorker:
         )
 
     def _tree(self) -> GameTree | None:
-        rules = rules_of_env(self.config.env)
         try:
-            return build_game_tree(rules) if rules else None
+            return tree_of_env(self.config.env)
         except ValueError:  # too large to enumerate
             if self.config.payoffs == "exact":
                 raise

@@ -140,7 +140,8 @@ def test_a_config_printed_is_the_same_config():
         (["env.type=kuhn"], 'unknown env "kuhn"'),
         (["env.num_env=3"], 'did you mean "num_envs"'),
         (["env={type: pong}"], "no rules here, so no best response"),
-        (["env={type: pong, num_envs: 2}", "oracle={type: net}"], "say population.nash_conv_every: 0"),
+        (["env={type: pong, num_envs: 2}", "oracle={type: net}"], "set population.nash_conv_every: 0"),
+        (["env={type: openspiel, game: 'goofspiel(num_cards=3)'}"], 'game: "turn_based_simultaneous_game(game=goofsp'),
         (["env={type: text_kuhn}"], "its oracles are of type language"),
         (["env.players=3"], "meta_solver nash is for two seats"),
         (["backend.address=auto"], "address is for backend type ray"),
@@ -150,6 +151,14 @@ def test_a_config_printed_is_the_same_config():
 def test_mistakes_are_told_with_their_mending(settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         build_population(checked(EXACT, *settings))
+
+
+@pytest.mark.slow
+def test_a_game_too_large_for_exact_values_is_refused_before_the_run_starts():
+    big = ["env={type: openspiel, game: 'dark_hex(num_rows=3,num_cols=3)'}"]
+    with pytest.raises(ValueError, match=r"more than 1,000,000 nodes.*population.nash_conv_every: 0"):
+        build_population(checked(EXACT, *big))
+    build_population(checked(LEARNED, *big, "population.nash_conv_every=0"))
 
 
 # on the command line

@@ -52,7 +52,15 @@ def test_kuhns_own_solution_cannot_be_beaten(alpha: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "game", ["kuhn_poker", "kuhn_poker(players=3)", "leduc_poker", "liars_dice(dice_sides=3)", "tiny_hanabi"]
+    "game",
+    [
+        "kuhn_poker",
+        "kuhn_poker(players=3)",
+        "leduc_poker",
+        "liars_dice(dice_sides=3)",
+        "tiny_hanabi",
+        "dark_hex(num_rows=2,num_cols=2)",  # its tensors say less than its strings
+    ],
 )
 def test_nash_conv_and_best_answers_are_openspiels(game: str) -> None:
     found, loaded = spiel_tree(game), pyspiel.load_game(game)
@@ -66,6 +74,20 @@ def test_nash_conv_and_best_answers_are_openspiels(game: str) -> None:
         assert nash_conv(found, policy) == pytest.approx(sum(worth) - expected_returns(found, policy).sum(), abs=1e-9)
         if two:
             assert nash_conv(found, policy) == pytest.approx(pyspiel.nash_conv(loaded, theirs), abs=1e-9)
+
+
+@pytest.mark.slow
+def test_nash_conv_is_openspiels_where_strings_forget_own_moves_of_the_past() -> None:
+    """Dark hex of 2 x 3: 7,246 strings, and more states, since a string does not tell all that its player saw."""
+    game = "dark_hex(num_rows=2,num_cols=3)"
+    found = spiel_tree(game)
+    strings = list(zip(found.state_player.tolist(), found.info_state_texts, strict=True))
+    first = {string: row for row, string in reversed(list(enumerate(strings)))}
+    assert len(first) == 7246
+    for seed in range(2):
+        policy = random_policy(found, seed)[[first[string] for string in strings]]
+        theirs = pyspiel.nash_conv(pyspiel.load_game(game), table(found, policy), True)
+        assert nash_conv(found, policy) == pytest.approx(theirs, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["kuhn_poker", "leduc_poker", "bargaining"])

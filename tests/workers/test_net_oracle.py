@@ -72,7 +72,13 @@ def assess(given: NetWorker, first: str, second: str, members: Mapping[str, Path
 
 
 @pytest.mark.parametrize(
-    "algorithm", [FAST, A2C(rollout_length=16, gamma=1.0), DQN(rollout_length=16, gamma=1.0), SAC(rollout_length=16)]
+    "algorithm",
+    [
+        FAST,
+        A2C(rollout_length=16, gamma=1.0),
+        DQN(rollout_length=16, gradient_steps=8, gamma=1.0),
+        SAC(rollout_length=16),
+    ],
 )
 def test_every_algorithm_learns_to_beat_who_plays_at_random(algorithm: Any, tmp_path: Path) -> None:
     """The first player of Kuhn poker wins 1/2 at most from uniform play, and uniform play 1/8 itself."""
@@ -101,7 +107,7 @@ def test_a_task_s_name_and_the_seed_decide_everything(tmp_path: Path) -> None:
     assert (weights(worker(), "e", "other") != first).any()
 
 
-@pytest.mark.parametrize("algorithm", [FAST, DQN(rollout_length=16, learning_starts=0)])
+@pytest.mark.parametrize("algorithm", [FAST, DQN(rollout_length=16, gradient_steps=8, learning_starts=0)])
 def test_a_member_goes_on_from_another(algorithm: Any, tmp_path: Path) -> None:
     given = NetWorker(oracle(algorithm=algorithm), SEATS, seed=1)
     train(given, tmp_path / "first")

@@ -12,7 +12,7 @@ from palestra.envs.rules.leduc import LeducRules
 from palestra.envs.rules.liars_dice import LiarsDiceRules
 from palestra.envs.rules.tic_tac_toe import TicTacToeRules
 
-__all__ = ["CHANCE", "RULES_BY_ENV", "TERMINAL", "Rules", "rules_for_env"]
+__all__ = ["CHANCE", "RULES_BY_ENV", "TERMINAL", "Rules", "rules_for_env", "why_no_rules"]
 
 RULES_BY_ENV: dict[str, type[Rules[Any]]] = {
     "kuhn_poker": KuhnRules,
@@ -43,3 +43,13 @@ def rules_for_env(env_type: str, **options: Any) -> Rules[Any] | None:
     rules = RULES_BY_ENV[env_type]
     known = inspect.signature(rules).parameters
     return rules(**{name: value for name, value in options.items() if name in known})
+
+
+def why_no_rules(env_type: str, **options: Any) -> str:
+    """Returns the reason why an env has no rules here, as a part of a sentence; "" if it has rules, or no reason is
+    known."""
+    if env_type != "openspiel":
+        return ""
+    from palestra.envs.vector.openspiel import why_no_openspiel_rules
+
+    return why_no_openspiel_rules(options.get("game", "leduc_poker"))

@@ -56,5 +56,9 @@ class Rules(ABC, Generic[S]):
 
     @abstractmethod
     def info_state_text(self, state: S, player: int) -> str:
-        """Returns the information state as text. Two texts are equal exactly if the two `info_state` arrays are
-        equal."""
+        """Returns the information state as text. Two texts are equal exactly if the two `info_state_key` are equal."""
+
+    def info_state_key(self, state: S, player: int) -> Hashable:
+        """Returns what identifies the information state: by default its array. A game whose array leaves out something
+        that the player knows returns more."""
+        return self.info_state(state, player).tobytes()

@@ -37,25 +37,66 @@ class ActionDecoder(NamedTuple):
 
 def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
     """Returns the encoder of an observation space. Images (at least 36 x 36 pixels, channels first or last) stay images
-    with channels last; anything else becomes one row float32: discrete values one-hot, uint8 divided by 255.
+    with channels last, stacked images become one image with the channels of all; anything else becomes one row float32:
+    discrete values one-hot, uint8 divided by 255.
 
-    `label` names the seat in errors. Raises ValueError for spaces without a fixed size.
+    `label` names the seat in errors. Raises ValueError for texts, for spaces without a fixed size, and for images
+    within dictionaries and tuples.
     """
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         shape, pixels = space.shape, space.dtype == np.uint8 and isinstance(space, spaces.Box)
-        if len(shape) == 2 and min(shape) >= MIN_IMAGE_SIDE:
-            return ObsEncoder((*shape, 1), pixels, partial(np.expand_dims, axis=-1))
-        if len(shape) == 3 and min(shape[:2]) >= MIN_IMAGE_SIDE:
-            return ObsEncoder(shape, pixels, np.asarray)
-        if len(shape) == 3 and min(shape[1:]) >= MIN_IMAGE_SIDE:
-            return ObsEncoder((*shape[1:], shape[0]), pixels, partial(np.moveaxis, source=-3, destination=-1))
+        if (stored := _image_shape(shape)) is not None:
+            encode = np.asarray if stored[0] == shape else partial(_image, order=stored[1], shape=stored[0])
+            return ObsEncoder(stored[0], pixels, encode)
         if len(shape) == 1 and not pixels:
             return ObsEncoder(shape, False, partial(np.asarray, dtype=np.float32))
         scale = 1 / 255 if pixels else 1.0
         return ObsEncoder((int(np.prod(shape)),), False, partial(_numbers, dimensions=len(shape), scale=scale))
+    if isinstance(space, spaces.Text):
+        raise ValueError(
+            f"{label} sees {space}, a text: small networks read numbers; wrap the env so that it encodes it"
+        )
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return _joined_encoder(space, label)
     if not space.is_np_flattenable:
         raise ValueError(f"{label} sees {space}, whose size is not fixed: wrap the env so that it has one")
     return ObsEncoder((spaces.flatdim(space),), False, partial(_flat, space))
+
+
+def _image_shape(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
+    """Returns the shape (height, width, channels) in which an image or a stack of images is stored, and the order of
+    its axes there; None if it is no image."""
+    axes = tuple(range(-len(shape), 0))
+    for at in {2: [0], 3: [0, 1], 4: [1, 2]}.get(len(shape), []):
+        height, width = shape[at : at + 2]
+        if min(height, width) >= MIN_IMAGE_SIDE:
+            others = axes[:at] + axes[at + 2 :]
+            return (height, width, int(np.prod([shape[axis] for axis in others]))), (*axes[at : at + 2], *others)
+    return None
+
+
+def _image(value: Any, order: tuple[int, ...], shape: tuple[int, int, int]) -> np.ndarray:
+    array = np.asarray(value)
+    before = array.ndim - len(order)
+    return array.transpose(*range(before), *order).reshape(*array.shape[:before], *shape)
+
+
+def _joined_encoder(space: spaces.Dict | spaces.Tuple, label: str) -> ObsEncoder:
+    """Returns the encoder of a dictionary or tuple: the rows of its parts, one after the other."""
+    keys = list(space.spaces) if isinstance(space, spaces.Dict) else list(range(len(space.spaces)))
+    parts = [(key, obs_encoder(space.spaces[key], f"{label}, part {key!r},")) for key in keys]  # type: ignore[index]
+    for key, part in parts:
+        if len(part.shape) > 1:
+            raise ValueError(
+                f"{label} sees an image {space.spaces[key].shape} as part {key!r} of {type(space).__name__}: "  # type: ignore[index]
+                "an observation is one image or one row of numbers; wrap the env so that it shows the image alone, or "
+                "numbers in its place"
+            )
+    return ObsEncoder((sum(part.shape[0] for _, part in parts),), False, partial(_joined, parts))
+
+
+def _joined(parts: Sequence[tuple[Any, ObsEncoder]], value: Any) -> np.ndarray:
+    return np.concatenate([part.encode(value[key]) for key, part in parts], dtype=np.float32)
 
 
 def _numbers(value: Any, dimensions: int, scale: float) -> np.ndarray:

@@ -4,6 +4,7 @@ envs and as rules."""
 from __future__ import annotations
 
 import difflib
+from collections.abc import Hashable
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -141,23 +142,22 @@ class OpenSpielState:
 
 
 class OpenSpielRules(Rules[OpenSpielState]):
-    """Rules of a turn-based OpenSpiel game. `view` is the information state tensor, or the observation tensor if the
-    game has none; the texts of actions are their numbers.
+    """Rules of a turn-based OpenSpiel game. `info_state` is the information state tensor, or the observation tensor if
+    the game has none; the texts of actions are their numbers.
 
-    Raises ValueError for games with simultaneous moves, with chance outcomes that cannot be enumerated, or without
-    tensors. `view` raises ValueError if the information state tensor is the same for two different information state
-    strings: exact values on the tensors would then be those of a coarser game.
+    Information states of games of imperfect information are identified by OpenSpiel's information state string, because
+    the tensor may say less (in dark hex it does not tell when a stone was placed). Raises ValueError for games with
+    simultaneous moves, with chance outcomes that cannot be enumerated, or without tensors.
     """
 
     def __init__(self, game: str) -> None:
         self.name, self.game = game, _load_game(game)
-        if why := _why_not_enumerable(self.game):
+        if why := why_not_enumerable(self.game):
             raise ValueError(f'"{game}" cannot be walked through: {why}')
         self.tensor_kind: TensorKind = "information_state" if _has(self.game, "information_state") else "observation"
-        imperfect = self.game.get_type().information == pyspiel.GameType.Information.IMPERFECT_INFORMATION
-        self.texts_by_tensor: dict[tuple[int, bytes], str] | None = (
-            {} if imperfect and self.tensor_kind == "information_state" else None
-        )
+        kind = self.game.get_type()
+        imperfect = kind.information == pyspiel.GameType.Information.IMPERFECT_INFORMATION
+        self.has_string_keys = imperfect and bool(kind.provides_information_state_string)
         self.num_players = self.game.num_players()
         self.action_names = tuple(str(action) for action in range(self.game.num_distinct_actions()))
 
@@ -181,37 +181,33 @@ class OpenSpielRules(Rules[OpenSpielState]):
         return tuple(state.state.returns())
 
     def info_state(self, state: OpenSpielState, player: int) -> np.ndarray:
-        view = np.array(getattr(state.state, f"{self.tensor_kind}_tensor")(player), np.float32)
-        if self.texts_by_tensor is not None and state.state.current_player() == player:
-            words = self.info_state_text(state, player)
-            if (known := self.texts_by_tensor.setdefault((player, view.tobytes()), words)) != words:
-                raise ValueError(
-                    f'"{self.name}" has no exact values here: its tensor is the same in the information states '
-                    f'"{_line(known)}" and "{_line(words)}" of player {player}, so they would be those of a coarser '
-                    "game; set nash_conv_every: 0, and train networks instead of exact responses"
-                )
-        return view
+        return np.array(getattr(state.state, f"{self.tensor_kind}_tensor")(player), np.float32)
 
     def info_state_text(self, state: OpenSpielState, player: int) -> str:
+        if self.has_string_keys:
+            return str(state.state.information_state_string(player))
         return str(getattr(state.state, f"{self.tensor_kind}_string")(player))
 
-
-def _line(words: str) -> str:
-    """Joins lines into one."""
-    return " / ".join(words.splitlines())
+    def info_state_key(self, state: OpenSpielState, player: int) -> Hashable:
+        return self.info_state_text(state, player) if self.has_string_keys else super().info_state_key(state, player)
 
 
 def openspiel_rules(game: str) -> OpenSpielRules | None:
     """Returns the rules of OpenSpiel's `game`, or None if it cannot be enumerated. Raises ValueError if OpenSpiel
     cannot load it."""
-    return None if _why_not_enumerable(_load_game(game)) else OpenSpielRules(game)
+    return None if why_not_enumerable(_load_game(game)) else OpenSpielRules(game)
 
 
-def _why_not_enumerable(game: Any) -> str:
-    """Returns the reason why a game cannot be enumerated, "" if it can."""
+def why_no_openspiel_rules(game: str) -> str:
+    """Returns the reason why OpenSpiel's `game` cannot be enumerated, "" if it can."""
+    return why_not_enumerable(_load_game(game))
+
+
+def why_not_enumerable(game: Any) -> str:
+    """Returns the reason why a loaded game cannot be enumerated, "" if it can."""
     kind = game.get_type()
     if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
-        return "its players move at once (turn_based_simultaneous_game(game=...) makes them take turns)"
+        return f'its players move at once; game: "turn_based_simultaneous_game(game={game})" makes them take turns'
     if kind.chance_mode == pyspiel.GameType.ChanceMode.SAMPLED_STOCHASTIC:
         return "it draws chance itself and does not list what may come"
     if not _has(game, "information_state") and not _has(game, "observation"):

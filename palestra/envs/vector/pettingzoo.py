@@ -196,8 +196,13 @@ class AECGame(_PettingZooGame):
 
 def load_game(path: str, options: dict[str, Any] | None = None, state: bool = False) -> ParallelGame | AECGame:
     """Returns the game that the factory "module:function" makes with `options`; `state` adds its global state. Raises
-    ValueError if the factory fails or makes no PettingZoo env."""
+    ValueError if `path` names no factory, the factory fails, or it makes no PettingZoo env."""
     module, _, factory = path.partition(":")
+    if not module or not factory:
+        raise ValueError(
+            f'"{path}" names no factory: env is "module:function", such as "{module or path}:parallel_env" or '
+            f'"{module or path}:env"'
+        )
     try:
         env = getattr(importlib.import_module(module), factory)(**(options or {}))
     except (ImportError, AttributeError, TypeError) as error:

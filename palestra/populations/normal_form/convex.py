@@ -89,10 +89,11 @@ def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective)
     optimised again, until the gap (Frank & Wolfe, 1956) is at most `FRANK_WOLFE_GAP`.
     """
     uniform = np.full(rows.shape[1], 1 / rows.shape[1])
-    rows = np.where(np.abs(rows) < HIGHS_ZERO, 0.0, rows)
+    exact_rows, rows = rows, np.where(np.abs(rows) < HIGHS_ZERO, 0.0, rows)
     starts = [uniform] if near is None or not np.isfinite(near).all() else [near, uniform]
     points = np.stack([nearest_distribution(rows, start) for start in starts], 1)
     weights = np.full(len(starts), 1 / len(starts))
+    inside = points @ weights
     for _ in range(MAX_CORNERS):
         weights = _blended(points, weights, objective)
         points, weights = points[:, weights > 0], weights[weights > 0]
@@ -101,7 +102,20 @@ def _by_corners(rows: np.ndarray, near: np.ndarray | None, objective: Objective)
         if corner is None or _gain(share, corner, objective) <= FRANK_WOLFE_GAP:
             break
         points, weights = np.c_[points, corner], np.r_[weights, 0.0]
-    return share / share.sum()
+    return _moved_inside(exact_rows, share / share.sum(), inside)
+
+
+def _moved_inside(rows: np.ndarray, share: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    """Returns the distribution [N] nearest to `share`, on the way to `inside`, that meets the constraints.
+
+    Between near ties HiGHS returns corners that violate a row by a little more than its tolerance.
+    """
+    far, near, most = rows @ share, rows @ inside, 0.9 * CONSTRAINT_TOLERANCE
+    beyond = (far > CONSTRAINT_TOLERANCE) & (near < most)
+    if not beyond.any():
+        return share
+    step = float(((far - most) / (far - near))[beyond].max())
+    return share + step * (inside - share)
 
 
 def _blended(points: np.ndarray, weights: np.ndarray, objective: Objective) -> np.ndarray:

@@ -5,26 +5,39 @@ Shapes: `R` rows (constraints), `N` entries of the distribution. All arrays are 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from scipy.optimize import linprog
 
-NUMERICAL_DIFFICULTIES = 4  # linprog status: numerical difficulties; another method or tolerance often succeeds
-HIGHS_SETTINGS = (("highs-ds", 1e-10), ("highs-ds", 1e-7), ("highs-ipm", 1e-7), ("highs-ipm", 1e-10))
+UNSOLVED = (1, 4)  # linprog status: too many iterations, numerical difficulties; another setting often succeeds
+HIGHS_SETTINGS = (  # method, and tolerances of primal and dual feasibility
+    ("highs-ds", 1e-10, 1e-10),
+    ("highs-ds", 1e-10, 1e-7),
+    ("highs-ipm", 1e-10, 1e-7),
+    ("highs-ipm", 1e-10, 1e-10),
+    ("highs-ipm", 1e-9, 1e-7),
+    ("highs-ds", 1e-7, 1e-7),
+)
+MAX_ITERATIONS_PER_SIZE = 20  # iterations for each row and variable: between near ties the simplex method may cycle
 
 HIGHS_ZERO = 1e-9  # HiGHS treats smaller entries as zero
 LP_SLACK = 2e-9  # slack of linear programs, so that they stay feasible when entries are treated as zero
+MAX_LP_VIOLATION = 4e-9  # violation of a row, with the slack, above which a distribution is corrected
+CORRECTION_SCALE = 1e-3  # unit of the entries of a correction
 MAX_PROBABILITY_RATIO = 1e6  # ratio of probabilities up to which an entry is certain to stay in the support
 
 
-def linear_program(cost: np.ndarray, **constraints: object) -> np.ndarray:
+def linear_program(cost: np.ndarray, **constraints: Any) -> np.ndarray:
     """Returns the x [N] that minimises cost @ x; constraints as for `scipy.optimize.linprog`. Raises ValueError if no
     solution is found."""
-    for method, dual in HIGHS_SETTINGS:
-        tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": dual}
+    most = MAX_ITERATIONS_PER_SIZE * (len(cost) + len(np.atleast_2d(constraints["A_ub"])))
+    for method, primal, dual in HIGHS_SETTINGS:
+        tight = {"primal_feasibility_tolerance": primal, "dual_feasibility_tolerance": dual, "maxiter": most}
         found = linprog(cost, method=method, options=tight, **constraints)
-        if found.status != NUMERICAL_DIFFICULTIES:
+        if found.status not in UNSOLVED:
             break
-    if found.x is None:
+    if not found.success:
         raise ValueError(f"the linear program of these payoffs was not solved: {found.message}")
     return found.x
 
@@ -40,7 +53,8 @@ def cheapest_distribution(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | No
 
 
 def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """Returns the distribution [N] under the constraints with the smallest L1 distance to `share`."""
+    """Returns the distribution [N] under the constraints with the smallest L1 distance to `share`. Raises ValueError if
+    there is none."""
     count, eye = len(share), np.eye(len(share))
     found = linear_program(  # entries, then how much each lies above or below
         np.r_[np.zeros(count), np.ones(2 * count)],
@@ -50,7 +64,23 @@ def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
         b_eq=np.r_[share, 1.0],
         bounds=(0, None),
     )
-    return _distribution(found[:count])
+    nearest = _distribution(found[:count])
+    return nearest if (rows @ nearest).max(initial=0.0) <= MAX_LP_VIOLATION else _corrected(rows, nearest)
+
+
+def _corrected(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Returns the distribution [N] under the constraints nearest to one that almost meets them: a step of iterative
+    refinement (Gleixner et al., 2016), whose linear program is scaled up, and with it what HiGHS's tolerance means."""
+    count, ones = len(share), np.ones(len(share))
+    found = linear_program(  # how much each entry rises, then how much each falls
+        np.ones(2 * count),
+        A_ub=np.hstack([rows, -rows]),
+        b_ub=(LP_SLACK - rows @ share) / CORRECTION_SCALE,
+        A_eq=np.r_[ones, -ones][None],
+        b_eq=[0.0],
+        bounds=[(0, None)] * count + [(0, p) for p in (share / CORRECTION_SCALE).tolist()],
+    )
+    return _distribution(share + CORRECTION_SCALE * (found[:count] - found[count:]))
 
 
 def _distribution(found: np.ndarray) -> np.ndarray:

@@ -121,7 +121,7 @@ def test_an_update_is_what_the_papers_say(turns: bool, duelling: bool, double: b
 
 def test_errors_become_priorities() -> None:
     env = Countdown(games=5)
-    config = DQN(**QUICK | {"gradient_steps": 1, "batch_size": 4}, priority_exponent=0.5)
+    config = DQN(**QUICK | {"gradient_steps": 1, "batch_size": 4, "n_step": 1}, priority_exponent=0.5)
     made = learner(config, env, {"one": [0, 1]})
     made.replay.add(VectorRollout(env, np.arange(5)).collect(made.rollout_policies(0), 4, 1))
     drawn = next_draw(made, config)

@@ -86,19 +86,21 @@ def said(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]
 @pytest.mark.parametrize("kind", ALONE)
 def test_a_seat_that_terminates_is_worth_what_it_was_paid(kind: str) -> None:
     """Paid 1, then out, while the partner is cut off nine steps later: worth 1. Were its last view worth anything, it
-    would be worth more with every update, up to 1 / (1 - gamma) = 100."""
-    assert worth_to_early(ALONE[kind], {}) == pytest.approx(1.0, abs=0.3)
+    would be worth more with every update, up to 1 / (1 - gamma) = 100. Of central critics only the mean over the ten
+    steps is measured, nine of which are worth 0."""
+    within = 0.15 if kind in ("masac", "maddpg") else 0.05
+    assert worth_to_early(ALONE[kind], {}) == pytest.approx(1.0, abs=within)
 
 
 @pytest.mark.parametrize("kind", ["ppo", "coma", "dqn", "sac", "td3", "maddpg"])
 def test_a_seat_that_terminates_as_others_are_cut_off_is_worth_what_it_was_paid(kind: str) -> None:
     """Both ends in one step, and both flags on one agent: it has terminated."""
-    assert worth_to_early(ALONE[kind], {"flags": "terminated truncated", "length": 1}) == pytest.approx(1.0, abs=0.3)
+    assert worth_to_early(ALONE[kind], {"flags": "terminated truncated", "length": 1}) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("kind", MEMORY)
 def test_with_memory_too(kind: str) -> None:
-    assert worth_to_early(MEMORY[kind], {}, 15, memory=4) == pytest.approx(1.0, abs=0.3)
+    assert worth_to_early(MEMORY[kind], {}, 15, memory=4) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("mixer", ["vdn", "qmix"])

@@ -299,12 +299,17 @@ def test_games_of_openspiel_that_have_no_rules_here() -> None:
         OpenSpielRules("negotiation")
 
 
-def test_a_game_whose_tensors_say_less_than_its_strings_is_not_walked_through() -> None:
+def test_a_game_whose_tensors_say_less_than_its_strings_has_the_states_of_its_strings() -> None:
     """In dark hex a tensor does not tell when a stone was put where it is."""
-    rules = OpenSpielRules("dark_hex(num_rows=2,num_cols=2)")
-    with pytest.raises(ValueError, match="its tensor is the same in the information states"):
-        build_game_tree(rules)
-    build_game_tree(OpenSpielRules("turn_based_simultaneous_game(game=goofspiel(num_cards=3,imp_info=True))"))
+    found = build_game_tree(OpenSpielRules("dark_hex(num_rows=2,num_cols=2)"))
+    rows = zip(found.state_player.tolist(), found.info_state_texts, found.info_state_tensors, strict=True)
+    strings, tensors = zip(*(((player, text), (player, view.tobytes())) for player, text, view in rows), strict=True)
+    assert len(set(tensors)) < len(set(strings)) == len(found.state_player)
+    assert found.has_ambiguous_tensors
+    with pytest.raises(ValueError, match="does not tell which information state it is"):
+        found.find_info_states(0, found.info_state_tensors[:1])
+    goofspiel = OpenSpielRules("turn_based_simultaneous_game(game=goofspiel(num_cards=3,imp_info=True))")
+    assert not build_game_tree(goofspiel).has_ambiguous_tensors
 
 
 def test_states_are_immutable_and_equal_by_value() -> None:

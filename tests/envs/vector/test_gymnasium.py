@@ -185,6 +185,11 @@ def test_views_of_every_kind() -> None:
     assert np.array_equal(obs_encoder(spaces.Box(0, 255, (40, 50), np.uint8), "").encode(square)[..., 0], square)
     stack = np.stack([square, square + 1])
     assert np.array_equal(obs_encoder(spaces.Box(0, 255, (2, 40, 50), np.uint8), "").encode(stack)[..., 1], square + 1)
+    pile = np.stack([np.stack([square, square + 1, square + 2], -1), np.stack([square + 3] * 3, -1)])  # two frames
+    view = obs_encoder(spaces.Box(0, 255, pile.shape, np.uint8), "")
+    assert view.shape == (40, 50, 6) and view.is_uint8
+    assert np.array_equal(view.encode(pile), np.concatenate([pile[0], pile[1]], -1))
+    assert np.array_equal(view.encode(pile[None])[0], view.encode(pile))
     memory = obs_encoder(spaces.Box(0, 255, (3,), np.uint8), "")
     assert not memory.is_uint8 and np.allclose(memory.encode(np.array([0, 51, 255], np.uint8)), [0, 0.2, 1])
     board = obs_encoder(spaces.Box(-1, 1, (2, 3)), "")
@@ -193,6 +198,15 @@ def test_views_of_every_kind() -> None:
     assert picks.shape == (5,) and picks.encode(np.array([1, 0])).tolist() == [0, 1, 1, 0, 0]
     both = obs_encoder(spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(-9, 9, (1,))}), "")
     assert both.shape == (3,) and both.encode({"a": 1, "b": np.array([5.0], np.float32)}).tolist() == [0, 1, 5]
+    bytes_ = spaces.Tuple([spaces.Box(0, 255, (2,), np.uint8), spaces.Dict({"c": spaces.Discrete(2)})])
+    assert obs_encoder(bytes_, "").encode((np.array([255, 51], np.uint8), {"c": 0})).tolist() == pytest.approx(
+        [1, 0.2, 1, 0]
+    )
+    camera = spaces.Dict({"camera": spaces.Box(0, 255, (64, 64, 3), np.uint8), "speed": spaces.Box(0, 1, (1,))})
+    with pytest.raises(ValueError, match=r"x sees an image \(64, 64, 3\) as part 'camera' of Dict"):
+        obs_encoder(camera, "x")
+    with pytest.raises(ValueError, match="a text: small networks read numbers"):
+        obs_encoder(spaces.Dict({"hint": spaces.Text(8)}), "x")
     with pytest.raises(ValueError, match="size is not fixed"):
         obs_encoder(spaces.Sequence(spaces.Discrete(2)), "x")
 

@@ -248,6 +248,8 @@ def test_what_cannot_be_an_env_is_said() -> None:
         PettingZooEnv(1, env="mpe2.simple_spread_v9:env")
     with pytest.raises(ValueError, match=r"cannot be made with {'agents': 2}.*unexpected keyword"):
         PettingZooEnv(1, env=SPREAD, options={"agents": 2})
+    with pytest.raises(ValueError, match=r'is "module:function", such as "mpe2\.simple_spread_v3:parallel_env"'):
+        PettingZooEnv(1, env="mpe2.simple_spread_v3")
     with pytest.raises(ValueError, match="neither a ParallelEnv nor an AECEnv"):
         PettingZooEnv(1, env="collections:OrderedDict")
     with pytest.raises(ValueError, match="possible_agents"):

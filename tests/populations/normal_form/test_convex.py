@@ -67,3 +67,12 @@ def test_by_how_much_constraints_are_broken():
     assert convex.constraint_violation(rows, np.array([0.5, 0.5])) == 1
     for none in ([0.5, 0.4], [1.5, -0.5], [np.nan, 1]):
         assert convex.constraint_violation(rows, np.array(none)) == np.inf
+
+
+def test_a_mean_of_corners_beyond_the_tolerance_is_moved_inside():
+    """HiGHS's corners may violate a row by a little more than the constraints allow."""
+    rows, inside = np.array([[1.0, -1.0]]), np.array([0.4, 0.6])
+    moved = convex._moved_inside(rows, np.array([0.5 + 1e-8, 0.5 - 1e-8]), inside)
+    assert 0 < convex.constraint_violation(rows, moved) < convex.CONSTRAINT_TOLERANCE
+    assert moved == pytest.approx([0.5, 0.5], abs=1e-7)
+    assert convex._moved_inside(rows, inside, inside) is inside
