@@ -208,7 +208,7 @@ def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
         found = [c for c in found if c.step + 1 == step]
     if not found:
         have = ", ".join(str(c.step + 1) for c in list_checkpoints(path)) or "none"
-        raise ValueError(f"{path} has no checkpoint{f' after step {step}' if step else ''}; it has: {have}")
+        raise ValueError(f"{path} has no checkpoint{f' after {step} steps' if step else ''}; it has: {have}")
     return found[-1].verify()
 
 

@@ -252,8 +252,11 @@ def _execute(
         tree = config.model_dump(mode="json")
         print_line(complete_message(tree, is_vector_config(tree)))
     elif start:
-        console.print(f"going on after step {start}")
-    with ProgressBar(setup.steps, start, console) as bar, StopOnInterrupt() as interrupted:
+        console.print(f"going on after {start} steps")
+    with (
+        ProgressBar(setup.steps, start, config.model_dump(mode="json"), console) as bar,
+        StopOnInterrupt() as interrupted,
+    ):
         return train(setup, run, CallbackList([bar, *callbacks]), _stop_requested(interrupted, callbacks))
 
 
