@@ -13,7 +13,6 @@ measured is kept in bench/measured/; what is there is not run again. Runs are in
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import subprocess
@@ -29,7 +28,7 @@ import yaml
 from palestra.config import load
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
-from palestra.evaluation.evaluate import evaluate_run
+from palestra.evaluation.evaluate import evaluate
 from palestra.rollouts.metrics import member_name
 from palestra.runs import read_lines
 from palestra.types import Episode, Sample
@@ -188,9 +187,7 @@ def examine(task: Task, run: Path, episodes: int) -> dict[str, float]:
     """The score on split test; how far from the base the learners are there, and how undecided, by token."""
     scores, answers = [], []
     for side, (seats, _) in task.sides.items():
-        scored = asyncio.run(
-            evaluate_run(run, {}, dict(seats), swap=False, episodes=episodes, sampling={}, step=None, seed=0)
-        )
+        scored = evaluate(run, {}, seats, episodes=episodes)
         scores.append(task.score(side, scored.metrics))
         answers += samples(scored.episodes, task.learners)
     base = Trainer(Engine.load(task.base), None).logprobs(answers)
@@ -248,14 +245,7 @@ def untrained(task: Task, quick: bool) -> float:
     if task.name not in have:
         run = next(Path(line["run"]) for (name, *_), line in known(quick).items() if name == task.name)
         everywhere = dict.fromkeys(load(run / "config.yaml").get("seats") or task.learners, "base")
-        figures = [
-            asyncio.run(
-                evaluate_run(
-                    run, {}, everywhere, swap=False, episodes=10 if quick else 1000, sampling={}, step=None, seed=0
-                )
-            ).metrics
-            for _ in task.sides
-        ]
+        figures = [evaluate(run, {}, everywhere, episodes=10 if quick else 1000).metrics for _ in task.sides]
         have[task.name] = float(np.mean([task.score(side, f) for side, f in zip(task.sides, figures, strict=True)]))
         path.write_text(json.dumps(have) + "\n")
     return float(have[task.name])

@@ -36,8 +36,7 @@ from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
 from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.runs import Run, read_lines
-from palestra.training.async_loop import run_training
-from palestra.training.loop import Callback, read_clocks
+from palestra.training.loop import Callback, read_clocks, run_training
 from palestra.types import Metrics, Step
 
 STALENESS = (0, 1, 2)

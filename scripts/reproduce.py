@@ -18,7 +18,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import shutil
@@ -35,9 +34,9 @@ from reproduce_report import write_report
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, load, override, validate
-from palestra.evaluation.evaluate import evaluate_run
+from palestra.evaluation.evaluate import evaluate
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback, restore_checkpoint, run_evals, run_training
+from palestra.training.loop import Callback, play_evals, restore_checkpoint, run_training
 
 ROOT = Path("runs/reproduce")
 LEDGER, QUICK = Path("bench/measured/reproduce.jsonl"), ROOT / "quick.jsonl"  # a line for each job
@@ -115,7 +114,7 @@ def config_of(job: Job, quick: bool) -> TextConfig:
         if job.phase == "test"
         else {"episodes": 200, "env": {"split": "dev"}}
     )
-    tree["exams"] = {job.phase: exam | ({"episodes": 20} if quick else {})}
+    tree["evals"] = {job.phase: exam | ({"episodes": 20} if quick else {})}
     return validate(TextConfig, override(tree, ["steps=2"] if quick else []))
 
 
@@ -125,7 +124,7 @@ def run(job: Job, quick: bool) -> dict[str, Any]:
     config = config_of(job, quick)
     setup = build(config)
     if job.method in UNTRAINED:
-        setup.steps, setup.learners = 0, {}
+        setup.stages, setup.learners = [], {}
     with Run.create(ROOT, dump(config), job.folder, {"seed": job.seed}) as run:
         restore_checkpoint(setup, run)
         start = time.process_time()
@@ -134,7 +133,8 @@ def run(job: Job, quick: bool) -> dict[str, Any]:
         )
         cpu = time.process_time() - start
         if not done:
-            asyncio.run(run_evals(setup, run, run.next_step - 1, Callback(), last=True))
+            with setup.open(run, Callback()):
+                play_evals(setup, run, run.next_step - 1, Callback(), due_only=False)
     return asdict(job) | outcome(ROOT / job.folder) | {"cpu": cpu, "folder": job.folder}
 
 
@@ -163,9 +163,7 @@ def joined(game: str, seed: int, results: list[dict], quick: bool) -> Iterable[d
         "executor": f"{ROOT / where[game, EXECUTOR, seed]}:executor",
     }
     for method, chosen, swap in ((JOINED, seats, False), (SWAPPED, {}, True)):
-        scored = asyncio.run(
-            evaluate_run(best, {}, chosen, swap=swap, episodes=20 if quick else 300, sampling={}, step=None, seed=seed)
-        )
+        scored = evaluate(best, {}, chosen, swap=swap, episodes=20 if quick else 300, seed=seed)
         yield {
             "game": game,
             "method": method,

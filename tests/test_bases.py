@@ -17,7 +17,7 @@ from palestra.config import validate
 from palestra.envs import make_env
 from palestra.envs.text.grid.grid import DIRECTIONS
 from palestra.rollouts.metrics import episode_metrics
-from palestra.training.loop import evaluate
+from palestra.training.text import play_instances
 
 TINY = Path(palestra.__file__).parent / "bases" / "tiny"
 WORDS = [*DIRECTIONS, "size", "you", "box", "goal", "walls", "plan", "none", "sokoban", "path", "planner", "executor"]
@@ -122,6 +122,6 @@ def test_the_base_for_tasks_is_small_and_takes_part():
         make_episode_runner(setup.env, "dev"),
         {"reasoner": make_policy("r", setup.policies["reasoner"], Engines("cpu", 64))},
     )
-    played = asyncio.run(evaluate(arena, seats, 60, 0))
+    played = asyncio.run(play_instances(arena, seats, range(60), 0))
     assert episode_metrics(played)["failed"] == 0
     assert sum(bool(node.is_invalid("reasoner")) for episode in played for node in episode.nodes) < 20

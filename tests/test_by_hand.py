@@ -30,7 +30,7 @@ from palestra.learners.nets import NetPolicyConfig
 from palestra.policies.base import Policy, Query
 from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.training.loop import update_learner
+from palestra.training.text import update_learner
 from palestra.types import Answer, Episode, RolloutBatch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -245,7 +245,7 @@ def as_rollout(batch: RolloutBatch) -> Any:
 
 
 def test_ppo_by_hand_has_the_advantages_losses_and_gradients_of_the_library() -> None:
-    env = SimpleSpread(8, cycles=7)  # games end within the rollout, and at its end they go on
+    env = SimpleSpread(8, max_cycles=7)  # games end within the rollout, and at its end they go on
     learner = spread_learner(env)
     batch = VectorRollout(env, np.arange(8)).collect(learner.rollout_policies(0.0), 17, seed=2)
     (stack,), (critic,) = learner.stacks, learner.critics
@@ -278,7 +278,7 @@ def test_ppo_by_hand_has_the_advantages_losses_and_gradients_of_the_library() ->
 def test_ppo_by_hand_collects_what_the_env_gives() -> None:
     """Its transitions follow one another, and the last of a game leads to the game's own last observation."""
     torch.manual_seed(0)
-    env, twin = SimpleSpread(2, cycles=10), SimpleSpread(2, cycles=10)
+    env, twin = SimpleSpread(2, max_cycles=10), SimpleSpread(2, max_cycles=10)
     frame = env.reset(np.arange(2)).copy()
     rollout, after = ppo.collect(env, ppo.Agent(18, 5), torch.from_numpy(frame.obs))
     frame = twin.reset(np.arange(2)).copy()

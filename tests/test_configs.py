@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
-from palestra.builders.vector import build_vector_run, run_vector_training
+from palestra.builders.vector import build_vector_run
 from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
 from palestra.config import dump, load, override, parse, validate
@@ -77,7 +77,7 @@ def test_every_game_trains(path, tmp_path, monkeypatch):
     changed = validate(VectorConfig, override(load(path), settings))
     setup = build_vector_run(changed)
     with Run.create(tmp_path, dump(changed), "game") as run:
-        assert run_vector_training(setup, run, Callback())
+        assert run_training(setup, run, Callback())
     exams = read_lines(tmp_path / "game/evals.jsonl")
     assert [line["step"] for line in exams if line["name"] == next(iter(config.evals))] == [-1, setup.steps - 1]
     figures = [line for line in read_lines(tmp_path / "game/metrics.jsonl") if line["policy"] != "team"]

@@ -39,15 +39,14 @@ from damages import (
 )
 from typer.testing import CliRunner
 
-from palestra.builders.vector import build_vector_run, run_vector_training
+from palestra.builders.vector import build_vector_run
 from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
 from palestra.config import parse, validate
 from palestra.report.run_charts import plot_run
 from palestra.runs import Run, check_config, explain_disk_errors
 from palestra.runs.checkpoints import list_all_checkpoints
-from palestra.training.loop import Callback
-from palestra.training.vector_loop import restore_checkpoint
+from palestra.training.loop import Callback, restore_checkpoint, run_training
 
 TREE: dict[str, Any] = {
     "name": "tiny",
@@ -84,7 +83,7 @@ def train(run: Run, stop_after: int = 1000) -> None:
     setup = build_vector_run(validate(VectorConfig, parse(run.config)))
     watcher = StopAfter(stop_after)
     restore_checkpoint(setup, run)
-    run_vector_training(setup, run, watcher, should_stop=lambda: watcher.left <= 0)
+    run_training(setup, run, watcher, should_stop=lambda: watcher.left <= 0)
 
 
 def new_run(root: Path, steps: int, **changes: object) -> Path:

@@ -57,7 +57,8 @@ LIGHT = (
     "palestra.rollouts.tree_rollout",
     "palestra.populations",
     "palestra.training.loop",
-    "palestra.training.async_loop",
+    "palestra.training.text",
+    "palestra.training.async_rollouts",
 )
 WITHOUT_EXTRAS = (
     "palestra.cli.main",

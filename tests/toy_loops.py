@@ -17,8 +17,8 @@ from palestra.config import dump, validate
 from palestra.launch.distributed import build
 from palestra.populations.tasks import Backend, WorkerFactory
 from palestra.runs import Run, read_lines
-from palestra.training.async_loop import run_training
-from palestra.training.loop import Callback, Setup, restore_checkpoint
+from palestra.training.loop import Callback, restore_checkpoint, run_training
+from palestra.training.text import TextTrainer
 
 SAME = ("metrics.jsonl", "evals.jsonl")
 
@@ -45,7 +45,7 @@ def here(_: RolloutBackendConfig, make: WorkerFactory) -> Backend:
     return InlineBackend(make)
 
 
-def run_of(made: Setup, root: Path, config: TextConfig, watcher: Callback | None = None) -> Path:
+def run_of(made: TextTrainer, root: Path, config: TextConfig, watcher: Callback | None = None) -> Path:
     with Run.create(root, dump(config)) as run:
         restore_checkpoint(made, run)
         assert run_training(made, run, watcher)
@@ -87,5 +87,5 @@ def whole(root: Path, asked: TextConfig) -> Path:
     return run_of(build(alone, here), root, alone)
 
 
-def actor_of(made: Setup, learner: str) -> Any:
+def actor_of(made: TextTrainer, learner: str) -> Any:
     return made.learners[learner].weights.trainer._holder._actor  # type: ignore[attr-defined]

@@ -236,3 +236,17 @@ def mean_return(env: VectorEnv, players: Sequence[VectorPolicy], steps: int, see
     assert len(batch.episode_stats["returns"])
     mean: np.ndarray = batch.episode_stats["returns"].mean(0)
     return mean
+
+
+class Counted(Countdown):
+    """A countdown that counts the instances of this process that are not closed."""
+
+    name = "counted"
+    not_closed = 0
+
+    def __init__(self, *, num_envs: int = 8) -> None:
+        super().__init__(num_envs)
+        Counted.not_closed += 1
+
+    def close(self) -> None:
+        Counted.not_closed -= 1

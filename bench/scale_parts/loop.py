@@ -41,8 +41,8 @@ from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
 from palestra.launch.distributed import build
 from palestra.runs import Run, read_lines
-from palestra.training.async_loop import run_training
-from palestra.training.loop import Callback, Setup
+from palestra.training.loop import Callback, run_training
+from palestra.training.text import TextTrainer
 from palestra.types import TEAM, Metrics
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ def config(backend: dict[str, Any], quick: bool, staleness: int = 0) -> TextConf
 class Stopwatch(Callback):
     """When each step was over, and for how long workers had played until then."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TextTrainer) -> None:
         source = setup.stages[0].source
         self.troupe = source.dispatcher if isinstance(source, DistributedSource) else None
         self.start = time.perf_counter()

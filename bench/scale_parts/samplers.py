@@ -40,7 +40,7 @@ from palestra.policies.lm import SamplerProtocol
 from palestra.remote.samplers.config import SamplerProcessesConfig
 from palestra.remote.samplers.remote_samplers import RemoteSamplers
 from palestra.runs import Run
-from palestra.training.async_loop import run_training
+from palestra.training.loop import run_training
 
 COUNTS = (1, 2)
 SIBLINGS, PROMPT, ANSWER = 8, 32, 32

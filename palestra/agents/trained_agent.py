@@ -16,8 +16,8 @@ from palestra.builders.text import seat_policies
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
 from palestra.config import Tree, load, validate
-from palestra.envs import is_vectorised, make_env
-from palestra.evaluation.evaluate import find_checkpoint
+from palestra.envs import is_vector_config, make_env
+from palestra.evaluation.target import find_checkpoint
 from palestra.files import path_inside
 from palestra.policies.lm import LanguagePolicy
 from palestra.populations.task_json import TASKS_FILE, read_records
@@ -114,7 +114,7 @@ def _policies(path: Path, tree: Tree, step: int | None) -> dict[str, TrainedAgen
     """Returns the policies that a run trains, by name."""
     checkpoint = find_checkpoint(path, step)
     folders = {name: checkpoint.path / folder for name, folder in checkpoint.names.items()}
-    if is_vectorised((tree.get("env") or {}).get("type")):
+    if is_vector_config(tree):
         return {name: _agent(name, folder, path, checkpoint) for name, folder in folders.items()}
     config = validate(TextConfig, tree)
     roles = _roles(config)

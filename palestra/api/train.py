@@ -11,10 +11,11 @@ from pydantic import BaseModel
 
 from palestra.api.trained_run import TrainedRun, call_outside_loop
 from palestra.config import Tree, load, override
+from palestra.envs import is_vector_config
 from palestra.envs.local import env_type
 from palestra.launch.console import console
 from palestra.launch.extend import length_setting
-from palestra.launch.run import is_vector_config, open_run, resumed_tree, run_request
+from palestra.launch.run import open_run, resumed_tree, run_request
 from palestra.report.run_report import explain_no_update
 from palestra.rollouts.failures import RunFailed
 from palestra.training.loop import Callback

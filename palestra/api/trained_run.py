@@ -37,7 +37,7 @@ from palestra.runs.settings import flatten_tree
 from palestra.types import Episode
 
 if TYPE_CHECKING:
-    from palestra.evaluation.evaluate import EvalResult
+    from palestra.evaluation.target import EvalResult
 
 T = TypeVar("T")
 
@@ -63,29 +63,19 @@ def evaluate(
 ) -> EvalResult:
     """Plays `episodes` held-out episodes; returns the policy at each seat, the metrics and the episodes (text only).
 
-    `run` is a run, its folder, a config, or RUN:NAME, whose policy NAME then plays every seat. `seats` maps seats to
-    policies of the run, "random", RUN:NAME, "base" and "expert" (text), or "script:NAME" (networks). `env` changes
-    options of the env. With `greedy`, networks take their most probable action; language models sample as in training.
-    `step` is the number of steps after which the checkpoint was written; None: the newest. Raises ValueError for an
-    unknown run, split, seat or policy, and RunFailed if every episode failed.
+    `run` is a run, its folder, a config, an env, or RUN:NAME, whose policy NAME then plays every seat. `seats` maps
+    seats to policies of the run, "random", RUN:NAME, "base" and "expert" (text), or "script:NAME" (networks). `env`
+    changes options of the env. With `greedy`, networks take their most probable action; language models sample as in
+    training. `step` is the number of steps after which the checkpoint was written; None: the newest. Raises ValueError
+    for an unknown run, split, seat or policy, and RunFailed if every episode failed.
     """
-    from palestra.evaluation.evaluate import EvalResult, evaluate_run
-    from palestra.evaluation.vector import evaluate_vector
-    from palestra.launch.run import is_vector_config
+    from palestra.evaluation import evaluate as evaluation
     from palestra.rollouts.failures import check_not_all_failed
 
-    path = run.path if isinstance(run, TrainedRun) else Path(run)
-    folder = path if path.exists() else Path(str(path).rpartition(":")[0])
-    tree = load(folder / "config.yaml" if folder.is_dir() else folder)
-    if "population" in tree:
-        raise ValueError(f"{path} trains a population: `palestra league crossplay {path}` lets its members play")
+    what = run.path if isinstance(run, TrainedRun) else run
     changes = {**({} if split == "test" else {"split": split}), **(env or {})}  # text envs are evaluated on "test"
-    shared: Any = {"swap": False, "episodes": episodes, "step": step, "seed": seed}
-    names = dict(seats or {})
-    if is_vector_config(tree):
-        return EvalResult(*evaluate_vector(path, changes, names, greedy=greedy, **shared), [])
-    work = partial(evaluate_run, path, changes, names, sampling={}, **shared)
-    result: EvalResult = call_outside_loop(lambda: asyncio.run(work()))
+    work = partial(evaluation.evaluate, what, changes, seats, episodes=episodes, greedy=greedy, step=step, seed=seed)
+    result = call_outside_loop(work)
     check_not_all_failed(result.episodes, "evaluate")
     return result
 

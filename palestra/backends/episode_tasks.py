@@ -27,7 +27,7 @@ from palestra.populations.tasks import Result, Task
 from palestra.rollouts.sources import SUCCESS_KEY, EnvSource, EpisodeCallback
 from palestra.rollouts.tree_rollout import Branching
 from palestra.runs.worker_stats import worker_stats
-from palestra.training.loop import Evaluation
+from palestra.training.text import TextEval
 from palestra.types import AlgorithmState, Episode, Metrics
 
 EPISODES_FILE = "episodes.pickle"  # a slice's output; pickle keeps answers that siblings share as one object
@@ -213,12 +213,12 @@ class PendingEpisodes:
                 future.set_result(episode)
 
 
-@dataclass
-class DistributedEval(Evaluation):
+@dataclass(kw_only=True)
+class DistributedEval(TextEval):
     """Evaluation whose episodes workers play, `slice_size` per slice."""
 
-    dispatcher: EpisodeDispatcher = field(kw_only=True)
-    slice_size: int = field(kw_only=True)
+    dispatcher: EpisodeDispatcher
+    slice_size: int
 
     async def play(self, seed: int) -> list[Episode]:
         cast = self.dispatcher.publish_current()

@@ -55,8 +55,8 @@ class RunConfig(StrictModel):
     """Steps between checkpoints: training steps of language agents; joint steps of networks, rounded up to log
     intervals. The newest two are kept."""
     keep_every: int = Field(0, ge=0)
-    """Steps between checkpoints that are kept permanently; use a multiple of `checkpoint_every`. 0: only the last one
-    of the run."""
+    """Steps between checkpoints that are kept permanently, a multiple of `checkpoint_every`. 0: only the last one of
+    the run."""
     sinks: SinkConfigs = []
     """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
 
@@ -75,6 +75,15 @@ class RunConfig(StrictModel):
     def _policy_names(cls, policies: Mapping[str, Any]) -> Mapping[str, Any]:
         check_policy_names(policies, *cls.reserved_names)
         return policies
+
+    @model_validator(mode="after")
+    def _keep_every(self) -> Self:
+        if self.keep_every % self.checkpoint_every:
+            raise ValueError(
+                f"keep_every: {self.keep_every} is no multiple of checkpoint_every: {self.checkpoint_every}, and only "
+                f"checkpoints can be kept: set keep_every to a multiple, or checkpoint_every to {self.keep_every}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _policies_of_evals(self) -> Self:

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from palestra.builders.engines import Engines, build_engines
@@ -25,15 +26,16 @@ from palestra.rollouts.distributed import RankSplit, RankSplitRunner, RankSplitS
 from palestra.rollouts.sources import EnvSource, EpisodeSource
 from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.seeding import derive_seed
-from palestra.training.loop import Evaluation, Setup, Stage
+from palestra.training.async_rollouts import AsyncTextTrainer
+from palestra.training.text import Stage, TextEval, TextTrainer
 from palestra.types import Seat
 
 if TYPE_CHECKING:
     from palestra.service.client.client import RemoteEngines
 
 
-def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) -> Setup:
-    """Builds everything that `config` describes, ready for `train`.
+def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) -> TextTrainer:
+    """Builds everything that `config` describes, ready for `run_training`.
 
     Models come from `engines`, or are loaded if it is None. Raises ValueError if parts of the config do not fit
     together.
@@ -66,7 +68,8 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         sources = [RankSplitSource(source, table) for source in sources]
         halls = {name: RankSplitRunner(arena, table) for name, arena in halls.items()}
     stages = [_stage(*row, cast) for row in zip(parts, labels, sources, strict=True)]
-    return Setup(
+    make = partial(AsyncTextTrainer, staleness=config.staleness) if config.staleness else TextTrainer
+    return make(
         stages=stages,
         learners=learning,
         evals=[_exam(config, halls[name], sittings[name], cast) for name in config.evals],
@@ -74,7 +77,6 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         checkpoint_every=config.checkpoint_every,
         keep_every=config.keep_every,
         record_every=config.save_episodes_every,
-        staleness=config.staleness,
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
     )
@@ -183,10 +185,14 @@ def _sitting(config: TextConfig, name: str) -> dict[Seat, str]:
     return resolve_seats(own, list(config.policies), plays, changes, trained)
 
 
-def _exam(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, str], cast: PolicyResolver) -> Evaluation:
+def _exam(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, str], cast: PolicyResolver) -> TextEval:
     exam = config.evals[arena.name]
-    return Evaluation(
-        arena.name, arena, lambda: cast.eval_policies(seats, config.eval_sampling), exam.episodes, exam.every
+    return TextEval(
+        name=arena.name,
+        episodes=exam.episodes,
+        every=exam.every,
+        arena=arena,
+        seat_policies=lambda: cast.eval_policies(seats, config.eval_sampling),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,20 +27,13 @@ from palestra.envs import VectorEnv
 from palestra.learners.nets import NetLearner, NetPolicyConfig, read_policy
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.actors import ActorPool
-from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.vector_rollout import VectorRollout
-from palestra.runs import Run, list_checkpoints
+from palestra.runs import list_checkpoints
 from palestra.runs.null_run import NullRun
 from palestra.seeding import derive_seed
-from palestra.training.gradient_sync import (
-    ProcessRank,
-    all_gather,
-    dead_process_message,
-    start_processes,
-    stop_processes,
-)
-from palestra.training.loop import Callback
-from palestra.training.vector_loop import VectorEval, VectorSetup, gather_single, restore_checkpoint, train_vector
+from palestra.training.gradient_sync import ProcessRank, all_gather, start_processes
+from palestra.training.loop import restore_checkpoint, run_training
+from palestra.training.vector import VectorEval, VectorTrainer, gather_single
 from palestra.types import Seat
 
 DEFAULT_LOG_LINES = 500  # log lines of a run if `log_every` is 0
@@ -63,53 +56,33 @@ def trained_seats(config: VectorConfig, env: VectorEnv, named: dict[Seat, str]) 
     return found
 
 
-def build_vector_run(config: VectorConfig) -> VectorSetup:
-    """Builds everything that `config` describes, ready for `run_vector_training`, and starts the other processes if
-    there are any.
+def build_vector_run(config: VectorConfig) -> VectorTrainer:
+    """Builds everything that `config` describes, ready for `run_training`, and starts the other processes if there are
+    any.
 
     Raises ValueError if parts of the config do not fit together.
     """
-    setup = check_vector_run(config)  # reports mistakes before other processes start
+    trainer = check_vector_run(config)  # reports mistakes before other processes start
     if config.num_processes == 1:
-        return setup
+        return trainer
+    trainer.close()
     return build_process(config, start_processes(config.num_processes, partial(run_follower_rank, config)))
 
 
-def check_vector_run(config: VectorConfig) -> VectorSetup:
+def check_vector_run(config: VectorConfig) -> VectorTrainer:
     """Builds the run for a single process. Raises ValueError if parts of the config do not fit together."""
     torch.set_num_threads(config.torch_threads)
     return build_process(config, ProcessRank(0, 1, ""))
 
 
-def run_vector_training(
-    setup: VectorSetup, run: Run, callback: Callback, should_stop: Callable[[], bool] = lambda: False
-) -> bool:
-    """Runs `train_vector` in the processes that `build_vector_run` started, and ends them. Returns True if all steps
-    are done.
-
-    Raises RunFailed if one of the processes died.
-    """
-    try:
-        return train_vector(setup, run, callback, should_stop)
-    except RuntimeError as error:  # raised by torch.distributed when a peer is gone
-        if not (what := dead_process_message()):
-            raise
-        raise RunFailed(f"{what}; go on from the last checkpoint: palestra train --resume {run.path}") from error
-    finally:
-        setup.rollout.close()
-        for exam in setup.evals:
-            exam.env.close()
-        stop_processes()
-
-
 def run_follower_rank(config: VectorConfig, rank: ProcessRank) -> None:
     """Entry point of processes with rank > 0: runs the same loop and writes nothing."""
-    setup, run = build_process(config, rank), NullRun()
-    restore_checkpoint(setup, run)
-    train_vector(setup, run)
+    trainer, run = build_process(config, rank), NullRun()
+    restore_checkpoint(trainer, run)
+    run_training(trainer, run)
 
 
-def build_process(config: VectorConfig, rank: ProcessRank) -> VectorSetup:
+def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
     """Builds one process's share of a run. Raises ValueError if parts of the config do not fit together."""
     keep_freed_memory()
     nets = [policy for policy in config.policies.values() if isinstance(policy, TrainedNetConfig)]
@@ -122,7 +95,7 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorSetup:
     def sweeps(env_steps: int) -> int:
         return math.ceil(env_steps / sweep / log_every) * log_every
 
-    setup = VectorSetup(
+    trainer = VectorTrainer(
         rollout=_actors(config, learner) if config.num_actors else VectorRollout(env, np.arange(env.num_envs)),
         learner=learner,
         fixed_players=others,
@@ -135,13 +108,13 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorSetup:
         rollout_length=config.algorithm.rollout_length,
         log_every=log_every,
         checkpoint_every=sweeps(config.checkpoint_every),
-        keep_every=sweeps(config.keep_every),
+        keep_every=config.keep_every // config.checkpoint_every * sweeps(config.checkpoint_every),
         rank=rank.rank,
         num_processes=rank.world_size,
         all_gather=all_gather if rank.world_size > 1 else gather_single,
     )
-    setup.rollout.restart(setup.env_seeds("first"))
-    return setup
+    trainer.rollout.restart(trainer.env_seeds("first"))
+    return trainer
 
 
 def build_players(config: VectorConfig, env: VectorEnv, rank: ProcessRank) -> tuple[NetLearner, list[VectorPolicy]]:
@@ -196,6 +169,7 @@ def _exam(config: VectorConfig, name: str, exam: VectorEvalConfig, learner: NetL
     wanted = config.env | exam.env
     env = make_vector_env(wanted)
     if env.num_envs > exam.episodes:
+        env.close()
         env = make_vector_env(wanted, exam.episodes)
     named = seat_policies(config, env, exam.seats)
     usual = seat_policies(config, learner.env)
@@ -209,7 +183,7 @@ def _exam(config: VectorConfig, name: str, exam: VectorEvalConfig, learner: NetL
         own = learner.greedy_policies() if exam.greedy else learner.sampling_policies()
         return [*own, *others]  # a later player overrides an earlier one at the same seat
 
-    return VectorEval(name, env, exam.episodes, players, every)
+    return VectorEval(name=name, episodes=exam.episodes, every=every, env=env, players=players)
 
 
 def make_fixed_player(config: VectorConfig, env: VectorEnv, seat: Seat, name: str) -> VectorPolicy:

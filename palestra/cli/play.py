@@ -17,12 +17,12 @@ from palestra.launch.console import console, print_line, require_packages, style
 from palestra.rollouts.transcript import transcript
 
 if TYPE_CHECKING:
-    from palestra.evaluation.evaluate import EvalResult
-    from palestra.evaluation.evaluate import EvalSetup as Seated
+    from palestra.evaluation.target import EvalResult
+    from palestra.evaluation.text import TextEvalSetup
 
 POLICY_HELP = (
     "a policy of the run, RUN:NAME of another, base, expert, random, human, or an endpoint as URL#MODEL; in vectorised "
-    "games `*` stands for any letters of a seat, and script:NAME plays too"
+    "games script:NAME plays too"
 )
 TargetArgument = Annotated[
     Path, typer.Argument(help="a run, a member as RUN:NAME (it plays every seat), a config, or an env")
@@ -30,7 +30,9 @@ TargetArgument = Annotated[
 EnvOption = Annotated[
     list[str] | None, typer.Option("--env", help="change the env: `--env split=test`, `--env size=5`")
 ]
-SeatsOption = Annotated[list[str] | None, typer.Option(help=f"who plays a seat, as SEAT=WHO: {POLICY_HELP}")]
+SeatsOption = Annotated[
+    list[str] | None, typer.Option(help=f"who plays a seat, as SEAT=WHO, `*` for any letters: {POLICY_HELP}")
+]
 TemperatureOption = Annotated[
     float | None, typer.Option(min=0, help="default: as in training; networks know only that and 0")
 ]
@@ -88,20 +90,18 @@ def evaluate(
             raise ValueError("--cross seats its members in every way: name them with --member, not --seats or --swap")
         if members and not cross:
             raise ValueError("--member names who --cross seats; to seat one somewhere, say --seats SEAT=WHO")
-        options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed}
+        options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed, "in_process": in_process}
+        options |= {"sampling": _sampling(temperature), "greedy": temperature == 0}
         if cross or show:
             _needs_text(what, "--cross" if cross else "--show")
         if cross:
             from palestra.evaluation.evaluate import cross_play
 
-            sampling = _sampling(temperature)
-            found = asyncio.run(
-                cross_play(
-                    what, parse_settings(env), members or [], sampling=sampling, in_process=in_process, **options
-                )
-            )
+            found = cross_play(what, parse_settings(env), members or [], **options)
         else:
-            found = [_evaluated(what, env, seats, temperature, in_process, options | {"swap": swap})]
+            from palestra.evaluation import evaluate as evaluation
+
+            found = [evaluation.evaluate(what, parse_settings(env), parse_seats(seats), swap=swap, **options)]
         if record:
             _record(what, record, step, found)
     for episode in [episode for scored in found for episode in scored.episodes[:show]]:
@@ -121,7 +121,7 @@ def evaluate(
 
 def _record(run: Path, name: str, step: int | None, found: list[EvalResult]) -> None:
     """Appends results to the run's evals.jsonl. If there are several, the seats become part of the name."""
-    from palestra.evaluation.evaluate import find_checkpoint
+    from palestra.evaluation.target import find_checkpoint
     from palestra.runs import Run
 
     after = find_checkpoint(run, step).step
@@ -165,7 +165,9 @@ def collect(
         palestra collect configs/games/combat_vdn.yaml --seats 'unit_*=script:focus' --out focus.npz
     """
     with user_errors():
-        if is_vector_target(what):
+        from palestra.evaluation.target import find_target
+
+        if find_target(what, step=step).is_vector:
             from palestra.evaluation.vector import collect_demonstrations as record_games
 
             options: dict[str, Any] = {"num_envs": num_envs, "steps": steps, "step": step, "seed": seed}
@@ -213,7 +215,7 @@ def play(
     """
     with user_errors():
         _needs_text(what, "palestra play")
-        from palestra.evaluation.evaluate import human_eval_setup, play_episode
+        from palestra.evaluation.text import human_eval_setup, play_episode
         from palestra.rollouts.failures import RunFailed
 
         asked = {name: who for name, who in parse_seats(seats).items() if name != seat}
@@ -229,11 +231,11 @@ def play(
     console.print(_outcome(mine, episode))
 
 
-def _in_browser(table: Seated, mine: str, seed: int, host: str, port: int) -> None:
+def _in_browser(table: TextEvalSetup, mine: str, seed: int, host: str, port: int) -> None:
     require_packages("playing in the browser", "dashboard", "starlette", "uvicorn", "httptools")
     from palestra.dashboard.play_server import serve
     from palestra.dashboard.play_session import GameSetup, PlaySessions
-    from palestra.evaluation.evaluate import check_single_human, play_episode
+    from palestra.evaluation.text import check_single_human, play_episode
 
     env = table.runner.make_env()
     name, rules = env.name or type(env).__name__, getattr(env, "rules_text", "")
@@ -244,27 +246,6 @@ def _in_browser(table: Seated, mine: str, seed: int, host: str, port: int) -> No
         port,
         print_line,
     )
-
-
-def _evaluated(
-    what: Path,
-    env: list[str] | None,
-    seats: list[str] | None,
-    temperature: float | None,
-    in_process: bool,
-    options: dict[str, Any],
-) -> EvalResult:
-    from palestra.evaluation.evaluate import EvalResult, evaluate_run
-
-    if is_vector_target(what):
-        from palestra.evaluation.vector import evaluate_vector
-
-        return EvalResult(
-            *evaluate_vector(what, parse_settings(env), parse_seats(seats), greedy=temperature == 0, **options), []
-        )
-
-    options |= {"sampling": _sampling(temperature), "in_process": in_process}
-    return asyncio.run(evaluate_run(what, parse_settings(env), parse_seats(seats), **options))
 
 
 def _collected(
@@ -349,31 +330,10 @@ def _sampling(temperature: float | None) -> dict[str, Any]:
 
 
 def _needs_text(what: Path, name: str) -> None:
-    if is_vector_target(what):
+    from palestra.evaluation.target import find_target
+
+    if find_target(what).is_vector:
         raise ValueError(f"{name} is for envs in words; {what} is a vectorised game, whose seats take arrays")
-
-
-def is_vector_target(what: Path) -> bool:
-    """True if a run, RUN:NAME, a config or an env is vectorised. Raises ValueError if there is none of that name, and
-    for a run or config of a population."""
-    from palestra.config import load
-    from palestra.envs import is_vectorised, known_envs
-
-    if not what.exists() and str(what) in known_envs():
-        return is_vectorised(str(what))
-    run, _, _ = str(what).rpartition(":")
-    path = Path(run) if run else what
-    if not path.exists():
-        raise ValueError(
-            f"there is no run, config or env {path}: `palestra runs` lists the runs, and `palestra info` the envs"
-        )
-    tree = load(path / "config.yaml" if path.is_dir() else path)
-    if "population" in tree:
-        raise ValueError(
-            f"{path} trains a population: `palestra league crossplay RUN` lets its members play each other"
-        )
-    env = tree.get("env")
-    return isinstance(env, dict) and not env.get("at") and is_vectorised(env.get("type"))
 
 
 def parse_seats(settings: list[str] | None) -> dict[str, str]:

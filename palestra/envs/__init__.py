@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
@@ -108,9 +108,13 @@ def make_env(type: str, **options: Any) -> Any:
     return cls(**validate_env_options(cls, options))
 
 
-def is_vectorised(type: Any) -> bool:
-    """True if `type` names a `VectorEnv`: many copies of a game at once, on arrays."""
-    return isinstance(type, str) and bool(type) and issubclass(load_env_class(type), VectorEnv)
+def is_vector_config(tree: Mapping[str, Any]) -> bool:
+    """True if the env of a config is a `VectorEnv` of this process: many copies of a game at once, on arrays."""
+    env = tree.get("env")
+    if not isinstance(env, Mapping) or env.get("at"):
+        return False
+    kind = env.get("type")
+    return isinstance(kind, str) and bool(kind) and issubclass(load_env_class(kind), VectorEnv)
 
 
 def known_envs() -> dict[str, str]:

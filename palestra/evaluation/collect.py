@@ -8,7 +8,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from palestra.evaluation.evaluate import EvalSetup, make_eval_setup
+from palestra.evaluation.target import find_target
+from palestra.evaluation.text import TextEvalSetup, open_text_eval
 from palestra.files import replacing_file
 from palestra.rollouts.failures import check_not_all_failed
 from palestra.rollouts.metrics import episode_metrics, episode_return, seat_returns
@@ -41,9 +42,10 @@ async def collect_episodes(
     Instances are those of split "train" unless `env` names another. An episode is kept if it did not fail, its
     `episode_return` is at least `min_return` (None: any), and, with `successes`, it is a success. `on_progress` is
     called with (played, kept) after each batch. Raises ValueError if the path, env or seats are invalid (see
-    `make_eval_setup`), RunFailed if all episodes failed.
+    `evaluate`), RunFailed if all episodes failed.
     """
-    table = make_eval_setup(path, env, seats, split="train", sampling=sampling, step=step, in_process=in_process)
+    target = find_target(path, env, step)
+    table = open_text_eval(target, env, seats, split="train", sampling=sampling, in_process=in_process)
     team, kept, all_played = table.policies, 0, list[Episode]()
     with replacing_file(out) as whole, pq.ParquetWriter(whole, SCHEMA) as writer:
         for start in range(0, episodes, BATCH_EPISODES):
@@ -58,7 +60,7 @@ async def collect_episodes(
     return names, {**episode_metrics(all_played), **seat_returns(all_played), "kept": kept}
 
 
-def _match(table: EvalSetup, team: dict[Seat, Any], seed: int, i: int) -> EpisodeSpec:
+def _match(table: TextEvalSetup, team: dict[Seat, Any], seed: int, i: int) -> EpisodeSpec:
     return EpisodeSpec((seed % 2**31 << 32) + i, team, derive_seed(seed, "collect", i))
 
 

@@ -25,14 +25,14 @@ from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LocalWeights
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.populations.tasks import Backend, WorkerFactory
 from palestra.rollouts.sources import EnvSource
-from palestra.training.loop import Evaluation, Setup, Stage
+from palestra.training.text import Stage, TextEval, TextTrainer
 from palestra.workers.rollout_worker import RolloutWorker
 
 RolloutBackendFactory = Callable[[RolloutBackendConfig, WorkerFactory], Backend]
 """Opens the backend that plays episodes, given its config and the function that builds a worker."""
 
 
-def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None) -> Setup:
+def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None) -> TextTrainer:
     """Builds all parts that `config` describes. Other processes start when `place` of the result is entered.
 
     `open_rollouts` opens the backend that plays episodes (default: as `config.backend` says). Raises ValueError if the
@@ -76,7 +76,7 @@ def _stage(stage: Stage, number: int, troupe: EpisodeDispatcher, slices: int) ->
     )
 
 
-def _exam(exam: Evaluation, troupe: EpisodeDispatcher, slices: int) -> Evaluation:
+def _exam(exam: TextEval, troupe: EpisodeDispatcher, slices: int) -> TextEval:
     return DistributedEval(**vars(exam), dispatcher=troupe, slice_size=episodes_per_slice(exam.episodes, slices))
 
 

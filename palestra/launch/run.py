@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from palestra.config import Tree, check_folder_name, dump, override, parse, validate
-from palestra.envs import is_vectorised
+from palestra.envs import is_vector_config
 from palestra.envs.local import LOCAL_PREFIX
 from palestra.files import read_lines
 from palestra.launch.console import RANK, console, print_line, styled_text
@@ -173,9 +173,9 @@ def run_kind(tree: Tree) -> RunKind:
     if is_vector_config(tree):
         _refuse_torchrun("networks train on several processes with num_processes: N in the config")
         from palestra.builders import vector, vector_config
-        from palestra.training import vector_loop
+        from palestra.training import loop
 
-        execute = partial(_execute, vector_loop.restore_checkpoint, vector.run_vector_training)
+        execute = partial(_execute, loop.restore_checkpoint, loop.run_training)
         build_functions = vector.check_vector_run, vector.build_vector_run
         return RunKind("vector", vector_config.VectorConfig, *build_functions, execute)
     from palestra.builders import text, text_config
@@ -184,12 +184,6 @@ def run_kind(tree: Tree) -> RunKind:
 
     execute = partial(_execute, restore_checkpoint, run_training)
     return RunKind("text", text_config.TextConfig, text.build, build_text, execute, distributed_run)
-
-
-def is_vector_config(tree: Tree) -> bool:
-    """True if the config's env is a `VectorEnv` of this process."""
-    env = tree.get("env")
-    return isinstance(env, dict) and not env.get("at") and is_vectorised(env.get("type"))
 
 
 def _refuse_torchrun(instead: str) -> None:
@@ -334,8 +328,14 @@ class StopOnInterrupt:
             console.print(f"stopping after this step{again}")
         self.stop_requested = True
         if not self.under_torchrun:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, _interrupt)
 
     def __exit__(self, *_: object) -> None:
         for each, handler in self.before.items():
             signal.signal(each, handler)
+
+
+def _interrupt(*_: object) -> None:
+    """Raises KeyboardInterrupt. Unlike Python's own handler it is not replaced by asyncio, whose handler would wait for
+    the training pass in progress."""
+    raise KeyboardInterrupt

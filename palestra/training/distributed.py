@@ -1,7 +1,7 @@
 """The training loop under torchrun: all ranks run it on the same episode numbers; only rank 0 writes the run.
 
-How ranks share episodes and training passes is decided in rollouts/shared.py and engine/trainer.py. This module makes
-them start from the same checkpoint and end at the same step.
+How ranks share episodes and training passes is decided in rollouts/distributed.py and engine/trainer.py. This module
+makes them start from the same checkpoint and end at the same step.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from palestra.engine.distributed import join_process_group, leave_process_group
 from palestra.runs import Run
 from palestra.runs.null_run import ReadOnlyRun
-from palestra.training import async_loop, loop
-from palestra.training.loop import Callback, Setup
+from palestra.training import loop
+from palestra.training.loop import Callback, Trainer
 
 CONNECTION_LOST_SIGNS = (
     "closed by peer",
@@ -38,16 +38,16 @@ def distributed_run(open_run: Callable[[], Run]) -> Iterator[Run | ReadOnlyRun]:
     leave_process_group()
 
 
-def restore_checkpoint(setup: Setup, run: Any) -> int:
-    """Runs `train.restore_checkpoint` on every rank, on rank 0 first. Raises ValueError if the ranks find different
+def restore_checkpoint(trainer: Trainer, run: Any) -> int:
+    """Runs `loop.restore_checkpoint` on every rank, on rank 0 first. Raises ValueError if the ranks find different
     checkpoints."""
     ranks = join_process_group()
     with _together():
         if ranks.is_rank_zero:
-            loop.restore_checkpoint(setup, run)
+            loop.restore_checkpoint(trainer, run)
         ranks.broadcast(None)  # barrier: rank 0 has truncated the run's logs
         if not ranks.is_rank_zero:
-            loop.restore_checkpoint(setup, run)
+            loop.restore_checkpoint(trainer, run)
         steps: list[int] = ranks.all_gather(run.next_step)
     if len(set(steps)) > 1:
         raise ValueError(
@@ -57,16 +57,16 @@ def restore_checkpoint(setup: Setup, run: Any) -> int:
 
 
 def run_training(
-    setup: Setup, run: Any, callback: Callback | None = None, should_stop: Callable[[], bool] = lambda: False
+    trainer: Trainer, run: Any, callback: Callback | None = None, should_stop: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Runs `async_loop.run_training` on every rank. All stop after the step in which `should_stop` returns True on any
+    """Runs `loop.run_training` on every rank. All stop after the step in which `should_stop` returns True on any
     of them.
 
     Raises ValueError if another rank ended or did not answer.
     """
     ranks = join_process_group()
     with _together():
-        return async_loop.run_training(setup, run, callback, lambda: ranks.any_rank(should_stop()))
+        return loop.run_training(trainer, run, callback, lambda: ranks.any_rank(should_stop()))
 
 
 @contextmanager

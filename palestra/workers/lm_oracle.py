@@ -40,7 +40,7 @@ from palestra.rollouts.metrics import member_name
 from palestra.rollouts.tree_rollout import Branching, EpisodeSpec
 from palestra.seeding import derive_seed
 from palestra.tabular.game_tree import GameTree, build_game_tree
-from palestra.training.loop import update_learner
+from palestra.training.text import update_learner
 from palestra.types import Episode, Seat
 from palestra.workers.exact import ExactSolver, seats_by_player
 from palestra.workers.game_results import mean_return, opponent_results, payoff_cell

@@ -22,7 +22,7 @@ from palestra.learners.lm import LanguageLearner
 from palestra.populations.tasks import Task
 from palestra.rollouts.sources import SUCCESS_KEY
 from palestra.runs.worker_stats import worker_stats
-from palestra.training.loop import evaluate_instances
+from palestra.training.text import play_instances
 from palestra.types import Episode
 
 
@@ -62,7 +62,7 @@ class RolloutWorker:
     async def _played(self, task: EpisodesTask) -> list[Episode]:
         if isinstance(task, EvalTask):
             exam = self.evals[task.evaluation]
-            return await evaluate_instances(exam.arena, exam.seat_policies(), task.numbers, task.seed)
+            return await play_instances(exam.arena, exam.seat_policies(), task.numbers, task.seed)
         assert isinstance(task, RolloutTask)
         source = self.setup.stages[self.stages[task.stage]].source
         return await source.play(task.numbers, task.branching, {SUCCESS_KEY: dict(task.success)})

@@ -14,7 +14,8 @@ from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, override, parse, validate
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
-from palestra.training.loop import TEAM, restore_checkpoint, run_training
+from palestra.training.loop import restore_checkpoint, run_training
+from palestra.types import TEAM
 
 STAGES = [
     {"name": "copy", "steps": 3, "algorithm": {"type": "sft"}, "policies": {"walker": {"teacher": "expert"}}},

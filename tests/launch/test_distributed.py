@@ -14,7 +14,8 @@ from palestra.cli.main import app
 from palestra.config import dump, parse
 from palestra.launch.distributed import build
 from palestra.runs import list_checkpoints, read_lines
-from palestra.training.loop import Callback, Setup
+from palestra.training.loop import Callback
+from palestra.training.text import TextTrainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,7 +86,7 @@ def test_a_full_model_and_a_critic_travel_too(base: Path, tmp_path: Path) -> Non
 class Weighed(Callback):
     """Notes after each step which members are still kept."""
 
-    def __init__(self, made: Setup) -> None:
+    def __init__(self, made: TextTrainer) -> None:
         self.troupe = made.stages[0].source.dispatcher  # type: ignore[attr-defined]
         self.most = 0
 

@@ -10,7 +10,8 @@ import pytest
 from toy_loops import actor_of, assert_same, on_ray, run_of, whole
 
 from palestra.launch.distributed import build
-from palestra.training.loop import Callback, Setup
+from palestra.training.loop import Callback
+from palestra.training.text import TextTrainer
 from palestra.types import Episode
 
 ray = pytest.importorskip("ray")
@@ -31,7 +32,7 @@ def cluster() -> Iterator[Cluster]:
 class Murder(Callback):
     """Kills the actor of a learner in the middle of the second step's play, and once more after that step."""
 
-    def __init__(self, made: Setup) -> None:
+    def __init__(self, made: TextTrainer) -> None:
         self.made, self.episodes = made, 0
 
     def on_episode(self, episode: Episode) -> None:

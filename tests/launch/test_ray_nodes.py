@@ -9,7 +9,8 @@ import pytest
 from toy_loops import actor_of, assert_same, killed, on_ray, run_of, whole
 
 from palestra.launch.distributed import build
-from palestra.training.loop import Callback, Setup
+from palestra.training.loop import Callback
+from palestra.training.text import TextTrainer
 
 ray = pytest.importorskip("ray")
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 class LoseNode(Callback):
     """Takes the node of a learner from the cluster, by killing its processes, after the first step."""
 
-    def __init__(self, made: Setup, nodes: Cluster) -> None:
+    def __init__(self, made: TextTrainer, nodes: Cluster) -> None:
         self.made, self.nodes, self.lost = made, nodes, ""
 
     def on_step(self, step: int, metrics: Any) -> None:

@@ -24,8 +24,8 @@ from palestra.remote.samplers.processes import SamplerProcesses
 from palestra.remote.samplers.remote_samplers import RemoteSamplers
 from palestra.remote.samplers.vllm import VllmSampler
 from palestra.runs import Run, load_episodes, read_lines
-from palestra.training.async_loop import run_training
-from palestra.training.loop import Callback, Setup
+from palestra.training.loop import Callback, run_training
+from palestra.training.text import TextTrainer
 from palestra.types import Answer, Episode
 
 TWO = {"type": "processes", "count": 2}
@@ -61,7 +61,7 @@ def trained(folder: Path, name: str, watcher: Callback | None = None, **changes:
     return run.path
 
 
-def sampler_of(setup: Setup) -> VllmSampler:
+def sampler_of(setup: TextTrainer) -> VllmSampler:
     sampler = next(iter(setup.learners.values())).sampler  # type: ignore[attr-defined]
     assert isinstance(sampler, VllmSampler)
     return sampler

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.builders.vector import ActorSetup, build_vector_run, make_actor_setup, run_vector_training
+from palestra.builders.vector import ActorSetup, build_vector_run, make_actor_setup
 from palestra.builders.vector_config import VectorConfig
 from palestra.config import validate
 from palestra.envs.vector.base import VectorEnv
 from palestra.rollouts.actors import ActorPool
 from palestra.runs import Run, read_lines
-from palestra.training.loop import Callback
+from palestra.training.loop import Callback, restore_checkpoint, run_training
 
 CONFIG: dict[str, Any] = {
     "name": "actors",
@@ -137,15 +137,13 @@ def test_a_run_with_actors_learns_logs_its_lag_and_goes_on(tmp_path: Path) -> No
     with Run.create(tmp_path, "", "a") as run:
         setup = build_vector_run(config)
         stops = iter([False] * 12 + [True] * 100)
-        assert not run_vector_training(setup, run, Callback(), lambda: next(stops))
+        assert not run_training(setup, run, Callback(), lambda: next(stops))
     lines = [line for line in read_lines(tmp_path / "a" / "metrics.jsonl") if line["policy"] == "team"]
     assert len(lines) == 13 and all({"lag", "dropped", "restarts"} <= line.keys() for line in lines)
-    from palestra.training.vector_loop import restore_checkpoint
-
     with Run.open(tmp_path / "a") as run:
         setup = build_vector_run(config)
         assert restore_checkpoint(setup, run) == 13
-        assert run_vector_training(setup, run, Callback())
+        assert run_training(setup, run, Callback())
 
 
 def test_actors_need_a_correction(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from palestra.policies.scripted import RandomPolicy
 from palestra.rollouts.metrics import answers_of, policy_metrics
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs.episodes import SCHEMA, load_episodes, read_episodes, to_table
-from palestra.training.loop import PhaseTimer, throughput
+from palestra.training.loop import PhaseTimer
+from palestra.training.text import throughput
 from palestra.types import Step
 
 

@@ -1,4 +1,4 @@
-"""What the loops ask of a run, what stands for it beside the first process answers, too."""
+"""What training calls on a run exists on its replacements in processes of rank above 0, too."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import pytest
 
 from palestra.runs import Run
 from palestra.runs.null_run import NullRun, ReadOnlyRun
-from palestra.training import async_loop, vector_loop
-from palestra.training import loop as train
+from palestra.training import async_rollouts, loop, text, vector
 
 
-@pytest.mark.parametrize("loop", [train, async_loop, vector_loop], ids=lambda module: module.__name__)
-def test_whatever_a_loop_asks_of_a_run_is_there(loop: ModuleType) -> None:
-    asked = set(re.findall(r"\brun\.(\w+)", inspect.getsource(loop)))
-    stands = [ReadOnlyRun(Path()), *([NullRun()] if loop is vector_loop else [])]
-    assert len(asked) >= 3 and all(hasattr(Run, name) or name in ("path", "next_step") for name in asked)
+@pytest.mark.parametrize("module", [loop, text, async_rollouts, vector], ids=lambda module: module.__name__)
+def test_what_training_calls_on_a_run_is_there(module: ModuleType) -> None:
+    asked = set(re.findall(r"\brun\.(\w+)", inspect.getsource(module)))
+    stands = [ReadOnlyRun(Path()), *([NullRun()] if module in (loop, vector) else [])]
+    assert len(asked) >= 2 and all(hasattr(Run, name) or name in ("path", "next_step") for name in asked)
     assert [name for one in stands for name in sorted(asked) if not hasattr(one, name)] == []

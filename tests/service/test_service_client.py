@@ -28,7 +28,8 @@ from palestra.service.client import connection, remote_weights
 from palestra.service.client.client import connect
 from palestra.service.client.connection import RequestRefused, ServiceConnection
 from palestra.service.client.remote_weights import WireLoss, to_wire_loss
-from palestra.training.loop import Setup, restore_checkpoint, run_training, update_learner
+from palestra.training.loop import restore_checkpoint, run_training
+from palestra.training.text import TextTrainer, update_learner
 from palestra.types import Metrics
 from palestra.web.retry import RetryPolicy
 
@@ -131,7 +132,7 @@ def whisper(algorithm: dict[str, Any], **tree: Any) -> dict[str, Any]:
     return whole | {"policies": {"guide": speech, "walker": speech}, "algorithm": algorithm} | tree
 
 
-def close(setup: Setup) -> None:
+def close(setup: TextTrainer) -> None:
     for each in {learner.weights.connection for learner in setup.learners.values()}:  # type: ignore[attr-defined]
         each.close()
 
@@ -195,7 +196,7 @@ def test_a_server_of_another_make_is_told_no_word_of_ours(
 def test_old_samples_are_corrected_there_as_here(server: Server, tmp_path: Path) -> None:
     """Episodes learned from twice: the second time the weights have moved on."""
 
-    async def twice(setup: Setup) -> list[Metrics]:
+    async def twice(setup: TextTrainer) -> list[Metrics]:
         moment, learner = setup.position_of(0), setup.learners["guide"]
         algorithm = moment.stage.algorithm
         episodes = await moment.stage.source.play(moment.episode_numbers, algorithm.branching, setup.algorithm_state)

@@ -13,12 +13,13 @@ from toys import Whisper
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, override, parse, validate
-from palestra.evaluation.evaluate import evaluate_run
+from palestra.evaluation.evaluate import evaluate
 from palestra.report.run_charts import plot_run
 from palestra.report.run_report import summary_table
 from palestra.rollouts.metrics import member_name
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
-from palestra.training.loop import TEAM, Callback, Evaluation, restore_checkpoint, run_training
+from palestra.training.loop import Callback, Evaluation, restore_checkpoint, run_training
+from palestra.types import TEAM
 
 BAR = 0.85  # held-out success of a trained pair; one in four by chance
 
@@ -129,8 +130,7 @@ def test_instances_are_never_played_twice_and_exams_are_held_out(learned):
 
 
 def examine(path, seats=None, *, swap=False, sampling=None, step=None, episodes=200, env=None):
-    options = {"swap": swap, "episodes": episodes, "sampling": sampling or {}, "step": step, "seed": 0}
-    return asyncio.run(evaluate_run(path, env or {}, seats or {}, **options))[:2]
+    return evaluate(path, env, seats, swap=swap, episodes=episodes, sampling=sampling or {}, step=step)[:2]
 
 
 def test_a_run_can_be_examined_swapped_and_against_its_base(learned):
@@ -321,9 +321,9 @@ def test_exams_may_sample_otherwise(base):
 
 
 def test_exams_come_before_after_and_in_between():
-    due = [step for step in range(-1, 10) if Evaluation("x", None, None, 1, every=4).is_due(step, 10)]
+    due = [step for step in range(-1, 10) if Evaluation(name="x", episodes=1, every=4).is_due(step, 10)]
     assert due == [-1, 3, 7, 9]
-    assert [step for step in range(-1, 10) if Evaluation("x", None, None, 1).is_due(step, 10)] == [-1, 9]
+    assert [step for step in range(-1, 10) if Evaluation(name="x", episodes=1).is_due(step, 10)] == [-1, 9]
 
 
 # ---- determinism, stopping, failing

@@ -19,7 +19,8 @@ from palestra.losses.policy import LOSSES, LossInputs, actor_critic_loss, clippe
 from palestra.nets import advantages as vectorised
 from palestra.rollouts.tree_rollout import Branching
 from palestra.runs import Run, list_checkpoints, read_lines
-from palestra.training.loop import restore_checkpoint, run_training, update_learner
+from palestra.training.loop import restore_checkpoint, run_training
+from palestra.training.text import update_learner
 from palestra.types import Answer, Episode, Node
 
 SEATS = {"a": "p", "b": "q"}

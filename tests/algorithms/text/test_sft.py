@@ -12,7 +12,7 @@ from palestra.builders.text_config import TextConfig
 from palestra.config import validate
 from palestra.losses.policy import LOSSES
 from palestra.rollouts.tree_rollout import Branching
-from palestra.training.loop import update_learner
+from palestra.training.text import update_learner
 from palestra.types import Answer, Episode, Node
 
 

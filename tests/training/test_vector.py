@@ -28,7 +28,7 @@ def config(**changes: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "name": "spread",
         "env_steps": 16 * 5 * 40,
-        "env": {"type": "simple_spread", "num_envs": 16, "cycles": 7},
+        "env": {"type": "simple_spread", "num_envs": 16, "max_cycles": 7},
         "policies": {"agent": {"type": "net", "hidden": [16], "gru_units": 8, "normalize_observations": True}},
         "algorithm": {"type": "ppo", "rollout_length": 5, "epochs": 1, "critic": "central", "value_norm": True},
         "evals": {"held_out": {"episodes": 8, "every": 16 * 5 * 8}},

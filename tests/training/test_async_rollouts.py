@@ -31,10 +31,10 @@ from palestra.rollouts.sources import EnvSource
 from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
 from palestra.testing import tiny_lm
-from palestra.training.async_loop import run_training, train
-from palestra.training.loop import TEAM, Callback, Evaluation, Setup, Stage, restore_checkpoint
-from palestra.training.loop import run_training as train_in_turn
-from palestra.types import Sample
+from palestra.training.async_rollouts import AsyncTextTrainer
+from palestra.training.loop import Callback, restore_checkpoint, run_training
+from palestra.training.text import Stage, TextEval
+from palestra.types import TEAM, Sample
 
 
 class Slow(Whisper):
@@ -123,12 +123,12 @@ def toy(staleness, stages, gates, *, during=None, began=None, **options):
         seed=0,
     )
     parts = [Stage(games, SFT(imitate="all"), steps, episodes) for steps, episodes in stages]
-    return Setup(parts, learners, [], 0, staleness=staleness, **{"checkpoint_every": 1000} | options)
+    return AsyncTextTrainer(parts, learners, [], 0, staleness=staleness, **{"checkpoint_every": 1000} | options)
 
 
 def run_toy(setup, folder, name="run"):
     with Run.create(folder, "", name) as run:
-        assert asyncio.run(asyncio.wait_for(train(setup, run), 60))
+        assert run_training(setup, run)
         return run.path
 
 
@@ -195,7 +195,7 @@ def test_episodes_are_played_while_training_goes_on(tmp_path):
 
     setup = toy(1, [(4, 3)], at_once, during=until_next)
     with Run.create(tmp_path, "") as run:
-        assert asyncio.run(asyncio.wait_for(train(setup, run, watch), 60))
+        assert run_training(setup, run, watch)
 
 
 def test_one_that_takes_long_holds_up_training_and_sampling_only_at_the_bound(tmp_path):
@@ -235,17 +235,16 @@ def test_what_goes_wrong_in_training_is_heard_as_it_is_and_nothing_plays_on(tmp_
         if number > 4:
             await asyncio.Event().wait()
 
-    async def tried():
-        with Run.create(tmp_path, "") as run, pytest.raises(ValueError, match="norm is nan"):
-            await train(toy(2, [(6, 2)], endless, during=fails), run)
-        return asyncio.all_tasks()
-
-    assert len(asyncio.run(tried())) == 1  # this one
+    trainer = toy(2, [(6, 2)], endless, during=fails)
+    with Run.create(tmp_path, "") as run, pytest.raises(ValueError, match="norm is nan"):
+        run_training(trainer, run)
+    assert trainer.rollouts.tasks and all(task.done() for task in trainer.rollouts.tasks.values())
 
 
 def test_exams_come_when_they_are_due(tmp_path):
     setup = toy(2, [(5, 2)], at_once)
-    setup.evals = [Evaluation("dev", EpisodeRunner(Whisper, "dev"), setup.stages[0].source.seats, 3, every=2)]
+    seats = setup.stages[0].source.seats
+    setup.evals = [TextEval(name="dev", episodes=3, every=2, arena=EpisodeRunner(Whisper, "dev"), seat_policies=seats)]
     path = run_toy(setup, tmp_path)
     assert [line["step"] for line in read_lines(path / "evals.jsonl")] == [-1, 1, 3, 4]
 
@@ -260,7 +259,7 @@ def test_the_buffer_holds_what_a_checkpoint_may_still_need_and_a_finished_run_ha
             kept[step] = min(int(name[8:14]) for name in names)
 
     with Run.create(tmp_path, "") as run:
-        assert asyncio.run(train(toy(1, [(8, 2)], at_once, checkpoint_every=2), run, Look()))
+        assert run_training(toy(1, [(8, 2)], at_once, checkpoint_every=2), run, Look())
         assert not (run.path / "buffer").exists()
     assert kept == {0: 0, 1: 0, 2: 0, 3: 0, 4: 4, 5: 4, 6: 8, 7: 8}
 
@@ -273,13 +272,13 @@ def test_a_stopped_run_has_kept_all_it_had_begun_and_plays_none_of_it_again(tmp_
             told.append(episode.seed)
 
     with Run.create(tmp_path, "x: 1") as run:
-        assert not asyncio.run(train(toy(2, [(6, 3)], at_once), run, Count(), should_stop=lambda: len(told) >= 9))
+        assert not run_training(toy(2, [(6, 3)], at_once), run, Count(), should_stop=lambda: len(told) >= 9)
         path, step = run.path, list_checkpoints(run.path)[-1].step
         assert sorted(told) == list(range(3 * (step + 3))) and run.next_step == step + 1
     with Run.open(path) as run:
         again = toy(2, [(6, 3)], at_once)
         assert restore_checkpoint(again, run) == step + 1 and again.learners["guide"].version == step + 1
-        assert asyncio.run(train(again, run, Count()))
+        assert run_training(again, run, Count())
     assert sorted(told) == [e.seed for episodes in recorded(path) for e in episodes] == list(range(18))
 
 
@@ -400,16 +399,6 @@ def test_half_of_the_games_may_wait(base, tmp_path):
     for episodes in steps:
         assert len({tuple(e.seats.values()) for e in episodes}) == 1  # all of a step began at one moment
         assert not any(e.error for e in episodes)
-
-
-def test_the_loop_that_waits_says_which_one_does_not(base, tmp_path):
-    with (
-        Run.create(tmp_path, "", "waits") as run,
-        pytest.raises(
-            ValueError, match=r"staleness: \d lets play go on .* palestra\.training\.async_loop\.run_training"
-        ),
-    ):
-        train_in_turn(build(config(base, steps=1)), run)
 
 
 def test_a_full_model_cannot_be_played_while_it_is_trained(base):
@@ -538,7 +527,7 @@ def kill_again_and_again(folder, base, kills, steps):
     """A run that is killed whenever it has trained some more steps, up to four, and some milliseconds: what each
     process left, and the run."""
     folder.mkdir()
-    tree = config(base, steps=steps, env={"type": "training.test_async_loop:Slow", "seconds": 0.01}).model_dump(
+    tree = config(base, steps=steps, env={"type": "training.test_async_rollouts:Slow", "seconds": 0.01}).model_dump(
         mode="json"
     )
     (folder / "ahead.yaml").write_text(yaml.safe_dump(tree))

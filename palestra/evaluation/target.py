@@ -1,0 +1,124 @@
+"""What is evaluated, by name: a run, one of its policies, a config, or an env; which policy plays each seat; and the
+result.
+
+Names of policies are the same for both kinds of envs: a policy of the target, or RUN:NAME for one of another run.
+text.py and vector.py add those of their kind: `base`, `expert`, `random`, `script:NAME`, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from palestra.config import Tree, load
+from palestra.envs import is_vector_config, known_envs
+from palestra.runs import Checkpoint, list_checkpoints
+from palestra.types import Episode, Seat
+
+
+class EvalResult(NamedTuple):
+    """Result of an evaluation: the policy at each seat (with its version, if it has one), the metrics, and the episodes
+    (empty for vectorised envs, which keep none)."""
+
+    policy_names: dict[Seat, str]
+    metrics: dict[str, Any]
+    episodes: list[Episode]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a name leads to: the tree of its config, the run (None: a config or an env) and the number of steps before
+    its checkpoint (None: the newest), and the policy that plays every seat ("": as the config says)."""
+
+    tree: Tree
+    run: Path | None = None
+    step: int | None = None
+    policy: str = ""
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """The run's checkpoint. Raises ValueError if there is none or its files are damaged."""
+        return find_checkpoint(self.run, self.step) if self.run else None
+
+    @property
+    def is_vector(self) -> bool:
+        """True for networks in a vectorised env, False for language agents."""
+        return is_vector_config(self.tree)
+
+    def weights(self, policy: str) -> Path | None:
+        """Returns the folder of the policy's weights; None if the target has no trained policy of this name."""
+        checkpoint = self.checkpoint
+        return checkpoint.path / checkpoint.names[policy] if checkpoint and policy in checkpoint.names else None
+
+    def find_policy(self, name: str) -> tuple[Target, str]:
+        """Returns the target that has the policy `name`, and the policy's name there. RUN:NAME leads to the newest
+        checkpoint of RUN."""
+        run, _, own = name.rpartition(":")
+        return (find_target(run), own) if run else (self, name)
+
+    def refuse_policy(self, name: str, others: str) -> NoReturn:
+        """Raises ValueError for an unknown policy; `others` lists the names of other policies that can play."""
+        have = dict.fromkeys([*self.tree.get("policies", {}), *(self.checkpoint.names if self.checkpoint else {})])
+        raise ValueError(f'no policy "{name}"; the run has {", ".join(have)}, or say {others}')
+
+
+def find_target(what: str | Path, env: Mapping[str, Any] | None = None, step: int | None = None) -> Target:
+    """Returns what `what` names: a run (with its checkpoint after `step` steps; None: the newest), RUN:NAME, a config
+    file, or an env, whose options are then `env`. Raises ValueError if there is none, or if it trains a population."""
+    what = str(what)
+    if not Path(what).exists() and what in known_envs():
+        return _env_target(what, env or {})
+    run, _, policy = what.rpartition(":")
+    path = Path(run or what)
+    if not path.exists():
+        raise ValueError(
+            f"there is no run, config or env {path}: `palestra runs` lists the runs, and `palestra info` the envs"
+        )
+    tree = load(path / "config.yaml" if path.is_dir() else path)
+    if "population" in tree:
+        raise ValueError(
+            f"{path} trains a population: `palestra league crossplay {path}` lets its members play each other"
+        )
+    return Target(tree, path if path.is_dir() else None, step, policy if run else "")
+
+
+def _env_target(name: str, options: Mapping[str, Any]) -> Target:
+    """Returns the target of an env without a run: the shipped base plays it, or networks that `seats` names."""
+    tree: Tree = {"env": {"type": name, **options}}
+    return Target(tree | {"policies": {"default": {"type": "net" if is_vector_config(tree) else "frozen"}}})
+
+
+def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
+    """Returns the newest checkpoint of a run, or the one after `step` steps. Raises ValueError if there is none or its
+    files are damaged."""
+    found = list_checkpoints(path)
+    if step is not None:
+        found = [c for c in found if c.step + 1 == step]
+    if not found:
+        have = ", ".join(str(c.step + 1) for c in list_checkpoints(path)) or "none"
+        raise ValueError(f"{path} has no checkpoint{f' after {step} steps' if step else ''}; it has: {have}")
+    return found[-1].verify()
+
+
+def assign_seats(names: Mapping[Seat, str], target: Target, changes: Mapping[str, str], env: str) -> dict[Seat, str]:
+    """Returns the policy of each seat: as in `names`, or the target's own policy at every seat, with `changes`, whose
+    keys may contain the wildcards `*` and `?`. Raises ValueError for a key that matches no seat."""
+    assigned = dict.fromkeys(names, target.policy) if target.policy else dict(names)
+    for pattern, name in changes.items():
+        matched = [seat for seat in assigned if fnmatchcase(seat, pattern)]
+        if not matched:
+            raise ValueError(f'no seat "{pattern}": env "{env}" plays {", ".join(assigned)}')
+        assigned |= dict.fromkeys(matched, str(name))
+    return assigned
+
+
+def swap_seats(names: Mapping[Seat, str]) -> dict[Seat, str]:
+    """Returns the assignment with the policies of two seats exchanged. Raises ValueError unless there are two seats."""
+    if len(names) != 2:
+        raise ValueError(f"--swap is for two seats; this env has {len(names)}: name them with --seats")
+    seats: Sequence[Seat] = list(names)
+    return {seats[0]: names[seats[1]], seats[1]: names[seats[0]]}

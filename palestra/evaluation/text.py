@@ -1,0 +1,158 @@
+"""Plays evaluations of language agents, and single episodes with a person."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from palestra.builders.engines import Engines
+from palestra.builders.text import make_episode_runner, make_policy, seat_policies, with_split
+from palestra.builders.text_config import TextConfig
+from palestra.builders.text_policies import FrozenConfig
+from palestra.config import validate
+from palestra.engine.sampler import SamplingConfig
+from palestra.envs.text.splits import Split
+from palestra.evaluation.target import EvalResult, Target, assign_seats, find_target
+from palestra.policies.base import Policy
+from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.policies.scripted import AskPerson, ExpertPolicy, HumanPolicy, RandomPolicy, ask_at_terminal
+from palestra.remote.envs.remote_env import make_env
+from palestra.rollouts.metrics import episode_metrics, seat_returns
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.seeding import derive_seed
+from palestra.training.text import play_instances
+from palestra.types import Episode, Seat
+
+BUILTIN_POLICIES: dict[str, Callable[[], Policy]] = {
+    "expert": ExpertPolicy,
+    "random": RandomPolicy,
+    "human": HumanPolicy,
+}
+OTHER_NAMES = "base, expert, random, human, RUN:NAME, or URL#MODEL"
+
+
+class TextEvalSetup(NamedTuple):
+    """An episode runner and its seat assignment: `policy_names` maps seats to policy names, `load_policy` returns a
+    policy by name, and loads it once."""
+
+    runner: EpisodeRunner
+    policy_names: dict[Seat, str]
+    load_policy: Callable[[str], Policy]
+
+    @property
+    def policies(self) -> dict[Seat, Policy]:
+        """The policy at each seat; loads those not yet loaded."""
+        return {seat: self.load_policy(name) for seat, name in self.policy_names.items()}
+
+    def play(self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int) -> list[EvalResult]:
+        """Plays instances 0 to `episodes` - 1 once with each of the assignments of policies to seats."""
+
+        async def play_all() -> list[EvalResult]:  # in one event loop, which remote samplers need
+            return [await self._play(names, episodes, seed) for names in assignments]
+
+        return asyncio.run(play_all())
+
+    async def _play(self, names: Mapping[Seat, str], episodes: int, seed: int) -> EvalResult:
+        policies = {seat: self.load_policy(name) for seat, name in names.items()}
+        played = await play_instances(self.runner, policies, range(episodes), seed)
+        metrics = episode_metrics(played) | seat_returns(played)
+        return EvalResult({seat: policy.name for seat, policy in policies.items()}, metrics, played)
+
+
+def open_text_eval(
+    target: Target,
+    env: Mapping[str, Any],
+    seats: Mapping[str, str],
+    *,
+    split: Split = "test",
+    sampling: Mapping[str, Any] | None = None,
+    in_process: bool = False,
+) -> TextEvalSetup:
+    """Returns an evaluation setup in the target's env, on instances of `split` unless `env` names another. See
+    `evaluate` for the arguments and errors."""
+    config = validate(TextConfig, target.tree)
+    changes = dict(env)
+    changed = with_split(config.env_config(changes.pop("base_env", None)), None, split) | changes
+    own = make_env(**changed).seats
+    trained = {seat: name for seat, name in config.seats.items() if seat in own or not config.envs}
+    named = seat_policies(config.model_copy(update={"env": changed, "envs": {}, "seats": trained}))
+    names = assign_seats(named, target, seats, changed["type"])
+    engines = Engines(config.device, config.max_num_seqs, None if in_process else config.sampler)
+    load = partial(load_policy, target=target, engines=engines, sampling=sampling or {})
+    return TextEvalSetup(make_episode_runner(changed, split), names, cache(load))
+
+
+def load_policy(name: str, target: Target, engines: Engines, sampling: Mapping[str, Any]) -> Policy:
+    """Returns a policy by name: one of the target's, "base" (the untrained base of its first policy), "RUN:NAME" of
+    another run, "expert", "random", "human", or an endpoint as URL#MODEL (its key is read from OPENAI_API_KEY). Raises
+    ValueError for an unknown name."""
+    if name.startswith(("http://", "https://")):
+        url, _, model = name.partition("#")
+        key_env = "OPENAI_API_KEY" if "OPENAI_API_KEY" in os.environ else None
+        return EndpointPolicy(model, EndpointConfig(url=url, model=model, key_env=key_env))
+    target, name = target.find_policy(name)
+    config = validate(TextConfig, target.tree)
+    if name in BUILTIN_POLICIES and name not in config.policies:
+        return BUILTIN_POLICIES[name]()
+    language_models = [policy for policy in config.policies.values() if hasattr(policy, "base")]
+    if name == "base" and language_models:
+        return engines.build_frozen_policy("base", _frozen(language_models[0], None, sampling))
+    if name not in config.policies:
+        target.refuse_policy(name, OTHER_NAMES)
+    chosen = config.policies[name]
+    if folder := target.weights(name):
+        version = json.loads((folder / "member.json").read_text())["version"]
+        return engines.build_frozen_policy(f"{name}@{version}", _frozen(chosen, folder, sampling))
+    if isinstance(chosen, FrozenConfig):
+        return engines.build_frozen_policy(name, _frozen(chosen, chosen.path, sampling))
+    if hasattr(chosen, "base"):
+        return engines.build_frozen_policy(name, _frozen(chosen, None, sampling))
+    return make_policy(name, chosen, engines)
+
+
+def _frozen(config: Any, path: str | Path | None, sampling: Mapping[str, Any]) -> FrozenConfig:
+    """Returns the settings of `config` for a policy that is not trained."""
+    shared = {key: getattr(config, key) for key in FrozenConfig.model_fields if key not in ("type", "path")}
+    changed = validate(SamplingConfig, {**config.sampling.model_dump(), **sampling})
+    return FrozenConfig(**(shared | {"sampling": changed, "path": None if path is None else str(path)}))
+
+
+# ---- a person at a seat
+
+
+def human_eval_setup(
+    what: str | Path,
+    env: Mapping[str, Any],
+    seats: Mapping[str, str],
+    human_seat: Seat | None,
+    *,
+    sampling: Mapping[str, Any],
+    step: int | None,
+) -> tuple[TextEvalSetup, Seat]:
+    """Returns a setup with a person at seat `human_seat` (None: the first), and that seat. Raises ValueError if there
+    is no such seat."""
+    setup = open_text_eval(find_target(what, env, step), env, seats, sampling=sampling, in_process=True)
+    human_seat = human_seat or next(iter(setup.policy_names))
+    if human_seat not in setup.policy_names:
+        raise ValueError(f'no seat "{human_seat}": this env plays {", ".join(setup.policy_names)}')
+    return setup._replace(policy_names=setup.policy_names | {human_seat: "human"}), human_seat
+
+
+async def play_episode(setup: TextEvalSetup, human_seat: Seat, seed: int, ask: AskPerson = ask_at_terminal) -> Episode:
+    """Plays one episode of instance `seed`; `ask` gets the person's answers at seat `human_seat`."""
+    policies = setup.policies | {human_seat: HumanPolicy(ask)}
+    return await setup.runner.play(EpisodeSpec(seed, policies, derive_seed(seed, "play")), Branching())
+
+
+def check_single_human(setup: TextEvalSetup, human_seat: Seat) -> dict[Seat, str]:
+    """Loads all policies and returns their names by seat. Raises ValueError if a person plays any seat but
+    `human_seat`."""
+    policies = setup.policies
+    if others := [seat for seat, policy in policies.items() if isinstance(policy, HumanPolicy) and seat != human_seat]:
+        raise ValueError(f"a page is one person's, who plays {human_seat}: seat {others[0]} by another, with --seats")
+    return {seat: policy.name for seat, policy in policies.items()}

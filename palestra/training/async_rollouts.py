@@ -1,0 +1,151 @@
+"""Asynchronous training of language agents: episodes are played during training, with weights of bounded staleness.
+
+With `staleness: n` an episode may begin if its own step is at most n steps ahead of training: episode i, with E
+episodes per step, begins once floor(i / E) <= trained + n (admission control, Fu et al., 2025, arXiv:2505.24298, eq.
+3). It is played to its end with the weights it began with, so the weights that it trains are at most n steps newer. No
+episode is ever too old, and none is dropped.
+
+Step s trains exactly the episodes that belong to it, as in synchronous training (text.py): what a step trains on does
+not depend on which episode finished first. A slow episode delays training, and delays sampling only at the bound.
+
+Every episode is written to disk (rollouts/episode_buffer.py) before it counts as finished. A resumed run reuses the
+finished ones, including those that steps after its checkpoint had trained on, and plays the others again. Repeated
+steps are therefore bit-identical.
+
+Everything runs in one process and one event loop. Learners yield to it between micro-batches; the weights that play
+change only between steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from palestra.rollouts.episode_buffer import EpisodeBuffer, StoredEpisode
+from palestra.rollouts.failures import RunFailed
+from palestra.rollouts.metrics import member_name
+from palestra.runs import NUM_KEPT, list_checkpoints
+from palestra.training.loop import Callback, PhaseTimer, RunProtocol, read_clocks
+from palestra.training.text import CollectedStep, Stage, TextTrainer
+from palestra.types import Metrics
+
+BUFFER_FOLDER = "buffer"  # folder of finished episodes in a run's folder
+
+
+@dataclass
+class AsyncTextTrainer(TextTrainer):
+    """A `TextTrainer` whose episodes are played during training, up to `staleness` steps ahead."""
+
+    staleness: int = 1
+
+    rollouts: AsyncRollouts = field(init=False, repr=False)  # set while the trainer is open
+
+    @contextmanager
+    def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
+        """As for `TextTrainer`, with the buffer of finished episodes. A run that is stopped finishes and stores every
+        episode that had begun; an error cancels them."""
+        with super().open(run, callback):
+            buffer = EpisodeBuffer(run.path / BUFFER_FOLDER, self._first_number(run.next_step))
+            self.rollouts = AsyncRollouts(self, buffer)
+            try:
+                yield
+                self.event_loop.run(self.rollouts.drain())
+            finally:
+                self.event_loop.run(self.rollouts.cancel())
+            if run.next_step == self.steps:
+                buffer.close()
+            else:
+                self._drop_trained()
+
+    def collect(self, step: int) -> None:
+        """Waits for the episodes of `step`, after starting those that may begin."""
+        if self.run.next_step == step:
+            self._drop_trained()
+        position = self.enter_step(step)
+        self.event_loop.run(self.rollouts.start_episodes(step))
+        timer, start = PhaseTimer(), read_clocks()
+        finished = self.event_loop.run(self.rollouts.collect(position.episode_numbers))
+        timer.add_since("wait", start)
+        stale = {name: staleness_metrics(finished, name, step) for name in self.policy_names}
+        self.current = CollectedStep(position, [each.episode for each in finished], timer, stale)
+
+    def update(self, step: int) -> None:
+        """As for `TextTrainer`. Failed episodes of a run that ends are dropped, so that a resume plays them again."""
+        try:
+            super().update(step)
+        except RunFailed:
+            self.rollouts.buffer.drop_failed(self.current.position.first_episode)
+            raise
+
+    def _drop_trained(self) -> None:
+        """Drops the stored episodes that no checkpoint needs."""
+        self.rollouts.buffer.drop(self._first_number(oldest_resume(self.run.path)))
+
+    def _first_number(self, step: int) -> int:
+        """Number of the first episode of `step`; after the last step, the number of episodes in the run."""
+        if step < self.steps:
+            return self.position_of(step).first_episode
+        return self.position_of(step - 1).episode_numbers.stop
+
+
+class AsyncRollouts:
+    """Plays the episodes that may begin, stores finished ones in `buffer`, and returns them by number."""
+
+    def __init__(self, trainer: AsyncTextTrainer, buffer: EpisodeBuffer) -> None:
+        self.trainer, self.buffer = trainer, buffer
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def start_episodes(self, step: int) -> None:
+        """Starts the episodes that may begin once `step` steps are trained, within the current stage. On return all
+        of them have started, with the current weights."""
+        position = self.trainer.position_of(step)
+        steps = min(self.trainer.staleness + 1, position.stage.steps - position.stage_step)
+        for number in range(position.first_episode, position.first_episode + steps * position.stage.episodes):
+            if number not in self.tasks and number not in self.buffer:
+                self.tasks[number] = asyncio.create_task(self._play(number, step, position.stage))
+        await asyncio.sleep(0)
+
+    async def collect(self, numbers: Sequence[int]) -> list[StoredEpisode]:
+        """Waits for the episodes with these numbers and returns them in this order."""
+        for number in numbers:
+            if number in self.tasks:
+                await self.tasks[number]
+                del self.tasks[number]
+        return await asyncio.to_thread(lambda: [self.buffer.get(number) for number in numbers])
+
+    async def drain(self) -> None:
+        """Waits for all episodes that have started."""
+        await asyncio.gather(*self.tasks.values())
+
+    async def cancel(self) -> None:
+        """Cancels all episodes that have started and are not finished."""
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    async def _play(self, number: int, began: int, stage: Stage) -> None:
+        trainer = self.trainer
+        on_episode, state = trainer.callback.on_episode, trainer.algorithm_state
+        (episode,) = await stage.source.play([number], stage.algorithm.branching, state, on_episode)
+        await self.buffer.put(number, began, episode)
+
+
+def staleness_metrics(finished: Sequence[StoredEpisode], policy: str, step: int) -> Metrics:
+    """Returns the mean and maximum number of steps by which the weights of `policy` that played are older than those
+    that `step` trains. Counts the episodes that `policy` played in and that did not fail."""
+    own = [
+        step - began
+        for episode, began in finished
+        if episode.error is None and policy in map(member_name, episode.seats.values())
+    ]
+    return {"staleness": sum(own) / len(own) if own else 0.0, "staleness_max": float(max(own, default=0))}
+
+
+def oldest_resume(path: Path) -> int:
+    """The earliest step that the run may resume from: the older of its newest checkpoints, in case the newest is
+    damaged."""
+    newest = list_checkpoints(path)[-NUM_KEPT:]
+    return newest[0].step + 1 if len(newest) == NUM_KEPT else 0

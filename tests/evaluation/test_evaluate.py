@@ -1,0 +1,115 @@
+"""One evaluation for language agents and networks: the same names of targets and policies, and the same result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from vector_toys import Counted
+
+from palestra.builders.vector import build_vector_run
+from palestra.builders.vector_config import VectorConfig
+from palestra.config import dump, validate
+from palestra.evaluation.evaluate import cross_play, evaluate
+from palestra.evaluation.target import find_target
+from palestra.runs import Run
+from palestra.training.loop import restore_checkpoint, run_training
+
+
+@pytest.fixture(scope="module")
+def text(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config of two language agents."""
+    policy = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
+    path = tmp_path_factory.mktemp("text") / "whisper.yaml"
+    tree = {"env": {"type": "toys:Whisper"}, "policies": {"guide": policy, "walker": policy}}
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture(scope="module")
+def vector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two networks, of a few steps."""
+    tree: dict[str, Any] = {
+        "env": {"type": "vector_toys:Counted", "num_envs": 8},
+        "policies": {"seat0": {"type": "net", "hidden": [4]}, "seat1": {"type": "net", "hidden": [4]}},
+        "algorithm": {"type": "ppo", "rollout_length": 4, "epochs": 1, "minibatches": 1},
+        "env_steps": 8 * 4 * 3,
+        "checkpoint_every": 32,
+        "log_every": 1,
+    }
+    config = validate(VectorConfig, tree)
+    with Run.create(tmp_path_factory.mktemp("vector"), dump(config)) as run:
+        trainer = build_vector_run(config)
+        restore_checkpoint(trainer, run)
+        assert run_training(trainer, run)
+        return run.path
+
+
+def test_seats_are_assigned_by_wildcards_in_both_kinds(text: Path, vector: Path) -> None:
+    assert evaluate(text, seats={"*": "expert"}, episodes=2).policy_names == {"guide": "expert", "walker": "expert"}
+    names = evaluate(vector, seats={"seat?": "random"}, episodes=2).policy_names
+    assert names == {"seat0": "random/seat0", "seat1": "random/seat1"}
+
+
+def test_a_result_has_policies_and_metrics_and_episodes_if_they_are_kept(text: Path, vector: Path) -> None:
+    spoken = evaluate(text, seats={"guide": "expert", "walker": "expert"}, episodes=3)
+    assert spoken.metrics["episodes"] == len(spoken.episodes) == 3 and spoken.metrics["success"] == 1
+    played = evaluate(vector, episodes=3, swap=True)
+    assert played.policy_names == {"seat0": "seat1@3", "seat1": "seat0@3"}
+    assert played.metrics["episodes"] == 3 and played.episodes == []
+
+
+def test_run_and_name_leads_to_a_policy_in_both_kinds(text: Path, vector: Path) -> None:
+    assert set(evaluate(f"{text}:guide", episodes=1).policy_names.values()) == {"guide"}
+    assert evaluate(text, seats={"walker": f"{text}:guide"}, episodes=1).policy_names["walker"] == "guide"
+    everywhere = evaluate(f"{vector}:seat1", episodes=1)
+    assert everywhere.policy_names == {"seat0": "seat1@3", "seat1": "seat1@3"}
+    other = evaluate(vector, seats={"seat0": f"{vector}:seat1"}, episodes=1)
+    assert other.policy_names == everywhere.policy_names
+
+
+def test_an_older_checkpoint_is_named_by_its_steps(vector: Path) -> None:
+    assert find_target(vector, step=2).checkpoint.step == 1  # type: ignore[union-attr]
+    assert evaluate(vector, episodes=1).policy_names == {"seat0": "seat0@3", "seat1": "seat1@3"}
+    assert evaluate(vector, episodes=1, step=2).policy_names == {"seat0": "seat0@2", "seat1": "seat1@2"}
+    with pytest.raises(ValueError, match="no checkpoint after step 9; it has: 2, 3"):
+        evaluate(vector, episodes=1, step=9)
+
+
+def test_an_env_without_a_run_is_played_by_whom_seats_names() -> None:
+    found = evaluate("kuhn_poker", seats={"*": "random"}, episodes=20)
+    assert found.metrics["episodes"] == 20 and sum(found.metrics["returns"].values()) == pytest.approx(0)
+    with pytest.raises(ValueError, match=r'no policy "default".*or say random, script:NAME or RUN:NAME'):
+        evaluate("kuhn_poker", episodes=1)
+
+
+def test_every_way_to_sit_is_played_on_the_same_instances(vector: Path) -> None:
+    found = cross_play(vector, members=["seat0", "random"], episodes=4)
+    assert len(found) == 4 and {result.metrics["episodes"] for result in found} == {4}
+    alone = evaluate(vector, seats={"seat1": "random"}, episodes=4)
+    (same,) = (f for f in found if list(f.policy_names.values()) == ["seat0@3", "random/seat1"])
+    assert same.metrics == alone.metrics
+
+
+@pytest.mark.parametrize(
+    ("seats", "message"),
+    [
+        ({"nobody": "random"}, 'no seat "nobody"'),
+        ({"*": "who"}, 'no policy "who"; the run has '),
+        ({"*": "nowhere:x"}, "there is no run, config or env nowhere"),
+    ],
+)
+def test_unknown_names_are_refused_alike(text: Path, vector: Path, seats: dict[str, str], message: str) -> None:
+    for target in (text, vector):
+        with pytest.raises(ValueError, match=message):
+            evaluate(target, seats=seats, episodes=1)
+
+
+def test_the_env_of_an_evaluation_is_closed(vector: Path) -> None:
+    before = Counted.not_closed
+    evaluate(vector, episodes=4)
+    with pytest.raises(ValueError, match="no seat"):
+        evaluate(vector, seats={"nobody": "random"}, episodes=4)
+    assert Counted.not_closed == before

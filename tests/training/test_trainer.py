@@ -1,0 +1,133 @@
+"""The loop over any trainer: when it logs, evaluates, checkpoints, keeps and stops, and where it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from palestra.rollouts.failures import RunFailed
+from palestra.runs import Checkpoint, Run, list_checkpoints, read_lines
+from palestra.training.loop import Callback, Evaluation, RunProtocol, play_evals, restore_checkpoint, run_training
+from palestra.types import TEAM, Metrics
+
+
+@dataclass
+class Counter:
+    """A trainer whose weights are a number: the sum of the steps that it was updated on."""
+
+    steps: int = 12
+    log_every: int = 1
+    checkpoint_every: int = 100
+    keep_every: int = 0
+    fails_at: int = -1
+    evals: list[Evaluation] = field(default_factory=lambda: [Evaluation(name="dev", episodes=1, every=4)])
+    policy_names: tuple[str, ...] = ("counter",)
+    total: int = 0
+    events: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
+        self.run = run
+        self.events.append("open")
+        try:
+            yield
+        finally:
+            self.events.append("closed")
+
+    def collect(self, step: int) -> None:
+        self.batch = step
+
+    def update(self, step: int) -> None:
+        if step == self.fails_at:
+            raise RunFailed("no gradient")
+        self.total += self.batch
+
+    def log(self, step: int) -> dict[str, Metrics]:
+        self.run.log_metrics(step, TEAM, {"total": self.total})
+        return {TEAM: {"total": float(self.total)}}
+
+    def evaluate(self, evaluation: Evaluation) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def save(self, step: int, folder: Path) -> None:
+        (folder / "counter").mkdir()
+        (folder / "counter" / "total").write_text(str(self.total))
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        self.total = int((checkpoint.path / "counter" / "total").read_text())
+
+    def all_gather(self, item: Any) -> list[Any]:
+        return [item]
+
+
+class StopAfter(Callback):
+    """Counts logged steps and evaluations, and stops after `step`."""
+
+    def __init__(self, step: int = 1000) -> None:
+        self.last, self.steps, self.evals = step, list[int](), list[int]()
+
+    def on_step(self, step: int, metrics: Any) -> None:
+        self.steps.append(step)
+        if step >= self.last:
+            self.stop()
+
+    def on_eval(self, step: int, name: str, metrics: Any) -> None:
+        self.evals.append(step)
+
+
+def train(trainer: Counter, root: Path, callback: StopAfter | None = None) -> Path:
+    callback = callback or StopAfter()
+    with Run.create(root, "") as run:
+        run_training(trainer, run, callback, lambda: callback.stop_requested)
+        return run.path
+
+
+def test_evaluations_follow_logged_steps_only(tmp_path: Path) -> None:
+    seen = StopAfter()
+    path = train(Counter(steps=11, log_every=2), tmp_path, seen)
+    assert seen.steps == [1, 3, 5, 7, 9, 10] and seen.evals == [-1, 3, 7, 10]
+    assert [line["step"] for line in read_lines(path / "metrics.jsonl")] == seen.steps
+    assert [line["total"] for line in read_lines(path / "evals.jsonl")] == [0, 6, 28, 55]
+
+
+def test_the_newest_two_checkpoints_are_left_and_those_to_keep(tmp_path: Path) -> None:
+    path = train(Counter(steps=11, checkpoint_every=2, keep_every=4), tmp_path)
+    assert [c.step + 1 for c in list_checkpoints(path)] == [4, 8, 10, 11]
+    assert [c.entry["keep"] for c in list_checkpoints(path)] == [True, True, False, True]
+    assert [c.names for c in list_checkpoints(path)] == [{"counter": "counter"}] * 4
+
+
+def test_a_stopped_run_has_a_checkpoint_and_goes_on_from_it(tmp_path: Path) -> None:
+    path = train(Counter(log_every=2), tmp_path, StopAfter(4))
+    assert [c.step for c in list_checkpoints(path)] == [5]
+    with Run.open(path) as run:
+        again, seen = Counter(log_every=2), StopAfter()
+        assert restore_checkpoint(again, run) == 6 and again.total == sum(range(6))
+        assert run_training(again, run, seen) and again.total == sum(range(12))
+    assert seen.steps == [7, 9, 11] and seen.evals == [7, 11]
+
+
+def test_a_stop_after_the_last_step_is_no_stop(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "") as run:
+        seen = StopAfter(11)
+        assert run_training(Counter(), run, seen, lambda: seen.stop_requested)
+
+
+def test_a_failure_closes_the_trainer_and_writes_no_checkpoint(tmp_path: Path) -> None:
+    trainer = Counter(fails_at=3)
+    with Run.create(tmp_path, "") as run, pytest.raises(RunFailed, match="no gradient"):
+        run_training(trainer, run)
+    assert trainer.events == ["open", "closed"] and list_checkpoints(run.path) == []
+
+
+def test_all_evaluations_can_be_asked_for(tmp_path: Path) -> None:
+    with Run.create(tmp_path, "") as run:
+        play_evals(Counter(), run, 1, seen := StopAfter())
+        assert seen.evals == []
+        play_evals(Counter(), run, 1, seen, due_only=False)
+        assert seen.evals == [1]
