@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
-from palestra.launch.console import console, print_line, require_packages, styled_text, user_errors
+from palestra.launch.console import PlainConsole, console, print_line, require_packages, styled_text, user_errors
 from palestra.rollouts.transcript import transcript
 
 if TYPE_CHECKING:
-    from palestra.evaluation.target import EvalResult
+    from palestra.evaluation.target import EvalResult, OnProgress
     from palestra.evaluation.text import TextEvalSetup
 
 POLICY_HELP = (
@@ -94,14 +96,19 @@ def evaluate(
         options |= {"sampling": _sampling(temperature), "greedy": temperature == 0}
         if cross or show:
             _needs_text(what, "--cross" if cross else "--show")
-        if cross:
-            from palestra.evaluation.evaluate import cross_play
+        from palestra.evaluation import evaluate as evaluation
 
-            found = cross_play(what, parse_settings(env), members or [], **options)
-        else:
-            from palestra.evaluation import evaluate as evaluation
-
-            found = [evaluation.evaluate(what, parse_settings(env), parse_seats(seats), swap=swap, **options)]
+        with _progress_bar(is_shown="human" not in parse_seats(seats).values()) as on_progress:
+            if cross:
+                found = evaluation.cross_play(
+                    what, parse_settings(env), members or [], on_progress=on_progress, **options
+                )
+            else:
+                found = [
+                    evaluation.evaluate(
+                        what, parse_settings(env), parse_seats(seats), swap=swap, on_progress=on_progress, **options
+                    )
+                ]
         if record:
             _record(what, record, step, found)
     for episode in [episode for scored in found for episode in scored.episodes[:show]]:
@@ -117,6 +124,17 @@ def evaluate(
         from palestra.rollouts.failures import check_not_all_failed
 
         check_not_all_failed([episode for scored in found for episode in scored.episodes], "eval")
+
+
+@contextmanager
+def _progress_bar(is_shown: bool) -> Iterator[OnProgress]:
+    """Context with a progress bar, on stderr and only in a terminal, which vanishes at its end. Yields the function
+    that moves it."""
+    loud = PlainConsole(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=loud, transient=True, disable=not (is_shown and loud.is_terminal)) as bar:
+        task = bar.add_task("playing", total=None)
+        yield lambda played, of: bar.update(task, completed=played, total=of)
 
 
 def _record(run: Path, name: str, step: int | None, found: list[EvalResult]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -338,4 +339,10 @@ class StopOnInterrupt:
 def _interrupt(*_: object) -> None:
     """Raises KeyboardInterrupt. Unlike Python's own handler it is not replaced by asyncio, whose handler would wait for
     the training pass in progress."""
+    logging.getLogger("asyncio").addFilter(_is_no_interrupt)
     raise KeyboardInterrupt
+
+
+def _is_no_interrupt(record: logging.LogRecord) -> bool:
+    """False for asyncio's report, with a long traceback, of a task in which the KeyboardInterrupt was raised."""
+    return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt))
