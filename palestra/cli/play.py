@@ -242,11 +242,20 @@ def play(
         )
         if browser:
             return _in_browser(table, mine, seed, host, port)
+        _print_rules(table, mine)
         episode = asyncio.run(play_episode(table, mine, seed))
         if episode.error:
             why, gave_up = f"the episode ended early: {episode.error}", episode.error.startswith("EOFError")
             raise ValueError(why) if gave_up else RunFailed.from_traceback(why, episode.traceback)
     console.print(_outcome(mine, episode))
+
+
+def _print_rules(table: TextEvalSetup, seat: str) -> None:
+    """Prints the rules and the form of an answer, unless the seat's role, which is shown with its first observation,
+    has them."""
+    env = table.runner.make_env()
+    if env.rules_for(seat) not in env.roles.get(seat, ""):
+        console.print(f"{env.rules_for(seat)}\n")
 
 
 def _in_browser(table: TextEvalSetup, mine: str, seed: int, host: str, port: int) -> None:
@@ -256,8 +265,7 @@ def _in_browser(table: TextEvalSetup, mine: str, seed: int, host: str, port: int
     from palestra.evaluation.text import check_single_human, play_episode
 
     env = table.runner.make_env()
-    name, rules = env.name or type(env).__name__, getattr(env, "rules_text", "")
-    setting = GameSetup(name, check_single_human(table, mine), mine, rules)
+    setting = GameSetup(env.name or type(env).__name__, check_single_human(table, mine), mine, env.rules_for(mine))
     serve(
         PlaySessions(partial(play_episode, table, mine), setting, first_instance=seed, print_line=print_line),
         host,
