@@ -36,7 +36,7 @@ SeatsOption = Annotated[
     list[str] | None, typer.Option(help=f"who plays a seat, as SEAT=WHO, `*` for any letters: {POLICY_HELP}")
 ]
 TemperatureOption = Annotated[
-    float | None, typer.Option(min=0, help="default: as in training; networks know only that and 0")
+    float | None, typer.Option(min=0, help="default: as in training; networks accept only that and 0")
 ]
 InProcessOption = Annotated[
     bool, typer.Option("--in-process", help="sample in this process, even if the config names a sampler")
@@ -61,7 +61,7 @@ def evaluate(
     temperature: TemperatureOption = None,
     seed: int = 0,
     in_process: InProcessOption = False,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
     record: Annotated[
         str,
         typer.Option(help="keep the result in the run under this name, beside its evaluations; the dashboard shows it"),
