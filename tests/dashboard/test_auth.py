@@ -104,9 +104,9 @@ def test_links_in_a_run_lead_nowhere(client):
 
 def test_weights_that_are_said_to_be_elsewhere_are_not_sent(client):
     assert client.get("/api/runs/good/members/sly.zip").status_code == 404
-    assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 400
+    assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 422
     agents = client.get("/api/runs/good/agents")
-    assert agents.status_code == 400 and "do not go on with a run that you do not trust" in agents.text
+    assert agents.status_code == 422 and "do not go on with a run that you do not trust" in agents.text
 
 
 @pytest.mark.parametrize("name", ["/usr", "../../../outside", "..", "", "a\0b", "link"])
@@ -121,7 +121,7 @@ def test_names_in_checkpoints_lead_nowhere(tmp_path, name):
     client = TestClient(build_dashboard(tmp_path / "runs"), base_url=HERE)
     for page in ("agents", "checkpoints/0/red.zip"):
         answer = client.get(f"/api/runs/sly/{page}")
-        assert answer.status_code == 400 and "bytes" not in answer.text
+        assert answer.status_code == 422 and "bytes" not in answer.text
 
 
 def test_it_only_shows(client):
