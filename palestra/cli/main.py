@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -98,10 +99,10 @@ def _sandbox() -> str:
         return f"none: {error}"
 
 
-def _add(panel: str, **commands: object) -> None:
+def _add(panel: str, **commands: Callable[..., None]) -> None:
     """Adds commands by name to a panel of the help; `_` in a name stands for a hyphen."""
     for name, command in commands.items():
-        app.command(name.replace("_", "-"), rich_help_panel=panel)(command)  # type: ignore[arg-type]
+        app.command(name.replace("_", "-"), rich_help_panel=panel)(command)
 
 
 _add(TRAIN, demo=demo, init=init, train=train)
