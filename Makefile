@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PLAIN := .venv/.plain
 CLIENTS := a b c
 
 # Small models on few cores: threads that fight over them cost more than they give.
@@ -20,10 +21,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
 	touch $@
 
-demo: $(INSTALLED) ## train the demo team on a CPU and draw its curves
-	@n=1; name=demo; while [ -e runs/$$name ]; do n=$$((n + 1)); name=demo-$$n; done; \
-	$(BIN)/palestra train configs/demo.yaml --name $$name && \
-	find "$$PWD/runs/$$name" -name '*.png' -exec printf '\nThe picture: %s\n' {} +
+# The demo needs the package alone, a tenth of what the tests need.
+$(PLAIN): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+demo: $(PLAIN) ## train the demo team on a CPU and draw its curves
+	$(BIN)/palestra demo
 
 test: lint ## lint, types and the fast tests (CPU), on as many cores as there are
 	$(BIN)/python -m pytest -n auto --dist loadfile

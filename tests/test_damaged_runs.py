@@ -323,8 +323,8 @@ def test_the_command_names_what_it_passed_over(stopped: Stopped, copied: Path) -
     flip(f"{NEW}/{LEARNER}", -3)(copied)
     code, out = resume_by_command(copied)
     (line,) = [line for line in out.splitlines() if "passed over" in line]
-    assert line.startswith("the checkpoint after step 6 is passed over: ") and f"{NEW}/{LEARNER} is damaged" in line
-    assert code == 0 and "going on after step 4" in out and contents(copied) == stopped.whole
+    assert line.startswith("the checkpoint after 6 steps is passed over: ") and f"{NEW}/{LEARNER} is damaged" in line
+    assert code == 0 and "going on after 4 steps" in out and contents(copied) == stopped.whole
     assert "already complete; --set env_steps=N extends it" in resume_by_command(copied)[1]
 
 

@@ -22,7 +22,7 @@ import yaml
 from malformed import KINDS, Case, changed_cases, raw_cases
 
 from palestra.builders import text, vector
-from palestra.cli.main import train
+from palestra.cli.train import train
 from palestra.launch import distributed as launch_distributed
 from palestra.launch import population
 from palestra.training import distributed

@@ -140,7 +140,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(base, whole, tmp_path)
     assert 0 < steps < STEPS and len(read_lines(run / "metrics.jsonl")) == 3 * steps
     (hint,) = (line for line in out.splitlines() if "palestra train --resume" in line)
     resumed = start(tmp_path / "a folder", "--resume", hint.rsplit("--resume ", 1)[1].strip("'"))
-    assert f"going on after step {steps}" in finish(resumed)
+    assert f"going on after {steps} steps" in finish(resumed)
     assert_same(run, whole(STEPS))
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_is_over_goes_on_for_longer(base, whole, tmp_path):
     process, run = new_run(tmp_path / "a", base, steps)
     finish(process)
     out = finish(start(tmp_path / "a", "--resume", run, "--set", f"steps={STEPS}"))
-    assert f"going on after step {steps}" in out
+    assert f"going on after {steps} steps" in out
     shutil.rmtree(list_checkpoints(run)[0].path)  # what would have been the end is kept, too
     assert_same(run, whole(STEPS))
     assert yaml.safe_load((run / "config.yaml").read_text())["steps"] == STEPS

@@ -45,6 +45,12 @@ export function Episode({ run, step, episode, route }: Props) {
         ))}
       </div>
       {tree.error !== null && <pre class="text error">{tree.error}</pre>}
+      {tree.traceback !== null && (
+        <details>
+          <summary>Traceback</summary>
+          <pre class="text">{tree.traceback}</pre>
+        </details>
+      )}
       {tree.nodes.length > 0 && chosen !== null && <Tree tree={tree} chosen={chosen} choose={(node) => amend(route, { node: String(node) })} />}
       <div class="bar" role="group" aria-label="how words are shown">
         <label>

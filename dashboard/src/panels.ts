@@ -14,8 +14,8 @@ export interface Section {
 }
 
 const NAMES: [string, string, string[]][] = [
-  ["Outcome", "success (training and exams)", ["metrics/success", "evals/success"]],
-  ["Outcome", "return (training and exams)", ["metrics/return", "evals/return"]],
+  ["Outcome", "success (held-out evaluations and training)", ["metrics/success", "evals/success"]],
+  ["Outcome", "return (held-out evaluations and training)", ["metrics/return", "evals/return"]],
   ["Outcome", "return of the team", ["metrics/team_return", "evals/team_return"]],
   ["Outcome", "NashConv", ["metrics/nash_conv"]],
   ["Outcome", "exploitability", ["metrics/exploitability"]],

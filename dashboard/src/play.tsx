@@ -204,5 +204,5 @@ function others(game: GameState): string {
 
 // As much of an episode's tree as its words ask for.
 function bare(game: GameState): EpisodeTree {
-  return { env: game.env, seed: 0, error: null, seats: game.seats, nodes: [], left_out: 0 };
+  return { env: game.env, seed: 0, error: null, traceback: null, seats: game.seats, nodes: [], left_out: 0 };
 }

@@ -29,12 +29,12 @@ export function Head({ run, live, tab }: { run: RunDetail; live: boolean; tab: s
           {count(run.done)}
           {run.total > 0 && ` of ${count(run.total)}`}
         </Figure>
-        {run.success != null && <Figure name="success">{percent(run.success)}</Figure>}
-        {run.return != null && <Figure name="return">{num(run.return)}</Figure>}
         {run.nash_conv != null && <Figure name="NashConv">{num(run.nash_conv)}</Figure>}
         {Object.entries(run.evals).map(([name, exam]) => (
-          <Figure name={`exam ${name}`}>{exam.success != null ? percent(exam.success) : num(exam.return)}</Figure>
+          <Figure name={`held-out ${name}`}>{exam.success != null ? percent(exam.success) : num(exam.return)}</Figure>
         ))}
+        {run.success != null && <Figure name={run.success_label}>{percent(run.success)}</Figure>}
+        {run.return != null && <Figure name="training return">{num(run.return)}</Figure>}
         {run.status === "running" && run.left != null && <Figure name="left, about">{duration(run.left)}</Figure>}
         <Figure name="created (UTC)">{when(run.created)}</Figure>
         <Figure name="this page">

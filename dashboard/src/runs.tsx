@@ -17,17 +17,12 @@ const COLUMNS: Column[] = [
   ["algorithm", "algorithm", (run) => run.algorithm],
   ["seed", "seed", (run) => run.seed ?? -1, true],
   ["done", "done", (run) => (run.total ? run.done / run.total : 0), true],
-  ["success", "success", (run) => run.success ?? -1, true],
-  ["return", "return", (run) => run.return ?? -Infinity, true],
-  ["exam", "last exam", (run) => examOf(run)[1]],
+  ["held-out", "held-out result", (run) => run.headline],
+  ["alarms", "alarms", (run) => run.alarms?.length ?? -1],
+  ["success", "success in training", (run) => run.success ?? -1, true],
+  ["return", "return in training", (run) => run.return ?? -Infinity, true],
   ["created", "created (UTC)", (run) => run.created],
 ];
-
-function examOf(run: RunLine): [string, string] {
-  const [name, exam] = Object.entries(run.evals).at(-1) ?? ["", {}];
-  if (run.nash_conv != null) return ["NashConv", num(run.nash_conv)];
-  return [name, exam.success != null ? percent(exam.success) : exam.return != null ? num(exam.return) : ""];
-}
 
 export function Runs({ route }: { route: Route }) {
   const { tick } = useLive();
@@ -84,7 +79,7 @@ export function Runs({ route }: { route: Route }) {
 }
 
 function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (name: string) => void }) {
-  const [exam, score] = examOf(run);
+  const [, ...search] = run.success_label.match(/^search success \((.*)\)$/) ?? [];
   return (
     <tr class={chosen ? "chosen" : ""}>
       <td>
@@ -102,11 +97,20 @@ function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (
       <td>{run.algorithm}</td>
       <td class="right">{run.seed ?? "–"}</td>
       <td class="right">{run.total ? percent(run.done / run.total) : run.steps}</td>
-      <td class="right">{percent(run.success)}</td>
-      <td class="right">{num(run.return)}</td>
       <td>
-        {exam} <b>{score}</b>
+        <b>{run.headline || "–"}</b>
       </td>
+      <td>
+        {run.alarms?.length ? (
+          <a class="warn" href={to(["run", run.name, "alarms"])} title={run.alarms.join(", ")}>
+            <span aria-hidden="true">▲</span> {run.alarms.length}
+          </a>
+        ) : null}
+      </td>
+      <td class="right" title={run.success_label}>
+        {percent(run.success)} {search.length > 0 && run.success != null && <small>{search[0]}</small>}
+      </td>
+      <td class="right">{num(run.return)}</td>
       <td>{when(run.created)}</td>
     </tr>
   );

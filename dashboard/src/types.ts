@@ -23,8 +23,11 @@ export interface RunLine {
   total: number;
   status: "running" | "done" | "stopped";
   success: Num;
+  success_label: string; // of the success rate in training
   return: Num;
   nash_conv: Num;
+  headline: string; // the leading held-out evaluation, or NashConv
+  alarms?: string[] | null; // in the list of runs: names; null while they are not known yet
   evals: Record<string, Exam>;
   changed: number;
 }
@@ -38,7 +41,7 @@ export interface AlarmRow {
 
 export type Logs = Record<"metrics" | "timings" | "evals", Record<string, string[]>>;
 
-export interface RunDetail extends RunLine {
+export interface RunDetail extends Omit<RunLine, "alarms"> {
   left: Num;
   figures: Logs;
   last: Record<string, Record<string, Record<string, unknown>>>;
@@ -102,6 +105,7 @@ export interface EpisodeTree {
   env: string;
   seed: number;
   error: string | null;
+  traceback: string | null;
   seats: Record<string, string>;
   nodes: TreeNode[];
   left_out: number;

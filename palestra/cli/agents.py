@@ -14,7 +14,7 @@ Step = Annotated[int | None, typer.Option(help="a checkpoint of the run (default
 
 def publish(
     run: Annotated[Path, typer.Argument(help="a run")],
-    to: Annotated[Path, typer.Option(help="the folder to write, which must not be there yet")],
+    out: Annotated[Path, typer.Option(help="the folder to write, which must not be there yet")],
     member: Annotated[str | None, typer.Option(help="which of the run's agents (not needed where it has one)")] = None,
     step: Step = None,
     merge: Annotated[
@@ -31,9 +31,9 @@ def publish(
 
     Examples:
 
-        palestra publish runs/demo --member planner --to planner
+        palestra publish runs/demo --member planner --out planner
 
-        palestra publish runs/demo --member planner --to planner-whole --merge --license apache-2.0
+        palestra publish runs/demo --member planner --out planner-whole --merge --license apache-2.0
     """
     with user_errors():
         from palestra.agents.publish import publish as write
@@ -42,8 +42,8 @@ def publish(
         agents = find_agents(run, [member] if member else [], step)
         if len(agents) > 1:
             raise ValueError(f"{run} has {len(agents)} agents: say --member {'|'.join(agent.name for agent in agents)}")
-        write(agents[0], to, merge=merge, base_name=base_name, licence=licence)
-    print_line(f"{to}: {agents[0].versioned}, {'merged into its base' if merge else agents[0].kind}")
+        write(agents[0], out, merge=merge, base_name=base_name, licence=licence)
+    print_line(f"{out}: {agents[0].versioned}, {'merged into its base' if merge else agents[0].kind}")
 
 
 def serve_agent(

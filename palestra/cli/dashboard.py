@@ -12,13 +12,13 @@ from palestra.launch.console import print_line, require_packages, user_errors
 
 
 def dashboard(
-    root: Annotated[Path, typer.Argument(metavar="[RUNS_DIR]", help="the folder that holds runs")] = Path("runs"),
+    root: Annotated[Path, typer.Option(help="the folder that holds runs")] = Path("runs"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 6070,
     host: Annotated[str, typer.Option(help="the address to listen at; others than this machine's want a --token")] = (
         "127.0.0.1"
     ),
     token: Annotated[
-        str, typer.Option(help="ask whoever looks for this (or set PALESTRA_DASHBOARD_TOKEN, which `ps` does not show)")
+        str, typer.Option(help="require this token (or set PALESTRA_DASHBOARD_TOKEN, which `ps` does not show)")
     ] = "",
     allow_host: Annotated[
         list[str] | None, typer.Option(help="a name that the server is reached under, besides its address")
@@ -32,7 +32,7 @@ def dashboard(
 
         palestra dashboard
 
-        palestra dashboard experiments --port 8080
+        palestra dashboard --root experiments --port 8080
 
         palestra dashboard --host 0.0.0.0 --token "$(openssl rand -hex 16)"
     """

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
-from palestra.launch.console import console, print_line, require_packages, styled_text, user_errors
+from palestra.launch.console import PlainConsole, console, print_line, require_packages, styled_text, user_errors
 from palestra.rollouts.transcript import transcript
 
 if TYPE_CHECKING:
-    from palestra.evaluation.target import EvalResult
+    from palestra.evaluation.target import EvalResult, OnProgress
     from palestra.evaluation.text import TextEvalSetup
 
 POLICY_HELP = (
@@ -34,7 +36,7 @@ SeatsOption = Annotated[
     list[str] | None, typer.Option(help=f"who plays a seat, as SEAT=WHO, `*` for any letters: {POLICY_HELP}")
 ]
 TemperatureOption = Annotated[
-    float | None, typer.Option(min=0, help="default: as in training; networks know only that and 0")
+    float | None, typer.Option(min=0, help="default: as in training; networks accept only that and 0")
 ]
 InProcessOption = Annotated[
     bool, typer.Option("--in-process", help="sample in this process, even if the config names a sampler")
@@ -59,7 +61,7 @@ def evaluate(
     temperature: TemperatureOption = None,
     seed: int = 0,
     in_process: InProcessOption = False,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
     record: Annotated[
         str,
         typer.Option(help="keep the result in the run under this name, beside its evaluations; the dashboard shows it"),
@@ -94,14 +96,19 @@ def evaluate(
         options |= {"sampling": _sampling(temperature), "greedy": temperature == 0}
         if cross or show:
             _needs_text(what, "--cross" if cross else "--show")
-        if cross:
-            from palestra.evaluation.evaluate import cross_play
+        from palestra.evaluation import evaluate as evaluation
 
-            found = cross_play(what, parse_settings(env), members or [], **options)
-        else:
-            from palestra.evaluation import evaluate as evaluation
-
-            found = [evaluation.evaluate(what, parse_settings(env), parse_seats(seats), swap=swap, **options)]
+        with _progress_bar(is_shown="human" not in parse_seats(seats).values()) as on_progress:
+            if cross:
+                found = evaluation.cross_play(
+                    what, parse_settings(env), members or [], on_progress=on_progress, **options
+                )
+            else:
+                found = [
+                    evaluation.evaluate(
+                        what, parse_settings(env), parse_seats(seats), swap=swap, on_progress=on_progress, **options
+                    )
+                ]
         if record:
             _record(what, record, step, found)
     for episode in [episode for scored in found for episode in scored.episodes[:show]]:
@@ -117,6 +124,17 @@ def evaluate(
         from palestra.rollouts.failures import check_not_all_failed
 
         check_not_all_failed([episode for scored in found for episode in scored.episodes], "eval")
+
+
+@contextmanager
+def _progress_bar(is_shown: bool) -> Iterator[OnProgress]:
+    """Context with a progress bar, on stderr and only in a terminal, which vanishes at its end. Yields the function
+    that moves it."""
+    loud = PlainConsole(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=loud, transient=True, disable=not (is_shown and loud.is_terminal)) as bar:
+        task = bar.add_task("playing", total=None)
+        yield lambda played, of: bar.update(task, completed=played, total=of)
 
 
 def _record(run: Path, name: str, step: int | None, found: list[EvalResult]) -> None:
@@ -224,11 +242,20 @@ def play(
         )
         if browser:
             return _in_browser(table, mine, seed, host, port)
+        _print_rules(table, mine)
         episode = asyncio.run(play_episode(table, mine, seed))
         if episode.error:
             why, gave_up = f"the episode ended early: {episode.error}", episode.error.startswith("EOFError")
             raise ValueError(why) if gave_up else RunFailed.from_traceback(why, episode.traceback)
     console.print(_outcome(mine, episode))
+
+
+def _print_rules(table: TextEvalSetup, seat: str) -> None:
+    """Prints the rules and the form of an answer, unless the seat's role, which is shown with its first observation,
+    has them."""
+    env = table.runner.make_env()
+    if env.rules_for(seat) not in env.roles.get(seat, ""):
+        console.print(f"{env.rules_for(seat)}\n")
 
 
 def _in_browser(table: TextEvalSetup, mine: str, seed: int, host: str, port: int) -> None:
@@ -238,8 +265,7 @@ def _in_browser(table: TextEvalSetup, mine: str, seed: int, host: str, port: int
     from palestra.evaluation.text import check_single_human, play_episode
 
     env = table.runner.make_env()
-    name, rules = env.name or type(env).__name__, getattr(env, "rules_text", "")
-    setting = GameSetup(name, check_single_human(table, mine), mine, rules)
+    setting = GameSetup(env.name or type(env).__name__, check_single_human(table, mine), mine, env.rules_for(mine))
     serve(
         PlaySessions(partial(play_episode, table, mine), setting, first_instance=seed, print_line=print_line),
         host,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -35,10 +35,16 @@ def report(
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="runs; those that differ in the seed only are one curve")],
     metric: Annotated[
-        str | None, typer.Option(help="a figure of the logs, such as success, return, entropy (default: what there is)")
+        str | None,
+        typer.Option(
+            help="a metric of training, or with --eval of an evaluation: success, return, entropy (default: the "
+            "success or return of the held-out evaluation)"
+        ),
     ] = None,
-    eval_name: Annotated[str | None, typer.Option("--eval", help="draw the metric of this evaluation")] = None,
-    policy: Annotated[str, typer.Option(help="whose figure in training")] = "team",
+    eval_name: Annotated[
+        str | None, typer.Option("--eval", help="draw the metric of this evaluation (default: test, else the first)")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="whose metric in training")] = "team",
     smooth: Annotated[int, typer.Option(min=1, help="steps of a moving mean")] = 1,
     out: Annotated[Path, typer.Option(help="a .svg, .pdf or .png")] = Path("figure.svg"),
     width: Annotated[float, typer.Option(min=1, help="inches: a column of a paper is about 3.3, a page 6.8")] = 3.3,
@@ -85,27 +91,6 @@ def sync(
         check_sinks([sink])
         count = sinks.send_logs(run, sink, follow=follow)
     print_line(f"{count} lines sent to {to}")
-
-
-def print_alarms(run: Path) -> None:
-    """Prints the alarms that a run's metrics raise, as in the dashboard."""
-    from palestra.dashboard.alarms import find_alarms
-    from palestra.types import TEAM
-
-    policies, exams = _figures(run / "metrics.jsonl", "policy"), _figures(run / "evals.jsonl", "name")
-    team = policies.pop(TEAM, {})
-    for alarm in find_alarms(policies, team, exams):
-        about = f" ({alarm.who})" if alarm.who else ""
-        console.print(styled_text((f"alarm: {alarm.name}{about}:", "yellow"), f" {alarm.says}"), soft_wrap=True)
-
-
-def _figures(path: Path, key: str) -> dict[str, dict[str, Any]]:
-    """Columns of a log, by name and metric."""
-    from palestra.dashboard.logs import MetricLog
-
-    log = MetricLog(path, key)
-    log.refresh()
-    return {name: {figure: log.column(name, figure)[1] for figure in keys} for name, keys in log.metric_keys().items()}
 
 
 def print_cycles(run: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from palestra.config.shipped import find_config
+
 Tree = dict[str, Any]
 
 MAX_CONFIG_CHARS = 1_000_000  # characters of a config
@@ -22,9 +24,9 @@ ALLOWED_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "i
 
 
 def load(path: str | Path) -> Tree:
-    """Returns the tree of a YAML file; {} if it is empty. Raises ValueError with file and line if it cannot be read as
-    a config."""
-    path = Path(path)
+    """Returns the tree of a YAML file, which may be a shipped one, such as configs/demo.yaml; {} if it is empty. Raises
+    ValueError with file and line if it cannot be read as a config."""
+    path = find_config(Path(path))
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

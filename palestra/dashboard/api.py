@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from typing import Any
 
 from starlette.requests import Request
@@ -17,13 +18,13 @@ from starlette.responses import Response, StreamingResponse
 from palestra.config import validate
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, run_status, system, trees
-from palestra.dashboard.alarms import Alarm, cyclic_alarms, find_alarms
+from palestra.dashboard.alarms import Alarm, cyclic_alarms
 from palestra.dashboard.catalog import MAX_TREE_BYTES, NotFound, OpenRun, RunCatalog
-from palestra.dashboard.logs import PARSE_ERRORS, MetricLog
+from palestra.dashboard.logs import PARSE_ERRORS
 from palestra.populations.ratings import cyclicity
 from palestra.report.population_data import PopulationRecord
-from palestra.types import TEAM
 
+ALARM_BUDGET_S = 0.05  # seconds of one request for the list that go into reading logs for alarms
 MAX_LISTED_RUNS = 5_000  # the newest runs of a folder; older ones are not listed
 
 
@@ -34,6 +35,7 @@ class DashboardApi:
     def __init__(self, library: RunCatalog) -> None:
         self.library = library
         self._lines: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self._listed_alarms: dict[str, tuple[float, list[str]]] = {}  # by run: when its logs changed, names of alarms
         self._records: dict[str, tuple[tuple[int, ...], PopulationRecord]] = {}
 
     # ---- all runs
@@ -43,9 +45,23 @@ class DashboardApi:
         held = run_status.held_locks()
         lines = [line for name in self.library.names() if (line := self._entry_or_error(name, held))]
         lines.sort(key=lambda line: (line["created"], line["name"]), reverse=True)
-        return json_response(
-            request, {"root": self.library.root.name, "runs": lines[:MAX_LISTED_RUNS], "of": len(lines)}
-        )
+        deadline = time.monotonic() + ALARM_BUDGET_S
+        shown = [line | {"alarms": self._alarm_names(line, deadline)} for line in lines[:MAX_LISTED_RUNS]]
+        return json_response(request, {"root": self.library.root.name, "runs": shown, "of": len(lines)})
+
+    def _alarm_names(self, line: dict[str, Any], deadline: float) -> list[str] | None:
+        """Returns the names of a listed run's alarms. After `deadline` (of `time.monotonic`) no more logs are read,
+        and the answer is that of an earlier request, or None."""
+        name, changed = line["name"], line["changed"]
+        known = self._listed_alarms.get(name)
+        if line["status"] != "unreadable" and (known is None or known[0] != changed) and time.monotonic() < deadline:
+            try:
+                found = run_status.metric_alarms(self._refreshed_run(name))
+                known = changed, list(dict.fromkeys(alarm.name for alarm in found))
+            except (NotFound, OSError, ValueError, *PARSE_ERRORS):
+                known = changed, []
+            self._listed_alarms[name] = known
+        return known[1] if known else None
 
     def _entry_or_error(self, name: str, held: dict[int, int]) -> dict[str, Any] | None:
         """Returns a run's list entry; None if the run was just removed or its files lead out of its folder. If files
@@ -203,19 +219,12 @@ class DashboardApi:
         return known[1]
 
     def _alarms(self, run: OpenRun) -> list[Alarm]:
-        policies = {name: metric_columns(run.metrics, name) for name in run.metrics.names() if name != TEAM}
-        exams = {name: metric_columns(run.evals, name) for name in run.evals.names()}
         if not run.file("tasks.jsonl").exists():
-            return find_alarms(policies, metric_columns(run.metrics, TEAM), exams)
+            return run_status.metric_alarms(run)
         try:
             return cyclic_alarms(cyclicity(*self._record(run).payoffs.pairwise_scores()))
         except ValueError:  # no games yet, or more than two players
             return []
-
-
-def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:
-    """Returns every metric of `name` in a log: key -> values [T] float64."""
-    return {key: log.column(name, key)[1] for key in log.metric_keys().get(name, [])}
 
 
 def base_models(run: OpenRun) -> dict[str, str]:

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from palestra.dashboard.alarms import Alarm, find_alarms
 from palestra.dashboard.catalog import OpenRun, Tree
 from palestra.dashboard.logs import MetricLog, last_lines
 from palestra.files import file_size
+from palestra.runs.headline import format_eval, headline_eval, training_success_label
 from palestra.runs.settings import flatten_tree
 from palestra.types import TEAM
 
@@ -64,6 +66,8 @@ def list_entry(run: OpenRun, locks: Mapping[int, int]) -> Tree:
         "success": team.get("success"),
         "return": team.get("return", team.get("team_return")),
         "nash_conv": team.get("nash_conv"),
+        "success_label": training_success_label(config),
+        "headline": headline(exams, team),
         "evals": {name: eval_summary(exam) for name, exam in exams.items()},
         "changed": max(file_stamp(run.path)[::2]) / 1e9,
     }
@@ -82,8 +86,33 @@ def unreadable_entry(name: str, error: Exception) -> Tree:
         "success": None,
         "return": None,
         "nash_conv": None,
+        "success_label": "training success",
+        "headline": "",
         "evals": {},
     }
+
+
+def headline(evals: Mapping[str, Mapping[str, Any]], team: Mapping[str, Any]) -> str:
+    """Returns the main result of a run as text: its NashConv, or its leading evaluation: "test 85.0%"; "" if none."""
+    if team.get("nash_conv") is not None:
+        return f"NashConv {team['nash_conv']:.3f}"
+    name = headline_eval(list(evals))
+    return f"{name} {format_eval(evals[name])}" if name else ""
+
+
+def metric_alarms(run: OpenRun) -> list[Alarm]:
+    """Returns the alarms that the metrics of an open, refreshed run raise; those of a population's games are not among
+    them."""
+    if run.file("tasks.jsonl").exists():
+        return []
+    policies = {name: metric_columns(run.metrics, name) for name in run.metrics.names() if name != TEAM}
+    exams = {name: metric_columns(run.evals, name) for name in run.evals.names()}
+    return find_alarms(policies, metric_columns(run.metrics, TEAM), exams)
+
+
+def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:
+    """Returns every metric of `name` in a log: key -> values [T] float64."""
+    return {key: log.column(name, key)[1] for key in log.metric_keys().get(name, [])}
 
 
 def eval_summary(result: Mapping[str, Any]) -> Tree:

@@ -52,7 +52,7 @@ def read_rows(path: Path, episode: int, columns: list[str] | None = None) -> lis
 
 def tree_view(path: Path, episode: int) -> dict[str, Any]:
     """Returns the nodes with rewards and flags by seat; `left_out` counts the nodes beyond `MAX_NODES`."""
-    rows = read_rows(path, episode, ["env", "seed", "seats", "error", *STRUCTURE_COLUMNS, *FLAG_COLUMNS])
+    rows = read_rows(path, episode, ["env", "seed", "seats", "error", "traceback", *STRUCTURE_COLUMNS, *FLAG_COLUMNS])
     nodes: dict[int, Row] = {}
     for row in rows:
         if row["node"] is not None:
@@ -61,7 +61,8 @@ def tree_view(path: Path, episode: int) -> dict[str, Any]:
                 node["seats"][row["seat"]] = {
                     key: row[key] for key in ("reward", "advantage", "invalid", "draw") if row.get(key) is not None
                 }
-    head = {key: rows[0][key] for key in ("env", "seed", "error")} | {"seats": json.loads(rows[0]["seats"])}
+    head = {key: rows[0][key] for key in ("env", "seed", "error")}
+    head |= {"traceback": rows[0].get("traceback"), "seats": json.loads(rows[0]["seats"])}
     return head | {"nodes": list(nodes.values())[:MAX_NODES], "left_out": max(0, len(nodes) - MAX_NODES)}
 
 

@@ -51,6 +51,11 @@ class Env(ABC):
         """Returns an independent copy of the game in its current state."""
         return copy.copy(self) if self.replaces_state else copy.deepcopy(self)
 
+    def rules_for(self, seat: Seat) -> str:
+        """Returns the rules of the game and the form of an answer, for a person who plays `seat`: the text of the
+        seat's role, unless an env has more to say than it tells a model."""
+        return self.roles.get(seat, "")
+
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - most envs hold no resources
         """Releases the resources of the env."""
 

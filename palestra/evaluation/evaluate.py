@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
 
-from palestra.evaluation.target import EvalResult, find_target, swap_seats
+from palestra.evaluation.target import EvalResult, OnProgress, find_target, swap_seats
 from palestra.types import Seat
 
 MAX_ASSIGNMENTS = 256
@@ -36,8 +36,11 @@ class EvalSetup(Protocol):
         """The policy of each seat: a name, see `evaluate`."""
         ...
 
-    def play(self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int) -> list[EvalResult]:
-        """Plays the same held-out episodes once with each of the assignments of policies to seats."""
+    def play(
+        self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
+    ) -> list[EvalResult]:
+        """Plays the same held-out episodes once with each of the assignments of policies to seats; see `evaluate` for
+        `on_progress`."""
         ...
 
 
@@ -49,6 +52,7 @@ def evaluate(
     episodes: int,
     swap: bool = False,
     seed: int = 0,
+    on_progress: OnProgress = lambda played, of: None,
     **options: Unpack[EvalOptions],
 ) -> EvalResult:
     """Plays `episodes` held-out episodes and returns the result.
@@ -57,13 +61,15 @@ def evaluate(
     the env; text envs are played on split "test" unless it names another. `seats` maps seats (`*` and `?` are
     wildcards) to names of policies: one of the run's, RUN:NAME, "random", for language agents also "base" (the
     untrained base of the first policy), "expert", "human" or an endpoint as URL#MODEL, for networks "script:NAME".
-    `swap` exchanges the policies of two seats. `options` are those of `EvalOptions`.
+    `swap` exchanges the policies of two seats. `on_progress` is called with the number of episodes played and the
+    number of all, after each episode of language agents, and after all of networks. `options` are those of
+    `EvalOptions`.
 
     Raises ValueError for an unknown name, seat or checkpoint.
     """
     with open_eval(what, env or {}, seats or {}, episodes, options) as setup:
         names = swap_seats(setup.policy_names) if swap else setup.policy_names
-        return setup.play([names], episodes, seed)[0]
+        return setup.play([names], episodes, seed, on_progress)[0]
 
 
 def cross_play(
@@ -73,6 +79,7 @@ def cross_play(
     *,
     episodes: int,
     seed: int = 0,
+    on_progress: OnProgress = lambda played, of: None,
     **options: Unpack[EvalOptions],
 ) -> list[EvalResult]:
     """Evaluates every assignment of `members` (default: the run's own policies) to seats, all on the same instances.
@@ -88,7 +95,7 @@ def cross_play(
                 "name fewer with --member"
             )
         ways = [dict(zip(seats, way, strict=True)) for way in product(members, repeat=len(seats))]
-        return setup.play(ways, episodes, seed)
+        return setup.play(ways, episodes, seed, on_progress)
 
 
 def open_eval(

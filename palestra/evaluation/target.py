@@ -7,7 +7,7 @@ text.py and vector.py add those of their kind: `base`, `expert`, `random`, `scri
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,6 +18,8 @@ from palestra.config import Tree, load
 from palestra.envs import is_vector_config, known_envs
 from palestra.runs import Checkpoint, list_checkpoints
 from palestra.types import Episode, Seat
+
+OnProgress = Callable[[int, int], None]  # called with (episodes played, episodes in all)
 
 
 class EvalResult(NamedTuple):
@@ -100,7 +102,7 @@ def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
         found = [c for c in found if c.step + 1 == step]
     if not found:
         have = ", ".join(str(c.step + 1) for c in list_checkpoints(path)) or "none"
-        raise ValueError(f"{path} has no checkpoint{f' after step {step}' if step else ''}; it has: {have}")
+        raise ValueError(f"{path} has no checkpoint{f' after {step} steps' if step else ''}; it has: {have}")
     return found[-1].verify()
 
 

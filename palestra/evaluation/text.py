@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from palestra.builders.text_policies import FrozenConfig
 from palestra.config import validate
 from palestra.engine.sampler import SamplingConfig
 from palestra.envs.text.splits import Split
-from palestra.evaluation.target import EvalResult, Target, assign_seats, find_target
+from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.scripted import AskPerson, ExpertPolicy, HumanPolicy, RandomPolicy, ask_at_terminal
@@ -49,17 +50,25 @@ class TextEvalSetup(NamedTuple):
         """The policy at each seat; loads those not yet loaded."""
         return {seat: self.load_policy(name) for seat, name in self.policy_names.items()}
 
-    def play(self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int) -> list[EvalResult]:
+    def play(
+        self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
+    ) -> list[EvalResult]:
         """Plays instances 0 to `episodes` - 1 once with each of the assignments of policies to seats."""
+        played = count(1)
+
+        def on_episode(_: Episode) -> None:
+            on_progress(next(played), len(assignments) * episodes)
 
         async def play_all() -> list[EvalResult]:  # in one event loop, which remote samplers need
-            return [await self._play(names, episodes, seed) for names in assignments]
+            return [await self._play(names, episodes, seed, on_episode) for names in assignments]
 
         return asyncio.run(play_all())
 
-    async def _play(self, names: Mapping[Seat, str], episodes: int, seed: int) -> EvalResult:
+    async def _play(
+        self, names: Mapping[Seat, str], episodes: int, seed: int, on_episode: Callable[[Episode], None]
+    ) -> EvalResult:
         policies = {seat: self.load_policy(name) for seat, name in names.items()}
-        played = await play_instances(self.runner, policies, range(episodes), seed)
+        played = await play_instances(self.runner, policies, range(episodes), seed, on_episode)
         metrics = episode_metrics(played) | seat_returns(played)
         return EvalResult({seat: policy.name for seat, policy in policies.items()}, metrics, played)
 

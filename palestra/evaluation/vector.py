@@ -14,7 +14,7 @@ from palestra.builders.vector_config import ScriptConfig, VectorConfig
 from palestra.builders.vector_envs import make_vector_env
 from palestra.config import validate
 from palestra.envs import VectorEnv
-from palestra.evaluation.target import EvalResult, Target, assign_seats, find_target
+from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
 from palestra.learners.nets import read_policy
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
 from palestra.seeding import derive_seed
@@ -39,9 +39,15 @@ class VectorEvalSetup:
         """Loads the player of each seat, in seat order, by name."""
         return [load_player(self.target, self.env, seat, names[seat], self.greedy) for seat in self.env.seats]
 
-    def play(self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int) -> list[EvalResult]:
+    def play(
+        self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
+    ) -> list[EvalResult]:
         """Plays the same `episodes` episodes once with each of the assignments of policies to seats."""
-        return [self._play(names, episodes, seed) for names in assignments]
+        found = []
+        for names in assignments:
+            found.append(self._play(names, episodes, seed))
+            on_progress(len(found) * episodes, len(assignments) * episodes)
+        return found
 
     def _play(self, names: Mapping[Seat, str], episodes: int, seed: int) -> EvalResult:
         players = self.players(names)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from palestra.launch.console import PlainConsole, styled_text
 from palestra.populations import scheduler
 from palestra.populations.tasks import TaskResult
+from palestra.runs.headline import eval_label, format_eval, training_return_label, training_success_label
 from palestra.training.loop import Callback
 from palestra.types import TEAM, Episode, Metrics
 
@@ -19,24 +20,27 @@ EMA_DECAY = 0.9  # weight of the old value in the running mean that is displayed
 
 
 class ProgressBar(Callback):
-    """A rich progress bar over training steps, with the running success rate or return. Evaluations are printed above
-    it."""
+    """A rich progress bar over training steps, with the newest held-out evaluation and the running success rate or
+    return of training. Evaluations are printed above it. `config` is the resolved config of the run."""
 
-    def __init__(self, steps: int, start: int, console: Console | None = None) -> None:
+    def __init__(
+        self, steps: int, start: int, config: Mapping[str, Any] | None = None, console: Console | None = None
+    ) -> None:
         self.console = console or PlainConsole()
+        self.config = config or {}
         columns = (
             TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[what]}", markup=False),
-            TextColumn("{task.fields[value]}", style="bold", markup=False),
+            TextColumn("{task.fields[held_out]}", style="bold", markup=False),
+            TextColumn("{task.fields[trained]}", markup=False),
             TextColumn("{task.fields[failed]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=False),
         )
         self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
-        self.task = self.bar.add_task("training", total=steps, completed=start, what="", value="", failed="")
+        self.task = self.bar.add_task("training", total=steps, completed=start, held_out="", trained="", failed="")
         self._value: float | None = None
         self._failed = 0
 
@@ -63,15 +67,18 @@ class ProgressBar(Callback):
             now = team[what]
             self._value = now if self._value is None else EMA_DECAY * self._value + (1 - EMA_DECAY) * now
         value = "-" if self._value is None else f"{self._value:.0%}" if what == "success" else f"{self._value:.2f}"
-        failed = f" · failed {self._failed}" if self._failed else ""
-        self.bar.update(self.task, completed=step + 1, what=what, value=value, failed=failed)
+        label = training_success_label(self.config) if what == "success" else training_return_label(self.config)
+        failed = f"· failed {self._failed}" if self._failed else ""
+        self.bar.update(self.task, completed=step + 1, trained=f"{label} {value}", failed=failed)
 
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
-        when = "before training" if step < 0 else f"after step {step + 1}"
+        when = "before training" if step < 0 else f"after {step + 1} steps"
+        label = eval_label(self.config, name)
+        self.bar.update(self.task, held_out=f"{label} {format_eval(metrics)}")
         shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
         shown += [("return", f"{metrics['return']:.2f}")] if "return" in metrics else []
         shown = shown or [(seat, f"{own:.2f}") for seat, own in metrics["returns"].items()]
-        told: list[str | tuple[str, str]] = [f"{name} {when}:"]
+        told: list[str | tuple[str, str]] = [f"{label} {when}:"]
         for number, (what, value) in enumerate(shown):
             told += [f"{',' if number else ''} {what} ", (value, "bold")]
         size = f" of {metrics['episodes']:.0f}, {metrics['steps_per_episode']:.1f} steps an episode"

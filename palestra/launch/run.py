@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -248,8 +249,11 @@ def _execute(
         tree = config.model_dump(mode="json")
         print_line(complete_message(tree, is_vector_config(tree)))
     elif start:
-        console.print(f"going on after step {start}")
-    with ProgressBar(setup.steps, start, console) as bar, StopOnInterrupt() as interrupted:
+        console.print(f"going on after {start} steps")
+    with (
+        ProgressBar(setup.steps, start, config.model_dump(mode="json"), console) as bar,
+        StopOnInterrupt() as interrupted,
+    ):
         return train(setup, run, CallbackList([bar, *callbacks]), _stop_requested(interrupted, callbacks))
 
 
@@ -337,4 +341,10 @@ class StopOnInterrupt:
 def _interrupt(*_: object) -> None:
     """Raises KeyboardInterrupt. Unlike Python's own handler it is not replaced by asyncio, whose handler would wait for
     the training pass in progress."""
+    logging.getLogger("asyncio").addFilter(_is_no_interrupt)
     raise KeyboardInterrupt
+
+
+def _is_no_interrupt(record: logging.LogRecord) -> bool:
+    """False for asyncio's report, with a long traceback, of a task in which the KeyboardInterrupt was raised."""
+    return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt))

@@ -19,6 +19,7 @@ from palestra.report.run_charts import metric_charts
 from palestra.report.style import STYLE
 from palestra.report.tables import eval_table, policy_table, time_table
 from palestra.runs import list_checkpoints, load_episodes
+from palestra.runs.headline import eval_label
 from palestra.runs.series import RunLogs, wilson_interval
 
 # Second line of defence after escaping: blocks all requests and scripts.
@@ -83,14 +84,14 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
     """Returns the headline metrics as HTML: up to three evaluations, progress, NashConv."""
     found = []
     for name, lines in list(logs.evals.items())[:3]:
-        last = lines[-1]
+        last, label = lines[-1], f"held-out {eval_label(tree, name)}"
         if "success" in last:
             low, high = wilson_interval(last["success"] * last["episodes"], last["episodes"])
             found.append(
-                (f"{last['success']:.1%}", f"{name}: success of {last['episodes']:.0f} [{low:.0%}, {high:.0%}]")
+                (f"{last['success']:.1%}", f"{label}: success of {last['episodes']:.0f} [{low:.0%}, {high:.0%}]")
             )
         elif "return" in last:
-            found.append((f"{last['return']:.2f}", f"{name}: return, mean of {last['episodes']:.0f}"))
+            found.append((f"{last['return']:.2f}", f"{label}: return, mean of {last['episodes']:.0f}"))
     if logs.team:
         last = logs.team[-1]
         done, whole = last["step"] + 1, tree.get("steps")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from palestra.config import load
 from palestra.files import replacing_file
 from palestra.report.charts import curve_style, drawing, format_compact, new_figure
+from palestra.runs.headline import eval_label, headline_eval, training_return_label, training_success_label
 from palestra.runs.series import BANDS, Line, RunLogs, Series, align, band_bounds, moving_mean
 from palestra.runs.settings import flatten_tree
 from palestra.types import TEAM
@@ -29,7 +30,7 @@ class FigureSpec:
     metric: str | None = None
     """Key of the logs; None for the first that the first run has: success, return, NashConv, team return."""
     eval_name: str | None = None
-    """Name of an evaluation; None for training."""
+    """Name of an evaluation; None for training, or, without a metric, for the evaluation that all runs have."""
     policy: str = TEAM
     """In training: the policy whose metric it is (default: the whole team)."""
     smooth_window: int = 1
@@ -61,12 +62,13 @@ def draw_figure(runs: Sequence[Path], figure: FigureSpec, out: Path) -> list[str
     if figure.band not in BANDS:
         raise ValueError(f"--band is one of {', '.join(BANDS)}, not {figure.band}")
     logs = [read_logs(run) for run in runs]
+    figure = with_default_eval(logs, figure)
     metric = figure.metric or default_metric(logs[0], figure)
     groups = group_by_config(logs, figure, metric)
     size = (figure.width, figure.height or figure.width * 2 / 3)
     with drawing(**_paper(size[0])):
         picture = new_figure(*size, layout="constrained")
-        _draw(picture.subplots(), groups, figure, logs[0].x_title, _y_title(metric, figure))
+        _draw(picture.subplots(), groups, figure, logs[0].x_title, _y_title(metric, figure, logs[0].config))
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(out) as place:
             dates = {"metadata": {"Date": None}} if out.suffix == ".svg" else {}
@@ -80,6 +82,16 @@ def read_logs(run: Path) -> RunLogs:
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} is not a run: it has no config.yaml; `palestra runs` lists the runs there are")
     return RunLogs(run)
+
+
+def with_default_eval(logs: Sequence[RunLogs], figure: FigureSpec) -> FigureSpec:
+    """Returns the figure with the leading evaluation that all runs have, if it names neither a metric nor a policy nor
+    an evaluation. Without such an evaluation it stays as it is."""
+    if figure.metric or figure.eval_name or figure.policy != TEAM:
+        return figure
+    return replace(
+        figure, eval_name=headline_eval([name for name in logs[0].evals if all(name in x.evals for x in logs)])
+    )
 
 
 def default_metric(logs: RunLogs, figure: FigureSpec) -> str:
@@ -173,10 +185,12 @@ def _draw(axis: Any, groups: Sequence[SeedGroup], figure: FigureSpec, x_title: s
         axis.legend(handlelength=1.6)
 
 
-def _y_title(metric: str, figure: FigureSpec) -> str:
+def _y_title(metric: str, figure: FigureSpec, config: Tree) -> str:
     words = metric.replace("_", " ").replace("nash conv", "NashConv")
     if figure.eval_name:
-        return f"{words} ({figure.eval_name})"
+        return f"{words} ({eval_label(config, figure.eval_name)})"
+    labels = {"success": training_success_label(config), "return": training_return_label(config)}
+    words = labels.get(metric, words)
     return words if figure.policy == TEAM else f"{words}, {figure.policy}"
 
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from palestra.report.charts import Chart, ChartCurve, chart_panel, save_panels
 from palestra.report.inline_svg import chart_html
+from palestra.runs.headline import eval_label, training_return_label, training_success_label
 from palestra.runs.series import Line, RunLogs, Series, smooth, wilson_interval
 from palestra.types import TEAM
 
 MAX_PANELS = 6  # charts of `plot_run`
 POLICY_CHARTS = [  # metric, title
-    ("return", "return in training"),
     ("entropy", "entropy of the policy (nats)"),
     ("kl", "KL from the sampling policy"),
     ("zero_std_fraction", "groups without differences (share)"),
@@ -49,7 +49,8 @@ def metric_charts(logs: RunLogs) -> str:
 def run_charts(logs: RunLogs) -> Iterator[Chart]:
     """Yields the charts for which the run has values, the most telling first."""
     charts = [_success(logs), _returns(logs), _rewards(logs)]
-    charts += [_of_policies(logs, key, title) for key, title in POLICY_CHARTS]
+    titles = [("return", training_return_label(logs.config)), *POLICY_CHARTS]
+    charts += [_of_policies(logs, key, title) for key, title in titles]
     return (chart for chart in [*charts, _speed(logs)] if chart.shown)
 
 
@@ -58,20 +59,28 @@ def _success(logs: RunLogs) -> Chart:
     for name, lines in logs.evals.items():
         known = [line for line in lines if "success" in line]
         spans = [wilson_interval(line["success"] * line["episodes"], line["episodes"]) for line in known]
-        evals.append(ChartCurve(f"evaluation {name}", logs.series(known, "success"), np.array(spans), has_markers=True))
-    title = "success, with 95 % intervals"
-    return Chart(title, [*_smoothed("in training", raw), *evals], logs.x_title, low=0.0, high=1.0)
+        evals.append(
+            ChartCurve(_eval_name(logs, name), logs.series(known, "success"), np.array(spans), has_markers=True)
+        )
+    title = "held-out success, with 95 % intervals" if evals else training_success_label(logs.config)
+    curves = [*evals, *_smoothed(training_success_label(logs.config), raw)]
+    return Chart(title, curves, logs.x_title, low=0.0, high=1.0)
 
 
 def _returns(logs: RunLogs) -> Chart:
     """The team's return; for evaluations without one, the return of each seat."""
-    curves = _smoothed("in training", logs.series(logs.team, "team_return"))
+    curves: list[ChartCurve] = []
     for name, lines in logs.evals.items():
         if any("return" in line for line in lines):
-            curves.append(ChartCurve(f"evaluation {name}", logs.series(lines, "return"), has_markers=True))
+            curves.append(ChartCurve(_eval_name(logs, name), logs.series(lines, "return"), has_markers=True))
         else:
             curves += [_seat_return(logs, name, lines, seat) for seat in lines[-1].get("returns", {})]
+    curves += _smoothed(training_return_label(logs.config), logs.series(logs.team, "team_return"))
     return Chart("returns, with 95 % intervals", curves, logs.x_title)
+
+
+def _eval_name(logs: RunLogs, name: str) -> str:
+    return f"held-out {eval_label(logs.config, name)}"
 
 
 def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> ChartCurve:
@@ -81,7 +90,12 @@ def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> 
         if line.get("returns", {}).get(seat) is not None
     ]
     series, half = logs.series(own, "own"), logs.series(own, "half").y
-    return ChartCurve(f"{name}: {seat}", series, np.stack([series.y - half, series.y + half], 1), has_markers=True)
+    return ChartCurve(
+        f"{eval_label(logs.config, name)}: {seat}",
+        series,
+        np.stack([series.y - half, series.y + half], 1),
+        has_markers=True,
+    )
 
 
 def _rewards(logs: RunLogs) -> Chart:

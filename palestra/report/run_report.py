@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.table import Table
 
+from palestra.runs.headline import eval_label, training_return_label, training_success_label
 from palestra.runs.series import RunLogs, end_windows, mean_of, success_interval
 
 SUMMARY_ROWS = [
     ("local_reward", "local reward"),
-    ("return", "return in training"),
     ("invalid", "invalid answers"),
     ("entropy", "entropy"),
 ]
@@ -23,8 +23,8 @@ def summary_table(path: str | Path) -> Table:
     table = Table(title="what was learned", title_justify="left")
     for heading, justify in (("", "left"), ("before", "right"), ("after", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    for name, lines in logs.evals.items():
-        first, last = lines[0], lines[-1]
+    for key, lines in logs.evals.items():
+        first, last, name = lines[0], lines[-1], eval_label(logs.config, key)
         n = f"{last['episodes']:.0f}"
         if "success" in last:
             table.add_row(f"{name}: success of {n}", success_interval(first), success_interval(last), style="bold")
@@ -34,11 +34,17 @@ def summary_table(path: str | Path) -> Table:
             for seat in last["returns"]:
                 table.add_row(f"{name}: return of {seat}", *(f"{x['returns'][seat]:.2f}" for x in (first, last)))
         table.add_row(f"{name}: steps an episode", *(f"{x['steps_per_episode']:.1f}" for x in (first, last)))
+    if logs.team and any("success" in line for line in logs.team):
+        begin, end, which = end_windows(logs.team)
+        table.add_section()
+        ends = [mean_of(lines, "success") for lines in (begin, end)]
+        label = f"{training_success_label(logs.config)}, {which}"
+        table.add_row(label, *("-" if value is None else f"{value:.1%}" for value in ends), style="dim")
     for name, lines in logs.policies.items():
         begin, end, which = end_windows(lines)
         table.add_section()
         table.add_row(f"{name}: {which}", style="dim")
-        for key, label in SUMMARY_ROWS:
+        for key, label in [("return", training_return_label(logs.config)), *SUMMARY_ROWS]:
             ends = [mean_of(begin, key), mean_of(end, key)]
             if ends != [None, None]:
                 table.add_row(f"{name}: {label}", *("-" if value is None else f"{value:.2f}" for value in ends))
@@ -58,5 +64,8 @@ def explain_no_update(path: Path) -> str:
         why = f"in {flat:.0%} of the groups all answers earn the same, so that no advantage differs from 0"
         fix = "raise algorithm.group_size or the sampling temperature, or pay for part of the task in the env"
     if success >= 0.95:
-        why, fix = f"{why}, at a success of {success:.0%}", "the task is solved already: make it harder"
+        why, fix = (
+            f"{why}, at a {training_success_label(logs.config)} of {success:.0%}",
+            "the task is solved already: make it harder",
+        )
     return f"no update was made in {len(logs.team)} steps: {why}. To change this, {fix}"

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from palestra.report.html import escape_text, format_number, html_table
+from palestra.runs.headline import eval_label
 from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval
 from palestra.types import TEAM
 
@@ -17,7 +18,15 @@ def eval_table(logs: RunLogs) -> str:
         before = lines[0] if lines[0]["step"] < 0 and len(lines) > 1 else None
         after = lines[-1]
         for what, tell in _told(after):
-            rows.append([name, what, f"{after['episodes']:.0f}", tell(before) if before else "-", tell(after)])
+            rows.append(
+                [
+                    eval_label(logs.config, name),
+                    what,
+                    f"{after['episodes']:.0f}",
+                    tell(before) if before else "-",
+                    tell(after),
+                ]
+            )
     return html_table(["evaluation", "metric", "episodes", "before", "after"], rows, css_class="words")
 
 

@@ -117,7 +117,7 @@ def find_newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
                 f"{folder} is passed over: {CHECKPOINTS_FILE} has no line for it" for folder in newer
             ] + wrong
         if checkpoint.path.exists() or not wrong:  # others were pruned
-            wrong.append(f"the checkpoint after step {checkpoint.step + 1} is passed over: {fault}")
+            wrong.append(f"the checkpoint after {checkpoint.step + 1} steps is passed over: {fault}")
     if wrong:
         raise DamagedFile(f"no checkpoint of {path} is intact ({wrong[0].partition(': ')[2]}): {RECOVERY_HINT}")
     if unknown:

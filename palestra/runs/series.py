@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from palestra.config import Tree, load
 from palestra.files import read_lines
 from palestra.runs.settings import flatten_tree
 from palestra.types import TEAM
@@ -42,6 +43,12 @@ class RunLogs:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @cached_property
+    def config(self) -> Tree:
+        """The resolved config; {} if there is none."""
+        path = self.path / "config.yaml"
+        return load(path) if path.is_file() and path.stat().st_size else {}
 
     @cached_property
     def metrics(self) -> list[Line]:

@@ -329,11 +329,16 @@ async def update_learner(
 
 
 async def play_instances(
-    arena: EpisodeRunner, seats: Mapping[Seat, Policy], instances: Sequence[int], seed: int
+    arena: EpisodeRunner,
+    seats: Mapping[Seat, Policy],
+    instances: Sequence[int],
+    seed: int,
+    on_episode: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
-    """Plays episodes without branching on the given instances of the arena's env, and returns them in their order."""
+    """Plays episodes without branching on the given instances of the arena's env, and returns them in their order.
+    Calls `on_episode` with each one when it ends."""
     matches = [EpisodeSpec(i, seats, derive_seed(seed, "exam", arena.name, i)) for i in instances]
-    return await arena.play_all(matches, Branching())
+    return await arena.play_all(matches, Branching(), on_episode)
 
 
 def throughput(episodes: Sequence[Episode], timer: PhaseTimer, policy: str | None = None) -> Metrics:

@@ -213,7 +213,7 @@ class VectorTrainer:
         policy = getattr(error, "policy", "")
         seats = ", ".join(seat for seat, name in self.seats.items() if name == policy)
         kept = self.run.next_step
-        checkpoint = f"the last good checkpoint is after step {kept}" if kept else "there is no checkpoint yet"
+        checkpoint = f"the last good checkpoint is after {kept} steps" if kept else "there is no checkpoint yet"
         return (
             f"step {step + 1}: {error} (seats: {seats or 'all'}); {checkpoint} in {self.run.path}. "
             f"{nonfinite_loss_advice(self.rollout.env, self.batch)}"

@@ -41,7 +41,7 @@ def card_of(folder):
 
 
 def test_peft_loads_what_is_published_and_says_what_our_engine_says(run, base, tmp_path):
-    palestra("publish", run, "--member", "guide", "--to", tmp_path / "guide", "--license", "apache-2.0")
+    palestra("publish", run, "--member", "guide", "--out", tmp_path / "guide", "--license", "apache-2.0")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "guide")
     (agent,) = find_agents(tmp_path / "guide")
     policy = load_policy(agent, Engines("cpu", 8))
@@ -55,8 +55,8 @@ def test_peft_loads_what_is_published_and_says_what_our_engine_says(run, base, t
 
 
 def test_the_merged_model_is_the_adapter_on_its_base(run, base, tmp_path):
-    palestra("publish", run, "--member", "guide", "--to", tmp_path / "a")
-    palestra("publish", run, "--member", "guide", "--to", tmp_path / "m", "--merge")
+    palestra("publish", run, "--member", "guide", "--out", tmp_path / "a")
+    palestra("publish", run, "--member", "guide", "--out", tmp_path / "m", "--merge")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     # Products of other shapes round otherwise on each processor: what is left is small beside what the adapter does.
@@ -73,7 +73,7 @@ def test_the_merged_model_is_the_adapter_on_its_base(run, base, tmp_path):
 
 def test_the_card_says_what_it_is_and_how_good(run, tmp_path):
     palestra(
-        "publish", run, "--member", "walker", "--to", tmp_path / "w", "--base-name", "some/base", "--license", "mit"
+        "publish", run, "--member", "walker", "--out", tmp_path / "w", "--base-name", "some/base", "--license", "mit"
     )
     head, text = card_of(tmp_path / "w")
     assert head["base_model"] == "some/base" and head["library_name"] == "peft" and head["license"] == "mit"
@@ -87,7 +87,7 @@ def test_the_card_says_what_it_is_and_how_good(run, tmp_path):
 
 
 def test_a_local_base_is_not_named_to_others(run, tmp_path):
-    palestra("publish", run, "--member", "walker", "--to", tmp_path / "w")
+    palestra("publish", run, "--member", "walker", "--out", tmp_path / "w")
     assert "base_model" not in card_of(tmp_path / "w")[0]
 
 
@@ -95,20 +95,20 @@ def test_a_config_cannot_break_out_of_the_card(run, tmp_path):
     copied = tmp_path / "copied"
     shutil.copytree(run, copied)
     (copied / "config.yaml").write_text((run / "config.yaml").read_text() + "# ````\n# # Forged\n")
-    palestra("publish", copied, "--member", "guide", "--to", tmp_path / "g")
+    palestra("publish", copied, "--member", "guide", "--out", tmp_path / "g")
     assert "`````yaml" in card_of(tmp_path / "g")[1]
 
 
 def test_what_cannot_be_published_is_told(run, tmp_path):
-    assert "has 2 agents: say --member guide|walker" in refused("publish", run, "--to", tmp_path / "x")
+    assert "has 2 agents: say --member guide|walker" in refused("publish", run, "--out", tmp_path / "x")
     assert 'no trained agent "nobody"; it has: guide, walker' in refused(
-        "publish", run, "--member", "nobody", "--to", tmp_path / "x"
+        "publish", run, "--member", "nobody", "--out", tmp_path / "x"
     )
-    assert "is there already" in refused("publish", run, "--member", "guide", "--to", tmp_path)
-    assert "it has: 3" in refused("publish", run, "--step", 2, "--to", tmp_path / "x")
+    assert "is there already" in refused("publish", run, "--member", "guide", "--out", tmp_path)
+    assert "it has: 3" in refused("publish", run, "--step", 2, "--out", tmp_path / "x")
     (tmp_path / "empty").mkdir()
-    assert "holds neither an adapter" in refused("publish", tmp_path / "empty", "--to", tmp_path / "x")
-    assert "there is no run" in refused("publish", tmp_path / "nowhere", "--to", tmp_path / "x")
+    assert "holds neither an adapter" in refused("publish", tmp_path / "empty", "--out", tmp_path / "x")
+    assert "there is no run" in refused("publish", tmp_path / "nowhere", "--out", tmp_path / "x")
 
 
 def test_an_adapter_on_a_shared_output_layer_is_not_merged(base, run, tmp_path):
@@ -118,21 +118,21 @@ def test_an_adapter_on_a_shared_output_layer_is_not_merged(base, run, tmp_path):
         tmp_path / "h", Adapter(engine.linear_layers, LoraConfig(target_modules=["lm_head"]), seed=0), str(base)
     )
     if tied:
-        assert "shares its weights" in refused("publish", tmp_path / "h", "--to", tmp_path / "x", "--merge")
+        assert "shares its weights" in refused("publish", tmp_path / "h", "--out", tmp_path / "x", "--merge")
         assert not (tmp_path / "x").exists()
     else:
-        palestra("publish", tmp_path / "h", "--to", tmp_path / "x", "--merge")
+        palestra("publish", tmp_path / "h", "--out", tmp_path / "x", "--merge")
 
 
 @pytest.mark.slow
 def test_full_models_and_members_of_populations(base, tmp_path):
     speech = {"type": "full", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 2}}
     path = two_agents(base, tmp_path, policies={"guide": speech, "walker": {"type": "scripted", "answers": ["0"]}})
-    palestra("publish", path, "--to", tmp_path / "full")
+    palestra("publish", path, "--out", tmp_path / "full")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
     moved = logits(merged) - logits(AutoModelForCausalLM.from_pretrained(base))
     assert moved.abs().max() > 1e-3
-    assert "only an adapter is merged" in refused("publish", path, "--to", tmp_path / "x", "--merge")
+    assert "only an adapter is merged" in refused("publish", path, "--out", tmp_path / "x", "--merge")
     (published,) = find_agents(tmp_path / "full")
     query = Request(IDS[0].numpy().astype(np.int32), 1, SamplingConfig(max_tokens=1, temperature=0))
     sampler = load_policy(published, Engines("cpu", 8)).sampler
@@ -144,7 +144,7 @@ def test_full_models_and_members_of_populations(base, tmp_path):
 def test_networks_and_members_of_a_population(tmp_path):
     palestra("train", "configs/populations/kuhn_psro.yaml", "--root", tmp_path, "--name", "pop", "--backend", "inline",
              "--set", "population.iterations=1", "--set", "population.env_steps=2000")  # fmt: skip
-    palestra("publish", tmp_path / "pop", "--member", "player_0-1", "--to", tmp_path / "net")
+    palestra("publish", tmp_path / "pop", "--member", "player_0-1", "--out", tmp_path / "net")
     assert sorted(path.name for path in (tmp_path / "net").iterdir()) == [
         "README.md",
         "member.json",

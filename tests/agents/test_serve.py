@@ -197,7 +197,7 @@ def test_a_server_that_cannot_be_is_refused(served, tmp_path, monkeypatch):
 
 def test_a_published_agent_speaks_as_it_did(served, client, tmp_path):
     run, _ = served
-    palestra("publish", run, "--member", "guide", "--to", tmp_path / "guide")
+    palestra("publish", run, "--member", "guide", "--out", tmp_path / "guide")
     (tmp_path / "key").write_text(f"{KEY}\n")
     with (
         serving(tmp_path / "guide", "--key-file", tmp_path / "key") as url,

@@ -67,6 +67,15 @@ def test_help_lists_the_commands():
     assert palestra("--help").exit_code == 0 and palestra().exit_code == 2
 
 
+def test_short_help_version_and_groups():
+    assert palestra("-h").output == palestra("--help").output and palestra("train", "-h").exit_code == 0
+    done = palestra("--version")
+    assert done.exit_code == 0 and done.output.startswith("palestra 0.")
+    text = plain(palestra("-h").output)
+    assert text.index("Train ") < text.index(" demo ") < text.index("See what was learned") < text.index(" runs ")
+    assert "--install-completion" in text
+
+
 def test_help_does_not_wait_for_torch():
     code = "import sys, palestra.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -120,7 +129,7 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
         (["train", "CONFIG", "--set", "steps"], "write key=value"),
         (["train", "CONFIG", "--name", "a/b"], "plain folder name"),
         (["eval", "nowhere"], "there is no run, config or env nowhere: `palestra runs` lists the runs"),
-        (["eval", "RUN", "--step", "2"], "no checkpoint after step 2; it has: 3"),
+        (["eval", "RUN", "--step", "2"], "no checkpoint after 2 steps; it has: 3"),
         (["eval", "RUN", "--env", "split"], "write key=value"),
         (["eval", "RUN", "--env", "splt=test"], 'has no option "splt"; did you mean "split"'),
         (["eval", "RUN", "--seats", "guide=nobody"], 'no policy "nobody"'),
@@ -228,8 +237,20 @@ def test_the_installed_command_finds_an_env_beside_the_config(base, tmp_path):
 
 def test_runs_lists_what_there_is(run):
     text = plain(palestra("runs", "--root", run[0].parent).output)
-    assert "short" in text and "after 3" in text and "dev" in text
+    for word in ("short", "done", "toys", "grpo", "3/3", "dev", "held-out"):
+        assert word in text
     assert "no runs in" in palestra("runs", "--root", run[0] / "nothing").output
+
+
+def test_runs_shows_alarms_and_the_headline_of_each_run(tmp_path):
+    config = "name: flat\nsteps: 12\nenv: {type: guess}\nalgorithm: {type: grpo}\n"
+    with Run.create(tmp_path, config, "flat") as opened:
+        for step in range(12):
+            opened.log_metrics(step, "team", {"success": 0.0, "failed": 9.0, "episodes": 10.0})
+        opened.log_eval(11, "dev", {"success": 0.75, "episodes": 4.0})
+        opened.log_eval(11, "test", {"success": 0.53, "episodes": 300.0})
+    text = plain(palestra("runs", "--root", tmp_path).output)
+    assert "53.0%" in text and "75.0%" not in text and "12/12" in text and "fail" in text
 
 
 def test_info_names_versions_envs_and_bases():

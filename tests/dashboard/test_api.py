@@ -16,6 +16,7 @@ from palestra.populations.payoffs import PayoffCell
 from palestra.populations.task_json import TaskRecord
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
 from palestra.runs import Run, read_lines
+from palestra.types import Episode
 
 HERE = "http://127.0.0.1"
 
@@ -36,6 +37,24 @@ def test_the_list_of_runs(client):
     assert (more["env"], more["algorithm"], more["kind"], more["seed"]) == ("plan_path", "grpo", "language", 0)
     assert (more["done"], more["total"], more["status"], more["steps"]) == (30, 60, "stopped", 30)
     assert found["runs"][1]["status"] == "done" and "success" in found["runs"][1]["evals"]["dev"]
+
+
+def test_the_list_has_the_headline_and_the_alarms_of_each_run(tmp_path):
+    with Run.create(tmp_path, "steps: 12\nenv: {type: guess}\n", "flat") as run:
+        for step in range(12):
+            run.log_metrics(step, "team", {"success": 0.0, "failed": 9.0, "episodes": 10.0})
+        run.log_eval(11, "test", {"success": 0.53, "episodes": 300.0})
+    (line,) = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs")["runs"]
+    assert line["headline"] == "test 53.0%" and line["success_label"] == "training success"
+    assert line["alarms"] == ["episodes fail"]
+
+
+def test_an_episode_that_failed_has_its_traceback(tmp_path):
+    episode = Episode("guess", 3, {"a": "a@0"}, [], error="KeyError: 'boom'", traceback="Traceback ...\n  in step")
+    with Run.create(tmp_path, "steps: 1\n", "broken") as run:
+        run.write_episodes(0, [episode])
+    shown = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/broken/episodes/0/0")
+    assert shown["error"] == "KeyError: 'boom'" and shown["traceback"] == "Traceback ...\n  in step"
 
 
 def test_what_somebody_writes_is_running(client, root):

@@ -176,7 +176,7 @@ class served:
     """A dashboard as a process of its own, for as long as the block lasts."""
 
     def __init__(self, root: Path, cache: Path, *options: str) -> None:
-        self.command = [*PALESTRA, "dashboard", str(root), "--port", "0", *options]
+        self.command = [*PALESTRA, "dashboard", "--root", str(root), "--port", "0", *options]
         self.environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
 
     def __enter__(self) -> str:

@@ -158,7 +158,8 @@ def test_a_log_of_too_many_keys_is_cut(tmp_path: Path) -> None:
 
 
 def start(root: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-c", "from palestra.cli.main import app; app()", "dashboard", str(root), "--port", "0"]
+    program = "from palestra.cli.main import app; app()"
+    command = [sys.executable, "-c", program, "dashboard", "--root", str(root), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()

@@ -27,7 +27,7 @@ def start():
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments):
-        command = [*PALESTRA, "dashboard", *map(str, arguments), "--port", "0"]
+        command = [*PALESTRA, "dashboard", "--root", *map(str, arguments), "--port", "0"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         started.append(process)
         said = []
@@ -75,7 +75,7 @@ def test_strangers_are_warned_of_and_the_token_is_asked_for(runs, start):
 
 @pytest.mark.parametrize(("folder", "says"), [("none", "is no folder"), ("one", "is a run; the dashboard wants")])
 def test_what_is_no_folder_of_runs_is_said(runs, folder, says):
-    done = CliRunner().invoke(palestra, ["dashboard", str(runs / folder)])
+    done = CliRunner().invoke(palestra, ["dashboard", "--root", str(runs / folder)])
     assert done.exit_code == 2 and says in done.output
 
 

@@ -74,7 +74,7 @@ def test_an_older_checkpoint_is_named_by_its_steps(vector: Path) -> None:
     assert find_target(vector, step=2).checkpoint.step == 1  # type: ignore[union-attr]
     assert evaluate(vector, episodes=1).policy_names == {"seat0": "seat0@3", "seat1": "seat1@3"}
     assert evaluate(vector, episodes=1, step=2).policy_names == {"seat0": "seat0@2", "seat1": "seat1@2"}
-    with pytest.raises(ValueError, match="no checkpoint after step 9; it has: 2, 3"):
+    with pytest.raises(ValueError, match="no checkpoint after 9 steps; it has: 2, 3"):
         evaluate(vector, episodes=1, step=9)
 
 

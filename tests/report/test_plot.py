@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from trained import palestra, refused
 
-from palestra.report.plot import FigureSpec, config_labels, draw_figure, group_by_config
+from palestra.report.plot import FigureSpec, config_labels, draw_figure, group_by_config, with_default_eval
 from palestra.runs import Run
 from palestra.runs.series import RunLogs
 
 
 def a_run(root, name, seed, k=4, rise=0.1):
-    config = f"name: {name}\nseed: {seed}\nalgorithm: {{type: grpo, k: {k}, scale: none}}\n"
+    algorithm = f"{{type: grpo, k: {k}, branch_at: turn, continue_from: best, group_size: 8}}"
+    config = f"name: {name}\nseed: {seed}\nalgorithm: {algorithm}\n"
     with Run.create(root, config, name) as run:
         for step in range(5):
             run.log_metrics(step, "team", {"success": rise * step + 0.01 * seed})
@@ -47,7 +48,7 @@ def test_seeds_without_a_common_step_are_refused(tmp_path):
         (run.path / "metrics.jsonl").write_text("")
         run.log_metrics(7, "team", {"success": 1.0})
     with pytest.raises(ValueError, match="no step in common"):
-        draw_figure(runs, FigureSpec(), tmp_path / "a.svg")
+        draw_figure(runs, FigureSpec(metric="success"), tmp_path / "a.svg")
 
 
 def test_the_command_draws_vectors_that_are_the_same_each_time(runs, tmp_path):
@@ -56,9 +57,11 @@ def test_the_command_draws_vectors_that_are_the_same_each_time(runs, tmp_path):
     palestra("plot", *runs, "--out", tmp_path / "b.svg", "--smooth", 3)
     svg = (tmp_path / "a.svg").read_text()
     assert (
-        svg == (tmp_path / "b.svg").read_text() and ">success</text>" in svg and ">k=8</text>" in svg
+        svg == (tmp_path / "b.svg").read_text() and ">success (test)</text>" in svg and ">k=8</text>" in svg
     )  # letters stay so
     assert 'width="237.6pt"' in svg  # 3.3 inches
+    palestra("plot", *runs, "--metric", "success", "--out", tmp_path / "s.svg")
+    assert ">search success (best of 8)</text>" in (tmp_path / "s.svg").read_text()
     palestra("plot", runs[0], "--eval", "test", "--metric", "returns.a", "--out", tmp_path / "e.pdf")
     assert (tmp_path / "e.pdf").read_bytes().startswith(b"%PDF")
     palestra("plot", *runs, "--policy", "planner", "--metric", "entropy", "--band", "sd", "--out", tmp_path / "p.png")
@@ -73,3 +76,12 @@ def test_mistakes_are_told(runs, tmp_path):
     assert "none of the endings" in refused("plot", runs[0], "--out", tmp_path / "a.jpg")
     assert "--band is one of" in refused("plot", runs[0], "--band", "iqr", *out)
     assert "is not a run" in refused("plot", tmp_path, *out)
+
+
+def test_the_held_out_evaluation_is_the_default(runs, tmp_path):
+    logs = [RunLogs(run) for run in runs]
+    assert with_default_eval(logs, FigureSpec()).eval_name == "test"
+    for asked in (FigureSpec(metric="success"), FigureSpec(policy="planner")):
+        assert with_default_eval(logs, asked) == asked
+    (runs[1] / "evals.jsonl").write_text("")
+    assert with_default_eval([RunLogs(run) for run in runs], FigureSpec()).eval_name is None

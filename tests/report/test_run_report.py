@@ -58,3 +58,17 @@ def test_a_short_run_is_told_by_its_first_and_its_last_line(tmp_path):
         console.print(summary_table(run.path))
     text = capture.get()
     assert "0.00" in text and "0.30" in text and "a: first and last line of 4" in text
+
+
+def test_the_success_of_a_search_stands_below_the_evaluation_and_is_called_so(tmp_path):
+    config = "algorithm: {type: grpo, branch_at: turn, continue_from: best, group_size: 8}\n"
+    with Run.create(tmp_path, config) as run:
+        for step in (-1, 9):
+            run.log_eval(step, "dev", TEAM | {"episodes": 100.0})
+        for step in range(3):
+            run.log_metrics(step, "team", TEAM | {"success": 0.9 + 0.05 * step})
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(summary_table(run.path))
+    held_out, search = (capture.get().index(words) for words in ("dev: success of", "search success (best of 8)"))
+    assert held_out < search and "100.0%" in capture.get()

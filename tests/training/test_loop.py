@@ -150,7 +150,7 @@ def test_a_run_can_be_examined_swapped_and_against_its_base(learned):
 
 def test_what_cannot_be_examined_says_why(learned):
     path, _, _ = learned
-    with pytest.raises(ValueError, match="no checkpoint after step 3; it has: 10, 20"):
+    with pytest.raises(ValueError, match="no checkpoint after 3 steps; it has: 10, 20"):
         examine(path, step=3)
     with pytest.raises(ValueError, match='no policy "nobody"; the run has guide, walker'):
         examine(path, {"guide": "nobody"})

@@ -80,6 +80,12 @@ class TextGame(Env):
         """True if a policy is a table: the states can be enumerated, and each action is exactly one answer."""
         return self.is_enumerable and self.rendering == "compact"
 
+    def rules_for(self, seat: Seat) -> str:
+        if self.rendering == "full":
+            return self.roles[seat]
+        words = "Answer with exactly one of the words that are listed each time."
+        return f"{self._in_its_words(self.rules_text)}\n{words}".strip()
+
     def reset(self, seed: int) -> Step:
         self.rng = random.Random(seed)
         self.state = self.rules.initial_state()

@@ -193,9 +193,11 @@ class GridGame(Env):
         return f"{self.ascii_observation()}\nTurn {self._turn + 1} of {self.turns}.{said}"
 
     def _role(self, seat: Seat) -> str:
-        if self.rendering == "compact":
-            return f"{self.compact_name} {seat}"
-        return f"{self.rules_text}\n{self._task(seat)}"
+        return f"{self.compact_name} {seat}" if self.rendering == "compact" else self.rules_for(seat)
+
+    def rules_for(self, seat: Seat) -> str:
+        words = "\nThe board is told in words: r2 c3 is the cell in row 2 and column 3."
+        return f"{self.rules_text}{words if self.rendering == 'compact' else ''}\n{self._task(seat)}"
 
     def _task(self, seat: Seat) -> str:
         turns = f"The team has {self.turns} turns."

@@ -1,0 +1,118 @@
+"""`palestra info`: what is installed, and the memory that a run will take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+import palestra
+from palestra.cli.train import Settings
+from palestra.launch.console import console, print_line, user_errors
+
+
+def info(
+    base: Annotated[str | None, typer.Option(help="a base: print the memory that a run with it takes at most")] = None,
+    config: Annotated[Path | None, typer.Option(help="the config of that run (default: a LoRA adapter, GRPO)")] = None,
+    settings: Settings = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="tokens of the longest prompt")] = 512,
+) -> None:
+    """Show versions, the device, and the available envs, bases, algorithms and sandbox.
+
+    With --base or --config, show how its bases run, the memory that the run takes at most, and settings with which it
+    fits:
+
+        palestra info --base Qwen/Qwen3-0.6B
+
+        palestra info --config configs/demo.yaml --set policies.planner.micro_batch_tokens=4096
+    """
+    if base is None and config is None:
+        return _show_installation()
+    with user_errors():
+        from palestra.builders.memory_plan import plan_memory
+        from palestra.engine.models import describe_base
+
+        planned = _planned_config(base, config, settings or [])
+        for name in dict.fromkeys(policy.base for policy in planned.policies.values() if hasattr(policy, "base")):
+            for line in describe_base(name):
+                print_line(line)
+        plan = plan_memory(planned, prompt_tokens=prompt_tokens)
+        table = Table("memory", "GiB", "when", "what for")
+        for part in plan.parts:
+            table.add_row(part.name, f"{part.bytes / 2**30:.2f}", part.phase or "always", part.detail)
+        table.add_row("peak", f"{plan.peak / 2**30:.2f}", "", f"{plan.free / 2**30:.1f} GiB are free", style="bold")
+        console.print(table)
+        if plan.changes is None:
+            print_line(
+                "it does not fit, whatever the settings: choose a smaller base, or parallel: fsdp on several GPUs"
+            )
+        elif plan.changes:
+            print_line("it does not fit. It fits with: " + " ".join(f"--set {change}" for change in plan.changes))
+
+
+def _planned_config(base: str | None, path: Path | None, settings: list[str]) -> Any:
+    """Returns the config of the run to plan, with all of its language models on `base` if that is named. Raises
+    ValueError if it trains no language model."""
+    from palestra.builders.text_config import TextConfig
+    from palestra.config import load, override, validate
+
+    tree: dict[str, Any] = (
+        load(path) if path else {"env": {"type": "sokoban"}, "policies": {"default": {"type": "lora"}}}
+    )
+    config = validate(TextConfig, override(tree, settings))
+    models = [name for name, policy in config.policies.items() if hasattr(policy, "base")]
+    if not models:
+        raise ValueError("this run has no language model in this process: its memory is not planned")
+    changes = [f"policies.{name}.base={base}" for name in models] if base else []
+    return validate(TextConfig, override(tree, [*settings, *changes]))
+
+
+def _show_installation() -> None:
+    """Prints versions, the device, and the available envs, bases, algorithms and sandbox."""
+    import torch
+    import transformers
+
+    from palestra.builders.text_config import TextConfig
+    from palestra.builders.vector_config import VectorConfig
+    from palestra.config import type_choices
+    from palestra.engine.models import SHIPPED_BASES_DIR
+    from palestra.envs import TEXT_ENVS, VECTOR_ENVS
+    from palestra.launch.population import PopulationConfig
+
+    table = Table(show_header=False)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({torch.get_num_threads()} threads)"
+    bases = sorted(p.parent.name for p in SHIPPED_BASES_DIR.glob("*/config.json"))
+    for row in (
+        ("palestra", palestra.__version__),
+        ("torch, transformers", f"{torch.__version__}, {transformers.__version__}"),
+        ("device", device),
+        ("envs in words", ", ".join(sorted(TEXT_ENVS)) + ", or module:Class"),
+        ("vectorised games", ", ".join(sorted(VECTOR_ENVS)) + ", or module:Class"),
+        ("bases", ", ".join(bases) + ", a local folder, or a hub name"),
+        (
+            "algorithms",
+            f"{', '.join(type_choices(TextConfig, 'algorithm'))}; for networks "
+            f"{', '.join(type_choices(VectorConfig, 'algorithm'))}",
+        ),
+        (
+            "policies",
+            f"{', '.join(type_choices(TextConfig, 'policies'))}; for networks "
+            f"{', '.join(type_choices(VectorConfig, 'policies'))}",
+        ),
+        ("populations", ", ".join(type_choices(PopulationConfig, "population"))),
+        ("sandbox", _sandbox()),
+    ):
+        table.add_row(*row)
+    console.print(table)
+
+
+def _sandbox() -> str:
+    """Name of the sandbox that is available here, or why there is none."""
+    from palestra.sandbox import open_sandbox
+
+    try:
+        return open_sandbox().name
+    except ValueError as error:
+        return f"none: {error}"

@@ -1,0 +1,73 @@
+"""`palestra runs`: the runs of a folder, and the alarms of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from palestra.launch.console import console, print_line, styled_text
+
+if TYPE_CHECKING:
+    from palestra.dashboard.catalog import OpenRun
+
+Root = Annotated[Path, typer.Option(help="the folder that holds runs")]
+
+
+def runs(root: Root = Path("runs")) -> None:
+    """List the runs in a folder: status, env, algorithm, newest held-out result and alarms.
+
+    The held-out result is the newest of the evaluation `test`, or of the first one; that of a population is NashConv.
+    """
+    from palestra.dashboard.run_status import held_locks, list_entry, metric_alarms
+    from palestra.runs import list_runs
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # narrow: eight columns in 80 letters
+    for title in ("run", "begun", "status", "env", "algorithm", "done", "held-out", "alarms"):
+        table.add_column(title, overflow="fold")
+    locks = held_locks()
+    for found in list_runs(root):
+        if found.damage:
+            print_line(f"{found.path.name} is damaged: {found.damage}")
+            continue
+        run = _open(found.path)
+        entry = list_entry(run, locks)
+        alarms = dict.fromkeys(alarm.name for alarm in metric_alarms(run))
+        table.add_row(
+            run.name,
+            found.created[:10],
+            entry["status"],
+            entry["env"],
+            entry["algorithm"],
+            _progress(entry),
+            entry["headline"] or "-",
+            styled_text((", ".join(alarms), "yellow")),
+        )
+    console.print(table if table.row_count else f"no runs in {root}/")
+
+
+def _progress(entry: dict[str, Any]) -> str:
+    """Formats what a run has done: "3/20 steps"."""
+    unit = {"population": "iterations", "networks": "env steps"}.get(entry["kind"], "steps")
+    return f"{entry['done']:,.0f}/{entry['total']:,.0f} {unit}" if entry["total"] else f"{entry['steps']:,} {unit}"
+
+
+def print_alarms(path: Path) -> None:
+    """Prints the alarms that a run's metrics raise, as in the dashboard."""
+    from palestra.dashboard.run_status import metric_alarms
+
+    for alarm in metric_alarms(_open(path)):
+        about = f" ({alarm.who})" if alarm.who else ""
+        console.print(styled_text((f"alarm: {alarm.name}{about}:", "yellow"), f" {alarm.says}"), soft_wrap=True)
+
+
+def _open(path: Path) -> OpenRun:
+    """The run with its logs read."""
+    from palestra.dashboard.catalog import OpenRun
+
+    run = OpenRun(path.parent, path.name)
+    run.refresh()
+    return run

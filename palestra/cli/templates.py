@@ -1,0 +1,103 @@
+"""`palestra init` and `demo`: a config to start from, and a run that shows what palestra does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from palestra.launch.console import console, print_line, styled_text, user_errors
+
+if TYPE_CHECKING:
+    from palestra.config.shipped import Template
+
+GROUPS = {  # titles of the folders that shipped configs are in
+    "configs": "start here",
+    "real": "a real model",
+    "examples": "language agents, by task",
+    "games": "vectorised games (small networks)",
+    "populations": "populations",
+    "algorithms": "comparisons of algorithms",
+    "reproduce": "published results",
+}
+
+
+def init(
+    name: Annotated[str | None, typer.Argument(help="the config to start from; without it, all are listed")] = None,
+    out: Annotated[Path | None, typer.Option(help="the file to write (default: NAME.yaml)")] = None,
+) -> None:
+    """Write a config to start from, or list those that there are.
+
+    Examples:
+
+        palestra init
+
+        palestra init demo
+
+        palestra init spread_mappo --out mine.yaml
+
+    `palestra train NAME.yaml` trains it, and `palestra config` describes its keys.
+    """
+    with user_errors():
+        from palestra.config.shipped import templates
+
+        known = templates()
+        if name is None:
+            _print_templates(known)
+            return
+        path = out or Path(f"{name}.yaml")
+        text = _find_template(known, name).text
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise ValueError(f"{path} exists already: remove it, or name another file with --out") from None
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    print_line(f"{path}: edit it, then: palestra train {path}")
+
+
+def _find_template(known: list[Template], name: str) -> Template:
+    """Raises ValueError, with the nearest name, if there is no template `name`."""
+    from difflib import get_close_matches
+
+    named = {template.name: template for template in known}
+    if name not in named:
+        near = get_close_matches(name, named, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"there is no config {name}: {hint}`palestra init` lists them")
+    return named[name]
+
+
+def _print_templates(known: list[Template]) -> None:
+    for group in dict.fromkeys([*GROUPS, *(template.group for template in known)]):
+        own = [template for template in known if template.group == group]
+        if not own:
+            continue
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(style="cyan", no_wrap=True)
+        for template in own:
+            table.add_row(styled_text(template.name), styled_text(template.description))
+        console.print(styled_text((GROUPS.get(group, group), "bold")))
+        console.print(table)
+        console.print()
+    print_line("palestra init NAME writes one of them here")
+
+
+def demo(
+    name: Annotated[str, typer.Option(help="name of the run; if it exists, -2, -3, ... is appended")] = "demo",
+    root: Annotated[Path, typer.Option(help="the folder that holds runs")] = Path("runs"),
+    steps: Annotated[int | None, typer.Option(min=1, help="training steps (default: 80)")] = None,
+) -> None:
+    """Train the demo: two agents learn to work as a team, in some minutes on a CPU, without a download.
+
+    The same as `palestra train configs/demo.yaml`, the first config in `palestra init`.
+    """
+    with user_errors():
+        from palestra.cli.train import train_tree
+        from palestra.config import load, override
+
+        tree = override(load("configs/demo.yaml"), [f"steps={steps}"] if steps else [])
+        train_tree(tree, name=name, root=root)

@@ -1,0 +1,64 @@
+"""The headline number of a run, its held-out evaluation, and what the numbers of training are called beside it.
+
+In training, an episode with several answers per turn may go on from the best of them: its success rate is then that of
+a search, and not of the policies. Networks sample actions in training, and may be evaluated greedily.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Tree = Mapping[str, Any]
+HEADLINE_EVAL = "test"  # the evaluation that leads if a run has several
+SEARCH_KEEPS = ("best", "epsilon")  # values of `continue_from` that choose among answers by their reward
+
+
+def training_success_label(config: Tree) -> str:
+    """Returns the name of the success rate that a run with this resolved config logs in training: "search success (best
+    of 8)" if its episodes go on from the best of 8 answers, else "training success"."""
+    size = _search_size(config)
+    return f"search success (best of {size})" if size else "training success"
+
+
+def training_return_label(config: Tree) -> str:
+    """Returns the name of the return that a run with this resolved config logs in training, likewise; that of networks
+    is "training return (sampled actions)"."""
+    if size := _search_size(config):
+        return f"search return (best of {size})"
+    return "training return (sampled actions)" if _is_of_networks(config) else "training return"
+
+
+def _search_size(config: Tree) -> int:
+    """Number of answers that an episode goes on from the best of; 0 if it does not."""
+    algorithms = [config.get("algorithm"), *(stage.get("algorithm") for stage in config.get("stages") or [])]
+    searches = [
+        algorithm
+        for algorithm in algorithms
+        if algorithm and algorithm.get("branch_at") == "turn" and algorithm.get("continue_from") in SEARCH_KEEPS
+    ]
+    return max((int(algorithm.get("group_size", 0)) for algorithm in searches), default=0)
+
+
+def eval_label(config: Tree, name: str) -> str:
+    """Returns the name of an evaluation, such as "test", and whether networks act greedily in it: "test (greedy)"."""
+    own = (config.get("evals") or {}).get(name) or {}
+    return f"{name} (greedy)" if own.get("greedy") and _is_of_networks(config) else name
+
+
+def _is_of_networks(config: Tree) -> bool:
+    return "env_steps" in config
+
+
+def format_eval(line: Tree) -> str:
+    """Formats the main metric of an evaluation: "85.0%", "-12.40", or the return of each seat."""
+    if "success" in line:
+        return f"{line['success']:.1%}"
+    if "return" in line:
+        return f"{line['return']:.2f}"
+    return " ".join(f"{seat} {own:.2f}" for seat, own in (line.get("returns") or {}).items())
+
+
+def headline_eval(names: Sequence[str]) -> str | None:
+    """Returns which of a run's evaluations leads: "test", else the first; None if there is none."""
+    return HEADLINE_EVAL if HEADLINE_EVAL in names else next(iter(names), None)

@@ -1,0 +1,90 @@
+"""`palestra init` and `demo`: every shipped config has a name and a description, and can be had anywhere."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from terminal_text import plain
+from trained import palestra, refused
+
+from palestra.config import load, validate
+from palestra.config.shipped import find_config, templates
+from palestra.launch.run import run_kind
+
+ROOT = Path(__file__).parents[2]
+KNOWN = templates()
+
+
+def test_every_config_of_the_repository_is_a_template_with_a_name_of_its_own():
+    found = {path.relative_to(ROOT) for folder in ("configs", "examples") for path in ROOT.glob(f"{folder}/**/*.yaml")}
+    assert {template.path for template in KNOWN} == found
+    assert len({template.name for template in KNOWN}) == len(KNOWN) and KNOWN[0].name == "demo"
+
+
+@pytest.mark.parametrize("template", KNOWN, ids=lambda one: one.name)
+def test_each_says_what_it_is(template):
+    assert 10 < len(template.description) < 200 and not template.description.endswith("et al")
+
+
+def test_init_lists_them_by_kind():
+    text = plain(palestra("init"))
+    assert (
+        text.index("start here") < text.index("vectorised games") < text.index("populations") < text.index("published")
+    )
+    for template in KNOWN:
+        assert f"{template.name} " in text
+
+
+def test_init_writes_a_config_that_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "palestra train demo.yaml" in palestra("init", "demo")
+    palestra("init", "kuhn_psro", "--out", "mine.yaml")
+    for name in ("demo.yaml", "mine.yaml"):
+        tree = load(name)
+        validate(run_kind(tree).config, tree)
+    assert "demo.yaml exists already" in refused("init", "demo")
+    assert "did you mean demo?" in refused("init", "demmo")
+    assert "cannot write nowhere/a.yaml" in refused("init", "demo", "--out", "nowhere/a.yaml")
+
+
+def test_a_shipped_path_is_found_anywhere_and_a_file_of_ones_own_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("configs/demo.yaml")["name"] == "demo" and load("examples/math.yaml")["name"] == "math"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "demo.yaml").write_text("name: mine\n")
+    assert load("configs/demo.yaml") == {"name": "mine"}
+    for path in ("configs/nope.yaml", "configs/../pyproject.toml", "/configs/demo.yaml", "demo.yaml"):
+        assert find_config(Path(path)) == Path(path)
+
+
+@pytest.mark.slow
+def test_demo_trains_the_demo(tmp_path):
+    assert "what was learned" in plain(palestra("demo", "--steps", 1, "--root", tmp_path))
+    assert load(tmp_path / "demo" / "config.yaml")["steps"] == 1
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_has_the_configs_and_the_demo(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    source, folder = tmp_path / "source", tmp_path / "installed"
+    listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in filter(lambda name: (ROOT / name).is_symlink() or (ROOT / name).is_file(), names):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name, follow_symlinks=False)
+    build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    assert not list(folder.glob("palestra/examples/*.py"))
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    for command in (("init", "demo"), ("train", "configs/populations/kuhn_psro.yaml", "--dry-run")):
+        done = subprocess.run(
+            [sys.executable, "-m", "palestra", *command], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo.yaml").read_bytes() == (ROOT / "configs" / "demo.yaml").read_bytes()

@@ -1,0 +1,46 @@
+"""What the numbers of a run are called: search and training are told apart, and greedy evaluation from sampled training."""
+
+import pytest
+
+from palestra.runs.headline import (
+    eval_label,
+    format_eval,
+    headline_eval,
+    training_return_label,
+    training_success_label,
+)
+
+SEARCH = {"type": "grpo", "branch_at": "turn", "continue_from": "best", "group_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "label"),
+    [
+        ({"algorithm": SEARCH}, "search success (best of 8)"),
+        ({"algorithm": SEARCH | {"continue_from": "epsilon", "group_size": 4}}, "search success (best of 4)"),
+        ({"algorithm": SEARCH | {"continue_from": "random"}}, "training success"),
+        ({"algorithm": SEARCH | {"branch_at": "root"}}, "training success"),
+        ({"algorithm": {"type": "ppo"}}, "training success"),
+        ({"stages": [{"algorithm": {"type": "sft"}}, {"algorithm": SEARCH}]}, "search success (best of 8)"),
+        ({}, "training success"),
+    ],
+)
+def test_success_in_training_is_called_a_search_where_it_is_one(config, label):
+    assert training_success_label(config) == label
+
+
+def test_games_say_which_return_is_greedy_and_which_is_sampled():
+    config = {"env_steps": 1000, "evals": {"test": {"greedy": True}, "noisy": {"greedy": False}}}
+    assert eval_label(config, "test") == "test (greedy)" and eval_label(config, "noisy") == "noisy"
+    assert training_return_label(config) == "training return (sampled actions)"
+    assert training_return_label({"algorithm": SEARCH}) == "search return (best of 8)"
+    assert eval_label({"evals": {"test": {}}}, "test") == "test" and training_return_label({}) == "training return"
+
+
+def test_the_test_split_leads():
+    assert headline_eval(["dev", "test"]) == "test" and headline_eval(["dev"]) == "dev" and headline_eval([]) is None
+
+
+def test_a_metric_of_an_evaluation_as_text():
+    assert format_eval({"success": 0.853}) == "85.3%" and format_eval({"return": -12.4}) == "-12.40"
+    assert format_eval({"returns": {"a": 1.0, "b": -1.0}}) == "a 1.00 b -1.00"
