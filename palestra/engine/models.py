@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from palestra.engine.gguf import PACKAGED_BASES, converted_folder, find_gguf
 from palestra.engine.malloc import keep_freed_memory
 from palestra.engine.norms import fuse_norms
 from palestra.engine.supported import check_supported
@@ -123,7 +124,8 @@ class Engine:
 
     @classmethod
     def load(cls, base: str, *, device: str = "auto", dtype: str = "auto", threads: int = 1) -> Engine:
-        """Loads the base `base`: the name of a shipped one ("tiny"), a local folder, or a Hugging Face hub name.
+        """Loads the base `base`: the name of a shipped one ("tiny") or a packaged one ("smollm2"), a local folder,
+        a GGUF file, or a Hugging Face hub name.
 
         `device` "auto" uses CUDA if available; `dtype` "auto" is bfloat16 on CUDA and float32 on CPU. Raises ValueError
         if the base cannot be loaded or supported.py refuses it.
@@ -320,14 +322,17 @@ def resolve_device(device: str) -> str:
 
 
 def resolve_base(base: str) -> str:
-    """Returns the folder of a shipped base or a local folder; anything else is returned as a hub name. Raises
-    ValueError for an invalid name, a folder without a model, and a name similar to that of a shipped base."""
+    """Returns the folder of a shipped base, of a GGUF file (gguf.py) or a local folder; anything else is returned as a
+    hub name. Raises ValueError for an invalid name, a folder without a model, and a name similar to that of a shipped
+    base."""
     shipped = sorted(path.parent.name for path in SHIPPED_BASES_DIR.glob("*/config.json"))
     if base in shipped:
         return str(SHIPPED_BASES_DIR / base)
     if not base.isprintable() or not base or len(base) > MAX_BASE_NAME_LENGTH:
         raise ValueError(f"{base!r:.40} is no base: write the name of a shipped one, a local folder or a hub name")
-    if "/" not in base and (near := difflib.get_close_matches(base, shipped, n=1, cutoff=0.7)):
+    if file := find_gguf(base):
+        return str(converted_folder(file))
+    if "/" not in base and (near := difflib.get_close_matches(base, [*shipped, *PACKAGED_BASES], n=1, cutoff=0.7)):
         raise ValueError(
             f'cannot load the base "{base}": did you mean {near[0]}? A folder of that name is ./{base}; one of '
             f"the hub is OWNER/{base}"

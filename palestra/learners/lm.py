@@ -29,7 +29,8 @@ class LMPolicyConfig(AdamConfig):
     """Options common to all language model policies: base model, sampling and prompt."""
 
     base: str = "tiny"
-    """Base model: the name of a shipped one ("tiny"), a local folder, or a Hugging Face hub name."""
+    """Base model: the name of a shipped one ("tiny") or of a packaged one ("smollm2"), a local folder, a GGUF file, or a
+    Hugging Face hub name."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling parameters."""
     system: str | None = None
