@@ -122,6 +122,7 @@ OPTIONAL = (
         "textarena",
         "verifiers",
         "websockets",
+        "gguf",
         "gymnasium",
         "mcp",
         "mlflow",

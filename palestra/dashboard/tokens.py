@@ -1,7 +1,7 @@
 """Text of token ids, by the tokenizer of the policy's base model.
 
-Finds the bases that ship with palestra, packaged ones once converted, and those in the local Hugging Face cache. File paths in a config are not
-followed: a run's files may come from an untrusted source.
+Finds the bases that ship with palestra, packaged ones once they are converted, and those in the local Hugging Face
+cache. File paths in a config are not followed: a run's files may come from an untrusted source.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _is_intact(folder: Path) -> bool:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Context that holds the lock file `path`; waits for other processes. The system releases the lock of a dead one."""
+    """Context that holds the lock file `path`; waits for other processes. The system releases a dead one's lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -133,7 +133,7 @@ def _convert(file: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # the parser of a damaged file raises errors of many types
         raise DamagedFile(
-            f"cannot read the GGUF file {file}: it is damaged, or of an architecture that transformers does not convert "
+            f"cannot read the GGUF file {file}: it is damaged, or transformers does not convert its architecture "
             f"({type(error).__name__}: {error}). Copy or install it again, or name a folder that save_pretrained wrote"
         ) from error
     config = quantized.config

@@ -1,4 +1,4 @@
-"""GGUF files as bases: converted once to the cache, the same model as transformers reads, errors that name the cause."""
+"""GGUF files as bases: converted once to the cache, equal to what transformers reads, errors that name the cause."""
 
 import subprocess
 import sys
@@ -28,8 +28,8 @@ VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokeniz
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
 NAMES = {
     "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "embed_tokens": "token_embd", "norm": "output_norm",
+    "up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "embed_tokens": "token_embd", "norm": "output_norm",
 }  # fmt: skip
 
 
@@ -208,15 +208,8 @@ def test_a_later_turn_of_smollm2_has_the_tokens_of_the_whole_conversation(smollm
 
 def test_tokens_of_smollm2_are_shown_in_the_dashboard(smollm: Engine):
     vocabulary = Vocabulary.load("smollm2")
-    assert vocabulary and vocabulary.token_texts(smollm.tokenizer.encode("3 + 4 = 7")) == [
-        "3",
-        " +",
-        " ",
-        "4",
-        " =",
-        " ",
-        "7",
-    ]
+    texts = ["3", " +", " ", "4", " =", " ", "7"]
+    assert vocabulary and vocabulary.token_texts(smollm.tokenizer.encode("3 + 4 = 7")) == texts
 
 
 @pytest.mark.slow
