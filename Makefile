@@ -8,7 +8,7 @@ CLIENTS := a b c
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo test test-all test-browser test-clients test-envs test-sinks test-trl lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real test test-all test-browser test-clients test-envs test-sinks test-trl lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,10 @@ demo: $(INSTALLED) ## train the demo team on a CPU and draw its curves
 	@n=1; name=demo; while [ -e runs/$$name ]; do n=$$((n + 1)); name=demo-$$n; done; \
 	$(BIN)/palestra train configs/demo.yaml --name $$name && \
 	find "$$PWD/runs/$$name" -name '*.png' -exec printf '\nThe picture: %s\n' {} +
+
+real: $(INSTALLED) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and print their success before and after
+	@n=1; name=real; while [ -e runs/$$name ]; do n=$$((n + 1)); name=real-$$n; done; \
+	$(BIN)/palestra train configs/real/sums_team.yaml --name $$name
 
 test: lint ## lint, types and the fast tests (CPU), on as many cores as there are
 	$(BIN)/python -m pytest -n auto --dist loadfile
