@@ -1,6 +1,7 @@
 """Language policies: what the model is shown is what the template says, and nothing is ever tokenised twice."""
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -351,7 +352,7 @@ def test_messages_that_conversations_share_are_computed_once():
 
     shared, batch = sampled(2)
     apart, whole = sampled(0)
-    for one, other in zip(sum(shared, []), sum(apart, []), strict=True):
+    for one, other in zip(itertools.chain(*shared), itertools.chain(*apart), strict=True):
         assert (
             one.token_ids.tolist() == other.token_ids.tolist() and one.prompt_ids.tolist() == other.prompt_ids.tolist()
         )
