@@ -195,8 +195,8 @@ def info() -> None:
     from palestra.builders.text_config import TextConfig
     from palestra.builders.vector import VectorConfig
     from palestra.config import type_choices
-    from palestra.engine.gguf import PACKAGED_BASES, is_installed
     from palestra.engine.models import SHIPPED_BASES_DIR
+    from palestra.engine.packaged_bases import PACKAGED_BASES, is_installed
     from palestra.envs import TEXT_ENVS, VECTOR_ENVS
     from palestra.launch.population import PopulationConfig
 

