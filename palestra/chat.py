@@ -12,7 +12,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Json = dict[str, Any]
@@ -74,10 +74,14 @@ class Chat:
     called (OpenAI's function descriptions).
 
         Chat(({"role": "user", "content": "2 + 2?"},))
+
+    The first `num_shared` messages, such as worked examples, are the same in every episode of the env: a hint that a
+    sampler computes them once for all conversations in progress. It is not recorded.
     """
 
     messages: tuple[Json, ...]
     tools: tuple[Json, ...] = ()
+    num_shared: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return "\n".join(f"{message['role']}: {render_message(message)}" for message in self.messages)

@@ -124,6 +124,7 @@ OPTIONAL = (
         "textarena",
         "verifiers",
         "websockets",
+        "gguf",
         "gymnasium",
         "mcp",
         "mlflow",

@@ -14,6 +14,7 @@ import yaml
 from palestra.agents.trained_agent import TrainedAgent
 from palestra.config import Tree, load
 from palestra.engine.models import SHIPPED_BASES_DIR
+from palestra.engine.packaged_bases import PACKAGED_BASES
 from palestra.files import read_lines
 from palestra.runs.series import group_lines, success_interval
 
@@ -86,8 +87,18 @@ def _what(agent: TrainedAgent, base: str, tree: Tree) -> str:
 
 
 def _named(base: str) -> str:
-    shipped = (SHIPPED_BASES_DIR / base).is_dir() and "/" not in base
-    return f"`{base}`, which ships with palestra" if shipped else f"`{Path(base).name if base[:1] in './~' else base}`"
+    if base in PACKAGED_BASES:
+        return f"`{base}`, of the package {PACKAGED_BASES[base].module}"
+    return (
+        f"`{base}`, which ships with palestra"
+        if _is_known(base)
+        else f"`{Path(base).name if base[:1] in './~' else base}`"
+    )
+
+
+def _is_known(base: str) -> bool:
+    """True for a name that `resolve_base` resolves without a hub."""
+    return base in PACKAGED_BASES or ("/" not in base and (SHIPPED_BASES_DIR / base).is_dir())
 
 
 def _results(exams: dict[str, list[Tree]]) -> list[str]:
@@ -147,7 +158,7 @@ def _loading(agent: TrainedAgent, base: str, folder: str) -> str:
             "As a policy in a config of palestra:\n\n```yaml\npolicies:\n"
             f"  rival: {{type: frozen, path: {folder}}}\n```"
         )
-    shipped = "/" not in base and (SHIPPED_BASES_DIR / base).is_dir()
+    shipped = _is_known(base)
     where = f'resolve_base("{base}")' if shipped else f'"{base}"'
     serve = f"With palestra, behind an OpenAI-compatible endpoint:\n\n```bash\npalestra serve-agent {folder}\n```"
     if agent.kind == "model":
@@ -155,7 +166,7 @@ def _loading(agent: TrainedAgent, base: str, folder: str) -> str:
         vllm = f"```bash\nvllm serve {folder}\n```"
         return f"```python\n{code}\n```\n\nWith vLLM:\n\n{vllm}\n\n{serve}"
     rank = json.loads((agent.folder / "adapter_config.json").read_text())["r"]
-    first = "from palestra.engine.models import resolve_base  # the base ships with palestra\n" if shipped else ""
+    first = "from palestra.engine.models import resolve_base  # palestra has or finds the base\n" if shipped else ""
     code = (
         f"{first}from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"base = {where}\ntokenizer = AutoTokenizer.from_pretrained(base)\n"

@@ -78,19 +78,21 @@ def _show_installation() -> None:
     from palestra.builders.vector_config import VectorConfig
     from palestra.config import type_choices
     from palestra.engine.models import SHIPPED_BASES_DIR
+    from palestra.engine.packaged_bases import PACKAGED_BASES, is_installed
     from palestra.envs import TEXT_ENVS, VECTOR_ENVS
     from palestra.launch.population import PopulationConfig
 
     table = Table(show_header=False)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({torch.get_num_threads()} threads)"
     bases = sorted(p.parent.name for p in SHIPPED_BASES_DIR.glob("*/config.json"))
+    bases += [name if is_installed(name) else f"{name} ({base.install})" for name, base in PACKAGED_BASES.items()]
     for row in (
         ("palestra", palestra.__version__),
         ("torch, transformers", f"{torch.__version__}, {transformers.__version__}"),
         ("device", device),
         ("envs in words", ", ".join(sorted(TEXT_ENVS)) + ", or module:Class"),
         ("vectorised games", ", ".join(sorted(VECTOR_ENVS)) + ", or module:Class"),
-        ("bases", ", ".join(bases) + ", a local folder, or a hub name"),
+        ("bases", ", ".join(bases) + ", a local folder, a GGUF file, or a hub name"),
         (
             "algorithms",
             f"{', '.join(type_choices(TextConfig, 'algorithm'))}; for networks "

@@ -1,7 +1,7 @@
 """Text of token ids, by the tokenizer of the policy's base model.
 
-Finds the bases that ship with palestra and those in the local Hugging Face cache. File paths in a config are not
-followed: a run's files may come from an untrusted source.
+Finds the bases that ship with palestra, packaged ones once they are converted, and those in the local Hugging Face
+cache. File paths in a config are not followed: a run's files may come from an untrusted source.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 import palestra
+from palestra.engine.packaged_bases import packaged_folder
 
 SHIPPED_BASES = Path(palestra.__file__).parent / "bases"
 BASE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -45,6 +46,8 @@ class Vocabulary:
 def _places(base: str) -> list[Path]:
     if not BASE_NAME.fullmatch(base):
         return []
+    if folder := packaged_folder(base):
+        return [folder / "tokenizer.json"]
     if "/" not in base:
         return [SHIPPED_BASES / base / "tokenizer.json"]
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")

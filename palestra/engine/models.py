@@ -38,10 +38,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from palestra.engine.attention_terms import NO_TERMS, AttentionTerms
 from palestra.engine.decoder import decoder_of
+from palestra.engine.gguf import converted_folder
 from palestra.engine.length_limit import limit_length
 from palestra.engine.lora import find_linear_layers, own_output
 from palestra.engine.malloc import keep_freed_memory
 from palestra.engine.norms import fuse_norms
+from palestra.engine.packaged_bases import PACKAGED_BASES, find_gguf
 from palestra.engine.plain import PlainPath
 from palestra.engine.probe import AttentionShape, probe_attention, set_attention
 from palestra.engine.self_check import choose_engine, small_verdict
@@ -168,7 +170,8 @@ class Engine:
 
     @classmethod
     def load(cls, base: str, *, device: str = "auto", dtype: str = "auto", threads: int = 1) -> Engine:
-        """Loads the base `base`: the name of a shipped one ("tiny"), a local folder, or a Hugging Face hub name.
+        """Loads the base `base`: the name of a shipped one ("tiny") or a packaged one ("smollm2"), a local folder,
+        a GGUF file, or a Hugging Face hub name.
 
         `device` "auto" uses CUDA if available; `dtype` "auto" is bfloat16 on CUDA and float32 on CPU. Raises ValueError
         if the base cannot be loaded, or if its results here are not those of transformers (self_check.py).
@@ -468,14 +471,17 @@ def resolve_device(device: str) -> str:
 
 
 def resolve_base(base: str) -> str:
-    """Returns the folder of a shipped base or a local folder; anything else is returned as a hub name. Raises
-    ValueError for an invalid name, a folder without a model, and a name similar to that of a shipped base."""
+    """Returns the folder of a shipped base, of a GGUF file (gguf.py) or a local folder; anything else is returned as a
+    hub name. Raises ValueError for an invalid name, a folder without a model, and a name similar to that of a shipped
+    base."""
     shipped = sorted(path.parent.name for path in SHIPPED_BASES_DIR.glob("*/config.json"))
     if base in shipped:
         return str(SHIPPED_BASES_DIR / base)
     if not base.isprintable() or not base or len(base) > MAX_BASE_NAME_LENGTH:
         raise ValueError(f"{base!r:.40} is no base: write the name of a shipped one, a local folder or a hub name")
-    if "/" not in base and (near := difflib.get_close_matches(base, shipped, n=1, cutoff=0.7)):
+    if file := find_gguf(base):
+        return str(converted_folder(file))
+    if "/" not in base and (near := difflib.get_close_matches(base, [*shipped, *PACKAGED_BASES], n=1, cutoff=0.7)):
         raise ValueError(
             f'cannot load the base "{base}": did you mean {near[0]}? A folder of that name is ./{base}; one of '
             f"the hub is OWNER/{base}"

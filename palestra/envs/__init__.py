@@ -41,6 +41,7 @@ TEXT_ENVS: dict[str, str] = {
     "plan_path": "palestra.envs.text.grid.plan_path:PlanPath",
     "sokoban": "palestra.envs.text.grid.sokoban:Sokoban",
     "math": "palestra.envs.text.math.env:Math",
+    "math_review": "palestra.envs.text.math.review:MathReview",
     "code": "palestra.envs.text.code.env:CoderTester",
     "debate": "palestra.envs.text.debate.env:Debate",
     "tools": "palestra.envs.text.tools.env:Tools",

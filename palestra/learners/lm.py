@@ -8,28 +8,33 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from pydantic import Field
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.engine.checkpoints import load_trainer, load_weights, save_trainer, save_weights
 from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
-from palestra.engine.models import Engine
+from palestra.engine.models import Engine, resolve_base
 from palestra.engine.sampler import Sampler, SamplingConfig
 from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, Trainer, by_group, micro_batches
 from palestra.policies.lm import ChatEncoder, HistoryMode, LanguagePolicy, SamplerProtocol
 from palestra.types import Metrics, Sample
+
+LORA_LEARNING_RATES = ((20e6, 1e-3), (1e9, 2e-4), (math.inf, 1e-4))  # (parameters of the base below, learning rate)
 
 
 class LMPolicyConfig(AdamConfig):
     """Options common to all language model policies: base model, sampling and prompt."""
 
     base: str = "tiny"
-    """Base model: the name of a shipped one ("tiny"), a local folder, or a Hugging Face hub name."""
+    """Base model: the name of a shipped one ("tiny") or of a packaged one ("smollm2"), a local folder, a GGUF file, or
+    a Hugging Face hub name."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling parameters."""
     system: str | None = None
@@ -71,6 +76,9 @@ class LoraPolicyConfig(LMLearnerConfig):
 
     type: Literal["lora"] = "lora"
     """Kind of policy: a LoRA adapter in training."""
+    lr: float | None = Field(None, ge=0, le=1_000_000)  # type: ignore[assignment]
+    """Learning rate, at least 0. null: by the parameters of the base, 1e-3 below 20 million (the shipped bases), 2e-4
+    below a billion, else 1e-4."""
     rank: int = Field(8, ge=1, le=4096)
     """Rank of the adapter's matrices, 1 to 4096."""
     alpha: float = Field(16.0, gt=0)
@@ -91,6 +99,20 @@ class FullPolicyConfig(LMLearnerConfig):
     """Kind of policy: a full model in training."""
     lr: float = Field(2e-4, gt=0, le=1_000_000)
     """Learning rate, above 0."""
+
+
+def default_lora_lr(num_parameters: int) -> float:
+    """Returns the learning rate of an adapter on a base of this size, if the config gives none: a cautious value, from
+    which to search upwards."""
+    return next(lr for limit, lr in LORA_LEARNING_RATES if num_parameters < limit)
+
+
+@cache
+def base_parameters(base: str) -> int:
+    """Returns the number of parameters of a base model, from its config alone."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(resolve_base(base)))
+    return int(model.num_parameters())
 
 
 def autocast_dtype(config: FullPolicyConfig, device: str) -> torch.dtype | None:
@@ -268,7 +290,9 @@ class LanguageLearner:
         self.weights.start_stage()
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
-        lr = self.config.lr * lr_factor(progress, self.config.lr_schedule, self.config.warmup_ratio)
+        config = self.config
+        peak = default_lora_lr(base_parameters(config.base)) if config.lr is None else config.lr
+        lr = peak * lr_factor(progress, self.config.lr_schedule, self.config.warmup_ratio)
         if isinstance(self.weights, LocalWeights):
             metrics = self.weights.optim_step(self.config, lr=lr)
         else:

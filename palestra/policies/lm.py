@@ -6,8 +6,11 @@ prompt and answer, and appends only the tokens of the new observation.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
 
@@ -24,9 +27,11 @@ from palestra.chat import (
 )
 from palestra.engine.lora import Snapshot
 from palestra.engine.sampler import Completion, Request, SamplingConfig
+from palestra.engine.tree_attention import common_prefix
 from palestra.policies.base import Query, chat_messages
 from palestra.types import Answer, Message
 
+NO_TOKENS = np.zeros(0, np.int32)
 HistoryMode = Literal["none", "conversation"]
 
 
@@ -59,6 +64,18 @@ class ChatEncoder:
         """Returns the prompt [P] int32 for the next message of a conversation; `system` replaces its system message."""
         messages = conversation.messages if system is None else with_system(conversation.messages, system)
         return self._first(_cache_key([to_template_message(m) for m in messages]), _cache_key(conversation.tools))
+
+    def encode_shared(self, conversation: Chat, system: str | None) -> np.ndarray:
+        """Returns the tokens [P] int32 with which all prompts begin whose first `num_shared` messages are those of
+        `conversation`; none without such messages."""
+        shared = conversation.messages[: conversation.num_shared]
+        if not shared:
+            return NO_TOKENS
+        one, other = (
+            self.encode_conversation(Chat((*shared, {"role": "user", "content": text}), conversation.tools), system)
+            for text in ("a", "b")
+        )
+        return one[: common_prefix(one, other)]
 
     def encode_next_turn(self, earlier: np.ndarray, answer: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """Returns the prompt [P] int32 of a later turn: earlier prompt, sampled answer, and the template's text between
@@ -110,6 +127,14 @@ class ChatEncoder:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
+@dataclass
+class _Prefix:
+    """A prefix of prompts that a sampler computes, and the number of calls that use it."""
+
+    computed: asyncio.Future[list[Completion]]
+    num_users: int = 0
+
+
 class LanguagePolicy:
     """Samples answers from one snapshot of an adapter, or from the bare base (None)."""
 
@@ -126,13 +151,17 @@ class LanguagePolicy:
     ) -> None:
         self.name, self.sampler, self.encoder, self.sampling = name, sampler, encoder, sampling
         self.adapter, self.system, self.history = adapter, system, history
+        self._prefixes: dict[bytes, _Prefix] = {}
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns `query.n` answers, each with its token ids and log-probabilities."""
-        prompt_ids = self.encode_prompt(query)
-        keep = self.history == "conversation" or isinstance(query.observation, Chat)
+        prompt_ids, seen = self.encode_prompt(query), query.observation
+        shared_ids = self.encoder.encode_shared(seen, self.system) if isinstance(seen, Chat) else NO_TOKENS
+        # a conversation is kept for its next turn, unless most of its prompt is shared anyway
+        keep = self.history == "conversation" or (isinstance(seen, Chat) and not len(shared_ids))
         request = Request(prompt_ids, query.n, self.sampling, self.adapter, query.seed, keep)
-        sampled = await self.sampler.sample(request)
+        async with self._cached_prefix(shared_ids):
+            sampled = await self.sampler.sample(request)
         return [
             Answer(
                 text=text,
@@ -145,6 +174,27 @@ class LanguagePolicy:
             )
             for s, text in zip(sampled, self.decode_completions(sampled), strict=True)
         ]
+
+    @contextlib.asynccontextmanager
+    async def _cached_prefix(self, ids: np.ndarray) -> AsyncIterator[None]:
+        """Context in which the sampler has keys and values of the prefix `ids` [P] of prompts, computed once for all
+        calls that are in the context at the same time."""
+        if not len(ids):
+            yield
+            return
+        key = ids.tobytes()
+        if key not in self._prefixes:
+            request = Request(ids, 1, SamplingConfig(max_tokens=1), self.adapter, keep_kv=True)
+            self._prefixes[key] = _Prefix(asyncio.ensure_future(self.sampler.sample(request)))
+        prefix = self._prefixes[key]
+        prefix.num_users += 1
+        try:
+            await asyncio.shield(prefix.computed)  # one caller that is cancelled does not cancel the others
+            yield
+        finally:
+            prefix.num_users -= 1
+            if not prefix.num_users:
+                del self._prefixes[key]
 
     def decode_completions(self, sampled: Sequence[Completion]) -> list[str]:
         """Decodes completions to text, without end tokens and stop strings."""

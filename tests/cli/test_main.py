@@ -257,7 +257,7 @@ def test_info_names_versions_envs_and_bases():
     done = palestra("info")
     text = plain(done.output)
     assert done.exit_code == 0
-    names = ("sokoban", "plan_path", "simple_spread", "grpo", "sft", "qmix", "tiny", "endpoint", "psro")
+    names = ("sokoban", "plan_path", "simple_spread", "grpo", "sft", "qmix", "tiny", "smollm2", "endpoint", "psro")
     for word in ("palestra", "torch", "sandbox", *names):
         assert word in text
 

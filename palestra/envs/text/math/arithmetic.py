@@ -36,6 +36,15 @@ def arithmetic_problem(rng: random.Random, difficulty: int) -> Problem:
             )
 
 
+def sum_problem(rng: random.Random, difficulty: int) -> Problem:
+    """Draws a sum of `difficulty` + 1 numbers from 2 to 99, in any order of one split."""
+    numbers = [rng.randint(2, 99) for _ in range(difficulty + 1)]
+    short = " + ".join(map(str, numbers))
+    key = f"sum {sorted(numbers)}"
+    program = short.replace(" ", "")
+    return Problem(f"What is {short}?", str(sum(numbers)), short, program, key, needs_computation=True)
+
+
 def problem_from_tree(tree: ExpressionTree, question: str, short: str, key: str) -> Problem:
     """Returns the problem whose answer is the value of `tree`."""
     source = to_python(tree)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
-from palestra.envs.text.math.arithmetic import arithmetic_problem
+from palestra.envs.text.math.arithmetic import arithmetic_problem, sum_problem
 from palestra.envs.text.math.equations import equation_problem, inequality_problem
 from palestra.envs.text.math.multi_step import multi_step_problem
 from palestra.envs.text.math.problem import Problem, ProblemKind, draw_problem
@@ -15,11 +15,13 @@ from palestra.envs.text.splits import Split
 
 PROBLEM_GENERATORS: dict[ProblemKind, Callable[[random.Random, int], Problem]] = {
     "arithmetic": arithmetic_problem,
+    "sum": sum_problem,
     "equation": equation_problem,
     "inequality": inequality_problem,
     "word": word_problem,
     "multi_step": multi_step_problem,
 }
+DEFAULT_KINDS = tuple(kind for kind in PROBLEM_GENERATORS if kind != "sum")  # sums are easier than their difficulty
 DIFFICULTIES = range(1, 6)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from palestra.envs.text.splits import Split, first_of_split
 
-ProblemKind = Literal["arithmetic", "equation", "inequality", "word", "multi_step"]
+ProblemKind = Literal["arithmetic", "sum", "equation", "inequality", "word", "multi_step"]
 MAX_DRAWS = 2000  # draws per problem
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from palestra.envs.text.math.generate import DIFFICULTIES, PROBLEM_GENERATORS, generate_problem
+from palestra.envs.text.math.generate import DEFAULT_KINDS, DIFFICULTIES, PROBLEM_GENERATORS, generate_problem
 from palestra.envs.text.math.problem import Problem, ProblemKind
 from palestra.envs.text.math.qa_files import load_problems
 from palestra.envs.text.math.reasoning import check_tasks, reasoning_problem
@@ -70,7 +70,7 @@ class ProblemSource:
 
     @property
     def _kinds(self) -> tuple[ProblemKind, ...]:
-        return tuple(PROBLEM_GENERATORS if self.kinds is None else self.kinds)
+        return tuple(DEFAULT_KINDS if self.kinds is None else self.kinds)
 
     @property
     def _levels(self) -> tuple[int, ...]:

@@ -1,0 +1,112 @@
+"""Bases in GGUF files: converted once to a folder of safetensors in the user's cache, then loaded like any folder.
+
+A quantised file is dequantised to float32. Its tokenizer and chat template are converted too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from palestra.engine.packaged_bases import cache_folder
+from palestra.files import DamagedFile, atomic_folder, checksums, find_damage
+
+MANIFEST = "converted.json"  # written last: {"gguf": file name, "files": sizes and checksums of the folder}
+MAGIC = b"GGUF"  # first bytes of every GGUF file
+
+
+def converted_folder(file: Path) -> Path:
+    """Returns the folder with the model and tokenizer of a GGUF file, in a form that `from_pretrained` loads.
+
+    The first call converts the file (seconds, and 4 bytes of disk per parameter); others find the folder in the cache,
+    by the checksum of the file, and verify its checksums. Processes that convert one file at the same time wait for the
+    first of them; after a crash or damage the folder is written again. Raises ValueError if the package `gguf` is
+    missing, or the file is damaged or of an architecture that transformers does not convert.
+    """
+    stat = file.stat()
+    return _converted(file.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@cache  # hashes a file once per process
+def _converted(file: Path, size: int, mtime_ns: int) -> Path:
+    folder = cache_folder(file)
+    if _is_intact(folder):
+        return folder
+    with _exclusive(folder.with_name(f"{folder.name}.lock")):
+        if not _is_intact(folder):  # another process may have converted it meanwhile
+            atomic_folder(folder, lambda temporary: _convert(file, temporary))
+    return folder
+
+
+def _is_intact(folder: Path) -> bool:
+    """True if a folder is complete and has the checksums that it was written with."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return not find_damage(folder, manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Context that holds the lock file `path`; waits for other processes. The system releases a dead one's lock."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Writes the model of a GGUF file, its tokenizer and the manifest to `folder`."""
+    _check_readable(file)
+    disable_progress_bar()
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    try:
+        quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except Exception as error:  # the parser of a damaged file raises errors of many types
+        raise DamagedFile(
+            f"cannot read the GGUF file {file}: it is damaged, or transformers does not convert its architecture "
+            f"({type(error).__name__}: {error}). Copy or install it again, or name a folder that save_pretrained wrote"
+        ) from error
+    config = quantized.config
+    del config.quantization_config  # save_pretrained refuses models that were quantised
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(quantized.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = quantized.generation_config
+    model.save_pretrained(folder)
+    _split_digits(tokenizer, file)
+    tokenizer.save_pretrained(folder)
+    (folder / MANIFEST).write_text(json.dumps({"gguf": file.name, "files": checksums(folder)}))
+
+
+def _split_digits(tokenizer: Any, file: Path) -> None:
+    """Lets the tokenizer of a SmolLM file treat each digit apart, as the file asks for; transformers 5.23 does not read
+    that field, and tokenises spaces before digits differently."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(file).get_field("tokenizer.ggml.pre")
+    if field and field.contents() == "smollm":
+        digits, words = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, words])
+
+
+def _check_readable(file: Path) -> None:
+    if find_spec("gguf") is None:
+        raise ValueError(f"reading {file.name} needs the package gguf: pip install 'palestra[smollm]'")
+    with open(file, "rb") as stream:
+        if stream.read(len(MAGIC)) != MAGIC:
+            raise DamagedFile(f"{file} is not a GGUF file: it does not begin with the bytes GGUF. Copy it again")

@@ -1,0 +1,158 @@
+"""Math review env: a reasoner answers a problem, then a checker reviews the answer; the checker's answer is the team's.
+
+Made for small instruct models: short questions in English, answers of one line such as `57 + 38 = 95`, and worked
+examples as earlier turns of the conversation (`shots`), the same for every policy. Only a right answer is rewarded,
+never its form: whatever an answer looks like, its last number counts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any, ClassVar, Literal
+
+from palestra.chat import Chat
+from palestra.envs.base import Env
+from palestra.envs.text.grid.grid import check_range
+from palestra.envs.text.math.answer_extraction import MAX_ANSWER_CHARS, final_answer
+from palestra.envs.text.math.grading import UNREADABLE, AnswerGrade, grade_directly
+from palestra.envs.text.math.problem import Problem
+from palestra.envs.text.math.problem_source import ProblemSource
+from palestra.envs.text.options import RewardMode
+from palestra.envs.text.splits import Split
+from palestra.types import Seat, Step
+
+ReviewTeam = Literal["reasoner_checker", "single"]
+ReviewKind = Literal["sum", "arithmetic", "word"]
+SEATS: dict[ReviewTeam, tuple[Seat, ...]] = {"reasoner_checker": ("reasoner", "checker"), "single": ("reasoner",)}
+FORM = "Answer with the calculation and its result, for example 12 + 9 = 21."
+ROLES = {
+    "reasoner": f"You solve math problems. {FORM}",
+    "checker": f"You check a colleague's answer to a math problem, which may be wrong. {FORM}",
+}
+MAX_QUOTE_CHARS = 200  # characters of the reasoner's reply that the checker observes
+MAX_SHOTS = 16
+
+_NUMBER = re.compile(r"[-\u2212]?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?:\s?/\s?\d{1,40})?")
+_OPERATOR = re.compile(r"\s*(//|[-+*/])\s*")
+
+
+class MathReview(Env):
+    """A reasoner answers a generated problem; a checker observes problem and answer, and gives the final answer.
+
+    With team `single` the reasoner's answer is final. `shots` worked examples precede every question as turns of the
+    conversation; they belong to the split `base`, in which no one is trained or evaluated. The checker's alternate
+    between right and wrong proposals. Rewards: the team 1 for a right final answer, the reasoner 1 for a right answer
+    of its own (`reward: dense`). Info: `success`, `turn`, by seat `answers` and `invalid` (no number in the reply);
+    in the last step `gold`. Raises ValueError if an option is out of range.
+    """
+
+    name: ClassVar[str] = "math_review"
+    replaces_state = True
+
+    def __init__(
+        self,
+        *,
+        team: ReviewTeam = "reasoner_checker",
+        kinds: list[ReviewKind] | None = None,
+        difficulty: int | list[int] = 1,
+        shots: int = 3,
+        split: Split = "train",
+        reward: RewardMode = "dense",
+    ) -> None:
+        check_range("shots", shots, 0, MAX_SHOTS)
+        self.seats, self.roles, self.reward = SEATS[team], {seat: ROLES[seat] for seat in SEATS[team]}, reward
+        kinds = ["sum"] if kinds is None else kinds
+        self.source = ProblemSource(kinds, difficulty, None, None, None, split)
+        examples = ProblemSource(kinds, difficulty, None, None, None, "base")
+        worked = [examples.problem(seed) for seed in range(shots)]
+        self.examples = {seat: example_turns(seat, worked) for seat in self.seats}
+        self._next: Seat | None = None
+
+    def reset(self, seed: int) -> Step:
+        self.problem = self.source.problem(seed)
+        self.replies: dict[Seat, str] = {}
+        self.grades: dict[Seat, AnswerGrade] = {}
+        self._next = self.seats[0]
+        return Step(self._observations(), info={"turn": 0, "success": False})
+
+    def step(self, actions: dict[Seat, Any]) -> Step:
+        seat = self._next
+        if seat is None or actions.keys() != {seat}:
+            why = "the game is over: call reset(seed) before step" if seat is None else f"it is the turn of {seat}"
+            raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
+        reply = str(actions[seat])
+        self.replies = self.replies | {seat: reply}
+        self.grades = self.grades | {seat: self._grade(reply)}
+        left = self.seats[len(self.replies) :]
+        self._next = left[0] if left else None
+        is_correct = self.grades[seat].is_correct
+        own = {seat: float(is_correct)} if seat == "reasoner" and self.reward == "dense" else {}
+        success = not left and is_correct
+        return Step(self._observations(), own, float(success), info=self._info(success))
+
+    def expert(self, seat: Seat, rng: random.Random) -> str:
+        """Returns the calculation and its right result."""
+        return worked_answer(self.problem, self.problem.answer)
+
+    def _grade(self, reply: str) -> AnswerGrade:
+        return grade_directly(last_number(reply), self.problem.answer) or UNREADABLE
+
+    def _info(self, success: bool) -> dict[str, Any]:
+        info = {
+            "turn": len(self.replies),
+            "success": success,
+            "answers": {seat: last_number(reply) for seat, reply in self.replies.items()},
+            "invalid": {seat: not grade.is_readable for seat, grade in self.grades.items()},
+        }
+        return info if self._next else info | {"gold": self.problem.answer}
+
+    def _observations(self) -> dict[Seat, Any]:
+        if self._next is None:
+            return {}
+        question = seat_question(self._next, self.problem, self.replies.get("reasoner", ""))
+        if not self.examples[self._next]:
+            return {self._next: question}
+        system = {"role": "system", "content": self.roles[self._next]}
+        shared = (system, *self.examples[self._next])
+        return {self._next: Chat((*shared, {"role": "user", "content": question}), num_shared=len(shared))}
+
+
+def last_number(reply: str) -> str | None:
+    r"""Returns the answer in a reply: the last number, after #### or in \boxed{} if it has one; None without any."""
+    marked = final_answer(reply)
+    found = _NUMBER.findall(marked or reply[-MAX_ANSWER_CHARS:])
+    return found[-1] if found else None
+
+
+def seat_question(seat: Seat, problem: Problem, proposal: str) -> str:
+    """Returns the text that a seat is asked: the problem, for the checker with the reasoner's reply `proposal`."""
+    if seat == "reasoner":
+        return problem.question
+    return f"{problem.question}\nYour colleague says: {' '.join(proposal.split())[:MAX_QUOTE_CHARS]}"
+
+
+def worked_answer(problem: Problem, result: str) -> str:
+    """Returns a calculation and its result: "57 + 38 = 95"; the result alone if there is no short calculation."""
+    calculation = problem.solution_program
+    if "\n" in calculation or "print" in calculation:
+        return result
+    return f"{_OPERATOR.sub(lambda found: f' {found[1][0]} ', calculation)} = {result}"
+
+
+def example_turns(seat: Seat, problems: list[Problem]) -> list[dict[str, str]]:
+    """Returns problems with right answers as turns of a conversation; every second proposal to a checker is wrong."""
+    turns = []
+    for number, problem in enumerate(problems):
+        right = worked_answer(problem, problem.answer)
+        proposal = worked_answer(problem, wrong_result(problem, number)) if number % 2 else right
+        turns.append({"role": "user", "content": seat_question(seat, problem, proposal)})
+        turns.append({"role": "assistant", "content": right})
+    return turns
+
+
+def wrong_result(problem: Problem, seed: int) -> str:
+    """Returns a result that is near the right one and wrong; the right one's negative if that is not an integer."""
+    right = problem.answer
+    off = random.Random(seed).choice((-10, -2, -1, 1, 2, 10))
+    return str(int(right) + off) if right.removeprefix("-").isdecimal() else f"-{right}".removeprefix("--")

