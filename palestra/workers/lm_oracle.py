@@ -173,9 +173,8 @@ class LanguageWorker:
         """Returns a frozen member, loaded once; a name stands for one policy."""
         if name not in self._frozen:
             policy = self.config.policy
-            speech = {
-                key: getattr(policy, key) for key in FrozenConfig.model_fields if key in type(policy).model_fields
-            }
+            kept = (FrozenConfig.model_fields.keys() & type(policy).model_fields.keys()) - {"lr"}
+            speech = {key: getattr(policy, key) for key in kept}
             if self.config.greedy:
                 speech["sampling"] = speech["sampling"].model_copy(update={"temperature": 0.0})
             config = FrozenConfig(**speech | {"type": "frozen"}, path=str(members[name]))

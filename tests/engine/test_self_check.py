@@ -122,7 +122,7 @@ def test_longrope_is_right_up_to_its_limit_and_refused_beyond():
     row = architectures.measure("phi3", **rope)
     assert row.way == "packed" and max(row.sampled, row.trained, row.gradient) <= 1e-4, row
     engine = chosen(architectures.random_model("phi3", **rope))
-    with pytest.raises(ValueError, match="exceed the base's 64 positions"):
+    with pytest.raises(ValueError, match="exceed the base's context length, 64"):
         Sampler(engine).sample_all([Request(np.arange(5, 65), 1, SamplingConfig(max_tokens=5))])
     long = Sample(np.arange(5, 65), np.arange(5, 15), np.zeros(10, np.float32), np.ones(10, np.float32))
     with pytest.raises(ValueError, match=r"from 64 on, this base's rotary embedding depends on the longest"):

@@ -245,7 +245,7 @@ def test_a_prompt_too_long_fails_its_episode_only():
     episodes = asyncio.run(
         EpisodeRunner(Long, "long").play_all([EpisodeSpec(i, team, i) for i in range(3)], Branching())
     )
-    assert "512 positions" in episodes[1].error and "Shorten the observation" in episodes[1].error
+    assert "context length, 512" in episodes[1].error and "Shorten the observation" in episodes[1].error
     assert episodes[0].error is episodes[2].error is None
 
 

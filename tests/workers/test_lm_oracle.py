@@ -27,7 +27,7 @@ TREE: dict[str, Any] = {
     "type": "language",
     "env": {"type": "text_kuhn", "vocabulary": VOCABULARY},
     "policy": {"rank": 4, "lr": 3e-3, "sampling": {"max_tokens": 2}, "batch_size": 64},
-    "algorithm": {"type": "grpo", "branch_at": "root", "group_size": 4, "scale": "none"},
+    "algorithm": {"type": "grpo", "branch_at": "root", "group_size": 4, "scale": "none", "flat_groups": "skip"},
     "steps": 6,
     "episodes": 16,
     "imitation_steps": 20,

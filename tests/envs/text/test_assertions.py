@@ -245,8 +245,8 @@ def test_the_env_plays_problems_with_assertions(sandboxed: None, tmp_path: Path)
     forge = "import os\nfor n in range(9): open(str(n), 'w').write('ok\\n')\nos._exit(0)"
     for program, answer, worth in [
         ("def f(x):\n    return 1 / x", "#### f(8) -> 0.125", {"coder": 1.0, "tester": 1.0}),
-        ("def f(x):\n    return 0.5", "#### f(1) -> 1.0", {"coder": 0.6, "tester": 0.0}),  # the question shows f(1)
-        (forge, "#### f(8) -> 8", {"coder": 0.1, "tester": 0.2}),
+        ("def f(x):\n    return 0.5", "#### f(1) -> 1.0", {"coder": 0.5, "tester": 0.0}),  # the question shows f(1)
+        (forge, "#### f(8) -> 8", {"coder": -0.05, "tester": 0.0}),
     ]:
         _, step = play(env, both(f"```python\n{program}\n```", answer))
         assert step.rewards == pytest.approx(worth)
