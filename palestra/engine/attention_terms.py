@@ -1,4 +1,4 @@
-"""What a model's attention does beyond plain causal attention: windows, chunks, soft caps and sinks.
+"""Attention features beyond plain causal attention: windows, chunks, soft caps and sinks.
 
 Models hand these to their attention function, each in its own way. The layouts (tree_attention.py, cached_attention.py)
 get them in one form, with every call.

@@ -1,4 +1,4 @@
-"""How many logits may exist at a time: by far the largest tensors of a pass, one row as long as the vocabulary."""
+"""Limit of the number of logits that exist at a time: rows of vocabulary size, the largest tensors of a pass."""
 
 from __future__ import annotations
 

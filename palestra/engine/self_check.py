@@ -97,7 +97,7 @@ class Case:
 
 
 class Expected(NamedTuple):
-    """What a model computes by itself: cases by owner, their log-probabilities [T, V], and the adapters."""
+    """Results of the model's own forward: cases by owner, their log-probabilities [T, V], and the adapters."""
 
     cases: list[Case]
     logp_TV: list[Tensor]

@@ -1,4 +1,4 @@
-"""What is evaluated, by name: a run, one of its policies, a config, or an env; which policy plays each seat; and the
+"""Names of evaluation targets: a run, one of its policies, a config, or an env; which policy plays each seat; and the
 result.
 
 Names of policies are the same for both kinds of envs: a policy of the target, or RUN:NAME for one of another run.
@@ -33,7 +33,7 @@ class EvalResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """What a name leads to: the tree of its config, the run (None: a config or an env) and the number of steps before
+    """Target of a name: the tree of its config, the run (None: a config or an env) and the number of steps before
     its checkpoint (None: the newest), and the policy that plays every seat ("": as the config says)."""
 
     tree: Tree

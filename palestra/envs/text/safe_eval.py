@@ -21,7 +21,7 @@ class NotAllowed(ValueError):
 
 @dataclass(frozen=True)
 class AllowedParts:
-    """What an expression may hold besides integers and floats: operators by their syntax class, functions by name.
+    """Allowed in an expression besides integers and floats: operators by their syntax class, functions by name.
 
     `bound` returns every number that occurs, or raises if it is too large to go on with. An operator or function whose
     result may take long to compute must check its arguments itself.
