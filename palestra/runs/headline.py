@@ -16,9 +16,11 @@ SEARCH_KEEPS = ("best", "epsilon")  # values of `continue_from` that choose amon
 
 def training_success_label(config: Tree) -> str:
     """Returns the name of the success rate that a run with this resolved config logs in training: "search success (best
-    of 8)" if its episodes go on from the best of 8 answers, else "training success"."""
-    size = _search_size(config)
-    return f"search success (best of {size})" if size else "training success"
+    of 8)" if its episodes go on from the best of 8 answers, else "training success". How a user's own algorithm branches
+    is not in its config: its label says that the rate may be of a search."""
+    if size := _search_size(config):
+        return f"search success (best of {size})"
+    return "training success (may be of a search)" if _is_of_own_algorithm(config) else "training success"
 
 
 def training_return_label(config: Tree) -> str:
@@ -31,13 +33,22 @@ def training_return_label(config: Tree) -> str:
 
 def _search_size(config: Tree) -> int:
     """Number of answers that an episode goes on from the best of; 0 if it does not."""
-    algorithms = [config.get("algorithm"), *(stage.get("algorithm") for stage in config.get("stages") or [])]
     searches = [
         algorithm
-        for algorithm in algorithms
-        if algorithm and algorithm.get("branch_at") == "turn" and algorithm.get("continue_from") in SEARCH_KEEPS
+        for algorithm in _algorithms(config)
+        if algorithm.get("branch_at") == "turn" and algorithm.get("continue_from") in SEARCH_KEEPS
     ]
     return max((int(algorithm.get("group_size", 0)) for algorithm in searches), default=0)
+
+
+def _is_of_own_algorithm(config: Tree) -> bool:
+    return any(":" in str(algorithm.get("type")) and "branch_at" not in algorithm for algorithm in _algorithms(config))
+
+
+def _algorithms(config: Tree) -> list[Tree]:
+    """The algorithm of a run and those of its stages."""
+    algorithms = [config.get("algorithm"), *(stage.get("algorithm") for stage in config.get("stages") or [])]
+    return [algorithm for algorithm in algorithms if algorithm]
 
 
 def eval_label(config: Tree, name: str) -> str:

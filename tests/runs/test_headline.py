@@ -22,6 +22,8 @@ SEARCH = {"type": "grpo", "branch_at": "turn", "continue_from": "best", "group_s
         ({"algorithm": SEARCH | {"branch_at": "root"}}, "training success"),
         ({"algorithm": {"type": "ppo"}}, "training success"),
         ({"stages": [{"algorithm": {"type": "sft"}}, {"algorithm": SEARCH}]}, "search success (best of 8)"),
+        ({"algorithm": {"type": "mine:Mine", "group_size": 8}}, "training success (may be of a search)"),
+        ({"algorithm": {"type": "mine:Mine", "branch_at": "root"}}, "training success"),
         ({}, "training success"),
     ],
 )
