@@ -42,8 +42,8 @@ T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of
 
 @dataclass(frozen=True)
 class Task:
-    """A config and its score: the mean over `sides` of a figure of exams. Each side is an exam on split dev, and the
-    seats that others take in it; `seat` None scores success, else that seat's return."""
+    """A config and its score: the mean over `sides` of an evaluation metric. Each side is an evaluation on split dev,
+    and the seats that others take in it; `seat` None scores success, else that seat's return."""
 
     name: str
     scored: str
@@ -134,8 +134,8 @@ def settings_of(task: Task, method: Method, rate: float, seed: int, quick: bool)
         tree["policies"][name] |= {"lr": rate} | method.settings.get("policies", {}).get(name, {})
     if quick:
         tree |= {"steps": 2, "episodes": max(2, tree["episodes"] // 16)}
-        for exam in tree["exams"].values():
-            exam["episodes"] = 10
+        for evaluation in tree["evals"].values():
+            evaluation["episodes"] = 10
     return tree
 
 
@@ -178,12 +178,12 @@ def sampled(run: Path, step: int) -> float:
 
 
 def cpu_seconds(run: Path) -> float:
-    """Of play and of learning, exams apart."""
+    """Seconds of rollouts and of learning, without evaluations."""
     lines = [line for line in read_lines(run / "timings.jsonl") if line["policy"] == "team"]
     return float(sum(value for line in lines for key, value in line.items() if key.endswith("cpu_s")))
 
 
-def examine(task: Task, run: Path, episodes: int) -> dict[str, float]:
+def evaluate_run(task: Task, run: Path, episodes: int) -> dict[str, float]:
     """The score on split test; how far from the base the learners are there, and how undecided, by token."""
     scores, answers = [], []
     for side, (seats, _) in task.sides.items():
@@ -229,7 +229,7 @@ def measure(task: Task, method: Method, rate: float, seed: int, quick: bool) -> 
     line |= {"dev": points[-1][1], "answers": points[-1][0], "cpu": cpu_seconds(run), "curve": points}
     line["to_bar"] = next((count for count, score in points if score >= task.bar), None)
     if seed != TUNING:
-        line |= examine(task, run, 10 if quick else 300)
+        line |= evaluate_run(task, run, 10 if quick else 300)
     ledger = QUICK if quick else LEDGER
     ledger.parent.mkdir(parents=True, exist_ok=True)
     with ledger.open("a") as file:
@@ -271,8 +271,8 @@ HEAD = """Made by `python bench/algorithms.py`: every algorithm for language age
 base `tasks` (a million parameters), LoRA rank 8. Each may sample as many answers as any other, in 16 steps; its
 learning rate is the better of two on instances of split dev, with a seed that does not count here.
 Scores are of 300 instances of split test, mean over seeds with its 95 % interval (Student's t). KL (from the base)
-and entropy are per token of what was said there; "answers to the bar" are those sampled until the first exam on dev
-that reached it. CPU seconds are those of play and learning on one core of a machine that others used too."""
+and entropy are per token of what was said there; "answers to the bar" are those sampled until the first evaluation on
+dev that reached it. CPU seconds are those of play and learning on one core of a machine that others used too."""
 NOTES = Path("bench/algorithms-notes.md")
 
 

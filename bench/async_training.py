@@ -40,7 +40,7 @@ from palestra.training.loop import Callback, read_clocks, run_training
 from palestra.types import Metrics, Step
 
 STALENESS = (0, 1, 2)
-STEPS, EXAM = 80, 300
+STEPS, EVAL_EPISODES = 80, 300
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
 TARGETS = {"wall_ratio_1": 0.7, "wall_ratio_2": 0.7, "success_gap_1": 1.0, "success_gap_2": 1.0}
 console = Console(width=110)
@@ -61,7 +61,7 @@ class SlowPath(PlanPath):
 
 
 class Stopwatch(Callback):
-    """Wall and CPU seconds from the end of the first exam to that of the last step."""
+    """Wall and CPU seconds from the end of the first evaluation to that of the last step."""
 
     def __init__(self) -> None:
         self.start = self.end = (0.0, 0.0)
@@ -81,7 +81,7 @@ class Stopwatch(Callback):
 def config(staleness: int, seed: int, steps: int) -> TextConfig:
     """Eight episodes a step, of up to eight joint steps each, in which three answers are tried."""
     policy = {"type": "lora", "base": "tiny", "lr": 2e-3, "lr_schedule": "linear", "sampling": {"max_tokens": 9}}
-    exam = {"episodes": EXAM, "env": {"split": "test", "seconds": 0.0}}
+    evaluation = {"episodes": EVAL_EPISODES, "env": {"split": "test", "seconds": 0.0}}
     return validate(
         TextConfig,
         {
@@ -92,7 +92,7 @@ def config(staleness: int, seed: int, steps: int) -> TextConfig:
             "env": {"type": "async_training:SlowPath"},
             "policies": {"planner": policy, "executor": policy},
             "algorithm": {"type": "grpo", "group_size": 3, "scale": "none", "entropy_coef": 0.03},
-            "evals": {"test": exam},
+            "evals": {"test": evaluation},
             "checkpoint_every": 1000,
         },
     )
@@ -113,11 +113,11 @@ def trained(root: Path, staleness: int, seed: int, steps: int) -> dict[str, floa
 
 
 def half_width(ours: list[float], theirs: list[float]) -> float:
-    """Of the 95 % interval of the mean difference: over seeds, or with one seed over the exam's episodes."""
+    """Of the 95 % interval of the mean difference: over seeds, or with one seed over the evaluation's episodes."""
     if len(ours) in T95:
         differences = np.array(ours) - np.array(theirs)
         return float(T95[len(ours)] * differences.std(ddof=1) / len(ours) ** 0.5)
-    return float(1.96 * sum(p * (1 - p) / EXAM for p in (ours[0], theirs[0])) ** 0.5)
+    return float(1.96 * sum(p * (1 - p) / EVAL_EPISODES for p in (ours[0], theirs[0])) ** 0.5)
 
 
 def figures_of(results: dict[int, list[dict[str, float]]]) -> dict[str, float]:

@@ -6,7 +6,7 @@
 
 The run is written through palestra's own `Run`. Each page is opened anew, with nothing kept by the browser; an
 interaction is timed in the page, from the event to the second frame after its answer is drawn. The best of several
-repeats is told: others who use the machine only ever make it slower. The last line is JSON. Needs playwright and a
+repeats is reported: others who use the machine only ever make it slower. The last line is JSON. Needs playwright and a
 Chromium (CHROMIUM=/path/to/it).
 """
 

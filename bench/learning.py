@@ -69,7 +69,7 @@ def sweep(run: Path) -> int:
 
 
 def held_out(key: str, scale: float = 1.0, shift: float = 0.0) -> Callable[[Path], Curve]:
-    """A figure of the exam of that name."""
+    """A figure of the evaluation of that name."""
 
     def curve(run: Path) -> Curve:
         each = sweep(run)

@@ -41,7 +41,7 @@ class Theirs:
     hidden: int | None = None
     script: str = "jaxmarl_qmix"
 
-    def told(self, seconds: float) -> str:
+    def spec_json(self, seconds: float) -> str:
         return json.dumps({"script": str(self.path), "map": "3m", "hidden": self.hidden, "seconds": seconds})
 
 
@@ -71,10 +71,10 @@ def main() -> None:
     ENVIRONMENT["XLA_FLAGS"] = ONE_THREAD
     seconds, figures = 120.0 if options.quick else 60 * options.minutes, {}
     for name, hidden in (("smax_qmix_vs_jaxmarl", None), ("smax_qmix_vs_jaxmarl_small", 64)):
-        told = run(Theirs(fetched(), hidden), seconds, 4 * seconds + 600)
-        figures[name] = told["cpu_s_per_million"] / spent
-        steps, rate = told["curve"][-1] if told["curve"] else (0, math.nan)
-        shown.add_row("JaxMARL", str(hidden or 512), f"{told['cpu_s_per_million']:,.0f}", f"{rate:.3f}", f"{steps:,}")
+        result = run(Theirs(fetched(), hidden), seconds, 4 * seconds + 600)
+        figures[name] = result["cpu_s_per_million"] / spent
+        steps, rate = result["curve"][-1] if result["curve"] else (0, math.nan)
+        shown.add_row("JaxMARL", str(hidden or 512), f"{result['cpu_s_per_million']:,.0f}", f"{rate:.3f}", f"{steps:,}")
     console.print(shown)
     figures = {name: float(f"{value:.4g}") for name, value in figures.items()}
     print(json.dumps({"bench": "smax", "figures": figures, "targets": {}}))

@@ -70,13 +70,13 @@ console = Console(width=120)
 class Results:
     """What was measured, by job, and what went wrong."""
 
-    told: dict[Job, list[dict[str, Any]]] = field(default_factory=dict)
+    measured: dict[Job, list[dict[str, Any]]] = field(default_factory=dict)
     failed: dict[Job, str] = field(default_factory=dict)
 
     def rate(self, job: Job) -> float | None:
         """Median joint steps per second."""
-        told = self.told.get(job)
-        return statistics.median(one["env_steps_per_s"] for one in told) if told else None
+        lines = self.measured.get(job)
+        return statistics.median(one["env_steps_per_s"] for one in lines) if lines else None
 
     def best(self, jobs: Sequence[Job]) -> float | None:
         """The best rate of some jobs."""
@@ -138,9 +138,9 @@ def measure(jobs: Sequence[Job], seconds: float, repeats: int) -> Results:
         for number, job in enumerate(jobs, 1):
             start = time.perf_counter()
             try:
-                told = run(job, seconds, limit=300 + 20 * seconds)
-                results.told.setdefault(job, []).append(told)
-                said = f"{told['env_steps_per_s']:>12,.0f} steps/s"
+                line = run(job, seconds, limit=300 + 20 * seconds)
+                results.measured.setdefault(job, []).append(line)
+                said = f"{line['env_steps_per_s']:>12,.0f} steps/s"
             except Failed as error:
                 results.failed[job] = str(error)
                 said = "[red]failed[/]"
@@ -155,7 +155,7 @@ def label(job: Job) -> str:
 
 
 def name(job: Job) -> str:
-    """Who."""
+    """Returns the name of the job's library."""
     return f"palestra, {job.workers} process{'es' * (job.workers > 1)}" if job.script == "ours" else NAMES[job.script]
 
 
@@ -251,7 +251,7 @@ def python_envs(results: Results, env: str, bare: Job, jobs: Sequence[Job]) -> S
 def growth(results: Results) -> Sheet:
     """palestra by the number of games."""
     rows = []
-    for games in sorted({job.games for job in growth_jobs(SIZES) if job in results.told or job in results.failed}):
+    for games in sorted({job.games for job in growth_jobs(SIZES) if job in results.measured or job in results.failed}):
         jobs = {job.workers: job for job in growth_jobs([games])}
         one, two = (results.rate(jobs[workers]) if workers in jobs else None for workers in (1, 2))
         times = ratio(two, one)
@@ -267,12 +267,12 @@ def number(results: Results, job: Job) -> str:
 
 
 def notes(results: Results, job: Job) -> str:
-    told = results.told.get(job)
-    return told[0]["notes"] if told else ""
+    lines = results.measured.get(job)
+    return lines[0]["notes"] if lines else ""
 
 
 def machine() -> str:
-    """What this was measured on."""
+    """Returns a description of the machine."""
     models, info = [platform.processor() or platform.machine()], Path("/proc/cpuinfo")
     if info.exists():
         models += [
@@ -282,10 +282,10 @@ def machine() -> str:
 
 
 def versions(results: Results) -> str:
-    """The packages that everybody ran with."""
+    """Returns the package versions of every library."""
     lines = {}
-    for job, told in results.told.items():
-        lines[NAMES[job.script]] = ", ".join(f"{what} {version}" for what, version in told[0]["versions"].items())
+    for job, measured in results.measured.items():
+        lines[NAMES[job.script]] = ", ".join(f"{what} {version}" for what, version in measured[0]["versions"].items())
     return "; ".join(f"{who}: {line}" for who, line in sorted(lines.items()))
 
 

@@ -176,9 +176,9 @@ def main() -> None:
         entropy = {seat: update(trainer, build_samples(groups, seat), lr) for seat, trainer in trainers.items()}
         sampler.clear_cache()  # keys and values of the old weights
         value = {seat: np.mean([group.values for group in groups if group.seat == seat]) for seat in SEATS}
-        told = "   ".join(f"{seat} value {value[seat]:5.2f} entropy {entropy[seat]:.2f}" for seat in SEATS)
+        line = "   ".join(f"{seat} value {value[seat]:5.2f} entropy {entropy[seat]:.2f}" for seat in SEATS)
         print(
-            f"step {step + 1:3d}   {told}   best siblings solved {solved:4.0%}   {time.perf_counter() - start:4.0f} s",
+            f"step {step + 1:3d}   {line}   best siblings solved {solved:4.0%}   {time.perf_counter() - start:4.0f} s",
             flush=True,
         )
     print(f"solved after training: {evaluate():.1%} of {args.eval_episodes} held-out games (before: {before:.1%})")

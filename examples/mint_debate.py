@@ -1,7 +1,7 @@
 """Two debaters learn to convince a judge: two LoRA adapters of one session, trained against each other with PPO.
 
-Each debate is about which of two words is the right one. One debater is told, the other can only guess. An answer is
-heard if it is one of the two words and nothing else. Of two that are heard the judge, which is the bare base model
+Each debate is about which of two words is the right one. One debater knows which, the other can only guess. An answer
+is heard if it is one of the two words and nothing else. Of two that are heard the judge, which is the bare base model
 asked to say the right word, finds for the one it thinks likelier (`compute_logprobs`, so the same answers always get
 the same verdict). The winner's tokens get advantage +1, the loser's -0.5; where nobody is heard, or both say the same,
 the debate is drawn, counts half for each, and nobody learns from it. What both submit is on its way before either
@@ -11,7 +11,7 @@ waits.
     pip install tinker                                   # or mindlab-toolkit
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-any python examples/mint_debate.py
 
-At first both ramble, and nearly all debates are drawn. The one who is told the truth comes to say it, and wins.
+At first both ramble, and nearly all debates are drawn. The one that knows the truth comes to say it, and wins.
 """
 
 from __future__ import annotations

@@ -202,9 +202,10 @@ def main() -> None:
         metrics = update(agent, adam, rollout)
         if step % 10 == 0 or step + 1 == args.steps:
             game = rollout.reward_TBN.sum(0).mean()  # a rollout is one whole game
-            told = "   ".join(f"{name} {metric:6.3f}" for name, metric in metrics.items())
+            summary = "   ".join(f"{name} {metric:6.3f}" for name, metric in metrics.items())
             print(
-                f"step {step + 1:4d}   return {game:7.2f}   {told}   {time.perf_counter() - start:4.0f} s", flush=True
+                f"step {step + 1:4d}   return {game:7.2f}   {summary}   {time.perf_counter() - start:4.0f} s",
+                flush=True,
             )
 
 

@@ -182,8 +182,8 @@ def bridge(rng: Random, name: str, place: str, architect: str) -> Article:
 
 def article(title: str, text: str, facts: dict[str, str], **more: object) -> Article:
     named = {"name": more.pop("said", title), **facts, **more}
-    told = text.format(**named)
-    return {"title": title, "text": told[0].upper() + told[1:], "facts": facts}
+    sentence = text.format(**named)
+    return {"title": title, "text": sentence[0].upper() + sentence[1:], "facts": facts}
 
 
 def articles(rng: Random) -> Iterator[Article]:

@@ -109,12 +109,12 @@ def config_of(job: Job, quick: bool) -> TextConfig:
     for policy in tree["policies"].values():
         if policy["type"] == "lora":
             policy["lr"] = job.rate
-    exam = (
+    evaluation = (
         {"episodes": 300, "env": {"split": "test"}}
         if job.phase == "test"
         else {"episodes": 200, "env": {"split": "dev"}}
     )
-    tree["evals"] = {job.phase: exam | ({"episodes": 20} if quick else {})}
+    tree["evals"] = {job.phase: evaluation | ({"episodes": 20} if quick else {})}
     return validate(TextConfig, override(tree, ["steps=2"] if quick else []))
 
 
@@ -139,14 +139,14 @@ def run(job: Job, quick: bool) -> dict[str, Any]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """The last exam, the training curve of turns, and the answers sampled."""
-    exam = read_lines(folder / "evals.jsonl")[-1]
+    """The last evaluation, the training curve of turns, and the answers sampled."""
+    evaluation = read_lines(folder / "evals.jsonl")[-1]
     lines = read_lines(folder / "metrics.jsonl")
     team = [line for line in lines if line["policy"] == "team"]
     return {
-        "success": exam["success"],
-        "episodes": exam["episodes"],
-        "turns": exam["steps_per_episode"],
+        "success": evaluation["success"],
+        "episodes": evaluation["episodes"],
+        "turns": evaluation["steps_per_episode"],
         "curve": [[line["step"], line["success"], line["steps_per_episode"]] for line in team],
         "answers": sum(line["answers"] for line in lines if "answers" in line),
     }

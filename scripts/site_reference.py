@@ -62,10 +62,10 @@ def _walk(command: Any, context: Any) -> Iterator[tuple[Any, Any]]:
 def _command(command: Any, context: Any) -> str:
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     head = "##" if context.parent.parent is None else "###"
-    told = f"{head} {context.command_path}\n\n```text\n{usage}\n```\n\n{_examples(command.help or '')}\n"
+    text = f"{head} {context.command_path}\n\n```text\n{usage}\n```\n\n{_examples(command.help or '')}\n"
     records = [(record, p.param_type_name) for p in command.params if (record := p.get_help_record(context))]
     rows = [f"| `{what.replace('|', chr(92) + '|')}` | {_cell(about)} |" for (what, about), _ in records]
-    return told + ("\n".join(["\n| | |", "|---|---|", *rows]) if rows else "")
+    return text + ("\n".join(["\n| | |", "|---|---|", *rows]) if rows else "")
 
 
 def _examples(text: str) -> str:
@@ -139,8 +139,8 @@ def _env(name: str, path: str) -> str:
     found = _source()[f"{module.removeprefix('palestra.')}.{cls}"]
     options = [option for option in found.parameters if option.name != "self"]
     rows = [f"| `{o.name}` | {_annotated(found, str(o.annotation))} | {_option(o.default)} |" for o in options]
-    told = found.docstring.value.replace("<", "&lt;") if found.docstring else ""
-    return f"### {name}\n\n{told}\n\n" + ("\n".join(["| option | values | default |", "|---|---|---|", *rows]))
+    description = found.docstring.value.replace("<", "&lt;") if found.docstring else ""
+    return f"### {name}\n\n{description}\n\n" + ("\n".join(["| option | values | default |", "|---|---|---|", *rows]))
 
 
 def _option(default: Any) -> str:
@@ -150,9 +150,11 @@ def _option(default: Any) -> str:
 def _annotated(owner: Any, annotation: str) -> str:
     """An annotation in words, the names of choices replaced by the choices."""
     named = re.sub(r"\b[A-Z]\w+\b(?!\[)", lambda match: _choices(owner, match[0]), annotation)
-    told = LITERAL.sub(lambda match: _quoted(match[1]), named).replace("|", "or")
-    told = re.sub(r"dict\[(\w+), (\w+)\]", r"mapping of \1 to \2", re.sub(r"list\[([^\]]*)\]", r"list of \1", told))
-    return _cell(WORD.sub(lambda match: WRITTEN[match[0]], told))
+    readable = LITERAL.sub(lambda match: _quoted(match[1]), named).replace("|", "or")
+    readable = re.sub(
+        r"dict\[(\w+), (\w+)\]", r"mapping of \1 to \2", re.sub(r"list\[([^\]]*)\]", r"list of \1", readable)
+    )
+    return _cell(WORD.sub(lambda match: WRITTEN[match[0]], readable))
 
 
 def _choices(owner: Any, name: str) -> str:

@@ -71,11 +71,13 @@ def serving(envs: str, *options: object, **more: Any) -> Iterator[EnvServer]:
 
 
 def describe(address: str, **kind: Any) -> pb.Description:
-    """What any gRPC client is told."""
+    """Returns the server's description of an env, over plain gRPC."""
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(f"/{SERVICE}/Describe", pb.Kind.SerializeToString, pb.Description.FromString)
-        told: pb.Description = call(pb.Kind(**kind), timeout=10, metadata=auth_metadata(parse_env_servers([address])))
-        return told
+        description: pb.Description = call(
+            pb.Kind(**kind), timeout=10, metadata=auth_metadata(parse_env_servers([address]))
+        )
+        return description
 
 
 def load(address: str) -> int:

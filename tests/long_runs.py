@@ -17,8 +17,8 @@ seed: {seed}
 steps: {steps}
 env: {{type: plan_path, size: 7}}
 policies: {{planner: {{type: lora, base: tiny}}, executor: {{type: lora, base: tiny}}}}
-algorithm: {{type: grpo, k: 2}}
-exams: {{dev: {{episodes: 100}}}}
+algorithm: {{type: grpo, group_size: 2}}
+evals: {{dev: {{episodes: 100}}}}
 """
 SEEN = "size 7 you r2 c0 goal r3 c2 walls r3 c1 r3 c6 r4 c3 r5 c5 r6 c6"
 SEATS = ("planner", "executor")

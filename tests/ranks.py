@@ -103,8 +103,8 @@ def state(learner: Trainer, figures: list[dict[str, float]]) -> dict[str, np.nda
     """What was learned: the weights, what they say of other samples, and the figures of the way there."""
     weights = {f"weight {i}": full_tensor(local_shard(p), p).detach().numpy() for i, p in enumerate(learner.parameters)}
     logps, values = learner.logprobs(batch(99)), learner.values(batch(99))
-    told = {f"{name} {i}": np.array(value) for i, line in enumerate(figures) for name, value in line.items()}
-    return weights | told | {"logps": np.concatenate(logps), "values": np.concatenate(values)}
+    metrics = {f"{name} {i}": np.array(value) for i, line in enumerate(figures) for name, value in line.items()}
+    return weights | metrics | {"logps": np.concatenate(logps), "values": np.concatenate(values)}
 
 
 def kept_bytes(learner: Trainer) -> int:

@@ -15,7 +15,7 @@ from palestra.types import Step
 
 
 class Count(Env):
-    """Counts to `to`, and says what it heard; `truth` is told with every step."""
+    """Counts to `to`, and its observations repeat the actions; `truth` is in the info of every step."""
 
     name = "count"
     seats = ("a", "b")
@@ -26,9 +26,9 @@ class Count(Env):
 
     def reset(self, seed: int) -> Step:
         self.rng, self.said = random.Random(f"{self.split} {seed}"), 0
-        return self.told({})
+        return self.step_after({})
 
-    def told(self, heard: dict[str, str]) -> Step:
+    def step_after(self, heard: dict[str, str]) -> Step:
         if self.said == self.to:
             return Step({}, {"a": 1.0}, info={"success": True, "heard": heard})
         seat = "ab"[self.said % 2]
@@ -36,7 +36,7 @@ class Count(Env):
 
     def step(self, actions: dict[str, str]) -> Step:
         self.said += 1
-        return self.told(actions)
+        return self.step_after(actions)
 
     def expert(self, seat: str, rng: random.Random) -> str:
         return f"{seat} says {self.said} {rng.random()}"

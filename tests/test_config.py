@@ -1,4 +1,4 @@
-"""Configs: reading, overriding, and above all what a user is told when a key is wrong."""
+"""Configs: reading, overriding, and the error messages for wrong keys."""
 
 from __future__ import annotations
 

@@ -61,14 +61,14 @@ def shown(path, folder, monkeypatch):
     (command,) = [line for line in path.read_text().splitlines() if line.startswith("#   palestra collect")]
     arguments = shlex.split(command)[2:]
     file = folder / Path(arguments[-1]).name
-    told = CliRunner().invoke(app, [*arguments[:-1], str(file), "--steps", "64"])
-    assert told.exit_code == 0, told.output
+    result = CliRunner().invoke(app, [*arguments[:-1], str(file), "--steps", "64"])
+    assert result.exit_code == 0, result.output
     return [f"algorithm.demonstrations={file}"]
 
 
 @pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_game_trains(path, tmp_path, monkeypatch):
-    """Two sweeps, and what is learned from them; the exams before and after."""
+    """Two sweeps with their updates, and the evaluations before and after."""
     config = validate(VectorConfig, load(path))
     settings = shown(path, tmp_path, monkeypatch)
     sweep = config.algorithm.rollout_length * config.env["num_envs"]
@@ -78,8 +78,8 @@ def test_every_game_trains(path, tmp_path, monkeypatch):
     setup = build_vector_run(changed)
     with Run.create(tmp_path, dump(changed), "game") as run:
         assert run_training(setup, run, Callback())
-    exams = read_lines(tmp_path / "game/evals.jsonl")
-    assert [line["step"] for line in exams if line["name"] == next(iter(config.evals))] == [-1, setup.steps - 1]
+    evals = read_lines(tmp_path / "game/evals.jsonl")
+    assert [line["step"] for line in evals if line["name"] == next(iter(config.evals))] == [-1, setup.steps - 1]
     figures = [line for line in read_lines(tmp_path / "game/metrics.jsonl") if line["policy"] != "team"]
     assert all(any(key.endswith(("loss", "nll")) for key in line) for line in figures)
 

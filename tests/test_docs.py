@@ -44,7 +44,7 @@ BLOCK = re.compile(
 )
 COMMENT = re.compile(r"^<!--\s*(?:test|file)\b[^>]*-->", re.MULTILINE)
 OPENED = re.compile(r"(?P<before>[^\n]*)\n```(?:bash|python)\b")
-TOLD = re.compile(r"<!--\s*(test(: slow)?|file: \S+|not run: \S.*?)\s*-->")
+MARKED = re.compile(r"<!--\s*(test(: slow)?|file: \S+|not run: \S.*?)\s*-->")
 SHELL = re.compile(r"^```bash[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
@@ -134,12 +134,12 @@ def test_every_mark_stands_before_a_block_that_can_run(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
 def test_every_block_of_code_says_whether_it_runs(document: Path) -> None:
-    assert untold(document.read_text(encoding="utf-8")) == []
+    assert unmarked_blocks(document.read_text(encoding="utf-8")) == []
 
 
-def untold(text: str) -> list[int]:
+def unmarked_blocks(text: str) -> list[int]:
     """The lines of `bash` and `python` blocks that neither run nor say why not."""
-    found = [match for match in OPENED.finditer(text) if not TOLD.fullmatch(match["before"].strip())]
+    found = [match for match in OPENED.finditer(text) if not MARKED.fullmatch(match["before"].strip())]
     return [text[: match.end()].count("\n") + 1 for match in found]
 
 
@@ -148,14 +148,14 @@ def test_every_command_is_one_that_the_program_knows(document: Path) -> None:
     """Those of blocks that do not run, too: the command, its options and their kinds; a config of ours takes its
     changes."""
     lines = [line for block in SHELL.findall(document.read_text(encoding="utf-8")) for line in _lines(block)]
-    assert [told for line in lines if (told := refusal(line))] == []
+    assert [message for line in lines if (message := refusal(line))] == []
 
 
 def test_every_example_of_a_help_is_one_too() -> None:
     lines = [line for command in commands(GROUP) for line in _lines(command.help or "")]
     examples = [line for line in lines if line.startswith("palestra ")]
     assert len(examples) > 40
-    assert [told for line in examples if (told := refusal(line))] == []
+    assert [message for line in examples if (message := refusal(line))] == []
 
 
 def commands(group: Any) -> list[Any]:
@@ -226,11 +226,13 @@ def test_the_convention_itself() -> None:
     assert blocks(text) == [Block(5, "bash", "true\n", False), Block(13, "python", "x = 1\n", True)]
     assert _command(blocks(text)[0])[0] == "bash"
     assert blocks("<!-- file: a.yaml -->\n```yaml\nx: 1\n```\n") == [Block(3, "yaml", "x: 1\n", False, "a.yaml")]
-    assert untold(text) == [8]
+    assert unmarked_blocks(text) == [8]
     assert refusal("palestra train --sett x # why") and refusal("x && palestra nosuch")
     assert (
         not refusal("palestra runs | head") and not refusal("palestra train <config>") and not refusal("# palestra x")
     )
     assert refusal("palestra train configs/demo.yaml --set steps=x")
-    assert untold("<!-- not run: needs a GPU -->\n```bash\nx\n```\n<!-- not run: -->\n```bash\nx\n```\n") == [6]
+    assert unmarked_blocks("<!-- not run: needs a GPU -->\n```bash\nx\n```\n<!-- not run: -->\n```bash\nx\n```\n") == [
+        6
+    ]
     assert _anchors("# The house, again\n```\n# no\n```\n## `x` y") == {"the-house-again", "x-y"}

@@ -72,14 +72,14 @@ def test_an_example_learns_more_than_noise(path: Path, tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "palestra"), "train", str(path), "--root", str(tmp_path)]
     done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    exams = [line for line in read_lines(tmp_path / path.stem / "evals.jsonl") if line["name"] == "test"]
-    before, after = interval(exams[0]), interval(exams[-1])
+    evals = [line for line in read_lines(tmp_path / path.stem / "evals.jsonl") if line["name"] == "test"]
+    before, after = interval(evals[0]), interval(evals[-1])
     assert before[1] < after[0], f"{before} before, {after} after"
 
 
-def interval(exam: dict[str, Any]) -> tuple[float, float]:
+def interval(line: dict[str, Any]) -> tuple[float, float]:
     """95 % of successes; in a game, which has none, of what the first player wins."""
-    if "success" in exam:
-        return wilson_interval(exam["success"] * exam["episodes"], exam["episodes"])
-    mean, half = exam["returns"]["player_0"], exam["returns_ci95"]["player_0"]
+    if "success" in line:
+        return wilson_interval(line["success"] * line["episodes"], line["episodes"])
+    mean, half = line["returns"]["player_0"], line["returns_ci95"]["player_0"]
     return mean - half, mean + half

@@ -131,8 +131,8 @@ def test_a_failure_between_checkpoints_loses_no_finished_step(base, tmp_path):
 
 
 def test_an_exam_that_fails_ends_the_run_and_is_no_score_of_zero(base, tmp_path):
-    exam = {"episodes": 5, "env": {"type": "toys_failing:Cracks"}}
-    config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, evals={"dev": exam})
+    evaluation = {"episodes": 5, "env": {"type": "toys_failing:Cracks"}}
+    config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, evals={"dev": evaluation})
     said = failed("train", config, "--root", tmp_path)
     assert "evaluation dev: 5 of 5 episodes failed" in plain(said) and DEEPEST in said
     assert read_lines(tmp_path / "failing/evals.jsonl") == []

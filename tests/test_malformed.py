@@ -57,10 +57,10 @@ def tried(case: Case, folder: Path, settings: list[str] | None = None, dry: bool
     path = folder / "malformed.yaml"
     path.write_text(case.text, encoding="utf-8")
     options = PLACE | {"root": folder, "backend": None, "workers": None, "dry_run": dry, "settings": settings}
-    told, start, what = io.StringIO(), time.monotonic(), "valid"
+    output, start, what = io.StringIO(), time.monotonic(), "valid"
     signal.signal(signal.SIGALRM, _too_long)
     signal.setitimer(signal.ITIMER_REAL, 3 * LONGEST)
-    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
         try:
             train(path, **options)
         except typer.Exit as end:
@@ -69,10 +69,10 @@ def tried(case: Case, folder: Path, settings: list[str] | None = None, dry: bool
             what = "long"
         except BaseException:  # whatever it is, it is what the test looks for
             what = "broken"
-            told.write(traceback.format_exc())
+            output.write(traceback.format_exc())
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    return Outcome(what, time.monotonic() - start, told.getvalue())
+    return Outcome(what, time.monotonic() - start, output.getvalue())
 
 
 def _too_long(*_: object) -> None:

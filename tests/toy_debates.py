@@ -1,4 +1,4 @@
-"""What tests of debates share: playing one to its end, and an endpoint on this machine that judges as it is told."""
+"""Shared by tests of debates: playing one to its end, and a local endpoint with scripted verdicts."""
 
 from __future__ import annotations
 

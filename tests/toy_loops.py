@@ -24,7 +24,7 @@ SAME = ("metrics.jsonl", "evals.jsonl")
 
 
 def config(base: Path, **changes: Any) -> TextConfig:
-    """Two adapters, one of which remembers, and an exam; a step takes some hundredths of a second."""
+    """Two adapters, one of which has memory, and an evaluation; a step takes some hundredths of a second."""
     speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 3}, "lr": 1e-3}
     tree = {
         "steps": 3,

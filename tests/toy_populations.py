@@ -51,8 +51,8 @@ def drive(plan, do, rng=None, stop=lambda: False):
     return log
 
 
-def retold(plan, log):
-    """A new plan that is told a log: it names each task before it is done, and says the same of it."""
+def replay_log(plan, log):
+    """Replays a log into a new plan, which must propose each task before its result and return the same lines."""
     known = {task.name: task for task in plan.initial_tasks()}
     for task, result, notes in log:
         assert known.pop(task.name) == task

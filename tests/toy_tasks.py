@@ -52,7 +52,7 @@ class TotalTask(Task):
 
 
 class Sums:
-    """The plan. `total` is the sum once it is assessed; `heard` are the tasks told, in their order."""
+    """The plan. `total` is the sum once it is assessed; `heard` are the tasks reported, in order."""
 
     def __init__(self, leaves: int) -> None:
         self.leaves, self.total = leaves, None

@@ -26,7 +26,7 @@ class Mortal(Whisper):
 
 
 class Odd(Whisper):
-    """Whisper, whose steps say what no other process can be told."""
+    """Whisper, whose steps hold an object that cannot be pickled."""
 
     def step(self, actions: dict[str, str]) -> Step:
         step = super().step(actions)

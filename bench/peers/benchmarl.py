@@ -1,7 +1,7 @@
 """BenchMARL on VMAS's simple_spread, which plays all games on tensors: IPPO, parameters shared by all agents.
 
-`train` counts whole iterations of its experiment, without exams and loggers; sampling is the experiment's collector.
-"""
+`train` counts whole iterations of its experiment, without evaluation and logging; sampling is the experiment's
+collector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarl.algorithms import IppoConfig
 from benchmarl.environments import VmasTask
 from benchmarl.experiment import Callback, Experiment, ExperimentConfig
 from benchmarl.models.mlp import MlpConfig
-from peers.timing import CYCLES, SEATS, Spec, measure, tell, told
+from peers.timing import CYCLES, SEATS, Spec, measure, print_result, read_spec
 
 
 class Enough(Exception):
@@ -91,7 +91,7 @@ def random_play(spec: Spec) -> Callable[[], int]:
 
 
 def main() -> None:
-    spec = told()
+    spec = read_spec()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock(spec.seconds)
@@ -106,7 +106,7 @@ def main() -> None:
             except Enough:
                 figures = clock.figures()
     notes = "own env VMAS simple_spread on tensors, equal batch, one thread"
-    tell(figures, ("benchmarl", "torchrl", "vmas", "torch"), notes)
+    print_result(figures, ("benchmarl", "torchrl", "vmas", "torch"), notes)
 
 
 if __name__ == "__main__":

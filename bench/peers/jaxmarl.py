@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jaxmarl
 import optax
 from jaxmarl.wrappers.baselines import MPELogWrapper
-from peers.timing import Spec, measure, tell, told
+from peers.timing import Spec, measure, print_result, read_spec
 
 GAMMA, LAM, CLIP, ENTROPY, VALUE = 0.99, 0.95, 0.2, 0.01, 0.5
 CALL = 4  # batches in one call of a compiled function
@@ -160,22 +160,22 @@ class Ippo:
         steps = CALL * self.spec.horizon
 
         def train(state: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:
-            state, told = jax.lax.scan(self.update, state, None, CALL)
-            return state, told.sum()
+            state, metrics = jax.lax.scan(self.update, state, None, CALL)
+            return state, metrics.sum()
 
         def sample(state: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:
             after, moves = jax.lax.scan(partial(self.play, state[0]), state[2:], None, steps)
             return (*state[:2], *after), sum(x.sum() for x in moves)
 
         def random(state: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:
-            after, told = jax.lax.scan(self.play_at_random, state[2:], None, steps)
-            return (*state[:2], *after), told.sum()
+            after, rewards = jax.lax.scan(self.play_at_random, state[2:], None, steps)
+            return (*state[:2], *after), rewards.sum()
 
         return {"train": train, "sample": sample, "random": random}[self.spec.what]
 
 
 def main() -> None:
-    spec = told()
+    spec = read_spec()
     ippo = Ippo(spec)
     start = time.perf_counter()
     state = jax.jit(ippo.begin)(jax.random.key(0))
@@ -190,7 +190,7 @@ def main() -> None:
 
     figures = measure(advance, spec.seconds) | {"compile_s": compile_s}
     notes = f"own env MPE_simple_spread_v3, equal batch, float32; {compile_s:.1f} s of compiling not counted"
-    tell(figures, ("jaxmarl", "jax"), notes)
+    print_result(figures, ("jaxmarl", "jax"), notes)
 
 
 if __name__ == "__main__":

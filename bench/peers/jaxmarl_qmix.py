@@ -67,10 +67,10 @@ class Notes:
             self.spent, self.updates = self.spent + now - self.last, self.updates + 1
         self.last = now
         if now - self.start > self.seconds:
-            self.tell()
+            self.print_result()
             os._exit(0)  # a compiled loop cannot be left otherwise
 
-    def tell(self) -> None:
+    def print_result(self) -> None:
         from importlib.metadata import version
 
         steps = self.updates * SETTINGS["NUM_STEPS"] * SETTINGS["NUM_ENVS"]
@@ -95,9 +95,9 @@ def main(script: str, scenario: str, hidden: int | None, seconds: float) -> None
         settings |= {"HIDDEN_SIZE": hidden, "MIXER_EMBEDDING_DIM": hidden // 2, "MIXER_HYPERNET_HIDDEN_DIM": hidden}
     env, _ = qmix_rnn.env_from_config(settings)
     jax.block_until_ready(jax.jit(qmix_rnn.make_train(settings, env))(jax.random.PRNGKey(0)))
-    notes.tell()
+    notes.print_result()
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    main(told["script"], told["map"], told["hidden"], told["seconds"])
+    options = json.loads(sys.argv[1])
+    main(options["script"], options["map"], options["hidden"], options["seconds"])

@@ -14,9 +14,9 @@ import pyspiel
 from open_spiel.python import rl_environment
 from open_spiel.python.algorithms import exploitability, policy_aggregator
 from open_spiel.python.algorithms.psro_v2 import psro_v2, rl_oracle, rl_policy
-from peers.timing import tell, told
+from peers.timing import print_result, read_spec
 
-spec = told()
+spec = read_spec()
 np.random.seed(1)
 game = pyspiel.load_game_as_turn_based(spec.env)
 env = rl_environment.Environment(game)
@@ -65,4 +65,6 @@ while spent < spec.seconds:
         figures["seconds"].append(spent)
         figures["iterations"].append(iterations)
         figures["nash_conv"].append(nash_conv())
-tell(figures, ("open_spiel", "jax"), "psro_v2_example.py's settings, 10,000 episodes a response, 1,000 games a cell")
+print_result(
+    figures, ("open_spiel", "jax"), "psro_v2_example.py's settings, 10,000 episodes a response, 1,000 games a cell"
+)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from peers import zoo
-from peers.timing import CYCLES, Spec, measure, tell, told
+from peers.timing import CYCLES, Spec, measure, print_result, read_spec
 
 from palestra.builders.vector import check_vector_run
 from palestra.builders.vector_config import VectorConfig
@@ -120,21 +120,23 @@ def play_together(spec: Spec) -> dict[str, float]:
     workers = [context.Process(target=one_of_many, args=(spec, barrier, results)) for _ in range(spec.workers)]
     for worker in workers:
         worker.start()
-    told = [results.get() for _ in workers]
+    results_by_worker = [results.get() for _ in workers]
     for worker in workers:
         worker.join()
     return {
-        "env_steps_per_s": sum(one["env_steps_per_s"] for one in told),
-        "env_steps": sum(one["env_steps"] for one in told),
-        "seconds": max(one["seconds"] for one in told),
+        "env_steps_per_s": sum(one["env_steps_per_s"] for one in results_by_worker),
+        "env_steps": sum(one["env_steps"] for one in results_by_worker),
+        "seconds": max(one["seconds"] for one in results_by_worker),
     }
 
 
 def main() -> None:
-    spec = told()
+    spec = read_spec()
     figures = train(spec) if spec.what == "train" else play(spec) if spec.workers == 1 else play_together(spec)
     batch = f"{spec.games} games x {spec.horizon} steps"
-    tell(figures, ("palestra", "torch", "numpy"), f"{batch} in {spec.workers} process{'es' * (spec.workers > 1)}")
+    print_result(
+        figures, ("palestra", "torch", "numpy"), f"{batch} in {spec.workers} process{'es' * (spec.workers > 1)}"
+    )
 
 
 if __name__ == "__main__":

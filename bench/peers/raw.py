@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 from peers import zoo
-from peers.timing import measure, tell, told
+from peers.timing import measure, print_result, read_spec
 from pettingzoo.utils.conversions import aec_to_parallel_wrapper
 
 from palestra.envs.vector.pettingzoo import strip_check_wrappers
 
-spec = told()
+spec = read_spec()
 env = zoo.make(spec.env)
 notes = "one process, random actions, nothing learns"
 if spec.what == "unchecked" and type(env) is aec_to_parallel_wrapper:
@@ -30,4 +30,4 @@ def advance() -> int:
     return 500
 
 
-tell(measure(advance, spec.seconds), ("pettingzoo", "numpy"), notes)
+print_result(measure(advance, spec.seconds), ("pettingzoo", "numpy"), notes)

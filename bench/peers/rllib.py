@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from peers import zoo
-from peers.timing import Spec, measure, tell, told
+from peers.timing import Spec, measure, print_result, read_spec
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
@@ -50,7 +50,7 @@ def config(spec: Spec) -> PPOConfig:
 
 
 def main() -> None:
-    spec = told()
+    spec = read_spec()
     ray.init(num_cpus=spec.workers + 1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     register_env("game", make_env)
     algorithm = config(spec).build_algo()
@@ -76,7 +76,7 @@ def main() -> None:
     algorithm.stop()
     ray.shutdown()
     notes = f"{spec.workers} env runners x {GAMES} games; equal batch"
-    tell(figures, ("ray", "torch", "mpe2", "pettingzoo", "numpy"), notes)
+    print_result(figures, ("ray", "torch", "mpe2", "pettingzoo", "numpy"), notes)
 
 
 if __name__ == "__main__":

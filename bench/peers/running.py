@@ -32,18 +32,18 @@ ENVIRONMENT = {
 }
 
 
-class Told(Protocol):
-    """A script and, as JSON, what it is told."""
+class ScriptJob(Protocol):
+    """A script and its arguments as JSON."""
 
     @property
     def script(self) -> str: ...
 
-    def told(self, seconds: float) -> str: ...
+    def spec_json(self, seconds: float) -> str: ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to measure: a script, and what it is told (see `timing.Spec`). `env` is where it plays."""
+    """One thing to measure: a script and its arguments (see `timing.Spec`). `env` names the env."""
 
     script: str
     what: str
@@ -52,13 +52,13 @@ class Job:
     games: int = 240
     horizon: int = 25
 
-    def told(self, seconds: float) -> str:
+    def spec_json(self, seconds: float) -> str:
         spec = {name: value for name, value in asdict(self).items() if name != "script"}
         return json.dumps(spec | {"seconds": seconds})
 
 
 class Failed(Exception):
-    """A measurement that came to nothing; says how its output ends."""
+    """A failed measurement; the message ends with the tail of its output."""
 
 
 def python(script: str) -> str:
@@ -85,9 +85,9 @@ def install(peer: str) -> None:
     (venv / ".installed").write_text(packages.read_text())
 
 
-def run(job: Told, seconds: float, limit: float) -> dict[str, Any]:
-    """What a job's script tells; raises `Failed` where it tells nothing within `limit` seconds."""
-    command = [python(job.script), str(HERE / f"{job.script}.py"), job.told(seconds)]
+def run(job: ScriptJob, seconds: float, limit: float) -> dict[str, Any]:
+    """Returns the result that a job's script prints; raises `Failed` if it prints none within `limit` seconds."""
+    command = [python(job.script), str(HERE / f"{job.script}.py"), job.spec_json(seconds)]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         # files and no pipes: those stay open as long as any process that a peer leaves behind
         process = subprocess.Popen(
@@ -101,11 +101,11 @@ def run(job: Told, seconds: float, limit: float) -> dict[str, Any]:
             end(process)
         output.seek(0)
         errors.seek(0)
-        told, complaints = output.read().strip(), errors.read().strip()
+        printed, complaints = output.read().strip(), errors.read().strip()
     if code != 0:
         what = f"not done after {limit:.0f} s" if code is None else f"exit code {code}"
-        raise Failed(f"{what}\n{last(complaints or told)}")
-    return json.loads(told.splitlines()[-1])
+        raise Failed(f"{what}\n{last(complaints or printed)}")
+    return json.loads(printed.splitlines()[-1])
 
 
 def end(process: subprocess.Popen) -> None:

@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 import torch
 from peers import zoo
-from peers.timing import CYCLES, Spec, measure, tell, told
+from peers.timing import CYCLES, Spec, measure, print_result, read_spec
 from sample_factory.algo.runners.runner import AlgoObserver, Runner
 from sample_factory.algo.sampling.simplified_sampling_api import SamplingLoop
 from sample_factory.algo.utils.env_info import obtain_env_info_in_a_separate_process
@@ -163,11 +163,11 @@ def sample(cfg: Any, spec: Spec) -> None:
 
 def say(figures: dict[str, float], spec: Spec) -> None:
     notes = f"{spec.workers} workers x {GAMES} games; equal batch, but asynchronous: policies act while others learn"
-    tell(figures, ("sample-factory", "torch", "mpe2", "pettingzoo", "numpy"), notes)
+    print_result(figures, ("sample-factory", "torch", "mpe2", "pettingzoo", "numpy"), notes)
 
 
 def main() -> None:
-    spec = told()
+    spec = read_spec()
     torch.set_num_threads(1)
     register_env(spec.env, make_env)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What the scripts of all peers share: how they are told what to do, how they count, and what they print."""
+"""Shared by the scripts of all peers: reading the spec, counting steps, printing the result."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ SEATS = 3
 CYCLES = 25  # joint steps of a game
 
 
-def told() -> Spec:
+def read_spec() -> Spec:
     """The spec in the script's first argument, as JSON."""
     tree = json.loads(sys.argv[1])
     return Spec(**tree | {"hidden": tuple(tree.get("hidden", (64, 64)))})
 
 
 def measure(advance: Callable[[], int], seconds: float, warmup: int = 1) -> dict[str, float]:
-    """Joint steps per second of `advance`, which says how many it made; `warmup` calls are not counted. `cpu_seconds`
-    are this process's alone."""
+    """Joint steps per second of `advance`, which returns its count; `warmup` calls are not counted. `cpu_seconds` are
+    those of this process alone."""
     for _ in range(warmup):
         advance()
     made, calls, start, cpu = 0, 0, time.perf_counter(), time.process_time()
@@ -54,6 +54,6 @@ def measure(advance: Callable[[], int], seconds: float, warmup: int = 1) -> dict
     return {"env_steps_per_s": made / spent, "env_steps": made, "seconds": spent, "cpu_seconds": cpu}
 
 
-def tell(figures: dict[str, float], packages: tuple[str, ...], notes: str) -> None:
+def print_result(figures: dict[str, float], packages: tuple[str, ...], notes: str) -> None:
     """Prints the figures as the script's last line, with the versions of `packages` and how it was set up."""
     print(json.dumps({**figures, "versions": {name: version(name) for name in packages}, "notes": notes}), flush=True)

@@ -173,8 +173,8 @@ def response(worker: NetWorker, policy: np.ndarray, seat: int, seed: int) -> tup
 def openspiel(seconds: float) -> Curve:
     """The curve of OpenSpiel's PSRO with a DQN oracle."""
     install("openspiel")
-    told = run(Job("openspiel", "psro", "leduc_poker"), seconds, 4 * seconds + 3600)
-    return list(zip(told["seconds"], told["nash_conv"], strict=True))
+    result = run(Job("openspiel", "psro", "leduc_poker"), seconds, 4 * seconds + 3600)
+    return list(zip(result["seconds"], result["nash_conv"], strict=True))
 
 
 def reached(curve: Curve, level: float) -> float | None:

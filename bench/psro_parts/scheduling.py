@@ -3,7 +3,7 @@
     python bench/psro_parts/scheduling.py            about two minutes; prints the figures as JSON
 
 `overhead` follows a chain of tasks in which there is nothing to do: a task is handed out when the one before is done,
-on the disk and told. `ray_games` plays cells of Leduc poker between networks, as PSRO does, on Ray actors.
+on the disk and the plan notified. `ray_games` plays cells of Leduc poker between networks, as PSRO does, on Ray actors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MemberTask(EmptyTask):
 
 
 class Chain:
-    """`length` tasks of a kind, each named when the one before is done. `times` says when the plan was told."""
+    """`length` tasks of a kind, each named when the one before is done. `times` says when the plan was notified."""
 
     def __init__(self, length: int, kind: str) -> None:
         self.length, self.kind = length, kind
@@ -77,7 +77,7 @@ class Nothing:
 
 
 def overhead(make: Callable[[WorkerFactory], Backend], kind: str = "play", tasks: int = 100) -> float:
-    """Median milliseconds from one task told to the next, where the task itself takes none."""
+    """Median milliseconds between two notifications, for tasks that take no time themselves."""
     plan = Chain(tasks, kind)
     with tempfile.TemporaryDirectory() as root, Run.create(root, "") as run, closing(make(Nothing)) as backend:
         run_plan(plan, backend, run)

@@ -25,14 +25,14 @@ def model_card(agent: TrainedAgent, *, base: str, licence: str | None, folder: s
     """Returns the README.md of an agent published in a folder named `folder`: Markdown with the Hugging Face Hub's YAML
     header."""
     tree = load(agent.run / "config.yaml") if agent.run else {}
-    exams = group_lines(read_lines(agent.run / "evals.jsonl"), "name") if agent.run else {}
-    told = {name: _until(lines, agent.step) for name, lines in exams.items()}
-    head = _front(agent, base, licence, tree, {name: lines for name, lines in told.items() if lines})
+    evals = group_lines(read_lines(agent.run / "evals.jsonl"), "name") if agent.run else {}
+    past_evals = {name: _until(lines, agent.step) for name, lines in evals.items()}
+    head = _front(agent, base, licence, tree, {name: lines for name, lines in past_evals.items() if lines})
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
         f"# {agent.name}",
         _what(agent, base, tree),
-        *_results(told),
+        *_results(past_evals),
         *_trained(agent, tree),
         "## How to load it",
         _loading(agent, base, folder),
@@ -47,7 +47,7 @@ def _until(lines: list[Tree], step: int | None) -> list[Tree]:
     return [line for line in lines if step is None or line["step"] < step]
 
 
-def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, exams: dict[str, list[Tree]]) -> Tree:
+def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, evals: dict[str, list[Tree]]) -> Tree:
     """The YAML header. The base is left out if it is not a repository of the hub."""
     hub = base if HUB_REPO.fullmatch(base) else None
     adapter = agent.kind == "adapter"
@@ -58,7 +58,7 @@ def _front(agent: TrainedAgent, base: str, licence: str | None, tree: Tree, exam
     head["tags"] = list(dict.fromkeys(tags)) + ([f"base_model:adapter:{hub}"] if hub and adapter else [])
     if licence:
         head["license"] = licence
-    if results := [result for name, lines in exams.items() for result in _index(name, lines[-1], tree)]:
+    if results := [result for name, lines in evals.items() for result in _index(name, lines[-1], tree)]:
         head["model-index"] = [{"name": agent.name, "results": results}]
     return head
 
@@ -101,9 +101,9 @@ def _is_known(base: str) -> bool:
     return base in PACKAGED_BASES or ("/" not in base and (SHIPPED_BASES_DIR / base).is_dir())
 
 
-def _results(exams: dict[str, list[Tree]]) -> list[str]:
+def _results(evals: dict[str, list[Tree]]) -> list[str]:
     """Evaluation results before training and at the saved step; success with 95 % intervals."""
-    rows = [_row(name, lines) for name, lines in exams.items() if lines]
+    rows = [_row(name, lines) for name, lines in evals.items() if lines]
     if not rows:
         return []
     head = "| evaluation | episodes | metric | before training | this agent |\n|---|---:|---|---:|---:|"
@@ -116,11 +116,14 @@ def _results(exams: dict[str, list[Tree]]) -> list[str]:
 
 def _row(name: str, lines: list[Tree]) -> list[str]:
     first, last = (lines[0] if lines[0]["step"] < 0 else None), lines[-1]
-    told: list[tuple[str, Callable[[Tree], str]]] = [("success", success_interval)] if "success" in last else []
-    told += [("return", lambda line: f"{line['return']:.2f}")] if "return" in last else []
-    told += [(f"return of {seat}", partial(_own, seat)) for seat in last.get("returns", {})]
+    columns: list[tuple[str, Callable[[Tree], str]]] = [("success", success_interval)] if "success" in last else []
+    columns += [("return", lambda line: f"{line['return']:.2f}")] if "return" in last else []
+    columns += [(f"return of {seat}", partial(_own, seat)) for seat in last.get("returns", {})]
     head = f"| {_cell(name)} | {last['episodes']:.0f} |"
-    return [f"{head} {_cell(key)} | {tell(first) if first else '-'} | {tell(last)} |" for key, tell in told]
+    return [
+        f"{head} {_cell(key)} | {format_value(first) if first else '-'} | {format_value(last)} |"
+        for key, format_value in columns
+    ]
 
 
 def _own(seat: str, line: Tree) -> str:

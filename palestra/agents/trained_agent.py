@@ -139,7 +139,7 @@ def _members(path: Path, tree: Tree) -> dict[str, TrainedAgent]:
     made = {record.task.output_member for record in read_records(path / TASKS_FILE)} - {""}
     kept = {name: path_inside(path / "members", name) for name in [line["name"] for line in lines] or sorted(made)}
     players = {line["name"]: line["player"] for line in lines}
-    speech = _told(tree)
+    speech = _lm_settings(tree)
     roles = dict(make_env(**tree["env"]).roles) if speech else {}
     anybody = next(iter(roles.values()), "")  # for a population that plays every seat
     return {
@@ -149,7 +149,7 @@ def _members(path: Path, tree: Tree) -> dict[str, TrainedAgent]:
     }
 
 
-def _told(tree: Tree) -> Tree:
+def _lm_settings(tree: Tree) -> Tree:
     """Returns the text settings of a population's language agents; {} for networks."""
     oracle = tree.get("oracle") or {}
     if oracle.get("type") != "language":
@@ -166,7 +166,7 @@ def _roles(config: TextConfig) -> dict[str, str]:
     roles: dict[str, str] = {}
     if not config.named_envs:
         return roles
-    told = {seat: role for env in config.named_envs.values() for seat, role in make_env(**env).roles.items()}
+    env_roles = {seat: role for env in config.named_envs.values() for seat, role in make_env(**env).roles.items()}
     for seat, name in seat_policies(config).items():
-        roles.setdefault(name, told.get(seat, ""))
+        roles.setdefault(name, env_roles.get(seat, ""))
     return roles

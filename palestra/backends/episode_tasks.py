@@ -184,10 +184,10 @@ class PendingEpisodes:
         self._asked: dict[int, tuple[asyncio.Future[Episode], EpisodeCallback]] = {}
         troupe.acquire(cast)
 
-    def add(self, number: int, told: EpisodeCallback) -> asyncio.Future[Episode]:
+    def add(self, number: int, on_episode: EpisodeCallback) -> asyncio.Future[Episode]:
         """Adds an episode by number and returns its future."""
         future: asyncio.Future[Episode] = asyncio.get_running_loop().create_future()
-        self._asked[number] = (future, told)
+        self._asked[number] = (future, on_episode)
         return future
 
     async def play(self) -> None:
@@ -206,9 +206,9 @@ class PendingEpisodes:
                 if not future.done():
                     future.set_exception(error)
             return
-        for (future, told), episode in zip(waiting, episodes, strict=True):
-            if told:
-                told(episode)
+        for (future, on_episode), episode in zip(waiting, episodes, strict=True):
+            if on_episode:
+                on_episode(episode)
             if not future.done():  # cancelled
                 future.set_result(episode)
 

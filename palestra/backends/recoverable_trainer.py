@@ -133,7 +133,7 @@ class RecoverableTrainer:
         with self._lock:
             for _ in range(MAX_ATTEMPTS):
                 try:
-                    return self._told(name, call)
+                    return self._send_call(name, call)
                 except ProcessLost as lost:
                     why, self._whole = lost, False
                     self.num_losses += 1
@@ -149,7 +149,7 @@ class RecoverableTrainer:
                 self._holder.close()
             self._holder, self._whole = None, False
 
-    def _told(self, name: str, call: WeightsCall) -> Any:
+    def _send_call(self, name: str, call: WeightsCall) -> Any:
         holder = self._mended()
         past = self._pasts.setdefault(name, RecoveryLog())
         due = call.method == "start_stage" or (call.method == "optim_step" and past.steps + 1 >= self.copy_every)

@@ -72,7 +72,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     return make(
         stages=stages,
         learners=learning,
-        evals=[_exam(config, halls[name], sittings[name], cast) for name in config.evals],
+        evals=[_build_eval(config, halls[name], sittings[name], cast) for name in config.evals],
         seed=config.seed,
         checkpoint_every=config.checkpoint_every,
         keep_every=config.keep_every,
@@ -188,8 +188,8 @@ def _stage(part: TextConfig, name: str, source: EpisodeSource, cast: PolicyResol
 
 def eval_env_config(config: TextConfig, name: str) -> dict[str, Any]:
     """Returns the env config of evaluation `name`: the training env with the evaluation's changes."""
-    exam = config.evals[name]
-    return with_split(config.env_config(exam.base_env), exam.env, "dev")
+    evaluation = config.evals[name]
+    return with_split(config.env_config(evaluation.base_env), evaluation.env, "dev")
 
 
 def _sitting(config: TextConfig, name: str) -> dict[Seat, str]:
@@ -204,12 +204,12 @@ def _sitting(config: TextConfig, name: str) -> dict[Seat, str]:
     return resolve_seats(own, list(config.policies), plays, changes, trained)
 
 
-def _exam(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, str], cast: PolicyResolver) -> TextEval:
-    exam = config.evals[arena.name]
+def _build_eval(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, str], cast: PolicyResolver) -> TextEval:
+    evaluation = config.evals[arena.name]
     return TextEval(
         name=arena.name,
-        episodes=exam.episodes,
-        every=exam.every,
+        episodes=evaluation.episodes,
+        every=evaluation.every,
         arena=arena,
         seat_policies=lambda: cast.eval_policies(seats, config.eval_sampling),
     )

@@ -237,7 +237,7 @@ class TextConfig(RunConfig):
                 "a run plays one env or several: write env: {type: sokoban, ...}, or envs: with a name for each; "
                 "`palestra info` lists the envs"
             )
-        for name in [*self.mix.weights, *(exam.base_env for exam in self.evals.values())]:
+        for name in [*self.mix.weights, *(evaluation.base_env for evaluation in self.evals.values())]:
             self.env_config(name)
         return self
 

@@ -101,7 +101,10 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
         fixed_players=others,
         evals=[]
         if rank.rank
-        else [_exam(config, name, exam, learner, sweeps(exam.every)) for name, exam in config.evals.items()],
+        else [
+            _build_eval(config, name, evaluation, learner, sweeps(evaluation.every))
+            for name, evaluation in config.evals.items()
+        ],
         seats=policy_by_seat(config, env),
         seed=config.seed,
         steps=math.ceil(config.env_steps / sweep),
@@ -165,13 +168,15 @@ def _actors(config: VectorConfig, learner: NetLearner) -> ActorPool:
     return ActorPool(ActorSetup(learner.env, learner, []), makers, config.algorithm.rollout_length, config.seed)
 
 
-def _exam(config: VectorConfig, name: str, exam: VectorEvalConfig, learner: NetLearner, every: int) -> VectorEval:
-    wanted = config.env | exam.env
+def _build_eval(
+    config: VectorConfig, name: str, evaluation: VectorEvalConfig, learner: NetLearner, every: int
+) -> VectorEval:
+    wanted = config.env | evaluation.env
     env = make_vector_env(wanted)
-    if env.num_envs > exam.episodes:
+    if env.num_envs > evaluation.episodes:
         env.close()
-        env = make_vector_env(wanted, exam.episodes)
-    named = seat_policies(config, env, exam.seats)
+        env = make_vector_env(wanted, evaluation.episodes)
+    named = seat_policies(config, env, evaluation.seats)
     usual = seat_policies(config, learner.env)
     if env.seats != learner.env.seats or env.observation_shapes != learner.env.observation_shapes:
         raise ValueError(f"evals.{name}.env changes who plays or what they see, which no trained policy fits")
@@ -180,10 +185,10 @@ def _exam(config: VectorConfig, name: str, exam: VectorEvalConfig, learner: NetL
     others = [make_fixed_player(config, env, seat, policy) for seat, policy in named.items() if _fixed(config, policy)]
 
     def players() -> Sequence[VectorPolicy]:
-        own = learner.greedy_policies() if exam.greedy else learner.sampling_policies()
+        own = learner.greedy_policies() if evaluation.greedy else learner.sampling_policies()
         return [*own, *others]  # a later player overrides an earlier one at the same seat
 
-    return VectorEval(name=name, episodes=exam.episodes, every=every, env=env, players=players)
+    return VectorEval(name=name, episodes=evaluation.episodes, every=every, env=env, players=players)
 
 
 def make_fixed_player(config: VectorConfig, env: VectorEnv, seat: Seat, name: str) -> VectorPolicy:

@@ -287,7 +287,7 @@ def _collected(
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("playing", total=options["episodes"])
 
-        def told(played: int, kept: int) -> None:
+        def report_progress(played: int, kept: int) -> None:
             bar.update(task, completed=played, description=f"kept {kept}")
 
         playing = collect_episodes(
@@ -296,7 +296,7 @@ def _collected(
             parse_settings(env),
             parse_seats(seats),
             sampling=_sampling(temperature),
-            on_progress=told,
+            on_progress=report_progress,
             **options,
         )
         return asyncio.run(playing)

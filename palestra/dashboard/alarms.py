@@ -53,7 +53,7 @@ def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: 
     return [alarm for rule in rules for alarm in rule(policies, team, evals)] + list(failing_episodes(team))
 
 
-def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
+def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Alarm if nearly all groups of one policy have equal returns while another policy's differ."""
     shares = {name: now for name, own in policies.items() if (now := newest_mean(own, "zero_std_fraction")) is not None}
     success = newest_mean(team, "success")
@@ -73,7 +73,7 @@ def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: Me
             )
 
 
-def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
+def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved."""
     success = newest_mean(team, "success")
     for name, own in policies.items():
@@ -91,10 +91,10 @@ def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], ex
             )
 
 
-def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
+def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Alarm if answers became much longer and reward rose, but success did not."""
     for name, own in policies.items():
-        change = change_while_rewarded(own, "tokens", success_rise(team, exams))
+        change = change_while_rewarded(own, "tokens", success_rise(team, evals))
         if change and change.after >= LENGTH_FACTOR * change.before > 0:
             yield Alarm(
                 "reward hacking by length?",
@@ -105,11 +105,11 @@ def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
             )
 
 
-def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
+def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Alarm if reward rose and success did not, while invalid answers vanished or the reward's term of form made most
     of the rise."""
     for name, own in policies.items():
-        form = change_while_rewarded(own, FORM_METRIC, success_rise(team, exams))
+        form = change_while_rewarded(own, FORM_METRIC, success_rise(team, evals))
         if form and form.after - form.before >= FORM_SHARE * form.reward_rise:
             yield Alarm(
                 "reward hacking by format?",
@@ -119,7 +119,7 @@ def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
                 f"of the term for form, and success did not rise by {MAX_SUCCESS_RISE:.0%}",
             )
             continue
-        change = change_while_rewarded(own, "invalid", success_rise(team, exams))
+        change = change_while_rewarded(own, "invalid", success_rise(team, evals))
         if change and change.before >= INVALID_BEFORE and change.after <= INVALID_NOW:
             yield Alarm(
                 "reward hacking by format?",
@@ -131,7 +131,7 @@ def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
             )
 
 
-def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
+def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Alarm if one policy earns nearly all of the policies' own rewards."""
     # In envs with a team reward only, a seat without own reward means nothing: skip it.
     paid = {name: own for name, own in policies.items() if np.any(own.get("local_reward", np.zeros(0)) != 0)}
@@ -150,7 +150,7 @@ def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], ex
             )
 
 
-def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
+def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Alarm if nearly all groups of every policy have equal returns, so that there is no gradient, and the task is not
     solved."""
     shares = [now for own in policies.values() if (now := newest_mean(own, "zero_std_fraction")) is not None]
@@ -165,7 +165,7 @@ def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: Me
         )
 
 
-def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], exams: MetricsByName) -> Iterator[Alarm]:
+def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
     """Alarm if many answers of a policy end at the token limit."""
     for name, own in policies.items():
         share = newest_mean(own, "truncated_fraction")
@@ -261,8 +261,8 @@ def reward_rise(own: Mapping[str, np.ndarray]) -> float | None:
     return sum(known) if known else None
 
 
-def success_rise(team: Mapping[str, np.ndarray], exams: MetricsByName) -> float | None:
+def success_rise(team: Mapping[str, np.ndarray], evals: MetricsByName) -> float | None:
     """Returns the rise in success: of the evaluation that rose most, else of training; None if neither is known."""
-    found = [float(own["success"][-1] - own["success"][0]) for own in exams.values() if len(own.get("success", ())) > 1]
+    found = [float(own["success"][-1] - own["success"][0]) for own in evals.values() if len(own.get("success", ())) > 1]
     before, now = first_mean(team, "success"), newest_mean(team, "success")
     return max(found) if found else now - before if now is not None and before is not None else None

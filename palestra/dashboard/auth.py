@@ -67,8 +67,8 @@ class TokenMiddleware:
         redirect to the URL without it that sets the cookie."""
         headers = Headers(scope=scope)
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        told = dict(query).get("token")
-        if told is not None and self._right(_hash(told)):
+        token = dict(query).get("token")
+        if token is not None and self._right(_hash(token)):
             rest = urlencode([(key, value) for key, value in query if key != "token"])
             response = RedirectResponse(f"{_local(scope['path'])}{'?' if rest else ''}{rest}", 303)
             response.set_cookie(

@@ -66,7 +66,7 @@ def build_play_app(sessions: PlaySessions, token: str = "", hosts: Collection[st
 def _with_json_errors(games: PlaySessions, ask: Handler) -> Callable[[Request], Awaitable[Response]]:
     """Wraps a handler: exceptions become JSON errors (404, 409, 400)."""
 
-    async def told(request: Request) -> Response:
+    async def answer_request(request: Request) -> Response:
         try:
             return await ask(games, request)
         except NotFound as error:
@@ -76,7 +76,7 @@ def _with_json_errors(games: PlaySessions, ask: Handler) -> Callable[[Request], 
         except ValueError as error:
             return JSONResponse({"error": str(error)}, 400)
 
-    return told
+    return answer_request
 
 
 async def start_game(sessions: PlaySessions, request: Request) -> Response:

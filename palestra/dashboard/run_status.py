@@ -48,7 +48,7 @@ def list_entry(run: OpenRun, locks: Mapping[int, int]) -> Tree:
     `held_locks()`."""
     config, meta = run.config, run.meta
     metrics = last_lines(run.file("metrics.jsonl"), "policy")
-    team, exams = metrics.get(TEAM, {}), last_lines(run.file("evals.jsonl"), "name")
+    team, evals = metrics.get(TEAM, {}), last_lines(run.file("evals.jsonl"), "name")
     done, total = progress(config, metrics)
     env, algorithm = config.get("env") or {}, config.get("algorithm") or config.get("population") or {}
     return {
@@ -67,8 +67,8 @@ def list_entry(run: OpenRun, locks: Mapping[int, int]) -> Tree:
         "return": team.get("return", team.get("team_return")),
         "nash_conv": team.get("nash_conv"),
         "success_label": training_success_label(config),
-        "headline": headline(exams, team),
-        "evals": {name: eval_summary(exam) for name, exam in exams.items()},
+        "headline": headline(evals, team),
+        "evals": {name: eval_summary(line) for name, line in evals.items()},
         "changed": max(file_stamp(run.path)[::2]) / 1e9,
     }
 
@@ -106,8 +106,8 @@ def metric_alarms(run: OpenRun) -> list[Alarm]:
     if run.file("tasks.jsonl").exists():
         return []
     policies = {name: metric_columns(run.metrics, name) for name in run.metrics.names() if name != TEAM}
-    exams = {name: metric_columns(run.evals, name) for name in run.evals.names()}
-    return find_alarms(policies, metric_columns(run.metrics, TEAM), exams)
+    evals = {name: metric_columns(run.evals, name) for name in run.evals.names()}
+    return find_alarms(policies, metric_columns(run.metrics, TEAM), evals)
 
 
 def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None
     return replace(
         made,
         stages=[_stage(stage, number, troupe, slices) for number, stage in enumerate(made.stages)],
-        evals=[_exam(exam, troupe, slices) for exam in made.evals],
+        evals=[_distribute_eval(evaluation, troupe, slices) for evaluation in made.evals],
         worker_context=RunProcesses(desk, engines.trainers, engines.cluster)
         if isinstance(engines, RayEngines)
         else RunProcesses(desk, [], None),
@@ -76,8 +76,10 @@ def _stage(stage: Stage, number: int, troupe: EpisodeDispatcher, slices: int) ->
     )
 
 
-def _exam(exam: TextEval, troupe: EpisodeDispatcher, slices: int) -> TextEval:
-    return DistributedEval(**vars(exam), dispatcher=troupe, slice_size=episodes_per_slice(exam.episodes, slices))
+def _distribute_eval(evaluation: TextEval, troupe: EpisodeDispatcher, slices: int) -> TextEval:
+    return DistributedEval(
+        **vars(evaluation), dispatcher=troupe, slice_size=episodes_per_slice(evaluation.episodes, slices)
+    )
 
 
 class RunProcesses:

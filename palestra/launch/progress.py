@@ -78,11 +78,11 @@ class ProgressBar(Callback):
         shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
         shown += [("return", f"{metrics['return']:.2f}")] if "return" in metrics else []
         shown = shown or [(seat, f"{own:.2f}") for seat, own in metrics["returns"].items()]
-        told: list[str | tuple[str, str]] = [f"{label} {when}:"]
+        parts: list[str | tuple[str, str]] = [f"{label} {when}:"]
         for number, (what, value) in enumerate(shown):
-            told += [f"{',' if number else ''} {what} ", (value, "bold")]
+            parts += [f"{',' if number else ''} {what} ", (value, "bold")]
         size = f" of {metrics['episodes']:.0f}, {metrics['steps_per_episode']:.1f} steps an episode"
-        self.console.print(styled_text(*told, size))
+        self.console.print(styled_text(*parts, size))
 
 
 class PopulationBar(scheduler.PlanCallback):

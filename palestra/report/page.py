@@ -118,8 +118,8 @@ def sample_section(run: Path, count: int, step: int | None, seed: int) -> str:
     number = max(kept) if step is None else step
     episodes = load_episodes(kept[number])
     chosen = pick_samples(episodes, count, seed)
-    told = f"<p class=soft>{len(chosen)} of the {len(episodes)} of step {number}, as they were sampled.</p>"
-    shown = section("Sample episodes", told, *(episode_html(episode, label) for label, episode in chosen))
+    caption = f"<p class=soft>{len(chosen)} of the {len(episodes)} of step {number}, as they were sampled.</p>"
+    shown = section("Sample episodes", caption, *(episode_html(episode, label) for label, episode in chosen))
     return shown.replace("<section>", '<section class="page">', 1)
 
 

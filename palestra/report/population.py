@@ -63,7 +63,7 @@ def standings_table(record: PopulationRecord) -> str:
 
 def _ranks(record: PopulationRecord) -> list[str]:
     try:
-        told = cyclicity_warning(record)
-        return [standings_table(record), f"<p class=soft>{escape_text(told)}</p>" if told else ""]
+        warning = cyclicity_warning(record)
+        return [standings_table(record), f"<p class=soft>{escape_text(warning)}</p>" if warning else ""]
     except ValueError as error:  # no games yet, or more than two players
         return [f"<p class=soft>No standings: {escape_text(error)}</p>"]

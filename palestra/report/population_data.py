@@ -117,8 +117,8 @@ def standings(record: PopulationRecord) -> list[Standing]:
     for i in np.argsort(-elo, kind="stable"):
         worst = int(np.nanargmin(rates[i]))
         mean = float(np.nanmean(rates[i]))
-        told = (skills.get(names[i]), mean, float(rates[i, worst]), names[worst], int(games[i].sum()))
-        found.append(Standing(names[i], float(elo[i]), float(stderr[i]), *told))
+        fields = (skills.get(names[i]), mean, float(rates[i, worst]), names[worst], int(games[i].sum()))
+        found.append(Standing(names[i], float(elo[i]), float(stderr[i]), *fields))
     return found
 
 

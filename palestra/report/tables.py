@@ -17,20 +17,20 @@ def eval_table(logs: RunLogs) -> str:
     for name, lines in logs.evals.items():
         before = lines[0] if lines[0]["step"] < 0 and len(lines) > 1 else None
         after = lines[-1]
-        for what, tell in _told(after):
+        for what, format_value in _columns(after):
             rows.append(
                 [
                     eval_label(logs.config, name),
                     what,
                     f"{after['episodes']:.0f}",
-                    tell(before) if before else "-",
-                    tell(after),
+                    format_value(before) if before else "-",
+                    format_value(after),
                 ]
             )
     return html_table(["evaluation", "metric", "episodes", "before", "after"], rows, css_class="words")
 
 
-def _told(line: Line) -> list[tuple[str, Any]]:
+def _columns(line: Line) -> list[tuple[str, Any]]:
     """Returns the rows of an evaluation: title, and a function from a log line to the formatted value."""
     found: list[tuple[str, Any]] = [("success [95 % interval]", success_interval)] if "success" in line else []
     found += [("return", lambda line: format_number(line.get("return")))] if "return" in line else []
@@ -57,8 +57,8 @@ def policy_table(logs: RunLogs) -> str:
 
 
 def _window_note(windows: dict[str, str]) -> str:
-    told = dict.fromkeys(windows.values())
-    by_policy = [which if len(told) == 1 else f"{name}: {which}" for name, which in windows.items()]
+    distinct = dict.fromkeys(windows.values())
+    by_policy = [which if len(distinct) == 1 else f"{name}: {which}" for name, which in windows.items()]
     return f"<p class=soft>{escape_text('; '.join(dict.fromkeys(by_policy)))}</p>"
 
 

@@ -14,13 +14,13 @@ MAX_INLINE_CHARS = 60  # characters of text that stays on the line of its headin
 
 def transcript(episode: Episode) -> str:
     """Returns the chosen steps of an episode as text; of conversations, only messages that are new to the seat."""
-    told = [f"{episode.env}, instance {episode.seed}"]
+    lines = [f"{episode.env}, instance {episode.seed}"]
     seen: dict[str, Any] = {}
     for node in episode.nodes:
         if node.chosen:
-            told += [line for seat in node.answers for line in _turn(node, seat, seen)]
-            told += _came(node)
-    return "\n".join([*told, *([f"failed: {episode.error}", episode.traceback or ""] if episode.error else [])])
+            lines += [line for seat in node.answers for line in _turn(node, seat, seen)]
+            lines += _came(node)
+    return "\n".join([*lines, *([f"failed: {episode.error}", episode.traceback or ""] if episode.error else [])])
 
 
 def _turn(node: Node, seat: str, seen: dict[str, Any]) -> Iterator[str]:

@@ -28,7 +28,7 @@ class WorkerStats:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told = 0.0
+        self._reported_at = 0.0
         self._lines: dict[str, dict[str, Any]] = {}
         self._why: dict[str, str] = {}  # reason of the last loss, by worker
 
@@ -52,9 +52,9 @@ class WorkerStats:
         last report is less than `min_interval_s` seconds old and nothing was lost."""
         with self._lock:
             now = time.monotonic()
-            if now - self._told < min_interval_s and not any("lost" in line for line in self._lines.values()):
+            if now - self._reported_at < min_interval_s and not any("lost" in line for line in self._lines.values()):
                 return []
-            self._told, found = now, list(self._lines.values())
+            self._reported_at, found = now, list(self._lines.values())
             self._lines = {}
             return [line | ({"why": why} if (why := self._why.get(line["worker"])) else {}) for line in found]
 

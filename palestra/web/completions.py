@@ -54,7 +54,7 @@ class ChatServer:
 
     def _app(self) -> Starlette:
         routes = [Route("/v1/models", self._models), Route("/v1/chat/completions", self._complete, methods=["POST"])]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _told})
+        return Starlette(routes=routes, exception_handlers={HTTPException: _error_response})
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> str | None:
         known = self._find(bearer_token(headers))
@@ -123,7 +123,7 @@ def _usage(said: ChatReply) -> dict[str, Any]:
     return {"usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     """Formats errors as OpenAI does."""
     assert isinstance(error, HTTPException)
     return JSONResponse(_fault(error.status_code, error.detail), error.status_code)

@@ -83,14 +83,14 @@ def on_stop(begin: Callable[[], object], seconds: float, on_second_signal: Calla
     """Installs signal handlers: the first SIGTERM or SIGINT calls `begin` and ends the process `seconds` later if it
     still runs, with the stack of every thread on standard error. A second signal calls `on_second_signal` and ends it
     immediately."""
-    told = False
+    notified = False
 
     def hear(number: int, frame: Any) -> None:
-        nonlocal told
-        if told:
+        nonlocal notified
+        if notified:
             on_second_signal()
             os._exit(128 + number)
-        told = True
+        notified = True
         # runs on a C thread, even while the GIL is held
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
         begin()

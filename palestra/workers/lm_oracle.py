@@ -279,10 +279,10 @@ class LMActionReader:
         legal = [row.nonzero()[0].tolist() for row in self.tree.action_mask]
         self.words = [[env.action_words[action] for action in own] for own in legal]
         roles = [env.roles[env.seats[player]] for player in self.tree.state_player]
-        told = [
+        observations = [
             env.format_observation(words, own) for words, own in zip(self.tree.info_state_texts, legal, strict=True)
         ]
-        self.queries = [Query(role, observation) for role, observation in zip(roles, told, strict=True)]
+        self.queries = [Query(role, observation) for role, observation in zip(roles, observations, strict=True)]
         self._policies: dict[str, np.ndarray] = {}
 
     def policy(self, name: str, policy: Policy) -> np.ndarray:

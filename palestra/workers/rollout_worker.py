@@ -32,7 +32,7 @@ class RolloutWorker:
     def __init__(self, config: TextConfig) -> None:
         self.stages, played = rollout_config(config)
         self.setup = build(played)
-        self.evals = {exam.name: exam for exam in self.setup.evals}
+        self.evals = {evaluation.name: evaluation for evaluation in self.setup.evals}
         self.members = dict.fromkeys(self.setup.learners, "")
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> EpisodesResult:
@@ -61,8 +61,8 @@ class RolloutWorker:
 
     async def _played(self, task: EpisodesTask) -> list[Episode]:
         if isinstance(task, EvalTask):
-            exam = self.evals[task.evaluation]
-            return await play_instances(exam.arena, exam.seat_policies(), task.numbers, task.seed)
+            evaluation = self.evals[task.evaluation]
+            return await play_instances(evaluation.arena, evaluation.seat_policies(), task.numbers, task.seed)
         assert isinstance(task, RolloutTask)
         source = self.setup.stages[self.stages[task.stage]].source
         return await source.play(task.numbers, task.branching, {SUCCESS_KEY: dict(task.success)})

@@ -80,8 +80,8 @@ def test_the_card_says_what_it_is_and_how_good(run, tmp_path):
     assert {"lora", "grpo", "toys:Whisper", "base_model:adapter:some/base"} <= set(head["tags"])
     assert head["model-index"][0]["results"][0]["dataset"] == {"name": "dev", "type": "toys:Whisper"}
     assert json.loads((tmp_path / "w" / "adapter_config.json").read_text())["base_model_name_or_path"] == "some/base"
-    for told in ("| dev | 5 | return of walker |", "seed 0", "after 3 of 3 steps", "palestra 0.1.0", "rank: 8"):
-        assert told in text
+    for expected in ("| dev | 5 | return of walker |", "seed 0", "after 3 of 3 steps", "palestra 0.1.0", "rank: 8"):
+        assert expected in text
     for command in ("PeftModel.from_pretrained", "vllm serve some/base --enable-lora", "palestra serve-agent w"):
         assert command in text
 

@@ -29,7 +29,7 @@ ASK = [{"role": "user", "content": "say 0 or 1"}]
 
 @contextmanager
 def serving(*arguments, **environment):
-    """The address of a server process, which must end well when it is told to."""
+    """The address of a server process, which must exit with code 0 on SIGTERM."""
     command = [*PALESTRA, "serve-agent", *map(str, arguments), "--port", "0"]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # of the env's module
     process = subprocess.Popen(
@@ -94,7 +94,7 @@ def test_a_seed_fixes_the_answer_however_many_ask(client):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"model": "nobody"}, "no model 'nobody' here, but guide, walker"),
         ({"temperature": -1}, "temperature"),
@@ -106,8 +106,8 @@ def test_a_seed_fixes_the_answer_however_many_ask(client):
         ({"n": 2}, "n must be 1"),
     ],
 )
-def test_a_wrong_call_is_told_so_in_openais_shape(client, settings, told):
-    with pytest.raises(openai.BadRequestError, match=told) as error:
+def test_a_wrong_call_is_told_so_in_openais_shape(client, settings, message):
+    with pytest.raises(openai.BadRequestError, match=message) as error:
         ask(client, **settings)
     assert error.value.body["type"] == "invalid_request_error"
 

@@ -1,4 +1,4 @@
-"""What every backend must do, told by what a scheduler sees of it; and what only some can: outlive their workers."""
+"""Conformance tests of all backends through the scheduler's interface, and recovery from lost workers."""
 
 from __future__ import annotations
 
@@ -235,12 +235,12 @@ def test_as_completed_no_result_waits_for_a_slower_one(others: Open, tmp_path: P
 def test_workers_are_processes_of_one_thread_each(others: Open) -> None:
     backend = others(Teller)
     found: list[ProcessInfo] = []
-    while len({told.pid for told in found}) < 2:  # one may take longer to start
+    while len({result.pid for result in found}) < 2:  # one may take longer to start
         backend.submit(TellTask(f"play/{len(found)}", 0.1))
         backend.submit(TellTask(f"play/{len(found) + 1}", 0.1))
         found += [process_info(backend), process_info(backend)]
-    assert os.getpid() not in {told.pid for told in found}
-    assert {told.threads for told in found} == {"1"}
+    assert os.getpid() not in {result.pid for result in found}
+    assert {result.threads for result in found} == {"1"}
 
 
 def test_a_task_whose_worker_is_killed_is_done_by_another(others: Open, tmp_path: Path) -> None:

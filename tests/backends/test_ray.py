@@ -32,7 +32,7 @@ def cluster() -> Iterator[Cluster]:
         yield nodes
 
 
-def told(backend: RayBackend, *tasks: Task) -> dict[str, Any]:
+def run_tasks(backend: RayBackend, *tasks: Task) -> dict[str, Any]:
     for task in tasks:
         backend.submit(task)
     found = [backend.wait(120.0) for _ in tasks]
@@ -43,7 +43,7 @@ def start(backend: RayBackend, begun: Path) -> None:
     """Returns when every worker has done something."""
     number = 0
     while len({file.suffix for file in begun.iterdir()}) < backend.workers:
-        told(backend, *(LookTask(f"play/{number + i}") for i in range(backend.workers)))
+        run_tasks(backend, *(LookTask(f"play/{number + i}") for i in range(backend.workers)))
         number += backend.workers
     for file in begun.iterdir():
         file.unlink()
@@ -93,7 +93,7 @@ def test_kinds_of_task_are_placed_where_placement_says(cluster: Cluster, tmp_pat
         assert backend.workers == 4
         types = (TellToTrain, TellTask, TellToAssess)
         tasks = [type_(f"{type_.kind}/{i}", 0.2) for type_ in types for i in range(4)]
-        results = told(backend, *tasks)
+        results = run_tasks(backend, *tasks)
     parents = {
         kind: {result.parent for name, result in results.items() if name.startswith(kind)}
         for kind in ("train", "play", "assess")
@@ -109,7 +109,7 @@ def test_a_worker_that_has_no_place_is_explained(cluster: Cluster, monkeypatch: 
     monkeypatch.setattr(clusters, "PLACEMENT_TIMEOUT_S", 3.0)
     with closing(RayBackend(Teller, 0, placement={"train": {"resources": {"moon": 1}}})) as backend:
         with pytest.raises(ValueError, match=r"no worker for task train/1 in 3 s: one needs .*moon.*nodes have .*away"):
-            told(backend, TellToTrain("train/1"))
+            run_tasks(backend, TellToTrain("train/1"))
         with pytest.raises(ValueError, match="no worker does play/1: placement has no play"):
             backend.submit(TellTask("play/1"))
 

@@ -89,8 +89,8 @@ def specs(base: Path) -> dict[str, LearnerArgs]:
 def undisturbed(base: Path) -> tuple[dict[str, list[Any]], dict[str, dict[str, bytes]]]:
     """What comes of four steps of both, and what they then are."""
     weights: dict[str, LocalWeights] = dict(open_weight_host("cpu", 8, specs(base)).weights)
-    told = {name: [lesson(own, step) for step in range(4)] for name, own in weights.items()}
-    return told, {name: written(own) for name, own in weights.items()}
+    results = {name: [lesson(own, step) for step in range(4)] for name, own in weights.items()}
+    return results, {name: written(own) for name, own in weights.items()}
 
 
 def written(weights: Any) -> dict[str, bytes]:
@@ -102,15 +102,15 @@ def written(weights: Any) -> dict[str, bytes]:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("copy_every", [1, 3])
 def test_a_loss_at_any_call_changes_nothing(base: Path, undisturbed: Any, copy_every: int, late: bool) -> None:
-    """Now and then, at one verb and another, and while the past is told again."""
+    """Trainer processes are killed at random calls, also during recovery."""
     holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(2, 400, 17)), late)
     bench = RecoverableTrainer(lambda: holder, copy_every)
     both = {name: RemoteWeights(bench, name) for name in ("guide", "walker")}
-    told: dict[str, list[Any]] = {name: [] for name in both}
+    results: dict[str, list[Any]] = {name: [] for name in both}
     for step in range(4):
         for name, weights in both.items():
-            told[name].append(lesson(weights, step))
-    assert (told, {name: written(weights) for name, weights in both.items()}) == undisturbed
+            results[name].append(lesson(weights, step))
+    assert (results, {name: written(weights) for name, weights in both.items()}) == undisturbed
     assert bench.num_losses >= 2 and holder.starts == bench.num_losses + 1
 
 

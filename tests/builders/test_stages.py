@@ -155,8 +155,8 @@ SEVERAL = {"env": {}, "envs": ENVS, "steps": 8, "mix": {"curriculum": "frontier"
 
 
 def test_several_envs_train_one_team_and_success_decides_what_is_played(base, tmp_path):
-    exams = {name: {"base_env": name, "episodes": 5, "env": {"split": "test"}} for name in ENVS}
-    path, setup = run_of(config(base, evals=exams, **SEVERAL), tmp_path)
+    evals = {name: {"base_env": name, "episodes": 5, "env": {"split": "test"}} for name in ENVS}
+    path, setup = run_of(config(base, evals=evals, **SEVERAL), tmp_path)
     lines = logged(path, TEAM)
     for step, line in enumerate(lines):
         episodes = load_episodes(path / "episodes" / f"step-{step:06d}.parquet")

@@ -155,9 +155,9 @@ def test_choices_are_shown(config):
 
 def test_a_person_is_told_the_rules_and_the_form_of_an_answer():
     compact = ("--env", "rendering=compact", "--env", "team=planner_executor")
-    told = plain(palestra("play", "plan_path", *compact, "--seats", "executor=expert", input="r1 c1\n").output)
-    assert "a walker (@) must reach the goal" in told and "for example: #### r2 c3 r4 c3" in told
-    assert "r2 c3 is the cell in row 2 and column 3" in told
+    output = plain(palestra("play", "plan_path", *compact, "--seats", "executor=expert", input="r1 c1\n").output)
+    assert "a walker (@) must reach the goal" in output and "for example: #### r2 c3 r4 c3" in output
+    assert "r2 c3 is the cell in row 2 and column 3" in output
     full = plain(palestra("play", "plan_path", "--env", "rendering=ascii", "--env", "team=single", input="up\n").output)
     assert full.count("a walker (@) must reach the goal") == 1  # in the role alone
     assert "Answer with exactly one of the words" in plain(palestra("play", "text_kuhn", input="pass\n" * 3).output)

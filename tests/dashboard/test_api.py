@@ -101,8 +101,8 @@ def test_curves_are_smoothed_zoomed_and_over_time(client):
     assert part["x"] == [9, 10, 11, 12, 13] and part["to"] == 30
     (clock,) = get(client, "curves", **asked, x="seconds")["curves"]
     assert clock["x"] == [2.0 * n for n in range(1, 31)]  # rollout and training of all together take a second each
-    (exam,) = get(client, "curves", run="more", figure="evals/success", window=9)["curves"]
-    assert exam["name"] == "dev" and "raw" not in exam
+    (curve,) = get(client, "curves", run="more", figure="evals/success", window=9)["curves"]
+    assert curve["name"] == "dev" and "raw" not in curve
 
 
 def test_a_run_in_detail(client):

@@ -128,13 +128,13 @@ def write_hostile(root: Path) -> None:
     ]
     config = json.dumps({"name": evil("config"), "env": {"type": evil("env")}, "algorithm": {"type": evil("algorithm")},
                          "policies": {evil("policy"): {"type": evil("type"), "base": evil("base")}},
-                         "evals": {evil("exam"): {"seats": {evil("s"): evil("w")}}}, "steps": 12})  # fmt: skip
+                         "evals": {evil("evaluation"): {"seats": {evil("s"): evil("w")}}}, "steps": 12})  # fmt: skip
     with Run.create(root, config, EVIL_NAME, {"seed": evil("seed"), "command": [evil("command")]}) as run:
         for step in range(12):
             run.log_metrics(step, evil("policy"), {"entropy": 1.5 if step < 5 else 0.001, evil("figure"): 1.0})
             run.log_metrics(step, "team", {"success": 0.5})
             run.log_timings(step, "team", {"elapsed_s": step + 1.0, "rollout_s": 1.0, evil("phase") + "_s": 1.0})
-        run.log_eval(3, evil("exam"), {"success": 0.5, "returns": {evil("seat"): 1.0}})
+        run.log_eval(3, evil("evaluation"), {"success": 0.5, "returns": {evil("seat"): 1.0}})
         seats = {seat: evil("policy"), other: "b@1"}
         run.write_episodes(0, [Episode(evil("env"), 1, seats, nodes), Episode("x", 2, seats, error=evil("error"))])
         for number, name in enumerate((evil("rock"), evil("paper"))):
@@ -255,7 +255,7 @@ def test_runs_are_compared(look):
     expect(page.locator("table.diff tbody tr")).to_have_count(1)
     expect(page.locator("table.diff tbody tr")).to_contain_text("seed")
     first = page.locator("figure.chart").first
-    expect(first.locator(".legend > span")).to_have_count(4)  # training and the exam, of two runs
+    expect(first.locator(".legend > span")).to_have_count(4)  # training and the evaluation, of two runs
     shot(page, "compare")
     page.get_by_label("seeds as bands").check()
     expect(first.locator(".legend > span")).to_have_count(2)

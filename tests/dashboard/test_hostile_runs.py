@@ -77,7 +77,7 @@ HOSTILE = {
     "half a surrogate pair": edit("metrics.jsonl", METRICS.replace("team", "\\ud800")),
     "meta that is a list": edit("meta.json", "[]"),
     "deep meta": edit("meta.json", deep("[")),
-    "an exam without figures": edit("evals.jsonl", '{"step": 0, "name": "dev", "success": {"a": []}}\n'),
+    "an evaluation without figures": edit("evals.jsonl", '{"step": 0, "name": "dev", "success": {"a": []}}\n'),
     "metrics that are a pipe": fifo("metrics.jsonl"),
     "meta that is a pipe": fifo("meta.json"),
     "evals that are a pipe": fifo("evals.jsonl"),

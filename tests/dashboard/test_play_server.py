@@ -48,7 +48,7 @@ def client(kuhn):
 
 
 def asked(client, game):
-    """What the page is told once it is asked, or the game is over."""
+    """The state of the game as soon as the person is to move, or the game has ended."""
     with client.stream("GET", f"/api/games/{game}/events") as events:
         for line in events.iter_lines():
             if line == "event: change":
@@ -148,8 +148,8 @@ def test_other_pages_may_not_play(client):
 def test_what_is_no_answer_is_said(client, body, status):
     game = begin(client)
     asked(client, game)
-    told = client.post(f"/api/games/{game}/answer", content=body)
-    assert told.status_code == status and told.json()["error"]
+    reply = client.post(f"/api/games/{game}/answer", content=body)
+    assert reply.status_code == status and reply.json()["error"]
     assert asked(client, game)["turn"] == 0
 
 
@@ -244,10 +244,10 @@ def test_why_a_game_failed_is_for_the_terminal():
     def broken(query, rng):
         raise ValueError("no answer from http://secret.example")
 
-    told = []
+    printed = []
 
     async def failing():
-        table = games(other=ScriptedPolicy(broken), say=told.append)
+        table = games(other=ScriptedPolicy(broken), say=printed.append)
         game = table.start()
         while game.state()["now"] != "over":
             if game.state()["now"] == "asked":
@@ -257,7 +257,7 @@ def test_why_a_game_failed_is_for_the_terminal():
         table.close()
 
     asyncio.run(failing())
-    assert len(told) == 1 and "instance 5 ended early" in told[0] and "secret.example" in told[0]
+    assert len(printed) == 1 and "instance 5 ended early" in printed[0] and "secret.example" in printed[0]
 
 
 def test_a_game_that_fails_while_the_person_is_asked_leaves_nothing_behind():

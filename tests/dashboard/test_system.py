@@ -20,12 +20,12 @@ def test_who_did_what_and_what_was_lost(tmp_path):
         assert run_plan(Sums(4), backend, run)
     backend.close()
     client = TestClient(build_dashboard(tmp_path / "runs"), base_url="http://127.0.0.1")
-    told = client.get("/api/runs/sums/system").json()["roll"]
-    assert {one["kind"] for one in told} == {"local worker"} and len({one["where"] for one in told}) >= 2
-    assert sum(one["done"] for one in told) == len(read_lines(run.path / "tasks.jsonl")) == 14
-    dead = [one for one in told if one["lost"]]
+    workers = client.get("/api/runs/sums/system").json()["roll"]
+    assert {one["kind"] for one in workers} == {"local worker"} and len({one["where"] for one in workers}) >= 2
+    assert sum(one["done"] for one in workers) == len(read_lines(run.path / "tasks.jsonl")) == 14
+    dead = [one for one in workers if one["lost"]]
     assert len(dead) == 1 and dead[0]["lost"] == 1 and "exit code -9" in dead[0]["why"]
-    seen = [one["seen"] for one in told if one["done"]]
+    seen = [one["seen"] for one in workers if one["done"]]
     assert all(began - 1 <= moment <= time.time() + 1 for moment in seen)
 
 
@@ -44,5 +44,5 @@ def test_a_roll_adds_up_and_is_told_now_and_then():
     roll.merge(other.take_report(0))
     assert [line["done"] for line in roll.take_report(0)] == [3]
     roll.count("sampler", "http://a", "gone", lost=1)
-    (lost,) = roll.take_report(60)  # told at once
+    (lost,) = roll.take_report(60)  # reported at once
     assert (lost["lost"], lost["why"], "seen" in lost) == (1, "gone", False)

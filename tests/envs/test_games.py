@@ -63,8 +63,8 @@ def test_observations_are_the_information_states(name: str) -> None:
     env = make_env(name)
     tree = build_game_tree(env.rules)
     known = {
-        env.format_observation(told, legal.nonzero()[0].tolist())
-        for told, legal in zip(tree.info_state_texts, tree.action_mask, strict=True)
+        env.format_observation(state_text, legal.nonzero()[0].tolist())
+        for state_text, legal in zip(tree.info_state_texts, tree.action_mask, strict=True)
     }
     assert len(known) == len(tree.info_state_texts)
     for seed in range(50):

@@ -1,4 +1,4 @@
-"""Envs by name, and what a wrong name or option is told."""
+"""Envs by name, and the error messages for wrong names and options."""
 
 import sys
 import types

@@ -21,7 +21,7 @@ HOSTILE = (
     "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x1b]52;c;ZXZpbA==\x07 \x9b2J back\x08\x08 over\rwritten "
     "\u202egnp.exe \u2066i\u2069"
 )
-TOLD = (
+EXPECTED_TEXT = (
     "\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07 \\x1b]52;c;ZXZpbA==\\x07 \\x9b2J back\\x08\\x08 over\\rwritten "
     "\\u202egnp.exe"
 )
@@ -58,7 +58,7 @@ def config(tmp_path):
 
 
 def test_visible_escapes_what_is_obeyed_and_keeps_the_rest():
-    assert escape_control_chars(HOSTILE).endswith(f"{TOLD} \\u2066i\\u2069")
+    assert escape_control_chars(HOSTILE).endswith(f"{EXPECTED_TEXT} \\u2066i\\u2069")
     kept = "plain\ttext\nשלום 你好 \N{FIRE} \N{WOMAN}\u200d\N{PERSONAL COMPUTER} e\u0301"
     assert (
         escape_control_chars(kept) == kept
@@ -70,7 +70,7 @@ def test_visible_escapes_what_is_obeyed_and_keeps_the_rest():
 def test_eval_shows_answers_as_they_are(config):
     done = palestra("eval", config, "--episodes", "1", "--show", "1")
     assert done.exit_code == 0, done.output
-    assert MARKS in done.stdout and TOLD in done.stdout and not obeyed(done.stdout)
+    assert MARKS in done.stdout and EXPECTED_TEXT in done.stdout and not obeyed(done.stdout)
 
 
 def test_a_person_is_shown_what_others_say_as_it_is(tmp_path):
@@ -95,7 +95,7 @@ def test_a_person_is_shown_what_others_say_as_it_is(tmp_path):
     finally:
         sys.path.remove(str(tmp_path))
     assert done.exit_code == 0, done.output
-    assert MARKS in done.stdout and TOLD in done.stdout and not obeyed(done.stdout)
+    assert MARKS in done.stdout and EXPECTED_TEXT in done.stdout and not obeyed(done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_terminal_is_sent_nothing_hostile(config):
                 break
     os.close(controller)
     assert process.returncode == 0, said
-    assert MARKS.encode() in said and TOLD.encode() in said
+    assert MARKS.encode() in said and EXPECTED_TEXT.encode() in said
     assert (
         b"\x1b]" not in said and b"\x1b[31m" not in said and b"\xc2\x9b" not in said and "\u202e".encode() not in said
     )

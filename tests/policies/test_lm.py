@@ -330,7 +330,7 @@ TOOLS_TEMPLATE = (
 
 
 def test_a_conversation_goes_on_with_the_tokens_that_were_sampled():
-    """An agent program sends back what it was told; the answer's own tokens stand in the next prompt, however else its
+    """An agent program sends back what it received; the answer's own tokens stand in the next prompt, however else its
     text could be written."""
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = TOOLS_TEMPLATE

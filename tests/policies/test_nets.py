@@ -116,11 +116,11 @@ def test_padding_is_cut_off_and_a_seat_is_told_its_number() -> None:
 
 
 def test_only_who_plays_several_seats_is_told_which() -> None:
-    class Told(NetConfig):
+    class CustomNetConfig(NetConfig):
         seat_one_hot: bool = True
 
     env = Room([4, 4, 4], [FOUR] * 3)
-    stacks = group_into_stacks(env, {"a": [0], "b": [1, 2]}, dict.fromkeys("ab", Told()))
+    stacks = group_into_stacks(env, {"a": [0], "b": [1, 2]}, dict.fromkeys("ab", CustomNetConfig()))
     assert [stack.seat_id for stack in stacks] == [False, True]
 
 

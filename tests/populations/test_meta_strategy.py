@@ -44,8 +44,8 @@ def test_correlated_players_meet_the_others_together():
         Lineup({"blue": "dare"}, pytest.approx(1 / 3)),
         Lineup({"blue": "yield"}, pytest.approx(2 / 3)),
     )
-    told_to_yield = meta_opponents(aumann(), "red", recommended="yield")
-    assert told_to_yield == Opponents(joint=(Lineup({"blue": "dare"}, 0.5), Lineup({"blue": "yield"}, 0.5)))
+    against_yield = meta_opponents(aumann(), "red", recommended="yield")
+    assert against_yield == Opponents(joint=(Lineup({"blue": "dare"}, 0.5), Lineup({"blue": "yield"}, 0.5)))
     assert meta_opponents(aumann(), "red", recommended="dare").joint == (Lineup({"blue": "yield"}, 1.0),)
 
 
@@ -60,8 +60,8 @@ def test_three_correlated_players_name_two_others():
 
 
 def test_gaps_of_chicken():
-    """Told to yield, daring earns 3.5 and yielding 4; told to dare, 7 and 6: an equilibrium, worth 5 to each. Fixed
-    beforehand, daring and yielding earn 14/3 each, which is 1/3 less."""
+    """Recommended to yield, daring earns 3.5 and yielding 4; recommended to dare, 7 and 6: an equilibrium, worth 5 to
+    each. Fixed beforehand, daring and yielding earn 14/3 each, which is 1/3 less."""
     tables = [CHICKEN, CHICKEN.T]
     assert equilibrium_gap(aumann(), tables, coarse=False) == pytest.approx(0)
     assert equilibrium_gap(aumann(), tables, coarse=True) == pytest.approx(-2 / 3)

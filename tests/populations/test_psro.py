@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_populations import ExactGame, Matrix, drive, population, retold, tree
+from toy_populations import ExactGame, Matrix, drive, population, replay_log, tree
 
 from palestra.config import validate
 from palestra.populations.meta_strategy import MetaStrategy
@@ -121,9 +121,9 @@ def test_a_log_told_again_gives_the_same_tasks_and_lines(seed, config):
     payoff, rng = np.random.default_rng(seed).normal(size=(4, 4)), random.Random(seed)
     game = Matrix([payoff, -payoff], TWO, noise=1.0)
     log = drive(psro(iterations=4, **config), game, rng)
-    assert not retold(psro(iterations=4, **config), log)
+    assert not replay_log(psro(iterations=4, **config), log)
     some = rng.randrange(len(log))
-    assert retold(psro(iterations=4, **config), log[:some])  # what is left to do of a run that was killed
+    assert replay_log(psro(iterations=4, **config), log[:some])  # what is left to do of a run that was killed
 
 
 def test_cells_are_played_as_soon_as_both_members_exist():
@@ -227,8 +227,8 @@ def test_a_correlated_solver_has_a_response_for_every_recommendation():
     drive(plan, chicken())
     for number, meta in enumerate(plan.meta_strategies[:-1]):
         for player in TWO:
-            told = {r.recommended for r in plan.responses if (r.iteration, r.player) == (number + 1, player)}
-            assert told == set(meta.marginal(player))
+            recommended = {r.recommended for r in plan.responses if (r.iteration, r.player) == (number + 1, player)}
+            assert recommended == set(meta.marginal(player))
 
 
 # kinds of populations

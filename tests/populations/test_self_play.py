@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_populations import ExactGame, Matrix, drive, population, retold, tree
+from toy_populations import ExactGame, Matrix, drive, population, replay_log, tree
 
 from palestra.config import validate
 from palestra.populations.population import Population
@@ -101,8 +101,8 @@ def test_a_log_told_again_gives_the_same_tasks_and_lines(seed, matchmaker, pool)
         "nash_conv_every": 2,
     }
     log = drive(self_play(**config), Matrix([payoff, -payoff], TWO), rng)
-    assert not retold(self_play(**config), log)
-    assert retold(self_play(**config), log[: rng.randrange(len(log))])
+    assert not replay_log(self_play(**config), log)
+    assert replay_log(self_play(**config), log[: rng.randrange(len(log))])
 
 
 def test_a_player_waits_for_the_slice_of_the_others_and_no_more():

@@ -26,7 +26,7 @@ def test_decay_by_hand():
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=5), st.sampled_from([0.9, 0.99, 1.0]))
 def test_many_games_at_once_are_those_games_one_by_one(blocks, decay):
-    """Blocks of games that all end alike, told as blocks and told one by one as the pseudocode is."""
+    """Blocks of games that all end alike, reported as blocks and one by one as in the pseudocode."""
     rates, games, wins = WinRates(decay), 0.0, 0.0
     for n, won in blocks:
         rates.add("a", "b", games=n, points=n * won)

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from toy_populations import ExactGame, drive, population, retold, tree
+from toy_populations import ExactGame, drive, population, replay_log, tree
 
 from palestra.config import validate
 from palestra.populations.xdo import XDO, XDOConfig
@@ -53,6 +53,6 @@ def test_other_games_than_of_two_populations_are_refused():
 def test_told_the_same_again_it_stands_where_it_stood():
     plan, log = on("kuhn_poker", iterations=3, cfr_iterations=50)
     again = XDO(validate(XDOConfig, {"iterations": 3, "cfr_iterations": 50}), population(*TWO))
-    assert not retold(again, log)
+    assert not replay_log(again, log)
     assert again.summary() == plan.summary() and again.responses == plan.responses
     assert np.isclose(list(again.nash_convs.values()), list(plan.nash_convs.values())).all()

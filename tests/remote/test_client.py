@@ -191,8 +191,13 @@ def test_a_game_outlives_its_server(doomed):
     pop_metrics()
     whole = asyncio.run(game(make_env(type="remote_toys:Count", to=7), lambda: None))
     assert asyncio.run(game(make_env(**at(doomed, to=7)), disturb)) == whole
-    told = pop_metrics()
-    assert (told["env_sessions"], told["env_lost"], told["env_replays"], told["env_replayed_steps"]) == (1, 1, 1, 4)
+    metrics = pop_metrics()
+    assert (metrics["env_sessions"], metrics["env_lost"], metrics["env_replays"], metrics["env_replayed_steps"]) == (
+        1,
+        1,
+        1,
+        4,
+    )
     (line,) = (line for line in worker_stats.take_report(0) if line["where"] == doomed.address)
     assert (line["done"], line["lost"] >= 1, line["replays"]) == (1, True, 1) and doomed.address in line["why"]
 
@@ -326,9 +331,9 @@ def test_many_sessions_step_in_one_message(server):
 
 
 def test_the_server_describes_itself(server):
-    told = describe(server.address, type="remote_toys:Count")
-    assert list(told.seats) == ["a", "b"] and told.expert and "math" in told.types
-    assert [option.shown for option in told.options] == ["to: 'int' = 3", "split: 'str' = 'train'"]
+    description = describe(server.address, type="remote_toys:Count")
+    assert list(description.seats) == ["a", "b"] and description.expert and "math" in description.types
+    assert [option.shown for option in description.options] == ["to: 'int' = 3", "split: 'str' = 'train'"]
     with grpc.insecure_channel(server.address) as channel:
         assert health(channel) == "SERVING"
         from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase

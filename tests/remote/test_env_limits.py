@@ -33,8 +33,8 @@ def server() -> Iterator[EnvServer]:
 def ask(address: str, *requests: pb.Request, client: str = "test", timeout: float = 10.0) -> list[pb.Reply]:
     with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
         batch = channel.unary_unary(f"/{SERVICE}/Batch", pb.Requests.SerializeToString, pb.Replies.FromString)
-        told = batch(pb.Requests(requests=requests), timeout=timeout, metadata=(("client", client),))
-        return list(told.replies)
+        reply = batch(pb.Requests(requests=requests), timeout=timeout, metadata=(("client", client),))
+        return list(reply.replies)
 
 
 def opening(session: int, seed: pb.Value | None = None, type: str = COUNT, **options: object) -> pb.Request:
@@ -86,9 +86,12 @@ def test_any_such_seed_is_one(server: EnvServer, seed: int) -> None:
 
 def test_values_are_bounded(server: EnvServer) -> None:
     twins = pb.Value(set=pb.Items(items=[pb.Value(integer=n) for n in range(MAX_KEYS + 1)]))
-    for value, told in [(pb.Value(long=b"\x7f" * 2000), "an integer of 2,000 bytes"), (twins, "16,384 are the most")]:
+    for value, message in [
+        (pb.Value(long=b"\x7f" * 2000), "an integer of 2,000 bytes"),
+        (twins, "16,384 are the most"),
+    ]:
         step = pb.Request(id=1, session=1, step=pb.Pairs(pairs=[pb.Pair(name="a", value=value)]))
-        assert told in refused(server.address, opening(1), step).message
+        assert message in refused(server.address, opening(1), step).message
         ask(server.address, closing(1))
     with pytest.raises(ValueError, match="are no array"):
         read_value(pb.Value(array=pb.Array(dtype="S0", shape=[10**9])))

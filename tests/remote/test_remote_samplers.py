@@ -180,14 +180,14 @@ def test_eval_and_collect_sample_elsewhere_too(tmp_path: Path) -> None:
 
     with serving("--base", "tiny") as (url, _):
         there = trained(tmp_path, "there", sampler={"type": "vllm", "urls": [url]}, steps=1)
-        exam = ["eval", there, "--episodes", "3", "--json"]
-        elsewhere, here = palestra(*exam), palestra(*exam, "--in-process")
+        command = ["eval", there, "--episodes", "3", "--json"]
+        elsewhere, here = palestra(*command), palestra(*command, "--in-process")
         assert elsewhere.exit_code == 0 and json.loads(elsewhere.stdout) == json.loads(here.stdout)
         kept = palestra("collect", there, "--out", tmp_path / "kept.parquet", "--episodes", "3")
         assert "3 of 3 episodes" in kept.stdout
-    gone = palestra(*exam)
+    gone = palestra(*command)
     assert gone.exit_code == 2 and "Is it running?" in gone.stderr
-    assert palestra(*exam, "--in-process").stdout == here.stdout
+    assert palestra(*command, "--in-process").stdout == here.stdout
 
 
 @pytest.mark.slow

@@ -71,15 +71,15 @@ def test_one_line_moves_an_env_and_the_run_is_the_same(base, tmp_path):
         here = trained_in_here(tmp_path / "here", tree)
         there = trained_in_here(tmp_path / "there", override(tree, [f"env.at=[{server.address}]"]))
     assert_same(here, there)
-    told = happened(there)
-    assert told["env_sessions"] >= 6 and told["env_lost"] == 0
+    metrics = happened(there)
+    assert metrics["env_sessions"] >= 6 and metrics["env_lost"] == 0
     assert "env_sessions" not in (here / "timings.jsonl").read_text()
     assert load(there / "config.yaml")["env"]["at"] == [server.address]
 
 
 @pytest.mark.slow
 def test_the_command_line_plays_envs_here_and_there(base, tmp_path):
-    """Training, exams, evaluation and demonstrations by the env's expert, with the env here and there."""
+    """Training, evaluation during and after it and demonstrations by the env's expert, with the env here and there."""
     with serving(f"{TOYS},text_tic_tac_toe") as server:
         local, here = train(tmp_path / "here", base, 2)
         finish(local)
@@ -123,14 +123,16 @@ def test_three_minutes_of_servers_that_are_killed_leave_no_trace(base, tmp_path)
         finish(process)
         seconds = time.monotonic() - began
     assert_same(run, whole)
-    told = happened(run)
-    assert kills >= 7 and kills / 2 <= told["env_lost"] <= 30 * kills and told["env_replays"] == told["env_lost"], (
+    metrics = happened(run)
+    assert (
+        kills >= 7 and kills / 2 <= metrics["env_lost"] <= 30 * kills and metrics["env_replays"] == metrics["env_lost"]
+    ), (
         kills,
-        told,
+        metrics,
     )
     failed = [line["failed"] for line in read_lines(run / "metrics.jsonl") if line["policy"] == "team"]
     assert len(failed) == steps and sum(failed) == 0
-    print(f"{kills} kills in {seconds:.0f} s: {told}")
+    print(f"{kills} kills in {seconds:.0f} s: {metrics}")
 
 
 def ended(process, until):

@@ -102,7 +102,7 @@ def test_whatever_agents_say_is_text(run):
 
 def test_it_says_what_there_is(run):
     words = Page(report_html(run)).words
-    for told in (
+    for expected in (
         "25.0% [17.5%, 34.3%]",
         "75.0% [65.7%, 82.5%]",
         "1.50 ± 0.25",
@@ -110,7 +110,7 @@ def test_it_says_what_there_is(run):
         "seed3",
         "maze by grpo",
     ):
-        assert told in words
+        assert expected in words
     assert re.search(r"rollout\D*26\.075%", words), "3 of 4 seconds, and no CPU seconds, were rollout"
     assert "the best: maze, instance 7" in words and "one that failed: maze, instance 8" in words
     assert "reward +0.5" in words and "advantage +0.25" in words and "1 tried beside it" in words and "cut off" in words

@@ -52,8 +52,8 @@ def test_seeds_without_a_common_step_are_refused(tmp_path):
 
 
 def test_the_command_draws_vectors_that_are_the_same_each_time(runs, tmp_path):
-    told = palestra("plot", *runs, "--out", tmp_path / "a.svg", "--smooth", 3)
-    assert "k=4: 3 runs" in told and "k=8: 3 runs" in told
+    output = palestra("plot", *runs, "--out", tmp_path / "a.svg", "--smooth", 3)
+    assert "k=4: 3 runs" in output and "k=8: 3 runs" in output
     palestra("plot", *runs, "--out", tmp_path / "b.svg", "--smooth", 3)
     svg = (tmp_path / "a.svg").read_text()
     assert (

@@ -1,4 +1,4 @@
-"""Pictures and tables of runs of every kind, the poorest too: no policy that learns, no exam, no step, no number."""
+"""Charts and tables of runs of every kind, also of those without learning policies, evaluations, steps or metrics."""
 
 import pytest
 from rich.console import Console

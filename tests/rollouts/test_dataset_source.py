@@ -137,7 +137,7 @@ def test_a_conversation_goes_on_from_the_very_tokens_of_it(tmp_path, speaker):
 
 
 def test_text_is_what_the_env_would_have_shown(tmp_path, speaker):
-    """With the role before it, or what the policy is told in its place."""
+    """The prompt: preceded by the role, or by the policy's own system text."""
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "2 + 2", "completion": "4"})
     for policy, roles, system in (
         (speaker(), None, "<|system|>r<|end|>"),
@@ -298,9 +298,9 @@ def test_prompts_made_anew_need_to_know_what_the_env_tells(tmp_path, speaker):
     path = write_play(tmp_path / "a.parquet", scripts())
     with pytest.raises(ValueError, match="add env: as it was played, or the policy's system"):
         recorded(path, dict.fromkeys(Whisper.seats, speaker()), roles={})
-    told = dict.fromkeys(Whisper.seats, speaker(system="you"))
-    answer = play(recorded(path, told, roles={}), [0])[0].nodes[0].answers["guide"]
-    assert text(told["guide"], answer.prompt_ids).startswith("<|system|>you<|end|>")
+    speakers = dict.fromkeys(Whisper.seats, speaker(system="you"))
+    answer = play(recorded(path, speakers, roles={}), [0])[0].nodes[0].answers["guide"]
+    assert text(speakers["guide"], answer.prompt_ids).startswith("<|system|>you<|end|>")
 
 
 # ---- the order
@@ -338,10 +338,10 @@ def test_a_run_that_goes_on_needs_the_data_that_it_began_with(tmp_path, speaker)
 
 
 def test_who_watches_is_told(tmp_path, speaker):
-    told = []
+    received = []
     source = numbered(tmp_path, speaker)
-    played = asyncio.run(source.play(range(3), Branching(), {}, told.append))
-    assert told == played and source.observe(played, {}) == {}
+    played = asyncio.run(source.play(range(3), Branching(), {}, received.append))
+    assert received == played and source.observe(played, {}) == {}
 
 
 # ---- what cannot be learned is said at once

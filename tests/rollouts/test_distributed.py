@@ -70,8 +70,8 @@ def test_every_rank_plays_its_part_and_knows_all_in_order(size):
 
     def follow(rank):
         shared = RankSplitSource(sources[rank], RankSplit(Member(rank, meeting), opened))
-        told = heard[rank].append
-        results[rank] = asyncio.run(shared.play(range(10, 17), Branching(), {}, told))
+        on_episode = heard[rank].append
+        results[rank] = asyncio.run(shared.play(range(10, 17), Branching(), {}, on_episode))
 
     threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(size)]
     for thread in threads:

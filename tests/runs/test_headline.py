@@ -1,4 +1,4 @@
-"""What the numbers of a run are called: search and training are told apart, and greedy evaluation from sampled training."""
+"""Names of a run's metrics distinguish search from training, and greedy evaluation from sampled training."""
 
 import pytest
 

@@ -137,7 +137,7 @@ def test_bands_by_known_answers():
 
 
 @pytest.mark.parametrize(
-    ("n", "size", "told"),
+    ("n", "size", "label"),
     [
         (2, 1, "first and last line of 2"),
         (5, 1, "first and last line of 5"),
@@ -147,10 +147,10 @@ def test_bands_by_known_answers():
         (1000, 10, "means of the first and last 10 lines of 1000"),
     ],
 )
-def test_the_windows_at_both_ends_never_meet(n, size, told):
+def test_the_windows_at_both_ends_never_meet(n, size, label):
     lines = [{"step": step} for step in range(n)]
     first, last, which = end_windows(lines)
-    assert (list(first), list(last), which) == (lines[:size], lines[-size:], told) and 2 * size <= n
+    assert (list(first), list(last), which) == (lines[:size], lines[-size:], label) and 2 * size <= n
 
 
 def test_one_line_has_nothing_before_it():

@@ -104,7 +104,7 @@ for source in programs:
 def test_disk_is_held_where_nobody_may_mount(backend: str, world: World) -> None:
     """There the folder, and files without a name, are measured; no process may become one that cannot be."""
     attacks = DISK | {"another program": "os.execv(sys.executable, [sys.executable, '-c', 'print(\"ESCAPED\")'])"}
-    programs = [PRELUDE.format(world=world.told()) + HELPERS + source for source in attacks.values()]
+    programs = [PRELUDE.format(world=world.prelude_values()) + HELPERS + source for source in attacks.values()]
     asked = json.dumps([sys.path, backend, asdict(OURS), ["import os; print(os.statvfs('.').f_blocks)", *programs]])
     done = subprocess.run([sys.executable, "-c", WITHOUT_MOUNTS], input=asked, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -127,7 +127,7 @@ class World:
                 found += [str(path)] * (path.read_text().strip() == self.token)
         return found
 
-    def told(self) -> tuple[object, ...]:
+    def prelude_values(self) -> tuple[object, ...]:
         port, udp = self.tcp, self.udp.getsockname()[1]
         places = (str(self.secret), str(self.outside), port, udp, self.abstract, str(self.unix))
         return (*places, self.victim.pid, self.token, str(self.library), PACKAGES)
@@ -153,5 +153,5 @@ def begin_victim() -> subprocess.Popen[bytes]:
 
 
 def attempt(backend: str, source: str, world: World, limits: ResourceLimits = LIMITS) -> RunResult:
-    program = PRELUDE.format(world=world.told()) + source
+    program = PRELUDE.format(world=world.prelude_values()) + source
     return asyncio.run(Sandbox(backend).run_python(program, limits=limits))

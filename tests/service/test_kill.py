@@ -1,6 +1,6 @@
 """SIGKILL at any moment, under load: what was acknowledged is there, and what was not says so.
 
-Clients in threads train, save and sample, and check what they are told: that a model which is not what it was says so
+Clients in threads train, save and sample, and check the answers: a model that lost state says so
 before it answers anything else, that weights loaded again give the log-probabilities seen when they were saved, that a
 seeded sample is always the same, that no request stays without an answer.
 """

@@ -1,6 +1,6 @@
 """MinT's reverse-KL pass: what the front end lets through, and a student that learns by it on a running server.
 
-The requests are those of MinT's client (mindlab-toolkit 0.2.0), which numbers them only if it is told to.
+The requests are those of MinT's client (mindlab-toolkit 0.2.0), which numbers them only on request.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ def test_training_on_a_server_is_training_here_killed_or_not(server: Server, tmp
     assert_alike(figures(run), figures(tmp_path / "runs" / "here"))
     assert_alike(figures(run, "evals.jsonl"), figures(tmp_path / "runs" / "here", "evals.jsonl"))
     assert list_checkpoints(run)[-1].step == STEPS - 1
-    exam = ended(palestra(tmp_path, "eval", run, "--episodes", 5))  # in process, from what was downloaded
-    assert "5 episodes" in " ".join(exam.split())  # the path of a run may break the line
+    output = ended(palestra(tmp_path, "eval", run, "--episodes", 5))  # in process, from what was downloaded
+    assert "5 episodes" in " ".join(output.split())  # the path of a run may break the line
 
 
 def whisper(algorithm: dict[str, Any], **tree: Any) -> dict[str, Any]:

@@ -94,11 +94,11 @@ def test_half_lines_and_cuts(tmp_path):
 def test_a_sink_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr("palestra.sinks.log_tailer.POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr("palestra.sinks.log_tailer.RETRY", RetryPolicy(0.04, 0.04))
-    path, told, looked = a_run(tmp_path), [], threading.Event()
+    path, messages, looked = a_run(tmp_path), [], threading.Event()
     (tmp_path / "file").write_text("in the way")
-    with follow_run(path, config({"type": "tensorboard", "folder": str(tmp_path / "file")}), told.append):
+    with follow_run(path, config({"type": "tensorboard", "folder": str(tmp_path / "file")}), messages.append):
         looked.wait(0.3)
-    (line,) = told
+    (line,) = messages
     assert "the sink tensorboard fails, training goes on without it" in line
     assert "7 lines sent" in palestra("sync", path, "--to", "tensorboard")  # nothing was lost
 
@@ -114,14 +114,14 @@ def test_two_processes_do_not_send_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--to", "tensorbord"], "did you mean tensorboard?"),
         (["--to", "tensorboard", "--set", "foldr=x"], "did you mean folder?"),
     ],
 )
-def test_mistakes_are_told(tmp_path, arguments, told):
-    assert told in refused("sync", a_run(tmp_path), *arguments)
+def test_mistakes_are_told(tmp_path, arguments, message):
+    assert message in refused("sync", a_run(tmp_path), *arguments)
 
 
 def test_a_folder_that_is_no_run(tmp_path):
@@ -133,8 +133,10 @@ def test_training_sends_as_it_goes_and_a_resumed_run_goes_on(base, tmp_path):
     path = two_agents(base, tmp_path, sinks=["tensorboard"])
     whole = written(path / "sinks" / "tensorboard")
     for name in ("guide", "walker"):
-        told = [(line["step"] + 1, line["tokens"]) for line in lines(path / "metrics.jsonl") if line["policy"] == name]
-        assert whole[f"{name}/tokens"] == [(step, pytest.approx(count, rel=1e-5)) for step, count in told]
+        expected = [
+            (line["step"] + 1, line["tokens"]) for line in lines(path / "metrics.jsonl") if line["policy"] == name
+        ]
+        assert whole[f"{name}/tokens"] == [(step, pytest.approx(count, rel=1e-5)) for step, count in expected]
     assert [step for step, _ in whole["eval/dev/returns/guide"]] == [0, 3]
     palestra("train", "--resume", path, "--set", "steps=5")
     again = written(path / "sinks" / "tensorboard")

@@ -1,4 +1,4 @@
-"""Weights & Biases, MLflow and Trackio, offline, read back as each keeps what it was told. Run by `make test-sinks`."""
+"""Weights & Biases, MLflow and Trackio, offline, read back from the files of each. Run by `make test-sinks`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOSSES = [(1, 0.0), (2, 0.25), (3, 0.5)]
 
 @pytest.fixture
 def path(tmp_path):
-    """A run of three steps with an exam before them."""
+    """A run of three steps with an evaluation before them."""
     with Run.create(tmp_path, "name: a\npolicies: {planner: {lr: 1e-3}}\n", "a", {"seed": 0}) as run:
         run.log_eval(-1, "test", {"success": 0.25})
         for step, loss in LOSSES:
@@ -110,8 +110,8 @@ def test_trackio(path, tmp_path, monkeypatch):
     pytest.importorskip("trackio", reason="pip install 'palestra[trackio]', or make test-sinks")
     sync(path, "trackio", "project=games")
     with sqlite3.connect(tmp_path / "trackio" / "games.db") as database:
-        rows = [(name, step, json.loads(told)) for name, step, told in
+        rows = [(name, step, json.loads(metrics)) for name, step, metrics in
                 database.execute("select run_name, step, metrics from metrics order by id")]  # fmt: skip
     assert len({name for name, _, _ in rows}) == 1
-    seen = [(step, told["planner/loss"]) for _, step, told in rows if "planner/loss" in told]
+    seen = [(step, metrics["planner/loss"]) for _, step, metrics in rows if "planner/loss" in metrics]
     assert seen == [*LOSSES, (4, 0.75)]

@@ -117,9 +117,9 @@ def test_a_plan_tells_its_policy(seed: int) -> None:
     leduc = tree("leduc_poker")
     policy, other = random_policy(leduc, seed), random_policy(leduc, seed + 1)
     likely = realization_plan(leduc, policy)
-    told = policy_from_plan(leduc, likely, other)
+    rebuilt = policy_from_plan(leduc, likely, other)
     came = likely[leduc.parent_sequence] > 0
-    assert np.allclose(told[came], policy[came], atol=1e-12) and np.array_equal(told[~came], other[~came])
+    assert np.allclose(rebuilt[came], policy[came], atol=1e-12) and np.array_equal(rebuilt[~came], other[~came])
 
 
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 4))

@@ -265,21 +265,21 @@ def test_the_buffer_holds_what_a_checkpoint_may_still_need_and_a_finished_run_ha
 
 
 def test_a_stopped_run_has_kept_all_it_had_begun_and_plays_none_of_it_again(tmp_path):
-    told: list[int] = []
+    finished: list[int] = []
 
     class Count(Callback):
         def on_episode(self, episode):
-            told.append(episode.seed)
+            finished.append(episode.seed)
 
     with Run.create(tmp_path, "x: 1") as run:
-        assert not run_training(toy(2, [(6, 3)], at_once), run, Count(), should_stop=lambda: len(told) >= 9)
+        assert not run_training(toy(2, [(6, 3)], at_once), run, Count(), should_stop=lambda: len(finished) >= 9)
         path, step = run.path, list_checkpoints(run.path)[-1].step
-        assert sorted(told) == list(range(3 * (step + 3))) and run.next_step == step + 1
+        assert sorted(finished) == list(range(3 * (step + 3))) and run.next_step == step + 1
     with Run.open(path) as run:
         again = toy(2, [(6, 3)], at_once)
         assert restore_checkpoint(again, run) == step + 1 and again.learners["guide"].version == step + 1
         assert run_training(again, run, Count())
-    assert sorted(told) == [e.seed for episodes in recorded(path) for e in episodes] == list(range(18))
+    assert sorted(finished) == [e.seed for episodes in recorded(path) for e in episodes] == list(range(18))
 
 
 # ---- adapters
@@ -318,9 +318,9 @@ def resume(path):
 def test_a_pair_learns_from_episodes_that_are_a_step_old(base, tmp_path):
     speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}
     whole = {"staleness": 1, "steps": 30, "episodes": 32, "env": {"type": "toys:Whisper"}, "checkpoint_every": 100}
-    exams = {"test": {"episodes": 200, "env": {"split": "test"}}}
+    evals = {"test": {"episodes": 200, "env": {"split": "test"}}}
     policies = {"guide": speech, "walker": speech}
-    path = played(config(base, "algorithm.group_size=8", policies=policies, evals=exams, **whole), tmp_path)
+    path = played(config(base, "algorithm.group_size=8", policies=policies, evals=evals, **whole), tmp_path)
     before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
     assert before < 0.5 and after > 0.85
     ages = [line["staleness"] for line in read_lines(path / "metrics.jsonl") if line["policy"] == "walker"]

@@ -138,7 +138,7 @@ def test_a_run_can_be_examined_swapped_and_against_its_base(learned):
     guide, walker = (setup.learners[name].policy().name for name in ("guide", "walker"))
     who, figures = examine(path)
     assert who == {"guide": guide, "walker": walker}  # the versions that the recorded episodes name
-    assert figures["success"] == scores(path)[-1]  # the exam called "test", again
+    assert figures["success"] == scores(path)[-1]  # the evaluation called "test", again
     who, swapped = examine(path, swap=True)
     assert who == {"guide": walker, "walker": guide} and swapped["success"] < 0.5
     who, bare = examine(path, {"guide": "base"})
@@ -207,7 +207,7 @@ def test_pupils_imitate_their_teachers(base, tmp_path):
     lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
     assert lines[-1]["nll"] < 0.1 < 1 < lines[0]["nll"] and lines[0]["target_fraction"] == 1.0
     assert list(setup.learners) == ["guide", "walker"]
-    seats = setup.evals[0].seat_policies()  # in exams the pupil speaks for itself
+    seats = setup.evals[0].seat_policies()  # in evaluations the pupil speaks for itself
     episodes = asyncio.run(setup.evals[0].arena.play_all(matches(setup, 0), setup.stages[0].algorithm.branching))
     assert member_name(seats["guide"].name) == "guide" and episodes[0].error is None
     spoken = asyncio.run(seats["guide"].act(query("g", "hhhhhh1", n=20)))
@@ -334,8 +334,8 @@ def lines(path):
 
 
 def small(base, *settings, **tree):
-    exams = {"test": {"episodes": 10, "env": {"split": "test"}, "every": 2}}
-    return whisper(base, "algorithm.group_size=3", *settings, **({"steps": 4, "episodes": 4, "evals": exams} | tree))
+    evals = {"test": {"episodes": 10, "env": {"split": "test"}, "every": 2}}
+    return whisper(base, "algorithm.group_size=3", *settings, **({"steps": 4, "episodes": 4, "evals": evals} | tree))
 
 
 def test_a_seed_fixes_a_run_and_another_is_another(base, tmp_path):
@@ -512,12 +512,12 @@ def test_a_misspelt_policy_beside_default_is_heard(base):
 
 def test_an_exam_may_seat_others(base, tmp_path):
     """The expert at both seats wins always; at one of them the other decides, as untrained as it is."""
-    exams = {
+    evals = {
         "both": {"episodes": 20, "seats": {"guide": "expert", "walker": "expert"}},
         "one": {"episodes": 20, "seats": {"guide": "expert"}},
         "none": {"episodes": 20},
     }
-    path, _ = run_of(whisper(base, "policies.expert.type=expert", steps=1, evals=exams), tmp_path)
+    path, _ = run_of(whisper(base, "policies.expert.type=expert", steps=1, evals=evals), tmp_path)
     success = {line["name"]: line["success"] for line in read_lines(path / "evals.jsonl") if line["step"] == -1}
     assert success["both"] == 1.0 and 0.2 < success["one"] < 0.8 and success["none"] < success["both"]
 
@@ -532,10 +532,10 @@ def test_an_exam_that_seats_nobody_is_heard(base, seats, message):
 
 
 def test_an_exam_with_other_seats_than_training_needs_policies_for_them(base):
-    exams = {"dev": {"episodes": 2, "env": {"type": "toys:Chant"}}}
+    evals = {"dev": {"episodes": 2, "env": {"type": "toys:Chant"}}}
     with pytest.raises(ValueError, match='seat "caller" has no policy: evaluation dev is of env "toys:Chant"'):
-        build(whisper(base, evals=exams))
-    setup = build(whisper(base, "policies.default.type=random", evals=exams))
+        build(whisper(base, evals=evals))
+    setup = build(whisper(base, "policies.default.type=random", evals=evals))
     assert set(setup.evals[0].seat_policies()) == {"caller", "herald", "walker"}
 
 

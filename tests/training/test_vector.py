@@ -116,9 +116,9 @@ def test_a_run_learns_and_can_be_looked_at(tmp_path: Path) -> None:
     out = finish(launch(tmp_path, write(tmp_path, tree)))
     run = tmp_path / "runs" / "spread"
     assert "what was learned" in out and (run / "curves.png").stat().st_size > 10_000
-    exams = read_lines(run / "evals.jsonl")
+    evals = read_lines(run / "evals.jsonl")
     learned, drawn, chance = (
-        [line["return"] for line in exams if line["name"] == name][-1] for name in ("held_out", "drawn", "random")
+        [line["return"] for line in evals if line["name"] == name][-1] for name in ("held_out", "drawn", "random")
     )
     assert chance < -25 and learned > chance + 5
     assert chance + 3 < drawn != learned

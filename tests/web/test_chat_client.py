@@ -96,19 +96,19 @@ def test_the_endpoint_says_how_long_to_wait():
 def test_a_refusal_is_final(status):
     with (
         Script((status, {"error": KEY})) as server,
-        pytest.raises(EndpointError, match=f"answered HTTP {status}") as told,
+        pytest.raises(EndpointError, match=f"answered HTTP {status}") as error,
     ):
         ask(server)
-    assert len(server.heard) == 1 and KEY not in str(told.value)
+    assert len(server.heard) == 1 and KEY not in str(error.value)
 
 
 def test_it_gives_up_after_its_tries():
     with (
         Script((500, {"error": KEY})) as server,
-        pytest.raises(EndpointError, match=r"failed 3 times.*HTTP 500") as told,
+        pytest.raises(EndpointError, match=r"failed 3 times.*HTTP 500") as error,
     ):
         ask(server, retries=2)
-    assert len(server.heard) == 3 and KEY not in repr(told.value)
+    assert len(server.heard) == 3 and KEY not in repr(error.value)
 
 
 def test_it_gives_up_in_time():

@@ -155,7 +155,7 @@ def test_headers_are_bounded_in_length_and_time(serve: Serve, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"messages": [{"role": 5, "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
@@ -168,9 +168,9 @@ def test_headers_are_bounded_in_length_and_time(serve: Serve, monkeypatch: pytes
         ({"messages": {"role": "user"}}, "messages must be a list"),
     ],
 )
-def test_wrong_types_are_the_callers_mistake(serve: Serve, change: dict, told: str) -> None:
+def test_wrong_types_are_the_callers_mistake(serve: Serve, change: dict, message: str) -> None:
     reply = post(serve(), json.dumps(json.loads(HELLO) | change).encode())
-    assert reply.status == 400 and told in reply.json()["error"]["message"]
+    assert reply.status == 400 and message in reply.json()["error"]["message"]
 
 
 ODD = [

@@ -1,4 +1,4 @@
-"""A server that is told to stop ends, whatever it is doing."""
+"""A server stops on request, whatever it is doing."""
 
 from __future__ import annotations
 

@@ -84,15 +84,15 @@ def value(worker: LanguageWorker, members: dict[str, Path], *names: str) -> list
 
 def test_uniform_play_has_the_known_nash_conv(shared: LanguageWorker) -> None:
     strategies = {seat: {"uniform": 1.0} for seat in SEATS}
-    told = assess(shared, strategies, {})
-    assert told.nash_conv == pytest.approx(11 / 12) and told.exploitability == pytest.approx(11 / 24)
+    assessment = assess(shared, strategies, {})
+    assert assessment.nash_conv == pytest.approx(11 / 12) and assessment.exploitability == pytest.approx(11 / 24)
 
 
 def test_a_response_wins_more_than_uniform_play(shared: LanguageWorker, response: Any) -> None:
-    out, told = response
+    out, stats = response
     assert value(shared, {"bold": out}, "bold", "uniform")[0] > 0.3  # uniform play: 0.125, at best 0.5
-    met = told.opponents["random"]
-    assert met.games == 2 * 16 * 4 and met.mean_return == told.mean_return
+    met = stats.opponents["random"]
+    assert met.games == 2 * 16 * 4 and met.mean_return == stats.mean_return
     assert met.wins + met.draws < met.games
 
 
@@ -144,8 +144,8 @@ def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:
     out, _ = response
     everyone = worker(("agent",))
     order = {"player": "agent", "opponents": Opponents({"agent": {"bold": 1.0}}), "self_play": 0.5, "train_steps": 5}
-    told = train(everyone, "agent-1", tmp_path, {"bold": out}, start="bold", **order)
-    games = {name: met.games for name, met in told.opponents.items()}
+    stats = train(everyone, "agent-1", tmp_path, {"bold": out}, start="bold", **order)
+    games = {name: met.games for name, met in stats.opponents.items()}
     assert set(games) == {"bold", "itself"} and sum(games.values()) == 16 * 4
     (cell,) = play(everyone, 40, ("bold", "uniform"), members={"bold": out})
     assert cell.games == 40
@@ -154,8 +154,8 @@ def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:
 def test_a_joint_meta_strategy_is_drawn_as_a_whole(tmp_path: Path) -> None:
     trio = worker(("player_0", "player_1", "player_2"), env={"type": "text_kuhn", "players": 3}, imitation_steps=0)
     opponents = Opponents(joint=(Lineup({"player_1": "uniform", "player_2": "uniform"}, 1.0),))
-    told = train(trio, "x", tmp_path, player="player_0", opponents=opponents, train_steps=1)
-    assert told.opponents["random"].games == 2 * 16 * 4
+    stats = train(trio, "x", tmp_path, player="player_0", opponents=opponents, train_steps=1)
+    assert stats.opponents["random"].games == 2 * 16 * 4
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -175,13 +175,13 @@ def test_exact_payoffs_and_distance(tmp_path: Path) -> None:
     train(given, tmp_path)
     members = {"it": tmp_path}
     (cell,) = play(given, "play/2", [("it", "uniform")], 10, members)
-    told = assess(given, "it", "uniform", members)
-    assert cell.mean == pytest.approx(told.values)
+    assessment = assess(given, "it", "uniform", members)
+    assert cell.mean == pytest.approx(assessment.values)
     assert cell.m2 == (0.0, 0.0) and sum(cell.wins) + cell.draws == pytest.approx(10)
     assert given.exact is not None
     mixed = given.exact.mixture_policy({"player_0": {"it": 1.0}}, lambda name: given.loader.policy(name, members))
-    assert told.nash_conv == pytest.approx(nash_conv(given.exact.tree, mixed))
-    assert told.exploitability == told.nash_conv / 2
+    assert assessment.nash_conv == pytest.approx(nash_conv(given.exact.tree, mixed))
+    assert assessment.exploitability == assessment.nash_conv / 2
 
 
 def test_settings_change_the_algorithm_or_its_network() -> None:

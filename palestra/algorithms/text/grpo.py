@@ -276,9 +276,9 @@ class GRPO(GroupAlgorithm):
             for node in nodes:
                 node.advantages[group.seat] = advantage
             answers = {id(node.answers[group.seat]): node.answers[group.seat] for node in nodes}.values()
-            told = [answer for answer in answers if len(answer.token_ids)]
-            whole = sum(len(answer.token_ids) for answer in told)
-            samples += [self._sample(answer, advantage, whole) for answer in told]
+            answered = [answer for answer in answers if len(answer.token_ids)]
+            whole = sum(len(answer.token_ids) for answer in answered)
+            samples += [self._sample(answer, advantage, whole) for answer in answered]
         return samples
 
     def _sample(self, answer: Answer, advantage: float, trajectory_tokens: int) -> Sample:

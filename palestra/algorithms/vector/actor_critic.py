@@ -285,20 +285,20 @@ class ActorCriticLearner(NetLearner):
             score = stack.head.evaluate_actions(
                 out, piece(actions), None if action_mask is None else piece(action_mask)
             )
-            told = [
+            inputs = [
                 x.flatten(1).unbind() for x in (*score, piece(logp), piece(advantage), normalise_weights(piece(weight)))
             ]
             total = out.new_zeros(())
             for p in range(len(names)):
-                new, entropy, old, credit, share = (x[p] for x in told)
+                new, entropy, old, credit, share = (x[p] for x in inputs)
                 loss, metrics = self.config.loss(LossInputs(new, entropy, old, None, credit, share))
                 total = total + loss - (bonus * (share * entropy).sum() if bonus else 0.0)
                 lines[p].append({"policy_loss": loss.detach(), **metrics})
             if value is not None:
-                for line, told_p, aim_p, share in zip(
+                for line, value_p, aim_p, share in zip(
                     lines, value, piece(aim), normalise_weights(piece(weight)), strict=True
                 ):
-                    missed = value_loss(told_p, aim_p, share)
+                    missed = value_loss(value_p, aim_p, share)
                     total = total + self.config.aux_value_coef * missed
                     line[-1]["auxiliary_loss"] = missed.detach()
             norms = stack.optimizer.step(total, progress)

@@ -194,11 +194,11 @@ class COMALearner(NetLearner):
         out, _ = stack.net.unroll(views[:, :-1], batch.recurrent_state.get("+".join(names)), is_first[:, :-1])
         actions = stack.rows(batch.actions).long()
         logp, entropy = stack.head.evaluate_actions(out, actions, None if action_mask is None else action_mask[:, :-1])
-        told = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
+        inputs = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
         share = normalise_weights(stack.rows(batch.agent_mask[:-1]).float())
         total, lines = out.new_zeros(()), []
         for p in range(len(names)):
-            own, spread, old, credit = (x[p].flatten() for x in told)
+            own, spread, old, credit = (x[p].flatten() for x in inputs)
             loss, metrics = policy_gradient_loss(LossInputs(own, spread, old, None, credit, share[p].flatten()))
             total = total + loss - self.config.entropy_coef * (share[p].flatten() * spread).sum()
             lines.append({"policy_loss": loss.detach(), **metrics})

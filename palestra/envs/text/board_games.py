@@ -72,8 +72,8 @@ class TextGame(Env):
         ours = sorted(map(re.escape, self.vocabulary), key=len, reverse=True)
         self._own_words = re.compile(rf"(?<![\w-])(?:{'|'.join(ours)})(?![\w-])") if ours else None
         name = rules.name.replace("_", " ")
-        told = name if rendering == "compact" else f"{self._in_its_words(self.rules_text)}\n{ANSWER_FORMAT}"
-        self.roles = dict.fromkeys(self.seats, told)
+        role = name if rendering == "compact" else f"{self._in_its_words(self.rules_text)}\n{ANSWER_FORMAT}"
+        self.roles = dict.fromkeys(self.seats, role)
 
     @property
     def is_tabular(self) -> bool:
@@ -115,12 +115,14 @@ class TextGame(Env):
         """Returns an answer that selects this action."""
         return self.action_words[action] if self.rendering == "compact" else f"#### {self.action_words[action]}"
 
-    def format_observation(self, told: str, legal: list[int]) -> str:
-        """Returns the observation for information state `told` and the `legal` action indices."""
-        return f"{self._in_its_words(told)} Say {' or '.join(self.action_words[action] for action in legal)}."
+    def format_observation(self, state_text: str, legal: list[int]) -> str:
+        """Returns the observation for information state `state_text` and the `legal` action indices."""
+        return f"{self._in_its_words(state_text)} Say {' or '.join(self.action_words[action] for action in legal)}."
 
-    def _in_its_words(self, told: str) -> str:
-        return self._own_words.sub(lambda found: self.vocabulary[found[0]], told) if self._own_words else told
+    def _in_its_words(self, state_text: str) -> str:
+        return (
+            self._own_words.sub(lambda found: self.vocabulary[found[0]], state_text) if self._own_words else state_text
+        )
 
     def _said(self, rewards: dict[Seat, float], info: dict[str, Any]) -> Step:
         """Samples pending chance moves, then returns the next step."""

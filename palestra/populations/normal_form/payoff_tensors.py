@@ -82,9 +82,11 @@ def ce_gains(payoffs: PayoffTensors) -> np.ndarray:
     """
     rows = [np.zeros((0, payoffs[0].size))]
     for player, table in enumerate(payoffs):
-        told = np.indices(table.shape)[player]
+        recommended = np.indices(table.shape)[player]
         for member in range(table.shape[player]):
             gain = table.take([member], axis=player) - table
             others = [one for one in range(table.shape[player]) if one != member]
-            rows.append(np.array([np.where(told == one, gain, 0).ravel() for one in others]).reshape(-1, table.size))
+            rows.append(
+                np.array([np.where(recommended == one, gain, 0).ravel() for one in others]).reshape(-1, table.size)
+            )
     return np.concatenate(rows)

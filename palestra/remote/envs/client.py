@@ -260,14 +260,14 @@ async def _description(place: EnvServersConfig, address: str, kind: pb.Kind) -> 
     channel = open_channel(address, place)
     try:
         call = channel.unary_unary(f"/{SERVICE}/Describe", pb.Kind.SerializeToString, pb.Description.FromString)
-        told: pb.Description = await call(kind, timeout=place.request_timeout, metadata=auth_metadata(place))
+        description: pb.Description = await call(kind, timeout=place.request_timeout, metadata=auth_metadata(place))
     except grpc.aio.AioRpcError as error:
         raise connection_error(address, error) from error
     finally:
         await channel.close()
-    if told.HasField("fault"):
-        raise ValueError(told.fault.message)
-    return told
+    if description.HasField("fault"):
+        raise ValueError(description.fault.message)
+    return description
 
 
 def _raised(fault: pb.Fault, address: str) -> Exception:

@@ -145,9 +145,9 @@ class EnvConnection:
     async def _read(self) -> None:
         why = "closed"
         try:
-            while (told := await self._stream.read()) is not grpc.aio.EOF:
-                self.load, self.draining, self._own_at_report = told.load, told.draining, len(self.own_sessions)
-                self._hand_over(told.replies)
+            while (update := await self._stream.read()) is not grpc.aio.EOF:
+                self.load, self.draining, self._own_at_report = update.load, update.draining, len(self.own_sessions)
+                self._hand_over(update.replies)
             why = "hung up"
         except grpc.aio.AioRpcError as error:
             why = str(connection_error(self.address, error))

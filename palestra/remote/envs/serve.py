@@ -94,12 +94,12 @@ async def _work(options: EnvServerOptions, parent: Connection) -> None:
     sessions = EnvSessions(options.envs, options.limits)
     server = EnvServer(sessions, options.listen_options())
     gc.freeze()  # imported modules are permanent: exclude them from garbage collection
-    told = asyncio.Event()
+    stop_event = asyncio.Event()
     # A service manager may send SIGTERM to the workers too: a second one must not cut the grace period short.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_event.set)
     await server.start()
     beating = asyncio.create_task(_beat(sessions, parent))
-    await told.wait()
+    await stop_event.wait()
     with suppress(TimeoutError):
         async with asyncio.timeout(options.grace_s):
             await server.drain()

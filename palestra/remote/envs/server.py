@@ -112,9 +112,9 @@ class EnvServer:
 
     async def describe(self, kind: pb.Kind, _: Any) -> pb.Description:
         """RPC Describe: the served envs and, if `kind` names a type, its seats, roles and options."""
-        told = self.sessions.describe(kind)
-        told.workers = self.listen_options.num_workers
-        return told
+        description = self.sessions.describe(kind)
+        description.workers = self.listen_options.num_workers
+        return description
 
     async def ask(self, request: pb.Request, context: Any) -> pb.Reply:
         """RPC Ask: one request of a named client."""
@@ -180,8 +180,8 @@ class EnvServer:
             await self.sessions.close_idle()
 
     def _handlers(self) -> Any:
-        def unary(method: Callable[[Any, Any], Awaitable[Any]], asked: Any, told: Any) -> Any:
-            return grpc.unary_unary_rpc_method_handler(method, asked.FromString, told.SerializeToString)
+        def unary(method: Callable[[Any, Any], Awaitable[Any]], request: Any, reply: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(method, request.FromString, reply.SerializeToString)
 
         calls = {
             "Describe": unary(self.describe, pb.Kind, pb.Description),

@@ -170,19 +170,19 @@ class EnvSessions:
 
     def describe(self, kind: pb.Kind) -> pb.Description:
         """Returns the served envs and, if `kind` names one, its seats, roles, options and whether it has an expert."""
-        told = pb.Description(protocol=PROTOCOL_VERSION, types=self.env_classes, load=self.num_open)
+        description = pb.Description(protocol=PROTOCOL_VERSION, types=self.env_classes, load=self.num_open)
         if not kind.type:
-            return told
+            return description
         try:
             env = self.env_factory(_kind(kind))()
-            told.seats.extend(env.seats)
-            write_mapping(told.roles, dict(env.roles))
-            told.expert = hasattr(env, "expert")
+            description.seats.extend(env.seats)
+            write_mapping(description.roles, dict(env.roles))
+            description.expert = hasattr(env, "expert")
             for parameter in inspect.signature(self.env_classes[kind.type]).parameters.values():
-                told.options.add(name=parameter.name, shown=str(parameter))
+                description.options.add(name=parameter.name, shown=str(parameter))
         except Exception as error:  # the server's boundary, as above
-            told.fault.CopyFrom(_failed(pb.Reply(), error).fault)
-        return told
+            description.fault.CopyFrom(_failed(pb.Reply(), error).fault)
+        return description
 
     # ---- one request
 

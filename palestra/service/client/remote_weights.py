@@ -299,8 +299,10 @@ def local_gradients(
     value, metrics = loss(build_loss_inputs(pack, logp_M, torch.zeros_like(logp_M)), **options)
     (slope_M,) = torch.autograd.grad(value, logp_M)
     cuts = np.cumsum([len(logp) for logp in logps])[:-1]
-    told = {name: float(figure) for name, figure in {"loss": value.detach(), **metrics}.items() if name != "entropy"}
-    return np.split(slope_M.numpy(), cuts), told
+    reported = {
+        name: float(figure) for name, figure in {"loss": value.detach(), **metrics}.items() if name != "entropy"
+    }
+    return np.split(slope_M.numpy(), cuts), reported
 
 
 def _means(metrics: Metrics, scale: float) -> Metrics:

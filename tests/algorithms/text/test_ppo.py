@@ -26,8 +26,8 @@ from palestra.types import Answer, Episode, Node
 SEATS = {"a": "p", "b": "q"}
 
 
-class Told:
-    """A learner that has been told what to say of each sample, in order."""
+class FixedValuesLearner:
+    """A learner that returns fixed values and reference log-probabilities, one list per sample, in order."""
 
     def __init__(self, values, logprobs=(), reference=()):
         self.said, self.now, self.reference, self.updates = values, logprobs, reference, 1
@@ -93,7 +93,7 @@ def test_advantages_over_two_turns_by_hand():
     # lam = 0.5: -3; 4.5 - 1.5 = 3; 1 + 1.5 = 2.5
     episode = play(TALK)
     samples, figures = credited(
-        PPO(team_weight=0.5, gae_lambda=0.5, normalize_advantages=False), [episode], Told([[1, 2], [4]])
+        PPO(team_weight=0.5, gae_lambda=0.5, normalize_advantages=False), [episode], FixedValuesLearner([[1, 2], [4]])
     )
     assert lists(samples, "advantages") == [[2.5, 3.0], [-3.0]]
     assert lists(samples, "returns") == [[3.5, 5.0], [1.0]] and lists(samples, "values") == [[1.0, 2.0], [4.0]]
@@ -106,7 +106,9 @@ def test_advantages_over_two_turns_by_hand():
 def test_discount_is_for_the_seats_own_tokens():
     """a's tokens are 0, 0 and then 8 with what b did; b's token in between costs a nothing."""
     line = (({"a": 2}, {}, 0.0), ({"b": 3}, {}, 0.0), ({"a": 1}, {}, 8.0))
-    samples, _ = credited(PPO(gamma=0.5, gae_lambda=1, normalize_advantages=False), [play(line)], Told([[0, 0], [0]]))
+    samples, _ = credited(
+        PPO(gamma=0.5, gae_lambda=1, normalize_advantages=False), [play(line)], FixedValuesLearner([[0, 0], [0]])
+    )
     assert lists(samples, "advantages") == [[2.0, 4.0], [8.0]]
 
 
@@ -118,14 +120,14 @@ def test_seats_of_one_policy_and_lines_of_one_start_are_chains_of_their_own():
     assert algorithm.branching == Branching("root", 2)
     samples, figures = algorithm.build_samples([play(line, other, seats=both)] * 2, "p")
     assert figures == {"sequences": 8.0} and [sample.group for sample in samples] == list(range(8))
-    samples, _ = asyncio.run(algorithm.finalize_samples(samples, Told([[1.0]] * 8), {}))
+    samples, _ = asyncio.run(algorithm.finalize_samples(samples, FixedValuesLearner([[1.0]] * 8), {}))
     assert lists(samples, "advantages") == [[1.0], [2.0], [4.0], [6.0]] * 2
 
 
 def test_every_turn_of_a_long_line_counts_in_full():
     """No 1 / T: a token of a line of six turns has the share of one in a line of a single turn."""
     long, short = [({"a": 2}, {}, 1.0)] * 6, [({"a": 2}, {}, 0.0)]
-    samples, _ = credited(PPO(), [play(long), play(short)], Told([[0, 0]] * 7))
+    samples, _ = credited(PPO(), [play(long), play(short)], FixedValuesLearner([[0, 0]] * 7))
     (pack,) = micro_batches(samples, 10**6)
     assert pack.token_weights == pytest.approx([1 / 14] * 7)
 
@@ -133,13 +135,13 @@ def test_every_turn_of_a_long_line_counts_in_full():
 def test_the_advantages_of_a_step_have_one_scale():
     """3 and 1 over two episodes: 1 from their mean either way. The returns keep the units of reward."""
     first, second = (play((({"a": 1}, {}, team),)) for team in (3.0, 1.0))
-    samples, _ = credited(PPO(), [first, second], Told([[0.0], [0.0]]))
+    samples, _ = credited(PPO(), [first, second], FixedValuesLearner([[0.0], [0.0]]))
     assert lists(samples, "advantages") == [[1.0], [-1.0]] and lists(samples, "returns") == [[3.0], [1.0]]
     assert (first.nodes[0].advantages, second.nodes[0].advantages) == ({"a": 1.0}, {"a": -1.0})
 
 
 def test_one_token_alone_teaches_the_critic_only():
-    samples, figures = credited(PPO(), [play((({"a": 1}, {}, 3.0),))], Told([[0.0]]))
+    samples, figures = credited(PPO(), [play((({"a": 1}, {}, 3.0),))], FixedValuesLearner([[0.0]]))
     assert lists(samples, "advantages") == [[0.0]] and lists(samples, "returns") == [[3.0]]
     assert figures == {"sequences": 1.0}
 
@@ -156,7 +158,7 @@ def test_who_is_taught():
     assert len(PPO().build_samples([episode], "p")[0]) == 2 and len(PPO().build_samples([episode], "q")[0]) == 1
     assert PPO().build_samples([play(TALK, seats={"a": "pp", "b": "q"})], "p")[0] == []
     assert PPO().build_samples([play(TALK, error="RuntimeError: boom")], "p") == ([], {"sequences": 0.0})
-    assert asyncio.run(PPO(kl_coef=1.0).finalize_samples([], Told([]), {})) == ([], {})
+    assert asyncio.run(PPO(kl_coef=1.0).finalize_samples([], FixedValuesLearner([]), {})) == ([], {})
 
 
 steps = st.lists(st.tuples(st.booleans(), st.booleans(), *[st.floats(-9, 9)] * 5), min_size=1, max_size=8)
@@ -183,7 +185,7 @@ def test_with_turns_of_one_token_credit_is_that_of_vectorised_games(rows, gamma,
     for n, policy in enumerate("pq"):
         own = acting[:-1, n]
         algorithm = PPO(team_weight=0.5, gamma=gamma, gae_lambda=lam, normalize_advantages=False)
-        samples, _ = credited(algorithm, [play(line)], Told(values[own, n, None].tolist()), policy)
+        samples, _ = credited(algorithm, [play(line)], FixedValuesLearner(values[own, n, None].tolist()), policy)
         ours = [sample.advantages.item() for sample in samples]
         assert known[own, 0, n].all()
         np.testing.assert_allclose(ours, theirs[own, 0, n], atol=1e-4)
@@ -194,7 +196,9 @@ def test_with_turns_of_one_token_credit_is_that_of_vectorised_games(rows, gamma,
 
 def drifted(*gaps):
     """A line of one answer by a, whose reference says this much less than the -1 that it was drawn with."""
-    return [play((({"a": len(gaps)}, {}, 3.0),))], Told([[0.0] * len(gaps)], reference=[[-1.0 - g for g in gaps]])
+    return [play((({"a": len(gaps)}, {}, 3.0),))], FixedValuesLearner(
+        [[0.0] * len(gaps)], reference=[[-1.0 - g for g in gaps]]
+    )
 
 
 def test_the_penalty_is_a_part_of_every_tokens_reward():
@@ -214,7 +218,7 @@ def test_the_penalty_of_later_tokens_is_felt_by_earlier_ones():
 def test_kl_is_counted_over_whole_chains():
     """Chains of 1 + 2 and of 5 nats: 4 on the mean, whatever the number of their turns."""
     long, short = [({"a": 1}, {}, 0.0)] * 2, [({"a": 1}, {}, 0.0)]
-    learner = Told([[0.0]] * 3, reference=[[-2.0], [-3.0], [-6.0]])
+    learner = FixedValuesLearner([[0.0]] * 3, reference=[[-2.0], [-3.0], [-6.0]])
     assert credited(PPO(kl_coef=0.1), [play(long), play(short)], learner)[1]["kl_sequence"] == pytest.approx(4)
 
 
@@ -234,7 +238,7 @@ def test_the_coefficient_follows_its_target():
 def test_more_chains_move_the_coefficient_further():
     """Two sequences 0.2 off, of a horizon of 10: 1 + 0.2 * 2 / 10."""
     line, memory = (({"a": 1}, {}, 0.0),), {}
-    learner = Told([[0.0]] * 2, reference=[[-9.0]] * 2)
+    learner = FixedValuesLearner([[0.0]] * 2, reference=[[-9.0]] * 2)
     credited(PPO(kl_coef=0.5, kl_target=2.0, kl_horizon=10), [play(line), play(line)], learner, memory=memory)
     assert memory["kl"]["now"] == pytest.approx(0.52)
 
@@ -383,7 +387,7 @@ def played(setup):
 
 
 def test_a_pair_learns_to_play_together(base, tmp_path):
-    """Two secrets a game; the exam is on held-out instances, won one time in four by chance."""
+    """Two secrets a game; the evaluation is on held-out instances, won one time in four by chance."""
     path = run_of(whisper(base, steps=18, episodes=96, policy={"epochs": 2}), tmp_path)
     before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
     assert before < 0.4 and after > 0.75

@@ -563,7 +563,7 @@ def test_a_central_critic_knows_what_no_seat_sees(critics: str, state: bool) -> 
         config = A2C(rollout_length=8, critic=critic, critics=critics, epochs=4)  # type: ignore[arg-type]
         made = learner(config, env, {"a": [0], "b": [1]})
         figures = train(made, VectorRollout(env, np.arange(64)), 8, 40)
-        for line in figures.values():  # half the variance of a sign where it cannot be told
+        for line in figures.values():  # half the variance of a sign where it is unknown
             assert bar[0] <= line["value_loss"] <= bar[1]
 
 

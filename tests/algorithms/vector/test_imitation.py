@@ -328,12 +328,12 @@ def test_one_step_at_a_time_some_have_no_moves(tmp_path: Path) -> None:
     path = shown(env, right, 8, tmp_path / "moves.npz")
     made = learner(GAIL(demonstrations=path, rollout_length=1), env, {"a": [0], "b": [1]})
     sweeper = VectorRollout(env, np.arange(3))
-    told = []
+    reported = []
     for i in range(4):
         figures = made.update(sweeper.collect(made.rollout_policies(0), 1, i), 0.0)
-        told.append(sorted(name for name, line in figures.items() if "discriminator_accuracy" in line))
+        reported.append(sorted(name for name, line in figures.items() if "discriminator_accuracy" in line))
     assert all(np.isfinite(list(line.values())).all() for line in figures.values())
-    assert told == [[]] * 4  # the two share a stack, and one of them always waits
+    assert reported == [[]] * 4  # the two share a stack, and one of them always waits
 
 
 def test_pixels_are_refused(tmp_path: Path) -> None:

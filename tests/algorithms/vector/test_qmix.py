@@ -254,7 +254,7 @@ def test_they_agree_on_one_of_two_meeting_points(mixer: Any) -> None:
     ("mixer", "seats"), [("vdn", {"one": [0, 1, 2]}), ("qmix", {"one": [0], "two": [1], "three": [2]})]
 )
 def test_a_team_finds_out_who_was_wrong(mixer: Any, seats: dict[str, list[int]]) -> None:
-    """All three are paid the share of those who are right, so nobody is told."""
+    """The team reward is the share of correct seats: no seat observes whether it was right."""
     env = Cues(games=16, seats=3, team=True)
     config = QMIX(rollout_length=4, gradient_steps=4, batch_size=128, learning_starts=100, tau=0.05, mixer=mixer)
     made = learner(config, env, seats, NetPolicyConfig(hidden=[32], lr=1e-2, seat_one_hot=True))

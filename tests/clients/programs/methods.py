@@ -1,5 +1,5 @@
 """Calls every public method of the SDK's clients once, each with arguments that make sense, and prints as JSON what
-became of it: "works", or the message of the error. One that nobody told this program how to call is "not tried"."""
+became of it: "works", or the message of the error. A method without a call in this program is "not tried"."""
 
 import asyncio
 import datetime

@@ -90,18 +90,18 @@ def name_of(rules: Rules[Any]) -> str:
 
 @pytest.mark.parametrize("rules", EVERY, ids=name_of)
 def test_words_are_equal_exactly_where_views_are(rules: Rules[Any]) -> None:
-    told: dict[tuple[int, bytes], str] = {}
+    texts: dict[tuple[int, bytes], str] = {}
     waiting, known = [rules.initial_state()], {rules.initial_state()}
     for state in waiting:
         for player in range(rules.num_players):
             key = player, rules.info_state(state, player).tobytes()
-            assert told.setdefault(key, rules.info_state_text(state, player)) == rules.info_state_text(state, player)
+            assert texts.setdefault(key, rules.info_state_text(state, player)) == rules.info_state_text(state, player)
         turn = rules.current_player(state)
         moves = [move for move, _ in rules.chance_outcomes(state)] if turn == CHANCE else rules.legal_actions(state)
         new = {rules.next_state(state, move) for move in moves} - known if turn != TERMINAL else set()
         known |= new
         waiting += new
-    assert len(set(zip((player for player, _ in told), told.values(), strict=True))) == len(told) > 10
+    assert len(set(zip((player for player, _ in texts), texts.values(), strict=True))) == len(texts) > 10
 
 
 @pytest.mark.parametrize("rules", EVERY, ids=name_of)
@@ -231,11 +231,11 @@ def test_bargaining_is_openspiels(counts: tuple[int, ...], total: int, turns: in
 
 def meant(theirs: OpenSpielRules, state: Any, action: int) -> str:
     """Our word for an action of OpenSpiel's: "Offer: Book: 1, Hat: 0, Basketball: 0" keeps one book."""
-    told = state.state.action_to_string(action)
-    if told == "Agree":
+    text = state.state.action_to_string(action)
+    if text == "Agree":
         return "agree"
     kinds = int(state.state.information_state_string(0).split("Basketball: ")[1].split("\n")[0]) > 0
-    counts = [part.split(": ")[-1] for part in told.split(", ")]
+    counts = [part.split(": ")[-1] for part in text.split(", ")]
     return "keep-" + "-".join(counts if kinds else counts[:2])
 
 

@@ -278,9 +278,13 @@ def test_both_see_what_happened(add: Any) -> None:
     for seat, program, test in [("coder", "Your program", "The tester's test"), ("tester", "The coder's", "Your test")]:
         assert "Write a function `add(a, b)`" in start.observations[seat]
         assert "Examples:\nadd(5, 1) -> 6" in start.observations[seat]
-        told = step.observations[seat]
-        assert program in told and "return a - b" in told and f"{test}: add(2, 3) should give 5" in told
-        assert "The program gave -1" in told and "Turn 2 of 4." in told
+        observation = step.observations[seat]
+        assert (
+            program in observation
+            and "return a - b" in observation
+            and f"{test}: add(2, 3) should give 5" in observation
+        )
+        assert "The program gave -1" in observation and "Turn 2 of 4." in observation
 
 
 def test_nobody_sees_hidden_tests(add: Any) -> None:

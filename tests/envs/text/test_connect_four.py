@@ -68,14 +68,14 @@ def test_words_by_hand_and_equal_exactly_where_views_are() -> None:
     state = after(3, 3, 0)
     empty = ". . . . . . . / " * 4
     assert RULES.info_state_text(state, 1) == f"You are o. Board: {empty}. . . o . . . / x . . x . . ."
-    told: dict[str, bytes] = {}
+    states: dict[str, bytes] = {}
     for line in random_games(50):
         for ours, _ in line:
             assert (
-                told.setdefault(RULES.info_state_text(ours, 0), RULES.info_state(ours, 0).tobytes())
+                states.setdefault(RULES.info_state_text(ours, 0), RULES.info_state(ours, 0).tobytes())
                 == RULES.info_state(ours, 0).tobytes()
             )
-    assert len(set(told.values())) == len(told) > 500
+    assert len(set(states.values())) == len(states) > 500
 
 
 def after(*moves: int) -> ConnectFourState:

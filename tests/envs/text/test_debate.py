@@ -349,9 +349,9 @@ def test_bad_options_are_told_with_the_fix(options, message):
     ],
 )
 def test_a_judge_is_checked(judge, message):
-    with pytest.raises(ValueError, match=f"(?i){message}") as told:
+    with pytest.raises(ValueError, match=f"(?i){message}") as error:
         validate_env_options(Debate, {"judge": judge})
-    assert "sk-1234" not in str(told.value) and "secret" not in str(told.value)
+    assert "sk-1234" not in str(error.value) and "secret" not in str(error.value)
 
 
 def test_options_are_coerced():

@@ -144,8 +144,8 @@ def test_a_lie_is_heard_where_it_is_not_put_right() -> None:
 def test_the_last_answer_is_heard_before_the_end() -> None:
     env = GuessNumber(low=1, high=8, max_guesses=1, answers="seat")
     with_secret(env, 6)
-    asked, told = play(env, "4", "#### lower")
-    assert not asked.done and told.done and told.truncated and told.rewards == {"answerer": -0.5}
+    asked, answered = play(env, "4", "#### lower")
+    assert not asked.done and answered.done and answered.truncated and answered.rewards == {"answerer": -0.5}
 
 
 def test_nothing_but_the_secret_pays_in_outcome() -> None:

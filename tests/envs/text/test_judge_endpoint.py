@@ -192,12 +192,12 @@ def test_a_page_that_is_no_completion_is_a_passing_failure():
 
 def test_retry_after_is_kept_to_in_seconds_and_as_a_date():
     for split in ("test", "dev"):
-        told = "1" if split == "test" else formatdate(time.time() + 2.5, usegmt=True)  # of whole seconds
+        retry_after = "1" if split == "test" else formatdate(time.time() + 2.5, usegmt=True)  # of whole seconds
         asked: list[float] = []
 
         def busy(body, number):
             asked.append(time.monotonic())  # noqa: B023
-            return Reply(status=429, headers={"Retry-After": told}) if number == 0 else for_con(body)  # noqa: B023
+            return Reply(status=429, headers={"Retry-After": retry_after}) if number == 0 else for_con(body)  # noqa: B023
 
         with endpoint(busy) as server:
             assert verdict(server, {"swap": False}, split=split)["winner"] == "con"
@@ -214,9 +214,9 @@ def test_an_endpoint_that_asks_for_more_patience_than_there_is_fails_at_once():
 
 def test_retries_end_and_the_error_says_what_happened():
     with endpoint(lambda body, number: Reply(status=503)) as server:
-        with pytest.raises(EndpointError, match=r"failed 3 times \(last: HTTP 503\)\. Check url") as told:
+        with pytest.raises(EndpointError, match=r"failed 3 times \(last: HTTP 503\)\. Check url") as error:
             verdict(server, {"retries": 2, "swap": False})
-        assert len(server.bodies) == 3 and server.url in str(told.value) and "toy-judge" in str(told.value)
+        assert len(server.bodies) == 3 and server.url in str(error.value) and "toy-judge" in str(error.value)
 
 
 @pytest.mark.parametrize("status, text", [(401, "bad key"), (404, "no such model"), (400, "too long")])
@@ -344,13 +344,13 @@ def test_the_key_is_in_no_error_no_repr_and_no_info():
 
     with endpoint(tells_tales) as server:
         env = debate(server)
-        with pytest.raises(EndpointError) as told:
+        with pytest.raises(EndpointError) as error:
             play(env)
         arena = EpisodeRunner(lambda: debate(server), "debate")
         talk = {seat: ScriptedPolicy(["claim yes because no so up"]) for seat in env.seats}
         (episode,) = asyncio.run(arena.play_all([EpisodeSpec(0, talk, 0)], Branching()))
-    assert "***" in str(told.value) and "***" in episode.error
-    chain = [told.value, told.value.__cause__, told.value.__context__]
+    assert "***" in str(error.value) and "***" in episode.error
+    chain = [error.value, error.value.__cause__, error.value.__context__]
     for shown in (*map(repr, chain), repr(episode), repr(env.judge), repr(vars(env)), env.judge.model_dump_json()):
         assert KEY not in shown
     with endpoint(for_con) as server:
@@ -361,9 +361,9 @@ def test_a_key_that_is_missing_or_none_is_told_without_showing_it(monkeypatch):
     with endpoint(for_con) as server:
         for key, message in (("", "set the environment variable TOY_JUDGE_KEY"), ("sk 12\n34", "one line of ASCII")):
             monkeypatch.setenv("TOY_JUDGE_KEY", key)
-            with pytest.raises(ValueError, match=message) as told:
+            with pytest.raises(ValueError, match=message) as error:
                 debate(server)
-            assert "12" not in str(told.value)
+            assert "12" not in str(error.value)
 
 
 def test_experts_speak_for_the_toy_judge():

@@ -96,8 +96,8 @@ def test_a_number_alone_is_no_citation_and_nor_is_one_with_other_words():
     assert bare.supporting_ids == () and bare.false_ids == () and not bare.has_reason
     (other,) = said(TRAM, "Because: the purple monkey dances slowly tonight [P1]. So: yes.")
     assert other.supporting_ids == ()
-    (told,) = said(TRAM, "Because: a tram carries more riders [P1]. So: yes.")
-    assert told.supporting_ids == ("P1",)
+    (speech,) = said(TRAM, "Because: a tram carries more riders [P1]. So: yes.")
+    assert speech.supporting_ids == ("P1",)
 
 
 def test_a_conclusion_must_follow_a_reason_and_be_for_the_own_side():
@@ -280,8 +280,8 @@ def parrot(seat: str, observation: str, env: Debate) -> str:
 
 def all_facts(seat: str, observation: str, env: Debate) -> str:
     """All the evidence as one's own, with every part of an answer."""
-    told = " ".join(f"{fact.text} [{fact.id}]." for fact in env.topic.facts)
-    return f"Claim: {env.topic.text} Because: {told} So: {'yes' if seat == 'pro' else 'no'}."
+    reasons = " ".join(f"{fact.text} [{fact.id}]." for fact in env.topic.facts)
+    return f"Claim: {env.topic.text} Because: {reasons} So: {'yes' if seat == 'pro' else 'no'}."
 
 
 def word_salad(seat: str, observation: str, env: Debate) -> str:

@@ -25,7 +25,7 @@ def game(monkeypatch, problem=SUM, **options) -> Math:
 
 
 def play(env, *turns):
-    """The steps of an env that is told what its seats say, turn after turn."""
+    """The steps of an env, given the answers of its seats turn by turn."""
 
     async def steps():
         return [env.reset(0), *[await env.step(turn) for turn in turns]]

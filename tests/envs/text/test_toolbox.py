@@ -66,7 +66,7 @@ def book(
 ) -> str:
     """Books a room.
 
-    It has a longer story, which a model is not told.
+    The rest of the docstring is not part of the tool's description.
 
     json: who comes
     days: the days
@@ -127,7 +127,7 @@ def test_arguments_arrive_as_the_hints_say():
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "told"),
+    ("name", "arguments", "message"),
     [
         ("convert", {}, "convert takes kilometres: kilometres is missing"),
         ("convert", {"kilometres": "far"}, "kilometres: input should be a valid number"),
@@ -140,10 +140,10 @@ def test_arguments_arrive_as_the_hints_say():
         ("convert", {"kilometres": "\ud800"}, "hold half a character"),
     ],
 )
-def test_a_bad_call_is_told_what_is_wrong(name, arguments, told):
+def test_a_bad_call_is_told_what_is_wrong(name, arguments, message):
     found = call([convert, book], name, arguments)
     assert not found.is_valid and found.failure is None
-    assert found.text.startswith("Error: ") and told in found.text
+    assert found.text.startswith("Error: ") and message in found.text
 
 
 def test_what_is_no_tool_is_refused():
@@ -159,13 +159,13 @@ def test_what_is_no_tool_is_refused():
     def odd(x: threading.Lock) -> None:
         """Odd."""
 
-    for function, told in (
+    for function, message in (
         (silent, "no docstring"),
         (untyped, "type hint"),
         (starred, "no \\*"),
         (odd, "cannot spell"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             make_tool(function)
     with pytest.raises(ValueError, match="is no tool"):
         make_tool(lambda x: x)
@@ -497,7 +497,7 @@ def test_documents_of_a_users(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("a.jsonl", "", "holds no documents"),
         ("a.jsonl", "{", "line 1 is not JSON"),
@@ -507,9 +507,9 @@ def test_documents_of_a_users(tmp_path):
         ("a.jsonl", b"\xff", "is not UTF-8"),
     ],
 )
-def test_documents_that_are_none(tmp_path, name, text, told):
+def test_documents_that_are_none(tmp_path, name, text, message):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_documents(tmp_path / name)
 
 

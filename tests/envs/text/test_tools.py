@@ -263,9 +263,9 @@ def test_a_bad_call_in_few_words():
     step = asyncio.run(
         env.step({"agent": f"{spelled('search')}\n{spelled('search', query='toka')}\n<tool_call>so</tool_call>"})
     )
-    told = step.observations["agent"].messages[2:]
-    assert (told[0]["role"], told[0]["content"]) == ("tool", "error")
-    assert told[1]["content"].startswith("toka ") and told[2] == {"role": "user", "content": "error"}
+    replies = step.observations["agent"].messages[2:]
+    assert (replies[0]["role"], replies[0]["content"]) == ("tool", "error")
+    assert replies[1]["content"].startswith("toka ") and replies[2] == {"role": "user", "content": "error"}
 
 
 # ---- rewards, by hand
@@ -364,8 +364,8 @@ def test_turns_run_out():
 def test_calls_in_one_answer_are_counted():
     env = tools(task_source="drills", kinds=["lookup"], max_calls=2)
     (step,) = after(env, 0, spelled("list_files") * 5)
-    told = [message["content"] for message in step.observations["agent"].messages if message["role"] == "tool"]
-    assert told == ["no files"] * 2 + ["Error: not called: one answer may hold 2 calls"] * 3
+    replies = [message["content"] for message in step.observations["agent"].messages if message["role"] == "tool"]
+    assert replies == ["no files"] * 2 + ["Error: not called: one answer may hold 2 calls"] * 3
     assert step.rewards["agent"] == pytest.approx(-INVALID_PENALTY * 3 / 5)
 
 
@@ -436,7 +436,7 @@ def test_facts_of_a_users(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ('{"question": "a"}', 'line 1 needs a "question" and an "answer"'),
         ('{"question": "a", "answer": [1]}', 'line 1 needs a "question" and an "answer"'),
@@ -445,14 +445,14 @@ def test_facts_of_a_users(tmp_path):
         ('{"question": "a", "answer": 1, "files": {"../a": ""}}', "leads out"),
     ],
 )
-def test_tasks_that_are_none(tmp_path, line, told):
+def test_tasks_that_are_none(tmp_path, line, message):
     (tmp_path / "tasks.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         tools(tasks=str(tmp_path / "tasks.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"kinds": ["program"], "built_in": ["search"]}, "need the tool python"),
         ({"kinds": ["program"], "task_source": "drills"}, "drills has no tasks of kind program"),
@@ -470,8 +470,8 @@ def test_tasks_that_are_none(tmp_path, line, told):
         ({"kind": ["files"]}, 'did you mean "kinds"'),
     ],
 )
-def test_options_that_do_not_fit(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
         tools(**options)
 
 
@@ -521,8 +521,8 @@ def test_a_users_tool_takes_five_lines(module):
 
 
 def test_hanging_tools_hold_up_nobody_else(module):
-    """200 episodes, of which 20 call something that hangs: the 180 are done before the first of the 20, which are told
-    of it, and go on."""
+    """200 episodes, of which 20 call something that hangs: the 180 are done before the first of the 20, which receive
+    an error and go on."""
     hanging = [spelled("wait"), spelled("wait_async"), spelled("python", code="import time\ntime.sleep(60)")]
     quick = [
         spelled("convert", kilometres=1),
@@ -541,8 +541,8 @@ def test_hanging_tools_hold_up_nobody_else(module):
     assert all(episode.error is None and len(episode.nodes) == 2 for episode in episodes)
     assert {seed for seed in done[:180] if seed % 10 == 0} == set()
     for episode in episodes:
-        told = episode.nodes[1].observations["agent"].messages[-1]["content"]
-        assert ("did not answer within 4 seconds" in told or "took too long" in told) == (episode.seed % 10 == 0)
+        reply = episode.nodes[1].observations["agent"].messages[-1]["content"]
+        assert ("did not answer within 4 seconds" in reply or "took too long" in reply) == (episode.seed % 10 == 0)
         assert not episode.nodes[0].info["invalid"]["agent"], "that a tool hangs is not the agent's mistake"
 
 

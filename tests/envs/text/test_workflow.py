@@ -22,7 +22,7 @@ PAIR = ["guide", "walker"]
 
 
 def obedient(query, rng):
-    """Does as it is told: `say X` and `repeat X` are answered X."""
+    """Answers `say X` and `repeat X` with X."""
     return query.observation.messages[-1]["content"].split(" ", 1)[1]
 
 
@@ -59,9 +59,9 @@ def test_tools_are_called_and_their_results_are_observed():
 
     episode = play({"function": "toy_workflows:sums", "seats": ["agent"]}, {"agent": ScriptedPolicy(clerk)})
     assert episode.error is None and episode.nodes[-1].rewards == {"agent": 1.0}
-    asked, told = (node.observations["agent"] for node in episode.nodes)
+    asked, answered = (node.observations["agent"] for node in episode.nodes)
     assert asked.tools[0]["function"]["name"] == "add"
-    assert [message["role"] for message in told.messages] == ["user", "assistant", "tool"]
+    assert [message["role"] for message in answered.messages] == ["user", "assistant", "tool"]
 
 
 def test_siblings_are_tried_at_every_turn():

@@ -147,7 +147,7 @@ def test_what_is_saved_goes_on_in_other_processes() -> None:
 
 @pytest.mark.parametrize("how", ["error", "segfault"])
 def test_games_that_fail_are_begun_anew_from_other_seeds(how: str) -> None:
-    """One seed in seven fails at time 4; all failures are told apart from the ends of games."""
+    """One seed in seven fails at time 4; failures are distinguished from the ends of games."""
     rng = np.random.default_rng(0)
     with playing(partial(Falls, how, 4, 7), 4, 2) as env:
         frame = env.reset(np.array([1, 2, 7, 3]))

@@ -29,8 +29,9 @@ def randomness(joint, objective):
 
 @BOTH
 def test_chicken_by_hand(solve):
-    """With a for both daring, b for each that one does, c for neither: who is told to dare must not want otherwise,
-    2a <= b, which binds. Least a^2 + 2b^2 + c^2 on b = 2a, c = 1 - 5a is at a = 5/34; most entropy, at c^5 = 16 a^5."""
+    """With a for both daring, b for each that one does, c for neither: a player recommended to dare must not gain by
+    yielding, 2a <= b, which binds. Least a^2 + 2b^2 + c^2 on b = 2a, c = 1 - 5a is at a = 5/34; most entropy, at c^5 =
+    16 a^5."""
     assert solve(CHICKEN) == pytest.approx(np.array([[5, 10], [10, 9]]) / 34, abs=1e-9)
     a = 1 / (5 + 16**0.2)
     assert solve(CHICKEN, objective="entropy") == pytest.approx(np.array([[a, 2 * a], [2 * a, 1 - 5 * a]]), abs=1e-8)
@@ -53,9 +54,9 @@ def test_three_players_as_openspiel_has_them():
         np.array([[[3.0, -2], [3, -3], [0, -2]], [[-2, 1], [-1, 0], [-2, -2]]]),
         np.array([[[2.0, 0], [1, 1], [3, -1]], [[-2, 1], [3, 3], [3, 1]]]),
     ]
-    told = [0.12036, 0.08234, 0.09692, 0.06461, 0, 0.07648, 0.10864, 0.15687, 0.14095, 0.07633, 0.07648, 0]
+    published = [0.12036, 0.08234, 0.09692, 0.06461, 0, 0.07648, 0.10864, 0.15687, 0.14095, 0.07633, 0.07648, 0]
     fixed = [0.11721, 0.08933, 0.09713, 0.06475, 0, 0.06143, 0.10718, 0.14146, 0.13954, 0.07479, 0.10717, 0]
-    assert CE(payoffs).ravel() == pytest.approx(told, abs=3e-5)
+    assert CE(payoffs).ravel() == pytest.approx(published, abs=3e-5)
     assert CCE(payoffs).ravel() == pytest.approx(fixed, abs=3e-5)
 
 

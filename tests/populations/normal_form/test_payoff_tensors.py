@@ -15,7 +15,7 @@ CHICKEN = [np.array([[0.0, 7], [2, 6]]), np.array([[0.0, 2], [7, 6]])]  # dare, 
 
 
 def test_gains_of_leaving_by_hand():
-    """Row, told to dare and doing otherwise: +2 against dare, -1 against chicken; told chicken: the reverse."""
+    """The row player's gain for deviating from dare: +2 against dare, -1 against chicken; from chicken: the reverse."""
     gains = ce_gains(CHICKEN)
     assert sorted(gains.tolist()) == sorted([[0, 0, -2, 1], [2, -1, 0, 0], [0, -2, 0, 1], [2, 0, -1, 0]])
     dare = cce_gains(CHICKEN)[0].tolist()

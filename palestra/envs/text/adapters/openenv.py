@@ -77,9 +77,9 @@ class OpenEnv(Env):
         await self.close()
         self._seed, self._said, self._total, self._owed = seed, list[dict[str, Any]](), 0.0, 0.0
         self._session = await _Session.open(self.url, self.timeout)
-        told = await self._session.ask("reset", {**self.options, "seed": seed})
-        self._shown, self._over, self._count = self._text(told), False, 0
-        return self._step(told, {})
+        reply = await self._session.ask("reset", {**self.options, "seed": seed})
+        self._shown, self._over, self._count = self._text(reply), False, 0
+        return self._step(reply, {})
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
         if self._over or self._session is None:
@@ -87,12 +87,12 @@ class OpenEnv(Env):
         action = self._action(str(actions["agent"])[-MAX_ANSWER_CHARS:].rpartition("####")[2].strip())
         self._count += 1
         try:
-            told = await self._session.ask("step", action)
+            reply = await self._session.ask("step", action)
         except ActionRejected as error:
             return self._refused(str(error))
         self._said.append(action)
-        self._shown = self._text(told)
-        return self._step(told, {"agent": False})
+        self._shown = self._text(reply)
+        return self._step(reply, {"agent": False})
 
     async def fork(self) -> Self:
         """Replays the actions in a new session. Raises ValueError if the last observation differs."""
@@ -125,8 +125,8 @@ class OpenEnv(Env):
                 return action
         return {self.field: said}
 
-    def _text(self, told: dict[str, Any]) -> str:
-        shown = told.get("observation") or {}
+    def _text(self, reply: dict[str, Any]) -> str:
+        shown = reply.get("observation") or {}
         if not isinstance(shown, dict):
             return str(shown)
         names = [name for name in shown if name != "metadata"] if self.show is None else self.show
@@ -136,17 +136,19 @@ class OpenEnv(Env):
 
     def _refused(self, why: str) -> Step:
         cost = INVALID_PENALTY if self.reward == "dense" else 0.0
-        told = {"done": False, "reward": None}
-        return self._step(told, {"agent": True}, f"{self._shown}\nYour action was refused: {why}", cost)
+        reply = {"done": False, "reward": None}
+        return self._step(reply, {"agent": True}, f"{self._shown}\nYour action was refused: {why}", cost)
 
-    def _step(self, told: dict[str, Any], invalid: dict[Seat, bool], shown: str | None = None, cost: float = 0) -> Step:
-        earned = float(told.get("reward") or 0.0)
+    def _step(
+        self, reply: dict[str, Any], invalid: dict[Seat, bool], shown: str | None = None, cost: float = 0
+    ) -> Step:
+        earned = float(reply.get("reward") or 0.0)
         self._total, self._owed = self._total + earned, self._owed + earned
-        done = bool(told.get("done"))
+        done = bool(reply.get("done"))
         self._over = done or self._count >= self.steps
         paid = self._owed if self._over or self.reward == "dense" else 0.0
         self._owed -= paid
-        said = (told.get("metadata") or {}).get("success")
+        said = (reply.get("metadata") or {}).get("success")
         success = said if isinstance(said, bool) else done and self._total >= self.success
         info = {"success": success, "invalid": invalid}
         seen = {} if self._over else {"agent": self._shown if shown is None else shown}
@@ -191,10 +193,10 @@ class _Session:
             raise TimeoutError(f"{self.url} did not answer a {kind} for {self.timeout:g} s: see timeout") from None
         except closed as error:
             raise RuntimeError(f"{self.url} hung up at a {kind}: {error}") from error
-        told = answer.get("data") or {}
+        reply = answer.get("data") or {}
         if answer.get("type") != "error":
-            return dict(told)
-        why, code = _complaint(told), told.get("code")
+            return dict(reply)
+        why, code = _complaint(reply), reply.get("code")
         if code == "VALIDATION_ERROR" and kind == "step":
             raise ActionRejected(why)
         fix = "; let the server hold more (max_concurrent_envs)" if code == "CAPACITY_REACHED" else ""
@@ -237,11 +239,11 @@ def _is_here(url: str) -> bool:
         return host == "localhost"
 
 
-def _complaint(told: dict[str, Any]) -> str:
+def _complaint(reply: dict[str, Any]) -> str:
     """Returns the server's error message; for an invalid action one message per field."""
-    errors = [one for one in told.get("errors") or () if isinstance(one, dict)]
+    errors = [one for one in reply.get("errors") or () if isinstance(one, dict)]
     fields = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in errors]
-    return "; ".join(fields) or str(told.get("message", "it does not say why"))
+    return "; ".join(fields) or str(reply.get("message", "it does not say why"))
 
 
 def _written(value: Any) -> str:

@@ -124,12 +124,12 @@ class TextArena(Env):
         self._over = done or len(self._said) >= self.steps
         if not self._over:
             return Step(self._seen(), rewards, info=info)
-        paid, told = self._ends() if done else ({}, {})
+        paid, end_info = self._ends() if done else ({}, {})
         for number, won in paid.items():
             rewards[self.seats[number]] = rewards.get(self.seats[number], 0.0) + won
         if self.players == 1:
             info["success"] = paid.get(0, 0.0) >= 1
-        return Step({}, rewards, truncated=not done, info=info | told)
+        return Step({}, rewards, truncated=not done, info=info | end_info)
 
     def fork(self) -> Self:
         """Returns a copy of the game; if it cannot be copied, a new game with the same answers replayed."""
@@ -184,8 +184,8 @@ class TextArena(Env):
         """Returns the reward of each player, and info with the reason why the game ended."""
         if self._all_out and not self._arena.state.done:
             return dict.fromkeys(range(self.players), -1.0), {"reason": "every player is out by invalid moves"}
-        rewards, told = self._arena.close()
-        reasons = {str(one["reason"]) for one in (told or {}).values() if isinstance(one, dict) and one.get("reason")}
+        rewards, infos = self._arena.close()
+        reasons = {str(one["reason"]) for one in (infos or {}).values() if isinstance(one, dict) and one.get("reason")}
         # A few games put the reason of an invalid move in place of its reward: that pays nothing.
         paid = {int(number): float(won) for number, won in (rewards or {}).items() if isinstance(won, (int, float))}
         return paid, {"reason": "; ".join(sorted(reasons))} if reasons else {}

@@ -162,9 +162,9 @@ def _key_in_environment(key: str) -> Iterator[str]:
 
 def _block(taskset: str, env: str, config: Mapping[str, Any]) -> vf.EnvConfig:
     """Returns verifiers' env block. Raises ValueError if the taskset, env or an option is unknown."""
-    told = config.get("taskset", {})
+    taskset_config = config.get("taskset", {})
     try:
-        return resolve_env_config({**config, "id": env, "taskset": {**told, "id": taskset}})
+        return resolve_env_config({**config, "id": env, "taskset": {**taskset_config, "id": taskset}})
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         named = f"{taskset}, env {env}" if env else taskset
         raise ValueError(f"verifiers cannot make taskset {named}: {error}") from error

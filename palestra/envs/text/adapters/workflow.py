@@ -252,7 +252,7 @@ class _ProgramRun:
         self._tell(self.changed.set)
 
     def _command(self, command: list[str], play: WorkflowContext) -> Any:
-        told = {
+        variables = {
             "OPENAI_BASE_URL": play.base_url,
             "OPENAI_API_BASE": play.base_url,
             "OPENAI_API_KEY": play.api_key,
@@ -261,7 +261,7 @@ class _ProgramRun:
             "PALESTRA_OPTIONS": json.dumps(dict(play.options)),
         }
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | told) as self.process:
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | variables) as self.process:
             out, errors = self.process.communicate()
         if self.process.returncode:
             raise ValueError(

@@ -174,9 +174,9 @@ class CoderTester(Env):
         """Returns the result of one turn of coder and tester."""
         copied = test is not None and is_test_shown(self.problem, test)
         own = None if copied else test
-        (hidden, told), right = await asyncio.gather(self._tried(source, test), self._by_reference(own))
+        (hidden, own_report), right = await asyncio.gather(self._tried(source, test), self._by_reference(own))
         share, worth = self._marks(source, hidden)
-        trial = told.results[-1] if told and told.results else None
+        trial = own_report.results[-1] if own_report and own_report.results else None
         agreed = bool(test and trial and trial.passed)
         if right is None:  # without a reference, a program that passes all hidden tests replaces it
             right = agreed and share == 1.0

@@ -71,7 +71,7 @@ def full_observation(
         parts.append(f"Start from:\n```python\n{problem.starter.strip()}\n```")
     if problem.examples:
         parts.append("\n".join(["Examples:", *(_example(case, problem) for case in problem.examples)]))
-    parts += [_told(number, turn, problem, seat, alone) for number, turn in enumerate(turns, start=1)]
+    parts += [_format_turn(number, turn, problem, seat, alone) for number, turn in enumerate(turns, start=1)]
     form = ANSWER_FORMATS[seat]["function" if problem.kind == "assertion" else problem.kind]
     return "\n\n".join([*parts, f"Turn {len(turns) + 1} of {max_turns}. {form}"])
 
@@ -82,12 +82,12 @@ def compact_observation(problem: ProgramProblem, turns: Sequence[CodeTurn]) -> s
         return problem.short_question
     last = turns[-1]
     code = last.source if last.source is not None else "none"
-    told = f"{problem.short_question} code {_clip(code)}"
+    summary = f"{problem.short_question} code {_clip(code)}"
     if last.test is None:
-        return f"{told} test none"
+        return f"{summary} test none"
     got = _said(last, problem)
     shown = strip_comma_spaces(got) if problem.kind == "expression" else got
-    return f"{told} test {_line(last.test, problem)} got {shown}"
+    return f"{summary} test {_line(last.test, problem)} got {shown}"
 
 
 def _line(case: ProgramTest, problem: ProgramProblem) -> str:
@@ -108,7 +108,7 @@ def _example(case: ProgramTest, problem: ProgramProblem) -> str:
     return format_test(case, problem)
 
 
-def _told(number: int, turn: CodeTurn, problem: ProgramProblem, seat: Seat, alone: bool) -> str:
+def _format_turn(number: int, turn: CodeTurn, problem: ProgramProblem, seat: Seat, alone: bool) -> str:
     """Returns the description of one turn for one seat."""
     whose = "Your program" if seat == "coder" else "The coder's program"
     if turn.source is None:

@@ -222,13 +222,13 @@ class Debate(Env):
     def _end(self, verdict: DebateVerdict, rewards: dict[Seat, float], info: dict[str, Any]) -> Step:
         self._over = True
         rules = self._by_rules().winner
-        told = verdict.to_info() | {
+        verdict_info = verdict.to_info() | {
             "rules_winner": rules,
             "case": {s: total_score(self.speeches, s).to_info() for s in SIDES},
         }
         if self.mode == "truth":
             found = verdict.winner == self.topic.truth
-            info = info | told | {"truth": self.topic.truth, "success": found}
+            info = info | verdict_info | {"truth": self.topic.truth, "success": found}
             return Step({}, rewards, WIN_REWARD * found, info=info)
         if self.reward == "outcome":
             pay = {"pro": WIN_REWARD, "con": -WIN_REWARD, "draw": 0.0}[verdict.winner]
@@ -236,7 +236,7 @@ class Debate(Env):
             pay = 0.0 if self.judge == "rules" else verdict.margin  # the rule judge's scores were paid step by step
         for side, sign in zip(SIDES, (1, -1), strict=True):
             rewards[side] = rewards.get(side, 0.0) + sign * pay
-        return Step({}, rewards, info=info | told | {"success": self._sound and verdict.winner != "con"})
+        return Step({}, rewards, info=info | verdict_info | {"success": self._sound and verdict.winner != "con"})
 
 
 def _whose(acting: tuple[Seat, ...], over: bool) -> str:

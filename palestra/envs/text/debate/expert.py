@@ -50,13 +50,13 @@ def _drilled(facts: Sequence[Fact], reply: Point | None, side: Side, truth: Side
 def _in_prose(
     topic: Topic, facts: Sequence[Fact], shown: Set[str], reply: Point | None, side: Side, truth: Side
 ) -> str:
-    told = [_told(fact, fact.id in shown) for fact in facts]
-    claim, *reasons = told if len(told) > 1 else [f"{STANCES[side].capitalize()}.", *told]
+    sentences = [_quote_fact(fact, fact.id in shown) for fact in facts]
+    claim, *reasons = sentences if len(sentences) > 1 else [f"{STANCES[side].capitalize()}.", *sentences]
     against = [f"Against: {_reply(topic, reply)}"] if reply else []
     return "\n".join([f"Claim: {claim}", f"Because: {' '.join(reasons)}", *against, f"So: {STANCES[truth]}."])
 
 
-def _told(fact: Fact, again: bool) -> str:
+def _quote_fact(fact: Fact, again: bool) -> str:
     """Returns the fact's text, or its content words if it was cited before, which avoids the repetition penalty."""
     if again:
         return f"[{fact.id}] still stands, with its {' '.join(sorted(fact.words))}."

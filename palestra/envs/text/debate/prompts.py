@@ -51,13 +51,13 @@ def role_prompts(mode: DebateMode, seats: Sequence[str], rounds: int, longest: i
     """Returns the role prompt of each seat."""
     if compact:
         return {seat: f"{COMPACT_NAMES[mode]} {seat}" for seat in seats}
-    told: dict[str, str] = {"judge": JUDGE_PROMPT.format(asked=JUDGE_CRITERIA[mode])}
+    roles: dict[str, str] = {"judge": JUDGE_PROMPT.format(asked=JUDGE_CRITERIA[mode])}
     for side, hold in zip(SIDES, ("right", "not right"), strict=True):
-        told[side] = (
+        roles[side] = (
             f"You are in a debate on a motion, of {rounds} round{'s' if rounds > 1 else ''}. You are {side}: it is "
             f"yours to argue that the motion is {hold}. {AIMS[mode]}\n{ANSWER_FORMAT.format(words=longest)}"
         )
-    return {seat: told[seat] for seat in seats}
+    return {seat: roles[seat] for seat in seats}
 
 
 def compact_observation(topic: Topic, seat: str, said: Sequence[Speech], left: int) -> str:
@@ -66,17 +66,17 @@ def compact_observation(topic: Topic, seat: str, said: Sequence[Speech], left: i
     The judge's omits the evidence. `left`: remaining answers of this seat; 0 omits it.
     """
     shown = [] if seat == "judge" else [f"{side} {' '.join(f.id for f in topic.facts_of(side))}" for side in SIDES]
-    told = " ".join(map(compact_speech, said)) or "none"
+    speeches = " ".join(map(compact_speech, said)) or "none"
     rest = f" left {left}" if left else ""
-    return " ".join(["topic", topic.text, *shown, "you", seat, "said", told]) + rest
+    return " ".join(["topic", topic.text, *shown, "you", seat, "said", speeches]) + rest
 
 
 def compact_speech(speech: Speech) -> str:
     """Returns a parsed answer in compact form: facts cited, facts cited falsely, facts rebutted, conclusion."""
     heard = speech.argument
     parts = [("", heard.supporting_ids), ("false", heard.false_ids), ("against", heard.rebutted_ids)]
-    told = [" ".join([name, *ids]).strip() for name, ids in parts if ids]
-    return " ".join([speech.side, *told, *(["so", STANCES[heard.stance]] if heard.stance else [])])
+    references = [" ".join([name, *ids]).strip() for name, ids in parts if ids]
+    return " ".join([speech.side, *references, *(["so", STANCES[heard.stance]] if heard.stance else [])])
 
 
 def full_observation(topic: Topic, side: Side, said: Sequence[Speech], current: int, rounds: int) -> str:
@@ -85,8 +85,10 @@ def full_observation(topic: Topic, side: Side, said: Sequence[Speech], current: 
         f"Evidence for {side}:\n" + "\n".join(f"[{fact.id}] {fact.text}" for fact in topic.facts_of(side))
         for side in SIDES
     ]
-    told = f"Said so far:\n{_transcript(said)}" if said else "Nothing was said yet."
-    return "\n\n".join([f"Motion: {topic.text}", *evidence, told, f"Round {current} of {rounds}. You are {side}."])
+    transcript = f"Said so far:\n{_transcript(said)}" if said else "Nothing was said yet."
+    return "\n\n".join(
+        [f"Motion: {topic.text}", *evidence, transcript, f"Round {current} of {rounds}. You are {side}."]
+    )
 
 
 def full_judge_observation(topic: Topic, said: Sequence[Speech]) -> str:
@@ -117,7 +119,7 @@ def cited_facts(topic: Topic, said: Sequence[Speech]) -> dict[str, str]:
 def endpoint_messages(topic: Topic, said: Sequence[Speech], mode: DebateMode, first: Side) -> list[Message]:
     """Returns the messages that ask an endpoint for a verdict; side `first` is A and listed first in each round."""
     names = {first: "A"} | {side: "B" for side in SIDES if side != first}
-    order = sorted(enumerate(said, start=1), key=lambda told: (told[1].round, names[told[1].side]))
+    order = sorted(enumerate(said, start=1), key=lambda numbered: (numbered[1].round, names[numbered[1].side]))
     debate = {
         "motion": topic.text,
         "A holds that the motion is": "right" if first == "pro" else "not right",

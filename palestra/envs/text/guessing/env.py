@@ -140,11 +140,10 @@ class GuessingGame(Env):
             said = self.true_answer(self.secret, self.pending_question)
         else:
             possible = self.secrets
-            for asked, told in self.history:
-                possible = tuple(secret for secret in possible if self.true_answer(secret, asked) == told)
-            said = self.format_question(
-                self.best_question(possible or self.secrets, rng)
-            )  # after a lie no secret may be left
+            for asked, answer in self.history:
+                possible = tuple(secret for secret in possible if self.true_answer(secret, asked) == answer)
+            # after a lie no secret may be left
+            said = self.format_question(self.best_question(possible or self.secrets, rng))
         return said if self.rendering == "compact" else f"#### {said}"
 
     # ---- one answer
@@ -154,14 +153,14 @@ class GuessingGame(Env):
         self._count += 1
         if asked is None:
             return self._step({self.asker: -INVALID_PENALTY}, {self.asker: True})
-        told = self.true_answer(self.secret, asked)
+        truth = self.true_answer(self.secret, asked)
         before = self.candidates
-        self.candidates = tuple(secret for secret in before if self.true_answer(secret, asked) == told)
+        self.candidates = tuple(secret for secret in before if self.true_answer(secret, asked) == truth)
         gain = math.log(len(before) / len(self.candidates)) / math.log(len(self.secrets))
-        if self.answers == "seat" and told != "right":
+        if self.answers == "seat" and truth != "right":
             self.pending_question = asked
         else:
-            self.history = (*self.history, AnsweredQuestion(asked, told))
+            self.history = (*self.history, AnsweredQuestion(asked, truth))
         return self._step({self.asker: gain}, {self.asker: False})
 
     def _answer(self, answer: Any) -> Step:
@@ -192,14 +191,14 @@ class GuessingGame(Env):
     def _observation(self, seat: Seat) -> str:
         left = self.questions - self._count
         if self.rendering == "compact":
-            heard = " ".join(f"{self.format_question(asked)} {told}" for asked, told in self.history)
+            heard = " ".join(f"{self.format_question(asked)} {answer}" for asked, answer in self.history)
             parts = [
                 self.compact_context(seat),
                 heard,
                 f"asked {self.format_question(self.pending_question)}" if self.pending_question is not None else "",
             ]
             return " ".join(part for part in [*parts, f"left {left}"] if part)
-        heard = "".join(f"\n{self.quote_question(asked)} {told}" for asked, told in self.history)
+        heard = "".join(f"\n{self.quote_question(asked)} {answer}" for asked, answer in self.history)
         lines = [self.full_context(seat), f"Asked and answered so far:{heard or ' nothing'}"]
         lines += (
             [f"Now you are asked: {self.quote_question(self.pending_question)}"]

@@ -61,8 +61,8 @@ def _definitions(rng: random.Random, steps: int) -> Problem:
             f"{name} = {factor} * {VARIABLE_NAMES[step]} {sign} {other if earlier is None else VARIABLE_NAMES[earlier]}"
         )
         trees.append((sign, ("*", factor, trees[-1]), other))
-    told, last = ", ".join(lines), VARIABLE_NAMES[steps]
-    return problem_from_tree(trees[-1], f"Let {told}. What is {last}?", f"{told}, {last}", f"multi_step {told}")
+    given, last = ", ".join(lines), VARIABLE_NAMES[steps]
+    return problem_from_tree(trees[-1], f"Let {given}. What is {last}?", f"{given}, {last}", f"multi_step {given}")
 
 
 def _recurrence(rng: random.Random, steps: int) -> Problem:

@@ -61,13 +61,13 @@ def format_observation(problem: Problem, seat: Seat, turns: Sequence[MathTurn], 
     """Returns the observation of a seat: the problem and the replies so far."""
     if compact:
         return " ".join([problem.short_question, *(_compact(turn, seat) for turn in turns)])
-    told = [f"Problem: {problem.question}"]
-    told += [f"Turn {number}\n{_full(turn, seat)}" for number, turn in enumerate(turns, start=1)]
+    parts = [f"Problem: {problem.question}"]
+    parts += [f"Turn {number}\n{_full(turn, seat)}" for number, turn in enumerate(turns, start=1)]
     if max_turns > 1:
-        told.append(
+        parts.append(
             f"This is turn {len(turns) + 1} of {max_turns}.{' Check, and correct what is wrong.' if turns else ''}"
         )
-    return "\n\n".join(told)
+    return "\n\n".join(parts)
 
 
 def _compact(turn: MathTurn, seat: Seat) -> str:

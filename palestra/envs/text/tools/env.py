@@ -166,14 +166,14 @@ class Tools(Env):
         self.scratch = results[-1].scratch if results else self.scratch
         dropped = f"Error: not called: one answer may hold {self.calls} calls"
         results += [ToolResult(dropped, False, self.scratch)] * (len(calls) - len(results))
-        told = [
-            self._told(sent, call, result)
+        replies = [
+            self._tool_message(sent, call, result)
             for sent, call, result in zip(message.get("tool_calls", ()), calls, results, strict=True)
         ]
         unreadable = len(TOOL_CALL_PATTERN.findall(message["content"]))
         if unreadable:  # as a user message: endpoints accept a tool message only as the reply to a parsed call
-            told.append({"role": "user", "content": "error" if self.is_compact else UNREADABLE_CALL_MESSAGE})
-        self.messages = (*self.messages, *told)
+            replies.append({"role": "user", "content": "error" if self.is_compact else UNREADABLE_CALL_MESSAGE})
+        self.messages = (*self.messages, *replies)
         self._made += len(calls) + unreadable
         bad = unreadable + sum(not result.is_valid and not result.failure for result in results)
         terms = {FORM_TERM: 0.0 - INVALID_PENALTY * bad / (len(calls) + unreadable), "calls": 0.0}
@@ -183,7 +183,7 @@ class Tools(Env):
         failures = [result.failure for result in results if result.failure]
         return self._step({seat: terms}, {seat: bad > 0}, failures=failures)
 
-    def _told(self, sent: Json, call: ToolCall, result: ToolResult) -> Json:
+    def _tool_message(self, sent: Json, call: ToolCall, result: ToolResult) -> Json:
         good = result.is_valid and not result.failure
         text = result.text if good or not self.is_compact else "error"
         return {"role": "tool", "tool_call_id": sent["id"], "name": call.name, "content": text}

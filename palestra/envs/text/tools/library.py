@@ -85,7 +85,7 @@ def read_documents(path: Path) -> list[Document]:
         raise ValueError(f"no documents at {path}: give a folder of .txt and .md files, or a .jsonl of title and text")
     if not found:
         raise ValueError(f"{path} holds no documents: put .txt or .md files, or lines of title and text, there")
-    return list(_told_apart(found))
+    return list(_unique_titles(found))
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -141,7 +141,7 @@ def _document(path: Path, number: int, row: Mapping[str, Any]) -> Document:
     return Document(title.strip(), text, {str(name): str(value) for name, value in facts.items()})
 
 
-def _told_apart(documents: list[Document]) -> Iterator[Document]:
+def _unique_titles(documents: list[Document]) -> Iterator[Document]:
     seen: dict[str, int] = {}
     for document in documents:
         count = seen[document.title.casefold()] = seen.get(document.title.casefold(), 0) + 1

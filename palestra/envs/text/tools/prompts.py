@@ -42,5 +42,5 @@ def task_prompt(task: Task, note: str | None, is_compact: bool) -> str:
     if is_compact:
         return task.short_question if note is None else f"{task.short_question} note {note or 'none'}"
     files = f"\nFiles in the scratch folder: {', '.join(sorted(task.files))}" if task.files else ""
-    told = "" if note is None else f"\nYour partner's note:\n{note or '(there is none)'}"
-    return f"{task.question}{files}{told}"
+    note_text = "" if note is None else f"\nYour partner's note:\n{note or '(there is none)'}"
+    return f"{task.question}{files}{note_text}"

@@ -40,13 +40,13 @@ def python_tool(sandbox: Sandbox, timeout_s: float) -> Callable[..., Awaitable[s
             raise ValueError(f"{MAX_CELLS} programs have been run, which is all there is")
         cells = (*scratch.cells, Cell(code, dict(scratch.files)))
         outcome = await sandbox.run_python(_PROGRAM, stdin=_packed(cells), limits=limits, keep=True)
-        told = [outcome.stdout.strip("\n"), outcome.stderr.strip("\n")]
+        parts = [outcome.stdout.strip("\n"), outcome.stderr.strip("\n")]
         if outcome.ok:
             scratch.cells = cells
-            told.append(_keep(scratch, outcome.files))
+            parts.append(_keep(scratch, outcome.files))
         else:
-            told.append(_lost(outcome))
-        return "\n".join(part for part in told if part) or "(nothing was printed)"
+            parts.append(_lost(outcome))
+        return "\n".join(part for part in parts if part) or "(nothing was printed)"
 
     return python
 
@@ -58,8 +58,8 @@ def _packed(cells: Sequence[Cell]) -> str:
     def place(text: str) -> int:
         return places.setdefault(text, len(places))
 
-    told = [{"source": c.source, "files": {path: place(text) for path, text in c.files.items()}} for c in cells]
-    return json.dumps({"cells": told, "texts": list(places)})
+    encoded = [{"source": c.source, "files": {path: place(text) for path, text in c.files.items()}} for c in cells]
+    return json.dumps({"cells": encoded, "texts": list(places)})
 
 
 def _keep(scratch: ToolState, files: Mapping[str, bytes]) -> str:

@@ -20,12 +20,12 @@ from types import TracebackType
 
 def main() -> int:
     """Runs the cells from stdin. Returns the exit status of the last one."""
-    told = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     random.seed(0)
     space: dict[str, object] = {"__name__": "__main__"}
-    for number, cell in enumerate(told["cells"], start=1):
-        restore_files({path: told["texts"][i] for path, i in cell["files"].items()})
-        if number == len(told["cells"]):
+    for number, cell in enumerate(request["cells"], start=1):
+        restore_files({path: request["texts"][i] for path, i in cell["files"].items()})
+        if number == len(request["cells"]):
             return run_cell(cell["source"], number, space)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             run_cell(cell["source"], number, space)

@@ -53,7 +53,7 @@ async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
     except (ValueError, ToolCallFailed):
         raise
     except (Exception, SystemExit) as error:  # foreign code: any exception is the result of the call
-        raise ToolCallFailed(_told(error)) from error
+        raise ToolCallFailed(_describe_error(error)) from error
 
 
 async def _on_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -82,8 +82,8 @@ def _settle(came: Future[Any], function: Callable[..., Any], arguments: Mapping[
     except ValueError as error:
         came.set_exception(error)
     except BaseException as error:  # foreign code too; an exception in a thread would be lost
-        came.set_exception(ToolCallFailed(_told(error)))
+        came.set_exception(ToolCallFailed(_describe_error(error)))
 
 
-def _told(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"failed with {type(error).__name__}: {error}"

@@ -189,12 +189,12 @@ def make_tool(function: Callable[..., Any], *, is_built_in: bool = False) -> Too
     hints = _hints(function)
     shown = {p.name: p for p in inspect.signature(function).parameters.values() if hints.get(p.name) is not ToolState}
     hidden = [p for p in inspect.signature(function).parameters if p not in shown]
-    told = {key: text.strip() for key, mark, text in (line.partition(":") for line in lines[1:]) if mark}
+    descriptions = {key: text.strip() for key, mark, text in (line.partition(":") for line in lines[1:]) if mark}
     fields: dict[str, Any] = {}
     for i, (key, parameter) in enumerate(shown.items()):
         if key not in hints or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f'parameter "{key}" of tool "{name}" needs a type hint, and may be no * or positional one')
-        fields[f"p{i}"] = _field(key, hints[key], parameter, told.get(key))
+        fields[f"p{i}"] = _field(key, hints[key], parameter, descriptions.get(key))
     return Tool(function, name, lines[0], _model(name, fields), hidden[0] if hidden else None, is_built_in)
 
 
@@ -227,9 +227,9 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         raise ValueError(f"the type hints of {function.__name__} cannot be read: {error}") from error
 
 
-def _field(name: str, hint: Any, parameter: inspect.Parameter, told: str | None) -> tuple[Any, Any]:
+def _field(name: str, hint: Any, parameter: inspect.Parameter, description: str | None) -> tuple[Any, Any]:
     said = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
-    text = said[0] if said else told
+    text = said[0] if said else description
     default = ... if parameter.default is parameter.empty else parameter.default
     return Annotated[hint, Field(description=text)] if text else hint, Field(default, alias=name)
 

@@ -73,7 +73,7 @@ def test_some_games_end_before_others_and_only_those_begin_anew() -> None:
 
 
 def test_discrete_actions_push() -> None:
-    """Agents of simple_spread told to go right (2) gain speed to the right: their own speed is seen after two numbers
+    """Agents of simple_spread that go right (2) gain speed to the right: their own speed is seen after two numbers
     of place."""
     env = VmasEnv(2, scenario="simple_spread", options={"continuous_actions": False})
     assert all(isinstance(space, Discrete) for space in env.action_spaces)
