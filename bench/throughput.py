@@ -320,7 +320,7 @@ def main() -> None:
     repeats, seconds = options.repeats or (1 if options.quick else 3), 3.0 if options.quick else 12.0
     load = os.getloadavg()[0]
     if load > 0.3:
-        console.print(f"[yellow]the machine is busy (load {load:.1f}): what follows is no measurement[/]")
+        console.print(f"[yellow]the machine is busy (load {load:.1f}): what follows is not a measurement[/]")
     try:
         zoo.options("atari_pong")  # what is not there is said now, not after half an hour
     except ValueError as error:

@@ -52,7 +52,7 @@ def graph(coder: ChatOpenAI, reasoner: ChatOpenAI) -> StateGraph:
 
 
 def worth(expression: str) -> str:
-    """What it comes to, or "error" for what is no plain arithmetic."""
+    """What it comes to, or "error" for what is not a plain arithmetic."""
     try:
         value = evaluate(expression)
     except (SyntaxError, ValueError, ArithmeticError):

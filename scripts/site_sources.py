@@ -43,7 +43,7 @@ def pages(documents: Iterable[str]) -> dict[str, str]:
 
 
 def outside(document: str) -> list[str]:
-    """What a document links to that is no part of docs/."""
+    """What a document links to that is not part of docs/."""
     targets = _targets((ROOT / document).read_text(encoding="utf-8"), document)
     return [target for target in targets if not target.startswith("docs/")]
 

@@ -69,7 +69,7 @@ def failed(*arguments):
 def test_a_run_whose_every_episode_fails_ends_with_the_traceback_kept(base, tmp_path):
     said = failed("train", text_config(tmp_path, base), "--root", tmp_path)
     text = plain(said)
-    assert 'step 1: 4 of 4 episodes failed, the first (instance 0 of env "train") with KeyError:' in text
+    assert 'step 0: 4 of 4 episodes failed, the first (instance 0 of env "train") with KeyError:' in text
     assert "--resume" in text and "max_failed (now 0.5)" in text
     assert "Traceback (most recent call last)" in said and DEEPEST in said and "toys_failing.py" in said
     run = tmp_path / "failing"
@@ -100,7 +100,7 @@ def test_a_mended_run_goes_on_as_if_it_had_never_failed(base, tmp_path, stalenes
     assert palestra("train", config, "--root", tmp_path, "--name", "whole").exit_code == 0
     assert palestra("train", config, "--root", tmp_path, "--name", "cut", "--set", "steps=2").exit_code == 0
     mended.unlink()
-    assert "step 3: 4 of 4 episodes failed" in plain(failed("train", "--resume", tmp_path / "cut", "--set", "steps=4"))
+    assert "step 2: 4 of 4 episodes failed" in plain(failed("train", "--resume", tmp_path / "cut", "--set", "steps=4"))
     assert list_checkpoints(tmp_path / "cut")[-1].step == 1
     mended.touch()
     done = palestra("train", "--resume", tmp_path / "cut")
@@ -126,7 +126,7 @@ def test_a_failure_between_checkpoints_loses_no_finished_step(base, tmp_path):
         said = failed("train", config, "--root", tmp_path)
     finally:
         sys.path.remove(str(tmp_path))
-    assert "step 4: 4 of 4 episodes failed" in plain(said) and "ConnectionError: endpoint gone" in said
+    assert "step 3: 4 of 4 episodes failed" in plain(said) and "ConnectionError: endpoint gone" in said
     assert [c.step for c in list_checkpoints(tmp_path / "failing")] == [2]
 
 
@@ -141,7 +141,7 @@ def test_an_exam_that_fails_ends_the_run_and_is_no_score_of_zero(base, tmp_path)
 @pytest.mark.slow
 def test_episodes_that_fail_on_workers_end_the_run_with_their_traceback(base, tmp_path):
     said = failed("train", text_config(tmp_path, base), "--root", tmp_path, "--backend", "local", "--workers", "1")
-    assert "step 1: 4 of 4 episodes failed" in plain(said) and DEEPEST in said
+    assert "step 0: 4 of 4 episodes failed" in plain(said) and DEEPEST in said
 
 
 def test_a_run_without_an_update_says_so(base, tmp_path):

@@ -31,7 +31,7 @@ def publish(
     set for anything but an adapter.
     """
     if out.exists():
-        raise ValueError(f"{out} is there already: name a new folder, or remove that one")
+        raise ValueError(f"{out} already exists: name a new folder, or remove that one")
     if merge and agent.kind != "adapter":
         raise ValueError(f"{agent.name} is a {agent.kind}: only an adapter is merged into its base; leave out --merge")
 

@@ -198,7 +198,7 @@ def read_api_key(variable: str | None, file: Path | None) -> str | None:
     Raises ValueError if both are given, or if the key is missing or empty.
     """
     if variable and file:
-        raise ValueError("the key is read from one place: say --key-env or --key-file")
+        raise ValueError("pass only one of --key-env and --key-file")
     key = os.environ.get(variable, "") if variable else ""
     if file:
         with contextlib.suppress(OSError, IndexError):

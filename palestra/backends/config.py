@@ -33,7 +33,7 @@ class BackendConfig(StrictModel):
     def _fits(self) -> Self:
         given = "address" if self.address else "placement" if self.placement else ""
         if given and self.type != "ray":
-            raise ValueError(f"{given} is for backend type ray, not {self.type}: say --backend ray, or leave it out")
+            raise ValueError(f"{given} is for backend type ray, not {self.type}: pass --backend ray, or leave it out")
         return self
 
     @property
@@ -69,10 +69,10 @@ class RolloutBackendConfig(BackendConfig):
     @model_validator(mode="after")
     def _placed(self) -> Self:
         if unknown := sorted(set(self.placement) - {"train", "play"}):
-            raise ValueError(f"placement.{unknown[0]} is of nothing that this run does: there are train and play")
+            raise ValueError(f"placement.{unknown[0]} is unknown; valid keys are train and play")
         if self.type == "inline" and self.workers > 1:
             raise ValueError(
-                f"workers: {self.workers} play in processes of their own: say type: local (--backend local) or ray"
+                f"workers: {self.workers} play in processes of their own: set type: local (--backend local) or ray"
             )
         return self
 

@@ -80,7 +80,8 @@ class RunConfig(StrictModel):
     def _keep_every(self) -> Self:
         if self.keep_every % self.checkpoint_every:
             raise ValueError(
-                f"keep_every: {self.keep_every} is no multiple of checkpoint_every: {self.checkpoint_every}, and only "
+                f"keep_every: {self.keep_every} is not a multiple of checkpoint_every: "
+                f"{self.checkpoint_every}, and only "
                 f"checkpoints can be kept: set keep_every to a multiple, or checkpoint_every to {self.keep_every}"
             )
         return self

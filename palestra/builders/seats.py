@@ -1,4 +1,4 @@
-"""Which policy plays each seat."""
+"""Assignment of policies to seats."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def seat_policies(config: TextConfig, data_files: Sequence[DataFile] = ()) -> di
         plays = f"the data has answers of {', '.join(seats)}"
     for record in data_files:
         if missing := [seat for seat in record.seats if seat not in seats]:
-            raise ValueError(f'{record.path} has answers of seat "{missing[0]}", which nobody can be: {plays}')
+            raise ValueError(f'{record.path} has answers of seat "{missing[0]}", which the env does not have: {plays}')
     result = resolve_seats(seats, list(config.policies), plays, config.seats)
     unused = set(config.policies) - set(result.values())
     for seat in (seat for seat, name in result.items() if name == "default" and seat not in config.seats):

@@ -55,7 +55,7 @@ def _algorithm_class(path: str) -> type[TextAlgorithm]:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"the algorithm cannot be loaded from {path}: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, TextAlgorithm)):
-        raise ValueError(f"{path} is no subclass of palestra.algorithms.text.base.TextAlgorithm")
+        raise ValueError(f"{path} is not a subclass of palestra.algorithms.text.base.TextAlgorithm")
     return cls
 
 
@@ -161,7 +161,7 @@ class TextConfig(RunConfig):
     """Samplers in other processes or on servers that generate the answers, while training stays in this process. Null:
     this process samples."""
     backend: RolloutBackendConfig = RolloutBackendConfig(type="inline")
-    """Which processes play episodes and, on Ray, train. `inline`: this process."""
+    """Processes that play episodes and, on Ray, train. `inline`: this process."""
     device: str = "auto"
     """Torch device of models: auto, cpu or cuda."""
     parallel: Literal["ddp", "fsdp"] | None = None
@@ -200,7 +200,7 @@ class TextConfig(RunConfig):
         if name is not None and name not in self.named_envs:
             raise ValueError(f'there is no env called "{name}": envs: names {", ".join(self.envs) or "none"}')
         if not self.named_envs:
-            raise ValueError("this config names no env, and one is to be played: add env: {type: sokoban, ...}")
+            raise ValueError("this config names no env, and the run needs one: add env: {type: sokoban, ...}")
         return self.named_envs[name] if name else next(iter(self.named_envs.values()))
 
     def stage_configs(self) -> Iterator[TextConfig]:
@@ -292,7 +292,7 @@ class TextConfig(RunConfig):
     @model_validator(mode="after")
     def _sampled_there(self) -> Self:
         if self.sampler and self.engine:
-            raise ValueError("engine: trains and samples on a server, so there is nothing for sampler: to do: drop one")
+            raise ValueError("engine: trains and samples on a server, so sampler: has no effect: remove one of them")
         return self
 
     @model_validator(mode="after")
@@ -311,7 +311,7 @@ class TextConfig(RunConfig):
             )
         if human := [name for name, policy in self.policies.items() if isinstance(policy, HumanConfig)]:
             raise ValueError(
-                f"policies.{human[0]} is a person at this terminal, whom workers elsewhere cannot ask: play inline"
+                f"policies.{human[0]} is a person at this terminal, which worker processes cannot reach: play inline"
             )
         return self
 

@@ -14,17 +14,17 @@ Step = Annotated[int | None, typer.Option(help="a checkpoint of the run (default
 
 def publish(
     run: Annotated[Path, typer.Argument(help="a run")],
-    out: Annotated[Path, typer.Option(help="the folder to write, which must not be there yet")],
-    member: Annotated[str | None, typer.Option(help="which of the run's agents (not needed where it has one)")] = None,
+    out: Annotated[Path, typer.Option(help="the folder to write, which must not exist")],
+    member: Annotated[str | None, typer.Option(help="one of the run's agents (optional if it has only one)")] = None,
     step: Step = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="add the adapter to its base, and write the whole model")
+        bool, typer.Option("--merge", help="merge the adapter into its base and write the whole model")
     ] = False,
     base_name: Annotated[
-        str | None, typer.Option(help="what others call the base, where it was trained from a local folder")
+        str | None, typer.Option(help="public name of the base, if it was trained from a local folder")
     ] = None,
     licence: Annotated[
-        str | None, typer.Option("--license", help="of the weights, as the hub has it: apache-2.0")
+        str | None, typer.Option("--license", help="licence of the weights, by its identifier on the hub: apache-2.0")
     ] = None,
 ) -> None:
     """Export a trained agent: weights that peft, transformers and vLLM read, and a model card.
@@ -41,22 +41,24 @@ def publish(
 
         agents = find_agents(run, [member] if member else [], step)
         if len(agents) > 1:
-            raise ValueError(f"{run} has {len(agents)} agents: say --member {'|'.join(agent.name for agent in agents)}")
+            raise ValueError(
+                f"{run} has {len(agents)} agents: pass --member {'|'.join(agent.name for agent in agents)}"
+            )
         write(agents[0], out, merge=merge, base_name=base_name, licence=licence)
     print_line(f"{out}: {agents[0].versioned}, {'merged into its base' if merge else agents[0].kind}")
 
 
 def serve_agent(
     where: Annotated[list[Path], typer.Argument(help="a run, or folders that `palestra publish` wrote")],
-    member: Annotated[list[str] | None, typer.Option(help="which of the run's agents (default: all)")] = None,
+    member: Annotated[list[str] | None, typer.Option(help="one of the run's agents (default: all)")] = None,
     step: Step = None,
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8080,
     key_env: Annotated[
         str | None,
-        typer.Option(help="the environment variable of the key that callers must know (default: any will do)"),
+        typer.Option(help="environment variable with the key that callers must send (default: any key is accepted)"),
     ] = None,
-    key_file: Annotated[Path | None, typer.Option(help="a file whose first line is that key")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="a file with that key in its first line")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     allow_host: Annotated[
         list[str] | None, typer.Option(help="a name that the server is called by, besides its address and localhost")

@@ -14,15 +14,13 @@ from palestra.launch.console import print_line, require_packages, user_errors
 def dashboard(
     root: Annotated[Path, typer.Option(help="the folder that holds runs")] = Path("runs"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 6070,
-    host: Annotated[str, typer.Option(help="the address to listen at; others than this machine's want a --token")] = (
+    host: Annotated[str, typer.Option(help="the address to listen on; any other than localhost needs a --token")] = (
         "127.0.0.1"
     ),
     token: Annotated[
         str, typer.Option(help="require this token (or set PALESTRA_DASHBOARD_TOKEN, which `ps` does not show)")
     ] = "",
-    allow_host: Annotated[
-        list[str] | None, typer.Option(help="a name that the server is reached under, besides its address")
-    ] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="a host name of the server, besides its address")] = None,
 ) -> None:
     """Show runs in the browser, live: curves, episodes, populations, alarms.
 

@@ -11,23 +11,25 @@ from palestra.launch.console import print_line, require_packages, user_errors
 
 
 def serve_envs(
-    envs: Annotated[str, typer.Option(help="which may be played, with commas between: names, or module:Class")],
-    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines in")] = "127.0.0.1",
+    envs: Annotated[str, typer.Option(help="envs to serve, separated by commas: names, or module:Class")],
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 accepts other machines")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 50051,
-    workers: Annotated[int, typer.Option(min=1, help="processes that share the port and the load")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="number of worker processes, which share the port")] = 1,
     cert: Annotated[Path | None, typer.Option(help="TLS: this server's certificate chain, as PEM")] = None,
     key: Annotated[Path | None, typer.Option(help="TLS: the certificate's private key, as PEM")] = None,
     token_env: Annotated[
-        str, typer.Option(help="the environment variable that holds the token clients must have")
+        str, typer.Option(help="environment variable with the token that clients must send")
     ] = "PALESTRA_ENV_TOKEN",
-    token_file: Annotated[Path | None, typer.Option(help="a file that holds it")] = None,
-    lease: Annotated[float, typer.Option(min=1, help="seconds without a word after which a client is gone")] = 60.0,
-    grace: Annotated[float, typer.Option(min=0, help="seconds that open sessions have once this is to end")] = 30.0,
-    sessions: Annotated[int, typer.Option(min=1, help="sessions that a worker has open at once")] = 16_384,
+    token_file: Annotated[Path | None, typer.Option(help="a file with that token")] = None,
+    lease: Annotated[
+        float, typer.Option(min=1, help="seconds of silence after which a client counts as disconnected")
+    ] = 60.0,
+    grace: Annotated[float, typer.Option(min=0, help="seconds that open sessions are given to end on shutdown")] = 30.0,
+    sessions: Annotated[int, typer.Option(min=1, help="maximum number of open sessions per worker")] = 16_384,
     idle: Annotated[
-        float, typer.Option(min=1, help="seconds after which a session that is asked nothing ends")
+        float, typer.Option(min=1, help="seconds without a request after which a session is closed")
     ] = 3600.0,
-    limit: Annotated[float, typer.Option(min=1, help="seconds that a call of an env may take")] = 120.0,
+    limit: Annotated[float, typer.Option(min=1, help="maximum seconds of one env call")] = 120.0,
 ) -> None:
     """Serve envs over gRPC. A run whose config has `at: [HOST:PORT]` plays them on this machine.
 
@@ -51,7 +53,7 @@ def serve_envs(
 
         named = tuple(dict.fromkeys(name.strip() for name in envs.split(",") if name.strip()))
         if not named:
-            raise ValueError("--envs names no env: say --envs math,code; `palestra info` lists them")
+            raise ValueError("--envs names no env: pass --envs math,code; `palestra info` lists them")
         token = read_token(token_env, token_file)
         bounds = SessionLimits(
             max_sessions=sessions,

@@ -14,8 +14,8 @@ from palestra.launch.console import console, print_line, user_errors
 
 
 def info(
-    base: Annotated[str | None, typer.Option(help="a base: print the memory that a run with it takes at most")] = None,
-    config: Annotated[Path | None, typer.Option(help="the config of that run (default: a LoRA adapter, GRPO)")] = None,
+    base: Annotated[str | None, typer.Option(help="print the peak memory of a run with this base")] = None,
+    config: Annotated[Path | None, typer.Option(help="config of that run (default: a LoRA adapter, GRPO)")] = None,
     settings: Settings = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="tokens of the longest prompt")] = 512,
 ) -> None:

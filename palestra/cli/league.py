@@ -11,7 +11,7 @@ from palestra.launch.console import console, print_line, styled_text, user_error
 
 league = typer.Typer(no_args_is_help=True, help="Rank a population's members, and let them play each other.")
 RunArgument = Annotated[Path, typer.Argument(help="a run that trained a population")]
-CsvOption = Annotated[Path | None, typer.Option("--csv", help="write it to this file too, all of it")]
+CsvOption = Annotated[Path | None, typer.Option("--csv", help="also write the whole table to this file")]
 
 
 @league.command()
@@ -40,12 +40,12 @@ def standings(run: RunArgument, output: CsvOption = None) -> None:
 @league.command()
 def crossplay(
     run: RunArgument,
-    games: Annotated[int, typer.Option(min=0, help="play every pair until it has so many; 0 shows what there is")] = 0,
+    games: Annotated[
+        int, typer.Option(min=0, help="games per pair: play until every pair has this many; 0: play none")
+    ] = 0,
     output: CsvOption = None,
-    backend: Annotated[
-        str | None, typer.Option(help="where the games are played: local, ray or inline (default: as in training)")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="how many tasks are done at once")] = None,
+    backend: Annotated[str | None, typer.Option(help="backend: local, ray or inline (default: as in training)")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="number of parallel tasks")] = None,
 ) -> None:
     """Show the payoffs between members, after playing the games that are missing.
 
@@ -81,10 +81,8 @@ def _play(run: Path, games: int, places: list[tuple[str, str | int | None]]) -> 
 def exploit(
     run: RunArgument,
     steps: Annotated[int, typer.Option(min=1, help="env steps of a response (language agents: training steps)")],
-    games: Annotated[int, typer.Option(min=2, help="that each response plays when it has learned")] = 2000,
-    backend: Annotated[
-        str | None, typer.Option(help="where it is done: local, ray or inline (default: as in training)")
-    ] = None,
+    games: Annotated[int, typer.Option(min=2, help="evaluation games of each response")] = 2000,
+    backend: Annotated[str | None, typer.Option(help="backend: local, ray or inline (default: as in training)")] = None,
 ) -> None:
     """Train best responses to the final strategies of the run, to estimate how exploitable they are.
 
@@ -112,10 +110,10 @@ def exploit(
 def compare(
     run: RunArgument,
     other: Annotated[Path, typer.Argument(help="a run of the same game")],
-    games: Annotated[int, typer.Option(min=2, help="of every member of one with every member of the other")] = 200,
-    backend: Annotated[
-        str | None, typer.Option(help="where the games are played: local, ray or inline (default: as in training)")
-    ] = None,
+    games: Annotated[
+        int, typer.Option(min=2, help="games of every member of one run with every member of the other")
+    ] = 200,
+    backend: Annotated[str | None, typer.Option(help="backend: local, ray or inline (default: as in training)")] = None,
 ) -> None:
     """Compare two populations by the value of the game between them.
 
@@ -136,7 +134,7 @@ def compare(
             )
         sizes = " and ".join(f"{len(t)} x {len(t[0])} members" for t in found.returns.values())
         won = (f"{found.performance:+.3f}", "bold")
-        console.print(styled_text(f"{run} wins ", won, f" a game against {other} ({sizes})"))
+        console.print(styled_text(f"{run} has a mean return of ", won, f" per game against {other} ({sizes})"))
 
 
 @league.command()

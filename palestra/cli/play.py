@@ -33,10 +33,12 @@ EnvOption = Annotated[
     list[str] | None, typer.Option("--env", help="change the env: `--env split=test`, `--env size=5`")
 ]
 SeatsOption = Annotated[
-    list[str] | None, typer.Option(help=f"who plays a seat, as SEAT=WHO, `*` for any letters: {POLICY_HELP}")
+    list[str] | None,
+    typer.Option(help=f"policy of a seat, as SEAT=POLICY; `*` in SEAT matches any letters: {POLICY_HELP}"),
 ]
 TemperatureOption = Annotated[
-    float | None, typer.Option(min=0, help="default: as in training; networks accept only that and 0")
+    float | None,
+    typer.Option(min=0, help="sampling temperature (default: as in training; networks accept only that and 0)"),
 ]
 InProcessOption = Annotated[
     bool, typer.Option("--in-process", help="sample in this process, even if the config names a sampler")
@@ -48,15 +50,13 @@ def evaluate(
     what: TargetArgument,
     env: EnvOption = None,
     seats: SeatsOption = None,
-    swap: Annotated[bool, typer.Option("--swap", help="let two seats change policies")] = False,
+    swap: Annotated[bool, typer.Option("--swap", help="swap the policies of two seats")] = False,
     cross: Annotated[
-        bool, typer.Option("--cross", help="try every way to seat the members, each on the same instances")
+        bool, typer.Option("--cross", help="play every assignment of members to seats, on the same instances")
     ] = False,
-    members: Annotated[
-        list[str] | None, typer.Option("--member", help=f"one of those that --cross seats: {POLICY_HELP}")
-    ] = None,
+    members: Annotated[list[str] | None, typer.Option("--member", help=f"a policy for --cross: {POLICY_HELP}")] = None,
     episodes: Annotated[int, typer.Option(min=1)] = 300,
-    show: Annotated[int, typer.Option(min=0, help="print this many of the episodes, word for word")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="number of episodes to print in full")] = 0,
     step: StepOption = None,
     temperature: TemperatureOption = None,
     seed: int = 0,
@@ -91,7 +91,9 @@ def evaluate(
         if cross and (swap or seats):
             raise ValueError("--cross seats its members in every way: name them with --member, not --seats or --swap")
         if members and not cross:
-            raise ValueError("--member names who --cross seats; to seat one somewhere, say --seats SEAT=WHO")
+            raise ValueError(
+                "--member is only used with --cross; to assign a policy to a seat, use --seats SEAT=POLICY"
+            )
         options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed, "in_process": in_process}
         options |= {"sampling": _sampling(temperature), "greedy": temperature == 0}
         if cross or show:
@@ -155,7 +157,9 @@ def collect(
     out: Annotated[Path, typer.Option(help="the file to write: .parquet, or .npz of a vectorised game")],
     seats: SeatsOption = None,
     env: EnvOption = None,
-    episodes: Annotated[int, typer.Option(min=1, help="played; of a vectorised game see --num-envs and --steps")] = 300,
+    episodes: Annotated[
+        int, typer.Option(min=1, help="episodes to play; for vectorised games see --num-envs and --steps")
+    ] = 300,
     min_return: Annotated[
         float | None, typer.Option(help="keep episodes of at least this return: the team's plus the seats' mean")
     ] = None,
@@ -207,14 +211,16 @@ def collect(
 
 def play(
     what: TargetArgument,
-    seat: Annotated[str | None, typer.Option(help="yours (default: the first)")] = None,
+    seat: Annotated[str | None, typer.Option(help="your seat (default: the first)")] = None,
     seats: SeatsOption = None,
     env: EnvOption = None,
     temperature: TemperatureOption = None,
     step: StepOption = None,
-    seed: Annotated[int, typer.Option(help="which instance")] = 0,
-    browser: Annotated[bool, typer.Option("--browser", help="play on a page that this serves, until Ctrl-C")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="of the page; 0 takes a free one")] = 6071,
+    seed: Annotated[int, typer.Option(help="seed of the instance")] = 0,
+    browser: Annotated[
+        bool, typer.Option("--browser", help="play in the browser, on a page served until Ctrl-C")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the page; 0 takes a free one")] = 6071,
     host: Annotated[
         str, typer.Option(help="the address that the page is served at; others than this machine's ask for a token")
     ] = "127.0.0.1",
@@ -371,7 +377,7 @@ def parse_seats(settings: list[str] | None) -> dict[str, str]:
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:
-    """Parses `["size=5"]` to {"size": 5}. Raises ValueError for an entry that is no setting."""
+    """Parses `["size=5"]` to {"size": 5}. Raises ValueError for an entry that is not a setting."""
     from palestra.config import override
 
     return override({}, settings or [])

@@ -16,7 +16,15 @@ def report(
     run: RunPath,
     out: Annotated[Path | None, typer.Option(help="the page to write (default: report.html in the run)")] = None,
     episodes: Annotated[int, typer.Option(min=0, help="sample episodes to show")] = 6,
-    step: Annotated[int | None, typer.Option(help="their step in metrics.jsonl (default: the newest recorded)")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            help=(
+                "training step of the sample episodes, counted from 0 as in metrics.jsonl (default: the "
+                "newest recorded)"
+            )
+        ),
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run: curves, tables, sample episodes, config, versions.
 
@@ -33,7 +41,7 @@ def report(
 
 
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="runs; those that differ in the seed only are one curve")],
+    runs: Annotated[list[Path], typer.Argument(help="runs; those that differ only in the seed make one curve")],
     metric: Annotated[
         str | None,
         typer.Option(
@@ -44,12 +52,12 @@ def plot(
     eval_name: Annotated[
         str | None, typer.Option("--eval", help="draw the metric of this evaluation (default: test, else the first)")
     ] = None,
-    policy: Annotated[str, typer.Option(help="whose metric in training")] = "team",
-    smooth: Annotated[int, typer.Option(min=1, help="steps of a moving mean")] = 1,
+    policy: Annotated[str, typer.Option(help="policy of a training metric")] = "team",
+    smooth: Annotated[int, typer.Option(min=1, help="window of the moving mean, in steps")] = 1,
     out: Annotated[Path, typer.Option(help="a .svg, .pdf or .png")] = Path("figure.svg"),
     width: Annotated[float, typer.Option(min=1, help="inches: a column of a paper is about 3.3, a page 6.8")] = 3.3,
     height: Annotated[float | None, typer.Option(min=0.5, help="inches (default: two thirds of the width)")] = None,
-    band: Annotated[str, typer.Option(help="what is shaded around a mean over seeds: sd, ci or range")] = "ci",
+    band: Annotated[str, typer.Option(help="shaded band around the mean over seeds: sd, ci or range")] = "ci",
 ) -> None:
     """Plot one metric of several runs for a paper, as vector graphics, with the mean and a band over seeds.
 
@@ -70,8 +78,10 @@ def plot(
 def sync(
     run: RunPath,
     to: Annotated[str, typer.Option(help="tensorboard, wandb, mlflow or trackio")],
-    settings: Annotated[list[str] | None, typer.Option("--set", help="of the sink: `--set project=games`")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="go on as the run does, until Ctrl-C")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="setting of the sink: `--set project=games`")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="follow the run until Ctrl-C")] = False,
 ) -> None:
     """Send a run's metrics to a tracker. Lines that were sent before are not sent again.
 

@@ -16,37 +16,37 @@ def serve(
         typer.Option("--base", help="a base to serve, NAME=PATH or a shipped one's name (default: tiny)"),
     ] = None,
     alias: Annotated[
-        list[str] | None, typer.Option("--alias", help="a name that clients call a base by: `Qwen/Qwen3-0.6B=tiny`")
+        list[str] | None, typer.Option("--alias", help="an alias of a base for clients: `Qwen/Qwen3-0.6B=tiny`")
     ] = None,
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
     data: Annotated[Path, typer.Option(help="the folder for weights and the database")] = Path("palestra-data"),
     auth: Annotated[
-        Path | None, typer.Option(help="a file of API keys, see `palestra keys`; without it any will do")
+        Path | None, typer.Option(help="a file of API keys, see `palestra keys`; without it any key is accepted")
     ] = None,
     root_path: Annotated[str, typer.Option(help="a prefix of every address, such as /train")] = "",
     store: Annotated[
         str | None,
-        typer.Option(help="another database than SQLite in --data: postgresql+psycopg://USER:PASSWORD@HOST/NAME"),
+        typer.Option(help="database instead of SQLite in --data: postgresql+psycopg://USER:PASSWORD@HOST/NAME"),
     ] = None,
     front_only: Annotated[
         bool,
-        typer.Option(help="no engine: a further front end of the server that has one, on the same --data and --store"),
+        typer.Option(help="front end without an engine, for a server that has one on the same --data and --store"),
     ] = False,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="an origin whose web pages may use the server: https://chat.example.org")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="of torch, on a CPU")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="torch threads on a CPU")] = 1,
     max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
-    poll: Annotated[float, typer.Option(min=0, max=40, help="seconds that a poll for an answer is held")] = 30.0,
-    queue: Annotated[int, typer.Option(min=1, help="unanswered requests that one key may have")] = 20_000,
-    queue_bytes: Annotated[int, typer.Option(min=1, help="bytes that one key's unanswered requests may have")] = 2**29,
+    poll: Annotated[float, typer.Option(min=0, max=40, help="maximum seconds that a poll for a result blocks")] = 30.0,
+    queue: Annotated[int, typer.Option(min=1, help="maximum pending requests per key")] = 20_000,
+    queue_bytes: Annotated[int, typer.Option(min=1, help="maximum bytes of pending requests per key")] = 2**29,
     answer_tokens: Annotated[
-        int, typer.Option(min=1, help="tokens that one call's answer may have, counted again for each of a top-k")
+        int, typer.Option(min=1, help="maximum tokens in the answer of one call; each top-k alternative counts")
     ] = 2**21,
-    models: Annotated[int, typer.Option(min=1, help="models that one key may train at a time")] = 64,
+    models: Annotated[int, typer.Option(min=1, help="maximum models in training per key")] = 64,
 ) -> None:
     """Serve training and sampling over HTTP to clients of Tinker and MinT.
 
@@ -97,13 +97,13 @@ def serve_sampler(
     ] = "PALESTRA_SAMPLER_KEY",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="of torch, on a CPU")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="torch threads on a CPU")] = 1,
     max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="a name that the server is called by, besides its address and localhost")
     ] = None,
     with_parent: Annotated[
-        bool, typer.Option("--with-parent", help="end when the standard input ends: with whoever started it")
+        bool, typer.Option("--with-parent", help="end when standard input is closed, that is, with the parent process")
     ] = False,
 ) -> None:
     """Serve a base model and its adapters to training runs in other processes, over vLLM's API with token ids.
@@ -145,7 +145,7 @@ AuthOption = Annotated[Path, typer.Option(help="the file of keys that `palestra 
 
 
 @keys.command("add")
-def add_key(name: Annotated[str, typer.Argument(help="who the key is for")], auth: AuthOption) -> None:
+def add_key(name: Annotated[str, typer.Argument(help="name of the owner of the key")], auth: AuthOption) -> None:
     """Create a key and print it once: only its hash is stored.
 
     Example:
@@ -172,14 +172,14 @@ def list_keys(auth: AuthOption) -> None:
 
 
 @keys.command("remove")
-def remove_keys(name: Annotated[str, typer.Argument(help="whose keys")], auth: AuthOption) -> None:
+def remove_keys(name: Annotated[str, typer.Argument(help="name of the owner of the keys")], auth: AuthOption) -> None:
     """Remove all keys of an owner. A running server refuses them from then on."""
     with user_errors():
         require_service()
         from palestra.service.api import api_keys as service_keys
 
         if not service_keys.remove_keys(check_exists(auth), name):
-            raise ValueError(f'"{name}" has no key in {auth}: `palestra keys list --auth {auth}` shows who has')
+            raise ValueError(f'"{name}" has no key in {auth}: `palestra keys list --auth {auth}` lists the names')
 
 
 def check_exists(path: Path) -> Path:

@@ -25,7 +25,7 @@ GROUPS = {  # titles of the folders that shipped configs are in
 
 
 def init(
-    name: Annotated[str | None, typer.Argument(help="the config to start from; without it, all are listed")] = None,
+    name: Annotated[str | None, typer.Argument(help="the config to copy; without it, all are listed")] = None,
     out: Annotated[Path | None, typer.Option(help="the file to write (default: NAME.yaml)")] = None,
 ) -> None:
     """Write a config to start from, or list those that there are.

@@ -27,21 +27,22 @@ def train(
         typer.Argument(help="a YAML config, whose keys `palestra config` describes; not needed with --resume"),
     ] = None,
     settings: Settings = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="go on with this run, exactly where its last checkpoint is")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="resume this run from its last checkpoint")] = None,
     name: Annotated[str | None, typer.Option(help="name of the run (default: the config's)")] = None,
     root: Root = Path("runs"),
     engine: Annotated[
-        str | None, typer.Option(help="train on the server at this URL (`palestra serve`, Tinker, MinT), not in here")
+        str | None,
+        typer.Option(
+            help="train on the server at this URL (`palestra serve`, Tinker, MinT), instead of in this process"
+        ),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="where episodes are played, or a population's tasks done: inline, local or ray")
+        str | None, typer.Option(help="backend of rollouts, or of a population's tasks: inline, local or ray")
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="how many play, or do a population's tasks, at once")
+    workers: Annotated[int | None, typer.Option(min=1, help="number of parallel workers")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="address of a Ray cluster; without it a local one is started")
     ] = None,
-    address: Annotated[str | None, typer.Option(help="of a Ray cluster; without it one is started here")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check the config, print it resolved, and stop")] = False,
 ) -> None:
     """Train the agents of a config.
@@ -100,7 +101,7 @@ def _config_tree(path: Path | None, resume: Path | None, settings: list[str]) ->
     from palestra.launch.run import resumed_tree
 
     if (path is None) == (resume is None):
-        raise ValueError("name a config to start a run, or --resume RUN to go on with one")
+        raise ValueError("name a config to start a run, or --resume RUN to resume one")
     return resumed_tree(resume, settings) if resume else override(load(path), settings)  # type: ignore[arg-type]
 
 

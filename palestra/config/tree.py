@@ -32,7 +32,7 @@ def load(path: str | Path) -> Tree:
     except OSError as error:
         raise ValueError(f"cannot read config {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no config: it is not text in UTF-8 (byte {error.start})") from error
+        raise ValueError(f"{path} is not a config: it is not text in UTF-8 (byte {error.start})") from error
     return parse(text, str(path))
 
 
@@ -132,7 +132,7 @@ def _check_data(value: Any) -> None:
 
 def _check_scalar(value: Any) -> None:
     if isinstance(value, str) and not _encodable(value):
-        raise ValueError(f"{value!a} is no text: it has half of a surrogate pair; write the character itself")
+        raise ValueError(f"{value!a} is not text: it has half of a surrogate pair; write the character itself")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError("a whole number does not fit into 64 bits: make it smaller")
 
@@ -171,7 +171,7 @@ def _whole(loader: Any, node: yaml.ScalarNode) -> int:
         return int(yaml.constructor.SafeConstructor.construct_yaml_int(loader, node))
     except ValueError:
         raise yaml.MarkedYAMLError(
-            problem=f"{shorten(node.value)} is no whole number of at most 64 bits", problem_mark=node.start_mark
+            problem=f"{shorten(node.value)} is not a whole number of at most 64 bits", problem_mark=node.start_mark
         ) from None
 
 

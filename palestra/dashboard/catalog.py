@@ -76,10 +76,10 @@ class RunCatalog:
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise ValueError(
-                f"{root} is no folder; name the one that holds runs, such as `palestra dashboard --root runs`"
+                f"{root} is not a folder; name the one that holds runs, such as `palestra dashboard --root runs`"
             )
         if (root / "config.yaml").is_file():
-            raise ValueError(f"{root} is a run; the dashboard wants the folder that holds it: {root.resolve().parent}")
+            raise ValueError(f"{root} is a run; the dashboard needs the folder that holds it: {root.resolve().parent}")
         self.root = root.resolve()
         self._open: OrderedDict[str, OpenRun] = OrderedDict()
         self._lock = threading.Lock()

@@ -100,7 +100,7 @@ class MetricLog:
             line: dict[str, Any] = json.loads(raw if len(raw) <= MAX_LINE_BYTES else b"")
             name, step = line[self.key], float(line["step"])
             if not isinstance(name, str):
-                raise TypeError(f"{self.key} is no text")
+                raise TypeError(f"{self.key} is not text")
             self._append(name, step, line)
         except (ValueError, *PARSE_ERRORS):
             self.num_unparsed += 1

@@ -127,7 +127,7 @@ async def change_events(sessions: PlaySessions, game: PlaySession) -> AsyncItera
 def _game(games: PlaySessions, request: Request) -> PlaySession:
     game = games.find(request.path_params["game"])
     if game is None:
-        raise NotFound("this game has ended: nobody had its page open, or the server was started anew")
+        raise NotFound("this game has ended: its page was closed, or the server was restarted")
     return game
 
 

@@ -478,7 +478,7 @@ def resolve_base(base: str) -> str:
     if base in shipped:
         return str(SHIPPED_BASES_DIR / base)
     if not base.isprintable() or not base or len(base) > MAX_BASE_NAME_LENGTH:
-        raise ValueError(f"{base!r:.40} is no base: write the name of a shipped one, a local folder or a hub name")
+        raise ValueError(f"{base!r:.40} is not a base: write the name of a shipped one, a local folder or a hub name")
     if file := find_gguf(base):
         return str(converted_folder(file))
     if "/" not in base and (near := difflib.get_close_matches(base, [*shipped, *PACKAGED_BASES], n=1, cutoff=0.7)):

@@ -195,7 +195,7 @@ class Trainer:
         """Sums the gradients over the ranks; returns the norm of the policy's, which is equal on all ranks.
 
         Not done by DistributedDataParallel: that needs a module whose passes all ranks make together, while an adapter
-        is no module of the model and ranks make different numbers of passes. Sharded gradients are already reduced.
+        is not a module of the model and ranks make different numbers of passes. Sharded gradients are already reduced.
         """
         if self.engine.sharded_params:
             self.engine.sharded_params.reshard()

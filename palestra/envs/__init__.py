@@ -126,7 +126,7 @@ def known_envs() -> dict[str, str]:
 def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
     """Returns the class that `type` names: a built-in env, an entry point of group "palestra.envs", or "module:Class".
 
-    Raises ValueError if the name is unknown, cannot be imported, or is no subclass of `Env` or `VectorEnv`.
+    Raises ValueError if the name is unknown, cannot be imported, or is not a subclass of `Env` or `VectorEnv`.
     """
     if not isinstance(type, str):
         raise ValueError(f"the type of an env is its name, as text, not {type!r:.40}: `palestra info` lists the envs")
@@ -146,7 +146,7 @@ def load_env_class(type: str) -> type[Env] | type[VectorEnv]:
         extra = f"; it needs more packages: pip install 'palestra[{type}]'" if type in ENVS_WITH_EXTRA else ""
         raise ValueError(f'env "{type}" cannot be loaded from {path}: {error}{extra}') from error
     if not (inspect.isclass(cls) and issubclass(cls, Env | VectorEnv)):
-        raise ValueError(f'env "{type}" is {path}, which is no subclass of palestra.envs.Env or VectorEnv')
+        raise ValueError(f'env "{type}" is {path}, which is not a subclass of palestra.envs.Env or VectorEnv')
     return cls
 
 

@@ -68,9 +68,9 @@ class PopulationConfig(StrictModel):
     population: PlanConfig
     """The plan: which members are trained, against which opponents."""
     oracle: OracleConfig
-    """How members are trained."""
+    """Training of members: networks or language agents."""
     backend: PopulationBackendConfig = PopulationBackendConfig()
-    """Where tasks run."""
+    """Processes that run tasks."""
     sinks: SinkConfigs = []
     """Further destinations of the run's metrics."""
 

@@ -50,7 +50,7 @@ class RunKind(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What is to be trained, checked and resolved: a config of `kind`, and the run to resume (None: a new one in
+    """A checked and resolved training request: a config of `kind`, and the run to resume (None: a new one in
     `root`). `stored`, if given, becomes the config of the resumed run."""
 
     kind: RunKind
@@ -143,7 +143,7 @@ def _run_folder(request: RunRequest) -> Run:
 def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
     """Returns the config of the run at `path`, extended by settings such as "steps=200".
 
-    Raises ValueError if `path` is no run, or the settings change anything but its length.
+    Raises ValueError if `path` is not a run, or the settings change anything but its length.
     """
     tree = parse(check_config(path), str(path / "config.yaml"))
     return extend_config(tree, settings, is_vector_config(tree)) if settings else tree

@@ -51,10 +51,10 @@ class NetPolicyConfig(NetConfig):
     adam_eps: float = Field(1e-5, gt=0)
     """Constant added to Adam's denominator."""
     normalize_observations: bool = False
-    """Whether to scale observations, and the inputs of central critics and mixers, by their running mean and
+    """Scale observations, and the inputs of central critics and mixers, by their running mean and
     deviation."""
     seat_one_hot: bool = False
-    """Whether to add the seat as a one-hot vector to the observations of a policy that plays several seats."""
+    """Add the seat as a one-hot vector to the observations of a policy that plays several seats."""
 
 
 class AlgorithmConfig(StrictModel, ABC):

@@ -224,7 +224,7 @@ class InfoStateIndex:
         self.bits = self.observations.view(np.int32)
         self.slots = np.full(1 << (2 * len(views)).bit_length(), -1, np.int64)
         if (twice := _fill(self.slots, self.bits)) >= 0:
-            raise ValueError(f"information state {twice} looks like an earlier one, so no table can tell them apart")
+            raise ValueError(f"information state {twice} looks like an earlier one, so a table cannot distinguish them")
 
     def find(self, rows: np.ndarray) -> np.ndarray:
         """Returns the information states of observations [R, V], int64 [R]; -1 for an unknown one."""

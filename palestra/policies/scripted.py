@@ -51,7 +51,7 @@ class ExpertPolicy(ScriptedPolicy):
     def __init__(self, name: str = "expert") -> None:
         def script(query: Query, rng: random.Random) -> str | Awaitable[str]:
             if query.expert is None:
-                raise ValueError("this env knows no solution to its instances, and so has no expert: play another")
+                raise ValueError("this env has no expert policy: choose another policy")
             return query.expert(rng)
 
         super().__init__(script, name)

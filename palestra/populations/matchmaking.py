@@ -151,7 +151,7 @@ class MetaSolverMatchmaker(Matchmaker):
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
         """Returns `solution`. Raises ValueError if it is empty or contains a name that is not in `names`."""
         if not solution or set(solution) - set(names):
-            raise ValueError(f"the solution {solution} is no mixture of {list(names)}: solve the table first")
+            raise ValueError(f"the solution {solution} is not a mixture of {list(names)}: solve the table first")
         return solution
 
 

@@ -126,7 +126,9 @@ class PayoffTable:
             self.set_exact(members, cell.mean)
             return
         if cell.games < 0 or not len(cell.mean) == len(cell.m2) == len(cell.wins) == len(self.seats):
-            raise ValueError(f"{cell} is no cell of {len(self.seats)} seats: mean, m2 and wins need a number for each")
+            raise ValueError(
+                f"{cell} is not a cell of {len(self.seats)} seats: mean, m2 and wins need a number for each"
+            )
         self._add(members, cell)
 
     def set_exact(self, members: Sequence[str], mean: Sequence[float]) -> None:
@@ -158,7 +160,9 @@ class PayoffTable:
     def _place_of(self, player: Player, name: str) -> int:
         if (player, name) not in self._place:
             have = ", ".join(self.members[player]) or "none"
-            raise ValueError(f'"{name}" is no member of "{player}", which has {have}: add members before their games')
+            raise ValueError(
+                f'"{name}" is not a member of "{player}", which has {have}: add members before their games'
+            )
         return self._place[player, name]
 
     # ---- cells

@@ -39,7 +39,7 @@ class Population:
         if member.name in self.members:
             raise ValueError(f'there is a member "{member.name}" already; names of members are unique in a run')
         if member.player and member.player not in self.players:
-            raise ValueError(f'"{member.player}" is no player here; there are {", ".join(self.players)}')
+            raise ValueError(f'"{member.player}" is not a player here; there are {", ".join(self.players)}')
         self.members[member.name] = member
         return member
 

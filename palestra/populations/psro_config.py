@@ -33,7 +33,7 @@ class PSROConfig(StrictModel):
     slices: int = Field(1, ge=1)
     """Parts in which a response is trained; with `pipeline_levels` above 1, opponents are updated between them."""
     start: Literal["fresh", "last", "best"] = "fresh"
-    """Where a response starts: `fresh` weights, its player's `last` member, or the `best` member against the
+    """Initial weights of a response: `fresh` ones, its player's `last` member, or the `best` member against the
     meta-strategy."""
     self_play: float = Field(0.0, ge=0, lt=1)
     """Probability that a game's opponents are the response's own current weights; needs `symmetric: true`."""
@@ -92,6 +92,7 @@ def check_psro(config: PSROConfig, population: Population, seats: Sequence[Playe
         )
     if config.correlated and len(population.players) < len(seats):
         raise ValueError(
-            f"meta_solver {config.meta_solver.type} says who plays with whom, so every seat needs a population: say "
+            f"meta_solver {config.meta_solver.type} assigns members to all seats, so every seat needs a "
+            "population: say "
             "symmetric: false, or take another meta_solver"
         )

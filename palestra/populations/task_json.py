@@ -70,7 +70,7 @@ def task_record(line: Mapping[str, Any], where: str, task_type: type[Task] | Non
 def task_type_of(kind: object) -> type[Task]:
     """Returns the class of the tasks of this kind. Raises ValueError if there is none."""
     if kind not in TASK_TYPES:
-        raise ValueError(f'"{kind}" is no kind of task; there are {", ".join(TASK_TYPES)}')
+        raise ValueError(f'"{kind}" is not a kind of task; there are {", ".join(TASK_TYPES)}')
     return TASK_TYPES[str(kind)]
 
 

@@ -25,7 +25,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """What is drawn, and its size in inches."""
+    """Specification of a figure: metric, band and size in inches."""
 
     metric: str | None = None
     """Key of the logs; None for the first that the first run has: success, return, NashConv, team return."""

@@ -231,12 +231,12 @@ class ExploitResult(NamedTuple):
 
 def exploits_table(path: Path, found: list[ExploitResult]) -> Table:
     """Returns the responses' returns beside those of the mixtures they replace, for the screen."""
-    table = Table(title=f"{path}: what a response that learned wins a game", title_justify="left")
+    table = Table(title=f"{path}: return per game of trained best responses", title_justify="left")
     for heading in ("player", "response", "the mixture itself", "gain"):
         table.add_column(heading, justify="left" if heading == "player" else "right")
     for one in found:
-        usual, gain = ("unknown" if x is None else f"{x:+.3f}" for x in (one.mixture_return, one.gain))
-        table.add_row(one.player, f"{one.response_return:+.3f} ± {1.96 * one.stderr:.3f}", usual, gain)
+        mixture, gain = ("unknown" if x is None else f"{x:+.3f}" for x in (one.mixture_return, one.gain))
+        table.add_row(one.player, f"{one.response_return:+.3f} ± {1.96 * one.stderr:.3f}", mixture, gain)
     return table
 
 

@@ -1,4 +1,4 @@
-"""What a run learned, for the screen: a summary table, and the reason if nothing was."""
+"""Summary table of a run for the terminal, with the likely reason if it learned nothing."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ VARIABLE_SIZE_FIELDS = (
 
 
 class ActorSpec(Protocol):
-    """What an actor plays with: its envs, and players whose weights are the tensors that `acting_tensors` lists."""
+    """The parts of an actor: its envs, and players whose weights are the tensors that `acting_tensors` lists."""
 
     env: VectorEnv
 

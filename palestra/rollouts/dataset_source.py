@@ -27,7 +27,7 @@ CHECK_CHUNK_SIZE = 64  # episodes per call of `build_samples` in the check
 
 
 class AlgorithmInfo(Protocol):
-    """What a source needs from an algorithm."""
+    """The interface of an algorithm that a source uses."""
 
     @property
     def type(self) -> str: ...

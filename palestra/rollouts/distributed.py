@@ -29,7 +29,7 @@ class ProcessGroupProtocol(Protocol):
 
 @dataclass(frozen=True)
 class RankSplit:
-    """How a rollout is split over `ranks`; `weights_context` is a context that prepares the weights for it."""
+    """Split of a rollout over `ranks`; `weights_context` is a context that prepares the weights for it."""
 
     ranks: ProcessGroupProtocol
     weights_context: Callable[[], AbstractContextManager[Any]]

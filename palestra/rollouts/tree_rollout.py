@@ -38,7 +38,7 @@ ENV_THREADS = ThreadPoolExecutor(256, "env")  # mostly waiting on blocking envs;
 
 @dataclass(frozen=True)
 class Branching:
-    """Where a tree branches into `k` siblings, and which of them the episode continues from.
+    """Branching of a tree: `k` siblings per decision, and the choice of the one that the episode continues from.
 
     `keep: epsilon` keeps the best, but with probability `epsilon` a random one. The best has the highest mixed reward
     of its own step, alpha * team + local (averaged over the seats that acted). `joints` combines the answers of N seats
@@ -280,7 +280,7 @@ class _TreeRollout:
 
 def _unplayed(env: Env, name: str, seat: Seat) -> str:
     if seat in env.seats:
-        return f'env "{name}" asks seat "{seat}", which nobody plays: give it a policy'
+        return f'env "{name}" asks seat "{seat}", which has no policy: add one'
     return (
         f'env "{env.name or type(env).__name__}" asks seat "{seat}", and its seats are {", ".join(env.seats)}: add it '
         "to `seats` of the env's class, or correct the observations that name it"

@@ -94,7 +94,7 @@ class RunRequest:
                 raise ValueError(f"file {name!r} would lie outside the program's folder: give a relative path")
         for name in self.keep if isinstance(self.keep, Mapping) else ():
             if "/" in name or name in ("", ".", ".."):
-                raise ValueError(f"keep: {name!r} is no file of the program's folder itself: give a plain name")
+                raise ValueError(f"keep: {name!r} is not a file of the program's folder itself: give a plain name")
 
     def to_bytes(self) -> bytes:
         return encode_message(asdict(self) | {"files": _text(self.files)})

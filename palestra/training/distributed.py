@@ -77,4 +77,6 @@ def _together() -> Iterator[None]:
     except RuntimeError as error:
         if join_process_group().world_size == 1 or not any(sign in str(error) for sign in CONNECTION_LOST_SIGNS):
             raise
-        raise ValueError("another rank has ended, or did not answer: see what it says. --resume goes on") from error
+        raise ValueError(
+            "another rank ended or did not answer: see its output. Resume the run with --resume"
+        ) from error

@@ -76,8 +76,8 @@ class RunProtocol(Protocol):
 
 
 class Trainer(Protocol):
-    """What one kind of run does in a step, and how it is saved. The loop calls `collect`, `update` and, for logged
-    steps, `log`, all inside `open`.
+    """Protocol of a trainer: one step of a run of its kind, and its checkpoints. The loop calls `collect`, `update`
+    and, for logged steps, `log`, all inside `open`.
 
     Evaluations, checkpoints and stops happen only after logged steps: after every `log_every` steps and the last.
     """

@@ -31,7 +31,7 @@ class Algorithm(Protocol):
 
     @property
     def branching(self) -> Branching:
-        """Where the trees of episodes branch."""
+        """The branching of episode trees."""
         ...
 
     @property
@@ -128,7 +128,7 @@ class CollectedStep:
 
 @dataclass
 class TextTrainer:
-    """Everything a run of language agents consists of (a `Trainer`, see loop.py).
+    """All components of a run of language agents (a `Trainer`, see loop.py).
 
     `algorithm_state` is the state that algorithms (by policy) and sources keep between steps. `worker_metrics` returns
     metrics of remote workers since the last call, for the timings. The run ends with an error if more than the share
@@ -270,7 +270,7 @@ class TextTrainer:
         before."""
         episodes = self.current.episodes
         try:
-            check_failures(episodes, self.max_failed, f"step {step + 1}")
+            check_failures(episodes, self.max_failed, f"step {step}")
         except RunFailed:
             if self.run.next_step < step:
                 save_checkpoint(self, self.run, step - 1, keep=False)

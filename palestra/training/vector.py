@@ -75,7 +75,7 @@ def gather_single(item: Any) -> list[Any]:
 
 @dataclass
 class VectorTrainer:
-    """Everything a run of networks consists of (a `Trainer`, see loop.py).
+    """All components of a run of networks (a `Trainer`, see loop.py).
 
     A step is one rollout of `rollout_length` joint steps in every env copy, and one update on it. `fixed_players` play
     the seats that are not trained. This is process `rank` of `num_processes`; `all_gather` all-gathers one object per
@@ -215,7 +215,7 @@ class VectorTrainer:
         kept = self.run.next_step
         checkpoint = f"the last good checkpoint is after {kept} steps" if kept else "there is no checkpoint yet"
         return (
-            f"step {step + 1}: {error} (seats: {seats or 'all'}); {checkpoint} in {self.run.path}. "
+            f"step {step}: {error} (seats: {seats or 'all'}); {checkpoint} in {self.run.path}. "
             f"{nonfinite_loss_advice(self.rollout.env, self.batch)}"
         )
 

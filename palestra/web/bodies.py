@@ -45,7 +45,7 @@ def _check_text(text: str) -> None:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON: send a finite one")
+    raise ValueError(f"{name} is not a number of JSON: send a finite one")
 
 
 def _too_deep() -> ValueError:

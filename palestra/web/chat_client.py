@@ -60,7 +60,7 @@ class Endpoint(StrictModel):
     def _is_an_address(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("url is no web address: write the API's base, such as https://api.example.com/v1")
+            raise ValueError("url is not a web address: write the API's base, such as https://api.example.com/v1")
         if parts.username or parts.password or parts.query:
             raise ValueError(
                 "url holds a name, a password or a query: put the key into a variable and name it: key_env"

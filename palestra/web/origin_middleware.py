@@ -35,7 +35,7 @@ class OriginPolicy:
     ) -> OriginPolicy:
         """Returns the rules for a server that listens at `host`. On loopback only loopback names and `hosts`
         are accepted, on other addresses any name, unless `hosts` are given. Raises ValueError for an element of
-        `allowed` that is no origin."""
+        `allowed` that is not an origin."""
         for origin in allowed:
             parts = urlsplit(origin)
             if (
@@ -44,7 +44,7 @@ class OriginPolicy:
                 or origin != f"{parts.scheme}://{parts.netloc}"
             ):
                 raise ValueError(
-                    f'"{origin}" is no origin of a web page: write https://chat.example.org, without a path'
+                    f'"{origin}" is not an origin of a web page: write https://chat.example.org, without a path'
                 )
         proxied = {name for origin in allowed if (name := host_name(urlsplit(origin).netloc))}
         names = {name.lower() for name in hosts} | proxied

@@ -200,6 +200,6 @@ def apply_settings(config: NetOracle, settings: Mapping[str, Any]) -> NetOracle:
         owner = next((tree for tree in (algorithm, policy) if name in tree and name != "type"), None)
         if owner is None:
             known = ", ".join(sorted({*algorithm, *policy} - {"type"}))
-            raise ValueError(f'"{name}" is no setting of {config.algorithm.type} or its network; there are: {known}')
+            raise ValueError(f'"{name}" is not a setting of {config.algorithm.type} or its network; there are: {known}')
         owner[name] = value
     return validate(NetOracle, config.model_dump() | {"algorithm": algorithm, "policy": policy})

@@ -100,11 +100,11 @@ def test_a_config_cannot_break_out_of_the_card(run, tmp_path):
 
 
 def test_what_cannot_be_published_is_told(run, tmp_path):
-    assert "has 2 agents: say --member guide|walker" in refused("publish", run, "--out", tmp_path / "x")
+    assert "has 2 agents: pass --member guide|walker" in refused("publish", run, "--out", tmp_path / "x")
     assert 'no trained agent "nobody"; it has: guide, walker' in refused(
         "publish", run, "--member", "nobody", "--out", tmp_path / "x"
     )
-    assert "is there already" in refused("publish", run, "--member", "guide", "--out", tmp_path)
+    assert "already exists" in refused("publish", run, "--member", "guide", "--out", tmp_path)
     assert "it has: 3" in refused("publish", run, "--step", 2, "--out", tmp_path / "x")
     (tmp_path / "empty").mkdir()
     assert "holds neither an adapter" in refused("publish", tmp_path / "empty", "--out", tmp_path / "x")

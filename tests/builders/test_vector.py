@@ -54,6 +54,6 @@ def test_every_second_checkpoint_is_kept_whatever_it_is_rounded_to(tmp_path: Pat
 def test_a_keep_every_that_no_checkpoint_meets_is_refused(model: Any) -> None:
     text = {"env": {"type": "sokoban"}, "policies": {"default": {"type": "lora"}}}
     tree = (TREE if model is VectorConfig else text) | {"checkpoint_every": 40, "keep_every": 60}
-    with pytest.raises(ValueError, match="keep_every: 60 is no multiple of checkpoint_every: 40"):
+    with pytest.raises(ValueError, match="keep_every: 60 is not a multiple of checkpoint_every: 40"):
         validate(model, tree)
     assert validate(model, tree | {"keep_every": 80}).keep_every == 80

@@ -60,7 +60,7 @@ def test_a_run_crosses_its_own_policies(config):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--member", "expert"), "--member names who --cross seats"),
+        (("--member", "expert"), "--member is only used with --cross"),
         (("--cross", "--swap"), "not --seats or --swap"),
         (("--seats", "guide=nobody"), "or say base, expert, random, human"),
         (("--seats", "cook=expert"), 'no seat "cook"'),

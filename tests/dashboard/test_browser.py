@@ -148,7 +148,7 @@ def write_hostile(root: Path) -> None:
         run.append_line("tasks.jsonl", TaskRecord(2, play, {}, PlayResult((cell,))).to_json())
         worker = {"worker": evil("worker"), "kind": evil("kind"), "where": evil("where"), "why": evil("why")}
         run.append_line("workers.jsonl", {"step": 0, **worker, "lost": 1, "seen": 1.0})
-        run.append_line("exploits.jsonl", {"player": evil("player"), "wins": 1.0, "mixtures": {}})
+        run.append_line("exploits.jsonl", {"player": evil("player"), "response_return": 1.0, "mixtures": {}})
 
 
 def write_alarming(root: Path) -> None:

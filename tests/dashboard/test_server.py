@@ -73,7 +73,7 @@ def test_strangers_are_warned_of_and_the_token_is_asked_for(runs, start):
     assert away.status_code == 303 and away.headers["Location"] == "/evil.example/"
 
 
-@pytest.mark.parametrize(("folder", "says"), [("none", "is no folder"), ("one", "is a run; the dashboard wants")])
+@pytest.mark.parametrize(("folder", "says"), [("none", "is not a folder"), ("one", "is a run; the dashboard needs")])
 def test_what_is_no_folder_of_runs_is_said(runs, folder, says):
     done = CliRunner().invoke(palestra, ["dashboard", "--root", str(runs / folder)])
     assert done.exit_code == 2 and says in done.output

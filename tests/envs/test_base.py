@@ -128,7 +128,7 @@ class Gymlike(Countdown):
 
 
 class Broken(Countdown):
-    """Raises at an action that is no bad one."""
+    """Raises at an action that is not a bad one."""
 
     def step(self, actions: dict[str, str]) -> Step:
         raise KeyError("boom")

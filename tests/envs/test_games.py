@@ -84,5 +84,5 @@ def test_other_words_may_be_spoken() -> None:
     assert step.info == {"invalid": {"player_0": False}, "action": "no"}
     assert "Moves: no. Say no or yes." in step.observations["player_1"]
     assert env.step({"player_1": "bet"}).info["invalid"] == {"player_1": True}
-    with pytest.raises(ValueError, match="two things by one word"):
+    with pytest.raises(ValueError, match="one word for two things"):
         make_env("text_kuhn", vocabulary={"pass": "bet"})

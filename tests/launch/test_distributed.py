@@ -110,7 +110,7 @@ def test_old_members_are_let_go(base: Path, tmp_path: Path, staleness: int) -> N
     [
         ({"engine": "http://localhost:1"}, "engine: http://localhost:1 trains and samples there"),
         ({"policies": {"default": {"type": "human"}}}, "policies.default is a person at this terminal"),
-        ({"backend": {"type": "ray", "placement": {"assess": {}}}}, "placement.assess is of nothing"),
+        ({"backend": {"type": "ray", "placement": {"assess": {}}}}, "placement.assess is unknown"),
         ({"backend": {"type": "local", "address": "auto"}}, "address is for backend type ray"),
     ],
 )
@@ -129,7 +129,7 @@ def test_the_command_line_says_where(base: Path, tmp_path: Path) -> None:
     shown = parse(palestra("train", path, "--backend", "ray", "--workers", 3, "--dry-run").output)["backend"]
     assert (shown["type"], shown["workers"]) == ("ray", 3)
     alone = palestra("train", path, "--workers", 2, "--dry-run")
-    assert "workers: 2 play in processes of their own: say type: local" in " ".join(alone.stderr.split())
+    assert "workers: 2 play in processes of their own: set type: local" in " ".join(alone.stderr.split())
     games = palestra("train", ROOT / "configs/games/kuhn_ppo.yaml", "--workers", 2)
     assert games.exit_code == 2 and "or the episodes of language agents" in " ".join(games.stderr.split())
     plain = parse(palestra("train", ROOT / "configs/demo.yaml", "--workers", 2, "--dry-run").output)["backend"]

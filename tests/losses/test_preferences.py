@@ -188,7 +188,7 @@ def test_neither_order_nor_numbering_counts(logp, ref, order, first):
 
 @given(logps, logps, st.floats(-3, 3))
 def test_a_shift_of_both_sides_costs_nothing(logp, ref, shift):
-    """What makes both sides likelier alike is no preference."""
+    """What makes both sides likelier alike is not a preference."""
     value = preference_loss(scored(logp, ref))[0].item()
     assert preference_loss(scored([x + shift for x in logp], ref))[0].item() == pytest.approx(value)
 

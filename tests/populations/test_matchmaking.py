@@ -85,5 +85,5 @@ def test_what_makes_no_mixture_is_refused():
     with pytest.raises(ValueError, match="win rates from 0 to 1"):
         pfsp(np.array([]))
     for solution in ({}, {"stranger": 1.0}):
-        with pytest.raises(ValueError, match="is no mixture of"):
+        with pytest.raises(ValueError, match="is not a mixture of"):
             MetaSolverMatchmaker().mix(NAMES, {}, solution)

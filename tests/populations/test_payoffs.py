@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused():
         made.add_member("green", "g")
     with pytest.raises(ValueError, match='"r0" is a member'):
         made.add_member("red", "r0")
-    with pytest.raises(ValueError, match='"b0" is no member of "red", which has r0, r1, r2'):
+    with pytest.raises(ValueError, match='"b0" is not a member of "red", which has r0, r1, r2'):
         made.add_games(["b0", "r0"], games)
     with pytest.raises(ValueError, match="1 members for 2 seats"):
         made.cell(["r0"])

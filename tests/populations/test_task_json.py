@@ -116,7 +116,10 @@ def changed(part: str, without: str = "", **values: Any) -> dict[str, Any]:
         (changed("result", mean_return=[1]), "result.mean_return: input should be a valid number"),
         (changed("files", x=3), "files.x: input should be a valid dictionary"),
         ({"kind": "train"}, 'key "number" is missing'),
-        ({"number": 0, "kind": "rate", "task": {}, "files": {}, "result": {}}, '"rate" is no kind of task; there are'),
+        (
+            {"number": 0, "kind": "rate", "task": {}, "files": {}, "result": {}},
+            '"rate" is not a kind of task; there are',
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_with_file_and_line(tree: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_mistakes_are_heard_when_the_env_is_made(server):
         (at(server, "sokoban"), '"sokoban" is not served here: math, debate'),
         (at(server, tow=3), 'no option "tow"; did you mean "to"'),
         (at(server) | {"at": "nowhere.txt"}, "at: nowhere.txt is neither the address"),
-        (at(server) | {"at": ["localhost"]}, "'localhost', which is no address"),
+        (at(server) | {"at": ["localhost"]}, "'localhost', which is not an address"),
         (at(server) | {"at": {"servers": [server.address], "server_timeut": 3}}, "did you mean server_timeout"),
         (at(server) | {"at": {"servers": ["localhost:1"], "server_timeout": 0.1}}, "no env server says what env"),
     ]:

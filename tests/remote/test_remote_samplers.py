@@ -201,7 +201,7 @@ def test_processes_that_do_not_start_say_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sampler", "said"),
     [
-        ({"type": "vllm", "urls": ["localhost:8001"]}, "is no address of a server"),
+        ({"type": "vllm", "urls": ["localhost:8001"]}, "is not an address of a server"),
         ({"type": "vllm", "urls": []}, "sampler.urls: List should have at least 1"),
         ({"type": "processes", "count": 1, "gpus": [0, 1]}, "do not go together"),
         ({"type": "procesess"}, "processes"),
@@ -213,7 +213,7 @@ def test_what_a_config_may_say_of_samplers(sampler: dict[str, Any], said: str) -
 
 
 def test_what_cannot_be_sampled_elsewhere_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing for sampler: to do"):
+    with pytest.raises(ValueError, match="so sampler: has no effect"):
         validate(TextConfig, tree(sampler=TWO, engine="http://localhost:8000"))
     full = {"planner": {"type": "full", "base": "tiny"}, "executor": speech_of_the_base()}
     with pytest.raises(ValueError, match=r"policies\.planner is a full model"):

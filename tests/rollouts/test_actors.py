@@ -86,7 +86,7 @@ def kill_and_go_on(actors: ActorPool, kills: int) -> None:
         for _ in range(4):
             actors.collect([], 5, 0)
         while actors.collect([], 5, 0).worker != victim:
-            pass  # a batch between two deaths: it is no actor that cannot live
+            pass  # a batch between two deaths: it is not an actor that cannot live
         os.kill(actors.actors[victim].process.pid, signal.SIGKILL)
         for _ in range(4):
             batch = actors.collect([], 5, 0)

@@ -400,7 +400,7 @@ def test_a_config_without_an_env_needs_data_and_plays_no_exam():
     bare = {"policies": {"default": {"type": "lora"}}}
     with pytest.raises(ValueError, match="a run plays one env or several"):
         validate(TextConfig, bare)
-    with pytest.raises(ValueError, match="this config names no env, and one is to be played"):
+    with pytest.raises(ValueError, match="this config names no env, and the run needs one"):
         validate(TextConfig, bare | {"data": "a.jsonl", "evals": {"test": {}}})
     with pytest.raises(ValueError, match=r"unknown key data\[0\].sead: did you mean seat"):
         validate(TextConfig, bare | {"data": [{"path": "a.jsonl", "sead": "x"}]})

@@ -42,7 +42,7 @@ def test_who_may_ask(host: str, allowed: tuple[str, ...], headers: dict[str, str
 
 @pytest.mark.parametrize("origin", ["*", "chat.example.org", "https://chat.example.org/", "file://x", "https://"])
 def test_what_is_no_origin_is_said(origin: str) -> None:
-    with pytest.raises(ValueError, match=r"is no origin of a web page: write https://chat\.example\.org"):
+    with pytest.raises(ValueError, match=r"is not an origin of a web page: write https://chat\.example\.org"):
         OriginPolicy.for_host("127.0.0.1", (origin,))
 
 

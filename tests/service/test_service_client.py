@@ -269,7 +269,7 @@ def test_an_entropy_bonus_is_asked_of_servers_of_our_make_alone(
     engines = connect(server.url)
     engines.check_supported(clipped_policy_loss, {"entropy": 0.05}, {})
     monkeypatch.setattr(engines.connection, "_palestra", False)
-    with pytest.raises(ValueError, match=r"is no palestra server, and only those know algorithm\.entropy_coef"):
+    with pytest.raises(ValueError, match=r"is not a palestra server, and only those know algorithm\.entropy_coef"):
         engines.check_supported(clipped_policy_loss, {"entropy": 0.05}, {})
     engines.connection.close()
 
@@ -283,7 +283,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_key_that_the_server_does_not_know(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(RequestRefused, match="answered 401: this server wants an API key that it knows"):
+    with pytest.raises(RequestRefused, match="answered 401: this server needs a valid API key"):
         connect(server.url, "tml-wrong")
     said = refused(tmp_path, "train", config(tmp_path, "wrong"), "--engine", server.url, key="tml-wrong")
     assert "set TINKER_API_KEY" in said

@@ -499,7 +499,7 @@ def test_names_are_overwritten_only_where_that_is_wanted(desk: Desk) -> None:
     folder = desk.store.get(checkpoints, f"tinker://{model}/weights/x").folder
     again, over = desk.save(model, 2, "x", overwrite=False), desk.save(model, 3, "x")
     desk.run()
-    assert desk.answer(first) and "is there already" in desk.error(again) and desk.answer(over)
+    assert desk.answer(first) and "exists already" in desk.error(again) and desk.answer(over)
     assert desk.store.get(checkpoints, f"tinker://{model}/weights/x").folder != folder
 
 

@@ -75,7 +75,7 @@ def test_runs_add_up(make: type[CFRSolver] | type[XFPSolver]) -> None:
 
 
 def test_actions_forbidden_are_never_played_and_the_rest_is_solved() -> None:
-    """Leduc poker without raises: calls alone are left, so that the only choice is no choice."""
+    """Leduc poker without raises: calls alone are left, so that the only choice is not a choice."""
     leduc = tree("leduc_poker")
     calm = leduc.action_mask & (np.arange(3) < 2)
     solver = CFRSolver(leduc, plus=True, action_mask=calm)

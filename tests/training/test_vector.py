@@ -207,7 +207,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
         ({"algorithm": {"type": "ppo", "rollout_lenght": 3}}, "did you mean rollout_length"),
         ({"algorithm": {"type": "pppo"}}, "did you mean ppo"),
         ({"num_processes": 3}, "16 games cannot be shared by 3 processes"),
-        ({"evals": {"x": {"env": {"agents": 5}}}}, "changes who plays or what they see"),
+        ({"evals": {"x": {"env": {"agents": 5}}}}, "changes the seats or their observations"),
     ],
 )
 def test_mistakes_are_explained(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

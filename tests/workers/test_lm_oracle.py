@@ -97,7 +97,7 @@ def test_a_response_wins_more_than_uniform_play(shared: LanguageWorker, response
 
 
 def test_games_played_say_what_is_read(shared: LanguageWorker, response: Any) -> None:
-    """Means of 600 games are within four standard errors of the exact ones, and nobody says what is no word."""
+    """Means of 600 games are within four standard errors of the exact ones, and nobody says what is not a word."""
     out, _ = response
     members = {"bold": out}
     cells = (("bold", "uniform"), ("uniform", "uniform"))

@@ -189,7 +189,8 @@ def test_settings_change_the_algorithm_or_its_network() -> None:
     assert (changed.policy.lr, getattr(changed.algorithm, "entropy_coef", 0)) == (0.5, 0.25)
     assert (getattr(changed.algorithm, "clip", 0), changed.policy.max_grad_norm) == (0.125, SMALL.max_grad_norm)
     with pytest.raises(
-        ValueError, match='"speed" is no setting of ppo or its network; there are: activation, adam_eps, aux_value_coef'
+        ValueError,
+        match='"speed" is not a setting of ppo or its network; there are: activation, adam_eps, aux_value_coef',
     ):
         apply_settings(oracle(), {"speed": 1})
     with pytest.raises(ValueError, match=r"policy\.lr: should be greater than 0"):

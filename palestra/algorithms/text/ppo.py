@@ -98,8 +98,7 @@ class PPO(TextAlgorithm):
     def _adapts(self) -> Self:
         if self.kl_target and not self.kl_coef:
             raise ValueError(
-                "kl_target adapts kl_coef by factors, and no factor moves kl_coef: 0. "
-                "Set kl_coef to what it begins with"
+                "kl_target adapts kl_coef by factors, and no factor moves kl_coef: 0. Set kl_coef to its initial value"
             )
         return self
 

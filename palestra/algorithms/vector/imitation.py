@@ -179,10 +179,12 @@ def load_demonstrations(path: str, learner: NetLearner, *, memory: bool) -> list
     for shown in found:
         if shown.policies_without_actions:
             raise ValueError(
-                f"in {path} nobody acts at the seats of policy {shown.policies_without_actions[0]}: record more steps"
+                f"in {path} no step has an action of policy {shown.policies_without_actions[0]}: record more steps"
             )
         if not all(map(len, shown.starts)):
-            raise ValueError(f"in {path} no game begins, and a policy with memory learns from there: record more steps")
+            raise ValueError(
+                f"in {path} no game begins, and a policy with memory learns from the start of games: record more steps"
+            )
     return found
 
 

@@ -40,7 +40,7 @@ class BargainingRules(Rules[BargainingState]):
 
     def __init__(self, counts: tuple[int, ...] = (1, 2), total: int = 6, turns: int = 4) -> None:
         if not 1 <= len(counts) <= len(ITEMS) or min(counts) < 1:
-            raise ValueError(f"counts: {counts} is no pool of items; give 1 to {len(ITEMS)} counts of 1 or more")
+            raise ValueError(f"counts: {counts} is not a pool of items; give 1 to {len(ITEMS)} counts of 1 or more")
         if turns < 2:
             raise ValueError(f"turns: {turns} is too small, one offers and the other answers; use 2 or more")
         self.counts, self.total, self.turns = tuple(counts), total, turns

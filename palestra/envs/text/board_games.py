@@ -66,9 +66,7 @@ class TextGame(Env):
         if len({*self.vocabulary.values()}) < len(self.vocabulary) or len({*self.action_words}) < len(
             self.action_words
         ):
-            raise ValueError(
-                f"vocabulary: {self.vocabulary} says two things by one word, which nobody could tell apart"
-            )
+            raise ValueError(f"vocabulary: {self.vocabulary} has one word for two things: give each its own")
         ours = sorted(map(re.escape, self.vocabulary), key=len, reverse=True)
         self._own_words = re.compile(rf"(?<![\w-])(?:{'|'.join(ours)})(?![\w-])") if ours else None
         name = rules.name.replace("_", " ")

@@ -141,7 +141,7 @@ class _Check:
             if value is not None and not np.isfinite(value).all():
                 self.fail(f"says {name} that are not finite", "no nan and no infinity")
         if not frame.agent_mask.any(axis=1).all():
-            self.fail("has a game in which nobody acts", "a game that is over begins anew in the same step")
+            self.fail("has a game in which no seat acts", "a game that is over begins anew in the same step")
         if frame.action_mask is not None:
             most = max(_choices(space) for space in env.action_spaces)
             self.shape("action_mask", frame.action_mask, (B, N, most), bool)

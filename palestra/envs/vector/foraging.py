@@ -360,7 +360,7 @@ class Foraging(NativeEnv):
         _at_least(size if sight is None else sight, 1, "sight", "who loads must see the cell beside")
         _at_least(min_level, 1, "min_level", "an agent without a level loads nothing")
         _at_least(max_level, min_level, "max_level", "it is above min_level")
-        _at_least(min_food_level, 1, "min_food_level", "food of level 0 is no food")
+        _at_least(min_food_level, 1, "min_food_level", "food of level 0 is not food")
         _at_least(weakest, min_food_level, "max_food_level", "it is above min_food_level in every game")
         if agents > size * size // 2:
             raise ValueError(f"agents: {agents} on {size} x {size} cells find no room; at most half of the cells")

@@ -65,7 +65,7 @@ def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
     """Returns the shape (height, width, channels) in which an image or a stack of images is stored, and the order of
-    its axes there; None if it is no image."""
+    its axes there; None if it is not an image."""
     axes = tuple(range(-len(shape), 0))
     for at in {2: [0], 3: [0, 1], 4: [1, 2]}.get(len(shape), []):
         height, width = shape[at : at + 2]

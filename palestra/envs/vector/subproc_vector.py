@@ -354,7 +354,7 @@ class PackageVectorEnv(VectorEnv):
 
     @property
     def restarts(self) -> int:
-        """How often a subprocess was replaced."""
+        """Number of replaced subprocesses."""
         return self.inner.restarts if isinstance(self.inner, SubprocVectorEnv) else 0
 
     def reset(self, seeds: np.ndarray) -> VectorStep:

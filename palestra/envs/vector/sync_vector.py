@@ -27,7 +27,7 @@ from palestra.types import Seat
 
 @dataclass(frozen=True)
 class VectorEnvSpec:
-    """What all games of an env have in common. `views` and `actions` are those of `VectorEnv`. `uint8_observations`:
+    """Properties shared by all games of an env. `views` and `actions` are those of `VectorEnv`. `uint8_observations`:
     observations are uint8, else float32; `has_action_mask`: there are action masks; `success`: games report success;
     `has_seat_terminated`: seats can terminate before their game ends.
 

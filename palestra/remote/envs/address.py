@@ -114,7 +114,9 @@ def read_token(variable: str, file: str | Path | None) -> str | None:
 
 def _checked(addresses: tuple[str, ...], where: str) -> tuple[str, ...]:
     if wrong := [address for address in addresses if not ADDRESS_PATTERN.fullmatch(address)]:
-        raise ValueError(f"{where} names {wrong[0]!r}, which is no address: write HOST:PORT, such as localhost:50051")
+        raise ValueError(
+            f"{where} names {wrong[0]!r}, which is not an address: write HOST:PORT, such as localhost:50051"
+        )
     return addresses
 
 

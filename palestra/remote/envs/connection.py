@@ -268,5 +268,5 @@ def connection_error(address: str, error: Any) -> SessionLost | AccessRefused:
             "names, or into token_file"
         )
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return AccessRefused(f"what listens at {address} is no env server: start one with `palestra serve-envs`")
+        return AccessRefused(f"what listens at {address} is not an env server: start one with `palestra serve-envs`")
     return SessionLost(f"{address}: {error.code().name.lower().replace('_', ' ')}: {error.details()}")

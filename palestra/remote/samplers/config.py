@@ -44,7 +44,9 @@ class SamplerServersConfig(RemoteSamplerConfig):
         for url in urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-                raise ValueError(f'"{url}" is no address of a server: write it as http://localhost:8001, without /v1')
+                raise ValueError(
+                    f'"{url}" is not an address of a server: write it as http://localhost:8001, without /v1'
+                )
         if len(set(urls)) < len(urls):
             raise ValueError("an address stands twice: each server is named once")
         return urls

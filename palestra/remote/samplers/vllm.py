@@ -326,7 +326,7 @@ def _aiohttp() -> Any:
     try:
         import aiohttp
     except ImportError as error:
-        raise ValueError(f"samplers elsewhere need aiohttp ({error}): pip install 'palestra[service]'") from error
+        raise ValueError(f"remote samplers need aiohttp ({error}): pip install 'palestra[service]'") from error
     return aiohttp
 
 
@@ -345,7 +345,8 @@ def _answers(server: SamplerServer, said: Any, request: Request) -> list[Complet
     count = wire.num_completions(request)
     if len(choices) != count or any(choice.get("token_ids") is None for choice in choices):
         raise ValueError(
-            f"the sampler at {server.url} says no token ids of {count} answers: it must know return_token_ids, as vLLM "
+            f"the sampler at {server.url} returned no token ids for {count} answers: it must support "
+            "return_token_ids, as vLLM "
             "does since 0.10.2"
         )
     answers = [

@@ -82,7 +82,9 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
     lines = [line.split() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     for line in lines:
         if len(line) != 2 or not re.fullmatch("[0-9a-f]{64}", line[1]):
-            raise ValueError(f'{path}: "{line[0]} ..." is no line of a name and a SHA-256 sum; use `palestra keys add`')
+            raise ValueError(
+                f'{path}: "{line[0]} ..." is not a line of a name and a SHA-256 sum; use `palestra keys add`'
+            )
     return [(name, hashed) for name, hashed in lines]
 
 

@@ -74,7 +74,7 @@ def train_call_from_proto(body: bytes) -> pb.ForwardBackwardRequest:
     try:
         call.ParseFromString(body)
     except DecodeError as error:
-        raise BadRequest(f"the body is no ForwardBackwardRequest in protobuf: {error}") from None
+        raise BadRequest(f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
     if (
         not 0 < len(call.model_id) <= requests.MAX_ID_CHARS
         or call.seq_id < 0

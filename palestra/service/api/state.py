@@ -127,5 +127,5 @@ def request_owner(request: Request) -> str:
     given = request.headers.get("x-api-key") or bearer_token(request.headers)
     found = request_context(request).keys.owner_of(given or None)
     if found is None:
-        raise BadRequest("this server wants an API key that it knows: set TINKER_API_KEY (or MINT_API_KEY)", 401)
+        raise BadRequest("this server needs a valid API key: set TINKER_API_KEY (or MINT_API_KEY)", 401)
     return found

@@ -104,7 +104,7 @@ def _spread(csr: pb.SparseCsr, kind: pb.DType, shape: tuple[int, ...], pad: floa
 
 def decode_values(raw: bytes, dtype: pb.DType) -> np.ndarray:
     """Decodes little-endian bytes of wire dtype `dtype` to a 1-D int64 or float32 array. Raises BadRequest if the dtype
-    is unknown or the length is no multiple of its item size."""
+    is unknown or the length is not a multiple of its item size."""
     if dtype not in _NUMPY_DTYPES:
         raise BadRequest(f"dtype {dtype} is none of float32 (1), int64 (2), int32 (3), bfloat16 (4)")
     if len(raw) % _NUMPY_DTYPES[dtype].itemsize:

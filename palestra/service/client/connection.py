@@ -100,7 +100,7 @@ class ServiceConnection:
     async def require_palestra(self, what: str) -> None:
         """Raises ValueError if the server is not palestra and so does not support `what`."""
         if not await self.is_palestra():
-            raise ValueError(f"{self.url} is no palestra server, and only those know {what}: leave it out")
+            raise ValueError(f"{self.url} is not a palestra server, and only those know {what}: leave it out")
 
     async def get(self, path: str) -> HttpReply:
         """Sends a GET request to `path` and returns the reply."""

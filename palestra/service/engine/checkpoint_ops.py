@@ -37,7 +37,7 @@ class CheckpointOps:
         job = SaveJob.model_validate_json(row.body)
         path = TinkerPath.parse(job.path) if job.path else None
         if path and job.overwrite is False and self.store.get(checkpoints, str(path)):
-            raise ValueError(f"{path} is there already: choose another name, or save with overwrite")
+            raise ValueError(f"{path} exists already: choose another name, or save with overwrite")
         whole = bool(path and path.kind == "training")
         fill = partial(save_weights, tenant=tenant, optimizer=whole)
         # a sampler ends with its session, so losing it in a power failure is acceptable

@@ -56,7 +56,7 @@ def unpack_archive(archive: BinaryIO, folder: Path, limit: int) -> None:
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             _unpack_one(stream, info, folder)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise BadRequest(f"the file is no tar.gz archive: {error}") from None
+        raise BadRequest(f"the file is not a tar.gz archive: {error}") from None
     missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).exists()]
     if missing:
         raise BadRequest(f"the archive has no {' and no '.join(missing)}: send an adapter as PEFT saves it")
@@ -66,7 +66,7 @@ def _unpack_one(stream: _Stream, info: tarfile.TarInfo, folder: Path) -> None:
     path = PurePosixPath(info.name)
     plain = info.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
     if info.size < 0 or path.is_absolute() or ".." in path.parts or not (plain or info.type in EXTENSION_HEADER_TYPES):
-        raise BadRequest(f'the archive has "{_shown(info.name)}", which is no plain file in a folder of its own')
+        raise BadRequest(f'the archive has "{_shown(info.name)}", which is not a plain file in a folder of its own')
     if not info.isreg() or path.name not in (CONFIG_FILE, WEIGHTS_FILE):
         stream.skip(info.size)
     elif (folder / path.name).exists():
@@ -136,9 +136,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        raise BadRequest(f"{CONFIG_FILE} is no JSON") from None
+        raise BadRequest(f"{CONFIG_FILE} is not JSON") from None
     if not isinstance(config, dict):
-        raise BadRequest(f"{CONFIG_FILE} is no JSON object")
+        raise BadRequest(f"{CONFIG_FILE} is not a JSON object")
     return config
 
 

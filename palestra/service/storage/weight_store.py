@@ -41,7 +41,9 @@ class TinkerPath(NamedTuple):
         kinds = {word: kind for kind, word in KIND_SEGMENTS.items()}
         good = scheme in ("tinker", "mint") and len(parts) == 3 and parts[1] in kinds
         if not good or not _RUN.fullmatch(parts[0]) or not is_valid_name(parts[2]):
-            raise BadRequest(f'"{text[:200]}" is no path of weights: write tinker://<run>/<{"|".join(kinds)}>/<name>')
+            raise BadRequest(
+                f'"{text[:200]}" is not a path of weights: write tinker://<run>/<{"|".join(kinds)}>/<name>'
+            )
         return cls(parts[0], kinds[parts[1]], parts[2])
 
     def __str__(self) -> str:

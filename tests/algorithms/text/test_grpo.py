@@ -295,7 +295,7 @@ def test_a_batch_teaches_answers_without_siblings():
 
 
 def test_a_batch_is_the_policys_own():
-    """What another policy earned in the same step is no measure."""
+    """What another policy earned in the same step is not a measure."""
     episodes = [alone(0.0), alone(2.0), alone(100.0, policy="q@0")]
     samples, _ = GRPO(group_size=1, baseline="batch", scale="none").build_samples(episodes, "p")
     assert [sample.advantages[0] for sample in samples] == [-1, 1]
@@ -393,7 +393,7 @@ def test_the_soft_overlong_penalty_by_hand():
 
 def test_an_answer_near_the_limit_is_worth_less():
     """Rewards 0 and 1 for 1 and 3 tokens, of at most 3: with a buffer of 2 the second answer loses all of its reward,
-    and the group has signal all the same, since the penalty is no reward."""
+    and the group has signal all the same, since the penalty is not a reward."""
     episode = two_lengths()
     algorithm = GRPO(group_size=2, overlong="penalty", max_completion_length=3, overlong_buffer=2)
     assert next(iter(algorithm.groups(episode))).values == [0, 0] and algorithm.has_signal(episode)

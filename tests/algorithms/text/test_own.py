@@ -42,7 +42,7 @@ def test_a_stage_may_have_one(base) -> None:
     [
         ({"type": "toy_algorithms:Nobody"}, "cannot be loaded from toy_algorithms:Nobody"),
         ({"type": "no_such_module:Mine"}, "No module named 'no_such_module'"),
-        ({"type": "toy_algorithms:Stranger"}, "is no subclass of"),
+        ({"type": "toy_algorithms:Stranger"}, "is not a subclass of"),
         (OWN | {"base_line": 1}, "unknown key base_line: did you mean baseline?"),
         ({"type": "grop"}, "unknown algorithm.type 'grop': did you mean grpo?"),
     ],

@@ -170,7 +170,7 @@ def _one_choice() -> VectorEnv:
 def test_a_policy_must_be_shown_something(tmp_path: Path) -> None:
     env = Cues(2, turns=True)
     path = shown(env, right, 1, tmp_path / "moves.npz")
-    with pytest.raises(ValueError, match="nobody acts at the seats of policy b"):
+    with pytest.raises(ValueError, match="no step has an action of policy b"):
         learner(BC(demonstrations=path), env, {"a": [0], "b": [1]})
 
 

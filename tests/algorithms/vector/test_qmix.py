@@ -66,7 +66,7 @@ def seat_value(made: QMIXLearner, net: str, seat: int, view: torch.Tensor) -> to
 @pytest.mark.parametrize("mixer", ["vdn", "qmix"])
 @pytest.mark.parametrize("turns", [True, False])
 def test_an_update_is_what_the_papers_say(turns: bool, mixer: Any) -> None:
-    """Seats 0, 1 and 3 learn, in two stacks; seat 2 plays at random and is no part of the team."""
+    """Seats 0, 1 and 3 learn, in two stacks; seat 2 plays at random and is not part of the team."""
     env = Countdown(games=5, turns=turns, seats=4)
     config = QMIX(
         **QUICK | {"gradient_steps": 1}, mixer=mixer, mixer_units=3, priority_exponent=0.7, n_step=2, gamma=0.9

@@ -174,7 +174,7 @@ def test_rounds_share_structure_and_rebuttal_and_each_fact_counts_once():
     )
     first, all_of_it, second, again = [s.parts for s in speeches]
     assert (first.structure, first.evidence, first.rebuttal) == (0.5, 0.5, 0.5)
-    assert (second.structure, second.evidence, second.rebuttal) == (0.5, 0.5, 0.5)  # r1 is no news, r7 is
+    assert (second.structure, second.evidence, second.rebuttal) == (0.5, 0.5, 0.5)  # r1 is not news, r7 is
     assert first.worth + second.worth == pytest.approx(1.0)
     assert (all_of_it.structure, all_of_it.evidence, all_of_it.rebuttal) == (0.5, 1.0, 0.5)
     # r7 is new and stands unanswered, nothing else is news, and all of its three runs of three words were said before.

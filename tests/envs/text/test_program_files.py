@@ -151,7 +151,7 @@ def test_human_eval_keeps_what_its_prompt_defines(lab: ProgramTestRunner, tmp_pa
     ("row", "message"),
     [
         ({"what": 1}, "of no known shape.*HumanEval: .*LiveCodeBench"),
-        (APPS_STDIN | {"input_output": "{}"}, "row 1 is no problem in the shape of APPS: KeyError"),
+        (APPS_STDIN | {"input_output": "{}"}, "row 1 is not a problem in the shape of APPS: KeyError"),
         (APPS_STDIN | {"input_output": '{"inputs": [], "outputs": []}'}, "row 1 has no tests"),
         (MBPP | {"code": "x = "}, "shape of MBPP: SyntaxError"),
         (LIVE_STDIN | {"private_test_cases": "????"}, "cannot be unpacked"),

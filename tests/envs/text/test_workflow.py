@@ -91,7 +91,7 @@ def test_the_contract():
 
 def test_a_step_needs_somebody_who_was_asked():
     env = Workflow(seats=PAIR, function="toy_workflows:relay")
-    with pytest.raises(ValueError, match="nobody acts next: call reset"):
+    with pytest.raises(ValueError, match="no seat acts next: call reset"):
         asyncio.run(env.step({"guide": "red"}))
 
 

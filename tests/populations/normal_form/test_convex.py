@@ -40,7 +40,7 @@ def test_what_rows_forbid_is_zero(objective):
 
 
 def test_a_cycle_of_constraints_makes_equals():
-    """x0 <= x1 <= x2 <= x0 leaves no room, yet is no contradiction."""
+    """x0 <= x1 <= x2 <= x0 leaves no room, yet is not a contradiction."""
     rows = np.array([[1.0, -1, 0, 0], [0, 1, -1, 0], [-1, 0, 1, 0], [0, 0, 3, -1]])
     assert most_random_distribution(rows, "gini") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
     assert most_random_distribution(rows, "entropy") == pytest.approx(np.array([1, 1, 1, 3]) / 6)

@@ -227,7 +227,7 @@ def _ws_url(url: str) -> str:
     scheme, mark, rest = url.rstrip("/").partition("://")
     known = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     if not mark or scheme not in known or not rest:
-        raise ValueError(f"url: {url} is no address of a server; give one such as http://localhost:8000")
+        raise ValueError(f"url: {url} is not an address of a server; give one such as http://localhost:8000")
     return f"{known[scheme]}://{rest.removesuffix('/ws')}/ws"
 
 

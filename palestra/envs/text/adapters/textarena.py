@@ -208,7 +208,7 @@ def make_game(game: str, options: dict[str, Any]) -> Any:
     except (LookupError, ImportError, ValueError, SyntaxError, OSError) as error:
         # NLTK's word lists, packages, keys of APIs, and a Python whose syntax is newer
         why = " ".join(str(error).replace("*", "").split())[:200]
-        raise ValueError(f'"{game}" cannot be made here, it wants more than TextArena brings: {why}') from error
+        raise ValueError(f'"{game}" cannot be created, it needs more than TextArena provides: {why}') from error
 
 
 def _textarena() -> ModuleType:

@@ -112,7 +112,7 @@ class Workflow(Env):
 
     async def step(self, actions: dict[Seat, Any]) -> Step:
         if not self._asked:
-            raise ValueError("nobody acts next: call reset(seed) before step")
+            raise ValueError("no seat acts next: call reset(seed) before step")
         if set(actions) != set(self._asked):
             raise ValueError(f"{sorted(self._asked)} acts next, but the actions are for {sorted(actions)}")
         said = {seat: (asked, str(actions[seat])) for seat, asked in self._asked.items()}
@@ -284,7 +284,7 @@ def _load_function(function: str) -> Callable[[WorkflowContext], Any]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"cannot load function: {function} ({error}); write module:name") from error
     if not callable(found):
-        raise ValueError(f"function: {function} is no function")
+        raise ValueError(f"function: {function} is not a function")
     return found
 
 

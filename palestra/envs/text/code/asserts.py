@@ -35,7 +35,7 @@ def parse_asserts(
 
 
 def check_names(source: str, known: Set[str | None]) -> None:
-    """Raises Inseparable if code uses a name that it does not define, is no Python builtin and is not in `known`."""
+    """Raises Inseparable if code uses a name that it does not define, is not a Python builtin and is not in `known`."""
     tree = ast.parse(source)
     defined = _defined_names(tree) | known
     unknown = {str(name) for name in _used(tree) - defined if not hasattr(builtins, str(name))}

@@ -35,7 +35,7 @@ class PendingValue:
 
 
 class OpaqueValue:
-    """Stands for an object that is no plain value, such as a `re.Match`; only its truth value is kept."""
+    """Stands for an object that is not a plain value, such as a `re.Match`; only its truth value is kept."""
 
     def __init__(self, truth: bool) -> None:
         self.truth = truth is True

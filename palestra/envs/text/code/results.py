@@ -68,7 +68,7 @@ def words_equal(wanted: str, got: str) -> bool:
 
 
 def parse_encoding(text: str) -> Any:
-    """Returns the tree of JSON `text`; MISSING if it is no JSON or nested too deep."""
+    """Returns the tree of JSON `text`; MISSING if it is not JSON or nested too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -134,7 +134,7 @@ def canonical_text(tree: Any) -> str:
 
 
 def to_python_text(tree: Any) -> str:
-    """Returns an encoded value in Python notation; "no plain value" if it is no encoding."""
+    """Returns an encoded value in Python notation; "no plain value" if it is not an encoding."""
     try:
         return _written(tree)
     except (KeyError, TypeError, ValueError, RecursionError):

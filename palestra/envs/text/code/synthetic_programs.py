@@ -147,7 +147,7 @@ class SyntheticProgram:
         return made
 
     def run_checked(self, xs: Any) -> Any:
-        """Returns the result for an untrusted input: None if `xs` is no list of a few small integers."""
+        """Returns the result for an untrusted input: None if `xs` is not a list of a few small integers."""
         few = (
             isinstance(xs, list)
             and len(xs) <= MAX_LIST_LENGTH

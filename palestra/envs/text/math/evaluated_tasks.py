@@ -89,7 +89,7 @@ SYMBOLIC_TASKS = ("polynomial_multiplication", "simple_integration", "intermedia
 
 
 def symbolic_request(task: str, answer: str, entry: ReasoningEntry) -> dict[str, Any] | None:
-    """Returns the request for the grader process to score a formula with SymPy; None if `answer` is no formula.
+    """Returns the request for the grader process to score a formula with SymPy; None if `answer` is not a formula.
 
     Raises ValueError if reasoning-gym's own formula does not parse.
     """

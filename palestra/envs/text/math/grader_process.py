@@ -6,7 +6,7 @@ loaded, so a child costs a few milliseconds. A few children run at once; one tha
 them, so one that hangs delays no other.
 
 A child confines itself (`confinement.py`) before it reads an answer. It sends its score through a pipe to the server,
-which accepts it only if the child then exits with status 0: an exit status alone is no score.
+which accepts it only if the child then exits with status 0: an exit status alone is not a score.
 
 Run as a file and not as a module, it imports nothing of palestra and no torch: `python -P grader_process.py math
 FILTER`. Each input line is a request, {"id": 1, "answer": ..., "gold": ..., "seconds": 2.0}; each output line a reply,

@@ -19,7 +19,7 @@ class Problem:
     key, as have two stories that differ only in names and things.
 
     `short_question` is the question in as few words as possible; `solution_program` is Python that prints the answer,
-    or an expression for it. With `needs_computation` the answer must be computed: 12/4 is no answer to "12 / 4".
+    or an expression for it. With `needs_computation` the answer must be computed: 12/4 is not an answer to "12 / 4".
     `reasoning_entry` is set for problems that a reasoning-gym scorer grades: the task's name, and the index of the
     problem in its data set.
     """

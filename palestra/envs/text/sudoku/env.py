@@ -68,7 +68,7 @@ class Sudoku(Env):
         rendering: Rendering = "full",
     ) -> None:
         if size not in BOXES:
-            raise ValueError(f"size={size} is no sudoku here: give 4, 6 or 9")
+            raise ValueError(f"size={size} is not a sudoku here: give 4, 6 or 9")
         self.size, self.clues, self.split = size, DEFAULT_CLUES[size] if clues is None else clues, split
         check_range("clues", self.clues, MIN_CLUES[size], size * size - 1)
         self.empty = size * size - self.clues

@@ -81,7 +81,7 @@ def download(
     row = ctx.store.get(checkpoints, str(TinkerPath.parse(checkpoint_path(run, kind, name))))
     good = row is not None and ctx.keys.is_signed(f"{run}/{kind}/{name}/{file} {row.folder} {expires}", signature)
     if row is None or not good or expires < time.time():
-        raise BadRequest("this address is not, or no longer, good: ask for a new one", 403)
+        raise BadRequest("this address is invalid or has expired: request a new one", 403)
     files = _files(ctx, row)
     if file == ARCHIVE_NAME:
         return StreamingResponse(_packed(files), media_type="application/gzip")

@@ -90,7 +90,7 @@ def _slot(
             return id
         row = ctx.store.get(models, id)
     if row is None or (row.owner, row.base, row.lora) != (owner, base.name, lora.model_dump()):
-        raise BadRequest(f"model {id} is there already, with other settings: take another model_seq_id")
+        raise BadRequest(f"model {id} exists already, with other settings: take another model_seq_id")
     return id
 
 

@@ -89,7 +89,7 @@ async def completions(
 ) -> Response:
     """Answers `/completions`."""
     if call.echo:
-        raise BadRequest("echo is not served here: the prompt is yours already")
+        raise BadRequest("echo is not served here: the caller has the prompt already")
     _at_most_the_sampled(call.logprobs)
     source = await run_in_threadpool(_source, ctx, owner, call)
     prompts = await run_in_threadpool(_prompts, call.prompt, source)

@@ -70,7 +70,7 @@ def create_sampling_session(
     if not ctx.store.insert(samplers, id=id, folder=source.folder, created=time.time(), **values):
         there = ctx.sampler(owner, id)
         if (there.base, there.path) != (source.base.name, source.path):
-            raise BadRequest(f"sampler {id} is there already, with other weights: take another sampling_session_seq_id")
+            raise BadRequest(f"sampler {id} exists already, with other weights: take another sampling_session_seq_id")
     return CreateSamplingSessionResponse(sampling_session_id=id)
 
 

@@ -82,7 +82,7 @@ def parse_body(model: type[M], body: bytes) -> M:
 def check_json_size(body: bytes) -> None:
     """Raises BadRequest (413) if parsing the body would take more than about a second.
 
-    Brackets and commas inside strings count too: a text with so many of them is no prompt.
+    Brackets and commas inside strings count too: a text with so many of them is not a prompt.
     """
     if len(body) > MAX_JSON_BYTES:
         raise BadRequest(
@@ -120,7 +120,7 @@ class SessionHeartbeatRequest(WireModel):
 
 
 class FinishReason(WireModel):
-    """How a session ended."""
+    """Outcome of a session."""
 
     type: Literal["success", "errored", "interrupted"] = "success"
 
@@ -336,7 +336,7 @@ class CreateSamplingSessionRequest(WireModel):
     @model_validator(mode="after")
     def _named(self) -> Self:
         if self.base_model is None and self.model_path is None:
-            raise ValueError("say what to sample from: base_model or model_path")
+            raise ValueError("name the model to sample from: base_model or model_path")
         return self
 
 
@@ -399,5 +399,5 @@ class SampleRequest(WireModel):
     @model_validator(mode="after")
     def _named(self) -> Self:
         if self.sampling_session_id is None and self.base_model is None and self.model_path is None:
-            raise ValueError("say what to sample from: sampling_session_id, model_path or base_model")
+            raise ValueError("name the model to sample from: sampling_session_id, model_path or base_model")
         return self

@@ -48,7 +48,7 @@ class SaveWeightsForSamplerRequest(WireModel):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.path is None) == (self.sampling_session_seq_id is None):
-            raise ValueError("say either path (a checkpoint with a name) or sampling_session_seq_id (a sampler)")
+            raise ValueError("give either path (a checkpoint with a name) or sampling_session_seq_id (a sampler)")
         return self
 
 
@@ -80,9 +80,9 @@ class LoadWeightsRequest(WireModel):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if self.model_id is not None and self.session_id is not None:
-            raise ValueError("say either model_id or session_id with model_seq_id, not both")
+            raise ValueError("give either model_id or session_id with model_seq_id, not both")
         if self.model_id is None and (self.session_id is None or self.model_seq_id is None):
-            raise ValueError("say which model to load into: model_id, or session_id and model_seq_id")
+            raise ValueError("name the model to load into: model_id, or session_id and model_seq_id")
         return self
 
 

@@ -149,7 +149,7 @@ def test_a_game_that_cannot_be_copied_is_played_again() -> None:
         ({"game": "TicTacTo-v0"}, 'no game "TicTacTo-v0"; near it: TicTacToe-v0'),
         ({"game": "TicTacToe-v0", "players": 1}, "does not begin with players=1.*set players"),
         ({"game": "TicTacToe-v0", "options": {"size": 5}}, "does not take the options"),
-        ({"game": "GuessWho-v0"}, "wants more than TextArena brings"),
+        ({"game": "GuessWho-v0"}, "needs more than TextArena provides"),
         ({"players": 0}, "players=0 is out of range"),
     ],
 )
