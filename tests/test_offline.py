@@ -112,8 +112,9 @@ def test_data_that_does_not_fit_is_refused_before_anything_runs(cloned, tmp_path
     message = with_("algorithm.type=grpo")
     assert 'no log-probabilities for the answers of seat "guesser", and grpo compares' in message
     assert "dpo finds nothing to learn in" in with_("algorithm={type: dpo}")
-    assert 'has answers of seat "guesser", which the env does not have: env "toys:Whisper" plays guide, walker' in with_(
-        "env={type: 'toys:Whisper'}", "policies.guide.type=lora", "policies.walker.type=lora", "seats={}"
+    assert (
+        'has answers of seat "guesser", which the env does not have: env "toys:Whisper" plays guide, walker'
+        in with_("env={type: 'toys:Whisper'}", "policies.guide.type=lora", "policies.walker.type=lora", "seats={}")
     )
     assert "names no file" in with_("data=nowhere/*.parquet")
     assert "this config names no env" in with_("env={}")

@@ -42,7 +42,7 @@ def actors() -> Any:
     made.close()
 
 
-def test_batches_come_from_all_actors_and_are_whole(actors: ActorPool) -> None:
+def test_batches_are_complete_and_come_from_all_actors(actors: ActorPool) -> None:
     sources = set()
     while len(sources) < 2:
         batch = actors.collect([], 5, 0)
@@ -55,7 +55,7 @@ def test_batches_come_from_all_actors_and_are_whole(actors: ActorPool) -> None:
     assert sources == {0, 1}
 
 
-def test_actors_play_by_the_weights_they_are_given(actors: ActorPool) -> None:
+def test_actors_use_the_newest_weights(actors: ActorPool) -> None:
     actors.collect([], 5, 0)
     for tensor in actors.weights:
         with torch.no_grad():
@@ -68,7 +68,7 @@ def test_actors_play_by_the_weights_they_are_given(actors: ActorPool) -> None:
     raise AssertionError("no batch of the new weights came")
 
 
-def test_no_actor_waits_for_the_learner(actors: ActorPool) -> None:
+def test_actors_drop_batches_instead_of_blocking(actors: ActorPool) -> None:
     actors.collect([], 5, 0)
     time.sleep(1.0)  # they fill their slots, and go on
     dropped = 0.0
@@ -96,17 +96,17 @@ def kill_and_go_on(actors: ActorPool, kills: int) -> None:
     assert actors.restarts == kills
 
 
-def test_a_killed_actor_loses_nothing_but_its_games(actors: ActorPool) -> None:
+def test_killed_actors_are_replaced(actors: ActorPool) -> None:
     kill_and_go_on(actors, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_killed_actors_lose_nothing_but_their_games(actors: ActorPool) -> None:
+def test_twenty_killed_actors_are_replaced(actors: ActorPool) -> None:
     kill_and_go_on(actors, 20)
 
 
-def test_nothing_is_left_behind(actors: ActorPool) -> None:
+def test_close_ends_processes_and_frees_shared_memory(actors: ActorPool) -> None:
     actors.collect([], 5, 0)
     names, pids = (
         [buffers.shared_memory.name for buffers in actors.all_buffers],
@@ -123,7 +123,7 @@ def broken() -> ActorSetup:
     raise RuntimeError("no such game")
 
 
-def test_actors_that_cannot_live_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
+def test_actors_that_fail_to_start_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     own = make_actor_setup(validate(VectorConfig, CONFIG))
     actors = ActorPool(own, [broken], 5, 0)
     with pytest.raises(ValueError, match="actor 0 died 3 times without one batch"):
@@ -132,7 +132,7 @@ def test_actors_that_cannot_live_are_reported(capfd: pytest.CaptureFixture[str])
     assert "no such game" in capfd.readouterr().err
 
 
-def test_a_run_with_actors_learns_logs_its_lag_and_goes_on(tmp_path: Path) -> None:
+def test_run_with_actors_learns_logs_lag_and_resumes(tmp_path: Path) -> None:
     config = validate(VectorConfig, CONFIG | {"checkpoint_every": 400})
     with Run.create(tmp_path, "", "a") as run:
         setup = build_vector_run(config)
@@ -146,11 +146,11 @@ def test_a_run_with_actors_learns_logs_its_lag_and_goes_on(tmp_path: Path) -> No
         assert run_training(setup, run, Callback())
 
 
-def test_actors_need_a_correction(tmp_path: Path) -> None:
+def test_actors_need_an_off_policy_correction(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="off_policy_correction: vtrace"):
         validate(VectorConfig, CONFIG | {"algorithm": {"type": "ppo"}})
 
 
-def test_the_env_says_what_it_is() -> None:
+def test_actor_env_declares_its_spaces() -> None:
     env = make_actor_setup(validate(VectorConfig, CONFIG)).env
     assert isinstance(env, VectorEnv) and env.num_envs == 8

@@ -50,7 +50,7 @@ def said(nodes):
     return ["".join(answer.text for answer in node.answers.values()) for node in nodes]
 
 
-def test_all_combinations_of_the_same_answers_are_siblings():
+def test_siblings_are_all_combinations_of_the_answers():
     (episode,), team = grow(Branching("turn", 3, "best", joints="crossed"))
     first = episode.children(None)
     assert said(first) == ["00", "01", "02", "10", "11", "12", "20", "21", "22"]
@@ -61,25 +61,25 @@ def test_all_combinations_of_the_same_answers_are_siblings():
         assert all(node.answers[seat] is own[node.answers[seat].text] for node in first)
 
 
-def test_play_goes_on_from_the_best_combination():
+def test_episode_continues_from_the_best_combination():
     (episode,), _ = grow(Branching("turn", 3, "best", joints="crossed"))
     assert [node.id for node in episode.nodes if node.chosen] == [8, 11]
     assert "('a', '2'), ('b', '2')" in episode.nodes[9].observations["a"]
 
 
-def test_where_one_seat_acts_alone_crossed_is_paired():
+def test_crossed_equals_paired_where_one_seat_acts():
     (episode,), _ = grow(Branching("turn", 3, "best", joints="crossed"))
     assert said(episode.children(8)) == ["0", "1", "2"]
 
 
-def test_paired_answers_meet_once():
+def test_paired_siblings_use_each_answer_once():
     (episode,), _ = grow(Branching("turn", 3, "best"))
     assert said(episode.children(None)) == ["00", "11", "22"]
     (plain,), _ = grow(Branching(joints="crossed"))
     assert said(plain.nodes) == ["00", "0"]  # of one answer each there is one combination
 
 
-def test_a_full_tree_grows_from_every_combination():
+def test_full_tree_expands_every_combination():
     (episode,), _ = grow(Branching("turn", 2, "all", joints="crossed"), turns=2)
     assert [sum(node.depth == depth for node in episode.nodes) for depth in range(4)] == [4, 8, 32, 64]
     assert len(episode.leaves()) == 64 and episode.error is None
@@ -100,7 +100,7 @@ class Many(Env):
         return Step({}, team_reward=1.0)
 
 
-def test_too_many_combinations_say_so_before_anyone_is_asked():
+def test_too_many_combinations_are_refused_before_sampling():
     (episode,), team = grow(Branching("turn", 2, "best", joints="crossed"), make_env=Many, seats=Many.seats)
     assert (
         "group_size: 2 answers of each of 13 seats (a, b, c" in episode.error
@@ -112,7 +112,7 @@ def test_too_many_combinations_say_so_before_anyone_is_asked():
     assert len(Branching(joints="crossed").joint_indices(64, ["a", "b"])) == 4096
 
 
-def test_a_seed_fixes_crossed_trees():
+def test_crossed_trees_are_reproducible_from_the_seed():
     def drawn(seed):
         policy = RandomPolicy([str(i) for i in range(100)], length=1)
         arena = EpisodeRunner(lambda: Sums(2), "toy")
@@ -126,7 +126,7 @@ def test_a_seed_fixes_crossed_trees():
 # ---- what is counted
 
 
-def test_figures_count_an_answer_once():
+def test_metrics_count_a_shared_answer_once():
     """a answers 3 times with b and 3 times alone; its first three earn (mean over b's) 0, 1, 2 and the team 1, 2, 3."""
     episodes, _ = grow(Branching("turn", 3, "best", joints="crossed"))
     a, b = policy_metrics(episodes, "a"), policy_metrics(episodes, "b")
@@ -136,7 +136,7 @@ def test_figures_count_an_answer_once():
     assert a["tokens"] == len("a@1:0") and a["truncated_fraction"] == 0
 
 
-def test_speeds_count_an_answer_once():
+def test_throughput_counts_a_shared_answer_once():
     episodes, team = grow(Branching("turn", 3, "best", joints="crossed"), matches=2)
     spoken = team["a"].spoken + team["b"].spoken
     assert {id(answer) for answer in answers_of(episodes)} == {id(answer) for answer in spoken} and len(spoken) == 18
@@ -146,7 +146,7 @@ def test_speeds_count_an_answer_once():
     assert throughput(episodes, PhaseTimer({"rollout": 1.0}), "b")["answers"] == 6
 
 
-def test_shared_answers_come_back_from_a_file_shared(tmp_path):
+def test_shared_answers_survive_a_file_round_trip(tmp_path):
     """Credit of what was read is credit of what was written, though all answers say the same."""
     episodes, _ = grow(Branching("turn", 4, "best", joints="crossed"), matches=2)
     for answer in answers_of(episodes):
@@ -162,7 +162,7 @@ def test_shared_answers_come_back_from_a_file_shared(tmp_path):
             np.testing.assert_array_equal(one.advantages, other.advantages)
 
 
-def test_a_file_that_numbers_no_draws_is_read(tmp_path):
+def test_file_without_draw_numbers_is_read(tmp_path):
     episodes, _ = grow(Branching("turn", 2, "best"))
     pq.write_table(to_table(0, episodes).drop_columns(["draw"]), tmp_path / "e.parquet")
     assert read_episodes(tmp_path / "e.parquet").schema.names == SCHEMA.names
@@ -172,7 +172,7 @@ def test_a_file_that_numbers_no_draws_is_read(tmp_path):
 # ---- from crossed joints to samples
 
 
-def test_every_answer_of_crossed_joints_is_taught_once():
+def test_each_crossed_answer_gives_one_sample():
     episodes, team = grow(Branching("turn", 3, "best", joints="crossed"), matches=2)
     for policy in "ab":
         samples, figures = GRPO(group_size=3, joints="crossed").build_samples(episodes, policy)

@@ -82,17 +82,17 @@ def said(*pairs):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-def test_a_completion_is_a_line_that_succeeded(tmp_path):
+def test_completion_rows_become_successful_trajectories(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "2 + 2", "completion": "4"}, {"prompt": "3", "completion": "x"})
     assert tree(path) == [[(None, "2 + 2", "4", 1.0, True, True)], [(None, "3", "x", 1.0, True, True)]]
 
 
-def test_a_preference_is_two_siblings(tmp_path):
+def test_preference_rows_become_two_siblings(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "2 + 2", "chosen": "4", "rejected": "5"})
     assert tree(path) == [[(None, "2 + 2", "4", 1.0, True, True), (None, "2 + 2", "5", 0.0, True, False)]]
 
 
-def test_messages_are_seen_as_a_conversation(tmp_path):
+def test_message_prompts_become_chat_observations(tmp_path):
     asked, answers = said(("system", "s"), ("user", "2 + 2")), (said(("assistant", "4")), said(("assistant", "5")))
     prompted = {"prompt": asked, "chosen": answers[0], "rejected": answers[1]}
     repeated = {"prompt": "2 + 2", "chosen": asked[1:] + answers[0], "rejected": asked[1:] + answers[1]}
@@ -105,7 +105,7 @@ def test_messages_are_seen_as_a_conversation(tmp_path):
     assert tree(write_lines(path, {"prompt": asked, "completion": "4"})) == [expected[:1]]
 
 
-def test_each_message_of_the_assistant_is_a_turn(tmp_path):
+def test_each_assistant_message_is_a_turn(tmp_path):
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     messages = [
@@ -120,7 +120,7 @@ def test_each_message_of_the_assistant_is_a_turn(tmp_path):
     assert second == (0, Chat(tuple(messages[:3]), tuple(tools)), "one", 1.0, True, True)
 
 
-def test_a_conversation_goes_on_from_the_very_tokens_of_it(tmp_path, speaker):
+def test_next_turn_continues_the_tokens_of_the_conversation(tmp_path, speaker):
     path = write_lines(
         tmp_path / "a.jsonl", {"messages": said(("user", "u"), ("assistant", "x"), ("user", "v"), ("assistant", "y"))}
     )
@@ -136,7 +136,7 @@ def test_a_conversation_goes_on_from_the_very_tokens_of_it(tmp_path, speaker):
     ] == 0.5
 
 
-def test_text_is_what_the_env_would_have_shown(tmp_path, speaker):
+def test_text_prompts_are_formatted_as_env_observations(tmp_path, speaker):
     """The prompt: preceded by the role, or by the policy's own system text."""
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "2 + 2", "completion": "4"})
     for policy, roles, system in (
@@ -149,7 +149,7 @@ def test_text_is_what_the_env_would_have_shown(tmp_path, speaker):
         assert prompt == f"{system}<|user|>2 + 2<|end|><|assistant|>"
 
 
-def test_tables_come_as_json_parquet_folders_and_globs(tmp_path):
+def test_tables_are_read_from_json_parquet_folders_and_globs(tmp_path):
     rows = [{"prompt": str(i), "completion": "x"} for i in range(3)]
     (tmp_path / "b.json").write_text(json.dumps(rows[1:2]))
     write_lines(tmp_path / "a.jsonl", rows[0])
@@ -173,12 +173,12 @@ def test_tables_come_as_json_parquet_folders_and_globs(tmp_path):
         ([{"chosen": "a", "rejected": "b"}], "row 1 has no prompt"),
     ],
 )
-def test_rows_that_cannot_be_read_say_why(tmp_path, rows, message):
+def test_unreadable_rows_are_refused_with_the_reason(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message):
         read(write_lines(tmp_path / "a.jsonl", *rows))
 
 
-def test_files_that_are_not_there_say_what_may_be(tmp_path):
+def test_missing_files_are_refused_with_accepted_formats(tmp_path):
     for path in (tmp_path, tmp_path / "none.jsonl", tmp_path / "*.parquet"):
         with pytest.raises(ValueError, match=r"names no file: give a file of \.parquet, \.jsonl, \.json"):
             read(path)
@@ -205,7 +205,7 @@ def scripts():
     return {"guide": ScriptedPolicy(["1", "0"], "big@1"), "walker": ScriptedPolicy(["0"], "big@1")}
 
 
-def test_answers_without_tokens_are_put_in_the_learners(tmp_path, speaker):
+def test_answers_without_tokens_are_tokenised_for_the_learner(tmp_path, speaker):
     path = write_play(tmp_path / "a.parquet", scripts(), turns=2)
     guide, walker = speaker("guide@2", memory="conversation"), speaker("walker@0")
     source = recorded(path, {"guide": guide, "walker": walker})
@@ -221,7 +221,7 @@ def test_answers_without_tokens_are_put_in_the_learners(tmp_path, speaker):
         assert text(walker, answers[3].prompt_ids) == f"<|system|>w<|end|><|user|>{seen[3]}<|end|><|assistant|>"
 
 
-def test_tokens_are_kept_as_they_are_where_the_tokenizer_reads_them(tmp_path, speaker):
+def test_recorded_tokens_are_kept_if_the_tokenizer_decodes_them(tmp_path, speaker):
     old = {"guide": speaker("guide@7", system="once"), "walker": ScriptedPolicy(["0"], "walker")}
     path = write_play(tmp_path / "a.parquet", old, k=3)
     seats = {"guide": speaker("new@1"), "walker": speaker("new@1")}
@@ -246,7 +246,7 @@ def test_tokens_are_kept_as_they_are_where_the_tokenizer_reads_them(tmp_path, sp
     assert text(seats["guide"], anew.prompt_ids).startswith("<|system|>g<|end|>") and not anew.logprobs.any()
 
 
-def test_tokens_of_another_tokenizer_are_made_anew(tmp_path, speaker):
+def test_answers_of_another_tokenizer_are_retokenised(tmp_path, speaker):
     """Those of `Spoken` are bytes, which this tokenizer reads otherwise."""
     path = write_play(tmp_path / "a.parquet", dict.fromkeys(Whisper.seats, Spoken("p", lambda query, i: "1")))
     seats = dict.fromkeys(Whisper.seats, speaker())
@@ -254,7 +254,7 @@ def test_tokens_of_another_tokenizer_are_made_anew(tmp_path, speaker):
     assert text(seats["guide"], answer.token_ids) == "1<|end|>"
 
 
-def test_answers_that_siblings_share_are_shared_again(tmp_path, speaker):
+def test_answers_shared_by_siblings_stay_shared(tmp_path, speaker):
     shared = Answer("1", "big")
     episode = Episode("train", 0, {"guide": "big", "walker": "big"})
     for i in range(2):
@@ -268,14 +268,14 @@ def test_answers_that_siblings_share_are_shared_again(tmp_path, speaker):
     assert len(SFT().build_samples([now], "p")[0]) == 3
 
 
-def test_those_who_do_not_learn_keep_their_words(tmp_path, speaker):
+def test_answers_of_policies_not_in_training_stay_text(tmp_path, speaker):
     path = write_play(tmp_path / "a.parquet", scripts())
     seats = {"guide": speaker(), "walker": ScriptedPolicy(["?"], "partner")}
     answer = play(recorded(path, seats), [0])[0].nodes[1].answers["walker"]
     assert (answer.text, answer.policy, len(answer.token_ids)) == ("0", "partner", 0)
 
 
-def test_what_an_algorithm_noted_is_forgotten_by_the_next_time(tmp_path, speaker):
+def test_advantages_are_reset_between_epochs(tmp_path, speaker):
     path = write_play(tmp_path / "a.parquet", scripts())
     source = recorded(path, dict.fromkeys(Whisper.seats, speaker()))
     first = play(source, range(4))
@@ -284,7 +284,7 @@ def test_what_an_algorithm_noted_is_forgotten_by_the_next_time(tmp_path, speaker
     assert not any(node.advantages for e in play(source, range(4)) for node in e.nodes)
 
 
-def test_failed_episodes_are_left_out_and_a_file_without_others_is_refused(tmp_path):
+def test_failed_episodes_are_skipped_and_all_failed_is_refused(tmp_path):
     good, bad = Episode("train", 0, {}, []), Episode("train", 1, {}, [], error="lost")
     pq.write_table(to_table(0, [bad, good]), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="no episode to learn from: none was kept, or all of them failed"):
@@ -294,7 +294,7 @@ def test_failed_episodes_are_left_out_and_a_file_without_others_is_refused(tmp_p
         read_data([DataConfig(path=str(tmp_path / "a.parquet"), seat="guide")], None)
 
 
-def test_prompts_made_anew_need_to_know_what_the_env_tells(tmp_path, speaker):
+def test_rebuilt_prompts_need_the_env_or_a_system_text(tmp_path, speaker):
     path = write_play(tmp_path / "a.parquet", scripts())
     with pytest.raises(ValueError, match="add env: as it was played, or the policy's system"):
         recorded(path, dict.fromkeys(Whisper.seats, speaker()), roles={})
@@ -315,7 +315,7 @@ def drawn(source, numbers):
     return [int(e.nodes[0].observations["a"]) for e in play(source, numbers)]
 
 
-def test_every_epoch_has_every_episode_once_in_an_order_of_its_own(tmp_path, speaker):
+def test_each_epoch_is_a_new_permutation_of_the_episodes(tmp_path, speaker):
     source = numbered(tmp_path, speaker)
     epochs = [drawn(source, range(start, start + 10)) for start in (0, 10, 20)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -328,7 +328,7 @@ def test_every_epoch_has_every_episode_once_in_an_order_of_its_own(tmp_path, spe
     assert drawn(numbered(tmp_path, speaker, seed=1), range(10)) not in epochs
 
 
-def test_a_run_that_goes_on_needs_the_data_that_it_began_with(tmp_path, speaker):
+def test_resume_with_changed_data_is_refused(tmp_path, speaker):
     memory = {}
     play(numbered(tmp_path, speaker), range(3), memory)
     memory = json.loads(json.dumps(memory))
@@ -337,7 +337,7 @@ def test_a_run_that_goes_on_needs_the_data_that_it_began_with(tmp_path, speaker)
         play(numbered(tmp_path, speaker, count=11), range(6, 9), memory)
 
 
-def test_who_watches_is_told(tmp_path, speaker):
+def test_on_episode_is_called_for_recorded_episodes(tmp_path, speaker):
     received = []
     source = numbered(tmp_path, speaker)
     played = asyncio.run(source.play(range(3), Branching(), {}, received.append))
@@ -347,7 +347,7 @@ def test_who_watches_is_told(tmp_path, speaker):
 # ---- what cannot be learned is said at once
 
 
-def test_algorithms_that_compare_with_the_sampler_need_its_log_probabilities(tmp_path, speaker):
+def test_algorithms_that_need_sampler_logprobs_refuse_data_without_them(tmp_path, speaker):
     seats = dict.fromkeys(Whisper.seats, speaker())
     for old in (scripts(), dict.fromkeys(Whisper.seats, Spoken("p", lambda query, i: "1"))):
         source = recorded(write_play(tmp_path / "a.parquet", old, k=2), seats)
@@ -359,7 +359,7 @@ def test_algorithms_that_compare_with_the_sampler_need_its_log_probabilities(tmp
     drew.check(GRPO(branch_at="root"), {"p"})
 
 
-def test_data_with_nothing_to_learn_is_refused(tmp_path, speaker):
+def test_data_without_learnable_answers_is_refused(tmp_path, speaker):
     path, seats = tmp_path / "a.jsonl", {"a": speaker()}
     completions = recorded(write_lines(path, *[{"prompt": "q", "completion": "x"}] * 70), seats)
     with pytest.raises(
@@ -389,14 +389,14 @@ def test_data_with_nothing_to_learn_is_refused(tmp_path, speaker):
         ({"path": "b", "seat": "x"}, [("b", "x")]),
     ],
 )
-def test_data_is_a_path_an_entry_or_a_list_of_them(data, paths):
+def test_data_accepts_a_path_an_entry_or_a_list(data, paths):
     config = validate(TextConfig, {"policies": {"default": {"type": "lora"}}, "data": data})
     assert [(entry.path, entry.seat) for entry in config.data] == paths
     assert [part.data for part in config.stage_configs()] == [config.data]
     assert config.env_label == " and ".join(path for path, _ in paths)
 
 
-def test_a_config_without_an_env_needs_data_and_plays_no_exam():
+def test_config_without_env_needs_data_and_allows_no_evaluation():
     bare = {"policies": {"default": {"type": "lora"}}}
     with pytest.raises(ValueError, match="a run plays one env or several"):
         validate(TextConfig, bare)
@@ -408,7 +408,7 @@ def test_a_config_without_an_env_needs_data_and_plays_no_exam():
         validate(TextConfig, bare | {"data": 5})
 
 
-def test_each_stage_has_data_of_its_own_or_plays():
+def test_stages_have_their_own_data_or_rollouts():
     stages = [{"data": "a.jsonl"}, {"data": []}, {}]
     config = {"policies": {"default": {"type": "lora"}}, "data": "b.jsonl", "stages": stages}
     with pytest.raises(ValueError, match="a run plays one env or several"):

@@ -58,7 +58,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_every_rank_plays_its_part_and_knows_all_in_order(size):
+def test_ranks_split_episodes_and_gather_them_in_order(size):
     meeting, readied = Meeting(size), []
     sources, results, heard = ([Numbers() for _ in range(size)], [None] * size, [[] for _ in range(size)])
 
@@ -86,7 +86,7 @@ def test_every_rank_plays_its_part_and_knows_all_in_order(size):
     assert RankSplitSource(sources[0], RankSplit(Member(0, meeting), opened)).observe(results[0], {}) == {"seen": 7.0}
 
 
-def test_a_shared_arena_records_failures_like_any_other():
+def test_distributed_runner_records_failed_episodes():
     def broken():
         raise RuntimeError("no such game")
 

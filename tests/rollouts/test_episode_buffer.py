@@ -28,7 +28,7 @@ def files(folder):
     return sorted(file.name for file in folder.iterdir())
 
 
-def test_an_episode_is_on_the_disk_when_it_is_in_the_buffer_and_comes_back_as_it_was(tmp_path):
+def test_buffered_episodes_survive_a_disk_round_trip(tmp_path):
     buffer = filled(tmp_path / "buffer", [5])
     assert 5 in buffer and 4 not in buffer and files(tmp_path / "buffer") == ["episode-000005@2.parquet"]
     again, began = EpisodeBuffer(tmp_path / "buffer").get(5)
@@ -46,14 +46,14 @@ def test_an_episode_is_on_the_disk_when_it_is_in_the_buffer_and_comes_back_as_it
         buffer.get(4)
 
 
-def test_what_was_half_written_is_not_there(tmp_path):
+def test_partially_written_episodes_are_ignored(tmp_path):
     filled(tmp_path / "buffer", [1])
     (tmp_path / "buffer" / ".tmp-episode-000002@1.parquet").write_bytes(b"PAR1")
     buffer = EpisodeBuffer(tmp_path / "buffer")
     assert 1 in buffer and 2 not in buffer
 
 
-def test_dropped_episodes_are_gone_and_the_others_stay(tmp_path):
+def test_drop_removes_only_the_given_episodes(tmp_path):
     buffer = filled(tmp_path / "buffer", range(4))
     buffer.drop(2)
     assert [number in buffer for number in range(4)] == [False, False, True, True]
@@ -63,7 +63,7 @@ def test_dropped_episodes_are_gone_and_the_others_stay(tmp_path):
     assert not (tmp_path / "buffer").exists()
 
 
-def test_a_run_sent_back_behind_what_was_dropped_begins_with_nothing(tmp_path):
+def test_buffer_is_empty_after_rollback_before_dropped_episodes(tmp_path):
     """Episodes of the weights that were once to come are of no use to weights that come to be others."""
     filled(tmp_path / "buffer", range(4)).drop(2)
     buffer = EpisodeBuffer(tmp_path / "buffer", 1)

@@ -15,25 +15,25 @@ def node(number, parent, depth, rewards, team=0.0, **more):
     return made
 
 
-def test_a_return_is_what_the_team_earns_and_the_mean_of_what_its_seats_do():
+def test_return_is_team_reward_plus_mean_seat_return():
     nodes = [node(0, None, 0, {"red": 1.0}, team=0.5), node(1, 0, 1, {"blue": 2.0}, team=4.0, done=True)]
     assert episode_return(Episode("e", 0, SEATS, nodes)) == pytest.approx(4.5 + 3.0 / 2)
 
 
-def test_what_several_trajectories_share_counts_for_each_of_them():
+def test_shared_prefix_counts_for_each_trajectory():
     """A trunk that earns 1, and two ends that earn 0 and 4: trajectories of 1 and 5."""
     nodes = [node(0, None, 0, {"red": 0.0}, team=1.0)]
     nodes += [node(i, 0, 1, {"blue": 0.0}, team=4.0 * (i - 1), done=True) for i in (1, 2)]
     assert episode_return(Episode("e", 0, SEATS, nodes)) == 3.0
 
 
-def test_siblings_that_were_only_tried_do_not_count():
+def test_siblings_off_the_played_path_do_not_count():
     nodes = [node(0, None, 0, {"red": 1.0}, done=True), node(1, None, 0, {"red": 9.0}, done=True)]
     nodes[1].chosen = False
     assert episode_return(Episode("e", 0, {"red": "a@0"}, nodes)) == 1.0
 
 
-def test_a_failed_episode_has_what_it_earned_until_then():
+def test_failed_episode_keeps_its_return_so_far():
     nodes = [node(0, None, 0, {"red": 1.0}), node(1, 0, 1, {"red": 9.0})]
     nodes[1].chosen = False
     assert episode_return(Episode("e", 0, {"red": "a@0"}, nodes, error="boom")) == 1.0

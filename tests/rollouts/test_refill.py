@@ -52,18 +52,18 @@ def test_flat_episodes_are_replaced_in_place(monkeypatch):
     assert play([1], flat, monkeypatch, flat_groups="refill")[0] == [1 + 2 * ATTEMPT_STRIDE]
 
 
-def test_the_last_attempt_is_kept(monkeypatch):
+def test_last_refill_attempt_is_kept(monkeypatch):
     flat = [1 + attempt * ATTEMPT_STRIDE for attempt in range(9)]
     seeds, episodes, _ = play(range(2), flat, monkeypatch, flat_groups="refill", refill_attempts=3)
     assert seeds == [0, 1 + 3 * ATTEMPT_STRIDE] and episode_metrics(episodes)["redraws"] == 3
 
 
 @pytest.mark.parametrize("kind", ["count", "skip"])
-def test_otherwise_nothing_is_played_again(monkeypatch, kind):
+def test_no_refill_without_flat_groups(monkeypatch, kind):
     seeds, episodes, heard = play(range(2), [0, 1], monkeypatch, flat_groups=kind)
     assert seeds == [0, 1] and len(heard) == 2 and "redraws" not in episode_metrics(episodes)
 
 
-def test_a_baseline_beyond_the_group_has_no_flat_groups():
+def test_batch_baselines_have_no_flat_groups():
     with pytest.raises(ValueError, match="flat_groups: refill needs groups of siblings"):
         GRPO(group_size=1, baseline="batch", scale="batch", flat_groups="refill")

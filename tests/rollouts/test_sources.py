@@ -28,11 +28,11 @@ def drawn(source, count=4000, memory=None):
 @pytest.mark.parametrize(
     ("weights", "share"), [({}, 0.5), ({"whisper": 3.0}, 0.75), ({"whisper": 0.0}, 0.0), ({"chant": 0.25}, 0.8)]
 )
-def test_envs_are_drawn_by_their_weights(weights, share):
+def test_envs_are_sampled_by_weight(weights, share):
     assert drawn(games(weights=weights))["whisper"] / 4000 == pytest.approx(share, abs=0.03)
 
 
-def test_a_frontier_is_where_success_is_open():
+def test_frontier_prefers_envs_of_medium_success():
     """s(1 - s) is .25 of one env and .09 of the other: .25 / .34 of nine tenths, and half of one tenth."""
     source = games(curriculum="frontier")
     memory = {SUCCESS_KEY: {"whisper": 0.5, "chant": 0.9}}
@@ -42,7 +42,7 @@ def test_a_frontier_is_where_success_is_open():
     assert drawn(source, memory=memory)["whisper"] / 4000 == pytest.approx(0.712, abs=0.03)
 
 
-def test_a_frontier_keeps_a_share_of_what_is_mastered_and_knows_of_no_success_at_first():
+def test_frontier_keeps_a_share_of_solved_envs_and_starts_uniform():
     source = games(curriculum="frontier", floor=0.2)
     assert source.env_probabilities({SUCCESS_KEY: {"whisper": 1.0, "chant": 0.5}}) == pytest.approx(
         {"whisper": 0.1, "chant": 0.9}
@@ -56,7 +56,7 @@ def ended(env, success, error=None):
     return Episode(env, 0, {}, [node], error)
 
 
-def test_success_is_measured_by_env_and_failures_are_not():
+def test_success_rate_is_per_env_without_failed_episodes():
     source, memory = games(curriculum="frontier", rate=0.5), {}
     first = [ended("whisper", True), ended("whisper", False), ended("whisper", True, error="broken")]
     assert source.observe(first, memory)["whisper.success"] == 0.5
@@ -66,12 +66,12 @@ def test_success_is_measured_by_env_and_failures_are_not():
     assert figures["whisper.success"] == 1.0 and figures["chant.share"] == pytest.approx(0.05)
 
 
-def test_one_env_measures_nothing():
+def test_single_env_keeps_no_success_rates():
     source, memory = EnvSource({"train": EpisodeRunner(Whisper, "train")}, dict, 0), {}
     assert source.observe([ended("train", True)], memory) == {} and memory == {}
 
 
-def test_every_episode_has_its_env_instance_and_seats():
+def test_episode_specs_have_env_instance_and_seats():
     source = games()
     numbers = range(40, 60)
     episodes = asyncio.run(source.play(numbers, Branching(), {}))
@@ -83,7 +83,7 @@ def test_every_episode_has_its_env_instance_and_seats():
         assert list(episode.seats) == list({"whisper": Whisper.seats, "chant": Chant.seats}[episode.env])
 
 
-def test_what_is_drawn_follows_from_the_seed_and_the_number_alone():
+def test_draws_depend_on_seed_and_episode_number_only():
     whole = games().episode_specs(range(50), {})
     assert games().episode_specs(range(30, 50), {})[0][1].seed == whole[30][1].seed
     assert [name for name, _ in games().episode_specs(range(50), {})] == [name for name, _ in whole]

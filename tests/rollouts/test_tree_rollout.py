@@ -84,7 +84,7 @@ def crowded(query, i):
     return str(i)
 
 
-def test_a_trajectory_beyond_the_context_is_truncated_and_its_siblings_are_kept():
+def test_trajectory_beyond_the_context_is_truncated_without_its_siblings():
     (episode,), _ = grow(lambda: Count(3), Branching("root", 2), script=crowded)
     assert episode.error is None
     lines = [episode.trajectory(leaf) for leaf in episode.leaves()]
@@ -97,7 +97,7 @@ def test_a_trajectory_beyond_the_context_is_truncated_and_its_siblings_are_kept(
     assert sorted(group.values) == [0, 1]  # the rewards so far count
 
 
-def test_a_tree_of_turns_ends_where_its_best_sibling_does_not_fit():
+def test_turn_tree_ends_if_its_best_sibling_exceeds_the_context():
     (episode,), _ = grow(lambda: Count(3), Branching("turn", 2, "best"), script=crowded)
     assert episode.error is None and [(n.done, n.truncated) for n in episode.nodes][-2:] == [
         (False, False),
@@ -114,7 +114,7 @@ def test_a_first_prompt_that_does_not_fit_is_an_error():
     assert episode.error == "ContextLengthExceeded: context length"
 
 
-def test_the_engine_and_servers_say_when_a_prompt_does_not_fit():
+def test_engine_and_servers_report_prompts_beyond_the_context():
     engine = tiny_lm()
     with pytest.raises(ContextLengthExceeded):
         check_prompt(engine, np.arange(5, 10), 508)
@@ -127,13 +127,13 @@ def test_the_engine_and_servers_say_when_a_prompt_does_not_fit():
 # ---- the shapes of trees
 
 
-def test_a_plain_episode_is_a_tree_with_one_branch():
+def test_unbranched_episode_is_a_tree_with_one_branch():
     (episode,), _ = grow(lambda: Count(3), Branching())
     assert shape(episode) == [(0, None, 0, True, False, "0"), (1, 0, 1, True, False, "0"), (2, 1, 2, True, True, "0")]
     assert episode.seats == {"a": "a@1"} and episode.error is None and episode.success == 1.0
 
 
-def test_best_goes_on_from_the_highest_reward():
+def test_keep_best_continues_from_the_highest_reward():
     (episode,), _ = grow(Count, Branching("turn", 3, "best"), script=lambda query, i: str((i * 2) % 3))  # 0 2 1
     assert shape(episode) == [
         (0, None, 0, False, False, "0"),
@@ -147,7 +147,7 @@ def test_best_goes_on_from_the_highest_reward():
     assert episode_metrics([episode])["steps_per_episode"] == 2  # tried siblings are no lines
 
 
-def test_best_is_by_mixed_reward_over_the_seats_that_acted():
+def test_keep_best_uses_the_mixed_reward_of_acting_seats():
     class Mixed(Env):
         seats = ("a", "b")
 
@@ -165,7 +165,7 @@ def test_best_is_by_mixed_reward_over_the_seats_that_acted():
     assert picked(alpha=0.2) == 1 and picked(alpha=1.0) == 0  # b did not act: its reward is not counted
 
 
-def test_all_grows_the_full_tree():
+def test_keep_all_grows_the_full_tree():
     (episode,), _ = grow(lambda: Count(3), Branching("turn", 2, "all"))
     assert len(episode.nodes) == 2 + 4 + 8 and all(n.chosen for n in episode.nodes)
     assert [n.depth for n in episode.nodes] == [0] * 2 + [1] * 4 + [2] * 8
@@ -173,7 +173,7 @@ def test_all_grows_the_full_tree():
     assert sorted(lines) == [list(f"{i:03b}") for i in range(8)]
 
 
-def test_root_grows_whole_lines_side_by_side():
+def test_root_branching_samples_whole_trajectories():
     (episode,), team = grow(lambda: Count(3), Branching("root", 4), script=lambda query, i: str((query.seed + i) % 97))
     assert [(n.parent, n.depth) for n in episode.nodes] == [(None, 0)] * 4 + [(i, 1) for i in range(4)] + [
         (i, 2) for i in range(4, 8)
@@ -183,7 +183,7 @@ def test_root_grows_whole_lines_side_by_side():
     assert len(episode.leaves()) == 4
 
 
-def test_ids_are_indices_and_parents_come_first():
+def test_node_ids_are_indices_and_parents_precede_children():
     for branching in (Branching("root", 3), Branching("turn", 2, "all"), Branching("turn", 3, "random")):
         (episode,), _ = grow(lambda: Count(4), branching)
         for i, node in enumerate(episode.nodes):
@@ -194,7 +194,7 @@ def test_ids_are_indices_and_parents_come_first():
 @pytest.mark.parametrize(
     ("keep", "epsilon", "share"), [("best", 0.3, 1.0), ("random", 0.3, 0.25), ("epsilon", 0.4, 0.6 + 0.4 / 4)]
 )
-def test_the_best_of_four_goes_on_in_this_share_of_steps(keep, epsilon, share):
+def test_epsilon_sets_how_often_the_best_sibling_is_kept(keep, epsilon, share):
     episodes, _ = grow(lambda: Count(4), Branching("turn", 4, keep, epsilon), matches=250)
     picks = [n.answers["a"].text for e in episodes for n in e.nodes if n.chosen]
     assert len(picks) == 1000
@@ -203,7 +203,7 @@ def test_the_best_of_four_goes_on_in_this_share_of_steps(keep, epsilon, share):
     assert all(value == pytest.approx((1 - share) / 3, abs=0.045) for value in others.values())
 
 
-def test_picks_at_random_differ_between_the_steps_of_a_line():
+def test_random_sibling_choices_differ_between_steps():
     episodes, _ = grow(lambda: Count(6), Branching("turn", 4, "random"), matches=5)
     assert all(len({n.answers["a"].text for n in e.nodes if n.chosen}) > 1 for e in episodes)
 
@@ -211,7 +211,7 @@ def test_picks_at_random_differ_between_the_steps_of_a_line():
 # ---- joint steps
 
 
-def test_seats_that_act_at_once_share_a_node_and_step_once():
+def test_simultaneous_seats_share_a_node_and_one_env_step():
     (episode,), team = grow(lambda: Both(2), Branching("turn", 3, "best"), seats=("a", "b"))
     assert [len(n.answers) for n in episode.nodes] == [2] * 6
     for i, node in enumerate(episode.nodes[:3]):
@@ -221,13 +221,13 @@ def test_seats_that_act_at_once_share_a_node_and_step_once():
     assert episode.nodes[3].observations["b"] == "[('0', '0')]"
 
 
-def test_nodes_of_turn_based_play_are_one_seats_turn():
+def test_turn_based_nodes_have_one_acting_seat():
     (episode,), _ = grow(Whisper, Branching("turn", 2, "best"), seats=("guide", "walker"))
     assert [list(n.answers) for n in episode.nodes] == [["guide"]] * 2 + [["walker"]] * 2
     assert episode.nodes[2].parent in (0, 1)
 
 
-def test_a_game_that_is_over_at_reset_has_no_nodes():
+def test_episode_done_at_reset_has_no_nodes():
     class Empty(Count):
         def reset(self, seed):
             return Step({})
@@ -241,7 +241,7 @@ def test_a_game_that_is_over_at_reset_has_no_nodes():
 
 
 @pytest.mark.parametrize("branching", [Branching("root", 3), Branching("turn", 3, "best"), Branching("turn", 2, "all")])
-def test_history_is_this_seats_part_of_the_line_being_played(branching):
+def test_history_holds_the_seats_own_turns_of_the_trajectory(branching):
     (episode,), team = grow(lambda: Count(3), branching)
     asked = {q.observation: q for q in team["a"].queries}
     for node in episode.nodes:
@@ -253,7 +253,7 @@ def test_history_is_this_seats_part_of_the_line_being_played(branching):
         assert query.role == "count"
 
 
-def test_histories_of_seats_are_apart():
+def test_histories_of_seats_are_separate():
     _, team = grow(lambda: Whisper(turns=3), Branching(), seats=("guide", "walker"))
     for seat, length in (("guide", 7), ("walker", 7)):
         queries = team[seat].queries
@@ -263,7 +263,7 @@ def test_histories_of_seats_are_apart():
         assert {answer.policy for _, answer in queries[-1].history} == {f"{seat}@1"}
 
 
-def test_legal_actions_reach_the_seat_they_are_for():
+def test_legal_actions_are_passed_to_their_seat():
     class Legal(Count):
         def reset(self, seed):
             super().reset(seed)
@@ -290,13 +290,13 @@ TREES = [Branching(), Branching("root", 3), Branching("turn", 3, "epsilon", 0.5)
 
 
 @pytest.mark.parametrize("branching", TREES, ids=str)
-def test_a_seed_fixes_the_trees(branching):
+def test_trees_are_reproducible_from_the_seed(branching):
     assert drawn(1, branching) == drawn(1, branching)
     assert drawn(1, branching) != drawn(2, branching)
 
 
 @pytest.mark.parametrize("branching", TREES, ids=str)
-def test_an_episode_does_not_depend_on_its_company(branching):
+def test_episodes_are_independent_of_the_batch(branching):
     assert drawn(1, branching, matches=5)[:2] == drawn(1, branching, matches=2)
 
 
@@ -327,7 +327,7 @@ class Blocking(Count):
 
 @pytest.mark.parametrize("branching", TREES, ids=str)
 @pytest.mark.parametrize("make_env", [lambda: Late(3), lambda: Blocking(3)], ids=["coroutines", "threads"])
-def test_which_step_is_faster_changes_nothing(branching, make_env):
+def test_results_do_not_depend_on_step_timing(branching, make_env):
     """Coroutine and blocking envs grow the very trees that the plain env grows: ids, draws, and order."""
     assert drawn(1, branching, make_env) == drawn(1, branching)
 
@@ -350,12 +350,12 @@ class Meeting(Count):
         return type(self)(self.turns)
 
 
-def test_episodes_of_a_blocking_env_wait_together():
+def test_blocking_env_steps_of_episodes_run_concurrently():
     episodes, _ = grow(lambda: Meeting(1), Branching(), matches=60)
     assert [e.error for e in episodes] == [None] * 60
 
 
-def test_siblings_of_a_blocking_env_wait_together():
+def test_blocking_env_steps_of_siblings_run_concurrently():
     class Forked(Meeting):
         def step(self, actions):
             self.said = []
@@ -365,7 +365,7 @@ def test_siblings_of_a_blocking_env_wait_together():
     assert episode.error is None and len(episode.nodes) == 60
 
 
-def test_twenty_steps_of_fifty_milliseconds_take_far_less_than_a_second():
+def test_twenty_blocking_steps_of_50_ms_overlap():
     class Sleepy(Count):
         blocking = True
 
@@ -381,7 +381,7 @@ def test_twenty_steps_of_fifty_milliseconds_take_far_less_than_a_second():
     assert best < 0.5
 
 
-def test_no_more_episodes_than_the_limit_are_open():
+def test_open_episodes_are_limited():
     open_now = most = 0
 
     class Counted(Count):
@@ -402,7 +402,7 @@ def test_no_more_episodes_than_the_limit_are_open():
     assert most == 3
 
 
-def test_each_finished_episode_is_reported_once():
+def test_on_episode_is_called_once_per_episode():
     done = []
     team = {"a": Spoken("a", lambda query, i: "1")}
     episodes = asyncio.run(
@@ -464,7 +464,7 @@ def fragile(where, branching):
     "branching", [Branching(), Branching("root", 3), Branching("turn", 3), Branching("turn", 2, "all")]
 )
 @pytest.mark.parametrize("where", ["reset", "step", "fork", "close", "nan"])
-def test_a_failure_is_recorded_and_leaves_the_others_alone(where, branching):
+def test_failure_is_recorded_without_affecting_other_episodes(where, branching):
     _, episodes, _ = fragile(where, branching)
     if where == "fork" and (branching.at == "root" or branching.k == 1):
         return  # there is no second fork
@@ -482,17 +482,17 @@ def test_a_failure_is_recorded_and_leaves_the_others_alone(where, branching):
     "branching", [Branching(), Branching("root", 3), Branching("turn", 3), Branching("turn", 2, "all")]
 )
 @pytest.mark.parametrize("where", ["nowhere", "reset", "step", "fork", "close", "nan"])
-def test_every_env_and_fork_is_closed_once(where, branching):
+def test_envs_and_forks_are_closed_exactly_once(where, branching):
     kind, _, _ = fragile(where, branching)
     assert sorted(map(id, kind.closed)) == sorted(map(id, kind.opened))
 
 
-def test_an_env_that_cannot_be_made_is_a_failed_episode():
+def test_env_constructor_error_gives_a_failed_episode():
     _, episodes, _ = fragile("make", Branching())
     assert [e.error for e in episodes] == ["OSError: no sandbox"] * 4 and all(e.nodes == [] for e in episodes)
 
 
-def test_a_policy_that_fails_makes_a_failed_episode():
+def test_policy_error_gives_a_failed_episode():
     def script(query, i):
         if query.observation == "0":
             raise KeyError("lost")
@@ -502,12 +502,12 @@ def test_a_policy_that_fails_makes_a_failed_episode():
     assert [e.error for e in episodes] == ["KeyError: 'lost'"] * 2 and len(episodes[0].nodes) == 1
 
 
-def test_a_seat_without_a_policy_says_which():
+def test_seat_without_policy_is_named_in_the_error():
     (episode,), _ = grow(lambda: Both(1), Branching(), seats=("a",))
     assert 'env "toy" asks seat "b"' in episode.error
 
 
-def test_an_env_that_asks_a_seat_it_does_not_have_is_named():
+def test_observation_for_an_unknown_seat_is_reported():
     class Lost(Count):
         def reset(self, seed):
             return Step({"nobody": "-"})
@@ -516,7 +516,7 @@ def test_an_env_that_asks_a_seat_it_does_not_have_is_named():
     assert 'env "count" asks seat "nobody", and its seats are a: add it to `seats`' in episode.error
 
 
-def test_an_env_that_returns_no_step_makes_failed_episodes_that_say_so():
+def test_wrong_return_type_of_step_gives_an_explained_failure():
     class Gymlike(Count):
         def step(self, actions):
             return {"a": "-"}, 0.0, True, False, {}
@@ -526,14 +526,14 @@ def test_an_env_that_returns_no_step_makes_failed_episodes_that_say_so():
     assert "require_step" in episode.traceback
 
 
-def test_a_seat_that_is_never_asked_needs_no_policy():
+def test_seat_that_never_acts_needs_no_policy():
     (episode,), _ = grow(lambda: Count(1), Branching(), seats=())
     assert 'asks seat "a"' in episode.error
     (episode,), _ = grow(lambda: Count(1), Branching(), seats=("a", "unheard of"))
     assert episode.error is None
 
 
-def test_the_error_of_one_line_ends_its_whole_tree():
+def test_error_in_one_branch_fails_the_whole_tree():
     class OneBad(Count):
         def step(self, actions):
             if actions["a"] == "2":
@@ -554,7 +554,7 @@ def test_the_error_of_one_line_ends_its_whole_tree():
 # ---- figures
 
 
-def test_figures_by_hand():
+def test_metrics_by_hand():
     """Two instances of two secrets: one line right in the end, one wrong."""
 
     def script(query, i):
@@ -573,7 +573,7 @@ def test_figures_by_hand():
 
 
 @pytest.mark.parametrize("flag", [{"a": True, "b": False}, ["a"], {"a"}, ("a",)])
-def test_an_env_may_flag_invalid_answers_by_seat(flag):
+def test_env_info_flags_invalid_answers_per_seat(flag):
     class Flags(Both):
         def step(self, actions):
             step = super().step(actions)
@@ -586,7 +586,7 @@ def test_an_env_may_flag_invalid_answers_by_seat(flag):
 # ---- policies without a model
 
 
-def test_scripted_answers_depend_on_the_turn_alone():
+def test_scripted_answers_depend_on_the_turn_only():
     """Not on who else plays: a resumed run must hear what an uninterrupted one does."""
     policy = ScriptedPolicy(["4", "5", "6"])
     team = {"a": policy}
@@ -596,7 +596,7 @@ def test_scripted_answers_depend_on_the_turn_alone():
     assert [[n.answers["a"].text for n in e.nodes] for e in episodes] == [["4", "5", "6", "4", "5"]] * 3
 
 
-def test_random_policies_pick_legal_actions():
+def test_random_policy_picks_legal_actions():
     from palestra.policies.base import Query
 
     answers = asyncio.run(RandomPolicy().act(Query("", "", n=50, seed=3, legal_actions=[1, 2, 3])))
@@ -605,14 +605,14 @@ def test_random_policies_pick_legal_actions():
     assert [a.text for a in again] == [a.text for a in answers]
 
 
-def test_derived_seeds_are_fixed_for_ever():
+def test_derived_seeds_have_fixed_values():
     assert derive_seed(0, "play", 3) == derive_seed(0, "play", 3) != derive_seed(0, "play", 4)
     assert derive_seed(1, "a", (0, 1)) == 5536374289449337412
     assert len({derive_seed(s, k) for s in range(50) for k in range(50)}) == 2500
     assert all(0 <= derive_seed(s) < 2**63 for s in range(50))
 
 
-def test_a_game_that_never_ends_is_a_failed_episode():
+def test_endless_game_gives_a_failed_episode():
     team = {"a": Spoken("a@1", lambda query, i: "1")}
     arena = EpisodeRunner(lambda: Count(10**9), "toy", max_steps=7)
     (episode,) = asyncio.run(arena.play_all([EpisodeSpec(0, team, 0)], Branching()))
@@ -632,7 +632,7 @@ class Thinker:
         await asyncio.Event().wait()
 
 
-def test_what_is_broken_off_is_closed():
+def test_cancelled_rollouts_close_their_envs():
     kind, thinker = type("Fragile", (Fragile,), {"opened": [], "closed": []}), Thinker()
 
     async def broken_off():

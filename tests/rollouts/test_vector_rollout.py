@@ -75,7 +75,7 @@ def same(first: RolloutBatch | dict[str, np.ndarray], second: RolloutBatch | dic
         Track,
     ],
 )
-def test_the_games_that_are_played_here_keep_the_contract(make: Any) -> None:
+def test_toy_envs_pass_the_env_check(make: Any) -> None:
     check_vector_env(make, steps=60)
 
 
@@ -83,7 +83,7 @@ def test_the_games_that_are_played_here_keep_the_contract(make: Any) -> None:
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_a_sweep_is_what_a_loop_over_each_game_alone_records(turns: bool) -> None:
+def test_rollout_equals_a_loop_over_single_envs(turns: bool) -> None:
     env = Countdown(4, turns=turns)
     batch = VectorRollout(env, SEEDS).collect([ScriptedVectorPolicy(env, [0, 1], by_view)], 12, seed=0)
     final, ended = [], []
@@ -119,7 +119,7 @@ def test_a_sweep_is_what_a_loop_over_each_game_alone_records(turns: bool) -> Non
     assert batch.truncated.any() and batch.terminated.any() and not batch.logp.any()
 
 
-def test_sweeps_go_on_where_the_last_one_stopped() -> None:
+def test_rollouts_continue_from_the_last_state() -> None:
     env, other = Countdown(4), Countdown(4)
     whole = arrays_of(VectorRollout(env, SEEDS).collect([ScriptedVectorPolicy(env, [0, 1], by_view)], 12, seed=0))
     sweeper = VectorRollout(other, SEEDS)
@@ -131,7 +131,7 @@ def test_sweeps_go_on_where_the_last_one_stopped() -> None:
         np.testing.assert_array_equal(parts[0][key][4], parts[1][key][0], err_msg=key)
 
 
-def test_restarting_begins_all_games_anew() -> None:
+def test_restart_resets_all_envs() -> None:
     env = Countdown(4)
     sweeper, player = VectorRollout(env, SEEDS), recurrent(env, {"a": [0, 1]})
     first = arrays_of(sweeper.collect(player, 7, seed=1))
@@ -139,7 +139,7 @@ def test_restarting_begins_all_games_anew() -> None:
     same(sweeper.collect(player, 7, seed=1), first)
 
 
-def test_horizons_may_change() -> None:
+def test_rollout_length_may_change() -> None:
     env = Countdown(4)
     sweeper = VectorRollout(env, SEEDS)
     for steps in (3, 1, 5):
@@ -150,7 +150,7 @@ def test_horizons_may_change() -> None:
 # ---- who plays
 
 
-def test_every_player_has_its_seats() -> None:
+def test_players_act_at_their_own_seats() -> None:
     env = Countdown(4, seats=3)
     constant = [
         ScriptedVectorPolicy(env, [s], lambda env, seat: np.full(env.num_envs, seat, np.int32), f"c{s}") for s in (2, 0)
@@ -160,7 +160,7 @@ def test_every_player_has_its_seats() -> None:
     assert set(np.unique(batch.actions[:, :, 1])) == {0, 1, 2}
 
 
-def test_uniform_players_keep_to_the_law() -> None:
+def test_uniform_policies_choose_legal_actions() -> None:
     env = Countdown(4)
     batch = VectorRollout(env, SEEDS).collect([UniformVectorPolicy(env, [0, 1])], 300, seed=0)
     chosen = np.take_along_axis(batch.action_mask[:-1], batch.actions[..., None].astype(np.int64), -1)
@@ -169,7 +169,7 @@ def test_uniform_players_keep_to_the_law() -> None:
     assert third == pytest.approx(1 / 3, abs=0.05)
 
 
-def test_all_chance_follows_from_the_seed() -> None:
+def test_rollouts_are_reproducible_from_the_seed() -> None:
     def played(seed: int) -> dict[str, np.ndarray]:
         env = Countdown(4)
         return arrays_of(
@@ -182,14 +182,14 @@ def test_all_chance_follows_from_the_seed() -> None:
     assert not np.array_equal(played(1)["actions"], played(2)["actions"])
 
 
-def test_players_of_different_names_draw_apart() -> None:
+def test_players_have_independent_random_streams() -> None:
     env = Countdown(64)
     seats = [UniformVectorPolicy(env, [s], f"player{s}") for s in (0, 1)]
     actions = VectorRollout(env, np.arange(64)).collect(seats, 5, seed=0).actions
     assert not np.array_equal(actions[..., 0], actions[..., 1])
 
 
-def test_a_script_that_the_env_does_not_have_is_named() -> None:
+def test_unknown_script_is_named_in_the_error() -> None:
     with pytest.raises(ValueError, match='"countdown" has no scripted player "clever"'):
         ScriptedVectorPolicy(Countdown(), [0], "clever")
 
@@ -208,7 +208,7 @@ def test_actions_of_every_kind_are_recorded(space: Space) -> None:
 # ---- memory and state
 
 
-def test_what_players_remembered_at_the_first_moment_is_kept() -> None:
+def test_initial_recurrent_state_is_recorded() -> None:
     """Log-probabilities found again from the batch alone are those of the players."""
     env = Countdown(4, turns=True)
     sweeper, (player,) = VectorRollout(env, SEEDS), recurrent(env, {"a": [0], "b": [1]})
@@ -230,7 +230,7 @@ def test_what_players_remembered_at_the_first_moment_is_kept() -> None:
 
 @KEPT_COPY
 @pytest.mark.parametrize("turns", [False, True])
-def test_what_was_saved_in_the_middle_of_games_goes_on_exactly(turns: bool) -> None:
+def test_resume_in_mid_episode_is_bit_identical(turns: bool) -> None:
     env = Countdown(4, turns=turns)
     sweeper, players = VectorRollout(env, SEEDS), recurrent(env, {"a": [0], "b": [1]})
     sweeper.collect(players, 7, seed=0)
@@ -247,14 +247,14 @@ def test_what_was_saved_in_the_middle_of_games_goes_on_exactly(turns: bool) -> N
         same(loaded.collect(players, 5, seed=s), batch)
 
 
-def test_where_the_env_cannot_tell_nothing_is_saved() -> None:
+def test_env_without_state_is_not_saved() -> None:
     env = Mute(4)
     sweeper = VectorRollout(env, SEEDS)
     sweeper.collect([UniformVectorPolicy(env, [0, 1])], 3, seed=0)
     assert sweeper.save() is None
 
 
-def test_memory_is_saved_without_a_warning() -> None:
+def test_recurrent_state_is_saved_without_warning() -> None:
     env = Countdown(4)
     sweeper = VectorRollout(env, SEEDS)
     sweeper.collect(recurrent(env, {"a": [0, 1]}), 3, seed=0)
@@ -289,7 +289,7 @@ class Drift(NativeEnv):
 
 @KEPT_COPY
 @pytest.mark.parametrize("remembers", [True, False])
-def test_no_policy_is_named_in_vain(remembers: bool) -> None:
+def test_unused_policy_names_are_refused(remembers: bool) -> None:
     """A native env saves its random numbers as `memory.rng`: those and a policy called rng are two things."""
     env = Drift(3)
     sweeper = VectorRollout(env, np.arange(3))

@@ -151,9 +151,7 @@ async def at_once(number):
     stages=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=2),
     seed=st.integers(0, 999),
 )
-def test_no_episode_is_older_than_the_bound_and_each_is_trained_in_its_own_step(
-    tmp_path_factory, staleness, stages, seed
-):
+def test_staleness_is_bounded_and_steps_train_their_own_episodes(tmp_path_factory, staleness, stages, seed):
     async def anyhow(number):
         for _ in range(random.Random(f"{seed} {number}").choice((0, 1, 5, 40, 200))):
             await asyncio.sleep(0)
@@ -174,7 +172,7 @@ def test_no_episode_is_older_than_the_bound_and_each_is_trained_in_its_own_step(
         assert (line["staleness"], line["staleness_max"]) == (np.mean(ages), max(ages))
 
 
-def test_episodes_are_played_while_training_goes_on(tmp_path):
+def test_rollouts_run_during_training(tmp_path):
     """Training of each step but the last ends when the whole next step has been played: if play waited, nothing ever
     would."""
     done = asyncio.Event()
@@ -198,7 +196,7 @@ def test_episodes_are_played_while_training_goes_on(tmp_path):
         assert run_training(setup, run, watch)
 
 
-def test_one_that_takes_long_holds_up_training_and_sampling_only_at_the_bound(tmp_path):
+def test_slow_episode_blocks_training_only_at_the_staleness_bound(tmp_path):
     """Number 0 of two a step goes on when all that may begin before it has ended have begun."""
     began: list[int] = []
 
@@ -215,7 +213,7 @@ def test_one_that_takes_long_holds_up_training_and_sampling_only_at_the_bound(tm
     assert sorted(began) == list(range(12))
 
 
-def test_a_failed_episode_counts_and_is_kept(tmp_path):
+def test_failed_episode_counts_and_is_recorded(tmp_path):
     async def gates(number):
         if number % 4 == 1:
             raise OSError("lost")
@@ -226,7 +224,7 @@ def test_a_failed_episode_counts_and_is_kept(tmp_path):
     assert [e.error for e in recorded(path)[2]] == [None, "OSError: lost", None, None]
 
 
-def test_what_goes_wrong_in_training_is_heard_as_it_is_and_nothing_plays_on(tmp_path):
+def test_training_error_propagates_and_cancels_rollouts(tmp_path):
     async def fails(trained):
         if trained == 1:
             raise ValueError("the gradient's norm is nan")
@@ -241,7 +239,7 @@ def test_what_goes_wrong_in_training_is_heard_as_it_is_and_nothing_plays_on(tmp_
     assert trainer.rollouts.tasks and all(task.done() for task in trainer.rollouts.tasks.values())
 
 
-def test_exams_come_when_they_are_due(tmp_path):
+def test_evaluations_run_at_their_interval(tmp_path):
     setup = toy(2, [(5, 2)], at_once)
     seats = setup.stages[0].source.seats
     setup.evals = [TextEval(name="dev", episodes=3, every=2, arena=EpisodeRunner(Whisper, "dev"), seat_policies=seats)]
@@ -249,7 +247,7 @@ def test_exams_come_when_they_are_due(tmp_path):
     assert [line["step"] for line in read_lines(path / "evals.jsonl")] == [-1, 1, 3, 4]
 
 
-def test_the_buffer_holds_what_a_checkpoint_may_still_need_and_a_finished_run_has_none(tmp_path):
+def test_buffer_keeps_episodes_needed_by_checkpoints_and_is_removed_at_the_end(tmp_path):
     """Checkpoints after steps 1, 3, 5, ...: a run may go on from the newest two."""
     kept = {}
 
@@ -264,7 +262,7 @@ def test_the_buffer_holds_what_a_checkpoint_may_still_need_and_a_finished_run_ha
     assert kept == {0: 0, 1: 0, 2: 0, 3: 0, 4: 4, 5: 4, 6: 8, 7: 8}
 
 
-def test_a_stopped_run_has_kept_all_it_had_begun_and_plays_none_of_it_again(tmp_path):
+def test_stopped_run_keeps_started_episodes_and_does_not_replay_them(tmp_path):
     finished: list[int] = []
 
     class Count(Callback):
@@ -315,7 +313,7 @@ def resume(path):
 
 
 @pytest.mark.slow
-def test_a_pair_learns_from_episodes_that_are_a_step_old(base, tmp_path):
+def test_two_agents_learn_from_episodes_of_staleness_one(base, tmp_path):
     speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}
     whole = {"staleness": 1, "steps": 30, "episodes": 32, "env": {"type": "toys:Whisper"}, "checkpoint_every": 100}
     evals = {"test": {"episodes": 200, "env": {"split": "test"}}}
@@ -340,7 +338,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
-def test_steps_trained_again_after_a_kill_are_the_same_bit_for_bit(base, tmp_path, changes):
+def test_resume_after_kill_is_bit_identical(base, tmp_path, changes):
     """Killed after step 7 was trained, three steps beyond its checkpoint, with some of later steps in the buffer."""
     whole = config(base, keep_every=3, **changes)
 
@@ -389,7 +387,7 @@ def said(episode):
     )
 
 
-def test_half_of_the_games_may_wait(base, tmp_path):
+def test_no_deadlock_if_half_of_the_episodes_block(base, tmp_path):
     setup = build(config(base, steps=4))
     setup.stages[0].source.arenas["train"] = EpisodeRunner(Slow, "train")
     with Run.create(tmp_path, "", "slow") as run:
@@ -401,7 +399,7 @@ def test_half_of_the_games_may_wait(base, tmp_path):
         assert not any(e.error for e in episodes)
 
 
-def test_a_full_model_cannot_be_played_while_it_is_trained(base):
+def test_full_model_with_staleness_is_refused(base):
     with pytest.raises(ValueError, match="staleness: 2 plays while weights are trained, but walker is a full model"):
         config(base, "policies.walker.type=full", "policies.walker.batch_size=null")
 
@@ -427,7 +425,7 @@ def asked(seed, adapter=None, keep=False, n=3):
     return Request(prompt, n, SamplingConfig(max_tokens=12, stop_at_eos=False), adapter, seed, keep)
 
 
-def test_gradients_are_the_same_whoever_samples_between_them():
+def test_gradients_are_unaffected_by_sampling_in_between():
     engine, batch = tiny_lm(3), samples(16)
     assert len(micro_batches(batch, 40)) > 4
     alone = learner_of(engine)
@@ -450,7 +448,7 @@ def test_gradients_are_the_same_whoever_samples_between_them():
         assert [a.token_ids.tolist() for a in mine] == [a.token_ids.tolist() for a in theirs]
 
 
-def test_others_go_on_while_a_server_trains():
+def test_remote_training_does_not_block_the_event_loop():
     """Weights that are elsewhere block whoever waits for them, and nobody else."""
     import threading
 
@@ -473,7 +471,7 @@ def test_others_go_on_while_a_server_trains():
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_what_is_under_way_does_not_mind_when_the_sampler_forgets(keep):
+def test_clearing_the_sampler_cache_does_not_change_running_requests(keep):
     """After each token of several snapshots' answers, and of turns that go on from kept ones: prompts are then computed
     again, to rounding."""
     engine = tiny_lm(3)

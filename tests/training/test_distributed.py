@@ -72,7 +72,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks,mode", [(2, None), (2, "fsdp"), (4, "fsdp")])
-def test_a_run_of_several_ranks_is_the_run_of_one(tmp_path, whole, ranks, mode):
+def test_several_ranks_equal_one_process(tmp_path, whole, ranks, mode):
     said = finish(start(tmp_path, ranks, *demo(*([f"parallel={mode}"] if mode else []), name="many")))
     assert said.count("curves:") == 1 and said.count("run runs/many") == 1  # one rank speaks
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["many"]
@@ -94,7 +94,7 @@ def once(met, process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_goes_on_with_another_number_of_ranks(tmp_path, whole, sent):
+def test_resume_with_another_number_of_ranks(tmp_path, whole, sent):
     process, run = start(tmp_path, 2, *demo("parallel=fsdp", name="stopped")), tmp_path / "runs" / "stopped"
     once(lambda: logged(run) >= 3, process)
     os.kill(process.pid, sent)  # to torchrun, which hands it on
@@ -106,7 +106,7 @@ def test_a_stopped_run_goes_on_with_another_number_of_ranks(tmp_path, whole, sen
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on(tmp_path, whole):
+def test_killed_rank_ends_the_job_and_the_run_resumes(tmp_path, whole):
     process, run = start(tmp_path, 2, *demo(name="killed")), tmp_path / "runs" / "killed"
     once(lambda: logged(run) >= 6, process)
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
@@ -120,7 +120,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on(tmp_path, whole):
 
 
 @pytest.mark.slow
-def test_full_models_train_in_parts_and_are_read_whole(tmp_path):
+def test_sharded_full_models_are_saved_whole(tmp_path):
     changes = [f"policies.planner={FULL['planner']}", "algorithm={type: ppo}"]
     finish(start(tmp_path, 1, *demo(*changes, name="one")))
     finish(start(tmp_path, 2, *demo(*changes, "parallel=fsdp", name="parted")))
@@ -139,7 +139,7 @@ def test_full_models_train_in_parts_and_are_read_whole(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_all_ranks_find_wrong_one_says(tmp_path):
+def test_config_errors_are_printed_by_one_rank_only(tmp_path):
     said = finish(start(tmp_path, 2, *demo("parallel=dpp", name="wrong")), code=1)
     assert "error" in said and "parallel" in said and "most recent call" not in said.split("ChildFailedError")[0][:200]
     assert "staleness" in finish(start(tmp_path, 2, *demo("staleness=1", name="wrong")), code=1)
@@ -148,7 +148,7 @@ def test_what_all_ranks_find_wrong_one_says(tmp_path):
 
 
 @pytest.mark.parametrize("line", [{"staleness": 1}, {"engine": "http://127.0.0.1:1"}])
-def test_ranks_share_no_run_that_plays_ahead_or_trains_elsewhere(line):
+def test_async_rollouts_and_remote_training_are_refused_with_ranks(line):
     policies = {"default": {"type": "lora"}}
     with pytest.raises(ValueError, match="parallel: ddp"):
         validate(TextConfig, {"env": {"type": "plan_path"}, "policies": policies, "parallel": "ddp"} | line)

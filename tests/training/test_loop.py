@@ -80,13 +80,13 @@ def learned(base, tmp_path_factory):
     return path, setup, before
 
 
-def test_two_adapters_learn_to_play_together(learned):
+def test_two_adapters_learn_to_cooperate(learned):
     path, _, _ = learned
     before, after = scores(path)
     assert before < 0.5 and after > BAR
 
 
-def test_under_lora_the_base_does_not_move_and_both_adapters_do(learned):
+def test_lora_training_changes_adapters_and_not_the_base(learned):
     path, setup, before = learned
     after = weights_of(setup, "guide")
     assert all(torch.equal(before[key], after[key]) for key in before)
@@ -97,7 +97,7 @@ def test_under_lora_the_base_does_not_move_and_both_adapters_do(learned):
     assert any(not torch.equal(guide[key], walker[key]) for key in guide)
 
 
-def test_the_run_holds_what_happened(learned):
+def test_run_records_episodes_policies_and_advantages(learned):
     path, _, _ = learned
     metrics = read_lines(path / "metrics.jsonl")
     assert [(line["step"], line["policy"]) for line in metrics] == [
@@ -118,7 +118,7 @@ def test_the_run_holds_what_happened(learned):
             assert answer.policy == f"{seat}@{updates:.0f}" and seat in node.advantages
 
 
-def test_instances_are_never_played_twice_and_exams_are_held_out(learned):
+def test_train_instances_are_unique_and_evaluation_is_held_out(learned):
     path, setup, _ = learned
     seeds = [e.seed for file in sorted((path / "episodes").iterdir()) for e in load_episodes(file)]
     assert seeds == list(range(20 * 32))
@@ -133,7 +133,7 @@ def examine(path, seats=None, *, swap=False, sampling=None, step=None, episodes=
     return evaluate(path, env, seats, swap=swap, episodes=episodes, sampling=sampling or {}, step=step)[:2]
 
 
-def test_a_run_can_be_examined_swapped_and_against_its_base(learned):
+def test_trained_run_is_evaluated_with_swapped_and_base_policies(learned):
     path, setup, _ = learned
     guide, walker = (setup.learners[name].policy().name for name in ("guide", "walker"))
     who, figures = examine(path)
@@ -148,7 +148,7 @@ def test_a_run_can_be_examined_swapped_and_against_its_base(learned):
     assert examine(path, env={"turns": 2}, episodes=5)[1]["steps_per_episode"] == 4
 
 
-def test_what_cannot_be_examined_says_why(learned):
+def test_invalid_evaluations_are_refused_with_the_reason(learned):
     path, _, _ = learned
     with pytest.raises(ValueError, match="no checkpoint after 3 steps; it has: 10, 20"):
         examine(path, step=3)
@@ -160,7 +160,7 @@ def test_what_cannot_be_examined_says_why(learned):
         examine(path, {"guid": "walker"})
 
 
-def test_one_shared_policy_learns_both_seats(base, tmp_path):
+def test_shared_policy_learns_both_seats(base, tmp_path):
     config = whisper(base, policies={"default": whisper(base).policies["guide"].model_dump()}, steps=25)
     path, setup = run_of(config, tmp_path)
     assert list(setup.learners) == ["default"] and scores(path)[-1] > BAR
@@ -168,13 +168,13 @@ def test_one_shared_policy_learns_both_seats(base, tmp_path):
     assert lines[0]["answers"] == 512  # both seats'
 
 
-def test_whole_lines_from_the_root_teach_too(base, tmp_path):
+def test_root_branching_learns(base, tmp_path):
     path, _ = run_of(whisper(base, "algorithm.branch_at=root", "algorithm.entropy_coef=0.02", steps=30), tmp_path)
     before, after = scores(path)
     assert before < 0.5 and after > BAR
 
 
-def test_a_full_model_learns_and_moves(base, tmp_path):
+def test_full_model_learns_and_its_weights_change(base, tmp_path):
     policies = {
         "guide": {"type": "full", "base": str(base), "lr": 1e-3, "sampling": {"max_tokens": 1}},
         "walker": {"type": "scripted", "answers": ["0"]},
@@ -194,7 +194,7 @@ def test_a_full_model_learns_and_moves(base, tmp_path):
     assert figures["success"] == scores(path)[-1]
 
 
-def test_pupils_imitate_their_teachers(base, tmp_path):
+def test_students_imitate_their_teachers(base, tmp_path):
     """A teacher that answers "1" whatever it sees: the pupils must come to say just that, and then stop."""
     student = {"type": "lora", "base": str(base), "lr": 1e-2, "teacher": "master", "sampling": {"max_tokens": 4}}
     config = whisper(
@@ -220,7 +220,7 @@ def query(role, observation, n):
     return Query(role, observation, n=n, seed=3)
 
 
-def test_only_successes_are_imitated(base, tmp_path):
+def test_sft_trains_on_successful_trajectories_only(base, tmp_path):
     config = whisper(base, algorithm={"type": "sft", "group_size": 4}, steps=1, evals={})
     path, _ = run_of(config, tmp_path)
     episodes = load_episodes(path / "episodes" / "step-000000.parquet")
@@ -239,7 +239,7 @@ def test_only_successes_are_imitated(base, tmp_path):
 # ---- who learns and who does not
 
 
-def test_frozen_and_scripted_seats_play_and_do_not_learn(base, learned, tmp_path):
+def test_frozen_and_scripted_policies_are_not_trained(base, learned, tmp_path):
     path, _, _ = learned
     folder = list_checkpoints(path)[-1].path / "guide"
     frozen = {"type": "frozen", "base": str(base), "path": str(folder), "sampling": {"max_tokens": 1}}
@@ -261,7 +261,7 @@ def test_frozen_and_scripted_seats_play_and_do_not_learn(base, learned, tmp_path
     assert {a.policy for e in episodes for n in e.nodes for a in n.answers.values()} == {"guide", "walker@3"}
 
 
-def test_a_random_partner_needs_no_model(base, tmp_path):
+def test_random_policy_needs_no_model(base, tmp_path):
     policies = {
         "guide": whisper(base).policies["guide"].model_dump(),
         "walker": {"type": "random", "words": ["0", "1"]},
@@ -270,7 +270,7 @@ def test_a_random_partner_needs_no_model(base, tmp_path):
     assert list(setup.learners) == ["guide"] and len(read_lines(path / "metrics.jsonl")) == 4
 
 
-def test_policies_may_stand_on_different_bases(base, other_base, tmp_path):
+def test_policies_may_have_different_bases(base, other_base, tmp_path):
     config = whisper(base, f"policies.walker.base={other_base}", "policies.walker.rank=3", steps=2, evals={})
     path, setup = run_of(config, tmp_path)
     guide, walker = setup.learners["guide"], setup.learners["walker"]
@@ -283,7 +283,7 @@ def test_policies_may_stand_on_different_bases(base, other_base, tmp_path):
     assert who == {"guide": "guide@2", "walker": "walker@2"}
 
 
-def test_a_policy_without_samples_stays_as_it_is(base, tmp_path):
+def test_policy_without_samples_is_not_updated(base, tmp_path):
     """The walker's team reward never differs where the guide is always wrong: no groups, no update, and no crash."""
     policies = {"guide": {"type": "scripted", "answers": [""]}, "walker": whisper(base).policies["walker"].model_dump()}
     path, setup = run_of(whisper(base, policies=policies, steps=2, evals={}), tmp_path)
@@ -295,7 +295,7 @@ def test_a_policy_without_samples_stays_as_it_is(base, tmp_path):
         assert restore_checkpoint(again, run) == 2 and again.learners["walker"].version == 0
 
 
-def test_batches_and_epochs_are_optimizer_steps(base, tmp_path):
+def test_batches_and_epochs_set_the_number_of_optimizer_steps(base, tmp_path):
     config = whisper(base, "policies.guide.batch_size=50", "policies.guide.epochs=2", steps=1, evals={})
     path, setup = run_of(config, tmp_path)
     line = read_lines(path / "metrics.jsonl")[0]
@@ -303,7 +303,7 @@ def test_batches_and_epochs_are_optimizer_steps(base, tmp_path):
     assert line["kl"] > 0  # the second batch is not on policy any more
 
 
-def test_the_learning_rate_follows_its_schedule(base, tmp_path):
+def test_learning_rate_follows_its_schedule(base, tmp_path):
     linear = ("policies.guide.lr_schedule=linear", "policies.walker.warmup_ratio=0.5")
     path, _ = run_of(whisper(base, *linear, "episodes=4", steps=4, evals={}), tmp_path)
     lr = {
@@ -314,13 +314,13 @@ def test_the_learning_rate_follows_its_schedule(base, tmp_path):
     assert lr["walker"] == pytest.approx([0, 0.5e-2, 1e-2, 1e-2], abs=1e-9)
 
 
-def test_exams_may_sample_otherwise(base):
+def test_evaluations_may_have_their_own_sampling_params(base):
     setup = build(whisper(base, "eval_sampling.temperature=0"))
     assert setup.evals[0].seat_policies()["guide"].sampling.temperature == 0
     assert setup.stages[0].source.seats()["guide"].sampling.temperature == 1
 
 
-def test_exams_come_before_after_and_in_between():
+def test_evaluations_run_before_during_and_after_training():
     due = [step for step in range(-1, 10) if Evaluation(name="x", episodes=1, every=4).is_due(step, 10)]
     assert due == [-1, 3, 7, 9]
     assert [step for step in range(-1, 10) if Evaluation(name="x", episodes=1).is_due(step, 10)] == [-1, 9]
@@ -338,7 +338,7 @@ def small(base, *settings, **tree):
     return whisper(base, "algorithm.group_size=3", *settings, **({"steps": 4, "episodes": 4, "evals": evals} | tree))
 
 
-def test_a_seed_fixes_a_run_and_another_is_another(base, tmp_path):
+def test_equal_seeds_give_equal_runs_and_others_differ(base, tmp_path):
     first, _ = run_of(small(base), tmp_path)
     second, _ = run_of(small(base), tmp_path)
     other, _ = run_of(small(base, "seed=1"), tmp_path)
@@ -348,7 +348,7 @@ def test_a_seed_fixes_a_run_and_another_is_another(base, tmp_path):
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_what_is_drawn_hangs_on_the_runs_seed_and_the_instance(base):
+def test_sampling_depends_on_run_seed_and_instance_only(base):
     ours, again, other = (build(small(base, f"seed={seed}")) for seed in (0, 0, 1))
     drawn = [match.seed for step in range(3) for match in matches(ours, step)]
     assert len(set(drawn)) == 12
@@ -393,7 +393,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
-def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path, changes):
+def test_resume_after_stop_is_bit_identical(base, tmp_path, changes):
     config = small(base, *(f"{key}={value}" for key, value in changes.items()))
     whole, _ = run_of(config, tmp_path)
     stopped = resumed_after(config, tmp_path, 1)
@@ -405,7 +405,7 @@ def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path, changes):
         )
 
 
-def test_a_run_with_scripted_and_frozen_memories_goes_on_as_if_it_never_stopped(base, other_base, tmp_path):
+def test_resume_with_stateful_frozen_policies_is_bit_identical(base, other_base, tmp_path):
     """Neither a script's place nor what a frozen model's sampler keeps may hang on the steps before."""
     policies = {
         "guide": {"type": "frozen", "base": str(other_base), "history": "conversation", "sampling": {"max_tokens": 2}},
@@ -424,7 +424,7 @@ def test_a_run_with_scripted_and_frozen_memories_goes_on_as_if_it_never_stopped(
         assert file.read_bytes() == (stopped / "episodes" / file.name).read_bytes(), file.name
 
 
-def test_failed_episodes_do_not_stop_a_run(base, tmp_path, monkeypatch):
+def test_failed_episodes_do_not_stop_the_run(base, tmp_path, monkeypatch):
     (tmp_path / "shaky.py").write_text(
         "from toys import Whisper\n\n\n"
         "class Shaky(Whisper):\n"
@@ -443,7 +443,7 @@ def test_failed_episodes_do_not_stop_a_run(base, tmp_path, monkeypatch):
     assert not any(n.advantages for e in episodes if e.error for n in e.nodes)
 
 
-def test_with_max_failed_1_a_step_in_which_every_episode_fails_changes_nothing(base, tmp_path, monkeypatch):
+def test_step_of_failed_episodes_only_changes_no_weights(base, tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text(
         "from toys import Whisper\n\n\n"
         "class Broken(Whisper):\n"
@@ -488,13 +488,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda x: str(x)[:40])
-def test_a_wrong_config_says_what_is_wrong(base, changes, message):
+def test_invalid_configs_are_refused_with_the_reason(base, changes, message):
     settings = [f"{key}={json.dumps(value).replace('BASE', str(base))}" for key, value in changes.items()]
     with pytest.raises(ValueError, match=message):
         build(whisper(base, *settings))
 
 
-def test_a_seat_nobody_plays_says_what_to_add(base):
+def test_seat_without_policy_is_refused_with_the_fix(base):
     tree = whisper(base).model_dump()
     tree["policies"]["runner"] = tree["policies"].pop("walker")
     with pytest.raises(
@@ -503,14 +503,14 @@ def test_a_seat_nobody_plays_says_what_to_add(base):
         build(validate(TextConfig, tree))
 
 
-def test_a_misspelt_policy_beside_default_is_heard(base):
+def test_misspelt_policy_name_is_refused_with_a_suggestion(base):
     tree = whisper(base).model_dump()
     tree["policies"] = {"default": tree["policies"]["guide"], "giude": tree["policies"]["walker"]}
     with pytest.raises(ValueError, match=r"policies\.giude plays nowhere.*did you mean policies\.guide"):
         build(validate(TextConfig, tree))
 
 
-def test_an_exam_may_seat_others(base, tmp_path):
+def test_evaluation_may_assign_other_policies_to_seats(base, tmp_path):
     """The expert at both seats wins always; at one of them the other decides, as untrained as it is."""
     evals = {
         "both": {"episodes": 20, "seats": {"guide": "expert", "walker": "expert"}},
@@ -526,12 +526,12 @@ def test_an_exam_may_seat_others(base, tmp_path):
     ("seats", "message"),
     [({"nobody": "guide"}, 'evals.dev.seats names "nobody"'), ({"guide": "who"}, 'an evaluation seats "who"')],
 )
-def test_an_exam_that_seats_nobody_is_heard(base, seats, message):
+def test_evaluation_with_unknown_policies_is_refused(base, seats, message):
     with pytest.raises(ValueError, match=message):
         build(whisper(base, evals={"dev": {"seats": seats}}))
 
 
-def test_an_exam_with_other_seats_than_training_needs_policies_for_them(base):
+def test_evaluation_env_with_other_seats_needs_policies_for_them(base):
     evals = {"dev": {"episodes": 2, "env": {"type": "toys:Chant"}}}
     with pytest.raises(ValueError, match='seat "caller" has no policy: evaluation dev is of env "toys:Chant"'):
         build(whisper(base, evals=evals))
@@ -539,7 +539,7 @@ def test_an_exam_with_other_seats_than_training_needs_policies_for_them(base):
     assert set(setup.evals[0].seat_policies()) == {"caller", "herald", "walker"}
 
 
-def test_a_game_that_nobody_succeeds_in_is_reported_by_what_each_seat_wins(base, tmp_path):
+def test_env_without_success_is_reported_by_returns_per_seat(base, tmp_path):
     speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 1}}
     tree = {"env": {"type": "text_kuhn"}, "policies": {"player": speech, "other": {"type": "random"}}}
     tree |= {"seats": {"player_0": "player", "player_1": "other"}, "evals": {"dev": {"episodes": 20}}}

@@ -44,7 +44,7 @@ def metrics(run):
     return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_agents_learn_on_the_plain_path_and_resume_bit_for_bit(conv_base, tmp_path, capsys):
+def test_plain_path_learns_and_resumes_bit_identically(conv_base, tmp_path, capsys):
     whole = train(config(conv_base), steps=3, root=tmp_path / "a")
     assert "runs by transformers' own forward and cache" in capsys.readouterr().out
     cut = train(config(conv_base), steps=2, root=tmp_path / "b")
@@ -57,7 +57,7 @@ def test_two_agents_learn_on_the_plain_path_and_resume_bit_for_bit(conv_base, tm
         assert one["token_ids"] == other["token_ids"] and np.array_equal(one["logprobs"], other["logprobs"])
 
 
-def test_info_says_how_a_base_runs(conv_base):
+def test_info_prints_how_a_base_runs(conv_base):
     done = CliRunner().invoke(app, ["info", "--base", str(conv_base)])
     assert done.exit_code == 0, done.output
     assert "runs by transformers' own forward and cache" in done.output and "conv" in done.output

@@ -87,7 +87,7 @@ def train(trainer: Counter, root: Path, callback: StopAfter | None = None) -> Pa
         return run.path
 
 
-def test_evaluations_follow_logged_steps_only(tmp_path: Path) -> None:
+def test_evaluations_run_after_logged_steps_only(tmp_path: Path) -> None:
     seen = StopAfter()
     path = train(Counter(steps=11, log_every=2), tmp_path, seen)
     assert seen.steps == [1, 3, 5, 7, 9, 10] and seen.evals == [-1, 3, 7, 10]
@@ -95,14 +95,14 @@ def test_evaluations_follow_logged_steps_only(tmp_path: Path) -> None:
     assert [line["total"] for line in read_lines(path / "evals.jsonl")] == [0, 6, 28, 55]
 
 
-def test_the_newest_two_checkpoints_are_left_and_those_to_keep(tmp_path: Path) -> None:
+def test_newest_two_and_kept_checkpoints_remain(tmp_path: Path) -> None:
     path = train(Counter(steps=11, checkpoint_every=2, keep_every=4), tmp_path)
     assert [c.step + 1 for c in list_checkpoints(path)] == [4, 8, 10, 11]
     assert [c.entry["keep"] for c in list_checkpoints(path)] == [True, True, False, True]
     assert [c.names for c in list_checkpoints(path)] == [{"counter": "counter"}] * 4
 
 
-def test_a_stopped_run_has_a_checkpoint_and_goes_on_from_it(tmp_path: Path) -> None:
+def test_stop_writes_a_checkpoint_for_resume(tmp_path: Path) -> None:
     path = train(Counter(log_every=2), tmp_path, StopAfter(4))
     assert [c.step for c in list_checkpoints(path)] == [5]
     with Run.open(path) as run:
@@ -112,20 +112,20 @@ def test_a_stopped_run_has_a_checkpoint_and_goes_on_from_it(tmp_path: Path) -> N
     assert seen.steps == [7, 9, 11] and seen.evals == [7, 11]
 
 
-def test_a_stop_after_the_last_step_is_no_stop(tmp_path: Path) -> None:
+def test_stop_after_the_last_step_counts_as_finished(tmp_path: Path) -> None:
     with Run.create(tmp_path, "") as run:
         seen = StopAfter(11)
         assert run_training(Counter(), run, seen, lambda: seen.stop_requested)
 
 
-def test_a_failure_closes_the_trainer_and_writes_no_checkpoint(tmp_path: Path) -> None:
+def test_exception_closes_the_trainer_without_checkpoint(tmp_path: Path) -> None:
     trainer = Counter(fails_at=3)
     with Run.create(tmp_path, "") as run, pytest.raises(RunFailed, match="no gradient"):
         run_training(trainer, run)
     assert trainer.events == ["open", "closed"] and list_checkpoints(run.path) == []
 
 
-def test_all_evaluations_can_be_asked_for(tmp_path: Path) -> None:
+def test_evaluations_can_be_requested_by_a_callback(tmp_path: Path) -> None:
     with Run.create(tmp_path, "") as run:
         play_evals(Counter(), run, 1, seen := StopAfter())
         assert seen.evals == []

@@ -98,7 +98,7 @@ def kill_at_random(folder: Path, tree: dict[str, Any], kills: int) -> Path:
     return run
 
 
-def test_a_run_learns_and_can_be_looked_at(tmp_path: Path) -> None:
+def test_run_learns_and_its_reports_work(tmp_path: Path) -> None:
     tree = config(
         env_steps=250_000,
         env={"type": "simple_spread", "num_envs": 64},
@@ -129,13 +129,13 @@ def test_a_run_learns_and_can_be_looked_at(tmp_path: Path) -> None:
     assert "spread" in runner.invoke(app, ["runs", "--root", str(tmp_path / "runs")]).stdout
 
 
-def test_a_killed_run_ends_as_if_never_touched(tmp_path: Path) -> None:
+def test_resume_after_kill_is_bit_identical(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", config())
     killed = kill_at_random(tmp_path / "killed", config(), kills=3)
     assert contents(killed) == contents(whole)
 
 
-def test_a_run_that_is_over_goes_on_for_longer(tmp_path: Path) -> None:
+def test_finished_run_is_extended_to_more_steps(tmp_path: Path) -> None:
     """As one that was to go that far, but for learning rates that fall: this one's stays."""
     run = train(tmp_path / "short", config(env_steps=16 * 5 * 24))
     finish(launch(tmp_path / "short", "--resume", run, "--set", f"env_steps={16 * 5 * 40}"))
@@ -143,12 +143,12 @@ def test_a_run_that_is_over_goes_on_for_longer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_ends_as_if_never_touched(tmp_path: Path) -> None:
+def test_resume_after_twenty_kills_is_bit_identical(tmp_path: Path) -> None:
     tree = config(env_steps=16 * 5 * 200)
     assert contents(kill_at_random(tmp_path / "killed", tree, 20)) == contents(train(tmp_path / "whole", tree))
 
 
-def test_processes_train_one_network(tmp_path: Path) -> None:
+def test_processes_train_one_network_and_reproduce(tmp_path: Path) -> None:
     tree = config(num_processes=2, name="two")
     run = train(tmp_path, tree)
     line = read_lines(run / "metrics.jsonl")[-1]
@@ -164,7 +164,7 @@ def test_processes_train_one_network(tmp_path: Path) -> None:
     assert contents(again) == contents(run)
 
 
-def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+def test_killed_process_is_named_in_the_error(tmp_path: Path) -> None:
     tree = config(num_processes=2, env_steps=16 * 5 * 4000)
     process = launch(tmp_path, write(tmp_path, tree))
     run = tmp_path / "runs" / "spread"
@@ -179,7 +179,7 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     assert "training process 1 of 2 died (exit code -9, SIGKILL); go on from the last checkpoint" in err
 
 
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+def test_nonfinite_loss_stops_the_run_with_advice(tmp_path: Path) -> None:
     tree = config(policies={"agent": {"type": "net", "hidden": [16], "lr": 1e6, "max_grad_norm": 1e30}})
     process = launch(tmp_path, write(tmp_path, tree))
     _, err = process.communicate(timeout=60)
@@ -210,7 +210,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
         ({"evals": {"x": {"env": {"agents": 5}}}}, "changes the seats or their observations"),
     ],
 )
-def test_mistakes_are_explained(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_configs_are_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     if "evals" not in changes:
         changes = changes | {"evals": {}}
     path = write(tmp_path, config(**changes))
@@ -218,7 +218,7 @@ def test_mistakes_are_explained(tmp_path: Path, changes: dict[str, Any], message
     assert done.exit_code == 2 and message in done.stderr, done.output
 
 
-def test_play_is_recorded_and_imitated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behaviour_cloning_of_recorded_play_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scripted player of the combat game wins; a clone of a few thousand of its moves does too."""
     monkeypatch.chdir(tmp_path)
     tree = config(
