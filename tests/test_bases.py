@@ -30,16 +30,16 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("word", [*WORDS, *COORDINATES, *"0123456789"])
-def test_a_word_of_the_games_is_one_token(tokenizer, word):
+def test_game_words_are_single_tokens(tokenizer, word):
     assert len(tokenizer.encode(word)) == len(tokenizer.encode(f" {word}")) == 1
 
 
 @pytest.mark.parametrize("text", ["left left up", "héllo,  wörld\n\n 12+7=19 🧩", "Rows and c1ols, r12 c3", ""])
-def test_any_text_survives(tokenizer, text):
+def test_any_text_survives_encode_and_decode(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_chat_template(tokenizer):
+def test_chat_template_renders_turns(tokenizer):
     chat = [{"role": "system", "content": "sokoban planner"}, {"role": "user", "content": "you r1 c2"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert prompt == "<|system|>sokoban planner<|end|><|user|>you r1 c2<|end|><|assistant|>"
@@ -55,7 +55,7 @@ def test_prompts_at_4x4_are_short(tokenizer, game):
     assert max(lengths) <= 45
 
 
-def test_the_model_loads_and_answers_in_the_games_words(tokenizer):
+def test_shipped_model_answers_in_game_words(tokenizer):
     model = AutoModelForCausalLM.from_pretrained(TINY).eval()
     assert 1_000_000 <= model.num_parameters() <= 3_000_000
     assert sum(file.stat().st_size for file in TINY.iterdir()) <= 8_000_000
@@ -91,7 +91,7 @@ def words():
 
 
 @pytest.mark.parametrize("name", SPOKEN)
-def test_tasks_are_short(words, name):
+def test_task_prompts_are_short(words, name):
     options, most, longest = SPOKEN[name]
     env, rng = make_env(name, **options, **COMPACT), random.Random(0)
     for seed in range(50):
@@ -100,7 +100,7 @@ def test_tasks_are_short(words, name):
             assert len(words.encode(env.expert(seat, rng))) < most
 
 
-def test_a_call_is_written_as_it_is_read(words):
+def test_tool_calls_render_and_parse_alike(words):
     """A conversation with calls in it is what the model has read, and the template writes it alike."""
     said_by_hand = '<tool_call>{"name": "search", "arguments": {"query": "arle"}}</tool_call>'
     chat = [
@@ -113,7 +113,7 @@ def test_a_call_is_written_as_it_is_read(words):
     assert words.decode(words.encode(said_by_hand), skip_special_tokens=True) == said_by_hand
 
 
-def test_the_base_for_tasks_is_small_and_takes_part():
+def test_task_base_is_small_and_plays_valid_turns():
     assert sum(file.stat().st_size for file in TASKS.iterdir()) <= 8_000_000
     config = {"env": {"type": "math", "kinds": ["arithmetic"], "difficulty": 1, "team": "single", **COMPACT}}
     config["policies"] = {"reasoner": {"type": "frozen", "base": "tasks", "sampling": {"max_tokens": 8}}}

@@ -130,7 +130,7 @@ class SeededPolicy:
         return await self.policy.act(replace(query, seed=self.seeds.getrandbits(63)))
 
 
-def test_grpo_by_hand_grows_the_trees_of_the_library(learners: dict[str, LanguageLearner]) -> None:
+def test_grpo_by_hand_builds_the_trees_of_the_library(learners: dict[str, LanguageLearner]) -> None:
     sampler = learners["planner"].sampler
     for instance in range(2):
         seeds = random.Random(5)
@@ -275,7 +275,7 @@ def test_ppo_by_hand_has_the_advantages_losses_and_gradients_of_the_library() ->
         torch.testing.assert_close(flat_gradient(net), wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_ppo_by_hand_collects_what_the_env_gives() -> None:
+def test_ppo_by_hand_records_env_transitions() -> None:
     """Its transitions follow one another, and the last of a game leads to the game's own last observation."""
     torch.manual_seed(0)
     env, twin = SimpleSpread(2, max_cycles=10), SimpleSpread(2, max_cycles=10)

@@ -26,7 +26,7 @@ ASK = {"role": "user", "content": "2 + 3?"}
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 
-def test_a_call_is_read_as_openai_has_it():
+def test_tool_call_parses_to_openai_format():
     message = parse_assistant_message(f"let me see {ADD}")
     assert message["content"] == "let me see"
     (call,) = message["tool_calls"]
@@ -36,11 +36,11 @@ def test_a_call_is_read_as_openai_has_it():
 
 
 @pytest.mark.parametrize("text", ["plain", "<tool_call>", "<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>"])
-def test_what_is_no_call_stays_text(text):
+def test_text_that_is_not_a_tool_call_stays_text(text):
     assert parse_assistant_message(text) == {"role": "assistant", "content": text}
 
 
-def test_a_call_may_lack_its_end():
+def test_tool_call_without_closing_tag_is_parsed():
     """Where sampling stops at the closing tag, the tag is cut off."""
     assert tool_calls_of(parse_assistant_message(ADD.removesuffix("</tool_call>"))) == [
         ToolCall("add", {"a": 2, "b": 3})
@@ -48,7 +48,7 @@ def test_a_call_may_lack_its_end():
 
 
 @pytest.mark.parametrize("text", ['{"arguments": {}}', '{"name": 3}', '{"name": "x", "arguments": 3}', "[" * 10_000])
-def test_calls_that_are_none(text):
+def test_invalid_tool_calls_parse_to_none(text):
     assert parse_tool_call(text) is None
 
 
@@ -57,13 +57,13 @@ VALUES = st.dictionaries(NAMES, st.one_of(st.integers(), st.text(), st.booleans(
 
 
 @given(st.lists(st.tuples(NAMES, VALUES), max_size=3))
-def test_saying_and_reading_are_inverse(calls):
+def test_render_and_parse_are_inverse(calls):
     message = parse_assistant_message("\n".join(render_tool_call(*call) for call in calls))
     assert tool_calls_of(message) == [ToolCall(*call) for call in calls]
     assert same_message(parse_assistant_message(render_message(message)), message)
 
 
-def test_the_same_message_in_a_programs_own_words():
+def test_equivalent_messages_compare_equal():
     ours = parse_assistant_message(ADD)
     theirs = ours | {"content": None, "refusal": None, "tool_calls": [{**ours["tool_calls"][0], "id": "call_abc"}]}
     assert same_message(ours, theirs)
@@ -72,7 +72,7 @@ def test_the_same_message_in_a_programs_own_words():
     assert same_message(ASK, {"role": "user", "content": [{"type": "text", "text": "2 + 3?"}]})
 
 
-def test_a_conversation_goes_on_from_an_answer():
+def test_conversation_continues_from_an_answer():
     first, result = Chat((ASK,)), {"role": "tool", "tool_call_id": "call_0", "content": "5"}
     later = Chat((ASK, parse_assistant_message(ADD), result))
     assert messages_after(later, first, ADD) == (result,)
@@ -88,11 +88,11 @@ def test_templates_read_arguments_as_mappings():
     assert shown["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
 
 
-def test_a_system_message_takes_the_place_of_the_one_before_it():
+def test_with_system_replaces_the_first_system_message():
     old, new = {"role": "system", "content": "be kind"}, {"role": "system", "content": "be short"}
     assert with_system((ASK,), "be short") == with_system((old, ASK), "be short") == [new, ASK]
     assert with_system((old, ASK, old), "be short") == [new, ASK, old]
 
 
-def test_a_conversation_reads_as_text():
+def test_chat_converts_to_text():
     assert str(Chat((ASK, {"role": "assistant", "content": "5"}))) == "user: 2 + 3?\nassistant: 5"

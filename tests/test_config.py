@@ -66,7 +66,7 @@ def fault(**tree: Any) -> str:
     return str(caught.value)
 
 
-def test_a_tree_becomes_the_variant_its_type_names() -> None:
+def test_type_key_selects_the_variant() -> None:
     config = validate(Config, {"steps": 3, "algorithm": {"type": "grpo"}, "policies": {"a": {"lora": {"rank": 2}}}})
     assert isinstance(config.algorithm, Grpo)
     assert config.policies["a"].lora.rank == 2
@@ -94,28 +94,28 @@ def test_a_tree_becomes_the_variant_its_type_names() -> None:
         ({"steps": None}, "steps: should be a valid integer, not None"),
     ],
 )
-def test_a_fault_is_told_with_its_path(tree: dict[str, Any], message: str) -> None:
+def test_errors_name_the_path_of_the_key(tree: dict[str, Any], message: str) -> None:
     assert message in fault(**tree)
 
 
-def test_a_union_without_type_names_the_path_only() -> None:
+def test_union_without_type_names_the_path_only() -> None:
     message = fault(seed="tomorrow")
     assert message.count("seed: ") == 2, message
     assert "int" in message and "clock" in message
 
 
-def test_every_fault_is_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     message = fault(lrr=1, algorithm={"type": "ppo", "clp": 1})
     assert message.startswith("2 faults in the config:\n  ")
     assert "unknown key lrr: did you mean lr?" in message and "algorithm.clp" in message
 
 
-def test_a_missing_key_is_named() -> None:
+def test_missing_key_is_named() -> None:
     with pytest.raises(ValueError, match=r"^steps is missing$"):
         validate(Config, {})
 
 
-def test_load_names_file_and_line(tmp_path: Path) -> None:
+def test_load_errors_name_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("steps: 1\nalgorithm: {type: ppo\nlr: 2\n")
     with pytest.raises(ValueError, match=r"bad\.yaml, line 3"):
@@ -133,7 +133,7 @@ def test_load_names_file_and_line(tmp_path: Path) -> None:
         load(tmp_path / "none.yaml")
 
 
-def test_yaml_is_read_as_1_2() -> None:
+def test_yaml_is_parsed_as_version_1_2() -> None:
     tree = parse("{a: 1e-4, b: off, c: 2026-01-31, d: .5, e: 12, f: true, g: -.inf, h: null, i: 1:30, j: -7}")
     assert tree["a"] == 1e-4 and tree["b"] == "off" and tree["d"] == 0.5 and tree["e"] == 12 and tree["f"] is True
     assert tree["g"] == float("-inf") and tree["h"] is None
@@ -142,7 +142,7 @@ def test_yaml_is_read_as_1_2() -> None:
     assert parse("base: &b {x: 1}\nmore: {<<: *b, y: 2}")["more"] == {"x": 1, "y": 2}
 
 
-def test_override_sets_leaves_and_leaves_its_input_alone() -> None:
+def test_override_sets_leaves_without_changing_its_input() -> None:
     tree = {"algorithm": {"type": "ppo"}, "lora": None}
     result = override(tree, ["algorithm.clip=3e-1", "algorithm.names=[a, b]", "lora.rank=4", "note=a=b", "empty="])
     assert result == {
@@ -164,13 +164,13 @@ def test_override_sets_leaves_and_leaves_its_input_alone() -> None:
         ("lr=[1", "is not YAML"),
     ],
 )
-def test_a_setting_that_cannot_be_placed_says_why(setting: str, message: str) -> None:
+def test_misplaced_setting_is_refused_with_the_reason(setting: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         override({"steps": 1, "stages": [{"type": "ppo"}]}, [setting])
     assert message in str(caught.value)
 
 
-def test_dump_writes_the_defaults_out() -> None:
+def test_dump_includes_defaults() -> None:
     assert dump(validate(Config, {"steps": 2})).splitlines()[:5] == [
         "steps: 2",
         "lr: 0.0001",
@@ -225,7 +225,7 @@ def test_help_of_a_config_class_has_its_docstring_and_its_keys() -> None:
     assert "Learning rate: the length of a step." in pydoc.render_doc(Optimizer)
 
 
-def test_a_key_declared_again_keeps_its_description() -> None:
+def test_redeclared_key_keeps_its_description() -> None:
     assert describe_keys(Scheduled) == [
         ("lr", "number, > 0", "`0.0001`", "Learning rate: the length of a step."),
         ("betas", "list of number", "`[0.5]`", "Decay rates."),

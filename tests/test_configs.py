@@ -67,7 +67,7 @@ def shown(path, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_game_trains(path, tmp_path, monkeypatch):
+def test_every_vector_config_trains(path, tmp_path, monkeypatch):
     """Two sweeps with their updates, and the evaluations before and after."""
     config = validate(VectorConfig, load(path))
     settings = shown(path, tmp_path, monkeypatch)
@@ -85,7 +85,7 @@ def test_every_game_trains(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", POPULATIONS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_population_trains(path, tmp_path):
+def test_every_population_config_trains(path, tmp_path):
     """Its plan in short; of language agents only that it builds, for they take long to be taught."""
     tree = load(path)
     config = validate(PopulationConfig, tree)
@@ -100,7 +100,7 @@ def test_every_population_trains(path, tmp_path):
         assert setup.plan.summary()["members"] >= 3
 
 
-def test_the_demos_team_learns_in_a_few_steps(tmp_path):
+def test_demo_team_learns_in_a_few_steps(tmp_path):
     """A fifth of the demo: 16 of its steps, fewer episodes."""
     settings = ["steps=16", "episodes=24", "evals.dev.episodes=1", "evals.dev.every=0", "evals.test.episodes=150"]
     before, after = success(tmp_path, settings)
@@ -108,12 +108,12 @@ def test_the_demos_team_learns_in_a_few_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demos_team_solves_what_it_mostly_failed(tmp_path):
+def test_demo_team_reaches_90_percent_success(tmp_path):
     before, after = success(tmp_path)
     assert before <= 0.30 and after >= 0.90, (before, after)
 
 
-def test_the_demos_layouts_are_apart():
+def test_demo_splits_are_disjoint():
     """Instances of each split lie in that split, and no canonical layout in two."""
     options = load(ROOT / "configs/demo.yaml")["env"]
     seen = {}

@@ -288,7 +288,7 @@ def outside(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", SAME, ids=[case.name for case in SAME])
-def test_a_damaged_run_ends_as_if_it_was_not(stopped: Stopped, copied: Path, case: Case) -> None:
+def test_damaged_run_resumes_to_the_undamaged_result(stopped: Stopped, copied: Path, case: Case) -> None:
     case.damage(copied)
     before = outside(copied)
     go_on(copied)
@@ -297,7 +297,7 @@ def test_a_damaged_run_ends_as_if_it_was_not(stopped: Stopped, copied: Path, cas
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[case.name for case in REFUSED])
-def test_a_damaged_run_is_refused_in_one_line(copied: Path, case: Case) -> None:
+def test_damaged_run_is_refused_in_one_line(copied: Path, case: Case) -> None:
     case.damage(copied)
     before = outside(copied)
     with pytest.raises(ValueError, match=case.refusal) as refusal:
@@ -308,8 +308,8 @@ def test_a_damaged_run_is_refused_in_one_line(copied: Path, case: Case) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="permission bits do not bind root")
 @pytest.mark.parametrize("case", NOT_ROOT, ids=[case.name for case in NOT_ROOT])
-def test_permission_bits_are_explained(copied: Path, case: Case) -> None:
-    test_a_damaged_run_is_refused_in_one_line(copied, case)
+def test_permission_errors_are_explained(copied: Path, case: Case) -> None:
+    test_damaged_run_is_refused_in_one_line(copied, case)
 
 
 def resume_by_command(run: Path) -> tuple[int, str]:
@@ -319,7 +319,7 @@ def resume_by_command(run: Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_the_command_names_what_it_passed_over(stopped: Stopped, copied: Path) -> None:
+def test_resume_command_names_what_it_skipped(stopped: Stopped, copied: Path) -> None:
     flip(f"{NEW}/{LEARNER}", -3)(copied)
     code, out = resume_by_command(copied)
     (line,) = [line for line in out.splitlines() if "passed over" in line]
@@ -328,7 +328,7 @@ def test_the_command_names_what_it_passed_over(stopped: Stopped, copied: Path) -
     assert "already complete; --set env_steps=N extends it" in resume_by_command(copied)[1]
 
 
-def test_the_command_refuses_in_one_line(copied: Path) -> None:
+def test_resume_command_refuses_in_one_line(copied: Path) -> None:
     forge(path=f"{OUT}")(copied)
     code, out = resume_by_command(copied)
     assert code == 1 and len(out.splitlines()) == 1 and UNTRUSTED in out
@@ -349,7 +349,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [10, 600, 1600, 2300, 2580, 2900])
-def test_a_file_that_cannot_grow_is_explained_and_the_run_goes_on(stopped: Stopped, copied: Path, size: int) -> None:
+def test_full_disk_is_explained_and_the_run_resumes(stopped: Stopped, copied: Path, size: int) -> None:
     """At 10 bytes the lock cannot name its process; later a line of a log is torn, or a checkpoint half-written."""
     with largest_file(size), pytest.raises(ValueError, match=r"File too large; raise the limit .*ulimit -f") as refusal:
         go_on(copied)
@@ -359,7 +359,7 @@ def test_a_file_that_cannot_grow_is_explained_and_the_run_goes_on(stopped: Stopp
 
 
 @pytest.mark.parametrize("name", ["curves.png", ".tmp-curves.png"])
-def test_pictures_are_not_written_through_links(copied: Path, name: str) -> None:
+def test_plots_are_not_written_through_symlinks(copied: Path, name: str) -> None:
     """Drawing needs no lock on the run, and opens it for nothing else."""
     link(name, f"{OUT}/precious")(copied)
     before = outside(copied)

@@ -11,7 +11,7 @@ from palestra.losses.policy import cross_entropy_loss
 from palestra.types import Sample
 
 
-def test_it_falls_with_the_size_of_the_base():
+def test_default_lora_lr_falls_with_base_size():
     assert base_parameters("tiny") < 20e6 and base_parameters("smollm2") == 134_515_008
     assert [default_lora_lr(n) for n in (1_000_000, 134_515_008, 600_000_000, 8_000_000_000)] == [
         1e-3,
@@ -22,7 +22,7 @@ def test_it_falls_with_the_size_of_the_base():
 
 
 @pytest.mark.parametrize(("lr", "logged"), [(None, 1e-3), (3e-3, 3e-3)])
-def test_it_is_used_and_logged(lr: float | None, logged: float):
+def test_default_lr_is_used_and_logged(lr: float | None, logged: float):
     learner = Engines("cpu", 8).build_learner("a", LoraPolicyConfig(base="tiny", lr=lr), 0)
     sample = Sample(
         np.array([5, 6], np.int32), np.array([7], np.int32), np.zeros(1, np.float32), np.ones(1, np.float32)

@@ -111,19 +111,19 @@ def identifier(document: Path) -> str:
 
 
 @pytest.mark.parametrize("document", with_blocks(slow=False), ids=identifier)
-def test_the_examples_run(document: Path, tmp_path: Path) -> None:
+def test_examples_run(document: Path, tmp_path: Path) -> None:
     run(document, tmp_path, slow=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("document", with_blocks(slow=True), ids=identifier)
-def test_the_slow_examples_run(document: Path, tmp_path: Path) -> None:
+def test_slow_examples_run(document: Path, tmp_path: Path) -> None:
     run(document, tmp_path, slow=True)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
-def test_every_mark_stands_before_a_block_that_can_run(document: Path) -> None:
+def test_every_mark_precedes_a_runnable_block(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     found = blocks(text)
     assert len(found) == len(COMMENT.findall(text)), (
@@ -133,7 +133,7 @@ def test_every_mark_stands_before_a_block_that_can_run(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
-def test_every_block_of_code_says_whether_it_runs(document: Path) -> None:
+def test_every_code_block_is_marked(document: Path) -> None:
     assert unmarked_blocks(document.read_text(encoding="utf-8")) == []
 
 
@@ -144,14 +144,14 @@ def unmarked_blocks(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
-def test_every_command_is_one_that_the_program_knows(document: Path) -> None:
+def test_every_command_is_valid(document: Path) -> None:
     """Those of blocks that do not run, too: the command, its options and their kinds; a config of ours takes its
     changes."""
     lines = [line for block in SHELL.findall(document.read_text(encoding="utf-8")) for line in _lines(block)]
     assert [message for line in lines if (message := refusal(line))] == []
 
 
-def test_every_example_of_a_help_is_one_too() -> None:
+def test_every_help_example_is_valid() -> None:
     lines = [line for command in commands(GROUP) for line in _lines(command.help or "")]
     examples = [line for line in lines if line.startswith("palestra ")]
     assert len(examples) > 40
@@ -200,7 +200,7 @@ def understood(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
-def test_every_relative_link_leads_somewhere(document: Path) -> None:
+def test_every_relative_link_resolves(document: Path) -> None:
     text = CODE.sub("", FENCE.sub("", document.read_text(encoding="utf-8")))
     targets = [match[1] or match[2] for match in LINK.finditer(text)]
     relative = [target for target in targets if not re.match(r"[a-z]+:", target)]
@@ -221,7 +221,7 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_the_convention_itself() -> None:
+def test_helpers_of_the_docs_tests() -> None:
     text = "a\n\n<!-- test -->\n```bash\ntrue\n```\n\n```bash\nfalse\n```\n<!-- test: slow -->\n```python\nx = 1\n```\n"
     assert blocks(text) == [Block(5, "bash", "true\n", False), Block(13, "python", "x = 1\n", True)]
     assert _command(blocks(text)[0])[0] == "bash"

@@ -35,7 +35,7 @@ def run(url: str, example: str, *options: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_the_debater_who_is_told_the_truth_comes_to_win(url: str) -> None:
+def test_debater_that_knows_the_truth_learns_to_win(url: str) -> None:
     out, _ = run(url, "mint_debate.py")
     lines = re.findall(r"^ +\d+ +(\d+)% +(\S+) +(\S+)$", out, re.MULTILINE)
     wins = [int(line[0]) for line in lines]
@@ -46,7 +46,7 @@ def test_the_debater_who_is_told_the_truth_comes_to_win(url: str) -> None:
 
 
 @pytest.mark.slow
-def test_both_agents_learn_to_answer(url: str) -> None:
+def test_both_agents_of_the_example_learn(url: str) -> None:
     out, warning = run(url, "mint_two_agents.py")
     assert "warning" not in warning
     rows = re.findall(r"^(first|second) +(\d+)% +(\d+)% +(\S+) +(\S+)$", out, re.MULTILINE)
@@ -57,7 +57,7 @@ def test_both_agents_learn_to_answer(url: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_client_plays_both_roles_where_a_second_is_refused(tmp_path: Path) -> None:
+def test_one_client_plays_both_roles_if_a_second_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--models", "1") as url:
         out, warning = run(url, "mint_two_agents.py", "--epochs", "1")
     assert "warning: no second training client" in warning and "plays both roles" in warning
@@ -67,7 +67,7 @@ def test_one_client_plays_both_roles_where_a_second_is_refused(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_example_learns_more_than_noise(path: Path, tmp_path: Path) -> None:
+def test_example_learns_beyond_noise(path: Path, tmp_path: Path) -> None:
     """On held-out instances: the 95 % intervals before and after do not touch."""
     command = [str(Path(sys.executable).parent / "palestra"), "train", str(path), "--root", str(tmp_path)]
     done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True)

@@ -66,7 +66,7 @@ def failed(*arguments):
 # ---- language agents
 
 
-def test_a_run_whose_every_episode_fails_ends_with_the_traceback_kept(base, tmp_path):
+def test_run_with_only_failed_episodes_ends_with_the_traceback(base, tmp_path):
     said = failed("train", text_config(tmp_path, base), "--root", tmp_path)
     text = plain(said)
     assert 'step 0: 4 of 4 episodes failed, the first (instance 0 of env "train") with KeyError:' in text
@@ -80,7 +80,7 @@ def test_a_run_whose_every_episode_fails_ends_with_the_traceback_kept(base, tmp_
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_max_failed_says_how_many_may_fail(base, tmp_path, share):
+def test_max_failed_limits_failed_episodes(base, tmp_path, share):
     """Of 16 episodes some 5 fail: with 0 that ends the run, with 1 it goes on."""
     env = {"type": "toys_failing:Cracks", "share": 0.3}
     config = text_config(tmp_path, base, env=env, episodes=16, steps=1, max_failed=share)
@@ -90,7 +90,7 @@ def test_max_failed_says_how_many_may_fail(base, tmp_path, share):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_mended_run_goes_on_as_if_it_had_never_failed(base, tmp_path, staleness):
+def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
     """The env breaks for good after two steps, at a step without a checkpoint; --resume goes on with the third."""
     mended = tmp_path / "mended"
     mended.touch()
@@ -110,7 +110,7 @@ def test_a_mended_run_goes_on_as_if_it_had_never_failed(base, tmp_path, stalenes
     assert lines == read_lines(tmp_path / "whole/metrics.jsonl") if not staleness else len(lines) == 12
 
 
-def test_a_failure_between_checkpoints_loses_no_finished_step(base, tmp_path):
+def test_failure_between_checkpoints_saves_finished_steps(base, tmp_path):
     """Three steps go well, then an endpoint is gone: a checkpoint of the third is made before the run ends."""
     (tmp_path / "late_env.py").write_text(
         "from toys import Whisper\n\n\n"
@@ -130,7 +130,7 @@ def test_a_failure_between_checkpoints_loses_no_finished_step(base, tmp_path):
     assert [c.step for c in list_checkpoints(tmp_path / "failing")] == [2]
 
 
-def test_an_exam_that_fails_ends_the_run_and_is_no_score_of_zero(base, tmp_path):
+def test_failed_evaluation_ends_the_run_without_a_score(base, tmp_path):
     evaluation = {"episodes": 5, "env": {"type": "toys_failing:Cracks"}}
     config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, evals={"dev": evaluation})
     said = failed("train", config, "--root", tmp_path)
@@ -139,12 +139,12 @@ def test_an_exam_that_fails_ends_the_run_and_is_no_score_of_zero(base, tmp_path)
 
 
 @pytest.mark.slow
-def test_episodes_that_fail_on_workers_end_the_run_with_their_traceback(base, tmp_path):
+def test_failures_on_workers_end_the_run_with_their_traceback(base, tmp_path):
     said = failed("train", text_config(tmp_path, base), "--root", tmp_path, "--backend", "local", "--workers", "1")
     assert "step 0: 4 of 4 episodes failed" in plain(said) and DEEPEST in said
 
 
-def test_a_run_without_an_update_says_so(base, tmp_path):
+def test_run_without_updates_fails_with_the_reason(base, tmp_path):
     config = text_config(tmp_path, base, env={"type": "toys_failing:Flat"})
     said = plain(failed("train", config, "--root", tmp_path))
     assert "no update was made in 3 steps: in 100% of the groups all answers earn the same" in said
@@ -153,7 +153,7 @@ def test_a_run_without_an_update_says_so(base, tmp_path):
     assert longer.exit_code == 1 and "no update was made in 4 steps" in plain(longer.stderr)
 
 
-def test_a_run_in_which_nobody_learns_is_no_failure(base, tmp_path):
+def test_run_without_learners_succeeds(base, tmp_path):
     policies = {"default": {"type": "random"}}
     config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, policies=policies)
     done = palestra("train", config, "--root", tmp_path)
@@ -166,13 +166,13 @@ def test_alarms_that_fired_are_printed_at_the_end(base, tmp_path):
     assert "alarm: nothing to learn from: 100% of the groups" in plain(done.stdout)
 
 
-def test_an_evaluation_whose_every_episode_fails_is_no_score_of_zero(base, tmp_path):
+def test_eval_command_with_only_failed_episodes_fails(base, tmp_path):
     said = failed("eval", text_config(tmp_path, base), "--episodes", "3", "--seats", "guide=random", "--seats",
                   "walker=random")  # fmt: skip
     assert "eval: 3 of 3 episodes failed" in plain(said) and DEEPEST in said
 
 
-def test_a_traceback_is_bounded(tmp_path, base):
+def test_recorded_tracebacks_are_bounded(tmp_path, base):
     (tmp_path / "deep_env.py").write_text(
         "from toys import Whisper\n\n\n"
         "class Deep(Whisper):\n"
@@ -197,7 +197,7 @@ def test_a_traceback_is_bounded(tmp_path, base):
 
 
 @pytest.mark.parametrize("how", ["raise", "value"])
-def test_a_game_that_raises_ends_the_run_with_its_traceback(tmp_path, how):
+def test_vector_env_error_ends_the_run_with_its_traceback(tmp_path, how):
     said = failed("train", game_config(tmp_path, env={"type": "toys_failing:Breaks", "num_envs": 4, "how": how}),
                   "--root", tmp_path)  # fmt: skip
     assert f'env "breaks" failed in step: {"KeyError" if how == "raise" else "ValueError: no such move"}' in plain(said)
@@ -213,7 +213,7 @@ def test_a_game_that_raises_ends_the_run_with_its_traceback(tmp_path, how):
         ("large", "Rewards are as large as 1e+30: scale them down"),
     ],
 )
-def test_what_a_game_pays_or_shows_that_is_no_number_is_named(tmp_path, how, message):
+def test_nonfinite_rewards_and_observations_are_named(tmp_path, how, message):
     env = {"type": "toys_failing:Breaks", "num_envs": 4, "how": how}
     algorithm = {"type": "ppo", "rollout_length": 8, "normalize_advantages": False}
     said = plain(failed("train", game_config(tmp_path, env=env, algorithm=algorithm), "--root", tmp_path))
@@ -221,7 +221,7 @@ def test_what_a_game_pays_or_shows_that_is_no_number_is_named(tmp_path, how, mes
 
 
 @pytest.mark.slow
-def test_a_game_that_raises_in_an_actor_ends_the_run_with_its_traceback(tmp_path):
+def test_vector_env_error_in_an_actor_ends_the_run_with_its_traceback(tmp_path):
     algorithm = {"type": "ppo", "rollout_length": 8, "off_policy_correction": "vtrace"}
     config = game_config(tmp_path, algorithm=algorithm, num_actors=2)
     said = failed("train", config, "--root", tmp_path)
@@ -232,7 +232,7 @@ def test_a_game_that_raises_in_an_actor_ends_the_run_with_its_traceback(tmp_path
 
 
 @pytest.mark.parametrize("backend", ["inline", pytest.param("local", marks=pytest.mark.slow)])
-def test_a_population_whose_game_raises_ends_with_its_traceback(tmp_path, backend):
+def test_env_error_ends_a_population_run_with_its_traceback(tmp_path, backend):
     tree = {
         "name": "failing",
         "env": {"type": "toys_failing:Breaks", "num_envs": 4},
@@ -245,7 +245,7 @@ def test_a_population_whose_game_raises_ends_with_its_traceback(tmp_path, backen
     assert "toys_failing.py" in (tmp_path / "failing/error.txt").read_text()
 
 
-def test_a_population_of_language_agents_whose_games_fail_ends_with_their_traceback(base, tmp_path):
+def test_failed_games_end_a_language_population_with_their_traceback(base, tmp_path):
     tree = {
         "name": "failing",
         "env": {"type": "toys_failing:CrackedCards"},
@@ -265,7 +265,7 @@ def test_a_population_of_language_agents_whose_games_fail_ends_with_their_traceb
 
 
 @pytest.mark.slow
-def test_the_installed_command_ends_with_exit_code_1(base, tmp_path):
+def test_installed_command_exits_with_code_1(base, tmp_path):
     for name in ("toys.py", "toys_failing.py", "vector_toys.py"):
         shutil.copy(Path(__file__).parent / name, tmp_path / name)
     text_config(tmp_path, base)

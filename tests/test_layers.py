@@ -250,7 +250,7 @@ def _with_parents(target: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def test_every_import_of_ours_exists() -> None:
+def test_every_internal_import_exists() -> None:
     assert [str(found) for found in ours() if found.target not in modules()] == []
 
 
@@ -258,11 +258,11 @@ def test_the_package_root_has_few_modules() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_MODULES
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down_the_layers() -> None:
     assert [str(found) for found in ours() if not allowed(found)] == []
 
 
-def test_no_module_is_in_a_circle() -> None:
+def test_there_is_no_import_cycle() -> None:
     edges: dict[str, set[str]] = {name: set() for name in modules()}
     for found in ours():  # imports inside functions too: they hide a circle, they do not undo it
         edges[found.importer].add(found.target)
@@ -273,7 +273,7 @@ def test_no_module_is_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("prefix", LIGHT)
-def test_light_modules_reach_nothing_heavy(prefix: str) -> None:
+def test_light_modules_do_not_import_heavy_ones(prefix: str) -> None:
     """Statically, through all our modules: the run must be able to start where torch is not installed."""
     light = [name for name in modules() if f"{name}.".startswith(f"{prefix}.")]
     chains = [chain for name in light for target, chain in reached(name).items() if _heavy(target)]
@@ -285,13 +285,13 @@ def _heavy(target: str) -> bool:
 
 
 @pytest.mark.parametrize("module", [name for name in ("palestra", *LIGHT) if name in modules()])
-def test_importing_a_light_module_leaves_torch_out(module: str) -> None:
+def test_light_modules_do_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; print(*[m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
-def test_an_optional_dependency_is_imported_by_one_module() -> None:
+def test_optional_dependencies_are_imported_by_one_module() -> None:
     users: dict[str, set[str]] = {}
     for found in imports():
         dependency = found.target.split(".")[0]
@@ -305,13 +305,13 @@ def _whole(module: str) -> str:
     return next((name for name in WHOLE_PACKAGES if module.startswith(f"{name}.")), module)
 
 
-def test_the_service_keeps_its_dependencies_to_itself() -> None:
+def test_service_dependencies_are_imported_in_the_service_only() -> None:
     users = [found for found in imports() if found.target.split(".")[0] in SERVICE and not _serves(found.importer)]
     users = [found for found in users if not (_shows(found.importer) and found.target.split(".")[0] in WEB)]
     assert [str(found) for found in users if found.importer not in ("palestra.testing", *TALKS_HTTP)] == []
 
 
-def test_only_remote_imports_grpc() -> None:
+def test_grpc_is_imported_in_remote_only() -> None:
     users = [found for found in imports() if found.target.split(".")[0] in GRPC]
     assert [str(found) for found in users if not found.importer.startswith("palestra.remote.")] == []
 
@@ -324,7 +324,7 @@ def _shows(module: str) -> bool:
     return f"{module}.".startswith("palestra.dashboard.")
 
 
-def test_extras_are_not_loaded_with_the_package() -> None:
+def test_importing_the_package_loads_no_extra() -> None:
     """A module that needs an extra may import it at its top only if nothing loads that module unasked. The service is
     asked for as a whole, and so are the dashboard, what is compiled, and what talks to other machines."""
     asked = [found for found in imports() if found.at_load and (_serves(found.importer) or _shows(found.importer))]
@@ -340,7 +340,7 @@ def _talking() -> set[str]:
     return {name for name in own if {target.split(".")[0] for target in reached(name)} & OPTIONAL}
 
 
-def test_nothing_compiled_is_loaded_unasked() -> None:
+def test_compiled_extras_are_not_loaded_by_default() -> None:
     assert compiled() & set(WITHOUT_EXTRAS) == set()
 
 
@@ -349,7 +349,7 @@ def compiled() -> set[str]:
     return {name for name in modules() if "palestra.jit" in reached(name)}
 
 
-def test_functions_import_only_extras_and_what_the_command_line_delays() -> None:
+def test_function_level_imports_are_extras_or_cli_only() -> None:
     late = [found for found in imports() if found.in_function and not found.extra and not _may_delay(found)]
     assert [str(found) for found in late] == []
 

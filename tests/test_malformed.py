@@ -109,17 +109,17 @@ def hold(cases: list[Case], folder: Path) -> dict[Case, Outcome]:
     return outcomes
 
 
-def test_raw_yaml_that_is_no_config_is_refused(tmp_path):
+def test_raw_yaml_that_is_not_a_config_is_refused(tmp_path):
     outcomes = hold(raw_cases(), tmp_path)
     assert all(outcome.what == "refused" for outcome in outcomes.values())
 
 
-def test_a_sample_of_malformed_configs_is_refused_or_valid(tmp_path):
+def test_sampled_malformed_configs_are_refused_or_valid(tmp_path):
     outcomes = hold(changed_cases(180), tmp_path)
     assert Counter(o.what for o in outcomes.values())["refused"] > 120
 
 
-def test_the_configs_that_are_changed_are_valid(tmp_path):
+def test_unmutated_configs_are_valid(tmp_path):
     """Else every change of theirs would be refused, for another reason."""
     for kind, tree in KINDS.items():
         outcome = tried(Case(kind, yaml.safe_dump(tree)), tmp_path)
@@ -154,7 +154,7 @@ def test_the_configs_that_are_changed_are_valid(tmp_path):
         ("games", "policies={'../x': {type: net}}", 'a policy cannot be called "../x"'),
     ],
 )
-def test_what_is_absurd_is_refused_with_its_remedy(tmp_path, kind, setting, message):
+def test_absurd_values_are_refused_with_the_fix(tmp_path, kind, setting, message):
     outcome = tried(Case(kind, yaml.safe_dump(KINDS[kind])), tmp_path, [setting])
     assert outcome.what == "refused" and message in outcome.said, outcome
     assert outcome.seconds < 3 * LONGEST and not list(tmp_path.glob("*/config.yaml"))
@@ -162,13 +162,13 @@ def test_what_is_absurd_is_refused_with_its_remedy(tmp_path, kind, setting, mess
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_malformed_config_is_refused_or_valid(tmp_path):
+def test_all_malformed_configs_are_refused_or_valid(tmp_path):
     hold([*raw_cases(), *changed_cases()], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_what_a_dry_run_accepts_trains_or_fails_in_words(tmp_path):
+def test_configs_accepted_by_dry_run_train_or_fail_with_a_message(tmp_path):
     """One step each in a process of 6 GiB of address space; a huge length that was asked for may take its time."""
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path)],

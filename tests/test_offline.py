@@ -69,7 +69,7 @@ def cloned(tmp_path_factory):
     return folder / "runs" / "cloned", folder / "expert.parquet", output
 
 
-def test_an_experts_recorded_play_is_learned_and_holds_on_instances_never_seen(cloned):
+def test_imitation_of_recorded_expert_play_generalises(cloned):
     path, _, output = cloned
     before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
     assert before < 0.05 and after > 0.12
@@ -78,7 +78,7 @@ def test_an_experts_recorded_play_is_learned_and_holds_on_instances_never_seen(c
     assert lines[0]["target_fraction"] == 1 and lines[-1]["nll"] < 0.75 * lines[0]["nll"]
 
 
-def test_the_run_records_what_was_learned_as_its_own(cloned):
+def test_training_samples_are_recorded_as_the_runs_episodes(cloned):
     path, source, _ = cloned
     expert = {episode.seed: episode for episode in load_episodes(source)}
     learned = load_episodes(path / "episodes" / "step-000010.parquet")
@@ -90,7 +90,7 @@ def test_the_run_records_what_was_learned_as_its_own(cloned):
             assert len(answer.token_ids) and not len(said.token_ids) and node.advantages == {"guesser": 1.0}
 
 
-def test_a_run_is_data_for_the_next(cloned, tmp_path):
+def test_run_folder_is_accepted_as_data(cloned, tmp_path):
     """Its folder stands for its episodes, whose tokens are taken as they are."""
     path, _, _ = cloned
     tree = GUESSER | {"data": {"path": str(path)}, "steps": 1, "evals": {}, "name": "next"}
@@ -102,7 +102,7 @@ def test_a_run_is_data_for_the_next(cloned, tmp_path):
 # ---- what does not fit
 
 
-def test_data_that_does_not_fit_is_refused_before_anything_runs(cloned, tmp_path):
+def test_incompatible_data_is_refused_before_training(cloned, tmp_path):
     _, source, _ = cloned
     config = write(tmp_path / "x.yaml", GUESSER | {"data": str(source)})
 
@@ -142,7 +142,7 @@ def secrets(count, seed):
     ]
 
 
-def test_preferences_from_a_file_are_learned(base, tmp_path):
+def test_dpo_learns_preferences_from_a_file(base, tmp_path):
     """First to say a digit, whichever, by imitation; then, of the two, the one that is preferred."""
     rng = random.Random(0)
     demos = [{"prompt": shown, "completion": rng.choice("01")} for shown, _ in secrets(200, 1)]
@@ -170,7 +170,7 @@ def test_preferences_from_a_file_are_learned(base, tmp_path):
     assert right[9] < 0.65 and right[49] > 0.8
 
 
-def test_without_an_env_the_only_policy_says_what_a_table_says(base, tmp_path):
+def test_sft_without_env_learns_a_table(base, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "y"}]} for i in range(9)
     ]
@@ -196,7 +196,7 @@ def table_run(base, data):
     return validate(TextConfig, tree | {"algorithm": {"type": "sft"}})
 
 
-def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path):
+def test_resume_after_stop_is_bit_identical(base, tmp_path):
     rows = [{"prompt": str(i), "completion": "y" * i} for i in range(1, 10)]
     config = table_run(base, write_lines(tmp_path / "a.jsonl", rows))
     with Run.create(tmp_path, dump(config), "whole") as whole:

@@ -23,7 +23,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_pipe_process_answers_and_ends_when_its_pipe_is_closed() -> None:
+def test_pipe_process_ends_when_its_pipe_closes() -> None:
     child = PipeProcess(echo, "to you: ", daemon=True)
     child.pipe.send("hello")
     assert child.pipe.recv() == "to you: hello"
@@ -31,7 +31,7 @@ def test_a_pipe_process_answers_and_ends_when_its_pipe_is_closed() -> None:
     assert child.exit_reason() == "exit code 0"
 
 
-def test_the_pipe_of_a_process_that_is_killed_closes() -> None:
+def test_pipe_of_a_killed_process_closes() -> None:
     child = PipeProcess(echo, "", daemon=True)
     child.process.kill()
     with pytest.raises((EOFError, ConnectionError)):
@@ -40,7 +40,7 @@ def test_the_pipe_of_a_process_that_is_killed_closes() -> None:
     assert child.exit_reason() == "exit code -9, SIGKILL"
 
 
-def test_a_process_does_not_receive_ctrl_c() -> None:
+def test_child_process_does_not_receive_ctrl_c() -> None:
     child = PipeProcess(echo, "", daemon=True)
     assert child.process.pid is not None
     os.kill(child.process.pid, signal.SIGINT)  # before its first line of code
@@ -52,19 +52,19 @@ def test_a_process_does_not_receive_ctrl_c() -> None:
     child.stop(30)
 
 
-def test_a_process_that_does_not_end_in_time_is_killed() -> None:
+def test_process_that_exceeds_the_join_timeout_is_killed() -> None:
     process = start_process(sleep_long, (), daemon=True)
     assert join_or_kill(process, 0.1) and process.exitcode == -signal.SIGKILL
     assert not join_or_kill(process, 0.1)
 
 
-def test_a_command_that_does_not_end_in_time_is_killed() -> None:
+def test_command_that_exceeds_its_timeout_is_killed() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     wait_or_kill(process, 0.1)
     assert process.returncode == -signal.SIGKILL
 
 
-def test_a_busy_child_of_a_killed_parent_cleans_up_and_ends(tmp_path: Path) -> None:
+def test_orphaned_busy_child_cleans_up_and_exits(tmp_path: Path) -> None:
     note = tmp_path / "note"
     code = f"""
 import sys
@@ -91,6 +91,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_reason_names_the_signal() -> None:
+def test_exit_reason_names_the_signal() -> None:
     assert exit_reason(3) == "exit code 3" and exit_reason(-11) == "exit code -11, SIGSEGV"
     assert exit_reason(-40) == "exit code -40"  # a real-time signal, which has no name

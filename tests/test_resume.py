@@ -106,7 +106,7 @@ def contents(run):
     return [file for part in ("checkpoints", "episodes") for file in (run / part).rglob("*") if file.is_file()]
 
 
-def test_the_undisturbed_run_holds_what_the_others_are_compared_with(whole):
+def test_uninterrupted_run_has_all_compared_files(whole):
     run = whole(STEPS)
     assert len(read_lines(run / "metrics.jsonl")) == 3 * STEPS
     assert [line["step"] for line in read_lines(run / "evals.jsonl")] == [-1, 2, 5, 8, 11, 14, 17, 19]
@@ -118,17 +118,17 @@ def test_the_undisturbed_run_holds_what_the_others_are_compared_with(whole):
     assert max(updates) > 1  # several optimizer steps in a training step
 
 
-def test_a_run_killed_three_times_ends_as_if_it_never_was(base, whole, tmp_path):
+def test_resume_after_three_kills_is_bit_identical(base, whole, tmp_path):
     assert_same(kill_again_and_again(tmp_path / "a", base, whole(STEPS), kills=3), whole(STEPS))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_run_killed_twenty_times_ends_as_if_it_never_was(base, whole, tmp_path):
+def test_resume_after_twenty_kills_is_bit_identical(base, whole, tmp_path):
     assert_same(kill_again_and_again(tmp_path / "a", base, whole(70), kills=20), whole(70))
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(base, whole, tmp_path):
+def test_ctrl_c_writes_a_checkpoint_and_prints_the_resume_command(base, whole, tmp_path):
     process, run = new_run(tmp_path / "a folder", base, steps=STEPS)
     while len(read_lines(run / "metrics.jsonl")) < 3:
         assert process.poll() is None, process.communicate()
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(base, whole, tmp_path)
     assert_same(run, whole(STEPS))
 
 
-def test_a_run_that_is_over_goes_on_for_longer(base, whole, tmp_path):
+def test_finished_run_is_extended_to_more_steps(base, whole, tmp_path):
     steps = STEPS * 3 // 5
     process, run = new_run(tmp_path / "a", base, steps)
     finish(process)
@@ -159,7 +159,7 @@ def test_a_run_that_is_over_goes_on_for_longer(base, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once_and_nothing_is_lost(base, whole, tmp_path):
+def test_second_ctrl_c_exits_at_once_without_loss(base, whole, tmp_path):
     process, run = new_run(tmp_path / "a", base, steps=STEPS)
     while len(read_lines(run / "metrics.jsonl")) < 3:
         assert process.poll() is None, process.communicate()

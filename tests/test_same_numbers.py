@@ -82,7 +82,7 @@ def measure(name: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*RUNS, "service"])
-def test_numbers_are_those_from_before_the_renaming(name: str, tmp_path: Path) -> None:
+def test_metrics_equal_the_recorded_digests(name: str, tmp_path: Path) -> None:
     kept = json.loads(KEPT.read_text())
     if processor() not in kept:
         pytest.skip(f"no digests were kept on {processor()}")

@@ -61,7 +61,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
 
 
-def test_no_page_loads_anything_from_another_host(site: Path, pages: dict[Path, Page]) -> None:
+def test_pages_load_nothing_from_other_hosts(site: Path, pages: dict[Path, Page]) -> None:
     for path, page in pages.items():
         assert [address for address in page.loads if re.match(r"(https?:)?//", address)] == [], path
         assert 'class="mermaid"' not in path.read_text(encoding="utf-8"), f"{path}: mermaid is fetched from elsewhere"
@@ -69,7 +69,7 @@ def test_no_page_loads_anything_from_another_host(site: Path, pages: dict[Path, 
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
 
 
-def test_every_link_within_the_site_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+def test_every_internal_link_resolves(site: Path, pages: dict[Path, Page]) -> None:
     for path, page in pages.items():
         if path.name != "404.html":  # is shown at any address
             assert list(_astray(site, path, page, pages)) == [], path
@@ -86,7 +86,7 @@ def _astray(site: Path, path: Path, page: Page, pages: dict[Path, Page]) -> Iter
             yield link
 
 
-def test_search_needs_no_server(site: Path, pages: dict[Path, Page]) -> None:
+def test_search_works_without_a_server(site: Path, pages: dict[Path, Page]) -> None:
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     found = {entry["location"].partition("#")[0] for entry in json.loads(index.removeprefix("var __index = "))["docs"]}
     assert {"tutorial.html", "concepts.html", "reference/config.html", "coming-from/trl.html"} <= found
@@ -94,7 +94,7 @@ def test_search_needs_no_server(site: Path, pages: dict[Path, Page]) -> None:
     assert any("iframe-worker" in address for address in pages[site / "tutorial.html"].loads)
 
 
-def test_the_reference_has_all_there_is(site: Path) -> None:
+def test_reference_lists_every_key_and_type(site: Path) -> None:
     commands, config, envs, python = (
         (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
         for name in ("cli", "config", "envs", "python")
@@ -114,7 +114,7 @@ def test_the_reference_has_all_there_is(site: Path) -> None:
     )
 
 
-def test_files_of_the_repository_are_pages(site: Path) -> None:
+def test_linked_repository_files_are_pages(site: Path) -> None:
     shown = (site / "source" / "palestra" / "losses" / "policy.py.html").read_text(encoding="utf-8")
     assert 'class="k">def' in shown
     listed = (site / "source" / "configs" / "games" / "index.html").read_text(encoding="utf-8")

@@ -27,11 +27,11 @@ SEARCH = {"type": "grpo", "branch_at": "turn", "continue_from": "best", "group_s
         ({}, "training success"),
     ],
 )
-def test_success_in_training_is_called_a_search_where_it_is_one(config, label):
+def test_training_success_of_branching_runs_is_labelled_search(config, label):
     assert training_success_label(config) == label
 
 
-def test_games_say_which_return_is_greedy_and_which_is_sampled():
+def test_returns_are_labelled_greedy_or_sampled():
     config = {"env_steps": 1000, "evals": {"test": {"greedy": True}, "noisy": {"greedy": False}}}
     assert eval_label(config, "test") == "test (greedy)" and eval_label(config, "noisy") == "noisy"
     assert training_return_label(config) == "training return (sampled actions)"
@@ -39,10 +39,10 @@ def test_games_say_which_return_is_greedy_and_which_is_sampled():
     assert eval_label({"evals": {"test": {}}}, "test") == "test" and training_return_label({}) == "training return"
 
 
-def test_the_test_split_leads():
+def test_headline_prefers_the_test_split():
     assert headline_eval(["dev", "test"]) == "test" and headline_eval(["dev"]) == "dev" and headline_eval([]) is None
 
 
-def test_a_metric_of_an_evaluation_as_text():
+def test_evaluation_metrics_are_formatted_as_text():
     assert format_eval({"success": 0.853}) == "85.3%" and format_eval({"return": -12.4}) == "-12.40"
     assert format_eval({"returns": {"a": 1.0, "b": -1.0}}) == "a 1.00 b -1.00"

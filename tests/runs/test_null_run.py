@@ -15,7 +15,7 @@ from palestra.training import async_rollouts, loop, text, vector
 
 
 @pytest.mark.parametrize("module", [loop, text, async_rollouts, vector], ids=lambda module: module.__name__)
-def test_what_training_calls_on_a_run_is_there(module: ModuleType) -> None:
+def test_null_run_has_every_method_training_calls(module: ModuleType) -> None:
     asked = set(re.findall(r"\brun\.(\w+)", inspect.getsource(module)))
     stands = [ReadOnlyRun(Path()), *([NullRun()] if module in (loop, vector) else [])]
     assert len(asked) >= 2 and all(hasattr(Run, name) or name in ("path", "next_step") for name in asked)

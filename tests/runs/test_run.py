@@ -87,7 +87,7 @@ def plain(value: object) -> object:
     return plain(vars(value)) if hasattr(value, "__dict__") else value
 
 
-def test_episodes_come_back_as_they_were(tmp_path: Path) -> None:
+def test_episodes_survive_a_write_and_read(tmp_path: Path) -> None:
     failed = Episode("relay", 2**40, {"a": "planner"}, error="the env said no")
     bare = Episode("relay", 1, {}, [Node(0, None, 0, {}, {}, info={"why": "nobody acts"}, done=True)])
     with new_run(tmp_path) as run:
@@ -98,7 +98,7 @@ def test_episodes_come_back_as_they_were(tmp_path: Path) -> None:
     loaded[0].nodes[0].answers["a"].logprobs += 1  # the arrays are the caller's own
 
 
-def test_episode_rows_answer_questions(tmp_path: Path) -> None:
+def test_episode_tables_can_be_queried(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         rows = read_episodes(run.write_episodes(1, [episode(5)])).to_pylist()
     assert [(row["node"], row["seat"], row["policy"]) for row in rows] == [
@@ -115,7 +115,7 @@ def test_episode_rows_answer_questions(tmp_path: Path) -> None:
     assert rows[5]["answer"] is None and rows[4]["observation"] == "[1]" and not rows[4]["observation_json"]
 
 
-def test_no_episodes_and_foreign_files(tmp_path: Path) -> None:
+def test_empty_and_foreign_episode_files_are_handled(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         assert load_episodes(run.write_episodes(0, [])) == []
     (tmp_path / "x.parquet").write_text("hello")
@@ -123,13 +123,13 @@ def test_no_episodes_and_foreign_files(tmp_path: Path) -> None:
         read_episodes(tmp_path / "x.parquet")
 
 
-def test_an_observation_that_cannot_be_recorded_says_so(tmp_path: Path) -> None:
+def test_unrecordable_observation_is_refused_with_the_reason(tmp_path: Path) -> None:
     odd = Episode("relay", 1, {"a": "p"}, [Node(0, None, 0, {"a": object()}, {"a": answer("x", 1)})])
     with new_run(tmp_path) as run, pytest.raises(ValueError, match="cannot record a object in an episode"):
         run.write_episodes(0, [odd])
 
 
-def test_create_never_writes_over_a_run(tmp_path: Path) -> None:
+def test_create_never_overwrites_a_run(tmp_path: Path) -> None:
     for expected in ("demo", "demo-2", "demo-3"):
         with new_run(tmp_path) as run:
             assert run.path.name == expected
@@ -144,7 +144,7 @@ def test_create_never_writes_over_a_run(tmp_path: Path) -> None:
         Run.open(tmp_path)
 
 
-def test_metrics_take_numpy_and_have_no_nan(tmp_path: Path) -> None:
+def test_metrics_accept_numpy_and_write_nan_as_null(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         run.log_metrics(
             0, "a", {"loss": np.float32(0.5), "kl": float("nan"), "counts": np.arange(2), "deep": {"x": [1e999]}}
@@ -153,14 +153,14 @@ def test_metrics_take_numpy_and_have_no_nan(tmp_path: Path) -> None:
     assert line == '{"step": 0, "policy": "a", "loss": 0.5, "kl": null, "counts": [0, 1], "deep": {"x": [null]}}\n'
 
 
-def test_two_runs_of_one_seed_are_equal_in_metrics(tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_metrics_files(tmp_path: Path) -> None:
     for name in ("one", "two"):
         with new_run(tmp_path, name) as run:
             train(run, 3)
     assert (tmp_path / "one/metrics.jsonl").read_bytes() == (tmp_path / "two/metrics.jsonl").read_bytes()
 
 
-def test_pruning_leaves_the_newest_two_and_the_kept(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_two_and_kept_checkpoints(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         for step in range(6):
             run.checkpoint(step, save(str(step)), keep=step == 1)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def test_pruning_leaves_the_newest_two_and_the_kept(tmp_path: Path) -> None:
     assert list_runs(tmp_path)[0].checkpoint.step == 5  # type: ignore[union-attr]
 
 
-def test_resume_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
+def test_resume_truncates_logs_to_the_checkpoint(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         train(run, 3)
         before = (run.path / "metrics.jsonl").read_bytes()
@@ -201,7 +201,7 @@ def test_resume_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(run.path / "checkpoints.jsonl")] == [0, 1, 2, 3]
 
 
-def test_resume_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+def test_resume_skips_a_damaged_checkpoint(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         train(run, 3)
         os.truncate(run.path / "checkpoints/step-000002/adapters/coder.bin", 10)
@@ -224,7 +224,7 @@ def test_resume_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
         assert read_lines(run.path / "metrics.jsonl") == read_lines(run.path / "evals.jsonl") == []
 
 
-def test_resume_refuses_a_log_shorter_than_promised(tmp_path: Path) -> None:
+def test_resume_refuses_a_truncated_log(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         train(run, 2)
         (run.path / "metrics.jsonl").write_text("")
@@ -232,7 +232,7 @@ def test_resume_refuses_a_log_shorter_than_promised(tmp_path: Path) -> None:
             run.resume()
 
 
-def test_lines_survive_tearing_but_not_editing(tmp_path: Path) -> None:
+def test_torn_last_line_is_dropped_and_edited_lines_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     assert read_lines(path) == []
     path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a":')
@@ -255,7 +255,7 @@ def test_atomic_write_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None
     assert (tmp_path / "file").read_bytes() == b"new"
 
 
-def test_a_log_of_ones_own_is_recorded_and_rewritten(tmp_path: Path) -> None:
+def test_custom_log_is_checkpointed_and_truncated(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
         run.rewrite_log("tasks.jsonl", [])
         assert not (run.path / "tasks.jsonl").exists()
@@ -272,7 +272,7 @@ def test_a_log_of_ones_own_is_recorded_and_rewritten(tmp_path: Path) -> None:
         assert (run.path / "tasks.jsonl").read_bytes() == b""
 
 
-def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
+def test_second_writer_process_is_refused(tmp_path: Path) -> None:
     code = "import sys; from palestra.runs import Run; Run.open(sys.argv[1])"
     with new_run(tmp_path) as run:
         other = subprocess.run([sys.executable, "-c", code, str(run.path)], capture_output=True, text=True)
@@ -333,13 +333,13 @@ def kill_at(root: Path, deadly: int) -> bool:
 
 
 @pytest.mark.parametrize("deadly", range(3, 70, 11))
-def test_a_process_killed_at_a_file_operation_loses_nothing(tmp_path: Path, deadly: int) -> None:
+def test_kill_at_a_file_operation_loses_no_data(tmp_path: Path, deadly: int) -> None:
     assert kill_at(tmp_path, deadly)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_process_killed_at_any_file_operation_loses_nothing(tmp_path: Path) -> None:
+def test_kill_at_every_file_operation_loses_no_data(tmp_path: Path) -> None:
     deadly = 0
     while kill_at(tmp_path, deadly):
         deadly += 1
@@ -347,7 +347,7 @@ def test_a_process_killed_at_any_file_operation_loses_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_run_killed_again_and_again_ends_as_if_it_never_was(tmp_path: Path) -> None:
+def test_resume_after_repeated_kills_is_bit_identical(tmp_path: Path) -> None:
     steps, chance, kills = 150, random.Random(0), 0
     new_run(tmp_path, "killed").close()
     path = tmp_path / "killed"

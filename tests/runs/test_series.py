@@ -29,7 +29,7 @@ def ramp(*x):
 # ---- reading
 
 
-def test_x_counts_training_steps_done_and_0_is_before_training(tmp_path):
+def test_x_axis_counts_finished_training_steps(tmp_path):
     with Run.create(tmp_path, "") as run:
         for step in range(3):
             run.log_metrics(step, "team", {"success": step / 10})
@@ -42,7 +42,7 @@ def test_x_counts_training_steps_done_and_0_is_before_training(tmp_path):
     assert x.tolist() == [0, 3] and y.tolist() == [1.5, 2.5]
 
 
-def test_x_counts_env_steps_where_the_run_does(tmp_path):
+def test_x_axis_counts_env_steps_if_the_run_does(tmp_path):
     """Steps of unequal length: an evaluation after step 1 is at what was done after it, not at the mean pace."""
     with Run.create(tmp_path, "") as run:
         for step, done in enumerate((100, 300, 900)):
@@ -56,7 +56,7 @@ def test_x_counts_env_steps_where_the_run_does(tmp_path):
     assert logs.series(logs.evals["test"], "return").x.tolist() == [0, 300]
 
 
-def test_a_counter_that_stays_at_0_is_no_axis(tmp_path):
+def test_constant_zero_counter_is_not_used_as_axis(tmp_path):
     with Run.create(tmp_path, "") as run:
         for step in range(2):
             run.log_metrics(step, "team", {"env_steps": 0, "nash_conv": 1.0})
@@ -81,14 +81,14 @@ def test_smoothing_is_a_centred_mean():
         assert moving_mean(np.full(n, 4.0), 9) == pytest.approx([4.0] * n)
 
 
-def test_smoothing_skips_what_is_unknown():
+def test_smoothing_skips_missing_values():
     assert moving_mean(np.array([0.0, np.nan, 6]), 3).tolist() == [0, 3, 6]
     assert moving_mean(np.array([2.0, np.inf, 6]), 3).tolist() == [2, 4, 6]
     alone = moving_mean(np.array([1.0, np.nan, np.nan, np.nan, 5]), 3)
     assert alone[[0, 1, 3, 4]].tolist() == [1, 1, 5, 5] and np.isnan(alone[2])
 
 
-def test_a_short_run_is_smoothed_over_a_quarter_of_it():
+def test_smoothing_window_is_at_most_a_quarter_of_the_run():
     y = np.array([0.0, 8, 0, 8, 0, 8, 0, 8])
     assert smooth(y, 9).tolist() == moving_mean(y, 2).tolist() and smooth(y[:4], 9).tolist() == [0, 8, 0, 8]
 
@@ -103,7 +103,7 @@ def test_thinning_keeps_every_spike():
     assert len(thin(Series(x[:50], y[:50]), 200).x) == 50
 
 
-def test_a_part_has_a_neighbour_at_either_side():
+def test_range_includes_one_neighbour_on_each_side():
     x, y = clip_x(ramp(*range(10)), 3.5, 5.5)
     assert x.tolist() == y.tolist() == [3, 4, 5, 6]
 
@@ -111,7 +111,7 @@ def test_a_part_has_a_neighbour_at_either_side():
 # ---- comparing
 
 
-def test_seeds_are_compared_where_all_of_them_are():
+def test_seeds_are_aligned_on_their_common_range():
     x, y = align([ramp(0, 2, 4), ramp(1, 3)])
     assert x.tolist() == [1, 2, 3] and y.tolist() == [[1, 2, 3], [1, 2, 3]]
     x, y = align([ramp(0, 1), ramp(5, 6)])
@@ -128,7 +128,7 @@ def test_long_seeds_are_thinned(points):
     assert len(x) == points and y.shape == (2, points)
 
 
-def test_bands_by_known_answers():
+def test_bands_match_known_answers():
     """Of 1, 2 and 3: standard deviation 1, and Student's 95 % interval of the mean is 4.303 / sqrt(3) wide each way."""
     y = np.array([[1.0], [2.0], [3.0]])
     assert band_bounds(y, "sd") == (pytest.approx([1.0]), pytest.approx([3.0]))
@@ -147,23 +147,23 @@ def test_bands_by_known_answers():
         (1000, 10, "means of the first and last 10 lines of 1000"),
     ],
 )
-def test_the_windows_at_both_ends_never_meet(n, size, label):
+def test_first_and_last_windows_do_not_overlap(n, size, label):
     lines = [{"step": step} for step in range(n)]
     first, last, which = end_windows(lines)
     assert (list(first), list(last), which) == (lines[:size], lines[-size:], label) and 2 * size <= n
 
 
-def test_one_line_has_nothing_before_it():
+def test_single_line_has_no_first_window():
     first, last, which = end_windows([{"step": 0, "kl": 2.0}])
     assert (mean_of(first, "kl"), mean_of(last, "kl"), which) == (None, 2.0, "the only line")
     assert end_windows([])[:2] == ([], [])
 
 
-def test_means_leave_out_what_is_unknown():
+def test_means_skip_missing_values():
     assert mean_of([{"kl": 1.0}, {"kl": None}, {}, {"kl": 3}], "kl") == 2.0
 
 
-def test_the_interval_by_a_known_answer():
+def test_wilson_interval_matches_a_known_answer():
     """Wilson's interval for 8 of 10, as statsmodels and Brown, Cai and DasGupta (2001) compute it: 0.490 to 0.943."""
     assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=2e-4)
     assert wilson_interval(0, 0) == (0, 1) and wilson_interval(0, 50)[0] == 0 and wilson_interval(50, 50)[1] == 1

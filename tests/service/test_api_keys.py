@@ -16,7 +16,7 @@ def path(tmp_path):
     return tmp_path / "keys"
 
 
-def test_a_key_is_shown_once_and_only_its_hash_is_kept(path):
+def test_only_the_hash_of_a_key_is_stored(path):
     key = add_key(path, "ann")
     assert key.startswith("tml-") and key not in path.read_text() and path.stat().st_mode & 0o777 == 0o600
     keys = ApiKeys(path)
@@ -24,18 +24,18 @@ def test_a_key_is_shown_once_and_only_its_hash_is_kept(path):
     assert keys.owner_of(key + "x") is None and keys.owner_of("") is None and keys.owner_of(None) is None
 
 
-def test_a_key_of_another_kind_may_come_with_the_prefix_of_official_clients(path):
+def test_keys_are_accepted_with_the_prefix_of_official_clients(path):
     path.write_text(f"ann {hashlib.sha256(b'sk-mine').hexdigest()}\n")
     keys = ApiKeys(path)
     assert keys.owner_of("sk-mine") == keys.owner_of("tml-sk-mine") == "ann"
     assert keys.owner_of("tml-tml-sk-mine") is None and keys.owner_of("tml-") is None
 
 
-def test_without_a_file_everybody_may(path):
+def test_every_key_is_accepted_without_a_key_file(path):
     assert ApiKeys(None).owner_of("anything") == ApiKeys(None).owner_of(None) == ANONYMOUS_OWNER
 
 
-def test_keys_that_are_removed_are_refused_at_once(path):
+def test_removed_keys_are_refused_at_once(path):
     first, second, other = add_key(path, "ann"), add_key(path, "ann"), add_key(path, "bob")
     keys = ApiKeys(path)
     assert [keys.owner_of(key) for key in (first, second, other)] == ["ann", "ann", "bob"]
@@ -46,7 +46,7 @@ def test_keys_that_are_removed_are_refused_at_once(path):
     assert [keys.owner_of(key) for key in (first, second, other, token)] == [None, None, "bob", None]
 
 
-def test_tokens_are_of_one_server_and_of_one_hour(path, monkeypatch):
+def test_tokens_are_bound_to_one_server_and_one_hour(path, monkeypatch):
     add_key(path, "ann")
     keys = ApiKeys(path)
     assert ApiKeys(path).owner_of(keys.issue_token("ann")) is None
@@ -55,12 +55,12 @@ def test_tokens_are_of_one_server_and_of_one_hour(path, monkeypatch):
 
 
 @pytest.mark.parametrize("junk", ["eyJ.x.y", "\udce4", "a" * 10_000, "eyJhbGciOiJub25lIn0.eyJzdWIiOiJhbm4ifQ."])
-def test_junk_is_nobodys_key(path, junk):
+def test_malformed_keys_are_refused(path, junk):
     add_key(path, "ann")
     assert ApiKeys(path).owner_of(junk) is None
 
 
-def test_what_is_wrong_is_said(path):
+def test_invalid_key_files_are_refused_with_the_reason(path):
     with pytest.raises(ValueError, match="palestra keys add"):
         ApiKeys(path)
     with pytest.raises(ValueError, match="cannot own keys"):

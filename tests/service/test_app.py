@@ -56,13 +56,13 @@ def sampler(front: Front, **given: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("path", ["create_model", "forward_backward", "optim_step", "load_weights", "asample"])
-def test_a_malformed_body_is_a_clear_4xx(front: Front, path: str, body: bytes) -> None:
+def test_malformed_bodies_get_an_explained_4xx(front: Front, path: str, body: bytes) -> None:
     reply = front.post(f"/{path}", body)
     assert 400 <= reply.status_code < 500
     assert reply.json()["detail"]
 
 
-def test_a_refusal_names_the_field(front: Front) -> None:
+def test_refusals_name_the_field(front: Front) -> None:
     reply = front.post("/create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": 3})
     assert reply.status_code == 400
     assert "lora_config" in reply.json()["detail"]
@@ -70,7 +70,7 @@ def test_a_refusal_names_the_field(front: Front) -> None:
 
 
 @pytest.mark.parametrize("pack", [zstandard.compress, gzip.compress])
-def test_a_packed_body_is_unpacked_as_far_as_the_limit_goes(front: Front, pack: Any) -> None:
+def test_compressed_bodies_are_decompressed_up_to_the_limit(front: Front, pack: Any) -> None:
     headers = {"Content-Encoding": "zstd" if pack is zstandard.compress else "gzip"}
     assert front.post("/create_session", pack(b'{"tags": []}'), headers=headers).status_code == 200
     bomb = pack(b'{"tags": ["' + b"a" * 10_000_000 + b'"]}')
@@ -79,22 +79,22 @@ def test_a_packed_body_is_unpacked_as_far_as_the_limit_goes(front: Front, pack: 
     assert front.post("/create_session", b"not packed", headers=headers).status_code == 400
 
 
-def test_a_long_body_is_refused(front: Front) -> None:
+def test_bodies_over_the_limit_are_refused(front: Front) -> None:
     assert front.post("/create_session", b" " * 200_001).status_code == 413
 
 
-def test_an_unknown_packing_is_refused() -> None:
+def test_unknown_content_encoding_is_refused() -> None:
     with pytest.raises(BadRequest, match="zstd, gzip or none"):
         decompress_body(b"", "br", 10)
 
 
-def test_what_is_not_there_is_said(front: Front) -> None:
+def test_unknown_paths_are_named_in_the_404(front: Front) -> None:
     reply = front.get("/billing/usage/events")
     assert reply.status_code == 404
     assert "/billing/usage/events" in reply.json()["detail"]
 
 
-def test_the_address_may_have_a_prefix_that_a_proxy_strips_or_not(context: ServiceContext) -> None:
+def test_root_path_works_with_and_without_a_stripping_proxy(context: ServiceContext) -> None:
     front = Front(context, root_path="/train/")
     for path in ("/train/api/v1/healthz", "/api/v1/healthz"):
         assert front.get(path).json() == {"status": "ok"}
@@ -105,7 +105,7 @@ def test_the_address_may_have_a_prefix_that_a_proxy_strips_or_not(context: Servi
     assert front.get(where).status_code == 200
 
 
-def test_openapi_lists_the_bodies(front: Front) -> None:
+def test_openapi_lists_the_request_bodies(front: Front) -> None:
     schema = front.get("/openapi.json").json()
     body = schema["paths"]["/api/v1/create_model"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": "#/components/schemas/CreateModelRequest"}
@@ -115,7 +115,7 @@ def test_openapi_lists_the_bodies(front: Front) -> None:
 # -- who asks ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_route_but_the_first_ones_wants_a_key(shared: Front) -> None:
+def test_every_route_but_health_and_version_needs_a_key(shared: Front) -> None:
     free = {"/healthz", "/client/config", "/client/dynamic_config", "/downloads/{run}/{kind}/{name}/{file}"}
     for path, methods in shared.get("/openapi.json").json()["paths"].items():
         for method in methods:
@@ -123,21 +123,21 @@ def test_every_route_but_the_first_ones_wants_a_key(shared: Front) -> None:
                 assert shared.ask(method.upper(), path.replace("{", "").replace("}", "")).status_code == 401, path
 
 
-def test_clients_that_read_a_redirect_are_told_to_use_the_transport_that_leaves_it_alone(front: Front) -> None:
+def test_client_config_selects_a_transport_without_redirects(front: Front) -> None:
     """0.22 reads an archive's address from a redirect, which its usual transport follows."""
     for version, pyqwest in (("0.22.0", False), ("0.38.0", True), ("", True)):
         config = front.post("/client/config", {}, headers={"X-Stainless-Package-Version": version}).json()
         assert config["use_pyqwest_transport"] is pyqwest
 
 
-def test_what_is_not_served_is_named(front: Front) -> None:
+def test_unserved_routes_are_named_in_the_refusal(front: Front) -> None:
     for path in ("/sessions/lost", "/nowhere"):
         reply = front.post(path, {})
         assert reply.status_code in (404, 405)
         assert f"this server has no POST /api/v1{path}" in reply.json()["detail"]
 
 
-def test_a_key_of_mints_is_traded_for_a_token(shared: Front) -> None:
+def test_mint_key_is_exchanged_for_a_token(shared: Front) -> None:
     assert shared.post("/client/config", {}, headers={"X-API-Key": "sk-1"}).json()["pjwt_auth_enabled"] is True
     assert shared.post("/client/config", {}, of="ada").json()["pjwt_auth_enabled"] is False
     shared.keys["token"] = shared.post("/auth/token", {}, of="ada").json()["jwt"]
@@ -145,7 +145,7 @@ def test_a_key_of_mints_is_traded_for_a_token(shared: Front) -> None:
     assert shared.get("/sessions", of="ada").json()["sessions"] == [session]
 
 
-def test_nothing_of_anothers_is_there(shared: Front) -> None:
+def test_resources_of_other_owners_are_not_found(shared: Front) -> None:
     model = shared.model("hers", of="ada")
     path = shared.weights(model, of="ada")
     sampler = {"session_id": "hers", "sampling_session_seq_id": 0, "base_model": "tiny"}
@@ -195,21 +195,21 @@ def test_nothing_of_anothers_is_there(shared: Front) -> None:
         assert [x for x in shared.get(where, of="bob").json()[found] if x != "his"] == []
 
 
-def test_anothers_request_is_not_answered(shared: Front) -> None:
+def test_requests_of_other_owners_get_no_result(shared: Front) -> None:
     model = shared.model(of="ada")
     id = shared.post("/forward_backward", gradients(model), of="ada").json()["request_id"]
     assert shared.post("/retrieve_future", {"request_id": id}, of="bob").status_code == 410
     assert shared.post("/retrieve_future", {"request_id": id}, of="ada").status_code == 408
 
 
-def test_a_refused_request_of_anothers_model_uses_up_no_number(shared: Front) -> None:
+def test_refused_requests_for_other_owners_models_use_no_sequence_number(shared: Front) -> None:
     model = shared.model(of="ada")
     assert shared.post("/forward_backward", gradients(model, loss_fn="no"), of="bob").status_code == 404
     assert shared.post("/forward_backward", {"model_id": model, "seq_id": 1}, of="bob").status_code == 400
     assert shared.context.store.take_queued() == []
 
 
-def test_published_weights_are_readable_by_all_and_changed_by_one(shared: Front) -> None:
+def test_published_weights_are_readable_by_all_and_writable_by_the_owner(shared: Front) -> None:
     model = shared.model(of="ada")
     path = shared.weights(model, of="ada")
     one = f"/training_runs/{model}/checkpoints/weights/one"
@@ -234,7 +234,7 @@ def test_published_weights_are_readable_by_all_and_changed_by_one(shared: Front)
         "tinker://m//weights/x",
     ],
 )
-def test_a_trick_in_a_path_is_refused(front: Front, path: str) -> None:
+def test_path_traversal_is_refused(front: Front, path: str) -> None:
     for where, body in (("/weights_info", {"tinker_path": path}), ("/copy_weights", {"source_path": path})):
         assert front.post(where, body).status_code == 400
     model = front.model()
@@ -247,7 +247,7 @@ def test_a_trick_in_a_path_is_refused(front: Front, path: str) -> None:
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_as_its_client_asked(front: Front) -> None:
+def test_model_is_created_with_the_requested_config(front: Front) -> None:
     body = {"session_id": "a.b-c", "model_seq_id": 2, "base_model": "Qwen/Qwen3-0.6B", "user_metadata": {"n": 1}}
     body["lora_config"] = {"rank": 3, "seed": 7, "train_mlp": False}
     first, again = front.post("/create_model", body).json(), front.post("/create_model", body).json()
@@ -266,7 +266,7 @@ def test_a_model_is_as_its_client_asked(front: Front) -> None:
     assert front.post("/create_model", body).status_code == 400
 
 
-def test_one_key_has_as_many_models_as_the_limit(front: Front) -> None:
+def test_models_per_key_are_limited(front: Front) -> None:
     made = [front.model("mine", number) for number in range(3)]
     body = {"session_id": "mine", "model_seq_id": 3, "base_model": "tiny"}
     assert "unload" in front.post("/create_model", body).json()["detail"]
@@ -275,7 +275,7 @@ def test_one_key_has_as_many_models_as_the_limit(front: Front) -> None:
     assert front.post("/get_info", {"model_id": made[0]}).status_code == 404
 
 
-def test_a_model_may_begin_from_a_checkpoint(front: Front) -> None:
+def test_model_can_start_from_a_checkpoint(front: Front) -> None:
     path = front.weights(front.model())
     body = {"session_id": "mine", "model_seq_id": 5, "path": path, "optimizer": True}
     reply = front.post("/load_weights", body).json()
@@ -288,7 +288,7 @@ def test_a_model_may_begin_from_a_checkpoint(front: Front) -> None:
     assert front.post("/load_weights", {**body, "model_seq_id": 6, "base_model": "other"}).status_code == 400
 
 
-def test_weights_of_another_shape_are_not_loaded(front: Front) -> None:
+def test_weights_of_another_shape_are_refused(front: Front) -> None:
     path = front.weights(front.model())
     other = front.model(number=1, rank=8)
     reply = front.post("/load_weights", {"model_id": other, "seq_id": 1, "path": path, "optimizer": False})
@@ -296,7 +296,7 @@ def test_weights_of_another_shape_are_not_loaded(front: Front) -> None:
     assert "rank 4, not 8" in reply.json()["detail"]
 
 
-def test_gradients_are_queued_as_protobuf_whatever_they_came_in(front: Front) -> None:
+def test_forward_backward_is_queued_as_protobuf_from_any_encoding(front: Front) -> None:
     model = front.model()
     front.post("/forward_backward", gradients(model))
     row = front.take()
@@ -315,7 +315,7 @@ def test_gradients_are_queued_as_protobuf_whatever_they_came_in(front: Front) ->
     assert front.take().kind == "forward"
 
 
-def test_the_same_number_is_the_same_request(front: Front) -> None:
+def test_repeated_sequence_number_is_the_same_request(front: Front) -> None:
     model = front.model()
     first, again = (front.post("/forward_backward", gradients(model)).json() for _ in range(2))
     assert first["request_id"] == again["request_id"]
@@ -336,7 +336,7 @@ def test_the_same_number_is_the_same_request(front: Front) -> None:
         ("mint/forward_backward_reverse_kl", {}),
     ],
 )
-def test_a_refused_number_is_noted_so_that_nobody_waits_for_it(front: Front, path: str, body: dict[str, Any]) -> None:
+def test_refused_sequence_number_is_recorded_as_failed(front: Front, path: str, body: dict[str, Any]) -> None:
     model = front.model()
     reply = front.post(f"/{path}", {**body, "model_id": model, "seq_id": 1})
     assert reply.status_code in (400, 404)
@@ -345,7 +345,7 @@ def test_a_refused_number_is_noted_so_that_nobody_waits_for_it(front: Front, pat
     assert json.loads(row.result)["error"] == reply.json()["detail"]
 
 
-def test_a_refused_protobuf_is_noted_too(front: Front) -> None:
+def test_refused_protobuf_body_is_recorded_as_failed(front: Front) -> None:
     model = front.model()
     call = pb.ForwardBackwardRequest(model_id=model, seq_id=4, loss_fn="nonsense")
     headers = {"Content-Type": "application/x-protobuf"}
@@ -354,7 +354,7 @@ def test_a_refused_protobuf_is_noted_too(front: Front) -> None:
     assert front.post("/forward_backward", b"\xff\xff", headers=headers).status_code == 400
 
 
-def test_a_full_queue_says_when_to_come_again_and_uses_up_no_number(front: Front) -> None:
+def test_full_queue_sends_retry_after_and_uses_no_sequence_number(front: Front) -> None:
     model = front.model()
     front.context.limits.queue = 3  # one is the model's creation, counted for a second more
     replies = [front.post("/forward_backward", gradients(model, seq)) for seq in (1, 2, 3)]
@@ -363,7 +363,7 @@ def test_a_full_queue_says_when_to_come_again_and_uses_up_no_number(front: Front
     assert [row.seq for row in front.context.store.take_queued()] == [1, 2]
 
 
-def test_a_queue_is_full_of_bytes_too(front: Front) -> None:
+def test_queue_is_limited_in_bytes(front: Front) -> None:
     model = front.model()
     front.context.limits.queue_bytes = 1
     assert front.post("/forward_backward", gradients(model, 1)).status_code == 429  # the creation still counts
@@ -375,7 +375,7 @@ def test_a_queue_is_full_of_bytes_too(front: Front) -> None:
     assert [row.seq for row in front.context.store.take_queued()] == [1]
 
 
-def test_the_queue_is_counted_again_after_a_second(context: ServiceContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_depth_is_recounted_after_a_second(context: ServiceContext, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, now = RequestQueue(context), [100.0]
     monkeypatch.setattr("palestra.service.api.deps.time.monotonic", lambda: now[0])
     id = queue.submit("ada", "sample", b"{}")
@@ -388,7 +388,7 @@ def test_the_queue_is_counted_again_after_a_second(context: ServiceContext, monk
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def test_saves_say_where_and_what(front: Front) -> None:
+def test_save_requests_are_queued_with_path_and_kind(front: Front) -> None:
     model = front.model()
     saves: list[tuple[str, dict[str, Any]]] = [
         ("save_weights", {"path": "a", "ttl_seconds": 60, "overwrite": False, "user_metadata": {"x": "y"}}),
@@ -413,7 +413,7 @@ def test_saves_say_where_and_what(front: Front) -> None:
     assert jobs[3].sampler == "mine:sample:9"
 
 
-def test_checkpoints_are_listed_given_an_end_and_deleted(front: Front) -> None:
+def test_checkpoints_are_listed_expired_and_deleted(front: Front) -> None:
     model = front.model()
     front.weights(model)
     front.weights(model, "two", "sampler")
@@ -433,14 +433,14 @@ BARE = [("DELETE", ""), ("GET", "/archive"), ("POST", "/publish"), ("PUT", "/ttl
 
 
 @pytest.mark.parametrize(("method", "verb"), BARE)
-def test_a_checkpoint_id_without_its_kind_is_told_what_is_missing(front: Front, method: str, verb: str) -> None:
+def test_checkpoint_id_without_kind_is_refused_with_the_fix(front: Front, method: str, verb: str) -> None:
     model = front.model()
     front.weights(model)
     reply = front.ask(method, f"/training_runs/{model}/checkpoints/one{verb}")
     assert reply.status_code == 400 and 'say "weights/one" or "sampler_weights/one"' in reply.json()["detail"]
 
 
-def test_a_copy_that_is_asked_for_twice_is_one(front: Front) -> None:
+def test_repeated_copy_request_makes_one_copy(front: Front) -> None:
     path = front.weights(front.model())
     headers = {"X-Idempotency-Key": "k"}
     paths = {front.post("/copy_weights", {"source_path": path}, headers=headers).json()["tinker_path"] for _ in "ab"}
@@ -451,7 +451,7 @@ def test_a_copy_that_is_asked_for_twice_is_one(front: Front) -> None:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_queued_with_every_name_resolved(front: Front) -> None:
+def test_sampling_request_is_queued_with_resolved_names(front: Front) -> None:
     model = front.model()
     path = front.weights(model, kind="sampler")
     id = sampler(front, model_path=path)
@@ -482,7 +482,7 @@ def test_a_sample_is_queued_with_every_name_resolved(front: Front) -> None:
 @pytest.mark.parametrize(
     ("seed", "drawn"), [(2**63, 2**63), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)]
 )
-def test_seeds_of_64_bits_are_whole(front: Front, seed: int, drawn: int) -> None:
+def test_seeds_of_64_bits_are_accepted_exactly(front: Front, seed: int, drawn: int) -> None:
     """As in the sampler itself, which counts them modulo 2**64."""
     body = {"prompt": PROMPT, "num_samples": 1, "base_model": "tiny"}
     assert front.post("/asample", {**body, "sampling_params": {"seed": seed}}).status_code == 200
@@ -491,7 +491,7 @@ def test_seeds_of_64_bits_are_whole(front: Front, seed: int, drawn: int) -> None
     assert reply.status_code == 400 and "seed" in reply.json()["detail"]
 
 
-def test_the_best_of_a_prompt_come_with_its_own_log_probabilities(front: Front) -> None:
+def test_topk_prompt_logprobs_include_prompt_logprobs(front: Front) -> None:
     front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", "topk_prompt_logprobs": 2})
     assert SampleJob.model_validate_json(front.take().body).prompt_logprobs
 
@@ -505,7 +505,7 @@ def test_the_best_of_a_prompt_come_with_its_own_log_probabilities(front: Front) 
         {"num_samples": 3900, "topk_prompt_logprobs": 256, "prompt": {"chunks": [{"tokens": [5] * 1500}]}},
     ],
 )
-def test_an_answer_that_would_be_too_large_is_refused(front: Front, given: dict[str, Any]) -> None:
+def test_answers_over_the_token_limit_are_refused(front: Front, given: dict[str, Any]) -> None:
     """Its tokens, each with the likeliest ones beside it, count together; the message names the limit and the fix."""
     reply = front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", **given})
     assert reply.status_code == 400
@@ -514,7 +514,7 @@ def test_an_answer_that_would_be_too_large_is_refused(front: Front, given: dict[
     assert front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", **given}).status_code == 200
 
 
-def test_an_answer_of_the_limit_is_served(front: Front) -> None:
+def test_answers_at_the_token_limit_are_served(front: Front) -> None:
     body = {"prompt": PROMPT, "base_model": "tiny", "num_samples": 1024, "sampling_params": {"max_tokens": 2040}}
     assert front.post("/asample", body).status_code == 200
     two = {"model": "tiny", "prompt": [[5, 6, 7]] * 2, "n": 1024, "max_tokens": 1025}
@@ -532,7 +532,9 @@ def test_an_answer_of_the_limit_is_served(front: Front) -> None:
         ([4, 7], (), (4, 7), True),
     ],
 )
-def test_what_stop_means(front: Front, stop: Any, strings: tuple[str, ...], ids: tuple[int, ...], end: bool) -> None:
+def test_stop_values_are_interpreted_as_documented(
+    front: Front, stop: Any, strings: tuple[str, ...], ids: tuple[int, ...], end: bool
+) -> None:
     front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", "sampling_params": {"stop": stop}})
     sampling = SampleJob.model_validate_json(front.take().body).sampling
     assert (sampling.stop, sampling.stop_token_ids, sampling.stop_at_eos) == (strings, ids, end)
@@ -552,13 +554,13 @@ def test_what_stop_means(front: Front, stop: Any, strings: tuple[str, ...], ids:
         {"target_prompt_logprobs": {"data": [1, 512], "dtype": "int64", "shape": [2, 1]}},
     ],
 )
-def test_a_sample_that_cannot_be_is_refused(front: Front, changes: dict[str, Any]) -> None:
+def test_impossible_sampling_requests_are_refused(front: Front, changes: dict[str, Any]) -> None:
     reply = front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", **changes})
     assert reply.status_code == 400
     assert front.context.store.take_queued() == []
 
 
-def test_a_sampler_keeps_its_weights_when_others_are_saved_at_its_path(front: Front) -> None:
+def test_sampler_keeps_its_weights_when_its_path_is_overwritten(front: Front) -> None:
     model = front.model()
     path = front.weights(model, kind="sampler")
     id = sampler(front, model_path=path)
@@ -573,7 +575,7 @@ def test_a_sampler_keeps_its_weights_when_others_are_saved_at_its_path(front: Fr
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_is_in_the_form_that_is_accepted_and_stays(front: Front) -> None:
+def test_result_follows_the_accept_header_and_stays_available(front: Front) -> None:
     model = front.model()
     id = front.post("/forward_backward", gradients(model)).json()["request_id"]
     pending = front.post("/retrieve_future", {"request_id": id})
@@ -588,7 +590,7 @@ def test_an_answer_is_in_the_form_that_is_accepted_and_stays(front: Front) -> No
     assert front.post("/retrieve_future", {"request_id": id}).json()["metrics"] == {"loss:sum": 1.5}
 
 
-def test_a_failure_is_an_answer(front: Front) -> None:
+def test_failed_request_is_returned_as_an_error_result(front: Front) -> None:
     model = front.model()
     id = front.post("/forward_backward", gradients(model)).json()["request_id"]
     front.context.store.write_answers([StoredAnswer.failure(id, "no")])
@@ -596,11 +598,11 @@ def test_a_failure_is_an_answer(front: Front) -> None:
     assert (reply.status_code, reply.json()) == (200, {"error": "no", "category": "user"})
 
 
-def test_an_answer_that_nobody_knows_of_is_gone(front: Front) -> None:
+def test_unknown_request_id_is_gone(front: Front) -> None:
     assert front.post("/retrieve_future", {"request_id": "0" * 32}).status_code == 410
 
 
-def test_a_poll_ends_when_the_answer_comes(front: Front) -> None:
+def test_poll_returns_when_the_result_arrives(front: Front) -> None:
     front.context.limits.poll = 20.0
     id = front.context.store.submit("anyone", "sample", b"{}")
 
@@ -614,7 +616,7 @@ def test_a_poll_ends_when_the_answer_comes(front: Front) -> None:
     assert asyncio.run(poll())
 
 
-def test_polls_end_when_the_server_stops(front: Front) -> None:
+def test_polls_return_when_the_server_stops(front: Front) -> None:
     async def poll() -> bool:
         waiting = asyncio.create_task(front.app.state.waiter.wait(["x"], 20.0))
         await asyncio.sleep(0.05)
@@ -624,7 +626,7 @@ def test_polls_end_when_the_server_stops(front: Front) -> None:
     assert not asyncio.run(poll())
 
 
-def test_a_batch_poll_tells_what_is_new(front: Front) -> None:
+def test_batch_poll_returns_new_results(front: Front) -> None:
     id = sampler(front)
     bodies = [{"prompt": PROMPT, "sampling_session_id": id, "seq_id": seq} for seq in (0, 1, 10**9)]
     ids = [front.post("/asample", body).json()["request_id"] for body in bodies]
@@ -639,7 +641,7 @@ def test_a_batch_poll_tells_what_is_new(front: Front) -> None:
     assert front.post("/retrieve_futures", {"target": {**target, "cloned_sampler_id": 10**18}}).status_code == 400
 
 
-def test_a_sample_that_waits_can_be_cancelled(front: Front) -> None:
+def test_queued_sampling_request_can_be_cancelled(front: Front) -> None:
     id = front.post("/asample", {"prompt": PROMPT, "base_model": "tiny"}).json()["request_id"]
     assert front.post("/cancel_future", {"request_id": id}).json() == {"cancelled": True}
     assert front.post("/cancel_future", {"request_id": id}).json() == {"cancelled": False}
@@ -649,7 +651,7 @@ def test_a_sample_that_waits_can_be_cancelled(front: Front) -> None:
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_session_stops_the_heartbeat(front: Front) -> None:
+def test_finished_session_stops_the_heartbeat(front: Front) -> None:
     id = front.post("/create_session", {"display_name": "x", "type": "create_session"}).json()["session_id"]
     assert front.post("/session_heartbeat", {"session_id": id}).status_code == 200
     assert front.post(f"/sessions/{id}/finish", {"reason": {"type": "success"}, "detail": None}).status_code == 200

@@ -52,7 +52,7 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
     return info
 
 
-def test_an_archive_goes_out_and_is_whole(front: Front) -> None:
+def test_archive_download_is_complete(front: Front) -> None:
     front.weights(model := front.model())
     reply = front.get(f"/training_runs/{model}/checkpoints/weights/one/archive")
     assert reply.status_code == 302
@@ -63,13 +63,13 @@ def test_an_archive_goes_out_and_is_whole(front: Front) -> None:
         assert tar.extractfile("adapter_model.safetensors").read() == bytes(range(256)) * 10  # type: ignore[union-attr]
 
 
-def test_each_file_has_an_address(front: Front) -> None:
+def test_each_file_has_a_signed_url(front: Front) -> None:
     front.weights(model := front.model(), kind="external")
     urls = front.get(f"/training_runs/{model}/checkpoints/external_weights/one/external_weights_urls").json()["urls"]
     assert front.get(urls["adapter_config.json"]).content == b'{"r": 4}'
 
 
-def test_an_address_cannot_be_altered(front: Front) -> None:
+def test_altered_signed_urls_are_refused(front: Front) -> None:
     model = front.model()
     front.weights(model)
     front.weights(model, "two")
@@ -89,7 +89,7 @@ def test_an_address_cannot_be_altered(front: Front) -> None:
     assert front.get(address).status_code == 403
 
 
-def test_an_address_ends(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signed_urls_expire(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     front.weights(model := front.model())
     address = front.get(f"/training_runs/{model}/checkpoints/weights/one/archive").headers["location"]
     later = time.time() + 4000
@@ -97,7 +97,7 @@ def test_an_address_ends(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     assert front.get(address).status_code == 403
 
 
-def test_damaged_weights_are_not_handed_out(front: Front) -> None:
+def test_damaged_weights_are_not_served(front: Front) -> None:
     front.weights(model := front.model())
     (file,) = front.context.weight_store.root.glob("*/adapter_model.safetensors")
     file.write_bytes(b"x")
@@ -106,7 +106,7 @@ def test_damaged_weights_are_not_handed_out(front: Front) -> None:
     assert "damaged" in reply.json()["detail"]
 
 
-def test_an_adapter_comes_in(front: Front, tiny: Any) -> None:
+def test_adapter_archive_can_be_uploaded(front: Front, tiny: Any) -> None:
     base = Path(tiny.path)
     files = {f"folder/{name}": data for name, data in adapter(base).items()} | {"folder/README.md": b"hello"}
     reply = upload(front, archived(files, special("folder", tarfile.DIRTYPE)))
@@ -136,14 +136,14 @@ def test_an_adapter_comes_in(front: Front, tiny: Any) -> None:
     ],
     ids=lambda info: info.name,
 )
-def test_a_trick_in_an_archive_is_refused(front: Front, tiny: Any, tmp_path: Path, more: tarfile.TarInfo) -> None:
+def test_malicious_archive_members_are_refused(front: Front, tiny: Any, tmp_path: Path, more: tarfile.TarInfo) -> None:
     before = sorted(tmp_path.rglob("*"))
     reply = upload(front, archived(adapter(Path(tiny.path)), more))
     assert reply.status_code == 400
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_bomb_is_refused(front: Front, tiny: Any) -> None:
+def test_decompression_bombs_are_refused(front: Front, tiny: Any) -> None:
     front.context.limits.upload = 100_000
     files = adapter(Path(tiny.path))
     assert upload(front, archived({"zeros": bytes(10_000_000), **files})).status_code == 413
@@ -168,26 +168,26 @@ CHANGES: list[Callable[[Path], dict[str, bytes]]] = [
 
 
 @pytest.mark.parametrize("make", CHANGES)
-def test_what_is_no_adapter_of_a_base_is_refused(front: Front, tiny: Any, make: Callable[[Path], Any]) -> None:
+def test_upload_that_fits_no_base_is_refused(front: Front, tiny: Any, make: Callable[[Path], Any]) -> None:
     reply = upload(front, archived(make(Path(tiny.path))))
     assert reply.status_code == 400, reply.text
     assert reply.json()["detail"]
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"\x1f\x8b" + bytes(100)])
-def test_what_is_no_archive_is_refused(front: Front, data: bytes) -> None:
+def test_upload_that_is_not_an_archive_is_refused(front: Front, data: bytes) -> None:
     assert upload(front, data).status_code == 400
     assert front.post("/checkpoints/upload", data).status_code == 400
     assert front.post("/checkpoints/upload", data, headers={"Content-Type": "multipart/form-data"}).status_code == 400
 
 
-def test_a_cut_archive_is_refused(front: Front, tiny: Any) -> None:
+def test_truncated_archive_is_refused(front: Front, tiny: Any) -> None:
     whole = archived(adapter(Path(tiny.path)))
     for size in (100, len(whole) // 2):
         assert upload(front, whole[:size]).status_code == 400
 
 
-def test_what_is_packed_is_a_plain_archive(tmp_path: Path) -> None:
+def test_packed_archive_is_a_plain_tar(tmp_path: Path) -> None:
     for name, size in (("a", 0), ("b", 512), ("c", 3_000_000)):
         (tmp_path / name).write_bytes(bytes(size))
     data = b"".join(pack_archive(sorted(tmp_path.iterdir())))

@@ -75,7 +75,7 @@ def same(a: Datum, b: Datum) -> bool:
 
 
 @pytest.mark.parametrize("call", calls(), ids=["0.15", "0.22", "0.38", "0.38 with options"])
-def test_data_of_official_clients(call: pb.ForwardBackwardRequest) -> None:
+def test_data_of_official_clients_is_decoded(call: pb.ForwardBackwardRequest) -> None:
     supervised, reinforced, *wide = codec.decode_data(call)
     assert (call.model_id, call.seq_id, call.loss_fn) == ("s0123456789abcdef:train:0", 1, "cross_entropy")
     assert same(supervised, Datum(np.array([5, 6, 7]), np.array([6, 7, 8]), {"weights": np.array([0.0, 1.0, -2.5])}))
@@ -90,7 +90,7 @@ def test_data_of_official_clients(call: pb.ForwardBackwardRequest) -> None:
         assert {array.dtype for array in datum.inputs.values()} == {np.dtype(np.float32)}
 
 
-def test_options_of_official_clients() -> None:
+def test_loss_options_of_official_clients_are_decoded() -> None:
     none, old, plain, new = calls()
     assert codec.loss_options(none) == codec.loss_options(plain) == {}
     assert codec.loss_options(old) == {"clip_low_threshold": 0.9}
@@ -98,11 +98,11 @@ def test_options_of_official_clients() -> None:
     assert new.forward_only and not plain.forward_only
 
 
-def test_options_of_a_client_that_writes_the_legacy_map_only() -> None:
+def test_loss_options_in_the_legacy_map_are_decoded() -> None:
     assert codec.loss_options(pb.ForwardBackwardRequest(loss_fn_config={"beta": 0.5})) == {"beta": 0.5}
 
 
-def test_the_forward_endpoint_has_its_own_name_for_the_same_thing() -> None:
+def test_forward_endpoint_body_decodes_to_the_same_data() -> None:
     inner = {"data": [row([1], target_tokens=ints(2))], "loss_fn": "cross_entropy"}
     call = codec.train_call_from_json(json.dumps({"forward_input": inner, "model_id": "m"}).encode(), forward_only=True)
     assert call.forward_only
@@ -144,7 +144,7 @@ def csr(array: np.ndarray) -> dict[str, Any]:
 
 
 @given(st.lists(data(), max_size=3), st.booleans())
-def test_json_to_protobuf_to_data(wanted: list[Datum], sparse: bool) -> None:
+def test_json_and_protobuf_decode_to_equal_data(wanted: list[Datum], sparse: bool) -> None:
     call = codec.train_call_from_json(body([as_json(datum, sparse) for datum in wanted]), forward_only=False)
     again = codec.train_call_from_proto(call.SerializeToString())
     found = codec.decode_data(again)
@@ -153,12 +153,12 @@ def test_json_to_protobuf_to_data(wanted: list[Datum], sparse: bool) -> None:
     assert len(rewritten) == len(wanted) and all(map(same, rewritten, wanted))
 
 
-def test_chunks_of_a_prompt_are_joined() -> None:
+def test_prompt_chunks_are_joined() -> None:
     request = json.dumps({"chunks": [{"tokens": [1, 2]}, {"tokens": []}, {"tokens": [3], "type": "encoded_text"}]})
     assert codec.prompt_tokens(requests.parse_body(requests.ModelInput, request.encode())).tolist() == [1, 2, 3]
 
 
-def test_every_dtype_of_the_protobuf() -> None:
+def test_every_protobuf_dtype_is_decoded() -> None:
     for kind, array in [(pb.DTYPE_INT32, np.int32([1, -2])), (pb.DTYPE_INT64, np.int64([1, 2**40]))]:
         assert codec.decode_data(tensor(dense=array.tobytes(), dtype=kind))[0].targets.tolist() == array.tolist()
     half = (np.float32([1.5, -0.25, math.inf]).view(np.uint32) >> 16).astype("<u2").tobytes()
@@ -167,7 +167,7 @@ def test_every_dtype_of_the_protobuf() -> None:
     assert codec.decode_data(call)[0].inputs["weights"].tolist() == [1.5, -0.25, math.inf]
 
 
-def test_a_sparse_tensor_of_a_sampling_request_is_padded() -> None:
+def test_sparse_tensor_of_a_sampling_request_is_padded() -> None:
     given = {**csr(np.array([[7, 0], [0, 8]])), "shape": [2, 2]}
     found = codec.decode_array(requests.parse_body(requests.TensorData, json.dumps(given).encode()), pad=-1)
     assert found.tolist() == [[7, -1], [-1, 8]]
@@ -192,7 +192,7 @@ def test_a_sparse_tensor_of_a_sampling_request_is_padded() -> None:
         (pb.ForwardBackwardRequest(data=[pb.Datum(model_input=[pb.Chunk(image=pb.ImageChunk())])]), '"image"'),
     ],
 )
-def test_arrays_that_are_none(call: pb.ForwardBackwardRequest, message: str) -> None:
+def test_invalid_dense_tensors_are_refused(call: pb.ForwardBackwardRequest, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
         codec.decode_data(call)
     assert len(str(caught.value)) < 300
@@ -231,12 +231,12 @@ def sparse(
         sparse([-1, 2**31 - 1], [0, 0], []),
     ],
 )
-def test_sparse_tensors_that_are_none(call: pb.ForwardBackwardRequest) -> None:
+def test_invalid_sparse_tensors_are_refused(call: pb.ForwardBackwardRequest) -> None:
     with pytest.raises(BadRequest):
         codec.decode_data(call)
 
 
-def test_many_sparse_tensors_may_not_be_large_together() -> None:
+def test_total_size_of_sparse_tensors_is_limited() -> None:
     side = math.isqrt(tensors.MAX_SPARSE_CELLS) // 2
     one = sparse([side, side], [0] * (side + 1), []).data[0]
     assert codec.decode_data(pb.ForwardBackwardRequest(data=[one]))[0].targets.shape == (side, side)
@@ -260,12 +260,12 @@ def test_many_sparse_tensors_may_not_be_large_together() -> None:
         (row([2**31], target_tokens=ints(1)), "tokens"),
     ],
 )
-def test_json_that_is_no_array(datum: dict[str, Any], message: str) -> None:
+def test_invalid_json_arrays_are_refused(datum: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         read([row([1], target_tokens=ints(1)), datum])
 
 
-def test_the_place_of_an_error_is_named() -> None:
+def test_errors_name_the_datum_and_input() -> None:
     with pytest.raises(BadRequest, match=r"^data\[1\].loss_fn_inputs.target_tokens: shape"):
         read([row([1], target_tokens=ints(1)), row([1], target_tokens={**ints(1), "shape": [2]})])
 
@@ -273,7 +273,7 @@ def test_the_place_of_an_error_is_named() -> None:
 @pytest.mark.parametrize(
     "wrong", [b"\xff", b"\x0a\x02\xff\xfe", pb.ForwardBackwardRequest(model_id="m", seq_id=-1).SerializeToString(), b""]
 )
-def test_bytes_that_are_no_call(wrong: bytes) -> None:
+def test_invalid_protobuf_is_refused(wrong: bytes) -> None:
     with pytest.raises(BadRequest):
         codec.train_call_from_proto(wrong)
 
@@ -301,7 +301,7 @@ def survives(body: bytes, as_proto: bool) -> None:
 
 
 @given(st.binary(max_size=60), st.booleans())
-def test_any_bytes(body: bytes, as_proto: bool) -> None:
+def test_arbitrary_bytes_raise_only_bad_request(body: bytes, as_proto: bool) -> None:
     survives(body, as_proto)
 
 
@@ -317,12 +317,12 @@ def edited(body: bytes, changes: list[tuple[float, bytes]]) -> bytes:
 
 
 @given(edits, st.sampled_from(["c.bin", "c_options.bin"]))
-def test_damaged_protobuf_of_an_official_client(changes: list[tuple[float, bytes]], name: str) -> None:
+def test_damaged_protobuf_raises_only_bad_request(changes: list[tuple[float, bytes]], name: str) -> None:
     survives(edited(fixture(name), changes), as_proto=True)
 
 
 @given(edits, st.sampled_from("ab"))
-def test_damaged_json_of_an_official_client(changes: list[tuple[float, bytes]], generation: str) -> None:
+def test_damaged_json_raises_only_bad_request(changes: list[tuple[float, bytes]], generation: str) -> None:
     survives(edited(sent(generation), changes), as_proto=False)
 
 
@@ -341,7 +341,7 @@ def wild_tensors(draw: st.DrawFn) -> pb.Tensor:
 
 
 @given(st.dictionaries(st.sampled_from(["target_tokens", "weights", "logprobs", "advantages"]), wild_tensors()))
-def test_any_tensors(inputs: dict[str, pb.Tensor]) -> None:
+def test_arbitrary_tensors_raise_only_bad_request(inputs: dict[str, pb.Tensor]) -> None:
     text = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.int32([1, 2]).tobytes()))
     call = pb.ForwardBackwardRequest(model_id="m", data=[pb.Datum(model_input=[text], loss_fn_inputs=inputs)])
     survives(call.SerializeToString(), as_proto=True)
@@ -350,7 +350,7 @@ def test_any_tensors(inputs: dict[str, pb.Tensor]) -> None:
 # Results
 
 
-def test_results_of_gradients() -> None:
+def test_forward_backward_results_are_encoded() -> None:
     """Read as 0.38 does: each run of datums with equal trailing shapes in a record of its own, offsets in bytes."""
     shapes = [(2,), (1,), (2, 2), (3,)]
     outputs = [{"logprobs": -np.arange(1, 1 + math.prod(shape), dtype=np.float32).reshape(shape)} for shape in shapes]
@@ -366,17 +366,17 @@ def test_results_of_gradients() -> None:
     assert tree["loss_fn_outputs"][2]["logprobs"] == {"data": [-1, -2, -3, -4], "dtype": "float32", "shape": [2, 2]}
 
 
-def test_results_without_data_or_finite_numbers() -> None:
+def test_empty_and_nonfinite_results_are_encoded() -> None:
     tree = json.loads(codec.forward_backward_to_json(codec.encode_forward_backward([], {"loss:sum": NAN})))
     assert tree["loss_fn_outputs"] == [] and math.isnan(tree["metrics"]["loss:sum"])
 
 
-def test_a_metric_without_its_reduction_would_crash_clients() -> None:
+def test_metric_without_reduction_suffix_is_rejected() -> None:
     with pytest.raises(AssertionError, match="colon"):
         codec.encode_forward_backward([], {"loss": 1.0})
 
 
-def test_results_of_sampling() -> None:
+def test_sampling_results_are_encoded() -> None:
     topk = TopK(np.array([[9, 9], [3, 4], [5, 9]]), np.array([[NAN, NAN], [-1, -2], [-0.5, NAN]]))
     targets = np.array([[-1.0, 0.0], [0.0, -2.0]])
     drawn = TopK(np.array([[3], [4]]), np.array([[-1.0], [-2.0]]))
@@ -407,7 +407,7 @@ def test_results_of_sampling() -> None:
     assert tree["prompt_cache_hit_tokens"] == 2
 
 
-def test_results_of_sampling_without_questions_about_the_prompt() -> None:
+def test_sampling_results_without_prompt_logprobs_are_encoded() -> None:
     sequence = SampledSequence(np.array([1]), np.array([-1.0]), "stop")
     message = pb.SampleResponse.FromString(codec.encode_sample([sequence]))
     assert [field.name for field, _ in message.ListFields()] == ["sequences"]

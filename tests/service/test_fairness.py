@@ -51,7 +51,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Server, dict[str, Client]]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_light_key_is_answered_while_a_heavy_one_has_a_full_queue(served: tuple[Server, dict[str, Client]]) -> None:
+def test_light_key_is_served_while_a_heavy_key_has_a_full_queue(served: tuple[Server, dict[str, Client]]) -> None:
     _, clients = served
     ada, bob = clients["ada"], clients["bob"]
     expected = ada.answer(ada.ask(1, 5))["sequences"]
@@ -66,7 +66,7 @@ def test_a_light_key_is_answered_while_a_heavy_one_has_a_full_queue(served: tupl
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_of_a_burst_is_given_back(served: tuple[Server, dict[str, Client]]) -> None:
+def test_memory_of_a_burst_is_released(served: tuple[Server, dict[str, Client]]) -> None:
     server, clients = served
     bob = clients["bob"]
     for request in [bob.ask(8, 16) for _ in range(8)]:

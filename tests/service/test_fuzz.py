@@ -233,7 +233,7 @@ def helped(tree: Any, names: dict[str, Any], room: list[bool]) -> Any:
 
 
 @amounts
-def test_json_bodies_against_the_schema(other: Target, amount: int) -> None:
+def test_fuzzed_json_bodies_never_crash_the_server(other: Target, amount: int) -> None:
     """Schemathesis makes bodies that fit the server's OpenAPI page, and bodies that nearly do."""
     schema = schemathesis.openapi.from_dict(whole_page(other))
     names = real_ids(other)
@@ -354,7 +354,7 @@ def mutations(draw: st.DrawFn, model: str) -> bytes:
 
 
 @amounts
-def test_protobuf_bodies(target: Target, amount: int) -> None:
+def test_fuzzed_protobuf_bodies_never_crash_the_server(target: Target, amount: int) -> None:
     @fuzz(60 * amount, calls(target.model_id))
     def valid(call: pb.ForwardBackwardRequest) -> None:
         target.tries("POST", "/forward_backward", call.SerializeToString(), headers=PROTOBUF)
@@ -394,7 +394,7 @@ LIES = {
 
 
 @amounts
-def test_headers_that_lie(target: Target, amount: int) -> None:
+def test_false_headers_never_crash_the_server(target: Target, amount: int) -> None:
     posts = [path for path, route in routes() if "POST" in route.methods]
     lies = st.lists(st.sampled_from([(k, v) for k, values in LIES.items() for v in values]), min_size=1, max_size=3)
     bodies = st.one_of(st.binary(max_size=40), st.sampled_from([b"{}", b"[]", zstandard.compress(b"{}")]))
@@ -423,7 +423,7 @@ TRICKS = [
 
 
 @amounts
-def test_addresses_with_tricks(target: Target, amount: int) -> None:
+def test_malicious_paths_never_crash_the_server(target: Target, amount: int) -> None:
     before = sorted(path.name for path in target.context.weight_store.root.iterdir())
     found = [(path, route) for path, route in routes() if "{" in path]
     parts = st.one_of(st.sampled_from(TRICKS), st.sampled_from([target.model_id, "weights", "whole", "archive"]))
@@ -467,7 +467,7 @@ BOMBS: dict[str, tuple[str, bytes, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_cost_little(target: Target, name: str) -> None:
+def test_decompression_bombs_cost_little_time(target: Target, name: str) -> None:
     verb, body, headers = BOMBS[name]
     began = time.monotonic()
     tracemalloc.start()
@@ -509,7 +509,7 @@ def absurd(**changes: Any) -> dict[str, Any]:
         ("load_weights", {"model_id": "mine:train:0", "path": "tinker://mine:train:0/weights/../x", "optimizer": True}),
     ],
 )
-def test_what_makes_no_sense_is_refused(target: Target, verb: str, body: dict[str, Any]) -> None:
+def test_nonsensical_bodies_get_4xx(target: Target, verb: str, body: dict[str, Any]) -> None:
     assert 400 <= target.tries("POST", f"/{verb}", body).status_code < 500
 
 
@@ -573,7 +573,7 @@ OWN = {  # the caller's own
 }
 
 
-def test_nobody_sees_or_changes_what_is_not_theirs(target: Target) -> None:
+def test_owners_cannot_read_or_change_others_resources(target: Target) -> None:
     """Every route there is, asked with ids of ada's by bob, and by one without a key."""
     ids = {"run": target.model_id, "kind": "weights", "name": "whole", "file": "adapter_model.safetensors"}
     given, before, asked = bodies(target), everything(target), 0
@@ -612,7 +612,7 @@ def everything(target: Target) -> list[Any]:
     return [sorted(rows, key=str), store.count(requests, requests.c.owner == "ada"), weights]
 
 
-def test_the_same_requests_are_fine_if_they_are_adas(target: Target) -> None:
+def test_the_owner_may_send_the_same_requests(target: Target) -> None:
     """Or the test above would prove nothing."""
     for name, body in bodies(target).items():
         if "{" in name or name in ("unload_model", "train_step"):
@@ -626,7 +626,7 @@ def test_the_same_requests_are_fine_if_they_are_adas(target: Target) -> None:
     assert target.lives()
 
 
-def test_what_belongs_to_a_base_that_is_no_longer_served_is_an_answer(target: Target) -> None:
+def test_resources_of_an_unserved_base_get_an_answer(target: Target) -> None:
     known, target.context.bases = target.context.bases, {}
     try:
         for name, body in bodies(target).items():

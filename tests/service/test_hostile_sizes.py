@@ -40,16 +40,14 @@ HOSTILE = {
         (requests.ForwardRequest, {"model_id": "m", "forward_input": {"loss_fn": "ppo", "data": [DATUM] * 20_000}}),
     ],
 )
-def test_json_that_would_hold_the_interpreter_is_refused_unread(
-    model: type[requests.WireModel], body: dict[str, Any]
-) -> None:
+def test_expensive_json_is_refused_before_parsing(model: type[requests.WireModel], body: dict[str, Any]) -> None:
     packed = json.dumps(body).encode()
     with pytest.raises(BadRequest, match="send several requests") as caught:
         parse_body(model, packed)
     assert caught.value.status == 413
 
 
-def test_of_many_wrong_chunks_one_is_named() -> None:
+def test_one_of_many_invalid_chunks_is_named() -> None:
     body = json.dumps({"prompt": {"chunks": [{}] * 60_000}, "base_model": "tiny"}).encode()
     with pytest.raises(BadRequest, match=r"prompt\.chunks\.0: .*has no tokens") as caught:
         parse_body(requests.SampleRequest, body)
@@ -59,7 +57,7 @@ def test_of_many_wrong_chunks_one_is_named() -> None:
 @pytest.mark.parametrize(
     "body", [{"prompt": "ab " * 60_000}, {"messages": [{"role": "user", "content": "x" * 180_000}]}]
 )
-def test_a_text_that_cannot_fit_is_refused_without_its_tokens(front: Front, body: dict[str, Any]) -> None:
+def test_text_over_the_context_is_refused_before_tokenisation(front: Front, body: dict[str, Any]) -> None:
     path = "/oai/api/v1/chat/completions" if "messages" in body else "/oai/api/v1/completions"
     reply = front.post(path, {"model": "tiny", **body})
     assert reply.status_code == 400 and "characters" in reply.json()["detail"]
@@ -72,7 +70,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes(url: str) -> None:
+def test_oversized_content_length_is_refused_before_the_body(url: str) -> None:
     where = httpx.URL(url)
     with socket.create_connection((where.host, where.port), timeout=60) as door:
         door.sendall(
@@ -83,7 +81,7 @@ def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes(url: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_others_are_answered_while_one_sends_a_hostile_body(url: str, name: str) -> None:
+def test_hostile_body_does_not_block_other_clients(url: str, name: str) -> None:
     path = "chat/completions" if "messages" in HOSTILE[name] else "completions"
     body, replies = json.dumps(HOSTILE[name]).encode(), []
 

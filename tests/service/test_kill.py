@@ -269,14 +269,14 @@ def survive(server: Server, kills: list[str], clients: int) -> Load:
 
 
 @pytest.mark.timeout(400)
-def test_three_kills_lose_nothing_that_was_acknowledged(server: Server) -> None:
+def test_three_kills_lose_no_acknowledged_write(server: Server) -> None:
     load = survive(server, ["save", "unsaved", "front"], clients=2)
     assert sum(client.losses for client in load.clients) > 0  # or the test would prove nothing
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_kills_lose_nothing_that_was_acknowledged(server: Server) -> None:
+def test_fifty_kills_lose_no_acknowledged_write(server: Server) -> None:
     load = survive(server, ["save", "all", "worker", "front", "unsaved"] * 10, clients=4)
     assert sum(client.losses for client in load.clients) > 20
     assert sum(len(client.saved) for client in load.clients) > 50
@@ -284,13 +284,13 @@ def test_fifty_kills_lose_nothing_that_was_acknowledged(server: Server) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_eight_clients_survive_kills_of_front_worker_and_both(server: Server) -> None:
+def test_eight_clients_survive_kills_of_front_end_and_worker(server: Server) -> None:
     load = survive(server, ["front", "unsaved", "all", "worker", "front", "all"], clients=8)
     assert sum(client.losses for client in load.clients) > 0
 
 
 @pytest.mark.slow
-def test_a_server_told_to_stop_goes_on_to_the_bit(server: Server) -> None:
+def test_resume_after_server_restart_is_bit_identical(server: Server) -> None:
     """No weights are loaded: gathered gradients, the optimizer and the order of requests outlive the restart."""
     probes = []
     for number in range(2):

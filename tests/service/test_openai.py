@@ -51,11 +51,11 @@ def answered(front: Front, tiny: Any) -> Callable[..., tuple[httpx.Response, lis
     return ask
 
 
-def test_models_are_the_bases_by_every_name(front: Front) -> None:
+def test_models_lists_bases_under_every_name(front: Front) -> None:
     assert [m["id"] for m in front.get("/oai/api/v1/models").json()["data"]] == ["tiny", "Qwen/Qwen3-0.6B"]
 
 
-def test_a_chat_is_answered(front: Front, tiny: Any, answered: Any) -> None:
+def test_chat_completion_is_returned(front: Front, tiny: Any, answered: Any) -> None:
     path = front.weights(front.model(), kind="sampler")
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     body = {"model": path, "messages": [{"role": "user", "content": parts}], "max_tokens": 20, "n": 2, "logprobs": True}
@@ -72,7 +72,7 @@ def test_a_chat_is_answered(front: Front, tiny: Any, answered: Any) -> None:
     assert tree["usage"] == usage
 
 
-def test_texts_are_completed_up_to_a_stop(answered: Any) -> None:
+def test_completion_ends_at_a_stop_string(answered: Any) -> None:
     body = {"model": "tiny", "prompt": ["a", "b"], "stop": " you", "logprobs": 1}
     reply, jobs = answered(TEXT, body)
     assert [(c["index"], c["text"]) for c in reply.json()["choices"]] == [(0, "hello"), (1, "hello")]
@@ -82,7 +82,7 @@ def test_texts_are_completed_up_to_a_stop(answered: Any) -> None:
 
 
 @pytest.mark.parametrize(("path", "given"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "hello"})])
-def test_a_stream_says_the_same_in_pieces(answered: Any, path: str, given: dict[str, Any]) -> None:
+def test_streamed_chunks_add_up_to_the_completion(answered: Any, path: str, given: dict[str, Any]) -> None:
     reply, _ = answered(path, {"model": "tiny", "stream": True, **given})
     assert reply.headers["content-type"].startswith("text/event-stream")
     *lines, last = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
@@ -109,7 +109,7 @@ def test_a_stream_says_the_same_in_pieces(answered: Any, path: str, given: dict[
         (CHAT, {"model": "tinker://no/weights/x", "messages": HELLO}),
     ],
 )
-def test_what_cannot_be_answered_is_refused(front: Front, path: str, body: dict[str, Any]) -> None:
+def test_unsupported_requests_are_refused(front: Front, path: str, body: dict[str, Any]) -> None:
     reply = front.post(path, body)
     assert 400 <= reply.status_code < 500, reply.text
     assert reply.json()["detail"]

@@ -36,17 +36,19 @@ CHAT = "https://chat.example.org"
         ("0.0.0.0", (), {"host": "box:8000", "origin": "https://evil.example"}, True),
     ],
 )
-def test_who_may_ask(host: str, allowed: tuple[str, ...], headers: dict[str, str], refused: bool) -> None:
+def test_origin_policy_allows_and_rejects_headers(
+    host: str, allowed: tuple[str, ...], headers: dict[str, str], refused: bool
+) -> None:
     assert (OriginPolicy.for_host(host, allowed).rejection_reason(Headers(headers)) is not None) == refused
 
 
 @pytest.mark.parametrize("origin", ["*", "chat.example.org", "https://chat.example.org/", "file://x", "https://"])
-def test_what_is_no_origin_is_said(origin: str) -> None:
+def test_invalid_origins_are_refused_with_the_fix(origin: str) -> None:
     with pytest.raises(ValueError, match=r"is not an origin of a web page: write https://chat\.example\.org"):
         OriginPolicy.for_host("127.0.0.1", (origin,))
 
 
-def test_a_foreign_page_reaches_nothing(front: Front) -> None:
+def test_foreign_origins_are_rejected(front: Front) -> None:
     body = {"session_id": "mine", "model_seq_id": 0, "base_model": "tiny"}
     reply = front.post("/create_model", body, headers={"Origin": "https://evil.example"})
     assert reply.status_code == 403
@@ -55,7 +57,7 @@ def test_a_foreign_page_reaches_nothing(front: Front) -> None:
     assert front.post("/create_model", body).status_code == 200
 
 
-def test_an_allowed_page_may_ask_and_read(context: ServiceContext) -> None:
+def test_allowed_origins_get_cors_headers(context: ServiceContext) -> None:
     front = Front(context)
     front.app = create_app(context, origins=OriginPolicy.for_host("0.0.0.0", (CHAT,)))
     asks = {"Origin": CHAT, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key"}

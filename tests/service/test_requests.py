@@ -45,7 +45,7 @@ def read(model: type[WireModel], **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("generation", ["a", "b", "c"])
-def test_every_body_of_an_official_client_is_read_without_loss(generation: str) -> None:
+def test_bodies_of_official_clients_parse_without_loss(generation: str) -> None:
     for name, body in sent(generation).items():
         understood = parse_body(BODIES[name], json.dumps(body).encode()).model_dump(mode="json")
         assert _within(_without_type(body), understood), name
@@ -66,7 +66,7 @@ def _within(small: Any, large: Any) -> bool:
     return bool(small == large)
 
 
-def test_an_oldest_client_names_only_its_learning_rate() -> None:
+def test_adam_params_of_the_oldest_client_get_defaults() -> None:
     adam = parse_body(requests.OptimStepRequest, json.dumps(sent("a")["optim_step"]).encode()).adam_params
     assert adam == requests.AdamParams(learning_rate=0.001, beta1=0.9, beta2=0.95, eps=1e-12)
     assert (adam.weight_decay, adam.grad_clip_norm) == (0.0, 0.0)
@@ -81,7 +81,7 @@ def test_unknown_fields_are_dropped_and_defaults_filled() -> None:
 
 
 @pytest.mark.parametrize("stop", [None, [], "end", ["a", "b"], [1, 2]])
-def test_stops_are_kept_apart(stop: Any) -> None:
+def test_null_and_empty_stop_are_distinguished(stop: Any) -> None:
     """null and [] mean different things."""
     assert read(requests.SamplingParams, stop=stop).stop == stop
 
@@ -109,13 +109,13 @@ def test_stops_are_kept_apart(stop: Any) -> None:
         ("stop", "x" * 2000),
     ],
 )
-def test_a_bad_sampling_setting_is_named(field: str, value: Any) -> None:
+def test_invalid_sampling_params_are_named(field: str, value: Any) -> None:
     with pytest.raises(BadRequest, match=field):
         read(requests.SamplingParams, **{field: value})
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"1" + b"0" * 400])
-def test_settings_are_finite(number: bytes) -> None:
+def test_nonfinite_settings_are_refused(number: bytes) -> None:
     with pytest.raises(BadRequest, match="learning_rate"):
         parse_body(requests.AdamParams, b'{"learning_rate": ' + number + b"}")
     with pytest.raises(BadRequest, match="temperature"):
@@ -123,12 +123,12 @@ def test_settings_are_finite(number: bytes) -> None:
 
 
 @pytest.mark.parametrize("field", ["learning_rate", "eps", "weight_decay", "grad_clip_norm"])
-def test_settings_that_overflow_float32_are_named(field: str) -> None:
+def test_float32_overflow_of_settings_is_named(field: str) -> None:
     with pytest.raises(BadRequest, match=field):
         read(requests.AdamParams, **{field: 1e38})
 
 
-def test_a_temperature_too_low_for_float32_is_told_from_the_weights() -> None:
+def test_tiny_temperature_is_refused_with_the_fix() -> None:
     with pytest.raises(BadRequest, match=r"temperature: below 1e-05 logits overflow\. Say 0"):
         read(requests.SamplingParams, temperature=1e-45)
     assert read(requests.SamplingParams, temperature=0).temperature == 0
@@ -170,19 +170,19 @@ def test_a_temperature_too_low_for_float32_is_told_from_the_weights() -> None:
         (requests.Chunk, {"tokens": [2**31]}, "tokens.0"),
     ],
 )
-def test_what_would_break_a_server_is_refused(model: type[WireModel], fields: dict[str, Any], message: str) -> None:
+def test_bodies_too_deep_or_large_are_refused(model: type[WireModel], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
         read(model, **fields)
     assert caught.value.status == 400
 
 
-def test_a_message_names_at_most_three_of_many_errors() -> None:
+def test_error_message_names_at_most_three_errors() -> None:
     with pytest.raises(BadRequest, match=r"; and \d+ more$") as caught:
         read(requests.SamplingParams, max_tokens=0, temperature=-1, top_p=2, top_k=0, seed="x")
     assert len(str(caught.value)) < 400
 
 
-def test_of_a_million_wrong_numbers_one_is_reported() -> None:
+def test_one_of_a_million_invalid_numbers_is_reported() -> None:
     with pytest.raises(BadRequest) as caught:
         read(requests.TensorData, data=["x"] * 100_000, dtype="float32")
     assert len(str(caught.value)) < 200
@@ -205,12 +205,12 @@ def test_only_bad_request_escapes_the_parser(model: type[WireModel], data: st.Da
             assert str(error)
 
 
-def test_a_deep_body_is_refused() -> None:
+def test_deeply_nested_body_is_refused() -> None:
     with pytest.raises(BadRequest):
         parse_body(requests.CreateSessionRequest, b'{"user_metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001)
 
 
-def test_replies_are_json_that_clients_read() -> None:
+def test_responses_serialise_to_the_json_clients_expect() -> None:
     reply = responses.GetInfoResponse(model_data=responses.ModelData(model_name="org/base"), model_id="m", is_lora=True)
     assert json.loads(reply.model_dump_json())["optimizer_config"] == {"type": "adamw"}
     future = responses.UntypedAPIFuture(request_id="r")
@@ -267,7 +267,7 @@ def _kind(field: Any) -> str:
     return str(named.name) if named else TYPES[field.type]
 
 
-def test_the_generated_module_is_of_this_proto() -> None:
+def test_generated_protobuf_module_matches_the_proto_file() -> None:
     messages, enums = declared()
     module = pb.DESCRIPTOR
     assert module.package == "palestra.service"

@@ -38,7 +38,7 @@ def call(model: str, reference: str = "tiny", *data: Any, **more: Any) -> dict[s
 
 @pytest.mark.parametrize("scheme", ["tinker", "mint"])
 @pytest.mark.parametrize("kind", ["training", "sampler"])
-def test_the_reference_is_any_weights_of_the_base(front: Front, kind: str, scheme: str) -> None:
+def test_reference_may_be_any_weights_of_the_base(front: Front, kind: str, scheme: str) -> None:
     model = front.model()
     path = front.weights(model, kind=kind).replace("tinker", scheme)
     assert front.post(PATH, call(model, path, temperature=0.5)).status_code == 200
@@ -57,7 +57,7 @@ def test_the_reference_may_be_the_bare_base(front: Front) -> None:
     assert ReverseKLJob.model_validate_json(row.body).folder is None
 
 
-def test_a_request_that_comes_again_is_one(front: Front) -> None:
+def test_repeated_request_is_queued_once(front: Front) -> None:
     body = call(front.model())
     ids = {front.post(PATH, body, headers={"X-Idempotency-Key": key}).json()["request_id"] for key in ("a", "a", "b")}
     assert len(ids) == 2
@@ -75,7 +75,7 @@ def test_a_request_that_comes_again_is_one(front: Front) -> None:
         ({"weights": (1.0, 1e39)}, "finite"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(front: Front, wrong: dict[str, Any], message: str) -> None:
+def test_nonsensical_fields_are_refused_by_name(front: Front, wrong: dict[str, Any], message: str) -> None:
     reply = front.post(PATH, call(front.model(), "tiny", lesson(), lesson(**wrong)))
     assert reply.status_code == 400
     assert re.search(message, reply.json()["detail"])
@@ -84,16 +84,16 @@ def test_what_makes_no_sense_is_refused_by_name(front: Front, wrong: dict[str, A
 @pytest.mark.parametrize(
     "more", [{"temperature": 0}, {"temperature": -1}, {"data": []}, {"reference_model_path": "no"}]
 )
-def test_what_is_out_of_range_is_refused(front: Front, more: dict[str, Any]) -> None:
+def test_out_of_range_values_are_refused(front: Front, more: dict[str, Any]) -> None:
     assert front.post(PATH, {**call(front.model()), **more}).status_code == 400
 
 
-def test_weights_of_others_are_no_reference(shared: Front) -> None:
+def test_other_owners_weights_are_refused_as_reference(shared: Front) -> None:
     theirs = shared.weights(shared.model("bobs", of="bob"), of="bob")
     assert shared.post(PATH, call(shared.model(of="ada"), theirs), of="ada").status_code == 404
 
 
-def test_a_student_comes_to_speak_as_its_reference(tmp_path: Path) -> None:
+def test_student_converges_to_its_reference(tmp_path: Path) -> None:
     """Unnumbered passes and numbered steps take turns, as MinT's client sends them."""
     with serving(tmp_path / "data") as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http:
 

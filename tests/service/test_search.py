@@ -39,7 +39,7 @@ def test_sessions_are_found_by_name_metadata_project_and_status(front: Front) ->
     assert (summary["project_id"], summary["user_metadata"]) == ("p", {"game": "chess"})
 
 
-def test_pages_follow_their_cursor(front: Front) -> None:
+def test_pagination_follows_the_cursor(front: Front) -> None:
     made = [session(front) for _ in range(5)]
     seen, cursor = [], None
     for size in (2, 2, 1):
@@ -50,7 +50,7 @@ def test_pages_follow_their_cursor(front: Front) -> None:
     assert cursor is None and seen == made[::-1]
 
 
-def test_a_key_finds_and_moves_its_own_sessions_alone(shared: Front) -> None:
+def test_search_and_move_are_limited_to_own_sessions(shared: Front) -> None:
     adas = session(shared, of="ada")
     assert found(shared, of="bob", owner={"type": "accessible"}) == []
     assert found(shared, of="ada", owner={"type": "user", "owner_urns": ["bob"]}) == []
@@ -58,7 +58,7 @@ def test_a_key_finds_and_moves_its_own_sessions_alone(shared: Front) -> None:
     assert shared.ask("PUT", f"/sessions/{adas}/project", {"project_id": "p"}, of="bob").status_code == 404
 
 
-def test_checkpoints_and_runs_are_those_of_the_session(front: Front) -> None:
+def test_session_lists_its_checkpoints_and_runs(front: Front) -> None:
     mine = session(front, project_id="p")
     front.weights(front.model(session=mine))
     front.model(session="other")
@@ -70,5 +70,5 @@ def test_checkpoints_and_runs_are_those_of_the_session(front: Front) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"limit": 0}, {"statuses": []}, {"cursor": {"last_session_id": "x"}}, {"owner": 3}])
-def test_what_is_no_search_is_refused(front: Front, wrong: dict[str, Any]) -> None:
+def test_invalid_searches_are_refused(front: Front, wrong: dict[str, Any]) -> None:
     assert front.post("/sessions/search", wrong).status_code == 400

@@ -61,7 +61,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_server_answers_refuses_a_second_and_ends_in_peace(server: Server, data: Path) -> None:
+def test_server_answers_refuses_a_second_server_and_exits_cleanly(server: Server, data: Path) -> None:
     assert server.url.endswith("/train")
     assert server.complete().json()["usage"]["completion_tokens"] > 0
     second = subprocess.run([*PALESTRA, "serve", "--port", "0", "--data", str(data)], capture_output=True, text=True)
@@ -73,7 +73,7 @@ def test_a_server_answers_refuses_a_second_and_ends_in_peace(server: Server, dat
 
 
 @pytest.mark.slow
-def test_a_dead_worker_is_replaced_and_an_orphan_ends(server: Server) -> None:
+def test_dead_worker_is_replaced_and_orphaned_worker_exits(server: Server) -> None:
     before = server.complete().json()["choices"]
     for pid in children(server.process.pid):
         if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
@@ -96,7 +96,7 @@ def test_a_dead_worker_is_replaced_and_an_orphan_ends(server: Server) -> None:
         (["--host", "256.0.0.1"], "cannot listen"),
     ],
 )
-def test_what_cannot_be_served_is_said(data: Path, options: list[str], message: str) -> None:
+def test_invalid_serve_options_are_explained(data: Path, options: list[str], message: str) -> None:
     done = subprocess.run([*PALESTRA, "serve", "--data", str(data), *options], capture_output=True, text=True)
     assert done.returncode == 2
     assert message in done.stderr

@@ -105,7 +105,7 @@ def assert_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
         assert a == pytest.approx(b, abs=1e-5, rel=1e-4)
 
 
-def test_training_on_a_server_is_training_here_killed_or_not(server: Server, tmp_path: Path) -> None:
+def test_remote_training_equals_local_training_also_after_kills(server: Server, tmp_path: Path) -> None:
     path = config(tmp_path, "here")
     here = palestra(tmp_path, "train", path)
     there = palestra(tmp_path, "train", path, "--engine", server.url, "--name", "there")
@@ -175,7 +175,7 @@ def assert_the_same(here: Path, there: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_what_reads_log_probabilities_alone_trains_there_as_here(
+def test_dpo_trains_remotely_as_locally(
     server: Server, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_weights, "MAX_CHUNK_SEQUENCES", 5)  # pairs lie in two requests
@@ -184,7 +184,7 @@ def test_what_reads_log_probabilities_alone_trains_there_as_here(
 
 
 @pytest.mark.parametrize("name", ["clipped", "gspo", "dpo"])
-def test_a_server_of_another_make_is_told_no_word_of_ours(
+def test_only_standard_requests_are_sent_to_other_servers(
     server: Server, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def other(self: ServiceConnection) -> bool:
@@ -195,7 +195,7 @@ def test_a_server_of_another_make_is_told_no_word_of_ours(
     assert_the_same(trained(tmp_path, tree), trained(tmp_path, tree, server.url))
 
 
-def test_old_samples_are_corrected_there_as_here(server: Server, tmp_path: Path) -> None:
+def test_off_policy_correction_is_the_same_remotely(server: Server, tmp_path: Path) -> None:
     """Episodes learned from twice: the second time the weights have moved on."""
 
     async def twice(setup: TextTrainer) -> list[Metrics]:
@@ -212,14 +212,14 @@ def test_old_samples_are_corrected_there_as_here(server: Server, tmp_path: Path)
     assert_alike(theirs, [{k: v for k, v in line.items() if k != "entropy"} for line in ours])
 
 
-def test_a_stage_holds_to_what_its_learners_were_when_it_began(server: Server, tmp_path: Path) -> None:
+def test_stage_reference_is_the_same_remotely_also_after_resume(server: Server, tmp_path: Path) -> None:
     """Also after a stop in its middle."""
     stages = [{"steps": 1, "algorithm": ELSEWHERE["sft"]}, {"steps": 2, "algorithm": ELSEWHERE["kl"]}]
     tree = whisper(ELSEWHERE["sft"], stages=stages, checkpoint_every=1)
     assert_the_same(trained(tmp_path, tree), trained(tmp_path, tree, server.url, pause=2))
 
 
-def test_how_losses_are_said() -> None:
+def test_losses_map_to_wire_losses() -> None:
     def bounds(low: float, high: float) -> dict[str, Any]:
         return pytest.approx({"clip_low_threshold": low, "clip_high_threshold": high})
 
@@ -234,7 +234,7 @@ def test_how_losses_are_said() -> None:
     assert [to_wire_loss(loss, options) for loss, options in [*computed_here, (LOSSES["dro"], {})]] == [None] * 4
 
 
-def test_what_a_server_cannot_do_is_said_before_anything_is_trained(server: Server, tmp_path: Path) -> None:
+def test_unsupported_features_are_refused_before_training(server: Server, tmp_path: Path) -> None:
     engines = connect(server.url)
     speech: dict[str, Any] = {"type": "lora", "base": "tiny", "sampling": SamplingConfig(max_tokens=4)}
     warm = LoraPolicyConfig(**speech | {"sampling": SamplingConfig(max_tokens=4, temperature=0.7)})
@@ -263,9 +263,7 @@ def test_what_a_server_cannot_do_is_said_before_anything_is_trained(server: Serv
     assert not read_lines(tmp_path / "runs" / "x" / "metrics.jsonl")
 
 
-def test_an_entropy_bonus_is_asked_of_servers_of_our_make_alone(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entropy_bonus_is_sent_to_palestra_servers_only(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = connect(server.url)
     engines.check_supported(clipped_policy_loss, {"entropy": 0.05}, {})
     monkeypatch.setattr(engines.connection, "_palestra", False)
@@ -274,7 +272,7 @@ def test_an_entropy_bonus_is_asked_of_servers_of_our_make_alone(
     engines.connection.close()
 
 
-def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_reported_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "FIRST_RETRY", RetryPolicy(0.1, 5.0, timeout_s=0.2))
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="Is `palestra serve` running"):
@@ -282,7 +280,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_key_that_the_server_does_not_know(server: Server, tmp_path: Path) -> None:
+def test_unknown_api_key_is_reported(server: Server, tmp_path: Path) -> None:
     with pytest.raises(RequestRefused, match="answered 401: this server needs a valid API key"):
         connect(server.url, "tml-wrong")
     said = refused(tmp_path, "train", config(tmp_path, "wrong"), "--engine", server.url, key="tml-wrong")

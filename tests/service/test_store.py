@@ -25,7 +25,7 @@ def store(url):
     store.close()
 
 
-def test_a_request_is_queued_taken_and_answered(store):
+def test_request_is_queued_taken_and_answered(store):
     id = store.submit("ann", "optim_step", b"body", key="model:m:1", model="m", seq=1)
     (row,) = store.take_queued()
     assert (row.id, row.kind, row.body, row.model, row.seq) == (id, "optim_step", b"body", "m", 1)
@@ -37,7 +37,7 @@ def test_a_request_is_queued_taken_and_answered(store):
     assert store.get_request("bob", id) is None
 
 
-def test_a_key_is_one_request_even_when_it_is_sent_by_many_at_once(url):
+def test_concurrent_duplicates_make_one_request(url):
     stores = [Store.open(url) for _ in range(4)]
     with ThreadPoolExecutor(8) as pool:
         ids = list(pool.map(lambda i: stores[i % 4].submit("ann", "sample", b"%d" % i, key="sampler:s:0"), range(32)))
@@ -46,7 +46,7 @@ def test_a_key_is_one_request_even_when_it_is_sent_by_many_at_once(url):
         store.close()
 
 
-def test_two_workers_never_take_the_same_request(url):
+def test_two_workers_take_disjoint_requests(url):
     stores = [Store.open(url) for _ in range(2)]
     ids = {stores[0].submit("ann", "sample", b"") for _ in range(200)}
     with ThreadPoolExecutor(8) as pool:
@@ -56,12 +56,12 @@ def test_two_workers_never_take_the_same_request(url):
         store.close()
 
 
-def test_requests_come_in_the_order_of_arrival(store):
+def test_requests_are_taken_in_order_of_arrival(store):
     ids = [store.submit("ann", "sample", b"") for _ in range(50)]
     assert [row.id for row in store.take_queued()] == ids
 
 
-def test_what_a_dead_worker_had_taken_is_queued_again(store):
+def test_requests_of_a_dead_worker_are_requeued(store):
     done, lost = (store.submit("ann", "sample", b"") for _ in range(2))
     store.take_queued()
     store.write_answers([StoredAnswer.json(done)])
@@ -69,7 +69,7 @@ def test_what_a_dead_worker_had_taken_is_queued_again(store):
     assert [row.id for row in store.take_queued()] == [lost]
 
 
-def test_a_refused_request_keeps_its_place_in_the_order(store):
+def test_refused_request_keeps_its_sequence_number(store):
     id = store.reject("ann", "forward_backward", "no such loss", key="model:m:1", model="m", seq=1)
     (row,) = store.take_queued()
     assert (row.id, row.seq) == (id, 1) and json.loads(row.result) == {"error": "no such loss", "category": "user"}
@@ -77,7 +77,7 @@ def test_a_refused_request_keeps_its_place_in_the_order(store):
     assert store.last_seq("m") == 1 and store.last_seq("other") == -1
 
 
-def test_answers_and_what_they_changed_are_written_together(store):
+def test_results_and_row_updates_are_one_transaction(store):
     store.insert(sessions, id="s", owner="ann", created=1.0, seen=1.0, info={})
     id = store.submit("ann", "load", b"")
     broken = RowUpdate(RowUpdate.update(sessions, "s", seen=2.0).statement.values(owner=None))  # no owner: refused
@@ -86,7 +86,7 @@ def test_answers_and_what_they_changed_are_written_together(store):
     assert store.get(sessions, "s").seen == 1.0 and store.answered_ids([id]) == set()
 
 
-def test_rows_are_added_once_changed_and_found_newest_first(store):
+def test_rows_are_unique_updatable_and_sorted_newest_first(store):
     assert store.insert(sessions, id="a", owner="ann", created=1.0, seen=1.0, info={"tags": ["x"]})
     assert not store.insert(sessions, id="a", owner="bob", created=2.0, seen=2.0, info={})
     assert store.insert(sessions, id="b", owner="ann", created=3.0, seen=3.0, info={})
@@ -101,7 +101,7 @@ def checkpoint(path, folder, expires=None):
     return row | {"size": 1, "created": time.time(), "expires": expires, "public": False, "info": {}}
 
 
-def test_what_is_over_is_removed_and_the_folders_still_named_are_known(store):
+def test_expired_rows_are_removed_and_used_folders_listed(store):
     now = time.time()
     store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("kept", "f1")))
     store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("kept", "f2")))  # in place of the first
@@ -116,14 +116,14 @@ def test_what_is_over_is_removed_and_the_folders_still_named_are_known(store):
     assert store.get(checkpoints, "over") is None
 
 
-def test_answers_of_yesterday_are_forgotten(store):
+def test_results_expire_after_a_day(store):
     old, new = (store.submit("ann", "sample", b"") for _ in range(2))
     store.write_answers([StoredAnswer.json(old)])
     store.expire(time.time() + ANSWER_TTL_S + 1)
     assert store.get_request("ann", old) is None and store.get_request("ann", new) is not None
 
 
-def test_a_database_of_another_version_is_refused_by_name(url, store):
+def test_database_of_another_version_is_refused(url, store):
     with store.database.engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE requests DROP COLUMN takes")
     with pytest.raises(ValueError, match=r"another version of palestra: its requests have no takes.*--data"):

@@ -26,31 +26,31 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_older_sample_runs_as_printed(seen: Any) -> None:
+def test_documented_older_example_runs(seen: Any) -> None:
     first, second = seen["losses"]
     assert len(first) == len(second) == 4
     assert first[0] < 0 < second[0]  # PPO's loss has the sign against the advantage
     assert first[0] != first[2]  # a step changed the weights in between
 
 
-def test_the_official_shapes_still_work(seen: Any) -> None:
+def test_official_call_shapes_work(seen: Any) -> None:
     loss, again, plain = seen["loss"]
     assert loss == again == pytest.approx(plain, rel=1e-5)
     assert seen["is"] and seen["path"].startswith("tinker://")
 
 
-def test_one_advantage_is_every_tokens(seen: Any) -> None:
+def test_scalar_advantage_is_broadcast_to_tokens(seen: Any) -> None:
     assert seen["size"] > 1
     assert seen["spread"][0] == pytest.approx(seen["spread"][1])
 
 
-def test_the_rest_is_the_official_client() -> None:
+def test_other_names_are_the_official_clients() -> None:
     code = "import tinker, palestra.tinker_compat as c; print(c.types is tinker.types, c.APIFuture is tinker.APIFuture)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"]
 
 
-def test_without_the_official_client_it_says_what_to_install() -> None:
+def test_missing_official_client_is_reported_with_the_install_command() -> None:
     code = "import sys; sys.modules['tinker'] = None; import palestra.tinker_compat"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "pip install tinker" in done.stderr

@@ -23,13 +23,13 @@ def vault(tmp_path):
     return WeightStore(tmp_path / "weights")
 
 
-def test_what_is_written_is_read(vault):
+def test_weights_survive_a_write_and_read(vault):
     name, size = vault.write(fill)
     folder = vault.read(name)
     assert (folder / "adapter.safetensors").read_bytes() == b"weights" and size > 9
 
 
-def test_a_write_that_fails_leaves_nothing_to_be_read(vault):
+def test_failed_write_leaves_no_folder(vault):
     def torn(folder):
         fill(folder)
         raise OSError("no space left")
@@ -50,14 +50,14 @@ def test_a_write_that_fails_leaves_nothing_to_be_read(vault):
         lambda folder: (folder / "manifest.json").unlink(),
     ],
 )
-def test_a_torn_or_altered_folder_is_refused(vault, harm):
+def test_torn_or_altered_folder_is_refused(vault, harm):
     name, _ = vault.write(fill)
     harm(vault.root / name)
     with pytest.raises(WeightsDamaged, match="again"):
         vault.read(name)
 
 
-def test_the_sweep_takes_old_folders_that_no_row_names(vault):
+def test_sweep_removes_old_unreferenced_folders(vault):
     kept, over, young = (vault.write(fill)[0] for _ in range(3))
     past = time.time() - MIN_SWEEP_AGE_S - 1
     for name in (kept, over):
@@ -66,7 +66,7 @@ def test_the_sweep_takes_old_folders_that_no_row_names(vault):
     assert {path.name for path in vault.root.iterdir()} == {kept, young}
 
 
-def test_paths_are_read_and_written():
+def test_tinker_paths_are_parsed_and_formatted():
     path = TinkerPath.parse("tinker://s1:train:0/weights/step-10")
     assert path == ("s1:train:0", "training", "step-10") and path.id == "weights/step-10"
     assert str(path) == "tinker://s1:train:0/weights/step-10"
@@ -89,13 +89,13 @@ def test_paths_are_read_and_written():
         "tinker://run/weights/" + "a" * 201,
     ],
 )
-def test_anything_else_is_no_path(text):
+def test_invalid_paths_are_refused(text):
     with pytest.raises(BadRequest):
         TinkerPath.parse(text)
 
 
 @given(st.text())
-def test_no_text_makes_a_path_that_leads_elsewhere(text):
+def test_parsed_paths_never_escape_the_store(text):
     try:
         path = TinkerPath.parse(f"tinker://run/weights/{text}")
     except BadRequest:

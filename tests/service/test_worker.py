@@ -172,7 +172,7 @@ def trained(desk: Desk, model: str, first: int, seeds: range) -> int:
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def test_requests_run_in_the_order_of_their_numbers_not_of_their_arrival(desk: Desk) -> None:
+def test_requests_run_in_sequence_order_not_arrival_order(desk: Desk) -> None:
     model = desk.model()
     late = [desk.step(model, 4), desk.learn(model, 3, 1), desk.learn(model, 2, 0)]
     desk.run()
@@ -187,7 +187,7 @@ def test_requests_run_in_the_order_of_their_numbers_not_of_their_arrival(desk: D
     assert logps(desk.answer(after)) != fresh
 
 
-def test_a_missing_number_is_waited_for_and_then_passed_over(desk: Desk) -> None:
+def test_missing_sequence_number_is_skipped_after_a_wait(desk: Desk) -> None:
     model = desk.model()
     second = desk.learn(model, 2)
     desk.run()
@@ -203,7 +203,7 @@ def test_a_missing_number_is_waited_for_and_then_passed_over(desk: Desk) -> None
     assert desk.answer(third)
 
 
-def test_a_number_missing_among_gradients_is_waited_for_too(open_desk: Callable[..., Desk]) -> None:
+def test_missing_number_among_forward_backwards_is_awaited(open_desk: Callable[..., Desk]) -> None:
     desk = open_desk(patience=1000.0)
     model = desk.model()
     first, third = desk.learn(model, 1), desk.learn(model, 3)
@@ -214,7 +214,7 @@ def test_a_number_missing_among_gradients_is_waited_for_too(open_desk: Callable[
     assert desk.answer(second) and desk.answer(third)
 
 
-def test_a_request_sent_twice_is_answered_once(desk: Desk) -> None:
+def test_repeated_request_runs_once(desk: Desk) -> None:
     model, other = desk.model(), desk.model(2, seed=3)
     twice = [desk.learn(model, 1), desk.learn(model, 1)]
     desk.run()
@@ -226,7 +226,7 @@ def test_a_request_sent_twice_is_answered_once(desk: Desk) -> None:
     assert desk.store.count(requests) == 4
 
 
-def test_a_refused_number_is_not_waited_for(open_desk: Callable[..., Desk]) -> None:
+def test_refused_sequence_number_is_not_awaited(open_desk: Callable[..., Desk]) -> None:
     desk = open_desk(patience=1000.0)
     model = desk.model()
     for kind, seq in (("forward_backward", 1), ("save", 3)):
@@ -238,7 +238,7 @@ def test_a_refused_number_is_not_waited_for(open_desk: Callable[..., Desk]) -> N
     assert desk.error(refused.id) == "no such thing"
 
 
-def test_requests_without_numbers_run_as_they_come_and_use_up_none(open_desk: Callable[..., Desk]) -> None:
+def test_unnumbered_requests_run_in_arrival_order(open_desk: Callable[..., Desk]) -> None:
     desk = open_desk(patience=1000.0)
     model = desk.model()
     ids = [desk.learn(model, None), desk.step(model, None), desk.learn(model, 1), desk.step(model, None)]
@@ -251,7 +251,7 @@ def test_requests_without_numbers_run_as_they_come_and_use_up_none(open_desk: Ca
 # -- several models ----------------------------------------------------------------------------------------------------
 
 
-def test_models_share_a_pass_and_learn_as_they_would_alone(open_desk: Callable[..., Desk]) -> None:
+def test_models_in_a_shared_pass_learn_as_if_alone(open_desk: Callable[..., Desk]) -> None:
     together, apart = open_desk("together"), open_desk("apart")
     shapes: list[dict[str, Any]] = [
         {"rank": 2, "seed": 1},
@@ -277,7 +277,7 @@ def answered(desk: Desk, ids: list[str]) -> int:
     return sum(desk.row(id).state == "done" for id in ids)
 
 
-def test_a_keys_queue_of_gradients_does_not_hold_another_key(open_desk: Callable[..., Desk]) -> None:
+def test_queued_gradients_of_one_key_do_not_block_another(open_desk: Callable[..., Desk]) -> None:
     """Bob's requests of three models came first; ada's has its answer after a few turns."""
     desk = open_desk(pack_tokens=40, patience=1000.0)  # two requests in a micro-batch
     bobs = [desk.model(number, session="b", owner="bob") for number in range(3)]
@@ -294,7 +294,7 @@ def test_a_keys_queue_of_gradients_does_not_hold_another_key(open_desk: Callable
     assert answered(desk, queued) == 30
 
 
-def test_a_long_request_shares_its_time_with_another_keys_short_ones(open_desk: Callable[..., Desk]) -> None:
+def test_long_request_is_interleaved_with_other_keys_requests(open_desk: Callable[..., Desk]) -> None:
     """There is a pause after each datum of bob's, whose weights are in the end what they are alone."""
     desk, alone = open_desk("shared", pack_tokens=8), open_desk("alone", pack_tokens=8)
     weights = []
@@ -314,7 +314,7 @@ def test_a_long_request_shares_its_time_with_another_keys_short_ones(open_desk: 
     assert all(map(torch.equal, *weights))
 
 
-def test_a_worker_that_stops_ends_a_long_request(open_desk: Callable[..., Desk]) -> None:
+def test_stopping_worker_finishes_a_long_request(open_desk: Callable[..., Desk]) -> None:
     desk = open_desk(pack_tokens=8)
     model = desk.model()
     desk.run()
@@ -325,7 +325,7 @@ def test_a_worker_that_stops_ends_a_long_request(open_desk: Callable[..., Desk])
     assert desk.answer(long)
 
 
-def test_a_keys_many_samples_do_not_hold_another_key(open_desk: Callable[..., Desk]) -> None:
+def test_many_samples_of_one_key_do_not_block_another(open_desk: Callable[..., Desk]) -> None:
     """Bob fills all rows for many tokens each; what ada asks for is there a few turns later."""
     desk = open_desk(max_rows=16)
     heavy = [
@@ -343,7 +343,7 @@ def test_a_keys_many_samples_do_not_hold_another_key(open_desk: Callable[..., De
     assert answered(desk, heavy) == 4
 
 
-def test_what_fails_harms_no_other(desk: Desk) -> None:
+def test_failed_request_does_not_affect_others(desk: Desk) -> None:
     bad, good = desk.model(1), desk.model(2)
     wrong = desk.learn(bad, 1, loss="importance_sampling", logprobs=-1e5, advantages=1.0)  # exp of it is infinite
     right = desk.learn(good, 1)
@@ -356,7 +356,7 @@ def test_what_fails_harms_no_other(desk: Desk) -> None:
     assert all(torch.isfinite(w.grad).all() for w in desk.worker.live_models.get(good).trainer.parameters)
 
 
-def test_a_model_that_diverged_fails_alone(desk: Desk) -> None:
+def test_diverged_model_fails_alone(desk: Desk) -> None:
     """NaN in its weights must not reach those who share its passes: masks do not keep it out."""
     wild, tame = desk.model(1), desk.model(2)
     desk.learn(wild, 1)
@@ -389,7 +389,7 @@ def test_a_model_that_diverged_fails_alone(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"idle": 0.0}, {"resident": 0}])
-def test_a_model_that_left_memory_goes_on_to_the_bit(
+def test_evicted_model_resumes_bit_identically(
     open_desk: Callable[..., Desk], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steady, moved = open_desk("steady"), open_desk("moved", **settings)
@@ -409,7 +409,9 @@ def test_a_model_that_left_memory_goes_on_to_the_bit(
     assert states[0].steps == states[1].steps == 4
 
 
-def test_a_model_with_requests_stays_in_memory(open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_pending_requests_is_not_evicted(
+    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     desk = open_desk(idle=0.0, patience=1000.0)
     model = desk.model()
@@ -422,7 +424,7 @@ def test_a_model_with_requests_stays_in_memory(open_desk: Callable[..., Desk], m
     assert model not in desk.worker.live_models.live
 
 
-def test_house_keeping_waits_for_a_pass_to_end(open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_waits_for_the_end_of_a_pass(open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model in the middle of its gradients would otherwise leave memory without them."""
     monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     desk = open_desk(idle=0.0, pack_tokens=8)  # a pause after each datum
@@ -437,7 +439,7 @@ def test_house_keeping_waits_for_a_pass_to_end(open_desk: Callable[..., Desk], m
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def test_loading_goes_on_where_it_was_saved(desk: Desk) -> None:
+def test_load_restores_the_saved_state(desk: Desk) -> None:
     model = desk.model()
     seq = trained(desk, model, 1, range(2))
     desk.save(model, seq, "half")
@@ -454,7 +456,7 @@ def test_loading_goes_on_where_it_was_saved(desk: Desk) -> None:
     assert not all(map(torch.equal, desk.weights(model), wanted))
 
 
-def test_a_load_that_fails_changes_nothing(desk: Desk) -> None:
+def test_failed_load_leaves_weights_unchanged(desk: Desk) -> None:
     model = desk.model()
     seq = trained(desk, model, 1, range(1))
     desk.save(model, seq, "good")
@@ -480,7 +482,7 @@ def spoil(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_damaged_weights_are_not_sampled_from(desk: Desk) -> None:
+def test_damaged_weights_are_refused_for_sampling(desk: Desk) -> None:
     model = desk.model()
     desk.save(model, 1, "x", "sampler_weights")
     desk.run()
@@ -492,7 +494,7 @@ def test_damaged_weights_are_not_sampled_from(desk: Desk) -> None:
     assert desk.answer(bare)
 
 
-def test_names_are_overwritten_only_where_that_is_wanted(desk: Desk) -> None:
+def test_checkpoint_names_are_overwritten_only_on_request(desk: Desk) -> None:
     model = desk.model()
     first = desk.save(model, 1, "x", overwrite=False)
     desk.run()
@@ -503,7 +505,7 @@ def test_names_are_overwritten_only_where_that_is_wanted(desk: Desk) -> None:
     assert desk.store.get(checkpoints, f"tinker://{model}/weights/x").folder != folder
 
 
-def test_samplers_do_not_move_while_training_goes_on(desk: Desk) -> None:
+def test_samplers_are_frozen_during_training(desk: Desk) -> None:
     model = desk.model(train_unembed=True)
     seq = trained(desk, model, 1, range(1))
     desk.ask(model, "save", SaveJob(sampler="s:sample:0"), seq)
@@ -523,7 +525,7 @@ def test_samplers_do_not_move_while_training_goes_on(desk: Desk) -> None:
     assert desk.answer(again) == desk.answer(before)
 
 
-def test_what_is_over_is_swept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_weights_are_swept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     monkeypatch.setattr("palestra.service.storage.weight_store.MIN_SWEEP_AGE_S", -1.0)
     model = desk.model()
@@ -549,7 +551,7 @@ def test_what_is_over_is_swept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> N
     assert {path.name for path in desk.worker.weight_store.root.iterdir()} == kept  # nothing of the model itself
 
 
-def test_an_unloaded_model_is_gone(desk: Desk) -> None:
+def test_unloaded_model_is_removed(desk: Desk) -> None:
     model = desk.model()
     ids = [desk.learn(model, 1), desk.ask(model, "unload", b"{}", 2), desk.learn(model, 3), desk.learn(model, 4)]
     desk.run()
@@ -564,7 +566,7 @@ def test_an_unloaded_model_is_gone(desk: Desk) -> None:
 # -- crashes -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_crash_loses_what_was_not_saved_and_says_so_until_weights_are_loaded(desk: Desk) -> None:
+def test_unsaved_state_lost_in_a_crash_is_reported_until_load(desk: Desk) -> None:
     model, fresh = desk.model(1), desk.model(2)
     seq = trained(desk, model, 1, range(2))
     desk.save(model, seq, "x")
@@ -591,7 +593,7 @@ def test_a_crash_loses_what_was_not_saved_and_says_so_until_weights_are_loaded(d
     assert desk.store.get(models, model).state == "live"
 
 
-def test_a_model_that_did_not_change_since_it_was_saved_survives(desk: Desk) -> None:
+def test_model_unchanged_since_its_save_survives_a_crash(desk: Desk) -> None:
     model = desk.model()
     seq = trained(desk, model, 1, range(2))
     desk.save(model, seq, "x")
@@ -604,7 +606,7 @@ def test_a_model_that_did_not_change_since_it_was_saved_survives(desk: Desk) -> 
     assert all(map(torch.equal, desk.weights(model), wanted))
 
 
-def test_gradients_gathered_before_a_save_are_not_thought_saved(desk: Desk) -> None:
+def test_accumulated_gradients_do_not_count_as_saved(desk: Desk) -> None:
     model = desk.model()
     desk.learn(model, 1)
     desk.save(model, 2, "x")
@@ -615,9 +617,7 @@ def test_gradients_gathered_before_a_save_are_not_thought_saved(desk: Desk) -> N
     assert "the server restarted" in desk.error(step)
 
 
-def test_a_lost_model_can_be_unloaded_and_never_passes_for_a_new_one(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_model_can_be_unloaded_and_is_never_recreated(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     model = desk.model()
     trained(desk, model, 1, range(1))
     desk.start()
@@ -632,7 +632,7 @@ def test_a_lost_model_can_be_unloaded_and_never_passes_for_a_new_one(
     assert desk.answer(unload) and desk.store.get(models, model).state == "gone"
 
 
-def test_what_was_under_way_is_done_again(open_desk: Callable[..., Desk]) -> None:
+def test_interrupted_requests_run_again(open_desk: Callable[..., Desk]) -> None:
     desk = open_desk(patience=60.0)
     model = desk.model()
     desk.run()
@@ -666,9 +666,7 @@ def locked(
     other.close()
 
 
-def test_a_locked_database_is_waited_for(
-    locked: tuple[Desk, sqlite3.Connection], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_locked_database_is_retried(locked: tuple[Desk, sqlite3.Connection], capfd: pytest.CaptureFixture[str]) -> None:
     desk, other = locked
     model = desk.model()
     desk.run()
@@ -686,7 +684,7 @@ def test_a_locked_database_is_waited_for(
     assert "trying again in 1.0 s" in said
 
 
-def test_a_worker_that_is_to_stop_gives_a_locked_database_up(
+def test_stopping_worker_gives_up_on_a_locked_database(
     locked: tuple[Desk, sqlite3.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk, other = locked
@@ -703,7 +701,7 @@ def test_a_worker_that_is_to_stop_gives_a_locked_database_up(
     assert desk.answer(waits)
 
 
-def test_what_was_taken_unheard_is_taken_again(locked: tuple[Desk, sqlite3.Connection]) -> None:
+def test_requests_taken_in_a_broken_transaction_are_taken_again(locked: tuple[Desk, sqlite3.Connection]) -> None:
     """The connection broke while the database said what had been taken."""
     desk, _ = locked
     waits = desk.sample(None)
@@ -716,7 +714,7 @@ def test_what_was_taken_unheard_is_taken_again(locked: tuple[Desk, sqlite3.Conne
     assert desk.answer(waits) and not desk.store.database.had_outage
 
 
-def test_a_request_that_kills_its_worker_is_given_up(desk: Desk) -> None:
+def test_request_that_kills_its_worker_is_failed(desk: Desk) -> None:
     model = desk.model()
     desk.run()
     killer = desk.step(model, 3)  # waits for number 2 for ever, as far as this test goes
@@ -727,7 +725,7 @@ def test_a_request_that_kills_its_worker_is_given_up(desk: Desk) -> None:
     assert row.state == "failed" and json.loads(row.result)["category"] == "server"
 
 
-def test_a_worker_that_is_told_to_stop_leaves_everything_to_the_next(open_desk: Callable[..., Desk]) -> None:
+def test_stopping_worker_leaves_queued_requests_to_the_next(open_desk: Callable[..., Desk]) -> None:
     steady, stopped = open_desk("steady", patience=1000.0), open_desk("stopped", patience=1000.0)
     for desk in (steady, stopped):
         model = desk.model(seed=1)
@@ -746,7 +744,7 @@ def test_a_worker_that_is_told_to_stop_leaves_everything_to_the_next(open_desk: 
     assert all(map(torch.equal, steady.weights(model), stopped.weights(model)))
 
 
-def test_a_full_disk_costs_an_answer_not_the_models(desk: Desk) -> None:
+def test_full_disk_fails_the_request_and_keeps_models(desk: Desk) -> None:
     model = desk.model()
     trained(desk, model, 1, range(1))
     root = desk.worker.weight_store.root
@@ -761,7 +759,7 @@ def test_a_full_disk_costs_an_answer_not_the_models(desk: Desk) -> None:
     assert desk.answer(again)
 
 
-def test_sessions_of_nobody_lose_their_samplers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_of_expired_sessions_are_removed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     for id, seen in (("old", 1.0), ("new", time.time())):
         desk.store.insert(sessions, id=id, owner="ada", created=1.0, seen=seen, finished=None, info={})
