@@ -31,18 +31,18 @@ def vector(algorithm: dict[str, object]) -> VectorConfig:
 
 
 @pytest.mark.parametrize("name", TEXT_PRESETS)
-def test_a_text_preset_is_the_general_algorithm(name: str) -> None:
+def test_text_presets_equal_the_general_algorithm(name: str) -> None:
     assert text({"type": name}).algorithm == text(TEXT_PRESETS[name]).algorithm
     assert text({"type": name, "clip": 0.1}).algorithm == text(TEXT_PRESETS[name] | {"clip": 0.1}).algorithm
 
 
 @pytest.mark.parametrize("name", VECTOR_PRESETS)
-def test_a_vector_preset_is_the_general_algorithm(name: str) -> None:
+def test_vector_presets_equal_the_general_algorithm(name: str) -> None:
     assert vector({"type": name}).algorithm == vector(VECTOR_PRESETS[name]).algorithm
     assert vector({"type": name, "gamma": 0.5}).algorithm.gamma == 0.5
 
 
-def test_presets_have_the_settings_of_the_documents() -> None:
+def test_presets_match_the_documented_settings() -> None:
     page = (ROOT / "docs" / "algorithms" / "grpo.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|(]+?)(?: \([^|]*)? \| `(\{[^`]+\})`", page, re.MULTILINE)
     documented = {NAMES[name]: yaml.safe_load(config) for name, config in rows if name in NAMES}
@@ -51,14 +51,14 @@ def test_presets_have_the_settings_of_the_documents() -> None:
         assert text({"type": name} | settings).algorithm == GRPO.model_validate(settings), name
 
 
-def test_a_setting_that_contradicts_the_name_is_refused() -> None:
+def test_setting_that_contradicts_the_preset_is_refused() -> None:
     with pytest.raises(ValueError, match="type: rloo is type: grpo with scale: none"):
         text({"type": "rloo", "scale": "std"})
     with pytest.raises(ValueError, match="type: mappo is type: ppo with critic: central"):
         vector({"type": "mappo", "critic": "own"})
 
 
-def test_dry_run_prints_what_a_preset_stands_for() -> None:
+def test_dry_run_prints_the_resolved_preset() -> None:
     config = str(ROOT / "configs" / "games" / "spread_mappo.yaml")
     changes = ["--set", "algorithm.type=mappo", "--set", "algorithm.critic=central", "--dry-run"]
     done = CliRunner().invoke(app, ["train", config, *changes])

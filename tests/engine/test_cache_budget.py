@@ -82,7 +82,7 @@ def check_equal(found: list, expected: list) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.2])
-def test_all_answers_arrive_with_half_of_the_memory_and_are_the_same(engine, snapshots, share):
+def test_half_of_the_cache_budget_gives_the_same_answers(engine, snapshots, share):
     requests = mixed(snapshots)
     expected = Sampler(engine, cache_bytes=GIB).sample_all(requests)
     budget = int(share * peak_of(Sampler(engine, cache_bytes=GIB), requests))
@@ -92,7 +92,7 @@ def test_all_answers_arrive_with_half_of_the_memory_and_are_the_same(engine, sna
     assert not sampler.batch.groups and not sampler.batch.rows and not sampler.waiting
 
 
-def test_answers_of_one_prompt_are_preempted_and_go_on(engine):
+def test_siblings_are_preempted_and_resume(engine):
     """Its siblings outgrow the budget together; those that go on are computed again from their tokens."""
     requests = [ask(1, 12, 200, 40)]
     expected = Sampler(engine, cache_bytes=GIB).sample_all(requests)
@@ -103,7 +103,7 @@ def test_answers_of_one_prompt_are_preempted_and_go_on(engine):
     assert sampler.batch.counts["sampled_tokens"] == sampled, "preempted answers keep their tokens"
 
 
-def test_an_answer_too_long_for_the_whole_budget_fails_alone(engine):
+def test_answer_beyond_the_whole_budget_fails_alone(engine):
     requests = [ask(1, 2, 300, 20), ask(3, 2, 30, 20), ask(5, 1, 30, 450)]
     expected = Sampler(engine, cache_bytes=GIB).sample_all(requests)
     outcomes = drive(Sampler(engine, cache_bytes=400 * TOKEN), requests)
@@ -112,7 +112,7 @@ def test_an_answer_too_long_for_the_whole_budget_fails_alone(engine):
         assert isinstance(outcome, CacheFull) and "kv_cache_gib" in str(outcome)
 
 
-def test_stored_prefixes_make_room_for_answers(engine):
+def test_stored_prefixes_are_evicted_for_answers(engine):
     first = [ask(i, 2, 40, 30, keep_kv=True) for i in range(6)]
     sampler = Sampler(engine, cache_bytes=6 * 256 * TOKEN)
     drive(sampler, first)
@@ -137,7 +137,7 @@ def test_a_preempted_request_can_be_cancelled(engine):
     assert sampler.batch.memory.used == 0
 
 
-def test_memory_that_runs_out_in_a_pass_makes_answers_wait(engine, snapshots, monkeypatch):
+def test_out_of_memory_in_a_pass_preempts_answers(engine, snapshots, monkeypatch):
     """A machine with less memory than the budget says: passes of more than 9 rows fail."""
     requests = mixed(snapshots)
     expected = Sampler(engine).sample_all(requests)
@@ -155,7 +155,7 @@ def test_memory_that_runs_out_in_a_pass_makes_answers_wait(engine, snapshots, mo
     assert sampler.batch.counts["preempted_answers"] > 0 and sampler.batch.memory.limit == limit
 
 
-def test_a_long_prompt_is_computed_some_tokens_at_a_time(engine, snapshots):
+def test_long_prompts_are_prefilled_in_chunks(engine, snapshots):
     requests = [ask(1, 2, 8, 301, adapter=snapshots[0], keep_kv=True), ask(3, 2, 8, 20), ask(5, 1, 8, 64)]
     expected = Sampler(engine).sample_all(requests)
     sampler, passes = Sampler(engine, prefill_tokens=64), []
@@ -173,7 +173,7 @@ def test_a_long_prompt_is_computed_some_tokens_at_a_time(engine, snapshots):
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 60)), max_size=40), st.integers(40, 400))
-def test_a_full_cache_refuses_and_keeps_what_it_holds(steps, tokens):
+def test_full_cache_refuses_without_losing_sequences(steps, tokens):
     """Against a plain dict: whatever is refused, the budget holds and every sequence stays as it was written."""
     memory = CacheMemory(tokens * TOKEN)
     store = PrefixStore(1000, memory)
@@ -214,7 +214,7 @@ def test_a_full_cache_refuses_and_keeps_what_it_holds(steps, tokens):
     assert memory.used == 0
 
 
-def test_no_pool_takes_more_than_its_share_of_the_budget():
+def test_each_pool_is_limited_to_its_share_of_the_budget():
     """Copies of a growing pool then need little room beside it."""
     cache = KVCache(2, 2, 16, torch.device("cpu"), torch.float64, memory=CacheMemory(1024 * 16 * TOKEN))
     slots = cache.allocate_answers([16] * 500)

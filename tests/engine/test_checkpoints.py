@@ -93,7 +93,7 @@ def test_we_load_what_peft_saves(base, tmp_path, options):
     assert np.abs(ours - our_logprobs(engine, None)).max() > 0.01
 
 
-def test_the_config_names_the_base_and_vllms_wants(base, tmp_path):
+def test_adapter_config_names_the_base_and_loads_in_vllm(base, tmp_path):
     engine = Engine.load(str(base), device="cpu")
     save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig(target_modules="q_proj")), str(base))
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
@@ -124,7 +124,7 @@ def edit(folder, **changes):
     ],
     ids=str,
 )
-def test_adapters_that_mean_something_else_are_refused(base, tmp_path, changes):
+def test_adapters_that_are_not_plain_lora_are_refused(base, tmp_path, changes):
     engine = Engine.load(str(base), device="cpu")
     save_adapter(tmp_path / "a", random_adapter(engine, LoraConfig()), str(base))
     edit(tmp_path / "a", **changes)
@@ -133,7 +133,7 @@ def test_adapters_that_mean_something_else_are_refused(base, tmp_path, changes):
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word:UserWarning", "ignore:Setting `save_embedding:UserWarning")
-def test_weights_we_would_not_use_are_refused(base, tmp_path):
+def test_unsupported_adapter_weights_are_refused(base, tmp_path):
     engine = Engine.load(str(base), device="cpu")
     torch.manual_seed(0)
     config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "embed_tokens"])
@@ -151,7 +151,7 @@ def test_weights_we_would_not_use_are_refused(base, tmp_path):
     ],
     ids=str,
 )
-def test_an_adapter_of_another_base_is_refused(base, tmp_path, changes, message):
+def test_adapter_of_another_base_is_refused(base, tmp_path, changes, message):
     other = tiny_lm(0, **changes)
     save_adapter(tmp_path / "a", random_adapter(other, LoraConfig()), "other")
     engine = Engine.load(str(base), device="cpu")
@@ -160,7 +160,7 @@ def test_an_adapter_of_another_base_is_refused(base, tmp_path, changes, message)
         load_adapter(tmp_path / "a", engine)
 
 
-def test_a_folder_without_an_adapter_is_refused(base, tmp_path):
+def test_folder_without_adapter_is_refused(base, tmp_path):
     with pytest.raises(ValueError, match=r"no adapter at .*adapter_config\.json"):
         load_adapter(tmp_path, Engine.load(str(base), device="cpu"))
 
@@ -169,7 +169,7 @@ def test_a_folder_without_an_adapter_is_refused(base, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_full_model_comes_back(tmp_path, tied):
+def test_full_model_survives_save_and_load(tmp_path, tied):
     first, second = tiny_lm(1, tie_word_embeddings=tied), tiny_lm(2, tie_word_embeddings=tied)
     first.model.save_pretrained(tmp_path / "m")
     load_full_model(tmp_path / "m", second)
@@ -177,7 +177,7 @@ def test_a_full_model_comes_back(tmp_path, tied):
         assert torch.equal(a, b), name
 
 
-def test_a_full_model_in_several_files_comes_back(tmp_path):
+def test_sharded_full_model_survives_save_and_load(tmp_path):
     first, second = tiny_lm(1), tiny_lm(2)
     first.model.save_pretrained(tmp_path / "m", max_shard_size="100KB")
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 1
@@ -186,7 +186,7 @@ def test_a_full_model_in_several_files_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "broadcast", "none"])
-def test_a_full_model_that_does_not_fit_is_refused(tmp_path, fault):
+def test_full_model_of_another_shape_is_refused(tmp_path, fault):
     tiny_lm(1).model.save_pretrained(tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
@@ -245,7 +245,7 @@ def state(trainer):
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
-def test_a_trainer_goes_on_bit_for_bit(tmp_path, full):
+def test_trainer_resume_is_bit_identical(tmp_path, full):
     whole = trainer_on(full)
     teach(whole, batches(3))
     save_trainer(tmp_path / "t", whole)
@@ -258,7 +258,7 @@ def test_a_trainer_goes_on_bit_for_bit(tmp_path, full):
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
-def test_a_trainer_that_never_stepped_goes_on(tmp_path, full):
+def test_resume_of_an_untrained_trainer_is_bit_identical(tmp_path, full):
     save_trainer(tmp_path / "t", trainer_on(full))
     resumed = trainer_on(full, seed=9)
     load_trainer(tmp_path / "t", resumed)
@@ -276,7 +276,7 @@ def test_saving_twice_writes_the_same_bytes(tmp_path):
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
 
 
-def test_a_trainer_of_another_shape_is_refused(tmp_path):
+def test_checkpoint_of_another_shape_is_refused(tmp_path):
     save_trainer(tmp_path / "t", trainer_on(full=False))
     engine = tiny_lm(4)
     for config in (LoraConfig(rank=8), LoraConfig(rank=4, target_modules="q_proj"), LoraConfig(rank=4, alpha=4)):
@@ -284,7 +284,7 @@ def test_a_trainer_of_another_shape_is_refused(tmp_path):
             load_trainer(tmp_path / "t", Trainer(engine, Adapter(engine.linear_layers, config, seed=0)))
 
 
-def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path):
+def test_checkpoint_without_optimizer_is_refused(tmp_path):
     """Going on with a fresh optimizer would be another run, in silence."""
     save_trainer(tmp_path / "t", trainer_on(full=False))
     (tmp_path / "t" / "optimizer.safetensors").unlink()
@@ -292,7 +292,7 @@ def test_a_checkpoint_without_its_optimizer_is_refused(tmp_path):
         load_trainer(tmp_path / "t", trainer_on(full=False))
 
 
-def test_what_is_saved_is_what_was_trained(tmp_path):
+def test_merged_adapter_equals_the_trained_policy(tmp_path):
     """Adapters as peft merges them: the saved weights give the trained log-probabilities to a plain model."""
     trainer = trainer_on(full=False)
     for samples in batches(3):

@@ -58,7 +58,7 @@ def talk(n=3, seed=0):
 # ---- its step
 
 
-def test_the_heads_gradient_is_clipped_apart_from_the_policys():
+def test_value_head_gradient_is_clipped_separately():
     """Returns of 100 give the head a gradient far beyond the clip. The policy's, without a value loss through its
     features (a head of zeros passes none on), is clipped by its own norm, as if there were no critic."""
     far = [replace(one, returns=one.returns + 100) for one in talk()]
@@ -77,7 +77,7 @@ def test_the_heads_gradient_is_clipped_apart_from_the_policys():
 
 
 @pytest.mark.parametrize(("critic_lr", "expected"), [(None, 5e-4), (0.02, 0.01), (0.0, 0.0)])
-def test_the_head_has_a_learning_rate_of_its_own(critic_lr, expected):
+def test_value_head_has_its_own_learning_rate(critic_lr, expected):
     """Half-way through a schedule from 1e-3, Adam's first step moves each weight by its learning rate."""
     trainer = trainer_on()
     before = [p.detach().clone() for p in trainer.parameters]
@@ -91,12 +91,12 @@ def test_the_head_has_a_learning_rate_of_its_own(critic_lr, expected):
 # ---- what a value is
 
 
-def test_a_new_critic_thinks_every_state_worth_nothing():
+def test_new_critic_outputs_zero():
     values = trainer_on(taught=False).values(talk())
     assert [len(v) for v in values] == [1, 2, 3, 5, 4, 3] and not any(v.any() for v in values)
 
 
-def test_a_value_is_read_off_the_features_before_its_token(base):
+def test_values_use_the_features_before_the_token(base):
     """Those of `transformers` itself at the token before, at the end of the last layer; and the token itself, which
     was not drawn yet, has no say."""
     engine = Engine.load(str(base), device="cpu")
@@ -127,14 +127,14 @@ def test_values_do_not_depend_on_how_samples_are_packed(full):
         np.testing.assert_allclose(one, trainer_on(full=full).values([alone])[0], atol=1e-5)
 
 
-def test_a_value_does_not_feel_the_temperature():
+def test_values_do_not_depend_on_temperature():
     (one,) = trainer_on().values([sample([7, 8], [9, 10])])
     (hot,) = trainer_on().values([sample([7, 8], [9, 10], temperature=3.0)])
     np.testing.assert_array_equal(one, hot)
 
 
 @pytest.mark.parametrize("pack_tokens", [1, 40, 10**6])
-def test_the_loss_is_given_values_as_they_are_and_the_samples_own(pack_tokens):
+def test_loss_receives_current_and_old_values(pack_tokens):
     trainer, samples, seen = trainer_on(pack_tokens=pack_tokens), talk(), []
 
     def look(tokens, **_):
@@ -151,7 +151,7 @@ def test_the_loss_is_given_values_as_they_are_and_the_samples_own(pack_tokens):
         np.testing.assert_allclose(joined, np.concatenate(expected), atol=1e-5)
 
 
-def test_without_a_critic_there_are_no_values():
+def test_values_without_critic_are_refused():
     trainer = trainer_on(critic=False)
     with pytest.raises(ValueError, match="no critic"):
         trainer.values(talk())
@@ -169,7 +169,7 @@ def value_gradients(trainer, samples):
     return {"head": [p.grad for p in trainer.critic.parameters()], "all": [p.grad for p in trainer.parameters]}
 
 
-def test_the_gradient_reaches_head_and_adapter():
+def test_value_gradient_reaches_head_and_adapter():
     trainer = trainer_on()
     grads = value_gradients(trainer, talk())
     assert all(grad.abs().max() > 1e-6 for grad in grads["all"])
@@ -177,7 +177,7 @@ def test_the_gradient_reaches_head_and_adapter():
     assert not any(w.grad is not None for w in trainer.engine.model.parameters())  # the base has none
 
 
-def test_a_new_head_learns_before_the_features_do():
+def test_zero_value_head_gives_features_no_gradient():
     """What a head of zeros makes of the features is zero whatever they are."""
     trainer = trainer_on(taught=False)
     grads = value_gradients(trainer, talk())
@@ -185,7 +185,7 @@ def test_a_new_head_learns_before_the_features_do():
     assert not any(grad is not None and grad.any() for grad in grads["all"][:-2])
 
 
-def test_the_heads_gradient_by_hand():
+def test_value_head_gradient_by_hand():
     """One token, value 0, return 2: the slope of half of (v - 2)^2 is -2, for the weights times the features."""
     trainer, seen = trainer_on(taught=False), []
     one = sample([7, 8], [9], values=np.zeros(1, np.float32), returns=np.array([2.0], np.float32))
@@ -202,7 +202,7 @@ def test_gradients_do_not_depend_on_how_samples_are_packed():
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_a_critic_learns_what_states_are_worth():
+def test_critic_learns_state_values():
     """Returns of 1 after one prompt and of -1 after another, in few steps of the head and the adapter together."""
     trainer = trainer_on(taught=False)
     samples = [
@@ -244,7 +244,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
-def test_a_trainer_with_a_critic_goes_on_bit_for_bit(tmp_path, full):
+def test_trainer_with_critic_resume_is_bit_identical(tmp_path, full):
     whole = trainer_on(full=full)
     teach(whole, 2)
     if not full:
@@ -262,7 +262,7 @@ def test_a_trainer_with_a_critic_goes_on_bit_for_bit(tmp_path, full):
     assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == {"weight": (1, 64), "bias": (1,)}
 
 
-def test_a_critic_that_nobody_trained_yet_goes_on(tmp_path):
+def test_resume_of_an_untrained_critic_is_bit_identical(tmp_path):
     """As after a first stage without one: the optimizer knows the adapter only."""
     whole = trainer_on(taught=False)
     whole.forward_backward(talk(), clipped_policy_loss)
@@ -273,7 +273,7 @@ def test_a_critic_that_nobody_trained_yet_goes_on(tmp_path):
     assert same(whole, resumed) and teach(whole, 2) == teach(resumed, 2) and same(whole, resumed)
 
 
-def test_the_reference_is_what_the_weights_were_at_the_anchor(tmp_path):
+def test_reference_is_the_weights_at_the_anchor(tmp_path):
     trainer, samples = trainer_on(), talk()
     bare = trainer.logprobs(samples, reference=True)
     trainer.set_reference()
@@ -285,7 +285,7 @@ def test_the_reference_is_what_the_weights_were_at_the_anchor(tmp_path):
     assert np.abs(np.concatenate(trainer.logprobs(samples)) - np.concatenate(then)).max() > 0.01
 
 
-def test_a_checkpoint_from_before_the_anchor_has_the_base_for_reference(tmp_path):
+def test_checkpoint_before_the_anchor_has_the_base_as_reference(tmp_path):
     trainer, samples = trainer_on(), talk()
     save_trainer(tmp_path / "t", trainer)
     bare = trainer.logprobs(samples, reference=True)
@@ -296,13 +296,13 @@ def test_a_checkpoint_from_before_the_anchor_has_the_base_for_reference(tmp_path
         np.testing.assert_array_equal(logprobs, expected)
 
 
-def test_a_checkpoint_without_a_critic_is_refused(tmp_path):
+def test_checkpoint_without_critic_is_refused(tmp_path):
     save_trainer(tmp_path / "t", trainer_on(critic=False))
     with pytest.raises(ValueError, match=r"no critic \(critic\.safetensors\): it was trained without one"):
         load_trainer(tmp_path / "t", trainer_on())
 
 
-def test_an_adapter_beside_a_critic_is_an_adapter_to_others(tmp_path):
+def test_adapter_saved_with_a_critic_loads_in_peft(tmp_path):
     """No weight of the head in PEFT's files, and none of its names among the targets."""
     trainer = trainer_on()
     save_trainer(tmp_path / "t", trainer)

@@ -27,7 +27,7 @@ def engine() -> Engine:
     return tiny_lm(0, initializer_range=0.2)
 
 
-def test_two_tokens_by_hand() -> None:
+def test_reverse_kl_of_two_tokens_by_hand() -> None:
     """Student (3/4, 1/4), reference (1/2, 1/2): 3/4 ln 3/2 + 1/4 ln 1/2; its gradient is p (ln p/q - KL)."""
     student = torch.tensor([[math.log(3), 0.0]], dtype=torch.float64, requires_grad=True)
     kl = reverse_kl(student, torch.zeros(1, 2, dtype=torch.float64), 1.0)
@@ -39,7 +39,7 @@ def test_two_tokens_by_hand() -> None:
     assert student.grad[0].tolist() == pytest.approx([slope, -slope])
 
 
-def test_the_other_direction_is_another_number() -> None:
+def test_reverse_kl_is_not_symmetric() -> None:
     """With the places changed it is 1/2 ln 2/3 + 1/2 ln 2."""
     kl = reverse_kl(torch.zeros(1, 2), torch.tensor([[math.log(3), 0.0]]), 1.0)
     assert kl.item() == pytest.approx(0.5 * math.log(2 / 3) + 0.5 * math.log(2))
@@ -83,7 +83,7 @@ def logits(engine: Engine, adapter: Adapter | None, lesson: DistillExample, prom
 
 @pytest.mark.parametrize("pack_tokens", [1000, 3])
 @pytest.mark.parametrize("of_base", [False, True])
-def test_lessons_in_any_packs_come_to_the_plain_sum(engine: Engine, pack_tokens: int, of_base: bool) -> None:
+def test_distillation_is_independent_of_packing(engine: Engine, pack_tokens: int, of_base: bool) -> None:
     student, teacher = trainer(engine, 1, bent=0.1), trainer(engine, 2, bent=0.1)
     assert student.adapter and teacher.adapter
     reference = None if of_base else teacher.adapter
@@ -104,7 +104,7 @@ def test_lessons_in_any_packs_come_to_the_plain_sum(engine: Engine, pack_tokens:
     assert all(p.grad is None for p in teacher.parameters)
 
 
-def test_the_student_comes_to_speak_as_a_reference_that_reads_more(engine: Engine) -> None:
+def test_student_matches_a_reference_with_a_longer_prompt(engine: Engine) -> None:
     student, teacher = trainer(engine, 1), trainer(engine, 2, bent=0.1)
     assert teacher.adapter
     losses = []

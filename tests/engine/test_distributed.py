@@ -34,13 +34,13 @@ def assert_steps(tmp_path, ranks, steps, cases, groups=5):
         assert_close(tmp_path / f"{case}.npz", alone(kind, steps, groups=groups, tied=tied == "tied"))
 
 
-def test_two_ranks_take_the_steps_of_one(tmp_path):
+def test_two_ranks_equal_one_process(tmp_path):
     assert_steps(tmp_path, 2, 2, ["lora,ddp,keep,tied", "full,fsdp,again,tied"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_five_steps_of_any_kind_on_any_number_of_ranks_are_those_of_one(tmp_path, ranks):
+def test_any_number_of_ranks_equals_one_process(tmp_path, ranks):
     cases = [
         f"{kind},{mode},{keep},{tied}"
         for kind in ("lora", "full")
@@ -51,12 +51,12 @@ def test_five_steps_of_any_kind_on_any_number_of_ranks_are_those_of_one(tmp_path
 
 
 @pytest.mark.slow
-def test_ranks_without_samples_pass_nothing_and_are_waited_for(tmp_path):
+def test_ranks_without_samples_join_the_collectives(tmp_path):
     assert_steps(tmp_path, 4, 5, ["full,fsdp,keep,tied", "lora,fsdp,keep,tied", "lora,ddp,keep,tied"], groups=2)
 
 
 @pytest.mark.slow
-def test_what_some_ranks_saved_others_go_on_from(tmp_path):
+def test_checkpoints_resume_on_any_number_of_ranks(tmp_path):
     """A checkpoint of four loads on one, on two and on four, one of one on four: each goes on as if nothing was."""
     four = ["lora,ddp", "lora,fsdp", "full,ddp", "full,fsdp"]
     together(4, "save", tmp_path / "four", *four)
@@ -82,7 +82,7 @@ def test_what_some_ranks_saved_others_go_on_from(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_ranks_keep_about_a_quarter_each():
+def test_fsdp_on_four_ranks_keeps_a_quarter_per_rank():
     lines = dict(line.split() for line in together(4, "memory", "full", "lora").splitlines())
     whole = trainer("full", "none", SINGLE_PROCESS)
     train(whole, range(1))
@@ -95,7 +95,7 @@ def test_four_ranks_keep_about_a_quarter_each():
 
 
 @pytest.mark.slow
-def test_half_precision_on_two_ranks_stays_near_one_process(tmp_path):
+def test_half_precision_on_two_ranks_is_close_to_one_process(tmp_path):
     cases = [f"{kind},{mode},{p}" for kind in ("lora", "full") for mode in ("ddp", "fsdp") for p in ("bf16", "fp16")]
     together(2, "half", tmp_path, *cases)
     for case in cases:
@@ -111,7 +111,7 @@ def test_half_precision_on_two_ranks_stays_near_one_process(tmp_path):
 # ---- what needs no other process
 
 
-def test_one_process_is_alone_where_torchrun_did_not_start_it():
+def test_single_process_group_without_torchrun():
     assert join_process_group() == SINGLE_PROCESS
     assert (
         SINGLE_PROCESS.all_gather("x") == ["x"]
@@ -120,7 +120,7 @@ def test_one_process_is_alone_where_torchrun_did_not_start_it():
     )
 
 
-def test_hands_part_samples_evenly_keep_groups_whole_and_lose_none():
+def test_split_over_ranks_is_even_and_keeps_groups_whole():
     samples = batch(0, groups=12)
     for count in (1, 2, 3, 4, 64):
         dealt = split_over_ranks(samples, count)
@@ -131,7 +131,7 @@ def test_hands_part_samples_evenly_keep_groups_whole_and_lose_none():
     assert max(sizes) < 2 * min(sizes)
 
 
-def test_shares_of_hands_are_those_of_the_whole_batch():
+def test_shares_over_ranks_equal_the_full_batch():
     samples = batch(1)
     share = token_weight(samples)
     dealt = [pack for hand in split_over_ranks(samples, 3) for pack in micro_batches(hand, 60, share)]
@@ -157,14 +157,14 @@ def gradients(kind, checkpointing):
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_layers_computed_again_give_the_same_gradients_and_keep_less(kind):
+def test_activation_checkpointing_keeps_gradients_and_saves_memory(kind):
     (plain, much), (again, little) = gradients(kind, False), gradients(kind, True)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
     print(f"{kind}: kept for backward {little / much:.2f} of what it was")
     assert little < 0.5 * much
 
 
-def test_a_step_whose_gradient_does_not_fit_is_left_out_and_counted():
+def test_overflowing_step_is_skipped_and_counted():
     learner = trainer("lora", "none", SINGLE_PROCESS, precision="fp16")
     before = [p.detach().clone() for p in learner.parameters]
     learner.loss_scale.value = 2.0**60
@@ -178,7 +178,7 @@ def test_a_step_whose_gradient_does_not_fit_is_left_out_and_counted():
     assert learner.optim_step(program.ADAM)["skipped"] == 0.0 and learner.steps == 1
 
 
-def test_the_loss_scale_grows_after_steps_that_went_well_and_comes_back(tmp_path):
+def test_loss_scale_grows_after_good_steps_and_is_restored(tmp_path):
     learner = trainer("lora", "none", SINGLE_PROCESS, precision="fp16")
     learner.loss_scale.value, learner.loss_scale.growth_interval = 2.0**8, 2
     train(learner, range(3))
@@ -189,7 +189,7 @@ def test_the_loss_scale_grows_after_steps_that_went_well_and_comes_back(tmp_path
     assert (other.loss_scale.value, other.loss_scale.good_steps) == (2.0**9, 1)
 
 
-def test_weights_in_another_type_stand_in_for_those_in_training_while_games_are_played():
+def test_rollouts_use_a_cast_copy_of_the_weights():
     engine = tiny_lm(0)
     engine.autocast_dtype = torch.bfloat16
     weight = engine.model.get_input_embeddings().weight
@@ -199,7 +199,7 @@ def test_weights_in_another_type_stand_in_for_those_in_training_while_games_are_
     assert weight.dtype == torch.float32 and weight.data_ptr() == kept
 
 
-def test_an_empty_batch_is_read_as_nothing():
+def test_empty_batch_gives_no_outputs():
     learner = trainer("lora", "none", SINGLE_PROCESS)
     none: list[Sample] = []
     assert learner.logprobs(none) == [] and learner.forward_backward(none, clipped_policy_loss) == {}

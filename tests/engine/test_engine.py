@@ -47,7 +47,7 @@ def plain_logits(engine: Engine, ids: list[int]) -> torch.Tensor:
         engine.model.config._attn_implementation = "palestra"
 
 
-def test_plant_shares_prefixes_and_keeps_every_path():
+def test_build_forest_shares_prefixes_and_keeps_every_path():
     sequences = [np.array(s) for s in ([1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4], [7, 8], [1, 2])]
     forest = build_forest(sequences)
     for sequence, path in zip(sequences, forest.paths, strict=True):
@@ -56,7 +56,7 @@ def test_plant_shares_prefixes_and_keeps_every_path():
     assert len(forest.ids_S) == 8  # 1 2 | 3 4 | 5 6 | 7 8
 
 
-def test_packed_logprobs_equal_transformers_one_by_one():
+def test_packed_logprobs_equal_transformers():
     engine = tiny_lm(1)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 250, n).tolist() for n in (9, 5, 17)]
@@ -101,7 +101,7 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
     assert [len(r) for r in results] == [r.n for r in requests]
 
 
-def test_a_snapshot_does_not_move_while_its_adapter_trains():
+def test_snapshot_is_frozen_while_its_adapter_trains():
     engine = tiny_lm(3)
     adapter = randomised(engine, LoraConfig(), 0)
     snapshot = adapter.snapshot()
@@ -112,7 +112,7 @@ def test_a_snapshot_does_not_move_while_its_adapter_trains():
     assert all(torch.equal(a, before[k][0]) and torch.equal(b, before[k][1]) for k, (a, b) in snapshot.weights.items())
 
 
-def test_what_is_sampled_does_not_depend_on_the_company():
+def test_samples_do_not_depend_on_the_batch():
     engine = tiny_lm(4)
     rng = np.random.default_rng(3)
     requests = [
@@ -125,7 +125,7 @@ def test_what_is_sampled_does_not_depend_on_the_company():
         assert [x.token_ids.tolist() for x in a] == [y.token_ids.tolist() for y in b]
 
 
-def test_a_later_turn_reuses_the_earlier_one_and_says_the_same():
+def test_next_turn_reuses_the_cache_with_equal_samples():
     engine = tiny_lm(5)
     prompt = np.arange(10, 40, dtype=np.int32)
     sampler = Sampler(engine)
@@ -192,7 +192,7 @@ def test_samples_without_gradient_count_in_the_mean_and_cost_no_pass():
     assert other["entropy"] == pytest.approx(third["entropy"])
 
 
-def test_gradient_of_the_packed_pass_is_that_of_plain_transformers():
+def test_packed_gradient_equals_plain_transformers():
     """Full weights, cross-entropy: our forest against a plain causal forward, gradient by gradient."""
     engine = tiny_lm(7)
     rng = np.random.default_rng(6)
@@ -214,13 +214,13 @@ def test_gradient_of_the_packed_pass_is_that_of_plain_transformers():
         torch.testing.assert_close(ours, w.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_lay_out_names_the_row_before_each_token():
+def test_target_rows_precede_their_tokens():
     forest, rows, targets = pack_samples([sample([5, 6], [7, 8]), sample([5, 6], [9])])
     assert forest.ids_S.tolist() == [5, 6, 7]
     assert [(int(forest.ids_S[r]), int(t)) for r, t in zip(rows, targets, strict=True)] == [(6, 7), (7, 8), (6, 9)]
 
 
-def test_training_raises_the_probability_of_what_is_rewarded():
+def test_training_raises_the_probability_of_rewarded_answers():
     engine = tiny_lm(8)
     adapter = Adapter(engine.linear_layers, LoraConfig(), seed=0)
     trainer = Trainer(engine, adapter)
@@ -236,7 +236,7 @@ def test_training_raises_the_probability_of_what_is_rewarded():
     assert after[0].sum() > before[0].sum() + 2 and after[1].sum() < before[1].sum()
 
 
-def test_choose_matches_the_distribution_and_cuts():
+def test_sample_tokens_matches_the_truncated_distribution():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     u = counter_uniform(np.arange(4000, dtype=np.uint64), np.zeros(4000, np.uint64), np.zeros(4000, np.uint64))
     tokens, logps = sample_tokens(logits, [SamplingConfig()] * 4000, u)
@@ -247,7 +247,7 @@ def test_choose_matches_the_distribution_and_cuts():
     assert set(sample_tokens(logits, [SamplingConfig(temperature=0)] * 4000, u)[0]) == {0}
 
 
-def test_stop_strings_end_an_answer():
+def test_stop_strings_end_answers():
     engine = tiny_lm(9)
     request = Request(np.array([40, 41, 42], np.int32), 8, SamplingConfig(max_tokens=200, stop=("e",)), seed=5)
     answers = Sampler(engine).sample_all([request])[0]
@@ -256,12 +256,12 @@ def test_stop_strings_end_an_answer():
     assert texts and all(t.endswith("e") and t.count("e") == 1 for t in texts)
 
 
-def test_a_prompt_beyond_the_base_is_an_error_with_the_fix():
+def test_prompt_beyond_the_context_is_refused_with_the_fix():
     with pytest.raises(ValueError, match="context length, 512"):
         Sampler(tiny_lm()).sample_all([Request(np.ones(510, np.int32), 1, SamplingConfig(max_tokens=8))])
 
 
-def test_single_route_leaves_other_layers_alone():
+def test_single_adapter_route_leaves_other_layers_alone():
     engine = tiny_lm()
     route = SingleAdapterRoute(Adapter(engine.linear_layers, LoraConfig(target_modules="q_proj"), seed=0))
     x, layer = torch.ones(1, 2, 64), engine.linear_layers["model.layers.0.mlp.up_proj"]

@@ -26,16 +26,16 @@ def served(queue, cost=lambda item: 1):
     return order
 
 
-def test_clients_take_turns_and_each_ones_items_keep_their_order():
+def test_clients_alternate_and_keep_their_item_order():
     assert served(filled(bob=["b1", "b2", "b3", "b4"], ada=["a1", "a2"])) == ["b1", "a1", "b2", "a2", "b3", "b4"]
 
 
-def test_work_counts_and_not_the_number_of_items():
+def test_fairness_counts_work_not_items():
     order = served(filled(bob=["B1", "B2", "B3"], ada=[f"a{i}" for i in range(8)]), lambda i: 4 if i[0] == "B" else 1)
     assert order == ["B1", "a0", "a1", "a2", "a3", "B2", "a4", "a5", "a6", "a7", "B3"]
 
 
-def test_a_pause_earns_no_credit():
+def test_idle_clients_earn_no_credit():
     queue = filled(bob=range(100))
     for _ in range(50):
         queue.work_counters.add_work("bob", 1)
@@ -51,7 +51,7 @@ def test_a_pause_earns_no_credit():
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 50)), min_size=1, max_size=60),
     st.lists(st.booleans(), max_size=60),
 )
-def test_none_starves_and_shares_are_equal_while_all_wait(items, arrivals):
+def test_no_client_starves_and_shares_are_equal(items, arrivals):
     """Between two clients that wait the whole time, the work done differs by no more than the largest item."""
     queue, left, work = FairQueue(), list(items), {}
     arrivals = iter(arrivals)
@@ -86,7 +86,7 @@ def test_removed_items_are_not_served():
     assert served(queue) == [1, 2]
 
 
-def test_equals_take_turns():
+def test_equal_clients_alternate():
     shares = WorkCounters()
     order = []
     for _ in range(6):
@@ -97,7 +97,7 @@ def test_equals_take_turns():
 
 
 @pytest.mark.parametrize("most", [1, 2, 6, 64, 512])
-def test_one_client_alone_gets_all_its_rows_and_others_find_some_free(most):
+def test_row_allowance_leaves_rows_for_new_clients(most):
     assert row_allowance(0, 0, most) == most
     held = [most]
     while (more := row_allowance(0, sum(held), most)) > 0:

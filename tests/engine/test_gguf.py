@@ -105,7 +105,7 @@ def tiny_file(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf", tiny_llama())
 
 
-def test_a_gguf_file_becomes_a_base_with_its_tokenizer_and_chat_template(tiny_file: Path, cache: Path):
+def test_gguf_file_loads_as_base_with_tokenizer_and_chat_template(tiny_file: Path, cache: Path):
     engine = Engine.load(str(tiny_file), device="cpu")
     expected = tiny_llama()
     for (name, ours), theirs in zip(engine.model.named_parameters(), expected.parameters(), strict=True):
@@ -117,7 +117,7 @@ def test_a_gguf_file_becomes_a_base_with_its_tokenizer_and_chat_template(tiny_fi
     assert tokens == ["a", "ĠĠ", "1", "2"]  # spaces before a digit are one piece, as in SmolLM's own tokenizer
 
 
-def test_a_file_is_converted_once_and_again_after_damage(tiny_file: Path, cache: Path):
+def test_conversion_is_cached_and_repeated_after_damage(tiny_file: Path, cache: Path):
     folder = Path(resolve_base(str(tiny_file)))
     assert folder.parent == cache
     weights = folder / "model.safetensors"
@@ -137,7 +137,7 @@ def test_a_file_is_converted_once_and_again_after_damage(tiny_file: Path, cache:
 
 
 @pytest.mark.slow
-def test_processes_that_convert_at_the_same_time_agree(tiny_file: Path, cache: Path):
+def test_concurrent_conversions_agree(tiny_file: Path, cache: Path):
     code = f"from palestra.engine.models import resolve_base; print(resolve_base({str(tiny_file)!r}))"
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     folders = {process.communicate()[0].strip() for process in running}
@@ -145,7 +145,7 @@ def test_processes_that_convert_at_the_same_time_agree(tiny_file: Path, cache: P
     AutoModelForCausalLM.from_pretrained(folders.pop())
 
 
-def test_files_that_cannot_be_read_are_refused_with_the_reason(tiny_file: Path, cache: Path, tmp_path: Path):
+def test_unreadable_files_are_refused_with_the_reason(tiny_file: Path, cache: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="no GGUF file at"):
         resolve_base(str(tmp_path / "absent.gguf"))
     (tmp_path / "text.gguf").write_text("hello")
@@ -157,7 +157,9 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(tiny_file: Path, 
     assert not [path for path in cache.iterdir() if path.is_dir() and not path.name.startswith(".tmp")]
 
 
-def test_missing_packages_are_named_with_the_command(tiny_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_packages_are_named_with_the_install_command(
+    tiny_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"needs the package gguf: pip install 'palestra\[smollm\]'"):
         resolve_base(str(tiny_file))

@@ -90,7 +90,7 @@ def gradients(trainer: Trainer, samples: list[Sample], **options: float) -> tupl
     ("limit", "entropy", "temperature", "critic"), [(CHUNKED, 0.3, 0.7, True), (ROW_BY_ROW, 0.0, 1.0, False)]
 )
 @pytest.mark.parametrize("head", HEADS)
-def test_chunks_give_the_gradients_of_whole_logits(monkeypatch, head, limit, entropy, temperature, critic):
+def test_chunked_gradients_equal_whole_logits(monkeypatch, head, limit, entropy, temperature, critic):
     samples = samples_of(temperature=temperature)
     metrics, expected = gradients(trainer_of(head, critic=critic), samples, entropy=entropy)
     monkeypatch.setattr(chunks, "MAX_LOGITS", limit)
@@ -103,7 +103,7 @@ def test_chunks_give_the_gradients_of_whole_logits(monkeypatch, head, limit, ent
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("head", ["frozen", "trained"])
-def test_chunks_keep_the_precision_of_a_pass_also_when_recomputed(monkeypatch, head, precision):
+def test_chunked_logits_keep_the_precision_also_when_recomputed(monkeypatch, head, precision):
     samples = samples_of()
     found = []
     for limit in (AT_ONCE, CHUNKED):
@@ -116,7 +116,7 @@ def test_chunks_keep_the_precision_of_a_pass_also_when_recomputed(monkeypatch, h
         torch.testing.assert_close(ours, theirs, rtol=0, atol=float(theirs.abs().max()) * 2e-2 + 1e-9)
 
 
-def test_logprobs_and_values_in_chunks_are_those_of_whole_logits(monkeypatch):
+def test_chunked_logprobs_and_values_equal_whole_logits(monkeypatch):
     trainer, samples = trainer_of("frozen", critic=True), samples_of(temperature=0.7)
     torch.nn.init.normal_(trainer.critic.weight)
     expected = trainer.logprobs(samples), trainer.values(samples)
@@ -138,7 +138,7 @@ def run_jobs(trainers: list[Trainer], data: list[Datum], options: dict[str, floa
 
 @pytest.mark.parametrize("targets", [1, 3])
 @pytest.mark.parametrize("entropy", [0.0, 0.2])
-def test_jobs_of_several_adapters_in_chunks_equal_those_at_once(monkeypatch, entropy, targets):
+def test_chunked_multi_adapter_jobs_equal_unchunked(monkeypatch, entropy, targets):
     rng = np.random.default_rng(0)
     engine = tiny_lm(1, initializer_range=0.2)
     trainers = [Trainer(engine, Adapter(engine.linear_layers, LoraConfig(rank=r), seed=r)) for r in (2, 4)]
@@ -164,7 +164,7 @@ def test_jobs_of_several_adapters_in_chunks_equal_those_at_once(monkeypatch, ent
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
 
 
-def test_distillation_in_chunks_equals_that_at_once(monkeypatch):
+def test_chunked_distillation_equals_unchunked(monkeypatch):
     engine, rng = tiny_lm(1, initializer_range=0.2), np.random.default_rng(0)
     examples = [
         DistillExample(
@@ -189,7 +189,7 @@ def test_distillation_in_chunks_equals_that_at_once(monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
 
 
-def test_tokens_sampled_in_chunks_are_those_of_whole_logits(monkeypatch):
+def test_chunked_sampling_equals_whole_logits(monkeypatch):
     rng = np.random.default_rng(0)
     logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(0))
     settings = [

@@ -40,7 +40,7 @@ def engine():
     return tiny_lm(4)
 
 
-def test_a_burst_of_many_small_requests_after_a_large_one_takes_little_memory(engine):
+def test_small_requests_after_a_large_one_take_little_memory(engine):
     """A large group, then many groups of one, then a middling group: rows are not padded to the largest group."""
     sampler = Sampler(engine)
     assert peak(sampler, [request(0, 128, 8)]) < 5
@@ -51,13 +51,13 @@ def test_a_burst_of_many_small_requests_after_a_large_one_takes_little_memory(en
     assert sampler.batch.cache.bytes == 0
 
 
-def test_one_long_sequence_does_not_make_the_others_take_its_room(engine):
+def test_long_sequence_does_not_pad_short_ones(engine):
     short = [request(i, 1, 4, prompt=6) for i in range(100)]
     assert peak(Sampler(engine), [request(500, 1, 4, prompt=500), *short]) < 5
     assert peak(Sampler(engine), [request(500, 1, 300), *short]) < 5
 
 
-def test_more_answers_than_rows_are_drawn_some_at_a_time_and_the_same(engine):
+def test_answers_beyond_max_rows_are_sampled_in_parts_unchanged(engine):
     """The prompt is computed once, at most `max_rows` answers are live, and how they are split does not show."""
     whole = Sampler(engine).sample_all([request(3, 40, 12)])[0]
     sampler, outcome = Sampler(engine, max_rows=7), []
@@ -70,7 +70,7 @@ def test_more_answers_than_rows_are_drawn_some_at_a_time_and_the_same(engine):
     assert sampler.batch.counts["prefill_tokens"] == 8
 
 
-def test_answers_that_split_are_remembered_for_a_later_turn(engine):
+def test_branching_answers_are_cached_for_the_next_turn(engine):
     sampler = Sampler(engine, max_rows=2)
     first = sampler.sample_all([request(5, 5, 6, keep_kv=True)])[0]
     for answer in first:
@@ -83,7 +83,7 @@ def test_answers_that_split_are_remembered_for_a_later_turn(engine):
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), max_size=40))
-def test_places_keep_what_was_written_to_them(steps):
+def test_slots_keep_their_contents(steps):
     """Against a plain dict: sequences come, grow, move and go."""
     pools, slots, written, number = cache(), [], {}, 0
     for verb, size in steps:

@@ -96,7 +96,7 @@ def assert_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], t
 
 
 @pytest.mark.parametrize("pack_tokens", [10_000, 40, 1])
-def test_adapters_of_all_shapes_learn_together_what_each_learns_alone(engine: Engine, pack_tokens: int) -> None:
+def test_joint_training_of_adapters_equals_separate_training(engine: Engine, pack_tokens: int) -> None:
     loss = build_loss("ppo", {})
     together, alone = trainers(engine), trainers(engine)
     outcomes = run(engine, [Job(t, datums(i), loss) for i, t in enumerate(together)], pack_tokens)
@@ -111,7 +111,7 @@ def test_adapters_of_all_shapes_learn_together_what_each_learns_alone(engine: En
 
 
 @pytest.mark.parametrize("ours", [clipped_policy_loss, cross_entropy_loss])
-def test_it_is_the_trainers_gradient(engine: Engine, ours: Any) -> None:
+def test_gradient_equals_the_trainers(engine: Engine, ours: Any) -> None:
     """The trainer takes means over tokens, the wire sums: advantages carry the share."""
     one, other = (trainer(engine, SHAPES[0], 1) for _ in range(2))
     rng = np.random.default_rng(3)
@@ -134,7 +134,7 @@ def test_it_is_the_trainers_gradient(engine: Engine, ours: Any) -> None:
     assert good(outcome).metrics["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
 
 
-def test_gradients_gather_over_calls_and_several_jobs_of_one_adapter(engine: Engine) -> None:
+def test_gradients_accumulate_over_calls_and_jobs(engine: Engine) -> None:
     parts, whole = (trainer(engine, SHAPES[0], 1) for _ in range(2))
     data = datums(0, 6)
     run(engine, [Job(parts, data[:2], NLL), Job(parts, data[2:4], NLL)])
@@ -143,7 +143,7 @@ def test_gradients_gather_over_calls_and_several_jobs_of_one_adapter(engine: Eng
     assert_close(grads(parts), grads(whole))
 
 
-def test_a_pass_that_only_looks_leaves_no_gradients(engine: Engine) -> None:
+def test_forward_only_pass_leaves_no_gradients(engine: Engine) -> None:
     looks, learns, alone = (trainer(engine, SHAPES[2], 1) for _ in range(3))
     outcomes = run(engine, [Job(looks, datums(0), NLL, backward=False), Job(learns, datums(1), NLL)])
     (learnt,) = run(engine, [Job(alone, datums(0), NLL)])
@@ -154,7 +154,7 @@ def test_a_pass_that_only_looks_leaves_no_gradients(engine: Engine) -> None:
     assert good(quiet).metrics == pytest.approx(good(learnt).metrics, abs=1e-4)
 
 
-def test_targets_of_two_dimensions(engine: Engine) -> None:
+def test_two_dimensional_targets_equal_separate_sequences(engine: Engine) -> None:
     """K targets at a position are worth as much as K sequences with one each."""
     matrix, rows = trainer(engine, SHAPES[0], 1), trainer(engine, SHAPES[0], 1)
     rng = np.random.default_rng(0)
@@ -174,7 +174,7 @@ def half_weighted(datum: Datum) -> Datum:
 
 
 @pytest.mark.parametrize("pack_tokens", [10_000, 30])
-def test_what_has_no_weight_may_be_left_out(engine: Engine, pack_tokens: int) -> None:
+def test_zero_weight_tokens_may_be_skipped(engine: Engine, pack_tokens: int) -> None:
     """The same gradients, the same log-probabilities where there is a weight, and other jobs get all of theirs."""
     sparse, _, other = trainers(engine)[:3]
     whole = trainer(engine, SHAPES[0], 0)
@@ -214,7 +214,7 @@ def fails_backward(predicted: JobLossInputs) -> Any:
 
 @pytest.mark.parametrize("loss", [refuses, breaks, not_a_number, fails_backward])
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_job_that_fails_leaves_all_gradients_as_they_were(engine: Engine, loss: JobLossFunction, place: int) -> None:
+def test_failed_job_leaves_gradients_unchanged(engine: Engine, loss: JobLossFunction, place: int) -> None:
     bad, fine, alone = (trainer(engine, SHAPES[0], seed) for seed in (1, 2, 2))
     run(engine, [Job(bad, datums(5), NLL)])
     before = [grad.clone() for grad in grads(bad)]
@@ -229,7 +229,7 @@ def test_a_job_that_fails_leaves_all_gradients_as_they_were(engine: Engine, loss
     assert len(good(outcomes[1 - place]).logprobs) == 4
 
 
-def test_a_job_that_fails_in_its_second_half_leaves_nothing_of_the_first(engine: Engine) -> None:
+def test_job_that_fails_midway_leaves_no_partial_gradient(engine: Engine) -> None:
     bad = trainer(engine, SHAPES[0], 1)
     calls = []
 
@@ -243,7 +243,7 @@ def test_a_job_that_fails_in_its_second_half_leaves_nothing_of_the_first(engine:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_nan_in_one_adapter_reaches_no_other(engine: Engine, place: int) -> None:
+def test_nan_in_one_adapter_does_not_spread(engine: Engine, place: int) -> None:
     """Padding is masked, but NaN times nothing is NaN: it has to be one's own."""
     wild, tame, alone = (trainer(engine, SHAPES[0], seed) for seed in (1, 2, 2))
     with torch.no_grad():
@@ -318,7 +318,7 @@ def judged(name: str, options: dict[str, float], **inputs: list[float]) -> tuple
         ("gspo", {}, {"sequence_ratio_mask": [0.0, 1.0, 1.0]}, -2 * 1.2 - 0.5 * 1.2 + 2.5, [0, 0, 2.5]),
     ],
 )  # fmt: skip
-def test_a_wire_loss_is_the_sum_worked_by_hand(
+def test_wire_loss_by_hand(
     name: str, options: dict[str, float], inputs: dict[str, list[float]], value: float, gradient: list[float]
 ) -> None:
     ours, grad, figures = judged(name, options, **inputs)
@@ -331,7 +331,7 @@ def test_a_wire_loss_is_the_sum_worked_by_hand(
 
 
 @pytest.mark.parametrize("config", SHAPES, ids=lambda config: f"{config.rank} on {config.target_modules}")
-def test_sampler_scores_and_trainer_agree(engine: Engine, config: LoraConfig) -> None:
+def test_sampler_scores_and_trainer_logprobs_agree(engine: Engine, config: LoraConfig) -> None:
     learner = trainer(engine, config, 1)
     assert learner.adapter is not None
     snapshot = learner.adapter.snapshot("x")
@@ -349,7 +349,7 @@ def test_sampler_scores_and_trainer_agree(engine: Engine, config: LoraConfig) ->
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word:UserWarning", "ignore:Setting `save_embedding:UserWarning")
-def test_an_adapter_on_the_head_is_pefts(base: Path, tmp_path: Path) -> None:
+def test_lm_head_adapter_equals_peft(base: Path, tmp_path: Path) -> None:
     engine = Engine.load(str(base), device="cpu")
     learner = trainer(engine, SHAPES[2], 1)
     assert learner.adapter is not None
@@ -367,7 +367,7 @@ def test_an_adapter_on_the_head_is_pefts(base: Path, tmp_path: Path) -> None:
     assert all(map(torch.equal, back.parameters(), learner.adapter.parameters()))
 
 
-def test_a_weighted_sum_of_adapters_is_exact(engine: Engine) -> None:
+def test_weighted_sum_of_adapters_is_exact(engine: Engine) -> None:
     sources = [trainer(engine, config, i).adapter for i, config in enumerate(SHAPES)]
     adapters, coefficients = [a for a in sources if a], [0.5, -2.0, 1.0, 3.0]
     mixed = weighted_sum(adapters, coefficients, engine.linear_layers)
@@ -382,7 +382,7 @@ def test_a_weighted_sum_of_adapters_is_exact(engine: Engine) -> None:
         torch.testing.assert_close(ours, wanted, atol=1e-6, rtol=1e-5)
 
 
-def test_an_adapter_takes_over_weights_of_its_own_shape_only(engine: Engine) -> None:
+def test_adapter_loads_weights_of_its_own_shape_only(engine: Engine) -> None:
     ours, theirs = (trainer(engine, SHAPES[0], seed).adapter for seed in (1, 2))
     assert ours and theirs
     leaves = ours.parameters()

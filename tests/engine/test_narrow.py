@@ -73,7 +73,7 @@ def randomised(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logprobs_and_gradients_are_those_of_plain_transformers(kind):
+def test_logprobs_and_gradients_equal_plain_transformers(kind):
     engine, plain = narrow_and_plain(kind)
     trainer, samples, total = Trainer(engine, None), conversations(), 0.0
     for s, logp in zip(samples, trainer.logprobs(samples), strict=True):
@@ -89,7 +89,7 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(kind):
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_kept_rows_have_the_logits_and_gradients_they_have_among_all(layers):
+def test_selected_rows_have_unchanged_logits_and_gradients(layers):
     engine = tiny_lm(1, num_hidden_layers=layers)
     adapter = randomised(engine, LoraConfig(rank=3), 1)
     ids_S, positions_S, layout = forest_inputs(engine)
@@ -102,7 +102,7 @@ def test_kept_rows_have_the_logits_and_gradients_they_have_among_all(layers):
         torch.testing.assert_close(narrow, whole, atol=2e-5, rtol=1e-4)
 
 
-def test_only_keys_and_values_of_the_last_layer_see_every_row():
+def test_last_layer_computes_only_keys_and_values_for_unselected_rows():
     engine = tiny_lm(2)
     ids_S, positions_S, layout = forest_inputs(engine)
     rows: dict[str, list[int]] = {}
@@ -116,7 +116,7 @@ def test_only_keys_and_values_of_the_last_layer_see_every_row():
     assert all(rows[f"model.layers.1.{name}"] == [2] for name in ("self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"))
 
 
-def test_a_prefill_keeps_each_groups_last_row_under_its_own_adapter():
+def test_prefill_keeps_the_last_row_of_each_group_per_adapter():
     """Two adapters, one of them twice, and the bare base; one prompt's first tokens are already in the cache."""
     engine = tiny_lm(3)
     adapters = [

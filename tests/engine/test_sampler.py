@@ -60,7 +60,7 @@ def engine():
 # ---- what ends an answer
 
 
-def test_stop_ids_end_an_answer_and_are_part_of_it(engine):
+def test_stop_ids_end_an_answer_and_are_included(engine):
     free = Sampler(engine).sample_all([ask(n=8, max_tokens=60)])[0]
     stop_ids = (free[0].token_ids[3].item(), free[1].token_ids[5].item())
     for plain, cut in zip(
@@ -72,7 +72,7 @@ def test_stop_ids_end_an_answer_and_are_part_of_it(engine):
         assert cut.stop_reason == ("stop" if len(hits) else plain.stop_reason) and len(cut.logprobs) == length
 
 
-def test_the_models_end_tokens_can_be_ignored(engine):
+def test_eos_tokens_can_be_ignored(engine):
     ends = Sampler(engine).sample_all([ask(n=32, max_tokens=150)])[0]
     goes_on = Sampler(engine).sample_all([ask(n=32, max_tokens=150, stop_at_eos=False)])[0]
     ended = [(a, b) for a, b in zip(ends, goes_on, strict=True) if a.stop_reason == "stop"]
@@ -130,7 +130,7 @@ def spelt(text, tokenizer):
     stops=st.lists(WORDS, min_size=1, max_size=3),
     noise=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["special", "unknown", "word"])), max_size=8),
 )
-def test_stop_strings_are_found_where_the_whole_text_has_them(tokenizer, words, stops, noise):
+def test_stop_string_search_in_a_tail_equals_full_decoding(tokenizer, words, stops, noise):
     """Decoding a bounded tail says what decoding everything says, after every token: characters split over tokens,
     strings over many, special tokens and ids without a token in between."""
     extra = {
@@ -164,7 +164,7 @@ def test_stop_strings_by_hand():
     assert found_after(LLAMA, spelt("€€€\n", LLAMA), ["\n"]) == 10  # the window would begin inside a euro
 
 
-def test_the_check_decodes_no_more_the_longer_the_answer():
+def test_stop_check_decodes_a_bounded_tail():
     class Counting:
         longest = 0
 
@@ -177,7 +177,7 @@ def test_the_check_decodes_no_more_the_longer_the_answer():
     assert tokenizer.longest <= len("\n\nUser:") + 4
 
 
-def test_an_answer_ends_with_the_token_that_completes_a_stop_string(engine):
+def test_answer_ends_with_the_token_that_completes_a_stop_string(engine):
     free = Sampler(engine).sample_all([ask(n=6, max_tokens=80, stop_at_eos=False)])[0]
     stops = ("ab", engine.tokenizer.decode(free[2].token_ids[10:14], skip_special_tokens=True))
     cut = Sampler(engine).sample_all([ask(n=6, max_tokens=80, stop_at_eos=False, stop=stops)])[0]
@@ -191,7 +191,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(engine):
 # ---- the loop
 
 
-def test_submit_and_advance_sample_what_the_others_do(engine):
+def test_submit_and_advance_equals_sample_all(engine):
     requests = [ask(seed, n=1 + seed % 4) for seed in range(9)]
     driven = drive(Sampler(engine, max_rows=6), requests)
     together = Sampler(engine, max_rows=6).sample_all(requests)
@@ -205,7 +205,7 @@ def test_submit_and_advance_sample_what_the_others_do(engine):
         assert tokens(a) == tokens(b) == tokens(c)
 
 
-def test_advance_samples_one_token_and_says_when_there_was_nothing_to_do(engine):
+def test_advance_samples_one_token_and_returns_false_if_idle(engine):
     sampler, outcomes = Sampler(engine), []
     assert not sampler.step() and not sampler.has_requests
     sampler.submit(ask(max_tokens=4, stop_at_eos=False), outcomes.append)
@@ -216,7 +216,7 @@ def test_advance_samples_one_token_and_says_when_there_was_nothing_to_do(engine)
     assert [len(a.token_ids) for a in outcomes[0]] == [4, 4, 4]
 
 
-def test_requests_join_while_others_are_being_served(engine):
+def test_requests_join_a_running_batch(engine):
     sampler, outcomes = Sampler(engine), {}
     sampler.submit(ask(1, max_tokens=20), partial(outcomes.__setitem__, 1))
     for _ in range(5):
@@ -228,7 +228,7 @@ def test_requests_join_while_others_are_being_served(engine):
     assert tokens(outcomes[3]) == tokens(Sampler(engine).sample_all([ask(3)])[0])
 
 
-def test_prompts_that_are_equal_are_computed_once(engine):
+def test_equal_prompts_are_computed_once(engine):
     """Under one adapter; what is sampled is what each request has alone, and what is kept of it."""
     torch.manual_seed(0)
     adapters = [None, *(trained(engine, seed) for seed in (1, 2))]
@@ -260,7 +260,7 @@ def test_prompts_that_are_equal_are_computed_once(engine):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_a_cancelled_request_is_gone_and_the_others_do_not_notice(engine, steps):
+def test_cancelled_request_does_not_affect_others(engine, steps):
     sampler, outcomes = Sampler(engine, max_rows=9), {}
     groups = {
         seed: sampler.submit(ask(seed, max_tokens=12, stop_at_eos=False), partial(outcomes.__setitem__, seed))
@@ -279,7 +279,7 @@ def test_a_cancelled_request_is_gone_and_the_others_do_not_notice(engine, steps)
     assert tokens(sampler.sample_all([ask(7)])[0]) == tokens(Sampler(engine).sample_all([ask(7)])[0])
 
 
-def test_a_coroutine_that_is_cancelled_frees_its_rows(engine):
+def test_cancelled_coroutine_frees_its_rows(engine):
     async def main():
         sampler = Sampler(engine)
         task = asyncio.create_task(sampler.sample(ask(1, max_tokens=400, stop_at_eos=False)))
@@ -307,7 +307,7 @@ def alien(engine):
     return Adapter(other.linear_layers, LoraConfig(), seed=0).snapshot("alien")
 
 
-def test_a_request_that_fails_leaves_the_others_alone(engine):
+def test_failed_request_does_not_affect_others(engine):
     requests = [ask(0), ask(1, adapter=alien(engine)), ask(2), ask(3)]
     outcomes = drive(Sampler(engine), requests)
     assert isinstance(outcomes[1], Exception)
@@ -317,7 +317,7 @@ def test_a_request_that_fails_leaves_the_others_alone(engine):
         Sampler(engine).sample_all(requests)
 
 
-def test_a_failure_half_way_leaves_the_others_alone(engine):
+def test_failure_in_mid_answer_does_not_affect_others(engine):
     """Here the tail's decoder fails on one request's text, at its fourth token."""
     sampler, requests = Sampler(engine), [ask(0), ask(1, stop=("never",)), ask(2)]
     found, calls = sampler.batch._stop_strings.append_and_match, []
@@ -336,7 +336,7 @@ def test_a_failure_half_way_leaves_the_others_alone(engine):
     assert not sampler.has_requests
 
 
-def test_when_nobody_can_be_told_apart_all_hear_of_it(engine, monkeypatch):
+def test_unattributable_error_fails_all_requests(engine, monkeypatch):
     sampler = Sampler(engine)
     monkeypatch.setattr(sampler, "_retire", lambda: 1 / 0)
     outcomes = drive(sampler, [ask(0), ask(1)])
@@ -359,7 +359,7 @@ def test_when_nobody_can_be_told_apart_all_hear_of_it(engine, monkeypatch):
         (Request(prompt(), 1, SamplingConfig(), top_logprobs=273), "0 to 272"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused_at_once(engine, request_, message):
+def test_invalid_requests_are_refused_at_once(engine, request_, message):
     sampler = Sampler(engine)
     with pytest.raises(ValueError, match=message):
         sampler.submit(request_, print)
@@ -371,7 +371,7 @@ def test_requests_that_cannot_be_served_are_refused_at_once(engine, request_, me
 # ---- what else was likely, seeds, long answers
 
 
-def test_top_logprobs_are_of_the_tempered_distribution(engine):
+def test_top_logprobs_use_the_temperature(engine):
     settings = [{"temperature": 1.0}, {"temperature": 0.5, "top_k": 3}, {"temperature": 0.0}, {"temperature": 2.0}]
     requests = [ask(i, n=2, top=k, **s) for i, (k, s) in enumerate(zip((4, 2, 1, 0), settings, strict=True))]
     results = Sampler(engine).sample_all(requests)
@@ -401,7 +401,7 @@ def tempered(engine, ids, temperature):
     return torch.log_softmax(logits / temperature, -1).numpy()
 
 
-def test_seeds_of_64_bits_are_taken_with_and_without_sign(engine):
+def test_signed_and_unsigned_64_bit_seeds_are_accepted(engine):
     def answers(seed):
         return tokens(Sampler(engine).sample_all([Request(prompt(), 2, SamplingConfig(max_tokens=6), seed=seed)])[0])
 
@@ -412,7 +412,7 @@ def test_seeds_of_64_bits_are_taken_with_and_without_sign(engine):
     assert counter_uniform(zero, zero, one) != counter_uniform(one, zero, zero)
 
 
-def test_the_cache_grows_with_answers_that_may_be_long(engine, monkeypatch):
+def test_cache_grows_with_the_answers_on_demand(engine, monkeypatch):
     """Room for many tokens is not taken before it is needed, and what is sampled does not depend on it."""
     whole = Sampler(engine).sample_all([ask(i, max_tokens=40, stop_at_eos=False) for i in range(2)])
     monkeypatch.setattr(batch_module, "INITIAL_ANSWER_CAPACITY", 4)
@@ -429,7 +429,7 @@ def test_the_cache_grows_with_answers_that_may_be_long(engine, monkeypatch):
 # ---- several clients
 
 
-def test_a_light_client_is_served_beside_a_heavy_one(engine):
+def test_light_client_is_admitted_beside_a_heavy_one(engine):
     """Ada comes when bob fills all rows and has more waiting: her rows are admitted at once, and get passes of their
     own. What is sampled is what it is alone, and bob's answers come too."""
     sampler, outcomes = Sampler(engine, max_rows=64), {}
@@ -455,7 +455,7 @@ def test_a_light_client_is_served_beside_a_heavy_one(engine):
         assert tokens(answers) == tokens(Sampler(engine).sample_all([request])[0])
 
 
-def test_passes_are_short_while_a_light_client_is_here(engine, monkeypatch):
+def test_passes_are_short_while_a_light_client_waits(engine, monkeypatch):
     """From ada's first pass on, each pass takes a quarter of bob's rows at most, all of them in turn, and begins no
     more; once ada is gone, all rows again. What is sampled is the same."""
     sampler, outcomes, passes = Sampler(engine, max_rows=64), {}, []
@@ -486,7 +486,7 @@ def test_passes_are_short_while_a_light_client_is_here(engine, monkeypatch):
         assert tokens(outcomes[key]) == tokens(Sampler(engine).sample_all([request])[0])
 
 
-def test_a_clients_requests_keep_their_order_and_two_heavy_ones_share_the_rows(engine):
+def test_requests_of_a_client_keep_order_and_heavy_clients_share_rows(engine):
     sampler, order = Sampler(engine, max_rows=32), []
     for i in range(6):
         for client in ("bob", "eve"):

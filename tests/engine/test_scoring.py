@@ -57,7 +57,7 @@ def adapters(engine):
     return [randomised(engine, config, i) for i, config in enumerate(configs)]
 
 
-def test_scores_of_the_base_are_those_of_transformers(engine):
+def test_base_scores_equal_transformers(engine):
     ids = prompts(2)[1]
     targets = np.random.default_rng(1).integers(0, 272, (len(ids) - 1, 3))
     targets[2, 1] = targets[0, :] = -1
@@ -73,7 +73,7 @@ def test_scores_of_the_base_are_those_of_transformers(engine):
 
 
 @pytest.mark.parametrize(("pack_tokens", "logits"), [(16384, 2**26), (40, 272 * 7), (1, 1)])
-def test_mixed_adapters_in_one_call_score_as_each_trainer_does(engine, adapters, monkeypatch, pack_tokens, logits):
+def test_mixed_adapter_scores_equal_each_trainer(engine, adapters, monkeypatch, pack_tokens, logits):
     """However the prompts are cut into passes and the passes into rows; the same prompts under several adapters."""
     monkeypatch.setattr(chunks, "MAX_LOGITS", logits)
     owners = [*adapters, None]
@@ -91,7 +91,7 @@ def test_mixed_adapters_in_one_call_score_as_each_trainer_does(engine, adapters,
             np.testing.assert_allclose(scores.logprobs, logps, atol=1e-4)
 
 
-def test_scores_are_the_samplers_log_probabilities(engine, adapters):
+def test_scores_equal_sampler_logprobs(engine, adapters):
     rng = np.random.default_rng(3)
     snapshots = [*(a.snapshot() for a in adapters), None]
     requests = [
@@ -113,7 +113,7 @@ def test_scores_are_the_samplers_log_probabilities(engine, adapters):
         assert (scores.top_ids[first:] == answer.top_ids).mean() > 0.9  # but for near ties
 
 
-def test_each_question_gets_what_it_asked_and_no_more(engine):
+def test_each_request_returns_only_what_it_requested(engine):
     ids = prompts(2)[0]
     plain, top, single = score_prompts(
         engine, [ScoreRequest(ids), ScoreRequest(ids, top_logprobs=2), ScoreRequest(ids[:1], top_logprobs=2)]
@@ -125,7 +125,7 @@ def test_each_question_gets_what_it_asked_and_no_more(engine):
     assert score_prompts(engine, []) == []
 
 
-def test_what_follows_the_head_is_part_of_the_logits():
+def test_logits_include_scaling_after_the_head():
     """Granite divides its logits by a constant."""
     torch.manual_seed(0)
     shape = {"vocab_size": 272, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -150,6 +150,6 @@ def test_what_follows_the_head_is_part_of_the_logits():
         (ScoreRequest(np.ones(3, np.int32), targets=np.full((2, 1), -2)), "or -1 for none"),
     ],
 )
-def test_questions_that_cannot_be_asked_say_why(engine, question, message):
+def test_invalid_score_requests_are_refused_with_the_reason(engine, question, message):
     with pytest.raises(ValueError, match=message):
         score_prompts(engine, [ScoreRequest(np.ones(3, np.int32)), question])

@@ -16,7 +16,7 @@ from palestra.testing import tiny_lm
 from palestra.types import Sample
 
 
-def test_repeated_heads_are_those_of_grouped_queries():
+def test_repeated_heads_equal_grouped_query_attention():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (6, 2, 2))
     mask = torch.rand(2, 1, 5, 5, generator=generator) < 0.6
@@ -26,7 +26,7 @@ def test_repeated_heads_are_those_of_grouped_queries():
     torch.testing.assert_close(repeated, F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True))
 
 
-def test_sampling_and_training_on_the_paths_of_a_gpu_give_the_same_numbers(monkeypatch):
+def test_gpu_code_paths_give_equal_results(monkeypatch):
     """Prompts of several lengths, one of them in two parts, and siblings that share a prefix."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 250, n).astype(np.int32) for n in (9, 40, 41, 120)]
@@ -66,7 +66,7 @@ def test_sampling_and_training_on_the_paths_of_a_gpu_give_the_same_numbers(monke
 
 
 @pytest.mark.gpu
-def test_no_score_is_kept_on_a_gpu():
+def test_attention_scores_are_not_kept_on_a_gpu():
     """Memory of the backward pass grows with keys, and not with pairs of queries and keys."""
     device = torch.device("cuda")
     q = torch.randn(1, 16, 4096, 64, device=device, dtype=torch.bfloat16, requires_grad=True)

@@ -45,19 +45,19 @@ def test_sampling_training_and_lora_gradients_equal_transformers(kind: str):
     assert max(row.sampled, row.trained, row.gradient) <= architectures.TOLERANCE, row
 
 
-def test_a_model_that_is_not_causal_is_refused_with_the_reasons():
+def test_non_causal_model_is_refused_with_the_reasons():
     with pytest.raises(ValueError, match=r"cannot run 'mine' \(BertLMHeadModel\).*attention mask.*differs by .* nats"):
         chosen(architectures.random_model("bert"))
 
 
-def test_a_model_whose_own_forward_fails_is_refused_with_its_error():
+def test_model_whose_forward_fails_is_refused_with_its_error():
     model = architectures.random_model("llama")
     model.model.layers[0].mlp.up_proj = nn.Linear(31, 48)
     with pytest.raises(ValueError, match=r"cannot run .* its own forward fails \(RuntimeError: .*shapes"):
         chosen(model)
 
 
-def test_a_folder_with_a_window_loads_and_keeps_it(tmp_path):
+def test_sliding_window_model_loads_and_keeps_its_window(tmp_path):
     architectures.random_model("mistral", sliding_window=None).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -92,7 +92,7 @@ class Router(nn.Linear):
         return x, super().forward(x)
 
 
-def test_a_linear_layer_keeps_a_forward_of_its_own_and_adapters_add_to_it():
+def test_custom_linear_forward_is_kept_and_adapters_add_to_it():
     model = architectures.random_model("llama")
     layer = model.model.layers[0].mlp
     layer.up_proj.__class__ = Halved
@@ -117,7 +117,7 @@ def test_a_linear_layer_keeps_a_forward_of_its_own_and_adapters_add_to_it():
     assert adapter.weights.keys() == {n for n in engine.linear_layers if "layers" in n}
 
 
-def test_longrope_is_right_up_to_its_limit_and_refused_beyond():
+def test_longrope_is_exact_up_to_its_limit_and_refused_beyond():
     rope = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "sliding_window": None}
     row = architectures.measure("phi3", **rope)
     assert row.way == "packed" and max(row.sampled, row.trained, row.gradient) <= 1e-4, row
@@ -156,7 +156,7 @@ def tokens(answers) -> list[list[int]]:
     return [answer.token_ids.tolist() for group in answers for answer in group]
 
 
-def test_plain_rows_give_the_same_answers_whoever_shares_the_batch(plain_engine: Engine):
+def test_plain_path_answers_do_not_depend_on_the_batch(plain_engine: Engine):
     every = requests(plain_engine)
     alone = [tokens(Sampler(plain_engine).sample_all([request])) for request in every]
     for max_rows in (512, 4):  # at 4, siblings start at different times
@@ -172,7 +172,7 @@ def test_equal_prompts_are_computed_once_on_the_plain_path(plain_engine: Engine)
     assert sampler.batch.counts["prefill_tokens"] == 6
 
 
-def test_a_failed_pass_of_plain_rows_is_computed_again(plain_engine: Engine):
+def test_failed_pass_on_the_plain_path_is_retried(plain_engine: Engine):
     every, path = requests(plain_engine), plain_engine.plain_path
     assert path is not None
     expected = tokens(Sampler(plain_engine).sample_all(every))
@@ -193,7 +193,7 @@ def test_a_failed_pass_of_plain_rows_is_computed_again(plain_engine: Engine):
     assert len(calls) > 4
 
 
-def test_a_request_can_be_cancelled_on_the_plain_path(plain_engine: Engine):
+def test_cancellation_works_on_the_plain_path(plain_engine: Engine):
     every, sampler = requests(plain_engine), Sampler(plain_engine)
     expected = tokens(Sampler(plain_engine).sample_all(every[:2]))
     found: dict[int, object] = {}
@@ -209,7 +209,7 @@ def test_a_request_can_be_cancelled_on_the_plain_path(plain_engine: Engine):
     assert sorted(found) == [0, 1] and tokens([found[0], found[1]]) == expected
 
 
-def test_a_base_that_is_no_language_model_is_refused(tmp_path):
+def test_base_that_is_not_a_language_model_is_refused(tmp_path):
     AutoConfig.for_model("vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"cannot run .* no language model of its kind \(vit\)"):
         Engine.load(str(tmp_path), device="cpu")

@@ -170,7 +170,7 @@ def agree(tokens: LossInputs, value: torch.Tensor, theirs: dict, mask: np.ndarra
 
 
 @pytest.mark.parametrize("name", POLICY)
-def test_policy_losses(theirs: dict[str, dict], name: str) -> None:
+def test_policy_losses_equal_trl(theirs: dict[str, dict], name: str) -> None:
     _, loss, options, mean = POLICY[name]
     case = policy_case(name)
     lengths = case["mask"].sum(1)
@@ -185,7 +185,7 @@ def test_policy_losses(theirs: dict[str, dict], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_answers_of_the_mean_value_count_in_trls_mean(theirs: dict[str, dict], name: str) -> None:
+def test_zero_advantage_answers_count_in_the_mean_as_in_trl(theirs: dict[str, dict], name: str) -> None:
     """From rewards to gradients: of values 0, 1/2, 1/2, 1/2, 1/2, 1 only two answers get a pass."""
     case = flat_case(name)
     algorithm = GRPO(branch_at="root", group_size=len(VALUES), scale="none", clip=0.2, **SETTINGS[name][1])
@@ -213,7 +213,7 @@ def test_answers_of_the_mean_value_count_in_trls_mean(theirs: dict[str, dict], n
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
-def test_preference_losses(theirs: dict[str, dict], name: str) -> None:
+def test_preference_losses_equal_trl(theirs: dict[str, dict], name: str) -> None:
     _, options, _ = PREFERENCES[name]
     case = preference_case(name)
     lengths = case["mask"].sum(1)

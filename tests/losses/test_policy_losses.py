@@ -71,7 +71,7 @@ def test_clipped_loss_by_hand(gap, advantage, loss, slope, clipped):
     assert figures["clip_fraction"].item() == clipped
 
 
-def test_clip_high_widens_the_upper_side_only():
+def test_clip_high_widens_the_upper_bound_only():
     above = scored([math.log(1.25)], [0.0], [1.0])
     assert clipped_policy_loss(above, clip=0.2)[0].item() == pytest.approx(-1.2)
     assert clipped_policy_loss(above, clip=0.2, clip_high=0.28)[0].item() == pytest.approx(-1.25)
@@ -88,7 +88,7 @@ def test_clip_high_widens_the_upper_side_only():
         (0.5, -2.0, 1.6, 0.0, 1),
     ],
 )
-def test_dual_clip_bounds_what_a_bad_answer_costs(ratio, advantage, loss, slope, clipped):
+def test_dual_clip_bounds_the_loss_of_negative_advantages(ratio, advantage, loss, slope, clipped):
     tokens = scored([math.log(ratio)], [0.0], [advantage])
     value, figures = clipped_policy_loss(tokens, dual_clip=3.0)
     assert value.item() == pytest.approx(loss, abs=1e-5)
@@ -97,7 +97,7 @@ def test_dual_clip_bounds_what_a_bad_answer_costs(ratio, advantage, loss, slope,
 
 
 @pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, gspo_loss])
-def test_every_surrogate_takes_a_penalty_and_a_bonus(loss):
+def test_every_surrogate_supports_kl_penalty_and_entropy_bonus(loss):
     """At ratio 1 and advantage 0 nothing else is left: 0.5 * (1 - ln 2) less 0.1 * 2."""
     tokens = scored([-1.0], [-1.0], [0.0], ref=[-1.0 + math.log(2)], entropy=[2.0], sequence=[0])
     value, figures = loss(tokens, kl=0.5, entropy=0.1)
@@ -105,7 +105,7 @@ def test_every_surrogate_takes_a_penalty_and_a_bonus(loss):
     assert figures["reference_kl"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
 
 
-def test_a_step_down_the_gradient_raises_what_was_good():
+def test_gradient_step_raises_positive_advantage_tokens():
     tokens = scored([-1.0, -1.0], [-1.0, -1.0], [1.0, -1.0])
     clipped_policy_loss(tokens)[0].backward()
     good, bad = (-tokens.logp_M.grad).tolist()
@@ -134,7 +134,7 @@ def test_an_entropy_bonus_is_subtracted():
     np.testing.assert_allclose(tokens.entropy_M.grad, [-0.075, -0.025], rtol=1e-6)
 
 
-def test_the_figures_by_hand():
+def test_metrics_by_hand():
     tokens = scored([math.log(1.5), math.log(0.9)], [0.0, 0.0], [1.0, 1.0], weight=[0.25, 0.75], entropy=[1.0, 3.0])
     _, figures = clipped_policy_loss(tokens)
     assert figures["clip_fraction"].item() == 0.25
@@ -144,7 +144,7 @@ def test_the_figures_by_hand():
 
 
 @given(st.floats(-0.5, 0.5), st.floats(-5, 5), st.floats(0.05, 0.5))
-def test_clipping_never_makes_the_objective_better_than_it_is(gap, advantage, clip):
+def test_clipped_objective_is_a_lower_bound(gap, advantage, clip):
     """The surrogate is a lower bound of ratio * advantage (Schulman et al., 2017, sec. 3)."""
     value, _ = clipped_policy_loss(scored([gap], [0.0], [advantage]), clip=clip)
     assert -value.item() <= math.exp(gap) * advantage + 1e-5
@@ -163,7 +163,7 @@ def test_cross_entropy_by_hand():
 
 
 @given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-1e3, 1e3)), min_size=1, max_size=9))
-def test_cross_entropy_honours_any_weight(pairs):
+def test_cross_entropy_accepts_negative_weights(pairs):
     """A custom loss C of a client is trained by weights -dC/dlogp, negative ones too: so must the gradient be."""
     logps, weights = (list(column) for column in zip(*pairs, strict=True))
     tokens = scored(logps, [0.0] * len(logps), weights, weight=[1.0] * len(logps))
@@ -228,7 +228,7 @@ def test_gspo_by_hand():
     assert figures["clip_fraction"].item() == 1
 
 
-def test_gspo_takes_the_mean_over_marked_tokens_only():
+def test_gspo_averages_over_masked_tokens_only():
     """A prompt's tokens have no log-probability of the sampler: here -inf, which must not come near the mean. Order and
     numbers of the sequences do not matter."""
     tokens = scored(
@@ -244,7 +244,7 @@ def test_gspo_takes_the_mean_over_marked_tokens_only():
 
 
 @pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, gspo_loss])
-def test_each_token_may_have_its_own_bounds(loss):
+def test_clip_bounds_may_be_per_token(loss):
     """A tensor of bounds does to each token what numbers do to it alone; one may be a tensor and the other a number."""
     names = ("clip", "clip_high") if loss is clipped_policy_loss else ("clip_low_threshold", "clip_high_threshold")
 
@@ -285,7 +285,7 @@ POLICY_GRADIENTS = ["clipped_policy", "importance_sampling", "cispo", "gspo"]
 
 @pytest.mark.parametrize("name", [*POLICY_GRADIENTS, "dro"])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_losses_and_gradients_are_those_of_the_formulas(name, seed):
+def test_losses_and_gradients_equal_their_formulas(name, seed):
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 9))
     logp, old, advantage = rng.normal(-3, 0.5, n), rng.normal(-3, 0.5, n), rng.normal(0, 2, n)
@@ -301,7 +301,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(name, seed):
 
 @pytest.mark.parametrize("name", [*POLICY_GRADIENTS, "dro"])
 @given(pairs=st.lists(st.tuples(st.floats(-9, 0), st.floats(-5, 5), st.floats(-2, 2)), min_size=1, max_size=9))
-def test_on_policy_every_gradient_is_that_of_the_policy(name, pairs):
+def test_on_policy_gradients_equal_the_policy_gradient(name, pairs):
     """At ratio 1 the gradient is -weight * advantage * dlogp, whatever the loss; so a good token becomes likelier."""
     logps, advantages, weights = (list(column) for column in zip(*pairs, strict=True))
     tokens = scored(logps, logps, advantages, weight=weights, sequence=[0] * len(logps))
@@ -310,14 +310,14 @@ def test_on_policy_every_gradient_is_that_of_the_policy(name, pairs):
 
 
 @given(st.floats(-0.5, 0.5), st.floats(-5, 5))
-def test_one_token_alone_is_its_own_sequence(gap, advantage):
+def test_gspo_of_one_token_equals_ppo(gap, advantage):
     tokens = scored([gap], [0.0], [advantage], sequence=[0])
     gspo, ppo = gspo_loss(tokens)[0], clipped_policy_loss(tokens)[0]
     assert gspo.item() == pytest.approx(ppo.item(), abs=1e-5)
     assert slopes(tokens, gspo) == pytest.approx(slopes(tokens, ppo), abs=1e-5)
 
 
-def test_every_loss_has_a_name():
+def test_every_loss_is_registered_by_name():
     names = {"clipped_policy", "actor_critic", "cross_entropy", "importance_sampling", "cispo", "dro", "gspo"}
     assert set(LOSSES) == names and all(LOSSES[name].__name__ == f"{name}_loss" for name in names)
 
@@ -339,7 +339,7 @@ def samples(lengths, seed=0):
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 100))
-def test_packs_keep_every_sample_once_in_order_and_shares_sum_to_one(lengths, tokens):
+def test_micro_batches_partition_samples_in_order_and_shares_sum_to_one(lengths, tokens):
     given_samples = samples(lengths)
     parts = micro_batches(given_samples, tokens)
     assert [s for p in parts for s in p.samples] == given_samples
@@ -350,7 +350,7 @@ def test_packs_keep_every_sample_once_in_order_and_shares_sum_to_one(lengths, to
         assert size <= tokens or len(part.samples) == 1
 
 
-def test_no_samples_make_no_packs():
+def test_no_samples_give_no_micro_batches():
     assert micro_batches([], 100) == []
 
 
@@ -366,7 +366,7 @@ def test_no_samples_make_no_packs():
         (dro_loss, {"beta": 0.2}),
     ],
 )
-def test_micro_batches_add_up_to_the_whole(loss, options):
+def test_micro_batches_sum_to_the_full_batch(loss, options):
     """Loss, figures and gradient do not depend on how a batch is cut, though its parts have different lengths."""
     engine = tiny_lm(6)
     batch = samples([1, 9, 2, 5, 3])
@@ -400,7 +400,7 @@ def distance(trainer, batch):
     return trainer.forward_backward(referred(trainer, batch), clipped_policy_loss, kl=1.0)["reference_kl"]
 
 
-def test_the_reference_is_the_base_until_it_is_anchored_and_a_full_model_has_none():
+def test_reference_is_the_base_until_anchored():
     engine = tiny_lm(6)
     trainer = Trainer(
         engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)
@@ -417,7 +417,7 @@ def test_the_reference_is_the_base_until_it_is_anchored_and_a_full_model_has_non
         Trainer(engine, None).logprobs(batch, reference=True)
 
 
-def test_every_token_weighs_the_same_whatever_its_samples_length():
+def test_token_mean_weights_all_tokens_equally():
     """A mean over tokens, not over samples: three tokens of 1 and one of 5 make (3 + 5) / 4."""
     engine = tiny_lm(6)
     trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))

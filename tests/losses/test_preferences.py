@@ -61,14 +61,14 @@ def softplus(x):
         ({"kind": "ipo"}, 0.16, -0.8),  # (0.6 - 1)^2, 2 (0.6 - 1)
     ],
 )
-def test_a_pair_by_hand(options, loss, slope):
+def test_preference_loss_by_hand(options, loss, slope):
     tokens = scored()
     value, _ = preference_loss(tokens, beta=0.5, **options)
     assert value.item() == pytest.approx(loss, abs=1e-6)
     assert slopes(tokens, value) == pytest.approx([slope, slope, -slope, -slope], abs=1e-6)
 
 
-def test_ipo_by_hand_with_the_means_of_sides_of_two_lengths():
+def test_ipo_by_hand_with_sides_of_different_lengths():
     """Chosen: the mean of 0.2 and 0.3. Rejected: -0.2 alone. (0.25 + 0.2 - 1)^2, and 2 * -0.55 a half or whole."""
     tokens = scored(LOGP[:3], REF[:3], [0.5, 0.5, -1.0])
     value, figures = preference_loss(tokens, kind="ipo", beta=0.5)
@@ -78,20 +78,20 @@ def test_ipo_by_hand_with_the_means_of_sides_of_two_lengths():
     assert figures["chosen_logp"].item() == pytest.approx(-0.75)
 
 
-def test_a_pair_the_wrong_way_round_by_hand():
+def test_wrongly_ranked_pair_by_hand():
     tokens = scored(advantage=[-1.0, -1.0, 1.0, 1.0])
     value, figures = preference_loss(tokens, beta=0.5)
     assert value.item() == pytest.approx(0.854355, abs=1e-6)  # log(1 + e^0.3)
     assert figures["margin"].item() == pytest.approx(-0.3) and figures["accuracy"].item() == 0
 
 
-def test_a_hinge_that_is_content_pushes_nothing():
+def test_satisfied_hinge_has_no_gradient():
     tokens = scored([-0.5, -9.0], [-5.0, -5.0], [1.0, -1.0])  # 0.5 * (4.5 + 4) > 1
     value, _ = preference_loss(tokens, kind="hinge", beta=0.5)
     assert value.item() == 0 and slopes(tokens, value) == [0, 0]
 
 
-def test_the_figures_by_hand():
+def test_metrics_by_hand():
     """The first pair as above; the second has log-ratios -0.2 and 0.3, margin -0.5. Each counts half."""
     tokens = scored(
         [*LOGP, -0.6, -0.9],
@@ -113,7 +113,7 @@ def test_the_figures_by_hand():
     assert not any(figure.requires_grad for figure in figures.values())
 
 
-def test_a_policy_that_is_its_reference_ranks_no_pair():
+def test_policy_equal_to_its_reference_has_zero_margin():
     value, figures = preference_loss(scored(ref=LOGP), beta=0.5)
     assert value.item() == pytest.approx(math.log(2)) and figures["margin"].item() == figures["accuracy"].item() == 0
 
@@ -121,25 +121,25 @@ def test_a_policy_that_is_its_reference_ranks_no_pair():
 # ---- what cannot be asked
 
 
-def test_a_missing_reference_is_an_error_unless_it_is_left_out():
+def test_missing_reference_is_refused_unless_reference_free():
     with pytest.raises(ValueError, match="log-probabilities of the reference, or reference_free"):
         preference_loss(scored(ref=None))
     free, _ = preference_loss(scored(ref=None), reference_free=True)
     assert free.item() == preference_loss(scored(), reference_free=True)[0].item()
 
 
-def test_ipo_takes_no_label_smoothing():
+def test_ipo_refuses_label_smoothing():
     with pytest.raises(ValueError, match="takes no label_smoothing"):
         preference_loss(scored(), kind="ipo", label_smoothing=0.1)
 
 
-def test_tokens_without_a_pair_are_an_error():
+def test_tokens_without_pair_numbers_are_refused():
     with pytest.raises(ValueError, match="the number of each token's pair"):
         preference_loss(scored()._replace(group_M=None))
 
 
 @pytest.mark.parametrize("advantage", [[1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, -1.0, -1.0], [0.0, 0.0, -1.0, -1.0]])
-def test_a_pair_with_one_side_is_an_error(advantage):
+def test_pair_with_one_side_is_refused(advantage):
     with pytest.raises(ValueError, match="its chosen and its rejected side"):
         preference_loss(scored(advantage=advantage))
     with pytest.raises(ValueError, match="its chosen and its rejected side"):
@@ -153,7 +153,7 @@ KINDS = st.sampled_from([("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("h
 
 
 @given(logps, logps, KINDS, st.floats(0.05, 1))
-def test_the_loss_falls_as_the_chosen_side_becomes_likelier(logp, ref, kind, beta):
+def test_loss_decreases_with_the_margin(logp, ref, kind, beta):
     """Up to where it is content: for ipo beyond a margin of 1 / (2 beta), with smoothing beyond the log-odds of it."""
     tokens = scored(logp, ref)
     value, figures = preference_loss(tokens, kind=kind[0], label_smoothing=kind[1], beta=beta)
@@ -168,7 +168,7 @@ def test_the_loss_falls_as_the_chosen_side_becomes_likelier(logp, ref, kind, bet
 
 
 @given(logps, logps, st.sampled_from(["sigmoid", "hinge"]))
-def test_half_smoothing_has_no_preference(logp, ref, kind):
+def test_label_smoothing_of_one_half_is_symmetric(logp, ref, kind):
     """As likely wrong as right: both ways round cost the same."""
     there = preference_loss(scored(logp, ref), kind=kind, label_smoothing=0.5)[0]
     back = preference_loss(scored(logp, ref, [-1.0, -1.0, 1.0, 1.0]), kind=kind, label_smoothing=0.5)[0]
@@ -176,7 +176,7 @@ def test_half_smoothing_has_no_preference(logp, ref, kind):
 
 
 @given(logps, logps, st.permutations(range(4)), st.integers(0, 5))
-def test_neither_order_nor_numbering_counts(logp, ref, order, first):
+def test_loss_is_invariant_to_order_and_numbering(logp, ref, order, first):
     pairs = scored(logp, ref, [1.0, -1.0, 1.0, -1.0], group=[0, 0, 1, 1])
     picked = torch.tensor(order)
     moved = LossInputs(*(None if field is None else field[picked] for field in pairs))
@@ -187,7 +187,7 @@ def test_neither_order_nor_numbering_counts(logp, ref, order, first):
 
 
 @given(logps, logps, st.floats(-3, 3))
-def test_a_shift_of_both_sides_costs_nothing(logp, ref, shift):
+def test_loss_is_invariant_to_a_common_shift(logp, ref, shift):
     """What makes both sides likelier alike is not a preference."""
     value = preference_loss(scored(logp, ref))[0].item()
     assert preference_loss(scored([x + shift for x in logp], ref))[0].item() == pytest.approx(value)
@@ -231,7 +231,7 @@ def moved_adapter(engine):
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
-def test_micro_batches_of_whole_pairs_add_up(kind):
+def test_micro_batches_of_whole_pairs_sum_to_the_full_batch(kind):
     """Loss, figures and gradient do not depend on how a batch is cut; no cut goes through a pair."""
     engine = tiny_lm(6)
     batch = some_pairs([(1, 4), (3, 3), (5, 2), (2, 2)], mean=kind == "ipo")
@@ -246,7 +246,7 @@ def test_micro_batches_of_whole_pairs_add_up(kind):
         torch.testing.assert_close(gradient, results[0][1], atol=1e-6, rtol=1e-4)
 
 
-def test_the_gradient_is_that_of_plain_transformers_and_no_prompt_is_in_it():
+def test_gradient_equals_plain_transformers_without_prompt_tokens():
     """Full weights: our forest against DPO written down for one sequence at a time, prompts left out of it."""
     engine = tiny_lm(7)
     trainer = Trainer(engine, None)
@@ -270,7 +270,7 @@ def test_the_gradient_is_that_of_plain_transformers_and_no_prompt_is_in_it():
         torch.testing.assert_close(ours, w.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_training_widens_the_margin_from_a_reference_that_stays():
+def test_training_widens_the_margin_with_a_fixed_reference():
     engine = tiny_lm(6)
     trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
     batch = referred(trainer, some_pairs([(2, 3), (4, 1)]))

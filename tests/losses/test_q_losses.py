@@ -16,7 +16,7 @@ from palestra.losses.q import (
 )
 
 
-def test_the_best_action_is_a_legal_one() -> None:
+def test_best_action_is_legal() -> None:
     q = torch.tensor([[3.0, 1.0, 2.0], [-5.0, -7.0, -6.0]])
     assert best_action(q, None).tolist() == [0, 0]
     assert best_action(q, torch.tensor([[False, True, True], [False, True, True]])).tolist() == [2, 2]
@@ -24,25 +24,25 @@ def test_the_best_action_is_a_legal_one() -> None:
     assert best_action(q, wider).tolist() == [0, 1]
 
 
-def test_a_duel_of_value_and_advantages() -> None:
+def test_dueling_values_by_hand() -> None:
     # value 10; advantages 1, 2, 6, of mean 3
     assert dueling_values(torch.tensor([[10.0, 1.0, 2.0, 6.0]])).tolist() == [[8, 9, 13]]
 
 
-def test_one_network_chooses_and_the_other_judges() -> None:
+def test_double_q_selects_and_evaluates_with_different_networks() -> None:
     slow, fast = torch.tensor([[1.0, 5.0, 3.0]]), torch.tensor([[2.0, 0.0, 4.0]])
     assert next_value(slow, slow, None).tolist() == [5]
     assert next_value(slow, fast, None).tolist() == [3]
     assert next_value(slow, fast, torch.tensor([[True, True, False]])).tolist() == [1]
 
 
-def test_a_target_worked_by_hand() -> None:
+def test_q_target_by_hand() -> None:
     reward, discount, following = torch.tensor([1.0, 1.0]), torch.tensor([0.9, 0.0]), torch.tensor([10.0, 10.0])
     assert q_target(reward, discount, following).tolist() == pytest.approx([10, 1])
     assert not q_target(reward, discount, following.requires_grad_()).requires_grad
 
 
-def test_a_loss_worked_by_hand() -> None:
+def test_q_loss_by_hand() -> None:
     # errors 2 and -1: half of .75 * 4 + .25 * 1
     q = torch.tensor([1.0, 3.0], requires_grad=True)
     loss, error = q_loss(q, torch.tensor([3.0, 2.0]), torch.tensor([0.75, 0.25]))
@@ -52,11 +52,11 @@ def test_a_loss_worked_by_hand() -> None:
     assert q.grad is not None and q.grad.tolist() == pytest.approx([-1.5, 0.25])
 
 
-def test_values_of_given_actions() -> None:
+def test_gather_values_by_hand() -> None:
     assert gather_values(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0])).tolist() == [2, 3]
 
 
-def test_how_urgent_a_stretch_is() -> None:
+def test_sequence_priority_by_hand() -> None:
     # errors 1, 3 and (unknown) 50: .9 * 3 + .1 * 2; a stretch of which nothing is known is not urgent at all
     error = torch.tensor([[1.0, 7.0], [-3.0, 7.0], [50.0, 7.0]])
     known = torch.tensor([[True, False], [True, False], [False, False]])

@@ -36,14 +36,14 @@ def close(x):
 # ---- baselines beyond the group
 
 
-def test_a_batch_is_measured_by_its_mean():
+def test_batch_advantages_subtract_the_batch_mean():
     """Of 1, 2, 6 and 3 the mean is 3: a value alone in its group teaches, and groups without differences too."""
     assert batch_advantages([[1.0], [2.0, 6.0], [3.0]]) == [[-2.0], [-1.0, 3.0], [0.0]]
     assert batch_advantages([[4.0, 4.0], [1.0, 1.0]]) == [[1.5, 1.5], [-1.5, -1.5]]
     assert batch_advantages([[2.5], [2.5]]) == [[0.0], [0.0]] and batch_advantages([]) == []
 
 
-def test_a_role_is_measured_by_its_moving_average():
+def test_role_advantages_subtract_a_moving_average():
     """b: 0 -> 0.5 -> 0.25 with a decay of a half, and each return less the average that it is already in."""
     assert role_advantages([1.0, 0.0], 0.0, decay=0.5) == ([0.5, -0.25], 0.25)
     assert role_advantages([1.0, -1.0], 0.0) == (pytest.approx([0.95, -0.9975]), pytest.approx(-0.0025))
@@ -51,7 +51,7 @@ def test_a_role_is_measured_by_its_moving_average():
 
 
 @given(st.lists(values, min_size=1, max_size=9), values)
-def test_a_roles_advantage_is_a_fixed_share_of_the_distance_from_what_was_before(returns, average):
+def test_role_advantage_is_proportional_to_return_minus_old_average(returns, average):
     """Taking the return into its own average scales by the decay, and does not bias."""
     for value in returns:
         (advantage,), after = role_advantages([value], average)
@@ -59,7 +59,7 @@ def test_a_roles_advantage_is_a_fixed_share_of_the_distance_from_what_was_before
         average = after
 
 
-def test_a_role_that_always_wins_comes_to_learn_nothing_from_winning():
+def test_role_advantage_of_a_constant_return_vanishes():
     advantages, average = role_advantages([1.0] * 200, 0.0)
     assert average == pytest.approx(1, abs=1e-4) and advantages[0] == pytest.approx(0.95)
     assert 0 < advantages[-1] < 1e-4
@@ -84,21 +84,21 @@ def test_shapley_values_of_two_seats_by_hand():
     assert shapley_credit(TWO, 1).tolist() == [[1.25, -1.25], [-0.25, 0.25]]
 
 
-def test_three_seats_by_hand():
+def test_credits_of_three_seats_by_hand():
     """At (1, 1, 1), worth 12: alone a lifts its game from 2 to 4 and with b from 4 to 8, c its own from 2 to 4. The
     counterfactuals 4, 4 and 2 count the same 8 twice."""
     assert [shapley_credit(AND_AND_ONE, i)[1, 1, 1] for i in range(3)] == close([3, 3, 2])
     assert [counterfactual_credit(AND_AND_ONE, i)[1, 1, 1] for i in range(3)] == close([4, 4, 2])
 
 
-def test_three_seats_of_which_one_spoils_it_by_hand():
+def test_credits_of_three_seats_with_a_harmful_one_by_hand():
     """At (1, 0, 1), worth 4: a brings 2 or, after b's 0, nothing; b takes 2 from an average team and 4 from one with a.
     Whatever a says then, the team earns the same."""
     assert [shapley_credit(AND_AND_ONE, i)[1, 0, 1] for i in range(3)] == close([1, -3, 2])
     assert [counterfactual_credit(AND_AND_ONE, i)[1, 0, 1] for i in range(3)] == close([0, -4, 2])
 
 
-def test_the_credit_of_answers_where_the_others_give_what_they_gave():
+def test_credit_in_context_fixes_the_others_answers():
     """Where seat 1 gave its first answer, seat 0's were worth 4 and 0; where it gave its second, 0 and 2."""
     credit = counterfactual_credit(TWO, 0)
     assert credit_in_context(credit, 0, np.array([[0, 0]])).tolist() == [2, -2]
@@ -110,7 +110,7 @@ def test_the_credit_of_answers_where_the_others_give_what_they_gave():
     ]  # nobody else acts
 
 
-def test_influence_by_hand():
+def test_total_effect_index_by_hand():
     """3a + b has variance 9/4 + 1/4; of an exclusive or each seat decides all, of a constant none does anything."""
     two = np.indices((2, 2)).astype(float)
     assert [total_effect_index(3 * two[0] + two[1], i) for i in range(2)] == close([0.9, 0.1])
@@ -135,18 +135,18 @@ def over_orders(q, seat):
 
 
 @given(tables)
-def test_coalitions_are_a_short_way_through_all_orders(q):
+def test_shapley_by_coalitions_equals_the_mean_over_all_orders(q):
     for seat in range(q.ndim):
         np.testing.assert_allclose(shapley_credit(q, seat), over_orders(q, seat), atol=1e-9)
 
 
 @given(tables)
-def test_efficiency_the_seats_share_what_the_joint_is_above_the_mean(q):
+def test_shapley_efficiency(q):
     np.testing.assert_allclose(sum(shapley_credit(q, seat) for seat in range(q.ndim)), q - q.mean(), atol=1e-9)
 
 
 @given(tables, st.data())
-def test_symmetry_seats_that_may_change_places_share_alike(q, data):
+def test_credits_are_symmetric(q, data):
     q = np.resize(q, (q.shape[0],) * q.ndim)
     one, other = data.draw(st.integers(0, q.ndim - 1)), data.draw(st.integers(0, q.ndim - 1))
     q = q + np.swapaxes(q, one, other)
@@ -155,7 +155,7 @@ def test_symmetry_seats_that_may_change_places_share_alike(q, data):
 
 
 @given(tables, st.data())
-def test_a_seat_whose_answer_changes_nothing_is_due_nothing(q, data):
+def test_dummy_seat_has_zero_credit(q, data):
     dummy = data.draw(st.integers(0, q.ndim))
     q = np.repeat(np.expand_dims(q, dummy), data.draw(st.integers(1, 3)), axis=dummy)
     for credit in (shapley_credit, counterfactual_credit):
@@ -164,7 +164,7 @@ def test_a_seat_whose_answer_changes_nothing_is_due_nothing(q, data):
 
 
 @given(tables, st.integers(0, 2**32 - 1))
-def test_additivity_two_games_at_once_are_worth_their_credits_together(q, seed):
+def test_credits_are_additive(q, seed):
     r = np.random.default_rng(seed).normal(size=q.shape)
     for seat in range(q.ndim):
         for credit in (shapley_credit, counterfactual_credit):
@@ -172,7 +172,7 @@ def test_additivity_two_games_at_once_are_worth_their_credits_together(q, seed):
 
 
 @given(tables)
-def test_over_all_joints_every_credit_is_the_group_mean(q):
+def test_all_credits_average_to_the_group_mean_baseline(q):
     """The derivation of docs/algorithms/credit.md: averaged over what the others say, all three are one."""
     for seat in range(q.ndim):
         others = tuple(i for i in range(q.ndim) if i != seat)
@@ -184,7 +184,7 @@ def test_over_all_joints_every_credit_is_the_group_mean(q):
 
 
 @given(tables, st.data())
-def test_credit_in_one_joint_is_measured_by_a_baseline_that_does_not_know_the_answer(q, data):
+def test_credit_in_context_sums_to_zero_over_own_answers(q, data):
     """Over a seat's own answers both kinds sum to zero in every joint: they shift no gradient."""
     joint = np.array([[data.draw(st.integers(0, side - 1)) for side in q.shape]])
     for seat in range(q.ndim):
@@ -193,7 +193,7 @@ def test_credit_in_one_joint_is_measured_by_a_baseline_that_does_not_know_the_an
 
 
 @given(arrays.arrays(np.float64, arrays.array_shapes(min_dims=2, max_dims=2, max_side=4), elements=values))
-def test_of_two_seats_shapley_is_halfway_between_the_mean_team_and_the_one_that_played(q):
+def test_shapley_of_two_seats_is_the_mean_of_both_other_credits(q):
     for seat in range(2):
         plain = q.mean(axis=1 - seat, keepdims=True) - q.mean()
         np.testing.assert_allclose(shapley_credit(q, seat), (plain + counterfactual_credit(q, seat)) / 2, atol=1e-9)
@@ -285,14 +285,14 @@ def right_signs(algorithm):
     return np.mean([(sample.advantages[0] > 0) == (sample.token_ids[0] == 0) for sample in samples])
 
 
-def test_a_teams_reward_is_diluted_where_each_answer_is_tried_with_one_team_alone():
+def test_paired_joints_dilute_the_team_reward():
     """A seat's right word earns 1, and the luck of the three others as much again: a third of what is taught is wrong.
     Crossed, every answer has met the same teams."""
     assert right_signs(KINDS["paired"]) < 0.75
     assert all(right_signs(KINDS[kind]) == 1 for kind in ("crossed", "counterfactual", "shapley"))
 
 
-def test_undiluted_credit_learns_faster():
+def test_crossed_joints_learn_faster_than_paired_ones():
     words = ["yes", "no", "hm"]
     paired, crossed = (
         np.mean([speaker.probability("yes") for speaker in trained(KINDS[kind], FOUR, yeses, words, 12, 1.0).values()])
@@ -312,7 +312,7 @@ def climb(said):
 @pytest.mark.parametrize(
     ("kind", "climbs"), [("paired", False), ("crossed", False), ("counterfactual", True), ("shapley", True)]
 )
-def test_credit_beside_the_team_that_played_on_finds_what_the_mean_team_hides(kind, climbs):
+def test_credit_in_context_avoids_relative_overgeneralisation(kind, climbs):
     """Relative overgeneralisation: "a" is worth -19 / 3 to a team that draws its words, 11 to the one that says "a"."""
     algorithm = KINDS[kind].model_copy(update={"group_size": 6})
     team = trained(algorithm, ("x", "y"), climb, ["a", "b", "c"], 40, 0.1)

@@ -59,7 +59,7 @@ def test_the_best_is_preferred_to_the_worst():
     assert figures == {"groups": 1.0, "pairs": 1.0, "zero_std_fraction": 0.0}
 
 
-def test_all_pairs_are_those_of_different_values():
+def test_pairs_all_uses_every_pair_of_different_values():
     """Of 0, 2, 0, 1 the equal ones are no pair; a note is pairs won less pairs lost."""
     episode = turn([0.0, 2.0, 0.0, 1.0])
     samples, figures = DPO(pairs="all").build_samples([episode], "p")
@@ -69,7 +69,7 @@ def test_all_pairs_are_those_of_different_values():
     assert [s.group for s in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_a_pair_differs_by_the_margin_at_least():
+def test_pairs_need_the_minimum_margin():
     episode = turn([0.0, 1.0, 3.0])
     assert paired(episode, DPO(pairs="all", min_margin=2.0).build_samples([episode], "p")[0]) == [(2, 0), (2, 1)]
     assert paired(episode, DPO(pairs="all", min_margin=2.5).build_samples([episode], "p")[0]) == [(2, 0)]
@@ -80,7 +80,7 @@ def test_a_pair_differs_by_the_margin_at_least():
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e9 + 0.1])
-def test_equal_values_make_no_pair(value):
+def test_equal_values_give_no_pair(value):
     for pairs in ("best_worst", "all"):
         episode = turn([value] * 3)
         samples, figures = DPO(pairs=pairs).build_samples([episode], "p")
@@ -89,7 +89,7 @@ def test_equal_values_make_no_pair(value):
     assert DPO().build_samples([turn([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])], "p")[0] == []
 
 
-def test_two_that_said_the_same_are_no_pair():
+def test_equal_answers_give_no_pair():
     """Chance paid the first and not the second; the next best pair is the third over the second."""
     episode = turn([3.0, 0.0, 2.0], [[5, 6], [5, 6], [8]])
     (better, worse), figures = DPO().build_samples([episode], "p")
@@ -98,19 +98,19 @@ def test_two_that_said_the_same_are_no_pair():
     assert DPO().build_samples([turn([1.0, 0.0], [[5, 6], [5, 6]])], "p")[0] == []
 
 
-def test_answers_without_tokens_are_no_side():
+def test_empty_answers_are_not_paired():
     episode = turn([9.0, 0.0, 1.0], [[], [5], [6]])
     assert paired(episode, DPO().build_samples([episode], "p")[0]) == [(2, 1)]
 
 
-def test_a_reward_counts_by_alpha_for_the_team_and_whole_for_the_seat():
+def test_pair_values_use_the_mixed_reward():
     episode = turn([1.0, 0.0])
     episode.nodes[1].rewards = {"a": 0.5, "b": 100.0}
     assert paired(episode, DPO(team_weight=1.0).build_samples([episode], "p")[0]) == [(0, 1)]
     assert paired(episode, DPO(team_weight=0.2).build_samples([episode], "p")[0]) == [(1, 0)]
 
 
-def test_only_the_policys_own_answers_in_episodes_that_did_not_fail():
+def test_only_own_answers_of_successful_rollouts_are_paired():
     failed = turn([0.0, 1.0])
     failed.error = "RuntimeError: boom"
     samples, figures = DPO().build_samples(
@@ -120,12 +120,12 @@ def test_only_the_policys_own_answers_in_episodes_that_did_not_fail():
     assert notes(failed) == [None, None]
 
 
-def test_no_episodes_are_no_pairs():
+def test_no_episodes_give_no_pairs():
     assert DPO().build_samples([], "p") == ([], {"groups": 0.0, "pairs": 0.0, "zero_std_fraction": 0.0})
 
 
 @given(st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=6))
-def test_every_pair_is_the_right_way_round(values):
+def test_chosen_side_has_the_higher_value(values):
     every, one = turn(values), turn(values)
     found = paired(every, DPO(pairs="all").build_samples([every], "p")[0])
     assert all(values[better] > values[worse] for better, worse in found)
@@ -154,7 +154,7 @@ def lines():
     return episode
 
 
-def test_with_whole_lines_a_side_is_all_that_a_seat_said():
+def test_trajectory_pairs_hold_all_answers_of_a_seat():
     episode = lines()
     samples, figures = DPO(branch_at="root", group_size=2).build_samples([episode], "p")
     assert [s.token_ids.tolist() for s in samples] == [[12], [16, 17], [10, 11], [13, 14, 15]]
@@ -165,7 +165,7 @@ def test_with_whole_lines_a_side_is_all_that_a_seat_said():
     assert samples[0].logprobs.tolist() == [-0.25] and samples[0].prompt_ids.tolist() == [1, 2]
 
 
-def test_of_ipo_a_side_counts_by_the_mean_of_its_tokens():
+def test_ipo_averages_over_the_tokens_of_a_side():
     """Three tokens chosen, five rejected, in two answers each."""
     samples, _ = DPO(branch_at="root", group_size=2, loss_type="ipo").build_samples([lines()], "p")
     assert [s.advantages.tolist() for s in samples] == [
@@ -177,7 +177,7 @@ def test_of_ipo_a_side_counts_by_the_mean_of_its_tokens():
     assert {s.weight for s in samples} == {1 / 8}
 
 
-def test_every_pair_counts_the_same_however_long():
+def test_pairs_have_equal_weight_at_any_length():
     episodes = [turn([0.0, 1.0], [[1], [2]]), turn([0.0, 1.0, 2.0], [[3, 4, 5], [6] * 9, [7]])]
     samples, _ = DPO(pairs="all").build_samples(episodes, "p")
     shares = {}
@@ -189,7 +189,7 @@ def test_every_pair_counts_the_same_however_long():
 # ---- config
 
 
-def test_the_loss_is_called_with_what_was_set():
+def test_loss_options_are_passed_to_the_loss():
     assert DPO().loss is preference_loss and DPO().loss_options == {"kind": "sigmoid", "beta": 0.1}
     options = {"beta": 0.5, "label_smoothing": 0.1, "reference_free": True}
     assert DPO(loss_type="hinge", **options).loss_options == {"kind": "hinge"} | options
@@ -211,12 +211,12 @@ def test_trees_branch_as_they_do_for_grpo():
         ({"pairs": "some"}, "pairs"),
     ],
 )
-def test_a_wrong_setting_is_heard(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         DPO(**settings)
 
 
-def test_the_settings_on_its_page_are_its_defaults():
+def test_documented_settings_are_the_defaults():
     page = (Path(__file__).parents[3] / "docs" / "algorithms" / "dpo.md").read_text(encoding="utf-8")
     settings = parse(page.split("```yaml")[1].split("```")[0])["algorithm"]
     assert validate(DPO, settings) == DPO() and set(DPO.model_fields) - set(settings) == {"epsilon"}
@@ -251,7 +251,7 @@ def learned(base, tmp_path_factory):
     return run_of(whisper(base), tmp_path_factory.mktemp("runs"))
 
 
-def test_a_team_learns_from_pairs(learned):
+def test_team_learns_from_pairs(learned):
     """Held out; one in four by chance."""
     before, after = [line["success"] for line in read_lines(learned[0] / "evals.jsonl")]
     assert before < 0.4 and after > 0.8
@@ -260,13 +260,13 @@ def test_a_team_learns_from_pairs(learned):
 @pytest.mark.parametrize(
     "algorithm", [{"branch_at": "root", "group_size": 8}, {"reference_free": True, "loss_type": "hinge"}], ids=str
 )
-def test_a_team_learns_from_whole_lines_and_without_a_reference(base, tmp_path, algorithm):
+def test_team_learns_from_trajectory_pairs_without_a_reference(base, tmp_path, algorithm):
     path, _ = run_of(whisper(base, **algorithm), tmp_path)
     before, after = [line["success"] for line in read_lines(path / "evals.jsonl")]
     assert before < 0.4 and after > 0.7
 
 
-def test_a_run_notes_its_pairs(learned):
+def test_run_records_pairs_as_advantages(learned):
     path, _ = learned
     metrics = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
     first, last = metrics[0], metrics[-1]
@@ -281,7 +281,7 @@ def test_a_run_notes_its_pairs(learned):
                 assert node.advantages[seat] in (-1, 0, 1)
 
 
-def test_the_reference_is_asked_for_and_is_not_the_policy(learned):
+def test_reference_stays_the_base_during_training(learned):
     """After 20 steps the reference is still the base: what the run's own margins are measured from."""
     path, setup = learned
     episodes = load_episodes(path / "episodes" / "step-000000.parquet")

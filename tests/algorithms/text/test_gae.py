@@ -17,29 +17,29 @@ def row(*numbers):
 # ---- generalised advantage estimates
 
 
-def test_estimates_worked_by_hand():
+def test_gae_by_hand():
     # errors: 0 + .5*2 - 1 = 0; 1 + .5*4 - 2 = 1; 2 - 4 = -2; each adds .5*.5 of the next estimate:
     # -2; 1 + .25*-2 = .5; 0 + .25*.5 = .125
     result = gae(row(0, 1, 2), row(1, 2, 4), gamma=0.5, gae_lambda=0.5)
     assert result.tolist() == [0.125, 0.5, -2.0] and result.dtype == np.float64
 
 
-def test_one_token_is_its_reward_less_its_value():
+def test_single_token_advantage_is_reward_minus_value():
     assert gae(row(3), row(1.25), gamma=0.3, gae_lambda=0.7).tolist() == [1.75]
 
 
-def test_a_reward_reaches_back_and_never_forward():
+def test_rewards_affect_earlier_tokens_only():
     """Of a reward of 8 at the second of three tokens the first has half, the last nothing."""
     assert gae(row(0, 8, 0), row(0, 0, 0), gamma=0.5, gae_lambda=1).tolist() == [4, 8, 0]
     assert gae(row(0, 8, 0), row(0, 0, 0), gamma=1, gae_lambda=0).tolist() == [0, 8, 0]
 
 
-def test_a_value_counts_for_the_token_before_it_and_against_its_own():
+def test_value_raises_the_previous_and_lowers_its_own_advantage():
     """With one-step errors, 4 at the second of three states: gamma times 4 for the first token, -4 for the second."""
     assert gae(row(0, 0, 0), row(0, 4, 0), gamma=0.5, gae_lambda=0).tolist() == [2, -4, 0]
 
 
-def test_nothing_follows_the_last_token():
+def test_value_after_the_last_token_is_zero():
     assert gae(row(0, 0), row(0, 4), gamma=1, gae_lambda=1).tolist() == [0, -4]
 
 
@@ -48,7 +48,7 @@ shares = st.floats(0, 1)
 
 
 @given(chains, shares)
-def test_lam_0_gives_one_step_errors(chain, gamma):
+def test_lambda_0_gives_td_errors(chain, gamma):
     rewards, values = chain.T
     for t, advantage in enumerate(gae(rewards, values, gamma=gamma, gae_lambda=0)):
         after = values[t + 1] if t + 1 < len(values) else 0.0
@@ -56,7 +56,7 @@ def test_lam_0_gives_one_step_errors(chain, gamma):
 
 
 @given(chains, shares)
-def test_lam_1_gives_the_discounted_return_less_the_value(chain, gamma):
+def test_lambda_1_gives_return_minus_value(chain, gamma):
     rewards, values = chain.T
     for t, advantage in enumerate(gae(rewards, values, gamma=gamma, gae_lambda=1)):
         after = sum(gamma**i * reward for i, reward in enumerate(rewards[t:]))
@@ -64,7 +64,7 @@ def test_lam_1_gives_the_discounted_return_less_the_value(chain, gamma):
 
 
 @given(chains, shares, shares)
-def test_estimates_are_the_sums_of_their_definition(chain, gamma, lam):
+def test_gae_equals_its_defining_sum(chain, gamma, lam):
     rewards, values = chain.T
     errors = gae(rewards, values, gamma=gamma, gae_lambda=0)
     for t, advantage in enumerate(gae(rewards, values, gamma=gamma, gae_lambda=lam)):
@@ -72,7 +72,7 @@ def test_estimates_are_the_sums_of_their_definition(chain, gamma, lam):
 
 
 @given(chains, shares, shares)
-def test_a_chain_is_a_game_in_which_one_seat_always_acts(chain, gamma, lam):
+def test_gae_equals_vector_gae_for_one_seat(chain, gamma, lam):
     rewards, values = torch.tensor(chain).T
     T = len(rewards)
     course = vectorised.AdvantageInputs(
@@ -87,7 +87,7 @@ def test_a_chain_is_a_game_in_which_one_seat_always_acts(chain, gamma, lam):
     np.testing.assert_allclose(gae(*chain.T, gamma=gamma, gae_lambda=lam), theirs.flatten(), atol=1e-9)
 
 
-def test_rewards_and_values_of_other_lengths_are_refused():
+def test_mismatched_lengths_are_refused():
     with pytest.raises(ValueError, match="2 rewards and 1 values"):
         gae(row(1, 2), row(1), gamma=1, gae_lambda=1)
 
@@ -95,18 +95,18 @@ def test_rewards_and_values_of_other_lengths_are_refused():
 # ---- one scale for a step
 
 
-def test_standardised_by_hand():
+def test_standardise_by_hand():
     """1, 2, 3 are 1, 0 and 1 from their mean, with a mean square of 2/3."""
     assert standardise(row(1, 2, 3)).tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5], abs=1e-6)
 
 
 @pytest.mark.parametrize("numbers", [[5.0], [-2.0, -2.0], [0.1 + 0.2, 0.3]])
-def test_what_does_not_differ_is_nothing(numbers):
+def test_standardise_maps_equal_values_to_zero(numbers):
     assert standardise(np.array(numbers)).tolist() == [0.0] * len(numbers)
 
 
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=9, unique=True))
-def test_standardised_has_mean_0_and_deviation_1_and_keeps_the_order(numbers):
+def test_standardise_gives_mean_0_deviation_1_and_keeps_order(numbers):
     result = standardise(np.array(numbers, np.float64))
     assert result.mean() == pytest.approx(0, abs=1e-9) and result.std() == pytest.approx(1)
     assert np.argsort(result).tolist() == np.argsort(numbers).tolist()
@@ -115,7 +115,7 @@ def test_standardised_has_mean_0_and_deviation_1_and_keeps_the_order(numbers):
 # ---- what a critic explains
 
 
-def test_explained_by_hand():
+def test_explained_variance_by_hand():
     returns = row(1, 3)
     assert explained_variance(row(1, 3), returns) == 1
     assert explained_variance(row(6, 8), returns) == 1  # what is wrong by a constant tells them apart all the same
@@ -124,5 +124,5 @@ def test_explained_by_hand():
     assert explained_variance(row(3, 1), returns) == -3  # -2 and 2 are left, with variance 4 where there was 1
 
 
-def test_returns_that_do_not_differ_have_nothing_to_explain():
+def test_explained_variance_of_equal_returns_is_none():
     assert explained_variance(row(0, 1), row(2, 2)) is None

@@ -57,14 +57,14 @@ def test_advantages_by_hand():
     assert group_advantages([-1.5]) == [0]
 
 
-def test_advantages_over_the_others_by_hand():
+def test_leave_one_out_advantages_by_hand():
     """RLOO: of 1, 0, 0, 0 the first is 1 above the mean of the others, and each other a third below that of its own."""
     assert group_advantages([1, 0, 0, 0], baseline="others", scale="none") == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
     assert group_advantages([3, 1], baseline="others", scale="none") == pytest.approx([2, -2])
     assert group_advantages([2, 2], baseline="others", scale="none") == [0, 0]
 
 
-def test_the_spread_of_a_batch_by_hand():
+def test_batch_deviation_by_hand():
     """Of -1, 1, -3, 3 and a flat group's zeros the mean square is 20 / 6."""
     assert batch_spread([[-1, 1], [-3, 3], [0, 0]]) == pytest.approx((20 / 6) ** 0.5)
     assert batch_spread([]) == batch_spread([[0.0, 0.0]]) == 1
@@ -74,7 +74,7 @@ values = st.lists(st.floats(-100, 100).map(lambda x: round(x, 3)), min_size=2, m
 
 
 @given(values)
-def test_advantages_sum_to_zero_and_rise_with_the_value(rewards):
+def test_advantages_sum_to_zero_and_increase_with_the_value(rewards):
     for scale in ("std", "none"):
         result = group_advantages(rewards, scale=scale)
         assert sum(result) == pytest.approx(0, abs=1e-6)
@@ -84,13 +84,13 @@ def test_advantages_sum_to_zero_and_rise_with_the_value(rewards):
 
 
 @given(values, st.integers(-(10**9), 10**9))
-def test_advantages_do_not_feel_a_shift(rewards, shift):
+def test_advantages_are_invariant_to_a_shift(rewards, shift):
     shifted = group_advantages([r + shift for r in rewards])
     assert shifted == pytest.approx(group_advantages(rewards), abs=1e-2)
 
 
 @given(values, st.floats(1e-3, 1e6))
-def test_advantages_in_deviations_do_not_feel_a_scale(rewards, factor):
+def test_standardised_advantages_are_invariant_to_a_scale(rewards, factor):
     assert group_advantages([r * factor for r in rewards]) == pytest.approx(group_advantages(rewards), abs=1e-4)
 
 
@@ -104,11 +104,11 @@ def test_advantages_follow_the_order_of_the_values(rewards, rng):
 
 @pytest.mark.parametrize("value", [0.1, 1e9 + 0.1, -3e12, 1e-30])
 @pytest.mark.parametrize("k", [2, 3, 7, 8])
-def test_equal_values_of_any_size_teach_nothing(value, k):
+def test_equal_values_give_zero_advantages(value, k):
     assert not any(group_advantages([value] * k))
 
 
-def test_values_equal_but_for_rounding_teach_nothing():
+def test_values_equal_up_to_rounding_give_zero_advantages():
     assert not any(group_advantages([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6]))
 
 
@@ -127,7 +127,7 @@ def two_lines(alpha):
     return episode, list(GRPO(branch_at="root", group_size=2, team_weight=alpha).groups(episode))
 
 
-def test_a_line_is_worth_its_team_rewards_and_the_seats_own():
+def test_trajectory_value_is_team_plus_own_rewards():
     _, groups = two_lines(alpha=0.5)
     assert [g.seat for g in groups] == ["a", "b"]
     assert groups[0].values == pytest.approx([1.0 + 0.5 * 0 + 0.5 + 0.5 * 2, 0.0 + 0.5 * 1])  # b's 2.0 and 5.0: not
@@ -135,7 +135,7 @@ def test_a_line_is_worth_its_team_rewards_and_the_seats_own():
     assert [[n.id for n in nodes] for g in groups for nodes in g.nodes] == [[0], [1], [2], [3]]
 
 
-def test_another_seats_local_reward_does_not_leak():
+def test_other_seats_rewards_do_not_count():
     episode, _ = two_lines(alpha=0)
     GRPO(branch_at="root", group_size=2, team_weight=0).build_samples([episode], "q")
     for node in episode.nodes:
@@ -145,7 +145,7 @@ def test_another_seats_local_reward_does_not_leak():
     assert advantages(episode, "b") == before == [None, None, pytest.approx(-1), pytest.approx(1)]
 
 
-def test_every_answer_of_a_line_carries_the_lines_advantage():
+def test_all_answers_of_a_trajectory_share_its_advantage():
     a = {"a": "p@0"}
     episode = grow((None, a, {}, 0.0, False), (None, a, {}, 0.0, False), (0, a, {}, 1.0, True), (1, a, {}, 0.0, True))
     samples, figures = GRPO(branch_at="root", group_size=2).build_samples([episode], "p")
@@ -160,7 +160,7 @@ def test_every_answer_of_a_line_carries_the_lines_advantage():
         np.testing.assert_allclose(sample.logprobs, [-0.25, -0.25])
 
 
-def test_a_line_in_which_a_seat_never_acts_is_not_compared():
+def test_trajectories_without_the_seat_are_not_in_its_group():
     a, b = {"a": "p@0"}, {"b": "q@0"}
     episode = grow(
         (None, a, {}, 9.0, True),  # ends before b's turn
@@ -188,19 +188,19 @@ def chain(policy="p@0"):
     )
 
 
-def test_a_turn_is_a_group_of_siblings_by_episode_parent_and_seat():
+def test_turn_groups_are_siblings_by_episode_parent_and_seat():
     groups = list(GRPO(branch_at="turn", group_size=2, team_weight=2.0).groups(chain()))
     assert [(g.seat, g.values) for g in groups] == [("a", [0.0, 1.0]), ("b", [6.0, 11.0])]
     assert [[n.id for n in nodes] for g in groups for nodes in g.nodes] == [[0], [1], [2], [3]]
 
 
-def test_only_the_steps_own_reward_counts_where_one_sibling_has_a_future():
+def test_turn_value_is_the_step_reward_if_one_sibling_continues():
     """The chosen sibling's later 4.0 must not be set against siblings that were never played on."""
     assert next(iter(GRPO(branch_at="turn", continue_from="best", group_size=2).groups(chain()))).values == [0.0, 1.0]
     assert next(iter(GRPO(branch_at="turn", continue_from="random", group_size=2).groups(chain()))).values == [0.0, 1.0]
 
 
-def test_seats_that_act_together_are_groups_of_their_own():
+def test_simultaneous_seats_form_separate_groups():
     both = {"a": "p@0", "b": "q@0"}
     episode = grow((None, both, {"a": 1.0}, 0.0, True), (None, both, {"b": 1.0}, 0.0, True))
     algorithm = GRPO(branch_at="turn", group_size=2)
@@ -210,7 +210,7 @@ def test_seats_that_act_together_are_groups_of_their_own():
     assert advantages(episode, "b") == pytest.approx([-1, 1])
 
 
-def test_a_full_tree_looks_ahead_by_the_mean_of_its_children():
+def test_full_tree_value_adds_the_mean_of_its_children():
     a = {"a": "p@0"}
     episode = grow(
         (None, a, {}, 1.0, False),  # 0: 1 + mean(2 + mean(8, 0), 3) = 1 + mean(6, 3) = 5.5
@@ -231,7 +231,7 @@ def test_a_full_tree_looks_ahead_by_the_mean_of_its_children():
         assert sum(n.advantages["a"] for n in line) == pytest.approx(sum(n.team_reward for n in line) - 4)
 
 
-def test_looking_ahead_counts_the_team_and_the_seats_own_rewards_only():
+def test_lookahead_counts_team_and_own_rewards_only():
     episode = grow(
         (None, {"a": "p@0"}, {"a": 1.0}, 0.0, False),
         (None, {"a": "p@0"}, {}, 0.0, True),
@@ -246,7 +246,7 @@ def test_looking_ahead_counts_the_team_and_the_seats_own_rewards_only():
 
 
 @pytest.mark.parametrize("at", ["root", "turn"])
-def test_failed_episodes_teach_nothing(at):
+def test_failed_episodes_give_no_samples(at):
     episode = chain()
     episode.error = "RuntimeError: boom"
     samples, figures = GRPO(branch_at=at, group_size=2).build_samples([episode], "p")
@@ -255,7 +255,7 @@ def test_failed_episodes_teach_nothing(at):
 
 
 @pytest.mark.parametrize(("flat_groups", "trained"), [("count", [0, 0, 1, 1]), ("skip", [1, 1]), ("refill", [1, 1])])
-def test_a_group_without_differences_has_no_gradient_and_is_counted(flat_groups, trained):
+def test_flat_group_has_no_gradient_and_is_counted(flat_groups, trained):
     a = {"a": "p@0"}
     flat = grow((None, a, {}, 1.0, True), (None, a, {}, 1.0, True))
     algorithm = GRPO(branch_at="turn", group_size=2, flat_groups=flat_groups)
@@ -264,7 +264,7 @@ def test_a_group_without_differences_has_no_gradient_and_is_counted(flat_groups,
     assert [sample.has_gradient for sample in samples] == trained and advantages(flat, "a") == [0.0, 0.0]
 
 
-def test_a_batch_is_scaled_as_one():
+def test_batch_scaling_uses_one_deviation():
     """Two groups, worth 0 and 2 and worth 0 and 6: -1, 1, -3, 3 before, with a deviation of root 5. With a scale of
     their own both would be -1 and 1."""
     a = {"a": "p@0"}
@@ -282,7 +282,7 @@ def alone(value, policy="p@0", seat="a"):
     return grow((None, {seat: policy}, {}, value, True))
 
 
-def test_a_batch_teaches_answers_without_siblings():
+def test_batch_baseline_covers_answers_without_siblings():
     """REINFORCE++: 0, 1 and 5 are -2, -1 and 3 from their mean, with a deviation of root 14 / 3."""
     episodes = [alone(0.0), alone(1.0), alone(5.0)]
     samples, figures = GRPO(group_size=1, baseline="batch", scale="batch").build_samples(episodes, "p")
@@ -294,14 +294,14 @@ def test_a_batch_teaches_answers_without_siblings():
     assert [advantages(e, "a") for e in episodes] == pytest.approx(np.array([[-2], [-1], [3]]) / deviation)
 
 
-def test_a_batch_is_the_policys_own():
+def test_batch_baseline_uses_own_episodes_only():
     """What another policy earned in the same step is not a measure."""
     episodes = [alone(0.0), alone(2.0), alone(100.0, policy="q@0")]
     samples, _ = GRPO(group_size=1, baseline="batch", scale="none").build_samples(episodes, "p")
     assert [sample.advantages[0] for sample in samples] == [-1, 1]
 
 
-def test_a_role_keeps_its_average_from_step_to_step():
+def test_role_average_persists_between_steps():
     """By env and seat, in the memory that is saved with the run: 0 -> 0.05 -> 0.0975 in the first step's two games."""
     algorithm, memory = GRPO(branch_at="root", group_size=1, baseline="role", scale="none"), {}
     first, _ = algorithm.build_samples([alone(1.0), alone(1.0), alone(-1.0, seat="b")], "p", memory)
@@ -315,7 +315,7 @@ def test_a_role_keeps_its_average_from_step_to_step():
     assert memory["roles"]["another"] == {"a": pytest.approx(0.05)}
 
 
-def test_a_role_is_worth_its_whole_line():
+def test_role_baseline_uses_the_trajectory_return():
     """At the root a return counts all of a line, and every turn of the seat carries its advantage."""
     a, b = {"a": "p@0"}, {"b": "q@0"}
     line = grow((None, a, {"a": 1.0}, 0.0, False), (0, b, {}, 0.0, False), (1, a, {}, 2.0, True))
@@ -335,7 +335,7 @@ def test_a_role_is_worth_its_whole_line():
         ({"branch_at": "root", "credit": "counterfactual"}, "set branch_at: turn"),
     ],
 )
-def test_settings_that_do_not_fit_say_so(settings, message):
+def test_incompatible_settings_are_refused_with_the_reason(settings, message):
     with pytest.raises(ValueError, match=message):
         GRPO(**settings)
 
@@ -359,7 +359,7 @@ def two_lengths(stop="stop"):
     return episode
 
 
-def test_tokens_or_answers_count_alike():
+def test_loss_aggregation_weights_tokens_or_answers_equally():
     """Of answers of 1 and 3 tokens: a quarter for each token, or a half for each answer."""
     by_token, _ = GRPO(group_size=2).build_samples([two_lengths()], "p")
     assert worth_of_tokens(by_token) == [(0.25, 0.25), (0.25, 0.75)]
@@ -368,7 +368,7 @@ def test_tokens_or_answers_count_alike():
     assert [s.advantages[0] for s in by_answer] == [s.advantages[0] for s in by_token] == [-1, 1]
 
 
-def test_answers_that_were_cut_off_are_compared_with_and_teach_nothing():
+def test_truncated_answers_count_in_the_group_without_gradient():
     episode = two_lengths("length")
     samples, _ = GRPO(group_size=2, overlong="drop", kl_coef=0.1).build_samples([episode], "p")
     assert [(len(s.token_ids), s.has_gradient) for s in samples] == [(1, True), (3, False)]
@@ -386,12 +386,12 @@ def test_a_constant_normaliser_divides_by_the_token_limit():
         GRPO(group_size=2, loss_aggregation="constant").build_samples([two_lengths()], "p")
 
 
-def test_the_soft_overlong_penalty_by_hand():
+def test_overlong_penalty_by_hand():
     """DAPO, eq. 13, with a limit of 20 tokens and a buffer of 4: 0 up to 16 tokens, then a quarter for each."""
     assert [overlong_penalty(n, 20, 4) for n in (1, 16, 17, 19, 20, 25)] == [0, 0, 0.25, 0.75, 1, 1]
 
 
-def test_an_answer_near_the_limit_is_worth_less():
+def test_overlong_penalty_lowers_the_value():
     """Rewards 0 and 1 for 1 and 3 tokens, of at most 3: with a buffer of 2 the second answer loses all of its reward,
     and the group has signal all the same, since the penalty is not a reward."""
     episode = two_lengths()
@@ -429,7 +429,7 @@ def credits(episode, seat, **settings):
     return [float(sample.advantages[0]) for sample in samples], figures
 
 
-def test_an_answer_in_many_siblings_is_one_sample_worth_their_mean():
+def test_shared_answer_is_one_sample_with_the_mean_value():
     """Rows of 4, 0 and 0, 2 are worth 2 and 1."""
     episode = crossing_of(TABLE)
     given, figures = credits(episode, "a", joints="crossed")
@@ -439,7 +439,7 @@ def test_an_answer_in_many_siblings_is_one_sample_worth_their_mean():
     assert advantages(episode, "b") == [0.5, -0.5, 0.5, -0.5]
 
 
-def test_credit_is_beside_the_joint_that_play_went_on_from():
+def test_credit_is_relative_to_the_continued_joint():
     """From (0, 0): a's answers made 4 and 0 of it, or for Shapley that and the mean's 0.5 and -0.5, by halves."""
     assert credits(crossing_of(TABLE), "a", credit="counterfactual")[0] == [2, -2]
     assert credits(crossing_of(TABLE, chosen=(1, 1)), "a", credit="counterfactual")[0] == [-1, 1]
@@ -448,7 +448,7 @@ def test_credit_is_beside_the_joint_that_play_went_on_from():
     assert credits(crossing_of(TABLE), "a", credit="counterfactual", baseline="others")[0] == [4, -4]
 
 
-def test_a_tree_that_keeps_all_joints_gives_the_mean():
+def test_credit_is_the_group_mean_if_all_joints_continue():
     for credit in ("counterfactual", "shapley"):
         episode = crossing_of(TABLE)
         for node in episode.nodes:
@@ -463,7 +463,7 @@ def test_each_seat_is_credited_with_its_own_mixed_reward():
     assert credits(episode, "b", credit="counterfactual")[0] == [2, -2]
 
 
-def test_figures_say_who_contributed_to_what_play_went_on_from():
+def test_metrics_give_the_contribution_of_each_seat():
     """At (0, 0), worth 2.5 above the mean. a's counterfactuals 2, -1, -2 and 1 have a mean square of 2.5, of the
     table's variance of 2.75."""
     _, figures = credits(crossing_of(TABLE), "a", credit="shapley")
@@ -474,7 +474,7 @@ def test_figures_say_who_contributed_to_what_play_went_on_from():
     assert figures["counterfactual/b"] == -1 and figures["shapley/b"] == -0.25 and "shapley/a" not in figures
 
 
-def test_a_lazy_seat_shows():
+def test_influence_metric_reveals_a_lazy_seat():
     """Whatever b says, the team earns what a makes of it."""
     lazy = crossing_of([[3.0, 3.0], [1.0, 1.0]])
     given, figures = credits(lazy, "b", credit="counterfactual")
@@ -482,7 +482,7 @@ def test_a_lazy_seat_shows():
     assert credits(lazy, "a", credit="counterfactual")[1]["influence/a"] == 1
 
 
-def test_where_one_seat_acts_every_credit_is_the_groups():
+def test_all_credits_equal_group_advantages_for_one_seat():
     plain = chain()
     expected = advantages(plain, "a") if GRPO(group_size=2).build_samples([plain], "p") else None
     for settings in ({"joints": "crossed"}, {"credit": "counterfactual"}, {"credit": "shapley"}):
@@ -494,7 +494,7 @@ def test_where_one_seat_acts_every_credit_is_the_groups():
 
 
 @pytest.mark.parametrize("settings", [{"joints": "crossed"}, {"credit": "counterfactual"}, {"credit": "shapley"}])
-def test_crossed_credit_asks_for_crossed_joints(settings):
+def test_crossed_credit_sets_crossed_joints(settings):
     assert GRPO(**settings).branching.joints == "crossed" and GRPO().branching.joints == "paired"
     pairs = crossing_of(TABLE)
     pairs.nodes = [pairs.nodes[0], pairs.nodes[3]]
@@ -502,7 +502,7 @@ def test_crossed_credit_asks_for_crossed_joints(settings):
         GRPO(group_size=2, **settings).build_samples([pairs], "p")
 
 
-def test_equal_words_are_answers_of_their_own():
+def test_equal_texts_are_separate_answers():
     """Two draws of one text are two samples, as in any group: what is shared is the answer, not what it says."""
     episode = crossing_of(TABLE)
     for node in episode.nodes:
@@ -514,7 +514,7 @@ def test_equal_words_are_answers_of_their_own():
 TABLE_OF_NAMES = Path(__file__).parents[3] / "docs" / "algorithms" / "grpo.md"
 
 
-def test_every_name_of_the_documents_is_a_config():
+def test_every_documented_preset_is_a_config():
     rows = re.findall(r"^\| ([^|]+) \| `(\{[^`]+\})`", TABLE_OF_NAMES.read_text(encoding="utf-8"), re.MULTILINE)
     found = {name.split(" (")[0]: GRPO.model_validate(yaml.safe_load(config)) for name, config in rows}
     assert len(found) == 14
@@ -538,7 +538,7 @@ def test_every_name_of_the_documents_is_a_config():
         ),
     ],
 )
-def test_each_surrogate_is_a_loss_with_its_bounds(settings, loss, options):
+def test_each_surrogate_maps_to_its_loss_and_bounds(settings, loss, options):
     algorithm = GRPO(**settings)
     assert algorithm.loss is LOSSES[loss]
     assert algorithm.loss_options == pytest.approx(options | {"importance_cap": 2.0})
@@ -546,12 +546,12 @@ def test_each_surrogate_is_a_loss_with_its_bounds(settings, loss, options):
         assert GRPO(**settings, **free).loss_options == pytest.approx(options)
 
 
-def test_a_setting_of_another_surrogate_is_a_mistake():
+def test_setting_of_another_surrogate_is_refused():
     with pytest.raises(ValueError, match="dual_clip is of surrogate: clipped"):
         GRPO(surrogate="gspo", dual_clip=3.0)
 
 
-def test_versions_of_a_policy_are_that_policy_and_other_names_are_not():
+def test_policy_versions_match_and_other_names_do_not():
     assert len(GRPO(branch_at="turn", group_size=2).build_samples([chain("p@17")], "p")[0]) == 2
     assert GRPO(branch_at="turn", group_size=2).build_samples([chain("pp@17")], "p")[0] == []
 
@@ -590,7 +590,7 @@ class Council(Env):
 
 
 @pytest.mark.parametrize("at", ["root", "turn"])
-def test_each_learner_gets_exactly_its_own_answers(at):
+def test_learners_get_exactly_their_own_answers(at):
     shared = Spoken("shared@3", lambda query, i: f"{len(shared.queries)}.{(query.seed + i) % 9973}")
     alone = Spoken("alone@3", lambda query, i: f"{len(alone.queries)}.{(query.seed + i) % 9973}")
     algorithm = GRPO(branch_at=at, group_size=4)
@@ -655,7 +655,7 @@ FULL = Branching("turn", 2, "all")
 
 
 @pytest.mark.parametrize("branching", [*TREES, FULL], ids=str)
-def test_defect_1_the_second_seat_sees_what_the_first_said_in_the_same_turn(branching):
+def test_defect_1_second_seat_observes_the_first_in_the_same_turn(branching):
     (episode,) = relay(branching)
     heard = [(n, episode.nodes[n.parent]) for n in episode.nodes if "b" in n.answers]
     assert heard
@@ -683,7 +683,7 @@ def test_defect_2_siblings_of_every_seat_differ_in_reward_and_advantage(branchin
 
 
 @pytest.mark.parametrize("branching", [*TREES, FULL], ids=str)
-def test_defect_3_play_goes_on_from_the_state_of_the_chosen_sibling(branching):
+def test_defect_3_episode_continues_from_the_chosen_sibling(branching):
     (episode,) = relay(branching)
     parents = {node.parent for node in episode.nodes}
     assert {n.id for n in episode.nodes if n.chosen and not n.done} == parents - {None}

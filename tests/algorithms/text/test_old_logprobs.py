@@ -61,6 +61,6 @@ def test_gspo_clips_nothing_in_the_first_update_in_bf16(batch_size):
     assert updated(torch.bfloat16, batch_size, old_logprobs="sampler")["clip_fraction"] > 0.2
 
 
-def test_in_float32_the_samplers_log_probabilities_do_as_well():
+def test_sampler_logprobs_suffice_in_float32():
     assert abs(updated(torch.float32)["sampler_kl"]) < 1e-6
     assert updated(torch.float32, old_logprobs="sampler")["clip_fraction"] == 0

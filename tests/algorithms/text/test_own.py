@@ -20,7 +20,7 @@ def config(base, algorithm, **more):
     return validate(TextConfig, tree | {"algorithm": algorithm} | more)
 
 
-def test_it_trains_and_its_config_is_kept_whole(base, tmp_path) -> None:
+def test_custom_algorithm_trains_and_its_config_is_stored(base, tmp_path) -> None:
     own = config(base, OWN)
     assert isinstance(own.algorithm, Reinforce) and own.algorithm_label == "toy_algorithms:Reinforce"
     again = validate(TextConfig, parse(dump(own)))
@@ -31,7 +31,7 @@ def test_it_trains_and_its_config_is_kept_whole(base, tmp_path) -> None:
     assert sum(worth[-3:]) > sum(worth[:3])
 
 
-def test_a_stage_may_have_one(base) -> None:
+def test_stage_may_use_a_custom_algorithm(base) -> None:
     staged = config(base, {"type": "grpo"}, stages=[{"name": "own", "algorithm": OWN}])
     assert isinstance(next(staged.stage_configs()).algorithm, Reinforce)
     assert validate(TextConfig, parse(dump(staged))) == staged
@@ -47,7 +47,7 @@ def test_a_stage_may_have_one(base) -> None:
         ({"type": "grop"}, "unknown algorithm.type 'grop': did you mean grpo?"),
     ],
 )
-def test_what_is_wrong_is_said(base, algorithm, says) -> None:
+def test_invalid_custom_algorithms_are_refused_with_the_reason(base, algorithm, says) -> None:
     with pytest.raises(ValueError) as caught:
         config(base, algorithm)
     assert says in str(caught.value)

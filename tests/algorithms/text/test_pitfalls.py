@@ -50,14 +50,14 @@ def lessons(samples):
 
 
 @pytest.mark.parametrize("weigh", ["token", "sequence"])
-def test_a_turn_of_a_long_line_teaches_as_much_as_a_line_of_one_turn(weigh):
+def test_turns_have_equal_weight_in_long_and_short_trajectories(weigh):
     """Lessons divided by the number of a line's turns make long lines cheap, and agents lazy (Dr. MAMR, 2025)."""
     episode = lines([("a", {}), ("a", {}), ("a", {"a": 1.0})], [("a", {"a": 0.0})])
     samples, _ = GRPO(branch_at="root", group_size=2, loss_aggregation=weigh).build_samples([episode], "p")
     assert lessons(samples) == pytest.approx([0.25, 0.25, 0.25, -0.25])
 
 
-def test_turns_are_never_compared_by_their_number():
+def test_groups_do_not_compare_turns_by_index():
     """Which lines have a third turn is the policy's own doing: to compare third turns among themselves is biased. Here
     the long lines won and lost; the second turn of the winner is worth what its line is, though it is alone."""
     episode = lines([("a", {}), ("a", {"a": 1.0})], [("a", {"a": 0.0})], [("a", {"a": 0.0})])
@@ -67,7 +67,7 @@ def test_turns_are_never_compared_by_their_number():
     assert [node.advantages["a"] for node in episode.nodes] == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
 
 
-def test_trajectories_or_turns_count_alike():
+def test_aggregation_weights_trajectories_or_turns_equally():
     """Of trajectories of 9 turns and of 1, won and lost: with `sequence` a turn is a sequence, and the long trajectory
     has nine tenths of the mean; with `trajectory` each has half."""
     episode = lines([("a", {})] * 8 + [("a", {"a": 1.0})], [("a", {"a": 0.0})])
@@ -79,7 +79,7 @@ def test_trajectories_or_turns_count_alike():
     assert parts == {"sequence": pytest.approx((0.9, -0.1)), "trajectory": pytest.approx((0.5, -0.5))}
 
 
-def test_an_answer_with_the_mean_value_counts_in_the_mean():
+def test_zero_advantage_answers_count_in_the_token_mean():
     """Values 0, 1/2, 1/2, 1/2, 1 in answers of 2 tokens: the two outer answers have a gradient, of a fifth of the mean
     each, not of a half."""
     episode = lines(*([("a", {"a": value})] for value in (0.0, 0.5, 0.5, 0.5, 1.0)))
@@ -94,7 +94,7 @@ def test_an_answer_with_the_mean_value_counts_in_the_mean():
 
 
 @pytest.mark.parametrize(("flat_groups", "share"), [("count", 0.5), ("skip", 1.0), ("refill", 1.0)])
-def test_a_flat_group_counts_or_is_skipped(flat_groups, share):
+def test_flat_groups_are_counted_or_skipped(flat_groups, share):
     """A group with a difference and one without: with `count` the first has half of the mean, else all of it."""
     flat, differing = (lines([("a", {"a": 1.0})], [("a", {"a": value})]) for value in (1.0, 0.0))
     algorithm = GRPO(branch_at="root", group_size=2, flat_groups=flat_groups)
@@ -112,7 +112,7 @@ def duel(wins):
     return lines([("a", {}), ("b", {"a": sign, "b": -sign})])
 
 
-def test_a_group_never_spans_the_seats_of_a_zero_sum_game():
+def test_groups_never_mix_seats_of_a_zero_sum_game():
     """Their mean is 0 whatever happens: the winning seat would be praised for being the seat that wins."""
     play = [("a", {}), ("b", {"a": 1.0, "b": -1.0})]
     groups = list(GRPO(branch_at="root", group_size=2).groups(lines(play, play)))
@@ -121,7 +121,7 @@ def test_a_group_never_spans_the_seats_of_a_zero_sum_game():
     assert len(samples) == 4 and not any(sample.has_gradient for sample in samples)
 
 
-def test_opposite_roles_have_opposite_averages():
+def test_opposite_roles_have_separate_baselines():
     """Role-conditioned advantages: what always happens comes to teach neither seat, and a surprise teaches both."""
     algorithm, memory = GRPO(branch_at="root", group_size=1, baseline="role", scale="none"), {}
     for _ in range(20):
@@ -137,7 +137,7 @@ def test_opposite_roles_have_opposite_averages():
     )
 
 
-def test_a_seat_with_large_rewards_does_not_drown_the_others():
+def test_reward_scales_of_seats_are_normalised_separately():
     """Deviations are of a seat's own group (Dr. MAS, 2026): rewards of hundreds teach as much as rewards of one."""
     episode = lines(
         [("a", {"a": 0.0}), ("b", {"b": 300.0})],
@@ -189,7 +189,7 @@ class Talk(Env):
 
 
 @pytest.mark.parametrize("at", ["root", "turn"])
-def test_nothing_is_tokenised_again_between_turns(at):
+def test_next_turn_reuses_the_sampled_tokens(at):
     """The second turn's prompt begins with the first turn's very tokens, where encoding its text would give others."""
     tokenizer = Merging()
     assert tokenizer.encode(tokenizer.batch_decode([[97, 98]])[0]) == [1]
@@ -266,21 +266,21 @@ def test_truncated_importance_sampling_by_hand():
         ("sequence_mask", [1, 1, 0]),
     ],
 )
-def test_bounds_of_tokens_and_sequences_by_hand(mode, expected):
+def test_token_and_sequence_importance_caps_by_hand(mode, expected):
     """Ratios 2 and 1/2 in one answer, whose product is 1, and 4 in another; bounds 0.8 and 3."""
     tokens = mismatched([0.5, 0.25, 0.5], [0.25, 0.5, 0.125], [1, 1, 1], [0, 0, 1])
     moved, _ = correct_mismatch(tokens, importance_cap=3.0, importance_floor=0.8, importance_mode=mode)
     assert moved.advantage_M.tolist() == pytest.approx(expected)
 
 
-def test_without_a_cap_the_mismatch_is_measured_only():
+def test_mismatch_is_only_measured_without_a_cap():
     tokens = mismatched([0.5], [0.25], [1])
     same, figures = correct_mismatch(tokens)
     assert same is tokens and float(figures["sampler_kl"]) == pytest.approx(-np.log(2))
     assert correct_mismatch(tokens._replace(sampler_logp_M=None), importance_cap=1.0)[1] == {}
 
 
-def test_a_penalty_has_the_references_log_probabilities_and_no_others():
+def test_kl_penalty_requests_reference_logprobs_only():
     samples = [sample([-0.5], [1.0]), sample([-0.5, -0.5], [1.0, 1.0])]
     learner = Now([[-7.0], [-7.0, -7.0]], reference=[[-1.0], [-2.0, -3.0]])
     held = asyncio.run(add_reference_logprobs(samples, learner))
@@ -323,13 +323,13 @@ def on_policy_gradient():
 
 
 @pytest.mark.parametrize("surrogate", ["clipped", "cispo"])
-def test_corrected_stale_samples_give_the_gradient_of_fresh_ones(surrogate):
+def test_corrected_stale_samples_give_the_on_policy_gradient(surrogate):
     """Exactly, where nothing is truncated: a sum over all answers, no estimate."""
     found = expected_gradient(GRPO(importance_cap=1e9, surrogate=surrogate))
     np.testing.assert_allclose(found, on_policy_gradient(), atol=1e-6)
 
 
-def test_uncorrected_stale_samples_do_not():
+def test_uncorrected_stale_samples_bias_the_gradient():
     """To pretend that they are fresh leaves out the ratio, and a clip that counts staleness as an update's own step
     silences what the policy has come to say more often: both turn the gradient away from the best answer."""
     right = on_policy_gradient()
@@ -338,7 +338,7 @@ def test_uncorrected_stale_samples_do_not():
         assert np.abs(wrong - right).max() > 0.3 and wrong[2] < 0.3 * right[2]
 
 
-def test_truncation_is_between_the_two():
+def test_truncated_correction_bias_shrinks_with_the_cap():
     """Ratios of at most 3 bias the answer whose ratio is 10, and bound what a single token can do."""
     distance = [
         np.abs(expected_gradient(GRPO(importance_cap=most)) - on_policy_gradient()).max()
@@ -347,7 +347,7 @@ def test_truncation_is_between_the_two():
     assert distance == sorted(distance, reverse=True) and distance[-1] < 1e-6 < distance[-2]
 
 
-def test_the_loss_that_needs_no_correction_says_so():
+def test_importance_sampling_loss_needs_no_correction():
     """Importance sampling without a clip is unbiased by itself, and unbounded."""
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     share, worth = (torch.tensor(row, dtype=torch.float64) for row in (SAMPLER, WORTH))

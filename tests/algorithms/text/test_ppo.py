@@ -81,7 +81,7 @@ TALK = (  # a says two tokens, b one, a one; with alpha = 0.5
 # ---- where rewards land
 
 
-def test_what_follows_a_decision_lands_on_its_last_token():
+def test_rewards_are_assigned_to_the_last_token_of_the_decision():
     algorithm = PPO(team_weight=0.5)
     samples, figures = algorithm.build_samples([play(TALK)], "p")
     assert lists(samples, "advantages") == [[0.0, 2.5], [1.0]] and figures == {"sequences": 1.0}
@@ -103,7 +103,7 @@ def test_advantages_over_two_turns_by_hand():
     assert figures["explained_variance"] == pytest.approx(1 - 133 / 49)
 
 
-def test_discount_is_for_the_seats_own_tokens():
+def test_discount_counts_own_tokens_only():
     """a's tokens are 0, 0 and then 8 with what b did; b's token in between costs a nothing."""
     line = (({"a": 2}, {}, 0.0), ({"b": 3}, {}, 0.0), ({"a": 1}, {}, 8.0))
     samples, _ = credited(
@@ -112,7 +112,7 @@ def test_discount_is_for_the_seats_own_tokens():
     assert lists(samples, "advantages") == [[2.0, 4.0], [8.0]]
 
 
-def test_seats_of_one_policy_and_lines_of_one_start_are_chains_of_their_own():
+def test_seats_and_trajectories_are_separate_sequences():
     """Nothing flows from one sequence to another: each last token has its own reward, less its value of 1."""
     both = {"a": "p", "b": "p"}
     line, other = (({"a": 1, "b": 1}, {"a": 2.0, "b": 3.0}, 0.0),), (({"a": 1, "b": 1}, {"a": 5.0, "b": 7.0}, 0.0),)
@@ -124,7 +124,7 @@ def test_seats_of_one_policy_and_lines_of_one_start_are_chains_of_their_own():
     assert lists(samples, "advantages") == [[1.0], [2.0], [4.0], [6.0]] * 2
 
 
-def test_every_turn_of_a_long_line_counts_in_full():
+def test_turns_of_long_trajectories_have_full_weight():
     """No 1 / T: a token of a line of six turns has the share of one in a line of a single turn."""
     long, short = [({"a": 2}, {}, 1.0)] * 6, [({"a": 2}, {}, 0.0)]
     samples, _ = credited(PPO(), [play(long), play(short)], FixedValuesLearner([[0, 0]] * 7))
@@ -132,7 +132,7 @@ def test_every_turn_of_a_long_line_counts_in_full():
     assert pack.token_weights == pytest.approx([1 / 14] * 7)
 
 
-def test_the_advantages_of_a_step_have_one_scale():
+def test_advantages_are_normalised_over_the_step():
     """3 and 1 over two episodes: 1 from their mean either way. The returns keep the units of reward."""
     first, second = (play((({"a": 1}, {}, team),)) for team in (3.0, 1.0))
     samples, _ = credited(PPO(), [first, second], FixedValuesLearner([[0.0], [0.0]]))
@@ -140,20 +140,20 @@ def test_the_advantages_of_a_step_have_one_scale():
     assert (first.nodes[0].advantages, second.nodes[0].advantages) == ({"a": 1.0}, {"a": -1.0})
 
 
-def test_one_token_alone_teaches_the_critic_only():
+def test_single_token_batch_trains_the_critic_only():
     samples, figures = credited(PPO(), [play((({"a": 1}, {}, 3.0),))], FixedValuesLearner([[0.0]]))
     assert lists(samples, "advantages") == [[0.0]] and lists(samples, "returns") == [[3.0]]
     assert figures == {"sequences": 1.0}
 
 
-def test_a_decision_without_tokens_is_none():
+def test_empty_answers_are_not_decisions():
     """What follows it is for the decision before it; before the first it lands nowhere."""
     line = (({"a": 0}, {}, 9.0), ({"a": 2}, {}, 1.0), ({"a": 0}, {}, 2.0), ({"a": 1}, {}, 4.0))
     samples, figures = PPO().build_samples([play(line)], "p")
     assert lists(samples, "advantages") == [[0.0, 3.0], [4.0]] and figures == {"sequences": 1.0}
 
 
-def test_who_is_taught():
+def test_samples_are_built_for_own_unfailed_answers_only():
     episode = play(TALK)
     assert len(PPO().build_samples([episode], "p")[0]) == 2 and len(PPO().build_samples([episode], "q")[0]) == 1
     assert PPO().build_samples([play(TALK, seats={"a": "pp", "b": "q"})], "p")[0] == []
@@ -165,7 +165,7 @@ steps = st.lists(st.tuples(st.booleans(), st.booleans(), *[st.floats(-9, 9)] * 5
 
 
 @given(steps, st.floats(0.1, 1), st.floats(0, 1))
-def test_with_turns_of_one_token_credit_is_that_of_vectorised_games(rows, gamma, lam):
+def test_one_token_turns_equal_vector_gae(rows, gamma, lam):
     """Two seats that act in turn, together or not at all; columns: acting, rewards and values of each, the team's."""
     T = len(rows)
     acting = torch.tensor([row[:2] for row in rows] + [(True, True)])
@@ -201,7 +201,7 @@ def drifted(*gaps):
     )
 
 
-def test_the_penalty_is_a_part_of_every_tokens_reward():
+def test_kl_penalty_is_part_of_each_token_reward():
     """0.5 likelier than under the reference costs 0.05, 1 less likely earns 0.1. The reward of 3 is the last one's."""
     algorithm = PPO(kl_coef=0.1, gae_lambda=0, normalize_advantages=False)
     samples, figures = credited(algorithm, *drifted(0.5, -1.0, 2.0))
@@ -210,19 +210,19 @@ def test_the_penalty_is_a_part_of_every_tokens_reward():
     assert figures["kl_sequence"] == pytest.approx(1.5) and figures["kl_coef"] == 0.1
 
 
-def test_the_penalty_of_later_tokens_is_felt_by_earlier_ones():
+def test_later_kl_penalties_reach_earlier_tokens():
     samples, _ = credited(PPO(kl_coef=0.1, gae_lambda=1, normalize_advantages=False), *drifted(0.5, -1.0, 2.0))
     assert lists(samples, "advantages") == [pytest.approx([2.85, 2.9, 2.8])]
 
 
-def test_kl_is_counted_over_whole_chains():
+def test_kl_is_summed_over_whole_sequences():
     """Chains of 1 + 2 and of 5 nats: 4 on the mean, whatever the number of their turns."""
     long, short = [({"a": 1}, {}, 0.0)] * 2, [({"a": 1}, {}, 0.0)]
     learner = FixedValuesLearner([[0.0]] * 3, reference=[[-2.0], [-3.0], [-6.0]])
     assert credited(PPO(kl_coef=0.1), [play(long), play(short)], learner)[1]["kl_sequence"] == pytest.approx(4)
 
 
-def test_the_coefficient_follows_its_target():
+def test_adaptive_kl_coefficient_tracks_its_target():
     """Three steps of one sequence each, target 2, horizon 10. 3 nats: half too much, of which 0.2 count, times 1/10.
     2.2 nats: 0.1 too much. -1: one and a half too little, of which 0.2 count."""
     algorithm, memory, used = PPO(kl_coef=0.1, kl_target=2.0, kl_horizon=10), {}, []
@@ -235,7 +235,7 @@ def test_the_coefficient_follows_its_target():
     assert memory["kl"]["now"] == pytest.approx(0.1 * 1.02 * 1.01 * 0.98)
 
 
-def test_more_chains_move_the_coefficient_further():
+def test_adaptive_kl_coefficient_moves_with_the_number_of_sequences():
     """Two sequences 0.2 off, of a horizon of 10: 1 + 0.2 * 2 / 10."""
     line, memory = (({"a": 1}, {}, 0.0),), {}
     learner = FixedValuesLearner([[0.0]] * 2, reference=[[-9.0]] * 2)
@@ -244,12 +244,12 @@ def test_more_chains_move_the_coefficient_further():
 
 
 @pytest.mark.parametrize("sequences", [50, 60, 10**6])
-def test_a_step_beyond_the_horizon_moves_the_coefficient_by_a_fifth_and_keeps_its_sign(sequences):
+def test_adaptive_kl_step_is_clipped_to_a_fifth(sequences):
     assert adapt_kl_coef(0.1, 9.0, target=1.0, sequences=sequences, horizon=50) == pytest.approx(0.12)
     assert adapt_kl_coef(0.1, 0.0, target=1.0, sequences=sequences, horizon=50) == pytest.approx(0.08)
 
 
-def test_a_stage_with_another_kl_begins_with_it():
+def test_stage_with_another_kl_coef_restarts_from_it():
     memory = {}
     for kl, expected in ((0.1, 0.1), (0.1, 0.102), (0.3, 0.3)):
         algorithm = PPO(kl_coef=kl, kl_target=2.0, kl_horizon=10)
@@ -257,7 +257,7 @@ def test_a_stage_with_another_kl_begins_with_it():
     assert credited(PPO(kl_coef=0.3), *drifted(3.0), memory=memory)[1]["kl_coef"] == 0.3  # no target: it stays
 
 
-def test_a_coefficient_of_nothing_cannot_adapt():
+def test_adaptive_kl_from_zero_is_refused():
     with pytest.raises(ValueError, match="no factor moves kl_coef: 0"):
         PPO(kl_target=1.0)
 
@@ -265,7 +265,7 @@ def test_a_coefficient_of_nothing_cannot_adapt():
 # ---- correction
 
 
-def test_old_log_probabilities_are_the_trainers_and_credit_is_the_samplers():
+def test_old_logprobs_come_from_the_trainer_and_credit_from_the_sampler():
     """The weights in training find the first token twice as likely as the sampler did, the second half as likely. The
     penalty is of the sampler's log-probabilities; advantages and returns do not depend on the correction."""
     episodes, learner = drifted(0.0, 1.0)
@@ -297,7 +297,7 @@ def scored(values, old, returns, *, advantage=0.0, logp=0.0, weight=None, entrop
     )
 
 
-def test_the_loss_by_hand():
+def test_actor_critic_loss_by_hand():
     """On policy: -(0.5 * 2 + 0.5 * -1). Values: half of 0.5 * (1 - 2)^2 + 0.5 * (3 - 0)^2, of which half counts."""
     tokens = scored([1.0, 3.0], None, [2.0, 0.0], advantage=[2.0, -1.0])
     loss, figures = actor_critic_loss(tokens, value_coef=0.5)
@@ -308,7 +308,7 @@ def test_the_loss_by_hand():
     assert "value_clip_fraction" not in figures
 
 
-def test_tokens_count_by_their_share():
+def test_loss_weights_tokens_by_their_share():
     tokens = scored([1.0, 3.0], None, [2.0, 0.0], weight=[1.0, 0.0])
     assert actor_critic_loss(tokens)[1]["value_loss"].item() == 0.5
 
@@ -330,7 +330,7 @@ def test_value_clipping_by_hand(value, returned, error, slope, clipped):
     assert tokens.value_M.grad.item() == pytest.approx(slope) and figures["value_clip_fraction"].item() == clipped
 
 
-def test_the_policys_part_is_the_clipped_surrogate():
+def test_policy_term_is_the_clipped_surrogate():
     options = {"clip": 0.1, "clip_high": 0.3, "dual_clip": 2.0, "entropy": 0.1}
     for advantage, logp in ((1.0, 0.5), (-1.0, 1.5), (-1.0, -0.5), (1.0, 0.2)):
         tokens = scored([7.0], None, [7.0], advantage=advantage, logp=logp, entropy=3.0)
@@ -338,7 +338,7 @@ def test_the_policys_part_is_the_clipped_surrogate():
         assert ours[0].item() == theirs[0].item() and ours[1].items() >= theirs[1].items()
 
 
-def test_a_loss_without_its_critic_says_so():
+def test_loss_without_values_is_refused():
     tokens = scored([1.0], None, None)
     with pytest.raises(ValueError, match="without a critic"):
         actor_critic_loss(tokens)
@@ -348,7 +348,7 @@ def test_a_loss_without_its_critic_says_so():
         actor_critic_loss(tokens._replace(return_M=torch.ones(1)), value_clip=0.1)
 
 
-def test_the_loss_is_called_with_its_settings():
+def test_loss_options_are_passed_to_the_loss():
     assert PPO().loss is LOSSES["actor_critic"] is actor_critic_loss and PPO().needs_critic
     assert PPO().loss_options == {"clip": 0.2, "value_coef": 0.5, "entropy": 0.0, "importance_cap": 2.0}
     settings = {"clip": 0.1, "clip_high": 0.3, "dual_clip": 3.0, "value_coef": 0.0, "value_clip": 0.2}
@@ -386,7 +386,7 @@ def played(setup):
     )
 
 
-def test_a_pair_learns_to_play_together(base, tmp_path):
+def test_two_agents_learn_to_cooperate(base, tmp_path):
     """Two secrets a game; the evaluation is on held-out instances, won one time in four by chance."""
     path = run_of(whisper(base, steps=18, episodes=96, policy={"epochs": 2}), tmp_path)
     before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
@@ -396,7 +396,7 @@ def test_a_pair_learns_to_play_together(base, tmp_path):
     assert line["value_loss"] > 0 and line["explained_variance"] == 0  # a new critic thinks everything worth nothing
 
 
-def test_a_step_moves_head_and_adapter(base):
+def test_update_changes_value_head_and_adapter(base):
     setup = build(whisper(base, steps=1, episodes=8, algorithm={"kl_coef": 0.1}))
     learner, algorithm = setup.learners["guide"], setup.stages[0].algorithm
     trainer = learner.weights.trainer
@@ -408,7 +408,7 @@ def test_a_step_moves_head_and_adapter(base):
     assert figures["kl_sequence"] == pytest.approx(0, abs=1e-4) and figures["kl_coef"] == 0.1  # it starts as its base
 
 
-def test_a_value_learned_is_what_tokens_bring(base):
+def test_critic_converges_to_the_return(base):
     """Where every line earns 2 in the end, a critic alone comes to say 2 at both turns, and advantages vanish."""
     env = {"type": "toys:Chant", "turns": 2}
     config = whisper(base, steps=1, episodes=4, evals={}, algorithm={"normalize_advantages": False, "gae_lambda": 1.0})
@@ -430,7 +430,7 @@ def test_a_value_learned_is_what_tokens_bring(base):
 # ---- exactly the same again
 
 
-def test_a_stopped_run_goes_on_as_if_it_never_stopped(base, tmp_path):
+def test_resume_after_stop_is_bit_identical(base, tmp_path):
     config = whisper(
         base,
         steps=6,
@@ -472,7 +472,7 @@ def steps_of(path):
 # ---- what cannot be
 
 
-def test_servers_train_no_critic(base):
+def test_remote_training_of_a_critic_is_refused(base):
     """Said before the server is asked for anything."""
     client = pytest.importorskip("palestra.service.client.client")
     policy = whisper(base, steps=1).policies["guide"]
@@ -480,7 +480,7 @@ def test_servers_train_no_critic(base):
         client.RemoteEngines(None).build_learner("guide", policy, 0, critic=True)
 
 
-def test_a_full_model_has_no_reference(base):
+def test_full_model_without_reference_trains_without_kl(base):
     full = {"type": "full", "base": str(base), "sampling": {"max_tokens": 1}}
     policies = {"guide": full, "walker": {"type": "scripted", "answers": ["0"]}}
     setup = build(whisper(base, steps=1, episodes=2, policies=policies))

@@ -57,11 +57,11 @@ def lists(samples):
         ([1, 2], [5, 9], [1, 2, 5, 9], []),
     ],
 )
-def test_what_the_next_prompt_adds(prompt, said, later, new):
+def test_new_tokens_of_the_next_prompt(prompt, said, later, new):
     assert new_tokens(answer(prompt, said), answer(later, [0])).tolist() == new
 
 
-def test_a_world_model_foretells_the_next_observation_of_the_same_seat():
+def test_world_model_targets_are_the_seats_next_observation():
     """b's turn stands between a's; the last turn of each has nothing after it."""
     play = episode(
         {"a": answer([1, 2, 7], [5, 9])},
@@ -78,7 +78,7 @@ def test_a_world_model_foretells_the_next_observation_of_the_same_seat():
     assert not any(node.advantages for node in play.nodes)
 
 
-def test_both_parts_stand_side_by_side_with_their_weights():
+def test_imitation_and_world_model_targets_have_separate_weights():
     play = episode({"a": answer([1, 2], [5, 9])}, {"a": answer([1, 2, 5, 9, 3], [4])})
     samples, figures = SFT(world_model_weight=0.25).build_samples([play], "p")
     assert lists(samples) == [([1, 2], [5, 9], 1.0), ([1, 2, 5, 9, 3], [4], 1.0), ([1, 2, 5, 9], [3], 0.25)]
@@ -90,13 +90,13 @@ def test_both_parts_stand_side_by_side_with_their_weights():
     )
 
 
-def test_without_a_world_model_nothing_is_foretold():
+def test_no_world_model_weight_gives_no_observation_targets():
     play = episode({"a": answer([1, 2], [5])}, {"a": answer([1, 3], [4])})
     samples, figures = SFT().build_samples([play], "p")
     assert len(samples) == 2 and figures == {"target_fraction": 1.0}
 
 
-def test_only_ones_own_answers_teach():
+def test_only_own_answers_are_targets():
     play = episode({"a": answer([1], [5], "q@3")}, {"a": answer([2], [4], "q@3")}, {"b": answer([3], [4])})
     samples, figures = SFT(world_model_weight=1.0).build_samples([play], "p")
     assert lists(samples) == [([3], [4], 1.0)] and figures == {"target_fraction": 1.0, "world_model_fraction": 0.0}
@@ -113,7 +113,7 @@ def two_lines(**more):
     return episode(*turns, parents=[None, 0, 0], ends={1: False, 2: True}, **more)
 
 
-def test_lines_are_chosen_by_success_and_their_common_part_counts_once():
+def test_successful_trajectories_are_targets_with_shared_prefix_once():
     samples, figures = SFT().build_samples([two_lines()], "p")
     assert lists(samples) == [([1], [5], 1.0), ([2, 2], [7], 1.0)] and figures["target_fraction"] == 0.5
     samples, figures = SFT(imitate="all", world_model_weight=1.0).build_samples([two_lines()], "p")
@@ -123,7 +123,7 @@ def test_lines_are_chosen_by_success_and_their_common_part_counts_once():
     assert lists(samples) == [([1, 5], [2, 2], 1.0)]  # of failures too
 
 
-def test_an_answer_that_siblings_share_counts_once_and_is_noted_at_each():
+def test_shared_answer_is_one_target_recorded_at_each_sibling():
     same = answer([1], [5])
     turns = [{"a": same, "b": answer([3], [8])}, {"a": same, "b": answer([3], [9])}]
     play = episode(*turns, parents=[None, None], ends={0: True, 1: True})
@@ -132,7 +132,7 @@ def test_an_answer_that_siblings_share_counts_once_and_is_noted_at_each():
     assert [node.advantages for node in play.nodes] == [{"a": 1.0, "b": 1.0}] * 2
 
 
-def test_lines_are_chosen_by_what_a_seat_earned():
+def test_trajectories_are_selected_by_seat_return():
     """Its own 1.5 and 1 in the first line, 1.5 in the second; there then half of the team's 4 too."""
     play = two_lines(rewards={0: {"a": 1.5}, 1: {"a": 1.0}})
     for least, kept in ((2.5, [[5], [6]]), (2.6, []), (1.5, [[5], [6], [7]]), (None, [[5], [6], [7]])):
@@ -143,7 +143,7 @@ def test_lines_are_chosen_by_what_a_seat_earned():
     assert [s.token_ids.tolist() for s in samples] == [[5], [7]] and figures["target_fraction"] == 0.5
 
 
-def test_nothing_to_learn_is_refused():
+def test_settings_without_targets_are_refused():
     with pytest.raises(ValueError, match="nothing to learn: set world_model_weight: 1"):
         SFT(imitate="none")
 
@@ -167,14 +167,14 @@ def dials(base, split):
     return build(validate(TextConfig, config))
 
 
-def test_first_positions_are_held_out():
+def test_evaluation_positions_are_held_out():
     shown = {
         split: {Dials(split=split).reset(i).observations["hand"] for i in range(64)} for split in ("train", "test")
     }
     assert len(shown["train"]) == 56 and len(shown["test"]) == 8 and not shown["train"] & shown["test"]
 
 
-def test_what_happens_next_is_learned_for_positions_never_seen(base):
+def test_world_model_generalises_to_held_out_positions(base):
     """A next observation is two letters of eight and three tokens of the template: who knows the template alone has
     2 log(8) / 5 = 0.83 nats a token to go."""
     asyncio.run(learned(dials(base, "train"), dials(base, "test")))

@@ -166,7 +166,7 @@ class Textbook:
         A2C(gamma=0.9, gae_lambda=0.8, aux_value_coef=0.7),
     ],
 )
-def test_one_update_is_the_textbooks(config: ActorCriticConfig, turns: bool) -> None:
+def test_update_equals_a_reference_implementation(config: ActorCriticConfig, turns: bool) -> None:
     env, policy = Countdown(4, turns=turns), NetPolicyConfig(hidden=[6], lr=1e-3, adam_eps=1e-2, max_grad_norm=0.4)
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
     sweeper = VectorRollout(env, np.array([1, 5, 9, 13]))  # games of 3, 4, 5 (cut off) and 2 steps
@@ -202,7 +202,7 @@ SMALL = NetPolicyConfig(hidden=[6], normalize_observations=True, lr_schedule="li
 @pytest.mark.parametrize(
     "config", [EVERYTHING_BESIDES, PPO(rollout_length=9, epochs=2, minibatches=3), A2C(rollout_length=9)]
 )
-def test_a_learner_goes_on_exactly_from_its_arrays(config: ActorCriticConfig, memory: int) -> None:
+def test_resume_from_state_arrays_is_bit_identical(config: ActorCriticConfig, memory: int) -> None:
     policy = SMALL.model_copy(update={"gru_units": memory})
     seats = {"a": [0], "b": [1], "c": [2, 3]}
 
@@ -231,7 +231,7 @@ def test_a_learner_goes_on_exactly_from_its_arrays(config: ActorCriticConfig, me
 
 
 @pytest.mark.parametrize("memory", [0, 5])
-def test_a_policy_learns_the_same_in_any_stack(memory: int) -> None:
+def test_policies_learn_the_same_in_any_stack(memory: int) -> None:
     """With one minibatch; with more, its moves are dealt to them in another order."""
     config = PPO(rollout_length=8, epochs=2, minibatches=1)
     policy = NetPolicyConfig(hidden=[6], gru_units=memory)
@@ -254,7 +254,7 @@ def test_a_policy_learns_the_same_in_any_stack(memory: int) -> None:
 
 
 @pytest.mark.parametrize("auxiliary", [0.0, 0.5])
-def test_rewards_of_one_policy_are_nothing_to_another(auxiliary: float) -> None:
+def test_rewards_of_one_policy_do_not_affect_another(auxiliary: float) -> None:
     config, env = (
         PPO(rollout_length=8, epochs=2, minibatches=2, value_norm=True, aux_value_coef=auxiliary),
         Countdown(4),
@@ -269,7 +269,7 @@ def test_rewards_of_one_policy_are_nothing_to_another(auxiliary: float) -> None:
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_moves_that_are_not_known_teach_nothing(turns: bool) -> None:
+def test_steps_without_an_action_have_no_gradient(turns: bool) -> None:
     """A seat that only waits has no part in the loss: what it "did" and what it was paid for may be anything."""
     config, env = A2C(rollout_length=9), Countdown(4, turns=turns)
     made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
@@ -286,7 +286,7 @@ def test_moves_that_are_not_known_teach_nothing(turns: bool) -> None:
 @pytest.mark.parametrize("critics", ["each", "one"])
 @pytest.mark.parametrize("critic", ["own", "central"])
 @pytest.mark.parametrize("memory", [0, 4])
-def test_seats_that_nobody_trains_are_left_alone(critic: str, critics: str, memory: int) -> None:
+def test_seats_without_learner_are_ignored(critic: str, critics: str, memory: int) -> None:
     env = Countdown(4, seats=3)
     config = PPO(rollout_length=7, epochs=1, minibatches=2, critic=critic, critics=critics)  # type: ignore[arg-type]
     made = learner(config, env, {"a": [2]}, NetPolicyConfig(hidden=[6], gru_units=memory))
@@ -296,7 +296,7 @@ def test_seats_that_nobody_trains_are_left_alone(critic: str, critics: str, memo
     assert set(figures) == {"a"} and np.isfinite(list(figures["a"].values())).all()
 
 
-def test_the_learning_rate_goes_to_zero_where_it_is_to() -> None:
+def test_learning_rate_anneals_to_zero() -> None:
     env = Countdown(4)
     for schedule, moves in (("linear", False), ("constant", True)):
         policy = NetPolicyConfig(hidden=[6], lr_schedule=schedule)  # type: ignore[arg-type]
@@ -322,7 +322,7 @@ def test_the_learning_rate_goes_to_zero_where_it_is_to() -> None:
     ],
     ids=["entropy", "gamma"],
 )
-def test_what_changes_over_the_run_is_half_way_the_mean_of_both_ends(configs: tuple[PPO, ...]) -> None:
+def test_scheduled_values_are_interpolated_linearly(configs: tuple[PPO, ...]) -> None:
     """The update is that of a run with this mean throughout, and not that of the beginning."""
     found = []
     for config in configs:
@@ -335,14 +335,14 @@ def test_what_changes_over_the_run_is_half_way_the_mean_of_both_ends(configs: tu
     assert any(not torch.allclose(weight, found[2][key]) for key, weight in found[0].items())
 
 
-def test_what_changes_over_the_run_goes_from_one_end_to_the_other() -> None:
+def test_scheduled_values_run_from_start_to_end() -> None:
     config = PPO(entropy_coef=0.3, entropy_coef_end=0.1, gamma=0.9, gamma_end=0.99)
     assert [config.entropy_at(x) for x in (0.0, 1.0)] == pytest.approx([0.3, 0.1])
     assert [config.gamma_at(x) for x in (0.0, 1.0)] == pytest.approx([0.9, 0.99])
     assert [PPO(entropy_coef=0.3).entropy_at(1.0), PPO(gamma=0.9).gamma_at(1.0)] == [0.3, 0.9]
 
 
-def test_views_are_normalised_by_what_was_seen_before_the_update() -> None:
+def test_observations_are_normalised_by_statistics_before_the_update() -> None:
     """So the ratios of a batch begin at one."""
     env = Countdown(4)
     made = learner(PPO(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0, 1]}, SMALL)
@@ -357,7 +357,7 @@ def test_views_are_normalised_by_what_was_seen_before_the_update() -> None:
 
 
 @pytest.mark.parametrize("correct", ["none", "vtrace"])
-def test_ratios_are_one_on_policy_with_memory_too(correct: str) -> None:
+def test_on_policy_ratios_are_one_with_recurrence(correct: str) -> None:
     env, policy = Countdown(4, turns=True), NetPolicyConfig(hidden=[6], gru_units=5)
     config = PPO(rollout_length=8, epochs=1, minibatches=1, off_policy_correction=correct)  # type: ignore[arg-type]
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
@@ -367,7 +367,7 @@ def test_ratios_are_one_on_policy_with_memory_too(correct: str) -> None:
             assert figures["kl"] == pytest.approx(0, abs=1e-9)
 
 
-def test_vtrace_corrects_for_an_older_policy() -> None:
+def test_vtrace_corrects_off_policy_batches() -> None:
     """Of a batch in which one action's log-probability is said to be much lower than it was, so that the ratio is cut
     to one, nothing changes; where it is said to be higher, its advantage counts for less."""
     config = A2C(rollout_length=8, off_policy_correction="vtrace", normalize_advantages=False, gae_lambda=1.0)
@@ -383,7 +383,7 @@ def test_vtrace_corrects_for_an_older_policy() -> None:
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_the_age_of_a_batch_counts_once(turns: bool) -> None:
+def test_importance_weights_are_applied_once(turns: bool) -> None:
     """In its first pass PPO takes the step of A2C: V-trace has weighted the moves of an older policy already, so that
     ratios begin at one, and none is out of bounds before anything is learned."""
     env, made = Countdown(4, turns=turns), []
@@ -398,7 +398,7 @@ def test_the_age_of_a_batch_counts_once(turns: bool) -> None:
         np.testing.assert_allclose(value, snapshot(made[1])[key], atol=1e-6, err_msg=key)
 
 
-def test_a_loss_that_is_no_number_stops_before_it_does_harm() -> None:
+def test_nonfinite_loss_raises_before_the_update() -> None:
     config, env = PPO(rollout_length=8), Countdown(4)
     made = learner(config, env, {"a": [0], "b": [1]})
     batch = swept(made, env, 8)
@@ -411,7 +411,7 @@ def test_a_loss_that_is_no_number_stops_before_it_does_harm() -> None:
         np.testing.assert_array_equal(value, before[key], err_msg=key)
 
 
-def test_one_critic_for_seats_that_see_differently_must_be_central() -> None:
+def test_shared_critic_needs_equal_observations_or_a_central_state() -> None:
     env = SimpleSpread(2)
     env.observation_shapes = ((18,), (18,), (17,))
     with pytest.raises(ValueError, match="critics: one needs seats that see alike"):
@@ -419,7 +419,7 @@ def test_one_critic_for_seats_that_see_differently_must_be_central() -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 4])
-def test_two_processes_with_the_same_games_are_one(memory: int) -> None:
+def test_two_processes_with_equal_games_equal_one(memory: int) -> None:
     config, env = PPO(rollout_length=8, epochs=2, minibatches=2, value_norm=True), Countdown(4)
     policy = SMALL.model_copy(update={"gru_units": memory})
     two = GradientSync(lambda x: 2 * x, 2)
@@ -435,7 +435,7 @@ def test_two_processes_with_the_same_games_are_one(memory: int) -> None:
             torch.testing.assert_close(weights(other, name)[key], value, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gradient_is_clipped_for_each_member_by_itself() -> None:
+def test_gradients_are_clipped_per_member() -> None:
     """The first step of Adam hides a gradient's scale but for `eps`: with a large one it shows."""
     env, policy = Countdown(4), NetPolicyConfig(hidden=[6], max_grad_norm=0.01, adam_eps=100.0, lr=1.0)
     made = learner(A2C(rollout_length=8, normalize_advantages=False), env, {"a": [0], "b": [1]}, policy)
@@ -450,7 +450,7 @@ def test_a_gradient_is_clipped_for_each_member_by_itself() -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 4])
-def test_a_policy_that_was_kept_plays_the_same_elsewhere(memory: int, tmp_path: Path) -> None:
+def test_exported_policy_plays_identically(memory: int, tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
     policy = SMALL.model_copy(update={"gru_units": memory, "seat_one_hot": True})
     made = learner(PPO(rollout_length=8, aux_value_coef=0.5), env, {"a": [0, 1], "b": [2]}, policy)
@@ -467,7 +467,7 @@ def test_a_policy_that_was_kept_plays_the_same_elsewhere(memory: int, tmp_path: 
 # ---- learning
 
 
-def test_seats_learn_what_is_asked_of_each() -> None:
+def test_seats_learn_their_own_tasks() -> None:
     env = Cues(32, seats=2)
     made = learner(PPO(rollout_length=8, gamma=0.9), env, {"a": [0], "b": [1]})
     assert mean_return(env, [UniformVectorPolicy(env, [0, 1])], 100) == pytest.approx(1 / 3, abs=0.05)
@@ -475,7 +475,7 @@ def test_seats_learn_what_is_asked_of_each() -> None:
     assert (mean_return(env, made.greedy_policies(), 20) > 0.95).all()
 
 
-def test_a_policy_at_several_seats_is_told_which_where_it_must_know() -> None:
+def test_shared_policy_needs_the_seat_one_hot_for_distinct_tasks() -> None:
     env = Cues(32, seats=2)
     for seat_id in (True, False):
         policy = NetPolicyConfig(hidden=[16], lr=1e-2, seat_one_hot=seat_id)
@@ -493,21 +493,21 @@ def test_a_policy_at_several_seats_is_told_which_where_it_must_know() -> None:
         PPO(rollout_length=8, gamma=0.9, critic="central", critics="one", value_norm=True),
     ],
 )
-def test_a_team_learns_from_what_it_is_paid_together(config: ActorCriticConfig) -> None:
+def test_team_learns_from_a_team_reward(config: ActorCriticConfig) -> None:
     env = Cues(64, seats=2, team=True)
     made = learner(config, env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(64)), 8, 60)
     assert mean_return(env, made.greedy_policies(), 20).mean() > 0.9
 
 
-def test_seats_that_take_turns_learn_from_the_end_of_the_game() -> None:
+def test_turn_based_seats_learn_from_terminal_rewards() -> None:
     env = Cues(32, seats=2, steps=2, turns=True)
     made = learner(PPO(rollout_length=16, gamma=1.0), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(32)), 16, 30)
     assert (mean_return(env, made.greedy_policies(), 40) > 0.9).all()
 
 
-def test_only_who_remembers_can_answer_later() -> None:
+def test_memory_task_needs_recurrence() -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
     for memory in (16, 0):
         policy = NetPolicyConfig(hidden=[16], lr=1e-2, gru_units=memory)
@@ -517,7 +517,7 @@ def test_only_who_remembers_can_answer_later() -> None:
         assert score > 0.9 if memory else score < 0.5
 
 
-def test_a_cart_learns_to_stand() -> None:
+def test_continuous_cart_is_balanced() -> None:
     env = Track(32)
     made = learner(PPO(rollout_length=40, gamma=0.9, entropy_coef=0.0), env, {"a": [0]})
     still = mean_return(env, [UniformVectorPolicy(env, [0])], 40).item()
@@ -555,7 +555,7 @@ class Product(NativeEnv):
 
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("critics", ["each", "one"])
-def test_a_central_critic_knows_what_no_seat_sees(critics: str, state: bool) -> None:
+def test_central_critic_uses_the_global_state(critics: str, state: bool) -> None:
     env = Product(64, state)
     for critic, bar in (("own", (0.4, 0.6)), ("central", (0.0, 0.05))):
         if (critic, critics) == ("own", "one"):
@@ -568,7 +568,7 @@ def test_a_central_critic_knows_what_no_seat_sees(critics: str, state: bool) -> 
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_policy_learns_besides_what_its_critic_learns(norm: bool) -> None:
+def test_auxiliary_value_loss_matches_the_critic(norm: bool) -> None:
     """In the critic's units, from the same views: it misses the targets by about as much."""
     env = Countdown(32)
     made = learner(PPO(rollout_length=8, aux_value_coef=1.0, value_norm=norm), env, {"a": [0], "b": [1]})
@@ -577,7 +577,7 @@ def test_a_policy_learns_besides_what_its_critic_learns(norm: bool) -> None:
     assert missed == pytest.approx(judged, rel=0.2)
 
 
-def test_two_who_cannot_talk_learn_to_agree() -> None:
+def test_independent_policies_learn_to_coordinate() -> None:
     env = MatrixGame(32, game="coordination")
     made = learner(PPO(rollout_length=4), env, {"a": [0], "b": [1]})
     assert mean_return(env, made.rollout_policies(0), 40).mean() == pytest.approx(0.5, abs=0.1)
@@ -596,7 +596,7 @@ def nash_conv_of(made: ActorCriticLearner) -> float:
     return nash_conv(game, tabular_policy_from_callable(game, probabilities))
 
 
-def test_self_play_makes_a_poker_player_harder_to_exploit() -> None:
+def test_self_play_lowers_nash_conv_in_kuhn_poker() -> None:
     """With enough entropy; without, the best answer to what one plays now is chased in circles."""
     env, policy = KuhnPoker(128), NetPolicyConfig(hidden=[32], lr=3e-3)
     config = PPO(rollout_length=16, gamma=1.0, entropy_coef=0.3, epochs=2, minibatches=1, normalize_advantages=False)
@@ -606,7 +606,7 @@ def test_self_play_makes_a_poker_player_harder_to_exploit() -> None:
     assert nash_conv_of(made) < 11 / 24
 
 
-def test_agents_spread_better_than_by_chance() -> None:
+def test_simple_spread_is_learned_beyond_chance() -> None:
     env = SimpleSpread(64)
     policy = NetPolicyConfig(hidden=[64], lr=2e-3)
     config = PPO(rollout_length=25, gamma=0.95, critic="central", critics="one", value_norm=True)
@@ -619,7 +619,7 @@ def test_agents_spread_better_than_by_chance() -> None:
 # ---- known faults
 
 
-def test_the_loss_of_a_critic_is_shown_at_its_own_policy_only() -> None:
+def test_critic_loss_is_reported_per_policy() -> None:
     env, apart = Countdown(4), {"a": POLICY, "b": NetPolicyConfig(hidden=[8])}
     shown = []
     for scale in (1, 10):
@@ -637,7 +637,7 @@ def unit(width: int) -> Continuous:
 @pytest.mark.parametrize(
     "spaces", [(unit(1), unit(3)), (unit(2), unit(3)), (MultiDiscrete((2, 3)), MultiDiscrete((2, 2, 2)))]
 )
-def test_seats_may_have_actions_of_different_lengths(spaces: tuple[Space, ...]) -> None:
+def test_seats_may_have_action_spaces_of_different_sizes(spaces: tuple[Space, ...]) -> None:
     env = Push(4, spaces)
     made = learner(PPO(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0], "b": [1]})
     batch = swept(made, env, 8)
@@ -646,7 +646,7 @@ def test_seats_may_have_actions_of_different_lengths(spaces: tuple[Space, ...]) 
         assert figures["kl"] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_sweep_in_which_nothing_becomes_known_teaches_nothing() -> None:
+def test_rollout_without_completed_decisions_changes_nothing() -> None:
     env = Countdown(4, turns=True)
     made = learner(A2C(rollout_length=1), env, {"a": [0]})
     before = weights(made, "a")

@@ -40,7 +40,7 @@ def snapshot(made: COMALearner) -> dict[str, np.ndarray]:
 # ---- by hand
 
 
-def test_credit_is_the_value_less_what_could_be_expected() -> None:
+def test_counterfactual_advantage_by_hand() -> None:
     q = torch.tensor([[1.0, 2.0, 6.0], [1.0, 2.0, 6.0], [-1.0, 0.0, 9.0]])
     policy = torch.tensor([[0.5, 0.25, 0.25], [0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
     credit = counterfactual_advantages(q, policy, torch.tensor([2, 1, 0]))
@@ -48,7 +48,7 @@ def test_credit_is_the_value_less_what_could_be_expected() -> None:
     assert credit.tolist() == pytest.approx([3.5, 0.0, -0.5])
 
 
-def test_the_mean_credit_of_a_policy_is_nothing() -> None:
+def test_expected_advantage_is_zero() -> None:
     """So the baseline does not change what the gradient tends to (Foerster et al., 2018, lemma 1)."""
     q = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     policy = torch.softmax(q.flip(0), 1)
@@ -163,7 +163,7 @@ class Textbook:
         ({"a": 1}, 13),  # the last one goes on
     ],
 )
-def test_one_update_is_the_textbooks(learning: dict[str, int], steps: int, turns: bool) -> None:
+def test_update_equals_a_reference_implementation(learning: dict[str, int], steps: int, turns: bool) -> None:
     env, policy = (
         Countdown(4, turns=turns, seats=3),
         NetPolicyConfig(hidden=[6], lr=1e-3, adam_eps=1e-2, max_grad_norm=0.4),
@@ -194,7 +194,7 @@ def test_one_update_is_the_textbooks(learning: dict[str, int], steps: int, turns
 # ---- what it is made of
 
 
-def test_targets_are_renewed_when_it_is_time() -> None:
+def test_target_network_is_updated_at_its_interval() -> None:
     env = Countdown(4)
     made = learner(COMA(target_interval=3), env, {"a": [0, 1]})
     sweeper, renewed = VectorRollout(env, np.arange(4)), []
@@ -207,7 +207,7 @@ def test_targets_are_renewed_when_it_is_time() -> None:
 
 @pytest.mark.parametrize("memory", [0, 5])
 @pytest.mark.parametrize("turns", [False, True])
-def test_a_learner_goes_on_exactly_from_its_arrays(memory: int, turns: bool) -> None:
+def test_resume_from_state_arrays_is_bit_identical(memory: int, turns: bool) -> None:
     policy = NetPolicyConfig(hidden=[6], gru_units=memory, normalize_observations=True, seat_one_hot=True)
     seats = {"a": [0], "b": [3], "c": [1, 2]}
     env = Countdown(4, seats=4, turns=turns)
@@ -230,7 +230,7 @@ def test_a_learner_goes_on_exactly_from_its_arrays(memory: int, turns: bool) -> 
 
 
 @pytest.mark.parametrize("horizon", [1, 2, 7])
-def test_short_sweeps_will_do(horizon: int) -> None:
+def test_short_rollouts_are_accepted(horizon: int) -> None:
     """With and without ends of games, with and without moves whose worth is known."""
     env = Countdown(4, turns=True, seats=3)
     made = learner(COMA(rollout_length=horizon), env, {"a": [0], "b": [1, 2]})
@@ -243,7 +243,7 @@ def test_short_sweeps_will_do(horizon: int) -> None:
         assert np.isfinite(list(line.values())).all()
 
 
-def test_seats_that_wait_teach_nothing() -> None:
+def test_seats_that_do_not_act_have_no_gradient() -> None:
     env = Countdown(4, turns=True)
     made, other = (learner(COMA(), env, {"a": [0], "b": [1]}) for _ in range(2))
     batch = VectorRollout(env, np.array([1, 5, 9, 13])).collect(made.rollout_policies(0), 14, 0)
@@ -254,7 +254,7 @@ def test_seats_that_wait_teach_nothing() -> None:
         np.testing.assert_array_equal(value, snapshot(other)[key], err_msg=key)
 
 
-def test_lists_of_actions_are_needed() -> None:
+def test_continuous_actions_are_refused() -> None:
     with pytest.raises(ValueError, match=r'coma weighs every action .* "track" has no lists of them: use ppo or a2c'):
         learner(COMA(), Track(2), {"a": [0]})
 
@@ -262,7 +262,7 @@ def test_lists_of_actions_are_needed() -> None:
 # ---- learning
 
 
-def test_a_seat_gets_no_credit_for_what_others_do() -> None:
+def test_seat_gets_no_credit_for_others_actions() -> None:
     """The second player alone decides what both get. Once the critics know, the first has nothing to learn, however
     much its returns vary; by the plain policy gradient it would."""
     env = MatrixGame(32, payoff=[[-1, 1], [-1, 1]])
@@ -273,14 +273,14 @@ def test_a_seat_gets_no_credit_for_what_others_do() -> None:
     assert figures["a"]["grad_norm"] < 0.02
 
 
-def test_two_who_cannot_talk_learn_to_agree() -> None:
+def test_independent_policies_learn_to_coordinate() -> None:
     env = MatrixGame(32, game="coordination")
     made = learner(COMA(rollout_length=4), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(32)), 4, 50)
     assert mean_return(env, made.rollout_policies(0), 40).mean() > 0.9
 
 
-def test_credit_finds_its_way_through_two_steps() -> None:
+def test_two_step_game_is_learned() -> None:
     env = TwoStepGame(32)
     made = learner(COMA(rollout_length=4), env, {"a": [0], "b": [1]})
     by_chance = mean_return(env, made.rollout_policies(0), 40).mean()
@@ -289,7 +289,7 @@ def test_credit_finds_its_way_through_two_steps() -> None:
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_a_team_that_remembers_is_paid_together(turns: bool) -> None:
+def test_recurrent_team_learns_from_a_team_reward(turns: bool) -> None:
     env = Cues(32, seats=2, steps=2, fleeting=True, team=True, turns=turns)
     policy = NetPolicyConfig(hidden=[16], gru_units=16, lr=1e-2)
     made = learner(COMA(rollout_length=8, gamma=1.0), env, {"a": [0], "b": [1]}, policy)
@@ -297,7 +297,7 @@ def test_a_team_that_remembers_is_paid_together(turns: bool) -> None:
     assert mean_return(env, made.greedy_policies(), 20).mean() > 0.9  # a third by chance
 
 
-def test_agents_spread_better_than_by_chance() -> None:
+def test_simple_spread_is_learned_beyond_chance() -> None:
     env = SimpleSpread(32, agents=2)
     config = COMA(rollout_length=10, gamma=0.9, entropy_coef=0.0, minibatches=8, critic_lr=3e-3)
     made = learner(config, env, {"agent": [0, 1]}, NetPolicyConfig(hidden=[64], lr=5e-3))

@@ -36,7 +36,7 @@ def test_targets_of_ddpg_by_hand():
     torch.testing.assert_close(target, torch.tensor([[-1 + 0.8 * (3 + 3), -1.0]]), atol=1e-4, rtol=0)
 
 
-def test_targets_of_td3_take_the_lesser_critic_and_smooth():
+def test_td3_targets_use_the_smaller_critic_and_smoothing():
     """Noise so large that it is always cut off: the next action is 0.3 less or more the bound, or the space's end."""
     learner = made(TD3(target_noise=1e6, target_noise_clip=0.5), Countdown(space=LINE, seats=1))
     constant(learner.copies[0], [[math.atanh(0.7)]])
@@ -47,7 +47,7 @@ def test_targets_of_td3_take_the_lesser_critic_and_smooth():
     assert 0.35 < share < 0.65
 
 
-def test_targets_of_maddpg_see_what_the_others_will_do():
+def test_maddpg_targets_see_the_others_target_actions():
     """Columns: state 2, who acts 2, who is asked 2, what the others do 2, own action 1. Each policy's own is hidden
     among the others'."""
     learner = made(DDPG(critic="central"), Countdown(space=LINE), seats=BOTH)
@@ -63,7 +63,7 @@ def test_targets_of_maddpg_see_what_the_others_will_do():
     torch.testing.assert_close(target, torch.tensor([[7 + 0.5 * 0.3], [0.5 * (7 + 1000 + 3)]]), atol=5e-2, rtol=0)
 
 
-def test_a_central_critic_sees_what_the_others_did():
+def test_central_critic_sees_the_others_actions():
     learner = made(DDPG(critic="central"), Countdown(space=LINE), seats=BOTH)
     linear(learner.critics[0].net, [{6: 1.0, 7: 2.0, 8: 4.0}] * 2)
     actions = torch.tensor([[[1.0], [-2.0]]])  # units 0.5 and -1
@@ -72,7 +72,7 @@ def test_a_central_critic_sees_what_the_others_did():
     torch.testing.assert_close(figures["q"], expected, atol=1e-3, rtol=0)
 
 
-def test_seats_that_do_not_learn_are_not_seen():
+def test_central_critic_ignores_seats_without_learner():
     env = Countdown(space=LINE, seats=3)
     learner = made(DDPG(critic="central"), env, seats={"a": [0], "b": [2]})
     assert learner.critics[0].net.observation_shape == (2 + 3 + 3 + 2 + 1,)
@@ -103,7 +103,7 @@ def test_discrete_targets_are_drawn_from_legal_actions():
 @pytest.mark.parametrize(
     "config", [DDPG(action_l2_coef=0.1, critic_lr=1e-30), TD3(action_l2_coef=0.1, policy_delay=1, critic_lr=1e-30)]
 )
-def test_the_policy_climbs_the_first_critic(config):
+def test_policy_follows_the_gradient_of_the_first_critic(config):
     """Of value 3 for each unit; the second critic of TD3 would go the other way. Only the last bias has a gradient."""
     learner = made(config, Countdown(space=LINE, seats=1), SMALL.model_copy(update={"max_grad_norm": 1e9}))
     constant(learner.stacks[0].net, [[0.4]])
@@ -116,7 +116,7 @@ def test_the_policy_climbs_the_first_critic(config):
     assert learner.stacks[0].net.head.bias.item() > 0.4
 
 
-def test_policies_and_copies_move_at_every_second_step_of_td3():
+def test_td3_delays_policy_and_target_updates():
     learner = made(TD3(tau=0.25), Countdown(space=LINE, seats=1))
     critic, stack = learner.critics[0], learner.stacks[0]
     start = {n: copy.deepcopy(net) for n, net in (("critic", critic.net), ("policy", stack.net))}
@@ -134,13 +134,13 @@ def test_policies_and_copies_move_at_every_second_step_of_td3():
             torch.testing.assert_close(c, 0.75 * a + 0.25 * b)
 
 
-def test_noise_goes_from_one_deviation_to_another():
+def test_exploration_noise_is_annealed():
     config = DDPG(exploration_noise=0.5, exploration_noise_end=0.1, exploration_noise_share=0.5)
     assert [config.noise_at(progress) for progress in (0, 0.25, 0.5, 1)] == pytest.approx([0.5, 0.3, 0.1, 0.1])
     assert DDPG(exploration_noise=0.2).noise_at(0.7) == pytest.approx(0.2)
 
 
-def test_play_explores_around_the_best_by_the_noise_of_the_moment():
+def test_rollout_actions_add_the_current_exploration_noise():
     env = Countdown(64, space=LINE, seats=1)
     learner = made(DDPG(exploration_noise=0.2, exploration_noise_end=0.05, learning_starts=1), env)
     constant(learner.stacks[0].net, [[math.atanh(0.25)]])
@@ -159,7 +159,7 @@ def test_play_explores_around_the_best_by_the_noise_of_the_moment():
 @pytest.mark.parametrize("critic", ["own", "central"])
 @pytest.mark.parametrize("space", [LINE, Discrete(3)])
 @pytest.mark.parametrize("config", [DDPG, TD3])
-def test_what_was_saved_goes_on_exactly(config, space, critic):
+def test_resume_is_bit_identical(config, space, critic):
     env = Countdown(8, space=space)
     config = config(
         learning_starts=64, batch_size=16, rollout_length=5, gradient_steps=3, critic=critic, buffer_size=150
@@ -180,7 +180,7 @@ def test_what_was_saved_goes_on_exactly(config, space, critic):
 @pytest.mark.parametrize("critic", ["own", "central"])
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("game", [SimpleTag, SimpleSpeakerListener])
-def test_seats_may_differ_in_what_they_see_and_do(game, continuous, critic):
+def test_seats_may_differ_in_observations_and_actions(game, continuous, critic):
     """As each would alone: padding reaches no network."""
     env = game(4, continuous_actions=continuous)
     learner = made(
@@ -196,7 +196,7 @@ def test_seats_may_differ_in_what_they_see_and_do(game, continuous, critic):
         assert judge.net.observation_shape == (seen + widths[seat],)
 
 
-def test_what_remembers_is_refused():
+def test_recurrent_networks_are_refused():
     with pytest.raises(ValueError, match="td3 learns from single moments"):
         made(TD3(), Track(), NetPolicyConfig(gru_units=8))
 
@@ -205,7 +205,7 @@ def test_what_remembers_is_refused():
 
 
 @pytest.mark.parametrize("config", [DDPG, TD3])
-def test_a_cart_comes_to_rest(config):
+def test_cart_control_is_learned(config):
     """At random it loses 30 a game, left alone 6; steered well 0.15."""
     policy = NetPolicyConfig(lr=3e-3, max_grad_norm=10, activation="relu", hidden=[32, 32])
     learner = made(config(**FAST), Track(16), policy)
@@ -216,7 +216,7 @@ def test_a_cart_comes_to_rest(config):
 
 
 @pytest.mark.parametrize("critic", ["own", "central"])
-def test_each_seat_finds_its_answer_to_every_cue(critic):
+def test_every_seat_learns_its_cues(critic):
     """Chance is one of three; central critics learn from what the team is paid."""
     env, policy = Cues(16, team=critic == "central"), NetPolicyConfig(lr=3e-3, max_grad_norm=10, hidden=[32])
     learner = made(TD3(**FAST, action_l2_coef=0.03, critic=critic), env, policy, BOTH)
@@ -226,7 +226,7 @@ def test_each_seat_finds_its_answer_to_every_cue(critic):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # half a minute where nothing else runs
-def test_a_listener_follows_what_the_speaker_learns_to_say():
+def test_simple_speaker_listener_is_learned():
     """MADDPG in simple_speaker_listener: 41 lost a game at random, about 15 by a listener who waits in the middle of
     all landmarks, 8 where words have come to mean them."""
     config = DDPG(critic="central", learning_starts=5000, batch_size=512, gamma=0.95, tau=0.01, gradient_steps=4)

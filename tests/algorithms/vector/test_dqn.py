@@ -79,7 +79,7 @@ def next_draw(made: QLearner, config: QLearningConfig) -> TransitionBatch:
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("duelling", [True, False])
 @pytest.mark.parametrize("turns", [True, False])
-def test_an_update_is_what_the_papers_say(turns: bool, duelling: bool, double: bool) -> None:
+def test_update_equals_a_reference_implementation(turns: bool, duelling: bool, double: bool) -> None:
     """Policy one plays seats 0 and 2, two plays seat 1; with priorities, so that rows count differently."""
     env = Countdown(games=5, turns=turns, seats=3)
     config = DQN(
@@ -119,7 +119,7 @@ def test_an_update_is_what_the_papers_say(turns: bool, duelling: bool, double: b
     assert known[0].tolist() == [m in sizes for m in range(16)]
 
 
-def test_errors_become_priorities() -> None:
+def test_td_errors_become_priorities() -> None:
     env = Countdown(games=5)
     config = DQN(**QUICK | {"gradient_steps": 1, "batch_size": 4, "n_step": 1}, priority_exponent=0.5)
     made = learner(config, env, {"one": [0, 1]})
@@ -134,7 +134,7 @@ def test_errors_become_priorities() -> None:
     assert kept == pytest.approx((error[0].numpy() + 1e-6) ** 0.5, rel=1e-4)
 
 
-def test_slow_copies_follow() -> None:
+def test_target_networks_follow_by_polyak() -> None:
     env = Cues(games=4)
     made = learner(DQN(**QUICK | {"gradient_steps": 3}, tau=0.25, target_interval=3), env, {"a": [0], "b": [1]})
     before = member(made, "b", True)
@@ -159,7 +159,7 @@ def stretches_of(made: QLearner, drawn: int = 6) -> SequenceBatch:
 
 
 @pytest.mark.parametrize("turns", [True, False])
-def test_values_with_memory_are_those_that_play_step_by_step(turns: bool) -> None:
+def test_recurrent_values_equal_step_by_step_play(turns: bool) -> None:
     env = Countdown(games=4, turns=turns, seats=2)
     config = DQN(**QUICK | {"rollout_length": 7}, gamma=0.9, n_step=1 if turns else 2)
     made = learner(config, env, {"one": [0], "two": [1]}, NetPolicyConfig(hidden=[8], gru_units=5, lr=1e-2))
@@ -198,7 +198,7 @@ def test_values_with_memory_are_those_that_play_step_by_step(turns: bool) -> Non
     assert checked > 10 and cut > 0
 
 
-def test_without_memory_stretches_and_moments_say_the_same() -> None:
+def test_sequences_and_transitions_agree_without_memory() -> None:
     env = Countdown(games=4, turns=True, seats=3)
     made = learner(DQN(**QUICK), env, {"one": [0, 2], "two": [1]})
     batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 20, 1)
@@ -225,7 +225,7 @@ def moves_of(made: QLearner, env: VectorEnv, progress: float, steps: int = 60) -
     return batch.actions.copy(), batch
 
 
-def test_only_legal_actions_are_played() -> None:
+def test_rollouts_play_legal_actions_only() -> None:
     env = Countdown(games=20)
     made = learner(DQN(**QUICK | {"learning_starts": 100}), env, {"one": [0, 1]})
     for seen in (0, 100):
@@ -236,7 +236,7 @@ def test_only_legal_actions_are_played() -> None:
             assert np.take_along_axis(batch.action_mask[:-1], batch.actions[..., None], -1).all()
 
 
-def test_how_much_is_explored() -> None:
+def test_epsilon_sets_the_share_of_random_actions() -> None:
     env = Cues(games=50)
     config = DQN(**QUICK | {"learning_starts": 10}, epsilon=0.9, epsilon_end=0.3, epsilon_share=0.5)
     assert [round(config.epsilon_at(x), 6) for x in (0, 0.25, 0.5, 1)] == [0.9, 0.6, 0.3, 0.3]
@@ -250,7 +250,7 @@ def test_how_much_is_explored() -> None:
         assert (moves_of(made, env, progress)[0] != greedy).mean() == pytest.approx(epsilon * 2 / 3, abs=0.02)
 
 
-def test_random_moves_are_uniform_over_legal_ones() -> None:
+def test_random_actions_are_uniform_over_legal_ones() -> None:
     head = learner(DQN(**QUICK), Cues(games=4), {"one": [0, 1]}).heads[0]
     action_mask = torch.tensor([True, False, True]).expand(1, 9000, 3)
     action, logp = head.epsilon_greedy(1.0)(torch.zeros(1, 9000, 4), action_mask, torch.Generator().manual_seed(0))
@@ -258,7 +258,7 @@ def test_random_moves_are_uniform_over_legal_ones() -> None:
     assert logp is None
 
 
-def test_nothing_is_learned_before_it_is_time() -> None:
+def test_no_update_before_learning_starts() -> None:
     env = Cues(games=4)
     made = learner(DQN(**QUICK | {"learning_starts": 33}), env, {"one": [0, 1]})
     sweeper = VectorRollout(env, np.arange(4))
@@ -267,7 +267,7 @@ def test_nothing_is_learned_before_it_is_time() -> None:
         assert made.steps == steps
 
 
-def test_nobody_begins_to_learn_before_all_processes_can() -> None:
+def test_processes_start_learning_together() -> None:
     env = Cues(games=4)
     together = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other could not yet
     made = DQN(**QUICK).build_learner(env, {"one": [0, 1]}, {"one": POLICY}, {"one": 1}, together)
@@ -286,7 +286,7 @@ def test_nobody_begins_to_learn_before_all_processes_can() -> None:
         ({"priority_exponent": 0.6, "burn_in": 2}, 6),
     ],
 )
-def test_what_was_kept_goes_on_exactly(options: dict[str, Any], memory: int) -> None:
+def test_resume_is_bit_identical(options: dict[str, Any], memory: int) -> None:
     env = Countdown(games=4, turns=True)
     config = DQN(**QUICK | {"buffer_size": 60}, **options)
     policy = NetPolicyConfig(hidden=[8], gru_units=memory, normalize_observations=True)
@@ -302,7 +302,7 @@ def test_what_was_kept_goes_on_exactly(options: dict[str, Any], memory: int) -> 
 
 @pytest.mark.parametrize("memory", [0, 6])
 @pytest.mark.parametrize("duelling", [True, False])
-def test_a_policy_that_was_written_plays_as_it_did(tmp_path: Path, duelling: bool, memory: int) -> None:
+def test_exported_policy_plays_identically(tmp_path: Path, duelling: bool, memory: int) -> None:
     env = Countdown(games=12)
     policy = NetPolicyConfig(hidden=[8, 8], gru_units=memory, lr=1e-2, normalize_observations=True)
     made = learner(DQN(**QUICK, duelling=duelling), env, {"one": [0], "two": [1]}, policy)
@@ -318,12 +318,12 @@ def test_a_policy_that_was_written_plays_as_it_did(tmp_path: Path, duelling: boo
 
 
 @pytest.mark.parametrize("space", [Continuous((-1.0,), (1.0,)), MultiDiscrete((2, 3))])
-def test_values_of_single_actions_need_single_actions(space: Space) -> None:
+def test_non_discrete_actions_are_refused(space: Space) -> None:
     with pytest.raises(ValueError, match='dqn compares the values of single actions, but env "countdown" takes'):
         learner(DQN(), Countdown(space=space), {"one": [0, 1]})
 
 
-def test_a_stretch_must_have_something_to_learn_from() -> None:
+def test_burn_in_shorter_than_the_sequence_is_required() -> None:
     with pytest.raises(ValueError, match="burn_in is 8, but stretches have 8 steps"):
         DQN(burn_in=8)
 
@@ -331,7 +331,7 @@ def test_a_stretch_must_have_something_to_learn_from() -> None:
 # ---- learning itself
 
 
-def test_it_learns_to_answer_cues() -> None:
+def test_cue_task_is_learned() -> None:
     env = Cues(games=16)
     config = DQN(
         rollout_length=4, gradient_steps=4, batch_size=64, learning_starts=100, tau=0.05, priority_exponent=0.6
@@ -342,7 +342,7 @@ def test_it_learns_to_answer_cues() -> None:
     assert (mean_return(env, made.greedy_policies(), 50) == 1).all()
 
 
-def test_it_learns_the_best_answer_to_a_random_player_of_kuhn_poker() -> None:
+def test_best_response_to_uniform_kuhn_poker_is_learned() -> None:
     """Against uniform play the best a first player can earn is 1/2, a second one 5/12: so uniform play has a NashConv
     of 11/12 (OpenSpiel). Seats take turns; only one learns."""
     env = KuhnPoker(num_envs=64)
@@ -364,7 +364,7 @@ def test_it_learns_the_best_answer_to_a_random_player_of_kuhn_poker() -> None:
         assert earned == pytest.approx(value, abs=0.07), seat
 
 
-def test_memory_is_learned_where_it_is_needed() -> None:
+def test_recurrent_network_learns_a_memory_task() -> None:
     """The cue is seen in the first of three steps; the answer counts in the last."""
     env = Cues(games=16, steps=3, fleeting=True, seats=1)
     config = DQN(rollout_length=6, gradient_steps=4, batch_size=192, learning_starts=100, tau=0.05, gamma=0.9)
@@ -373,7 +373,7 @@ def test_memory_is_learned_where_it_is_needed() -> None:
     assert mean_return(env, made.greedy_policies(), 60)[0] > 0.95
 
 
-def test_alone_each_takes_the_others_blunders_for_the_game() -> None:
+def test_independent_dqn_misses_the_optimum_of_the_two_step_game() -> None:
     """The two-step game of Rashid et al. (2018), all moves random: by itself a seat sees means over the other's moves,
     0.5 and 4.5 behind the risky door, of which 4.455 arrives at the first; so both go for the certain 7."""
     env = TwoStepGame(num_envs=16)

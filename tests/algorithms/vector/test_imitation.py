@@ -52,7 +52,7 @@ def snapshot(made: NetLearner) -> dict[str, np.ndarray]:
 # ---- losses by hand
 
 
-def test_a_discriminators_loss_worked_by_hand() -> None:
+def test_discriminator_loss_by_hand() -> None:
     expert, policy = torch.tensor([[0.0, math.log(3)]]), torch.tensor([[-math.log(4), 0.5]])
     loss, figures = discriminator_loss(expert, policy)
     # D is 1/2 and 3/4 of the expert's moves, 1/5 and sigmoid(.5) of the policy's
@@ -61,12 +61,12 @@ def test_a_discriminators_loss_worked_by_hand() -> None:
     assert figures["discriminator_accuracy"].item() == (1 / 2 + 1 / 2) / 2
 
 
-def test_who_cannot_tell_loses_twice_the_logarithm_of_two() -> None:
+def test_undecided_discriminator_loss_is_two_log_two() -> None:
     loss, _ = discriminator_loss(torch.zeros(2, 5), torch.zeros(2, 7))
     assert loss.tolist() == pytest.approx([2 * math.log(2)] * 2)
 
 
-def test_the_best_discriminator_knows_the_ratio_of_frequencies() -> None:
+def test_optimal_discriminator_logit_is_the_log_frequency_ratio() -> None:
     """Expert's moves are 3, 1, 0 of 4, the policy's 1, 1, 2: the logits log(3), log(1) leave no gradient."""
     logit = torch.tensor([math.log(3), 0.0, -40.0], requires_grad=True)
     expert, policy = logit[[0, 0, 0, 1]], logit[[0, 1, 2, 2]]
@@ -74,21 +74,21 @@ def test_the_best_discriminator_knows_the_ratio_of_frequencies() -> None:
     assert logit.grad is not None and logit.grad.tolist() == pytest.approx([0, 0, 0], abs=1e-6)
 
 
-def test_members_lose_apart() -> None:
+def test_discriminator_losses_are_per_member() -> None:
     expert = torch.zeros(2, 3, requires_grad=True)
     discriminator_loss(expert, torch.zeros(2, 3))[0][1].backward()
     assert expert.grad is not None and not expert.grad[0].any() and (expert.grad[1] < 0).all()
 
 
 @pytest.mark.parametrize("logit", [-30.0, -1.0, 0.0, 2.0, 30.0])
-def test_rewards_worked_by_hand(logit: float) -> None:
+def test_imitation_rewards_by_hand(logit: float) -> None:
     likely = 1 / (1 + math.exp(-logit))
     positive = imitation_reward(torch.tensor(logit, dtype=torch.float64), "positive").item()
     assert positive == pytest.approx(-math.log(1 - likely) if likely < 1 - 1e-9 else logit, rel=1e-6)
     assert imitation_reward(torch.tensor(logit), "logit").item() == logit
 
 
-def test_slopes_are_measured_between_the_two_kinds() -> None:
+def test_gradient_penalty_interpolates_expert_and_policy() -> None:
     weight = torch.tensor([3.0, 4.0], requires_grad=True)  # a plane: its slope is 5 everywhere
     penalty = gradient_penalty(lambda x: x @ weight, torch.ones(1, 6, 2), torch.zeros(1, 6, 2), torch.rand(1, 6, 1))
     assert penalty.tolist() == pytest.approx([16])
@@ -103,7 +103,7 @@ def test_slopes_are_measured_between_the_two_kinds() -> None:
     assert bowl.tolist() == pytest.approx([(3 - 1) ** 2])
 
 
-def test_actions_as_numbers() -> None:
+def test_actions_are_encoded_as_numbers() -> None:
     assert encode_actions(Discrete(3), torch.tensor([2, 0])).tolist() == [[0, 0, 1], [1, 0, 0]]
     assert encode_actions(MultiDiscrete((2, 3)), torch.tensor([[1, 0]])).tolist() == [[0, 1, 1, 0, 0]]
     sides = Continuous((0.0, -1.0), (4.0, 1.0))
@@ -119,7 +119,7 @@ def test_actions_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_what_was_played_is_what_is_read(turns: bool, tmp_path: Path) -> None:
+def test_demonstrations_survive_a_write_and_read(turns: bool, tmp_path: Path) -> None:
     env = Countdown(4, turns=turns)
     record_demonstrations(env, [UniformVectorPolicy(env, [0, 1])], 9, tmp_path / "moves.npz", seed=3)
     batch = VectorRollout(env, 3 + np.arange(4)).collect([UniformVectorPolicy(env, [0, 1])], 9, 3)
@@ -130,13 +130,13 @@ def test_what_was_played_is_what_is_read(turns: bool, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.actions, batch.actions)
 
 
-def test_a_file_is_called_what_it_was_to_be_called(tmp_path: Path) -> None:
+def test_demonstration_file_keeps_its_name(tmp_path: Path) -> None:
     env = Track(2)
     record_demonstrations(env, [UniformVectorPolicy(env, [0])], 3, tmp_path / "moves")
     assert read_demonstrations(tmp_path / "moves", env).action_mask is None
 
 
-def test_what_are_no_demonstrations_is_said(tmp_path: Path) -> None:
+def test_files_without_demonstrations_are_refused(tmp_path: Path) -> None:
     env = Cues(2)
     with pytest.raises(ValueError, match=r"none\.npz does not hold demonstrations \(.*No such file"):
         learner(BC(demonstrations=str(tmp_path / "none.npz")), env, {"a": [0, 1]})
@@ -167,7 +167,7 @@ def _one_choice() -> VectorEnv:
     return env
 
 
-def test_a_policy_must_be_shown_something(tmp_path: Path) -> None:
+def test_policy_without_demonstrated_actions_is_refused(tmp_path: Path) -> None:
     env = Cues(2, turns=True)
     path = shown(env, right, 1, tmp_path / "moves.npz")
     with pytest.raises(ValueError, match="no step has an action of policy b"):
@@ -177,7 +177,7 @@ def test_a_policy_must_be_shown_something(tmp_path: Path) -> None:
 # ---- cloning
 
 
-def test_a_clone_plays_as_often_as_the_expert_did(tmp_path: Path) -> None:
+def test_clone_matches_the_expert_frequencies(tmp_path: Path) -> None:
     """The likelihood is highest at the frequencies: here of answers to each cue, with probabilities 1/2, 1/4, 1/4."""
     env = Cues(64, seats=1)
     rng = np.random.default_rng(0)
@@ -195,7 +195,7 @@ def test_a_clone_plays_as_often_as_the_expert_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_an_expert_is_cloned_from_few_games(turns: bool, tmp_path: Path) -> None:
+def test_behaviour_cloning_learns_from_few_games(turns: bool, tmp_path: Path) -> None:
     env = Cues(16, seats=2, turns=turns)
     path = shown(env, right, 2 if turns else 1, tmp_path / "moves.npz")  # 16 games of one move a seat
     made = learner(BC(demonstrations=path, batch_size=64), env, {"a": [0], "b": [1]})
@@ -204,7 +204,7 @@ def test_an_expert_is_cloned_from_few_games(turns: bool, tmp_path: Path) -> None
     assert (mean_return(env, made.greedy_policies(), 40) == 1).all()
 
 
-def test_a_clone_remembers(tmp_path: Path) -> None:
+def test_recurrent_clone_solves_a_memory_task(tmp_path: Path) -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
     path = shown(env, right, 10, tmp_path / "moves.npz")  # the third game of each is cut short
     for memory in (16, 0):
@@ -216,7 +216,7 @@ def test_a_clone_remembers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("normalise", [False, True])
-def test_a_steady_hand_is_cloned(normalise: bool, tmp_path: Path) -> None:
+def test_behaviour_cloning_of_continuous_actions(normalise: bool, tmp_path: Path) -> None:
     env = Track(8)
     path = shown(env, steady, 20, tmp_path / "moves.npz")  # 8 games
     expert, chance = (
@@ -233,7 +233,7 @@ def test_a_steady_hand_is_cloned(normalise: bool, tmp_path: Path) -> None:
     assert mean_return(env, made.greedy_policies(), 60).item() > expert + 0.01 * (chance - expert)
 
 
-def test_masks_of_the_demonstrations_count(tmp_path: Path) -> None:
+def test_behaviour_cloning_uses_the_action_masks(tmp_path: Path) -> None:
     """Where only one action was legal, choosing it says nothing: a clone of such moves alone has nothing to learn."""
     env = Countdown(4, space=Discrete(2))
     env.reset(np.arange(4))
@@ -251,7 +251,7 @@ def test_masks_of_the_demonstrations_count(tmp_path: Path) -> None:
     "spaces",
     [(Continuous((-1.0,), (1.0,)), Continuous((-1.0,) * 3, (1.0,) * 3)), (MultiDiscrete((2,)), MultiDiscrete((2, 3)))],
 )
-def test_actions_may_differ_in_length(spaces: tuple[Space, Space], tmp_path: Path) -> None:
+def test_seats_may_have_action_spaces_of_different_sizes(spaces: tuple[Space, Space], tmp_path: Path) -> None:
     env = Push(4, spaces)
     first = np.array([0.5, 0.25, -0.75]) if isinstance(spaces[0], Continuous) else np.array([1, 2])
     width = make_head(spaces[1]).width
@@ -272,7 +272,7 @@ def test_actions_may_differ_in_length(spaces: tuple[Space, Space], tmp_path: Pat
 
 
 @pytest.mark.parametrize("memory", [0, 5])
-def test_a_clone_goes_on_exactly_from_its_arrays(memory: int, tmp_path: Path) -> None:
+def test_clone_resume_from_state_arrays_is_bit_identical(memory: int, tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
     record_demonstrations(env, [UniformVectorPolicy(env, [0, 1, 2])], 12, tmp_path / "moves.npz")
     config = BC(demonstrations=str(tmp_path / "moves.npz"), batch_size=32, sequence_length=4)
@@ -290,7 +290,7 @@ def test_a_clone_goes_on_exactly_from_its_arrays(memory: int, tmp_path: Path) ->
 # ---- by a discriminator
 
 
-def test_rewards_of_the_env_are_not_read(tmp_path: Path) -> None:
+def test_env_rewards_are_not_used(tmp_path: Path) -> None:
     env = Countdown(4, turns=True)
     record_demonstrations(env, [UniformVectorPolicy(env, [0, 1])], 20, tmp_path / "moves.npz")
     config = GAIL(demonstrations=str(tmp_path / "moves.npz"), discriminator_batch_size=16)
@@ -304,7 +304,7 @@ def test_rewards_of_the_env_are_not_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(value, snapshot(other)[key], err_msg=key)
 
 
-def test_a_learner_goes_on_exactly_from_its_arrays(tmp_path: Path) -> None:
+def test_gail_resume_from_state_arrays_is_bit_identical(tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
     record_demonstrations(env, [UniformVectorPolicy(env, [0, 1, 2])], 20, tmp_path / "moves.npz")
     config = GAIL(demonstrations=str(tmp_path / "moves.npz"), discriminator_batch_size=16, reward="logit")
@@ -323,7 +323,7 @@ def test_a_learner_goes_on_exactly_from_its_arrays(tmp_path: Path) -> None:
     assert any(key.startswith("discriminator.1/") for key in made.state_arrays())
 
 
-def test_one_step_at_a_time_some_have_no_moves(tmp_path: Path) -> None:
+def test_policies_without_actions_in_a_step_are_skipped(tmp_path: Path) -> None:
     env = Cues(3, turns=True, steps=2)
     path = shown(env, right, 8, tmp_path / "moves.npz")
     made = learner(GAIL(demonstrations=path, rollout_length=1), env, {"a": [0], "b": [1]})
@@ -336,7 +336,7 @@ def test_one_step_at_a_time_some_have_no_moves(tmp_path: Path) -> None:
     assert reported == [[]] * 4  # the two share a stack, and one of them always waits
 
 
-def test_pixels_are_refused(tmp_path: Path) -> None:
+def test_pixel_observations_are_refused(tmp_path: Path) -> None:
     env: VectorEnv = Track(2)
     env.observation_shapes = ((36, 36, 1),)
     with pytest.raises(ValueError, match='gail cannot see the pixels of env "track" beside actions: use bc'):
@@ -344,7 +344,7 @@ def test_pixels_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reward", ["positive", "logit"])
-def test_an_expert_is_imitated_from_few_games(reward: Any, tmp_path: Path) -> None:
+def test_gail_learns_from_few_games(reward: Any, tmp_path: Path) -> None:
     env = Cues(32, seats=2, steps=2)
     path = shown(env, right, 2, tmp_path / "moves.npz")  # 32 games
     made = learner(GAIL(demonstrations=path, rollout_length=8, gamma=0.9, reward=reward), env, {"a": [0], "b": [1]})
@@ -352,7 +352,7 @@ def test_an_expert_is_imitated_from_few_games(reward: Any, tmp_path: Path) -> No
     assert (mean_return(env, made.greedy_policies(), 40) > 0.95).all()  # the expert's is 1, by chance a third
 
 
-def test_a_steady_hand_is_imitated(tmp_path: Path) -> None:
+def test_gail_of_continuous_actions(tmp_path: Path) -> None:
     env = Track(32)
     path = shown(Track(8), steady, 20, tmp_path / "moves.npz")
     others: list[VectorPolicy] = [ScriptedVectorPolicy(env, [0], steady), UniformVectorPolicy(env, [0])]

@@ -33,7 +33,7 @@ def learner(env: VectorEnv, policy: NetPolicyConfig = POLICY, **settings: Any) -
     return made
 
 
-def test_a_reservoir_keeps_every_row_as_likely_as_any_other() -> None:
+def test_reservoir_samples_rows_uniformly() -> None:
     kept = np.zeros(40)
     for seed in range(4000):
         reservoir, rng = Reservoir(10), np.random.default_rng(seed)
@@ -46,7 +46,7 @@ def test_a_reservoir_keeps_every_row_as_likely_as_any_other() -> None:
 
 
 @pytest.mark.parametrize("eta", [0.2, 1.0])
-def test_a_seat_plays_a_whole_game_by_one_of_its_two(eta: float) -> None:
+def test_policy_of_a_seat_is_fixed_within_a_game(eta: float) -> None:
     env = KuhnPoker(512)
     made = learner(env, eta=eta, epsilon=0.0)
     batch = VectorRollout(env, np.arange(512)).collect(made.rollout_policies(0.0), 40, 0)
@@ -63,7 +63,7 @@ def test_a_seat_plays_a_whole_game_by_one_of_its_two(eta: float) -> None:
     assert (batch.logp[~responded & agent_mask] <= 0).all()
 
 
-def test_only_moves_of_best_responses_are_imitated() -> None:
+def test_average_policy_learns_best_response_actions_only() -> None:
     env = KuhnPoker(64)
     made = learner(env, eta=0.3)
     batch = VectorRollout(env, np.arange(64)).collect(made.rollout_policies(0.0), 8, 0)
@@ -76,7 +76,7 @@ def test_only_moves_of_best_responses_are_imitated() -> None:
         assert np.array_equal(kept.columns["actions"][: len(kept)], batch.actions[..., seat][chosen])
 
 
-def test_it_goes_on_exactly_where_it_stopped() -> None:
+def test_resume_is_bit_identical() -> None:
     env = KuhnPoker(16)
     made, again = learner(env), learner(env)
     sweeper = VectorRollout(env, np.arange(16))
@@ -92,12 +92,12 @@ def test_it_goes_on_exactly_where_it_stopped() -> None:
         assert np.array_equal(value, again.state_arrays()[key]), key
 
 
-def test_networks_with_memory_are_refused() -> None:
+def test_recurrent_networks_are_refused() -> None:
     with pytest.raises(ValueError, match="without memory"):
         learner(KuhnPoker(4), NetPolicyConfig(hidden=[8], gru_units=8))
 
 
-def test_the_averages_near_an_equilibrium(tmp_path: Path) -> None:
+def test_average_policies_approach_a_nash_equilibrium(tmp_path: Path) -> None:
     """Uniform play in Kuhn poker has a NashConv of 11/12; the best responses themselves stay far from 0."""
     env = KuhnPoker(64)
     made = learner(

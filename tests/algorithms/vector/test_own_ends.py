@@ -84,7 +84,7 @@ def said(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_a_seat_that_terminates_is_worth_what_it_was_paid(kind: str) -> None:
+def test_terminated_seat_does_not_bootstrap(kind: str) -> None:
     """Paid 1, then out, while the partner is cut off nine steps later: worth 1. Were its last view worth anything, it
     would be worth more with every update, up to 1 / (1 - gamma) = 100. Of central critics only the mean over the ten
     steps is measured, nine of which are worth 0."""
@@ -93,25 +93,25 @@ def test_a_seat_that_terminates_is_worth_what_it_was_paid(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ppo", "coma", "dqn", "sac", "td3", "maddpg"])
-def test_a_seat_that_terminates_as_others_are_cut_off_is_worth_what_it_was_paid(kind: str) -> None:
+def test_terminated_seat_does_not_bootstrap_if_others_are_truncated(kind: str) -> None:
     """Both ends in one step, and both flags on one agent: it has terminated."""
     assert worth_to_early(ALONE[kind], {"flags": "terminated truncated", "length": 1}) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("kind", MEMORY)
-def test_with_memory_too(kind: str) -> None:
+def test_terminated_seat_does_not_bootstrap_with_recurrence(kind: str) -> None:
     assert worth_to_early(MEMORY[kind], {}, 15, memory=4) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("mixer", ["vdn", "qmix"])
-def test_a_team_is_worth_what_it_earns(mixer: str) -> None:
+def test_team_value_equals_the_team_return(mixer: str) -> None:
     """The team earns the mean of 1 and 0 at its first step, and nothing after."""
     config = QMIX(**OFF | {"gamma": 0.9}, mixer=mixer)
     assert worth_to_early(config, {}, updates=30) == pytest.approx(0.5, abs=0.3)
 
 
 @pytest.mark.parametrize("flags", ["terminated", "truncated"])
-def test_a_team_has_a_future_until_its_last_seat_terminates(flags: str) -> None:
+def test_team_value_bootstraps_until_the_last_seat_terminates(flags: str) -> None:
     """In games of one step: the partner is cut off, so the team's value of what follows counts, without the seat that
     has terminated."""
     env = PettingZooEnv(4, env="mortal_games:parting", options={"flags": flags, "length": 1})
@@ -124,13 +124,13 @@ def test_a_team_has_a_future_until_its_last_seat_terminates(flags: str) -> None:
         assert (rows["next_agent_mask"][:12] == [not dead, True]).all()
 
 
-def test_a_seat_that_is_cut_off_alone_is_worth_more_than_it_was_paid() -> None:
+def test_truncated_seat_bootstraps() -> None:
     """What follows its last view, which is its first too, is worth as much: (1 - 0.5) v = 1."""
     config = DQN(**OFF | {"gamma": 0.5})
     assert worth_to_early(config, {"flags": "truncated"}) == pytest.approx(2.0, abs=0.3)
 
 
-def test_the_fatal_move_has_its_credit_before_the_game_ends() -> None:
+def test_last_action_of_a_seat_is_credited_before_the_game_ends() -> None:
     """A sweep that stops in the midst of a game knows already what a seat's last move came to."""
     env = PettingZooEnv(4, env="mortal_games:parting")
     policy = NetPolicyConfig(hidden=[16])

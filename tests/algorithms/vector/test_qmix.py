@@ -65,7 +65,7 @@ def seat_value(made: QMIXLearner, net: str, seat: int, view: torch.Tensor) -> to
 
 @pytest.mark.parametrize("mixer", ["vdn", "qmix"])
 @pytest.mark.parametrize("turns", [True, False])
-def test_an_update_is_what_the_papers_say(turns: bool, mixer: Any) -> None:
+def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> None:
     """Seats 0, 1 and 3 learn, in two stacks; seat 2 plays at random and is not part of the team."""
     env = Countdown(games=5, turns=turns, seats=4)
     config = QMIX(
@@ -120,7 +120,7 @@ def test_an_update_is_what_the_papers_say(turns: bool, mixer: Any) -> None:
         assert torch.allclose(ours / ours.norm(), own / own.norm(), atol=1e-5)
 
 
-def test_without_a_state_the_mixer_sees_all_views() -> None:
+def test_mixer_sees_all_observations_without_a_state() -> None:
     class Blind(Countdown):
         def __init__(self) -> None:
             super().__init__(games=4)
@@ -149,7 +149,7 @@ def test_without_a_state_the_mixer_sees_all_views() -> None:
 
 
 @pytest.mark.parametrize(("mixer", "memory"), [("vdn", 0), ("qmix", 0), ("qmix", 6), ("vdn", 6)])
-def test_what_was_kept_goes_on_exactly(mixer: Any, memory: int) -> None:
+def test_resume_is_bit_identical(mixer: Any, memory: int) -> None:
     env = Countdown(games=4)
     config = QMIX(**QUICK | {"buffer_size": 60}, mixer=mixer, priority_exponent=0.6, n_step=2)
     policy = NetPolicyConfig(hidden=[8], gru_units=memory, normalize_observations=True)
@@ -165,7 +165,7 @@ def test_what_was_kept_goes_on_exactly(mixer: Any, memory: int) -> None:
     )
 
 
-def test_what_it_cannot_learn() -> None:
+def test_unsupported_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="qmix compares the values of single actions"):
         learner(QMIX(), Countdown(space=Continuous((-1.0,), (1.0,))), {"one": [0, 1]})
     env = Countdown()
@@ -215,7 +215,7 @@ def test_qmix_learns_the_two_step_game() -> None:
     assert mean_return(made.env, made.greedy_policies(), 4).tolist() == [8, 8]
 
 
-def test_a_sum_cannot_tell_that_the_risk_is_worth_it() -> None:
+def test_vdn_misses_the_optimum_of_the_two_step_game() -> None:
     """The sums nearest to [[0, 1], [1, 8]] are [[-1.5, 2.5], [2.5, 6.5]] (means of 0.5 and 4.5 around one of 2.5), of
     which 0.99 * 6.5 arrives at the first step, so that 0.99 * 7 seems better; table 2 of the paper is near these."""
     made, (first, certain, risky) = two_step("vdn", 200)
@@ -225,7 +225,7 @@ def test_a_sum_cannot_tell_that_the_risk_is_worth_it() -> None:
     assert mean_return(made.env, made.greedy_policies(), 4).tolist() == [7, 7]
 
 
-def test_the_sums_nearest_to_the_climbing_game() -> None:
+def test_vdn_learns_the_nearest_additive_values_of_the_climbing_game() -> None:
     """Of [[11, -30, 0], [-30, 7, 6], [0, 0, 5]] they are means of row and column less the mean of all, -31/9: 16/3 for
     the lower right, which is best among them and pays 5, not 11."""
     env = MatrixGame(num_envs=32, game="climbing")
@@ -240,7 +240,7 @@ def test_the_sums_nearest_to_the_climbing_game() -> None:
 
 
 @pytest.mark.parametrize("mixer", ["vdn", "qmix"])
-def test_they_agree_on_one_of_two_meeting_points(mixer: Any) -> None:
+def test_policies_coordinate_on_one_of_two_optima(mixer: Any) -> None:
     env = MatrixGame(num_envs=16, game="coordination")
     config = QMIX(
         rollout_length=4, gradient_steps=2, batch_size=64, learning_starts=64, tau=0.1, mixer=mixer, epsilon_end=0.1
@@ -253,7 +253,7 @@ def test_they_agree_on_one_of_two_meeting_points(mixer: Any) -> None:
 @pytest.mark.parametrize(
     ("mixer", "seats"), [("vdn", {"one": [0, 1, 2]}), ("qmix", {"one": [0], "two": [1], "three": [2]})]
 )
-def test_a_team_finds_out_who_was_wrong(mixer: Any, seats: dict[str, list[int]]) -> None:
+def test_team_reward_is_credited_to_the_right_seat(mixer: Any, seats: dict[str, list[int]]) -> None:
     """The team reward is the share of correct seats: no seat observes whether it was right."""
     env = Cues(games=16, seats=3, team=True)
     config = QMIX(rollout_length=4, gradient_steps=4, batch_size=128, learning_starts=100, tau=0.05, mixer=mixer)
@@ -262,7 +262,7 @@ def test_a_team_finds_out_who_was_wrong(mixer: Any, seats: dict[str, list[int]])
     assert (mean_return(env, made.greedy_policies(), 50) > 0.97).all()
 
 
-def test_a_team_learns_to_remember() -> None:
+def test_recurrent_team_learns_a_memory_task() -> None:
     """The cue is seen in the first of two steps; the answers count in the second."""
     env = Cues(games=16, steps=2, fleeting=True, team=True)
     config = QMIX(rollout_length=4, gradient_steps=4, batch_size=128, learning_starts=100, tau=0.05, gamma=0.9)

@@ -54,7 +54,7 @@ def test_soft_values_by_hand():
     torch.testing.assert_close(expected_soft_value(q, logp, alpha), expected)
 
 
-def test_the_temperature_rises_where_the_entropy_is_too_low():
+def test_temperature_rises_if_entropy_is_below_target():
     log_alpha = torch.zeros(2, 1, requires_grad=True)
     entropy = torch.tensor([[0.1, 0.3], [0.9, 0.7]])
     temperature_loss(log_alpha, entropy, torch.full((2, 2), 0.5), torch.full((2, 2), 0.5)).sum().backward()
@@ -94,7 +94,7 @@ def test_continuous_targets_by_hand():
 
 
 @pytest.mark.parametrize(("space", "value"), [(Discrete(3), 7.0), (LINE, 3.0)])
-def test_a_central_critic_takes_who_rests_to_do_nothing_for_sure(space, value):
+def test_central_critic_sees_a_default_action_for_inactive_seats(space, value):
     """Of discrete actions that is the first; there is no entropy in it."""
     env = Countdown(space=space, turns=True)
     learner = made(SAC(alpha=10.0, critic="central"), env)
@@ -108,7 +108,7 @@ def test_a_central_critic_takes_who_rests_to_do_nothing_for_sure(space, value):
     assert (target - value / 2).abs().min() > 1
 
 
-def test_a_shared_policy_adds_up_its_seats_and_skips_those_without_weight():
+def test_shared_policy_sums_its_seats_and_skips_zero_weights():
     """Critics say 0; seat 0 earned 2 and 4, seat 1 earned 6 in the only row that counts."""
     env = Countdown()
     learner = made(SAC(), env)
@@ -119,7 +119,7 @@ def test_a_shared_policy_adds_up_its_seats_and_skips_those_without_weight():
     torch.testing.assert_close(figures["critic_loss"], torch.tensor([expected]))
 
 
-def test_the_policy_learns_nothing_where_its_seat_rested():
+def test_policy_has_no_gradient_where_its_seat_does_not_act():
     """The critic does: it must know what resting is worth."""
     env = Countdown()
     learner = made(SAC(critic="central", learn_alpha=False), env)
@@ -135,7 +135,7 @@ def _same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_the_temperature_of_the_learner_moves_towards_the_wanted_entropy():
+def test_temperature_moves_entropy_towards_its_target():
     env = Countdown(seats=1)
     policy = [[math.log(2.0), 0.0, 0.0]]  # 1/2, 1/4, 1/4: 1.04 nats, of log 3 = 1.10
     for share, rises in ((0.99, True), (0.9, False)):
@@ -152,7 +152,7 @@ def test_the_temperature_of_the_learner_moves_towards_the_wanted_entropy():
 # ---- play, state, refusals
 
 
-def test_before_it_learns_play_is_uniform_and_legal():
+def test_actions_are_uniform_and_legal_before_learning_starts():
     env = Countdown(64, space=LINE)
     learner = made(SAC(learning_starts=10_000), env)
     batch = VectorRollout(env, np.arange(64)).collect(learner.rollout_policies(0.0), 40, 0)
@@ -170,7 +170,7 @@ def test_before_it_learns_play_is_uniform_and_legal():
 @pytest.mark.parametrize("critic", ["own", "central"])
 @pytest.mark.parametrize("space", [LINE, Discrete(3)])
 @pytest.mark.parametrize("turns", [False, True])
-def test_what_was_saved_goes_on_exactly(space, critic, turns, tmp_path):
+def test_resume_is_bit_identical(space, critic, turns, tmp_path):
     env = Countdown(8, space=space, turns=turns)
     config = SAC(learning_starts=64, batch_size=16, rollout_length=5, gradient_steps=2, critic=critic, buffer_size=150)
     policy, seats = NetPolicyConfig(hidden=[16], normalize_observations=True), {"a": [0], "b": [1]}
@@ -190,7 +190,7 @@ def test_what_was_saved_goes_on_exactly(space, critic, turns, tmp_path):
     assert np.array_equal(*played)
 
 
-def test_what_cannot_be_learned_is_refused():
+def test_unsupported_settings_are_refused():
     with pytest.raises(ValueError, match="gru_units: 0"):
         made(SAC(), Track(), NetPolicyConfig(gru_units=8))
     with pytest.raises(ValueError, match="several choices"):
@@ -205,7 +205,7 @@ def test_what_cannot_be_learned_is_refused():
         SAC(buffer_size=10)
 
 
-def test_pixels_can_be_seen_where_critics_put_out_a_value_for_each_action():
+def test_pixels_are_supported_with_discrete_actions():
     env = Countdown(seats=1)
     env.observation_shapes = ((36, 36, 1),)
     learner = made(SAC(), env)
@@ -217,7 +217,7 @@ def test_pixels_can_be_seen_where_critics_put_out_a_value_for_each_action():
 # ---- learning
 
 
-def test_a_cart_comes_to_rest():
+def test_cart_control_is_learned():
     """At random it loses 30 a game, left alone 6; steered well 0.15."""
     learner = made(
         SAC(**FAST), Track(16), NetPolicyConfig(lr=3e-3, max_grad_norm=10, activation="relu", hidden=[32, 32])
@@ -231,7 +231,7 @@ def test_a_cart_comes_to_rest():
 
 @pytest.mark.parametrize("seats", [{"p": [0, 1]}, {"a": [0], "b": [1]}])
 @pytest.mark.parametrize("critic", ["own", "central"])
-def test_each_seat_finds_its_answer_to_every_cue(critic, seats):
+def test_every_seat_learns_its_cues(critic, seats):
     """Chance is one of three; central critics learn from what the team is paid."""
     env, policy = (
         Cues(16, team=critic == "central"),

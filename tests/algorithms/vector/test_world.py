@@ -33,7 +33,7 @@ def learner(algorithm: Any, env: Any, **policy: Any) -> Any:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.type)
-def test_the_world_is_scaled_by_all_that_was_seen(algorithm: Any) -> None:
+def test_global_state_is_normalised_by_running_statistics(algorithm: Any) -> None:
     env = Combat(8, map="3m")
     made = learner(algorithm, env, normalize_observations=True)
     sweeper, states = VectorRollout(env, np.arange(8)), []
@@ -50,7 +50,7 @@ def test_the_world_is_scaled_by_all_that_was_seen(algorithm: Any) -> None:
     assert "world" in made.modules() and not learner(algorithm, env).global_norm
 
 
-def test_views_lie_side_by_side_without_padding() -> None:
+def test_global_features_concatenate_observations_without_padding() -> None:
     """In simple_adversary one seat sees less than the others."""
     env = SimpleAdversary(4)
     made = learner(ALGORITHMS[0], env)
@@ -61,7 +61,7 @@ def test_views_lie_side_by_side_without_padding() -> None:
     assert np.array_equal(made.global_features(batch.obs, None, 2), expected)
 
 
-def test_values_stay_in_reason_where_the_state_is_in_large_numbers() -> None:
+def test_normalised_state_bounds_initial_mixer_values() -> None:
     """SMAX's world state has positions up to 32: a mixer that saw them raw began with values in the hundreds."""
 
     class Large(Combat):
