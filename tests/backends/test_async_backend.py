@@ -16,7 +16,7 @@ from palestra.backends.local import LocalBackend
 from palestra.populations.tasks import Result
 
 
-def test_many_wait_for_their_own_tasks_while_others_go_on() -> None:
+def test_concurrent_tasks_are_awaited_independently() -> None:
     desk = AsyncBackend(lambda: InlineBackend(partial(Adder, 0.02)))
 
     async def ticks() -> int:
@@ -37,7 +37,7 @@ def test_many_wait_for_their_own_tasks_while_others_go_on() -> None:
     assert count > 20
 
 
-def test_members_are_known_before_the_tasks_that_need_them(tmp_path: Path) -> None:
+def test_members_are_added_before_tasks_that_need_them(tmp_path: Path) -> None:
     desk = AsyncBackend(lambda: InlineBackend(Adder))
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "number").write_text("11")
@@ -49,7 +49,7 @@ def test_members_are_known_before_the_tasks_that_need_them(tmp_path: Path) -> No
     desk.close()
 
 
-def test_a_failure_reaches_all_who_wait_and_all_who_come_later() -> None:
+def test_failure_propagates_to_current_and_later_tasks() -> None:
     desk = AsyncBackend(lambda: InlineBackend(partial(Adder, bad="bad")))
 
     async def all_at_once() -> list[object]:
@@ -62,14 +62,14 @@ def test_a_failure_reaches_all_who_wait_and_all_who_come_later() -> None:
     desk.close()
 
 
-def test_a_backend_that_cannot_begin_says_why() -> None:
+def test_backend_start_error_is_reported() -> None:
     desk = AsyncBackend(lambda: LocalBackend(Adder, 0))
     with pytest.raises(ValueError, match="workers is 0"):
         asyncio.run(desk.run_task(LookTask("play/1")))
     desk.close()
 
 
-def test_who_waits_no_more_disturbs_nobody() -> None:
+def test_cancelled_waiter_does_not_affect_others() -> None:
     """A task whose coroutine is cancelled, and whose loop has ended, is done all the same."""
     desk = AsyncBackend(lambda: InlineBackend(partial(Adder, 0.1)))
 

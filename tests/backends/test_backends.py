@@ -111,12 +111,12 @@ def process_info(backend: Backend) -> ProcessInfo:
     return result
 
 
-def test_a_plan_is_done(backend: Open, tmp_path: Path) -> None:
+def test_plan_runs_to_its_end(backend: Open, tmp_path: Path) -> None:
     plan = run_sums(tmp_path, backend())
     assert len(plan.heard) == 30
 
 
-def test_what_a_task_makes_is_the_callers(backend: Open) -> None:
+def test_task_outputs_belong_to_the_caller(backend: Open) -> None:
     open_backend = backend()
     open_backend.submit(make("a"))
     found = done(open_backend)
@@ -126,7 +126,7 @@ def test_what_a_task_makes_is_the_callers(backend: Open) -> None:
     )
 
 
-def test_members_that_are_shared_are_found(backend: Open, tmp_path: Path) -> None:
+def test_shared_members_are_found_by_workers(backend: Open, tmp_path: Path) -> None:
     open_backend = backend()
     make_member(open_backend, tmp_path / "x")
     for name in ("play/1", "play/2"):
@@ -134,7 +134,7 @@ def test_members_that_are_shared_are_found(backend: Open, tmp_path: Path) -> Non
     assert [done(open_backend).result for _ in range(2)] == [Value(11)] * 2
 
 
-def test_a_member_that_is_forgotten_is_gone_everywhere(backend: Open, tmp_path: Path) -> None:
+def test_removed_member_is_gone_on_all_workers(backend: Open, tmp_path: Path) -> None:
     """Another of the same name is then found, also by who had fetched the first."""
     open_backend = backend()
     for name, number in (("x", "11"), ("y", "22")):
@@ -151,7 +151,7 @@ def test_a_member_that_is_forgotten_is_gone_everywhere(backend: Open, tmp_path: 
             open_backend.wait(10.0)
 
 
-def test_a_member_nobody_made_is_named(backend: Open) -> None:
+def test_unknown_member_is_named(backend: Open) -> None:
     open_backend = backend()
     with pytest.raises(ValueError, match="task play/1 needs ghost: no finished task made"):
         for _ in range(3):  # found out when a worker is free
@@ -159,14 +159,14 @@ def test_a_member_nobody_made_is_named(backend: Open) -> None:
             open_backend.wait(10.0)
 
 
-def test_an_error_names_the_task_and_shows_the_workers_own(backend: Open) -> None:
+def test_task_error_names_the_task_and_the_workers_error(backend: Open) -> None:
     open_backend = backend(partial(Adder, bad="play/1"))
     open_backend.submit(LookTask("play/1"))
     with pytest.raises(ValueError, match=r"(?s)task play/1 failed: .*RuntimeError: no play/1 today"):
         done(open_backend)
 
 
-def test_results_are_as_json_gives_them_back(backend: Open) -> None:
+def test_results_survive_json(backend: Open) -> None:
     open_backend = backend(Odd)
     open_backend.submit(OddTask("good"))
     assert done(open_backend).result == OddResult((1, 2), None, {"3": 0.5, "thing": None})
@@ -175,14 +175,14 @@ def test_results_are_as_json_gives_them_back(backend: Open) -> None:
         done(open_backend)
 
 
-def test_a_result_of_another_type_is_refused(backend: Open) -> None:
+def test_result_of_wrong_type_is_refused(backend: Open) -> None:
     open_backend = backend(Odd)
     open_backend.submit(OddTask("other"))
     with pytest.raises(ValueError, match=r"(?s)task other failed: .*the worker returned Value, not OddResult"):
         done(open_backend)
 
 
-def test_tasks_withdrawn_are_forgotten(backend: Open) -> None:
+def test_cancelled_tasks_are_dropped(backend: Open) -> None:
     open_backend = backend(partial(Adder, seconds=0.3))
     for i in range(8):
         open_backend.submit(LookTask(f"play/{i}"))
@@ -194,7 +194,7 @@ def test_tasks_withdrawn_are_forgotten(backend: Open) -> None:
     assert len({found.task.name for found in [first, *rest]}) == busy + 1
 
 
-def test_a_stop_waits_for_what_is_under_way_and_a_resume_does_the_rest(backend: Open, tmp_path: Path) -> None:
+def test_stop_finishes_running_tasks_and_resume_does_the_rest(backend: Open, tmp_path: Path) -> None:
     slow = partial(Adder, seconds=0.1)
     with Run.create(tmp_path, "") as run:
         plan = Sums(8)
@@ -219,14 +219,14 @@ def heard(root: Path, backend: Backend, as_completed: bool) -> list[str]:
     return [name for name, _ in plan.heard]
 
 
-def test_results_come_in_the_order_of_tasks_however_uneven_the_workers(others: Open, tmp_path: Path) -> None:
+def test_results_are_in_task_order(others: Open, tmp_path: Path) -> None:
     backend = others(partial(Adder, slow=SLOW))
     assert backend.workers > 1
     alone = heard(tmp_path / "alone", InlineBackend(Adder), as_completed=False)
     assert heard(tmp_path / "others", backend, as_completed=False) == alone
 
 
-def test_as_completed_no_result_waits_for_a_slower_one(others: Open, tmp_path: Path) -> None:
+def test_as_completed_yields_results_early(others: Open, tmp_path: Path) -> None:
     backend = others(partial(Adder, slow=SLOW))
     made = [name for name in heard(tmp_path, backend, as_completed=True) if name.startswith("train/")]
     assert made.index("train/sum-0-1") > made.index("train/sum-1-2")
@@ -243,7 +243,7 @@ def test_workers_are_processes_of_one_thread_each(others: Open) -> None:
     assert {result.threads for result in found} == {"1"}
 
 
-def test_a_task_whose_worker_is_killed_is_done_by_another(others: Open, tmp_path: Path) -> None:
+def test_task_of_a_killed_worker_is_retried(others: Open, tmp_path: Path) -> None:
     bodies = tmp_path / "bodies"
     bodies.mkdir()
     fatal = {"train/sum-0-1": 1, "train/sum-0-4": 2, "train/sum-6-7": 1}
@@ -257,7 +257,7 @@ def test_a_task_whose_worker_is_killed_is_done_by_another(others: Open, tmp_path
     assert all(f" on {socket.gethostname()}" in line["where"] for line in lines if "done" in line)
 
 
-def test_a_task_that_kills_every_worker_is_given_up(others: Open, tmp_path: Path) -> None:
+def test_task_that_kills_every_worker_is_given_up(others: Open, tmp_path: Path) -> None:
     backend = others(partial(Adder, fatal={"train/a": 9}, bodies=str(tmp_path)))
     backend.submit(make("a"))
     with pytest.raises(ValueError, match="3 workers died at task train/a"):
@@ -265,7 +265,7 @@ def test_a_task_that_kills_every_worker_is_given_up(others: Open, tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_an_idle_worker_that_is_killed_is_replaced(others: Open) -> None:
+def test_killed_idle_worker_is_replaced(others: Open) -> None:
     backend = others(Teller, 1)
     pids = set()
     for i in range(3):
@@ -275,20 +275,20 @@ def test_an_idle_worker_that_is_killed_is_replaced(others: Open) -> None:
     assert len(pids) == 3
 
 
-def test_a_worker_that_cannot_be_made_says_why(others: Open) -> None:
+def test_worker_start_error_is_reported(others: Open) -> None:
     backend = others(cannot)
     backend.submit(LookTask("play/1"))
     with pytest.raises(ValueError, match=r"(?s)a worker cannot be made: .*no worker today"):
         done(backend)
 
 
-def test_workers_that_die_before_they_are_ready_are_not_made_for_ever(others: Open) -> None:
+def test_worker_restarts_are_limited(others: Open) -> None:
     backend = others(dies, 1)
     backend.submit(LookTask("play/1"))
     with pytest.raises(ValueError, match="3 workers in a row died before they were ready"):
         done(backend)
 
 
-def test_what_cannot_be_sent_is_explained(others: Open) -> None:
+def test_unpicklable_tasks_are_explained(others: Open) -> None:
     with pytest.raises(ValueError, match="cannot be sent to another process"):
         others(partial(Adder, bodies=threading.Lock()))  # type: ignore[arg-type]

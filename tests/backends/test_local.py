@@ -57,7 +57,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     until(lambda: not list(tmp_path.glob("palestra-*")))  # what they were making, too
 
 
-def test_ctrl_c_is_the_parents_to_hear(tmp_path: Path) -> None:
+def test_ctrl_c_is_handled_by_the_parent_only(tmp_path: Path) -> None:
     """The whole foreground group gets the signal; the parent ends what is under way, notes it, and goes."""
     process = start(tmp_path, "0.3")
     workers = workers_of(process.pid)
@@ -68,7 +68,7 @@ def test_ctrl_c_is_the_parents_to_hear(tmp_path: Path) -> None:
     assert not any(map(alive, workers)) and not list(tmp_path.glob("palestra-*"))
 
 
-def test_what_is_abandoned_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_tasks_are_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     backend = LocalBackend(Teller, 2)
     backend.submit(TellTask("play/1"))
@@ -80,6 +80,6 @@ def test_what_is_abandoned_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_a_backend_has_a_worker() -> None:
+def test_backend_needs_at_least_one_worker() -> None:
     with pytest.raises(ValueError, match="workers is 0: at least one"):
         LocalBackend(Adder, 0)

@@ -64,7 +64,7 @@ class LoseNode(PlanCallback):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_outlives_a_node(cluster: Cluster, tmp_path: Path) -> None:
+def test_run_survives_the_loss_of_a_node(cluster: Cluster, tmp_path: Path) -> None:
     """Half of the workers die with their tasks; the others do these again, and all that there is to do."""
     plan = Sums(16)
     begun = tmp_path / "begun"
@@ -84,7 +84,7 @@ def test_a_run_outlives_a_node(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kinds_of_task_are_placed_where_placement_says(cluster: Cluster, tmp_path: Path) -> None:
+def test_tasks_run_on_their_placement(cluster: Cluster, tmp_path: Path) -> None:
     apart = {
         "train": {"workers": 2, "resources": {"home": 1}, "num_cpus": 0.5},
         "play": {"resources": {"away": 1}, "num_cpus": 0.5},
@@ -105,7 +105,7 @@ def test_kinds_of_task_are_placed_where_placement_says(cluster: Cluster, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_worker_that_has_no_place_is_explained(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_placement_is_explained(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "PLACEMENT_TIMEOUT_S", 3.0)
     with closing(RayBackend(Teller, 0, placement={"train": {"resources": {"moon": 1}}})) as backend:
         with pytest.raises(ValueError, match=r"no worker for task train/1 in 3 s: one needs .*moon.*nodes have .*away"):
@@ -115,7 +115,7 @@ def test_a_worker_that_has_no_place_is_explained(cluster: Cluster, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_machine_alone_offers_what_placement_names() -> None:
+def test_single_machine_offers_the_named_resources() -> None:
     with closing(RayBackend(Teller, 0, placement={"play": {"workers": 2, "resources": {"moon": 0.5}}})):
         assert ray.cluster_resources()["moon"] == 1.0
     assert not ray.is_initialized()
@@ -129,7 +129,7 @@ def test_a_machine_alone_offers_what_placement_names() -> None:
         (1, {"train": {"workers": 0}}, "placement.train.workers is 0: leave train out"),
     ],
 )
-def test_mistakes_in_placement_are_explained(workers: int, placement: Any, message: str) -> None:
+def test_invalid_placements_are_explained(workers: int, placement: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RayBackend(Teller, workers, placement=placement)
     assert not ray.is_initialized()

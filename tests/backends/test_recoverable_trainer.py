@@ -101,7 +101,9 @@ def written(weights: Any) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("copy_every", [1, 3])
-def test_a_loss_at_any_call_changes_nothing(base: Path, undisturbed: Any, copy_every: int, late: bool) -> None:
+def test_recovery_from_a_kill_at_any_call_is_bit_identical(
+    base: Path, undisturbed: Any, copy_every: int, late: bool
+) -> None:
     """Trainer processes are killed at random calls, also during recovery."""
     holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(2, 400, 17)), late)
     bench = RecoverableTrainer(lambda: holder, copy_every)
@@ -114,7 +116,7 @@ def test_a_loss_at_any_call_changes_nothing(base: Path, undisturbed: Any, copy_e
     assert bench.num_losses >= 2 and holder.starts == bench.num_losses + 1
 
 
-def test_a_checkpoint_is_taken_up_and_is_the_past_from_then_on(base: Path, undisturbed: Any, tmp_path: Path) -> None:
+def test_recovery_starts_from_the_last_checkpoint(base: Path, undisturbed: Any, tmp_path: Path) -> None:
     holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set())
     weights = RemoteWeights(RecoverableTrainer(lambda: holder), "guide")
     lesson(weights, 0)
@@ -126,13 +128,13 @@ def test_a_checkpoint_is_taken_up_and_is_the_past_from_then_on(base: Path, undis
     assert written(weights) == undisturbed[1]["guide"]
 
 
-def test_a_call_that_kills_every_process_is_given_up(base: Path) -> None:
+def test_call_that_kills_every_process_is_given_up(base: Path) -> None:
     holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(1, 99)))
     with pytest.raises(ValueError, match="3 processes in a row died that train guide, the last so: out of memory"):
         RemoteWeights(RecoverableTrainer(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
 
 
-def test_what_the_weights_raise_is_raised_here(base: Path) -> None:
+def test_errors_of_the_trainer_process_are_raised_in_the_caller(base: Path) -> None:
     bench = RecoverableTrainer(lambda: Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set()))
     with pytest.raises(ValueError, match="this policy has no critic"):
         RemoteWeights(bench, "guide").values(samples(0))

@@ -86,7 +86,7 @@ def config_of(folder: Path, *changes: str) -> TextConfig:
         ("policies.default.type=full", "policies.default.micro_batch_tokens=1024"),
     ],
 )
-def test_the_planned_peak_is_that_of_a_run(folder, changes):
+def test_planned_peak_memory_matches_a_run(folder, changes):
     config = config_of(folder, *changes)
     plan = plan_memory(config, prompt_tokens=PROMPT_TOKENS)
     call = [sys.executable, "-c", RUN, str(PROMPT_TOKENS), str(config.policies["default"].micro_batch_tokens)]
@@ -98,7 +98,7 @@ def test_the_planned_peak_is_that_of_a_run(folder, changes):
     assert plan.peak == pytest.approx(peak, rel=MARGIN), (sampled / GIB, peak / GIB, parts)
 
 
-def test_settings_are_found_with_which_a_run_fits(folder):
+def test_plan_suggests_settings_that_fit(folder):
     config = config_of(folder, "policies.default.micro_batch_tokens=65536")
     plan = plan_memory(config, free=int(4 * GIB))
     assert plan.peak > 4 * GIB and plan.changes == ["policies.default.gradient_checkpointing=true"]
@@ -111,7 +111,7 @@ def test_settings_are_found_with_which_a_run_fits(folder):
     assert plan_memory(config, free=GIB // 2).changes is None
 
 
-def test_policies_of_one_base_share_its_weights_and_full_models_do_not(folder):
+def test_lora_policies_share_base_weights_and_full_models_do_not(folder):
     def weights(*changes: str) -> float:
         parts = plan_memory(config_of(folder, *changes), free=64 * GIB).parts
         return sum(part.bytes for part in parts if part.name.startswith("weights"))
@@ -122,7 +122,7 @@ def test_policies_of_one_base_share_its_weights_and_full_models_do_not(folder):
     assert weights("policies.default.dtype=bfloat16") == weights() / 2
 
 
-def test_a_larger_cache_than_its_budget_is_planned_as_the_budget(folder):
+def test_planned_cache_is_limited_by_its_budget(folder):
     plan = plan_memory(config_of(folder, "kv_cache_gib=0.01"), free=64 * GIB)
     (cache,) = [part for part in plan.parts if part.name == "KV cache"]
     assert cache.bytes == int(0.01 * GIB) and "wait" in cache.detail

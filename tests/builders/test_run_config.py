@@ -19,7 +19,7 @@ TREES: dict[type[RunConfig], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", TREES)
-def test_rules_hold_for_every_kind_of_run(model: type[RunConfig]) -> None:
+def test_shared_rules_apply_to_every_kind_of_run(model: type[RunConfig]) -> None:
     config = validate(model, TREES[model] | {"evals": {"dev": {"seats": {"*": "default"}}}})
     assert isinstance(config, RunConfig) and config.evals["dev"].episodes == 100
     policy = TREES[model]["policies"]["default"]

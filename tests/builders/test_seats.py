@@ -17,16 +17,16 @@ def resolve(policies: str, *assignments: dict[str, str]) -> list[str]:
     return list(resolve_seats(SEATS, policies.split(), "env plays red_0, red_1, blue", *assignments).values())
 
 
-def test_own_name_then_default_then_the_only_policy() -> None:
+def test_seat_resolves_to_own_name_then_default_then_only_policy() -> None:
     assert resolve("blue default") == ["default", "default", "blue"]
     assert resolve("shared") == ["shared"] * 3
 
 
-def test_an_exact_name_before_a_pattern_and_an_earlier_pattern_before_a_later_one() -> None:
+def test_exact_names_precede_patterns_and_earlier_patterns_later_ones() -> None:
     assert resolve("a b c", {"red_*": "a", "*": "b", "red_1": "c"}) == ["a", "c", "b"]
 
 
-def test_an_earlier_assignment_takes_precedence_even_by_a_pattern() -> None:
+def test_earlier_assignments_take_precedence() -> None:
     assert resolve("a b", {"*": "b"}, {"red_0": "a", "red_*": "a", "blue": "a"}) == ["b"] * 3
 
 
@@ -38,12 +38,14 @@ def test_an_earlier_assignment_takes_precedence_even_by_a_pattern() -> None:
         ("a blue", {}, 'seat "red_0" has no policy.*Add policies.red_0, or set policies.default'),
     ],
 )
-def test_errors_say_what_is_wrong(policies: str, assignment: dict[str, str], message: str) -> None:
+def test_invalid_assignments_are_refused_with_the_reason(
+    policies: str, assignment: dict[str, str], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(policies, assignment)
 
 
-def test_an_evaluations_seats_take_precedence_over_the_runs() -> None:
+def test_evaluation_seats_take_precedence() -> None:
     tree = {
         "env": {"type": "kuhn_poker", "num_envs": 2},
         "policies": {"net": {"type": "net"}, "random": {"type": "random"}},

@@ -66,7 +66,7 @@ def staged(base, tmp_path_factory):
     return run_of(whole, tmp_path_factory.mktemp("runs"))
 
 
-def test_each_stage_has_its_length_its_episodes_its_env_and_its_algorithm(staged):
+def test_stages_have_their_own_steps_episodes_env_and_algorithm(staged):
     path, setup = staged
     assert setup.steps == 10
     team, walker = logged(path, TEAM), logged(path, "walker")
@@ -77,13 +77,13 @@ def test_each_stage_has_its_length_its_episodes_its_env_and_its_algorithm(staged
     assert [line["lr"] for line in logged(path, "guide")][3:] == [0.0] * 4 + [1e-2] * 3
 
 
-def test_episodes_of_a_run_are_numbered_through_its_stages(staged):
+def test_episode_numbers_continue_across_stages(staged):
     path, _ = staged
     seeds = [e.seed for file in sorted((path / "episodes").iterdir()) for e in load_episodes(file)]
     assert seeds == list(range(3 * 8 + 4 * 6 + 3 * 8))
 
 
-def test_a_teacher_teaches_in_its_stage_alone(staged):
+def test_teacher_is_used_in_its_stage_only(staged):
     path, _ = staged
     for step in range(10):
         for episode in load_episodes(path / "episodes" / f"step-{step:06d}.parquet"):
@@ -91,7 +91,7 @@ def test_a_teacher_teaches_in_its_stage_alone(staged):
             assert all((not answer.logprobs.any()) == (step < 3) for answer in answers)
 
 
-def test_weights_are_carried_on_and_the_reference_is_where_a_stage_began(staged):
+def test_weights_carry_over_and_the_reference_is_the_stage_start(staged):
     path, _ = staged
     walker = logged(path, "walker")
     assert walker[7]["reference_kl"] == pytest.approx(0, abs=1e-6) and walker[9]["reference_kl"] > 1e-6
@@ -103,7 +103,7 @@ def test_weights_are_carried_on_and_the_reference_is_where_a_stage_began(staged)
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5, 8])
-def test_a_run_stopped_in_any_stage_or_between_two_goes_on_as_if_it_never_was(staged, steps, base, tmp_path):
+def test_resume_in_any_stage_is_bit_identical(staged, steps, base, tmp_path):
     path, _ = staged
     whole = config(base, stages=STAGES, keep_every=1, checkpoint_every=1)
     calls = iter(range(100))
@@ -116,7 +116,7 @@ def test_a_run_stopped_in_any_stage_or_between_two_goes_on_as_if_it_never_was(st
         assert all(torch.equal(one[key], other[key]) for key in other)
 
 
-def test_a_stage_says_only_what_differs(base):
+def test_stage_inherits_unset_keys(base):
     whole = config(base, stages=STAGES, steps=7)
     copy, play, hold = whole.stage_configs()
     assert (copy.steps, play.steps, copy.episodes, play.episodes) == (3, 4, 8, 6)
@@ -143,7 +143,7 @@ def test_a_stage_says_only_what_differs(base):
         ({"algorithm": {"type": "grpo", "group_size": 1}}, "group_size"),
     ],
 )
-def test_a_stage_that_does_not_fit_is_heard_before_anything_is_loaded(base, stage, message):
+def test_invalid_stages_are_refused_before_loading(base, stage, message):
     with pytest.raises(ValueError, match=message):
         config(base, stages=[stage])
 
@@ -154,7 +154,7 @@ ENVS = {"short": {"type": "toys:Whisper"}, "long": {"type": "toys:Whisper", "tur
 SEVERAL = {"env": {}, "envs": ENVS, "steps": 8, "mix": {"curriculum": "frontier", "rate": 0.5}}
 
 
-def test_several_envs_train_one_team_and_success_decides_what_is_played(base, tmp_path):
+def test_several_envs_train_one_team_by_success(base, tmp_path):
     evals = {name: {"base_env": name, "episodes": 5, "env": {"split": "test"}} for name in ENVS}
     path, setup = run_of(config(base, evals=evals, **SEVERAL), tmp_path)
     lines = logged(path, TEAM)
@@ -172,7 +172,7 @@ def test_several_envs_train_one_team_and_success_decides_what_is_played(base, tm
     assert {line["name"] for line in read_lines(path / "evals.jsonl")} == {"short", "long"}
 
 
-def test_a_curriculum_goes_on_where_it_was(base, tmp_path):
+def test_curriculum_resume_is_bit_identical(base, tmp_path):
     whole = config(base, **SEVERAL)
     path, _ = run_of(whole, tmp_path / "one")
     calls = iter(range(100))
@@ -194,6 +194,6 @@ def test_a_curriculum_goes_on_where_it_was(base, tmp_path):
         ({"env": {}, "envs": ENVS, "seats": {"nobody": "guide"}}, 'seats names "nobody"'),
     ],
 )
-def test_envs_that_do_not_fit_are_heard(base, tree, message):
+def test_incompatible_envs_are_refused(base, tree, message):
     with pytest.raises(ValueError, match=message):
         build(config(base, **tree))

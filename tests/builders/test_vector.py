@@ -43,7 +43,7 @@ def test_every_env_is_closed(tmp_path: Path, num_processes: int) -> None:
 
 
 @pytest.mark.parametrize("checkpoint_every", [32, 40, 64])
-def test_every_second_checkpoint_is_kept_whatever_it_is_rounded_to(tmp_path: Path, checkpoint_every: int) -> None:
+def test_keep_every_is_met_after_rounding(tmp_path: Path, checkpoint_every: int) -> None:
     path = trained(tmp_path, checkpoint_every=checkpoint_every, keep_every=2 * checkpoint_every, evals={})
     steps = -(-checkpoint_every // 32)
     kept = [checkpoint.step + 1 for checkpoint in list_checkpoints(path) if checkpoint.entry["keep"]]
@@ -51,7 +51,7 @@ def test_every_second_checkpoint_is_kept_whatever_it_is_rounded_to(tmp_path: Pat
 
 
 @pytest.mark.parametrize("model", [VectorConfig, TextConfig])
-def test_a_keep_every_that_no_checkpoint_meets_is_refused(model: Any) -> None:
+def test_keep_every_must_be_a_multiple_of_checkpoint_every(model: Any) -> None:
     text = {"env": {"type": "sokoban"}, "policies": {"default": {"type": "lora"}}}
     tree = (TREE if model is VectorConfig else text) | {"checkpoint_every": 40, "keep_every": 60}
     with pytest.raises(ValueError, match="keep_every: 60 is not a multiple of checkpoint_every: 40"):

@@ -29,7 +29,7 @@ def refused(*arguments):
     return plain(done.stderr)
 
 
-def test_a_process_prints_every_key_of_an_algorithm():
+def test_config_command_prints_every_key_of_an_algorithm():
     from palestra.algorithms.text.grpo import GRPO
 
     env = os.environ | {"COLUMNS": "80"}
@@ -43,19 +43,19 @@ def test_a_process_prints_every_key_of_an_algorithm():
         assert f"{key.key}: {key.values_and_default} {key.text}" in text
 
 
-def test_help_of_train_names_the_command():
+def test_train_help_names_the_config_command():
     text = plain(CliRunner().invoke(app, ["train", "--help"]).output)
     assert "palestra config text" in text and "palestra config grpo" in text
 
 
-def test_a_kind_of_run_has_its_own_keys_and_the_shared_ones():
+def test_kind_of_run_shows_own_and_shared_keys():
     for kind, own in (("text", "steps: whole number, ≥ 1; default `100`"), ("vector", "env_steps: whole number, ≥ 1")):
         text = shown(kind)
         assert own in text and "sinks:" in text and "Trackers that receive the run's metrics" in text
     assert "symmetric: true or false; default `false`" in shown("population")
 
 
-def test_a_type_that_selects_no_model_is_a_key():
+def test_type_without_model_is_shown_as_key():
     text = shown("backend")
     assert "backend, in a run of language agents" in text
     assert "type: `inline`, `local`, `ray`; default `local`" in text
@@ -68,7 +68,7 @@ def test_one_key_is_shown_for_every_algorithm_that_has_it():
     assert "type: dpo" not in text and "group_size" not in text
 
 
-def test_a_preset_is_shown_as_its_algorithm():
+def test_preset_is_shown_as_its_algorithm():
     text = shown("at_grpo")
     assert text.startswith("type: at_grpo stands for type: grpo, branch_at: turn, continue_from: best")
     assert "group_size: whole number" in text

@@ -29,7 +29,7 @@ def run(tmp_path_factory):
     return root / "rps_league"
 
 
-def test_games_that_are_missing_are_played_once_and_kept(run, tmp_path):
+def test_missing_games_are_played_once_and_stored(run, tmp_path):
     before = palestra("league", "standings", run)
     assert before.exit_code == 2 and "league crossplay" in plain(before.output)
     assert palestra("league", "crossplay", run).output.count("-") > 10  # nobody has met
@@ -47,12 +47,12 @@ def test_games_that_are_missing_are_played_once_and_kept(run, tmp_path):
     assert len((tmp_path / "standings.csv").read_text().splitlines()) == 6
 
 
-def test_a_run_is_drawn(run):
+def test_population_plot_is_written(run):
     done = palestra("league", "plot", run)
     assert done.exit_code == 0 and (run / "population.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_no_run_of_a_population_is_said(tmp_path):
+def test_run_without_population_is_refused(tmp_path):
     for command in ("standings", "crossplay", "plot"):
         done = palestra("league", command, tmp_path)
         assert done.exit_code == 2 and "no finished task of a population" in plain(done.output)
@@ -60,7 +60,7 @@ def test_what_is_no_run_of_a_population_is_said(tmp_path):
     assert done.exit_code == 2 and "cannot read config" in plain(done.output)
 
 
-def test_a_response_that_learns_says_at_least_how_much_could_be_won(tmp_path):
+def test_exploit_gives_a_lower_bound_on_nash_conv(tmp_path):
     """Against uniform play, which is what one iteration of PSRO has: no more than NashConv, and most of it."""
     settings = ["population.iterations=1", "population.env_steps=512", "oracle.payoffs=exact"]
     asked = [part for setting in settings for part in ("--set", setting)]
@@ -77,7 +77,7 @@ def test_a_response_that_learns_says_at_least_how_much_could_be_won(tmp_path):
     assert (run / "exploits/exploit-player_0-0/policy.safetensors").exists()
 
 
-def test_a_league_is_exploited_by_games(run):
+def test_exploit_of_a_league_plays_games(run):
     """Its newest member, who wins nothing against itself."""
     done = palestra("league", "exploit", run, "--steps", 2048, "--games", 50, "--backend", "inline")
     assert done.exit_code == 0, done.output
@@ -87,7 +87,7 @@ def test_a_league_is_exploited_by_games(run):
     assert least == pytest.approx(2 * max(0, line["gain"]), abs=1e-3)
 
 
-def test_populations_are_compared(run, tmp_path):
+def test_two_populations_are_compared(run, tmp_path):
     """With itself a population is worth nothing, to the accuracy of games; one of another game is refused."""
     done = palestra("league", "compare", run, run, "--games", 200, "--backend", "inline")
     assert done.exit_code == 0 and "5 x 5 members" in plain(done.output), done.output

@@ -101,7 +101,7 @@ def test_an_unknown_key_names_the_nearest(base, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_several_faults_are_told_at_once(base, tmp_path):
+def test_all_config_errors_are_reported_at_once(base, tmp_path):
     message = refused("train", write_config(tmp_path, base), "--set", "stepz=3", "--set", "episodes=0")
     assert "2 faults in the config" in message and "stepz" in message and "episodes" in message
 
@@ -137,13 +137,13 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_mistakes_say_how_to_mend_them(base, run, tmp_path, monkeypatch, arguments, message):
+def test_errors_name_the_fix(base, run, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     names = {"CONFIG": write_config(tmp_path, base), "RUN": run[0]}
     assert message in refused(*(names.get(a, a) for a in arguments))
 
 
-def test_a_run_that_is_being_written_is_left_alone(run):
+def test_locked_run_is_not_touched(run):
     with Run.open(run[0]):
         assert "is writing the run" in refused("train", "--resume", run[0])
 
@@ -165,13 +165,13 @@ def test_dry_run_prints_the_resolved_config_and_leaves_nothing(base, tmp_path):
     assert "rank: 8" in done.stdout
 
 
-def test_dry_run_finds_what_training_would(base, tmp_path):
+def test_dry_run_reports_the_errors_of_training(base, tmp_path):
     config = write_config(tmp_path, base)
     assert "has no option" in refused("train", config, "--dry-run", "--set", "env.turnz=3")
     assert "no model at" in refused("train", config, "--dry-run", "--set", "policies.guide.base=/nowhere")
 
 
-def test_training_leaves_a_picture_a_table_and_the_logs(run):
+def test_training_writes_plot_table_and_logs(run):
     path, output = run
     text = plain(output)
     assert "what was learned" in text and "dev: success of 5" in text and "before training: success" in text
@@ -187,7 +187,7 @@ def test_training_leaves_a_picture_a_table_and_the_logs(run):
     assert meta["seed"] == 0 and meta["palestra"]
 
 
-def test_settings_are_part_of_the_runs_config(base, tmp_path):
+def test_command_line_settings_are_in_the_stored_config(base, tmp_path):
     config = write_config(tmp_path, base, evals={})
     for name in ("mine", "mine-2"):  # a name taken is not written over
         settings = ("--set", "steps=1", "--set", "seed=5", "--name", "mine", "--root", tmp_path)
@@ -196,7 +196,7 @@ def test_settings_are_part_of_the_runs_config(base, tmp_path):
         assert tree["steps"] == 1 and tree["seed"] == 5 and tree["name"] == "short"
 
 
-def test_resuming_a_finished_run_shows_what_it_learned(run):
+def test_resume_of_a_finished_run_prints_its_summary(run):
     before = (run[0] / "metrics.jsonl").read_bytes()
     done = palestra("train", "--resume", run[0])
     assert (
@@ -207,7 +207,7 @@ def test_resuming_a_finished_run_shows_what_it_learned(run):
     assert (run[0] / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_failure_is_shown_as_it_is_and_training_goes_on(base, tmp_path, monkeypatch):
+def test_episode_failure_is_printed_and_training_continues(base, tmp_path, monkeypatch):
     (tmp_path / "shaky_cli.py").write_text(
         "from toys import Whisper\n\n\n"
         "class Shaky(Whisper):\n"
@@ -235,7 +235,7 @@ def test_the_installed_command_finds_an_env_beside_the_config(base, tmp_path):
 # ---- the other commands
 
 
-def test_runs_lists_what_there_is(run):
+def test_runs_command_lists_runs(run):
     text = plain(palestra("runs", "--root", run[0].parent).output)
     for word in ("short", "done", "toys", "grpo", "3/3", "dev", "held-out"):
         assert word in text
@@ -287,7 +287,7 @@ def test_eval_as_json_with_seats_swapped(run):
     assert figures["seats"]["guide"].startswith("walker@") and figures["seats"]["walker"].startswith("guide@")
 
 
-def test_eval_may_keep_what_it_finds_in_the_run(run, tmp_path):
+def test_eval_can_record_its_result_in_the_run(run, tmp_path):
     path = shutil.copytree(run[0], tmp_path / "copy")
     before = read_lines(path / "evals.jsonl")
     done = palestra("eval", path, "--swap", "--episodes", 4, "--record", "swapped")
@@ -297,18 +297,18 @@ def test_eval_may_keep_what_it_finds_in_the_run(run, tmp_path):
     assert line["seats"]["guide"].startswith("walker@") and line["seats"]["walker"].startswith("guide@")
 
 
-def test_eval_is_the_same_each_time_and_leaves_the_run_alone(run):
+def test_eval_is_deterministic_and_read_only(run):
     before = {file: file.read_bytes() for file in run[0].rglob("*") if file.is_file()}
     first, second = (palestra("eval", run[0], "--episodes", "9", "--json").stdout for _ in range(2))
     assert first == second
     assert {file: file.read_bytes() for file in run[0].rglob("*") if file.is_file()} == before
 
 
-def test_eval_takes_a_config_too(base, tmp_path):
+def test_eval_accepts_a_config(base, tmp_path):
     done = palestra("eval", write_config(tmp_path, base), "--episodes", "3", "--json")
     assert json.loads(done.stdout)["seats"] == {"guide": "guide", "walker": "walker"}
 
 
-def test_eval_of_one_member_puts_it_in_every_seat(run):
+def test_eval_of_one_member_plays_every_seat(run):
     done = palestra("eval", f"{run[0]}:guide", "--episodes", "3", "--json")
     assert all(policy.startswith("guide@") for policy in json.loads(done.stdout)["seats"].values())

@@ -41,7 +41,7 @@ def server():
 # ---- eval
 
 
-def test_every_way_to_sit_is_tried(config):
+def test_cross_plays_every_seat_assignment(config):
     done = palestra("eval", config, "--cross", "--member", "expert", "--member", "random", "--episodes", 40, "--json")
     assert done.exit_code == 0, done.output
     found = {tuple(line["seats"].values()): line for line in json.loads(done.stdout)}
@@ -52,7 +52,7 @@ def test_every_way_to_sit_is_tried(config):
     assert found["random", "expert"]["returns_ci95"]["guide"] > 0
 
 
-def test_a_run_crosses_its_own_policies(config):
+def test_cross_of_a_run_uses_its_own_policies(config):
     text = plain(palestra("eval", config, "--cross", "--episodes", 2).output)
     assert text.count("%") == 4 * 3  # a share and its interval in each of four rows
 
@@ -67,25 +67,25 @@ def test_a_run_crosses_its_own_policies(config):
         (("--cross", *(part for n in range(17) for part in ("--member", f"m{n}"))), "more than 256"),
     ],
 )
-def test_mistakes_are_told(config, arguments, message):
+def test_invalid_arguments_are_explained(config, arguments, message):
     done = palestra("eval", config, *arguments)
     assert done.exit_code == 2 and message in plain(done.output)
 
 
-def test_where_a_mistake_was_found_is_shown_to_who_asks(config, monkeypatch):
+def test_traceback_is_shown_on_request(config, monkeypatch):
     monkeypatch.setenv("PALESTRA_TRACEBACK", "1")
     done = palestra("eval", config, "--seats", "cook=expert")
     assert isinstance(done.exception, ValueError) and done.exit_code == 1
 
 
-def test_an_env_alone_is_enough():
+def test_env_name_alone_is_accepted():
     done = palestra("eval", "text_kuhn", "--seats", "player_0=random", "--seats", "player_1=random", "--json")
     figures = json.loads(done.stdout)
     assert figures["failed"] == 0 and figures["returns"]["player_0"] == -figures["returns"]["player_1"]
     assert palestra("eval", "no_such_env").exit_code == 2
 
 
-def test_somebody_behind_an_endpoint_takes_a_seat(config, server, monkeypatch):
+def test_endpoint_plays_a_seat(config, server, monkeypatch):
     """The echo says the bit that it sees: the right thing for a guide, the wrong one for a walker."""
     monkeypatch.setenv("OPENAI_API_KEY", server.key)
     who = f"guide={server.url}#echo"
@@ -94,7 +94,7 @@ def test_somebody_behind_an_endpoint_takes_a_seat(config, server, monkeypatch):
     assert figures["success"] == 1 and figures["seats"]["guide"] == "echo" and server.key not in done.stdout
 
 
-def test_episodes_are_shown_word_for_word(config):
+def test_show_prints_whole_episodes(config):
     seats = ("--seats", "guide=expert", "--seats", "walker=expert")
     text = palestra("eval", config, *seats, "--episodes", 3, "--show", 2).output
     assert text.count("guide sees: ") == text.count("walker says: ") == 2
@@ -116,7 +116,7 @@ def test_episodes_are_recorded_with_tokens(config, tmp_path):
     assert not list(out.parent.glob(".tmp*"))
 
 
-def test_only_what_is_worth_it_is_kept(config, tmp_path):
+def test_collect_filters_by_return_and_success(config, tmp_path):
     """A guide at random is right every other time; whole successes earn 2.5 at the most, half of it the guide's."""
     arguments = ("collect", config, "--episodes", 60, "--seats", "guide=random", "--seats", "walker=expert")
     out = tmp_path / "some.parquet"
@@ -129,7 +129,7 @@ def test_only_what_is_worth_it_is_kept(config, tmp_path):
     assert palestra(*arguments, "--out", out, "--min-return", "2").exit_code == 0 and load_episodes(out) == []
 
 
-def test_collecting_again_gives_the_same(config, tmp_path):
+def test_collect_is_deterministic(config, tmp_path):
     one, two = tmp_path / "one.parquet", tmp_path / "two.parquet"
     for out in (one, two):
         palestra("collect", config, "--out", out, "--episodes", 3)
@@ -139,7 +139,7 @@ def test_collecting_again_gives_the_same(config, tmp_path):
 # ---- play
 
 
-def test_a_person_takes_a_seat(config):
+def test_person_plays_a_seat_in_the_terminal(config):
     """The walker hears the guide's bit at the end of what it sees, and must say the other one."""
     done = palestra("play", config, "--seat", "walker", "--seats", "guide=expert", input="x\n")
     assert done.exit_code == 0 and "[w]" in done.output and "walker (you)" in plain(done.output)
@@ -148,12 +148,12 @@ def test_a_person_takes_a_seat(config):
     assert "success yes" in plain(won.output.replace("│", ""))
 
 
-def test_choices_are_shown(config):
+def test_legal_actions_are_shown(config):
     done = palestra("play", "text_kuhn", "--seats", "player_1=random", input="pass\n" * 3)
     assert done.exit_code == 0 and "(pass, bet)" in done.output
 
 
-def test_a_person_is_told_the_rules_and_the_form_of_an_answer():
+def test_rules_and_answer_format_are_shown_to_a_person():
     compact = ("--env", "rendering=compact", "--env", "team=planner_executor")
     output = plain(palestra("play", "plan_path", *compact, "--seats", "executor=expert", input="r1 c1\n").output)
     assert "a walker (@) must reach the goal" in output and "for example: #### r2 c3 r4 c3" in output
@@ -163,16 +163,16 @@ def test_a_person_is_told_the_rules_and_the_form_of_an_answer():
     assert "Answer with exactly one of the words" in plain(palestra("play", "text_kuhn", input="pass\n" * 3).output)
 
 
-def test_giving_up_is_no_traceback(config):
+def test_giving_up_prints_no_traceback(config):
     done = palestra("play", config, "--seat", "guide", input="")
     assert done.exit_code == 2 and "ended early" in plain(done.output)
 
 
-def test_a_page_is_one_persons():
+def test_browser_page_is_for_one_person():
     done = palestra("play", "text_kuhn", "--seats", "player_1=human", "--browser")
     assert done.exit_code == 2 and "one person's" in plain(done.output)
 
 
-def test_arrays_are_not_for_people():
+def test_vector_envs_are_refused_for_people():
     done = palestra("play", "kuhn_poker")
     assert done.exit_code == 2 and "whose seats take arrays" in plain(done.output)

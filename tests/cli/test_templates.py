@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 KNOWN = templates()
 
 
-def test_every_config_of_the_repository_is_a_template_with_a_name_of_its_own():
+def test_every_config_is_a_template_with_a_unique_name():
     found = {path.relative_to(ROOT) for folder in ("configs", "examples") for path in ROOT.glob(f"{folder}/**/*.yaml")}
     assert {template.path for template in KNOWN} == found
     assert len({template.name for template in KNOWN}) == len(KNOWN) and KNOWN[0].name == "demo"
 
 
 @pytest.mark.parametrize("template", KNOWN, ids=lambda one: one.name)
-def test_each_says_what_it_is(template):
+def test_every_template_has_a_description(template):
     assert 10 < len(template.description) < 200 and not template.description.endswith("et al")
 
 
@@ -51,7 +51,7 @@ def test_init_writes_a_config_that_trains(tmp_path, monkeypatch):
     assert "cannot write nowhere/a.yaml" in refused("init", "demo", "--out", "nowhere/a.yaml")
 
 
-def test_a_shipped_path_is_found_anywhere_and_a_file_of_ones_own_comes_first(tmp_path, monkeypatch):
+def test_shipped_configs_are_found_and_local_files_take_precedence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load("configs/demo.yaml")["name"] == "demo" and load("examples/math.yaml")["name"] == "math"
     (tmp_path / "configs").mkdir()
@@ -68,7 +68,7 @@ def test_demo_trains_the_demo(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_wheel_alone_has_the_configs_and_the_demo(tmp_path):
+def test_wheel_contains_configs_and_demo(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     source, folder = tmp_path / "source", tmp_path / "installed"
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")

@@ -53,7 +53,7 @@ def test_seats_are_assigned_by_wildcards_in_both_kinds(text: Path, vector: Path)
     assert names == {"seat0": "random/seat0", "seat1": "random/seat1"}
 
 
-def test_a_result_has_policies_and_metrics_and_episodes_if_they_are_kept(text: Path, vector: Path) -> None:
+def test_result_has_policies_metrics_and_optional_episodes(text: Path, vector: Path) -> None:
     spoken = evaluate(text, seats={"guide": "expert", "walker": "expert"}, episodes=3)
     assert spoken.metrics["episodes"] == len(spoken.episodes) == 3 and spoken.metrics["success"] == 1
     played = evaluate(vector, episodes=3, swap=True)
@@ -61,7 +61,7 @@ def test_a_result_has_policies_and_metrics_and_episodes_if_they_are_kept(text: P
     assert played.metrics["episodes"] == 3 and played.episodes == []
 
 
-def test_run_and_name_leads_to_a_policy_in_both_kinds(text: Path, vector: Path) -> None:
+def test_run_name_target_loads_a_policy_of_either_kind(text: Path, vector: Path) -> None:
     assert set(evaluate(f"{text}:guide", episodes=1).policy_names.values()) == {"guide"}
     assert evaluate(text, seats={"walker": f"{text}:guide"}, episodes=1).policy_names["walker"] == "guide"
     everywhere = evaluate(f"{vector}:seat1", episodes=1)
@@ -70,7 +70,7 @@ def test_run_and_name_leads_to_a_policy_in_both_kinds(text: Path, vector: Path) 
     assert other.policy_names == everywhere.policy_names
 
 
-def test_an_older_checkpoint_is_named_by_its_steps(vector: Path) -> None:
+def test_older_checkpoint_is_selected_by_step_count(vector: Path) -> None:
     assert find_target(vector, step=2).checkpoint.step == 1  # type: ignore[union-attr]
     assert evaluate(vector, episodes=1).policy_names == {"seat0": "seat0@3", "seat1": "seat1@3"}
     assert evaluate(vector, episodes=1, step=2).policy_names == {"seat0": "seat0@2", "seat1": "seat1@2"}
@@ -78,14 +78,14 @@ def test_an_older_checkpoint_is_named_by_its_steps(vector: Path) -> None:
         evaluate(vector, episodes=1, step=9)
 
 
-def test_an_env_without_a_run_is_played_by_whom_seats_names() -> None:
+def test_env_without_run_is_played_by_the_given_policies() -> None:
     found = evaluate("kuhn_poker", seats={"*": "random"}, episodes=20)
     assert found.metrics["episodes"] == 20 and sum(found.metrics["returns"].values()) == pytest.approx(0)
     with pytest.raises(ValueError, match=r'no policy "default".*or say random, script:NAME or RUN:NAME'):
         evaluate("kuhn_poker", episodes=1)
 
 
-def test_every_way_to_sit_is_played_on_the_same_instances(vector: Path) -> None:
+def test_all_seat_assignments_use_the_same_instances(vector: Path) -> None:
     found = cross_play(vector, members=["seat0", "random"], episodes=4)
     assert len(found) == 4 and {result.metrics["episodes"] for result in found} == {4}
     alone = evaluate(vector, seats={"seat1": "random"}, episodes=4)
@@ -101,13 +101,15 @@ def test_every_way_to_sit_is_played_on_the_same_instances(vector: Path) -> None:
         ({"*": "nowhere:x"}, "there is no run, config or env nowhere"),
     ],
 )
-def test_unknown_names_are_refused_alike(text: Path, vector: Path, seats: dict[str, str], message: str) -> None:
+def test_unknown_names_are_refused_for_both_kinds(
+    text: Path, vector: Path, seats: dict[str, str], message: str
+) -> None:
     for target in (text, vector):
         with pytest.raises(ValueError, match=message):
             evaluate(target, seats=seats, episodes=1)
 
 
-def test_the_env_of_an_evaluation_is_closed(vector: Path) -> None:
+def test_env_is_closed_after_evaluation(vector: Path) -> None:
     before = Counted.not_closed
     evaluate(vector, episodes=4)
     with pytest.raises(ValueError, match="no seat"):

@@ -58,7 +58,7 @@ def whisper(base, root, **changes):
     return pl.train(root=root, **parts | changes)
 
 
-def test_a_text_run_from_objects(base, tmp_path):
+def test_text_run_from_python_objects(base, tmp_path):
     seen = Seen()
     run = whisper(base, tmp_path, callbacks=[seen], name="w", **{"policies.default.rank": 2})
     assert run.path == tmp_path / "w" and run.config["policies"]["default"]["rank"] == 2
@@ -70,13 +70,13 @@ def test_a_text_run_from_objects(base, tmp_path):
     assert result.policy_names == {"guide": "default@2", "walker": "random"} and len(result.episodes) == 2
 
 
-def test_a_config_file_trains_the_same_as_on_the_command_line(base, tmp_path):
+def test_config_file_trains_as_on_the_command_line(base, tmp_path):
     run = whisper(base, tmp_path, name="w", evals={})
     command("train", run.path / "config.yaml", "--root", tmp_path, "--name", "cli")
     assert (run.path / "metrics.jsonl").read_bytes() == (tmp_path / "cli" / "metrics.jsonl").read_bytes()
 
 
-def test_a_callback_stops_a_run_which_can_be_resumed(base, tmp_path):
+def test_callback_stops_a_run_that_can_be_resumed(base, tmp_path):
     run = whisper(base, tmp_path, steps=5, callbacks=[Seen(steps=2)])
     assert len(run.metrics) == 4
     again = Seen()
@@ -88,7 +88,7 @@ def test_a_callback_stops_a_run_which_can_be_resumed(base, tmp_path):
         pl.train(resume=run.path, seed=1)
 
 
-def test_inside_a_running_event_loop(base, tmp_path):
+def test_train_works_inside_a_running_event_loop(base, tmp_path):
     async def cell():
         run = whisper(base, tmp_path, steps=1)
         return run, run.evaluate(episodes=2)
@@ -106,7 +106,7 @@ class Interrupts(pl.Callback):
 
 
 @pytest.mark.parametrize("inside_loop", [False, True])
-def test_an_interrupt_leaves_a_run_to_go_on_with(base, tmp_path, inside_loop):
+def test_interrupted_run_can_be_resumed(base, tmp_path, inside_loop):
     async def cell():  # as in a notebook, whose loop leaves the signal as it is
         return whisper(base, tmp_path, steps=40, callbacks=[Interrupts()])
 
@@ -123,7 +123,7 @@ def test_an_interrupt_leaves_a_run_to_go_on_with(base, tmp_path, inside_loop):
     assert seen.steps[0][0] == done
 
 
-def test_a_class_without_a_module(base, tmp_path, monkeypatch):
+def test_class_without_module_trains_in_process_only(base, tmp_path, monkeypatch):
     class Echo(pl.Env):
         seats = ("agent",)
 
@@ -179,7 +179,7 @@ def test_prompts_are_split_by_their_text():
         pl.Prompts([{"prompt": [{"role": "user", "content": "hi"}]}], is_plain)
 
 
-def test_a_vector_run(tmp_path):
+def test_vector_run_from_python_objects(tmp_path):
     seen = Seen(steps=3)
     run = pl.train(
         env={"type": "kuhn_poker", "num_envs": 4},
@@ -197,7 +197,7 @@ def test_a_vector_run(tmp_path):
         pl.train(env="kuhn_poker", policies={"default": pl.Net()}, algorithm=pl.PPO(), root=tmp_path)
 
 
-def test_a_population(tmp_path):
+def test_population_run_from_python(tmp_path):
     seen = Seen()
     run = pl.train(
         "configs/populations/kuhn_psro_exact.yaml",
@@ -212,7 +212,7 @@ def test_a_population(tmp_path):
         run.evaluate()
 
 
-def test_mistakes_say_what_to_do(base, tmp_path):
+def test_invalid_arguments_are_refused_with_the_fix(base, tmp_path):
     for wrong, match in (
         ({}, "nothing to train"),
         ({"env": 3}, "give a name, a config"),
@@ -225,7 +225,7 @@ def test_mistakes_say_what_to_do(base, tmp_path):
     assert not list(Path(tmp_path).iterdir())
 
 
-def test_every_public_name_is_there_and_importing_is_light():
+def test_public_names_exist_and_import_is_light():
     assert all(getattr(pl, name) is not None and name in dir(pl) for name in pl.__all__)
     assert "group_size: whole number" in pl.GRPO.__doc__ and "Siblings per group" in pl.GRPO.__doc__
     assert "rank: whole number" in pl.Lora.__doc__ and "Units of each hidden layer" in pl.vector.Net.__doc__

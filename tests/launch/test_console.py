@@ -57,7 +57,7 @@ def config(tmp_path):
     return path
 
 
-def test_visible_escapes_what_is_obeyed_and_keeps_the_rest():
+def test_escape_control_chars_escapes_only_control_chars():
     assert escape_control_chars(HOSTILE).endswith(f"{EXPECTED_TEXT} \\u2066i\\u2069")
     kept = "plain\ttext\nשלום 你好 \N{FIRE} \N{WOMAN}\u200d\N{PERSONAL COMPUTER} e\u0301"
     assert (
@@ -67,13 +67,13 @@ def test_visible_escapes_what_is_obeyed_and_keeps_the_rest():
     )
 
 
-def test_eval_shows_answers_as_they_are(config):
+def test_eval_output_escapes_control_chars(config):
     done = palestra("eval", config, "--episodes", "1", "--show", "1")
     assert done.exit_code == 0, done.output
     assert MARKS in done.stdout and EXPECTED_TEXT in done.stdout and not obeyed(done.stdout)
 
 
-def test_a_person_is_shown_what_others_say_as_it_is(tmp_path):
+def test_play_output_escapes_control_chars(tmp_path):
     (tmp_path / "echo_env.py").write_text(
         "from palestra.envs.base import Env\nfrom palestra.types import Step\n\n\n"
         "class Echo(Env):\n"
@@ -113,19 +113,19 @@ def test_a_person_is_shown_what_others_say_as_it_is(tmp_path):
     ],
     ids=lambda arguments: " ".join(a if a.isprintable() and a != HOSTILE else "HOSTILE" for a in arguments),
 )
-def test_messages_show_what_was_typed_as_it_is(config, arguments):
+def test_error_messages_escape_control_chars(config, arguments):
     done = palestra(*(config if a == "CONFIG" else a for a in arguments))
     assert isinstance(done.exception, SystemExit | None), done.exception
     assert "\N{FIRE}" not in done.output and not obeyed(done.output), done.output
 
 
-def test_a_modules_name_that_reads_like_an_emoji_stays_what_it_is(config):
+def test_emoji_codes_in_messages_are_not_replaced(config):
     done = palestra("train", config, "--set", "env.type=frog:Fog")
     assert "cannot be loaded from frog:Fog: No module named 'frog'" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_terminal_is_sent_nothing_hostile(config):
+def test_real_terminal_receives_no_hostile_sequences(config):
     """The installed command on a real pseudo-terminal, where rich uses colours and cursor movements of its own."""
     controller, terminal = pty.openpty()
     command = [Path(sys.executable).parent / "palestra", "eval", config, "--episodes", "1", "--show", "1"]

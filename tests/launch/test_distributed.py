@@ -30,12 +30,12 @@ def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- in one process
 
 
-def test_a_run_in_one_slice_is_the_run_without_any(base: Path, tmp_path: Path) -> None:
+def test_one_slice_equals_no_slices(base: Path, tmp_path: Path) -> None:
     asked = config(base, backend={"type": "local", "slices": 1})
     assert_same(run_of(build(asked, here), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
 
 
-def test_more_slices_differ_by_less_than_floats_do(base: Path, whole: Path, tmp_path: Path) -> None:
+def test_several_slices_agree_up_to_rounding(base: Path, whole: Path, tmp_path: Path) -> None:
     """Sums over other batches differ in their last bits; what is sampled is the same."""
     one = run_of(text.build(asked := config(base)), tmp_path, asked)
     lines, others = read_lines(one / "metrics.jsonl"), read_lines(whole / "metrics.jsonl")
@@ -46,7 +46,7 @@ def test_more_slices_differ_by_less_than_floats_do(base: Path, whole: Path, tmp_
     assert (one / "evals.jsonl").read_bytes() == (whole / "evals.jsonl").read_bytes()
 
 
-def test_stages_data_teachers_and_fixed_policies_are_as_in_one_process(base: Path, tmp_path: Path) -> None:
+def test_stages_data_teachers_and_frozen_policies_equal_one_process(base: Path, tmp_path: Path) -> None:
     """First the guide learns from an expert, then from a file of that play, then both by reinforcement."""
     speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 1}}
     tree = {
@@ -75,7 +75,7 @@ def test_stages_data_teachers_and_fixed_policies_are_as_in_one_process(base: Pat
     assert_same(run_of(build(asked, here), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
 
 
-def test_a_full_model_and_a_critic_travel_too(base: Path, tmp_path: Path) -> None:
+def test_full_model_and_critic_are_sent_to_workers(base: Path, tmp_path: Path) -> None:
     full = {"type": "full", "base": str(base), "sampling": {"max_tokens": 2}}
     lora = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
     backend = {"type": "local", "slices": 1}
@@ -95,7 +95,7 @@ class Weighed(Callback):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_old_members_are_let_go(base: Path, tmp_path: Path, staleness: int) -> None:
+def test_old_members_are_removed(base: Path, tmp_path: Path, staleness: int) -> None:
     asked = config(base, steps=6, staleness=staleness, evals={}, policies={"default": config(base).policies["guide"]})
     made = build(asked, here)
     watcher = Weighed(made)
@@ -114,7 +114,7 @@ def test_old_members_are_let_go(base: Path, tmp_path: Path, staleness: int) -> N
         ({"backend": {"type": "local", "address": "auto"}}, "address is for backend type ray"),
     ],
 )
-def test_what_does_not_go_together_is_refused(base: Path, changes: Any, message: str) -> None:
+def test_incompatible_settings_are_refused(base: Path, changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(base, **changes)
 
@@ -123,7 +123,7 @@ def palestra(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_the_command_line_says_where(base: Path, tmp_path: Path) -> None:
+def test_command_line_selects_the_backend(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(dump(config(base, backend={"type": "inline"})))
     shown = parse(palestra("train", path, "--backend", "ray", "--workers", 3, "--dry-run").output)["backend"]
@@ -136,7 +136,7 @@ def test_the_command_line_says_where(base: Path, tmp_path: Path) -> None:
     assert (plain["type"], plain["workers"]) == ("local", 2)
 
 
-def test_an_episode_that_cannot_be_sent_is_explained(base: Path, tmp_path: Path) -> None:
+def test_unpicklable_episode_is_explained(base: Path, tmp_path: Path) -> None:
     asked = config(base, env={"type": "toys_mortal:Odd"}, evals={}, policies={"default": {"type": "random"}})
     with pytest.raises(ValueError, match=r"(?s)task slice-\d failed: .*an episode cannot be sent to another process"):
         run_of(build(asked, here), tmp_path, asked)
@@ -146,7 +146,7 @@ def test_an_episode_that_cannot_be_sent_is_explained(base: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("workers", "staleness"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
-def test_workers_play_the_run_and_one_that_is_killed_is_replaced(
+def test_killed_worker_is_replaced_without_changing_the_run(
     base: Path, tmp_path: Path, workers: int, staleness: int
 ) -> None:
     """The env kills the first worker that plays instance 8, of the second step. Who plays ahead plays the same."""
@@ -161,7 +161,7 @@ def test_workers_play_the_run_and_one_that_is_killed_is_replaced(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_driver_killed_and_resumed_ends_as_if_it_never_was(base: Path, tmp_path: Path, staleness: int) -> None:
+def test_resume_after_driver_kill_is_bit_identical(base: Path, tmp_path: Path, staleness: int) -> None:
     asked = config(base, steps=8, staleness=staleness)
     run = killed(tmp_path, asked, 13)
     other = run_of(build(asked, here), tmp_path, asked)

@@ -104,7 +104,7 @@ def test_every_plan_trains_language_agents(plan, tmp_path):
     assert made.summary()["iteration"] == made.summary()["iterations"]
 
 
-def test_a_run_of_psro_says_what_it_came_to(tmp_path):
+def test_psro_run_logs_its_results(tmp_path):
     plan, run = trained(tmp_path, EXACT)
     lines = [line for line in read_lines(run / "metrics.jsonl") if "nash_conv" in line]
     assert {line["iteration"]: line["nash_conv"] for line in lines} == plan.nash_convs
@@ -114,14 +114,14 @@ def test_a_run_of_psro_says_what_it_came_to(tmp_path):
     assert len(read_lines(run / "timings.jsonl")) == len(tasks)
 
 
-def test_one_population_plays_every_seat_where_the_plan_wants_it():
+def test_shared_population_plays_every_seat_if_the_plan_needs_it():
     assert build_population(checked(EXACT, "symmetric=true")).plan.seats == ("agent", "agent")
     assert build_population(checked(EXACT)).plan.population.players == ("player_0", "player_1")
     league = LEARNED | {"population": {"type": "league"}}
     assert build_population(checked(league)).plan.population.players == ("agent",)
 
 
-def test_a_config_printed_is_the_same_config():
+def test_config_survives_dump_and_parse():
     for tree in (EXACT, LEARNED):
         config = checked(tree)
         assert checked(parse(dump(config))) == config
@@ -148,7 +148,7 @@ def test_a_config_printed_is_the_same_config():
         (["backend={type: local, placement: {train: {workers: 1}}}"], "placement is for backend type ray"),
     ],
 )
-def test_mistakes_are_told_with_their_mending(settings, words):
+def test_invalid_configs_are_refused_with_the_fix(settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         build_population(checked(EXACT, *settings))
 
@@ -164,7 +164,7 @@ def test_a_game_too_large_for_exact_values_is_refused_before_the_run_starts():
 # on the command line
 
 
-def test_train_shows_where_it_stands_and_goes_on_from_there(tmp_path):
+def test_train_prints_progress_and_resumes(tmp_path):
     path = written(tmp_path, EXACT)
     done = palestra("train", path, "--root", tmp_path / "runs")
     assert done.exit_code == 0, done.output
@@ -174,7 +174,7 @@ def test_train_shows_where_it_stands_and_goes_on_from_there(tmp_path):
     assert again.exit_code == 0 and "going on after" in plain(again.output) and "17 members" in plain(again.output)
 
 
-def test_where_tasks_are_done_may_change_when_a_run_goes_on(tmp_path):
+def test_backend_may_change_on_resume(tmp_path):
     path = written(tmp_path, EXACT)
     shown = palestra("train", path, "--backend", "local", "--workers", 3, "--dry-run")
     assert parse(shown.output)["backend"] == {
@@ -192,7 +192,7 @@ def test_where_tasks_are_done_may_change_when_a_run_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("plan", ["psro", "xdo"])
-def test_a_run_that_is_over_goes_on_for_longer(plan, tmp_path):
+def test_finished_run_is_extended(plan, tmp_path):
     """As one that was to go that far."""
     curves = {}
     for name, before in (("grown", 2), ("whole", 4)):
@@ -204,20 +204,20 @@ def test_a_run_that_is_over_goes_on_for_longer(plan, tmp_path):
     assert len(curves["whole"]) == (5 if plan == "psro" else 4) and curves["grown"] == curves["whole"]
 
 
-def test_a_league_is_as_long_as_it_was_to_be(tmp_path):
+def test_league_cannot_be_extended(tmp_path):
     tree = LEARNED | {"population": {"type": "league"} | PLANS["league"]}
     assert palestra("train", written(tmp_path, tree), "--root", tmp_path).exit_code == 0
     refused = palestra("train", "--resume", tmp_path / "small", "--set", "population.slices=4")
     assert refused.exit_code == 2 and "this kind cannot be made longer" in plain(refused.stderr)
 
 
-def test_places_are_for_populations(tmp_path):
+def test_placement_is_refused_for_other_runs(tmp_path):
     path = written(tmp_path, {"env": {"type": "kuhn_poker"}})
     done = palestra("train", path, "--workers", 2)
     assert done.exit_code == 2 and "place the tasks of a population" in plain(done.output)
 
 
-def test_eval_says_that_it_is_not_for_populations(tmp_path):
+def test_eval_refuses_populations(tmp_path):
     done = palestra("eval", written(tmp_path, EXACT))
     assert done.exit_code == 2 and "trains a population" in plain(done.output)
 
@@ -276,7 +276,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.timeout(900)
-def test_a_run_killed_ends_as_if_it_never_was(whole, tmp_path):
+def test_resume_after_kill_is_bit_identical(whole, tmp_path):
     process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
     kill(process, run, 12)
     assert len(read_lines(run / "tasks.jsonl")) < len(read_lines(whole / "tasks.jsonl"))
@@ -286,7 +286,7 @@ def test_a_run_killed_ends_as_if_it_never_was(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_of_two_workers_killed_ends_as_one_of_one_worker(whole, tmp_path):
+def test_resume_after_kill_with_two_workers_equals_one_worker(whole, tmp_path):
     local = ("--backend", "local", "--workers", 2)
     process, run = start(tmp_path, written(tmp_path, LONGER), *local), tmp_path / "runs/small"
     kill(process, run, 9)
@@ -309,7 +309,7 @@ SHORT = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SHORT)
-def test_shipped_configs_with_two_workers_repeat_to_the_byte(name, tmp_path):
+def test_shipped_configs_with_two_workers_are_reproducible(name, tmp_path):
     for where in (["local", 2], ["local", 2], ["inline", 0]):
         tree = parse((SHIPPED / f"{name}.yaml").read_text())
         tree["backend"] = dict(zip(("type", "workers"), where, strict=True))
@@ -321,7 +321,7 @@ def test_shipped_configs_with_two_workers_repeat_to_the_byte(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_run_killed_again_and_again_ends_as_if_it_never_was(whole, tmp_path):
+def test_resume_after_repeated_kills_is_bit_identical(whole, tmp_path):
     process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
     for tasks in (1, 5, 9, 13, 16):
         kill(process, run, tasks)
@@ -333,7 +333,7 @@ def test_a_run_killed_again_and_again_ends_as_if_it_never_was(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_run_with_two_workers_keeps_every_finished_task_when_it_is_killed(tmp_path):
+def test_kill_with_two_workers_keeps_finished_tasks(tmp_path):
     tree = LONGER | {"backend": {"type": "local", "workers": 2}}
     process, run = start(tmp_path, written(tmp_path, tree)), tmp_path / "runs/small"
     kept = []
@@ -352,7 +352,7 @@ def test_a_run_with_two_workers_keeps_every_finished_task_when_it_is_killed(tmp_
 
 
 @pytest.mark.timeout(900)
-def test_ctrl_c_leaves_a_run_to_go_on_with(whole, tmp_path):
+def test_run_can_be_resumed_after_ctrl_c(whole, tmp_path):
     process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
     until(process, run, 6)
     os.kill(process.pid, signal.SIGINT)

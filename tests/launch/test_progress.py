@@ -16,7 +16,7 @@ def shown(config, team, evaluation):
     return text.getvalue().splitlines()
 
 
-def test_held_out_success_comes_before_that_of_the_search():
+def test_held_out_success_precedes_search_success():
     config = {"algorithm": {"branch_at": "turn", "continue_from": "best", "group_size": 8}}
     evaluation = {"success": 0.53, "episodes": 300.0, "steps_per_episode": 5.0}
     *above, bar = shown(config, {"success": 0.95}, evaluation)
@@ -24,7 +24,7 @@ def test_held_out_success_comes_before_that_of_the_search():
     assert bar.index("test 53.0%") < bar.index("search success (best of 8) 95%")
 
 
-def test_games_say_that_evaluation_is_greedy_and_training_sampled():
+def test_returns_are_labelled_greedy_or_sampled():
     config = {"env_steps": 1000, "evals": {"test": {"greedy": True}}}
     evaluation = {"return": -12.4, "returns": {"a": -12.4}, "episodes": 50.0, "steps_per_episode": 25.0}
     *above, bar = shown(config, {"return": -26.6}, evaluation)

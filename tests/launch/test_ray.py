@@ -46,7 +46,7 @@ class Murder(Callback):
 
 
 @pytest.mark.parametrize("actors", [1, 2])
-def test_a_run_outlives_its_workers_and_its_learners(cluster: Cluster, base: Path, tmp_path: Path, actors: int) -> None:
+def test_run_survives_killed_workers_and_learners(cluster: Cluster, base: Path, tmp_path: Path, actors: int) -> None:
     """All learners in one actor, or each in its own; a worker dies too."""
     env = {"type": "toys_mortal:Mortal", "turns": 2, "fatal": 8, "mark": str(tmp_path / "mark")}
     placement = {"train": {"workers": actors}, "play": {"workers": 2, "num_cpus": 0.5}}
@@ -60,7 +60,7 @@ def test_a_run_outlives_its_workers_and_its_learners(cluster: Cluster, base: Pat
     assert ray.available_resources()["CPU"] == 4  # nobody is left
 
 
-def test_play_ahead_and_stages_are_the_same_on_ray(cluster: Cluster, base: Path, tmp_path: Path) -> None:
+def test_async_rollouts_and_stages_are_the_same_on_ray(cluster: Cluster, base: Path, tmp_path: Path) -> None:
     stages = [
         {"steps": 2},
         {"steps": 2, "algorithm": {"type": "ppo", "group_size": 2}, "policies": {"guide": {"lr": 1e-4}}},
@@ -69,7 +69,7 @@ def test_play_ahead_and_stages_are_the_same_on_ray(cluster: Cluster, base: Path,
     assert_same(run_of(build(asked), tmp_path, asked), whole(tmp_path, asked))
 
 
-def test_a_full_model_is_trained_and_travels(cluster: Cluster, base: Path, tmp_path: Path) -> None:
+def test_full_model_trains_on_ray(cluster: Cluster, base: Path, tmp_path: Path) -> None:
     full = {"type": "full", "base": str(base), "sampling": {"max_tokens": 2}}
     asked = on_ray(base, policies={"default": full}, steps=2)
     assert_same(run_of(build(asked), tmp_path, asked), whole(tmp_path, asked))

@@ -45,32 +45,32 @@ def numbers(x: torch.Tensor) -> list[float]:
 # ---- worked by hand, where every seat acts at every step
 
 
-def test_estimates_worked_by_hand() -> None:
+def test_gae_by_hand() -> None:
     # errors: 1 + .5*1 - .5 = 1; 2 + .5*1.5 - 1 = 1.75; 3 + .5*2 - 1.5 = 2.5; each adds .25 of the next estimate
     advantages, known = gae(course([1, 2, 3], [0.5, 1, 1.5, 2]), gamma=0.5, gae_lambda=0.5)
     assert numbers(advantages) == pytest.approx([1 + 0.25 * 2.375, 1.75 + 0.25 * 2.5, 2.5])
     assert known.all()
 
 
-def test_nothing_follows_the_step_that_terminates_a_game() -> None:
+def test_terminated_step_does_not_bootstrap() -> None:
     # 2 - 1 = 1 at step 1; what comes after it belongs to another game
     advantages, _ = gae(course([1, 2, 3], [0.5, 1, 1.5, 2], over=(1,)), gamma=0.5, gae_lambda=0.5)
     assert numbers(advantages) == pytest.approx([1 + 0.25 * 1, 1, 2.5])
 
 
-def test_a_game_that_is_cut_off_goes_on_in_the_value_of_its_last_view() -> None:
+def test_truncated_step_bootstraps_from_its_final_observation() -> None:
     # 2 + .5*4 - 1 = 3 at step 1: 4 is the value of the last view, 1.5 that of the next game's first
     advantages, _ = gae(course([1, 2, 3], [0.5, 1, 1.5, 2], over=(1,), bootstrap={1: 4.0}), gamma=0.5, gae_lambda=0.5)
     assert numbers(advantages) == pytest.approx([1 + 0.25 * 3, 3, 2.5])
 
 
-def test_a_game_may_end_with_the_last_step() -> None:
+def test_episode_may_end_at_the_last_step() -> None:
     advantages, known = gae(course([1, 2], [0.5, 1, 100], over=(1,)), gamma=0.5, gae_lambda=0.5)
     assert numbers(advantages) == pytest.approx([1 + 0.5 - 0.5 + 0.25, 1])
     assert known.all()
 
 
-def test_lam_zero_trusts_the_critic_and_lam_one_the_rewards() -> None:
+def test_lambda_0_gives_td_errors_and_lambda_1_returns() -> None:
     game = course([1, 2, 3], [0.5, 1, 1.5, 2], over=(2,))
     assert numbers(gae(game, gamma=0.5, gae_lambda=0)[0]) == pytest.approx([1 + 0.5 - 0.5, 2 + 0.75 - 1, 3 - 1.5])
     assert numbers(gae(game, gamma=0.5, gae_lambda=1)[0]) == pytest.approx([1 + 1 + 0.75 - 0.5, 2 + 1.5 - 1, 3 - 1.5])
@@ -89,7 +89,7 @@ def two_turns() -> AdvantageInputs:
     return AdvantageInputs(rewards, values, torch.zeros(4, 1, 2), over, agent_mask)
 
 
-def test_taking_turns_time_counts_in_own_decisions() -> None:
+def test_turn_based_time_counts_own_decisions() -> None:
     advantages, known = gae(two_turns(), gamma=0.9, gae_lambda=0.5)
     second = 1 - 0.4  # paid with the other's last move
     assert advantages[2, 0, 0].item() == pytest.approx(second)
@@ -99,7 +99,7 @@ def test_taking_turns_time_counts_in_own_decisions() -> None:
     assert known[:, 0].tolist() == [[True, False], [False, True], [True, False], [False, True]]
 
 
-def test_rewards_before_the_first_own_move_are_nobodys() -> None:
+def test_rewards_before_the_first_own_action_are_ignored() -> None:
     """A game ends with step 0; in the next one the seat is paid 5 before its first move."""
     game = course([1, 5, 2, 0], [0, 0, 0, 0, 0], over=(0, 3), agent_mask=[True, False, True, False, True])
     advantages, known = gae(game, gamma=1.0, gae_lambda=1.0)
@@ -107,21 +107,21 @@ def test_rewards_before_the_first_own_move_are_nobodys() -> None:
     assert numbers(known) == [True, False, True, False]
 
 
-def test_a_seat_that_died_is_judged_by_what_follows_to_the_end() -> None:
+def test_eliminated_seat_is_credited_with_rewards_to_the_end() -> None:
     game = course([0, 0, 3], [0.5, 9, 9, 0.5], over=(2,), agent_mask=[True, False, False, True])
     advantages, known = gae(game, gamma=0.9, gae_lambda=0.95)
     assert advantages[0].item() == pytest.approx(3 - 0.5)
     assert numbers(known) == [True, False, False]
 
 
-def test_a_move_whose_next_decision_lies_beyond_the_last_step_is_not_known() -> None:
+def test_action_without_next_decision_in_the_rollout_is_unknown() -> None:
     game = course([1, 1, 1], [0, 0, 0, 0], agent_mask=[True, False, True, False])
     assert numbers(gae(game, gamma=0.9, gae_lambda=0.95)[1]) == [True, False, False]
     _, _, known = vtrace(game, torch.ones(3, 1, 1), gamma=0.9)
     assert numbers(known) == [True, False, False]
 
 
-def test_no_estimate_reads_values_of_moments_at_which_the_seat_does_not_act() -> None:
+def test_values_of_inactive_steps_are_not_used() -> None:
     agent_mask = [True, True, False, False]  # the move at 1 is not known: its next decision lies beyond the last step
     plain = course([1, 1, 1], [0.5, 0.5, 0.5, 0.5], agent_mask=agent_mask)
     other = course([1, 1, 1], [0.5, 0.5, 77, 77], agent_mask=agent_mask)
@@ -233,21 +233,19 @@ FEW = settings(max_examples=40)
 
 @FEW
 @given(courses() | courses(turns=False), PARTS, PARTS)
-def test_estimates_are_their_definition(game: AdvantageInputs, gamma: float, lam: float) -> None:
+def test_gae_equals_its_definition(game: AdvantageInputs, gamma: float, lam: float) -> None:
     agrees(*gae(game, gamma=gamma, gae_lambda=lam), gae_by_definition(game, gamma, lam))
 
 
 @FEW
 @given(courses(settled=False), PARTS, PARTS)
-def test_estimates_up_to_a_move_that_is_not_known_are_their_definition(
-    game: AdvantageInputs, gamma: float, lam: float
-) -> None:
+def test_gae_up_to_an_unknown_action_equals_its_definition(game: AdvantageInputs, gamma: float, lam: float) -> None:
     agrees(*gae(game, gamma=gamma, gae_lambda=lam), gae_by_definition(game, gamma, lam))
 
 
 @FEW
 @given(courses(), PARTS, PARTS, st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.5, 1.0]), st.data())
-def test_vtrace_is_its_definition(
+def test_vtrace_equals_its_definition(
     game: AdvantageInputs, gamma: float, lam: float, rho: float, c: float, data: st.DataObject
 ) -> None:
     shape = tuple(game.rewards.shape)
@@ -259,7 +257,7 @@ def test_vtrace_is_its_definition(
     agrees(targets, known, {index: target for index, (_, target) in found.items()})
 
 
-def test_vtrace_worked_by_hand() -> None:
+def test_vtrace_by_hand() -> None:
     """Ratios 2 and .5, bounds of 1: the first action counts as if on-policy, the second by half."""
     game = course([1, 2], [0.5, 1, 100], over=(1,))
     ratio = torch.tensor([2.0, 0.5]).view(2, 1, 1)
@@ -270,7 +268,7 @@ def test_vtrace_worked_by_hand() -> None:
 
 @FEW
 @given(courses(), PARTS, PARTS)
-def test_on_policy_the_targets_of_vtrace_are_those_of_gae(game: AdvantageInputs, gamma: float, lam: float) -> None:
+def test_on_policy_vtrace_targets_equal_gae(game: AdvantageInputs, gamma: float, lam: float) -> None:
     advantages, known = gae(game, gamma=gamma, gae_lambda=lam)
     _, targets, same = vtrace(game, torch.ones_like(game.rewards), gamma=gamma, gae_lambda=lam)
     assert torch.equal(known, same)
@@ -279,7 +277,7 @@ def test_on_policy_the_targets_of_vtrace_are_those_of_gae(game: AdvantageInputs,
 
 @settings(max_examples=20)
 @given(courses(turns=False), PARTS)
-def test_a_constant_added_to_values_without_discount_cancels(game: AdvantageInputs, lam: float) -> None:
+def test_constant_added_to_values_cancels_without_discount(game: AdvantageInputs, lam: float) -> None:
     """With gamma 1 and no terminal steps, only differences of values count."""
     cut = replace(game, bootstrap=torch.where(game.done, game.bootstrap, 0.0))
     moved = replace(cut, values=cut.values + 3, bootstrap=torch.where(cut.done, cut.bootstrap + 3, cut.bootstrap))

@@ -28,7 +28,7 @@ def outputs(rows: int) -> torch.Tensor:
 # ---- squashed normal numbers
 
 
-def test_densities_are_those_of_the_transformed_distribution():
+def test_log_densities_equal_the_transformed_distribution():
     head, out = SquashedHead(SPACE), outputs(500)
     action, logp = head.sample(out, None, generator())
     mean, log_std = out.chunk(2, -1)
@@ -43,7 +43,7 @@ def test_densities_are_those_of_the_transformed_distribution():
     )
 
 
-def test_a_density_by_hand():
+def test_log_density_by_hand():
     head = SquashedHead(Continuous((0.0,), (10.0,)))
     out = torch.zeros(1, 2)  # a standard normal number, squashed
     action = torch.tensor([[5 + 5 * math.tanh(1.0)]])
@@ -63,7 +63,7 @@ def test_actions_stay_in_bounds_and_densities_finite_at_the_edge():
     assert bool(torch.isfinite(head.evaluate_actions(out, action, None)[0]).all())
 
 
-def test_the_entropy_is_minus_the_mean_log_density():
+def test_entropy_is_minus_the_mean_log_density():
     head, out = SquashedHead(SPACE), outputs(4)
     _, logp = head.sample(out.expand(50_000, 4, 6), None, generator())
     assert bool(((head.entropy(out) + logp.mean(0)).abs() < 4 * logp.std(0) / 50_000**0.5).all())
@@ -71,7 +71,7 @@ def test_the_entropy_is_minus_the_mean_log_density():
     assert narrow.item() == pytest.approx(-5 + 0.5 * math.log(2 * math.pi * math.e), abs=1e-3)
 
 
-def test_gradients_flow_through_what_is_drawn():
+def test_samples_are_reparameterised():
     head = SquashedHead(Continuous((-1.0,), (1.0,)))
     out = torch.tensor([[0.3, -0.4]], requires_grad=True)
     unit, _ = head.sample_units(out, generator(5))
@@ -82,13 +82,13 @@ def test_gradients_flow_through_what_is_drawn():
     torch.testing.assert_close(out.grad, torch.tensor([[slope, slope * noise * math.exp(-0.4)]]))
 
 
-def test_the_best_is_the_squashed_mean():
+def test_mode_is_the_squashed_mean():
     best = SquashedHead(SPACE).mode(torch.tensor([[0.0, 0.5, -1.0, 1.0, 1.0, 1.0]]), None)
     torch.testing.assert_close(best, torch.tensor([[0.0, 2.5 + 2.5 * math.tanh(0.5), -math.tanh(1.0)]]))
 
 
 @pytest.mark.parametrize("head", [SquashedHead, TanhHead])
-def test_a_space_without_bounds_is_refused(head):
+def test_unbounded_space_is_refused(head):
     with pytest.raises(ValueError, match="finite bounds"):
         head(Continuous((-math.inf,), (1.0,)))
 
@@ -113,7 +113,7 @@ def test_deterministic_actions_and_their_noise_by_hand():
     torch.testing.assert_close(entropy, reference.entropy().sum(-1))
 
 
-def test_without_noise_an_action_is_the_best_one():
+def test_zero_noise_gives_the_mode():
     head, out = TanhHead(SPACE, noise=0.0), outputs(7)[:, :3]
     action, logp = head.sample(out, None, generator())
     assert torch.equal(action, head.mode(out, None)) and torch.equal(logp, torch.zeros(7))
@@ -123,7 +123,7 @@ def test_without_noise_an_action_is_the_best_one():
 # ---- draws of discrete actions
 
 
-def test_draws_have_the_marginals_of_the_softmax_at_any_temperature():
+def test_gumbel_samples_have_softmax_marginals():
     logits = torch.tensor([0.0, 1.0, -1.0, MASKED_LOGIT])
     expected = torch.softmax(logits, -1)
     rows = 40_000
@@ -135,7 +135,7 @@ def test_draws_have_the_marginals_of_the_softmax_at_any_temperature():
         assert drawn[:, 3].sum() == 0
 
 
-def test_the_gradient_is_that_of_the_noisy_softmax():
+def test_gumbel_gradient_is_that_of_the_relaxed_softmax():
     logits = torch.tensor([[0.2, -0.3, 0.9]], requires_grad=True)
     worth = torch.tensor([[1.0, -2.0, 0.5]])
     (gumbel_softmax(logits, generator(4), temperature=0.7) * worth).sum().backward()
@@ -152,7 +152,7 @@ def seating(seats: tuple[tuple[int, ...], ...]) -> SeatMapping:
     return SeatMapping(tuple(f"p{i}" for i in range(len(seats))), seats, 4, (2,), Discrete(2))
 
 
-def test_codes_of_discrete_actions_by_hand():
+def test_encoded_discrete_actions_by_hand():
     """Seat 1 does not learn; seat 3 has three actions, the others two."""
     two, three = CategoricalHead(Discrete(2)), CategoricalHead(Discrete(3))
     codes = ActionEncoder({3: three, 0: two, 2: two})
@@ -177,7 +177,7 @@ def test_codes_of_discrete_actions_by_hand():
     ]  # who rests does the first
 
 
-def test_codes_of_continuous_actions_leave_padding_out():
+def test_encoded_continuous_actions_omit_padding():
     short, wide = Continuous((0.0,), (4.0,)), Continuous((-1.0, -2.0), (1.0, 2.0))
     codes = ActionEncoder({0: TanhHead(short), 1: SquashedHead(wide)})
     actions = torch.tensor([[[3.0, 99.0], [0.5, -2.0]]])

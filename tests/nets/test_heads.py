@@ -32,7 +32,7 @@ def test_each_space_has_its_distribution() -> None:
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_what_is_drawn_has_the_log_probability_that_the_trainer_finds(space: Space) -> None:
+def test_sampled_logprobs_equal_the_trainers(space: Space) -> None:
     head = make_head(space)
     out = noise(2, 50, head.outputs)
     action, logp = head.sample(out, None, generator(1))
@@ -42,7 +42,7 @@ def test_what_is_drawn_has_the_log_probability_that_the_trainer_finds(space: Spa
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_draws_follow_from_the_generator_alone(space: Space) -> None:
+def test_samples_depend_on_the_generator_only(space: Space) -> None:
     head = make_head(space)
     out = noise(1, 30, head.outputs)
     torch.manual_seed(0)
@@ -56,14 +56,14 @@ def test_draws_follow_from_the_generator_alone(space: Space) -> None:
 # ---- one of n
 
 
-def test_frequencies_are_probabilities() -> None:
+def test_sample_frequencies_match_probabilities() -> None:
     probabilities = torch.tensor([0.1, 0.2, 0.3, 0.4])
     action, _ = CategoricalHead(Discrete(4)).sample(probabilities.log().expand(20_000, 4), None, generator())
     counts = torch.bincount(action, minlength=4) / 20_000
     torch.testing.assert_close(counts, probabilities, rtol=0, atol=4 * math.sqrt(0.25 / 20_000))
 
 
-def test_scores_are_those_of_pytorch() -> None:
+def test_logprobs_and_entropy_equal_torch() -> None:
     head, out = CategoricalHead(Discrete(4)), noise(3, 7, 4)
     action = torch.randint(0, 4, (3, 7), generator=generator())
     logp, entropy = head.evaluate_actions(out, action, None)
@@ -77,7 +77,7 @@ def test_scores_are_those_of_pytorch() -> None:
     st.integers(0, 2**31),
 )
 @settings(max_examples=50)
-def test_what_is_illegal_is_never_played(out: np.ndarray, mask: np.ndarray, seed: int) -> None:
+def test_illegal_actions_are_never_sampled(out: np.ndarray, mask: np.ndarray, seed: int) -> None:
     mask[:, seed % 5] = True  # somebody who acts has a move
     head, action_mask = CategoricalHead(Discrete(5)), torch.from_numpy(mask)
     action, logp = head.sample(torch.from_numpy(out), action_mask, generator(seed))
@@ -91,7 +91,7 @@ def test_what_is_illegal_is_never_played(out: np.ndarray, mask: np.ndarray, seed
     assert not everything[~action_mask].any()
 
 
-def test_a_mask_renormalises_what_is_left() -> None:
+def test_action_mask_renormalises_probabilities() -> None:
     head, action_mask = CategoricalHead(Discrete(4)), torch.tensor([True, False, True, False])
     out = torch.tensor([0.2, 0.3, 0.1, 0.4]).log()
     logp, entropy = head.evaluate_actions(out, torch.tensor(0), action_mask)
@@ -100,7 +100,7 @@ def test_a_mask_renormalises_what_is_left() -> None:
     assert head.mode(out, action_mask).item() == 0
 
 
-def test_a_mask_lets_no_gradient_through_and_makes_no_nan() -> None:
+def test_action_mask_blocks_gradients_without_nan() -> None:
     out = noise(6, 4).requires_grad_()
     action_mask = torch.tensor([True, False, True, True]).expand(6, 4)
     logp, entropy = CategoricalHead(Discrete(4)).evaluate_actions(out, torch.zeros(6, dtype=torch.long), action_mask)
@@ -116,7 +116,7 @@ def test_masks_may_be_wider_than_the_actions() -> None:
     assert torch.equal(head.logits(out, wide), head.logits(out, None))
 
 
-def test_where_nothing_is_legal_numbers_stay_numbers() -> None:
+def test_empty_action_mask_gives_finite_outputs() -> None:
     """The mask of a seat that does not act may be empty."""
     head, out, action_mask = CategoricalHead(Discrete(3)), noise(5, 3), torch.zeros(5, 3, dtype=torch.bool)
     action, logp = head.sample(out, action_mask, generator())
@@ -126,7 +126,7 @@ def test_where_nothing_is_legal_numbers_stay_numbers() -> None:
 # ---- several choices
 
 
-def test_several_choices_are_independent() -> None:
+def test_multi_discrete_parts_are_independent() -> None:
     head, out = MultiCategoricalHead(MultiDiscrete((2, 3))), noise(4, 5)
     action = torch.tensor([[0, 2], [1, 1], [1, 0], [0, 0]])
     logp, entropy = head.evaluate_actions(out, action, None)
@@ -136,7 +136,7 @@ def test_several_choices_are_independent() -> None:
     assert torch.equal(head.mode(out, None), torch.stack([out[:, :2].argmax(1), out[:, 2:].argmax(1)], 1))
 
 
-def test_several_choices_are_drawn_apart() -> None:
+def test_multi_discrete_parts_are_sampled_separately() -> None:
     head = MultiCategoricalHead(MultiDiscrete((2, 2)))
     action, _ = head.sample(torch.zeros(10_000, 4), None, generator())
     counts = torch.bincount(action[:, 0] * 2 + action[:, 1], minlength=4) / 10_000
@@ -146,7 +146,7 @@ def test_several_choices_are_drawn_apart() -> None:
 # ---- numbers
 
 
-def test_normal_numbers_are_pytorchs_in_half_widths() -> None:
+def test_gaussian_head_equals_torch() -> None:
     head = make_head(Continuous((-1.0, 0.0), (1.0, 4.0)))  # middle 0 and 2, half-widths 1 and 2
     out = torch.tensor([0.5, -0.25, math.log(0.5), math.log(2.0)])
     action = torch.tensor([0.2, 3.0])
@@ -157,14 +157,14 @@ def test_normal_numbers_are_pytorchs_in_half_widths() -> None:
     assert head.mode(out, None).tolist() == pytest.approx([0.5, 2 + 2 * -0.25])
 
 
-def test_draws_have_the_mean_and_deviation_they_should() -> None:
+def test_gaussian_samples_have_the_given_mean_and_deviation() -> None:
     head = make_head(Continuous((0.0,), (4.0,)))
     action, _ = head.sample(torch.tensor([0.5, math.log(0.25)]).expand(20_000, 2), None, generator())
     assert action.mean().item() == pytest.approx(2 + 2 * 0.5, abs=0.02)
     assert action.std().item() == pytest.approx(2 * 0.25, rel=0.03)
 
 
-def test_the_deviation_stays_within_bounds() -> None:
+def test_deviation_is_clamped() -> None:
     head = make_head(Continuous((-1.0,), (1.0,)))
     assert isinstance(head, GaussianHead)
     for far, bound in ((-100.0, -5.0), (100.0, 2.0)):
@@ -174,7 +174,7 @@ def test_the_deviation_stays_within_bounds() -> None:
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_the_likeliest_action_is_likelier_than_any_drawn(space: Space) -> None:
+def test_mode_is_the_likeliest_action(space: Space) -> None:
     head: Head = make_head(space)
     out = noise(1, head.outputs)
     best, _ = head.evaluate_actions(out, head.mode(out, None), None)
@@ -182,7 +182,7 @@ def test_the_likeliest_action_is_likelier_than_any_drawn(space: Space) -> None:
     assert best.item() >= max(drawn) - 1e-5
 
 
-def test_a_space_without_bounds_is_refused_if_it_cannot_be_played() -> None:
+def test_unbounded_spaces_are_supported_or_refused() -> None:
     try:
         head = make_head(Continuous((-math.inf, 0.0), (math.inf, 1.0)))
     except ValueError:

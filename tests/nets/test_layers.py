@@ -44,7 +44,7 @@ def jitter(module: nn.Module, seed: int = 0) -> None:
 # ---- against PyTorch
 
 
-def test_a_cell_is_pytorchs() -> None:
+def test_gru_cell_equals_torch() -> None:
     gru, cell = GRU(4, 5, make_generators([3])), nn.GRUCell(4, 5)
     jitter(gru)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_a_cell_is_pytorchs() -> None:
         torch.testing.assert_close(out[0, t], hidden)
 
 
-def test_a_perceptron_is_linear_layers_and_activations_and_the_last_is_plain() -> None:
+def test_mlp_is_linear_layers_with_activations() -> None:
     for activation, function in (("tanh", torch.tanh), ("relu", torch.relu)):
         mlp = MLP(3, [4, 5], activation, make_generators([1]), outputs=2, gain=0.5)  # type: ignore[arg-type]
         jitter(mlp)
@@ -73,9 +73,7 @@ def test_a_perceptron_is_linear_layers_and_activations_and_the_last_is_plain() -
 
 
 @pytest.mark.parametrize(("small", "strides", "units"), [(False, (4, 2, 1), 512), (True, (4, 2), 256)])
-def test_convolutions_are_pytorchs_and_bytes_count_from_zero_to_one(
-    small: bool, strides: tuple[int, ...], units: int
-) -> None:
+def test_convolutions_equal_torch_on_scaled_bytes(small: bool, strides: tuple[int, ...], units: int) -> None:
     net = Convolutions(PIXELS, make_generators([1]), small)
     jitter(net)
     pixels = torch.randint(0, 256, (1, 2, *PIXELS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -88,7 +86,7 @@ def test_convolutions_are_pytorchs_and_bytes_count_from_zero_to_one(
     torch.testing.assert_close(net(pixels / 255), net(pixels), rtol=1e-4, atol=1e-4)
 
 
-def test_convolutions_in_bf16_say_the_same_to_two_digits_and_train_weights_of_fp32() -> None:
+def test_bf16_convolutions_are_close_and_train_fp32_weights() -> None:
     wide, narrow = (
         Net(PIXELS, 3, NetConfig(convolutions="small", precision=precision), make_generators([1, 2]))
         for precision in ("fp32", "bf16")
@@ -106,7 +104,7 @@ def test_convolutions_in_bf16_say_the_same_to_two_digits_and_train_weights_of_fp
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
-def test_gradients_are_those_of_differences_and_so_are_theirs(activation: Activation, members: int) -> None:
+def test_first_and_second_gradients_pass_gradcheck(activation: Activation, members: int) -> None:
     """Also of gradients: a discriminator's penalty is made of them."""
     mlp = MLP(3, [4], activation, make_generators(range(members)), outputs=2).double()
     names = [name for name, _ in mlp.named_parameters()]
@@ -124,21 +122,21 @@ def test_gradients_are_those_of_differences_and_so_are_theirs(activation: Activa
 
 
 @pytest.mark.parametrize("shape", [(4, 7), (7, 4), (5, 3, 2, 2)])
-def test_weights_begin_orthogonal(shape: tuple[int, ...]) -> None:
+def test_initial_weights_are_orthogonal(shape: tuple[int, ...]) -> None:
     for weight in orthogonal(shape, 2.0, make_generators([1, 2])):
         matrix = weight.flatten(1)
         small = matrix @ matrix.T if len(matrix) <= matrix.shape[1] else matrix.T @ matrix
         torch.testing.assert_close(small, 4 * torch.eye(len(small)), rtol=1e-4, atol=1e-4)
 
 
-def test_the_scale_of_a_layer_follows_its_activation() -> None:
+def test_initial_gain_follows_the_activation() -> None:
     for activation, gain in (("tanh", 5 / 3), ("relu", math.sqrt(2))):
         mlp = MLP(6, [6], activation, make_generators([1]), outputs=6, gain=0.01)  # type: ignore[arg-type]
         norms = [torch.linalg.matrix_norm(layer.weight[0], 2).item() for layer in mlp.layers]
         assert norms == pytest.approx([gain, 0.01], rel=1e-4)
 
 
-def test_a_small_gain_makes_play_begin_nearly_uniform() -> None:
+def test_small_output_gain_gives_nearly_uniform_policy() -> None:
     for config in CONFIGS:
         net = Net((4,), 3, config, make_generators([0]), gain=0.01)
         out, _ = net.unroll(noise(1, 5, 4, 4))
@@ -151,7 +149,7 @@ def test_a_small_gain_makes_play_begin_nearly_uniform() -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 @settings(max_examples=10)
 @given(seeds=st.lists(st.integers(0, 2**31), min_size=2, max_size=4, unique=True))
-def test_a_member_is_the_same_network_in_any_stack(config: NetConfig, seeds: list[int]) -> None:
+def test_member_outputs_do_not_depend_on_the_stack(config: NetConfig, seeds: list[int]) -> None:
     stack = Net((4,), 3, config, make_generators(seeds))
     x = noise(len(seeds), 5, 2, 4)
     together, _ = stack.unroll(x)
@@ -162,7 +160,7 @@ def test_a_member_is_the_same_network_in_any_stack(config: NetConfig, seeds: lis
         torch.testing.assert_close(together[p], alone.unroll(x[p : p + 1])[0][0], rtol=1e-5, atol=1e-6)
 
 
-def test_members_that_see_pixels_are_the_same_networks_in_any_stack() -> None:
+def test_pixel_member_outputs_do_not_depend_on_the_stack() -> None:
     stack = Net(PIXELS, 2, NetConfig(hidden=[8]), make_generators([1, 2]))
     alone = Net(PIXELS, 2, NetConfig(hidden=[8]), make_generators([2]))
     x = torch.rand(2, 2, *PIXELS, generator=torch.Generator().manual_seed(0))
@@ -170,7 +168,7 @@ def test_members_that_see_pixels_are_the_same_networks_in_any_stack() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_members_gradient_is_of_its_own_weights_only(config: NetConfig) -> None:
+def test_member_gradients_are_separate(config: NetConfig) -> None:
     net = Net((4,), 3, config, make_generators([1, 2, 3]))
     net.unroll(noise(3, 5, 2, 4))[0][1].square().sum().backward()
     for name, parameter in net.named_parameters():
@@ -180,7 +178,7 @@ def test_a_members_gradient_is_of_its_own_weights_only(config: NetConfig) -> Non
         assert moved[1] > 0, name
 
 
-def test_a_broken_member_does_not_reach_the_others() -> None:
+def test_nan_member_does_not_affect_others() -> None:
     net, x = Net((4,), 3, CONFIGS[2], make_generators([1, 2])), noise(2, 5, 2, 4)
     before, _ = net.unroll(x)
     with torch.no_grad():
@@ -191,7 +189,7 @@ def test_a_broken_member_does_not_reach_the_others() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_weights_move_from_stack_to_stack(config: NetConfig) -> None:
+def test_weights_transfer_between_stacks(config: NetConfig) -> None:
     source, target = Net((4,), 3, config, make_generators([1, 2])), Net((4,), 3, config, make_generators([3, 4, 5]))
     jitter(source)
     kept = {p: member_weights(target, p) for p in (0, 1)}
@@ -204,7 +202,7 @@ def test_weights_move_from_stack_to_stack(config: NetConfig) -> None:
         assert all(torch.equal(weight, member_weights(target, p)[name]) for name, weight in weights.items())
 
 
-def test_what_was_taken_from_a_stack_does_not_change_with_it() -> None:
+def test_extracted_weights_are_copies() -> None:
     net = Net((4,), 3, CONFIGS[0], make_generators([1]))
     taken = member_weights(net, 0)
     before = {name: weight.clone() for name, weight in taken.items()}
@@ -223,14 +221,14 @@ def test_weights_of_another_network_are_refused() -> None:
 # ---- time
 
 
-def test_a_layer_of_one_member_is_the_layer_of_many() -> None:
+def test_single_member_layer_equals_stacked_layer() -> None:
     one, two = Linear(3, 4, 1.0, make_generators([1])), Linear(3, 4, 1.0, make_generators([1, 2]))
     x = noise(1, 6, 3)
     torch.testing.assert_close(one(x)[0], two(x.expand(2, -1, -1))[0])
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_unrolling_is_stepping(members: int) -> None:
+def test_unroll_equals_stepping(members: int) -> None:
     net = Net((4,), 3, CONFIGS[2], make_generators(range(members)))
     x, fresh = noise(members, 6, 3, 4), noise(members, 6, 3, seed=1) > 0.5
     whole, memories = net.unroll(x, noise(members, 3, 5), fresh)
@@ -243,7 +241,7 @@ def test_unrolling_is_stepping(members: int) -> None:
         memory = after[:, 0]
 
 
-def test_a_new_game_begins_without_memory() -> None:
+def test_recurrent_state_is_reset_at_episode_start() -> None:
     net, x = Net((4,), 3, CONFIGS[2], make_generators([0])), noise(1, 6, 2, 4)
     fresh = torch.zeros(1, 6, 2, dtype=torch.bool)
     fresh[0, 3, 1] = True
@@ -256,7 +254,7 @@ def test_a_new_game_begins_without_memory() -> None:
     assert torch.equal(given_none, given_empty)
 
 
-def test_networks_without_memory_treat_every_moment_alike() -> None:
+def test_feedforward_outputs_do_not_depend_on_time() -> None:
     net, x = Net((2, 3), 4, CONFIGS[0], make_generators([0, 1])), noise(2, 5, 3, 2, 3)
     out, memory = net.unroll(x)
     assert memory is None
@@ -268,12 +266,12 @@ def test_networks_without_memory_treat_every_moment_alike() -> None:
 
 
 @pytest.mark.parametrize("view", [(35, 36, 3), (36, 35, 1), (5, 5, 4)])
-def test_too_few_pixels_are_refused(view: tuple[int, ...]) -> None:
+def test_too_small_images_are_refused(view: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="36 x 36 at least"):
         Net(view, 2, NetConfig(), make_generators([0]))
 
 
-def test_small_convolutions_need_fewer_pixels() -> None:
+def test_small_convolutions_accept_smaller_images() -> None:
     small = NetConfig(convolutions="small")
     assert Net((20, 20, 1), 2, small, make_generators([0]))(torch.zeros(1, 3, 20, 20, 1)).shape == (1, 3, 2)
     with pytest.raises(ValueError, match="20 x 20 at least"):
@@ -281,12 +279,12 @@ def test_small_convolutions_need_fewer_pixels() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"hidden": []}, {"memory": -1}, {"activation": "gelu"}, {"convolutions": "big"}])
-def test_shapes_that_are_none_are_refused(wrong: dict) -> None:
+def test_invalid_shapes_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError):
         NetConfig(**wrong)
 
 
-def test_bytes_in_a_row_are_numbers_too() -> None:
+def test_byte_vectors_are_accepted_as_numbers() -> None:
     """Views of uint8 need not be pixels: a board of small whole numbers is one dimension of bytes."""
     net = Net((4,), 3, CONFIGS[0], make_generators([0]))
     board = torch.tensor(np.array([[[0, 1, 2, 3]]], np.uint8))

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from palestra.nets.mixers import QMIXMixer, VDNMixer
 
 
-def test_a_sum_of_values() -> None:
+def test_vdn_by_hand() -> None:
     mixed = VDNMixer()(torch.tensor([[1.0, 2.0, -4.0], [0.0, 0.5, 0.25]]), torch.zeros(2, 0))
     assert mixed.tolist() == [-1, 0.75]
 
 
-def test_a_mix_worked_by_hand() -> None:
+def test_qmix_by_hand() -> None:
     """Two seats, a state of one number, two units; what makes weights is a factor of the state and a bias."""
     mixer = QMIXMixer(seats=2, state=1, units=2, seed=0)
     first, second = mixer.weights
@@ -49,9 +49,7 @@ numbers = st.floats(-50, 50, width=32)
     state=arrays.arrays(np.float32, (4, 5), elements=numbers),
     weights=st.integers(0, 1000),
 )
-def test_the_teams_value_never_falls_as_a_seats_value_rises(
-    q: np.ndarray, rise: np.ndarray, state: np.ndarray, weights: int
-) -> None:
+def test_qmix_is_monotone(q: np.ndarray, rise: np.ndarray, state: np.ndarray, weights: int) -> None:
     mixer = QMIXMixer(seats=3, state=5, units=8, seed=weights).double()
     with torch.no_grad():  # any weights that learning may come to, not only those it begins with
         generator = torch.Generator().manual_seed(weights)
@@ -61,7 +59,7 @@ def test_the_teams_value_never_falls_as_a_seats_value_rises(
         assert (mixer(high, where) >= mixer(low, where) - 1e-9).all()
 
 
-def test_each_seats_best_action_is_the_teams() -> None:
+def test_individual_argmax_equals_the_joint_argmax() -> None:
     mixer = QMIXMixer(seats=2, state=3, units=4, seed=1)
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
@@ -71,7 +69,7 @@ def test_each_seats_best_action_is_the_teams() -> None:
         assert values[int(q[0].argmax()) * 3 + int(q[1].argmax())] == values.max()
 
 
-def test_a_mixer_can_prefer_what_a_sum_cannot_represent() -> None:
+def test_qmix_represents_non_additive_values() -> None:
     """Of [[0, 1], [1, 8]] the best sum of two numbers says [[-1.5, 2.5], [2.5, 6.5]]."""
     mixer = QMIXMixer(seats=2, state=1, units=8, seed=0)
     q = torch.zeros(2, 2, requires_grad=True)
@@ -86,7 +84,7 @@ def test_a_mixer_can_prefer_what_a_sum_cannot_represent() -> None:
     assert loss.item() < 1e-3
 
 
-def test_the_state_says_how_values_are_mixed() -> None:
+def test_mixing_weights_depend_on_the_state() -> None:
     mixer = QMIXMixer(seats=2, state=3, units=4, seed=1)
     q = torch.tensor([[1.0, 2.0]]).expand(2, 2)
     a, b = mixer(q, torch.eye(3)[:2])

@@ -23,7 +23,7 @@ def everything(rows: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 1000))
-def test_parts_merge_to_the_whole(sizes: list[int], seed: int) -> None:
+def test_batched_statistics_equal_the_whole(sizes: list[int], seed: int) -> None:
     rows, norm = drawn(sum(sizes) + 2, seed), RunningNorm(2, 3)
     for part in rows.split([*sizes, 2], 1):
         norm.update(part, everything(part))
@@ -32,7 +32,7 @@ def test_parts_merge_to_the_whole(sizes: list[int], seed: int) -> None:
     assert norm.count.flatten().tolist() == [sum(sizes) + 2] * 2
 
 
-def test_members_have_statistics_of_their_own_and_weights_count() -> None:
+def test_statistics_are_weighted_and_per_member() -> None:
     rows, norm = drawn(8), RunningNorm(2, 3)
     weight = torch.tensor([[1.0] * 4 + [0.0] * 4, [0.0] * 2 + [1.0] * 6])
     norm.update(rows, weight)
@@ -40,7 +40,7 @@ def test_members_have_statistics_of_their_own_and_weights_count() -> None:
     np.testing.assert_allclose(norm.std()[1], rows[1, 2:].numpy().std(0), rtol=1e-6)
 
 
-def test_a_member_that_saw_nothing_keeps_what_it_knew() -> None:
+def test_member_without_data_keeps_its_statistics() -> None:
     rows, norm = drawn(8), RunningNorm(2, 3)
     norm.update(rows, everything(rows))
     mean, deviation = norm.mean.clone(), norm.std()
@@ -49,7 +49,7 @@ def test_a_member_that_saw_nothing_keeps_what_it_knew() -> None:
     assert (norm.mean[0] > mean[0]).all()
 
 
-def test_older_rows_fade_by_decay() -> None:
+def test_old_rows_decay() -> None:
     norm = RunningNorm(1, 1, decay=0.5)
     norm.update(torch.tensor([[[1.0], [3.0]]]), torch.ones(1, 2))  # mean 2, square 5, of 2
     norm.update(torch.tensor([[[8.0]]]), torch.ones(1, 1))  # 2 count for 1 now: half and half
@@ -58,7 +58,7 @@ def test_older_rows_fade_by_decay() -> None:
     assert norm.std().item() == pytest.approx(np.sqrt(34.5 - 25))
 
 
-def test_before_anything_is_seen_nothing_changes() -> None:
+def test_normalise_is_the_identity_before_data() -> None:
     x, norm = drawn(4), RunningNorm(2, 3)
     assert torch.equal(norm.normalise(x), x) and torch.equal(norm.denormalise(x), x)
     norm.update(x[:, :0], torch.ones(2, 0))
@@ -76,7 +76,7 @@ def test_restore_undoes_normalise_in_any_shape() -> None:
     torch.testing.assert_close(norm.denormalise(scaled), x, rtol=1e-5, atol=1e-5)
 
 
-def test_processes_that_add_up_their_sums_know_all_rows() -> None:
+def test_summed_statistics_of_processes_equal_the_whole() -> None:
     first, second = drawn(5, 1), drawn(9, 2)
     norm, whole = RunningNorm(2, 3), RunningNorm(2, 3)
     ones = everything(second)
@@ -88,14 +88,14 @@ def test_processes_that_add_up_their_sums_know_all_rows() -> None:
     torch.testing.assert_close(norm.std(), whole.std())
 
 
-def test_a_number_that_never_changes_does_not_blow_up() -> None:
+def test_constant_input_is_normalised_to_finite_values() -> None:
     rows, norm = torch.full((1, 6, 1), 0.1), RunningNorm(1, 1)
     norm.update(rows, everything(rows))
     assert norm.std().item() == pytest.approx(1e-4)
     assert norm.normalise(rows).abs().max() < 1e-2
 
 
-def test_its_state_is_all_there_is() -> None:
+def test_state_restores_the_normaliser() -> None:
     rows, norm, other = drawn(7), RunningNorm(2, 3, 0.9), RunningNorm(2, 3, 0.9)
     norm.update(rows, everything(rows))
     other.load_state_dict(norm.state_dict())

@@ -63,7 +63,7 @@ def column(x: torch.Tensor, seat: int = 0) -> list[float]:
 # ---- worked by hand, where every seat acts at every step
 
 
-def test_one_step_ahead() -> None:
+def test_one_step_transitions() -> None:
     replay = Replay(10, gamma=0.5)
     replay.add(game([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]], ends={1: "terminated"}))
     moves = everything(replay)
@@ -77,7 +77,7 @@ def test_one_step_ahead() -> None:
     assert column(moves.state) == [0, 1, 2] and column(moves.next_state) == [1, 101, 3]
 
 
-def test_a_game_that_is_cut_off_goes_on_in_its_last_view_under_the_last_mask() -> None:
+def test_truncated_episode_bootstraps_from_its_final_observation_and_mask() -> None:
     replay = Replay(10, gamma=0.5)
     replay.add(game([[1.0], [2.0], [3.0]], ends={1: "truncated"}))
     moves = everything(replay)
@@ -89,7 +89,7 @@ def test_a_game_that_is_cut_off_goes_on_in_its_last_view_under_the_last_mask() -
     assert moves.next_agent_mask.all()
 
 
-def test_an_end_that_is_both_is_one() -> None:
+def test_terminated_and_truncated_counts_as_terminated() -> None:
     batch = game([[1.0], [2.0]], ends={1: "truncated"})
     batch.terminated[:] = batch.truncated
     replay = Replay(10)
@@ -97,7 +97,7 @@ def test_an_end_that_is_both_is_one() -> None:
     assert column(everything(replay).discounts)[1] == 0
 
 
-def test_three_steps_ahead() -> None:
+def test_three_step_transitions() -> None:
     # rows 0 and 1 look three ahead; the game is cut off after step 4, so rows 2, 3 and 4 look at its last view
     replay = Replay(10, n_step=3, gamma=0.5)
     replay.add(game([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]], ends={4: "truncated"}))
@@ -108,7 +108,7 @@ def test_three_steps_ahead() -> None:
     assert column(moves.weight) == [1, 1, 1, 1, 1, 0]  # of the last too little is known
 
 
-def test_three_steps_ahead_of_a_game_that_terminates() -> None:
+def test_three_step_transitions_of_a_terminated_episode() -> None:
     replay = Replay(10, n_step=3, gamma=0.5)
     replay.add(game([[1.0], [2.0], [4.0], [8.0]], ends={2: "terminated"}))
     moves = everything(replay)
@@ -126,7 +126,7 @@ def turns() -> RolloutBatch:
     return game([[0.0, 0.5], [0.25, 0.0], [0.0, 0.125], [1.0, -1.0]], agent_mask, ends={3: "terminated"})
 
 
-def test_taking_turns_time_counts_in_own_decisions() -> None:
+def test_turn_based_time_counts_own_decisions() -> None:
     replay = Replay(10, gamma=0.5)
     replay.add(turns())
     moves = everything(replay)
@@ -144,7 +144,7 @@ def test_taking_turns_time_counts_in_own_decisions() -> None:
     assert moves.agent_mask.tolist() == [[True, False], [False, True]] * 2
 
 
-def test_two_own_decisions_ahead() -> None:
+def test_two_step_transitions_count_own_decisions() -> None:
     replay = Replay(10, n_step=2, gamma=0.5)
     replay.add(turns())
     moves = everything(replay)
@@ -153,7 +153,7 @@ def test_two_own_decisions_ahead() -> None:
     assert moves.discounts.abs().sum() == 0
 
 
-def test_a_seat_that_dies_is_judged_by_what_follows_to_the_end_and_others_do_not_wait() -> None:
+def test_eliminated_seat_is_credited_to_the_end_without_delaying_others() -> None:
     agent_mask = [[True, True], [True, False], [True, False], [True, True]]
     batch = game([[1.0, 0.0], [1.0, 2.0], [1.0, 3.0]], agent_mask, ends={2: "truncated"})
     replay = Replay(10, gamma=0.5)
@@ -172,7 +172,7 @@ def test_a_seat_that_dies_is_judged_by_what_follows_to_the_end_and_others_do_not
     assert moves.next_agent_mask.tolist() == [[True, False], [True, False], [True, False]]
 
 
-def test_what_counts_is_the_teams_time_when_all_are_judged_as_one() -> None:
+def test_team_credit_counts_team_time() -> None:
     replay = Replay(10, n_step=2, gamma=0.5, count_env_steps=True)
     replay.add(turns())
     moves = everything(replay)
@@ -185,7 +185,7 @@ def test_what_counts_is_the_teams_time_when_all_are_judged_as_one() -> None:
     assert moves.next_agent_mask.tolist() == [[True, False], [False, True], [False, False], [False, False]]  # it ends
 
 
-def test_only_moments_of_the_seats_that_are_asked_for_take_room() -> None:
+def test_only_transitions_of_learning_seats_are_stored() -> None:
     replay = Replay(10, gamma=0.5, seats=[1])
     replay.add(turns())
     moves = everything(replay)
@@ -202,7 +202,7 @@ def test_only_moments_of_the_seats_that_are_asked_for_take_room() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("horizon", [1, 4])
-def test_short_batches_teach_what_one_long_batch_teaches(turns: bool, n: int, joint: bool, horizon: int) -> None:
+def test_short_batches_equal_one_long_batch(turns: bool, n: int, joint: bool, horizon: int) -> None:
     """The env of these games cuts off every third; masks and lengths vary from game to game."""
 
     def played(length: int) -> TransitionBatch:
@@ -244,7 +244,7 @@ def definition(batch: RolloutBatch, t: int, b: int, s: int, n: int, gamma: float
 
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_credit_is_what_it_is_defined_to_be(turns: bool, n: int) -> None:
+def test_n_step_credit_equals_its_definition(turns: bool, n: int) -> None:
     env = Countdown(games=4, turns=turns, seats=3)
     batch = VectorRollout(env, np.arange(4)).collect([UniformVectorPolicy(env, [0, 1, 2])], 30, 1)
     replay = Replay(1000, n_step=n, gamma=0.8)
@@ -264,7 +264,7 @@ def test_credit_is_what_it_is_defined_to_be(turns: bool, n: int) -> None:
     assert seen > 80
 
 
-def test_a_game_that_was_given_up_is_not_joined_to_the_next() -> None:
+def test_abandoned_episode_is_not_joined_to_the_next() -> None:
     """Where games cannot be saved they begin anew at a checkpoint."""
     replay = Replay(10, n_step=2, gamma=0.5)
     replay.add(game([[1.0], [2.0]]))
@@ -276,7 +276,7 @@ def test_a_game_that_was_given_up_is_not_joined_to_the_next() -> None:
 # ---- the ring
 
 
-def test_the_newest_rows_take_the_places_of_the_oldest() -> None:
+def test_newest_rows_overwrite_the_oldest() -> None:
     replay = Replay(4, gamma=0.5)
     replay.add(game([[1.0], [2.0], [3.0]]))
     assert len(replay) == 3
@@ -287,7 +287,7 @@ def test_the_newest_rows_take_the_places_of_the_oldest() -> None:
     assert column(moves.obs) == [4, 1, 2, 3] and column(moves.next_obs) == [5, 2, 3, 4]
 
 
-def test_a_row_that_is_gone_gets_no_credit() -> None:
+def test_overwritten_row_gets_no_credit() -> None:
     """Row 0 is known only at the end, when its place belongs to another."""
     agent_mask = [[True, False]] + [[False, True]] * 3 + [[True, True]]
     replay = Replay(3, gamma=0.5)
@@ -297,14 +297,14 @@ def test_a_row_that_is_gone_gets_no_credit() -> None:
     assert column(moves.rewards, 1) == [4, 2, 3] and column(moves.weight, 1) == [1, 1, 1]
 
 
-def test_a_batch_may_be_longer_than_the_ring() -> None:
+def test_batch_may_exceed_the_capacity() -> None:
     replay = Replay(3, n_step=2, gamma=1.0)
     replay.add(game([[float(2**t)] for t in range(8)]))
     assert column(everything(replay).rewards) == [64 + 128, 128, 32 + 64]
     assert column(everything(replay).weight) == [1, 0, 1]
 
 
-def test_views_of_bytes_stay_bytes() -> None:
+def test_byte_observations_stay_bytes() -> None:
     batch = game([[1.0], [2.0]], ends={1: "terminated"})
     replay = Replay(4)
     replay.add(replace(batch, obs=batch.obs.astype(np.uint8), final_obs=batch.final_obs.astype(np.uint8)))
@@ -313,7 +313,7 @@ def test_views_of_bytes_stay_bytes() -> None:
     assert column(moves.next_obs) == [1, 101]
 
 
-def test_games_without_masks_and_states_have_none() -> None:
+def test_optional_columns_are_absent_if_unused() -> None:
     replay = Replay(4)
     replay.add(replace(game([[1.0], [2.0]]), action_mask=None, state=None, final_state=None))
     moves = everything(replay)
@@ -324,7 +324,7 @@ def test_games_without_masks_and_states_have_none() -> None:
 @pytest.mark.parametrize(
     "options", [{"priority": 0.6}, {"n_step": 3}, {"count_env_steps": True, "n_step": 2}, {"seats": [1]}]
 )
-def test_what_was_kept_goes_on_exactly(options: dict[str, Any]) -> None:
+def test_resume_is_bit_identical(options: dict[str, Any]) -> None:
     env = Countdown(games=3, turns=True, space=Discrete(3))
     sweeper, replay, other = VectorRollout(env, np.arange(3)), Replay(50, **options), Replay(50, **options)
     for i in range(10):
@@ -342,7 +342,7 @@ def test_what_was_kept_goes_on_exactly(options: dict[str, Any]) -> None:
     assert all(np.array_equal(x, other.arrays()[name]) for name, x in replay.arrays().items())
 
 
-def test_what_was_kept_before_anything_came_can_be_loaded() -> None:
+def test_empty_buffer_state_can_be_loaded() -> None:
     replay = Replay(4)
     replay.add(game([[9.0]]))
     replay.load(Replay(4).arrays())
@@ -351,7 +351,7 @@ def test_what_was_kept_before_anything_came_can_be_loaded() -> None:
     assert column(everything(replay).rewards) == [1, 2]
 
 
-def test_mistakes_are_explained() -> None:
+def test_invalid_settings_are_explained() -> None:
     with pytest.raises(ValueError, match="capacity: 0 rows"):
         Replay(0)
     with pytest.raises(ValueError, match="n_step: looking 0 decisions ahead"):
@@ -371,7 +371,7 @@ def test_mistakes_are_explained() -> None:
 # ---- priorities
 
 
-def test_a_tree_of_sums_finds_places() -> None:
+def test_sum_tree_finds_prefix_sums() -> None:
     tree = SumTree(5)
     tree.set_values(np.arange(5), np.array([1.0, 0.0, 2.0, 3.0, 4.0]))
     assert tree.total == 10
@@ -390,13 +390,13 @@ def test_a_tree_of_sums_finds_places() -> None:
     assert tree.find_prefix_sums(np.array([1.0, 5.99, 6.0, 8.0])).tolist() == [1, 1, 2, 4]
 
 
-def test_a_tree_of_one_place() -> None:
+def test_sum_tree_with_one_leaf() -> None:
     tree = SumTree(1)
     tree.set_values(np.array([0]), np.array([0.5]))
     assert tree.total == 0.5 and tree.find_prefix_sums(np.array([0.0, 0.4])).tolist() == [0, 0]
 
 
-def test_a_tree_agrees_with_running_sums() -> None:
+def test_sum_tree_agrees_with_cumulative_sums() -> None:
     rng = np.random.default_rng(0)
     numbers, tree = np.zeros(37), SumTree(37)
     for _ in range(50):
@@ -407,7 +407,7 @@ def test_a_tree_agrees_with_running_sums() -> None:
     assert tree.find_prefix_sums(upto).tolist() == np.searchsorted(np.cumsum(numbers), upto, side="right").tolist()
 
 
-def test_no_rounding_leads_to_a_place_that_holds_nothing() -> None:
+def test_sum_tree_never_returns_an_empty_leaf() -> None:
     tree = SumTree(4)
     tree.set_values(np.arange(4), np.array([0.1, 0.2, 0.3, 0.0]))
     assert tree.find_prefix_sums(np.array([np.nextafter(tree.total, 1), 5.0])).tolist() == [2, 2]
@@ -420,14 +420,14 @@ def prioritised(errors: list[float], alpha: float) -> Replay:
     return replay
 
 
-def test_rows_are_drawn_in_proportion_to_the_power_of_their_errors() -> None:
+def test_sampling_is_proportional_to_priority() -> None:
     # errors 1, 4, 16 to the power of a half: 1, 2 and 4 of 7; the sign does not matter
     moves = prioritised([1.0, -4.0, 16.0], 0.5).sample(70_000, np.random.default_rng(0))
     shares = np.bincount(moves.index.numpy(), minlength=3) / 70_000
     assert shares == pytest.approx([1 / 7, 2 / 7, 4 / 7], abs=1e-3)
 
 
-def test_weights_make_up_for_unequal_draws() -> None:
+def test_importance_weights_correct_the_sampling() -> None:
     # probabilities 1/7, 2/7, 4/7; (1 / (3 * p)) ** beta, over the largest: 1, 1/2 ** beta, 1/4 ** beta
     replay = prioritised([1.0, 4.0, 16.0], 0.5)
     for beta, expected in ((1.0, [1, 0.5, 0.25]), (0.5, [1, 0.5**0.5, 0.5]), (0.0, [1, 1, 1])):
@@ -437,7 +437,7 @@ def test_weights_make_up_for_unequal_draws() -> None:
             assert weight == pytest.approx(expected[place], rel=1e-4)
 
 
-def test_weighted_draws_estimate_the_plain_mean() -> None:
+def test_weighted_samples_are_unbiased() -> None:
     """The sum over rows of f / (N p) * p is the mean of f, whatever the priorities."""
     replay = prioritised([0.5, 2.0, 8.0, 1.0], 1.0)
     moves = replay.sample(50_000, np.random.default_rng(0), 1.0)
@@ -445,7 +445,7 @@ def test_weighted_draws_estimate_the_plain_mean() -> None:
     assert ((weight * f).sum() / weight.sum()).item() == pytest.approx(14 / 4, rel=0.02)
 
 
-def test_new_rows_come_in_at_the_highest_priority_so_far() -> None:
+def test_new_rows_have_the_maximum_priority() -> None:
     replay = Replay(8, priority=0.5)
     replay.add(game([[1.0]]))
     assert replay.ring.tree is not None
@@ -457,7 +457,7 @@ def test_new_rows_come_in_at_the_highest_priority_so_far() -> None:
     assert replay.ring.tree.of(np.arange(2)) == pytest.approx([MIN_PRIORITY**0.5, 1], rel=1e-4)
 
 
-def test_rows_wait_for_their_credit_before_they_are_drawn() -> None:
+def test_incomplete_rows_are_not_sampled() -> None:
     replay = Replay(8, n_step=2, priority=1.0)
     replay.add(game([[1.0], [2.0], [3.0]]))
     assert set(replay.sample(50, np.random.default_rng(0)).index.tolist()) == {0, 1}
@@ -465,14 +465,14 @@ def test_rows_wait_for_their_credit_before_they_are_drawn() -> None:
     assert set(replay.sample(50, np.random.default_rng(0)).index.tolist()) == {0, 1, 2}
 
 
-def test_a_row_that_is_overwritten_loses_its_priority() -> None:
+def test_overwritten_row_loses_its_priority() -> None:
     replay = Replay(2, n_step=2, priority=1.0)
     replay.add(game([[1.0], [2.0], [3.0]]))
     assert replay.ring.tree is not None
     assert replay.ring.tree.of(np.arange(2)).tolist() == [0, 1]  # row 2, not yet known, in the place of row 0
 
 
-def test_without_priorities_all_rows_are_drawn_alike() -> None:
+def test_sampling_is_uniform_without_priorities() -> None:
     ring = RingBuffer(4)
     ring.write(np.arange(4), {"x": np.arange(4)})
     places, worth = ring.sample(40_000, np.random.default_rng(0))

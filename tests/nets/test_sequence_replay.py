@@ -36,7 +36,7 @@ def everything(segments: SequenceReplay) -> SequenceBatch:
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_credit_within_a_stretch_is_that_of_single_moments(turns: bool, n: int, joint: bool) -> None:
+def test_sequence_credit_equals_transition_credit(turns: bool, n: int, joint: bool) -> None:
     batch = swept(turns)
     segments, replay = (
         SequenceReplay(4, n_step=n, gamma=0.8, count_env_steps=joint),
@@ -85,7 +85,7 @@ def test_credit_within_a_stretch_is_that_of_single_moments(turns: bool, n: int, 
     assert seen > 10 and len(found.truncations[0]) > 0
 
 
-def test_a_stretch_begins_with_what_its_player_remembered() -> None:
+def test_sequences_start_with_the_stored_recurrent_state() -> None:
     segments = SequenceReplay(10, recurrent_players=["gru"])
     segments.add(swept())
     found = everything(segments)
@@ -95,14 +95,14 @@ def test_a_stretch_begins_with_what_its_player_remembered() -> None:
     assert found.recurrent_states["gru"][0, 2:4].tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
-def test_members_of_a_stack_keep_their_own_memory() -> None:
+def test_recurrent_states_are_kept_per_member() -> None:
     segments = SequenceReplay(10, recurrent_players=["a+b"])
     memory = torch.arange(2 * 4.0).view(2, 4, 1)  # two members, one seat each, four games
     segments.add(replace(swept(), recurrent_state={"a+b": memory}))
     assert torch.equal(everything(segments).recurrent_states["a+b"], memory)
 
 
-def test_memory_is_brought_up_to_date_before_anything_is_learned() -> None:
+def test_burn_in_steps_are_not_trained() -> None:
     """Games of Countdown last 2 to 5 steps. In the second batch a game is under way, so its first steps do not count,
     until it ends and the next begins with nothing to remember."""
     env = Countdown(games=4)
@@ -120,7 +120,7 @@ def test_memory_is_brought_up_to_date_before_anything_is_learned() -> None:
     assert (found.weight == 0).any()
 
 
-def test_the_newest_take_the_places_of_the_oldest() -> None:
+def test_newest_sequences_overwrite_the_oldest() -> None:
     segments = SequenceReplay(6)
     for number in range(3):
         batch = swept()
@@ -140,7 +140,7 @@ def test_the_newest_take_the_places_of_the_oldest() -> None:
     assert all(torch.equal(seen[at], view) for at, view in kept.items())
 
 
-def test_what_was_kept_goes_on_exactly() -> None:
+def test_resume_is_bit_identical() -> None:
     options: dict[str, Any] = {"priority": 0.7, "n_step": 2, "recurrent_players": ["gru"]}
     segments, other = SequenceReplay(6, **options), SequenceReplay(6, **options)
     segments.add(swept())
@@ -155,7 +155,7 @@ def test_what_was_kept_goes_on_exactly() -> None:
         assert all(torch.equal(u, v) for u, v in zip(x, y, strict=True)), part.name
 
 
-def test_stretches_are_drawn_by_priority() -> None:
+def test_sequences_are_sampled_by_priority() -> None:
     segments = SequenceReplay(4, priority=1.0)
     segments.add(swept())
     segments.update_priorities(torch.arange(4), torch.tensor([1.0, 3.0, 0.0, 0.0]))

@@ -79,7 +79,7 @@ def alone(member: NetMember, given: ActBatch) -> tuple[np.ndarray, torch.Tensor 
     seat_id=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_a_group_plays_as_each_member_would_alone(
+def test_group_plays_as_its_members_alone(
     members: list[int], memory: int, norm: bool, seat_id: bool, seed: int
 ) -> None:
     config = NetConfig(hidden=[8], gru_units=memory)
@@ -96,7 +96,7 @@ def test_a_group_plays_as_each_member_would_alone(
 
 
 @pytest.mark.parametrize("space", [MultiDiscrete((2, 3)), Continuous((-1.0, 0.0), (1.0, 4.0))])
-def test_a_group_plays_actions_of_every_kind(space: Space) -> None:
+def test_group_supports_every_action_space(space: Space) -> None:
     cast = [net(i, space=space) for i in range(3)]
     who = np.arange(12) % 3
     given = rows(0, 12, who, actions=None)
@@ -105,7 +105,7 @@ def test_a_group_plays_actions_of_every_kind(space: Space) -> None:
         np.testing.assert_allclose(actions[who == number], alone(member, given)[0][who == number], rtol=1e-5)
 
 
-def test_a_live_member_plays_by_what_it_knows_now() -> None:
+def test_live_member_uses_its_current_weights() -> None:
     member = net(0)
     live = NetMember(member.seat_mapping, member.net, member.head, greedy=True, live=True)
     group, given = NetGroup([live]), rows(0, 30, np.zeros(30, np.int64))
@@ -118,7 +118,7 @@ def test_a_live_member_plays_by_what_it_knows_now() -> None:
     np.testing.assert_array_equal(after, alone(member, given)[0])
 
 
-def test_members_of_a_group_are_not_changed_by_it() -> None:
+def test_group_does_not_change_its_members() -> None:
     cast = [net(i) for i in range(3)]
     before = [p.detach().clone() for member in cast for p in member.net.parameters()]
     NetGroup(cast).act(rows(0, 9, np.arange(9) % 3))
@@ -126,7 +126,7 @@ def test_members_of_a_group_are_not_changed_by_it() -> None:
         assert torch.equal(old, new)
 
 
-def test_what_is_alike_is_what_can_be_evaluated_together() -> None:
+def test_group_key_separates_incompatible_networks() -> None:
     one = net(0)
     assert one.group_key == net(1).group_key
     others = [net(0, NetConfig(hidden=[9])), net(0, NetConfig(hidden=[8], activation="relu")), net(0, norm=True)]
@@ -135,7 +135,7 @@ def test_what_is_alike_is_what_can_be_evaluated_together() -> None:
 
 
 @given(members=st.lists(st.integers(0, 30), min_size=1, max_size=300))
-def test_blocks_hold_rows_of_one_member_and_little_else(members: list[int]) -> None:
+def test_row_blocks_belong_to_one_member_with_little_padding(members: list[int]) -> None:
     rows, there = np.array(members), len(set(members))
     who, place, width = assign_blocks(rows)
     assert len(set(place.tolist())) == len(rows)
@@ -152,7 +152,7 @@ def frame_of(views: np.ndarray) -> VectorStep:
     return frame
 
 
-def test_a_table_is_drawn_from_as_it_says() -> None:
+def test_table_policy_samples_its_probabilities() -> None:
     views = np.array([[0, 1, 0.5], [1, 0, 0.5], [1, 1, -2]], np.float32)
     tables = np.array([[[0.2, 0.5, 0.3], [0, 1, 0], [0.5, 0, 0.5]], [[1, 0, 0], [0, 0, 1], [0, 1, 0]]])
     known = InfoStateIndex(views)
@@ -170,7 +170,7 @@ def test_a_table_is_drawn_from_as_it_says() -> None:
             np.testing.assert_allclose(share, tables[member, state], atol=5 * 0.5 / np.sqrt(1000))
 
 
-def test_a_view_is_found_whatever_else_there_is() -> None:
+def test_observations_are_found_in_the_index() -> None:
     views = np.random.default_rng(0).integers(0, 2, (3000, 14)).astype(np.float32)
     views = np.unique(views, axis=0)
     known = InfoStateIndex(views)
@@ -179,12 +179,12 @@ def test_a_view_is_found_whatever_else_there_is() -> None:
     assert (known.find(views + 2) == -1).all()
 
 
-def test_views_that_look_alike_are_refused() -> None:
+def test_ambiguous_observations_are_refused() -> None:
     with pytest.raises(ValueError, match="information state 2 looks like an earlier one"):
         InfoStateIndex(np.array([[1, 0], [0, 1], [1, 0]], np.float32))
 
 
-def test_a_table_of_another_game_says_so() -> None:
+def test_table_of_another_game_is_refused() -> None:
     group = TableGroup([TableMember(InfoStateIndex(np.eye(3, dtype=np.float32)), np.full((3, 3), 1 / 3))])
     here = np.arange(2)
     frame = frame_of(np.array([[1, 0, 0], [1, 1, 0]], np.float32))

@@ -74,7 +74,7 @@ def templated(tokenizer, *turns, **options):
 
 
 @pytest.mark.parametrize("template", ["palestra", QWEN_STYLE])
-def test_the_first_prompt_is_the_templates(template):
+def test_first_prompt_equals_the_chat_template(template):
     tokenizer = tokenizer_with(template)
     encoder = ChatEncoder(tokenizer)
     query = Query("you plan", "box at r1 c2 é")
@@ -89,14 +89,14 @@ def test_the_first_prompt_is_the_templates(template):
     assert encoder.encode_first_turn(query, None).tolist() == ids.tolist()  # from the cache
 
 
-def test_template_options_reach_the_template():
+def test_chat_template_options_are_passed():
     tokenizer = tokenizer_with(QWEN_STYLE)
     ids = ChatEncoder(tokenizer, {"no_thinking": True}).encode_first_turn(Query("", "x"), None)
     assert ids.tolist() == templated(tokenizer, ("user", "x"), no_thinking=True)
     assert tokenizer.decode(ids).endswith("<|assistant|>\n(hm)")
 
 
-def test_without_a_template_a_prompt_is_plain_text():
+def test_prompt_is_plain_text_without_template():
     tokenizer = tokenizer_with(None)
     encoder = ChatEncoder(tokenizer)
     first = encoder.encode_first_turn(Query("role", "see"), None)
@@ -112,7 +112,7 @@ def test_without_a_template_a_prompt_is_plain_text():
 
 @pytest.mark.parametrize("template", ["palestra", QWEN_STYLE])
 @pytest.mark.parametrize("end", [True, False], ids=["ended", "cut off"])
-def test_a_later_prompt_is_what_the_template_gives(template, end):
+def test_later_prompt_equals_the_chat_template(template, end):
     """With the end token sampled or, where the answer ran into the limit, added: the template's text either way."""
     tokenizer = tokenizer_with(template)
     encoder = ChatEncoder(tokenizer)
@@ -127,7 +127,7 @@ def test_a_later_prompt_is_what_the_template_gives(template, end):
 
 
 @pytest.mark.parametrize("template", ["palestra", QWEN_STYLE])
-def test_a_later_prompt_starts_with_the_earlier_one_and_the_sampled_tokens(template):
+def test_later_prompt_extends_the_earlier_one_and_sampled_tokens(template):
     speaker = policy(tokenizer=tokenizer_with(template), history="conversation", sampling=SamplingConfig(max_tokens=5))
     team = {"guide": speaker, "walker": speaker}
     arena = EpisodeRunner(lambda: Whisper(turns=4), "whisper")
@@ -148,7 +148,7 @@ def test_a_later_prompt_starts_with_the_earlier_one_and_the_sampled_tokens(templ
         assert {len(n.answers[s].token_ids) for n in episode.nodes for s in n.answers} <= {1, 2, 3, 4, 5}
 
 
-def test_sampled_tokens_are_never_tokenised_again():
+def test_sampled_tokens_are_never_retokenised():
     tokenizer = merging_tokenizer()
     assert tokenizer.encode("ab", add_special_tokens=False) == [271]
     apart = [tokenizer.convert_tokens_to_ids(c) for c in "ab"]
@@ -158,14 +158,14 @@ def test_sampled_tokens_are_never_tokenised_again():
     assert ids[:5] == [3, 9, *apart, END] and 271 not in ids
 
 
-def test_without_memory_every_prompt_is_a_first_prompt():
+def test_no_history_makes_every_prompt_a_first_prompt():
     speaker = policy()
     answer = said(speaker.encoder.tokenizer, "go", prompt=[1, 2, 3])
     ids = speaker.encode_prompt(Query("r", "now", history=(("before", answer),)))
     assert ids.tolist() == speaker.encode_prompt(Query("r", "now")).tolist()
 
 
-def test_what_memory_reuses_gives_the_trainers_probabilities():
+def test_cached_prefix_logprobs_equal_the_trainers():
     """Log-probabilities sampled over kept prefixes are those of the whole conversation, computed afresh."""
     speaker = policy(history="conversation", seed=3)
     engine = speaker.sampler.engine
@@ -200,7 +200,7 @@ def test_answers_carry_their_tokens_and_names():
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
-def test_the_trainer_scores_answers_at_the_temperature_they_were_sampled_at(temperature):
+def test_trainer_logprobs_use_the_sampling_temperature(temperature):
     speaker = policy(sampling=SamplingConfig(max_tokens=8, temperature=temperature, top_k=50))
     answers = asyncio.run(speaker.act(Query("r", "x", n=4, seed=2)))
     samples = [Sample(a.prompt_ids, a.token_ids, a.logprobs, np.ones_like(a.logprobs), a.temperature) for a in answers]
@@ -208,7 +208,7 @@ def test_the_trainer_scores_answers_at_the_temperature_they_were_sampled_at(temp
         np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-4)
 
 
-def test_a_stop_string_ends_the_answer_and_is_not_part_of_its_text():
+def test_stop_string_ends_the_answer_and_is_not_in_its_text():
     speaker = policy(sampling=SamplingConfig(max_tokens=150, stop=("e", "o")), seed=4)
     answers = asyncio.run(speaker.act(Query("r", "x", n=12, seed=1)))
     tokenizer = speaker.encoder.tokenizer
@@ -221,7 +221,7 @@ def test_a_stop_string_ends_the_answer_and_is_not_part_of_its_text():
         assert whole[-1] in "eo" and whole[:-1] == answer.text  # the tokens keep it: they were sampled, and are trained
 
 
-def test_exam_sampling_changes_a_copy():
+def test_eval_sampling_changes_a_copy():
     speaker = policy(history="conversation", system="s", sampling=SamplingConfig(max_tokens=4, top_k=9))
     greedy = speaker.with_sampling({"temperature": 0})
     assert greedy.sampling == SamplingConfig(max_tokens=4, top_k=9, temperature=0)
@@ -233,7 +233,7 @@ def test_exam_sampling_changes_a_copy():
         speaker.with_sampling({"temprature": 0})
 
 
-def test_a_prompt_too_long_fails_its_episode_only():
+def test_too_long_prompt_fails_its_episode_only():
     class Long(Whisper):
         def reset(self, seed):
             step = super().reset(seed)
@@ -252,7 +252,7 @@ def test_a_prompt_too_long_fails_its_episode_only():
 # ---- teachers
 
 
-def test_a_taught_policy_says_what_its_teacher_says_in_the_students_tokens():
+def test_teacher_answers_are_tokenised_for_the_student():
     student = policy(history="conversation")
     teacher = ScriptedPolicy(["up left", "down"], "teacher")
     taught = DemonstrationPolicy(student, teacher)
@@ -280,7 +280,7 @@ GLM_STYLE = (  # the next turn's role ends an answer
 
 
 @pytest.mark.parametrize(("template", "end"), [(GEMMA_STYLE, "<|end|>"), (GLM_STYLE, "<|user|>"), (None, "<|pad|>")])
-def test_an_answer_ends_as_the_template_ends_it_and_once(template, end):
+def test_answer_has_exactly_one_template_end_token(template, end):
     """The tokenizer's end token is another one: Phi-3, Gemma and GLM-4 are so."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template, tokenizer.eos_token = template, "<|pad|>"
@@ -303,7 +303,7 @@ def test_an_answer_ends_as_the_template_ends_it_and_once(template, end):
         assert tokenizer.decode(later) == (expected.replace(f"up{space}", "up") if sampled == end else expected)
 
 
-def test_an_observation_cannot_forge_a_turn():
+def test_observation_cannot_inject_special_tokens():
     """What one agent says is quoted to another: text that spells a special token stays text."""
     tokenizer = tiny_tokenizer()
     encoder = ChatEncoder(tokenizer)
@@ -329,7 +329,7 @@ TOOLS_TEMPLATE = (
 )
 
 
-def test_a_conversation_goes_on_with_the_tokens_that_were_sampled():
+def test_conversation_continues_with_sampled_tokens():
     """An agent program sends back what it received; the answer's own tokens stand in the next prompt, however else its
     text could be written."""
     tokenizer = merging_tokenizer()
@@ -349,7 +349,7 @@ def test_a_conversation_goes_on_with_the_tokens_that_were_sampled():
     assert tokenizer.decode(grown[len(prompt) + len(ids) :]) == "<|user|>5<|end|><|assistant|>"
 
 
-def test_a_conversation_that_was_changed_is_encoded_anew():
+def test_changed_conversation_is_re_encoded():
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = TOOLS_TEMPLATE
     agent = policy(tokenizer=tokenizer)
@@ -361,7 +361,7 @@ def test_a_conversation_that_was_changed_is_encoded_anew():
     assert tokenizer.decode(prompt) == "<|user|>ab<|end|><|assistant|>yes<|end|><|user|>ab<|end|><|assistant|>"
 
 
-def test_a_conversation_takes_the_policys_system_message():
+def test_conversation_uses_the_policys_system_message():
     encoder = ChatEncoder(tiny_tokenizer())
     own = Chat(({"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}))
     text = encoder.tokenizer.decode(encoder.encode_conversation(own, "be short"))
@@ -370,7 +370,7 @@ def test_a_conversation_takes_the_policys_system_message():
     assert encoder.encode_conversation(forged, None).tolist().count(END) == 1
 
 
-def test_messages_that_conversations_share_are_computed_once():
+def test_shared_message_prefixes_are_computed_once():
     """Prompts with the same examples, together and alone: the same answers, and the examples prefilled once."""
     examples = ({"role": "system", "content": "add"}, {"role": "user", "content": "1 + 1 " * 20})
     questions = [{"role": "user", "content": f"{i} + 2"} for i in range(4)]
@@ -398,7 +398,7 @@ def test_messages_that_conversations_share_are_computed_once():
     assert len(batch.prefix_store._entries) == 1 and len(whole.prefix_store._entries) == 8
 
 
-def test_a_caller_that_is_cancelled_leaves_the_shared_messages_to_the_others():
+def test_cancelled_request_keeps_shared_prefixes_for_others():
     shared = ({"role": "system", "content": "add " * 20},)
     query = Query("", Chat((*shared, {"role": "user", "content": "?"}), num_shared=1))
     own = policy()

@@ -58,7 +58,7 @@ def swept(env: VectorEnv, players: Sequence, steps: int) -> tuple:  # type: igno
     return sweeper, sweeper.collect(players, steps, 3)
 
 
-def test_a_game_keeps_the_members_it_drew() -> None:
+def test_members_are_fixed_within_a_game() -> None:
     env = Open(200, seats=3)
     mixture = Mixture(env, [1, 2], three(3), IndependentSampler([{0: 0.2, 1: 0.8}, {1: 0.5, 2: 0.5}]))
     _, batch = swept(env, [UniformVectorPolicy(env, [0]), mixture], 40)
@@ -76,7 +76,7 @@ def test_a_game_keeps_the_members_it_drew() -> None:
     assert abs(np.corrcoef(members.T)[0, 1]) < 0.12  # seats draw by themselves
 
 
-def test_members_of_short_games_are_drawn_as_often() -> None:
+def test_sampling_is_not_biased_by_game_length() -> None:
     """A member is drawn by game: how long games last says nothing of it."""
     env = Open(500)
     mixture = Mixture(env, [1], three(), IndependentSampler([{0: 1.0, 2: 1.0}]))
@@ -86,7 +86,7 @@ def test_members_of_short_games_are_drawn_as_often() -> None:
     assert abs((now == 0).mean() - 0.5) < 0.1
 
 
-def test_seats_may_draw_together() -> None:
+def test_joint_lineups_are_sampled_together() -> None:
     env = Open(200, seats=3)
     mixture = Mixture(env, [0, 2], three(3), JointSampler([[0, 1], [1, 0], [2, 2]], [0.5, 0.25, 0.25]))
     _, batch = swept(env, [UniformVectorPolicy(env, [1]), mixture], 30)
@@ -95,7 +95,7 @@ def test_seats_may_draw_together() -> None:
     np.testing.assert_allclose(np.bincount(tags) / len(tags), [0.5, 0.25, 0.25], atol=0.06)
 
 
-def test_a_share_of_games_is_against_oneself() -> None:
+def test_self_play_share_is_respected() -> None:
     env = Open(200)
     lots = SelfPlaySampler(IndependentSampler([{0: 1.0}]), 0.3, 2)
     _, batch = swept(env, [UniformVectorPolicy(env, [0]), mixture := Mixture(env, [1], three(), lots)], 30)
@@ -104,7 +104,7 @@ def test_a_share_of_games_is_against_oneself() -> None:
     assert abs((tags == -1).mean() - 0.3) < 0.06
 
 
-def test_a_schedule_plays_every_line_up_so_often() -> None:
+def test_scheduled_lineups_are_played_the_given_number_of_times() -> None:
     env = Open(7)
     lineups, times = np.array([[0, 1], [1, 2], [2, 0]]), np.array([5, 0, 9])
     mixture = Mixture(env, [0, 1], three(), LineupSchedule(lineups, times))
@@ -116,7 +116,7 @@ def test_a_schedule_plays_every_line_up_so_often() -> None:
 
 
 @pytest.mark.parametrize("memory", [0, 5])
-def test_games_go_on_with_the_same_members_after_a_load(memory: int) -> None:
+def test_members_are_restored_after_load(memory: int) -> None:
     def cast(env: VectorEnv) -> Mapping[str, FrozenMember]:
         config, head = NetConfig(hidden=[4], gru_units=memory), make_head(env.action_spaces[0])
         seating = SeatMapping(("m",), ((1,),), 2, env.observation_shapes[1], env.action_spaces[1])
@@ -143,7 +143,7 @@ def test_games_go_on_with_the_same_members_after_a_load(memory: int) -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_what_the_batch_remembers_is_of_its_first_moment() -> None:
+def test_batch_holds_the_initial_recurrent_state() -> None:
     env = Open(4)
     mixture = Mixture(env, [1], three(), IndependentSampler([{0: 0.5, 1: 0.5}]))
     sweeper, _ = swept(env, [UniformVectorPolicy(env, [0]), mixture], 3)
@@ -153,7 +153,7 @@ def test_what_the_batch_remembers_is_of_its_first_moment() -> None:
     assert not torch.equal(sweeper.recurrent_states["mixture"], before)
 
 
-def test_it_plays_numbers_too() -> None:
+def test_continuous_actions_are_supported() -> None:
     space: Space = Continuous((-1.0, -1.0), (1.0, 1.0))
     env = Countdown(5, space=space)
     head = make_head(space)
@@ -169,7 +169,7 @@ def test_it_plays_numbers_too() -> None:
     np.testing.assert_allclose(batch.actions[:, :, 1, 1], -0.5)
 
 
-def test_equal_seeds_play_alike() -> None:
+def test_equal_seeds_give_equal_play() -> None:
     def once() -> np.ndarray:
         env = KuhnPoker(20)
         lots: OpponentSampler = IndependentSampler([{0: 1.0}, {0: 1.0}])
@@ -179,6 +179,6 @@ def test_equal_seeds_play_alike() -> None:
 
 
 @pytest.mark.parametrize("given", [[], [0.0, 0.0], [0.5, -0.1], [float("nan"), 1.0]])
-def test_what_is_no_probability_is_refused(given: list[float]) -> None:
+def test_invalid_probabilities_are_refused(given: list[float]) -> None:
     with pytest.raises(ValueError, match="are no probabilities"):
         cumulative_bounds(given)

@@ -64,7 +64,7 @@ def player(
 # ---- who sits where
 
 
-def test_policies_of_one_shape_share_a_stack() -> None:
+def test_policies_of_equal_shape_share_a_stack() -> None:
     env = Room([4, 4, 6, 4, 4], [FOUR] * 5)
     seats = {"a": [0], "b": [1], "c": [2], "d": [3, 4]}
     stacks = group_into_stacks(env, seats, dict.fromkeys(seats, NetConfig()))
@@ -75,7 +75,7 @@ def test_policies_of_one_shape_share_a_stack() -> None:
     ]
 
 
-def test_policies_of_different_networks_or_actions_do_not() -> None:
+def test_policies_of_different_shape_do_not_share_a_stack() -> None:
     env = Room([4, 4, 4], [FOUR, FOUR, Discrete(3)])
     kinds = {"a": NetConfig(), "b": NetConfig(hidden=[8]), "c": NetConfig()}
     assert [stack.names for stack in group_into_stacks(env, {"a": [0], "b": [1], "c": [2]}, kinds)] == [
@@ -85,7 +85,7 @@ def test_policies_of_different_networks_or_actions_do_not() -> None:
     ]
 
 
-def test_a_policy_cannot_play_seats_of_different_kinds() -> None:
+def test_policy_cannot_play_seats_of_different_spaces() -> None:
     env = Room([4, 6], [FOUR] * 2)
     with pytest.raises(ValueError, match="policy both plays seat0, seat1, which differ in what they see or may do"):
         group_into_stacks(env, {"both": [0, 1]}, {"both": NetConfig()})
@@ -93,7 +93,7 @@ def test_a_policy_cannot_play_seats_of_different_kinds() -> None:
 
 @given(st.permutations(range(6)), st.sampled_from([1, 2, 3, 6]), st.integers(0, 2))
 @settings(max_examples=30)
-def test_rows_of_a_stack_are_the_seats_of_its_members(order: list[int], members: int, lead: int) -> None:
+def test_stack_rows_map_to_member_seats(order: list[int], members: int, lead: int) -> None:
     each = 6 // members
     seats = tuple(tuple(order[p * each : (p + 1) * each]) for p in range(members))
     seating = SeatMapping(tuple("abcdef"[:members]), seats, 6, (2,), FOUR)
@@ -108,14 +108,14 @@ def test_rows_of_a_stack_are_the_seats_of_its_members(order: list[int], members:
         np.testing.assert_array_equal(put, array)
 
 
-def test_padding_is_cut_off_and_a_seat_is_told_its_number() -> None:
+def test_inputs_have_no_padding_and_a_seat_one_hot() -> None:
     seating = SeatMapping(("a",), ((2, 0),), 3, (2,), FOUR, seat_id=True)
     obs = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
     assert seating.input_shape == (5,)
     assert seating.network_inputs(obs, 1)[0, 0].tolist() == [[8, 9, 0, 0, 1], [0, 1, 1, 0, 0]]
 
 
-def test_only_who_plays_several_seats_is_told_which() -> None:
+def test_seat_one_hot_is_for_policies_of_several_seats() -> None:
     class CustomNetConfig(NetConfig):
         seat_one_hot: bool = True
 
@@ -129,7 +129,7 @@ def test_only_who_plays_several_seats_is_told_which() -> None:
 
 @pytest.mark.parametrize("space", [FOUR, MultiDiscrete((2, 3)), Continuous((-1.0, 0.0), (1.0, 4.0))])
 @pytest.mark.parametrize("memory", [0, 5])
-def test_what_the_sampler_says_of_an_action_is_what_the_trainer_finds(space: Space, memory: int) -> None:
+def test_sampled_logprobs_equal_the_trainers(space: Space, memory: int) -> None:
     env = Room([4, 4, 4, 4], [space] * 4)
     made = player(env, {"a": [2, 0], "b": [3, 1]}, NetConfig(hidden=[8], gru_units=memory))
     frame, kept = env.reset(np.array([1])), made.initial_state(3)
@@ -154,7 +154,7 @@ def test_what_the_sampler_says_of_an_action_is_what_the_trainer_finds(space: Spa
 
 
 @pytest.mark.parametrize("memory", [0, 5])
-def test_a_policy_plays_the_same_in_any_company(memory: int) -> None:
+def test_policy_outputs_do_not_depend_on_the_stack(memory: int) -> None:
     env, config = Room([4, 4, 4], [FOUR] * 3), NetConfig(hidden=[8], gru_units=memory)
     best = greedy_selector(make_head(FOUR))
     frame = env.reset(np.array([3]))
@@ -169,7 +169,7 @@ def test_a_policy_plays_the_same_in_any_company(memory: int) -> None:
             torch.testing.assert_close(memories[column], kept[0])
 
 
-def test_nothing_illegal_is_played() -> None:
+def test_only_legal_actions_are_played() -> None:
     env = Room([4, 4, 5], [FOUR, FOUR, Discrete(2)])
     seats = [player(env, {"a": [0, 1]}, NetConfig()), player(env, {"c": [2]}, NetConfig())]
     best = [player(env, {"a": [0, 1]}, NetConfig(), greedy_selector(make_head(FOUR)))]
@@ -181,7 +181,7 @@ def test_nothing_illegal_is_played() -> None:
             assert np.take_along_axis(frame.action_mask[:, made.seats], actions[..., None], 2).all()
 
 
-def test_memory_is_emptied_where_a_game_begins() -> None:
+def test_recurrent_state_is_reset_at_episode_start() -> None:
     env = Room([4, 4], [FOUR] * 2)
     made = player(env, {"a": [0, 1]}, NetConfig(hidden=[8], gru_units=5), greedy_selector(make_head(FOUR)))
     frame, empty = env.reset(np.array([0])), made.initial_state(3)
@@ -198,7 +198,7 @@ def test_memory_is_emptied_where_a_game_begins() -> None:
     assert not torch.allclose(begun, gone_on)
 
 
-def test_views_are_normalised_before_the_network_sees_them() -> None:
+def test_observations_are_normalised() -> None:
     env = Room([4, 4], [FOUR] * 2)
     plain = player(env, {"a": [0, 1]}, NetConfig())
     norm = RunningNorm(1, 4)
@@ -215,7 +215,7 @@ def test_views_are_normalised_before_the_network_sees_them() -> None:
     assert scaled.names == ["a@7"] and plain.names == ["a@0"]
 
 
-def test_a_script_plays_its_seats_in_order() -> None:
+def test_script_actions_are_in_seat_order() -> None:
     env = Room([4, 4, 4], [FOUR] * 3)
     actions, logp, memory = ScriptedVectorPolicy(
         env, [2, 0], lambda env, seat: np.full(env.num_envs, seat, np.int32)

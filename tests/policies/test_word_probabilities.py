@@ -37,7 +37,7 @@ def speaker(most: int, **sampling: object) -> LanguagePolicy:
     return LanguagePolicy("it", Sampler(engine), ChatEncoder(engine.tokenizer), settings)
 
 
-def test_a_word_has_every_spelling_that_reads_as_it() -> None:
+def test_word_has_all_its_token_spellings() -> None:
     tokenizer = merging()
     a, b, both = (tokenizer.convert_tokens_to_ids(token) for token in ("a", "b", "ab"))
     assert token_spellings(tokenizer, "ab") == ((both,), (a, b))
@@ -48,7 +48,7 @@ def test_a_word_has_every_spelling_that_reads_as_it() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_probabilities_are_how_often_a_word_is_said(most: int) -> None:
+def test_probabilities_match_sampled_frequencies(most: int) -> None:
     """A word shorter than `most` must be followed by the end; one that is as long need not."""
     policy = speaker(most)
     for number, query in enumerate(QUERIES):
@@ -64,13 +64,13 @@ def test_probabilities_are_how_often_a_word_is_said(most: int) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.9}, {"stop": ("x",)}])
-def test_a_policy_that_bends_the_model_is_refused(changed: dict) -> None:
+def test_policy_with_modified_distribution_is_refused(changed: dict) -> None:
     policy = speaker(2, **changed)
     with pytest.raises(ValueError, match="model's own distribution"):
         word_probabilities(policy.sampler.engine, policy, QUERIES, [["a"], ["a"]])
 
 
-def test_at_temperature_0_the_answer_is_certain() -> None:
+def test_temperature_0_is_deterministic() -> None:
     policy = speaker(3, temperature=0.0)
     said = [asyncio.run(policy.act(Query(q.role, q.observation, n=1, seed=5)))[0].text for q in QUERIES]
     found = word_probabilities(policy.sampler.engine, policy, QUERIES, [[said[0], "no"], ["no", said[1]]])

@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_damaged_tasks_end_as_if_they_were_not(stopped: Stopped, copied: Path, name: str) -> None:
+def test_damaged_task_logs_resume_to_the_undamaged_result(stopped: Stopped, copied: Path, name: str) -> None:
     SAME[name](copied)
     go_on(copied)
     assert contents(copied) == stopped.whole
@@ -169,7 +169,7 @@ def test_damaged_tasks_are_refused_and_kept(copied: Path, name: str) -> None:
     assert after == before
 
 
-def test_a_result_that_the_plan_cannot_take_is_named(tmp_path: Path) -> None:
+def test_result_that_the_plan_rejects_is_named(tmp_path: Path) -> None:
     class Forgetful(Sums):
         def on_result(self, task: Task, result: Result) -> Sequence[Task]:
             if task.kind == "assess":
@@ -183,7 +183,7 @@ def test_a_result_that_the_plan_cannot_take_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc", "..", "", "a\0b"])
-def test_members_are_looked_for_in_the_run_alone(tmp_path: Path, name: str) -> None:
+def test_member_paths_outside_the_run_are_refused(tmp_path: Path, name: str) -> None:
     with Run.create(tmp_path, "population: {type: psro}\n", "demo") as run:
         (run.path / "population.json").write_text(json.dumps([{"name": name, "player": "a"}]))
         task = PlayTask("x", cells=(), games_per_cell=1)

@@ -21,7 +21,7 @@ def result(task, mean, **more):
 
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 3))
-def test_as_members_come_every_cell_is_played_once(seats, first, second):
+def test_each_cell_is_played_once_as_members_arrive(seats, first, second):
     players = tuple(dict.fromkeys(seats))
     names = {player: [] for player in players}
     payoffs, cells = PayoffTable(seats), []
@@ -34,7 +34,7 @@ def test_as_members_come_every_cell_is_played_once(seats, first, second):
     assert sorted(canonical) == sorted(payoffs.cells())
 
 
-def test_a_new_member_plays_those_there_are():
+def test_new_member_plays_existing_members():
     matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
     (first,) = matches.initial_tasks()
     assert first.cells == (("uniform", "uniform"),) and first.games_per_cell == 50 and first.members == ()
@@ -52,7 +52,7 @@ def test_a_new_member_plays_those_there_are():
     assert matches.empirical_game.payoffs.cell(("red-1", "uniform")).mean == (0.5, -0.5)
 
 
-def test_tasks_hold_so_many_cells():
+def test_cells_per_task_are_limited():
     matches = MatchQueue(population(*TWO), TWO, games=1, cells=2)
     matches.initial_tasks()
     for number in range(4):
@@ -60,7 +60,7 @@ def test_tasks_hold_so_many_cells():
     assert [len(task.cells) for task in matches.add_member(Member("blue-1", "blue", "w"))] == [2, 2, 1]
 
 
-def test_snapshots_play_under_the_names_that_they_will_have():
+def test_snapshots_play_under_their_final_names():
     matches = MatchQueue(population(*TWO), TWO, games=10, cells=9)
     matches.record_result((first := matches.initial_tasks()[0]), result(first, [0.0, 0.0]))
     (task,) = matches.snapshot_tasks("red", "red-1", {"red": {"red-1": "red-1~2"}, "blue": {"blue-1": "blue-1~1"}})
@@ -75,7 +75,7 @@ def test_snapshots_play_under_the_names_that_they_will_have():
     assert red.tolist() == [[0.0], [1.0]] and blue.tolist() == [[0.0], [-1.0]]
 
 
-def test_a_member_needs_no_sketch_of_those_who_are_frozen_too():
+def test_frozen_members_need_no_provisional_payoffs():
     matches = MatchQueue(population(*TWO), TWO, games=10, cells=9)
     matches.initial_tasks()
     matches.add_member(Member("red-1", "red", "w"))
@@ -84,7 +84,7 @@ def test_a_member_needs_no_sketch_of_those_who_are_frozen_too():
     assert task.cells == (("red-1", "blue-1~1"),)
 
 
-def test_sketches_give_way_to_newer_ones_and_to_the_games_of_members():
+def test_provisional_payoffs_are_replaced_by_newer_and_final_ones():
     game = EmpiricalGame(TWO)
     game.set_snapshot_returns(("a", "b"), (1.0, -1.0))
     game.set_snapshot_returns(("a", "b"), (2.0, -2.0))
@@ -96,14 +96,14 @@ def test_sketches_give_way_to_newer_ones_and_to_the_games_of_members():
     assert game.payoff_tensors((["a"], ["b"]))[0] == 0.5
 
 
-def test_seats_of_one_population_change_places_in_a_sketch():
+def test_provisional_payoffs_are_symmetrised_over_seats():
     game = EmpiricalGame(("all", "all"))
     game.set_snapshot_returns(("a", "b"), (1.0, -2.0))
     first, second = game.payoff_tensors((["b"], ["a"]))
     assert first.tolist() == [[-2.0]] and second.tolist() == [[1.0]]
 
 
-def test_exact_payoffs_are_known_and_no_games():
+def test_exact_payoffs_count_no_games():
     matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
     (first,) = matches.initial_tasks()
     matches.record_result(first, result(first, [0.5, -0.5], exact=True))
@@ -111,7 +111,7 @@ def test_exact_payoffs_are_known_and_no_games():
     assert matches.adaptive_tasks(np.ones((1, 1)), 100, "more") == []
 
 
-def test_more_games_add_up():
+def test_additional_games_are_merged():
     matches = MatchQueue(population(*TWO), TWO, games=50, cells=2)
     (first,) = matches.initial_tasks()
     matches.record_result(first, result(first, [0.5, -0.5]))

@@ -55,11 +55,11 @@ def answer(task, rate=0.5, games=100):
 # whom a main agent meets
 
 
-def test_at_first_a_main_agent_plays_itself_and_whom_the_league_began_with():
+def test_main_agent_starts_with_self_play_and_initial_members():
     assert met(league(), ME) == {"uniform": 0.5, ME: 0.5}
 
 
-def test_a_main_agent_turns_to_exploiters_that_beat_it():
+def test_main_agent_plays_exploiters_that_beat_it():
     """Priority (1-p)^2 over .9, .6, .2 is .01, .16, .64 of .81; the exploiter of old is below .3: all 15 % go to it."""
     made = league("main_0-2", "main_exploiter_0-2")
     knows(made, ME, uniform=0.9, main_0_2=0.6, main_exploiter_0_2=0.2)
@@ -72,7 +72,7 @@ def test_a_main_agent_turns_to_exploiters_that_beat_it():
     assert met(made, ME) == near(expected)
 
 
-def test_a_main_agent_turns_to_those_of_its_past_that_it_forgot_to_beat():
+def test_main_agent_plays_past_opponents_that_it_no_longer_beats():
     """Rates .9, .5, .6, .55 of its past: the end that never rises (.55) is dropped, .5 is below .7."""
     made = league("main_0-2", "main_0-4", "main_0-6", pfsp_share=0.0, verification_share=1.0)
     knows(made, ME, uniform=0.9, main_0_2=0.5, main_0_4=0.6, main_0_6=0.55)
@@ -80,7 +80,7 @@ def test_a_main_agent_turns_to_those_of_its_past_that_it_forgot_to_beat():
     assert met(made, ME) == near(dict(zip(["uniform", "main_0-2", "main_0-4"], squares / squares.sum(), strict=True)))
 
 
-def test_exploiters_come_before_what_was_forgotten():
+def test_exploiters_take_precedence_over_past_opponents():
     made = league("main_0-2", "main_0-4", "main_exploiter_0-2", pfsp_share=0.0, verification_share=1.0)
     knows(made, ME, uniform=0.9, main_0_2=0.1, main_0_4=0.6, main_exploiter_0_2=0.29)
     assert met(made, ME) == {"main_exploiter_0-2": 1.0}
@@ -89,18 +89,18 @@ def test_exploiters_come_before_what_was_forgotten():
 
 
 @pytest.mark.parametrize("rates", [(0.9, 0.8, 0.75), (0.71, 0.8, 0.9)], ids=["falls steadily", "all beaten"])
-def test_verification_is_self_play_where_nothing_was_forgotten(rates):
+def test_verification_share_is_self_play_if_nothing_is_forgotten(rates):
     made = league("main_0-2", "main_0-4", pfsp_share=0.0, verification_share=1.0)
     knows(made, ME, **dict(zip(["uniform", "main_0_2", "main_0_4"], rates, strict=True)))
     assert met(made, ME) == {ME: 1.0}
 
 
-def test_with_another_main_agent_self_play_is_shared_with_its_current_weights():
+def test_self_play_is_shared_between_main_agents():
     made = league("main_0-2", "main_1-2", main_agents=2, pfsp_share=0.0, verification_share=0.0)
     assert met(made, ME) == {ME: 0.5, "main_1": 0.5}
 
 
-def test_a_main_agent_that_is_too_strong_is_met_in_its_past():
+def test_too_strong_main_agent_is_replaced_by_its_past():
     """0.3 is not above 0.3. Its past: p(1-p) over .8, .6, .5 is .16, .24, .25."""
     made = league("main_1-2", "main_1-4", main_agents=2, pfsp_share=0.0, verification_share=0.0)
     knows(made, ME, uniform=0.8, main_1_2=0.6, main_1_4=0.5, main_1=0.3)
@@ -108,7 +108,7 @@ def test_a_main_agent_that_is_too_strong_is_met_in_its_past():
     assert met(made, ME) == near({ME: 0.5} | past)
 
 
-def test_a_main_agent_that_has_not_trained_is_whom_it_began_as():
+def test_untrained_main_agent_is_its_initial_member():
     made = league(main_agents=2, pfsp_share=0.0, verification_share=0.0)
     assert met(made, ME) == {ME: 0.5, "uniform": 0.5}
 
@@ -116,12 +116,12 @@ def test_a_main_agent_that_has_not_trained_is_whom_it_began_as():
 # whom exploiters meet
 
 
-def test_a_main_exploiter_meets_the_main_agents_as_they_are():
+def test_main_exploiter_plays_current_main_agents():
     made = league("main_0-2", "main_1-2", main_agents=2)
     assert met(made, "main_exploiter_0") == {"main_0": 0.5, "main_1": 0.5}
 
 
-def test_a_main_exploiter_without_a_chance_climbs_up_a_main_agents_past():
+def test_losing_main_exploiter_plays_the_main_agents_past():
     made = league("main_0-2", "main_0-4")
     knows(made, "main_exploiter_0", uniform=0.5, main_0_2=0.2, main_0_4=0.0, main_0=0.1)
     assert met(made, "main_exploiter_0") == near({"uniform": 0.25 / 0.41, "main_0-2": 0.16 / 0.41})
@@ -129,7 +129,7 @@ def test_a_main_exploiter_without_a_chance_climbs_up_a_main_agents_past():
     assert met(made, "main_exploiter_0") == {"main_0": 1.0}
 
 
-def test_a_league_exploiter_meets_the_whole_history_by_capped_priority():
+def test_league_exploiter_plays_the_history_by_capped_priority():
     """min(.5, 1-p) over .9, .7, .2 is .1, .3, .5; exploiters are history too."""
     made = league("main_0-2", "main_exploiter_0-2")
     knows(made, "league_exploiter_1", uniform=0.9, main_0_2=0.7, main_exploiter_0_2=0.2)
@@ -137,7 +137,7 @@ def test_a_league_exploiter_meets_the_whole_history_by_capped_priority():
     assert met(made, "league_exploiter_1") == near(expected)
 
 
-def test_a_share_of_the_games_is_spread_over_the_judges_lest_a_rate_grow_old():
+def test_share_of_games_refreshes_the_judging_win_rates():
     made = league("main_0-2", "main_0-4", explore_share=0.3)
     knows(made, ME, uniform=1.0, main_0_2=1.0, main_0_4=0.5)
     mix = met(made, ME)
@@ -150,7 +150,7 @@ def test_a_share_of_the_games_is_spread_over_the_judges_lest_a_rate_grow_old():
 # what is ordered, and what comes of it
 
 
-def test_the_first_orders():
+def test_initial_tasks():
     tasks = {task.output_member: task for task in league().initial_tasks()}
     assert list(tasks) == ["main_0-1", "main_exploiter_0-1", "league_exploiter_0-1", "league_exploiter_1-1"]
     main = tasks["main_0-1"]
@@ -160,7 +160,7 @@ def test_the_first_orders():
     assert tasks["main_exploiter_0-1"].self_play == 0
 
 
-def test_a_slice_goes_on_from_the_last_and_against_the_newest():
+def test_slice_starts_from_the_last_and_plays_the_newest():
     made = league(league_exploiters=0)
     main, exploiter = made.initial_tasks()
     (second,) = made.on_result(main, answer(main))
@@ -173,7 +173,7 @@ def test_a_slice_goes_on_from_the_last_and_against_the_newest():
     assert made.win_rates.rate("main_0", "main_exploiter_0") == pytest.approx(0.4)
 
 
-def test_games_against_weights_that_are_frozen_and_current_count_for_both():
+def test_games_count_for_frozen_and_current_copies():
     made = league("main_1-2", main_agents=2, pfsp_share=0.5, verification_share=0.0)
     task = made._slice(made.learners[ME])
     assert task.opponents.mixes["player"]["main_1-2"] == pytest.approx((0.25 + 0.25) / 0.75)
@@ -181,7 +181,7 @@ def test_games_against_weights_that_are_frozen_and_current_count_for_both():
     assert made.win_rates.rate(ME, "main_1") == made.win_rates.rate(ME, "main_1-2") == pytest.approx(0.9)
 
 
-def test_all_start_from_a_member_that_has_weights_and_are_reset_to_it():
+def test_learners_start_from_and_reset_to_the_trained_member():
     population = Population(("player",))
     population.add(Member("tutored", "player", "members/tutored"))
     made = League(LeagueConfig(min_slices=1, max_slices=1, games_per_cell=0), population)
@@ -205,14 +205,14 @@ def test_all_start_from_a_member_that_has_weights_and_are_reset_to_it():
         (4, (0.0, 0.0), True),  # time is up
     ],
 )
-def test_when_a_main_agent_is_frozen(since, rates, frozen):
+def test_conditions_for_freezing_a_main_agent(since, rates, frozen):
     made = league("main_0-2", min_slices=2, max_slices=4)
     made.learners[ME].slices_since_freeze = since
     knows(made, ME, uniform=rates[0], main_0_2=rates[1])
     assert made.logic.should_freeze(made.learners[ME]) is frozen
 
 
-def test_a_main_exploiter_is_judged_by_the_main_agents_alone():
+def test_main_exploiter_is_frozen_by_win_rate_against_main_agents():
     made = league("main_0-2", "main_0-4", min_slices=2, max_slices=4)
     exploiter = made.learners["main_exploiter_0"]
     exploiter.slices_since_freeze = 2
@@ -231,7 +231,7 @@ def play_out(made, rate=0.5, choose=lambda waiting: 0):
     return done
 
 
-def test_main_agents_go_on_and_main_exploiters_begin_anew():
+def test_main_agents_continue_and_main_exploiters_reset():
     made = league(min_slices=2, max_slices=2, slices=4, league_exploiters=0)
     starts = {task.output_member: task.start for task in play_out(made)}
     assert [starts[f"main_0-{n}"] for n in (1, 2, 3, 4)] == [None, "main_0-1", "main_0-2", "main_0-3"]
@@ -246,7 +246,7 @@ def test_main_agents_go_on_and_main_exploiters_begin_anew():
     assert made.win_rates.rate("main_exploiter_0", ME) == 0.5  # of other weights
 
 
-def test_a_league_exploiter_begins_anew_in_a_quarter_of_the_cases():
+def test_league_exploiter_resets_with_probability_one_quarter():
     def starts(seed):
         made = league(seed=seed, min_slices=1, max_slices=1, slices=41, league_exploiters=1, main_exploiters=0)
         return [task.start for task in play_out(made) if task.learner == "league_exploiter_0"]
@@ -255,7 +255,7 @@ def test_a_league_exploiter_begins_anew_in_a_quarter_of_the_cases():
     assert len(anew) == 400 and abs(sum(anew) - 100) < 3 * 8.7  # three standard deviations
 
 
-def test_a_frozen_copy_plays_those_before_it():
+def test_frozen_copy_plays_earlier_members():
     made = league(min_slices=1, max_slices=1, slices=1, games_per_cell=50, main_exploiters=0, league_exploiters=0)
     made.seats = ("player",) * 3
     (task,) = made.initial_tasks()
@@ -265,7 +265,7 @@ def test_a_frozen_copy_plays_those_before_it():
     assert made.on_result(play, PlayResult(())) == []
 
 
-def test_every_so_many_copies_of_a_main_agent_are_assessed():
+def test_main_agent_copies_are_assessed_at_an_interval():
     made = league(min_slices=1, max_slices=1, slices=5, nash_conv_every=2)
     done = play_out(made)
     assessed = [task for task in done if task.kind == "assess"]
@@ -282,7 +282,7 @@ def test_every_so_many_copies_of_a_main_agent_are_assessed():
     }
 
 
-def test_what_a_slice_came_to_is_noted():
+def test_slice_metrics_are_logged():
     made = league("main_0-2", pfsp_share=1.0, verification_share=0.0)
     made.learners[ME].slices = 2
     task = made._slice(made.learners[ME])
@@ -299,7 +299,7 @@ def test_what_a_slice_came_to_is_noted():
 
 @settings(max_examples=20, deadline=None)
 @given(st.data())
-def test_in_any_order_of_events_a_league_holds_together(data):
+def test_league_invariants_hold_in_any_order_of_results(data):
     sizes = {role: data.draw(st.integers(least, 2)) for role, least in (("main_agents", 1), ("main_exploiters", 0))}
     config = {**sizes, "slices": 5, "explore_share": data.draw(st.sampled_from([0.0, 0.1])), "games_per_cell": 3}
     orders, outcomes = [], []
@@ -333,21 +333,21 @@ def test_in_any_order_of_events_a_league_holds_together(data):
 
 
 @given(st.lists(st.floats(0, 1), max_size=8))
-def test_the_suffix_that_is_dropped_never_rises(rates):
+def test_dropped_suffix_is_not_increasing(rates):
     kept = without_monotone_suffix(rates)
     tail = rates[max(kept - 1, 0) :]
     assert all(earlier >= later for earlier, later in itertools.pairwise(tail))
     assert kept == 0 or rates[kept - 2] < rates[kept - 1]
 
 
-def test_suffixes_by_hand():
+def test_without_monotone_suffix_by_hand():
     assert without_monotone_suffix([0.9, 0.6, 0.65, 0.6]) == 3
     assert without_monotone_suffix([0.9, 0.8, 0.7]) == 0
     assert without_monotone_suffix([0.5, 0.6]) == 2
     assert without_monotone_suffix([0.5]) == without_monotone_suffix([]) == 0
 
 
-def test_a_league_that_cannot_be_is_refused():
+def test_invalid_leagues_are_refused():
     with pytest.raises(ValueError, match="min_slices: 5 slices"):
         validate(LeagueConfig, {"min_slices": 5, "max_slices": 4})
     with pytest.raises(ValueError, match="shares of one whole"):

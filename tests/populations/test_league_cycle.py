@@ -93,7 +93,7 @@ def final_worst(folder: Path, seed, **config):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_league_does_not_forget_where_self_play_does(tmp_path, seed):
+def test_league_does_not_cycle_where_self_play_does(tmp_path, seed):
     alone = {
         "main_exploiters": 0,
         "league_exploiters": 0,
@@ -115,7 +115,7 @@ def train(folder: Path, stop=lambda: False, resumed=False):
     return {name: strategy(name, known) for name in plan.logic.history() if name == "uniform" or known[name].exists()}
 
 
-def test_a_league_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
+def test_league_resume_after_stop_is_bit_identical(tmp_path):
     members = train(tmp_path / "whole")
     looks = iter(range(1000))
     train(tmp_path / "parts", stop=lambda: next(looks) > 6)

@@ -43,18 +43,18 @@ def test_pfsp_is_a_distribution(weighting, rates):
     assert (shares >= 0).all() and shares.sum() == pytest.approx(1)
 
 
-def test_who_beats_all_meets_all():
+def test_pfsp_is_uniform_for_a_learner_that_beats_all():
     assert pfsp(np.ones(4), "squared").tolist() == [0.25] * 4
     assert pfsp(np.array([0.0, 1.0]), "variance").tolist() == [0.5, 0.5]
 
 
-def test_who_was_never_met_counts_as_an_equal():
+def test_unknown_opponents_have_win_rate_one_half():
     assert PFSPMatchmaker(weighting="linear").mix(["a", "b"], {"a": 0.75}, {}) == pytest.approx(
         {"a": 1 / 3, "b": 2 / 3}
     )
 
 
-def test_history():
+def test_history_matchmaker_by_hand():
     assert LatestMatchmaker().mix(NAMES, {}, {}) == {"m3": 1.0}
     assert HistoryMatchmaker().mix(NAMES, {}, {}) == dict.fromkeys(NAMES, 0.25)
     assert HistoryMatchmaker(delta=0).mix(NAMES, {}, {}) == {"m3": 1.0}
@@ -62,11 +62,11 @@ def test_history():
     assert HistoryMatchmaker(delta=0.6).mix(NAMES, {}, {}) == pytest.approx({"m1": 1 / 3, "m2": 1 / 3, "m3": 1 / 3})
 
 
-def test_a_solution_is_played_as_it_is():
+def test_meta_solver_matchmaker_uses_the_solution():
     assert MetaSolverMatchmaker().mix(NAMES, {}, {"m1": 0.25, "m2": 0.75}) == {"m1": 0.25, "m2": 0.75}
 
 
-def test_configs_by_type():
+def test_matchmakers_are_selected_by_type():
     made = TypeAdapter(MatchmakerConfig).validate_python({"type": "history", "delta": 0.3})
     assert made == HistoryMatchmaker(delta=0.3)
     with pytest.raises(ValidationError):
@@ -74,12 +74,12 @@ def test_configs_by_type():
 
 
 @pytest.mark.parametrize("kind", [LatestMatchmaker(), HistoryMatchmaker(), PFSPMatchmaker()])
-def test_nobody_to_play_is_refused(kind):
+def test_empty_population_is_refused(kind):
     with pytest.raises(ValueError, match="no member to play"):
         kind.mix([], {}, {})
 
 
-def test_what_makes_no_mixture_is_refused():
+def test_invalid_mixtures_are_refused():
     with pytest.raises(ValueError, match="win rates from 0 to 1"):
         pfsp(np.array([0.5, 1.2]))
     with pytest.raises(ValueError, match="win rates from 0 to 1"):

@@ -21,7 +21,7 @@ def cell(returns):
 
 @settings(max_examples=40)
 @given(st.lists(RETURNS, max_size=5))
-def test_games_in_parts_are_those_at_once(parts):
+def test_merged_parts_equal_all_games(parts):
     merged = empty_cell(2)
     for part in parts:
         merged = merged.merge(cell(part))
@@ -36,7 +36,7 @@ def test_standard_error_by_hand():
     assert cell([(1, 0)]).stderr == (np.inf, np.inf)
 
 
-def test_what_is_known_exactly_stays():
+def test_exact_payoffs_are_kept_on_merge():
     known = PayoffCell(0, (0.5, -0.5), (0, 0), (0, 0), exact=True)
     after = known.merge(cell([(3, -3), (5, -5)]))
     assert after.mean == (0.5, -0.5) and after.stderr == (0, 0)
@@ -45,13 +45,13 @@ def test_what_is_known_exactly_stays():
     assert known.merge(PayoffCell(0, (0.25, -0.25), (0, 0), (0, 0), exact=True)).mean == (0.25, -0.25)
 
 
-def test_seats_of_one_member_have_their_average():
+def test_seats_of_one_member_share_the_average():
     """Both seats' returns are a sample of the same member: 1, 2 and 3, 6 have mean 3 and squared deviations 14 in two
     games each."""
     even = cell([(1, 3), (2, 6)]).average_seats([[0, 1]])
     assert even.mean == (3, 3) and even.m2 == (7, 7) and even.wins == (1, 1)
 
 
-def test_seats_change_places():
+def test_seats_can_be_permuted():
     moved = PayoffCell(5, (1, 2, 3), (4, 5, 6), (0, 1, 2)).permute_seats([2, 0, 1])
     assert (moved.mean, moved.m2, moved.wins) == ((3, 1, 2), (6, 4, 5), (2, 0, 1))

@@ -39,7 +39,7 @@ def pair():
     return table(["red", "blue"], {"red": ["r0", "r1", "r2"], "blue": ["b0", "b1"]})
 
 
-def test_a_table_has_an_array_for_each_seat():
+def test_payoff_table_has_one_array_per_seat():
     made = pair()
     made.add_games(["r1", "b0"], cell(games=10, mean=[2.0, -1.0], m2=[90.0, 0.0]))
     mean, games = made.mean(unplayed=0.25), made.games()
@@ -49,7 +49,7 @@ def test_a_table_has_an_array_for_each_seat():
     assert np.isnan(made.mean()[0]).sum() == 5
 
 
-def test_a_table_grows():
+def test_payoff_table_grows_with_members():
     made = PayoffTable(["red", "blue"])
     assert made.mean()[0].shape == (0, 0)
     made.add_member("red", "r0")
@@ -68,7 +68,7 @@ def test_symmetric_games_share_cells():
     assert made.mean()[0][0, 1] == made.mean()[1][1, 0]
 
 
-def test_a_symmetric_zero_sum_table_is_antisymmetric():
+def test_symmetric_zero_sum_table_is_antisymmetric():
     first, second = rps().mean()
     assert first.tolist() == [[0, -1, 1], [1, 0, -1], [-1, 1, 0]]
     assert np.array_equal(second, -first) and np.array_equal(second, first.T)
@@ -87,27 +87,27 @@ def test_two_populations_of_two_seats_each():
     assert made.cell(["r", "b", "s", "b"]).mean == (3.0, 3.0, 1.0, 3.0)
 
 
-def test_lacking_says_what_to_play():
+def test_cells_below_lists_missing_games():
     made = rps(known=False)
     assert made.cells_below(4) == [] and len(made.cells_below(5)) == 3  # known cells need none
     made.add_member("all", "well")
     assert made.cells_below() == [("rock", "well"), ("paper", "well"), ("scissors", "well"), ("well", "well")]
 
 
-def test_points_count_draws_half():
+def test_scores_count_draws_half():
     names, points = rps(known=False).pairwise_scores()
     assert names == ["rock", "paper", "scissors"]
     assert points.tolist() == [[0, 0.5, 3.5], [3.5, 0, 0.5], [0.5, 3.5, 0]]
 
 
-def test_points_of_an_asymmetric_game():
+def test_pairwise_scores_of_an_asymmetric_game():
     made = pair()
     made.add_games(["r0", "b1"], cell(games=4, mean=[0, 0], m2=[0, 0], wins=[3, 1]))
     names, points = made.pairwise_scores()
     assert points[names.index("r0"), names.index("b1")] == 3 and points[names.index("b1"), names.index("r0")] == 1
 
 
-def test_a_name_may_be_a_member_of_both():
+def test_name_may_be_in_both_populations():
     made = table(["red", "blue"], {"red": ["uniform", "r"], "blue": ["uniform"]})
     made.set_exact(["uniform", "uniform"], [1, -1])
     assert made.cell(["uniform", "uniform"]).mean == (1, -1) and made.pairwise_scores()[0] == ["uniform", "r"]
@@ -116,7 +116,7 @@ def test_a_name_may_be_a_member_of_both():
 # ---- files
 
 
-def test_csv_has_a_line_for_each_cell():
+def test_csv_has_one_row_per_cell():
     rows = list(csv.DictReader(io.StringIO(rps(known=False).to_csv())))
     assert len(rows) == 6
     assert rows[0]["members_0"] == "rock" and rows[0]["members_1"] == "scissors" and rows[0]["mean_0"] == "1.0"
@@ -131,7 +131,7 @@ def uniform(made):
     return [np.full(count, 1 / count) for count in made.shape]
 
 
-def test_games_go_where_variance_is():
+def test_games_are_allocated_by_variance():
     """One cell of variance 100, one of 1, with 100 games each: Neyman allocates in proportion to 10 : 1, so the next
     games go to the first until it has about ten times as many."""
     made = table(["red", "blue"], {"red": ["r"], "blue": ["b", "c"]})
@@ -142,7 +142,7 @@ def test_games_go_where_variance_is():
     assert sum(total) == 2200 and total[0] / total[1] == pytest.approx(10, rel=0.2)
 
 
-def test_games_go_to_cells_that_the_meta_strategy_reads():
+def test_games_are_allocated_by_meta_strategy_weight():
     made = pair()
     strategies = [np.array([1.0, 0.0, 0.0]), np.array([1.0, 0.0])]
     given = allocate_games(made, strategies, 100)
@@ -151,7 +151,7 @@ def test_games_go_to_cells_that_the_meta_strategy_reads():
     assert given["r0", "b0"] > max(others) + 3 and max(others) - min(others) <= 1  # both players read the first
 
 
-def test_each_game_lowers_the_variance_most():
+def test_allocation_is_greedily_optimal():
     """Greedy: of all ways to give three games to these cells, none has a lower sum of weighted variances."""
     made = pair()
     made.add_games(["r0", "b0"], cell(games=3, mean=[0, 0], m2=[8.0, 2.0]))
@@ -166,33 +166,33 @@ def test_each_game_lowers_the_variance_most():
     assert total([key for key, count in given.items() for _ in range(count)]) == pytest.approx(min(map(total, every)))
 
 
-def test_the_weight_of_a_cell_by_hand():
+def test_variance_gain_of_a_cell_by_hand():
     """Red's members are weighed by blue's squared shares, blue's by red's; variance of no games is 1, for each seat."""
     gains = _variance_gains(pair(), [np.array([0.5, 0.5, 0.0]), np.array([0.25, 0.75])])
     assert gains["r0", "b0"] == (pytest.approx(0.25**2 + 0.5**2), 0)
     assert gains["r2", "b1"] == (pytest.approx(0.75**2), 0)
 
 
-def test_symmetric_cells_are_weighed_once_for_both_orders():
+def test_symmetric_cells_count_both_orders():
     made = table(["all", "all"], {"all": ["a", "b"]})
     gains = _variance_gains(made, [np.array([0.3, 0.7])] * 2)
     assert gains["a", "b"][0] == pytest.approx(2 * (0.3**2 + 0.7**2))  # read by both, sitting at either seat
     assert gains["a", "a"][0] == pytest.approx(2 * 0.3**2)
 
 
-def test_a_joint_strategy_is_read_through_what_others_play():
+def test_joint_strategy_is_marginalised_over_others():
     """Under 'both the same', each of blue's is met half the time: as under independent halves."""
     made = table(["red", "blue"], {"red": ["r", "s"], "blue": ["b", "c"]})
     assert _variance_gains(made, np.eye(2) / 2) == _variance_gains(made, [np.array([0.5, 0.5])] * 2)
 
 
-def test_chunks_and_budgets():
+def test_allocation_respects_chunks_and_budget():
     given = allocate_games(pair(), uniform(pair()), 25, chunk=10)
     assert sorted(given.values()) == [5, 10, 10]
     assert allocate_games(pair(), uniform(pair()), 0) == {} and allocate_games(rps(), uniform(rps()), 10) == {}
 
 
-def test_deterministic_games_do_not_starve_cells_without_games():
+def test_cells_without_games_are_allocated_first():
     made = table(["red", "blue"], {"red": ["r"], "blue": ["b", "c"]})
     made.add_games(["r", "b"], cell(games=5, mean=[1, -1], m2=[0, 0]))
     assert allocate_games(made, uniform(made), 3)["r", "c"] == 3
@@ -201,7 +201,7 @@ def test_deterministic_games_do_not_starve_cells_without_games():
 # ---- refusals
 
 
-def test_what_does_not_fit_is_refused():
+def test_inconsistent_games_are_refused():
     made, games = pair(), cell(games=1, mean=[0, 0], m2=[0, 0])
     with pytest.raises(ValueError, match="player at each seat"):
         PayoffTable([])

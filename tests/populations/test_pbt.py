@@ -32,7 +32,7 @@ def first_slices(made, values):
     ]
 
 
-def test_settings_are_drawn_from_the_range_in_even_ratios():
+def test_settings_are_sampled_log_uniformly():
     rng = np.random.default_rng(0)
     drawn = [SearchSpace(low=1e-4, high=1e-2).sample(rng) for _ in range(2000)]
     assert min(drawn) >= 1e-4 and max(drawn) <= 1e-2
@@ -41,7 +41,7 @@ def test_settings_are_drawn_from_the_range_in_even_ratios():
     assert np.mean(even) == pytest.approx(0.05, abs=0.003)
 
 
-def test_the_first_orders_differ_in_settings_only_and_are_self_play():
+def test_initial_tasks_are_self_play_with_different_settings():
     tasks = plan().initial_tasks()
     assert [task.output_member for task in tasks] == [f"learner_{n}-1" for n in range(5)]
     assert all(
@@ -51,7 +51,7 @@ def test_the_first_orders_differ_in_settings_only_and_are_self_play():
     assert [t.settings for t in plan(seed=1).initial_tasks()] != [t.settings for t in tasks]
 
 
-def test_later_games_are_against_the_others_as_they_last_were():
+def test_later_slices_play_the_latest_other_members():
     made = plan(select_every=6)
     later = first_slices(made, [0.0] * 5)
     assert later[0].self_play == 1  # nobody else had trained yet
@@ -60,7 +60,7 @@ def test_later_games_are_against_the_others_as_they_last_were():
     assert later[2].members == ("learner_0-1", "learner_1-1", "learner_2-1")
 
 
-def test_the_worst_takes_over_from_the_best_and_explores():
+def test_worst_copies_the_best_and_perturbs():
     made = plan(select_every=1)
     before = {name: dict(learner.settings) for name, learner in made.learners.items()}
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
@@ -75,7 +75,7 @@ def test_the_worst_takes_over_from_the_best_and_explores():
     assert second.copied_from == "learner_4"  # which is the best now
 
 
-def test_nobody_takes_over_from_settings_that_were_not_tried():
+def test_untested_settings_are_not_copied():
     made = plan(select_every=1)
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
     made.learners["learner_1"].score = 0.0  # what learner_4 took over is now the best, but it has not trained with it
@@ -83,13 +83,13 @@ def test_nobody_takes_over_from_settings_that_were_not_tried():
     assert second.copied_from == ""
 
 
-def test_nobody_takes_over_between_or_for_less_than_the_gap():
+def test_selection_respects_interval_and_rating_gap():
     assert {task.copied_from for task in first_slices(plan(select_every=2), [5, 4, 3, 2, 1])} == {""}
     for gap, copied in ((3.9, "learner_0"), (4.1, "")):
         assert first_slices(plan(select_every=1, min_rating_gap=gap), [5, 4, 3, 2, 1])[-1].copied_from == copied
 
 
-def test_wins_are_rated_by_the_mean_over_the_others():
+def test_win_rating_is_the_mean_win_rate_over_others():
     made = plan(rating="wins", num_learners=3, select_every=1, self_play=0.0)
     tasks = first_slices(made, [0, 0, 0])
     made.on_result(tasks[2], answer(tasks[2], against={"learner_0-1": 0.9, "learner_1-1": 0.6}))
@@ -97,14 +97,14 @@ def test_wins_are_rated_by_the_mean_over_the_others():
     assert ratings == pytest.approx([(0.5 + 0.1) / 2, (0.5 + 0.4) / 2, 0.75])
 
 
-def test_a_slice_in_which_no_game_ended_leaves_the_rating_as_it_was():
+def test_slice_without_finished_games_keeps_the_rating():
     made = plan(select_every=6)
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
     made.on_result(later[1], answer(later[1], None))
     assert made.rating(made.learners["learner_1"]) == 0.9
 
 
-def test_perturbations_stay_in_the_range_and_some_settings_are_drawn_anew():
+def test_perturbations_stay_in_range_with_some_resampled():
     made = plan(resample_probability=0.0)
     rng = np.random.default_rng(0)
     assert {round(made._explored("lr", 1e-3, rng), 7) for _ in range(50)} == {8e-4, 1.2e-3}
@@ -114,7 +114,7 @@ def test_perturbations_stay_in_the_range_and_some_settings_are_drawn_anew():
     assert share == pytest.approx(0.25, abs=0.03)
 
 
-def test_what_a_slice_came_to_is_noted_and_the_last_ones_stay():
+def test_slice_metrics_are_logged_and_final_members_kept():
     made = plan(slices=1)
     task = made.initial_tasks()[3]
     result = answer(task, 0.7)
@@ -149,7 +149,7 @@ def run_search(seed):
     return done, max(gained.values()), [abs(math.log10(rate / 3e-3)) for rate in rates]
 
 
-def test_the_population_finds_the_best_setting_and_beats_the_best_fixed_one():
+def test_pbt_finds_the_best_setting_and_beats_fixed_ones():
     for seed in range(3):
         done, reached, off = run_search(seed)
         first = [abs(math.log10(task.settings["lr"] / 3e-3)) for task in done[:10]]
@@ -158,7 +158,7 @@ def test_the_population_finds_the_best_setting_and_beats_the_best_fixed_one():
     assert run_search(0)[0] == run_search(0)[0]  # what a resume relies on
 
 
-def test_a_search_that_cannot_be_is_refused():
+def test_invalid_searches_are_refused():
     with pytest.raises(ValueError, match="no logarithm"):
         validate(PBTConfig, {"search": {"entropy": {"low": 0, "high": 0.1}}})
     with pytest.raises(ValueError, match="above high"):

@@ -41,7 +41,7 @@ def team(log, figure):
 # curves
 
 
-def test_kuhn_by_nash_is_solved_as_fast_as_by_openspiel():
+def test_kuhn_with_nash_follows_openspiels_curve():
     """OpenSpiel's psro_v2 with exact responses and 1,000 games per cell has 0.833, 0.397, 0.218, 0.099, ... and 0.016
     at 10, where the noise of its payoffs keeps it from 0."""
     plan, _, log = on_kuhn(iterations=10)
@@ -51,7 +51,7 @@ def test_kuhn_by_nash_is_solved_as_fast_as_by_openspiel():
     assert team(log, "nash_conv") == curve
 
 
-def test_with_the_uniform_solver_it_is_fictitious_play():
+def test_uniform_solver_gives_fictitious_play():
     """OpenSpiel's psro_v2 and XFP both have 0.625 at 1, 0.264 at 5, 0.167 at 10; answers equally good may differ."""
     curve = on_kuhn(iterations=10, meta_solver={"type": "uniform"})[0].nash_convs
     assert curve[5] == pytest.approx(0.264, abs=0.05) and curve[10] == pytest.approx(0.167, abs=0.04)
@@ -71,7 +71,7 @@ def test_leduc_follows_openspiels_curve():
     assert 2.4 < curve[10] < 4.0 and 1.1 < curve[20] < 2.1
 
 
-def test_what_exact_responses_gain_is_the_nash_conv_before_them():
+def test_exact_response_gains_sum_to_nash_conv():
     plan, _, log = on_kuhn(iterations=8)
     gaps = team(log, "gap")
     assert len(gaps) == 8
@@ -96,7 +96,7 @@ def test_double_oracle_ends_at_an_equilibrium(seed, rows, columns):
 @pytest.mark.parametrize(
     "config", [{}, {"pipeline_levels": 3, "slices": 2}, {"meta_solver": {"type": "uniform"}, "cells_per_task": 2}]
 )
-def test_with_settled_inputs_any_order_of_tasks_gives_the_same_members(config):
+def test_members_do_not_depend_on_task_order(config):
     plans = [on_kuhn(iterations=5, rng=rng, **config)[0] for rng in (None, random.Random(1), random.Random(2))]
     for other in plans[1:]:
         assert other.nash_convs == pytest.approx(plans[0].nash_convs, abs=1e-9)
@@ -117,7 +117,7 @@ def test_with_settled_inputs_any_order_of_tasks_gives_the_same_members(config):
         }
     ),
 )
-def test_a_log_told_again_gives_the_same_tasks_and_lines(seed, config):
+def test_replayed_log_gives_the_same_tasks_and_metrics(seed, config):
     payoff, rng = np.random.default_rng(seed).normal(size=(4, 4)), random.Random(seed)
     game = Matrix([payoff, -payoff], TWO, noise=1.0)
     log = drive(psro(iterations=4, **config), game, rng)
@@ -144,7 +144,7 @@ def test_cells_are_played_as_soon_as_both_members_exist():
 # levels
 
 
-def test_levels_train_at_once_and_each_meets_the_snapshots_below_it():
+def test_pipeline_levels_train_concurrently_against_lower_snapshots():
     _, _, log = on_kuhn(iterations=6, pipeline_levels=3, slices=3)
     trained = [task for task, *_ in log if task.kind == "train"]
     numbers = {task.output_member: int(task.output_member.partition("~")[0].rpartition("-")[2]) for task in trained}
@@ -160,13 +160,13 @@ def test_levels_train_at_once_and_each_meets_the_snapshots_below_it():
             assert not any("~" in name for name in names)
 
 
-def test_a_pipeline_of_exact_responses_makes_what_psro_makes():
+def test_pipeline_psro_with_exact_responses_equals_psro():
     plain, piped = on_kuhn(iterations=6)[0], on_kuhn(iterations=6, pipeline_levels=3, slices=2)[0]
     assert piped.nash_convs == pytest.approx(plain.nash_convs, abs=1e-9)
     assert {m.name for m in piped.population} == {m.name for m in plain.population}
 
 
-def test_a_slice_goes_on_from_the_one_before():
+def test_pipeline_slice_starts_from_the_previous_one():
     _, _, log = on_kuhn(iterations=3, pipeline_levels=2, slices=2)
     starts = {task.output_member: task.start for task, *_ in log if task.kind == "train"}
     for maker, start in starts.items():
@@ -195,7 +195,7 @@ def test_jpsro_closes_the_gap_of_three_player_kuhn(solver):
 
 
 @pytest.mark.parametrize("rng", [None, random.Random(1)])
-def test_jpsro_leaves_out_what_adds_nothing_and_ends_at_an_equilibrium(rng):
+def test_jpsro_drops_duplicates_and_ends_at_an_equilibrium(rng):
     """Every member of Kuhn poker is another policy, and the run ends by itself once no exact response gains anything,
     at a correlated equilibrium of the whole game."""
     plan, game, _ = on_kuhn(rng=rng, meta_solver={"type": "ce"}, iterations=40)
@@ -207,7 +207,7 @@ def test_jpsro_leaves_out_what_adds_nothing_and_ends_at_an_equilibrium(rng):
     assert game.coarse_gap(plan.meta_strategies[-1]) < 1e-5  # a correlated equilibrium is a coarse one
 
 
-def test_a_joint_order_names_the_others_together():
+def test_joint_task_names_joint_lineups():
     log = drive(psro(meta_solver={"type": "cce"}, iterations=3), chicken())
     tasks = [task for task, *_ in log if task.kind == "train"]
     for task in tasks:
@@ -222,7 +222,7 @@ def chicken():
     return Matrix([payoff, payoff.T], TWO)
 
 
-def test_a_correlated_solver_has_a_response_for_every_recommendation():
+def test_correlated_solver_trains_a_response_per_recommendation():
     plan = psro(meta_solver={"type": "ce"}, iterations=3)
     drive(plan, chicken())
     for number, meta in enumerate(plan.meta_strategies[:-1]):
@@ -242,7 +242,7 @@ def test_one_population_may_play_every_seat():
     assert plan.nash_convs[6] < 0.3 < plan.nash_convs[0]
 
 
-def test_rectified_responses_go_on_from_those_who_count_and_meet_whom_these_beat():
+def test_rectified_responses_start_from_supported_members():
     plan, game = psro(("agent",), ("agent", "agent"), rectified=True, iterations=3), Matrix([RPS, -RPS], TWO)
     game.players, game.actions = ["agent", "agent"], {"agent": 3}
     seen = []
@@ -273,7 +273,7 @@ def symmetric(game):
 
 
 @pytest.mark.parametrize("start", ["fresh", "last", "best"])
-def test_where_a_response_starts(start):
+def test_response_starts_from_the_configured_member(start):
     plan, _, log = on_kuhn(iterations=4, start=start)
     starts = {task.output_member: task.start for task, *_ in log if task.kind == "train"}
     assert starts["player_0-1"] is None  # uniform has no weights
@@ -290,7 +290,7 @@ def test_where_a_response_starts(start):
 # games
 
 
-def test_more_games_go_where_the_meta_strategy_needs_them():
+def test_adaptive_games_follow_the_meta_strategy():
     payoff = np.random.default_rng(3).normal(size=(5, 5))
     game = Matrix([payoff, -payoff], TWO, noise=1.0)
     plan = psro(iterations=3, games_per_cell=100, adaptive_games=1000)
@@ -304,23 +304,23 @@ def test_more_games_go_where_the_meta_strategy_needs_them():
     ]  # all is known
 
 
-def test_exact_payoffs_count_as_no_games():
+def test_exact_payoffs_count_no_games():
     plan, _, log = on_kuhn(iterations=2)
     assert plan.matches.num_games == 0 and team(log, "games")[2] == 0 and team(log, "env_steps")[2] == 40
 
 
-def test_it_stops_at_a_nash_conv():
+def test_run_stops_at_the_target_nash_conv():
     plan = on_kuhn(iterations=10, stop_nash_conv=0.25)[0]
     assert plan.is_done and plan.nash_convs[3] <= 0.25 < plan.nash_convs[2] and 5 not in plan.nash_convs
     assert plan.summary()["iteration"] <= 4
 
 
-def test_nash_conv_is_measured_as_often_as_asked_and_in_the_end():
+def test_nash_conv_is_measured_at_its_interval_and_at_the_end():
     assert list(on_kuhn(iterations=5, nash_conv_every=3)[0].nash_convs) == [0, 3, 5]
     assert on_kuhn(iterations=2, nash_conv_every=0)[0].nash_convs == {}
 
 
-def test_the_lines_of_an_iteration_hold_the_meta_strategy():
+def test_iteration_metrics_hold_the_meta_strategy():
     plan, _, log = on_kuhn(iterations=3)
     lines = [notes for *_, notes in log if "team" in notes and "members" in notes["team"]]
     assert [line["team"]["members"] for line in lines] == [1, 3, 5, 7]
@@ -348,19 +348,19 @@ def test_the_lines_of_an_iteration_hold_the_meta_strategy():
         ({"itertions": 3}, TWO, (), "did you mean iterations"),
     ],
 )
-def test_mistakes_are_told_with_their_mending(config, players, seats, words):
+def test_invalid_configs_are_refused_with_the_fix(config, players, seats, words):
     with pytest.raises(ValueError, match=words):
         psro(players, seats, **config)
 
 
-def test_every_player_needs_a_member_to_begin_with():
+def test_every_player_needs_an_initial_member():
     lonely = Population(TWO)
     lonely.add(Member("uniform", "player_0"))
     with pytest.raises(ValueError, match='"player_1" has no member'):
         PSRO(PSROConfig(), lonely)
 
 
-def test_a_meta_strategy_widened_is_the_same():
+def test_padded_meta_strategy_is_unchanged():
     meta = MetaStrategy.independent(TWO, (["a", "b"], ["c"]), [np.array([0.25, 0.75]), np.array([1.0])])
     wide = meta.pad_to((["a", "b", "d"], ["c", "e"]))
     assert wide.joint.shape == (3, 2) and wide.all_marginals() == meta.all_marginals() == {

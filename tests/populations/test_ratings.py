@@ -31,7 +31,7 @@ def ladder(elo, games=1000.0):
 # ---- Elo
 
 
-def test_an_update_by_hand():
+def test_elo_update_by_hand():
     """Equals: the winner takes half of k. 400 points ahead one is expected to score 10/11."""
     assert elo_update(1200, 1200, 1.0) == (1216, 1184)
     assert elo_update(1200, 1200, 0.5) == (1200, 1200)
@@ -41,13 +41,13 @@ def test_an_update_by_hand():
 
 @settings(max_examples=12)
 @given(st.lists(st.floats(600, 2000), min_size=2, max_size=7))
-def test_a_planted_ladder_is_recovered(planted):
+def test_elo_fit_recovers_known_ratings(planted):
     planted = np.array(planted)
     found = fit_elo(ladder(planted), mean=1500, prior_draws=0)
     assert found.elo_M - 1500 == pytest.approx(planted - planted.mean(), abs=1e-3)
 
 
-def test_standard_errors_are_those_of_many_fits():
+def test_standard_errors_match_repeated_fits():
     """Two players, n even games: the difference of log-odds has variance 4 / n, each half of it from the average."""
     assert fit_elo(np.array([[0, 50.0], [50, 0]]), prior_draws=0).stderr_M == pytest.approx(
         [400 / np.log(10) * 0.1] * 2
@@ -63,7 +63,7 @@ def test_standard_errors_are_those_of_many_fits():
     assert np.std(fits, axis=0) == pytest.approx(np.mean(errors, axis=0), rel=0.2)
 
 
-def test_who_never_lost_stays_finite_by_the_prior():
+def test_undefeated_member_has_a_finite_rating():
     points = np.array([[0, 10.0], [0, 0]])
     one, other = fit_elo(points).elo_M
     assert one - other == pytest.approx(400 * np.log10(10.5 / 0.5))
@@ -71,30 +71,30 @@ def test_who_never_lost_stays_finite_by_the_prior():
         fit_elo(points, prior_draws=0)
 
 
-def test_members_who_never_met_are_not_rated_together():
+def test_disconnected_members_are_refused():
     with pytest.raises(ValueError, match="some never met the rest"):
         fit_elo(np.kron(np.eye(2), np.array([[0, 5.0], [5, 0]])))
 
 
-def test_a_cycle_of_equals_has_equal_ratings():
+def test_symmetric_cycle_has_equal_ratings():
     assert fit_elo(CYCLE).elo_M == pytest.approx([1200] * 3)
 
 
 # ---- cycles
 
 
-def test_a_cycle_is_told():
+def test_cycle_is_reported():
     found = cyclicity(NAMES, CYCLE)
     assert found.share == pytest.approx(1) and found.groups == [NAMES]
     assert "rock, paper, scissors is beaten by another" in found.warning and "100%" in found.warning
 
 
-def test_a_ladder_has_none():
+def test_ladder_has_no_cyclicity():
     found = cyclicity(["a", "b", "c", "d"], ladder(np.array([1000.0, 1150, 1300, 1700])))
     assert found.share < 1e-4 and found.groups == [] and found.warning == ""
 
 
-def test_half_a_cycle_by_hand():
+def test_partial_cyclicity_by_hand():
     """Log-odds of a ladder with steps of 1 and of a cycle of 1 are orthogonal: 1, 1, 2 and 1, 1, -1 have squares 6 and
     3, so a third of their sum is cyclic."""
     flow = np.array([[0, 2.0, 1], [-2, 0, 2], [-1, -2, 0]])
@@ -104,20 +104,20 @@ def test_half_a_cycle_by_hand():
     assert cyclicity(NAMES, points).share == pytest.approx(1 / 3, abs=1e-3)
 
 
-def test_chance_makes_no_cycle():
+def test_insignificant_cycles_are_not_reported():
     """Three equals after ten games each: 6 : 4 all round may well be luck; 600 : 400 is not."""
     lucky = np.array([[0, 6.0, 4], [4, 0, 6], [6, 4, 0]])
     assert cyclicity(NAMES, lucky).groups == [] and cyclicity(NAMES, 100 * lucky).groups == [NAMES]
 
 
-def test_only_those_in_the_cycle_are_named():
+def test_only_members_of_the_cycle_are_named():
     points = np.zeros((5, 5))
     points[:3, :3] = CYCLE
     points[3, :3], points[:3, 4], points[3, 4] = 100, 100, 100  # one beats all, one loses to all
     assert cyclicity([*NAMES, "best", "worst"], points).groups == [NAMES]
 
 
-def test_no_games_no_cycle():
+def test_no_games_give_no_cycle():
     assert cyclicity(NAMES, np.zeros((3, 3))) == (0.0, [], "")
 
 
@@ -138,14 +138,14 @@ def test_openskill_by_hand():
     assert skills["a"].mu == pytest.approx(25 + move, abs=0.01) and skills["b"].mu == pytest.approx(25 - move, abs=0.01)
 
 
-def test_games_with_oneself_say_nothing():
+def test_openskill_ignores_games_against_oneself():
     assert openskill_ratings([(("a", "a"), (1, 0))]) == {}
 
 
 # ---- what weighs opponents
 
 
-def test_nash_averaging_is_blind_to_copies():
+def test_nash_averaging_is_invariant_to_copies():
     """Balduzzi et al. (2018), sec. 3: a copy of rock neither gains nor loses anyone anything."""
     table = log_odds(CYCLE)
     strategy, skill = nash_averaging(table)
@@ -155,7 +155,7 @@ def test_nash_averaging_is_blind_to_copies():
     assert strategy == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3]) and skill == pytest.approx([0] * 4, abs=1e-9)
 
 
-def test_nash_averaging_of_a_ladder_is_its_top():
+def test_nash_averaging_of_a_ladder_is_its_best_member():
     strategy, skill = nash_averaging(log_odds(ladder(np.array([1000.0, 1400, 1200]))))
     assert strategy == pytest.approx([0, 1, 0], abs=1e-9)
     assert skill == pytest.approx(np.log(10) * np.array([-1, 0, -0.5]), abs=1e-2)
@@ -171,7 +171,7 @@ def test_relative_performance_by_hand():
     assert relative_performance(rps[:, [0, 2]]) == pytest.approx(1 / 3)
 
 
-def test_cross_play():
+def test_cross_play_table_by_hand():
     payoffs = PayoffTable(["all", "all"])
     for name in ("a", "b", "c"):
         payoffs.add_member("all", name)

@@ -43,7 +43,7 @@ def follow_given(root: Path, *tasks: Task) -> None:
         run_plan(Given(*tasks), InlineBackend(Adder), run)
 
 
-def test_a_plan_is_followed_to_its_end(tmp_path: Path) -> None:
+def test_plan_runs_to_its_end(tmp_path: Path) -> None:
     path, plan = done_run(tmp_path)
     assert plan.total == expected(8)
     assert (path / "members" / "sum-0-8" / "deep" / "number").read_text() == str(plan.total)
@@ -53,7 +53,7 @@ def test_a_plan_is_followed_to_its_end(tmp_path: Path) -> None:
     assert sorted(file.name for file in (path / "members").iterdir()) == sorted(plan.made)
 
 
-def test_the_log_says_what_was_done(tmp_path: Path) -> None:
+def test_task_log_records_finished_tasks(tmp_path: Path) -> None:
     path, plan = done_run(tmp_path, 2)
     line = read_checksummed(path / "tasks.jsonl")[-2]
     number = str(plan.total).encode()
@@ -82,12 +82,12 @@ def test_the_log_says_what_was_done(tmp_path: Path) -> None:
     ]
 
 
-def test_two_runs_of_one_plan_are_equal_to_the_byte(tmp_path: Path) -> None:
+def test_equal_plans_give_identical_files(tmp_path: Path) -> None:
     (one, _), (two, _) = done_run(tmp_path), done_run(tmp_path, name="other")
     assert contents(one) == contents(two)
 
 
-def test_a_run_that_is_done_is_only_told_again(tmp_path: Path) -> None:
+def test_finished_run_is_replayed_without_tasks(tmp_path: Path) -> None:
     path, plan = done_run(tmp_path)
     before = contents(path)
     again, backend = Sums(8), InlineBackend(partial(Adder, bad="train/sum-0-1"))
@@ -97,7 +97,7 @@ def test_a_run_that_is_done_is_only_told_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tasks", [0, 1, 7, 29])
-def test_a_stopped_run_goes_on_as_if_it_never_stopped(tmp_path: Path, tasks: int) -> None:
+def test_resume_after_stop_is_bit_identical(tmp_path: Path, tasks: int) -> None:
     class StopAfter(PlanCallback):
         seen = 0
 
@@ -115,7 +115,7 @@ def test_a_stopped_run_goes_on_as_if_it_never_stopped(tmp_path: Path, tasks: int
     assert all(t["elapsed_s"] >= elapsed for t in read_lines(run.path / "timings.jsonl")[tasks:])
 
 
-def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     path, _ = done_run(tmp_path)
     whole = contents(path)
     lines = (path / "tasks.jsonl").read_bytes().splitlines(keepends=True)
@@ -130,7 +130,7 @@ def test_what_a_crash_left_is_cleared_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["damaged", "missing"])
-def test_a_member_that_changed_is_named(tmp_path: Path, damage: str) -> None:
+def test_changed_member_is_named(tmp_path: Path, damage: str) -> None:
     path, _ = done_run(tmp_path)
     number = path / "members" / "sum-0-2" / "deep" / "number"
     number.unlink() if damage == "missing" else number.write_text("1")
@@ -138,13 +138,13 @@ def test_a_member_that_changed_is_named(tmp_path: Path, damage: str) -> None:
         go_on(path)
 
 
-def test_another_plan_is_refused(tmp_path: Path) -> None:
+def test_resume_with_another_plan_is_refused(tmp_path: Path) -> None:
     path, _ = done_run(tmp_path)
     with pytest.raises(ValueError, match=r"line 5: the run did train task train/sum-4-5, which is not in the plan"):
         go_on(path, leaves=4)
 
 
-def test_names_are_unique_and_plain(tmp_path: Path) -> None:
+def test_member_names_are_unique_and_plain(tmp_path: Path) -> None:
     first = make("x")
     twice = LookTask(first.name)
     for second, what in (twice, "task train/x"), (LookTask("b", output_member="x"), "member x"):
@@ -155,7 +155,7 @@ def test_names_are_unique_and_plain(tmp_path: Path) -> None:
             follow_given(tmp_path, make(name))
 
 
-def test_a_task_that_fails_ends_the_run_which_keeps_what_was_done(tmp_path: Path) -> None:
+def test_failed_task_ends_the_run_and_keeps_finished_tasks(tmp_path: Path) -> None:
     with new_run(tmp_path) as run, pytest.raises(ValueError, match="task train/sum-0-2 failed: RuntimeError: no train"):
         run_plan(Sums(8), InlineBackend(partial(Adder, bad="train/sum-0-2")), run)
     assert go_on(run.path).total == expected(8)
@@ -180,13 +180,13 @@ def kill_at(root: Path, deadly: int) -> bool:
 
 
 @pytest.mark.parametrize("deadly", [0, 37, 90])
-def test_a_scheduler_killed_at_a_file_operation_loses_nothing(tmp_path: Path, deadly: int) -> None:
+def test_kill_at_a_file_operation_loses_no_task(tmp_path: Path, deadly: int) -> None:
     assert kill_at(tmp_path, deadly)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_scheduler_killed_at_any_file_operation_loses_nothing(tmp_path: Path) -> None:
+def test_kill_at_every_file_operation_loses_no_task(tmp_path: Path) -> None:
     deadly = 0
     while kill_at(tmp_path, deadly):
         deadly += 7
@@ -222,12 +222,12 @@ def as_set(log: bytes) -> set[str]:
     return tasks
 
 
-def test_a_run_killed_three_times_ends_as_if_it_never_was(tmp_path: Path) -> None:
+def test_resume_after_three_kills_is_bit_identical(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, "local", 16, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["inline", "local"])
-def test_a_run_killed_twenty_times_ends_as_if_it_never_was(tmp_path: Path, kind: str) -> None:
+def test_resume_after_twenty_kills_is_bit_identical(tmp_path: Path, kind: str) -> None:
     kill_again_and_again(tmp_path, kind, 128, 20)

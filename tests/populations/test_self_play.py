@@ -33,14 +33,14 @@ def train_tasks(log):
     return {task.output_member: task for task, *_ in log if task.kind == "train"}
 
 
-def test_the_whole_history_is_fictitious_play():
+def test_uniform_history_gives_fictitious_play():
     """OpenSpiel's XFP on Kuhn poker: 0.625 at 1, 0.167 at 10, 0.048 at 50."""
     curve = on_kuhn(slices=30, matchmaker={"type": "history"}, start="fresh")[0].nash_convs
     assert curve[1] == pytest.approx(0.625) and curve[2] == pytest.approx(5 / 12)
     assert curve[10] == pytest.approx(0.167, abs=0.04) and curve[30] < 0.1
 
 
-def test_without_a_memory_it_goes_round_in_circles():
+def test_latest_opponent_only_cycles():
     plan, log = on_kuhn(slices=12, nash_conv_of="latest")
     assert min(plan.nash_convs.values()) > 0.3  # the average of the same members does better:
     assert on_kuhn(slices=12)[0].nash_convs[12] < 0.7
@@ -50,7 +50,7 @@ def test_without_a_memory_it_goes_round_in_circles():
         assert task.opponents.mixes == {other: {f"{other}-{int(number) - 1}" if number != "1" else "uniform": 1.0}}
 
 
-def test_the_solutions_mixture_is_that_of_psro():
+def test_solution_matchmaker_equals_psro():
     plan, log = on_kuhn(slices=6, matchmaker={"type": "solution"}, games_per_cell=1, start="fresh")
     psro = PSRO(PSROConfig(iterations=6), population(*TWO))
     same = train_tasks(drive(psro, ExactGame(tree("kuhn_poker"), TWO)))
@@ -60,13 +60,13 @@ def test_the_solutions_mixture_is_that_of_psro():
     assert plan.payoffs.shape == (7, 7)
 
 
-def test_a_pool_forgets_the_oldest():
+def test_pool_drops_the_oldest_member():
     _, log = on_kuhn(slices=6, matchmaker={"type": "history"}, pool_size=2)
     assert train_tasks(log)["player_0-6"].opponents.mixes == {"player_1": {"player_1-4": 0.5, "player_1-5": 0.5}}
     assert train_tasks(log)["player_0-1"].opponents.mixes == {"player_1": {"uniform": 1.0}}
 
 
-def test_pfsp_looks_for_whom_the_learner_loses_to():
+def test_pfsp_prefers_opponents_that_beat_the_learner():
     plan = self_play(ONE, ONE * 2, slices=3, matchmaker={"type": "pfsp"}, self_play=0.2, start="last")
     (first,) = plan.initial_tasks()
     assert first.opponents.mixes == {"agent": {"uniform": 1.0}} and first.self_play == 0.2
@@ -82,7 +82,7 @@ def answer(**rates):
 
 
 @pytest.mark.parametrize("matchmaker", ["latest", "history", "solution"])
-def test_any_order_of_tasks_gives_the_same_members(matchmaker):
+def test_members_do_not_depend_on_task_order(matchmaker):
     config = {"slices": 5, "matchmaker": {"type": matchmaker}, "games_per_cell": 1, "cells_per_task": 2}
     plain, *others = [on_kuhn(rng=rng, **config)[0] for rng in (None, random.Random(1), random.Random(2))]
     for other in others:
@@ -91,7 +91,7 @@ def test_any_order_of_tasks_gives_the_same_members(matchmaker):
 
 @settings(max_examples=10)
 @given(st.integers(0, 2**32), st.sampled_from(["latest", "history", "pfsp", "solution"]), st.integers(0, 3))
-def test_a_log_told_again_gives_the_same_tasks_and_lines(seed, matchmaker, pool):
+def test_replayed_log_gives_the_same_tasks_and_metrics(seed, matchmaker, pool):
     payoff, rng = np.random.default_rng(seed).normal(size=(4, 4)), random.Random(seed)
     config = {
         "slices": 4,
@@ -105,7 +105,7 @@ def test_a_log_told_again_gives_the_same_tasks_and_lines(seed, matchmaker, pool)
     assert replay_log(self_play(**config), log[: rng.randrange(len(log))])
 
 
-def test_a_player_waits_for_the_slice_of_the_others_and_no_more():
+def test_player_waits_only_for_the_others_slice():
     plan, game = self_play(slices=3, nash_conv_every=0), ExactGame(tree("kuhn_poker"), TWO)
     one, two = plan.initial_tasks()
     assert plan.on_result(one, game(one)) == []
@@ -114,14 +114,14 @@ def test_a_player_waits_for_the_slice_of_the_others_and_no_more():
     assert plan.summary()["iteration"] == 1
 
 
-def test_it_stops_at_a_nash_conv_and_measures_as_often_as_asked():
+def test_run_stops_at_the_target_nash_conv_measured_at_its_interval():
     plan, _ = on_kuhn(slices=40, matchmaker={"type": "history"}, nash_conv_every=4, stop_nash_conv=0.2)
     assert plan.is_done and max(plan.nash_convs) < 40
     assert all(number % 4 == 0 for number in plan.nash_convs)
     assert list(on_kuhn(slices=5, nash_conv_every=3)[0].nash_convs) == [3, 5]
 
 
-def test_the_lines_say_what_there_is():
+def test_metrics_count_members_and_env_steps():
     _, log = on_kuhn(slices=3, games_per_cell=1)
     rounds = [notes["team"] for *_, notes in log if "members" in notes.get("team", {})]
     assert [(line["iteration"], line["members"], line["env_steps"]) for line in rounds] == [
@@ -144,11 +144,11 @@ def test_the_lines_say_what_there_is():
         ({"matchmaker": {"type": "pfps"}}, TWO, "did you mean pfsp"),
     ],
 )
-def test_mistakes_are_told_with_their_mending(config, players, words):
+def test_invalid_configs_are_refused_with_the_fix(config, players, words):
     with pytest.raises(ValueError, match=words):
         self_play(players, **config)
 
 
-def test_every_player_needs_a_member_to_begin_with():
+def test_every_player_needs_an_initial_member():
     with pytest.raises(ValueError, match='"player_0" has no member'):
         SelfPlay(SelfPlayConfig(), Population(TWO))

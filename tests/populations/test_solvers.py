@@ -38,13 +38,13 @@ EACH = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 
 
 @EACH
-def test_rock_paper_scissors(solver):
+def test_solvers_find_the_uniform_strategy_of_rock_paper_scissors(solver):
     for one in solver.solve([RPS, -RPS]):
         assert one == pytest.approx([1 / 3] * 3, abs=0.12)  # fictitious play's average turns around it
 
 
 @EACH
-def test_both_answers_agree(solver):
+def test_strategies_and_joint_distribution_agree(solver):
     table = np.random.default_rng(1).normal(size=(3, 4))
     payoffs = [table, -table]
     strategies, joint = solver.solve(payoffs), solver.solve_joint(payoffs)
@@ -56,7 +56,7 @@ def test_both_answers_agree(solver):
 
 
 @EACH
-def test_one_member_each(solver):
+def test_single_members_are_played_with_probability_one(solver):
     assert [one.tolist() for one in solver.solve([np.array([[0.5]]), np.array([[-0.5]])])] == [[1.0], [1.0]]
 
 
@@ -67,13 +67,13 @@ def test_cells_without_games_are_refused(solver):
 
 
 @pytest.mark.parametrize("solver", [one for one in SOLVERS if not isinstance(one, Nash)], ids=repr)
-def test_any_number_of_players(solver):
+def test_joint_solvers_take_any_number_of_players(solver):
     payoffs = list(np.random.default_rng(2).normal(size=(3, 2, 3, 2)))
     assert [len(one) for one in solver.solve(payoffs)] == [2, 3, 2]
     assert solver.solve_joint(payoffs).sum() == pytest.approx(1)
 
 
-def test_settings_reach_the_solver():
+def test_settings_are_passed_to_the_solver():
     dilemma = [np.array([[3.0, 0], [5, 1]]), np.array([[3.0, 5], [0, 1]])]
     assert CorrelatedEquilibrium(epsilon=5).solve_joint(dilemma) == pytest.approx(np.full((2, 2), 0.25))
     assert CoarseCorrelatedEquilibrium(epsilon=5).solve_joint(dilemma) == pytest.approx(np.full((2, 2), 0.25))
@@ -85,7 +85,7 @@ def test_settings_reach_the_solver():
     assert loose < 0.9 < strict
 
 
-def test_configs_by_type():
+def test_solvers_are_selected_by_type():
     read = TypeAdapter(MetaSolverConfig).validate_python
     assert read({"type": "prd", "dt": 0.01}) == ProjectedReplicator(dt=0.01)
     assert {read({"type": solver.type}).type for solver in SOLVERS} == {solver.type for solver in SOLVERS}

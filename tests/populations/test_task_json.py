@@ -74,7 +74,7 @@ def line(record: TaskRecord) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("task", "result"), PAIRS)
-def test_a_record_comes_back_as_it_was(task: Task, result: Result) -> None:
+def test_task_records_survive_json(task: Task, result: Result) -> None:
     record = TaskRecord(7, task, FILES, result)
     assert task_record(line(record), "here") == record
     assert line(task_record(line(record), "here")) == line(record)  # 4 games won are 4, and not 4.0
@@ -83,13 +83,13 @@ def test_a_record_comes_back_as_it_was(task: Task, result: Result) -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=4), st.integers(0, 2**60))
-def test_every_bit_of_a_number_is_kept(numbers: list[float], games: int) -> None:
+def test_floats_survive_json_exactly(numbers: list[float], games: int) -> None:
     cell = PayoffCell(games, tuple(numbers), tuple(numbers), (0,) * len(numbers), exact=True)
     task = PlayTask("p", cells=(("a", "b"),), games_per_cell=1)
     assert task_record(line(TaskRecord(0, task, {}, PlayResult((cell,)))), "here").result == PlayResult((cell,))
 
 
-def test_numbers_of_numpy_become_pythons_and_what_is_not_finite_none() -> None:
+def test_numpy_numbers_are_converted_and_nonfinite_ones_become_none() -> None:
     metrics: dict[str, Any] = {"loss": np.float32(0.5), "entropy": float("nan")}
     found = through_json(TrainResult(env_steps=1, mean_return=np.float64(0.25), metrics=metrics), TRAIN)
     assert found == TrainResult(env_steps=1, mean_return=0.25, metrics={"loss": 0.5, "entropy": None})
@@ -122,7 +122,7 @@ def changed(part: str, without: str = "", **values: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_does_not_fit_is_named_with_file_and_line(tree: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_invalid_records_are_named_with_file_and_line(tree: dict[str, Any], words: str, tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_bytes(to_json_line(TaskRecord(0, TRAIN, FILES, TRAINED).to_json()) + to_json_line(tree))
     with pytest.raises(DamagedFile) as refusal:
@@ -130,5 +130,5 @@ def test_what_does_not_fit_is_named_with_file_and_line(tree: dict[str, Any], wor
     assert str(refusal.value).startswith(f"{path}, line 2: {words}") and "\n" not in str(refusal.value)
 
 
-def test_there_are_no_records_without_a_file(tmp_path: Path) -> None:
+def test_missing_file_gives_no_records(tmp_path: Path) -> None:
     assert read_records(tmp_path / "tasks.jsonl") == []

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from palestra.populations.matchmaking import WinRates, combine_mixes
 
 
-def test_a_rate_is_half_where_nothing_is_known_and_counts_draws_half():
+def test_unknown_win_rate_is_half_and_draws_count_half():
     rates = WinRates(decay=1.0)
     assert rates.rate("a", "b") == 0.5
     rates.add("a", "b", games=4, points=2 + 1 / 2)  # two won, one drawn, one lost
@@ -25,7 +25,7 @@ def test_decay_by_hand():
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=5), st.sampled_from([0.9, 0.99, 1.0]))
-def test_many_games_at_once_are_those_games_one_by_one(blocks, decay):
+def test_blocks_of_games_equal_single_games(blocks, decay):
     """Blocks of games that all end alike, reported as blocks and one by one as in the pseudocode."""
     rates, games, wins = WinRates(decay), 0.0, 0.0
     for n, won in blocks:
@@ -36,7 +36,7 @@ def test_many_games_at_once_are_those_games_one_by_one(blocks, decay):
     assert rates.rate("a", "b") + rates.rate("b", "a") == pytest.approx(1)
 
 
-def test_a_name_is_forgotten_on_both_sides():
+def test_forget_removes_a_name_on_both_sides():
     rates = WinRates()
     for pair in (("a", "b"), ("b", "c"), ("a", "c")):
         rates.add(*pair, games=10, points=10)
@@ -45,6 +45,6 @@ def test_a_name_is_forgotten_on_both_sides():
     assert rates.rate("b", "c") == 1
 
 
-def test_a_blend_adds_up_and_leaves_out_who_has_nothing():
+def test_combined_mixes_sum_to_one_without_empty_members():
     assert combine_mixes((0.5, {"a": 1.0}), (0.5, {"a": 0.5, "b": 0.5}), (0.0, {"c": 1.0})) == {"a": 0.75, "b": 0.25}
     assert combine_mixes() == {}

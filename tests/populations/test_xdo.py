@@ -26,31 +26,31 @@ def test_kuhn_is_solved_in_a_few_iterations():
     assert allowed == sorted(allowed) and allowed[-1] <= tree("kuhn_poker").action_mask.sum()
 
 
-def test_leduc_falls_much_faster_than_by_psro():
+def test_leduc_converges_much_faster_than_psro():
     """McAleer et al. (2021) have an exploitability of about 0.09 after 8 iterations; PSRO has 1.6 of NashConv at 10."""
     curve = on("leduc_poker", iterations=8, cfr_iterations=300)[0].nash_convs
     assert curve[8] / 2 < 0.15 and curve[8] < 0.2 * curve[2]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_order_in_which_responses_finish_does_not_matter(seed):
+def test_result_does_not_depend_on_task_order(seed):
     curve = on("kuhn_poker", iterations=4, cfr_iterations=50)[0].nash_convs
     assert on("kuhn_poker", random.Random(seed), iterations=4, cfr_iterations=50)[0].nash_convs == pytest.approx(curve)
 
 
-def test_it_stops_at_a_nash_conv():
+def test_run_stops_at_the_target_nash_conv():
     plan, _ = on("kuhn_poker", iterations=50, cfr_iterations=500, stop_nash_conv=0.05)
     assert plan.iteration < 10 and plan.is_done and min(plan.nash_convs.values()) <= 0.05
 
 
-def test_other_games_than_of_two_populations_are_refused():
+def test_games_other_than_two_player_are_refused():
     with pytest.raises(ValueError, match="two players"):
         XDO(XDOConfig(), population("a", "b", "c"))
     with pytest.raises(ValueError, match="two players"):
         XDO(XDOConfig(), population("agent"), ("agent", "agent"))
 
 
-def test_told_the_same_again_it_stands_where_it_stood():
+def test_replayed_log_gives_the_same_state():
     plan, log = on("kuhn_poker", iterations=3, cfr_iterations=50)
     again = XDO(validate(XDOConfig, {"iterations": 3, "cfr_iterations": 50}), population(*TWO))
     assert not replay_log(again, log)

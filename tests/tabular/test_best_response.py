@@ -34,7 +34,7 @@ def test_known_nash_conv() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0, 0.2, 1 / 3])
-def test_kuhns_own_solution_cannot_be_beaten(alpha: float) -> None:
+def test_kuhn_equilibrium_has_zero_nash_conv(alpha: float) -> None:
     """Kuhn (1950): bet a jack with alpha and a king with 3 alpha, call with a queen at alpha + 1/3. Worth -1/18."""
     kuhn = tree("kuhn_poker")
     bets = {  # by moves, probabilities of a bet with a jack, a queen, a king
@@ -62,7 +62,7 @@ def test_kuhns_own_solution_cannot_be_beaten(alpha: float) -> None:
         "dark_hex(num_rows=2,num_cols=2)",  # its tensors say less than its strings
     ],
 )
-def test_nash_conv_and_best_answers_are_openspiels(game: str) -> None:
+def test_nash_conv_and_best_responses_equal_openspiel(game: str) -> None:
     found, loaded = spiel_tree(game), pyspiel.load_game(game)
     two = found.num_players == 2 and loaded.get_type().utility == pyspiel.GameType.Utility.ZERO_SUM
     for seed in range(3):
@@ -77,7 +77,7 @@ def test_nash_conv_and_best_answers_are_openspiels(game: str) -> None:
 
 
 @pytest.mark.slow
-def test_nash_conv_is_openspiels_where_strings_forget_own_moves_of_the_past() -> None:
+def test_nash_conv_equals_openspiel_with_imperfect_recall_strings() -> None:
     """Dark hex of 2 x 3: 7,246 strings, and more states, since a string does not tell all that its player saw."""
     game = "dark_hex(num_rows=2,num_cols=3)"
     found = spiel_tree(game)
@@ -91,7 +91,7 @@ def test_nash_conv_is_openspiels_where_strings_forget_own_moves_of_the_past() ->
 
 
 @pytest.mark.parametrize("name", ["kuhn_poker", "leduc_poker", "bargaining"])
-def test_an_answer_wins_what_it_is_said_to(name: str) -> None:
+def test_best_response_earns_its_reported_value(name: str) -> None:
     found = tree(name)
     policy = random_policy(found, 3)
     for player in range(2):
@@ -103,7 +103,7 @@ def test_an_answer_wins_what_it_is_said_to(name: str) -> None:
         assert value == best_response_values(found, policy)[player] >= expected_returns(found, policy)[player]
 
 
-def test_of_equal_answers_the_first() -> None:
+def test_ties_go_to_the_first_action() -> None:
     """Against one who always passes in Kuhn poker, a king wins the ante either way."""
     kuhn = tree("kuhn_poker")
     passing = np.tile([1.0, 0.0], (12, 1))
@@ -112,7 +112,7 @@ def test_of_equal_answers_the_first() -> None:
     assert answer[kuhn.info_state_texts.index("You are player 0. You hold J. Moves: none.")].tolist() == [0, 1]
 
 
-def test_an_answer_keeps_to_what_is_allowed() -> None:
+def test_best_response_respects_the_action_mask() -> None:
     leduc = tree("leduc_poker")
     policy = random_policy(leduc, 5)
     calls = leduc.action_mask & (np.arange(3) == 1)
@@ -129,7 +129,9 @@ def test_an_answer_keeps_to_what_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "counts"), [("leduc_poker", {}, (3, 2)), ("kuhn_poker", {"players": 4}, (2, 3, 1, 2))]
 )
-def test_payoffs_are_the_values_of_every_choice(name: str, options: dict[str, int], counts: tuple[int, ...]) -> None:
+def test_payoff_tables_hold_the_value_of_every_profile(
+    name: str, options: dict[str, int], counts: tuple[int, ...]
+) -> None:
     found = tree(name, **options)
     members = {player: [random_policy(found, 10 * player + k) for k in range(m)] for player, m in enumerate(counts)}
     table = exact_payoffs(found, members)
@@ -144,7 +146,7 @@ def test_payoffs_are_the_values_of_every_choice(name: str, options: dict[str, in
 # ---- joint play
 
 
-def test_an_answer_to_independent_play_is_one_to_the_mixture() -> None:
+def test_response_to_independent_mixtures_equals_response_to_the_mixture() -> None:
     leduc = tree("leduc_poker")
     members, weights = [random_policy(leduc, seed) for seed in range(3)], [0.5, 0.2, 0.3]
     answer, value = best_response_to_joint(leduc, members, weights, 1)
@@ -153,7 +155,7 @@ def test_an_answer_to_independent_play_is_one_to_the_mixture() -> None:
     assert np.array_equal(answer[leduc.player_rows(1)], expected[leduc.player_rows(1)])
 
 
-def test_an_answer_to_joint_play_knows_the_others_agree() -> None:
+def test_response_to_joint_play_uses_the_correlation() -> None:
     """Three-player Kuhn poker: whatever one plan wins against the draw, the best answer wins at least; and less than
     who could see which was drawn."""
     kuhn = tree("kuhn_poker", players=3)

@@ -14,7 +14,7 @@ from palestra.tabular.game_tree import expected_returns
 
 @pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize(("game", "iterations"), [("kuhn_poker", 30), ("leduc_poker", 4), ("kuhn_poker(players=3)", 8)])
-def test_iterates_are_openspiels(game: str, iterations: int, plus: bool) -> None:
+def test_iterates_equal_openspiel(game: str, iterations: int, plus: bool) -> None:
     found, loaded = spiel_tree(game), pyspiel.load_game(game)
     ours, theirs = CFRSolver(found, plus=plus), (pyspiel.CFRPlusSolver if plus else pyspiel.CFRSolver)(loaded)
     ours.run(iterations)
@@ -38,23 +38,21 @@ def test_iterates_are_openspiels(game: str, iterations: int, plus: bool) -> None
         (True, "leduc_poker", 100, 0.0268),
     ],
 )
-def test_regrets_bring_the_nash_conv_that_openspiels_solvers_reach(
-    plus: bool, name: str, iterations: int, known: float
-) -> None:
+def test_nash_conv_equals_openspiels_solvers(plus: bool, name: str, iterations: int, known: float) -> None:
     found = tree(name)
     solver = CFRSolver(found, plus=plus)
     solver.run(iterations)
     assert nash_conv(found, solver.average_policy()) == pytest.approx(known, rel=0.005)
 
 
-def test_kuhn_poker_is_worth_an_eighteenth_to_the_second_player() -> None:
+def test_value_of_kuhn_poker_is_one_eighteenth() -> None:
     found = tree("kuhn_poker")
     solver = CFRSolver(found, plus=True)
     solver.run(3000)
     assert expected_returns(found, solver.average_policy()) == pytest.approx([-1 / 18, 1 / 18], abs=1e-4)
 
 
-def test_fictitious_play_is_openspiels_on_leduc_poker() -> None:
+def test_fictitious_play_equals_openspiel_on_leduc() -> None:
     """OpenSpiel's XFP: 2.348 after 10 iterations, 0.500 after 100."""
     found = tree("leduc_poker")
     solver = XFPSolver(found)
@@ -65,7 +63,7 @@ def test_fictitious_play_is_openspiels_on_leduc_poker() -> None:
 
 
 @pytest.mark.parametrize("make", [CFRSolver, XFPSolver])
-def test_runs_add_up(make: type[CFRSolver] | type[XFPSolver]) -> None:
+def test_consecutive_runs_equal_one_run(make: type[CFRSolver] | type[XFPSolver]) -> None:
     found = tree("kuhn_poker")
     solvers: list[TabularSolver] = [make(found), make(found)]
     solvers[0].run(7)
@@ -74,7 +72,7 @@ def test_runs_add_up(make: type[CFRSolver] | type[XFPSolver]) -> None:
     assert np.array_equal(solvers[0].average_policy(), solvers[1].average_policy())
 
 
-def test_actions_forbidden_are_never_played_and_the_rest_is_solved() -> None:
+def test_masked_actions_are_never_played() -> None:
     """Leduc poker without raises: calls alone are left, so that the only choice is not a choice."""
     leduc = tree("leduc_poker")
     calm = leduc.action_mask & (np.arange(3) < 2)

@@ -16,7 +16,7 @@ from palestra.tabular.double_oracle import anytime_psro, joint_psro, psro, xdo
 from palestra.tabular.game_tree import uniform_policy
 
 
-def test_psro_with_uniform_weights_is_fictitious_play() -> None:
+def test_uniform_psro_equals_fictitious_play() -> None:
     leduc = tree("leduc_poker")
     solver = XFPSolver(leduc)
     for stage in islice(psro(leduc, Uniform().solve), 12):
@@ -28,13 +28,13 @@ def test_psro_with_uniform_weights_is_fictitious_play() -> None:
     ("name", "known"),
     [("kuhn_poker", {1: 0.625}), ("leduc_poker", {1: 5.21, 5: 3.39, 10: 2.35, 20: 1.55, 30: 1.09, 38: 0.91})],
 )
-def test_psro_with_uniform_weights_has_openspiels_curve(name: str, known: dict[int, float]) -> None:
+def test_uniform_psro_follows_openspiels_curve(name: str, known: dict[int, float]) -> None:
     """OpenSpiel's psro_v2 with exact answers and payoffs from 1,000 games each."""
     stages = list(islice(psro(tree(name), Uniform().solve), max(known) + 1))
     assert {number: stages[number].nash_conv for number in known} == pytest.approx(known, abs=0.006)
 
 
-def test_psro_with_nash_has_openspiels_curve_within_its_noise() -> None:
+def test_nash_psro_follows_openspiels_curve_within_noise() -> None:
     """OpenSpiel's, with payoffs from 1,000 games: Kuhn 0.833, then 0.016 at 10; Leduc 6.83, then 3.16 at 10."""
     kuhn = list(islice(psro(tree("kuhn_poker"), Nash().solve), 11))
     assert kuhn[1].nash_conv == pytest.approx(0.833, abs=5e-4) and kuhn[10].nash_conv < 0.016
@@ -43,7 +43,7 @@ def test_psro_with_nash_has_openspiels_curve_within_its_noise() -> None:
     assert leduc[10].num_members == (11, 11)
 
 
-def test_a_stage_is_what_its_members_are_worth() -> None:
+def test_iterate_is_an_equilibrium_of_its_members() -> None:
     """NashConv of the mixture, among the members alone, is 0 where Nash weighs them."""
     kuhn, members = tree("kuhn_poker"), [uniform_policy(tree("kuhn_poker"))]
     for stage in islice(psro(kuhn, Nash().solve), 4):
@@ -57,7 +57,7 @@ def test_a_stage_is_what_its_members_are_worth() -> None:
         members.append(np.concatenate([answers[player][kuhn.player_rows(player)] for player in (0, 1)]))
 
 
-def test_psro_on_a_game_of_three_from_another_start() -> None:
+def test_psro_on_a_three_player_game_from_another_start() -> None:
     kuhn = tree("kuhn_poker", players=3)
     passing = np.tile([1.0, 0.0], (48, 1))
     stages = list(islice(psro(kuhn, Uniform().solve, passing), 30))
@@ -73,7 +73,7 @@ def test_anytime_psro_never_gets_worse() -> None:
     assert np.diff(kuhn).max() < 0.005 and kuhn[-1] < 0.1
 
 
-def test_xdo_has_the_published_curve() -> None:
+def test_xdo_follows_the_published_curve() -> None:
     """Exploitability, half of NashConv, on Leduc poker: below 0.42 at 6, 0.09 at 8, 0.001 at 16 (its authors' runs)."""
     leduc = tree("leduc_poker")
     stages = list(islice(xdo(leduc), 9))
@@ -99,7 +99,7 @@ def test_joint_psro_finds_a_coarse_correlated_equilibrium_of_three_players() -> 
     assert stages[-1].cce_gap < 0.3 < stages[0].cce_gap
 
 
-def test_games_that_a_method_is_not_for() -> None:
+def test_unsupported_games_are_refused() -> None:
     three, bargaining = tree("kuhn_poker", players=3), tree("bargaining")
     for game in (three, bargaining):
         with pytest.raises(ValueError, match="anytime PSRO is for two-player zero-sum games"):
@@ -108,7 +108,7 @@ def test_games_that_a_method_is_not_for() -> None:
         next(xdo(three))
 
 
-def test_members_are_answers_to_what_was_played() -> None:
+def test_members_are_best_responses_to_the_previous_policy() -> None:
     seen: list[tuple[int, ...]] = []
 
     def solve(payoffs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -125,6 +125,6 @@ def test_members_are_answers_to_what_was_played() -> None:
             assert np.array_equal(after.policy[own], best_response(kuhn, before.policy, player)[0][own])
 
 
-def test_xdo_goes_on_where_nothing_is_left_to_find() -> None:
+def test_xdo_continues_without_new_responses() -> None:
     *_, last = islice(xdo(tree("kuhn_poker"), iterations=200), 40)
     assert last.nash_conv < 0.002

@@ -33,7 +33,9 @@ from palestra.tabular.game_tree import (
         ("liars_dice", {"faces": 3}, 192, 1147, 567),  # 9 rolls; 63 ways to end: a set of bids, then the call
     ],
 )
-def test_sizes(env_type: str, options: dict[str, int], states: int, nodes: int, ends: int) -> None:
+def test_tree_sizes_match_known_counts(
+    env_type: str, options: dict[str, int], states: int, nodes: int, ends: int
+) -> None:
     found = tree(env_type, **options)
     assert (len(found.state_player), found.num_nodes, len(found.end_sequences)) == (states, nodes, ends)
     assert (
@@ -42,7 +44,7 @@ def test_sizes(env_type: str, options: dict[str, int], states: int, nodes: int, 
     )
 
 
-def test_what_a_tree_says_of_an_information_state() -> None:
+def test_information_state_rows_of_kuhn_poker() -> None:
     kuhn = tree("kuhn_poker")
     at = kuhn.info_state_texts.index("You are player 0. You hold Q. Moves: pass bet.")
     assert kuhn.state_player[at] == 0 and kuhn.action_mask[at].all() and kuhn.action_names == ("pass", "bet")
@@ -53,7 +55,7 @@ def test_what_a_tree_says_of_an_information_state() -> None:
     assert kuhn.levels[0] == [slice(0, 3), slice(3, 6)] and kuhn.levels[1] == [slice(6, 12)]
 
 
-def test_dice_in_any_order_are_one_way_to_come_there() -> None:
+def test_equivalent_dice_rolls_are_merged() -> None:
     """Two dice of two faces each: 9 pairs of throws, not 16; a throw of two different faces is twice as likely."""
     dice = tree("liars_dice", dice=2, faces=2)
     assert len(dice.end_sequences) == 9 * 255 and len(dice.end_sequences) < len(
@@ -62,14 +64,14 @@ def test_dice_in_any_order_are_one_way_to_come_there() -> None:
     assert sorted(set(dice.chance_probs.tolist())) == [1 / 16, 1 / 8, 1 / 4]
 
 
-def test_every_policy_ends_with_probability_one() -> None:
+def test_terminal_probabilities_sum_to_one() -> None:
     for found in (tree("kuhn_poker", players=3), tree("leduc_poker"), tree("bargaining")):
         assert end_probabilities(found, realization_plan(found, random_policy(found, 0))).sum() == pytest.approx(
             1, abs=1e-12
         )
 
 
-def test_values_by_hand() -> None:
+def test_expected_returns_by_hand() -> None:
     """Uniform Kuhn poker: showdowns cancel over the deals, the first seat wins 1 by a fold one time in four and loses 1
     one time in eight."""
     kuhn = tree("kuhn_poker")
@@ -77,7 +79,7 @@ def test_values_by_hand() -> None:
 
 
 @pytest.mark.parametrize("game", ["kuhn_poker(players=3)", "leduc_poker", "liars_dice(dice_sides=3)"])
-def test_values_are_openspiels(game: str) -> None:
+def test_expected_returns_equal_openspiel(game: str) -> None:
     found = spiel_tree(game)
     for seed in range(3):
         policy = random_policy(found, seed)
@@ -87,7 +89,7 @@ def test_values_are_openspiels(game: str) -> None:
 
 
 @pytest.mark.parametrize(("env_type", "game"), [("kuhn_poker", "kuhn_poker"), ("leduc_poker", "leduc_poker")])
-def test_our_rules_and_openspiels_give_one_tree(env_type: str, game: str) -> None:
+def test_own_and_openspiel_rules_give_equal_trees(env_type: str, game: str) -> None:
     ours, theirs = tree(env_type), spiel_tree(game)
     at = np.concatenate(
         [theirs.find_info_states(player, ours.info_state_tensors[ours.player_rows(player)]) + 0 for player in range(2)]
@@ -100,7 +102,7 @@ def test_our_rules_and_openspiels_give_one_tree(env_type: str, game: str) -> Non
     assert nash_conv(ours, policy[at]) == pytest.approx(nash_conv(theirs, policy), abs=1e-12)
 
 
-def test_a_view_is_found() -> None:
+def test_information_states_are_found_by_tensor() -> None:
     leduc = tree("leduc_poker")
     chosen = np.array([700, 500, 700])
     assert leduc.find_info_states(1, leduc.info_state_tensors[chosen]).tolist() == [700, 500, 700]
@@ -113,7 +115,7 @@ def test_a_view_is_found() -> None:
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=20, deadline=None)
-def test_a_plan_tells_its_policy(seed: int) -> None:
+def test_policy_is_recovered_from_its_realization_plan(seed: int) -> None:
     leduc = tree("leduc_poker")
     policy, other = random_policy(leduc, seed), random_policy(leduc, seed + 1)
     likely = realization_plan(leduc, policy)
@@ -124,7 +126,7 @@ def test_a_plan_tells_its_policy(seed: int) -> None:
 
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 4))
 @settings(max_examples=20, deadline=None)
-def test_a_mixture_wins_what_its_members_win_on_average(seed: int, count: int) -> None:
+def test_mixture_earns_the_mean_of_its_members(seed: int, count: int) -> None:
     """Against anybody: that is what makes a mixture of policies one policy."""
     for found in (tree("kuhn_poker", players=3), tree("leduc_poker")):
         rng = np.random.default_rng(seed)
@@ -137,7 +139,7 @@ def test_a_mixture_wins_what_its_members_win_on_average(seed: int, count: int) -
             assert np.allclose(expected_returns(found, seated(found, player, mixed, rest)), weights @ worth, atol=1e-12)
 
 
-def test_a_mixture_of_two_in_kuhn_poker_by_hand() -> None:
+def test_mixture_of_two_policies_by_hand() -> None:
     """One always bets; the other passes first, and bets when it is bet against. Half and half bets first one time in
     two; when it has passed it can only be the other."""
     kuhn = tree("kuhn_poker")
@@ -149,7 +151,7 @@ def test_a_mixture_of_two_in_kuhn_poker_by_hand() -> None:
     assert np.allclose(mixture_policy(kuhn, [bet, bet, passive], [0.5, 0.0, 0.5])[:3], [[0.5, 0.5]] * 3)
 
 
-def test_each_player_may_mix_in_its_own_way() -> None:
+def test_players_may_have_different_mixtures() -> None:
     leduc = tree("leduc_poker")
     members = [random_policy(leduc, seed) for seed in (1, 2)]
     mixed = mixture_policy(leduc, members, np.array([[1.0, 0.0], [0.0, 1.0]]))
@@ -196,7 +198,7 @@ class Forgetting(Rules[Guess]):
         return "Guess."
 
 
-def test_a_player_remembers_what_its_view_forgets() -> None:
+def test_tree_has_perfect_recall() -> None:
     found = build_game_tree(Forgetting())
     assert found.has_ambiguous_tensors and len(found.state_player) == 3 and not found.info_state_tensors.any()
     assert nash_conv(found, uniform_policy(found)) == 0.5  # always right, where uniform play is so half of the time
@@ -204,21 +206,21 @@ def test_a_player_remembers_what_its_view_forgets() -> None:
         found.find_info_states(0, found.info_state_tensors)
 
 
-def test_a_view_must_tell_what_is_legal() -> None:
+def test_ambiguous_legal_actions_are_refused() -> None:
     rules = Forgetting()
     rules.tells = False
     with pytest.raises(ValueError, match="cannot tell what is legal"):
         build_game_tree(rules)
 
 
-def test_a_game_too_large_is_refused() -> None:
+def test_too_large_game_is_refused() -> None:
     for most in (20, 40):  # too many states; few enough states, too many ways to them
         with pytest.raises(ValueError, match=rf"kuhn_poker has more than {most} nodes"):
             build_game_tree(KuhnRules(), max_nodes=most)
 
 
 @pytest.mark.slow
-def test_tic_tac_toe() -> None:
+def test_tic_tac_toe_matches_known_counts_and_openspiel() -> None:
     """255,168 games, as is well known, and what its uniform players could win OpenSpiel says too."""
     found = tree("tic_tac_toe")
     assert (found.num_nodes, len(found.end_sequences), len(found.state_player)) == (

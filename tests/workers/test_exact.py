@@ -51,7 +51,7 @@ def play(given: ExactWorker, cells: list[tuple[str, str]], games: int, members: 
     return list(result.payoffs)
 
 
-def test_uniform_play_of_kuhn_poker() -> None:
+def test_exact_values_of_uniform_kuhn_poker() -> None:
     """11/12 (OpenSpiel's tests); the first player wins 1/8 of uniform play by uniform play."""
     given = kuhn()
     found = given.run_task(AssessTask("a", iteration=0, strategies=dict.fromkeys(SEATS, UNIFORM)), {}, None)
@@ -61,7 +61,7 @@ def test_uniform_play_of_kuhn_poker() -> None:
     assert found.values == pytest.approx((0.125, -0.125))
 
 
-def test_best_responses_to_uniform_play(tmp_path: Path) -> None:
+def test_exact_best_responses_to_uniform_play(tmp_path: Path) -> None:
     """They win what NashConv says: 1/2 and 5/12."""
     given = kuhn()
     for player, other, value in (("player_0", "player_1", 1 / 2), ("player_1", "player_0", 5 / 12)):
@@ -72,7 +72,7 @@ def test_best_responses_to_uniform_play(tmp_path: Path) -> None:
         assert played.mean[SEATS.index(player)] == pytest.approx(value) and played.exact
 
 
-def test_double_oracle_by_its_tasks_nears_the_equilibrium(tmp_path: Path) -> None:
+def test_double_oracle_tasks_approach_the_equilibrium(tmp_path: Path) -> None:
     given, members = kuhn(), {}
     names: dict[str, list[str]] = {player: ["uniform"] for player in SEATS}
     mixes = dict.fromkeys(SEATS, UNIFORM)
@@ -103,7 +103,7 @@ def test_one_population_plays_every_seat(tmp_path: Path) -> None:
     assert third.wins == pytest.approx(first.wins[::-1])
 
 
-def test_answers_to_play_that_is_correlated(tmp_path: Path) -> None:
+def test_exact_response_to_correlated_play(tmp_path: Path) -> None:
     """Alike in both line-ups: the answer to a joint draw of one policy is that to the policy itself."""
     given = kuhn(("a", "b", "c"))
     one = Opponents({"b": UNIFORM, "c": UNIFORM})
@@ -111,7 +111,7 @@ def test_answers_to_play_that_is_correlated(tmp_path: Path) -> None:
     assert train(given, "a", one, tmp_path / "t") == pytest.approx(train(given, "a", both, tmp_path / "t"))
 
 
-def test_what_cannot_be_exact() -> None:
+def test_games_without_exact_values_are_refused() -> None:
     with pytest.raises(ValueError, match='env "pong" has no rules here'):
         ExactWorker({"type": "pong"}, SEATS)
     with pytest.raises(ValueError, match="there are train, play, assess and solve"):

@@ -88,7 +88,7 @@ def test_uniform_play_has_the_known_nash_conv(shared: LanguageWorker) -> None:
     assert assessment.nash_conv == pytest.approx(11 / 12) and assessment.exploitability == pytest.approx(11 / 24)
 
 
-def test_a_response_wins_more_than_uniform_play(shared: LanguageWorker, response: Any) -> None:
+def test_trained_response_beats_uniform_play(shared: LanguageWorker, response: Any) -> None:
     out, stats = response
     assert value(shared, {"bold": out}, "bold", "uniform")[0] > 0.3  # uniform play: 0.125, at best 0.5
     met = stats.opponents["random"]
@@ -96,7 +96,7 @@ def test_a_response_wins_more_than_uniform_play(shared: LanguageWorker, response
     assert met.wins + met.draws < met.games
 
 
-def test_games_played_say_what_is_read(shared: LanguageWorker, response: Any) -> None:
+def test_sampled_games_match_exact_values(shared: LanguageWorker, response: Any) -> None:
     """Means of 600 games are within four standard errors of the exact ones, and nobody says what is not a word."""
     out, _ = response
     members = {"bold": out}
@@ -109,14 +109,14 @@ def test_games_played_say_what_is_read(shared: LanguageWorker, response: Any) ->
         assert cell.mean[0] == pytest.approx(-cell.mean[1], abs=0.02)
 
 
-def test_exact_payoffs_are_read_without_a_game(response: Any) -> None:
+def test_exact_payoffs_need_no_games(response: Any) -> None:
     out, _ = response
     reader = worker(payoffs="exact")
     (cell,) = play(reader, 10, ("bold", "uniform"), members={"bold": out})
     assert cell.exact and cell.mean == pytest.approx(tuple(value(reader, {"bold": out}, "bold", "uniform")))
 
 
-def test_best_members_play_one_word_at_each_information_state(response: Any) -> None:
+def test_greedy_members_are_deterministic_tables(response: Any) -> None:
     """What is read off a member that no longer draws is a table of zeros and ones, and its games go by it."""
     out, _ = response
     greedy = worker(greedy=True)
@@ -128,7 +128,7 @@ def test_best_members_play_one_word_at_each_information_state(response: Any) -> 
     assert abs(cell.mean[0] - value(greedy, {"bold": out}, "bold", "uniform")[0]) < 4 * np.sqrt(cell.m2[0]) / 400
 
 
-def test_a_response_follows_from_its_name_and_its_opponents(shared: LanguageWorker, tmp_path: Path) -> None:
+def test_responses_are_reproducible_from_task_name_and_seed(shared: LanguageWorker, tmp_path: Path) -> None:
     """Twice the same task in two workers gives equal files; another name does not."""
     weights = []
     for number, name in enumerate(("one", "one", "two")):
@@ -151,14 +151,14 @@ def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:
     assert cell.games == 40
 
 
-def test_a_joint_meta_strategy_is_drawn_as_a_whole(tmp_path: Path) -> None:
+def test_joint_lineups_are_sampled_together(tmp_path: Path) -> None:
     trio = worker(("player_0", "player_1", "player_2"), env={"type": "text_kuhn", "players": 3}, imitation_steps=0)
     opponents = Opponents(joint=(Lineup({"player_1": "uniform", "player_2": "uniform"}, 1.0),))
     stats = train(trio, "x", tmp_path, player="player_0", opponents=opponents, train_steps=1)
     assert stats.opponents["random"].games == 2 * 16 * 4
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_incompatible_tasks_are_refused() -> None:
     with pytest.raises(ValueError, match="has no rules"):
         worker(env={"type": "plan_path"}, payoffs="exact")
     plain = worker(env={"type": "plan_path"})

@@ -36,9 +36,7 @@ def kept(folder: Path, seats: tuple[int, ...] = (1,), **changes: object) -> dict
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("seats", [(1,), (0, 1)])
-def test_what_a_network_does_at_every_information_state(
-    best: bool, norm: bool, seats: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_network_member_as_a_policy_table(best: bool, norm: bool, seats: tuple[int, ...], tmp_path: Path) -> None:
     members = kept(tmp_path, seats, seat_one_hot=True, normalize_observations=norm)
     table = MemberLoader(ENV, TREE, greedy=best).policy("it", members)
     member = MemberLoader(ENV, TREE, greedy=best, tables=False).member("it", members, [1])
@@ -54,7 +52,7 @@ def test_what_a_network_does_at_every_information_state(
     assert abs(table - 0.5).max() > 0.2
 
 
-def test_who_plays_by_a_table_and_who_does_not(tmp_path: Path) -> None:
+def test_members_load_as_tables_or_networks(tmp_path: Path) -> None:
     nets, remembering = kept(tmp_path / "net"), kept(tmp_path / "gru", gru_units=4)
     write_table(tmp_path / "table", uniform_policy(TREE))
     table = {"table": tmp_path / "table"}
@@ -69,7 +67,7 @@ def test_who_plays_by_a_table_and_who_does_not(tmp_path: Path) -> None:
     np.testing.assert_array_equal(reader.policy("table", table), uniform_policy(TREE))
 
 
-def test_what_has_no_table(tmp_path: Path) -> None:
+def test_members_without_table_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="remembers more than a view says"):
         MemberLoader(ENV, TREE).policy("it", kept(tmp_path, gru_units=4))
     with pytest.raises(ValueError, match="has no rules here"):
@@ -78,7 +76,7 @@ def test_what_has_no_table(tmp_path: Path) -> None:
         MemberLoader(ENV, TREE).policy("who", {})
 
 
-def test_a_table_that_knows_the_past_cannot_play_by_the_present(tmp_path: Path) -> None:
+def test_perfect_recall_table_is_refused_for_ambiguous_observations(tmp_path: Path) -> None:
     """Where all information states look alike, only a policy that does everywhere the same plays by views."""
     blind = replace(TREE, info_state_tensors=np.zeros_like(TREE.info_state_tensors))
     write_table(tmp_path / "even", uniform_policy(TREE))

@@ -80,7 +80,7 @@ def assess(given: NetWorker, first: str, second: str, members: Mapping[str, Path
         SAC(rollout_length=16),
     ],
 )
-def test_every_algorithm_learns_to_beat_who_plays_at_random(algorithm: Any, tmp_path: Path) -> None:
+def test_every_algorithm_learns_to_beat_uniform_play(algorithm: Any, tmp_path: Path) -> None:
     """The first player of Kuhn poker wins 1/2 at most from uniform play, and uniform play 1/8 itself."""
     given = NetWorker(oracle(algorithm=algorithm, env_steps=30_000), SEATS, seed=2)
     result = train(given, tmp_path)
@@ -94,7 +94,7 @@ def test_every_algorithm_learns_to_beat_who_plays_at_random(algorithm: Any, tmp_
     assert len(metrics) == len(result.metrics) > 0 and np.isfinite(metrics).all()
 
 
-def test_a_task_s_name_and_the_seed_decide_everything(tmp_path: Path) -> None:
+def test_responses_are_reproducible_from_task_name_and_seed(tmp_path: Path) -> None:
     def weights(given: NetWorker, folder: str, name: str = "it") -> np.ndarray:
         train(given, tmp_path / folder, name=name)
         return read_arrays(tmp_path / folder / "policy.safetensors")["body.layers.0.weight"]
@@ -108,7 +108,7 @@ def test_a_task_s_name_and_the_seed_decide_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [FAST, DQN(rollout_length=16, gradient_steps=8, learning_starts=0)])
-def test_a_member_goes_on_from_another(algorithm: Any, tmp_path: Path) -> None:
+def test_response_starts_from_another_member(algorithm: Any, tmp_path: Path) -> None:
     given = NetWorker(oracle(algorithm=algorithm), SEATS, seed=1)
     train(given, tmp_path / "first")
     still = {"lr": 1e-12}
@@ -122,7 +122,7 @@ def test_a_member_goes_on_from_another(algorithm: Any, tmp_path: Path) -> None:
     assert steps[1] == 2 * steps[0]  # moments and counts come along
 
 
-def test_opponents_are_met_as_often_as_the_mixture_says(tmp_path: Path) -> None:
+def test_opponents_are_sampled_by_the_mixture(tmp_path: Path) -> None:
     for number, name in enumerate(("pass", "bet")):
         write_table(tmp_path / name, np.tile(np.eye(2)[number], (12, 1)))
     members = {name: tmp_path / name for name in ("pass", "bet")}
@@ -134,7 +134,7 @@ def test_opponents_are_met_as_often_as_the_mixture_says(tmp_path: Path) -> None:
     assert games["bet"] / sum(games.values()) == pytest.approx(0.75, abs=0.2)
 
 
-def test_who_plays_every_seat_learns_at_every_seat(tmp_path: Path) -> None:
+def test_shared_learner_trains_at_every_seat(tmp_path: Path) -> None:
     given = NetWorker(oracle(env_steps=25_000), ("all",), seed=3)
     result = train(given, tmp_path, player="all", opponents=Opponents({"all": {"uniform": 1.0}}), self_play=0.25)
     games = {name: met.games for name, met in result.opponents.items()}
@@ -143,7 +143,7 @@ def test_who_plays_every_seat_learns_at_every_seat(tmp_path: Path) -> None:
     assert mine.mean[0] > 0.2 and theirs.mean[1] > 0.2  # (1/2 + 5/12) / 2 at most
 
 
-def test_correlated_opponents(tmp_path: Path) -> None:
+def test_correlated_opponents_are_sampled_jointly(tmp_path: Path) -> None:
     three = NetWorker(oracle(env={"type": "kuhn_poker", "num_envs": 64, "players": 3}), ("a", "b", "c"), seed=1)
     for number, name in enumerate(("pass", "bet")):
         write_table(tmp_path / name, np.tile(np.eye(2)[number], (48, 1)))
@@ -155,7 +155,7 @@ def test_correlated_opponents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tabulate", [True, False])
-def test_cells_are_played_without_bias(tabulate: bool, tmp_path: Path) -> None:
+def test_payoff_cells_are_unbiased_by_game_length(tabulate: bool, tmp_path: Path) -> None:
     """Against who always bets games are shorter where one passes: each must count as much."""
     given = NetWorker(oracle(tabulate=tabulate), SEATS, seed=1)
     train(given, tmp_path / "a")
@@ -170,7 +170,7 @@ def test_cells_are_played_without_bias(tabulate: bool, tmp_path: Path) -> None:
         assert sum(cell.wins) + cell.draws == 3001
 
 
-def test_exact_payoffs_and_distance(tmp_path: Path) -> None:
+def test_exact_payoffs_and_nash_conv(tmp_path: Path) -> None:
     given = worker(payoffs="exact")
     train(given, tmp_path)
     members = {"it": tmp_path}
@@ -197,12 +197,12 @@ def test_settings_change_the_algorithm_or_its_network() -> None:
         apply_settings(oracle(), {"lr": -1})
 
 
-def test_what_diverges_says_so(tmp_path: Path) -> None:
+def test_divergence_is_reported_with_task_and_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"task train/it, after [\d,]+ of 2,048 env steps: .* not a finite number"):
         train(worker(), tmp_path, settings={"lr": 1e6, "hidden": [8] * 8, "activation": "relu"})
 
 
-def test_tasks_that_do_not_fit(tmp_path: Path) -> None:
+def test_incompatible_tasks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only a population that plays every seat can"):
         train(worker(), tmp_path, self_play=0.5)
     with pytest.raises(ValueError, match='does not bring the files of member "who"'):

@@ -14,23 +14,23 @@ def tables(seed, shape):
     return list(np.random.default_rng(seed).normal(size=(len(shape), *shape)))
 
 
-def test_rock_paper_scissors_has_no_favourite():
+def test_rock_paper_scissors_is_uniform():
     for one in marginals(alpha_rank([RPS, -RPS])):
         assert one == pytest.approx([1 / 3] * 3)
 
 
-def test_battle_of_the_sexes_sits_at_its_two_equilibria():
+def test_battle_of_the_sexes_has_half_mass_on_each_equilibrium():
     """Omidshafiei et al. (2019), fig. 8: half the time at each."""
     found = alpha_rank([np.array([[3.0, 0], [0, 2]]), np.array([[2.0, 0], [0, 3]])])
     assert found == pytest.approx(np.eye(2) / 2, abs=1e-5)
 
 
-def test_the_prisoners_dilemma_ends_in_defection():
+def test_prisoners_dilemma_ends_in_defection():
     found = alpha_rank([np.array([[3.0, 0], [5, 1]]), np.array([[3.0, 5], [0, 1]])])
     assert found[1, 1] == pytest.approx(1, abs=1e-5)
 
 
-def test_three_who_want_to_agree():
+def test_three_player_coordination_game():
     payoff = np.zeros((2, 2, 2))
     payoff[0, 0, 0] = payoff[1, 1, 1] = 1
     found = alpha_rank([payoff] * 3)
@@ -49,19 +49,19 @@ def test_strong_selection_does_not_overflow():
 
 
 @pytest.mark.parametrize("alpha", ["infinite", "sweep"])
-def test_units_do_not_matter(alpha):
+def test_result_is_invariant_to_payoff_scale(alpha):
     payoffs = tables(3, (3, 4))
     assert alpha_rank([1e5 * table for table in payoffs], alpha=alpha) == pytest.approx(
         alpha_rank(payoffs, alpha=alpha), abs=1e-6
     )
 
 
-def test_where_nothing_matters_all_is_alike():
+def test_constant_payoffs_give_a_uniform_distribution():
     for alpha in ("infinite", "sweep", 3.0):
         assert alpha_rank([np.ones((2, 3))] * 2, alpha=alpha) == pytest.approx(np.full((2, 3), 1 / 6))
 
 
-def test_players_and_members_may_stand_in_any_order():
+def test_result_is_equivariant_to_permutations():
     payoffs = tables(4, (3, 2, 4))
     found, order = alpha_rank(payoffs), [2, 0, 1]
     assert alpha_rank([table[order] for table in payoffs]) == pytest.approx(found[order], abs=1e-6)
@@ -70,7 +70,7 @@ def test_players_and_members_may_stand_in_any_order():
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (4, 2), (2, 3, 2), (2, 2, 2, 2)])
-def test_as_openspiel_has_it(shape):
+def test_result_equals_openspiel(shape):
     theirs = pytest.importorskip("open_spiel.python.egt.alpharank")
     payoffs = tables(len(shape), shape)
     assert alpha_rank(payoffs).ravel() == pytest.approx(theirs.sweep_pi_vs_epsilon(payoffs), abs=1e-5)
@@ -83,7 +83,7 @@ def test_as_openspiel_has_it(shape):
     assert alpha_rank(payoffs, alpha=alpha).ravel() == pytest.approx(swept, abs=1e-3)
 
 
-def test_a_sweep_ends_where_strong_selection_does():
+def test_alpha_sweep_equals_strong_selection():
     """On generic games alpha has no end, so the sweep's is that of any alpha far enough."""
     payoffs = tables(2, (3, 3))
     assert alpha_rank(payoffs, alpha="sweep") == pytest.approx(alpha_rank(payoffs, alpha=100.0), abs=1e-4)
@@ -92,21 +92,21 @@ def test_a_sweep_ends_where_strong_selection_does():
 # ---- chains
 
 
-def test_a_chain_by_hand():
+def test_stationary_distribution_by_hand():
     """From 0 to 1 one time in ten, back one in two; 1 to 2 and back alike: shares 5 : 1 : 1."""
     chain = np.array([[0, 0.1, 0], [0.5, 0, 0.3], [0, 0.3, 0]])
     assert stationary_distribution(chain) == pytest.approx([5 / 7, 1 / 7, 1 / 7])
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 150])
-def test_the_share_of_each_state_stays(size):
+def test_stationary_distribution_is_a_fixed_point(size):
     chain = np.random.default_rng(size).random((size, size))
     chain /= chain.sum(axis=1, keepdims=True)
     share = stationary_distribution(chain.copy())
     assert share @ chain == pytest.approx(share) and share.sum() == pytest.approx(1)
 
 
-def test_moves_however_rare_count():
+def test_stationary_distribution_with_tiny_transition_rates():
     """Two pairs of states with moves of 1e-40 between them: an eigenvector routine sees two chains, and the answer
     still is 2 : 2 : 1 : 1."""
     chain = np.zeros((4, 4))
@@ -115,7 +115,7 @@ def test_moves_however_rare_count():
     assert stationary_distribution(chain) == pytest.approx(np.array([2, 2, 1, 1]) / 6)
 
 
-def test_tables_too_large_are_refused(monkeypatch):
+def test_too_large_tables_are_refused(monkeypatch):
     monkeypatch.setattr(module, "MAX_PROFILES", 8)
     with pytest.raises(ValueError, match="alpha-rank of 9 profiles"):
         alpha_rank([RPS, -RPS])

@@ -8,14 +8,14 @@ from palestra.populations.normal_form.convex import most_random_distribution
 from palestra.populations.normal_form.linear_programs import linear_program
 
 
-def test_a_constraint_by_hand():
+def test_projection_onto_a_constraint_by_hand():
     """x1 >= 3 x0: the nearest to uniform has x0 : x1 = 1 : 3 and the rest between, 1/10, 3/10 and twice 2/5 - that is,
     the ones' projection (2/5, 6/5, 1, 1) up to its sum of 18/5."""
     found = most_random_distribution(np.array([[3.0, -1, 0, 0]]), "gini")
     assert found == pytest.approx(np.array([2, 6, 5, 5]) / 18)
 
 
-def test_entropy_by_hand():
+def test_maximum_entropy_by_hand():
     """x1 >= 3 x0: x = (e^-3l, e^l, 1, 1) up to its sum, with e^4l = 3."""
     weight = 3**0.25
     want = np.array([weight**-3, weight, 1, 1])
@@ -23,7 +23,7 @@ def test_entropy_by_hand():
 
 
 @pytest.mark.parametrize("objective", ["gini", "entropy"])
-def test_newton_and_means_of_corners_agree(objective):
+def test_newton_and_corner_average_agree(objective):
     rows = np.random.default_rng(0).normal(size=(8, 30))
     rows /= np.abs(rows).max()
     found = convex._by_corners(rows, None, objective)
@@ -32,21 +32,21 @@ def test_newton_and_means_of_corners_agree(objective):
 
 
 @pytest.mark.parametrize("objective", ["gini", "entropy"])
-def test_what_rows_forbid_is_zero(objective):
+def test_forbidden_entries_are_zero(objective):
     """x0 <= 0, then x1 <= x0: the rest is uniform. And x0 <= 2 x0 binds nothing."""
     assert most_random_distribution(np.array([[1.0, 0, 0, 0], [-1, 1, 0, 0]]), objective).tolist() == [0, 0, 0.5, 0.5]
     assert most_random_distribution(np.array([[-1.0, 0]]), objective).tolist() == [0.5, 0.5]
     assert most_random_distribution(np.zeros((0, 4)), objective).tolist() == [0.25] * 4
 
 
-def test_a_cycle_of_constraints_makes_equals():
+def test_cyclic_constraints_force_equality():
     """x0 <= x1 <= x2 <= x0 leaves no room, yet is not a contradiction."""
     rows = np.array([[1.0, -1, 0, 0], [0, 1, -1, 0], [-1, 0, 1, 0], [0, 0, 3, -1]])
     assert most_random_distribution(rows, "gini") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
     assert most_random_distribution(rows, "entropy") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
 
 
-def test_what_has_no_solution_is_refused():
+def test_infeasible_constraints_are_refused():
     with pytest.raises(ValueError, match="was not solved"):
         most_random_distribution(np.array([[1.0, 2.0]]), "gini")
     with pytest.raises(ValueError, match="was not solved"):
@@ -54,14 +54,14 @@ def test_what_has_no_solution_is_refused():
 
 
 @pytest.mark.parametrize("objective", ["gini", "entropy"])
-def test_what_newton_does_not_finish_is_found_all_the_same(monkeypatch, objective):
+def test_fallback_solves_what_newton_does_not(monkeypatch, objective):
     rows = np.array([[3.0, -1, 0, 0]])
     want = most_random_distribution(rows, objective)
     monkeypatch.setattr(convex, "MAX_NEWTON_STEPS", 1)
     assert most_random_distribution(rows, objective) == pytest.approx(want, abs=1e-4)
 
 
-def test_by_how_much_constraints_are_broken():
+def test_constraint_violation_by_hand():
     rows = np.array([[3.0, -1.0], [-1.0, 0.0]])
     assert convex.constraint_violation(rows, np.array([0.25, 0.75])) == 0
     assert convex.constraint_violation(rows, np.array([0.5, 0.5])) == 1
@@ -69,7 +69,7 @@ def test_by_how_much_constraints_are_broken():
         assert convex.constraint_violation(rows, np.array(none)) == np.inf
 
 
-def test_a_mean_of_corners_beyond_the_tolerance_is_moved_inside():
+def test_infeasible_corner_average_is_moved_inside():
     """HiGHS's corners may violate a row by a little more than the constraints allow."""
     rows, inside = np.array([[1.0, -1.0]]), np.array([0.4, 0.6])
     moved = convex._moved_inside(rows, np.array([0.5 + 1e-8, 0.5 - 1e-8]), inside)

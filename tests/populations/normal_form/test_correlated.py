@@ -39,7 +39,7 @@ def test_chicken_by_hand(solve):
 
 @BOTH
 @OBJECTIVES
-def test_one_equilibrium_is_found(solve, objective):
+def test_unique_equilibria_are_found(solve, objective):
     """The prisoner's dilemma has only defection; rock paper scissors only thirds among correlated ones."""
     dilemma = [np.array([[3.0, 0], [5, 1]]), np.array([[3.0, 5], [0, 1]])]
     assert solve(dilemma, objective=objective) == pytest.approx(np.array([[0, 0], [0, 1]]), abs=1e-9)
@@ -47,7 +47,7 @@ def test_one_equilibrium_is_found(solve, objective):
     assert solve([rps, -rps], objective=objective) == pytest.approx(np.full((3, 3), 1 / 9))
 
 
-def test_three_players_as_openspiel_has_them():
+def test_three_player_equilibria_equal_openspiel():
     """`_mgce` and `_mgcce` of OpenSpiel 2.0's jpsro.py (Marris et al., 2021) on these payoffs."""
     payoffs = [
         np.array([[[2.0, -2], [-3, -1], [-1, 2]], [[0, -3], [-1, 1], [2, 2]]]),
@@ -72,7 +72,7 @@ def game(seed, shape, whole):
 @OBJECTIVES
 @settings(max_examples=12)
 @given(drawn=GAMES)
-def test_nobody_gains_by_leaving(solve, objective, drawn):
+def test_no_player_gains_by_deviating(solve, objective, drawn):
     payoffs = game(*drawn)
     joint = solve(payoffs, objective=objective)
     assert (joint >= 0).all() and joint.sum() == pytest.approx(1)
@@ -82,7 +82,7 @@ def test_nobody_gains_by_leaving(solve, objective, drawn):
 @BOTH
 @OBJECTIVES
 @pytest.mark.parametrize("seed", range(3))
-def test_no_equilibrium_is_more_random(solve, objective, seed):
+def test_no_equilibrium_has_a_higher_objective(solve, objective, seed):
     """A general optimiser, started from what we found, finds nothing better; nor is one of its own."""
     payoffs = game(seed, (3, 2), whole=False)
     gains, joint = GAINS[solve](payoffs), solve(payoffs, objective=objective)
@@ -104,7 +104,7 @@ def test_no_equilibrium_is_more_random(solve, objective, seed):
 @BOTH
 @OBJECTIVES
 @pytest.mark.parametrize("seed", range(4))
-def test_degenerate_tables(solve, objective, seed):
+def test_degenerate_tables_are_solved(solve, objective, seed):
     """In zero-sum games few cells may be positive, and the product of Nash strategies is one of the equilibria."""
     table = np.random.default_rng(seed).normal(size=(6, 6)).round(seed % 2)
     payoffs = [table - table.T, table.T - table]
@@ -116,7 +116,7 @@ def test_degenerate_tables(solve, objective, seed):
 
 
 @OBJECTIVES
-def test_win_rates_of_two_decimals(objective):
+def test_rounded_win_rate_tables_are_solved(objective):
     """A table on which the most random distribution was once one from which a player gains 0.15."""
     wins = np.round(np.random.default_rng(130).random((8, 8)), 2)
     payoffs = [wins, 1 - wins]
@@ -158,18 +158,18 @@ def agrees_with_linear_programming(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_awkward_tables(seed):
+def test_ill_conditioned_tables_agree_with_linear_programming(seed):
     agrees_with_linear_programming(seed)
 
 
 @pytest.mark.slow
-def test_hundreds_of_awkward_tables():
+def test_hundreds_of_ill_conditioned_tables_agree_with_linear_programming():
     for seed in range(10, 400):
         agrees_with_linear_programming(seed)
 
 
 @BOTH
-def test_a_table_too_large_to_solve_is_refused(solve):
+def test_too_large_table_is_refused(solve):
     payoffs = [np.zeros((3000, 3000))] * 2
     with pytest.raises(ValueError, match=r"on a table of 3000 x 3000 members .* the most is 1 GB"):
         solve(payoffs)
@@ -177,7 +177,7 @@ def test_a_table_too_large_to_solve_is_refused(solve):
 
 @BOTH
 @OBJECTIVES
-def test_players_and_members_may_stand_in_any_order(solve, objective):
+def test_result_is_equivariant_to_permutations(solve, objective):
     payoffs, order = game(1, (3, 2, 2), whole=False), [2, 0, 1]
     joint = solve(payoffs, objective=objective)
     assert solve([table[order] for table in payoffs], objective=objective) == pytest.approx(joint[order], abs=1e-6)
@@ -186,7 +186,7 @@ def test_players_and_members_may_stand_in_any_order(solve, objective):
 
 
 @BOTH
-def test_a_gain_may_be_allowed(solve):
+def test_epsilon_allows_a_bounded_gain(solve):
     """Chicken again, with 2a - b <= e: at uniform play it is 1/4."""
     assert solve(CHICKEN, epsilon=0.3) == pytest.approx(np.full((2, 2), 0.25))
     assert most_gained(solve, CHICKEN, solve(CHICKEN, epsilon=0.1)) == pytest.approx(0.1)

@@ -24,7 +24,7 @@ def tables(seed, shape):
     return list(np.random.default_rng(seed).normal(size=(len(shape), *shape)))
 
 
-def test_uniform():
+def test_uniform_strategies():
     assert [one.tolist() for one in uniform_strategies(tables(0, (2, 4)))] == [[0.5, 0.5], [0.25] * 4]
 
 
@@ -39,7 +39,7 @@ def test_fictitious_play_by_hand():
     assert fictitious_play(pennies, iterations=4)[0].tolist() == [0.75, 0.25]
 
 
-def test_fictitious_play_nears_equilibrium_in_zero_sum_games():
+def test_fictitious_play_converges_in_zero_sum_games():
     """Robinson (1951)."""
     gaps = []
     for iterations in (100, 3000):
@@ -48,7 +48,7 @@ def test_fictitious_play_nears_equilibrium_in_zero_sum_games():
     assert gaps[1] < 0.04 < gaps[0]
 
 
-def test_fictitious_play_goes_on_turning_in_shapleys_game():
+def test_fictitious_play_cycles_in_shapleys_game():
     """The averages do not settle: at twenty times as many rounds they still move as far as before."""
     far = []
     for iterations in (50, 1000):
@@ -57,7 +57,7 @@ def test_fictitious_play_goes_on_turning_in_shapleys_game():
     assert far[1] > 0.2 and far[1] > 0.7 * far[0]
 
 
-def test_fictitious_play_of_three():
+def test_fictitious_play_of_three_players():
     """All want to be where the others are: the first answers, to uniform play, decide."""
     payoff = np.zeros((2, 2, 2))
     payoff[0, 0, 0], payoff[1, 1, 1] = 1, 2
@@ -65,25 +65,25 @@ def test_fictitious_play_of_three():
 
 
 @pytest.mark.parametrize("solve", [regret_matching, partial(projected_replicator, dt=0.05)])
-def test_a_dominant_member_is_found(solve):
+def test_dominant_member_is_found(solve):
     """The prisoner's dilemma."""
     row, column = solve([np.array([[3.0, 0], [5, 1]]), np.array([[3.0, 5], [0, 1]])], iterations=2000)
     assert row[1] > 0.9 and column[1] > 0.9
 
 
-def test_regret_matching_nears_equilibrium_in_zero_sum_games():
+def test_regret_matching_converges_in_zero_sum_games():
     table = np.array([[3.0, -1], [-2, 1]])
     row, column = regret_matching([table, -table], iterations=5000)
     assert row == pytest.approx([3 / 7, 4 / 7], abs=0.02) and column == pytest.approx([2 / 7, 5 / 7], abs=0.02)
 
 
-def test_a_replicators_step_by_hand():
+def test_replicator_step_by_hand():
     """From (1/2, 1/2) with payoffs 3 and 1: the first gains 1/2 * (3 - 2) * dt. Averaged with where it started."""
     row, _ = projected_replicator([np.array([[3.0], [1.0]]), np.zeros((2, 1))], iterations=1, dt=0.1, gamma=0)
     assert row == pytest.approx([0.525, 0.475])
 
 
-def test_replicators_keep_every_member_above_gamma():
+def test_projected_replicator_keeps_members_above_gamma():
     row, _ = projected_replicator([np.array([[9.0], [0.0]]), np.zeros((2, 1))], iterations=500, dt=0.1, gamma=0.1)
     assert row[1] == pytest.approx(0.1, abs=0.01) and row[1] >= 0.1
 
@@ -103,7 +103,7 @@ def test_projections_by_hand(point, gamma, nearest):
 
 @settings(max_examples=40)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.integers(0, 10**6))
-def test_no_distribution_is_nearer_than_the_projection(point, seed):
+def test_projection_is_the_nearest_distribution(point, seed):
     point, found = np.array(point), project_to_simplex(np.array(point))
     others = np.random.default_rng(seed).dirichlet(np.ones(len(point)), size=20)
     assert found.sum() == pytest.approx(1) and (found >= 0).all()
@@ -114,7 +114,7 @@ def test_no_distribution_is_nearer_than_the_projection(point, seed):
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (4, 2), (2, 3, 2)])
-def test_as_openspiel_has_them(shape):
+def test_results_equal_openspiel(shape):
     theirs = pytest.importorskip("open_spiel.python.algorithms.regret_matching")
     dynamics = pytest.importorskip("open_spiel.python.algorithms.projected_replicator_dynamics")
     payoffs = tables(len(shape), shape)
@@ -128,7 +128,7 @@ def test_as_openspiel_has_them(shape):
 
 
 @pytest.mark.parametrize("solve", [fictitious_play, regret_matching, projected_replicator])
-def test_members_may_stand_in_any_order(solve):
+def test_results_are_equivariant_to_member_order(solve):
     payoffs = tables(5, (3, 2, 3))
     order = [2, 0, 1]
     moved = [table[order] for table in payoffs]
@@ -137,7 +137,7 @@ def test_members_may_stand_in_any_order(solve):
 
 
 @pytest.mark.parametrize("solve", [fictitious_play, regret_matching, projected_replicator])
-def test_players_may_sit_in_any_order(solve):
+def test_results_are_equivariant_to_player_order(solve):
     payoffs = tables(6, (3, 2, 4))
     turned = [np.moveaxis(payoffs[player], 0, -1) for player in (1, 2, 0)]
     found, other = solve(payoffs, iterations=200), solve(turned, iterations=200)
@@ -145,13 +145,13 @@ def test_players_may_sit_in_any_order(solve):
         assert one == pytest.approx(same)
 
 
-def test_what_members_earn_by_hand():
+def test_member_payoffs_by_hand():
     payoffs = tables(7, (2, 3, 2))
     strategies = [np.array([0.2, 0.8]), np.array([0.5, 0.25, 0.25]), np.array([1.0, 0.0])]
     earned = member_returns(own_axis_first(payoffs), strategies)
     assert earned[1] == pytest.approx(np.einsum("abc,a,c->b", payoffs[1], strategies[0], strategies[2]))
 
 
-def test_no_room_for_gamma_is_refused():
+def test_infeasible_gamma_is_refused():
     with pytest.raises(ValueError, match=r"at least 0\.5 are no distribution"):
         projected_replicator(tables(0, (3, 3)), gamma=0.5)

@@ -14,7 +14,7 @@ from palestra.populations.normal_form.payoff_tensors import (
 CHICKEN = [np.array([[0.0, 7], [2, 6]]), np.array([[0.0, 2], [7, 6]])]  # dare, chicken out
 
 
-def test_gains_of_leaving_by_hand():
+def test_deviation_gains_by_hand():
     """The row player's gain for deviating from dare: +2 against dare, -1 against chicken; from chicken: the reverse."""
     gains = ce_gains(CHICKEN)
     assert sorted(gains.tolist()) == sorted([[0, 0, -2, 1], [2, -1, 0, 0], [0, -2, 0, 1], [2, 0, -1, 0]])
@@ -39,6 +39,6 @@ def test_joint_distributions():
         ([np.array([[np.nan]]), np.zeros((1, 1))], "without games is NaN"),
     ],
 )
-def test_what_is_no_table_is_refused(payoffs, why):
+def test_invalid_tables_are_refused(payoffs, why):
     with pytest.raises(ValueError, match=why):
         check_payoffs(payoffs)

@@ -62,13 +62,13 @@ def check_gain(joint: np.ndarray, gains: np.ndarray, label: str) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 500, CHUNK))
-def test_no_solver_fails_and_nobody_gains_by_leaving(first: int) -> None:
+def test_solvers_find_equilibria_of_random_tables(first: int) -> None:
     for seed in range(first, first + CHUNK):
         check_table(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(500, 10_500, 500))
-def test_nor_on_ten_thousand_tables(first: int) -> None:
+def test_solvers_find_equilibria_of_ten_thousand_tables(first: int) -> None:
     for seed in range(first, first + 500):
         check_table(seed)

@@ -41,7 +41,7 @@ def test_games_solved_by_hand(table, row, column, worth, ties):
     assert game_value(np.array(table, float)) == pytest.approx(worth, abs=1e-9)
 
 
-def test_constant_sums_and_units_do_not_matter():
+def test_nash_is_invariant_to_constant_sums_and_scale():
     row, column = zero_sum([[3, -1], [-2, 1]])
     for scale in (1e-6, 1e6):
         assert nash([scale * (row + 5), scale * column])[0] == pytest.approx([3 / 7, 4 / 7])
@@ -52,7 +52,7 @@ TABLES = st.tuples(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 7), 
 
 @settings(max_examples=15)
 @given(TABLES)
-def test_nobody_gains_by_leaving(drawn):
+def test_no_player_gains_by_deviating(drawn):
     seed, rows, columns, whole = drawn
     rng = np.random.default_rng(seed)
     table = rng.integers(-2, 3, (rows, columns)) if whole else rng.normal(size=(rows, columns))
@@ -64,14 +64,14 @@ def test_nobody_gains_by_leaving(drawn):
         assert found[0] @ table @ found[1] == pytest.approx(worth, abs=1e-8)
 
 
-def test_entropy_among_many_equilibria_of_whole_numbers():
+def test_entropy_tie_break_on_degenerate_integer_tables():
     """A table whose equilibria are degenerate."""
     payoffs = zero_sum([[1, -1, -1], [-2, 0, 2], [0, 1, 0], [2, -2, 0], [2, 2, -2], [1, -2, 2]])
     assert nash_conv(payoffs, nash(payoffs, ties="entropy")) < 1e-8
 
 
 @pytest.mark.parametrize("digits", [6, 7, 8, 9])
-def test_near_ties(digits):
+def test_near_ties_are_solved(digits):
     for seed in range(5):
         rng = np.random.default_rng(seed)
         payoffs = zero_sum(np.round(rng.random((7, 7)), 1) + 10.0**-digits * rng.normal(size=(7, 7)))
@@ -79,19 +79,19 @@ def test_near_ties(digits):
             assert nash_conv(payoffs, nash(payoffs, ties=ties)) < 1e-7
 
 
-def test_of_equal_members_entropy_plays_each_alike():
+def test_entropy_tie_break_plays_equal_members_equally():
     """Rock twice: the third of rock is shared, as no other solution treats the two alike."""
     twice = RPS[np.ix_([0, 0, 1, 2], [0, 0, 1, 2])]
     assert nash(zero_sum(twice), ties="entropy")[0] == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3])
     assert nash(zero_sum(np.zeros((3, 2))), ties="entropy")[0] == pytest.approx([1 / 3] * 3)
 
 
-def test_the_same_table_has_the_same_answer():
+def test_maximin_is_deterministic():
     table = np.random.default_rng(0).integers(-1, 2, (6, 5)).astype(float)
     assert np.array_equal(maximin(table), maximin(table.copy()))
 
 
-def test_other_games_are_refused():
+def test_games_that_are_not_constant_sum_are_refused():
     with pytest.raises(ValueError, match="two players, this table has 3"):
         nash([np.zeros((1, 1, 1))] * 3)
     with pytest.raises(ValueError, match="add up to 2 to 6: take prd"):
