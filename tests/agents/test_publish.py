@@ -40,7 +40,7 @@ def card_of(folder):
     return yaml.safe_load(head), text
 
 
-def test_peft_loads_what_is_published_and_says_what_our_engine_says(run, base, tmp_path):
+def test_published_adapter_equals_the_engine_in_peft(run, base, tmp_path):
     palestra("publish", run, "--member", "guide", "--out", tmp_path / "guide", "--license", "apache-2.0")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "guide")
     (agent,) = find_agents(tmp_path / "guide")
@@ -54,7 +54,7 @@ def test_peft_loads_what_is_published_and_says_what_our_engine_says(run, base, t
     assert not (tmp_path / "guide" / "optimizer.safetensors").exists()
 
 
-def test_the_merged_model_is_the_adapter_on_its_base(run, base, tmp_path):
+def test_merged_model_equals_the_adapter_on_its_base(run, base, tmp_path):
     palestra("publish", run, "--member", "guide", "--out", tmp_path / "a")
     palestra("publish", run, "--member", "guide", "--out", tmp_path / "m", "--merge")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
@@ -71,7 +71,7 @@ def test_the_merged_model_is_the_adapter_on_its_base(run, base, tmp_path):
     assert load_policy(agent, Engines("cpu", 8)).adapter is None
 
 
-def test_the_card_says_what_it_is_and_how_good(run, tmp_path):
+def test_model_card_has_description_and_results(run, tmp_path):
     palestra(
         "publish", run, "--member", "walker", "--out", tmp_path / "w", "--base-name", "some/base", "--license", "mit"
     )
@@ -86,12 +86,12 @@ def test_the_card_says_what_it_is_and_how_good(run, tmp_path):
         assert command in text
 
 
-def test_a_local_base_is_not_named_to_others(run, tmp_path):
+def test_local_base_path_is_not_published(run, tmp_path):
     palestra("publish", run, "--member", "walker", "--out", tmp_path / "w")
     assert "base_model" not in card_of(tmp_path / "w")[0]
 
 
-def test_a_config_cannot_break_out_of_the_card(run, tmp_path):
+def test_config_text_cannot_escape_the_model_card(run, tmp_path):
     copied = tmp_path / "copied"
     shutil.copytree(run, copied)
     (copied / "config.yaml").write_text((run / "config.yaml").read_text() + "# ````\n# # Forged\n")
@@ -99,7 +99,7 @@ def test_a_config_cannot_break_out_of_the_card(run, tmp_path):
     assert "`````yaml" in card_of(tmp_path / "g")[1]
 
 
-def test_what_cannot_be_published_is_told(run, tmp_path):
+def test_unpublishable_agents_are_refused_with_the_reason(run, tmp_path):
     assert "has 2 agents: pass --member guide|walker" in refused("publish", run, "--out", tmp_path / "x")
     assert 'no trained agent "nobody"; it has: guide, walker' in refused(
         "publish", run, "--member", "nobody", "--out", tmp_path / "x"
@@ -111,7 +111,7 @@ def test_what_cannot_be_published_is_told(run, tmp_path):
     assert "there is no run" in refused("publish", tmp_path / "nowhere", "--out", tmp_path / "x")
 
 
-def test_an_adapter_on_a_shared_output_layer_is_not_merged(base, run, tmp_path):
+def test_adapter_on_a_tied_output_layer_is_not_merged(base, run, tmp_path):
     engine = Engine.load(str(base), device="cpu")
     tied = engine.model.config.tie_word_embeddings
     save_adapter(
@@ -125,7 +125,7 @@ def test_an_adapter_on_a_shared_output_layer_is_not_merged(base, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_full_models_and_members_of_populations(base, tmp_path):
+def test_full_models_and_population_members_are_published(base, tmp_path):
     speech = {"type": "full", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 2}}
     path = two_agents(base, tmp_path, policies={"guide": speech, "walker": {"type": "scripted", "answers": ["0"]}})
     palestra("publish", path, "--out", tmp_path / "full")
@@ -141,7 +141,7 @@ def test_full_models_and_members_of_populations(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_networks_and_members_of_a_population(tmp_path):
+def test_networks_of_runs_and_populations_are_published(tmp_path):
     palestra("train", "configs/populations/kuhn_psro.yaml", "--root", tmp_path, "--name", "pop", "--backend", "inline",
              "--set", "population.iterations=1", "--set", "population.env_steps=2000")  # fmt: skip
     palestra("publish", tmp_path / "pop", "--member", "player_0-1", "--out", tmp_path / "net")

@@ -69,7 +69,7 @@ def ask(client, **settings):
     return client.chat.completions.create(**{"model": "guide", "messages": ASK, "temperature": 0} | settings)
 
 
-def test_openais_client_is_answered(client):
+def test_openai_client_works(client):
     assert [model.id for model in client.models.list()] == ["guide", "walker"]
     said = ask(client)
     assert said.model == "guide" and said.choices[0].message.role == "assistant"
@@ -79,14 +79,14 @@ def test_openais_client_is_answered(client):
     assert ask(client, max_completion_tokens=7, temperature=1, top_p=0.9, stop=["x"]).usage.completion_tokens <= 7
 
 
-def test_streams_are_whole(client):
+def test_streams_add_up_to_the_whole_answer(client):
     whole = ask(client).choices[0]
     chunks = [chunk.choices[0] for chunk in ask(client, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
     assert chunks[-1].finish_reason == whole.finish_reason
 
 
-def test_a_seed_fixes_the_answer_however_many_ask(client):
+def test_seed_fixes_the_answer_under_concurrency(client):
     settings = {"temperature": 1, "max_tokens": 12}
     with ThreadPoolExecutor(8) as threads:
         texts = list(threads.map(lambda i: ask(client, seed=i % 2, **settings).choices[0].message.content, range(16)))
@@ -106,13 +106,13 @@ def test_a_seed_fixes_the_answer_however_many_ask(client):
         ({"n": 2}, "n must be 1"),
     ],
 )
-def test_a_wrong_call_is_told_so_in_openais_shape(client, settings, message):
+def test_invalid_call_gets_an_openai_error(client, settings, message):
     with pytest.raises(openai.BadRequestError, match=message) as error:
         ask(client, **settings)
     assert error.value.body["type"] == "invalid_request_error"
 
 
-def test_without_the_key_nobody_is_answered(served):
+def test_missing_key_gets_401(served):
     for key in ("wrong", "ключ"):
         headers = {"Authorization": f"Bearer {key}".encode()}
         reply = httpx.post(f"{served[1]}/chat/completions", json={"model": "guide", "messages": ASK}, headers=headers)
@@ -120,7 +120,7 @@ def test_without_the_key_nobody_is_answered(served):
     assert httpx.get(f"{served[1]}/models").status_code == 401
 
 
-def test_errors_of_the_wire_are_in_openais_shape_too(served):
+def test_protocol_errors_have_the_openai_format(served):
     reply = httpx.get(f"{served[1]}/nothing", headers={"Authorization": f"Bearer {KEY}"})
     assert reply.status_code == 404 and reply.json()["error"]["code"] == 404
     reply = httpx.post(f"{served[1]}/chat/completions", content=b"{", headers={"Authorization": f"Bearer {KEY}"})
@@ -128,7 +128,7 @@ def test_errors_of_the_wire_are_in_openais_shape_too(served):
 
 
 @pytest.mark.parametrize("size", [15 * 2**20, 20 * 2**20])
-def test_a_text_that_cannot_fit_holds_up_nobody(served, client, size):
+def test_too_long_text_is_refused_without_blocking(served, client, size):
     """One that is more than any token could spell is not tokenised; a body beyond the limit is not read."""
     _, url = served
     text = json.dumps({"model": "guide", "messages": [{"role": "user", "content": "0 1 " * (size // 4)}]}).encode()
@@ -166,26 +166,26 @@ def spelled(arguments):
     ],
     ids=range(13),
 )
-def test_malformed_calls_are_the_callers_mistake(served, change):
+def test_malformed_calls_get_400(served, change):
     body = json.dumps({"model": "guide", "messages": ASK, "max_tokens": 1} | change).encode()
     reply = raw.ask(served[1], "POST", "/v1/chat/completions", body, Authorization=f"Bearer {KEY}")
     assert reply.status == 400 and reply.json()["error"]["message"]
 
 
-def test_odd_but_plain_calls_are_answered(client):
+def test_unusual_valid_calls_are_answered(client):
     assert ask(client, seed=10**300).choices
     assert ask(client, messages=spelled("[" * 50)).choices  # no JSON: shown as the text that it is
     assert ask(client, temperature=1e-320).choices
 
 
-def test_a_web_page_is_not_answered(served):
+def test_browser_origin_is_refused(served):
     body, key = json.dumps({"model": "guide", "messages": ASK}).encode(), f"Bearer {KEY}"
     for page in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}):
         reply = raw.ask(served[1], "POST", "/v1/chat/completions", body, Authorization=key, **page)
         assert reply.status == 403
 
 
-def test_a_server_that_cannot_be_is_refused(served, tmp_path, monkeypatch):
+def test_invalid_server_options_are_refused(served, tmp_path, monkeypatch):
     run, url = served
     port = re.search(r":(\d+)/", url)[1]
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
@@ -195,7 +195,7 @@ def test_a_server_that_cannot_be_is_refused(served, tmp_path, monkeypatch):
     assert "two agents are called guide" in refused("serve-agent", run, run)
 
 
-def test_a_published_agent_speaks_as_it_did(served, client, tmp_path):
+def test_published_agent_answers_identically(served, client, tmp_path):
     run, _ = served
     palestra("publish", run, "--member", "guide", "--out", tmp_path / "guide")
     (tmp_path / "key").write_text(f"{KEY}\n")

@@ -29,7 +29,7 @@ def checkpoints(log: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("clients", ["a", "c"])
-def test_guess_number(official: Official, clients: str, tmp_path: Path) -> None:
+def test_guess_number_recipe_trains(official: Official, clients: str, tmp_path: Path) -> None:
     flags = {"batch_size": 2, "group_size": 2, "max_tokens": 8, "max_steps": 2, "eval_every": 0, "save_every": 1}
     model = {"model_name": "Qwen/Qwen3-0.6B", "renderer_name": "role_colon"}
     rows = official.recipe(clients, "multiplayer_rl.guess_number", tmp_path, **model, **flags)
@@ -39,7 +39,7 @@ def test_guess_number(official: Official, clients: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [BASE, PLAIN], ids=["default renderer", "role_colon"])
-def test_text_arena_against_a_random_opponent(official: Official, tmp_path: Path, model: dict[str, str]) -> None:
+def test_text_arena_recipe_against_a_random_opponent(official: Official, tmp_path: Path, model: dict[str, str]) -> None:
     """Its default renderer raises where an answer goes on behind the end token."""
     sizes = {"batch_size": 8, "num_train_datapoints": 16, "num_test_datapoints": 4, "max_tokens": 8}
     flags = {"test_opponent": "random", "max_steps": 2, "eval_every": 1, "save_every": 0}
@@ -48,7 +48,7 @@ def test_text_arena_against_a_random_opponent(official: Official, tmp_path: Path
     assert rewards(rows, "test/env/all/reward/total")
 
 
-def test_twenty_questions_asks_a_second_base(official: Official, tmp_path: Path) -> None:
+def test_twenty_questions_recipe_uses_a_second_base(official: Official, tmp_path: Path) -> None:
     flags = {"batch_size": 1, "group_size": 2, "num_epochs": 1, "max_steps": 1, "eval_every": 0, "save_every": 0}
     rows = official.recipe("c", "multiplayer_rl.twenty_questions", tmp_path, **PLAIN, **flags)
     assert rows[-1]["env/all/turns_per_episode"] == 20
@@ -63,7 +63,7 @@ def written_out(dice: random.Random) -> list[dict[str, str]]:
 
 
 @pytest.mark.timeout(1800)
-def test_the_reward_of_arithmetic_rises(official: Official, tmp_path: Path) -> None:
+def test_arithmetic_recipe_improves_its_reward(official: Official, tmp_path: Path) -> None:
     """The tiny base cannot add: it first reads sums that are written out, by chat_sl, until it gets some of them right.
     From there the recipe's own reward, 1 for the right sum and -0.1 for an answer that does not end, rises."""
     dice, shot = (
@@ -87,7 +87,7 @@ def test_the_reward_of_arithmetic_rises(official: Official, tmp_path: Path) -> N
     assert fmean(right[-WINDOW:]) > fmean(right[:WINDOW]) + RISE  # by sums that are right, not by answers that end
 
 
-def test_shorter_answers_win(official: Official, tmp_path: Path) -> None:
+def test_preference_recipe_learns_shorter_answers(official: Official, tmp_path: Path) -> None:
     flags = {"batch_size": 4, "group_size": 4, "max_tokens": 16, "max_steps": 2, "eval_every": 0}
     rows = official.recipe("c", "preference.shorter", tmp_path, **BASE, **flags)
     assert len(rewards(rows)) == 2

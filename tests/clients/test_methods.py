@@ -28,7 +28,7 @@ wrote this page. An empty cell: that version has no such method. `x_async` stand
 """
 
 
-def test_every_method_works_or_says_why_not(official: Official) -> None:
+def test_every_client_method_works_or_is_refused_with_a_reason(official: Official) -> None:
     tables = {clients: official.report(clients, "methods") for clients in VERSIONS}
     PAGE.write_text(HEAD + page(tables))
     wrong = {

@@ -11,7 +11,7 @@ KEYS = ("sk-of-mints", "tml-of-tinkers")
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("clients", ["a", "b"])
-def test_two_agents_learn_and_the_samplers_of_one_do_not_move(official: Official, clients: str, key: str) -> None:
+def test_two_agents_learn_with_frozen_samplers(official: Official, clients: str, key: str) -> None:
     report = official.report(clients, "two_agents", key=key)
     for agent in (0, 1):
         losses = [step[agent] for step in report["losses"]]
@@ -33,7 +33,7 @@ def test_an_adapter_is_saved_sampled_and_trained_on(official: Official, clients:
 
 
 @pytest.mark.parametrize("clients", ["a", "b"])
-def test_a_preference_loss_of_the_clients_own(official: Official, clients: str) -> None:
+def test_custom_preference_loss_of_the_client_learns(official: Official, clients: str) -> None:
     report = official.report(clients, "dpo", key=KEYS[0])
     assert report["dpo"][-1] < 0.1 * report["dpo"][0]
     assert report["margin"][-1] > report["margin"][0] + 4

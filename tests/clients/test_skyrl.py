@@ -67,7 +67,7 @@ def suite(tmp_path: Path) -> Path:
 
 @pytest.mark.clients
 @pytest.mark.timeout(900)
-def test_skyrls_api_tests_pass(suite: Path) -> None:
+def test_skyrl_api_tests_pass(suite: Path) -> None:
     seed_hub(suite / "hf", {MODEL: suite / "base"})
     deselected = [f"--deselect=tests/tinker/test_api.py::{name}" for name in OWN]
     done = subprocess.run(

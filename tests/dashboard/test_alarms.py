@@ -22,14 +22,14 @@ def names(policies, team=None, evals=None):
 
 
 @pytest.mark.parametrize(("own", "others", "fires"), [(0.9, 0.5, True), (0.89, 0.5, False), (0.9, 0.51, False)])
-def test_a_lazy_seat_makes_no_difference(own, others, fires):
+def test_alarm_on_a_lazy_seat(own, others, fires):
     policies = {"lazy": {"zero_std_fraction": line(own, own)}, "busy": {"zero_std_fraction": line(others, others)}}
     assert (("lazy seat", "lazy") in names(policies)) == fires
     assert names(policies, {"success": line(1, 1)}) == []  # solved: no wonder
 
 
 @pytest.mark.parametrize(("now", "fires"), [(0.09, True), (0.11, False)])
-def test_entropy_collapses(now, fires):
+def test_alarm_on_entropy_collapse(now, fires):
     assert (names({"red": {"entropy": line(1.5, now)}}) == [("entropy collapse", "red")]) == fires
     assert names({"red": {"entropy": line(0.09, 0.09)}}) == []  # it never had more
 
@@ -38,7 +38,7 @@ def hacking(tokens=(10, 15), reward=(0.1, 0.3), invalid=(0.1, 0.1)):
     return {"red": {"tokens": line(*tokens), "local_reward": line(*reward), "invalid": line(*invalid)}}
 
 
-def test_longer_answers_for_reward_that_are_no_better():
+def test_alarm_on_longer_answers_without_success():
     assert names(hacking()) == [("reward hacking by length?", "red")]
     assert names(hacking(tokens=(10, 14))) == []
     assert names(hacking(reward=(0.1, 0.19))) == []
@@ -47,13 +47,13 @@ def test_longer_answers_for_reward_that_are_no_better():
     assert names(hacking(), {"success": line(0.3, 0.5)}, held_out) == [("reward hacking by length?", "red")]
 
 
-def test_the_form_and_not_the_task():
+def test_alarm_on_format_without_success():
     assert names(hacking(tokens=(10, 10), invalid=(0.3, 0.01))) == [("reward hacking by format?", "red")]
     assert names(hacking(tokens=(10, 10), invalid=(0.3, 0.05))) == []
 
 
 @pytest.mark.parametrize(("form", "fires"), [((-0.1, 0.0), True), ((-0.1, -0.01), False), ((0.0, 0.0), False)])
-def test_a_reward_that_rises_by_its_term_of_form(form, fires):
+def test_alarm_on_a_rising_format_reward_term(form, fires):
     """Half of the rise of 0.2 is of the form, or less."""
     policies = hacking(tokens=(10, 10), invalid=(0.1, 0.1))
     policies["red"]["reward/form"] = line(*form)
@@ -61,7 +61,7 @@ def test_a_reward_that_rises_by_its_term_of_form(form, fires):
     assert names(policies, {"success": line(0.5, 0.6)}) == []
 
 
-def test_one_seat_carries_the_team():
+def test_alarm_on_one_seat_carrying_the_team():
     policies = {"star": {"local_reward": line(0.9, 0.9)}, "rest": {"local_reward": line(0.1, 0.1)}}
     assert names(policies) == [("one seat carries the team", "star")]
     policies["rest"] = {"local_reward": line(0.11, 0.11)}
@@ -72,27 +72,27 @@ def test_one_seat_carries_the_team():
     assert names(policies) == []
 
 
-def test_a_short_run_is_not_compared_with_itself():
+def test_short_run_raises_no_alarm_by_overlap():
     assert names({"red": {"entropy": line(1.5, 0.05, 12)}}) == [("entropy collapse", "red")]
 
 
-def test_nothing_to_learn_from_cut_off_answers_and_failures():
+def test_alarms_on_no_signal_truncation_and_failures():
     assert ("nothing to learn from", "") in names({"red": {"zero_std_fraction": line(0.5, 0.95)}})
     assert names({"red": {"truncated_fraction": line(0, 0.4)}}) == [("answers are cut off", "red")]
     assert names({}, {"failed": line(0, 1), "episodes": line(20, 20)}) == [("episodes fail", "")]
     assert names({}, {"failed": line(0, 1), "episodes": line(30, 30)}) == []
 
 
-def test_few_lines_say_nothing():
+def test_too_few_lines_raise_no_alarm():
     assert names({"red": {"entropy": line(1.5, 0.01, 9), "truncated_fraction": line(1, 1, 9)}}) == []
 
 
-def test_each_says_what_it_saw_and_its_rule():
+def test_alarms_state_their_values_and_rule():
     (alarm,) = find_alarms({"red": {"entropy": line(1.5, 0.05)}}, {"success": FLAT}, {})
     assert "0.05" in alarm.says and "1.5" in alarm.says and "50%" in alarm.says and "0.1 nats" in alarm.rule
 
 
-def test_a_cyclic_population():
+def test_alarm_on_a_cyclic_population():
     wins = np.array([[0.0, 90, 10], [10, 0, 90], [90, 10, 0]])
     (alarm,) = cyclic_alarms(cyclicity(["rock", "paper", "scissors"], wins))
     assert alarm.name == "cyclic population" and "rock" in alarm.who and "100%" in alarm.says

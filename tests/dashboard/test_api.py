@@ -30,7 +30,7 @@ def get(client, path, **params):
 # ---- all runs
 
 
-def test_the_list_of_runs(client):
+def test_run_list(client):
     found = get(client, "runs")
     assert [run["name"] for run in found["runs"]] == ["more", "seed-2", "seed-1", "seed-0"]  # newest first
     more = found["runs"][0]
@@ -39,7 +39,7 @@ def test_the_list_of_runs(client):
     assert found["runs"][1]["status"] == "done" and "success" in found["runs"][1]["evals"]["dev"]
 
 
-def test_the_list_has_the_headline_and_the_alarms_of_each_run(tmp_path):
+def test_run_list_has_headlines_and_alarms(tmp_path):
     with Run.create(tmp_path, "steps: 12\nenv: {type: guess}\n", "flat") as run:
         for step in range(12):
             run.log_metrics(step, "team", {"success": 0.0, "failed": 9.0, "episodes": 10.0})
@@ -49,7 +49,7 @@ def test_the_list_has_the_headline_and_the_alarms_of_each_run(tmp_path):
     assert line["alarms"] == ["episodes fail"]
 
 
-def test_an_episode_that_failed_has_its_traceback(tmp_path):
+def test_failed_episode_has_its_traceback(tmp_path):
     episode = Episode("guess", 3, {"a": "a@0"}, [], error="KeyError: 'boom'", traceback="Traceback ...\n  in step")
     with Run.create(tmp_path, "steps: 1\n", "broken") as run:
         run.write_episodes(0, [episode])
@@ -57,7 +57,7 @@ def test_an_episode_that_failed_has_its_traceback(tmp_path):
     assert shown["error"] == "KeyError: 'boom'" and shown["traceback"] == "Traceback ...\n  in step"
 
 
-def test_what_somebody_writes_is_running(client, root):
+def test_locked_run_is_shown_as_running(client, root):
     with Run.open(root / "more"):
         assert {run["name"]: run["status"] for run in get(client, "runs")["runs"]}["more"] == "running"
         system = get(client, "runs/more/system")
@@ -65,7 +65,7 @@ def test_what_somebody_writes_is_running(client, root):
     assert get(client, "runs/more/system")["process"] is None
 
 
-def test_configs_differ_in_what_they_differ_in(client):
+def test_config_diff_lists_differing_keys(client):
     rows = dict(get(client, "difference", run=["seed-0", "more"])["rows"])
     assert rows == {"name": ["seed-0", "more"], "steps": [24, 60]}
 
@@ -73,7 +73,7 @@ def test_configs_differ_in_what_they_differ_in(client):
 # ---- curves
 
 
-def test_a_curve_is_what_was_logged(client, root):
+def test_curves_equal_the_log(client, root):
     (curve,) = [
         c for c in get(client, "curves", run="more", figure="metrics/entropy")["curves"] if c["name"] == "planner"
     ]
@@ -81,7 +81,7 @@ def test_a_curve_is_what_was_logged(client, root):
     assert curve["x"] == list(range(1, 31)) and curve["y"] == pytest.approx(logged, rel=1e-6)
 
 
-def test_seeds_become_a_band(client):
+def test_seeds_are_shown_as_a_band(client):
     names = [f"seed-{seed}" for seed in range(3)]
     asked = {"run": [*names, "more"], "figure": "metrics/success"}
     apart = get(client, "curves", **asked)["curves"]
@@ -93,7 +93,7 @@ def test_seeds_become_a_band(client):
     assert banded[0]["high"] == pytest.approx(each.max(axis=0), rel=1e-5)
 
 
-def test_curves_are_smoothed_zoomed_and_over_time(client):
+def test_curves_support_smoothing_ranges_and_time(client):
     asked = {"run": "more", "figure": "metrics/success"}
     (smooth,) = get(client, "curves", **asked, window=5)["curves"]
     assert np.std(np.diff(smooth["y"])) < np.std(np.diff(smooth["raw"]["y"]))
@@ -105,7 +105,7 @@ def test_curves_are_smoothed_zoomed_and_over_time(client):
     assert curve["name"] == "dev" and "raw" not in curve
 
 
-def test_a_run_in_detail(client):
+def test_run_details(client):
     run = get(client, "runs/more")
     assert "entropy" in run["figures"]["metrics"]["planner"] and run["has_episodes"] and not run["has_population"]
     assert run["phases"] == ["rollout_s", "train_s"]
@@ -150,7 +150,7 @@ def test_episodes_are_filtered_sorted_and_paged(client):
     assert [row["total"] for row in best] == sorted((row["total"] for row in rows), reverse=True)
 
 
-def test_words_are_found(client, root):
+def test_text_search_finds_episodes(client, root):
     path = "runs/more/episodes"
     indexed(client, path)
     assert get(client, path, text="R3 C0", count=10)["rows"][0]["step"] == 29  # case does not matter
@@ -161,7 +161,7 @@ def test_words_are_found(client, root):
     assert len(more["rows"]) == 7 and len(rest["rows"]) == 53
 
 
-def test_a_tree_its_words_and_its_tokens(client):
+def test_episode_tree_with_texts_and_tokens(client):
     path = "runs/seed-0/episodes/5/2"
     tree = get(client, path)
     assert tree["seats"] == {"planner": "planner@5", "executor": "executor@5"}
@@ -197,18 +197,18 @@ def test_a_tree_its_words_and_its_tokens(client):
         ("nothing", 404, "Not Found"),
     ],
 )
-def test_what_is_not_there_is_said(client, path, status, says):
+def test_missing_resources_are_named(client, path, status, says):
     answer = client.get(f"/api/{path}")
     assert answer.status_code == status and says in answer.text
 
 
-def test_who_has_an_answer_already_hears_only_that(client):
+def test_unchanged_response_is_304(client):
     first = client.get("/api/runs/seed-0")
     again = client.get("/api/runs/seed-0", headers={"If-None-Match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"") and again.headers["etag"] == first.headers["etag"]
 
 
-def test_it_follows_a_run_that_goes_on(tmp_path):
+def test_api_follows_a_growing_run(tmp_path):
     path = write_long_run(tmp_path, "live", steps=12, total=20)
     client = TestClient(build_dashboard(tmp_path), base_url=HERE)
     assert get(client, "runs/live")["done"] == 12 and get(client, "runs/live/alarms")["alarms"] == []
@@ -224,7 +224,7 @@ def test_it_follows_a_run_that_goes_on(tmp_path):
 # ---- agents and populations
 
 
-def test_checkpoints_can_be_had_without_what_only_training_needs(tmp_path):
+def test_checkpoint_download_omits_training_state(tmp_path):
     path = write_long_run(tmp_path, "kept", steps=1)
 
     def write(folder):
@@ -260,7 +260,7 @@ def test_policies_are_shown_with_their_seats(tmp_path, seats, shown):
     assert {policy["name"]: policy["seats"] for policy in policies} == shown
 
 
-def test_a_cyclic_population(tmp_path):
+def test_cyclic_population_raises_an_alarm(tmp_path):
     """Rock, paper and scissors, as the scheduler writes it down."""
     names = ["rock", "paper", "scissors"]
 
@@ -297,7 +297,7 @@ def test_a_cyclic_population(tmp_path):
     assert alarm["name"] == "cyclic population" and "rock" in alarm["says"]
 
 
-def test_files_that_palestra_did_not_write_are_said_to_be_so(tmp_path):
+def test_foreign_files_are_reported(tmp_path):
     with Run.create(tmp_path, "population: {type: psro}\n", "odd") as run:
         run.append_line("tasks.jsonl", {"kind": "train"})
     client = TestClient(build_dashboard(tmp_path), base_url=HERE)
@@ -321,7 +321,7 @@ def population(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_population(population):
+def test_population_data(population):
     client = TestClient(build_dashboard(population), base_url=HERE)
     (run,) = get(client, "runs")["runs"]
     assert run["kind"] == "population" and (run["done"], run["total"], run["status"]) == (4, 4, "done")

@@ -70,11 +70,11 @@ def client(root):
     return TestClient(build_dashboard(root), base_url=HERE)
 
 
-def test_only_runs_that_are_really_in_the_folder_are_listed(client):
+def test_only_runs_inside_the_folder_are_listed(client):
     assert sorted(run["name"] for run in client.get("/api/runs").json()["runs"]) == ["good", "half"]
 
 
-def test_names_as_they_arrive(root):
+def test_invalid_run_names_are_not_found(root):
     library = RunCatalog(root)
     for name in ("", ".", "..", "/", "../outside", "good/../../outside", "linked", "sly", "notarun", "good\0", "a\\b"):
         with pytest.raises(NotFound):
@@ -84,25 +84,25 @@ def test_names_as_they_arrive(root):
 
 
 @pytest.mark.parametrize("rest", ["", "/config", "/episodes", "/agents", "/system", "/checkpoints/0/x.zip"])
-def test_no_name_leads_out(client, rest):
+def test_path_traversal_is_refused(client, rest):
     for name in TRICKS:
         answer = client.get(f"/api/runs/{name}{rest}")
         assert answer.status_code == 404, name
         assert SECRET not in answer.text
 
 
-def test_no_file_beside_the_page_is_served(client):
+def test_files_outside_the_page_are_not_served(client):
     for path in ("/../pyproject.toml", "/..%2f..%2f__init__.py", "/%2e%2e/app.py", "//etc/passwd", "/.hidden"):
         assert client.get(path).status_code == 404, path
 
 
-def test_links_in_a_run_lead_nowhere(client):
+def test_symlinks_in_a_run_are_not_followed(client):
     assert client.get("/api/runs/spoilt").status_code == 404
     assert client.get("/api/runs/half/episodes/1/0").status_code == 404
     assert client.get("/api/runs/half/episodes").json()["of"] == 3
 
 
-def test_weights_that_are_said_to_be_elsewhere_are_not_sent(client):
+def test_weights_outside_the_run_are_not_sent(client):
     assert client.get("/api/runs/good/members/sly.zip").status_code == 404
     assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 422
     agents = client.get("/api/runs/good/agents")
@@ -110,7 +110,7 @@ def test_weights_that_are_said_to_be_elsewhere_are_not_sent(client):
 
 
 @pytest.mark.parametrize("name", ["/usr", "../../../outside", "..", "", "a\0b", "link"])
-def test_names_in_checkpoints_lead_nowhere(tmp_path, name):
+def test_checkpoint_paths_outside_the_run_are_refused(tmp_path, name):
     """Not even to tell how large the files are that lie there."""
     run = write_long_run(tmp_path / "runs", "sly", steps=1)
     outside = write_long_run(tmp_path, "outside", steps=1)
@@ -124,12 +124,12 @@ def test_names_in_checkpoints_lead_nowhere(tmp_path, name):
         assert answer.status_code == 422 and "bytes" not in answer.text
 
 
-def test_it_only_shows(client):
+def test_write_methods_are_refused(client):
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         assert client.request(method, "/api/runs").status_code == 405
 
 
-def test_pages_of_other_sites_may_not_read(client):
+def test_cross_origin_reads_are_refused(client):
     for origin in ("http://evil.example", "null", "http://127.0.0.1:3000"):
         answer = client.get("/api/runs", headers={"Origin": origin})
         assert answer.status_code == 403 and "may not call this server" in answer.json()["error"]
@@ -137,11 +137,11 @@ def test_pages_of_other_sites_may_not_read(client):
     assert client.get("/api/runs", headers={"Origin": HERE}).status_code == 200
 
 
-def test_a_body_is_not_kept_in_memory(client):
+def test_large_request_bodies_are_refused(client):
     assert client.request("GET", "/api/runs", content=b"x" * 2**15).status_code == 413
 
 
-def test_every_answer_forbids_what_a_page_need_not_do(client):
+def test_responses_have_security_headers(client):
     for path in ("/", "/api/runs", "/api/none", "/app.js"):
         answer = client.get(path)
         policy = answer.headers["content-security-policy"]
@@ -168,7 +168,7 @@ def test_every_answer_forbids_what_a_page_need_not_do(client):
         ("", False),
     ],
 )
-def test_other_names_than_ours_are_not_answered_to(root, host, ours):
+def test_unknown_host_headers_are_refused(root, host, ours):
     assert OriginPolicy(allowed_hosts=frozenset({"box"})).accepts_host(host) == ours
     client = TestClient(build_dashboard(root, hosts={"box"}), base_url=HERE)
     assert client.get("/api/runs", headers={"Host": host}).status_code == (200 if ours else 403)
@@ -182,7 +182,7 @@ def locked(root):
     return TestClient(build_dashboard(root, token="open sesame"), base_url=HERE, follow_redirects=False)
 
 
-def test_without_the_token_nothing_is_told(locked):
+def test_requests_without_the_token_get_401(locked):
     for path in ("/", "/app.js", "/api/runs", "/api/runs/good", "/api/events", "/?token=wrong", "/api/runs?token="):
         answer = locked.get(path)
         assert answer.status_code == 401 and "good" not in answer.text
@@ -190,7 +190,7 @@ def test_without_the_token_nothing_is_told(locked):
     assert locked.get("/api/runs", headers={"Cookie": "palestra_dashboard=wrong"}).status_code == 401
 
 
-def test_the_token_in_the_address_becomes_a_cookie(locked):
+def test_token_in_the_url_becomes_a_cookie(locked):
     answer = locked.get("/", params={"token": "open sesame", "x": "1"})
     assert answer.status_code == 303 and answer.headers["location"] == "/?x=1"
     cookie = answer.headers["set-cookie"]
@@ -198,16 +198,16 @@ def test_the_token_in_the_address_becomes_a_cookie(locked):
     assert locked.get("/api/runs").status_code == 200  # the client keeps cookies
 
 
-def test_the_token_as_a_bearer(locked):
+def test_token_is_accepted_as_bearer(locked):
     assert locked.get("/api/runs", headers={"Authorization": "Bearer open sesame"}).status_code == 200
 
 
-def test_with_a_token_any_name_will_do(root):
+def test_any_host_header_is_accepted_with_a_token(root):
     client = TestClient(build_dashboard(root, token="t"), base_url="http://runs.example.org")
     assert client.get("/api/runs", headers={"Authorization": "Bearer t"}).status_code == 200
 
 
-def test_it_writes_nothing(root, client):
+def test_requests_write_nothing_to_the_runs(root, client):
     before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
     for path in ("runs", "runs/half", "runs/half/episodes", "runs/half/system", "runs/half/agents", "runs/half/alarms"):
         assert client.get(f"/api/{path}").status_code == 200

@@ -266,7 +266,7 @@ def test_runs_are_compared(look):
 # ---- curves
 
 
-def test_curves_say_values_zoom_and_smooth(look):
+def test_curves_show_values_zoom_and_smoothing(look):
     asked: list[str] = []
     page = look("#/run/steady")
     page.on("request", lambda request: asked.append(request.url) if "api/curves" in request.url else None)
@@ -301,7 +301,7 @@ def test_curves_say_values_zoom_and_smooth(look):
     shot(page, "run-entropy")
 
 
-def test_what_is_not_shown_is_not_loaded(look):
+def test_hidden_panels_are_not_loaded(look):
     asked: list[str] = []
     page = look("#/")
     page.on("request", lambda request: asked.append(request.url))
@@ -316,7 +316,7 @@ def test_what_is_not_shown_is_not_loaded(look):
     assert len([url for url in asked if "api/curves" in url]) > len(curves)
 
 
-def test_a_run_is_laid_over_another(look):
+def test_run_is_overlaid_on_another(look):
     page = look("#/run/demo")
     lines = page.locator("[data-figure='metrics/local_reward'] .legend > span")
     expect(lines).to_have_count(2)
@@ -327,7 +327,7 @@ def test_a_run_is_laid_over_another(look):
     expect(lines).to_have_count(2)
 
 
-def test_a_run_that_goes_on_is_followed(look, runs):
+def test_growing_run_is_followed(look, runs):
     page = look("#/run/steady")
     expect(page.locator(".live")).to_be_visible()
     expect(page.locator("dl.facts")).to_contain_text("300 of 400")
@@ -339,7 +339,7 @@ def test_a_run_that_goes_on_is_followed(look, runs):
         shot(page, "run-live")
 
 
-def test_networks_have_curves_over_env_steps(look):
+def test_vector_runs_have_curves_over_env_steps(look):
     page = look("#/run/spread_mappo")
     expect(page.get_by_label("over", exact=True)).to_have_value("env_steps")
     expect(page.locator("[data-figure='metrics/return'] canvas")).to_be_visible()
@@ -379,7 +379,7 @@ def test_episodes_are_filtered_and_searched(look):
     shot(page, "episodes-searched")
 
 
-def test_an_episode_is_a_tree_of_words_and_tokens(look):
+def test_episode_page_shows_tree_texts_and_tokens(look):
     page = look("#/run/demo/episodes")
     page.locator("a.row").nth(1).click()
     nodes = page.locator(".tree .node")
@@ -413,7 +413,7 @@ def test_an_episode_is_a_tree_of_words_and_tokens(look):
     expect(page.locator("a.row").first).to_be_visible()
 
 
-def test_debates_stand_in_columns(look):
+def test_debates_are_shown_in_columns(look):
     page = look("#/run/duel/episodes/1/0")
     expect(page.locator(".columns.of2").first).to_be_visible()
     pro, con = page.locator(".columns").first.locator(".turn").all()[:2]
@@ -435,7 +435,7 @@ def test_debates_stand_in_columns(look):
         (6, ".chat"),
     ],
 )
-def test_envs_are_drawn_as_what_they_are(look, number, picture):
+def test_envs_have_their_own_renderings(look, number, picture):
     page = look(f"#/run/pictures/episodes/0/{number}")
     expect(page.locator(f".turn details {picture}").first).to_be_visible()
     expect(page.locator(".says pre.code")).to_contain_text("print(n)")
@@ -446,7 +446,7 @@ def test_envs_are_drawn_as_what_they_are(look, number, picture):
 # ---- populations, agents, system, alarms
 
 
-def test_a_population(look):
+def test_population_page(look):
     page = look("#/run/kuhn_psro_exact/population")
     expect(page.locator("canvas")).to_be_visible()
     for title in (
@@ -470,7 +470,7 @@ def test_a_population(look):
     expect(page.locator(".hint", has_text="The newest 10 of").first).to_be_visible()
 
 
-def test_agents_can_be_had(look):
+def test_agents_can_be_downloaded(look):
     page = look("#/run/demo/agents")
     with page.expect_download() as waiting:
         page.get_by_role("link", name="after step 4").first.click()
@@ -482,7 +482,7 @@ def test_agents_can_be_had(look):
     shot(page, "agents-league")
 
 
-def test_system_and_alarms(look, runs):
+def test_system_and_alarm_pages(look, runs):
     with Run.open(runs / "demo"):
         page = look("#/run/demo/system")
         expect(page.get_by_text("writes the run", exact=True)).to_be_visible()
@@ -518,7 +518,7 @@ PAGES = {
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_it_fits_a_phone_and_the_dark(look, name):
+def test_layout_fits_a_phone_and_dark_mode(look, name):
     for width, dark in ((390, False), (1280, True), (390, True)):
         page = look(PAGES[name], width=width, dark=dark)
         expect(page.locator("main h1")).to_be_visible()
@@ -528,7 +528,7 @@ def test_it_fits_a_phone_and_the_dark(look, name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_everything_has_a_name_and_can_be_reached_by_keys(look, name):
+def test_every_control_is_labelled_and_reachable_by_keyboard(look, name):
     page = look(PAGES[name])
     settled(page)
     nameless = """() => [...document.querySelectorAll('input, select, button, a')].filter(
@@ -539,7 +539,7 @@ def test_everything_has_a_name_and_can_be_reached_by_keys(look, name):
     assert page.evaluate("() => document.activeElement !== document.body")
 
 
-def test_the_theme_is_kept(look):
+def test_theme_is_remembered(look):
     page = look()
     button = page.locator("[data-theme-button]")
     button.click()
@@ -552,7 +552,7 @@ def test_the_theme_is_kept(look):
 # ---- what must not happen
 
 
-def test_nothing_that_a_model_wrote_is_run(look):
+def test_model_text_is_never_executed(look):
     from urllib.parse import quote
 
     run = f"#/run/{quote(EVIL_NAME, safe='')}"
@@ -572,7 +572,7 @@ def test_nothing_that_a_model_wrote_is_run(look):
             shot(page, f"hostile-{number}")
 
 
-def test_an_attack_in_the_address_is_not_run(look):
+def test_url_injection_is_not_executed(look):
     for path in ("#/run/<img src=x onerror=window.hacked=1>", "#/<script>window.hacked=1</script>", "#/run/demo/none"):
         page = look(path)
         settled(page)
@@ -581,7 +581,7 @@ def test_an_attack_in_the_address_is_not_run(look):
     look.wrong.clear()  # the browser tells of the run that is not there
 
 
-def test_the_token_opens_it_once(look, runs, tmp_path):
+def test_token_in_the_url_opens_the_page_and_is_removed(look, runs, tmp_path):
     with served(runs, tmp_path, "--token", "sesame") as address:
         home = address.removesuffix("?token=sesame")
         page = look("", address=home)

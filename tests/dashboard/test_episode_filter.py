@@ -53,7 +53,7 @@ FITS = {
 @pytest.mark.parametrize("asked", FITS)
 @pytest.mark.parametrize("sort", ["step", "total", "success"])
 @pytest.mark.parametrize("ascending", [False, True])
-def test_what_fits_in_the_order_asked_for(asked, sort, ascending):
+def test_filter_and_sort_equal_a_reference(asked, sort, ascending):
     fits = [one for one in ROWS if FITS[asked](one)]
     fits.sort(key=lambda one: (-one["step"], one["episode"]) if sort != "step" or not ascending else (one["step"],))
     if sort != "step":
@@ -66,7 +66,7 @@ def test_what_fits_in_the_order_asked_for(asked, sort, ascending):
     assert sum(return_histogram(COLUMNS, found)["counts"]) == len(fits)
 
 
-def test_there_may_be_nothing():
+def test_empty_results_are_handled():
     nothing = EpisodeColumns(EMPTY_TABLE)
     found = matching_rows(nothing, EpisodeFilter(outcome="error", sort="total"))
     assert (
@@ -76,7 +76,7 @@ def test_there_may_be_nothing():
     )
 
 
-def test_the_words_that_are_shown_first_come_with_the_tree(client):
+def test_tree_response_includes_the_first_texts(client):
     address = "/api/runs/more/episodes/3/1"
     tree = client.get(address, params={"line": "played"}).json()
     assert next(node for node in tree["nodes"] if node["id"] == tree["at"])["done"]

@@ -51,7 +51,7 @@ def path(tmp_path):
         return run.write_episodes(3, episodes)
 
 
-def test_by_hand(path):
+def test_episode_summary_by_hand(path):
     rows = summarize_episodes([path]).to_pylist()
     first = rows[0]
     assert (first["step"], first["episode"], first["seed"], first["nodes"], first["turns"]) == (3, 0, 7, 5, 2)
@@ -63,7 +63,7 @@ def test_by_hand(path):
     assert [row["return/a"] for row in rows[2:]] == [0.5, 0.25] and rows[2]["success"] is None
 
 
-def test_it_agrees_with_the_episodes_of_a_run(root):
+def test_episode_summary_agrees_with_the_episodes(root):
     paths = sorted((root / "more" / "episodes").glob("*.parquet"))
     rows = summarize_episodes(paths).to_pylist()
     episodes = [episode for path in paths for episode in load_episodes(path)]
@@ -78,7 +78,7 @@ def test_it_agrees_with_the_episodes_of_a_run(root):
     assert np.unique([row["step"] for row in rows]).tolist() == list(range(30))
 
 
-def test_other_files_are_refused(tmp_path):
+def test_foreign_files_are_refused(tmp_path):
     other = tmp_path / "step-000000.parquet"
     other.write_bytes(b"not parquet")
     with pytest.raises(ValueError, match="cannot read episodes"):

@@ -89,9 +89,7 @@ PAGES = ("", "/config", "/alarms", "/system", "/episodes", "/agents", "/populati
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_one_hostile_run_leaves_the_list_whole_and_every_page_answers(
-    client: TestClient, root: Path, name: str
-) -> None:
+def test_hostile_run_does_not_break_the_list_or_pages(client: TestClient, root: Path, name: str) -> None:
     HOSTILE[name](root / "bad")
     listed = client.get("/api/runs")
     assert listed.status_code == 200
@@ -103,7 +101,7 @@ def test_one_hostile_run_leaves_the_list_whole_and_every_page_answers(
     assert client.get("/api/difference", params={"run": ["good", "bad"]}).status_code < 500
 
 
-def test_a_run_that_cannot_be_read_is_listed_with_the_reason(client: TestClient, root: Path) -> None:
+def test_unreadable_run_is_listed_with_the_reason(client: TestClient, root: Path) -> None:
     (root / "bad" / "config.yaml").write_text("env: 5\n")
     lines = {line["name"]: line for line in client.get("/api/runs").json()["runs"]}
     assert lines["bad"]["status"] == "unreadable" and "cannot be read" in lines["bad"]["env"]
@@ -120,21 +118,21 @@ def rewrite(path: Path, **columns: object) -> None:
     pq.write_table(table, path)
 
 
-def test_a_node_that_is_its_own_parent_ends(client: TestClient, root: Path) -> None:
+def test_cyclic_parents_terminate(client: TestClient, root: Path) -> None:
     rewrite(root / "bad" / "episodes" / "step-000000.parquet", node=0, parent=0)
     assert client.get("/api/runs/bad/episodes/0/0", params={"line": "0"}).status_code == 400
     assert "ancestors" in client.get("/api/runs/bad/episodes/0/0/words/0").json()["error"]
 
 
 @pytest.mark.parametrize("columns", [{"depth": 2**31 - 1}, {"parent": 10**6}, {"node": 2**31 - 1}, {"episode": -1}])
-def test_hostile_numbers_in_episodes_end(client: TestClient, root: Path, columns: dict[str, int]) -> None:
+def test_hostile_numbers_in_episodes_terminate(client: TestClient, root: Path, columns: dict[str, int]) -> None:
     for path in (root / "bad" / "episodes").glob("*.parquet"):
         rewrite(path, **columns)
     assert client.get("/api/runs/bad/episodes").status_code in (200, 400, 422)
     assert client.get("/api/runs/good/episodes").json()["of"] == 6
 
 
-def test_a_log_without_lines_takes_no_memory(tmp_path: Path) -> None:
+def test_log_without_newlines_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with open(path, "wb") as file:
         file.truncate(2**27)
@@ -148,7 +146,7 @@ def test_a_log_without_lines_takes_no_memory(tmp_path: Path) -> None:
     assert peak < 8 * MAX_LINE_BYTES and log.column("team", "success")[1].tolist() == [0.5]
 
 
-def test_a_log_of_too_many_keys_is_cut(tmp_path: Path) -> None:
+def test_number_of_metric_keys_is_limited(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     line = {"step": 0, "policy": "team"}
     path.write_text("".join(json.dumps(line | {f"{i}-{j}": 1 for j in range(9_000)}) + "\n" for i in range(3)))
@@ -167,7 +165,7 @@ def start(root: Path) -> tuple[subprocess.Popen[str], str]:
     return process, line.removeprefix("dashboard: ").strip()
 
 
-def test_a_server_over_pipes_answers_and_ends_when_told(root: Path) -> None:
+def test_piped_server_answers_and_stops_on_request(root: Path) -> None:
     for name in ("meta.json", "metrics.jsonl"):
         fifo(name)(root / "bad")
     process, url = start(root)
@@ -179,7 +177,7 @@ def test_a_server_over_pipes_answers_and_ends_when_told(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_many_listeners_over_many_runs_leave_pages_their_turn(root: Path) -> None:
+def test_many_event_listeners_do_not_block_pages(root: Path) -> None:
     for number in range(1000):
         (root / f"run-{number}").mkdir()
         (root / f"run-{number}" / "config.yaml").write_text("env: {type: plan_path}\nsteps: 3\n")

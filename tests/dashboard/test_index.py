@@ -20,7 +20,7 @@ def steps(index):
     return table["step"].to_pylist()
 
 
-def test_it_grows_with_the_run(run):
+def test_index_grows_with_the_run(run):
     index = EpisodeIndex(run / "episodes")
     assert steps(index) == sorted([*range(70), *range(70)])
     with Run.open(run) as writer:
@@ -33,7 +33,7 @@ def test_it_grows_with_the_run(run):
     assert 70 not in steps(index)
 
 
-def test_a_broken_file_is_named_and_the_rest_is_there(run):
+def test_broken_file_is_named_and_skipped(run):
     (run / "episodes" / "step-000005.parquet").write_bytes(b"torn")
     index = EpisodeIndex(run / "episodes")
     assert set(steps(index)) == set(range(70)) - {5}
@@ -47,7 +47,7 @@ def test_links_are_not_followed(run, tmp_path):
     assert 3 not in steps(EpisodeIndex(run / "episodes"))
 
 
-def test_the_next_server_begins_where_this_one_ended(run, cache):
+def test_cached_index_is_reused_by_the_next_server(run, cache):
     def files():
         return {path: path.stat().st_mtime_ns for path in run.rglob("*")}
 
@@ -67,12 +67,12 @@ def test_the_next_server_begins_where_this_one_ended(run, cache):
     assert missing == 0 and table.equals(whole)
 
 
-def test_a_spoilt_cache_is_made_anew(run):
+def test_corrupt_cache_is_rebuilt(run):
     file = cache_file(run / "episodes")
     file.parent.mkdir(parents=True)
     file.write_bytes(b"not parquet")
     assert len(steps(EpisodeIndex(run / "episodes", file))) == 140
 
 
-def test_there_may_be_no_episodes(tmp_path):
+def test_index_of_no_episodes_is_empty(tmp_path):
     assert steps(EpisodeIndex(tmp_path / "none")) == []

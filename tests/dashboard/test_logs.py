@@ -27,7 +27,7 @@ def values(log, key="entropy", name="red"):
     return dict(zip(steps.tolist(), found.tolist(), strict=True))
 
 
-def test_lines_are_added(path):
+def test_appended_lines_are_read(path):
     log = MetricLog(path, "policy")
     assert values(log) == {}
     add(path, row(0, 1.5), row(0, 2.5, "blue"))
@@ -38,7 +38,7 @@ def test_lines_are_added(path):
     assert log.last_by_name()["red"]["step"] == 1
 
 
-def test_half_a_line_waits_for_its_end(path):
+def test_partial_line_is_read_when_complete(path):
     log = MetricLog(path, "policy")
     add(path, row(0, 1.0))
     whole = json.dumps(row(1, 2.0))
@@ -50,7 +50,7 @@ def test_half_a_line_waits_for_its_end(path):
     assert values(log) == {0: 1.0, 1: 2.0}
 
 
-def test_a_resumed_run_is_read_anew_even_if_its_log_grew_past_the_point_reached(path):
+def test_truncated_and_regrown_log_is_reread(path):
     log = MetricLog(path, "policy")
     add(path, row(0, 1.0), row(1, 2.0))
     assert values(log) == {0: 1.0, 1: 2.0}
@@ -59,14 +59,14 @@ def test_a_resumed_run_is_read_anew_even_if_its_log_grew_past_the_point_reached(
     assert values(log) == {0: 1.0, 1: 3.0, 2: 4.0, 3: 5.0}
 
 
-def test_what_is_no_line_is_counted(path):
+def test_unparsable_lines_are_counted(path):
     path.write_text('nonsense\n[1]\n{"step": null, "policy": "red"}\n')
     add(path, row(0, 1.0))
     log = MetricLog(path, "policy")
     assert values(log) == {0: 1.0} and log.num_unparsed == 3
 
 
-def test_the_end_of_a_log_alone(path):
+def test_last_lines_reads_the_end_of_a_log(path):
     add(path, *(row(step, float(step), name) for step in range(200) for name in ("red", "blue")))
     found = last_lines(path, "policy", max_bytes=600)
     assert found["red"]["step"] == found["blue"]["step"] == 199

@@ -40,7 +40,7 @@ def four() -> Iterator[str]:
         yield address
 
 
-def test_a_game_is_played_to_its_end_by_keyboard(look, four):
+def test_game_is_played_by_keyboard(look, four):
     page = look(four)
     expect(page.locator("h1")).to_have_text("text_connect_four")
     expect(page.locator(".chip.mine")).to_have_text("player_0: you")
@@ -64,7 +64,7 @@ def test_a_game_is_played_to_its_end_by_keyboard(look, four):
     expect(page.get_by_role("form", name="your turn 1")).to_be_visible()
 
 
-def test_on_a_phone_by_touch_and_in_the_dark(look, four):
+def test_game_is_played_by_touch_in_dark_mode(look, four):
     page = look(four, width=390, dark=True, touch=True)
     moves = page.locator(".moves button")
     expect(moves).to_have_count(7)
@@ -89,7 +89,7 @@ def test_two_pages_play_two_games(look, four):
     expect(two.get_by_role("form", name="your turn 1")).to_be_visible()
 
 
-def test_an_answer_has_lines_and_what_anybody_writes_is_text(look, tmp_path):
+def test_multiline_answers_and_escaped_text(look, tmp_path):
     evil = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
     config = tmp_path / "kuhn.yaml"
     config.write_text(
@@ -121,7 +121,7 @@ policies:
         page.close()  # before its server ends, which would be an error on it
 
 
-def test_a_server_that_is_gone_is_said(look):
+def test_lost_server_is_reported(look):
     with playing("sudoku", "--env", "size=4") as (process, address):
         page = look(address)
         expect(page.get_by_role("form", name="your turn 1")).to_be_visible()

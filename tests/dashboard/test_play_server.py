@@ -71,7 +71,7 @@ def say(client, game, turn, text, **options):
 # ---- a game
 
 
-def test_a_whole_game_tells_nothing_of_the_other_seat_before_its_end(client):
+def test_other_seats_private_state_is_hidden_until_the_end(client):
     game = begin(client)
     state = asked(client, game)
     assert state["seats"] == {"player_0": "human", "player_1": "player_1"} and state["seat"] == "player_0"
@@ -90,7 +90,7 @@ def test_a_whole_game_tells_nothing_of_the_other_seat_before_its_end(client):
     assert state["now"] == "over" and returns["player_0"] == -returns["player_1"] and abs(returns["player_0"]) == 2
 
 
-def test_the_person_sees_what_the_env_says_to_the_seat(client):
+def test_person_sees_the_seats_role_and_observation(client):
     game = begin(client)
     state = asked(client, game)
     client.post(f"/api/games/{game}/give-up")
@@ -101,7 +101,7 @@ def test_the_person_sees_what_the_env_says_to_the_seat(client):
     assert state["role"] == env.roles["player_0"] and state["rules"] == ""
 
 
-def test_out_of_turn_is_409_and_breaks_nothing(client):
+def test_out_of_turn_answer_is_409(client):
     game = begin(client)
     asked(client, game)
     early = say(client, game, 1, "bet")
@@ -119,7 +119,7 @@ def test_out_of_turn_is_409_and_breaks_nothing(client):
 # ---- whom it answers
 
 
-def test_other_pages_may_not_play(client):
+def test_cross_origin_play_is_refused(client):
     host = client.base_url.netloc.decode()
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1", f"http://{host}.evil.example"):
         assert client.post("/api/games", headers={"Origin": origin}).status_code == 403, origin
@@ -145,7 +145,7 @@ def test_other_pages_may_not_play(client):
         (b'{"turn": 0, "text": "' + b"x" * LIMITS.max_body_bytes + b'"}', 413),
     ],
 )
-def test_what_is_no_answer_is_said(client, body, status):
+def test_invalid_answers_are_refused_with_the_reason(client, body, status):
     game = begin(client)
     asked(client, game)
     reply = client.post(f"/api/games/{game}/answer", content=body)
@@ -153,7 +153,7 @@ def test_what_is_no_answer_is_said(client, body, status):
     assert asked(client, game)["turn"] == 0
 
 
-def test_what_is_not_there(client):
+def test_unknown_paths_are_refused(client):
     assert client.get("/", follow_redirects=True).url.path == "/play"
     assert 'id="app"' in client.get("/play").text
     assert "default-src 'none'" in client.get("/play").headers["content-security-policy"]
@@ -189,7 +189,7 @@ def games(alone=60.0, other=None, say=print, env=lambda: make_env("text_tic_tac_
     return PlaySessions(play, setting, first_instance=5, print_line=say, idle_timeout_s=alone)
 
 
-def test_a_game_that_no_page_looks_at_ends():
+def test_unwatched_game_ends():
     async def left():
         table = games(alone=0.05)
         game = table.start()
@@ -205,7 +205,7 @@ def test_a_game_that_no_page_looks_at_ends():
     asyncio.run(left())
 
 
-def test_a_page_that_is_closed_ends_its_game():
+def test_closing_the_page_ends_its_game():
     async def closed():
         table, door = games(alone=1.5), open_listener("127.0.0.1", 0)
         server = uvicorn.Server(uvicorn.Config(build_play_app(table), log_level="warning"))
@@ -228,7 +228,7 @@ def test_a_page_that_is_closed_ends_its_game():
     asyncio.run(closed())
 
 
-def test_there_are_only_so_many_games():
+def test_open_games_are_limited():
     async def many():
         table = games()
         for _ in range(32):
@@ -240,7 +240,7 @@ def test_there_are_only_so_many_games():
     asyncio.run(many())
 
 
-def test_why_a_game_failed_is_for_the_terminal():
+def test_failure_reason_is_printed_in_the_terminal_only():
     def broken(query, rng):
         raise ValueError("no answer from http://secret.example")
 
@@ -260,7 +260,7 @@ def test_why_a_game_failed_is_for_the_terminal():
     assert len(printed) == 1 and "instance 5 ended early" in printed[0] and "secret.example" in printed[0]
 
 
-def test_a_game_that_fails_while_the_person_is_asked_leaves_nothing_behind():
+def test_game_failing_during_the_persons_turn_leaves_no_task():
     async def broken(query, rng):
         await asyncio.sleep(0.05)
         raise ValueError("lost")
@@ -280,7 +280,7 @@ def test_a_game_that_fails_while_the_person_is_asked_leaves_nothing_behind():
     asyncio.run(failing())
 
 
-def test_elsewhere_asks_for_a_token():
+def test_non_local_address_needs_a_token():
     locked = TestClient(build_play_app(games(), "sesame"), base_url=HERE, follow_redirects=False)
     assert locked.post("/api/games").status_code == 401
     assert locked.get("/play?token=sesame").headers["location"] == "/play"
@@ -291,7 +291,7 @@ def test_elsewhere_asks_for_a_token():
 
 
 @pytest.mark.slow
-def test_an_endpoint_keeps_its_address_and_key_and_ctrl_c_is_no_traceback(monkeypatch):
+def test_endpoint_address_and_key_are_hidden_and_ctrl_c_is_clean(monkeypatch):
     """Its answers count; nothing of how it is reached is on the page, and who listens is let go."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-hidden")
     session = ChatSession(["big"], lambda one: one.answer.set_result("bet"), key=ANY_KEY)

@@ -43,7 +43,7 @@ def start():
         process.communicate()
 
 
-def test_it_serves_says_what_is_new_and_ends(runs, start):
+def test_server_serves_events_and_exits(runs, start):
     process, address, _ = start(runs)
     with httpx.Client(base_url=address, timeout=30) as client:
         assert "<title>palestra</title>" in client.get("/").text
@@ -61,7 +61,7 @@ def test_it_serves_says_what_is_new_and_ends(runs, start):
     assert process.stdout.read() == ""  # no traceback
 
 
-def test_strangers_are_warned_of_and_the_token_is_asked_for(runs, start):
+def test_non_local_host_warns_and_needs_the_token(runs, start):
     _, _, said = start(runs, "--host", "0.0.0.0")
     assert "anybody who reaches 0.0.0.0 can read these runs; --token" in said
     _, address, said = start(runs, "--token", "sesame")
@@ -74,7 +74,7 @@ def test_strangers_are_warned_of_and_the_token_is_asked_for(runs, start):
 
 
 @pytest.mark.parametrize(("folder", "says"), [("none", "is not a folder"), ("one", "is a run; the dashboard needs")])
-def test_what_is_no_folder_of_runs_is_said(runs, folder, says):
+def test_invalid_root_folder_is_refused(runs, folder, says):
     done = CliRunner().invoke(palestra, ["dashboard", "--root", str(runs / folder)])
     assert done.exit_code == 2 and says in done.output
 

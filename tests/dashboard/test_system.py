@@ -13,7 +13,7 @@ from palestra.runs import Run, read_lines
 from palestra.runs.worker_stats import WorkerStats
 
 
-def test_who_did_what_and_what_was_lost(tmp_path):
+def test_worker_stats_show_tasks_and_losses(tmp_path):
     began = time.time()
     backend = LocalBackend(partial(Adder, fatal={"train/sum-0-1": 1}, bodies=str(tmp_path)), 2)
     with Run.create(tmp_path / "runs", "name: sums\npopulation: {type: toy}\n", "sums") as run:
@@ -29,11 +29,11 @@ def test_who_did_what_and_what_was_lost(tmp_path):
     assert all(began - 1 <= moment <= time.time() + 1 for moment in seen)
 
 
-def test_nothing_is_told_of_a_run_in_one_process(client):
+def test_single_process_run_has_no_worker_stats(client):
     assert client.get("/api/runs/seed-0/system").json()["roll"] == []
 
 
-def test_a_roll_adds_up_and_is_told_now_and_then():
+def test_worker_stats_accumulate_and_are_reported_at_an_interval():
     roll, other = WorkerStats(), WorkerStats()
     roll.count("sampler", "http://a", done=1, seconds=2.0)
     (line,) = roll.take_report(60)

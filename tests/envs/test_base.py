@@ -98,7 +98,7 @@ class Forgetful(Countdown):
 
 
 @pytest.mark.parametrize("sound", [Countdown, Slow, Replacing])
-def test_a_sound_env_passes(sound):
+def test_valid_env_passes_the_check(sound):
     check_env(sound)
 
 
@@ -115,7 +115,7 @@ def test_a_sound_env_passes(sound):
         (Forgetful, "second reset with the same seed"),
     ],
 )
-def test_a_broken_env_is_caught_and_named(broken, finding):
+def test_broken_env_is_reported_by_the_check(broken, finding):
     with pytest.raises(ValueError, match=f"env {broken.__name__}, seed 0: .*({finding})"):
         check_env(broken)
 
@@ -134,13 +134,13 @@ class Broken(Countdown):
         raise KeyError("boom")
 
 
-def test_an_env_that_returns_no_step_is_told_what_to_return():
+def test_wrong_return_type_of_step_is_explained():
     message = r"reset must return a palestra.types.Step, and returned a tuple, as in Gymnasium: write return Step\("
     with pytest.raises(ValueError, match=message):
         check_env(Gymlike)
 
 
-def test_an_env_that_raises_is_told_where():
+def test_exception_of_an_env_is_located():
     with pytest.raises(ValueError, match=r"env Broken, seed 0: step raised KeyError\('boom'\)\. Fix: ") as caught:
         check_env(Broken)
     assert isinstance(caught.value.__cause__, KeyError)

@@ -12,7 +12,7 @@ GAMES = [name for name in TEXT_ENVS if name.startswith("text_")]
 
 
 @pytest.mark.parametrize("name", GAMES)
-def test_it_keeps_the_contract(name: str) -> None:
+def test_envs_pass_the_env_check(name: str) -> None:
     check_env(lambda: make_env(name), seeds=range(8))
 
 
@@ -29,7 +29,7 @@ def play(env: TextGame, seed: int, words: list[str]) -> tuple[dict[str, float], 
     return returns, infos
 
 
-def test_kuhn_pays_by_its_rules() -> None:
+def test_kuhn_rewards_follow_the_rules() -> None:
     env = make_env("text_kuhn")
     for seed in range(20):
         step = env.reset(seed)
@@ -46,7 +46,7 @@ def test_kuhn_pays_by_its_rules() -> None:
             assert play(env, seed, words)[0] == {"player_0": won, "player_1": -won}
 
 
-def test_any_other_answer_has_a_word_drawn_for_it_and_costs() -> None:
+def test_invalid_answer_draws_a_random_action_and_costs() -> None:
     env, drawn = make_env("text_kuhn", illegal_penalty=0.25), []
     for seed in range(200):
         env.reset(seed)
@@ -75,7 +75,7 @@ def test_observations_are_the_information_states(name: str) -> None:
             step = env.step({seat: env.rng.choice(step.legal_actions[seat])})
 
 
-def test_other_words_may_be_spoken() -> None:
+def test_vocabulary_option_renames_actions() -> None:
     env = make_env("text_kuhn", vocabulary={"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"})
     step = env.reset(0)
     card = "123"[env.state.cards[0]]

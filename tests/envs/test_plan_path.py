@@ -25,7 +25,7 @@ def corner(monkeypatch, **options) -> PlanPath:
     return game(monkeypatch, 3, [(0, 1)], (2, 0), (0, 2), **options)
 
 
-def test_a_turn_worked_by_hand(monkeypatch):
+def test_turn_by_hand(monkeypatch):
     env = corner(monkeypatch)
     step = env.reset(0)
     assert step.observations == {"planner": "size 3 you r2 c0 goal r0 c2 walls r0 c1"}
@@ -48,7 +48,7 @@ def test_a_turn_worked_by_hand(monkeypatch):
     assert step.observations == {"planner": "size 3 you r0 c0 goal r0 c2 walls r0 c1"}
 
 
-def test_backward_steps_pay_back_and_the_goal_pays_one(monkeypatch):
+def test_progress_reward_is_potential_based_and_goal_pays_one(monkeypatch):
     env = corner(monkeypatch, team="single", max_turns=2)
     env.reset(0)
     assert env.step({"agent": "right"}).team_reward == pytest.approx(1 / 4)
@@ -65,7 +65,7 @@ def test_backward_steps_pay_back_and_the_goal_pays_one(monkeypatch):
     }
 
 
-def test_a_plan_goes_no_further_than_its_first_blocked_or_crooked_line(monkeypatch):
+def test_plan_stops_at_its_first_invalid_segment(monkeypatch):
     env = corner(monkeypatch)
     env.reset(0)
     blocked = env.fork().step({"planner": "r0 c0 r0 c2"}).rewards["planner"]  # stops at (0, 0), distance 2
@@ -76,7 +76,7 @@ def test_a_plan_goes_no_further_than_its_first_blocked_or_crooked_line(monkeypat
     assert solving == pytest.approx(1 + 1)
 
 
-def test_outcome_rewards_only_what_solves(monkeypatch):
+def test_outcome_reward_pays_success_only(monkeypatch):
     env = corner(monkeypatch, reward="outcome")
     env.reset(0)
     assert env.fork().step({"planner": "r2 c2"}).rewards == {"planner": 0.0}
@@ -87,7 +87,7 @@ def test_outcome_rewards_only_what_solves(monkeypatch):
 
 
 @pytest.mark.parametrize("answer", ["", "go up", "up " * 7, "r1 c1", "upp", None, 3])
-def test_an_unreadable_answer_moves_nothing(monkeypatch, answer):
+def test_unreadable_answer_changes_no_state(monkeypatch, answer):
     env = corner(monkeypatch, team="alternating")
     env.reset(0)
     step = env.step({"first": answer})
@@ -121,14 +121,14 @@ def test_running_out_of_turns_is_truncation(monkeypatch):
         env.step({"agent": "up"})
 
 
-def test_actions_for_the_wrong_seat(monkeypatch):
+def test_action_of_the_wrong_seat_is_refused(monkeypatch):
     env = corner(monkeypatch)
     env.reset(0)
     with pytest.raises(ValueError, match='"planner" acts next'):
         env.step({"executor": "up"})
 
 
-def test_the_drawn_board_and_its_instructions(monkeypatch):
+def test_full_rendering_of_board_and_instructions(monkeypatch):
     env = corner(monkeypatch, rendering="ascii")
     step = env.reset(0)
     assert step.observations["planner"].startswith("#####\n#.#G#\n#...#\n#@..#\n#####\nYou are at row 2, column 0;")
@@ -150,5 +150,5 @@ def test_every_instance_is_solvable_and_named_by_its_seed(seed, size, split):
 @pytest.mark.parametrize("team", ["planner_executor", "alternating", "single"])
 @pytest.mark.parametrize("rendering", ["compact", "ascii"])
 @pytest.mark.parametrize("reward", ["dense", "outcome"])
-def test_keeps_the_contract(team, rendering, reward):
+def test_env_passes_the_env_check(team, rendering, reward):
     check_env(lambda: make_env("plan_path", size=4, team=team, rendering=rendering, reward=reward))

@@ -33,12 +33,12 @@ def test_options_are_coerced_and_defaults_left_out():
         ("os:path", {}, "no subclass"),
     ],
 )
-def test_mistakes_are_named(name, options, message):
+def test_invalid_names_and_options_are_refused(name, options, message):
     with pytest.raises(ValueError, match=message):
         make_env(name, **options)
 
 
-def test_a_class_by_its_path(monkeypatch):
+def test_env_class_by_import_path(monkeypatch):
     module = types.ModuleType("their_envs")
 
     class Theirs(Env):

@@ -101,7 +101,7 @@ def test_form_alone_earns_less_than_being_right_once_in_ten(name: str) -> None:
         assert mean(formal, seat) < 0.1 * mean(right, seat), seat
 
 
-def test_the_changes_of_a_score_sum_to_the_last() -> None:
+def test_score_changes_sum_to_the_final_score() -> None:
     first, second = {"form": -0.1, "correct": 0.0}, {"form": 0.0, "correct": 1.0}
     gained = [terms_gained(first, {}), terms_gained(second, first)]
     assert gained == [first, {"form": 0.1, "correct": 1.0}]

@@ -25,7 +25,7 @@ def game(monkeypatch, drawing: str, **options) -> Sokoban:
 ROOM = "o... .1.. ...@ ...#"
 
 
-def test_a_turn_worked_by_hand(monkeypatch):
+def test_turn_by_hand(monkeypatch):
     env = game(monkeypatch, ROOM)
     step = env.reset(0)
     assert step.observations == {"planner": "size 4 you r2 c3 box r1 c1 goal r0 c0 walls r3 c3"}
@@ -49,7 +49,7 @@ def test_a_turn_worked_by_hand(monkeypatch):
     assert step.team_reward == pytest.approx(1 / 2 + 1)
 
 
-def test_a_plan_is_carried_out_up_to_its_first_impossible_push(monkeypatch):
+def test_plan_stops_at_its_first_impossible_push(monkeypatch):
     env = game(monkeypatch, ROOM)
     env.reset(0)
 
@@ -75,7 +75,7 @@ def test_a_plan_is_carried_out_up_to_its_first_impossible_push(monkeypatch):
         ("right right right", "up", 0),  # two of the three can be made, from (1, 0), and "up" leads away from it
     ],
 )
-def test_the_executor_is_paid_for_the_share_of_the_plan_it_followed(monkeypatch, plan, moves, share):
+def test_executor_reward_is_the_share_of_the_plan_followed(monkeypatch, plan, moves, share):
     env = game(monkeypatch, ROOM)
     env.reset(0)
     env.step({"planner": plan})
@@ -83,14 +83,14 @@ def test_the_executor_is_paid_for_the_share_of_the_plan_it_followed(monkeypatch,
     assert step.rewards["executor"] == pytest.approx(0.5 * share - 0.1 * step.info["invalid"] / len(moves.split()))
 
 
-def test_a_push_needs_a_way_to_the_cell_behind_the_box():
+def test_push_needs_a_path_behind_the_box():
     board = make_grid(3, walls=[1, 4])  # the wall in column 1 leaves only row 2 open
     assert push(board, (0, (3,)), 0, 3) is None  # pushing right: nothing stands left of column 0
     assert push(board, (8, (7,)), 0, 2) == (7, (6,))
     assert push(board, (0, (7,)), 0, 2) is None  # the box itself bars the way to its right side
 
 
-def test_outcome_rewards_only_what_solves(monkeypatch):
+def test_outcome_reward_pays_success_only(monkeypatch):
     env = game(monkeypatch, ROOM, reward="outcome")
     env.reset(0)
     assert env.fork().step({"planner": "left"}).rewards == {"planner": 0.0}
@@ -99,14 +99,14 @@ def test_outcome_rewards_only_what_solves(monkeypatch):
     assert (step.team_reward, step.rewards, step.info["success"]) == (1.0, {"executor": 0.0}, True)
 
 
-def test_a_lost_box_does_not_end_the_game(monkeypatch):
+def test_deadlock_does_not_end_the_game(monkeypatch):
     env = game(monkeypatch, "..1@ .... .o.. ....", team="single", max_turns=2)
     env.reset(0)
     assert not env.step({"agent": "left left"}).done
     assert env.step({"agent": "left"}).truncated
 
 
-def test_several_boxes_are_named_in_plans(monkeypatch):
+def test_plans_name_the_boxes(monkeypatch):
     env = game(monkeypatch, "o1@. .... ..2. ..o.")
     step = env.reset(0)
     assert step.observations["planner"] == "size 4 you r0 c2 box r0 c1 r2 c2 goal r0 c0 r3 c2"
@@ -117,7 +117,7 @@ def test_several_boxes_are_named_in_plans(monkeypatch):
     assert step.observations["executor"].endswith("plan 1 left 2 down")
 
 
-def test_the_drawn_board(monkeypatch):
+def test_full_rendering_of_the_board(monkeypatch):
     env = game(monkeypatch, "o1@ ... ...", rendering="ascii")
     seen = env.reset(0).observations["planner"]
     assert seen.startswith("#####\n#o1@#\n#...#\n#...#\n#####\nYou are at row 0, column 2; box 1 is at row 0,")
@@ -161,7 +161,7 @@ def test_live_cells_by_hand():
     boxes=st.integers(1, 2),
     split=st.sampled_from(["base", "train", "dev", "test"]),
 )
-def test_every_instance_is_solved_by_the_pushes_the_solver_names(seed, size, boxes, split):
+def test_solver_solves_every_instance(seed, size, boxes, split):
     env = Sokoban(size=size, boxes=boxes, split=split)
     env.reset(seed)
     pushes = solve(env.instance.grid, env.state, env.instance.goals)
@@ -172,5 +172,5 @@ def test_every_instance_is_solved_by_the_pushes_the_solver_names(seed, size, box
 @pytest.mark.parametrize("team", ["planner_executor", "alternating", "single"])
 @pytest.mark.parametrize("rendering", ["compact", "ascii"])
 @pytest.mark.parametrize("boxes", [1, 2])
-def test_keeps_the_contract(team, rendering, boxes):
+def test_env_passes_the_env_check(team, rendering, boxes):
     check_env(lambda: make_env("sokoban", size=5, boxes=boxes, team=team, rendering=rendering))

@@ -52,18 +52,18 @@ def test_shares_are_as_stated():
     assert {split: round(n / total, 1) for split, n in counts.items()} == SPLIT_SHARES
 
 
-def test_a_text_has_the_split_of_its_sha_256():
+def test_split_of_a_text_follows_its_sha256():
     # sha256("a") begins with ca978112, .79 of the range; "0" with 5feceb66, .37; "2" with d4735e3a, .83.
     assert (split_of_text("a"), split_of_text("0"), split_of_text("2")) == ("train", "base", "dev")
     counts = Counter(split_of_text(f"{a} + {b}") for a in range(80) for b in range(80))
     assert {split: round(n / 6400, 1) for split, n in counts.items()} == SPLIT_SHARES
 
 
-def test_a_layout_has_the_split_of_its_canonical_form():
+def test_split_of_a_layout_follows_its_canonical_form():
     assert split_of_layout(4, ((0, 5), (3,))) == split_of_text(f"4:{canonical_layout(4, ((0, 5), (3,)))}")
 
 
-def test_too_few_layouts_says_so():
+def test_too_few_layouts_are_refused():
     env = make_env("sokoban", size=3, boxes=2, walls=4, split="dev")
     with pytest.raises(ValueError, match="too few such layouts"):
         env.reset(0)

@@ -34,7 +34,7 @@ class LoseNode(Callback):
             self.nodes.remove_node(node, allow_graceful=False)
 
 
-def test_a_run_outlives_the_node_that_trains_and_plays(base: Path, tmp_path: Path) -> None:
+def test_run_survives_the_loss_of_a_training_node(base: Path, tmp_path: Path) -> None:
     """The learners and half of the workers go with a node; another has room for them."""
     home, away = {"num_cpus": 1}, {"num_cpus": 3, "resources": {"strong": 1}}
     asked = on_ray(base, {"placement": {"train": {"resources": {"strong": 1}}}}, steps=4)
@@ -46,7 +46,7 @@ def test_a_run_outlives_the_node_that_trains_and_plays(base: Path, tmp_path: Pat
     assert_same(run, whole(tmp_path, asked))
 
 
-def test_a_learner_that_has_no_place_is_explained(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unplaceable_learner_is_explained(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from palestra.backends.ray import cluster as clusters
 
     monkeypatch.setattr(clusters, "PLACEMENT_TIMEOUT_S", 3.0)
@@ -58,7 +58,7 @@ def test_a_learner_that_has_no_place_is_explained(base: Path, tmp_path: Path, mo
         run_of(build(asked), tmp_path, asked)
 
 
-def test_a_driver_killed_and_resumed_ends_as_if_it_never_was(base: Path, tmp_path: Path) -> None:
+def test_resume_after_driver_kill_is_bit_identical(base: Path, tmp_path: Path) -> None:
     """A cluster of its own goes with it, and the next driver starts another."""
     asked = on_ray(base, steps=6)
     assert_same(killed(tmp_path, asked, 10), whole(tmp_path, asked))

@@ -26,7 +26,7 @@ def path(tmp_path):
     return run.path
 
 
-def test_logs_are_tables(path):
+def test_run_logs_are_tables(path):
     run = palestra.load_run(path)
     assert run.config["seed"] == run.meta["seed"] == 3
     evals, metrics = (lines_to_table(read_lines(path / f"{name}.jsonl")) for name in ("evals", "metrics"))
@@ -47,7 +47,7 @@ def test_tables_are_pandas_frames_where_it_is_installed(path):
     assert frame["success"].tolist() == [0.25, 0.75]
 
 
-def test_runs_and_episodes_show_themselves_and_escape(path):
+def test_html_of_runs_and_episodes_is_escaped(path):
     run = palestra.load_run(path)
     page = run._repr_html_()
     assert "25.0%" in page and "75.0%" in page and ">training steps done</text>" in page
@@ -62,7 +62,7 @@ def test_opening_a_run_loads_neither_torch_nor_matplotlib(path):
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_showing_and_plotting_a_run_leave_the_backend_alone(path):
+def test_showing_a_run_keeps_the_matplotlib_backend(path):
     """A notebook has a backend of its own; figures of pyplot would show up in its cells."""
     code = f"""
 import matplotlib, sys, palestra
@@ -76,13 +76,13 @@ assert "matplotlib.pyplot" not in sys.modules
     assert subprocess.run([sys.executable, "-W", "error", "-c", code]).returncode == 0
 
 
-def test_what_is_not_there_is_said():
+def test_missing_attributes_are_named():
     with pytest.raises(AttributeError, match="no attribute 'load_runs'"):
         _ = palestra.load_runs
 
 
 @pytest.mark.slow
-def test_a_population_shows_who_beats_whom(tmp_path):
+def test_population_html_shows_the_payoff_table(tmp_path):
     from trained import palestra as command
 
     small = ("--root", tmp_path, "--backend", "inline", "--set", "population.iterations=1")

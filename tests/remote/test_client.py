@@ -61,13 +61,13 @@ def at(server, kind="remote_toys:Count", **options):
     ],
     ids=lambda env: env["type"],
 )
-def test_envs_keep_the_contract_over_the_wire(server, env):
+def test_remote_envs_pass_the_env_check(server, env):
     pop_metrics()
     check_env(env_factory({**env, "at": [server.address]}), seeds=range(2))
     assert pop_metrics()["env_lost"] == 0
 
 
-def test_an_env_is_the_same_here_and_there(server):
+def test_remote_env_equals_local_env(server):
     async def game(env):
         steps, rng = [await settled(env.reset(5))], random.Random(0)
         while not steps[-1].done:
@@ -90,7 +90,7 @@ async def settled(result):
 
 
 @pytest.mark.parametrize("kind", ["remote_toys:Count", "remote_toys:Waits"])
-def test_trees_grow_of_forks_and_experts_speak(server, kind):
+def test_remote_forks_and_experts_work(server, kind):
     expert = ScriptedPolicy(lambda query, rng: ExpertPolicy().act and query.expert(rng), "expert")
     played = []
     pop_metrics()
@@ -105,7 +105,7 @@ def test_trees_grow_of_forks_and_experts_speak(server, kind):
     all_closed(server.address)
 
 
-def test_an_envs_failures_are_its_episodes(server):
+def test_remote_env_errors_fail_their_episodes(server):
     async def said(*words):
         env = make_env(**at(server, "remote_toys:Sick"))
         await env.reset(0)
@@ -121,7 +121,7 @@ def test_an_envs_failures_are_its_episodes(server):
     assert "could not be forked: TypeError: cannot pickle 'generator'" in str(asyncio.run(said("whole", "x")))
 
 
-def test_a_blocking_env_holds_up_no_other(server):
+def test_blocking_env_does_not_block_others(server):
     async def both():
         slow, fast = make_env(**at(server, "remote_toys:Waits")), make_env(**at(server))
         await slow.reset(0), await fast.reset(0)
@@ -139,7 +139,7 @@ def test_a_blocking_env_holds_up_no_other(server):
 # ---- mistakes
 
 
-def test_mistakes_are_heard_when_the_env_is_made(server):
+def test_invalid_env_options_are_refused_at_construction(server):
     for env, message in [
         (at(server, "sokoban"), '"sokoban" is not served here: math, debate'),
         (at(server, tow=3), 'no option "tow"; did you mean "to"'),
@@ -152,13 +152,13 @@ def test_mistakes_are_heard_when_the_env_is_made(server):
             env_factory(env)
 
 
-def test_a_server_is_told_what_it_cannot_serve():
+def test_invalid_server_options_are_refused():
     for envs, message in [("pong", "plays many games at once"), ("mth", "did you mean"), (",", "names no env")]:
         done = CliRunner().invoke(app, ["serve-envs", "--envs", envs])
         assert done.exit_code == 2 and message in done.stderr
 
 
-def test_a_game_that_has_not_begun_or_is_closed(server):
+def test_step_before_reset_or_after_close_is_refused(server):
     async def closed():
         env = make_env(**at(server))
         await env.reset(0)
@@ -173,7 +173,7 @@ def test_a_game_that_has_not_begun_or_is_closed(server):
 # ---- servers that go
 
 
-def test_a_game_outlives_its_server(doomed):
+def test_session_survives_a_server_restart(doomed):
     """Killed in its midst, and started again: the game goes on as if nothing had been."""
 
     async def game(env, disturb):
@@ -203,7 +203,7 @@ def test_a_game_outlives_its_server(doomed):
 
 
 @pytest.mark.slow
-def test_a_fork_and_an_expert_outlive_their_server(doomed):
+def test_fork_and_expert_survive_a_server_restart(doomed):
     async def game():
         env = make_env(**at(doomed, to=5))
         await env.reset(3)
@@ -220,7 +220,7 @@ def test_a_fork_and_an_expert_outlive_their_server(doomed):
     assert steps[0] == steps[1] == steps[2] and steps[0].info == {"heard": {"b": "y"}}
 
 
-def test_a_fork_outlives_its_original(server):
+def test_fork_survives_its_original(server):
     """Though that is closed before the copy is made; and a copy that is closed at once leaves the original be."""
 
     async def game(kind):
@@ -240,7 +240,7 @@ def test_a_fork_outlives_its_original(server):
 
 
 @pytest.mark.slow
-def test_an_env_that_is_not_deterministic_is_found_out(doomed):
+def test_nondeterministic_env_is_detected_on_replay(doomed):
     async def game():
         env = make_env(**at(doomed, "remote_toys:Fickle"))
         await env.reset(3)
@@ -254,7 +254,7 @@ def test_an_env_that_is_not_deterministic_is_found_out(doomed):
 
 
 @pytest.mark.slow
-def test_a_deadline_moves_a_game_on(doomed):
+def test_request_timeout_moves_the_session_to_another_server(doomed):
     """Silence is taken for a loss; where it is the same everywhere, the episode fails."""
     env = at(doomed, "remote_toys:Waits")
     env["at"] = {"servers": env["at"], "request_timeout": 0.2}
@@ -268,7 +268,7 @@ def test_a_deadline_moves_a_game_on(doomed):
         asyncio.run(game())
 
 
-def test_who_waits_in_vain_is_told_who_should_be_there(doomed):
+def test_timeout_names_the_expected_servers(doomed):
     env = at(doomed)
     env["at"] = {"servers": env["at"], "server_timeout": 0.3}
     remote = make_env(**env)
@@ -278,7 +278,7 @@ def test_who_waits_in_vain_is_told_who_should_be_there(doomed):
 
 
 @pytest.mark.slow
-def test_servers_join_and_leave(server, tmp_path):
+def test_servers_can_join_and_leave(server, tmp_path):
     """By a file of addresses: new games go to those who are there, and a game under way is not torn from its server."""
     names = tmp_path / "servers.txt"
     names.write_text(f"# ours\n{server.address}\n")
@@ -316,7 +316,7 @@ def opening(session, **options):
     return pb.Open(kind=pb.Kind(type="remote_toys:Count", options=encode_mapping(options)), seed=encode_value(session))
 
 
-def test_many_sessions_step_in_one_message(server):
+def test_sessions_are_batched_in_one_message(server):
     """As a client in another language would, by single calls."""
     numbers = range(1, 6)
     ask(server.address, *(pb.Request(id=n, session=n, open=opening(n)) for n in numbers))
@@ -330,7 +330,7 @@ def test_many_sessions_step_in_one_message(server):
     all_closed(server.address)
 
 
-def test_the_server_describes_itself(server):
+def test_server_supports_grpc_reflection(server):
     description = describe(server.address, type="remote_toys:Count")
     assert list(description.seats) == ["a", "b"] and description.expert and "math" in description.types
     assert [option.shown for option in description.options] == ["to: 'int' = 3", "split: 'str' = 'train'"]
@@ -359,7 +359,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_a_dead_client_leaks_nothing():
+def test_sessions_of_dead_clients_are_released():
     """Gone with a word, without one, and as one who asked by single calls."""
     with serving(TOYS, "--lease", 1) as server:
         ask(server.address, pb.Request(id=1, session=1, open=opening(1)))
@@ -377,7 +377,7 @@ def test_a_dead_client_leaks_nothing():
 
 
 @pytest.mark.slow
-def test_a_server_told_to_end_lets_games_end():
+def test_stopping_server_lets_sessions_finish():
     async def games(server, other):
         env = make_env(**at(server) | {"at": [server.address]})
         await env.reset(0)
@@ -401,7 +401,7 @@ def test_a_server_told_to_end_lets_games_end():
 
 
 @pytest.mark.slow
-def test_workers_share_a_port(tmp_path):
+def test_workers_share_a_port_and_lost_sessions_are_replayed(tmp_path):
     """A client finds them all; one that dies loses its own sessions, which are played again."""
     with serving(TOYS, "--workers", 2, "--grace", 1) as server:
 
@@ -427,7 +427,7 @@ def test_workers_share_a_port(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_servers_do_not_share_a_port_unasked(server):
+def test_second_server_on_a_port_is_refused(server):
     for workers in (1, 2):
         port = server.address.rpartition(":")[2]
         command = [*PALESTRA, "serve-envs", "--envs", "math", "--port", port]
@@ -447,7 +447,7 @@ def certificate(tmp_path_factory):
     return folder
 
 
-def test_token_and_tls(certificate, tmp_path, monkeypatch):
+def test_token_and_tls_are_supported(certificate, tmp_path, monkeypatch):
     monkeypatch.delenv("PALESTRA_ENV_TOKEN", raising=False)
     options = ("--cert", certificate / "cert.pem", "--key", certificate / "key.pem")
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -480,7 +480,7 @@ def test_token_and_tls(certificate, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_token_that_is_changed_bars_a_client_at_once(tmp_path, monkeypatch):
+def test_changed_token_locks_clients_out_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("PALESTRA_ENV_TOKEN", "one")
     with serving(TOYS) as server:
         env = make_env(**at(server))

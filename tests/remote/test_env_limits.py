@@ -71,7 +71,7 @@ def refused(address: str, *requests: pb.Request) -> pb.Fault:
     ],
     ids=lambda seed: f"{seed.WhichOneof('kind')}-{seed.ByteSize()}",
 )
-def test_a_seed_is_an_integer_of_64_bits(server: EnvServer, seed: pb.Value) -> None:
+def test_seeds_beyond_64_bits_are_refused(server: EnvServer, seed: pb.Value) -> None:
     """A generator seeded with a longer one takes the square of its length to make: 20 MB took 20 minutes."""
     fault = refused(server.address, opening(1, seed, "plan_path"))
     assert fault.why == pb.Fault.REFUSED and "64 bits" in fault.message
@@ -79,12 +79,12 @@ def test_a_seed_is_an_integer_of_64_bits(server: EnvServer, seed: pb.Value) -> N
 
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
-def test_any_such_seed_is_one(server: EnvServer, seed: int) -> None:
+def test_every_64_bit_seed_is_accepted(server: EnvServer, seed: int) -> None:
     replies = ask(server.address, opening(1, encode_value(seed)), closing(1))
     assert replies[0].HasField("opened")
 
 
-def test_values_are_bounded(server: EnvServer) -> None:
+def test_values_are_limited_in_size(server: EnvServer) -> None:
     twins = pb.Value(set=pb.Items(items=[pb.Value(integer=n) for n in range(MAX_KEYS + 1)]))
     for value, message in [
         (pb.Value(long=b"\x7f" * 2000), "an integer of 2,000 bytes"),
@@ -98,14 +98,14 @@ def test_values_are_bounded(server: EnvServer) -> None:
     assert "are the most" in refused(server.address, opening(1, to="x" * 300_000)).message
 
 
-def test_messages_are_bounded(server: EnvServer) -> None:
+def test_messages_are_limited_in_size(server: EnvServer) -> None:
     for requests in ([saying(1, "x" * (MAX_REQUEST_BYTES + 2**20))], [saying(1, "x")] * (MAX_REQUESTS_PER_MESSAGE + 1)):
         with pytest.raises(grpc.RpcError) as error:
             ask(server.address, *requests)
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_clients_messages_stay_within_the_bounds(server: EnvServer) -> None:
+def test_client_messages_stay_within_the_limit(server: EnvServer) -> None:
     """However much is asked while one is being written."""
 
     async def games() -> None:
@@ -131,7 +131,7 @@ def test_a_clients_messages_stay_within_the_bounds(server: EnvServer) -> None:
     ],
     ids=["simple post", "upgrade", "preflight"],
 )
-def test_what_a_browsers_page_can_send_is_not_spoken(server: EnvServer, sent: bytes) -> None:
+def test_browser_requests_are_not_answered(server: EnvServer, sent: bytes) -> None:
     heard = b""
     with raw.connected(f"http://{server.address}") as wire, contextlib.suppress(ConnectionError):
         wire.sendall(sent)
@@ -144,7 +144,7 @@ def test_what_a_browsers_page_can_send_is_not_spoken(server: EnvServer, sent: by
 
 
 @pytest.mark.slow
-def test_sessions_are_counted_and_expire() -> None:
+def test_sessions_are_limited_and_expire() -> None:
     with serving(TOYS, "--sessions", 4, "--idle", 1, "--lease", 2) as server:
         replies = ask(server.address, *(opening(n) for n in (1, 2, 3)))
         assert [reply.HasField("opened") for reply in replies] == [True, True, False]
@@ -165,7 +165,7 @@ def test_sessions_are_counted_and_expire() -> None:
 
 
 @pytest.mark.slow
-def test_a_call_that_takes_too_long_is_given_up() -> None:
+def test_env_call_over_its_time_limit_is_given_up() -> None:
     with serving(TOYS, "--limit", 2) as server:
 
         async def game() -> None:
@@ -200,7 +200,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_all_its_processes_lets_open_sessions_end(number: signal.Signals) -> None:
+def test_signal_to_all_processes_lets_sessions_finish(number: signal.Signals) -> None:
     """A terminal sends Ctrl-C to the workers too, and a service manager SIGTERM."""
     server = EnvServer(TOYS, "--grace", 30)
     ask(server.address, opening(1))
@@ -223,7 +223,7 @@ def hung() -> EnvServer:
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_ends_soon_after_its_grace_period() -> None:
+def test_hung_server_ends_after_its_grace_period() -> None:
     server = hung()
     server.process.terminate()
     out, _ = server.process.communicate(timeout=30)
@@ -231,7 +231,7 @@ def test_a_server_that_hangs_ends_soon_after_its_grace_period() -> None:
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_second_signal_exits_at_once() -> None:
     server = hung()
     server.process.terminate()
     time.sleep(0.3)
@@ -241,7 +241,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_dies_with_its_server() -> None:
+def test_hung_worker_dies_with_its_server() -> None:
     server = hung()
     server.kill()
     comes_to(lambda: listens(server), False)

@@ -118,14 +118,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_with_its_samplers_elsewhere(here: Path, tmp_path: Path) -> None:
+def test_remote_samplers_give_the_same_run(here: Path, tmp_path: Path) -> None:
     (tmp_path / "apart.yaml").write_text(dump(validate(TextConfig, tree(sampler=TWO))))
     finish(start(tmp_path, "apart.yaml"))
     assert_the_same(here, tmp_path / "runs" / "apart")
 
 
 @pytest.mark.slow
-def test_a_sampler_that_is_killed_is_started_again_and_changes_nothing(here: Path, tmp_path: Path) -> None:
+def test_killed_sampler_is_restarted_without_changing_the_run(here: Path, tmp_path: Path) -> None:
     killer = Killer()
     there = trained(tmp_path, "there", killer, sampler=TWO)
     assert killer.killed and not any(episode.error for episode in played(there))
@@ -133,7 +133,7 @@ def test_a_sampler_that_is_killed_is_started_again_and_changes_nothing(here: Pat
 
 
 @pytest.mark.slow
-def test_play_goes_on_elsewhere_while_weights_are_trained(tmp_path: Path) -> None:
+def test_remote_rollouts_run_during_training(tmp_path: Path) -> None:
     config = validate(TextConfig, tree(sampler=TWO, staleness=1, steps=4))
     with Run.create(tmp_path, dump(config), "ahead") as run:
         assert run_training(build(config), run)
@@ -143,7 +143,7 @@ def test_play_goes_on_elsewhere_while_weights_are_trained(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_resumes_with_new_samplers_and_leaves_none_behind(here: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_with_new_samplers_and_leaves_none(here: Path, tmp_path: Path) -> None:
     (tmp_path / "apart.yaml").write_text(dump(validate(TextConfig, tree(sampler=TWO))))
     run, first = tmp_path / "runs" / "apart", start(tmp_path, "apart.yaml")
     while len(read_lines(run / "checkpoints.jsonl")) < 1:
@@ -174,7 +174,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_eval_and_collect_sample_elsewhere_too(tmp_path: Path) -> None:
+def test_eval_and_collect_use_remote_samplers(tmp_path: Path) -> None:
     def palestra(*words: Any) -> Result:
         return CliRunner().invoke(app, [str(word) for word in words])
 
@@ -191,7 +191,7 @@ def test_eval_and_collect_sample_elsewhere_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_start_say_why(tmp_path: Path) -> None:
+def test_sampler_start_errors_are_reported(tmp_path: Path) -> None:
     processes = SamplerProcesses(["--base", "./nothing"], 1, [], tmp_path)
     with pytest.raises(ValueError, match=r"a sampler process does not start \(exit code 2\): .*no model at nothing"):
         processes.children[0].wait_url()
@@ -207,12 +207,12 @@ def test_processes_that_do_not_start_say_why(tmp_path: Path) -> None:
         ({"type": "procesess"}, "processes"),
     ],
 )
-def test_what_a_config_may_say_of_samplers(sampler: dict[str, Any], said: str) -> None:
+def test_invalid_sampler_configs_are_refused(sampler: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         validate(TextConfig, tree(sampler=sampler))
 
 
-def test_what_cannot_be_sampled_elsewhere_is_refused() -> None:
+def test_policies_without_remote_sampling_are_refused() -> None:
     with pytest.raises(ValueError, match="so sampler: has no effect"):
         validate(TextConfig, tree(sampler=TWO, engine="http://localhost:8000"))
     full = {"planner": {"type": "full", "base": "tiny"}, "executor": speech_of_the_base()}

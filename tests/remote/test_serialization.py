@@ -68,13 +68,13 @@ def equal(one, other):
 
 @settings(max_examples=50)
 @given(VALUES)
-def test_values_come_back(value):
+def test_values_survive_serialization(value):
     assert equal(there_and_back(value), value)
 
 
 @settings(max_examples=30)
 @given(st.dictionaries(TEXTS, VALUES, max_size=3), st.dictionaries(TEXTS, NUMBERS), VALUES, st.booleans())
-def test_steps_come_back(observations, rewards, state, truncated):
+def test_steps_survive_serialization(observations, rewards, state, truncated):
     step = Step(observations, rewards, 0.5, {"a": ["x"]}, state, truncated, {"success": True})
     message = pb.Step()
     write_step(message, step)
@@ -83,24 +83,24 @@ def test_steps_come_back(observations, rewards, state, truncated):
         assert equal(getattr(back, part), getattr(step, part)), part
 
 
-def test_int_and_float_are_not_the_same_and_nan_is():
+def test_int_float_and_nan_are_preserved():
     back = there_and_back([1, 1.0, True, float("nan"), -0.0, 2**63, np.float32(1), np.bool_(True)])
     assert list(map(type, back)) == [int, float, bool, float, float, int, np.float32, np.bool_]
     assert math.isnan(back[3]) and math.copysign(1, back[4]) == -1 and back[5] == 2**63
 
 
-def test_arrays_come_back_writable_in_their_own_byte_order():
+def test_arrays_are_writable_and_keep_their_byte_order():
     back = there_and_back(np.arange(6, dtype=">i4").reshape(2, 3).T)
     back[0, 0] = 7
     assert back.dtype.str == ">i4" and back.tolist() == [[7, 3], [1, 4], [2, 5]]
 
 
-def test_conversations_come_back():
+def test_conversations_survive_serialization():
     chat = Chat(({"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": None}), ({"name": "add"},))
     assert there_and_back({"seat": chat}) == {"seat": chat}
 
 
-def test_a_step_that_is_over_is_a_few_bytes_and_comes_back():
+def test_empty_step_is_zero_bytes():
     message = pb.Step()
     write_step(message, Step({}))
     assert message.ByteSize() == 0 and read_step(message) == Step({})
@@ -120,14 +120,14 @@ class Board:
         ({"a": [lambda: 0]}, "builtins.function cannot be sent"),
     ],
 )
-def test_what_cannot_travel_is_named(value, message):
+def test_unserializable_values_are_named(value, message):
     with pytest.raises(ValueError, match=message):
         encode_value(value)
     with pytest.raises(ValueError, match=f"in a step's info: .*{message}"):
         write_step(pb.Step(), Step({}, info={"board": value}))
 
 
-def test_a_list_in_itself_is_named_and_does_not_hang():
+def test_recursive_list_is_refused():
     endless = []
     endless.append(endless)
     with pytest.raises(ValueError, match="one in itself"):
@@ -138,7 +138,7 @@ def test_a_list_in_itself_is_named_and_does_not_hang():
     assert there_and_back(deep) == deep
 
 
-def test_bytes_that_are_no_array_are_refused():
+def test_invalid_array_bytes_are_refused():
     for dtype, shape, data in [("<f4", [2], b"\x00"), ("|O", [0], b""), ("<f4", [10**12], b"")]:
         with pytest.raises(ValueError, match="are no array"):
             read_value(pb.Value(array=pb.Array(dtype=dtype, shape=shape, data=data)))
@@ -146,7 +146,7 @@ def test_bytes_that_are_no_array_are_refused():
         read_value(pb.Value())
 
 
-def test_digests_tell_steps_apart_and_know_equal_ones():
+def test_digests_are_equal_exactly_for_equal_steps():
     def of(step):
         message = pb.Step()
         write_step(message, step)
@@ -163,7 +163,7 @@ def test_mappings_keep_their_order():
     assert list(read_mapping(encode_mapping(seats)).items()) == list(seats.items())
 
 
-def test_a_generator_goes_on_where_it_was():
+def test_random_generators_survive_serialization():
     rng, other = random.Random(3), random.Random()
     rng.random()
     restore_rng_state(other, encode_rng_state(rng))

@@ -64,7 +64,7 @@ def trained_in_here(folder, tree):
     return folder / "run"
 
 
-def test_one_line_moves_an_env_and_the_run_is_the_same(base, tmp_path):
+def test_env_on_a_server_gives_the_same_run(base, tmp_path):
     tree = config(base, 1)
     pop_metrics()
     with serving(TOYS) as server:
@@ -78,7 +78,7 @@ def test_one_line_moves_an_env_and_the_run_is_the_same(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_line_plays_envs_here_and_there(base, tmp_path):
+def test_command_line_supports_local_and_remote_envs(base, tmp_path):
     """Training, evaluation during and after it and demonstrations by the env's expert, with the env here and there."""
     with serving(f"{TOYS},text_tic_tac_toe") as server:
         local, here = train(tmp_path / "here", base, 2)
@@ -104,7 +104,7 @@ def answers(episode):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_three_minutes_of_servers_that_are_killed_leave_no_trace(base, tmp_path):
+def test_run_is_unchanged_by_servers_killed_for_three_minutes(base, tmp_path):
     """Of three servers, one is killed every 20 seconds, and started again 5 seconds later: nobody would know."""
     steps = 54
     quiet, whole = train(tmp_path / "quiet", base, steps)

@@ -117,7 +117,7 @@ def adapters_at(there: There) -> set[str]:
         return {card["id"] for card in json.load(answer)["data"] if card["parent"]}
 
 
-def test_token_ids_go_in_and_come_out(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_token_ids_are_sent_and_received(there: There, engine: Engine, sampler: VllmSampler) -> None:
     (answers,) = together(sampler, Request(prompt(engine), 4, WORDS, seed=2**63 - 9))
     assert len(answers) == 4 and len({tuple(ids) for ids in tokens(answers)}) > 1
     for answer in answers:
@@ -129,7 +129,7 @@ def test_token_ids_go_in_and_come_out(there: There, engine: Engine, sampler: Vll
         assert answer.stop_reason == ("stop" if ended else "length") and (ended or len(answer.token_ids) == 6)
 
 
-def test_what_is_drawn_hangs_on_the_seed_alone(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_samples_depend_on_the_seed_only(there: There, engine: Engine, sampler: VllmSampler) -> None:
     red, blue = strong(engine, "red@1", 1), strong(engine, "blue@2", 2, rank=2)
     asked = [Request(prompt(engine), 3, WORDS, adapter, seed) for adapter in (red, blue) for seed in (5, 6)]
     alone = [together(sampler, request)[0] for request in asked]
@@ -142,7 +142,7 @@ def test_what_is_drawn_hangs_on_the_seed_alone(there: There, engine: Engine, sam
         )
 
 
-def test_ours_draws_what_the_engine_draws_in_process(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_palestra_sampler_server_equals_the_engine(there: There, engine: Engine, sampler: VllmSampler) -> None:
     if not there.ours:
         pytest.skip("vLLM draws from another generator")
     cut = SamplingConfig(max_tokens=6, temperature=0.7, top_k=20, top_p=0.9, stop=(" down",))
@@ -158,7 +158,7 @@ def test_ours_draws_what_the_engine_draws_in_process(there: There, engine: Engin
             assert b.stop_reason == a.stop_reason and b.logprobs == pytest.approx(a.logprobs, abs=1e-5)
 
 
-def test_what_ends_an_answer_is_part_of_it(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_stop_token_is_part_of_the_answer(there: There, engine: Engine, sampler: VllmSampler) -> None:
     start, greedy = prompt(engine), SamplingConfig(max_tokens=8, temperature=0, stop_at_eos=False)
     ((whole, twin),) = together(sampler, Request(start, 2, greedy))
     assert len(whole.token_ids) == 8 and whole.stop_reason == "length" and tokens([twin]) == tokens([whole])
@@ -182,7 +182,7 @@ def test_trainer_and_sampler_agree_on_base_and_adapters_in_one_batch(
     assert sampler.zero_adapter is not None
 
 
-def test_a_sampler_of_other_weights_is_refused(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_sampler_with_other_weights_is_refused(there: There, engine: Engine, sampler: VllmSampler) -> None:
     other = Engine.load("tiny", device="cpu")
     with torch.no_grad():
         next(iter(other.linear_layers.values())).weight.mul_(1.1)
@@ -191,7 +191,7 @@ def test_a_sampler_of_other_weights_is_refused(there: There, engine: Engine, sam
     check_logprobs(sampler, other, [SampledPolicy("red", LoraConfig(rank=4), WORDS)], tolerance=10.0)
 
 
-def test_a_version_has_a_name_of_its_own_and_leaves_when_nobody_can_ask_for_it(
+def test_adapter_versions_have_unique_names_and_are_unloaded(
     there: There, engine: Engine, sampler: VllmSampler
 ) -> None:
     before, sampler.zero_adapter = adapters_at(there), None
@@ -215,7 +215,7 @@ def test_a_version_has_a_name_of_its_own_and_leaves_when_nobody_can_ask_for_it(
     assert tokens(together(sampler, Request(prompt(engine), 1, WORDS, second, 3))[0]) == tokens([b])
 
 
-def test_adapters_that_a_server_lost_are_loaded_again(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_lost_adapters_are_reloaded(there: There, engine: Engine, sampler: VllmSampler) -> None:
     red = strong(engine, "red@1")
     request = Request(prompt(engine), 2, WORDS, red, 4)
     (before,) = together(sampler, request)
@@ -235,7 +235,7 @@ def send(there: There, path: str, body: dict[str, Any], key: str | None = None) 
             return error.code, error.read().decode()
 
 
-def test_what_a_server_refuses_is_told(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_server_refusals_are_reported(there: There, engine: Engine, sampler: VllmSampler) -> None:
     status, said = send(there, "/v1/completions", {"model": "nobody@3", "prompt": [5], "max_tokens": 1})
     assert status == 404 and "nobody@3" in said
     status, said = send(there, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
@@ -248,7 +248,7 @@ def test_what_a_server_refuses_is_told(there: There, engine: Engine, sampler: Vl
         ).connect()
 
 
-def test_a_web_page_cannot_swap_an_adapter(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_web_page_cannot_load_an_adapter(there: There, engine: Engine, sampler: VllmSampler) -> None:
     """Not even one that knows the key, by a simple request without CORS or under a rebound name."""
     if not there.ours:
         pytest.skip("vLLM has no such check")
@@ -269,7 +269,7 @@ def test_a_web_page_cannot_swap_an_adapter(there: There, engine: Engine, sampler
     assert ask(there.url, "GET", "/health").status == 200
 
 
-def test_bodies_of_a_sampler_are_bounded(there: There) -> None:
+def test_sampler_request_bodies_are_limited(there: There) -> None:
     if not there.ours:
         pytest.skip("vLLM has bounds of its own")
     key = f"Bearer {there.key}"
@@ -281,7 +281,7 @@ def test_bodies_of_a_sampler_are_bounded(there: There) -> None:
 
 
 @pytest.mark.slow
-def test_a_flood_of_bytes_takes_no_memory() -> None:
+def test_flood_of_bytes_takes_no_memory() -> None:
     """Of a server without a key, as anybody on the machine may send it."""
     with serving("--base", "tiny") as (url, process):
         assert ask(url, "POST", vllm.COMPLETIONS_PATH, json.dumps(BASE).encode()).status == 200
@@ -317,7 +317,7 @@ BASE = {"model": "tiny", "prompt": [5], "max_tokens": 1}
         ("load_lora_adapter", b'{"lora_name": ["x"], "lora_path": {}}'),
     ],
 )
-def test_malformed_calls_are_the_callers_mistake(there: There, path: str, body: bytes) -> None:
+def test_malformed_calls_get_400(there: There, path: str, body: bytes) -> None:
     if not there.ours:
         pytest.skip("of our server alone")
     reply = ask(there.url, "POST", f"/v1/{path}", body, Authorization=f"Bearer {there.key}")
@@ -325,7 +325,7 @@ def test_malformed_calls_are_the_callers_mistake(there: There, path: str, body: 
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e300])
-def test_a_temperature_at_the_edge_of_numbers_spoils_no_batch(there: There, temperature: float) -> None:
+def test_extreme_temperature_does_not_affect_the_batch(there: There, temperature: float) -> None:
     if not there.ours:
         pytest.skip("of our server alone")
     status, said = send(there, vllm.COMPLETIONS_PATH, {**BASE, "temperature": temperature, "logprobs": 0})
@@ -343,7 +343,7 @@ def test_a_temperature_at_the_edge_of_numbers_spoils_no_batch(there: There, temp
         (None, b""),
     ],
 )
-def test_an_adapter_that_is_none_is_refused(there: There, tmp_path: Path, config: bytes | None, weights: bytes) -> None:
+def test_invalid_adapter_is_refused(there: There, tmp_path: Path, config: bytes | None, weights: bytes) -> None:
     if not there.ours:
         pytest.skip("of our server alone")
     if config is None:
@@ -355,21 +355,21 @@ def test_an_adapter_that_is_none_is_refused(there: There, tmp_path: Path, config
     assert status == 400 and "cannot load the adapter" in said
 
 
-def test_a_wrong_key_is_told(there: There) -> None:
+def test_wrong_key_is_reported(there: There) -> None:
     if not there.key:
         pytest.skip("this server wants no key")
     with pytest.raises(ValueError, match=r"answered 401.*sampler\.key_env"):
         opened(there._replace(key="friend"))
 
 
-def test_no_server_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_server_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"no answer from the sampler at http://127.0.0.1:9.*Is it running"):
         opened(There("http://127.0.0.1:9", True, ""))
     assert time.monotonic() - began < 10
 
 
-def test_another_server_answers_for_one_that_is_gone(there: There, engine: Engine) -> None:
+def test_failover_to_another_server(there: There, engine: Engine) -> None:
     servers = [
         SamplerServer("http://127.0.0.1:9", "tiny", is_palestra=there.ours),
         SamplerServer(there.url, "tiny", is_palestra=there.ours),
@@ -381,7 +381,7 @@ def test_another_server_answers_for_one_that_is_gone(there: There, engine: Engin
     made.close()
 
 
-def test_a_run_ends_where_no_sampler_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_ends_without_samplers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "PAUSES", RetryPolicy(0.05, 0.1))
     made = VllmSampler(
         [SamplerServer("http://127.0.0.1:9", "tiny")], AdapterStore(None, "tiny"), RequestTimeouts(60.0, 0.3)

@@ -93,14 +93,14 @@ def run(tmp_path):
     return run.path
 
 
-def test_whatever_agents_say_is_text(run):
+def test_agent_text_is_escaped(run):
     page = report_html(run)
     read = loads_nothing(page)
     assert "<script>alert(1)</script>" in read.words and "\x00" not in page and "\u202e" not in page
     assert page.count("<section") == page.count("</section>")
 
 
-def test_it_says_what_there_is(run):
+def test_page_shows_the_contents_of_the_run(run):
     words = Page(report_html(run)).words
     for expected in (
         "25.0% [17.5%, 34.3%]",
@@ -116,7 +116,7 @@ def test_it_says_what_there_is(run):
     assert "reward +0.5" in words and "advantage +0.25" in words and "1 tried beside it" in words and "cut off" in words
 
 
-def test_the_command_writes_one_file(run, tmp_path):
+def test_command_writes_one_file(run, tmp_path):
     assert f"report: {run}/report.html" in palestra("report", run).replace("\n", "")
     palestra("report", run, "--out", tmp_path / "new" / "page.html", "--episodes", 0)
     page = (tmp_path / "new" / "page.html").read_text()
@@ -125,13 +125,13 @@ def test_the_command_writes_one_file(run, tmp_path):
     assert "is not a run" in refused("report", tmp_path)
 
 
-def test_the_poorest_run_has_a_page(tmp_path):
+def test_run_without_data_has_a_page(tmp_path):
     with Run.create(tmp_path, "{}", "a") as run:
         pass
     loads_nothing(report_html(run.path))
 
 
-def test_samples_are_the_best_the_worst_a_failure_and_some():
+def test_samples_include_best_worst_failed_and_random_episodes():
     def worth(value):
         node = Node(0, None, 0, {}, {}, {"a": value}, done=True)
         return Episode("e", int(10 * value), {"a": "a@0"}, [node])
@@ -147,24 +147,24 @@ def test_samples_are_the_best_the_worst_a_failure_and_some():
     )
 
 
-def test_several_lines_of_play_are_all_told():
+def test_all_trajectories_of_a_tree_are_shown():
     nodes = [Node(0, None, 0, {"a": "?"}, {"a": Answer("first", "a@0")})]
     nodes += [Node(i, 0, 1, {"a": "?"}, {"a": Answer(f"line{i}", "a@0")}, done=True) for i in (1, 2)]
     html = episode_html(Episode("e", 0, {"a": "a@0"}, nodes))
     assert html.count("first") == 1 and "line1" in html and "line2" in html and "2 lines of play" in html
 
 
-def test_steps_have_the_numbers_of_the_log(run):
+def test_step_numbers_equal_the_log(run):
     assert "3 of the 3 of step 1, as they were sampled" in Page(report_html(run, step=1)).words
 
 
-def test_the_table_of_policies_says_which_lines_it_means(run):
+def test_policy_table_names_its_log_lines(run):
     read = Page(report_html(run)).words
     assert "first and last line of 2" in read
 
 
 @pytest.mark.slow
-def test_games_and_populations_have_pages(tmp_path):
+def test_vector_and_population_runs_have_pages(tmp_path):
     small = ("--root", tmp_path, "--backend", "inline", "--set", "population.iterations=1")
     palestra(
         "train", "configs/populations/kuhn_psro.yaml", "--name", "pop", *small, "--set", "population.env_steps=2000"

@@ -75,7 +75,7 @@ def small(setting: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["awkward", "psro", "league"])
-def test_charts_can_be_read(browser: Any, runs: Path, tmp_path: Path, name: str, scheme: str) -> None:
+def test_charts_are_legible(browser: Any, runs: Path, tmp_path: Path, name: str, scheme: str) -> None:
     page, wrong = opened(browser, write_report(runs / name, tmp_path / "page.html"), scheme)
     shot(page, f"report-{name}-{scheme}")
     charts = page.evaluate(LOOK)
@@ -88,7 +88,7 @@ def test_charts_can_be_read(browser: Any, runs: Path, tmp_path: Path, name: str,
         assert all(contrast(colour(line), paper) > 1.2 for line in chart["lines"]), chart["title"]
 
 
-def test_letters_of_charts_can_be_selected(browser: Any, runs: Path, tmp_path: Path) -> None:
+def test_chart_text_can_be_selected(browser: Any, runs: Path, tmp_path: Path) -> None:
     page, _ = opened(browser, write_report(runs / "awkward", tmp_path / "page.html"), "light")
     page.keyboard.press("Control+A")
     selected = page.evaluate("getSelection().toString()")

@@ -35,7 +35,7 @@ def test_seeds_of_one_config_are_one_curve(runs):
     )
 
 
-def test_labels_name_what_differs():
+def test_labels_name_the_differing_settings():
     assert config_labels([{"a": {"k": 1, "x": 0}}, {"a": {"k": 2, "x": 0}}]) == ["k=1", "k=2"]
     assert config_labels([{"a": {"k": 1}, "b": {"k": 1}}, {"a": {"k": 2}, "b": {"k": 1}}]) == ["k=1", "k=2"]
     both = config_labels([{"a": {"k": 1}, "b": {"k": 1}}, {"a": {"k": 2}, "b": {"k": 3}}])
@@ -51,7 +51,7 @@ def test_seeds_without_a_common_step_are_refused(tmp_path):
         draw_figure(runs, FigureSpec(metric="success"), tmp_path / "a.svg")
 
 
-def test_the_command_draws_vectors_that_are_the_same_each_time(runs, tmp_path):
+def test_plot_command_is_deterministic(runs, tmp_path):
     output = palestra("plot", *runs, "--out", tmp_path / "a.svg", "--smooth", 3)
     assert "k=4: 3 runs" in output and "k=8: 3 runs" in output
     palestra("plot", *runs, "--out", tmp_path / "b.svg", "--smooth", 3)
@@ -68,7 +68,7 @@ def test_the_command_draws_vectors_that_are_the_same_each_time(runs, tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_mistakes_are_told(runs, tmp_path):
+def test_invalid_arguments_are_refused_with_the_reason(runs, tmp_path):
     out = ("--out", tmp_path / "a.svg")
     assert "has no figure loss of team; it has: step, success" in refused("plot", runs[0], "--metric", "loss", *out)
     assert 'has no "dev"; it has: test' in refused("plot", runs[0], "--eval", "dev", *out)
@@ -78,7 +78,7 @@ def test_mistakes_are_told(runs, tmp_path):
     assert "is not a run" in refused("plot", tmp_path, *out)
 
 
-def test_the_held_out_evaluation_is_the_default(runs, tmp_path):
+def test_held_out_evaluation_is_the_default(runs, tmp_path):
     logs = [RunLogs(run) for run in runs]
     assert with_default_eval(logs, FigureSpec()).eval_name == "test"
     for asked in (FigureSpec(metric="success"), FigureSpec(policy="planner")):

@@ -91,7 +91,7 @@ def text_of(what):
     return capture.get()
 
 
-def test_a_ladder_is_ranked_and_nothing_is_hidden(tmp_path):
+def test_transitive_population_is_ranked(tmp_path):
     record = read_record(ladder(tmp_path))
     rows = standings(record)
     assert [row.name for row in rows] == ["c", "b", "a", "uniform"]
@@ -105,7 +105,7 @@ def test_a_ladder_is_ranked_and_nothing_is_hidden(tmp_path):
     assert "c" in text and "80.0%" in text and "OpenSkill" in text
 
 
-def test_a_cycle_has_equal_ratings_and_a_warning(tmp_path):
+def test_cyclic_population_has_equal_ratings_and_a_warning(tmp_path):
     record = read_record(cycle(tmp_path))
     rows = {row.name: row for row in standings(record)}
     three = [rows[name] for name in ("rock", "paper", "scissors")]
@@ -118,7 +118,7 @@ def test_a_cycle_has_equal_ratings_and_a_warning(tmp_path):
     assert lines[0].startswith("member,elo,") and len(lines) == 5 and lines[-1].startswith("uniform,")
 
 
-def test_the_table_shows_both_sides_of_a_pair_and_who_has_not_met(tmp_path):
+def test_payoff_table_shows_both_sides_and_missing_pairs(tmp_path):
     path = ladder(tmp_path)
     record = read_record(path)
     assert record.payoffs.cell(("c", "a")).mean == (0.6, -0.6) == record.payoffs.cell(("a", "c")).mean[::-1]
@@ -136,7 +136,7 @@ def test_the_table_shows_both_sides_of_a_pair_and_who_has_not_met(tmp_path):
     assert [row.name for row in standings(read_record(lonely))] == ["x", "uniform"]
 
 
-def test_many_members_are_shown_by_the_newest(tmp_path):
+def test_large_populations_show_the_newest_members(tmp_path):
     names = [f"m-{i}" for i in range(30)]
     cells = [cell(name, "uniform", 6, 4) for name in names]
     record = read_record(made_run(tmp_path, [*(trained(n) for n in names), played("all", *cells)], symmetric(*names)))
@@ -165,7 +165,7 @@ def two_players(folder):
     return made_run(folder, tasks, members, metrics)
 
 
-def test_two_populations_have_a_side_of_the_table_each(tmp_path):
+def test_two_populations_are_rows_and_columns(tmp_path):
     record = read_record(two_players(tmp_path))
     assert record.payoffs.seats == ("row", "column")
     assert record.payoffs.members == {
@@ -179,20 +179,20 @@ def test_two_populations_have_a_side_of_the_table_each(tmp_path):
         standings(record)  # payoffs that were worked out are no wins
 
 
-def test_best_answers_in_a_symmetric_game_go_round_the_cycle(tmp_path):
+def test_best_responses_in_a_symmetric_game_follow_the_cycle(tmp_path):
     names, answers = best_responses(read_record(cycle(tmp_path)))
     after = {names[i]: names[j] for i, j in answers}
     assert (after["rock"], after["paper"], after["scissors"]) == ("paper", "scissors", "rock")
 
 
-def test_how_far_from_an_equilibrium_by_steps_games_and_time(tmp_path):
+def test_nash_conv_by_env_steps_games_and_seconds(tmp_path):
     assert nash_conv_points(read_record(two_players(tmp_path))) == [
         {"nash_conv": 2.0, "env_steps": 100, "games": 5, "seconds": 2.0},
         {"nash_conv": 0.5, "env_steps": 300, "games": 50, "seconds": 8.0},
     ]
 
 
-def test_a_measurement_that_counts_for_itself_is_believed(tmp_path):
+def test_logged_counters_take_precedence(tmp_path):
     metrics = [
         (0, "team", {"iteration": 1, "members": 2, "games": 0, "env_steps": 700}),
         (1, "team", {"iteration": 1, "nash_conv": 1.5, "env_steps": 70, "games": 7}),
@@ -201,7 +201,7 @@ def test_a_measurement_that_counts_for_itself_is_believed(tmp_path):
     assert point == {"nash_conv": 1.5, "env_steps": 70, "games": 7, "seconds": 2.0}
 
 
-def test_mixtures_are_meta_strategies_or_whom_main_agents_met(tmp_path):
+def test_mixtures_are_meta_strategies_or_main_agent_opponents(tmp_path):
     assert mixtures_by_player(read_record(two_players(tmp_path)))["row"] == [{"row-1": 0.25, "row-2": 0.75}]
     order = {"opponents": {"agent": {"uniform": 0.5, "a": 0.5}}, "self_play": 0.4}
     tasks = [
@@ -221,22 +221,22 @@ def league_like(folder):
 
 
 @pytest.mark.parametrize("make", [ladder, cycle, two_players, league_like])
-def test_every_run_can_be_drawn(tmp_path, make):
+def test_every_population_run_can_be_plotted(tmp_path, make):
     path = make(tmp_path)
     assert plot_population(path).read_bytes().startswith(b"\x89PNG")
     assert (path / "population.png").exists()
 
 
-def test_settings_that_evolve_are_found(tmp_path):
+def test_searched_settings_are_found(tmp_path):
     assert searched_settings(read_record(league_like(tmp_path))) == ["lr"]
 
 
-def test_a_run_of_no_population_is_refused(tmp_path):
+def test_run_without_population_is_refused(tmp_path):
     with Run.create(tmp_path, "") as run, pytest.raises(ValueError, match="no finished task of a population"):
         read_record(run.path)
 
 
-def test_lines_that_palestra_did_not_write_are_named(tmp_path):
+def test_foreign_task_lines_are_named(tmp_path):
     path = ladder(tmp_path)
     with Run.open(path) as run:
         run.append_line("crossplay.jsonl", crossplay_line(*cell("a", "b", 80, 20)))

@@ -23,7 +23,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("metrics", "evals"), RUNS.values(), ids=RUNS)
-def test_every_run_can_be_drawn_and_told(tmp_path, metrics, evals):
+def test_every_run_has_plot_and_summary(tmp_path, metrics, evals):
     with Run.create(tmp_path, "") as run:
         for line in metrics:
             run.log_metrics(*line)
@@ -34,7 +34,7 @@ def test_every_run_can_be_drawn_and_told(tmp_path, metrics, evals):
     console.print(summary_table(run.path))
 
 
-def test_the_table_tells_before_and_after(tmp_path):
+def test_summary_table_compares_first_and_last_lines(tmp_path):
     with Run.create(tmp_path, "") as run:
         for step, success in ((-1, 0.25), (9, 0.75)):
             run.log_eval(step, "dev", TEAM | {"success": success, "episodes": 100.0})
@@ -48,7 +48,7 @@ def test_the_table_tells_before_and_after(tmp_path):
     assert "0.45" in text and "2.45" in text and "a: means of the first and last 10 lines of 30" in text
 
 
-def test_a_short_run_is_told_by_its_first_and_its_last_line(tmp_path):
+def test_short_run_is_summarised_by_first_and_last_line(tmp_path):
     """Windows of ten lines would be the same twelve lines but two."""
     with Run.create(tmp_path, "") as run:
         for step in range(4):
@@ -60,7 +60,7 @@ def test_a_short_run_is_told_by_its_first_and_its_last_line(tmp_path):
     assert "0.00" in text and "0.30" in text and "a: first and last line of 4" in text
 
 
-def test_the_success_of_a_search_stands_below_the_evaluation_and_is_called_so(tmp_path):
+def test_search_success_is_labelled_and_below_the_evaluation(tmp_path):
     config = "algorithm: {type: grpo, branch_at: turn, continue_from: best, group_size: 8}\n"
     with Run.create(tmp_path, config) as run:
         for step in (-1, 9):

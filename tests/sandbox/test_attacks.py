@@ -35,7 +35,7 @@ QUICK |= {"shared memory that it unmaps page by page", "memory of threads whose 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ATTACKS]
 )
-def test_it_is_held(name: str, backend: str, world: World) -> None:
+def test_attack_is_contained(name: str, backend: str, world: World) -> None:
     if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     began = time.monotonic()
@@ -48,7 +48,7 @@ def test_it_is_held(name: str, backend: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
-def test_what_is_left_in_the_folder_holds_up_nobody_who_reads_it(backend: str) -> None:
+def test_hostile_leftover_files_do_not_block_readers(backend: str) -> None:
     """Pipes, loops of links, names that are no text, holes, and a folder that is deep."""
     if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
@@ -71,7 +71,7 @@ FEW = ("files that never had a name", "a signal by way of a socket", "a lock on 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in REAL_ATTACKS]
 )
-def test_without_a_sandbox_it_succeeds(name: str, world: World) -> None:
+def test_attack_succeeds_without_a_sandbox(name: str, world: World) -> None:
     outcome = attempt("unsafe", HELPERS + ATTACKS[name], world, GENEROUS)
     time.sleep(0.02)
     happened = "ESCAPED" in outcome.stdout or world.state() != world.before
@@ -101,7 +101,7 @@ for source in programs:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["sandlock", "bubblewrap"])
-def test_disk_is_held_where_nobody_may_mount(backend: str, world: World) -> None:
+def test_disk_use_is_limited_without_mount_permission(backend: str, world: World) -> None:
     """There the folder, and files without a name, are measured; no process may become one that cannot be."""
     attacks = DISK | {"another program": "os.execv(sys.executable, [sys.executable, '-c', 'print(\"ESCAPED\")'])"}
     programs = [PRELUDE.format(world=world.prelude_values()) + HELPERS + source for source in attacks.values()]

@@ -21,7 +21,7 @@ QUICK = {*REAL, *MORE, *SOME}
 
 @pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ALL])
-def test_it_comes_to_nothing(name: str, backend: str, world: World) -> None:
+def test_escape_attempt_fails_in_the_sandbox(name: str, backend: str, world: World) -> None:
     if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     began = time.monotonic()
@@ -37,7 +37,7 @@ FEW = ("read a file", "list the user's home", "change a file's mode", "connect t
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in REAL])
-def test_without_a_sandbox_it_does_not(name: str, world: World) -> None:
+def test_escape_attempt_succeeds_without_a_sandbox(name: str, world: World) -> None:
     """So that the test above can fail."""
     outcome = attempt("unsafe", REAL[name], world, ResourceLimits())
     time.sleep(0.02)

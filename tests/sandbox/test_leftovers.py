@@ -40,9 +40,7 @@ NASTY = [
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("backend", ["sandlock", "bubblewrap"])
-def test_a_thousand_runs_leave_no_process_and_no_file(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thousand_runs_leave_no_process_or_file(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     client.stop_fork_server()

@@ -39,13 +39,13 @@ def sandbox() -> Sandbox:
 # ---- what a program is given
 
 
-def test_a_program_reads_stdin_and_writes_stdout_and_stderr(run: Run) -> None:
+def test_program_uses_stdin_stdout_and_stderr(run: Run) -> None:
     outcome = run("import sys\nprint(int(input()) + int(input()))\nprint('no', file=sys.stderr)", stdin="40\n2\n")
     assert (outcome.stdout, outcome.stderr, outcome.code, outcome.ended) == ("42\n", "no\n", 0, "exit")
     assert outcome.ok and 0 < outcome.seconds < 10
 
 
-def test_much_goes_in_and_out(run: Run) -> None:
+def test_large_input_and_output(run: Run) -> None:
     text = "x" * (3 * MIB)
     outcome = run(
         "import sys; print(len(sys.stdin.read())); print('y' * 500_000)", stdin=text, limits=ResourceLimits(output=MIB)
@@ -53,11 +53,11 @@ def test_much_goes_in_and_out(run: Run) -> None:
     assert outcome.ok and outcome.stdout == f"{len(text)}\n{'y' * 500_000}\n"
 
 
-def test_a_program_that_reads_no_input_is_not_held_up_by_it(run: Run) -> None:
+def test_unread_input_does_not_block(run: Run) -> None:
     assert run("print(1)", stdin="x" * MIB).stdout == "1\n"
 
 
-def test_files_go_in_and_come_out(run: Run) -> None:
+def test_files_are_passed_in_and_out(run: Run) -> None:
     source = """
 import helper, os
 data = open("deep/data.bin", "rb").read()
@@ -72,7 +72,7 @@ print(helper.word, os.listdir("."))
     assert run("print(1)", files=files).files == {}
 
 
-def test_only_named_files_come_out_and_no_more_bytes_than_asked(run: Run) -> None:
+def test_only_named_files_are_returned_up_to_the_limit(run: Run) -> None:
     source = """
 import os
 open("a", "w").write("0123456789")
@@ -86,17 +86,17 @@ os.mkfifo("pipe")
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "folder/a", "..", ""])
-def test_only_files_of_the_folder_itself_can_be_named(sandbox: Sandbox, name: str) -> None:
+def test_kept_files_must_be_in_the_folder(sandbox: Sandbox, name: str) -> None:
     with pytest.raises(ValueError, match="give a plain name"):
         asyncio.run(sandbox.run_python("print(1)", keep={name: 10}))
 
 
-def test_each_run_has_a_folder_of_its_own(run: Run) -> None:
+def test_each_run_has_its_own_folder(run: Run) -> None:
     assert run("open('left', 'w').close()").ok
     assert run("import os; print(os.listdir('.'))").stdout == "[]\n"
 
 
-def test_it_is_an_ordinary_python(run: Run) -> None:
+def test_program_runs_in_ordinary_python(run: Run) -> None:
     source = """
 import dataclasses, multiprocessing, pickle, shutil, subprocess, sys, tempfile, threading
 @dataclasses.dataclass
@@ -118,7 +118,7 @@ exit(3)
     ]
 
 
-def test_only_the_standard_library_is_there(run: Run) -> None:
+def test_only_the_standard_library_is_available(run: Run) -> None:
     assert "No module named 'numpy'" in run("import numpy").stderr
 
 
@@ -131,7 +131,7 @@ def test_the_environment_is_clean(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
-def test_equal_programs_say_equal_things(run: Run) -> None:
+def test_equal_programs_give_equal_output(run: Run) -> None:
     source = "print({f'{i}' for i in range(50)}, hash('x'))\nraise ValueError(__import__('os').getcwd())"
     first, second = run(source), run(source)
     assert first.stdout and (first.stdout, first.stderr) == (second.stdout, second.stderr)
@@ -140,7 +140,7 @@ def test_equal_programs_say_equal_things(run: Run) -> None:
 # ---- how it ended
 
 
-def test_a_traceback_names_the_program_alone(run: Run) -> None:
+def test_traceback_names_the_program_only(run: Run) -> None:
     outcome = run("def f():\n    1 / 0\nf()")
     assert (outcome.ended, outcome.code, outcome.ok) == ("exit", 1, False)
     assert outcome.stderr == (
@@ -149,18 +149,18 @@ def test_a_traceback_names_the_program_alone(run: Run) -> None:
     )
 
 
-def test_a_syntax_error_is_the_programs(run: Run) -> None:
+def test_syntax_error_is_reported_in_the_program(run: Run) -> None:
     outcome = run("print(1)\nprint(")
     assert outcome.code == 1 and outcome.stdout == ""
     assert outcome.stderr.startswith('  File "main.py", line 2') and "SyntaxError" in outcome.stderr
 
 
-def test_a_null_byte_in_the_source_is_the_programs_mistake(run: Run) -> None:
+def test_null_byte_in_the_source_is_reported(run: Run) -> None:
     outcome = run("print(1)\0")
     assert outcome.code == 1 and "null byte" in outcome.stderr
 
 
-def test_a_signal(run: Run) -> None:
+def test_signal_is_reported(run: Run) -> None:
     outcome = run("import os, signal; print('so far', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
     assert (outcome.ended, outcome.code, outcome.stdout) == ("signal", -11, "so far\n")
 
@@ -184,23 +184,23 @@ def test_wall_whatever_it_does_with_signals(run: Run, heed: str) -> None:
     assert run(source, limits=ResourceLimits(wall=0.5)).ended == "wall"
 
 
-def test_wall_for_one_that_stops_itself(run: Run) -> None:
+def test_wall_limit_for_a_stopped_program(run: Run) -> None:
     assert (
         run("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", limits=ResourceLimits(wall=0.5)).ended == "wall"
     )
 
 
-def test_wall_for_one_that_closes_its_pipes(run: Run) -> None:
+def test_wall_limit_for_closed_pipes(run: Run) -> None:
     source = "import os, time\nfor n in range(3): os.close(n)\ntime.sleep(60)"
     assert run(source, limits=ResourceLimits(wall=0.5)).ended == "wall"
 
 
-def test_cpu(run: Run) -> None:
+def test_cpu_limit(run: Run) -> None:
     outcome = run("while True: pass", limits=ResourceLimits(wall=60, cpu=0.4))
     assert outcome.ended == "cpu"
 
 
-def test_cpu_counts_all_processes(run: Run) -> None:
+def test_cpu_limit_counts_all_processes(run: Run) -> None:
     source = """
 import os, time
 for _ in range(4):
@@ -219,7 +219,7 @@ def test_a_program_that_sleeps_uses_no_cpu(run: Run) -> None:
 
 
 @pytest.mark.parametrize("size", [200, 10_000])
-def test_memory(run: Run, size: int) -> None:
+def test_memory_limit(run: Run, size: int) -> None:
     """A little too much is seen by the watch, far too much is refused by the kernel."""
     outcome = run(f"x = b'x' * ({size} * 2**20); print('got it')", limits=ResourceLimits(memory=100 * MIB))
     assert (outcome.ended, outcome.stdout) == ("memory", "")
@@ -229,7 +229,7 @@ def test_memory_below_the_limit(run: Run) -> None:
     assert run("x = b'x' * (80 * 2**20); print(len(x))", limits=ResourceLimits(memory=120 * MIB)).ok
 
 
-def test_memory_counts_all_processes(run: Run) -> None:
+def test_memory_limit_counts_all_processes(run: Run) -> None:
     source = """
 import os, time
 for _ in range(6):
@@ -241,7 +241,7 @@ time.sleep(60)
     assert run(source, limits=ResourceLimits(wall=30, memory=150 * MIB)).ended == "memory"
 
 
-def test_memory_that_processes_share_counts_once(run: Run) -> None:
+def test_shared_memory_counts_once(run: Run) -> None:
     source = """
 import os, time
 x = b'x' * (60 * 2**20)
@@ -257,7 +257,7 @@ def test_threads_with_large_stacks_may_reserve_what_they_do_not_use(run: Run) ->
     assert run(source).stdout == "1\n"
 
 
-def test_processes(run: Run) -> None:
+def test_process_limit(run: Run) -> None:
     source = """
 import os, time
 made = 0
@@ -277,7 +277,7 @@ except OSError:
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_output(run: Run, stream: str) -> None:
+def test_output_limit(run: Run, stream: str) -> None:
     outcome = run(f"import sys\nwhile True: sys.{stream}.write('x' * 1000)", limits=ResourceLimits(output=5000))
     assert outcome.ended == "output" and outcome.code is None
     assert getattr(outcome, stream) == "x" * 5000
@@ -287,25 +287,25 @@ def test_output_up_to_the_limit(run: Run) -> None:
     assert run("print('x' * 4999)", limits=ResourceLimits(output=5000)).ok
 
 
-def test_one_large_file(run: Run) -> None:
+def test_file_size_limit(run: Run) -> None:
     outcome = run("open('a', 'wb').write(b'x' * 3_000_000)", limits=ResourceLimits(disk=MIB), keep=True)
     assert outcome.code == 1 and "File too large" in outcome.stderr
     assert sum(map(len, outcome.files.values())) <= MIB
 
 
-def test_many_small_files(run: Run) -> None:
+def test_total_file_size_limit(run: Run) -> None:
     source = "import itertools\nfor i in itertools.count(): open(f'{i}', 'wb').write(b'x' * 9000)"
     outcome = run(source, limits=ResourceLimits(disk=MIB), keep=True)
     assert outcome.ended == "output" and sum(map(len, outcome.files.values())) <= MIB
 
 
-def test_a_crash_hands_its_memory_to_nobody(run: Run) -> None:
+def test_crash_starts_no_core_dump_handler(run: Run) -> None:
     """A limit of 1, not 0, keeps Linux from starting a program that collects crashes."""
     most = min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % 2**64)
     assert run("import resource; print(*resource.getrlimit(resource.RLIMIT_CORE))").stdout == f"{most} {most}\n"
 
 
-def test_nothing_but_positive_limits() -> None:
+def test_limits_must_be_positive() -> None:
     with pytest.raises(ValueError, match="processes is 0"):
         ResourceLimits(processes=0)
 
@@ -319,7 +319,7 @@ def test_files_outside_the_folder_are_refused(sandbox: Sandbox, name: str) -> No
 # ---- many at once, and what is left
 
 
-def test_programs_that_hang_hold_nobody_up(sandbox: Sandbox) -> None:
+def test_hung_programs_do_not_block_others(sandbox: Sandbox) -> None:
     async def both() -> tuple[list[RunResult], int]:
         source, limits = "import time; time.sleep(99)", ResourceLimits(wall=60)
         hanging = [asyncio.create_task(sandbox.run_python(source, limits=limits)) for _ in range(12)]
@@ -353,7 +353,7 @@ def test_cancelling_ends_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
     asyncio.run(cancelled())
 
 
-def test_a_new_warden_takes_the_place_of_one_that_died(sandbox: Sandbox) -> None:
+def test_dead_fork_server_is_replaced(sandbox: Sandbox) -> None:
     first = asyncio.run(sandbox.run_python("print(1)"))
     process = client._fork_server().process  # asked again, there may be a new one by then
     process.kill()
@@ -361,7 +361,7 @@ def test_a_new_warden_takes_the_place_of_one_that_died(sandbox: Sandbox) -> None
     assert replace(asyncio.run(sandbox.run_python("print(1)")), seconds=0) == replace(first, seconds=0)
 
 
-def test_a_keeper_that_is_killed_leaves_nothing(sandbox: Sandbox) -> None:
+def test_killed_supervisor_leaves_nothing(sandbox: Sandbox) -> None:
     """As the kernel does where memory runs out."""
 
     async def killed() -> None:
@@ -390,7 +390,7 @@ def test_runs_from_several_loops_and_threads(sandbox: Sandbox) -> None:
 # ---- which backend
 
 
-def test_the_first_that_works_is_taken() -> None:
+def test_first_working_sandbox_is_used() -> None:
     works = [name for name in client.BACKENDS_BY_PREFERENCE if client.backend_problem(name) is None]
     if not works:
         pytest.skip("no sandbox works here")
@@ -407,7 +407,7 @@ def nothing_works(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     client.backend_problem.cache_clear()
 
 
-def test_where_none_works_it_refuses_unless_told(nothing_works: None) -> None:
+def test_no_working_sandbox_is_refused_unless_unsafe(nothing_works: None) -> None:
     with pytest.raises(ValueError) as error:
         open_sandbox()
     for word in ("the package is not installed", "pip install 'palestra[sandbox]'", "no program bwrap", "unsafe: true"):

@@ -38,7 +38,7 @@ def config(*sinks):
     return validate(SinksConfig, {"sinks": list(sinks)}).sinks
 
 
-def test_what_lines_say():
+def test_metrics_of_log_lines():
     assert metrics_of_line("metrics.jsonl", {"step": 4, "policy": "p", **LINE}) == (5, {"p/loss": 0.5})
     assert metrics_of_line("evals.jsonl", {"step": -1, "name": "t", "returns": {"a": 1}}) == (
         0,
@@ -46,7 +46,7 @@ def test_what_lines_say():
     )
 
 
-def test_a_run_that_is_there_is_sent_once(tmp_path):
+def test_existing_run_is_sent_once(tmp_path):
     path = a_run(tmp_path)
     assert "7 lines sent" in palestra("sync", path, "--to", "tensorboard")
     assert "0 lines sent" in palestra("sync", path, "--to", "tensorboard")
@@ -62,7 +62,7 @@ def test_a_run_that_is_there_is_sent_once(tmp_path):
     assert len(written(path / "sinks" / "tensorboard")["planner/loss"]) == 3
 
 
-def test_what_is_made_again_is_sent_again_and_stands_once(tmp_path):
+def test_rewritten_steps_are_sent_again_and_replaced(tmp_path):
     path = a_run(tmp_path)
     palestra("sync", path, "--to", "tensorboard")
     kept = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -73,7 +73,7 @@ def test_what_is_made_again_is_sent_again_and_stands_once(tmp_path):
     assert written(path / "sinks" / "tensorboard")["planner/loss"] == [(1, 0.0), (2, 0.25)]
 
 
-def test_half_lines_and_cuts(tmp_path):
+def test_partial_lines_and_truncation_are_handled(tmp_path):
     log = tmp_path / "metrics.jsonl"
     tail = LogTailer(tmp_path, {})
     assert list(tail.new_lines()) == []
@@ -91,7 +91,7 @@ def test_half_lines_and_cuts(tmp_path):
     assert [line["step"] for _, line in tail.new_lines()] == [1]
 
 
-def test_a_sink_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch):
+def test_failing_sink_warns_once_without_stopping_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("palestra.sinks.log_tailer.POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr("palestra.sinks.log_tailer.RETRY", RetryPolicy(0.04, 0.04))
     path, messages, looked = a_run(tmp_path), [], threading.Event()
@@ -103,7 +103,7 @@ def test_a_sink_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypatch)
     assert "7 lines sent" in palestra("sync", path, "--to", "tensorboard")  # nothing was lost
 
 
-def test_two_processes_do_not_send_at_once(tmp_path):
+def test_concurrent_senders_are_refused(tmp_path):
     path = a_run(tmp_path)
     with follow_run(path, config("tensorboard"), print):
         for _ in range(200):
@@ -120,16 +120,16 @@ def test_two_processes_do_not_send_at_once(tmp_path):
         (["--to", "tensorboard", "--set", "foldr=x"], "did you mean folder?"),
     ],
 )
-def test_mistakes_are_told(tmp_path, arguments, message):
+def test_invalid_options_are_refused_with_the_reason(tmp_path, arguments, message):
     assert message in refused("sync", a_run(tmp_path), *arguments)
 
 
-def test_a_folder_that_is_no_run(tmp_path):
+def test_folder_that_is_not_a_run_is_refused(tmp_path):
     assert "is not a run" in refused("sync", tmp_path, "--to", "tensorboard")
 
 
 @pytest.mark.slow
-def test_training_sends_as_it_goes_and_a_resumed_run_goes_on(base, tmp_path):
+def test_training_sends_metrics_live_also_after_resume(base, tmp_path):
     path = two_agents(base, tmp_path, sinks=["tensorboard"])
     whole = written(path / "sinks" / "tensorboard")
     for name in ("guide", "walker"):

@@ -105,7 +105,7 @@ def test_mlflow_on_a_local_database(path, tmp_path):
     assert run.data.metrics["eval/test/success"] == 0.25
 
 
-def test_trackio(path, tmp_path, monkeypatch):
+def test_trackio_on_a_local_database(path, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio", reason="pip install 'palestra[trackio]', or make test-sinks")
     sync(path, "trackio", "project=games")

@@ -71,7 +71,7 @@ def ask(server, **options):
     return asyncio.run(complete(endpoint, [{"role": "user", "content": "?"}], seed=3))
 
 
-def test_a_call_says_what_it_should():
+def test_request_has_the_expected_body():
     with Script((200, FINE)) as server:
         assert ask(server)["content"] == "fine"
     ((path, body, key),) = server.heard
@@ -80,12 +80,12 @@ def test_a_call_says_what_it_should():
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_what_passes_is_tried_again(status):
+def test_transient_errors_are_retried(status):
     with Script((status, {}), (status, {}), (200, FINE)) as server:
         assert ask(server)["content"] == "fine" and len(server.heard) == 3
 
 
-def test_the_endpoint_says_how_long_to_wait():
+def test_retry_after_is_respected():
     with Script((429, {}, ("Retry-After", "0.4")), (200, FINE)) as server:
         start = time.monotonic()
         ask(server)
@@ -93,7 +93,7 @@ def test_the_endpoint_says_how_long_to_wait():
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
-def test_a_refusal_is_final(status):
+def test_refusals_are_not_retried(status):
     with (
         Script((status, {"error": KEY})) as server,
         pytest.raises(EndpointError, match=f"answered HTTP {status}") as error,
@@ -102,7 +102,7 @@ def test_a_refusal_is_final(status):
     assert len(server.heard) == 1 and KEY not in str(error.value)
 
 
-def test_it_gives_up_after_its_tries():
+def test_gives_up_after_the_maximum_attempts():
     with (
         Script((500, {"error": KEY})) as server,
         pytest.raises(EndpointError, match=r"failed 3 times.*HTTP 500") as error,
@@ -111,21 +111,21 @@ def test_it_gives_up_after_its_tries():
     assert len(server.heard) == 3 and KEY not in repr(error.value)
 
 
-def test_it_gives_up_in_time():
+def test_gives_up_at_the_timeout():
     with Script(5.0) as server, pytest.raises(EndpointError, match=r"within limit: 0\.3 seconds"):
         start = time.monotonic()
         ask(server, limit=0.3)
     assert time.monotonic() - start < 3
 
 
-def test_an_answer_without_end_is_given_up(monkeypatch):
+def test_endless_response_is_given_up(monkeypatch):
     monkeypatch.setattr(chat_client, "MAX_ANSWER_BYTES", 2**20)
     with Script((200, {"choices": "x" * 2**21})) as server, pytest.raises(EndpointError, match="more than 1,048,576"):
         ask(server)
     assert len(server.heard) == 1
 
 
-def test_nobody_at_home():
+def test_unreachable_endpoint_is_reported():
     with Script((200, FINE)) as server:
         pass
     with pytest.raises(EndpointError, match=r"failed 2 times \(last: ConnectError"):
@@ -133,19 +133,19 @@ def test_nobody_at_home():
 
 
 @pytest.mark.parametrize("body", [{}, {"choices": []}, {"choices": [{"message": "hi"}]}, [], "no"])
-def test_what_is_no_completion_is_told(body):
+def test_invalid_completion_is_reported(body):
     with Script((200, body)) as server, pytest.raises(EndpointError, match="without a completion"):
         ask(server, retries=0)
 
 
-def test_a_missing_key_is_the_users_mistake(monkeypatch):
+def test_missing_key_is_refused_before_any_request(monkeypatch):
     monkeypatch.delenv("TEST_KEY")
     with Script((200, FINE)) as server, pytest.raises(ValueError, match="set the environment variable TEST_KEY"):
         ask(server)
     assert server.heard == []
 
 
-def test_a_policy_asks_for_its_siblings_at_once():
+def test_policy_requests_siblings_concurrently():
     with Script((200, FINE)) as server:
         policy = EndpointPolicy("far", EndpointConfig(url=server.url, model="m", system="be brief", max_tokens=5))
         answers = asyncio.run(policy.act(Query("ignored", "2 + 2?", n=3, seed=11)))

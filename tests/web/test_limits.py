@@ -42,7 +42,7 @@ def post(at: tuple[str, str], body: bytes = HELLO, **headers: str):
     return ask(url, "POST", COMPLETE, body, **{"Authorization": key} | headers)
 
 
-def test_a_program_is_answered(serve: Serve) -> None:
+def test_non_browser_client_is_answered(serve: Serve) -> None:
     reply = post(serve())
     assert reply.status == 200 and reply.json()["choices"][0]["message"]["content"] == "fine"
 
@@ -59,20 +59,20 @@ def test_a_program_is_answered(serve: Serve) -> None:
         {"Sec_Fetch_Site": "cross-site"},  # an image or a script of a page: no Origin
     ],
 )
-def test_a_browsers_page_is_refused_even_with_the_key(serve: Serve, headers: dict[str, str]) -> None:
+def test_browser_origin_is_refused_even_with_the_key(serve: Serve, headers: dict[str, str]) -> None:
     at = serve()
     assert post(at, Content_Type="text/plain", **headers).status == 403
     assert ask(at[0], "GET", "/v1/models", **{"Authorization": at[1]} | headers).status == 403
 
 
-def test_the_key_is_asked_for_before_the_body_is_read(serve: Serve) -> None:
+def test_key_is_checked_before_the_body_is_read(serve: Serve) -> None:
     url, _ = serve()
     with connected(url) as wire:
         wire.sendall(head(url, "POST", COMPLETE, Content_Length="1000", Authorization="Bearer wrong"))
         assert answer(wire).status == 401
 
 
-def test_a_body_that_is_announced_too_long_is_refused_unread(serve: Serve) -> None:
+def test_oversized_content_length_is_refused_unread(serve: Serve) -> None:
     url, key = serve()
     with connected(url) as wire:
         wire.sendall(head(url, "POST", COMPLETE, Content_Length=str(HTTP_LIMITS.max_body_bytes + 1), Authorization=key))
@@ -80,13 +80,13 @@ def test_a_body_that_is_announced_too_long_is_refused_unread(serve: Serve) -> No
     assert reply.status == 413 and "connection: close" in reply.head
 
 
-def test_a_body_that_grows_too_long_is_refused(serve: Serve) -> None:
+def test_oversized_chunked_body_is_refused(serve: Serve) -> None:
     url, key = serve(max_body_bytes=2**20)
     reply, _ = endless(url, COMPLETE, 2, Authorization=key)
     assert reply.status == 413
 
 
-def test_bodies_that_are_held_at_once_are_bounded(serve: Serve) -> None:
+def test_total_size_of_buffered_bodies_is_limited(serve: Serve) -> None:
     url, key = serve(max_buffered_bytes=2**20)
     large = {"Content_Length": str(2**20), "Authorization": key}
     with many(url, 3, head(url, "POST", COMPLETE, **large) + b" " * 2**19) as wires:
@@ -98,14 +98,14 @@ def test_bodies_that_are_held_at_once_are_bounded(serve: Serve) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_body_that_drips_in_is_given_up(serve: Serve) -> None:
+def test_slow_body_times_out(serve: Serve) -> None:
     url, key = serve(body_timeout_s=0.2)
     with connected(url) as wire:
         wire.sendall(head(url, "POST", COMPLETE, Content_Length="1000", Authorization=key) + b"{")
         assert answer(wire).status == 408
 
 
-def test_requests_under_way_are_bounded_and_free_again(serve: Serve) -> None:
+def test_concurrent_requests_are_limited_and_released(serve: Serve) -> None:
     asked: list[ChatCall] = []
     url, key = serve(asked.append, max_requests=4)
     with many(url, 4, head(url, "POST", COMPLETE, HELLO, Authorization=key) + HELLO):
@@ -120,7 +120,7 @@ def test_requests_under_way_are_bounded_and_free_again(serve: Serve) -> None:
     assert ask(url, "GET", "/v1/models", Authorization=key).status == 200
 
 
-def test_connections_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_are_limited(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "MAX_CONNECTIONS", 8)
     url, key = serve()
     with many(url, 8), connected(url) as one_more:
@@ -131,7 +131,7 @@ def test_connections_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
         assert time.monotonic() < deadline
 
 
-def test_headers_are_bounded_in_length_and_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_limited_in_size_and_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "HEADER_TIMEOUT_S", 0.3)
     url, key = serve()
     with connected(url) as wire:
@@ -168,7 +168,7 @@ def test_headers_are_bounded_in_length_and_time(serve: Serve, monkeypatch: pytes
         ({"messages": {"role": "user"}}, "messages must be a list"),
     ],
 )
-def test_wrong_types_are_the_callers_mistake(serve: Serve, change: dict, message: str) -> None:
+def test_wrong_types_get_400(serve: Serve, change: dict, message: str) -> None:
     reply = post(serve(), json.dumps(json.loads(HELLO) | change).encode())
     assert reply.status == 400 and message in reply.json()["error"]["message"]
 
@@ -190,13 +190,13 @@ ODD = [
 
 
 @pytest.mark.parametrize("body", ODD, ids=range(len(ODD)))
-def test_odd_json_is_refused(serve: Serve, body: bytes) -> None:
+def test_invalid_json_is_refused(serve: Serve, body: bytes) -> None:
     with pytest.raises(ValueError):
         read_json(body)
     assert post(serve(), body).status == 400
 
 
-def test_plain_json_is_read() -> None:
+def test_valid_json_is_parsed() -> None:
     value = {"a": [1, 2.5, None, True, "ü\n\U0001f600"], "b": {"c": -(2**70)}}
     assert read_json(json.dumps(value).encode()) == value
     assert read_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH) is not None
@@ -205,7 +205,7 @@ def test_plain_json_is_read() -> None:
 @pytest.mark.parametrize(
     "path", ["/", "/v1/../v1/models/", "/v1/%00", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models%ff", "//x"]
 )
-def test_odd_paths_are_not_found(serve: Serve, path: str) -> None:
+def test_unknown_paths_and_methods_are_refused(serve: Serve, path: str) -> None:
     url, key = serve()
     for method in ("GET", "POST", "DELETE", "OPTIONS"):
         assert ask(url, method, path, Authorization=key).status in (404, 405)

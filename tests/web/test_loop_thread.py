@@ -15,7 +15,7 @@ async def thread_name() -> str:
     return threading.current_thread().name
 
 
-def test_coroutines_run_on_the_threads_loop_from_a_thread_and_from_another_loop() -> None:
+def test_coroutines_run_on_the_loop_thread_from_threads_and_loops() -> None:
     loop_thread = LoopThread("mine")
     try:
         assert loop_thread.run(thread_name()) == "mine"
@@ -45,7 +45,7 @@ def test_close_cancels_tasks_then_calls_on_close_and_ends_the_thread() -> None:
     assert seen == ["cancelled", "closed"] and loop_thread.loop.is_closed()
 
 
-def test_close_waits_no_longer_than_it_is_told_for_a_task_that_does_not_end() -> None:
+def test_close_respects_its_timeout() -> None:
     loop_thread, end = LoopThread("stubborn"), threading.Event()
 
     async def ignore_cancellation() -> None:

@@ -48,7 +48,7 @@ def elsewhere() -> Iterator[int]:
         server.shutdown()
 
 
-def test_a_page_neither_asks_nor_reads(elsewhere: int) -> None:
+def test_web_page_can_neither_send_nor_read(elsewhere: int) -> None:
     server, asked = ChatServer(), list[ChatCall]()
 
     def deliver(call: ChatCall) -> None:

@@ -30,18 +30,18 @@ class Service:
         return self.attempts
 
 
-def test_waits_double_up_to_the_maximum_however_many_failures() -> None:
+def test_waits_double_up_to_the_maximum() -> None:
     policy = RetryPolicy(0.5, 15.0)
     assert [policy.wait_s(failures) for failures in (1, 2, 3, 5, 6, 7)] == [0.5, 1.0, 2.0, 8.0, 15.0, 15.0]
     assert policy.wait_s(5000) == 15.0  # a float overflows after 1,024 doublings: hours of failures in a row
 
 
-def test_jitter_varies_a_wait_by_its_share() -> None:
+def test_jitter_is_bounded() -> None:
     waits = [RetryPolicy(1.0, 1.0, jitter=0.25).wait_s(1) for _ in range(1000)]
     assert 0.75 <= min(waits) < 0.8 and 1.2 < max(waits) <= 1.25
 
 
-def test_an_attempt_is_repeated_until_it_succeeds() -> None:
+def test_attempts_repeat_until_success() -> None:
     service = Service(3, Busy())
     assert asyncio.run(RetryPolicy(0.001, 0.01).run(service.ask, Busy)) == 4
 
@@ -53,21 +53,21 @@ def test_the_last_attempt_raises_its_error() -> None:
     assert service.attempts == 3
 
 
-def test_the_first_failure_after_the_timeout_is_the_last() -> None:
+def test_no_retry_after_the_timeout() -> None:
     service, start = Service(10**6, Busy()), time.monotonic()
     with pytest.raises(Busy):
         asyncio.run(RetryPolicy(0.01, 0.01, timeout_s=0.1).run(service.ask, OSError, Busy))
     assert service.attempts > 1 and 0.1 < time.monotonic() - start < 5
 
 
-def test_another_error_is_raised_at_once() -> None:
+def test_other_errors_are_not_retried() -> None:
     service = Service(1, KeyError("x"))
     with pytest.raises(KeyError):
         asyncio.run(RetryPolicy(0.001, 0.01).run(service.ask, Busy))
     assert service.attempts == 1
 
 
-def test_a_server_that_asks_for_a_pause_is_given_it() -> None:
+def test_retry_after_is_respected() -> None:
     start = time.monotonic()
     asyncio.run(RetryPolicy(0.001, 0.001).run(Service(1, Busy(0.2)).ask, Busy))
     assert time.monotonic() - start >= 0.2

@@ -23,21 +23,21 @@ def started(code: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_lets_it_end_well(number: signal.Signals) -> None:
+def test_first_signal_shuts_down_gracefully(number: signal.Signals) -> None:
     process = started(WELL)
     process.send_signal(number)
     process.communicate(timeout=20)
     assert process.returncode == 0
 
 
-def test_one_that_is_stuck_is_ended_and_says_where() -> None:
+def test_hung_server_is_ended_with_a_traceback() -> None:
     process = started(STUCK.format(seconds=0.2))
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 1 and "Timeout" in said and "most recent call first" in said
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_second_signal_exits_at_once() -> None:
     process = started(STUCK.format(seconds=60))
     process.send_signal(signal.SIGTERM)
     time.sleep(0.2)  # or the two would be one

@@ -62,7 +62,7 @@ def pairs(rules: Rules[Any], theirs: OpenSpielRules) -> Iterator[tuple[Any, Any]
 
 
 @pytest.mark.parametrize(("rules", "game"), GAMES)
-def test_every_state_is_openspiels(rules: Rules[Any], game: str) -> None:
+def test_states_equal_openspiel(rules: Rules[Any], game: str) -> None:
     theirs = OpenSpielRules(game)
     assert (rules.num_players, len(rules.action_names)) == (theirs.num_players, len(theirs.action_names))
     for state, other in pairs(rules, theirs):
@@ -89,7 +89,7 @@ def name_of(rules: Rules[Any]) -> str:
 
 
 @pytest.mark.parametrize("rules", EVERY, ids=name_of)
-def test_words_are_equal_exactly_where_views_are(rules: Rules[Any]) -> None:
+def test_texts_are_equal_exactly_where_tensors_are(rules: Rules[Any]) -> None:
     texts: dict[tuple[int, bytes], str] = {}
     waiting, known = [rules.initial_state()], {rules.initial_state()}
     for state in waiting:
@@ -105,7 +105,7 @@ def test_words_are_equal_exactly_where_views_are(rules: Rules[Any]) -> None:
 
 
 @pytest.mark.parametrize("rules", EVERY, ids=name_of)
-def test_actions_are_single_words_of_their_own(rules: Rules[Any]) -> None:
+def test_action_names_are_distinct_single_words(rules: Rules[Any]) -> None:
     assert len(set(rules.action_names)) == len(rules.action_names)
     assert all(word and not any(letter.isspace() for letter in word) for word in rules.action_names)
 
@@ -164,7 +164,7 @@ def test_vectorised_liars_dice_shows_these_views() -> None:
     assert follow(env, rules, lambda b: env.internal_state["dice"][b].ravel().tolist(), 80) > 100
 
 
-def test_words_by_hand() -> None:
+def test_info_state_texts_by_hand() -> None:
     kuhn = KuhnRules()
     assert kuhn.info_state_text(after(kuhn, 2, 0, PASS, BET), 0) == "You are player 0. You hold K. Moves: pass bet."
     four = KuhnRules(4)
@@ -197,7 +197,7 @@ def test_folds_end_a_hand_of_leduc_poker() -> None:
 
 
 @pytest.mark.parametrize(("counts", "total", "turns"), [((1, 2), 6, 4), ((2, 1, 1), 4, 3), ((1, 1, 3), 5, 2)])
-def test_bargaining_is_openspiels(counts: tuple[int, ...], total: int, turns: int, tmp_path: Path) -> None:
+def test_bargaining_equals_openspiel(counts: tuple[int, ...], total: int, turns: int, tmp_path: Path) -> None:
     """Where the last of the moves is, OpenSpiel takes any new offer for the refusal that it is."""
     rules = BargainingRules(counts, total, turns)
     pool = ",".join(map(str, (*counts, 0)[:3]))
@@ -254,7 +254,7 @@ def test_bargaining_by_hand() -> None:
     )
 
 
-def test_deals_leave_something_to_talk_about() -> None:
+def test_bargaining_deals_allow_gains_from_trade() -> None:
     for first, second in BargainingRules((1, 2, 1), total=5).valuations:
         assert np.dot(first, (1, 2, 1)) == np.dot(second, (1, 2, 1)) == 5
         assert np.all(np.add(first, second) > 0) and np.any(np.multiply(first, second) > 0)
@@ -266,7 +266,7 @@ def test_deals_leave_something_to_talk_about() -> None:
 # ---- what is refused
 
 
-def test_what_cannot_be_played_is_said() -> None:
+def test_invalid_games_are_refused() -> None:
     with pytest.raises(ValueError, match="players: 5"):
         KuhnRules(5)
     with pytest.raises(ValueError, match="dice: 0"):
@@ -281,7 +281,7 @@ def test_what_cannot_be_played_is_said() -> None:
         BargainingRules(turns=1)
 
 
-def test_rules_go_by_the_names_of_envs() -> None:
+def test_rules_are_found_by_env_name() -> None:
     assert isinstance(rules_for_env("leduc_poker"), LeducRules)
     three = rules_for_env("kuhn_poker", players=3, processes=2)
     assert isinstance(three, KuhnRules) and three.num_players == 3
@@ -292,14 +292,14 @@ def test_rules_go_by_the_names_of_envs() -> None:
         rules_for_env("openspiel", game="leduc_pocker")
 
 
-def test_games_of_openspiel_that_have_no_rules_here() -> None:
+def test_unsupported_openspiel_games_are_refused() -> None:
     with pytest.raises(ValueError, match="players move at once"):
         OpenSpielRules("goofspiel")
     with pytest.raises(ValueError, match="draws chance itself"):
         OpenSpielRules("negotiation")
 
 
-def test_a_game_whose_tensors_say_less_than_its_strings_has_the_states_of_its_strings() -> None:
+def test_information_states_follow_strings_if_tensors_are_ambiguous() -> None:
     """In dark hex a tensor does not tell when a stone was put where it is."""
     found = build_game_tree(OpenSpielRules("dark_hex(num_rows=2,num_cols=2)"))
     rows = zip(found.state_player.tolist(), found.info_state_texts, found.info_state_tensors, strict=True)

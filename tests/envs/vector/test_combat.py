@@ -30,19 +30,19 @@ STOP, EAST, ATTACK = 1, 4, 6
         ("3s_vs_5z", 48, 68, 11),
     ],
 )
-def test_sizes_are_those_of_smac(name: CombatMap, view: int, state: int, actions: int) -> None:
+def test_sizes_equal_smac(name: CombatMap, view: int, state: int, actions: int) -> None:
     env = Combat(1, map=name)
     assert (
         env.observation_shapes[0] == (view,) and env.state_size == state and env.action_spaces[0] == Discrete(actions)
     )
 
 
-def test_every_map_that_the_option_names_is_there() -> None:
+def test_every_map_option_exists() -> None:
     assert get_args(CombatMap) == tuple(MAPS)
 
 
 @pytest.mark.parametrize("name", ["3m", "2s3z", "3s_vs_4z"])
-def test_it_keeps_the_contract(name: CombatMap) -> None:
+def test_env_passes_the_vector_env_check(name: CombatMap) -> None:
     check_vector_env(lambda games: Combat(games, map=name), num_envs=4, steps=130)
 
 
@@ -87,7 +87,7 @@ def state_of(env: Combat, b: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["3m", "2s3z", "3s_vs_4z"])
-def test_views_state_and_masks_are_smacs(name: CombatMap) -> None:
+def test_observations_state_and_masks_equal_smac(name: CombatMap) -> None:
     env, rng, seen = Combat(3, map=name), np.random.default_rng(0), 0.0  # seen: the first enemy, within 6
     frame = env.reset(np.arange(3))
     for _ in range(60):
@@ -198,7 +198,7 @@ def test_enemies_go_on_with_their_target_while_it_is_in_reach() -> None:
     assert env.internal_state["target"][0, 0] == 1
 
 
-def test_who_dies_still_shoots_and_a_draw_is_no_success() -> None:
+def test_dying_units_still_shoot_and_a_draw_is_not_success() -> None:
     env = field("3m", [(10, 16), (10, 17), (10, 18), (14, 16), (14, 17), (14, 18)])
     env.internal_state["units"][0, :, COOLDOWN] = 0
     env.internal_state["units"][0, :, HEALTH] = [6, 0, 0, 6, 0, 0]
@@ -207,7 +207,7 @@ def test_who_dies_still_shoots_and_a_draw_is_no_success() -> None:
     assert np.allclose(frame.rewards[0], 16 * 20 / 365)
 
 
-def test_the_dead_do_not_act_and_the_living_play_on() -> None:
+def test_dead_units_do_not_act() -> None:
     env = field("3m", [(10, 16), (10, 17), (10, 18), (14, 16), (14, 17), (14, 18)])
     env.internal_state["units"][0, :, COOLDOWN] = [1e9, 1e9, 1e9, 0, 0, 0]
     env.internal_state["units"][0, 1, HEALTH] = 1
@@ -221,7 +221,7 @@ def test_the_dead_do_not_act_and_the_living_play_on() -> None:
     assert env.internal_state["last"][0].tolist() == [STOP, 0, STOP]
 
 
-def test_the_limit_cuts_a_battle_off() -> None:
+def test_battle_is_truncated_at_the_step_limit() -> None:
     env = Combat(2, max_steps=3)
     frame = env.reset(np.arange(2))
     for step in range(3):
@@ -231,7 +231,7 @@ def test_the_limit_cuts_a_battle_off() -> None:
     assert Combat(1).params.max_steps == 60 and Combat(1, map="2s3z").params.max_steps == 120
 
 
-def test_of_a_battle_cut_off_the_dead_are_cut_off_with_the_living() -> None:
+def test_dead_seats_are_truncated_with_the_living() -> None:
     """They are paid on: what the team would have won is theirs too."""
     env = Combat(1, max_steps=2)
     theirs = to_parallel(lambda games: env)
@@ -262,7 +262,7 @@ def battles(env: Combat, scripted: bool) -> tuple[float, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["3m", "8m", "2s3z", "3s5z"])
-def test_focused_fire_wins_and_chance_does_not(name: CombatMap) -> None:
+def test_focus_fire_script_wins_and_random_play_does_not(name: CombatMap) -> None:
     won, earned_B = battles(Combat(100, map=name), scripted=True)
     assert won >= 0.8 and earned_B.max() == pytest.approx(20)
     won, earned_B = battles(Combat(100, map=name), scripted=False)
@@ -288,7 +288,7 @@ def kited(env: Combat) -> np.ndarray:
     return actions.astype(np.int32)
 
 
-def test_zealots_catch_stalkers_that_stand_but_not_those_that_kite() -> None:
+def test_kiting_stalkers_beat_zealots() -> None:
     assert battles(Combat(20, map="3s_vs_3z"), scripted=True)[0] == 0
     env = Combat(8, map="3s_vs_3z")
     frame, won_B = env.reset(np.arange(8)), np.zeros(8, bool)
@@ -299,7 +299,7 @@ def test_zealots_catch_stalkers_that_stand_but_not_those_that_kite() -> None:
     assert won_B.all()
 
 
-def test_options_and_scripts_that_are_not_there_are_refused() -> None:
+def test_unknown_options_and_scripts_are_refused() -> None:
     with pytest.raises(ValueError, match='map: there is no "4m"; use one of 3m, 8m'):
         Combat(map="4m")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_steps: 0 is too small"):

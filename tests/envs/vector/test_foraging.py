@@ -81,7 +81,7 @@ def together(env: ForagingEnv, share: float, rng: np.random.Generator) -> np.nda
 # The package makes its boxes of float64 bounds with float32 as type.
 @pytest.mark.filterwarnings("ignore:.*precision lowered by casting.*:UserWarning")
 @pytest.mark.parametrize("options", VARIANTS)
-def test_games_and_their_successors_are_the_packages_from_the_same_seed(options: dict[str, Any]) -> None:
+def test_games_equal_the_lbforaging_package(options: dict[str, Any]) -> None:
     rng, eaten, cut = np.random.default_rng(1), 0, 0
     for seed in range(6):
         env, other = Foraging(1, **options), theirs(**options)
@@ -103,7 +103,7 @@ def test_games_and_their_successors_are_the_packages_from_the_same_seed(options:
 
 
 @pytest.mark.parametrize("options", VARIANTS)
-def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
+def test_env_passes_the_vector_env_check(options: dict[str, Any]) -> None:
     check_vector_env(lambda games: Foraging(games, **options), num_envs=4, steps=180)
 
 
@@ -117,7 +117,7 @@ def placed(agents: list[list[int]], food: list[list[int]], **options: Any) -> Fo
     return env
 
 
-def test_agents_that_want_one_cell_stay_and_others_may_swap() -> None:
+def test_move_conflicts_block_and_swaps_are_allowed() -> None:
     env = placed([[0, 0, 1], [0, 2, 1], [4, 4, 1], [4, 5, 1]], [[6, 1, 1]])
     env.step(np.array([[4, 3, 4, 3]]))
     assert env.internal_state["agents"][0, :, :2].tolist() == [[0, 0], [0, 2], [4, 5], [4, 4]]
@@ -134,7 +134,7 @@ def test_food_is_shared_by_level_and_a_failed_attempt_costs() -> None:
     assert np.allclose(frame.state[0], [2 / 7, 1 / 7, 0.5, 2 / 7, 3 / 7, 1, 5 / 7, 4 / 7, 0.5, *food, 1 / 50])
 
 
-def test_all_food_eaten_is_success_and_the_next_game_begins() -> None:
+def test_eating_all_food_is_success_and_resets() -> None:
     env = placed([[2, 1, 2]], [[2, 2, 2]])
     frame = env.step(np.array([[5]]))
     assert frame.rewards[0, 0] == 1 and frame.terminated[0] and frame.success is not None and frame.success[0]
@@ -142,14 +142,14 @@ def test_all_food_eaten_is_success_and_the_next_game_begins() -> None:
     assert frame.obs[0, 0, 2] > 0 and env.internal_state["steps"][0] == 0
 
 
-def test_the_limit_cuts_a_game_off() -> None:
+def test_game_is_truncated_at_the_step_limit() -> None:
     env = placed([[0, 0, 1]], [[2, 2, 2]], max_steps=2)
     assert not env.step(np.array([[0]])).done[0]
     frame = env.step(np.array([[0]]))
     assert frame.truncated[0] and not frame.terminated[0] and frame.success is not None and not frame.success[0]
 
 
-def test_actions_out_of_range_do_nothing() -> None:
+def test_out_of_range_actions_do_nothing() -> None:
     env = placed([[3, 3, 1], [5, 5, 1]], [[1, 1, 2]])
     env.step(np.array([[-7, 99]]))
     assert env.internal_state["agents"][0].tolist() == [[3, 3, 1], [5, 5, 1]]

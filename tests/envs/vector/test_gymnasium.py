@@ -26,11 +26,11 @@ from palestra.envs.vector.sync_vector import SyncVectorEnv, episode_seed
         ("FrozenLake-v1", {"is_slippery": True}),
     ],
 )
-def test_envs_keep_the_contract(id: str, options: dict[str, Any]) -> None:
+def test_envs_pass_the_vector_env_check(id: str, options: dict[str, Any]) -> None:
     check_vector_env(lambda games: GymnasiumEnv(games, id=id, options=options), steps=120)
 
 
-def test_cart_pole_goes_as_gymnasium_plays_it() -> None:
+def test_cart_pole_equals_gymnasium() -> None:
     """Two games from seeds 3 and 4, each beside an env of its own; the next game's seed follows from the first's."""
     env, seeds = GymnasiumEnv(2), [3, 4]
     theirs = [gymnasium.make("CartPole-v1") for _ in seeds]
@@ -53,7 +53,7 @@ def test_cart_pole_goes_as_gymnasium_plays_it() -> None:
     assert min(played) > 1
 
 
-def test_pendulum_takes_numbers_within_its_bounds() -> None:
+def test_pendulum_clips_actions_to_its_bounds() -> None:
     """A torque of 9 is one of 2, the bound; rewards and views are Gymnasium's to the precision of float32."""
     env, theirs = GymnasiumEnv(1, id="Pendulum-v1"), gymnasium.make("Pendulum-v1")
     assert env.action_spaces == (Continuous((-2.0,), (2.0,)),)
@@ -67,7 +67,7 @@ def test_pendulum_takes_numbers_within_its_bounds() -> None:
         assert np.array_equal(frame.final_obs[0, 0] if number == 199 else frame.obs[0, 0], seen)
 
 
-def test_taxi_says_which_actions_are_legal() -> None:
+def test_taxi_has_an_action_mask() -> None:
     env, theirs = GymnasiumEnv(1, id="Taxi-v4"), gymnasium.make("Taxi-v4")
     for seed in range(5):
         frame = env.reset(np.array([seed]))
@@ -94,7 +94,7 @@ class Masked(gymnasium.Env[Any, Any]):
 @pytest.mark.parametrize(
     "actions", [spaces.MultiDiscrete([2, 2]), spaces.Box(0, 1, (2,)), spaces.Tuple([spaces.Discrete(2)] * 2)]
 )
-def test_masks_that_cannot_be_heeded_are_refused(actions: Any) -> None:
+def test_unsupported_action_masks_are_refused(actions: Any) -> None:
     env = Masked(actions)
     if isinstance(actions, spaces.Tuple):
         env.observation_space = spaces.Tuple([Masked.observation_space] * 2)
@@ -122,7 +122,7 @@ class Bargain(gymnasium.Env[Any, Any]):
         return self.seen(), [float(action[1]), float(action[0])], action[1] == 7, False, {"is_success": action[0] == 1}
 
 
-def test_a_tuple_of_actions_makes_seats() -> None:
+def test_tuple_action_space_makes_seats() -> None:
     def make(games: int) -> SyncVectorEnv:
         return SyncVectorEnv(partial(GymnasiumGame, Bargain), games)
 
@@ -152,7 +152,7 @@ class Race(gymnasium.Env[Any, Any]):
         return (self.time, self.time), (1.0, 1.0), (self.time == 2, False), (False, self.time == 3), {}
 
 
-def test_seats_end_one_by_one() -> None:
+def test_seats_terminate_separately() -> None:
     env = SyncVectorEnv(partial(GymnasiumGame, Race), 1)
     shown = [env.reset(np.array([0])).copy()] + [env.step(np.zeros((1, 2), np.int32)).copy() for _ in range(4)]
     assert [frame.agent_mask[0].tolist() for frame in shown] == [[True, True]] * 2 + [[False, True]] + [
@@ -163,7 +163,7 @@ def test_seats_end_one_by_one() -> None:
     assert not any(frame.terminated[0] for frame in shown)
 
 
-def test_seats_terminate_or_are_cut_off_one_by_one() -> None:
+def test_seats_terminate_or_truncate_separately() -> None:
     """Of three seats the first terminates at once, the second is cut off at once, the third at the end, where the env
     says that the first is cut off too: it has terminated. Those that left keep what they saw last."""
     env = SyncVectorEnv(partial(GymnasiumGame, Trio), 1)
@@ -177,7 +177,7 @@ def test_seats_terminate_or_are_cut_off_one_by_one() -> None:
         assert frame.final_obs[0, :, 0].tolist() == [1, 1, 10]
 
 
-def test_views_of_every_kind() -> None:
+def test_every_observation_space_is_encoded() -> None:
     square = np.arange(40 * 50, dtype=np.uint8).reshape(40, 50)
     for shape, stored in [((40, 50), (40, 50, 1)), ((40, 50, 3), (40, 50, 3)), ((4, 40, 50), (40, 50, 4))]:
         view = obs_encoder(spaces.Box(0, 255, shape, np.uint8), "")
@@ -211,7 +211,7 @@ def test_views_of_every_kind() -> None:
         obs_encoder(spaces.Sequence(spaces.Discrete(2)), "x")
 
 
-def test_actions_of_every_kind() -> None:
+def test_every_action_space_is_decoded() -> None:
     shifted = action_decoder(spaces.Discrete(4, start=-1), "")
     assert shifted.space == Discrete(4) and [shifted.decode(np.int32(a)) for a in (0, 3)] == [-1, 2]
     grid = action_decoder(spaces.MultiDiscrete([[2, 3], [4, 5]]), "")
@@ -226,11 +226,11 @@ def test_actions_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("space", [Discrete(3), MultiDiscrete((2, 5)), Continuous((-1.0, 0.0), (1.0, 2.0))])
-def test_our_spaces_are_theirs_and_back(space: Any) -> None:
+def test_spaces_convert_to_gymnasium_and_back(space: Any) -> None:
     assert action_decoder(gymnasium_space(space), "").space == space
 
 
-def test_what_gymnasium_cannot_make_is_said() -> None:
+def test_gymnasium_errors_are_explained() -> None:
     with pytest.raises(ValueError, match=r'cannot make "CartPoll-v1".*CartPole'):
         GymnasiumEnv(1, id="CartPoll-v1")
     with pytest.raises(ValueError, match="wheels"):

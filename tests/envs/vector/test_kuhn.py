@@ -60,13 +60,13 @@ def every_game(players: int) -> list[tuple[tuple[int, ...], list[int], list[floa
 
 
 @pytest.mark.parametrize(("players", "games"), [(2, 6 * 5), (3, 24 * 13), (4, 120 * 33)])
-def test_every_game_is_the_one_of_openspiel(players: int, games: int) -> None:
+def test_every_game_equals_openspiel(players: int, games: int) -> None:
     check_layout(KuhnPoker(1, players=players), f"kuhn_poker(players={players})")
     assert len(every_game(players)) == games  # 1 + players * 2 ** (players - 1) ways to play each deal
 
 
 @pytest.mark.parametrize("players", [2, 3, 4])
-def test_games_that_follow_each_other_are_those_of_openspiel(players: int) -> None:
+def test_consecutive_games_equal_openspiel(players: int) -> None:
     env, rng = KuhnPoker(50, players=players), np.random.default_rng(0)
     mirror = Mirror(env, f"kuhn_poker(players={players})", lambda b: env.internal_state["cards"][b, :players].tolist())
     play(mirror, 500, lambda frame: random_actions(env, frame, rng))
@@ -85,13 +85,13 @@ def value(first: dict[tuple[int, str], float], second: dict[tuple[int, str], flo
     return total
 
 
-def test_known_values() -> None:
+def test_known_game_values() -> None:
     half = dict.fromkeys([*FIRST, *SECOND], 0.5)
     assert value(half, half) == pytest.approx(1 / 8)  # bet and fold 1/4, pass, bet and fold 1/8; showdowns even out
     assert value(FIRST, SECOND) == pytest.approx(-1 / 18)  # in equilibrium (Kuhn, 1950)
 
 
-def test_a_game_by_hand() -> None:
+def test_game_by_hand() -> None:
     env = KuhnPoker(1)
     frame = env.reset(np.array([seeds_of_deals(2)[KING, QUEEN]]))
     assert frame.obs[0].tolist() == [[1, 0, 0, 0, 1, *[0] * 6], [0, 1, 0, 1, 0, *[0] * 6]]
@@ -110,7 +110,7 @@ def test_a_game_by_hand() -> None:
     assert frame.state[0, 6:].tolist() == [0] * 6 and frame.agent_mask[0].tolist() == [True, False]
 
 
-def test_an_action_out_of_range_is_a_pass() -> None:
+def test_out_of_range_action_is_a_pass() -> None:
     env, passing = KuhnPoker(5), KuhnPoker(5)
     env.reset(np.arange(5)), passing.reset(np.arange(5))
     for action in (-1, 2, 99, -(2**31)):
@@ -130,7 +130,7 @@ def test_deals_are_uniform() -> None:
 
 
 @pytest.mark.parametrize("players", [2, 4])
-def test_it_keeps_the_contract(players: int) -> None:
+def test_env_passes_the_vector_env_check(players: int) -> None:
     check_vector_env(lambda games: KuhnPoker(games, players=players))
 
 

@@ -11,7 +11,7 @@ from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.leduc import CALL, FOLD, RAISE, LeducPoker
 
 
-def test_ten_thousand_games_are_those_of_openspiel() -> None:
+def test_ten_thousand_games_equal_openspiel() -> None:
     env, rng = LeducPoker(500), np.random.default_rng(0)
     check_layout(env, "leduc_poker")
     mirror = Mirror(env, "leduc_poker", lambda b: env.internal_state["cards"][b, :3].tolist())
@@ -57,7 +57,7 @@ def test_games_by_hand(cards: list[int], moves: list[int], rewards: list[float])
     assert played(cards, moves).rewards[0].tolist() == rewards
 
 
-def test_who_may_do_what_when() -> None:
+def test_action_and_agent_masks_by_hand() -> None:
     env = LeducPoker(1)
     frame = env.reset(np.array([0]))
     action_mask = frame.action_mask
@@ -70,7 +70,7 @@ def test_who_may_do_what_when() -> None:
     assert action_mask[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0].tolist() == [True, False]
 
 
-def test_views_and_state_by_hand() -> None:
+def test_observations_and_state_by_hand() -> None:
     env = LeducPoker(1)
     seed = next(seed for seed in range(1000) if dealt(env, seed) == [3, 0, 4])
     env.reset(np.array([seed]))
@@ -95,7 +95,7 @@ def dealt(env: LeducPoker, seed: int) -> list[int]:
     return cards
 
 
-def test_an_action_that_is_not_legal_is_a_call() -> None:
+def test_illegal_action_is_a_call() -> None:
     env, calling = LeducPoker(5), LeducPoker(5)
     env.reset(np.arange(5)), calling.reset(np.arange(5))
     for action in (FOLD, -1, 3, -(2**31), 2**31 - 1):
@@ -114,10 +114,10 @@ def test_deals_are_uniform() -> None:
     assert deviation(counts[counts > 0]) < 172.5  # 1 in 1000 at 119 degrees of freedom
 
 
-def test_it_keeps_the_contract() -> None:
+def test_env_passes_the_vector_env_check() -> None:
     check_vector_env(LeducPoker)
 
 
-def test_no_games_are_refused() -> None:
+def test_zero_num_envs_is_refused() -> None:
     with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         LeducPoker(0)

@@ -32,13 +32,13 @@ def careful(frame: VectorStep, rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize(
     ("dice", "faces", "games"), [(1, 6, 10_000), (2, 3, 3000), (1, 2, 500), (2, 6, 1500), (3, 4, 500)]
 )
-def test_random_games_are_those_of_openspiel(dice: int, faces: int, games: int) -> None:
+def test_random_games_equal_openspiel(dice: int, faces: int, games: int) -> None:
     mirror, rng = mirrored(250, dice, faces), np.random.default_rng(0)
     play(mirror, games, lambda frame: random_actions(mirror.env, frame, rng))
 
 
 @pytest.mark.parametrize(("dice", "faces", "games"), [(1, 6, 2000), (2, 3, 1000), (1, 2, 500), (2, 6, 500)])
-def test_long_games_are_those_of_openspiel(dice: int, faces: int, games: int) -> None:
+def test_long_games_equal_openspiel(dice: int, faces: int, games: int) -> None:
     mirror, rng = mirrored(250, dice, faces), np.random.default_rng(0)
     play(mirror, games, lambda frame: careful(frame, rng))
 
@@ -69,7 +69,7 @@ def test_games_by_hand(dice: list[list[int]], moves: list[int], rewards: list[fl
     assert played(dice, moves).rewards[0].tolist() == rewards
 
 
-def test_who_may_do_what_when() -> None:
+def test_action_and_agent_masks_by_hand() -> None:
     env = LiarsDice(1, faces=3)
     frame = env.reset(np.array([0]))
     action_mask = frame.action_mask
@@ -83,7 +83,7 @@ def test_who_may_do_what_when() -> None:
     assert action_mask[0].tolist() == [[True] * 6 + [False]] * 2 and frame.terminated[0]
 
 
-def test_views_and_state_by_hand() -> None:
+def test_observations_and_state_by_hand() -> None:
     env = LiarsDice(1, dice=2, faces=3)
     seed = next(seed for seed in range(1000) if rolled(env, seed) == [[0, 2], [1, 1]])
     env.reset(np.array([seed]))
@@ -104,7 +104,7 @@ def rolled(env: LiarsDice, seed: int) -> list[list[int]]:
     return dice
 
 
-def test_an_action_that_is_not_legal_is_the_lowest_one_that_is() -> None:
+def test_illegal_action_is_the_lowest_legal_one() -> None:
     env, lowest = LiarsDice(5), LiarsDice(5)
     env.reset(np.arange(5)), lowest.reset(np.arange(5))
     for step, action in enumerate([12, 0, -1, 13, -(2**31), 2**31 - 1]):
@@ -124,7 +124,7 @@ def test_dice_are_uniform() -> None:
     assert deviation(counts) < 66.7  # 1 in 1000 at 35 degrees of freedom
 
 
-def test_dice_of_one_player_are_rolled_apart() -> None:
+def test_dice_of_one_player_are_independent() -> None:
     env = LiarsDice(9000, dice=2, faces=3)
     env.reset(np.arange(9000))
     pairs = np.bincount(env.internal_state["dice"][:, 0] @ [3, 1], minlength=9)
@@ -133,7 +133,7 @@ def test_dice_of_one_player_are_rolled_apart() -> None:
 
 
 @pytest.mark.parametrize(("dice", "faces"), [(1, 6), (3, 2)])
-def test_it_keeps_the_contract(dice: int, faces: int) -> None:
+def test_env_passes_the_vector_env_check(dice: int, faces: int) -> None:
     check_vector_env(lambda games: LiarsDice(games, dice=dice, faces=faces))
 
 

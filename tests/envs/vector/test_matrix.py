@@ -31,20 +31,20 @@ def table(env: MatrixGame) -> np.ndarray:
 
 
 @pytest.mark.parametrize("game", THEIRS)
-def test_payoffs_are_those_of_openspiel(game: Any) -> None:
+def test_payoffs_equal_openspiel(game: Any) -> None:
     theirs = pyspiel.load_matrix_game(THEIRS[game])
     env = MatrixGame(theirs.num_rows() * theirs.num_cols(), game=game)
     assert np.array_equal(table(env), np.stack([theirs.row_utilities(), theirs.col_utilities()], 2))
 
 
-def test_payoffs_are_those_of_claus_and_boutilier() -> None:
+def test_payoffs_equal_claus_and_boutilier() -> None:
     climbing, penalty = table(MatrixGame(9, game="climbing")), table(MatrixGame(9, game="penalty"))
     assert climbing[..., 0].tolist() == [[11, -30, 0], [-30, 7, 6], [0, 0, 5]]
     assert penalty[..., 0].tolist() == [[10, 0, -100], [0, 2, 0], [-100, 0, 10]]
     assert np.array_equal(climbing[..., 0], climbing[..., 1]) and np.array_equal(penalty[..., 0], penalty[..., 1])
 
 
-def test_a_table_of_ones_own() -> None:
+def test_custom_payoff_table() -> None:
     own = table(MatrixGame(6, payoff=[[1, [2, 3], (0.5, -4)], [(5, 6), 7, -1]]))
     assert own.tolist() == [[[1, 1], [2, 3], [0.5, -4]], [[5, 6], [7, 7], [-1, -1]]]
 
@@ -73,7 +73,7 @@ def test_rounds_by_hand() -> None:
     assert not env.step(np.array([[0, 0]])).done[0]  # the next game has two rounds again
 
 
-def test_actions_out_of_range_are_the_nearest_ones() -> None:
+def test_out_of_range_actions_are_clipped() -> None:
     env = MatrixGame(2, payoff=[[1, 2], [3, 4]])
     env.reset(np.arange(2))
     assert env.step(np.array([[-5, 9], [2, -1]])).rewards[:, 0].tolist() == [2, 3]
@@ -89,7 +89,7 @@ def test_actions_out_of_range_are_the_nearest_ones() -> None:
         ([[1, 1], [1, 1]], 8),
     ],
 )
-def test_two_steps_by_hand(actions: list[list[int]], total: float) -> None:
+def test_two_step_game_by_hand(actions: list[list[int]], total: float) -> None:
     env = TwoStepGame(1)
     frame = env.reset(np.array([0]))
     assert frame.state is not None and frame.final_state is not None
@@ -104,7 +104,7 @@ def test_two_steps_by_hand(actions: list[list[int]], total: float) -> None:
     assert frame.obs[0].tolist() == [[1, 0, 0]] * 2 and frame.state[0].tolist() == [1, 0, 0]
 
 
-def test_two_steps_take_actions_out_of_range_for_zero() -> None:
+def test_two_step_game_maps_out_of_range_actions_to_zero() -> None:
     env = TwoStepGame(1)
     env.reset(np.array([0]))
     env.step(np.array([[9, 1]]))
@@ -121,7 +121,7 @@ def test_two_steps_take_actions_out_of_range_for_zero() -> None:
         lambda games: MatrixGame(games, payoff=[[(1, 2), 0, 3]], rounds=5),
     ],
 )
-def test_they_keep_the_contract(make: Any) -> None:
+def test_envs_pass_the_vector_env_check(make: Any) -> None:
     check_vector_env(make, steps=50)
 
 
@@ -149,6 +149,6 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
         MatrixGame(**options)
 
 
-def test_two_steps_of_no_games_are_refused() -> None:
+def test_two_step_game_refuses_zero_num_envs() -> None:
     with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         TwoStepGame(0)

@@ -61,7 +61,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("continuous", [False, True])
-def test_the_contract_is_kept(game: type[VectorEnv], continuous: bool) -> None:
+def test_env_passes_the_vector_env_check(game: type[VectorEnv], continuous: bool) -> None:
     check_vector_env(lambda games: game(games, max_cycles=10, continuous_actions=continuous), steps=45)  # type: ignore[call-arg]
 
 
@@ -102,7 +102,7 @@ def played(env: VectorEnv, steps: int) -> tuple[list[np.ndarray], list[VectorSte
 
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize(("game", "ours", "module", "options"), PAIRS)
-def test_the_numbers_are_those_of_mpe2(
+def test_games_equal_mpe2(
     game: Any, ours: dict[str, Any], module: Any, options: dict[str, Any], continuous: bool
 ) -> None:
     env = game(len(SEEDS), continuous_actions=continuous, **ours)
@@ -144,7 +144,7 @@ def placed(env: Any, entities: list[tuple[float, float]], goal: int = 0) -> Any:
     return env
 
 
-def test_spread_pays_for_the_way_to_the_nearest_and_for_touches() -> None:
+def test_spread_rewards_distance_and_collisions() -> None:
     env = placed(SimpleSpread(2, agents=2, local_ratio=0.25), [(0, 0), (1, 0), (0, 1), (1, 2)])
     # 1 from (0, 0) to the first landmark, 2 from (1, 0) to the second; nobody moves in the first step.
     np.testing.assert_array_equal(env.step(np.zeros((2, 2), int)).rewards, np.full((2, 2), 0.75 * -3))
@@ -153,7 +153,7 @@ def test_spread_pays_for_the_way_to_the_nearest_and_for_touches() -> None:
     np.testing.assert_array_equal(env.step(np.zeros((2, 2), int)).rewards[1], [0.75 * -3 - 0.25] * 2)
 
 
-def test_discs_that_overlap_push_each_other_apart() -> None:
+def test_overlapping_discs_repel() -> None:
     env = placed(SimpleSpread(1, agents=2), [(0, 0), (0.2, 0), (5, 5), (5, 5)])
     # Radii 0.15 overlap by 0.1: force 100 * 0.1 for 0.1 s, to the left and to the right.
     obs = env.step(np.zeros((1, 2), int)).obs[0]
@@ -166,7 +166,7 @@ def test_discs_that_overlap_push_each_other_apart() -> None:
 
 
 @pytest.mark.parametrize(("action", "velocity"), [(0, (0, 0)), (1, (-1, 0)), (2, (1, 0)), (3, (0, -1)), (4, (0, 1))])
-def test_an_action_pushes_one_way(action: int, velocity: tuple[float, float]) -> None:
+def test_actions_accelerate_in_their_direction(action: int, velocity: tuple[float, float]) -> None:
     env = placed(SimpleSpread(1, agents=1), [(0, 0), (0, 0)])
     np.testing.assert_allclose(env.step(np.array([[action]])).obs[0, 0, :2], np.multiply(velocity, 0.5))
     env = placed(SimpleSpread(1, agents=1, continuous_actions=True), [(0, 0), (0, 0)])
@@ -174,7 +174,7 @@ def test_an_action_pushes_one_way(action: int, velocity: tuple[float, float]) ->
     np.testing.assert_allclose(env.step(strength).obs[0, 0, :2], np.multiply(velocity, 0.25))
 
 
-def test_adversary_and_friends_are_paid_by_the_way_to_the_goal() -> None:
+def test_adversary_rewards_depend_on_goal_distance() -> None:
     env = placed(SimpleAdversary(1), [(3, 4), (1, 0), (0, 2), (7, 7), (0, 0)], goal=1)
     frame = env.step(np.zeros((1, 3), int))
     np.testing.assert_array_equal(frame.rewards[0], [-5, 5 - 1, 5 - 1])
@@ -182,7 +182,7 @@ def test_adversary_and_friends_are_paid_by_the_way_to_the_goal() -> None:
     np.testing.assert_array_equal(frame.obs[0, 1], [-1, 0, 6, 7, -1, 0, 2, 4, -1, 2])
 
 
-def test_tag_pays_hunters_for_touches_and_fines_prey_outside() -> None:
+def test_tag_rewards_touches_and_penalises_leaving() -> None:
     env = placed(SimpleTag(1, num_obstacles=0), [(0.5, 0.5), (0.5, 0.6), (-0.5, 0), (0.5, 0.55)])
     np.testing.assert_array_equal(env.step(np.zeros((1, 4), int)).rewards[0], [20, 20, 20, -20])
     for place, fine in [((0.89, 0), 0), ((0.95, 0), 0.5), ((0, -1.5), math.e), ((3, 3), 20)]:
@@ -197,7 +197,7 @@ def test_tag_has_speed_limits() -> None:
     np.testing.assert_allclose(obs[0, :, 0], [1, 1, 1, 1.3], rtol=1e-6)
 
 
-def test_the_listener_hears_the_word_and_both_pay_the_square() -> None:
+def test_listener_observes_the_message_and_both_share_the_cost() -> None:
     env = placed(SimpleSpeakerListener(1), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)], goal=2)
     frame = env.step(np.array([[1, 0]]))
     np.testing.assert_array_equal(frame.rewards[0], [-25, -25])
@@ -206,7 +206,7 @@ def test_the_listener_hears_the_word_and_both_pay_the_square() -> None:
     assert not env.reset(np.arange(1)).obs[0, 1, -3:].any()
 
 
-def test_actions_out_of_range_are_nothing_the_first_word_or_clipped() -> None:
+def test_out_of_range_actions_are_clipped_or_ignored() -> None:
     env = placed(SimpleSpeakerListener(1), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)])
     for action in (-1, 5, 2**31 - 1, -(2**31)):
         obs = env.step(np.full((1, 2), action)).obs[0, 1]
@@ -229,6 +229,6 @@ def test_actions_out_of_range_are_nothing_the_first_word_or_clipped() -> None:
         (lambda: SimpleSpeakerListener(max_cycles=0), "max_cycles is 0"),
     ],
 )
-def test_options_that_make_no_game_are_refused(make: Any, said: str) -> None:
+def test_invalid_options_are_refused(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()

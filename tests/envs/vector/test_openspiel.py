@@ -23,7 +23,7 @@ from palestra.envs.vector.sync_vector import SyncVectorEnv
         "markov_soccer(horizon=30)",
     ],
 )
-def test_games_keep_the_contract(game: str) -> None:
+def test_games_pass_the_vector_env_check(game: str) -> None:
     check_vector_env(lambda games: OpenSpielEnv(games, game=game), num_envs=4, steps=80)
 
 
@@ -45,7 +45,7 @@ def rebuilt(name: str, state: pyspiel.State) -> pyspiel.State:
     ("name", "view"),
     [("leduc_poker", "information_state"), ("leduc_poker", "observation"), ("oshi_zumo(coins=6)", "observation")],
 )
-def test_what_is_shown_is_what_openspiel_says_of_the_same_history(name: str, view: str) -> None:
+def test_observations_equal_openspiel_at_the_same_history(name: str, view: str) -> None:
     """Rebuilt by OpenSpiel from each game's own history; returns are the rewards added up."""
     env = OpenSpielEnv(3, game=name, view=view)  # type: ignore[arg-type]
     assert isinstance(env.inner, SyncVectorEnv)
@@ -70,7 +70,7 @@ def test_what_is_shown_is_what_openspiel_says_of_the_same_history(name: str, vie
     assert ended > 3
 
 
-def test_uniform_players_of_kuhn_poker_win_an_eighth() -> None:
+def test_uniform_kuhn_poker_has_value_one_eighth() -> None:
     """Showdowns cancel over the deals. The first seat bets and the other folds one time in four (1 won); it passes, is
     bet against and folds one time in eight (1 lost)."""
     policy = pyspiel.UniformRandomPolicy(pyspiel.load_game("kuhn_poker"))
@@ -85,14 +85,14 @@ def test_uniform_players_of_kuhn_poker_win_an_eighth() -> None:
     assert games > 10_000 and np.allclose(paid / games, exact, atol=4 * 1.3 / np.sqrt(games))
 
 
-def test_cards_are_dealt_evenly_and_differ_between_games() -> None:
+def test_deals_are_uniform_and_differ_between_games() -> None:
     """Kuhn: the first seat's card stands in the three numbers after the two that say who looks."""
     env = OpenSpielEnv(600, game="kuhn_poker")
     cards = env.reset(np.arange(600)).obs[:, 0, 2:5]
     assert (cards.sum(1) == 1).all() and np.allclose(cards.mean(0), 1 / 3, atol=0.06)
 
 
-def test_prisoners_choose_at_once() -> None:
+def test_simultaneous_prisoners_dilemma() -> None:
     """OpenSpiel's prisoner's dilemma pays 5 and 5 for silence, 1 and 1 for treason, 10 and 0 for treason against
     silence."""
     env = OpenSpielEnv(3, game="matrix_pd")
@@ -101,7 +101,7 @@ def test_prisoners_choose_at_once() -> None:
     assert frame.rewards.tolist() == [[5, 5], [1, 1], [10, 0]] and frame.terminated.all() and frame.agent_mask.all()
 
 
-def test_crosses_win_in_a_row() -> None:
+def test_tic_tac_toe_win_by_hand() -> None:
     env = OpenSpielEnv(1, game="tic_tac_toe")
     frame = env.reset(np.array([0]))
     for move in (0, 3, 1, 4):
@@ -115,7 +115,7 @@ def test_crosses_win_in_a_row() -> None:
     assert frame.rewards.tolist() == [[1, -1]] and frame.terminated[0] and frame.agent_mask[0].tolist() == [True, False]
 
 
-def test_points_that_fall_on_the_way_are_paid_on_the_way() -> None:
+def test_intermediate_rewards_are_paid_when_earned() -> None:
     env = OpenSpielEnv(1, game="repeated_game(stage_game=matrix_pd(),num_repetitions=3)")
     env.reset(np.array([0]))
     assert env.step(np.array([[1, 0]], np.int32)).rewards.tolist() == [[10, 0]]
@@ -124,7 +124,7 @@ def test_points_that_fall_on_the_way_are_paid_on_the_way() -> None:
     assert frame.rewards.tolist() == [[1, 1]] and frame.terminated[0]
 
 
-def test_what_cannot_be_played_is_said() -> None:
+def test_unsupported_games_are_refused() -> None:
     with pytest.raises(ValueError, match=r'cannot load the game "leduc_pocker"; near it: leduc_poker'):
         OpenSpielEnv(1, game="leduc_pocker")
     with pytest.raises(ValueError, match="mean-field"):

@@ -51,11 +51,11 @@ def theirs(path: str, options: dict[str, Any] | None = None) -> Any:
         (ROCK, {"max_cycles": 15}, 60),
     ],
 )
-def test_envs_keep_the_contract(env: str, options: dict[str, Any], steps: int) -> None:
+def test_envs_pass_the_vector_env_check(env: str, options: dict[str, Any], steps: int) -> None:
     check_vector_env(lambda games: PettingZooEnv(games, env=env, options=options), num_envs=3, steps=steps)
 
 
-def test_games_spread_over_processes_are_the_same() -> None:
+def test_subprocess_games_are_the_same() -> None:
     here, there = PettingZooEnv(3, env=FOUR), PettingZooEnv(3, env=FOUR, num_processes=2)
     rng, frame = np.random.default_rng(0), here.reset(np.arange(3))
     there.reset(np.arange(3))
@@ -69,7 +69,7 @@ def test_games_spread_over_processes_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(("path", "options"), [(TALK, {"max_cycles": 25}), (KNIGHTS, {"max_cycles": 500})])
-def test_parallel_envs_go_as_pettingzoo_plays_them(path: str, options: dict[str, Any]) -> None:
+def test_parallel_envs_equal_pettingzoo(path: str, options: dict[str, Any]) -> None:
     """Agents that end (knights die) act no more; state, views and rewards are theirs."""
     env, other = PettingZooEnv(1, env=path, options=options, state=True), theirs(path, options)
     assert env.seats == tuple(other.possible_agents)
@@ -109,7 +109,7 @@ def test_parallel_envs_go_as_pettingzoo_plays_them(path: str, options: dict[str,
         (KNIGHTS.replace("parallel_", ""), {"max_cycles": 400}, [1]),
     ],
 )
-def test_returns_of_turn_based_envs_are_those_that_last_says(path: str, options: dict[str, Any], seeds: Any) -> None:
+def test_turn_based_returns_equal_pettingzoo(path: str, options: dict[str, Any], seeds: Any) -> None:
     """Games played by PettingZoo's own loop, agent_iter and last, against ours with the same actions; among the knights
     an archer dies long before the game ends."""
     for seed in seeds:
@@ -140,7 +140,7 @@ def test_returns_of_turn_based_envs_are_those_that_last_says(path: str, options:
 @pytest.mark.parametrize("factory", ["parting", "parting_turns"])
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("flags", ["terminated", "truncated", "terminated truncated"])
-def test_each_agent_has_ends_of_its_own(factory: str, dies: bool, flags: str) -> None:
+def test_agents_terminate_separately(factory: str, dies: bool, flags: str) -> None:
     """Agent "early" ends with its first action, "late" 4 steps later; what is both terminated and truncated has
     terminated."""
     options = {"flags": flags, "dies": dies, "length": 4}
@@ -159,14 +159,14 @@ def test_each_agent_has_ends_of_its_own(factory: str, dies: bool, flags: str) ->
     env.close()
 
 
-def test_masks_that_cannot_be_heeded_are_refused() -> None:
+def test_unsupported_action_masks_are_refused() -> None:
     with pytest.raises(
         ValueError, match="gives an action_mask, which is only heeded for one Discrete action of a seat"
     ):
         PettingZooEnv(1, env="mortal_games:parting", options={"box": True, "masks": True})
 
 
-def test_an_illegal_move_terminates() -> None:
+def test_illegal_move_terminates_the_game() -> None:
     """PettingZoo's `TerminateIllegalWrapper` sets both flags of every agent."""
     env = PettingZooEnv(1, env=FOUR)
     env.reset(np.array([0]))
@@ -177,7 +177,7 @@ def test_an_illegal_move_terminates() -> None:
     assert moment.terminated and not moment.truncated and moment.rewards == [-1, 0]
 
 
-def test_four_in_a_column_win() -> None:
+def test_connect_four_win_by_hand() -> None:
     """The first player puts four in column 0, the second in column 1; a full column is illegal."""
     env = PettingZooEnv(1, env=FOUR)
     frame = env.reset(np.array([0]))
@@ -197,7 +197,7 @@ def test_four_in_a_column_win() -> None:
     assert frame.obs[0, 1].reshape(6, 7, 2)[5, 0, 1] == 1
 
 
-def test_pictures_stay_pictures() -> None:
+def test_image_observations_stay_images() -> None:
     env = PettingZooEnv(1, env=PONG, options={"max_cycles": 3, "render_mode": "rgb_array"})
     frame = env.reset(np.array([0]))
     assert env.observation_shapes == ((280, 480, 3),) * 2 and frame.obs.dtype == np.uint8 and frame.obs.max() > 100
