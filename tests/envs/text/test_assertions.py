@@ -103,7 +103,7 @@ BODIES: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("which", ["right", "wrong"])
-def test_forms_of_assertions_tell_right_from_wrong(lab: ProgramTestRunner, tmp_path: Path, which: str) -> None:
+def test_assertion_forms_distinguish_right_from_wrong(lab: ProgramTestRunner, tmp_path: Path, which: str) -> None:
     """All in one run: the function's first argument says which form it is called for."""
     program, cases = "def form(name, *xs, base=0):\n", []
     for name, (body, *answers) in BODIES.items():
@@ -118,7 +118,7 @@ def test_forms_of_assertions_tell_right_from_wrong(lab: ProgramTestRunner, tmp_p
     assert not odd
 
 
-def test_each_assertion_of_a_plain_check_counts(lab: ProgramTestRunner, tmp_path: Path) -> None:
+def test_each_assertion_of_a_check_function_counts(lab: ProgramTestRunner, tmp_path: Path) -> None:
     test = """
 def check(candidate):
     assert True, 'This prints if this assert fails'
@@ -132,7 +132,7 @@ def check(candidate):
     assert share(lab, problem, "def f(x):\n    return min(x, 1)") == pytest.approx(1 / 3)
 
 
-def test_a_check_that_uses_its_own_names_runs_whole(lab: ProgramTestRunner, tmp_path: Path) -> None:
+def test_check_with_local_names_runs_as_one_test(lab: ProgramTestRunner, tmp_path: Path) -> None:
     test = "TWO = 2\ndef half(x):\n    return x / TWO\ndef check(candidate):\n    assert half(candidate(3)) == 3\n"
     problem = human_eval(tmp_path, test)
     assert len(problem.tests) == 1
@@ -176,7 +176,9 @@ def test_problems_whose_tests_need_the_programs_own_names_are_left_out(tmp_path:
         ("def check(candidate):\n    assert candidate('a' * 3_000_000) == ''", "more than 2097152 bytes of arguments"),
     ],
 )
-def test_assertions_that_test_no_program_raise(lab: ProgramTestRunner, tmp_path: Path, test: str, why: str) -> None:
+def test_assertions_without_the_function_are_refused(
+    lab: ProgramTestRunner, tmp_path: Path, test: str, why: str
+) -> None:
     problem = human_eval(tmp_path, test)
     with pytest.raises(ValueError, match=why):
         share(lab, problem, "def f(x):\n    return 1")
@@ -191,7 +193,7 @@ def test_assertions_that_test_no_program_raise(lab: ProgramTestRunner, tmp_path:
         ("x = 'a' * 200_000\nfor n in range(20):\n    f(x + str(n))\nassert f(1) == 2", None),
     ],
 )
-def test_calls_that_need_the_value_of_the_one_before(
+def test_stateful_assertions_are_separated_correctly(
     lab: ProgramTestRunner, test: str, passes: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("palestra.envs.text.code.test_runner.MAX_CALL_ROUNDS", 3)
@@ -203,7 +205,7 @@ def test_calls_that_need_the_value_of_the_one_before(
         assert tried(lab, code, ProgramTest(test)).results[0].passed is passes
 
 
-def test_a_program_that_fails_fails_its_assertions(lab: ProgramTestRunner) -> None:
+def test_failing_program_fails_its_assertions(lab: ProgramTestRunner) -> None:
     case = ProgramTest("assert f(1) > 0")
     for source, said in [
         ("def f(x): return x / 0", "ZeroDivisionError: division by zero"),
@@ -216,7 +218,7 @@ def test_a_program_that_fails_fails_its_assertions(lab: ProgramTestRunner) -> No
     assert tried(lab, ProgramSpec("def f(", "assertion", "f"), case).compile_error
 
 
-def test_assertions_as_cases() -> None:
+def test_assertions_are_parsed_to_cases() -> None:
     assert parse_asserts("assert f(1, [2]) == 3\nassert f(0) == None\nassert True", "f") == (
         "function",
         (ProgramTest("(1, [2])", "3"), ProgramTest("(0,)", "None")),
@@ -236,7 +238,7 @@ def test_assertions_as_cases() -> None:
         find_entry_point("assert h(1)", "def f(x): pass")
 
 
-def test_the_env_plays_problems_with_assertions(sandboxed: None, tmp_path: Path) -> None:
+def test_env_supports_assertion_problems(sandboxed: None, tmp_path: Path) -> None:
     test = "def check(candidate):\n    assert abs(candidate(2) - 0.5) < 1e-6\n    assert candidate(4) < 0.3\n"
     prompt = 'def f(x):\n    """\n    >>> f(1)\n    1.0\n    """\n'
     row = {"task_id": "HumanEval/x", "prompt": prompt, "canonical_solution": "    return 1 / x\n"}

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("sandboxed")
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
+def test_env_passes_the_env_check(options: dict[str, Any]) -> None:
     check_env(lambda: CoderTester(**options), seeds=range(1))
 
 
@@ -43,7 +43,7 @@ def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("rendering", ["full", "compact"])
 @pytest.mark.parametrize("team", ["coder_tester", "single"])
 @pytest.mark.parametrize("source", ["own", "drills"])
-def test_it_keeps_the_contract_in_all_forms(source: str, team: Any, rendering: Any, reward: Any) -> None:
+def test_env_passes_the_env_check_in_all_configurations(source: str, team: Any, rendering: Any, reward: Any) -> None:
     make = partial(CoderTester, source=source, team=team, rendering=rendering, reward=reward)
     check_env(make, seeds=range(3), act=partial(sometimes_right, make()))
 
@@ -55,7 +55,7 @@ def sometimes_right(env: CoderTester, seat: str, observation: Any, rng: random.R
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_experts_solve_it_in_one_turn(options: dict[str, Any]) -> None:
+def test_experts_solve_in_one_turn(options: dict[str, Any]) -> None:
     for seed in range(4):
         env, rng = CoderTester(**options), random.Random(seed)
         env.reset(seed)
@@ -67,7 +67,7 @@ def test_experts_solve_it_in_one_turn(options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rendering", ["full", "compact"])
-def test_experts_solve_all_problems_of_our_own(rendering: Any) -> None:
+def test_experts_solve_all_shipped_problems(rendering: Any) -> None:
     for number in range(len(load_programs(BUILT_IN_PROGRAMS))):
         env = CoderTester(split="all", rendering=rendering, time_limit_s=20)
         env._problems = load_programs(BUILT_IN_PROGRAMS)[number : number + 1]
@@ -92,7 +92,7 @@ def test_options_are_checked() -> None:
 # ---- rewards
 
 
-def test_rewards_of_a_turn(add: Any) -> None:
+def test_rewards_of_one_turn_by_hand(add: Any) -> None:
     """Worked by hand: a - b is right at (0, 0) alone, so at 1 of 4 tests."""
     _, step = play(add(), both(BAD, "#### add(2, 3) -> 5"))
     assert step.rewards == pytest.approx({"coder": 1 / 4, "tester": 1.0})
@@ -116,7 +116,7 @@ def test_rewards_of_a_turn(add: Any) -> None:
         (GOOD, 1.0),
     ],
 )
-def test_what_a_program_is_worth(add: Any, program: str, worth: float) -> None:
+def test_program_rewards_by_hand(add: Any, program: str, worth: float) -> None:
     _, step = play(add(), both(program, "nothing"))
     assert step.rewards == pytest.approx({"coder": worth, "tester": -0.1})
     assert step.info["invalid"] == {"coder": worth == -0.1, "tester": True}
@@ -134,7 +134,7 @@ def test_what_a_program_is_worth(add: Any, program: str, worth: float) -> None:
         ("I think so.\n#### assert add('a', 'b') == 'ab'", 1.0),
     ],
 )
-def test_what_a_test_is_worth(add: Any, test: str, worth: float) -> None:
+def test_tester_rewards_by_hand(add: Any, test: str, worth: float) -> None:
     _, step = play(add(), both("", test))
     assert step.rewards == pytest.approx({"coder": -0.1, "tester": worth})
 
@@ -179,7 +179,9 @@ def test_a_test_with_an_input_that_the_question_shows_earns_nothing(tmp_path: Pa
         ("5 5", "11", 0.0),
     ],
 )
-def test_copied_inputs_of_programs_that_read(tmp_path: Path, given: str, expected: str, worth: float) -> None:
+def test_copied_example_inputs_of_stdin_problems_earn_nothing(
+    tmp_path: Path, given: str, expected: str, worth: float
+) -> None:
     problem = ECHO | {
         "question": "Print the sum of the first two numbers.\nInput\n7\n7\nOutput\n14\n",
         "reference": "import sys\nprint(sum(int(float(w)) for w in sys.stdin.read().split()[:2]))",
@@ -191,13 +193,13 @@ def test_copied_inputs_of_programs_that_read(tmp_path: Path, given: str, expecte
     assert step.rewards["tester"] == pytest.approx(worth)
 
 
-def test_no_example_of_our_own_problems_earns_a_tester_anything() -> None:
+def test_shown_examples_of_shipped_problems_earn_nothing() -> None:
     for problem in load_programs(BUILT_IN_PROGRAMS):
         assert all(is_test_shown(problem, case) for case in problem.examples), problem.id
         assert sum(not is_test_shown(problem, case) for case in problem.tests) >= 3, problem.id
 
 
-def test_blanks_before_the_first_word_are_kept(tmp_path: Path) -> None:
+def test_leading_whitespace_is_kept(tmp_path: Path) -> None:
     """A triangle on the right side and one on the left are two."""
     stars = ECHO | {
         "reference": "n = int(input())\nfor i in range(1, n + 1): print(('*' * i).rjust(n))",
@@ -214,7 +216,7 @@ def test_blanks_before_the_first_word_are_kept(tmp_path: Path) -> None:
     assert end.info["success"] and end.info["agreed"]
 
 
-def test_what_is_paid_in_all_is_for_the_last_answers(add: Any) -> None:
+def test_total_reward_depends_on_the_last_answers_only(add: Any) -> None:
     """Playing on pays nothing in itself, and getting worse is paid back."""
     env = add(max_turns=3)
     steps = play(env, both(BAD, "#### add(1, 2) -> 3"), both("", ""), both(BAD, "#### add(2, 1) -> 4"))
@@ -225,7 +227,7 @@ def test_what_is_paid_in_all_is_for_the_last_answers(add: Any) -> None:
 
 
 @pytest.mark.parametrize(("program", "paid"), [(GOOD, 1.0), (BAD, 0.0)])
-def test_only_the_end_pays_with_outcome(add: Any, program: str, paid: float) -> None:
+def test_outcome_reward_pays_at_the_end_only(add: Any, program: str, paid: float) -> None:
     wrong, last = both(GOOD, "#### add(1, 2) -> 4"), both(program, "#### add(0, 0) -> 0")
     *_, middle, end = play(add(reward="outcome"), wrong, last)
     assert middle.team_reward == 0.0 and middle.info["success"]  # the program is right, but they go on
@@ -235,32 +237,32 @@ def test_only_the_end_pays_with_outcome(add: Any, program: str, paid: float) -> 
 # ---- when play stops
 
 
-def test_it_stops_when_they_agree_right_or_wrong(add: Any) -> None:
+def test_episode_ends_on_agreement(add: Any) -> None:
     _, right = play(add(), both(GOOD, "#### add(1, 2) -> 3"))
     assert right.done and right.info["success"] and not right.truncated
     _, wrong = play(add(), both(BAD, "#### add(5, 2) -> 3"))
     assert wrong.done and not wrong.info["success"] and not wrong.truncated
 
 
-def test_hidden_tests_do_not_stop_it(add: Any) -> None:
+def test_hidden_tests_do_not_end_the_episode(add: Any) -> None:
     _, step = play(add(), both(GOOD, "#### add(1, 2) -> 4"))
     assert not step.done and step.info["success"] and not step.info["agreed"]
 
 
-def test_one_who_is_alone_goes_by_the_examples(add: Any) -> None:
+def test_single_seat_stops_on_the_examples(add: Any) -> None:
     _, first, second = play(add(team="single"), {"coder": BAD}, {"coder": GOOD})
     assert not first.done and "An example that it fails: add(5, 1) should give 6" in first.observations["coder"]
     assert "The program gave 4" in first.observations["coder"]
     assert second.done and second.info["agreed"] and second.info["success"]
 
 
-def test_one_who_is_alone_and_has_no_examples_has_one_turn(tmp_path: Path) -> None:
+def test_single_seat_without_examples_has_one_turn(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ADD | {"examples": []})
     _, step = play(CoderTester(source=source, split="all", team="single"), {"coder": BAD})
     assert step.done and not step.info["success"]
 
 
-def test_no_reference_a_right_program_stands_in_for_it(tmp_path: Path) -> None:
+def test_passing_program_replaces_a_missing_reference(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ADD | {"reference": None})
     env = CoderTester(source=source, split="all")
     for program, test, worth in [(GOOD, "#### add(1, 2) -> 3", 1.0), (BAD, "#### add(5, 2) -> 3", 0.0)]:
@@ -273,7 +275,7 @@ def test_no_reference_a_right_program_stands_in_for_it(tmp_path: Path) -> None:
 # ---- what they see
 
 
-def test_both_see_what_happened(add: Any) -> None:
+def test_both_seats_observe_the_test_results(add: Any) -> None:
     start, step = play(add(), both(BAD, "#### add(2, 3) -> 5"))
     for seat, program, test in [("coder", "Your program", "The tester's test"), ("tester", "The coder's", "Your test")]:
         assert "Write a function `add(a, b)`" in start.observations[seat]
@@ -287,13 +289,13 @@ def test_both_see_what_happened(add: Any) -> None:
         assert "The program gave -1" in observation and "Turn 2 of 4." in observation
 
 
-def test_nobody_sees_hidden_tests(add: Any) -> None:
+def test_hidden_tests_are_not_shown(add: Any) -> None:
     steps = play(add(), both("", ""), both(BAD, "#### add(2, 3) -> 5"))
     shown = "".join(text for step in steps for text in step.observations.values())
     assert not any(word in shown for word in ("30", "20", "0, 0", "-1, 5"))
 
 
-def test_what_is_told_of_failures(add: Any) -> None:
+def test_failures_are_described_in_observations(add: Any) -> None:
     loop = "```python\ndef add(a, b):\n    while True: pass\n```"
     _, crashed = play(add(), both("```python\ndef add(a, b):\n    return a / 0\n```", "#### add(1, 2) -> 3"))
     assert "The program failed: ZeroDivisionError: division by zero" in crashed.observations["tester"]
@@ -304,7 +306,7 @@ def test_what_is_told_of_failures(add: Any) -> None:
     assert "no test that could be read" in bad.observations["coder"]
 
 
-def test_compact_drills_are_short() -> None:
+def test_compact_observations_are_short() -> None:
     env = CoderTester(source="drills", rendering="compact")
     start, step = play(env, both("xs", "[1,2] -> [7]"), seed=3)
     assert env.roles == {"coder": "code coder", "tester": "code tester"}
@@ -313,7 +315,7 @@ def test_compact_drills_are_short() -> None:
     assert step.observations["tester"] == f"{short} code xs test [1,2] -> [7] got [1,2]"
 
 
-def test_programs_that_read_and_print(tmp_path: Path) -> None:
+def test_stdin_programs_are_supported(tmp_path: Path) -> None:
     env = CoderTester(source=write(tmp_path / "a.jsonl", ECHO), split="all")
     start, step, end = play(
         env,
@@ -338,7 +340,7 @@ def test_reading_programs() -> None:
 
 
 @pytest.mark.parametrize("number", range(0, 64, 7))
-def test_written_answers_are_read_again(number: int) -> None:
+def test_expert_answers_are_parsable(number: int) -> None:
     problem = load_programs(BUILT_IN_PROGRAMS)[number]
     for case in (case for case in problem.tests if len(case.input_text) < 1000):
         test = read_test(write_test(case, problem, fenced=True), problem)

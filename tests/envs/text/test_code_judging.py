@@ -57,7 +57,7 @@ def test_programs_cannot_forge_results(add: Any, program: str) -> None:
     assert step.info["passed"] == 0.0
 
 
-def test_equal_programs_are_run_once(add: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_programs_run_once(add: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     run_python = Sandbox.run_python
 
@@ -79,7 +79,7 @@ def test_equal_programs_are_run_once(add: Any, monkeypatch: pytest.MonkeyPatch) 
     assert len(runs) == len(set(runs)) <= 3  # the hidden tests, the tester's, and the reference on that
 
 
-def test_without_a_sandbox_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_without_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     for cached in (client.backend_problem, code._lab):
@@ -96,7 +96,7 @@ def test_without_a_sandbox_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("episodes", "seconds"), [(10, 4.0), pytest.param(200, 40.0, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
-def test_programs_that_hang_hold_nobody_up(tmp_path: Path, episodes: int, seconds: float) -> None:
+def test_hung_programs_do_not_block_others(tmp_path: Path, episodes: int, seconds: float) -> None:
     """Every tenth hangs for all of its time; all others are done before the first of these gives up."""
     ends = ends_of(tmp_path, episodes, seconds, "__import__('time').sleep(99)")
     assert (len(ends[True]), len(ends[False])) == (episodes // 10, episodes * 9 // 10)
@@ -105,7 +105,7 @@ def test_programs_that_hang_hold_nobody_up(tmp_path: Path, episodes: int, second
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_programs_that_compute_for_ever_only_slow_others_down(tmp_path: Path) -> None:
+def test_endless_computation_does_not_block_others(tmp_path: Path) -> None:
     ends = ends_of(tmp_path, 200, 3.0, "exec('while True: pass')")
     assert (len(ends[True]), len(ends[False])) == (20, 180)
 

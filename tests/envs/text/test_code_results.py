@@ -129,7 +129,7 @@ def traced(work: Callable[[], list[Step]]) -> tuple[list[Step], int]:
         tracemalloc.stop()
 
 
-def test_results_that_are_kept_have_a_size(lab: ProgramTestRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_results_are_limited_in_size(lab: ProgramTestRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_runner, "CACHE_BYTES", 12_000)
     for n in range(5):
         made = tried(lab, ProgramSpec(f"print('{n}' * 10_000)"), "")
@@ -137,7 +137,7 @@ def test_results_that_are_kept_have_a_size(lab: ProgramTestRunner, monkeypatch: 
     assert len(lab._known) == 2 and lab._size == sum(result.size_bytes for result in lab._known.values()) <= 12_000
 
 
-def test_much_output_is_compared_in_full(lab: ProgramTestRunner) -> None:
+def test_long_output_is_compared_in_full(lab: ProgramTestRunner) -> None:
     long = ProgramTest("", "".join(f"{n}\n" for n in range(50_000)))
     assert tried(lab, ProgramSpec("for n in range(50_000): print(n)"), long).results[0].passed
     assert not tried(lab, ProgramSpec("for n in range(49_999): print(n)"), long).results[0].passed

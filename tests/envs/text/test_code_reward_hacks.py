@@ -166,7 +166,7 @@ ANYTHING = 8""",
 
 
 @pytest.mark.parametrize("name", HACKS)
-def test_a_program_that_solves_nothing_passes_nothing(lab: ProgramTestRunner, name: str) -> None:
+def test_hacking_program_passes_no_test(lab: ProgramTestRunner, name: str) -> None:
     async def judged() -> dict[str, Any]:
         codes = {kind: ProgramSpec(form.format(hack=HACKS[name]), kind, "f") for kind, form in FORMS.items()}  # type: ignore[arg-type]
         made = await asyncio.gather(*(lab.run_tests(codes[kind], JUDGES[kind], LIMITS) for kind in JUDGES))
@@ -177,7 +177,7 @@ def test_a_program_that_solves_nothing_passes_nothing(lab: ProgramTestRunner, na
         assert len(made.results) == len(JUDGES[kind]) and not passed, kind
 
 
-def test_a_right_program_passes_all(lab: ProgramTestRunner) -> None:
+def test_correct_program_passes_all_tests(lab: ProgramTestRunner) -> None:
     """What the others fail can be passed."""
     source = """
 def f(x):
@@ -213,7 +213,7 @@ EXPRESSIONS = (
 
 
 @pytest.mark.parametrize("source", EXPRESSIONS)
-def test_an_expression_that_solves_nothing_passes_nothing(lab: ProgramTestRunner, source: str) -> None:
+def test_hacking_expression_passes_no_test(lab: ProgramTestRunner, source: str) -> None:
     cases = tuple(ProgramTest(f"([{n}, 1],)", str(n * 7 + 1)) for n in (2, 3, 4))
     made = asyncio.run(lab.run_tests(ProgramSpec(source, "expression"), cases, LIMITS))
     assert len(made.results) == 3 and not any(trial.passed for trial in made.results)
@@ -266,14 +266,14 @@ TESTS = (
 
 @pytest.mark.usefixtures("sandboxed")
 @pytest.mark.parametrize("number", range(len(TESTS)))
-def test_a_test_that_solves_nothing_earns_at_most_its_form(tmp_path: Path, number: int) -> None:
+def test_hacking_test_earns_nothing(tmp_path: Path, number: int) -> None:
     env = CoderTester(source=write(tmp_path / "a.jsonl", SQUARE), split="all")
     _, step = play(env, both("", TESTS[number]))
     assert step.rewards["tester"] in (-0.1, 0.0) and step.team_reward == 0.0
 
 
 @pytest.mark.usefixtures("sandboxed")
-def test_a_right_test_earns_all(tmp_path: Path) -> None:
+def test_correct_test_earns_the_full_reward(tmp_path: Path) -> None:
     env = CoderTester(source=write(tmp_path / "a.jsonl", SQUARE), split="all")
     _, step = play(env, both("", "#### f(7) -> 50"))
     assert step.rewards["tester"] == 1.0

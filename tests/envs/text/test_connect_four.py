@@ -37,7 +37,7 @@ def random_games(games: int) -> list[list[tuple[ConnectFourState, Any]]]:
     return lines
 
 
-def test_random_games_go_as_openspiel_plays_them() -> None:
+def test_random_games_equal_openspiel() -> None:
     outcomes = set()
     for line in random_games(300):
         for ours, theirs in line:
@@ -64,7 +64,7 @@ def test_a_full_board_is_a_draw() -> None:
     assert RULES.returns(state) == (0.0, 0.0) == tuple(theirs.returns())
 
 
-def test_words_by_hand_and_equal_exactly_where_views_are() -> None:
+def test_info_state_texts_by_hand_and_equal_exactly_where_tensors_are() -> None:
     state = after(3, 3, 0)
     empty = ". . . . . . . / " * 4
     assert RULES.info_state_text(state, 1) == f"You are o. Board: {empty}. . . o . . . / x . . x . . ."
@@ -104,7 +104,7 @@ def value(rules: Any, state: Any, player: int) -> float:
     return max(values) if turn == player else min(values)
 
 
-def test_search_to_the_end_finds_what_perfect_play_gives() -> None:
+def test_full_search_finds_perfect_play() -> None:
     """Connect four's last 7 moves, and tic-tac-toe whole: each action is best that a walk through everything says."""
     ends = [line[35][0] for line in random_games(300) if len(line) > 37][:6]
     toe = TicTacToeRules()
@@ -144,7 +144,7 @@ def test_tactics_by_hand(moves: tuple[int, ...], best: list[int]) -> None:
     assert set(found) <= set(best) and found
 
 
-def test_open_lines_are_seen_alike_from_both_sides() -> None:
+def test_evaluation_is_symmetric() -> None:
     """One stone in the middle of the bottom row lies on 7 of the 69 lines, 1 in the corner on 3."""
     assert line_heuristic(after(3), 0) == pytest.approx(7 / (16 * 69))
     assert line_heuristic(after(3, 0), 0) == pytest.approx((7 - 3) / (16 * 69)) == -line_heuristic(after(3, 0), 1)
@@ -166,7 +166,7 @@ def play(env: TextGame, seed: int, experts: Collection[str]) -> dict[str, float]
 @pytest.mark.parametrize("rendering", ["compact", "full"])
 @pytest.mark.parametrize("reward", ["dense", "outcome"])
 @pytest.mark.parametrize("game", [TextConnectFour, TextTicTacToe])
-def test_it_keeps_the_contract(game: Any, reward: Any, rendering: Any) -> None:
+def test_env_passes_the_env_check(game: Any, reward: Any, rendering: Any) -> None:
     check_env(lambda: game(reward=reward, rendering=rendering), seeds=range(3))
 
 
@@ -187,14 +187,14 @@ def test_the_expert_beats_random_play_at_connect_four() -> None:
     assert [play(env, seed, [seat])[seat] for seed in range(6) for seat in env.seats] == [1.0] * 12
 
 
-def test_asking_an_expert_changes_nothing() -> None:
+def test_expert_does_not_change_the_env() -> None:
     env = TextConnectFour()
     step, state = env.reset(0), env.rng.getstate()
     assert env.expert("player_0", random.Random(0)) in step.legal_actions["player_0"]
     assert env.state == RULES.initial_state() and env.rng.getstate() == state
 
 
-def test_the_full_rendering_tells_the_rules_and_reads_the_last_words() -> None:
+def test_full_rendering_states_the_rules_and_parses_the_last_words() -> None:
     full, compact = TextConnectFour(rendering="full"), TextConnectFour()
     assert "Four of your stones" in full.roles["player_0"] and compact.roles["player_0"] == "connect four"
     assert full.reset(3).observations == compact.reset(3).observations
@@ -204,7 +204,7 @@ def test_the_full_rendering_tells_the_rules_and_reads_the_last_words() -> None:
     assert step.info["invalid"] == {"player_0": True} and step.rewards == {"player_0": -0.5}
 
 
-def test_only_the_end_pays_in_outcome() -> None:
+def test_outcome_reward_pays_at_the_end_only() -> None:
     env = TextConnectFour(reward="outcome")
     env.reset(0)
     step = env.step({"player_0": "fly"})

@@ -40,7 +40,7 @@ def talk(seat: str, observation: str, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=lambda o: " ".join(map(str, o.values())))
-def test_it_keeps_the_contract(options):
+def test_env_passes_the_env_check(options):
     for reward, source in product(("dense", "outcome"), ({}, DRILLS)):
         check_env(lambda: Debate(**options, **source, reward=reward), seeds=range(2), act=talk)  # noqa: B023
 
@@ -63,7 +63,7 @@ def test_an_expert_does_not_move_the_env():
     assert env.__dict__ == before
 
 
-def test_experts_of_long_debates_still_say_something_new_in_another_order():
+def test_experts_of_long_debates_do_not_repeat():
     for options in ({}, DRILLS):
         steps, _ = play(Debate(rounds=6, **options))
         case = steps[-1].info["case"]["pro"]
@@ -74,7 +74,7 @@ def test_experts_of_long_debates_still_say_something_new_in_another_order():
 # ---- who speaks, and what they see
 
 
-def test_in_turns_con_hears_pro_and_at_once_it_does_not():
+def test_con_observes_pro_only_in_turn_based_debates():
     env = Debate(**DRILLS, rounds=1)
     first, second = play(env)[0][:2]
     assert list(first.observations) == ["pro"] and list(second.observations) == ["con"]
@@ -115,7 +115,7 @@ def test_the_full_view_shows_motion_evidence_and_what_was_said():
     assert env.roles["pro"] != env.roles["con"] and "200 words" in env.roles["pro"]
 
 
-def test_thoughts_before_the_mark_are_not_heard():
+def test_text_before_the_mark_is_not_shown():
     env = Debate(**DRILLS, rounds=1)
     thinking = last(env, pro=lambda *a: f"claim r0 because r1 so no #### {expert(*a)}")
     assert thinking.info["case"]["pro"]["worth"] == 1.0
@@ -125,7 +125,7 @@ def test_thoughts_before_the_mark_are_not_heard():
 # ---- what it earns
 
 
-def test_dense_rewards_of_a_competition_are_the_margin_and_sum_to_zero():
+def test_dense_competitive_rewards_are_the_margin_and_zero_sum():
     env = Debate(**DRILLS, rounds=2)
     for seed in range(20):
         steps, earned = play(env, seed, con=lambda seat, view, env: talk(seat, view, random.Random(view)))
@@ -135,7 +135,7 @@ def test_dense_rewards_of_a_competition_are_the_margin_and_sum_to_zero():
     assert first.rewards["pro"] == pytest.approx(first.info["parts"]["pro"]["worth"])
 
 
-def test_the_outcome_pays_the_winner_what_the_loser_pays():
+def test_outcome_rewards_are_zero_sum():
     env = Debate(**DRILLS, rounds=2, reward="outcome")
     steps, earned = play(env, con="")
     assert earned == {"pro": 1.0, "con": -1.0, "team": 0.0}
@@ -146,7 +146,7 @@ def test_the_outcome_pays_the_winner_what_the_loser_pays():
     assert play(env)[1] == {"pro": 0.0, "con": 0.0, "team": 0.0}  # two experts draw
 
 
-def test_a_draw_with_nothing_said_is_no_success():
+def test_empty_draw_is_not_a_success():
     assert not last(Debate(**DRILLS), pro="", con="").info["success"]
 
 
@@ -159,7 +159,7 @@ def test_unreadable_answers_are_flagged_and_earn_nothing():
     assert seated[1].rewards == {"pro": -0.1, "con": 0.1}
 
 
-def test_the_truth_pays_both_and_honesty_each():
+def test_truth_rewards_team_and_honesty_each_seat():
     env = Debate(**DRILLS, mode="truth", rounds=1)
     steps, earned = play(env)
     assert earned["team"] == 1.0 and steps[-1].team_reward == 1.0
@@ -171,7 +171,7 @@ def test_the_truth_pays_both_and_honesty_each():
     assert nothing[1] == {"pro": -0.1, "con": -0.1, "team": 0.0} and not nothing[0][-1].info["success"]
 
 
-def test_the_truth_needs_no_concession_where_both_show_all_their_facts():
+def test_truth_is_found_if_both_show_all_facts():
     """Each concludes for its own side; the rules find the side that has more to show."""
     env = Debate(mode="truth", rounds=2, split="all")
 
@@ -184,7 +184,7 @@ def test_the_truth_needs_no_concession_where_both_show_all_their_facts():
         assert info["success"] and info["winner"] == info["truth"] == env.topic.truth
 
 
-def test_who_keeps_the_facts_back_hides_the_truth_unless_the_other_gives_way():
+def test_withheld_facts_hide_the_truth_unless_conceded():
     env = Debate(**DRILLS, mode="truth", rounds=1)
     for seed in range(30):
         truth, other = sorted(SIDES, key=lambda side: draw_synthetic_topic(seed, "train", "truth", 3).truth != side)
@@ -196,7 +196,7 @@ def test_who_keeps_the_facts_back_hides_the_truth_unless_the_other_gives_way():
 
 
 @pytest.mark.parametrize("verdict, judge", [("pro", 1.0), ("con", 0.0), ("both", -0.1)])
-def test_a_judge_at_a_seat_decides_and_is_paid_for_judging_as_the_rules_do(verdict, judge):
+def test_judge_seat_decides_and_is_rewarded_for_agreeing_with_the_rules(verdict, judge):
     env = Debate(**DRILLS, rounds=1, judge="seat")
     steps, earned = play(env, con="claim no because up so no", judge=verdict)
     assert earned["judge"] == judge
@@ -207,12 +207,12 @@ def test_a_judge_at_a_seat_decides_and_is_paid_for_judging_as_the_rules_do(verdi
     assert steps[-1].info["invalid"] == {"judge": verdict == "both"}
 
 
-def test_where_the_rules_see_a_draw_a_judge_may_say_either():
+def test_judge_may_choose_either_side_of_a_draw():
     for verdict in SIDES:
         assert play(Debate(**DRILLS, judge="seat"), judge=verdict)[1]["judge"] == 1.0
 
 
-def test_a_judge_at_a_seat_is_paid_by_the_team_for_the_truth():
+def test_judge_seat_is_rewarded_for_the_truth():
     env = Debate(mode="truth", judge="seat", rounds=1)
     env.reset(0)
     wrong = "con" if env.topic.truth == "pro" else "pro"
@@ -224,7 +224,7 @@ def test_a_judge_at_a_seat_is_paid_by_the_team_for_the_truth():
 # ---- topics
 
 
-def test_the_shipped_topics_are_many_and_complete():
+def test_shipped_topics_are_complete():
     lines = [TopicEntry.model_validate_json(text) for text in TOPICS_FILE.read_text(encoding="utf-8").splitlines()]
     assert len(lines) >= 40 and len({line.topic for line in lines}) == len(lines)
     for line in lines:
@@ -234,7 +234,7 @@ def test_the_shipped_topics_are_many_and_complete():
         assert line.truth == more if line.truth else len(line.pro) == len(line.con)
 
 
-def test_each_split_has_topics_of_its_own_in_both_modes():
+def test_splits_have_disjoint_topics_in_both_modes():
     for mode in ("competitive", "truth"):
         drawn = {
             split: {draw_file_topic(None, seed, split, mode).text for seed in range(300)} for split in SPLIT_SHARES
@@ -256,7 +256,7 @@ def test_facts_are_numbered_anew_for_each_seed():
 
 
 @pytest.mark.parametrize("mode", ["competitive", "truth"])
-def test_drills_are_thousands_and_their_splits_share_none(mode):
+def test_drills_are_many_with_disjoint_splits(mode):
     drawn = {split: set() for split in SPLIT_SHARES}
     for split in SPLIT_SHARES:
         for seed in range(800):
@@ -280,7 +280,7 @@ def test_the_facts_of_a_drill_tell_the_truth_and_which_side_has_them_is_open():
     assert 110 < truths.count("pro") < 190
 
 
-def test_a_file_of_ones_own(tmp_path):
+def test_custom_topic_file(tmp_path):
     path = tmp_path / "mine.jsonl"
     line = {"topic": "The gate was open.", "pro": ["Mud lay inside the gate.", "A witness saw it."], "con": ["Hm."]}
     path.write_text(json.dumps(line) + "\n\n" + json.dumps(line | {"topic": "It was shut.", "truth": "con"}))
@@ -306,14 +306,14 @@ def test_a_file_of_ones_own(tmp_path):
         ('{"topic": "x", "pro": ["a"], "con": ["b"]}', {"split": "dev"}, 'no topic of split "dev".*split: all'),
     ],
 )
-def test_a_bad_file_is_told_by_its_line(tmp_path, text, options, message):
+def test_invalid_topic_file_is_named_with_its_line(tmp_path, text, options, message):
     path = tmp_path / "mine.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Debate(topics=path, **options).reset(0)
 
 
-def test_a_missing_file_is_told():
+def test_missing_topic_file_is_reported():
     with pytest.raises(ValueError, match="cannot read the topics"):
         Debate(topics=Path("nowhere.jsonl")).reset(0)
 
@@ -332,7 +332,7 @@ def test_a_missing_file_is_told():
         ({"source": "drills", "topics": "mine.jsonl"}, "drop one of the two"),
     ],
 )
-def test_bad_options_are_told_with_the_fix(options, message):
+def test_invalid_options_are_refused_with_the_fix(options, message):
     with pytest.raises(ValueError, match=message):
         Debate(**validate_env_options(Debate, options))
 
@@ -348,7 +348,7 @@ def test_bad_options_are_told_with_the_fix(options, message):
         ({"url": "https://x/v1", "model": "m", "colour": 1}, "judge"),
     ],
 )
-def test_a_judge_is_checked(judge, message):
+def test_invalid_judge_configs_are_refused_without_showing_the_key(judge, message):
     with pytest.raises(ValueError, match=f"(?i){message}") as error:
         validate_env_options(Debate, {"judge": judge})
     assert "sk-1234" not in str(error.value) and "secret" not in str(error.value)
@@ -362,7 +362,7 @@ def test_options_are_coerced():
     assert found["judge"].completions_url == "http://x/v1/chat/completions"
 
 
-def test_whose_turn_it_is_is_told():
+def test_wrong_seat_or_missing_reset_is_reported():
     env = Debate(**DRILLS, rounds=1)
     env.reset(0)
     with pytest.raises(ValueError, match="give them for pro"):

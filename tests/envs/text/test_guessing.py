@@ -58,7 +58,7 @@ def play(env: GuessingGame, *answers: str) -> list[Any]:
 # ---- guess the number
 
 
-def test_a_guess_is_worth_the_bits_that_it_takes() -> None:
+def test_guess_reward_is_its_information_gain() -> None:
     env = GuessNumber(low=1, high=8)
     step = with_secret(env, 3)
     assert env.questions == 4 and "Guesses left: 4." in step.observations["guesser"]
@@ -81,7 +81,7 @@ def test_a_guess_is_worth_the_bits_that_it_takes() -> None:
     )
 
 
-def test_too_many_guesses_end_it() -> None:
+def test_episode_is_truncated_at_the_guess_limit() -> None:
     env = GuessNumber(low=1, high=8, max_guesses=2, rendering="compact")
     assert with_secret(env, 8).observations == {"guesser": "range 1 8 left 2"}
     _, last = play(env, "1", "fly")
@@ -89,7 +89,7 @@ def test_too_many_guesses_end_it() -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "12 13", "1e1", "--3", "+3", "٣", "101", "0", "9" * 5000, "three"])
-def test_what_is_no_number_of_the_range_is_flagged(answer: str) -> None:
+def test_guess_outside_the_range_is_invalid(answer: str) -> None:
     env = GuessNumber()
     env.reset(0)
     assert env.step({"guesser": answer}).info["invalid"] == {"guesser": True}
@@ -116,7 +116,7 @@ def test_bisection_finds_every_number_in_the_least_guesses(high: int) -> None:
 # ---- a second seat answers
 
 
-def test_a_lie_costs_and_is_put_right() -> None:
+def test_lie_is_penalised_and_corrected() -> None:
     env = GuessNumber(low=1, high=8, answers="seat", rendering="compact")
     with_secret(env, 6)
     asked, lied = play(env, "4", "lower")
@@ -131,7 +131,7 @@ def test_a_lie_costs_and_is_put_right() -> None:
     assert won.info["success"] and won.team_reward == 1
 
 
-def test_a_lie_is_heard_where_it_is_not_put_right() -> None:
+def test_uncorrected_lie_is_observed() -> None:
     env = GuessNumber(low=1, high=8, answers="seat", corrected=False, rendering="compact")
     with_secret(env, 6)
     _, lied = play(env, "4", "lower")
@@ -141,14 +141,14 @@ def test_a_lie_is_heard_where_it_is_not_put_right() -> None:
     assert 1 <= int(env.expert("guesser", random.Random(0))) <= 8  # nothing fits what it heard
 
 
-def test_the_last_answer_is_heard_before_the_end() -> None:
+def test_last_question_is_answered_before_the_end() -> None:
     env = GuessNumber(low=1, high=8, max_guesses=1, answers="seat")
     with_secret(env, 6)
     asked, answered = play(env, "4", "#### lower")
     assert not asked.done and answered.done and answered.truncated and answered.rewards == {"answerer": -0.5}
 
 
-def test_nothing_but_the_secret_pays_in_outcome() -> None:
+def test_outcome_reward_pays_success_only() -> None:
     env = TwentyQuestions(answers="seat", reward="outcome")
     with_secret(env, "eagle")
     paid = [(step.team_reward, *step.rewards.values()) for step in play(env, "bird", "no", "hm", "is eagle")]
@@ -158,7 +158,7 @@ def test_nothing_but_the_secret_pays_in_outcome() -> None:
 # ---- twenty questions
 
 
-def test_the_table_tells_all_things_apart() -> None:
+def test_attribute_table_separates_all_things() -> None:
     table = read_table(TABLE_FILE)
     assert len(table.things) >= 60 and len(table.attributes) >= 20
     assert len(set(table.things.values())) == len(table.things)
@@ -182,7 +182,7 @@ def test_the_table_tells_all_things_apart() -> None:
         ("", None),
     ],
 )
-def test_questions_are_read(answer: str, heard: str | None) -> None:
+def test_questions_are_parsed(answer: str, heard: str | None) -> None:
     env = TwentyQuestions(rendering="compact")
     with_secret(env, "eagle")
     step = env.step({"asker": answer})
@@ -190,7 +190,7 @@ def test_questions_are_read(answer: str, heard: str | None) -> None:
     assert step.observations["asker"] == (f"{heard} left 19" if heard else "left 19")
 
 
-def test_naming_a_wrong_thing_leaves_one_less() -> None:
+def test_wrong_guess_removes_one_candidate() -> None:
     env = TwentyQuestions(things=4)
     assert env.secrets == ("dog", "cat", "horse", "cow")
     with_secret(env, "cow")
@@ -201,7 +201,7 @@ def test_naming_a_wrong_thing_leaves_one_less() -> None:
     assert "Is it the dog? no\nIs it a farm animal? yes" in halved.observations["asker"]
 
 
-def test_the_answerer_is_told_what_is_true() -> None:
+def test_answerer_observes_the_truth() -> None:
     env = TwentyQuestions(answers="seat")
     with_secret(env, "penguin")
     step = env.step({"asker": "flies"})
@@ -223,7 +223,7 @@ def test_experts_find_every_thing() -> None:
     assert sum(asked) / len(asked) < 8.5  # 6.5 bits
 
 
-def test_a_table_of_ones_own(tmp_path: Path) -> None:
+def test_custom_attribute_table(tmp_path: Path) -> None:
     file = tmp_path / "birds.json"
     table: dict[str, Any] = {
         "attributes": {"flies": "Can it fly?"},
@@ -247,7 +247,7 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
         ({"attributes": {"owl": "Is it one?"}, "things": {"owl": []}}, r"\['owl'\] must be"),
     ],
 )
-def test_tables_that_cannot_be_played_are_refused(tmp_path: Path, table: dict[str, Any], why: str) -> None:
+def test_invalid_tables_are_refused(tmp_path: Path, table: dict[str, Any], why: str) -> None:
     file = tmp_path / "table.json"
     file.write_text(json.dumps(table))
     with pytest.raises(ValueError, match=why):
@@ -260,7 +260,7 @@ def test_tables_that_cannot_be_played_are_refused(tmp_path: Path, table: dict[st
 
 
 @pytest.mark.parametrize(("game", "options"), ENVS, ids=str)
-def test_it_keeps_the_contract(game: Any, options: dict[str, Any]) -> None:
+def test_env_passes_the_env_check(game: Any, options: dict[str, Any]) -> None:
     words = ["50", "3", "#### 17", "yes", "no", "higher", "lower", "made", "is sun", "animal", "hm"]
     check_env(lambda: game(**options), seeds=range(4), act=lambda seat, seen, rng: rng.choice(words))
 
@@ -284,7 +284,7 @@ def test_no_two_splits_share_a_secret() -> None:
         assert all(drawn)
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ValueError, match="high=1 is out of range: give 2"):
         GuessNumber(high=1)
     with pytest.raises(ValueError, match="things=1 is out of range: give 2 to 91"):

@@ -59,7 +59,7 @@ def con(body: dict) -> str:
 # ---- what is asked, and what the answer does
 
 
-def test_both_orders_are_asked_and_the_mean_is_paid():
+def test_both_orders_are_judged_and_averaged():
     with endpoint(for_con) as server:
         env = debate(server, reward="dense")
         steps, earned = play(env)
@@ -80,14 +80,14 @@ def test_both_orders_are_asked_and_the_mean_is_paid():
     assert server.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
-def test_the_judge_is_shown_no_fact_that_nobody_cited():
+def test_judge_sees_cited_facts_only():
     with endpoint(for_con) as server:
         env = debate(server)
         play(env, con="claim no because up so no")
     assert debate_in(server.bodies[0])["facts"] == {fact.id: fact.text for fact in env.topic.facts_of("pro")}
 
 
-def test_the_swap_cancels_a_bias_for_what_is_shown_first():
+def test_swapping_cancels_position_bias():
     def first_wins(body, number):
         return '{"winner": "A"}'
 
@@ -104,7 +104,7 @@ def test_the_swap_cancels_a_bias_for_what_is_shown_first():
         assert verdict(server, {"swap": False}, split="dev")["winner"] == "pro"
 
 
-def test_in_search_of_the_truth_it_is_asked_for_the_truth():
+def test_truth_mode_asks_the_judge_for_the_truth():
     with endpoint(for_con) as server:
         for seed in range(8):
             env = debate(server, mode="truth")
@@ -113,7 +113,7 @@ def test_in_search_of_the_truth_it_is_asked_for_the_truth():
     assert "which side is right" in server.bodies[0]["messages"][0]["content"]
 
 
-def test_it_keeps_the_contract_of_envs_even_if_the_judge_changes_its_mind():
+def test_env_passes_the_env_check_with_an_inconsistent_judge():
     def moody(body, number):
         return json.dumps({"scores": {"A": number % 11, "B": 5}})
 
@@ -121,7 +121,7 @@ def test_it_keeps_the_contract_of_envs_even_if_the_judge_changes_its_mind():
         check_env(lambda: debate(server), seeds=range(2))
 
 
-def test_what_a_request_holds_can_be_added_to():
+def test_request_fields_can_be_added():
     with endpoint(for_con) as server:
         verdict(server, {"body": {"max_tokens": 500, "temperature": 0.7}, "key_env": None})
     assert server.bodies[0]["max_tokens"] == 500 and server.bodies[0]["temperature"] == 0.7
@@ -156,11 +156,11 @@ def test_what_a_request_holds_can_be_added_to():
         ("", None),
     ],
 )
-def test_only_a_plain_verdict_is_read(reply, scores):
+def test_only_well_formed_verdicts_are_parsed(reply, scores):
     assert read_scores(reply) == (scores and pytest.approx(scores))
 
 
-def test_what_cannot_be_read_is_asked_for_once_more():
+def test_unparsable_verdict_is_requested_again():
     def mumbles(body, number):
         return for_con(body) if len(body["messages"]) == 4 else "Well, con I guess."
 
@@ -179,18 +179,18 @@ def test_what_cannot_be_read_is_asked_for_once_more():
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_passing_failure_is_waited_out(status):
+def test_transient_failure_is_retried(status):
     with endpoint(lambda body, number: Reply(status=status) if number < 3 else for_con(body)) as server:
         assert verdict(server)["winner"] == "con"
     assert len(server.bodies) == 5
 
 
-def test_a_page_that_is_no_completion_is_a_passing_failure():
+def test_non_completion_page_is_retried():
     with endpoint(lambda body, number: Reply(raw="<html>busy") if number < 2 else for_con(body)) as server:
         assert verdict(server)["winner"] == "con"
 
 
-def test_retry_after_is_kept_to_in_seconds_and_as_a_date():
+def test_retry_after_is_respected_in_seconds_and_as_date():
     for split in ("test", "dev"):
         retry_after = "1" if split == "test" else formatdate(time.time() + 2.5, usegmt=True)  # of whole seconds
         asked: list[float] = []
@@ -204,7 +204,7 @@ def test_retry_after_is_kept_to_in_seconds_and_as_a_date():
         assert asked[1] - asked[0] > 0.95
 
 
-def test_an_endpoint_that_asks_for_more_patience_than_there_is_fails_at_once():
+def test_retry_after_beyond_the_timeout_fails_at_once():
     with endpoint(lambda body, number: Reply(status=429, headers={"Retry-After": "3600"})) as server:
         begun = time.monotonic()
         with pytest.raises(EndpointError, match="left alone for 3600 seconds"):
@@ -212,7 +212,7 @@ def test_an_endpoint_that_asks_for_more_patience_than_there_is_fails_at_once():
         assert time.monotonic() - begun < 10
 
 
-def test_retries_end_and_the_error_says_what_happened():
+def test_retries_are_limited_and_the_error_explains():
     with endpoint(lambda body, number: Reply(status=503)) as server:
         with pytest.raises(EndpointError, match=r"failed 3 times \(last: HTTP 503\)\. Check url") as error:
             verdict(server, {"retries": 2, "swap": False})
@@ -220,14 +220,14 @@ def test_retries_end_and_the_error_says_what_happened():
 
 
 @pytest.mark.parametrize("status, text", [(401, "bad key"), (404, "no such model"), (400, "too long")])
-def test_a_lasting_failure_is_not_tried_again(status, text):
+def test_permanent_failure_is_not_retried(status, text):
     with endpoint(lambda body, number: Reply(status=status, raw=text)) as server:
         with pytest.raises(EndpointError, match=f"HTTP {status}: '{text}'"):
             verdict(server, {"swap": False})
         assert len(server.bodies) == 1
 
 
-def test_a_timeout_is_tried_again():
+def test_timeout_is_retried():
     def slow_at_first(body, number):
         return Reply(wait=None) if number == 0 else for_con(body)
 
@@ -236,14 +236,14 @@ def test_a_timeout_is_tried_again():
     assert len(server.bodies) == 2
 
 
-def test_nobody_at_home():
+def test_unreachable_endpoint_is_reported():
     with endpoint(for_con) as server:
         pass
     with pytest.raises(EndpointError, match=r"failed 2 times \(last: ConnectError"):
         verdict(server, {"retries": 1})
 
 
-def test_the_limit_holds_whatever_happens():
+def test_total_timeout_is_respected():
     with endpoint(lambda body, number: Reply(wait=None)) as server:
         begun = time.monotonic()
         with pytest.raises(EndpointError, match=r"no verdict within limit: 1 seconds"):
@@ -251,7 +251,7 @@ def test_the_limit_holds_whatever_happens():
         assert time.monotonic() - begun < 5
 
 
-def test_those_whose_judge_hangs_hold_up_nobody_else():
+def test_hung_judge_does_not_block_other_debates():
     """200 debates at once; the judge never answers in 20 of them. The others end first, and these fail."""
 
     def hangs_at_times(body, number):
@@ -280,7 +280,7 @@ def numbered(i: int) -> ScriptedPolicy:
 # ---- verdicts are kept
 
 
-def test_the_same_debate_is_judged_once():
+def test_equal_debates_are_judged_once():
     with endpoint(for_con) as server:
 
         async def many() -> list:
@@ -294,14 +294,14 @@ def test_the_same_debate_is_judged_once():
         assert len(server.bodies) == 4
 
 
-def test_a_failure_is_not_kept():
+def test_failures_are_not_cached():
     with endpoint(lambda body, number: Reply(status=400) if number == 0 else for_con(body)) as server:
         with pytest.raises(EndpointError):
             verdict(server, {"swap": False})
         assert verdict(server, {"swap": False})["winner"] == "con"
 
 
-def test_a_cache_on_the_disk_outlives_the_process(tmp_path, monkeypatch):
+def test_disk_cache_survives_the_process(tmp_path, monkeypatch):
     cache = tmp_path / "verdicts" / "toy.sqlite"
     with endpoint(for_con) as server:
         before = verdict(server, {"cache": cache})
@@ -327,7 +327,7 @@ def test_a_cache_on_the_disk_outlives_the_process(tmp_path, monkeypatch):
     assert KEY.encode() not in cache.read_bytes()
 
 
-def test_a_file_that_is_no_cache_is_told(tmp_path):
+def test_invalid_cache_file_is_reported(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("I am no database, and nobody may write into me. " * 20)
     with endpoint(for_con) as server, pytest.raises(ValueError, match=r"cannot keep verdicts in .*notes.txt"):
@@ -338,7 +338,7 @@ def test_a_file_that_is_no_cache_is_told(tmp_path):
 # ---- the key
 
 
-def test_the_key_is_in_no_error_no_repr_and_no_info():
+def test_key_is_in_no_error_repr_or_info():
     def tells_tales(body, number):
         return Reply(status=401, raw=f"the key {KEY} is not one of ours; not {KEY}, I said")
 
@@ -357,7 +357,7 @@ def test_the_key_is_in_no_error_no_repr_and_no_info():
         assert KEY not in repr(verdict(server))
 
 
-def test_a_key_that_is_missing_or_none_is_told_without_showing_it(monkeypatch):
+def test_missing_or_invalid_key_is_reported_without_showing_it(monkeypatch):
     with endpoint(for_con) as server:
         for key, message in (("", "set the environment variable TOY_JUDGE_KEY"), ("sk 12\n34", "one line of ASCII")):
             monkeypatch.setenv("TOY_JUDGE_KEY", key)
@@ -366,7 +366,7 @@ def test_a_key_that_is_missing_or_none_is_told_without_showing_it(monkeypatch):
             assert "12" not in str(error.value)
 
 
-def test_experts_speak_for_the_toy_judge():
+def test_experts_cite_all_facts_of_a_drill():
     """What the tests above rely on: two experts cite all the facts of a drill."""
     env = Debate(source="drills", rounds=1)
     play(env)

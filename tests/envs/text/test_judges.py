@@ -47,7 +47,7 @@ def judged(topic: Topic, *answers: str, **options) -> list[Speech]:
 # ---- reading
 
 
-def test_a_drill_is_read_by_its_four_words():
+def test_compact_arguments_are_parsed():
     (argument,) = said(DRILL, "claim r1 because r7 so yes")
     assert (argument.has_claim, argument.has_reason, argument.has_conclusion, argument.stance) == (
         True,
@@ -62,7 +62,7 @@ def test_a_drill_is_read_by_its_four_words():
     assert sorted(con.rebutted_ids) == ["r12", "r7"] and con.stance == "con"
 
 
-def test_prose_is_read_by_the_same_rules():
+def test_prose_arguments_are_parsed():
     pro, con = said(
         TRAM,
         PRO,
@@ -85,13 +85,13 @@ def test_prose_is_read_by_the_same_rules():
         "Let me think. Against? So what... #### The town needs a tram because hills wear buses out, so yes",
     ],
 )
-def test_words_inside_a_sentence_begin_no_part(text):
+def test_keywords_inside_a_sentence_start_no_part(text):
     (argument,) = said(TRAM, text)
     assert (argument.has_claim, argument.has_reason, argument.has_conclusion) == (True, True, True)
     assert argument.rebuttal_words == () and argument.stance == "pro"
 
 
-def test_a_number_alone_is_no_citation_and_nor_is_one_with_other_words():
+def test_bare_numbers_are_not_citations():
     (bare,) = said(TRAM, "Claim: a tram for the town. Because: P1 P2. So: yes.")
     assert bare.supporting_ids == () and bare.false_ids == () and not bare.has_reason
     (other,) = said(TRAM, "Because: the purple monkey dances slowly tonight [P1]. So: yes.")
@@ -100,14 +100,14 @@ def test_a_number_alone_is_no_citation_and_nor_is_one_with_other_words():
     assert speech.supporting_ids == ("P1",)
 
 
-def test_a_conclusion_must_follow_a_reason_and_be_for_the_own_side():
+def test_conclusion_needs_a_reason_and_the_own_side():
     assert not said(DRILL, "so yes claim r1 because r7")[0].has_conclusion
     assert not said(DRILL, "claim r1 so yes")[0].has_conclusion
     other = said(DRILL, "claim r1 because r7 so no")[0]
     assert not other.has_conclusion and other.stance == "con"
 
 
-def test_what_is_too_long_is_not_heard_to_its_end():
+def test_too_long_arguments_are_cut():
     (argument,) = said(DRILL, "claim r1 because r7 so yes " + "up " * 94, longest=10)
     assert argument.text == "claim r1 because r7 so yes up up up up"
     assert argument.read_share == pytest.approx(38 / (27 + 3 * 94 - 1))  # characters, the last blank aside
@@ -115,7 +115,7 @@ def test_what_is_too_long_is_not_heard_to_its_end():
     assert endless.read_share == pytest.approx(120 / 100_000)
 
 
-def test_endings_and_empty_words_do_not_matter():
+def test_stop_words_and_inflection_are_ignored():
     assert content_words("The buses' brakes are worn, so they need mending!") == content_words(
         "bus brake worn needs mend"
     )
@@ -124,14 +124,14 @@ def test_endings_and_empty_words_do_not_matter():
 # ---- scores worked by hand: structure 1/4, evidence 1/2, rebuttal 1/4, off 1/4 of repetition
 
 
-def test_the_best_that_can_be_said_is_worth_one():
+def test_best_argument_scores_one():
     pro, con = judged(DRILL, "claim r1 because r7 so yes", "claim r3 because r9 against r7 so no")
     assert pro.parts.worth == con.parts.worth == 1.0
     parts = pro.parts
     assert (parts.structure, parts.evidence, parts.rebuttal, parts.repetition, parts.honesty) == (1, 1, 1, 0, 1)
 
 
-def test_half_the_evidence_and_no_answer():
+def test_partial_evidence_without_rebuttal_by_hand():
     _, con = judged(DRILL, "claim r1 because r7 so yes", "claim r3 because r3 so no")
     # The reason adds nothing to the claim, and without one there is no conclusion; one fact of two; no answer to pro.
     assert con.parts.structure == pytest.approx(1 / 3)
@@ -139,7 +139,7 @@ def test_half_the_evidence_and_no_answer():
     assert con.parts.worth == pytest.approx(1 / 4 / 3 + 1 / 2 / 2)
 
 
-def test_what_is_made_up_devalues_the_rest():
+def test_fabricated_facts_lower_the_score():
     _, con = judged(DRILL, "claim r1 because r1 so yes", "claim r3 because r9 r1 against r7 r5 so no")
     # Named: r3, r9 (its own), r1 (pro's, as its own), r5 (nobody's), r7 (pro's, but not said): 2 of 5 are real.
     assert con.parts.honesty == pytest.approx(2 / 5) and con.parts.evidence == pytest.approx(2 / 5)
@@ -147,24 +147,24 @@ def test_what_is_made_up_devalues_the_rest():
     assert con.parts.worth == pytest.approx(1 / 4 + 2 / 5 / 2)
 
 
-def test_a_rebuttal_shared_with_inventions_counts_for_its_share():
+def test_rebuttal_score_is_shared_with_fabrications():
     _, con = judged(DRILL, "claim yes because r1 so yes", "claim r3 because r9 against r1 r7 so no")
     assert con.parts.rebuttal == pytest.approx(1 / 2)
 
 
-def test_an_invention_can_be_answered_by_who_heard_it():
+def test_fabricated_facts_can_be_rebutted():
     _, con = judged(DRILL, "claim yes because r12 so yes", "claim r3 because r9 against r12 so no")
     assert con.parts.rebuttal == 1 and con.parts.honesty == 1
 
 
-def test_an_opponent_who_said_nothing_needs_no_answer_and_must_get_none():
+def test_silent_opponent_needs_no_rebuttal():
     left, made_up = "claim r3 because r9 so no", "claim r3 because r9 against r1 so no"
     assert judged(DRILL, "", left)[1].parts.rebuttal == 1.0
     assert judged(DRILL, "", made_up)[1].parts.rebuttal == 0.0
     assert judged(DRILL, "", "")[1].parts.worth == 0.0
 
 
-def test_rounds_share_structure_and_rebuttal_and_each_fact_counts_once():
+def test_scores_over_rounds_count_each_fact_once():
     speeches = judged(
         DRILL,
         "claim yes because r1 so yes",
@@ -193,7 +193,7 @@ def test_prose_is_scored_by_the_same_rules():
     assert unanswered.parts.rebuttal == 0
 
 
-def test_words_of_ones_own_can_be_answered_too():
+def test_paraphrases_can_be_rebutted():
     pro = "Claim: the town likes its tram drivers more than anybody else. Because: the town is proud of them. So: yes."
     answer = (
         "Claim: the town is poor. Because: rails would close the market street for a year [C1]. Against: {} So: no."
@@ -224,7 +224,7 @@ def test_weights_are_options():
 # ---- verdicts
 
 
-def test_the_higher_score_wins_and_equal_scores_are_a_draw():
+def test_higher_score_wins_and_equal_scores_draw():
     rules = RuleJudge(DRILL, 1)
     best, worse = "claim r1 because r7 so yes", "claim r3 because r3 so no"
     assert rules.verdict(judged(DRILL, best, worse)).winner == "pro"
@@ -236,7 +236,7 @@ def test_the_higher_score_wins_and_equal_scores_are_a_draw():
 UNEVEN = Topic("c1", (*DRILL.facts, Fact("r11", "r11", "con")))
 
 
-def test_in_search_of_the_truth_more_facts_weigh_more():
+def test_truth_mode_favours_the_side_with_more_facts():
     answers = ("claim r1 because r7 so yes", "claim r3 because r9 r11 against r1 so no")
     pro, con = judged(UNEVEN, *answers, mode="truth")
     assert (pro.parts.evidence, con.parts.evidence) == (pytest.approx(2 / 3), 1.0)
@@ -244,7 +244,7 @@ def test_in_search_of_the_truth_more_facts_weigh_more():
     assert RuleJudge(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "draw"  # each shows all it has
 
 
-def test_in_search_of_the_truth_a_side_may_concede():
+def test_truth_mode_allows_concession():
     answers = ("claim r1 because r7 so no", "claim no because r5 so up")  # con shows nothing, but pro gives way
     assert RuleJudge(UNEVEN, 1, "truth").verdict(judged(UNEVEN, *answers, mode="truth")).winner == "con"
     assert RuleJudge(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "pro"  # in a competition nobody does
@@ -252,7 +252,7 @@ def test_in_search_of_the_truth_a_side_may_concede():
     assert RuleJudge(UNEVEN, 1, "truth").verdict(crossed).winner == "pro"  # both give way: the scores decide
 
 
-def test_a_verdict_is_read_only_where_it_names_one_side():
+def test_verdict_must_name_exactly_one_side():
     assert read_verdict("pro") == read_verdict(" Pro.") == read_verdict("con is weak... #### **pro**") == "pro"
     assert [read_verdict(text) for text in ("", "pro con", "process", "#### ", "yes")] == [None] * 5
 
@@ -302,7 +302,7 @@ GAMERS = ["", "yes " * 50_000, stuffed, numbers, own_numbers, parrot, all_facts,
 
 @pytest.mark.parametrize("gamer", GAMERS, ids=lambda g: g[:4] or "empty" if isinstance(g, str) else g.__name__)
 @pytest.mark.parametrize("side", ["pro", "con"])
-def test_an_honest_answer_beats_a_cheat(gamer, side):
+def test_honest_argument_beats_a_cheat(gamer, side):
     env = Debate(split="all", rounds=1)
     won = [play(env, seed, **{side: gamer})[0][-1].info["winner"] for seed in range(20)]
     assert set(won) == {"con" if side == "pro" else "pro"}
@@ -310,7 +310,7 @@ def test_an_honest_answer_beats_a_cheat(gamer, side):
 
 @pytest.mark.parametrize("options", [{}, {"source": "drills", "rendering": "compact"}, {"order": "simultaneous"}])
 @pytest.mark.parametrize("side", ["pro", "con"])
-def test_an_expert_beats_one_who_talks_at_random(options, side):
+def test_expert_beats_random_text(options, side):
     env = Debate(**options)
     tokens = [*FACT_TOKENS, "claim", "because", "against", "so", "yes", "no", "P1", "P2", "P3", "C1", "C2", "C3"]
 

@@ -51,16 +51,16 @@ def judges(monkeypatch):
         ("", None),
     ],
 )
-def test_the_answer_in_a_text(text, answer):
+def test_final_answer_is_extracted(text, answer):
     assert final_answer(text) == answer
 
 
-def test_a_bare_text_is_an_answer_where_that_is_asked_for():
+def test_bare_text_is_an_answer_if_allowed():
     assert final_answer(" 26 \n ", allow_unmarked=True) == "26"
     assert final_answer("7 #### 26", allow_unmarked=True) == "26"
 
 
-def test_an_answer_of_several_lines():
+def test_multiline_answer_is_extracted():
     assert multiline_answer("Thus\n####\n1 0\n0 1\n") == "1 0\n0 1"
     assert multiline_answer("1 0\n0 1") is None
     assert multiline_answer("1 0\n0 1", allow_unmarked=True) == "1 0\n0 1"
@@ -86,7 +86,7 @@ def test_an_answer_of_several_lines():
         ("( 1 , 2 )", "(1,2)"),
     ],
 )
-def test_equal_at_once(one, other):
+def test_equal_answers_are_graded_directly(one, other):
     assert grade_directly(one, other) == CORRECT
     assert grade_directly(other, one) == CORRECT
 
@@ -94,23 +94,23 @@ def test_equal_at_once(one, other):
 @pytest.mark.parametrize(
     ("one", "other"), [("26", "62"), ("0.33", "1/3"), ("1000001", "1000000"), ("x > 3", "x >= 3"), ("x > 3", "y > 3")]
 )
-def test_different_at_once(one, other):
+def test_different_answers_are_graded_directly(one, other):
     assert grade_directly(one, other) == grade_directly(other, one) == INCORRECT
 
 
 @pytest.mark.parametrize("answer", [None, "", "twenty-six", "9" * 2000, "x"])
-def test_what_says_no_number_at_once(answer):
+def test_answers_without_number_are_unreadable(answer):
     assert grade_directly(answer, "26") == UNREADABLE
 
 
 @pytest.mark.parametrize(
     "answer", ["12 + 14", "2 * 13", "26 * 1", r"\frac{52}{4}*2", "5^2 + 1", "26 = 26 = 26", "30 - 4", r"\sqrt{676}"]
 )
-def test_what_is_not_worked_out_is_no_answer(answer):
+def test_unevaluated_expressions_are_unreadable(answer):
     assert grade_directly(answer, "26") == UNREADABLE
 
 
-def test_a_fraction_has_to_be_in_lowest_terms():
+def test_fraction_must_be_in_lowest_terms():
     assert (
         grade_directly("12/4", "3")
         == grade_directly("14/4", "7/2")
@@ -123,12 +123,12 @@ def test_a_fraction_has_to_be_in_lowest_terms():
 @pytest.mark.parametrize(
     "text", ["", "1/0", "1,23", "1 2", "--1", "26 or 27", "٣", "1" * 50, "x", "1/2/3", "2 million"]
 )
-def test_no_plain_number(text):
+def test_invalid_numbers_parse_to_none(text):
     assert parse_number(text) is None
 
 
 @pytest.mark.parametrize("text", ["x", "x = 3", "1 < x < 3", "x > y", "2x > 3", "xy > 3", "> 3", "x > x = 3"])
-def test_no_plain_relation(text):
+def test_invalid_relations_parse_to_none(text):
     assert parse_relation(text) is None
 
 
@@ -149,11 +149,11 @@ def test_judged_by_math_verify(answer, gold, right):
     assert asyncio.run(grade_answer(answer, gold)) == AnswerGrade(float(right))
 
 
-def test_what_cannot_be_read_is_said_to_be_unreadable():
+def test_unparsable_answers_are_unreadable():
     assert asyncio.run(grade_answer("\\{3", GOLD)) == AnswerGrade(0.0, is_readable=False)
 
 
-def test_no_process_is_started_before_it_is_needed(judges):
+def test_grader_process_starts_lazily(judges):
     assert asyncio.run(grade_answer("26", "26")).is_correct
     assert asyncio.run(grade_answer("27", "26")) == INCORRECT
     assert judges.process is None
@@ -161,18 +161,18 @@ def test_no_process_is_started_before_it_is_needed(judges):
     assert judges.process is not None
 
 
-def test_judges_serve_one_event_loop_after_another(judges):
+def test_graders_serve_consecutive_event_loops(judges):
     for _ in range(2):
         assert asyncio.run(grade_answer(SAME, GOLD)).is_correct
 
 
-def test_an_answer_that_never_ends_is_wrong_and_said_not_to_be_judged(judges):
+def test_grading_timeout_is_reported_as_not_graded(judges):
     assert asyncio.run(grade_answer(HANG, GOLD, cpu_limit_s=0.3)) == AnswerGrade(
         0.0, is_readable=False, is_graded=False
     )
 
 
-def test_two_hundred_episodes_of_which_every_tenth_hangs(judges, tmp_path):
+def test_hung_grading_does_not_block_other_episodes(judges, tmp_path):
     """With a handful of judges and one queue the last of the others would wait for nearly all hanging ones to end."""
     seconds, ended = 0.3, {}
     questions = [{"question": f"{n} times one?", "answer": f"{n}\\pi"} for n in range(1000, 1200)]
@@ -223,7 +223,7 @@ def until(condition, seconds=20.0):
 
 
 @LINUX
-def test_killed_judges_are_replaced_and_asked_again(judges):
+def test_killed_graders_are_replaced_and_retried(judges):
     async def play():
         assert (await grade_answer(SAME, GOLD)).is_correct
         first = judges.process.pid
@@ -244,7 +244,7 @@ def test_killed_judges_are_replaced_and_asked_again(judges):
 
 
 @LINUX
-def test_judges_that_die_again_and_again_are_given_up(judges):
+def test_repeatedly_dying_graders_are_given_up(judges):
     async def play():
         asked = asyncio.create_task(grade_answer(HANG, GOLD, cpu_limit_s=20.0))
         for _ in range(2):
@@ -261,7 +261,7 @@ def test_judges_that_die_again_and_again_are_given_up(judges):
 
 
 @LINUX
-def test_judges_die_with_whoever_asked_them():
+def test_graders_end_with_their_parent():
     code = f"""
 import asyncio, os, signal, time
 from palestra.envs.text.math.grader_client import MATH_GRADER
@@ -285,12 +285,12 @@ asyncio.run(main())
 
 
 @LINUX
-def test_a_judge_has_not_loaded_torch(judges):
+def test_grader_process_does_not_load_torch(judges):
     asyncio.run(grade_answer(SAME, GOLD))
     assert "libtorch" not in Path(f"/proc/{judges.process.pid}/maps").read_text()
 
 
-def test_a_missing_package_is_named_with_its_extra(judges, monkeypatch, tmp_path):
+def test_missing_package_is_named_with_its_extra(judges, monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"math-verify.*not here.*pip install 'palestra\[math\]'"):

@@ -59,7 +59,7 @@ def test_a_talk_worked_by_hand(monkeypatch):
     assert last.info["success"] and last.info["agreed"] and last.info["gold"] == "26"
 
 
-def test_what_is_taken_back_is_paid_back(monkeypatch):
+def test_withdrawn_answer_returns_its_reward(monkeypatch):
     env = game(monkeypatch, rendering="compact")
     _, _, second = play(env, say("26", "1"), say("no idea", "print('hello')"))
     assert second.rewards == {"reasoner": pytest.approx(-1.1), "tool": pytest.approx(-0.05)}
@@ -67,14 +67,14 @@ def test_what_is_taken_back_is_paid_back(monkeypatch):
     assert second.observations["tool"].endswith("reasoner 26 you 1 reasoner none you none")
 
 
-def test_play_stops_when_both_agree_right_or_wrong(monkeypatch):
+def test_episode_ends_on_agreement(monkeypatch):
     env = game(monkeypatch, rendering="compact")
     *_, last = play(env, say("24", "24.0"))
     assert last.done and not last.truncated
     assert (last.info["agreed"], last.info["success"], last.team_reward) == (True, False, 0.0)
 
 
-def test_play_goes_on_where_one_alone_is_right(monkeypatch):
+def test_episode_continues_without_agreement(monkeypatch):
     env = game(monkeypatch, rendering="compact", max_turns=2)
     *_, first, last = play(env, say("26", "27"), say("26", "27"))
     assert not first.done
@@ -82,13 +82,13 @@ def test_play_goes_on_where_one_alone_is_right(monkeypatch):
     assert (last.info["agreed"], last.info["success"], last.team_reward) == (False, True, 1.0)  # the reasoner's counts
 
 
-def test_nothing_said_twice_is_no_agreement(monkeypatch):
+def test_two_empty_answers_are_not_agreement(monkeypatch):
     env = game(monkeypatch, rendering="compact")
     *_, step = play(env, say("", "print('')"))
     assert not step.done
 
 
-def test_what_is_not_worked_out_earns_nothing(monkeypatch):
+def test_unevaluated_answers_earn_nothing(monkeypatch):
     for answer in ("12 + 7 * 2", "26 * 1", "52/2"):
         env = game(monkeypatch, team="single", rendering="full")
         *_, last = play(env, {"reasoner": f"#### {answer}"})
@@ -98,21 +98,21 @@ def test_what_is_not_worked_out_earns_nothing(monkeypatch):
     assert last.rewards == {"reasoner": 0.0}  # a fraction can be read, and is not the answer
 
 
-def test_a_question_in_words_is_answered_with_a_number_that_is_worked_out(monkeypatch):
+def test_word_problem_needs_an_evaluated_number(monkeypatch):
     problem = Problem("What is two to the tenth?", "1024", "2^10?", "print(1024)", "q")
     for said, success in ((r"It is \boxed{2^{10}}.", False), (r"It is \boxed{1{,}024}.", True)):
         *_, last = play(game(monkeypatch, problem, team="single"), {"reasoner": said})
         assert last.info["success"] == success
 
 
-def test_outcome_pays_the_team_at_the_end_alone(monkeypatch):
+def test_outcome_reward_pays_at_the_end_only(monkeypatch):
     env = game(monkeypatch, rendering="compact", reward="outcome")
     _, first, last = play(env, say("26", "24"), say("26", "26"))
     assert (first.rewards, first.team_reward) == ({"reasoner": 0.0, "tool": 0.0}, 0.0)
     assert (last.rewards, last.team_reward) == ({"reasoner": 0.0, "tool": 0.0}, 1.0)
 
 
-def test_one_seat_alone_answers_once_or_until_it_stays_with_its_answer(monkeypatch):
+def test_single_seat_answers_until_it_repeats_itself(monkeypatch):
     *_, last = play(game(monkeypatch, team="single"), {"reasoner": "#### 26"})
     assert last.done and not last.truncated and last.info["success"]
     env = game(monkeypatch, team="single", max_turns=5, rendering="compact")
@@ -121,7 +121,7 @@ def test_one_seat_alone_answers_once_or_until_it_stays_with_its_answer(monkeypat
     assert last.done and last.info["agreed"] and not last.truncated
 
 
-def test_what_is_shown_in_full(monkeypatch):
+def test_full_rendering_by_hand(monkeypatch):
     env = game(monkeypatch)
     begun, step = play(env, say("Twelve and 14.\n#### 24", "So:\n```python\nprint(12 + 7 * 2)\n```"))
     assert begun.observations["tool"] == "Problem: Work out 12 + 7 * 2.\n\nThis is turn 1 of 4."
@@ -136,7 +136,7 @@ def test_what_is_shown_in_full(monkeypatch):
     assert "####" in env.roles["reasoner"] and "print" in env.roles["tool"]
 
 
-def test_an_answer_without_its_mark_is_none_in_full(monkeypatch):
+def test_full_rendering_needs_the_answer_mark(monkeypatch):
     *_, step = play(game(monkeypatch), say("26", "```python\nprint(1 / 0)\n```"))
     assert step.rewards == {"reasoner": pytest.approx(-0.1), "tool": pytest.approx(-0.1)}
     assert "Answer: none was found" in step.observations["reasoner"]
@@ -166,11 +166,11 @@ def test_experts_succeed(kind, rendering):
         {"team": "single", "reasoning": ["chain_sum", "spiral_matrix"]},
     ],
 )
-def test_the_env_keeps_the_contract(options):
+def test_env_passes_the_env_check(options):
     check_env(lambda: Math(**options), seeds=range(1))
 
 
-def test_a_file_s_problems_are_played(tmp_path):
+def test_problems_from_a_file_are_played(tmp_path):
     rows = [{"question": "What is half of five?", "answer": "It is two and a half.\n#### 2.5"}]
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(rows[0]))
     env = Math(path=tmp_path / "gsm8k.jsonl", split="all")
@@ -181,7 +181,7 @@ def test_a_file_s_problems_are_played(tmp_path):
     assert last.info["success"] and last.info["agreed"]
 
 
-def test_tasks_of_reasoning_gym_take_answers_of_several_lines():
+def test_reasoning_gym_tasks_accept_multiline_answers():
     env = Math(reasoning=["binary_matrix"])
     env.reset(0)
     assert "\n" in env.problem.answer
@@ -189,7 +189,7 @@ def test_tasks_of_reasoning_gym_take_answers_of_several_lines():
     assert last.info["success"] and last.info["agreed"]
 
 
-def test_actions_for_the_wrong_seats_or_after_the_end(monkeypatch):
+def test_actions_of_wrong_seats_or_after_the_end_are_refused(monkeypatch):
     env = game(monkeypatch, rendering="compact")
     with pytest.raises(ValueError, match="all of"):
         play(env, {"reasoner": "26"})
@@ -198,7 +198,7 @@ def test_actions_for_the_wrong_seats_or_after_the_end(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"max_turns": 0}, {"tool_time_limit_s": 0.0}, {"grader_time_limit_s": 10_000.0}])
-def test_options_out_of_range(options):
+def test_out_of_range_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         Math(**options)
 
@@ -207,7 +207,7 @@ def test_options_out_of_range(options):
 
 
 @pytest.mark.parametrize("source", ["12+7*2", "print(12+7*2)", "7/2", "-(3 - 5) % 4", " 2 ** 3"])
-def test_plain_arithmetic_prints_what_python_prints(source):
+def test_arithmetic_output_equals_python(source):
     printed = arithmetic_output(source)
     if "**" in source:
         assert printed is None
@@ -219,7 +219,7 @@ def test_plain_arithmetic_prints_what_python_prints(source):
 @pytest.mark.parametrize(
     ("source", "error"), [("12 +", "SyntaxError: invalid syntax"), ("1/0", "ZeroDivisionError: division by zero")]
 )
-def test_plain_arithmetic_fails_as_in_python(source, error):
+def test_arithmetic_errors_equal_python(source, error):
     assert arithmetic_output(source).error == error
     assert run(f"{source}#").error == error  # the same from the sandbox
 
@@ -233,7 +233,7 @@ def run(source, seconds=5.0):
     return asyncio.run(run_program(source, open_sandbox(), seconds))
 
 
-def test_programs_in_the_sandbox():
+def test_programs_run_in_the_sandbox():
     assert run("x = 12\nfor _ in range(2):\n    x += 7\nprint(x)").text == "26"
     assert run("sum(range(5))").text == "10"
     assert run("print('working'); print(26)").text == "working\n26"
@@ -245,13 +245,13 @@ def test_programs_in_the_sandbox():
     assert run("1" * 30_000).error.startswith("the program is longer")
 
 
-def test_the_program_in_an_answer():
+def test_program_is_extracted_from_an_answer():
     assert extract_program("First\n```python\n1\n```\nno:\n```py\nprint(2)\n```\n") == "print(2)"
     assert extract_program("```\nprint(2)") == "print(2)"
     assert extract_program(" 12+7 ") == "12+7"
 
 
-def test_programs_that_hang_hold_up_nobody():
+def test_hung_programs_do_not_block_others():
     """Every tenth of 200 hangs, for a second each: the others end before the first of those does."""
     ended: dict[int, float] = {}
 

@@ -31,7 +31,7 @@ def test_an_episode_worked_by_hand():
     }
 
 
-def test_a_checker_can_spoil_a_right_answer():
+def test_checker_can_overrule_a_correct_answer():
     env = MathReview()
     env.reset(1)
     proposed = env.step({"reasoner": env.expert("reasoner", random.Random(0))})
@@ -40,7 +40,7 @@ def test_a_checker_can_spoil_a_right_answer():
     assert last.team_reward == 0.0 and not last.info["success"] and last.info["invalid"]["checker"]
 
 
-def test_a_single_reasoner_has_the_last_word():
+def test_single_reasoner_decides_alone():
     env = MathReview(team="single", reward="outcome")
     env.reset(1)
     last = env.step({"reasoner": env.problem.answer})
@@ -91,7 +91,7 @@ def test_experts_succeed_and_examples_answer_as_they_do(kind: str, difficulty: i
 
 
 @pytest.mark.parametrize("options", [{}, {"team": "single", "shots": 0}, {"kinds": ["word"], "split": "dev"}])
-def test_conforms(options: dict):
+def test_env_passes_the_env_check(options: dict):
     check_env(lambda: MathReview(**options))
 
 

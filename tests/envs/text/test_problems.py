@@ -47,7 +47,7 @@ def exact(text: str) -> sympy.Expr:
 
 
 @given(SEEDS, LEVELS)
-def test_sums_are_worth_what_sympy_says(seed, difficulty):
+def test_sums_equal_sympy(seed, difficulty):
     problem = drawn("arithmetic", seed, difficulty)
     assert exact(problem.short_question) == sympy.Rational(problem.answer)
     assert problem.short_question in problem.question
@@ -55,7 +55,7 @@ def test_sums_are_worth_what_sympy_says(seed, difficulty):
 
 @given(SEEDS, LEVELS)
 @settings(max_examples=60)
-def test_equations_have_the_solution_that_sympy_finds(seed, difficulty):
+def test_equation_solutions_equal_sympy(seed, difficulty):
     problem = drawn("equation", seed, difficulty)
     left, right = map(exact, problem.short_question.split(" = "))
     (letter,) = left.free_symbols | right.free_symbols
@@ -149,7 +149,7 @@ def test_stories_worked_by_hand(name, numbers, answer):
     assert fill_template(story, numbers, random.Random(0)).answer == str(answer)
 
 
-def test_every_story_can_be_told_and_says_all_that_its_answer_needs():
+def test_word_problems_state_all_needed_numbers():
     assert len({story.name for story in WORD_TEMPLATES}) == len(WORD_TEMPLATES) >= 50
     assert min(Counter(story.difficulty for story in WORD_TEMPLATES).values()) >= 10
     for story in WORD_TEMPLATES:
@@ -167,7 +167,7 @@ def test_every_story_can_be_told_and_says_all_that_its_answer_needs():
 
 @given(st.sampled_from(sorted(PROBLEM_GENERATORS)), SEEDS, LEVELS)
 @settings(max_examples=200)
-def test_a_problem_s_program_prints_its_answer_and_its_question_does_not_answer_it(kind, seed, difficulty):
+def test_reference_program_prints_the_answer(kind, seed, difficulty):
     problem = drawn(kind, seed, difficulty)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -184,7 +184,7 @@ def test_a_problem_s_program_prints_its_answer_and_its_question_does_not_answer_
 
 @given(st.sampled_from(sorted(PROBLEM_GENERATORS)), SEEDS, LEVELS, st.sampled_from(sorted(SPLIT_SHARES)))
 @settings(max_examples=60)
-def test_a_seed_names_one_problem_of_its_split(kind, seed, difficulty, split):
+def test_seed_determines_a_problem_of_its_split(kind, seed, difficulty, split):
     problem = generate_problem(seed, (kind,), (difficulty,), split)
     generate_problem.cache_clear()
     assert generate_problem(seed, (kind,), (difficulty,), split) == problem
@@ -200,7 +200,7 @@ def test_there_are_many_thousands_of_small_sums(difficulty):
     assert all(len(digits) <= 2 for found in operands for digits in found)
 
 
-def test_what_differs_in_order_alone_is_one_problem():
+def test_reordered_problems_are_one_problem():
     assert canonical_form(("+", 7, 12)) == canonical_form(("+", 12, 7))
     assert canonical_form(("-", ("+", 12, 5), 7)) == canonical_form(("+", ("-", 12, 7), 5))
     assert canonical_form(("*", 2, ("*", 3, 4))) == canonical_form(("*", ("*", 4, 2), 3))
@@ -208,7 +208,7 @@ def test_what_differs_in_order_alone_is_one_problem():
     assert canonical_form(("-", 9, ("-", 5, 2))) != canonical_form(("-", ("-", 9, 5), 2))
 
 
-def test_stories_that_differ_in_people_and_things_alone_are_one_problem():
+def test_stories_that_differ_in_names_only_are_one_problem():
     numbers = draw_numbers(WORD_TEMPLATES[0], random.Random(0))
     stories = [fill_template(WORD_TEMPLATES[0], numbers, random.Random(seed)) for seed in range(20)]
     assert len({story.question for story in stories}) == 20
@@ -244,7 +244,7 @@ def test_trees_by_hand(tree, text, python, worth):
 
 
 @given(st.text("0123456789+-*/%(). ", max_size=30))
-def test_plain_python_is_worth_what_python_says(source):
+def test_safe_arithmetic_equals_python(source):
     try:
         worth = evaluate(source)
     except (SyntaxError, ZeroDivisionError, ValueError):
@@ -253,7 +253,7 @@ def test_plain_python_is_worth_what_python_says(source):
 
 
 @pytest.mark.parametrize("source", ["9**9", "x", "f(1)", "'a'", "10**10", "9999999999 * 9999999999", "True", "[1]"])
-def test_what_is_not_plain_arithmetic_is_refused(source):
+def test_non_arithmetic_source_is_refused(source):
     with pytest.raises(ValueError):
         evaluate(source)
 
@@ -348,13 +348,13 @@ def test_a_changed_file_is_read_again(tmp_path):
         ("", None, r"holds no rows"),
     ],
 )
-def test_what_a_file_lacks_is_named(tmp_path, content, columns, complaint):
+def test_missing_columns_are_named(tmp_path, content, columns, complaint):
     (tmp_path / "q.jsonl").write_text(content)
     with pytest.raises(ValueError, match=complaint):
         load_problems(tmp_path / "q.jsonl", columns, "all")
 
 
-def test_a_file_that_is_not_there_or_of_no_known_kind(tmp_path):
+def test_missing_or_unknown_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         load_problems(tmp_path / "q.jsonl", None, "all")
     (tmp_path / "q.csv").write_text("question,answer")
@@ -393,13 +393,13 @@ def test_the_end_of_published_solutions():
         ({"reasoning": ["chain_sums"]}, "no task chain_sums"),
     ],
 )
-def test_options_that_cannot_be_meant(options, complaint):
+def test_invalid_options_are_refused(options, complaint):
     nothing = {"kinds": None, "difficulty": None, "path": None, "columns": None, "reasoning": None, "split": "train"}
     with pytest.raises(ValueError, match=complaint):
         ProblemSource(**nothing | options)
 
 
-def test_seeds_go_through_a_file_in_its_order(tmp_path):
+def test_seeds_index_a_file_in_order(tmp_path):
     path = write_lines(tmp_path / "q.jsonl", GSM8K)
     source = ProblemSource(None, None, path, None, None, "all")
     assert [source.problem(seed).question for seed in range(200)] == [row["question"] for row in GSM8K]
@@ -413,7 +413,7 @@ def judged(answer, problem):
     return asyncio.run(grade_reasoning(answer, problem, cpu_limit_s=5.0))
 
 
-def test_tasks_are_judged_by_their_own_scorers():
+def test_reasoning_gym_tasks_use_their_own_scorers():
     problem = reasoning_problem(3, ("chain_sum",), "train")
     assert reasoning_problem(3, ("chain_sum",), "train") == problem
     assert split_of_text(problem.split_key) == "train"

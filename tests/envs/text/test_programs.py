@@ -105,14 +105,14 @@ def test_drills_are_drawn_from_their_split_and_difficulty() -> None:
     assert draw_synthetic_program(7, "train", [3]) == draw_synthetic_program(7, "train", [3])
 
 
-def test_what_is_written_is_what_is_meant() -> None:
+def test_drill_source_equals_its_semantics() -> None:
     rng = random.Random(1)
     for drill in rng.sample(all_synthetic_programs([1, 2, 3, 4, 5]), 3000):
         for xs in ([], [rng.randrange(-5, 13) for _ in range(rng.randint(1, 6))]):
             assert eval(drill.code, {"xs": xs}) == drill.run(xs), drill.code
 
 
-def test_a_drill_as_a_problem(lab: ProgramTestRunner) -> None:
+def test_drill_becomes_a_problem(lab: ProgramTestRunner) -> None:
     problem = synthetic_problem(draw_synthetic_program(1, "train", [3]))
     assert failures(lab, problem) == []
     assert not all(
@@ -123,7 +123,7 @@ def test_a_drill_as_a_problem(lab: ProgramTestRunner) -> None:
 
 
 @pytest.mark.slow
-def test_drills_are_told_apart_by_their_tests() -> None:
+def test_tests_distinguish_drills() -> None:
     """Few that are written otherwise come to the same on all tests, as "first 1 count" and "last 1 count" do."""
     drills = random.Random(2).sample(all_synthetic_programs([1, 2, 3]), 400)
     same = sum(_same_on_tests(one, other) for one in drills for other in drills if one != other)
@@ -140,7 +140,7 @@ def _same_on_tests(one: SyntheticProgram, other: SyntheticProgram) -> bool:
 # ---- what came of a program
 
 
-def test_what_came_of_each_input(lab: ProgramTestRunner) -> None:
+def test_results_are_reported_per_input(lab: ProgramTestRunner) -> None:
     source = """
 import os, sys
 def f(x):
@@ -183,7 +183,7 @@ def test_programs_read_and_print_in_any_way(lab: ProgramTestRunner) -> None:
             assert [trial.output.strip() for trial in made.results] == ["ü 1", "2"], (read, write)
 
 
-def test_inputs_do_not_meet(lab: ProgramTestRunner) -> None:
+def test_inputs_are_isolated(lab: ProgramTestRunner) -> None:
     source = "seen = []\ndef f(x):\n    seen.append(x)\n    return len(seen)"
     assert [trial.output for trial in tried(lab, ProgramSpec(source, "function", "f"), "(1,)", "(2,)").results] == [
         "1",
@@ -191,7 +191,7 @@ def test_inputs_do_not_meet(lab: ProgramTestRunner) -> None:
     ]
 
 
-def test_limits_are_for_all_inputs_together(lab: ProgramTestRunner) -> None:
+def test_limits_apply_to_all_inputs_together(lab: ProgramTestRunner) -> None:
     source = "import time\ndef f(x):\n    time.sleep(x)\n    return x"
     made = tried(lab, ProgramSpec(source, "function", "f"), "(0,)", "(60,)", "(0,)", limits=ResourceLimits(wall=0.8))
     assert made.results == (
@@ -202,7 +202,7 @@ def test_limits_are_for_all_inputs_together(lab: ProgramTestRunner) -> None:
 
 
 @pytest.mark.parametrize("source", ["def f(", "x = '\0'", "(" * 5000, "\udc80", "f = " + "-" * 100_000 + "1"])
-def test_what_does_not_compile(lab: ProgramTestRunner, source: str) -> None:
+def test_compile_errors_are_reported(lab: ProgramTestRunner, source: str) -> None:
     assert tried(lab, ProgramSpec(source, "function", "f"), "(1,)").compile_error
 
 
@@ -279,7 +279,7 @@ def test_values_are_compared_by_type_and_content(expected: str, said: str, right
 @pytest.mark.parametrize(
     "forged", ["", "oops", "[]", "[[]]", '["set",[]]', '["dict",1]', '["dict",[1]]', '{"a":1}', "["]
 )
-def test_what_is_no_value_equals_none(forged: str) -> None:
+def test_invalid_values_equal_nothing(forged: str) -> None:
     for expected in ("[]", "()", "{}", "set()", "{1: 2}", "{()}", "None", "''", "oops", "[[]]", "{1}"):
         assert not matches_literal(expected, parse_encoding(forged), exact=False)
     assert parse_encoding(forged) is NO_VALUE or to_python_text(parse_encoding(forged))

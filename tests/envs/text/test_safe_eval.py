@@ -27,7 +27,7 @@ ALLOWED = AllowedParts(
 @pytest.mark.parametrize(
     ("source", "value"), [(" 1 + -2 ", -1), ("x - 1.5", 5.5), ("max(1, x, 3) + 1", 8), ("x < 3", False)]
 )
-def test_what_is_allowed_has_its_value(source: str, value: float) -> None:
+def test_allowed_expressions_are_evaluated(source: str, value: float) -> None:
     assert safe_eval(source, ALLOWED, {"x": 7}) == value
 
 

@@ -45,7 +45,7 @@ def small(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Sudoku:
 # ---- the solver
 
 
-def test_the_solver_finds_what_is_known() -> None:
+def test_solver_matches_known_answers() -> None:
     """There are 288 grids of 4x4, and Norvig's puzzle has one solution."""
     assert len(set(find_solutions(4, (0,) * 16, 1000))) == 288
     board = tuple(map(int, EULER))
@@ -55,7 +55,7 @@ def test_the_solver_finds_what_is_known() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 6, 9])
-def test_what_is_certain_is_right(size: int) -> None:
+def test_deduced_cells_are_correct(size: int) -> None:
     for seed in range(5):
         drawn = draw_puzzle(seed, size, sudoku.DEFAULT_CLUES[size], "train")
         found = forced_cells(size, drawn.clues)
@@ -88,7 +88,7 @@ def test_puzzles_have_one_solution(size: int, clues: int) -> None:
         assert drawn == draw_puzzle.__wrapped__(seed, size, clues, "test")
 
 
-def test_digging_stops_where_another_solution_would_come() -> None:
+def test_digging_keeps_the_solution_unique() -> None:
     assert remove_clues(4, SOLUTION, 0, random.Random(0)) is None
     board = remove_clues(4, SOLUTION, 5, random.Random(0))
     assert board and find_solutions(4, board) == [SOLUTION]
@@ -106,7 +106,7 @@ def turned(size: int, board: tuple[int, ...], rng: random.Random) -> tuple[int, 
 
 
 @pytest.mark.parametrize("size", [4, 6, 9])
-def test_the_canonical_form_is_that_of_every_image(size: int) -> None:
+def test_canonical_form_is_invariant_to_symmetries(size: int) -> None:
     rng, texts = random.Random(1), set()
     for seed in range(6):
         drawn = draw_puzzle(seed, size, sudoku.DEFAULT_CLUES[size], "train")
@@ -118,7 +118,7 @@ def test_the_canonical_form_is_that_of_every_image(size: int) -> None:
     assert len(texts) == 6
 
 
-def test_there_are_as_many_forms_as_is_known() -> None:
+def test_number_of_canonical_forms_matches_known_counts() -> None:
     """Two of 4x4 and 49 of 6x6 grids are essentially different (Pettersen, Silver, Jarvis)."""
     assert len({canonical_text(4, grid) for grid in find_solutions(4, (0,) * 16, 1000)}) == 2
     rng = random.Random(0)
@@ -158,7 +158,7 @@ def test_no_two_splits_share_a_puzzle(size: int) -> None:
         ("r1 c٢ 4", None),
     ],
 )
-def test_answers_are_read(answer: str, cells: dict[int, int] | None) -> None:
+def test_answers_are_parsed(answer: str, cells: dict[int, int] | None) -> None:
     assert read_cells(answer, 4) == cells
 
 
@@ -196,7 +196,9 @@ def test_a_game_of_one_agent_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         ("r1 c1 1 r1 c2 2 r2 c1 3", "it sets 3 cells, 2 at most are allowed"),
     ],
 )
-def test_bad_answers_set_nothing_and_say_why(monkeypatch: pytest.MonkeyPatch, answer: str, why: str) -> None:
+def test_invalid_answers_change_nothing_and_are_explained(
+    monkeypatch: pytest.MonkeyPatch, answer: str, why: str
+) -> None:
     env = small(monkeypatch, team="single", max_cells=2)
     env.reset(0)
     step = env.step({"agent": answer})
@@ -233,7 +235,7 @@ def test_the_checker_confirms_or_replaces(monkeypatch: pytest.MonkeyPatch) -> No
     assert step.info["invalid"] == {"checker": False} and step.team_reward == 0 and step.done and step.truncated
 
 
-def test_only_the_solution_pays_in_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcome_reward_pays_success_only(monkeypatch: pytest.MonkeyPatch) -> None:
     env = small(monkeypatch, reward="outcome")
     env.reset(0)
     paid = []
@@ -260,7 +262,7 @@ def some_cells(seat: str, observation: str, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
+def test_env_passes_the_env_check(options: dict[str, Any]) -> None:
     check_env(lambda: Sudoku(**options), seeds=range(3), act=some_cells)
 
 
@@ -293,7 +295,7 @@ def test_experts_need_no_more_than_the_usual_turns() -> None:
         assert step.info["success"]
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ValueError, match="size=5"):
         Sudoku(size=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clues=16 is out of range: give 4 to 15"):
@@ -304,7 +306,7 @@ def test_what_cannot_be_is_said() -> None:
         canonical_text(9, (0,) * 81)
 
 
-def test_a_puzzle_that_cannot_be_found_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_puzzle_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canonical, "MAX_GRIDS", 50)
     with pytest.raises(ValueError, match='clues=3: no puzzle of size 4 in split "train" among 50 grids; give more'):
         draw_puzzle(0, 4, 3, "train")

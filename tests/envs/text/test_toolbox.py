@@ -74,7 +74,7 @@ def book(
     return f"{json} {schema} {kind} {days} {place.town} {len(scratch.files)}"
 
 
-def test_a_description_is_openais():
+def test_tool_description_equals_the_openai_format():
     """By hand after https://platform.openai.com/docs/guides/function-calling, strict mode's additionalProperties."""
     assert make_tool(convert).openai_schema == {
         "type": "function",
@@ -110,7 +110,7 @@ def test_a_description_is_openais():
     }
 
 
-def test_arguments_arrive_as_the_hints_say():
+def test_arguments_are_validated_by_type_hints():
     found = call(
         [book], "book", {"json": "Ann", "place": {"town": "Arle"}, "days": ["3", 4]}, ToolState(files={"a": ""})
     )
@@ -140,13 +140,13 @@ def test_arguments_arrive_as_the_hints_say():
         ("convert", {"kilometres": "\ud800"}, "hold half a character"),
     ],
 )
-def test_a_bad_call_is_told_what_is_wrong(name, arguments, message):
+def test_invalid_call_is_explained(name, arguments, message):
     found = call([convert, book], name, arguments)
     assert not found.is_valid and found.failure is None
     assert found.text.startswith("Error: ") and message in found.text
 
 
-def test_what_is_no_tool_is_refused():
+def test_invalid_tools_are_refused():
     def silent(x: int) -> int:
         return x
 
@@ -190,7 +190,7 @@ def test_results_are_text_of_bounded_length():
     assert call([give], "give", {"what": "circle"}).text.startswith("Error: ")
 
 
-def test_what_a_users_tool_raises_is_told():
+def test_errors_of_custom_tools_are_reported():
     """ValueError is the agent's mistake, anything else is not."""
     errors = {
         "value": ValueError("no such day"),
@@ -222,7 +222,7 @@ def test_what_a_users_tool_raises_is_told():
     assert call([fail], "fail", {"how": "interrupt"}).failure
 
 
-def test_a_tool_of_ours_that_fails_is_our_fault():
+def test_errors_of_builtin_tools_propagate():
     def broken() -> None:
         """Breaks."""
         raise KeyError("x")
@@ -231,7 +231,7 @@ def test_a_tool_of_ours_that_fails_is_our_fault():
         call([make_tool(broken, is_built_in=True)], "broken", {})
 
 
-def test_what_hangs_is_left_behind():
+def test_hung_tool_is_abandoned():
     released = threading.Event()
 
     def wait(scratch: ToolState) -> str:
@@ -266,7 +266,7 @@ def test_what_hangs_is_left_behind():
     assert found[-1].scratch.files == before.files == {}
 
 
-def test_too_many_that_hang_are_not_joined_by_more(monkeypatch):
+def test_number_of_hung_tools_is_limited(monkeypatch):
     monkeypatch.setattr(timeouts, "MAX_STUCK_CALLS", 3)
     released = threading.Event()
 
@@ -288,7 +288,7 @@ def test_too_many_that_hang_are_not_joined_by_more(monkeypatch):
     assert fifth.failure is None and fifth.text == "done"
 
 
-def test_calls_that_share_the_scratch_are_run_in_order():
+def test_calls_on_the_scratch_folder_run_in_order():
     box = Toolbox([*FILE_TOOLS, convert])
     calls = [
         ToolCall("write_file", {"path": "a.txt", "text": "one"}),
@@ -327,13 +327,13 @@ ESCAPES = (
 
 @pytest.mark.parametrize("path", ESCAPES)
 @pytest.mark.parametrize(("tool", "more"), [("write_file", {"text": "x"}), ("read_file", {})])
-def test_no_path_leads_out(path, tool, more):
+def test_paths_outside_the_scratch_folder_are_refused(path, tool, more):
     found = call(FILE_TOOLS, tool, {"path": path, **more}, ToolState(files={"a": "1"}))
     assert not found.is_valid and found.text.startswith("Error: ") and found.scratch.files == {"a": "1"}
 
 
 @given(st.text(max_size=300))
-def test_a_path_is_plain_or_refused(path):
+def test_paths_are_normalised_or_refused(path):
     try:
         name = normalize_path(path)
     except (ValueError, UnicodeEncodeError):
@@ -342,7 +342,7 @@ def test_a_path_is_plain_or_refused(path):
     assert normalize_path(name) == name
 
 
-def test_the_scratch_is_small():
+def test_scratch_folder_is_limited_in_size():
     files = {f"{i}.txt": "" for i in range(MAX_FILES)}
     assert not call(FILE_TOOLS, "write_file", {"path": "one-more", "text": ""}, ToolState(files=files)).is_valid
     assert not call(FILE_TOOLS, "write_file", {"path": "a", "text": "x" * (MAX_TOTAL_CHARS + 1)}).is_valid
@@ -377,7 +377,7 @@ def test_long_files_are_read_in_parts():
         ("1e3", "1000"),
     ],
 )
-def test_the_calculator(expression, worth):
+def test_calculator_by_hand(expression, worth):
     assert calculator(expression) == worth
 
 
@@ -425,7 +425,7 @@ SUMS = st.recursive(
 
 
 @given(SUMS)
-def test_the_calculator_is_exact(expression):
+def test_calculator_is_exact(expression):
     try:
         expected = eval(expression)
     except ZeroDivisionError:
@@ -445,7 +445,7 @@ INJECTIONS = (
 
 
 @pytest.mark.parametrize("query", INJECTIONS)
-def test_a_query_is_words_and_nothing_else(query):
+def test_query_syntax_is_ignored(query):
     index = DocumentIndex((Document("Arle", "a and near or not"), Document("Tor", "b")))
     found = call(SEARCH, "search", {"query": query}, ToolState(index))
     assert found.is_valid and found.text
@@ -457,7 +457,7 @@ def test_no_query_raises(query):
     assert len(open_index(BUILT_IN_CORPUS).search(query, 3)) <= 3
 
 
-def test_the_best_documents_come_first():
+def test_best_documents_are_ranked_first():
     index = DocumentIndex((
         Document("Weather", "It rains in Arle. " + "It rains. " * 40),
         Document("Arle", "A town with 512 people."),
@@ -483,7 +483,7 @@ def test_an_index_is_built_once_and_only_read(tmp_path):
         open_index(tmp_path)._table.execute("DELETE FROM documents")
 
 
-def test_documents_of_a_users(tmp_path):
+def test_custom_documents_are_read(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "arle.md").write_text("# Arle\n512 people")
     (tmp_path / "tor.txt").write_text("77 people")
@@ -507,13 +507,13 @@ def test_documents_of_a_users(tmp_path):
         ("a.jsonl", b"\xff", "is not UTF-8"),
     ],
 )
-def test_documents_that_are_none(tmp_path, name, text, message):
+def test_invalid_document_files_are_refused(tmp_path, name, text, message):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         read_documents(tmp_path / name)
 
 
-def test_the_corpus_says_what_its_facts_say():
+def test_corpus_texts_contain_their_facts():
     documents = open_index(BUILT_IN_CORPUS).documents
     assert len(documents) >= 150 and len({document.title for document in documents}) == len(documents)
     for document in documents:
@@ -545,7 +545,7 @@ def run(codes, scratch=None, seconds=5.0):
     return asyncio.run(one_by_one())
 
 
-def test_a_program_goes_on_from_the_one_before():
+def test_repl_keeps_state_between_programs():
     codes = [
         "x = 2\nprint('once')\nx + 1",
         "x *= 10\nx",
@@ -560,7 +560,7 @@ def test_a_program_goes_on_from_the_one_before():
     assert "NameError" in shown[4] and len(scratch.cells) == 3
 
 
-def test_files_are_as_they_were_for_each_program():
+def test_replayed_programs_see_their_original_files():
     """What a program did to its files is not done twice when it is run again."""
     first = ["open('log', 'a').write('one ')", "text = open('log').read()\nopen('log', 'a').write('two ')"]
     shown, scratch = run(first, ToolState(files={"log": "zero "}))
@@ -570,7 +570,7 @@ def test_files_are_as_they_were_for_each_program():
     assert shown[0] == "zero one  new" and scratch.files == {}
 
 
-def test_a_fork_of_the_scratch_is_a_fork_of_the_program():
+def test_forked_tool_state_forks_the_repl():
     _, scratch = run(["x = 1"])
     one, _ = run(["x += 1", "x"], scratch)
     other, _ = run(["x"], scratch)
@@ -590,14 +590,14 @@ def test_only_plain_small_text_files_come_back():
     assert scratch.files == {"d/a.txt": "in a folder"}
 
 
-def test_programs_that_do_not_end_well():
+def test_failed_programs_are_reported():
     shown, scratch = run(["import time\ntime.sleep(60)", "x = = 1", "a\x00", "import sys\nsys.exit(3)"], seconds=1.0)
     assert shown[0] == "[it took too long; nothing of this call is kept]"
     assert "SyntaxError" in shown[1] and "null bytes" in shown[2] and scratch.cells == ()
     assert run(["import sys\nprint(1)\nsys.exit()"])[0] == ["1"]
 
 
-def test_there_is_an_end_to_programs():
+def test_number_and_length_of_programs_are_limited():
     scratch = ToolState(cells=(Cell("", {}),) * MAX_CELLS)
     assert "which is all there is" in run(["1"], scratch)[0][0]
     assert "give at most" in run(["1" * 30_000])[0][0]

@@ -91,7 +91,7 @@ def wild(seat, seen, rng):
 @pytest.mark.parametrize("rendering", ["full", "compact"])
 @pytest.mark.parametrize("world", ["corpus", "drills"])
 @pytest.mark.parametrize("team", ["single", "researcher_solver"])
-def test_the_contract_is_kept(team, world, rendering, reward):
+def test_env_passes_the_env_check(team, world, rendering, reward):
     def make():
         return tools(team=team, task_source=world, rendering=rendering, reward=reward, kinds=LIGHT, max_turns=4)
 
@@ -99,7 +99,7 @@ def test_the_contract_is_kept(team, world, rendering, reward):
     check_env(make, seeds=range(3), act=wild)
 
 
-def test_programs_keep_the_contract():
+def test_program_tasks_pass_the_env_check():
     def act(seat, seen, rng):
         return spelled("python", code=rng.choice(["x = 1\nopen('a', 'a').write('x')", "x", "1 / 0"]))
 
@@ -114,7 +114,7 @@ def test_programs_keep_the_contract():
 @pytest.mark.parametrize(
     ("world", "kind"), [*(("corpus", kind) for kind in TASK_KINDS), *(("drills", k) for k in LIGHT)]
 )
-def test_an_expert_solves_every_task(world, kind, team, rendering):
+def test_expert_solves_every_task(world, kind, team, rendering):
     env = tools(task_source=world, kinds=[kind], team=team, rendering=rendering)
     for seed in range(4 if kind == "program" else 30):
         steps, turns = play(env, seed)
@@ -150,20 +150,20 @@ def guesses():
 
 
 @pytest.mark.parametrize("world", ["corpus", "drills"])
-def test_nobody_solves_it_without_tools(world):
+def test_tasks_need_tools(world):
     env = tools(task_source=world, kinds=LIGHT)
     for name, player in guesses().items():
         solved = sum(play(env, seed, player)[0][-1].info["success"] for seed in range(200))
         assert solved < 0.05 * 200, name
 
 
-def test_nobody_guesses_what_a_program_prints():
+def test_program_answers_cannot_be_guessed():
     env = tools(kinds=["program"])
     answers = Counter(env.world.task(seed).answer for seed in range(150))
     assert max(answers.values()) <= 2
 
 
-def test_right_answers():
+def test_correct_answers_are_accepted():
     assert (
         is_correct("48,211", "48211")
         and is_correct("48211.0", "48,211")
@@ -179,7 +179,7 @@ def test_right_answers():
 # ---- what is seen
 
 
-def test_a_conversation_goes_on_from_the_one_before():
+def test_conversation_extends_the_previous_one():
     """So that a policy's prompt begins with the very tokens of its earlier turn."""
     for team in ("single", "researcher_solver"):
         env = tools(team=team, kinds=["lookup_compute"])
@@ -216,7 +216,7 @@ def test_each_seat_has_its_tools_and_the_note_is_passed_on():
     assert sum("search" in str(message) for message in first.messages) <= 1, "the solver sees no calls of the other's"
 
 
-def test_the_first_words():
+def test_first_prompt_by_hand():
     chat = tools(kinds=["files"]).reset(0).observations["agent"]
     assert isinstance(chat, Chat) and [message["role"] for message in chat.messages] == ["system", "user"]
     assert len(chat.tools) == 7 and "#### " in chat.messages[0]["content"]
@@ -257,7 +257,7 @@ def test_compact_conversations_are_short():
     assert max(lengths) < 120
 
 
-def test_a_bad_call_in_few_words():
+def test_invalid_call_in_compact_rendering():
     env = tools(task_source="drills", kinds=["lookup"], rendering="compact")
     env.reset(0)
     step = asyncio.run(
@@ -335,7 +335,7 @@ def test_rewards_of_two_seats():
     assert not steps[-1].info["success"] and steps[-1].team_reward == 0 and not steps[-1].truncated
 
 
-def test_outcome_pays_for_the_answer_alone():
+def test_outcome_reward_pays_for_the_answer_only():
     env = tools(task_source="drills", reward="outcome", team="researcher_solver")
     steps, _ = play(env, 0)
     assert all(not any(step.rewards.values()) for step in steps)
@@ -350,7 +350,7 @@ def test_an_answer_that_cannot_be_right_costs_a_little():
         assert step.done and step.rewards == {"agent": cost} and step.info["invalid"] == {"agent": cost < 0}
 
 
-def test_turns_run_out():
+def test_episode_is_truncated_at_the_turn_limit():
     env = tools(task_source="drills", kinds=["lookup"], max_turns=2, team="researcher_solver")
     look = spelled("search", query="toka")
     steps = after(env, 0, look, look, spelled("list_files"), spelled("list_files"))
@@ -391,7 +391,7 @@ def test_a_task_is_of_one_split():
     assert {tools().reset(seed).info["kind"] for seed in range(60)} == set(TASK_KINDS)
 
 
-def test_a_drills_world_is_drawn_anew():
+def test_synthetic_worlds_differ_between_seeds():
     one, same, other = SyntheticLibrary(1), SyntheticLibrary(1), SyntheticLibrary(2)
     names = sorted(PLACE_NAMES)
     assert len(names) > 2000
@@ -401,7 +401,7 @@ def test_a_drills_world_is_drawn_anew():
     assert max(Counter(map(one.population, names)).values()) < 12, "no number is more likely than another"
 
 
-def test_tasks_of_a_users(tmp_path):
+def test_custom_tasks_are_played(tmp_path):
     rows = [
         {"question": "How high?", "answer": 12, "split": "train"},
         {"question": "Who?", "answer": "Ann", "files": {"a/b.txt": "it was Ann"}, "split": "train"},
@@ -422,7 +422,7 @@ def test_tasks_of_a_users(tmp_path):
         tools(split="dev", **options)
 
 
-def test_facts_of_a_users(tmp_path):
+def test_custom_facts_are_played(tmp_path):
     rows = [
         {"title": f"Hill {name}", "text": f"It is {n} m high.", "facts": {"elevation": n}}
         for n, name in enumerate("abcdefghijklm", 100)
@@ -445,7 +445,7 @@ def test_facts_of_a_users(tmp_path):
         ('{"question": "a", "answer": 1, "files": {"../a": ""}}', "leads out"),
     ],
 )
-def test_tasks_that_are_none(tmp_path, line, message):
+def test_invalid_task_files_are_refused(tmp_path, line, message):
     (tmp_path / "tasks.jsonl").write_text(line)
     with pytest.raises(ValueError, match=message):
         tools(tasks=str(tmp_path / "tasks.jsonl"))
@@ -470,7 +470,7 @@ def test_tasks_that_are_none(tmp_path, line, message):
         ({"kind": ["files"]}, 'did you mean "kinds"'),
     ],
 )
-def test_options_that_do_not_fit(options, message):
+def test_incompatible_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         tools(**options)
 
@@ -520,7 +520,7 @@ def test_a_users_tool_takes_five_lines(module):
     assert chat.tools[-1]["function"]["description"] == "Converts kilometres to miles."
 
 
-def test_hanging_tools_hold_up_nobody_else(module):
+def test_hung_tools_do_not_block_others(module):
     """200 episodes, of which 20 call something that hangs: the 180 are done before the first of the 20, which receive
     an error and go on."""
     hanging = [spelled("wait"), spelled("wait_async"), spelled("python", code="import time\ntime.sleep(60)")]
@@ -547,7 +547,7 @@ def test_hanging_tools_hold_up_nobody_else(module):
 
 
 @pytest.mark.slow
-def test_hanging_programs_hold_up_nobody_else():
+def test_hung_programs_do_not_block_others():
     """The same where everybody runs programs, as many as the machine can run at once."""
     hanging, quick = spelled("python", code="import time\ntime.sleep(600)"), spelled("python", code="print(1 + 1)")
     arena, done = EpisodeRunner(lambda: tools(kinds=["program"], call_time_limit_s=40.0), "tools"), []
@@ -559,7 +559,7 @@ def test_hanging_programs_hold_up_nobody_else():
     assert {seed for seed in done[:180] if seed % 10 == 0} == set()
 
 
-def test_what_a_tool_keeps_is_forked_with_the_episode():
+def test_tool_state_is_forked_with_the_episode():
     env = tools(kinds=["files"])
     env.reset(0)
 
@@ -572,7 +572,7 @@ def test_what_a_tool_keeps_is_forked_with_the_episode():
     assert [step.observations["agent"].messages[-1]["content"] for step in asyncio.run(both())] == ["one", "two"]
 
 
-def test_an_ended_game_is_over():
+def test_step_after_the_end_is_refused():
     env = Tools(task_source="drills")
     with pytest.raises(ValueError, match="call reset"):
         asyncio.run(env.step({"agent": ""}))

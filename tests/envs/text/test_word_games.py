@@ -13,12 +13,12 @@ GAMES = [name for name in TEXT_ENVS if name.startswith("text_")]
 
 
 @pytest.mark.parametrize("name", GAMES)
-def test_the_full_rendering_keeps_the_contract(name: str) -> None:
+def test_full_rendering_passes_the_env_check(name: str) -> None:
     check_env(lambda: make_env(name, rendering="full", reward="outcome"), seeds=range(3))
 
 
 @pytest.mark.parametrize("name", GAMES)
-def test_rules_are_told_and_states_are_shown_alike(name: str) -> None:
+def test_full_rendering_states_rules_and_equal_observations(name: str) -> None:
     full, compact = make_env(name, rendering="full"), make_env(name)
     assert full.rules_text and full.rules_text in full.roles["player_0"]
     assert board_games.ANSWER_FORMAT in full.roles["player_0"]
@@ -33,13 +33,13 @@ def test_the_full_rendering_reads_the_words_after_the_mark() -> None:
         assert env.step({"player_0": answer}).info["invalid"] == {"player_0": not is_read}
 
 
-def test_a_bad_answer_costs_nothing_but_the_choice_in_outcome() -> None:
+def test_invalid_answer_has_no_penalty_with_outcome_reward() -> None:
     env: Any = make_env("text_leduc", reward="outcome")
     env.reset(1)
     step = env.step({"player_0": "hm"})
     assert step.info["invalid"] == {"player_0": True} and step.rewards["player_0"] == 0
 
 
-def test_other_words_are_spoken_in_the_rules_too() -> None:
+def test_vocabulary_is_applied_to_the_rules() -> None:
     env: Any = make_env("text_kuhn", rendering="full", vocabulary={"pass": "no", "bet": "yes"})
     assert "bet to pay" not in env.roles["player_0"] and "yes to pay" in env.roles["player_0"]

@@ -32,7 +32,7 @@ def play(env, policies, seed=0, branching=None, **options):
 
 
 @pytest.mark.parametrize("function", ["relay", "graph"])
-def test_a_program_is_played_by_policies(function):
+def test_program_is_played_by_policies(function):
     speaker = ScriptedPolicy(obedient)
     episode = play({"function": f"toy_workflows:{function}", "seats": PAIR}, dict.fromkeys(PAIR, speaker))
     assert episode.error is None
@@ -75,27 +75,27 @@ def test_siblings_are_tried_at_every_turn():
         assert all(node.info["success"] == (node.team_reward == 1) for node in episode.leaves())
 
 
-def test_a_program_that_asks_otherwise_when_played_again_says_so():
+def test_nondeterministic_program_is_reported_on_replay():
     agent = {"agent": ScriptedPolicy(["hm"])}
     env = {"function": "toy_workflows:restless", "seats": ["agent"]}
     assert play(env, agent, branching=Branching("root", 3)).error is None
     assert "cannot be forked" in play(env, agent, branching=Branching("turn", 3)).error
 
 
-def test_the_contract():
+def test_env_passes_the_env_check():
     def speaker(seat, observation, rng):
         return rng.choice(("red", "green", observation.messages[-1]["content"]))
 
     check_env(lambda: Workflow(seats=PAIR, function="toy_workflows:relay"), seeds=range(2), act=speaker)
 
 
-def test_a_step_needs_somebody_who_was_asked():
+def test_step_before_a_model_call_is_refused():
     env = Workflow(seats=PAIR, function="toy_workflows:relay")
     with pytest.raises(ValueError, match="no seat acts next: call reset"):
         asyncio.run(env.step({"guide": "red"}))
 
 
-def test_a_command_is_a_workflow_too(tmp_path):
+def test_command_line_workflows_are_supported(tmp_path):
     program = tmp_path / "agent.py"
     program.write_text(
         "import json, os, urllib.request\n"
@@ -116,7 +116,7 @@ def test_a_command_is_a_workflow_too(tmp_path):
     assert "must print" in play(env, {"agent": ScriptedPolicy(obedient)}).error
 
 
-def test_what_hangs_holds_nobody_up():
+def test_hung_workflow_does_not_block_others():
     arena = EpisodeRunner(
         lambda: Workflow(seats=["agent"], function="toy_workflows:hanging", timeout=8), "workflow", max_concurrent=256
     )
@@ -139,11 +139,11 @@ def test_what_hangs_holds_nobody_up():
         ("toy_workflows:silly", 'pays "nobody", but its seats are agent'),
     ],
 )
-def test_a_program_that_fails_makes_a_failed_episode(function, message):
+def test_failing_program_gives_a_failed_episode(function, message):
     assert message in play({"function": function, "seats": ["agent"]}, {"agent": ScriptedPolicy(["hm"])}).error
 
 
-def test_calls_that_cannot_be_answered_are_refused():
+def test_invalid_model_calls_are_refused():
     async def scenario():
         env = Workflow(seats=["agent"], function="toy_workflows:restless")
         await env.reset(0)
@@ -181,7 +181,7 @@ def test_calls_that_cannot_be_answered_are_refused():
         ({"function": "toy_workflows:relay", "timeout": 0}, "above 0"),
     ],
 )
-def test_wrong_options_are_told(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_env(type="workflow", seats=["agent"], **options)
 

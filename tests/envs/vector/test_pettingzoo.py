@@ -204,7 +204,7 @@ def test_image_observations_stay_images() -> None:
     env.close()
 
 
-def test_envs_of_the_registry_are_made_by_make() -> None:
+def test_registered_envs_are_made_by_name() -> None:
     options = {"env_type": "parallel", "id": "classic/rps-v2", "max_cycles": 7}
     env = PettingZooEnv(1, env="pettingzoo:make", options=options)
     env.reset(np.array([0]))
@@ -212,7 +212,7 @@ def test_envs_of_the_registry_are_made_by_make() -> None:
     assert frame.rewards.tolist() == [[-1, 1]] and frame.agent_mask.all()
 
 
-def test_wrappers_that_only_check_are_taken_off_and_those_that_change_play_stay() -> None:
+def test_checking_wrappers_are_removed_and_others_kept() -> None:
     """Connect four is wrapped, from the outside, in OrderEnforcing, AssertOutOfBounds and TerminateIllegal."""
     assert type(load_game(FOUR).env) is TerminateIllegalWrapper
     turns = load_game(SPREAD).env.aec_env
@@ -222,7 +222,7 @@ def test_wrappers_that_only_check_are_taken_off_and_those_that_change_play_stay(
     )  # a user's own, though derived from one that only checks
 
 
-def test_agents_are_asked_for_their_views_once_a_round() -> None:
+def test_observations_are_requested_once_per_step() -> None:
     """And PettingZoo's own wrapper asks twice."""
     asked = []
     for env in (load_game(SPREAD).env, theirs(SPREAD)):
@@ -235,7 +235,7 @@ def test_agents_are_asked_for_their_views_once_a_round() -> None:
     assert asked == [{1}, {2}]
 
 
-def test_an_env_that_leaves_out_turns_cannot_be_played_in_rounds() -> None:
+def test_env_that_skips_turns_is_refused_as_parallel() -> None:
     env = load_game(SPREAD).env
     env.reset(seed=0)
     env.unwrapped.agent_selection = "agent_1"
@@ -243,7 +243,7 @@ def test_an_env_that_leaves_out_turns_cannot_be_played_in_rounds() -> None:
         env.step(dict.fromkeys(env.agents, 1))
 
 
-def test_what_cannot_be_an_env_is_said() -> None:
+def test_invalid_envs_are_refused() -> None:
     with pytest.raises(ValueError, match=r'"mpe2.simple_spread_v9:env" cannot be made.*No module'):
         PettingZooEnv(1, env="mpe2.simple_spread_v9:env")
     with pytest.raises(ValueError, match=r"cannot be made with {'agents': 2}.*unexpected keyword"):
@@ -309,19 +309,19 @@ def advised(test: Any) -> Any:
 
 @advised
 @pytest.mark.parametrize("make", [counting, four, spread, matrix, KuhnPoker])
-def test_ours_pass_their_test_of_turns(make: Any) -> None:
+def test_exported_aec_envs_pass_pettingzoo_tests(make: Any) -> None:
     api_test(to_aec(make), num_cycles=50)
     seed_test(lambda: to_aec(make), num_cycles=20)
 
 
 @advised
 @pytest.mark.parametrize("make", [counting, spread, matrix])
-def test_ours_pass_their_test_of_joint_steps(make: Any) -> None:
+def test_exported_parallel_envs_pass_pettingzoo_tests(make: Any) -> None:
     parallel_api_test(to_parallel(make), num_cycles=50)
     parallel_seed_test(lambda: to_parallel(make), num_cycles=20)
 
 
-def test_a_joint_step_of_ours_in_their_words() -> None:
+def test_exported_parallel_step_by_hand() -> None:
     env = to_parallel(counting)
     seen, _ = env.reset(seed=6)
     assert seen["wide"]["observation"].tolist() == [6, 0, 0] and seen["long"]["observation"].tolist() == [6, 0]
@@ -335,7 +335,7 @@ def test_a_joint_step_of_ours_in_their_words() -> None:
     env.close()
 
 
-def test_without_a_seed_games_follow_from_the_last_seed() -> None:
+def test_reset_without_seed_follows_from_the_last_seed() -> None:
     def firsts(seed: int) -> list[float]:
         env = to_parallel(counting)
         env.reset(seed=seed)
@@ -344,7 +344,7 @@ def test_without_a_seed_games_follow_from_the_last_seed() -> None:
     assert firsts(1) == firsts(1) and len(set(firsts(1))) == 3 and firsts(1) != firsts(2)
 
 
-def test_turns_of_ours_ask_exactly_those_that_act() -> None:
+def test_exported_aec_env_selects_acting_seats() -> None:
     """Seat "long" drops out after 3 steps; the rewards of a joint step fall when the last has spoken."""
     env, asked = to_aec(counting), []
     env.reset(seed=6)
@@ -365,7 +365,7 @@ def test_turns_of_ours_ask_exactly_those_that_act() -> None:
         (Continuous((-1.0,), (1.0,)), Continuous((0.0, 0.0), (1.0, 1.0)), ([0.5], [1, 0.25]), [[0.5, 0], [1, 0.25]]),
     ],
 )
-def test_actions_of_different_lengths_reach_our_env(space: Any, other: Any, actions: Any, expected: Any) -> None:
+def test_action_spaces_of_different_sizes_are_exported(space: Any, other: Any, actions: Any, expected: Any) -> None:
     spec = VectorEnvSpec(("a", "b"), ((2,), (2,)), (space, other))
     loop: list[SyncVectorEnv] = []
 
@@ -381,14 +381,14 @@ def test_actions_of_different_lengths_reach_our_env(space: Any, other: Any, acti
     assert isinstance(game, Sizes) and game.actions.tolist() == expected
 
 
-def test_an_env_without_a_state_says_so() -> None:
+def test_missing_global_state_is_reported() -> None:
     env = to_parallel(four)
     env.reset(seed=0)
     with pytest.raises(ValueError, match="no global state"):
         env.state()
 
 
-def test_a_view_kept_does_not_change_with_the_next_step() -> None:
+def test_observations_are_not_overwritten_by_later_steps() -> None:
     env = to_parallel(counting)
     seen, _ = env.reset(seed=1)
     env.step({"wide": 0, "long": 0})

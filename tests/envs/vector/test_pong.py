@@ -17,7 +17,7 @@ Player = Callable[[Pong, int], np.ndarray]
 
 
 @pytest.mark.parametrize("options", [{"points": 1}, {"max_steps": 9, "minimal": False, "mirror": False}])
-def test_it_keeps_the_contract(options: dict[str, Any]) -> None:
+def test_env_passes_the_vector_env_check(options: dict[str, Any]) -> None:
     check_vector_env(lambda games: Pong(games, **options), num_envs=2, steps=40)
 
 
@@ -36,7 +36,7 @@ def picture(env: Pong, b: int, mirrored: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mirror", [True, False])
-def test_views_show_the_last_four_pictures(mirror: bool) -> None:
+def test_observations_stack_the_last_four_frames(mirror: bool) -> None:
     env, rng, ends = Pong(3, points=2, max_steps=60, mirror=mirror), np.random.default_rng(0), 0
     frame = env.reset(np.arange(3))
     pictures = [[[picture(env, b, mirror and seat == 1)] * 4 for seat in range(2)] for b in range(3)]
@@ -51,7 +51,7 @@ def test_views_show_the_last_four_pictures(mirror: bool) -> None:
     assert ends > 10
 
 
-def test_the_last_view_of_a_game_is_kept() -> None:
+def test_final_observation_is_kept() -> None:
     env = Pong(1, max_steps=2)
     env.reset(np.array([0]))
     before = env.step(np.array([[UP, DOWN]])).obs.copy()
@@ -69,7 +69,7 @@ def placed(ball: list[float], right: float = 42, left: float = 42, **options: An
     return env
 
 
-def test_the_ball_flies_and_bounces_off_the_walls() -> None:
+def test_ball_moves_and_bounces_off_walls() -> None:
     env = placed([40, 4, 1, -0.5])
     env.step(np.array([[STAY, STAY]]))  # 4, 3.5, 3, then 2.5 and 2 over the border: 3.5, 4
     assert env.internal_state["ball"][0].tolist() == [44, 4, 1, 0.5]
@@ -79,7 +79,7 @@ def test_the_ball_flies_and_bounces_off_the_walls() -> None:
 
 
 @pytest.mark.parametrize(("offset", "speed"), [(0.0, 0.0), (3.0, 0.5), (-6.0, -1.0)])
-def test_paddles_return_the_ball_faster_and_with_spin(offset: float, speed: float) -> None:
+def test_paddles_accelerate_and_deflect_the_ball(offset: float, speed: float) -> None:
     env = placed([75.5, 42 + offset, 1, 0])
     env.step(np.array([[STAY, STAY]]))
     # After 1.5 pixels it meets the paddle, half a pixel of its second frame is left, then two at 1.05.
@@ -93,7 +93,7 @@ def test_paddles_return_the_ball_faster_and_with_spin(offset: float, speed: floa
     )
 
 
-def test_the_ball_gets_no_faster_than_its_limit() -> None:
+def test_ball_speed_is_limited() -> None:
     env = placed([75.5, 42, 2, 0])
     env.internal_state["hits"][0] = 19
     for hits in (20, 21):
@@ -102,7 +102,7 @@ def test_the_ball_gets_no_faster_than_its_limit() -> None:
         assert abs(env.internal_state["ball"][0, 2]) == 2
 
 
-def test_a_missed_ball_is_a_point_and_a_new_serve() -> None:
+def test_missed_ball_scores_and_serves_again() -> None:
     env = placed([82, 42, 1, 0], right=70)
     frame = env.step(np.array([[STAY, STAY]]))
     assert (
@@ -118,7 +118,7 @@ def test_a_missed_ball_is_a_point_and_a_new_serve() -> None:
 
 
 @pytest.mark.parametrize(("ball", "won"), [([2.0, 42, -1, 0], True), ([82.0, 42, 1, 0], False)])
-def test_the_last_point_ends_the_game(ball: list[float], won: bool) -> None:
+def test_last_point_ends_the_game(ball: list[float], won: bool) -> None:
     env = placed(ball, right=70, left=70, points=3)
     env.internal_state["scores"][0] = 2
     frame = env.step(np.array([[STAY, STAY]]))
@@ -128,7 +128,7 @@ def test_the_last_point_ends_the_game(ball: list[float], won: bool) -> None:
     assert frame.final_state is not None and np.allclose(frame.final_state[0, 6:8], [1, 2 / 3] if won else [2 / 3, 1])
 
 
-def test_paddles_move_four_pixels_a_step_and_stay_between_the_walls() -> None:
+def test_paddles_move_four_pixels_and_stay_inside() -> None:
     env = placed([40, 42, 1, 0], right=10)
     env.step(np.array([[UP, DOWN]]))
     assert env.internal_state["paddles"][0].tolist() == [7, 46]
@@ -136,7 +136,7 @@ def test_paddles_move_four_pixels_a_step_and_stay_between_the_walls() -> None:
     assert env.internal_state["paddles"][0].tolist() == [7, 46]
 
 
-def test_ataris_six_actions() -> None:
+def test_atari_action_set() -> None:
     env = placed([40, 42, 1, 0], minimal=False)
     assert env.action_spaces == (Discrete(6), Discrete(6)) and Pong(1).action_spaces[0] == Discrete(3)
     places = []
@@ -172,7 +172,7 @@ def foreseeing(env: Pong, seat: int) -> np.ndarray:
     return np.select([gap < -2, gap > 2], [UP, DOWN], STAY)
 
 
-def test_the_tracker_beats_chance_from_both_seats_and_foresight_beats_the_tracker() -> None:
+def test_scripts_rank_foresight_tracker_random() -> None:
     rng = np.random.default_rng(0)
 
     def chance(env: Pong, seat: int) -> np.ndarray:
@@ -184,13 +184,13 @@ def test_the_tracker_beats_chance_from_both_seats_and_foresight_beats_the_tracke
     assert 0.4 < share(chance, chance, steps=400) < 0.6
 
 
-def test_the_tracker_speaks_ataris_actions_too() -> None:
+def test_tracker_supports_the_atari_action_set() -> None:
     env = placed([40, 42, 1, 0], right=60, left=20, minimal=False)
     env.internal_state["drawn"][:, :, 1] = 41
     assert env.scripted_actions("tracker", 0).tolist() == [2] and env.scripted_actions("tracker", 1).tolist() == [3]
 
 
-def test_options_and_scripts_that_are_not_there_are_refused() -> None:
+def test_unknown_options_and_scripts_are_refused() -> None:
     options: list[dict[str, Any]] = [{"points": 0}, {"max_steps": 0}, {"num_envs": 0}]
     for option in options:
         with pytest.raises(ValueError, match=f"{next(iter(option))}: 0 is too small"):

@@ -9,7 +9,7 @@ from palestra.envs.vector.rng import next_uint64, random_below, seed_streams, un
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**40])
-def test_a_stream_is_that_of_default_rng(seed: int) -> None:
+def test_stream_equals_numpy_default_rng(seed: int) -> None:
     row, theirs = seed_streams(np.array([seed]))[0], np.random.default_rng(seed)
     for i in range(500):
         n = i % 7 + 1

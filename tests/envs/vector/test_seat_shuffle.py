@@ -16,12 +16,12 @@ from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 
 
-def test_it_keeps_the_contract() -> None:
+def test_env_passes_the_env_check() -> None:
     check_env(lambda games: SeatShuffledEnv(KuhnPoker(games, players=3)))
     check_env(lambda games: SeatShuffledEnv(LeducPoker(games)))
 
 
-def test_a_seat_sees_and_is_paid_what_its_place_is() -> None:
+def test_seat_gets_observations_and_rewards_of_its_position() -> None:
     """Games in step with the plain env: what is done at a seat is done at its place."""
     inner, rotated = LeducPoker(40), SeatShuffledEnv(LeducPoker(40))
     rng, rows = np.random.default_rng(0), np.arange(40)[:, None]
@@ -46,7 +46,7 @@ def test_a_seat_sees_and_is_paid_what_its_place_is() -> None:
         np.testing.assert_array_equal(rotated.env_seats[~over], places[~over])
 
 
-def test_a_seat_ends_as_its_place_does() -> None:
+def test_seat_terminates_as_its_position() -> None:
     inner, rotated = (PettingZooEnv(8, env="mortal_games:parting") for _ in range(2))
     rotated = SeatShuffledEnv(rotated)
     rows = np.arange(8)[:, None]
@@ -62,7 +62,7 @@ def test_a_seat_ends_as_its_place_does() -> None:
     assert orders == {(0, 1), (1, 0)}
 
 
-def test_every_order_of_seats_is_as_likely() -> None:
+def test_seat_orders_are_uniform() -> None:
     env = SeatShuffledEnv(KuhnPoker(50, players=3))
     sweeper, found = VectorRollout(env, np.arange(50)), []
     for number in range(100):
@@ -74,7 +74,7 @@ def test_every_order_of_seats_is_as_likely() -> None:
     np.testing.assert_allclose(share, 1 / 6, atol=4 * np.sqrt(5 / 36 / counts.sum()))
 
 
-def test_a_script_plays_for_the_place_where_its_seat_is() -> None:
+def test_scripts_play_the_position_of_their_seat() -> None:
     env, plain = SeatShuffledEnv(Pong(6)), Pong(6)
     env.reset(np.arange(6))
     plain.reset(np.arange(6))
@@ -84,6 +84,6 @@ def test_a_script_plays_for_the_place_where_its_seat_is() -> None:
         np.testing.assert_array_equal(env.scripted_actions(name, seat), moves[np.arange(6), env.env_seats[:, seat]])
 
 
-def test_seats_that_differ_cannot_change_places() -> None:
+def test_seats_of_different_spaces_cannot_be_shuffled() -> None:
     with pytest.raises(ValueError, match="cannot change places: give each a population"):
         SeatShuffledEnv(SimpleAdversary(2))

@@ -62,11 +62,11 @@ def same(one: VectorStep, other: VectorStep, games: list[int]) -> bool:
     return True
 
 
-def test_games_in_processes_keep_the_contract() -> None:
+def test_subproc_env_passes_the_vector_env_check() -> None:
     check_vector_env(lambda games: SubprocVectorEnv(Counting, games, 2), steps=40)
 
 
-def test_games_in_processes_go_as_in_a_loop() -> None:
+def test_subproc_env_equals_sync_env() -> None:
     """Also where there are more processes asked for than games, and parts of different sizes."""
     rng = np.random.default_rng(0)
     loop = SyncVectorEnv(Counting, 5)
@@ -83,7 +83,7 @@ def test_games_in_processes_go_as_in_a_loop() -> None:
         assert len(env._workers) == 1
 
 
-def test_killed_processes_are_replaced_and_the_other_games_go_on_unharmed() -> None:
+def test_killed_processes_are_replaced_without_affecting_others() -> None:
     """20 kills, before a step or in its midst. The games of processes never killed stay equal to those of a loop, and
     the killed ones begin anew, cut off at what was last seen."""
     rng, loop = np.random.default_rng(0), SyncVectorEnv(Counting, 6)
@@ -122,7 +122,7 @@ def test_killed_processes_are_replaced_and_the_other_games_go_on_unharmed() -> N
         assert env.restarts == 20
 
 
-def test_what_is_saved_goes_on_in_other_processes() -> None:
+def test_saved_state_resumes_in_other_processes() -> None:
     """Also after a process was lost, and in another number of processes, or in a loop."""
     rng = np.random.default_rng(0)
     with playing(Counting, 5, 2) as env, playing(Counting, 5, 3) as other:
@@ -146,7 +146,7 @@ def test_what_is_saved_goes_on_in_other_processes() -> None:
 
 
 @pytest.mark.parametrize("how", ["error", "segfault"])
-def test_games_that_fail_are_begun_anew_from_other_seeds(how: str) -> None:
+def test_failed_games_restart_from_other_seeds(how: str) -> None:
     """One seed in seven fails at time 4; failures are distinguished from the ends of games."""
     rng = np.random.default_rng(0)
     with playing(partial(Falls, how, 4, 7), 4, 2) as env:
@@ -159,7 +159,7 @@ def test_games_that_fail_are_begun_anew_from_other_seeds(how: str) -> None:
         assert frame.obs[:2, 0, :2].tolist() == [[1, 4], [2, 4]]
 
 
-def test_games_that_fail_again_and_again_are_an_error_that_says_why() -> None:
+def test_repeated_failures_raise_with_the_reason() -> None:
     env = SubprocVectorEnv(partial(Falls, "error", 1), 2, 1)
     env.reset(np.arange(2))
     with pytest.raises(ValueError, match=r"failed 3 times(.|\n)*the fifth wheel came off"):
@@ -172,7 +172,7 @@ def test_games_that_fail_again_and_again_are_an_error_that_says_why() -> None:
         env.reset(np.arange(2))
 
 
-def test_a_silent_process_is_replaced() -> None:
+def test_hung_process_is_replaced() -> None:
     with playing(partial(Falls, "sleep", 2, 2), 2, 2, timeout_s=3.0) as env:
         env.reset(np.array([2, 3]))
         assert not env.step(np.zeros((2, 2), np.int32)).done.any()
@@ -180,7 +180,7 @@ def test_a_silent_process_is_replaced() -> None:
         assert frame.truncated.tolist() == [True, False] and frame.obs[1, 0, 1] == 2
 
 
-def test_what_cannot_be_made_or_sent_is_said_at_once() -> None:
+def test_construction_errors_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match=r"cannot be made(.|\n)*no such wheel"):
         SubprocVectorEnv(Unmakable, 4, 2)
     with pytest.raises(ValueError, match=r"cannot be sent to another process(.|\n)*functools.partial"):
@@ -189,7 +189,7 @@ def test_what_cannot_be_made_or_sent_is_said_at_once() -> None:
         SubprocVectorEnv(Counting, 4, 0)
 
 
-def test_a_host_plays_here_or_in_processes() -> None:
+def test_package_env_runs_in_process_or_subprocesses() -> None:
     rng, here, there = np.random.default_rng(0), PackageVectorEnv(Counting, 2, 0), PackageVectorEnv(Counting, 2, 2)
     assert here.seats == there.seats == ("wide", "long") and there.restarts == 0
     frame = here.reset(np.arange(2))

@@ -11,11 +11,11 @@ from palestra.envs.vector.check import check_vector_env
 from palestra.envs.vector.sync_vector import SyncVectorEnv, VectorEnvSpec, clip_actions, episode_seed
 
 
-def test_a_loop_keeps_the_contract() -> None:
+def test_sync_env_passes_the_vector_env_check() -> None:
     check_vector_env(lambda games: SyncVectorEnv(Counting, games))
 
 
-def test_a_loop_shows_what_the_games_show() -> None:
+def test_sync_env_equals_single_games() -> None:
     """Seeds 6 and 7: games of 6 steps (terminated) and 7 (cut off)."""
     env = SyncVectorEnv(Counting, 2)
     frame = env.reset(np.array([6, 7]))
@@ -42,7 +42,7 @@ def test_a_loop_shows_what_the_games_show() -> None:
     assert frame.final_obs[1].tolist() == [[7, 7, 7], [7, 7, 0]]
 
 
-def test_a_game_ends_at_once_in_the_frame_of_its_last_step() -> None:
+def test_episode_resets_in_the_step_of_its_end() -> None:
     env = SyncVectorEnv(Counting, 1)
     env.reset(np.array([5]))
     lengths, since = [], 0
@@ -55,7 +55,7 @@ def test_a_game_ends_at_once_in_the_frame_of_its_last_step() -> None:
     assert len(set(lengths)) > 2
 
 
-def test_games_are_saved_by_what_was_played() -> None:
+def test_games_are_saved_by_their_actions() -> None:
     """Two games of 6 and 7 steps, the first in its second game after eight; loaded, they go on as the saved ones do."""
     env, other = SyncVectorEnv(Counting, 2), SyncVectorEnv(Counting, 2)
     env.reset(np.array([6, 7]))
@@ -86,7 +86,7 @@ def test_long_games_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert long.save() is not None  # the next game has begun
 
 
-def test_illegal_actions_are_moved_to_the_first_legal_one() -> None:
+def test_illegal_actions_become_the_first_legal_one() -> None:
     env = SyncVectorEnv(Counting, 1)
     frame = env.reset(np.array([0]))
     assert frame.action_mask is not None and frame.action_mask[0].tolist() == [[True] * 4, [True] * 3 + [False]]
@@ -95,7 +95,7 @@ def test_illegal_actions_are_moved_to_the_first_legal_one() -> None:
     assert env.step(np.array([[99, 1]], np.int32)).rewards.tolist() == [[3, 1]]
 
 
-def test_actions_are_moved_within_their_spaces() -> None:
+def test_actions_are_clipped_to_their_spaces() -> None:
     picks = clip_actions((MultiDiscrete((2, 3)), MultiDiscrete((5,))), np.array([[[2, -1], [9, 9]]], np.int32))
     assert picks.tolist() == [[[1, 0], [4, 0]]] and picks.dtype == np.int32
     spaces = (Continuous((-1.0, 0.0), (1.0, 2.0)), Continuous((1.0,), (3.0,)))
@@ -110,7 +110,7 @@ def test_seeds_of_later_games_follow_from_the_first() -> None:
     assert episode_seed(2**40, 0) < 2**31
 
 
-def test_seats_must_have_one_kind_of_action_and_of_view() -> None:
+def test_mixed_action_or_observation_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match="different kinds of actions"):
         VectorEnvSpec(("a", "b"), ((1,), (1,)), (Discrete(2), MultiDiscrete((2, 2))))
     with pytest.raises(ValueError, match="do not fit in one array"):

@@ -75,7 +75,7 @@ def number(url: str, seed: int) -> int:
 
 
 @pytest.mark.parametrize("reward", ["dense", "outcome"])
-def test_the_contract(url: str, reward: Any) -> None:
+def test_env_passes_the_env_check(url: str, reward: Any) -> None:
     env = lambda: OpenEnv(url=url, max_steps=12, reward=reward)  # noqa: E731
     check_env(env, seeds=range(2), act=lambda seat, seen, rng: rng.choice([str(rng.randint(1, 9)), '{"x": 1}']))
 
@@ -101,7 +101,7 @@ def test_rewards_may_be_paid_at_the_end(url: str) -> None:
     assert cut.truncated and cut.rewards == {"agent": pytest.approx(0.02)} and not cut.info["success"]
 
 
-def test_actions_that_do_not_fit_are_refused(url: str) -> None:
+def test_invalid_actions_are_refused(url: str) -> None:
     _, long, odd, fine = played(OpenEnv(url=url, show=["text"]), "9" * 30, '{"guess": 4}', "0")
     assert long.rewards == {"agent": -0.1} and long.info["invalid"] == {"agent": True}
     assert long.observations["agent"].startswith("guess 1 to 9\nYour action was refused: message: String should have")
@@ -109,11 +109,11 @@ def test_actions_that_do_not_fit_are_refused(url: str) -> None:
     assert fine.info["invalid"] == {"agent": False} and fine.observations == {"agent": "more"}
 
 
-def test_what_reset_is_told_reaches_the_env(url: str) -> None:
+def test_reset_options_reach_the_env(url: str) -> None:
     assert played(OpenEnv(url=url, reset={"most": 50}, show=["text"]))[0].observations == {"agent": "guess 1 to 50"}
 
 
-def test_a_server_that_fails_or_is_silent_fails_the_episode(url: str) -> None:
+def test_failed_or_silent_server_fails_the_episode(url: str) -> None:
     with pytest.raises(RuntimeError, match=r"failed at a step with EXECUTION_ERROR.*the server's own fault"):
         played(OpenEnv(url=url), "crash")
     start = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_server_that_fails_or_is_silent_fails_the_episode(url: str) -> None:
     assert time.monotonic() - start < 2.5
 
 
-def test_a_game_that_does_not_come_from_its_seed_is_not_forked(url: str) -> None:
+def test_nondeterministic_game_is_not_forked(url: str) -> None:
     async def fork() -> None:
         env = OpenEnv(url=url, reset={"wild": True})
         await env.reset(0)
@@ -135,7 +135,7 @@ def test_a_game_that_does_not_come_from_its_seed_is_not_forked(url: str) -> None
         asyncio.run(fork())
 
 
-def test_one_session_after_the_other(narrow_url: str) -> None:
+def test_sessions_are_released_on_close(narrow_url: str) -> None:
     """A closed game's place is free at once; two at a time are too many here."""
     env = OpenEnv(url=narrow_url)
     seen = [played(env, "1", seed=seed)[1].observations for seed in (1, 1, 1)]
@@ -154,7 +154,7 @@ def test_one_session_after_the_other(narrow_url: str) -> None:
         asyncio.run(two())
 
 
-def test_what_cannot_be_reached_is_said() -> None:
+def test_unreachable_server_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(ValueError, match="no OpenEnv server answers"):

@@ -37,11 +37,11 @@ def some_move(seat: str, seen: str, rng: random.Random) -> str:
         ("Countdown-v0", 1),  # says why a move is invalid where its reward belongs
     ],
 )
-def test_games_keep_the_contract(game: str, players: int) -> None:
+def test_games_pass_the_env_check(game: str, players: int) -> None:
     check_env(lambda: TextArena(game=game, players=players, max_steps=80), seeds=range(2), act=some_move)
 
 
-def test_a_game_goes_as_textarena_plays_it() -> None:
+def test_games_equal_textarena() -> None:
     """Two hands of poker beside the game itself, which draws from the global generator."""
     moves = random.Random(3)
     env = TextArena(game="KuhnPoker-v0", reward="outcome")
@@ -62,7 +62,7 @@ def test_a_game_goes_as_textarena_plays_it() -> None:
     assert {f"player_{number}": float(won) for number, won in rewards.items()} == step.rewards
 
 
-def test_games_side_by_side_and_the_global_dice_do_not_disturb_each_other() -> None:
+def test_games_are_independent_of_global_random_state() -> None:
     def played(seeds: list[int]) -> list[list[str]]:
         envs = [TextArena(game="Blackjack-v0", players=1) for _ in seeds]
         steps = [env.reset(seed) for env, seed in zip(envs, seeds, strict=True)]
@@ -133,7 +133,7 @@ def test_a_game_that_all_have_lost_ends() -> None:
     assert 0 not in out and 1 not in out and out.all_eliminated
 
 
-def test_a_game_that_cannot_be_copied_is_played_again() -> None:
+def test_uncopyable_game_is_forked_by_replay() -> None:
     env = TextArena(game="Blackjack-v0", players=1)
     env.reset(3)
     env.step({"player_0": "[Hit]"})
@@ -153,7 +153,7 @@ def test_a_game_that_cannot_be_copied_is_played_again() -> None:
         ({"players": 0}, "players=0 is out of range"),
     ],
 )
-def test_what_cannot_be_played_is_said(options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_games_are_refused(options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     with pytest.raises(ValueError, match=why):
         TextArena(**options)

@@ -33,7 +33,7 @@ def play(script: Any = repeat, seed: int = 3, branching: Branching | None = None
     return asyncio.run(arena.play(EpisodeSpec(seed, seats, seed), branching or Branching()))
 
 
-def test_a_task_is_asked_answered_and_scored() -> None:
+def test_task_is_prompted_answered_and_scored() -> None:
     episode = play()
     (node,) = episode.nodes
     chat = node.observations["agent"]
@@ -60,7 +60,7 @@ def test_siblings_are_tried_at_every_turn() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, PAIR | {"split": "test"}], ids=str)
-def test_the_contract(options: dict[str, Any]) -> None:
+def test_env_passes_the_env_check(options: dict[str, Any]) -> None:
     def speaker(seat: str, chat: Chat, rng: random.Random) -> str:
         return rng.choice(["aca", "no", chat.messages[-1]["content"]])
 
@@ -74,14 +74,14 @@ def test_every_task_is_in_one_split() -> None:
     assert len(Verifiers(taskset="toy_verifiers", split="all", tasks=5).tasks) == 5
 
 
-def test_a_role_with_a_model_of_its_own_is_no_seat() -> None:
+def test_role_with_its_own_model_is_not_a_seat() -> None:
     env = Verifiers(**PAIR, config={"guide": {"model": "some/model"}})
     assert env.seats == ("walker",)
     with pytest.raises(ValueError, match="has a model of its own"):
         Verifiers(taskset="toy_verifiers", config={"agent": {"model": "some/model"}})
 
 
-def test_the_config_is_verifiers_own() -> None:
+def test_verifiers_config_is_passed_through() -> None:
     """One turn is all that the walker has: the second is refused, and what it said first is scored."""
     episode = play(config={"walker": {"max_turns": 1}}, **PAIR)
     assert [list(node.answers) for node in episode.nodes] == [["guide"], ["walker"]]
@@ -90,7 +90,7 @@ def test_the_config_is_verifiers_own() -> None:
         Verifiers(taskset="toy_verifiers", config={"agent": {"max_tunrs": 1}})
 
 
-def test_what_verifiers_calls_failed_is_a_failed_episode() -> None:
+def test_verifiers_failure_gives_a_failed_episode() -> None:
     episode = play(config={"taskset": {"task": {"rewards": {"broken": {"fn": "toy_verifiers:broken"}}}}})
     assert "verifiers calls this episode failed" in episode.error and "out of order" in episode.error
 
@@ -100,7 +100,7 @@ def test_keys_do_not_stay_in_the_environment() -> None:
     assert not [name for name in os.environ if name.startswith("PALESTRA_API_KEY")]
 
 
-def test_what_cannot_be_played_is_said() -> None:
+def test_unsupported_tasks_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot make taskset no_such_words"):
         Verifiers(taskset="no_such_words")
     with pytest.raises(ValueError, match="none of the 1 tasks of toy_verifiers is in split"):

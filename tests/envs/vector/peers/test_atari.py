@@ -29,7 +29,7 @@ def game(
     )
 
 
-def test_games_keep_the_contract() -> None:
+def test_games_pass_the_vector_env_check() -> None:
     check_vector_env(lambda games: AtariEnv(games, options={"max_cycles": 60}), num_envs=2, steps=25)
 
 
@@ -45,7 +45,7 @@ def test_games_of_other_kinds_are_played(name: str) -> None:
     assert ends >= 1 and frame.obs.std() > 1
 
 
-def test_points_of_pong_are_won_by_one_and_lost_by_the_other() -> None:
+def test_pong_rewards_are_zero_sum() -> None:
     """Who does not move loses the ball; a serve not made in time costs its maker a point alone."""
     env = AtariEnv(1)
     assert env.seats == ("first_0", "second_0") and env.action_spaces == (Discrete(6),) * 2
@@ -56,7 +56,7 @@ def test_points_of_pong_are_won_by_one_and_lost_by_the_other() -> None:
     assert (1.0, -1.0) in points or (-1.0, 1.0) in points
 
 
-def test_games_in_processes_are_the_same() -> None:
+def test_subprocess_games_are_the_same() -> None:
     here, there = (AtariEnv(2, options={"max_cycles": 40}, num_processes=processes) for processes in (0, 2))
     rng, frame = np.random.default_rng(0), here.reset(np.arange(2))
     there.reset(np.arange(2))
@@ -68,7 +68,7 @@ def test_games_in_processes_are_the_same() -> None:
     there.close()
 
 
-def test_an_action_is_held_and_its_rewards_add_up() -> None:
+def test_frame_skip_repeats_actions_and_sums_rewards() -> None:
     """Four steps without skipping are one with it."""
     held, single = game(), game(frame_skip=1)
     held.reset(5)
@@ -83,7 +83,7 @@ def test_an_action_is_held_and_its_rewards_add_up() -> None:
     assert np.array_equal(total[0], total[1])
 
 
-def test_the_newest_picture_comes_last() -> None:
+def test_newest_frame_is_last_in_the_stack() -> None:
     env = game()
     first = env.reset(0).observations[0]
     assert first is not None and all(np.array_equal(first[..., 0], first[..., n]) for n in range(4))
@@ -101,19 +101,19 @@ def test_seeds_vary_the_beginning() -> None:
     assert len(set(begun)) > 3 and max(begun) <= 31
 
 
-def test_a_channel_tells_whose_picture_it_is() -> None:
+def test_seat_indicator_channel() -> None:
     views = game(agent_indicator=True).reset(0).observations
     assert [view is not None and view.shape for view in views] == [(84, 84, 5)] * 2
     assert [int(view[..., 4].mean()) for view in views if view is not None] == [0, 255]
 
 
-def test_pixels_are_averaged_over_equal_parts() -> None:
+def test_resize_averages_over_equal_areas() -> None:
     assert np.allclose(area_resize_weights(4, 2), [[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]])
     assert np.allclose(area_resize_weights(3, 2), [[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]])
     assert np.allclose(area_resize_weights(210, 84).sum(1), 1)
 
 
-def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pettingzoo.atari.pang"):
         AtariEnv(1, game="pang")
     with pytest.raises(ValueError, match='no ROM for "pong"'):

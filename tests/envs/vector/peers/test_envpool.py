@@ -30,11 +30,11 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:.*precision 
         ("Pendulum-v1", {"max_episode_steps": 20}, 45),
     ],
 )
-def test_envs_keep_the_contract(id: str, options: dict[str, Any], steps: int) -> None:
+def test_envs_pass_the_vector_env_check(id: str, options: dict[str, Any], steps: int) -> None:
     check_vector_env(lambda games: EnvPoolEnv(games, id=id, options=options), num_envs=3, steps=steps)
 
 
-def test_foragers_share_what_envpool_pays() -> None:
+def test_foraging_rewards_equal_envpool() -> None:
     """Beside a pool of its own, whose next game begins a step late. Nothing but food pays, one at most a game."""
     env, theirs = EnvPoolEnv(2, id="LevelBasedForaging-v0"), pool("LevelBasedForaging-v0", 2)
     assert (
@@ -63,7 +63,7 @@ def pool(id: str, games: int) -> Any:
     return envpool.make_gymnasium(id, num_envs=games, env_seed=list(range(games)))
 
 
-def test_vehicles_act_at_once_and_each_is_paid() -> None:
+def test_multi_agent_rewards_equal_envpool() -> None:
     env, theirs = EnvPoolEnv(3, id="IntersectionMultiAgent-v0"), pool("IntersectionMultiAgent-v0", 3)
     frame, (seen, info), rng = env.reset(np.arange(3)), theirs.reset(), np.random.default_rng(0)
     assert env.seats == ("player_0", "player_1") and frame.agent_mask.all()
@@ -80,7 +80,7 @@ def test_vehicles_act_at_once_and_each_is_paid() -> None:
 
 
 @pytest.mark.parametrize("id", ["LeducHoldem-v1", "ConnectFour-v1"])
-def test_two_players_in_turn_share_nothing(id: str) -> None:
+def test_turn_based_games_are_zero_sum(id: str) -> None:
     """Exactly one acts and has legal actions; returns of every game sum to zero and are paid at its end."""
     env = EnvPoolEnv(16, id=id)
     rng, frame, ended = np.random.default_rng(0), env.reset(np.arange(16)), 0
@@ -92,7 +92,7 @@ def test_two_players_in_turn_share_nothing(id: str) -> None:
     assert ended > 16
 
 
-def test_four_in_a_column_win() -> None:
+def test_connect_four_win_by_hand() -> None:
     env = EnvPoolEnv(1, id="ConnectFour-v1")
     frame = env.reset(np.array([0]))
     first = int(frame.agent_mask[0].argmax())
@@ -102,7 +102,7 @@ def test_four_in_a_column_win() -> None:
     assert frame.terminated[0] and frame.rewards[0, first] == 1 and frame.rewards[0, 1 - first] == -1
 
 
-def test_pictures_have_their_channels_last() -> None:
+def test_images_have_channels_last() -> None:
     env, theirs = EnvPoolEnv(1, id="Pong-v5"), pool("Pong-v5", 1)
     frame, (seen, _) = env.reset(np.array([0])), theirs.reset()
     assert (
@@ -113,7 +113,7 @@ def test_pictures_have_their_channels_last() -> None:
     assert np.array_equal(frame.obs[0, 0], seen[0].transpose(1, 2, 0)) and frame.obs.std() > 1
 
 
-def test_numbers_are_clipped_to_their_bounds() -> None:
+def test_continuous_actions_are_clipped() -> None:
     env = EnvPoolEnv(1, id="Pendulum-v1")
     assert env.action_spaces == (Continuous((-2.0,), (2.0,)),)
     env.reset(np.array([1]))
@@ -122,7 +122,7 @@ def test_numbers_are_clipped_to_their_bounds() -> None:
     assert np.array_equal(one, env.step(np.full((1, 1, 1), 2, np.float32)).obs)
 
 
-def test_what_cannot_be_made_is_said() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ValueError, match='cannot make "Pang-v5"'):
         EnvPoolEnv(1, id="Pang-v5")
     with pytest.raises(ValueError, match=r'cannot make "Pong-v5" with {.stacks.: 2}'):

@@ -24,11 +24,11 @@ SHORT = {"vehicles_count": 5, "duration": 4, "simulation_frequency": 5}
 @pytest.mark.parametrize(
     ("id", "config"), [("intersection-multi-agent-v2", FEW), ("highway-fast-v0", SHORT), ("merge-v1", {})]
 )
-def test_roads_keep_the_contract(id: str, config: dict[str, Any]) -> None:
+def test_envs_pass_the_vector_env_check(id: str, config: dict[str, Any]) -> None:
     check_vector_env(lambda games: HighwayEnv(games, id=id, config=config), num_envs=2, steps=15, expect_end=False)
 
 
-def test_an_intersection_goes_as_highway_env_plays_it() -> None:
+def test_intersection_equals_highway_env() -> None:
     """Each vehicle is paid its own reward until it crashes or arrives, and a game ends with the last of them."""
     env = HighwayEnv(1, config=FEW)
     theirs = gymnasium.make("intersection-multi-agent-v2", config=FEW)
@@ -52,7 +52,7 @@ def test_an_intersection_goes_as_highway_env_plays_it() -> None:
     assert played > 0 and different
 
 
-def test_three_vehicles_see_the_road_from_where_they_are() -> None:
+def test_observations_are_relative_to_each_vehicle() -> None:
     env = HighwayEnv(1, id="highway-fast-v0", vehicles=3, config=SHORT)
     frame = env.reset(np.array([0]))
     assert len(env.seats) == 3 and env.action_spaces == (Discrete(5),) * 3 and frame.agent_mask.all()
@@ -61,7 +61,7 @@ def test_three_vehicles_see_the_road_from_where_they_are() -> None:
     assert frame.rewards[0, 0] == frame.rewards[0, 1] == frame.rewards[0, 2] > 0  # idle in lane at speed is paid
 
 
-def test_steering_by_numbers() -> None:
+def test_continuous_actions_are_supported() -> None:
     env = HighwayEnv(1, id="racetrack-v1", config={"duration": 5})
     assert all(isinstance(space, Continuous) for space in env.action_spaces) and len(env.seats) == 2
     frame = env.reset(np.array([0]))
@@ -70,7 +70,7 @@ def test_steering_by_numbers() -> None:
         assert np.isfinite(frame.obs).all()
 
 
-def test_what_cannot_be_made_is_said() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ValueError, match='cannot make "motorway-v0"'):
         HighwayEnv(1, id="motorway-v0")
     with pytest.raises(ValueError, match="vehicles is 0"):

@@ -32,12 +32,12 @@ pytestmark = pytest.mark.peers
         {"id": "hanabi"},
     ],
 )
-def test_envs_keep_the_contract(options: dict[str, Any]) -> None:
+def test_envs_pass_the_vector_env_check(options: dict[str, Any]) -> None:
     """Two games only: each number of games is compiled anew."""
     check_vector_env(lambda games: JaxMarlEnv(games, **options), num_envs=2, steps=60)
 
 
-def test_spread_goes_as_jaxmarl_plays_it() -> None:
+def test_simple_spread_equals_jaxmarl() -> None:
     """From the key of each seed, split as ours are: one half plays, the other goes on."""
     env, theirs = JaxMarlEnv(2), jaxmarl.make("MPE_simple_spread_v3")
     assert (
@@ -67,7 +67,7 @@ def test_spread_goes_as_jaxmarl_plays_it() -> None:
     assert frame.truncated.all()  # JaxMARL's clock allows 26 steps
 
 
-def test_a_clock_may_end_games_instead_of_cutting_them_off() -> None:
+def test_time_limit_may_terminate_instead_of_truncate() -> None:
     env = JaxMarlEnv(2, clock="ends")
     env.reset(np.arange(2))
     ends = [env.step(np.zeros((2, 3), np.int32)).copy() for _ in range(26)]
@@ -97,7 +97,7 @@ def test_marines_win_by_shooting_first_and_lose_by_standing() -> None:
     assert wins[True] > 0.3 and wins[False] == 0
 
 
-def test_hanabi_is_played_in_turn() -> None:
+def test_hanabi_is_turn_based_with_shared_rewards() -> None:
     """Exactly the mover acts; every point is paid to all; the fireworks hold 25 at most."""
     env = JaxMarlEnv(8, id="hanabi")
     rng, frame, paid, ended = np.random.default_rng(0), env.reset(np.arange(8)), np.zeros(8), 0
@@ -116,7 +116,7 @@ def test_hanabi_is_played_in_turn() -> None:
     assert ended > 8
 
 
-def test_numbers_are_clipped_to_their_bounds() -> None:
+def test_continuous_actions_are_clipped() -> None:
     env = JaxMarlEnv(1, id="MPE_simple_facmac_v1")
     space = env.action_spaces[0]
     assert isinstance(space, Continuous)
@@ -128,7 +128,7 @@ def test_numbers_are_clipped_to_their_bounds() -> None:
     assert np.array_equal(*frames) and np.isfinite(frames[0]).all()
 
 
-def test_what_cannot_be_made_is_said() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r'cannot make "MPE_simple_spred_v3".*not in registered'):
         JaxMarlEnv(1, id="MPE_simple_spred_v3")
     with pytest.raises(ValueError, match=r'no map "4m"'):

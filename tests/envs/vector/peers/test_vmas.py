@@ -28,13 +28,13 @@ pytestmark = pytest.mark.peers
         ("navigation", {"n_agents": 2}),
     ],
 )
-def test_scenarios_keep_the_contract(scenario: str, options: dict[str, Any]) -> None:
+def test_scenarios_pass_the_vector_env_check(scenario: str, options: dict[str, Any]) -> None:
     """But for games going as alone: VMAS draws for all its games at once."""
     make = lambda games: VmasEnv(games, scenario=scenario, steps=8, options=options)  # noqa: E731
     check_vector_env(make, num_envs=3, steps=20, check_independence=False)
 
 
-def test_balance_goes_as_vmas_plays_it() -> None:
+def test_balance_equals_vmas() -> None:
     """Beside an env of VMAS's own from the seed that ours begins with, until the first game ends."""
     env = VmasEnv(4, scenario="balance", steps=30)
     theirs = vmas.make_env("balance", num_envs=4, max_steps=30, terminated_truncated=True)
@@ -56,7 +56,7 @@ def test_balance_goes_as_vmas_plays_it() -> None:
     pytest.fail("no game ended")
 
 
-def test_some_games_end_before_others_and_only_those_begin_anew() -> None:
+def test_only_finished_games_are_reset() -> None:
     """The package of "balance" falls for some games sooner than for others."""
     env = VmasEnv(6, scenario="balance", steps=100)
     rng, frame = np.random.default_rng(0), env.reset(np.arange(6))
@@ -72,7 +72,7 @@ def test_some_games_end_before_others_and_only_those_begin_anew() -> None:
     assert (last[frame.done] < 0.5).all()
 
 
-def test_discrete_actions_push() -> None:
+def test_discrete_actions_accelerate() -> None:
     """Agents of simple_spread that go right (2) gain speed to the right: their own speed is seen after two numbers
     of place."""
     env = VmasEnv(2, scenario="simple_spread", options={"continuous_actions": False})
@@ -85,7 +85,7 @@ def test_discrete_actions_push() -> None:
     assert (np.abs(moved).max(2) > 0.01).all() and np.isfinite(frame.rewards).all() and (frame.rewards < 0).all()
 
 
-def test_what_cannot_be_made_is_said() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(ValueError, match='cannot make "no_such"'):
         VmasEnv(1, scenario="no_such")
     with pytest.raises(ValueError, match="steps is 0"):
