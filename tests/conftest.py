@@ -1,4 +1,4 @@
-"""What every test shares: one torch thread, so that timings and sums do not depend on the machine's cores."""
+"""Shared by all tests: one torch thread, so that timings and sums do not depend on the machine's cores."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class FairQueue(Generic[T]):
         self._items.setdefault(client, deque()).appendleft(item)
 
     def next_clients(self) -> list[str]:
-        """Returns the clients with items, in the order in which they are to be served."""
+        """Returns the clients with items, in the order of service."""
         return self.work_counters.service_order(self._items)
 
     def peek(self, client: str) -> T:

@@ -75,7 +75,7 @@ _verdicts: dict[str, Verdict] = {}  # by config: another model of it is compared
 
 
 class Mismatch(ValueError):
-    """A model's results here are not its own; the message says which and by how much."""
+    """The engine's results differ from the model's own; the message says which and by how much."""
 
 
 class Failure(Mismatch):

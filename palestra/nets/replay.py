@@ -97,7 +97,7 @@ class Replay:
         return len(self.ring)
 
     def add(self, batch: RolloutBatch) -> None:
-        """Adds a batch that continues the previous one or starts all games anew."""
+        """Adds a batch that continues the previous one or starts with reset games."""
         if not self.clock:
             B, N = batch.agent_mask.shape[1:]
             self.open = np.full((B, N, len(self.powers) - 1), -1, np.int64)

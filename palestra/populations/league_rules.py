@@ -197,7 +197,7 @@ class LeagueLogic:
         return [main.name for main in self.learners_of("main") if main.latest] or self.initial_members
 
     def should_freeze(self, learner: LeagueLearner) -> bool:
-        """True if the learner is to be frozen now."""
+        """True if the learner should be frozen now."""
         if learner.slices_since_freeze < self.config.min_slices:
             return False
         strong = min(self.win_rates_against(learner, self.judges(learner))) > self.config.strong_win_rate

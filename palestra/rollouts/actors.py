@@ -237,7 +237,7 @@ class ActorPool:
         """Does nothing: actors start their games themselves."""
 
     def save(self) -> None:
-        """Saves nothing: games start anew after a resume."""
+        """Saves nothing: a resume starts with reset games."""
 
     def load(self, saved: Arrays, players: Sequence[VectorPolicy]) -> None:
         """Does nothing: nothing was saved."""

@@ -40,7 +40,7 @@ class AlgorithmInfo(Protocol):
 
 @dataclass
 class DatasetSource:
-    """Episodes of `records`, shuffled anew in every epoch. `seats` returns the current policy of each seat; `roles`
+    """Episodes of `records`, reshuffled in every epoch. `seats` returns the current policy of each seat; `roles`
     maps env and seat to the role text at the start of rebuilt prompts. Raises ValueError if a prompt has to be rebuilt
     without a role or system text."""
 

@@ -22,8 +22,8 @@ class ProcessGroupProtocol(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
-    def all_gather(self, thing: Any) -> list[Any]:
-        """Returns every rank's `thing`, in order of rank (all-gather of objects)."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Returns every rank's `value`, in order of rank (all-gather of objects)."""
         ...
 
 
@@ -34,9 +34,9 @@ class RankSplit:
     ranks: ProcessGroupProtocol
     weights_context: Callable[[], AbstractContextManager[Any]]
 
-    def local_part(self, things: Sequence[Any]) -> Sequence[Any]:
-        """Returns this rank's part of `things`."""
-        return things[self.ranks.rank :: self.ranks.world_size]
+    def local_part(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Returns this rank's part of `items`."""
+        return items[self.ranks.rank :: self.ranks.world_size]
 
     def gather_episodes(self, own: Sequence[Episode], on_episode: EpisodeCallback) -> list[Episode]:
         """All-gathers the episodes in order; calls `on_episode` for those played by other ranks."""

@@ -28,7 +28,7 @@ class VectorRollout:
         self._batch: RolloutBatch | None = None
 
     def restart(self, seeds: np.ndarray) -> None:
-        """Starts all games anew from `seeds` [B]."""
+        """Resets all games to `seeds` [B]."""
         self.vector_step = self.env.reset(seeds)
         self.is_first = np.ones(self.env.num_envs, bool)
         self.episode_stats = EpisodeStats(self.env.num_envs, len(self.env.seats))

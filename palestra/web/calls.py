@@ -80,7 +80,7 @@ class _Conversation(_Open):
 
 
 def parse_call(body: Any, models: Sequence[str]) -> tuple[ChatCall, bool]:
-    """Parses a request's JSON. Returns the call, and whether its answer is to be streamed. Raises ValueError if it is
+    """Parses a request's JSON. Returns the call, and whether its answer should be streamed. Raises ValueError if it is
     invalid or names an unknown model."""
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")

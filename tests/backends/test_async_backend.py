@@ -1,4 +1,4 @@
-"""Coroutines that hand in tasks: others go on meanwhile, and what ends a backend is heard by all."""
+"""The asynchronous front of a backend: concurrent tasks, and errors that reach every waiting coroutine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray on a cluster of two nodes: who does what where, and what is lost with a node (nothing that was finished)."""
+"""The Ray backend on a cluster of two nodes: placement of tasks, and recovery from the loss of a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the configs of language agents and of vectorised envs share."""
+"""Settings shared by the configs of language agents and of vectorised envs."""
 
 from __future__ import annotations
 

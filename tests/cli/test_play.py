@@ -1,4 +1,4 @@
-"""Anybody in any seats: evaluation in every way to sit, episodes recorded, a person at the terminal."""
+"""Evaluation with any assignment of policies to seats, recording of episodes, and play at the terminal."""
 
 from __future__ import annotations
 

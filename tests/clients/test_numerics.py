@@ -1,4 +1,4 @@
-"""One base, one adapter, one number: whoever says a token's log-probability says the same."""
+"""Trainer, sampler and scoring return the same log-probabilities for one base and one adapter."""
 
 from __future__ import annotations
 

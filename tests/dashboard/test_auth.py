@@ -1,4 +1,4 @@
-"""What the dashboard does not do: write, answer to strangers, leave its folder, run what a model wrote."""
+"""Security of the dashboard: no writes, no access for strangers, no files outside its folder, no executed text."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the index says of an episode is what the episode itself says."""
+"""The episode index agrees with the episodes."""
 
 import numpy as np
 import pytest

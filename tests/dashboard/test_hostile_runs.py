@@ -1,4 +1,4 @@
-"""Folders that somebody else wrote: one of them never hides the others, holds the server up or fills its memory."""
+"""Runs with hostile files: they never hide other runs, block the server or fill its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of the system says who did the work, from the run's folder alone."""
+"""The system page shows worker statistics from the run's folder alone."""
 
 import time
 from functools import partial

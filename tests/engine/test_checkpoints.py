@@ -1,4 +1,4 @@
-"""Checkpoints against `peft` itself, both ways; against what does not fit; and that training goes on bit for bit."""
+"""Checkpoints against `peft` in both directions, mismatched files, and bit-identical resume."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The value head: what it reads, that packing changes nothing, who gets its gradient, and that it comes back."""
+"""The value head: its inputs, independence of packing, gradients, and checkpoints."""
 
 import json
 from dataclasses import replace

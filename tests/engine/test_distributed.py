@@ -1,4 +1,4 @@
-"""Several processes take the steps that one would, keep less each, and leave what any number can go on from."""
+"""Several ranks take the steps of one process, keep less each, and write checkpoints for any number of ranks."""
 
 import numpy as np
 import pytest

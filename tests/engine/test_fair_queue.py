@@ -1,4 +1,4 @@
-"""Turns among clients, as plain data: nobody starves, a pause earns nothing, each client's items keep their order."""
+"""The fair queue on plain data: no starvation, no credit for pauses, order of each client's items."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The last layer goes on only with the rows whose logits are kept, and nothing but its cost shows it."""
+"""The last layer computes only the rows whose logits are kept, with unchanged results."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What attention does on a GPU, run on the CPU: heads repeated under a mask, and no mask for fresh prompts."""
+"""The attention paths of a GPU, run on the CPU: repeated heads under a mask, and no mask for fresh prompts."""
 
 from __future__ import annotations
 

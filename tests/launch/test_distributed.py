@@ -1,4 +1,4 @@
-"""The whole loop in other processes: the same run, whoever plays and trains, and whoever dies."""
+"""The whole training loop in worker processes: the same run wherever its parts execute, also after kills."""
 
 from __future__ import annotations
 

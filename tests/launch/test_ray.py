@@ -1,4 +1,4 @@
-"""The whole loop on Ray: workers and learners are lost, and the run is the one that nobody disturbed."""
+"""The whole training loop on Ray: the run is unchanged by lost workers and learners."""
 
 from __future__ import annotations
 

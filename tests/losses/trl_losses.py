@@ -1,4 +1,4 @@
-"""What TRL's trainers make of log-probabilities: JSON cases in, their losses and gradients out, in TRL's own venv.
+"""Losses and gradients of TRL's trainers in TRL's own venv: JSON cases in, JSON results out.
 
     bench/.venv-trl/bin/python trl_losses.py < cases.json
 

@@ -1,4 +1,4 @@
-"""What is remembered: credit by hand and against its definition, draws by priority, rings that come round."""
+"""Replay of transitions: credit by hand and by definition, prioritised sampling, ring buffers."""
 
 from __future__ import annotations
 

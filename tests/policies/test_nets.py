@@ -1,4 +1,4 @@
-"""Networks at seats: who sits where, what they see, and that sampler and trainer agree."""
+"""Networks at seats: assignment, inputs, and agreement of sampler and trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely a policy says a word is how often it says it."""
+"""The probability of a word equals its frequency in samples."""
 
 from __future__ import annotations
 

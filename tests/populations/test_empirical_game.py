@@ -1,4 +1,4 @@
-"""Who plays whom, and what is known of it."""
+"""Tasks and payoffs of the empirical game."""
 
 import numpy as np
 import pytest

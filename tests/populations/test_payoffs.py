@@ -1,4 +1,4 @@
-"""Payoff tables: cells found whoever sits where, games sent where they tell."""
+"""Payoff tables: lookup of cells in any seat order, and allocation of games."""
 
 import csv
 import io

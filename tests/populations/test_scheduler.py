@@ -1,4 +1,4 @@
-"""The scheduler: every finished task counts once, whatever dies, and a resume goes on as if nothing had."""
+"""The scheduler: every finished task counts once, and resume after any kill is exact."""
 
 from __future__ import annotations
 

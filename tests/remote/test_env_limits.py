@@ -1,4 +1,4 @@
-"""What an env server does not let a client do to it, nor to other clients; and that it always stops."""
+"""Limits of an env server: no client harms it or other clients, and it always stops."""
 
 from __future__ import annotations
 

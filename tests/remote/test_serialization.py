@@ -1,4 +1,4 @@
-"""What goes over the wire comes back as what it was, of exactly its type; what cannot is named."""
+"""Serialised values keep their exact types; values that cannot be serialised are named."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""One figure of several runs: who is drawn together, under which name, with which band."""
+"""Plots of several runs: grouping, labels and bands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read off a population's run directory, by runs whose answers are known."""
+"""Data read from a population's run directory, on runs with known answers."""
 
 import json
 from itertools import combinations

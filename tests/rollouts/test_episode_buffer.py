@@ -1,4 +1,4 @@
-"""Finished episodes on the disk: as they were, by number, and gone when nobody can need them."""
+"""Finished episodes on disk: unchanged, by number, and removed when no longer needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where episodes come from: several envs by weights, by measured success, and always by the seed."""
+"""Sampling of envs: by weights, by measured success, and reproducibly from the seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees and how they grow: what is a node, who sees what, what a failure costs, and that a seed fixes it all."""
+"""Tree rollouts: nodes, observations, failures and reproducibility."""
 
 import asyncio
 import math

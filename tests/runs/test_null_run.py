@@ -1,4 +1,4 @@
-"""What training calls on a run exists on its replacements in processes of rank above 0, too."""
+"""Every method that training calls on a run exists on the no-op runs of other ranks."""
 
 from __future__ import annotations
 

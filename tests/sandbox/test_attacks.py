@@ -1,4 +1,4 @@
-"""That programs which go for limits, locks, flags, kernel memory and the supervisor itself come to nothing.
+"""Attacks on limits, locks, flags, kernel memory and the supervisor are contained.
 
 The table of docs/sandbox.md counts these. Controls show that many of them succeed without a sandbox.
 """

@@ -1,4 +1,4 @@
-"""What a sandbox gives a program, what it takes from it, and what it says came of it."""
+"""What a sandbox provides, its limits, and the results it reports."""
 
 from __future__ import annotations
 

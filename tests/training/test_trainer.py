@@ -1,4 +1,4 @@
-"""The loop over any trainer: when it logs, evaluates, checkpoints, keeps and stops, and where it goes on."""
+"""The loop over any trainer: logging, evaluation, checkpoints, stopping and resuming."""
 
 from __future__ import annotations
 

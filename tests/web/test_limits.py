@@ -1,4 +1,4 @@
-"""What HTTP servers refuse before a route sees it, on a real server's sockets."""
+"""Requests that HTTP servers refuse before a route runs, on a real server's sockets."""
 
 from __future__ import annotations
 

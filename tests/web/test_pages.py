@@ -1,4 +1,4 @@
-"""What pages of a real browser can do to a server on this machine: nothing."""
+"""Pages of a real browser can do nothing to a server on this machine."""
 
 from __future__ import annotations
 

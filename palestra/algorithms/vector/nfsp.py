@@ -69,7 +69,7 @@ class NFSP(QLearningConfig):
 
 
 class NFSPPolicy:
-    """Policy that plays the best response or the average strategy, sampled anew for each game and seat. Its recurrent
+    """Policy that plays the best response or the average strategy, sampled per game and seat. Its recurrent
     state [B, S] bool marks where the best response plays."""
 
     def __init__(self, response: NetVectorPolicy, average: NetVectorPolicy, eta: float) -> None:

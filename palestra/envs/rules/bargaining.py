@@ -24,7 +24,8 @@ class BargainingState(NamedTuple):
 
 
 class BargainingRules(Rules[BargainingState]):
-    """There are `counts` items of each kind (book, hat, ball); all together have value `total` for either player.
+    """Rules of bargaining over `counts` items of each kind (book, hat, ball); all together have value `total` for
+    either player.
 
     Chance draws the values: every kind has value for at least one player, and at least one kind for both. In turn a
     player offers a division, by naming what it would keep, or agrees to the other's last offer. At the last of `turns`

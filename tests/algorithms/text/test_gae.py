@@ -1,4 +1,4 @@
-"""What tokens were worth: estimates against sums written out by hand, their limits, and where each number may go."""
+"""Token-level GAE and standardised advantages: known answers, limits and properties."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Credit: who is compared with whom, worked by hand; and each defect published for AT-GRPO's own code, caught."""
+"""GRPO credit: groups and advantages by hand; and tests of each defect published for AT-GRPO's own code."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is imitated and what is predicted, on token arrays worked by hand; and a world that is learned."""
+"""SFT: imitation and world-model targets on token arrays by hand, and a learned world model."""
 
 import asyncio
 

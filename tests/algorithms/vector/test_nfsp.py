@@ -1,4 +1,5 @@
-"""Neural fictitious self-play: who plays which games, what is imitated, state, and an equilibrium that is neared."""
+"""Neural fictitious self-play: choice of policy per game, imitation targets, state, and convergence to an
+equilibrium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What central critics and mixers see: everything, without padding, in running deviations where policies want so."""
+"""Inputs of central critics and mixers: the global state or all observations, without padding, optionally
+normalised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of programs share."""
+"""Shared by tests of programs."""
 
 from __future__ import annotations
 

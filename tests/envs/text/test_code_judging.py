@@ -1,4 +1,4 @@
-"""What coders cannot do to be paid for nothing, what is run once, and that hanging programs hold nobody up."""
+"""Judging of programs: attacks on the reward, programs run once, and hung programs that do not block others."""
 
 from __future__ import annotations
 

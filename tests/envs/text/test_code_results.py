@@ -1,4 +1,4 @@
-"""What programs leave in place of results: it costs the trainer neither time nor memory, nor does it pay."""
+"""Forged results of programs: they cost the trainer neither time nor memory, and earn nothing."""
 
 from __future__ import annotations
 

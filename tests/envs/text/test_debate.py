@@ -1,4 +1,4 @@
-"""Debate: the contract, who is paid what, what each seat sees, and where topics come from."""
+"""Debate: the env check, rewards, observations of each seat, and sources of topics."""
 
 from __future__ import annotations
 

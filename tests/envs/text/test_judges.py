@@ -1,4 +1,4 @@
-"""The judge by rules, against cases worked by hand, and against those who would fool it."""
+"""The rule-based judge, on cases by hand and on attempts to fool it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers are judged at once where they are plain, by math-verify elsewhere, and nothing holds the judges up."""
+"""Grading of answers: directly where they are plain, else by math-verify, and without blocking."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The tools env: tasks that nobody solves without tools, one seat or two, and rewards worked out by hand."""
+"""The tools env: tasks that need tools, one seat or two, and rewards by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all games in words share: two renderings, two rewards, and rules that the full rendering tells."""
+"""Properties of all text games: two renderings, two rewards, and rules in the full rendering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combat keeps SMAC's interface and StarCraft's numbers, and can be won by those who fight well."""
+"""Combat keeps SMAC's interface and StarCraft's numbers, and can be won by skilled play."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EnvPool's games go as EnvPool plays them, and begin anew in the step that ends them."""
+"""EnvPool games equal EnvPool's own, and reset in the step of their end."""
 
 from __future__ import annotations
 
