@@ -154,7 +154,7 @@ def check_folder(root: str | Path) -> None:
                     folders.append(entry.path)
                 elif not entry.is_file():
                     raise DamagedFile(
-                        f"{entry.path} is neither a file nor a folder: remove it, or copy the folder anew"
+                        f"{entry.path} is neither a file nor a folder: remove it, or copy the folder again"
                     )
 
 

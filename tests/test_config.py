@@ -121,7 +121,7 @@ def test_load_errors_name_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bad\.yaml, line 3"):
         load(path)
     path.write_text("steps: 1\nlr: 1\nsteps: 2\n")
-    with pytest.raises(ValueError, match=r"bad\.yaml, line 3, column 1: key 'steps' stands twice"):
+    with pytest.raises(ValueError, match=r"bad\.yaml, line 3, column 1: key 'steps' is given twice"):
         load(path)
     path.write_text("- steps\n")
     with pytest.raises(ValueError, match="this is a list"):

@@ -122,7 +122,7 @@ def contents(run: Path) -> dict[str, bytes]:
 
 OUT = "../outside"
 SOME = {"bytes": 8, "sha256": "0" * 64}
-NO_CHECKPOINT, UNTRUSTED = "no checkpoint of .* is intact", "do not go on with a run that you do not trust"
+NO_CHECKPOINT, UNTRUSTED = "no checkpoint of .* is intact", "do not resume a run that you do not trust"
 NOT_THEN, NOT_A_LINE = "not as it was (then|written)", "is not the line of a checkpoint"
 SAME = [
     Case("nothing", lambda run: None),
@@ -324,7 +324,7 @@ def test_resume_command_names_what_it_skipped(stopped: Stopped, copied: Path) ->
     code, out = resume_by_command(copied)
     (line,) = [line for line in out.splitlines() if "passed over" in line]
     assert line.startswith("the checkpoint after 6 steps is passed over: ") and f"{NEW}/{LEARNER} is damaged" in line
-    assert code == 0 and "going on after 4 steps" in out and contents(copied) == stopped.whole
+    assert code == 0 and "resuming after 4 steps" in out and contents(copied) == stopped.whole
     assert "already complete; --set env_steps=N extends it" in resume_by_command(copied)[1]
 
 

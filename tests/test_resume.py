@@ -140,7 +140,7 @@ def test_ctrl_c_writes_a_checkpoint_and_prints_the_resume_command(base, whole, t
     assert 0 < steps < STEPS and len(read_lines(run / "metrics.jsonl")) == 3 * steps
     (hint,) = (line for line in out.splitlines() if "palestra train --resume" in line)
     resumed = start(tmp_path / "a folder", "--resume", hint.rsplit("--resume ", 1)[1].strip("'"))
-    assert f"going on after {steps} steps" in finish(resumed)
+    assert f"resuming after {steps} steps" in finish(resumed)
     assert_same(run, whole(STEPS))
 
 
@@ -149,7 +149,7 @@ def test_finished_run_is_extended_to_more_steps(base, whole, tmp_path):
     process, run = new_run(tmp_path / "a", base, steps)
     finish(process)
     out = finish(start(tmp_path / "a", "--resume", run, "--set", f"steps={STEPS}"))
-    assert f"going on after {steps} steps" in out
+    assert f"resuming after {steps} steps" in out
     shutil.rmtree(list_checkpoints(run)[0].path)  # what would have been the end is kept, too
     assert_same(run, whole(STEPS))
     assert yaml.safe_load((run / "config.yaml").read_text())["steps"] == STEPS

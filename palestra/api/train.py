@@ -72,7 +72,7 @@ def train(
             if done and opened.kind.name != "population" and (why := explain_no_update(path)):
                 raise RunFailed(why)
         if not done:
-            console.print(f"stopped; go on with palestra.train(resume={str(path)!r})", soft_wrap=True)
+            console.print(f"stopped; resume with palestra.train(resume={str(path)!r})", soft_wrap=True)
         return path
 
     return TrainedRun(call_outside_loop(work, interrupt.stop))

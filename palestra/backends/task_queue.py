@@ -48,7 +48,7 @@ class MemberFolders(dict[str, Path]):
     def folders_for(self, task: Task) -> dict[str, Path]:
         """Returns the folders that `task` needs. Raises ValueError if a member is not registered."""
         if unknown := [name for name in task.members if name not in self]:
-            raise ValueError(f"task {task.name} needs {', '.join(unknown)}: no finished task made such a member")
+            raise ValueError(f"task {task.name} needs {', '.join(unknown)}: no finished task made this member")
         return {name: self[name] for name in task.members}
 
 

@@ -115,7 +115,7 @@ def _train(request: RunRequest) -> None:
             return
         if not done:
             again = f"palestra train --resume {shlex.quote(str(opened.run.path))}"
-            print_line(f"stopped; go on with: {again}")
+            print_line(f"stopped; resume with: {again}")
         elif opened.kind.name == "population":
             _print_population(opened.run.path, request.config)
         else:
@@ -151,6 +151,6 @@ def _interruptible(run: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        again = f"go on from the last checkpoint with: palestra train --resume {shlex.quote(str(run))}"
+        again = f"resume from the last checkpoint with: palestra train --resume {shlex.quote(str(run))}"
         print_line(f"interrupted; {again}" if run else "interrupted before the run began")
         raise typer.Exit(130) from None

@@ -115,7 +115,7 @@ class _Check:
         if any("success" in step.info for step in game.steps) and "success" not in game.steps[-1].info:
             self.fail('says "success" in a step but not in the last one', 'put "success" into the last step\'s info')
         again = self.call(env.reset, self.seed)
-        self.check_equal(again, game.steps[0], "a second reset with the same seed", "reset must set every field anew")
+        self.check_equal(again, game.steps[0], "a second reset with the same seed", "reset must set every field")
         self.call(env.close)
         return game
 

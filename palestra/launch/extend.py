@@ -17,7 +17,7 @@ def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree
     length = length_setting(tree, vectorised)
     if other := next((setting for setting in settings if setting.partition("=")[0].strip() != length), None):
         may = f"only its length may change: --set {length}=N" if length else "this kind cannot be made longer"
-        raise ValueError(f"{other}: a resumed run goes on as it began, {may}. Start a new one instead.")
+        raise ValueError(f"{other}: a resumed run keeps its config, {may}. Start a new one instead.")
     changed = override(tree, settings)
     before, now = _at(tree, length), _at(changed, length)
     if not isinstance(now, int) or now < before:

@@ -249,7 +249,7 @@ def _execute(
         tree = config.model_dump(mode="json")
         print_line(complete_message(tree, is_vector_config(tree)))
     elif start:
-        console.print(f"going on after {start} steps")
+        console.print(f"resuming after {start} steps")
     with (
         ProgressBar(setup.steps, start, config.model_dump(mode="json"), console) as bar,
         StopOnInterrupt() as interrupted,
@@ -264,7 +264,7 @@ def _execute_population(setup: Any, run: Any, config: Any, callbacks: Sequence[C
     what = f"{config.env['type']}, {config.population.type} by {config.oracle.type}, {setup.workers} at once"
     console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
     if start := len(read_lines(run.path / TASKS_FILE)):
-        console.print(f"going on after {start} tasks")
+        console.print(f"resuming after {start} tasks")
     with PopulationBar(setup.plan.summary, console) as bar, StopOnInterrupt() as interrupted:
         tasks = TaskCallbacks(bar, CallbackList(callbacks))
         done = run_population(setup, run, tasks, _stop_requested(interrupted, callbacks))

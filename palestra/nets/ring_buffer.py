@@ -96,7 +96,7 @@ class RingBuffer:
         total, capacity = (int(number) for number in arrays["ring"])
         if capacity != self.capacity:
             raise ValueError(
-                f"what was kept has room for {capacity} rows and this for {self.capacity}: go on with the same capacity"
+                f"what was kept has room for {capacity} rows and this for {self.capacity}: use the same capacity"
             )
         self.total = total
         self.columns = {}

@@ -37,9 +37,9 @@ class DataConfig(StrictModel):
     """A file, a folder (a run's folder stands for its episodes) or a glob."""
     seat: Seat | None = None
     """Seat that gives the answers in table rows; null is the only seat."""
-    tokens: Literal["keep", "anew"] = "keep"
-    """`keep` uses recorded tokens if they decode to the recorded text; `anew` always tokenises prompts and answers
-    again."""
+    tokens: Literal["keep", "retokenize"] = "keep"
+    """`keep` uses recorded tokens if they decode to the recorded text; `retokenize` always tokenises prompts and
+    answers again."""
 
 
 def _listed(data: Any) -> Any:
@@ -60,7 +60,7 @@ class DataFile:
     path: str
     episodes: list[Episode]
     has_trees: bool
-    tokens: Literal["keep", "anew"] = "keep"
+    tokens: Literal["keep", "retokenize"] = "keep"
 
     @property
     def seats(self) -> list[Seat]:

@@ -177,7 +177,7 @@ def _keeps(record: DataFile, seat: Seat, policy: Policy) -> bool:
     """Returns True if the recorded tokens of a seat decode to the recorded text with the policy's tokenizer. The text
     may end before a stop text that the tokens contain."""
     answers = record.answers(seat)
-    if record.tokens == "anew" or not isinstance(policy, LanguagePolicy):
+    if record.tokens == "retokenize" or not isinstance(policy, LanguagePolicy):
         return False
     if not all(len(answer.prompt_ids) and len(answer.token_ids) for answer in answers):
         return False

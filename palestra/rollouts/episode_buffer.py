@@ -64,7 +64,7 @@ class EpisodeBuffer:
             return StoredEpisode(load_episodes(path)[0], began)
         except (ValueError, IndexError) as error:
             raise DamagedFile(
-                f"{path} is damaged ({error}): remove it, and a resume plays that episode anew"
+                f"{path} is damaged ({error}): remove it, and a resume plays that episode again"
             ) from error
 
     def drop(self, before: int) -> None:
@@ -97,6 +97,6 @@ def _number(mark: Path) -> int:
     text = mark.read_text(errors="replace")
     if not text.isdecimal():
         raise DamagedFile(
-            f"{mark} holds {text[:20]!r}, not a number: remove {mark.parent}, and its episodes are played anew"
+            f"{mark} holds {text[:20]!r}, not a number: remove {mark.parent}, and its episodes are played again"
         )
     return int(text)

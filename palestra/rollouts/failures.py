@@ -57,8 +57,8 @@ def check_failures(episodes: Sequence[Episode], most: float, where: str) -> None
         raise failure(
             episodes,
             where,
-            "Mend the env or the policy, then go on with --resume; a larger max_failed "
-            f"(now {most:g}) lets a run go on without the episodes that fail",
+            "Mend the env or the policy, then resume with --resume; a larger max_failed "
+            f"(now {most:g}) lets a run continue without the episodes that fail",
         )
 
 

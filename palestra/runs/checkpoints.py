@@ -48,7 +48,7 @@ class Checkpoint:
     def verify(self) -> Checkpoint:
         """Returns this checkpoint after comparing its files with their checksums. Raises Damaged if one differs."""
         if damage := self.damage:
-            raise DamagedFile(f"{damage}; --resume goes on from the checkpoint before, and makes this one again")
+            raise DamagedFile(f"{damage}; --resume resumes from the checkpoint before and writes this one again")
         return self
 
     @contextmanager
@@ -58,7 +58,7 @@ class Checkpoint:
             yield
         except (KeyError, RuntimeError, OSError, SafetensorError) as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise DamagedFile(f"cannot go on from {self.path} ({why}): was it made by another run? {RECOVERY_HINT}") from error
+            raise DamagedFile(f"cannot resume from {self.path} ({why}): was it made by another run? {RECOVERY_HINT}") from error
 
     def find_changed_log(self, run: Path) -> str:
         """Returns a message on the first log whose part before this checkpoint has changed since; "" if none has."""
@@ -161,7 +161,7 @@ def _checkpoint(path: Path, number: int, line: Mapping[str, Any]) -> Checkpoint:
         for inside in [*line["files"], *(names.values() if isinstance(names, dict) else [names])]:
             path_inside(folder, inside)
     except DamagedFile as error:
-        raise DamagedFile(f"{path}, line {number}: {error}; do not go on with a run that you do not trust") from None
+        raise DamagedFile(f"{path}, line {number}: {error}; do not resume a run that you do not trust") from None
     return Checkpoint(step, folder, dict(names), dict(line))
 
 

@@ -41,7 +41,7 @@ def explain_disk_errors(run: Path | None = None) -> Iterator[None]:
             raise
         file = error.filename if isinstance(error, OSError) else None
         what = f"cannot use {file}" if file else f"cannot write {run or 'the run'}"
-        again = f", then go on with: palestra train --resume {run}" if run and (run / CONFIG_FILE).exists() else ""
+        again = f", then resume with: palestra train --resume {run}" if run and (run / CONFIG_FILE).exists() else ""
         raise DamagedFile(f"{what}: {os.strerror(number)}; {REMEDIES[number]}{again}") from error
 
 

@@ -35,7 +35,7 @@ def check_config(path: Path) -> str:
         return str(meta["config"])
     if changed := diff_settings(parse(meta["config"], META_FILE), parse(text, str(path / CONFIG_FILE))):
         raise DamagedFile(
-            f"{path / CONFIG_FILE} was edited after the run began ({_first(changed)}), and a run goes on as it began: put "
+            f"{path / CONFIG_FILE} was edited after the run began ({_first(changed)}), and a run keeps its config: put "
             "the old values back, or start a new run with the new ones. Only the length of a run may change, by --set"
         )
     return text

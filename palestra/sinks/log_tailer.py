@@ -136,7 +136,7 @@ class SinkThread(threading.Thread):
             act()
         except Exception as error:  # trackers raise arbitrary exceptions, which must not end the run
             if not self._warned:
-                self.warn(f"the sink {self.config.type} fails, training goes on without it: {_short(error)}")
+                self.warn(f"the sink {self.config.type} fails, training continues without it: {_short(error)}")
             self._warned = True
             return False
         return True

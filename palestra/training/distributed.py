@@ -51,7 +51,7 @@ def restore_checkpoint(trainer: Trainer, run: Any) -> int:
         steps: list[int] = ranks.all_gather(run.next_step)
     if len(set(steps)) > 1:
         raise ValueError(
-            f"the ranks would go on with steps {steps} of {run.path}: keep runs in a folder that all machines share"
+            f"the ranks would resume at steps {steps} of {run.path}: keep runs in a folder that all machines share"
         )
     return steps[0]
 

@@ -130,7 +130,7 @@ class VectorTrainer:
         except RuntimeError as error:  # raised by torch.distributed when a peer is gone
             if not (what := dead_process_message()):
                 raise
-            raise RunFailed(f"{what}; go on from the last checkpoint: palestra train --resume {run.path}") from error
+            raise RunFailed(f"{what}; resume from the last checkpoint: palestra train --resume {run.path}") from error
         finally:
             self.close()
             stop_processes()

@@ -106,7 +106,7 @@ def test_weights_outside_the_run_are_not_sent(client):
     assert client.get("/api/runs/good/members/sly.zip").status_code == 404
     assert client.get("/api/runs/good/checkpoints/0/red.zip").status_code == 422
     agents = client.get("/api/runs/good/agents")
-    assert agents.status_code == 422 and "do not go on with a run that you do not trust" in agents.text
+    assert agents.status_code == 422 and "do not resume a run that you do not trust" in agents.text
 
 
 @pytest.mark.parametrize("name", ["/usr", "../../../outside", "..", "", "a\0b", "link"])

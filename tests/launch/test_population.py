@@ -171,7 +171,7 @@ def test_train_prints_progress_and_resumes(tmp_path):
     out = plain(done.output)
     assert "kuhn_poker, psro by exact, 1 at once" in out and re.search(r"17 members, NashConv -?0\.0\d\d", out)
     again = palestra("train", "--resume", tmp_path / "runs/small")
-    assert again.exit_code == 0 and "going on after" in plain(again.output) and "17 members" in plain(again.output)
+    assert again.exit_code == 0 and "resuming after" in plain(again.output) and "17 members" in plain(again.output)
 
 
 def test_backend_may_change_on_resume(tmp_path):

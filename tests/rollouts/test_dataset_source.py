@@ -242,7 +242,7 @@ def test_recorded_tokens_are_kept_if_the_tokenizer_decodes_them(tmp_path, speake
                 assert np.array_equal(was.logprobs, is_.logprobs) and was.logprobs.any()
             else:
                 assert text(seats["walker"], now.answers["walker"].token_ids) == "0<|end|>"
-    anew = play(recorded(path, seats, tokens="anew"), [0])[0].nodes[0].answers["guide"]
+    anew = play(recorded(path, seats, tokens="retokenize"), [0])[0].nodes[0].answers["guide"]
     assert text(seats["guide"], anew.prompt_ids).startswith("<|system|>g<|end|>") and not anew.logprobs.any()
 
 

@@ -99,7 +99,7 @@ def test_failing_sink_warns_once_without_stopping_the_run(tmp_path, monkeypatch)
     with follow_run(path, config({"type": "tensorboard", "folder": str(tmp_path / "file")}), messages.append):
         looked.wait(0.3)
     (line,) = messages
-    assert "the sink tensorboard fails, training goes on without it" in line
+    assert "the sink tensorboard fails, training continues without it" in line
     assert "7 lines sent" in palestra("sync", path, "--to", "tensorboard")  # nothing was lost
 
 

@@ -176,7 +176,7 @@ def test_killed_process_is_named_in_the_error(tmp_path: Path) -> None:
     os.kill(workers[0], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "training process 1 of 2 died (exit code -9, SIGKILL); go on from the last checkpoint" in err
+    assert "training process 1 of 2 died (exit code -9, SIGKILL); resume from the last checkpoint" in err
 
 
 def test_nonfinite_loss_stops_the_run_with_advice(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class _Check:
         if env.num_envs != self.num_envs:
             self.fail(f"was asked for {self.num_envs} games and has {env.num_envs}", "take `num_envs` from the caller")
         frames, actions = self.play(env)
-        self.replay(env, frames, actions, "after a second reset", "reset must set every array anew")
+        self.replay(env, frames, actions, "after a second reset", "reset must set every array")
         self.saved(env, frames, actions)
         env.close()
         twin = self.make(self.num_envs)
@@ -141,7 +141,7 @@ class _Check:
             if value is not None and not np.isfinite(value).all():
                 self.fail(f"says {name} that are not finite", "no nan and no infinity")
         if not frame.agent_mask.any(axis=1).all():
-            self.fail("has a game in which no seat acts", "a game that is over begins anew in the same step")
+            self.fail("has a game in which no seat acts", "a game that is done must reset in the same step")
         if frame.action_mask is not None:
             most = max(_choices(space) for space in env.action_spaces)
             self.shape("action_mask", frame.action_mask, (B, N, most), bool)

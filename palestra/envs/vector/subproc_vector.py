@@ -250,7 +250,7 @@ class SubprocVectorEnv(VectorEnv):
 
     def _open(self) -> list[_Worker]:
         if not self._workers:
-            raise ValueError("these games are closed: make the env anew")
+            raise ValueError("these games are closed: make a new env")
         return self._workers
 
     def _receive_all(self) -> dict[_Worker, Any]:

@@ -48,7 +48,7 @@ class SamplerServersConfig(RemoteSamplerConfig):
                     f'"{url}" is not an address of a server: write it as http://localhost:8001, without /v1'
                 )
         if len(set(urls)) < len(urls):
-            raise ValueError("an address stands twice: each server is named once")
+            raise ValueError("an address is given twice: each server is named once")
         return urls
 
     @field_validator("key_env")
