@@ -59,8 +59,8 @@ class DatasetSource:
                 policy = team[seat]
                 if seat not in kept and isinstance(policy, LanguagePolicy) and policy.system is None:
                     raise ValueError(
-                        f"{record.path} has no tokens of seat {seat} that {policy.name} could read, and a prompt made "
-                        "anew begins with what the env tells the seat: add env: as it was played, or the policy's "
+                        f"{record.path} has no tokens of seat {seat} that {policy.name} could read, and a rebuilt "
+                        "prompt begins with what the env tells the seat: add env: as it was played, or the policy's "
                         "system: text"
                     )
 
