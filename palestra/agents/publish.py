@@ -12,9 +12,9 @@ from transformers import AutoConfig
 
 from palestra.agents.model_card import model_card
 from palestra.agents.trained_agent import AGENT_FILE, TrainedAgent
-from palestra.engine.checkpoints import load_adapter
 from palestra.engine.lora import add_to_weight
 from palestra.engine.models import Engine, resolve_base
+from palestra.engine.peft_format import load_adapter
 from palestra.files import atomic_folder
 
 # Training state: not published.
@@ -72,9 +72,14 @@ def save_merged(agent: TrainedAgent, folder: Path) -> None:
     head = engine.model.get_output_embeddings()
     if engine.model.config.tie_word_embeddings and any(engine.linear_layers[name] is head for name in adapter.weights):
         raise ValueError(f"{agent.name} adapts the output layer of {base}, which shares its weights: publish unmerged")
+    if not adapter.mergeable:
+        raise ValueError(
+            f"{agent.name} has weights that are no pairs on linear layers (DoRA, adapted experts or modules trained in "
+            "full): publish it unmerged, or merge it with peft"
+        )
     with torch.no_grad():
         for name, (a, b) in adapter.weights.items():
-            add_to_weight(engine.linear_layers[name], adapter.scale * (b @ a))
+            add_to_weight(engine.linear_layers[name], adapter.scale_of(name) * (b @ a))
     kept = getattr(AutoConfig.from_pretrained(resolve_base(base)), "dtype", None) or torch.float32
     engine.model.to(kept).save_pretrained(folder)
     engine.tokenizer.save_pretrained(folder)

@@ -1,7 +1,6 @@
-"""Saves and loads adapters in PEFT's format, full models, and training state.
+"""Saves and loads full models and training state.
 
-An adapter folder holds `adapter_config.json` and `adapter_model.safetensors`, which `peft`, vLLM and others load as
-they are. The optimizer's state is in `optimizer.safetensors` beside them if it was saved; other readers ignore it.
+The optimizer's state is in `optimizer.safetensors`, beside an adapter in PEFT's format (peft_format.py) or a model.
 
 The format does not depend on the number of ranks: sharded tensors are gathered one at a time and written by rank 0;
 each rank reads its own rows of the files. Training can resume with any other number of ranks.
@@ -10,7 +9,6 @@ each rank reads its own rows of the files. Training can resume with any other nu
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,99 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from palestra.engine.fsdp import full_tensor, is_sharded, local_rows, local_shard
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot, Weights
 from palestra.engine.models import Engine
+from palestra.engine.peft_format import load_adapter, save_adapter
 from palestra.engine.trainer import Trainer
 
 REFERENCE_DIR = "reference"  # subfolder of the reference adapter
 CRITIC_FILE = "critic.safetensors"
-PEFT_PREFIX = "base_model.model."
-
-
-def save_adapter(folder: Path, adapter: Adapter, base: str) -> None:
-    """Writes `adapter` to `folder` in PEFT's format. `base` is the name or path of its base model."""
-    _save_pairs(folder, adapter.weights, adapter.config.rank, adapter.config.alpha, base)
-
-
-def save_snapshot(folder: Path, snapshot: Snapshot, base: str) -> None:
-    """Writes a snapshot in PEFT's format. Its scale is already folded into B, so alpha is set to the rank."""
-    _save_pairs(folder, snapshot.weights, snapshot.rank, snapshot.rank, base)
-
-
-def _save_pairs(folder: Path, weights: Weights, rank: int, alpha: float, base: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for name, (a, b) in weights.items():
-        tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = a.detach().cpu().contiguous()
-        tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = b.detach().cpu().contiguous()
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-        "target_modules": sorted(weights),
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-
-def load_adapter(folder: Path, engine: Engine) -> Adapter:
-    """Loads the adapter that PEFT or palestra wrote to `folder`. Raises ValueError if there is none, it is not plain
-    LoRA, or it does not fit the base."""
-    if not (folder / "adapter_config.json").exists():
-        raise ValueError(f"no adapter at {folder}: it holds no adapter_config.json. Name a checkpoint's policy folder.")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    check_plain_lora(config, folder)
-    pairs = _pairs(load_file(folder / "adapter_model.safetensors"), folder)
-    missing = sorted(set(pairs) - set(engine.linear_layers))
-    if missing:
-        raise ValueError(f"the adapter at {folder} has weights for {missing[0]}, which {engine.name} has not.")
-    targets = list(pairs)
-    adapter = Adapter(
-        engine.linear_layers, LoraConfig(rank=config["r"], alpha=config["lora_alpha"], target_modules=targets), seed=0
-    )
-    for name, pair in pairs.items():
-        _copy(name, adapter.weights[name], pair)
-    return adapter
-
-
-def check_plain_lora(config: dict[str, Any], folder: Path) -> None:
-    """Raises ValueError if the PEFT config at `folder` is not plain LoRA (for example DoRA, rsLoRA, PiSSA or trained
-    biases)."""
-    options = ("use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
-    unusual = {key: config[key] for key in options if config.get(key)}
-    if config.get("peft_type") != "LORA":
-        unusual["peft_type"] = config.get("peft_type")
-    if config.get("bias", "none") != "none":
-        unusual["bias"] = config["bias"]
-    if config.get("init_lora_weights", True) not in (True, False, None, "gaussian"):
-        unusual["init_lora_weights"] = config["init_lora_weights"]  # for example PiSSA, which changes the base
-    if unusual:
-        raise ValueError(
-            f"the adapter at {folder} is not plain LoRA ({', '.join(f'{k}: {v}' for k, v in unusual.items())}). "
-            "Train one without these options, or merge it into its base with peft."
-        )
-
-
-def _pairs(tensors: dict[str, Tensor], folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    ends = (".lora_A.weight", ".lora_B.weight")
-    names = [key[len(PEFT_PREFIX) : -len(ends[0])] for key in tensors if key.endswith(ends[0])]
-    other = sorted(set(tensors) ^ {f"{PEFT_PREFIX}{name}{end}" for name in names for end in ends})
-    if other:
-        raise ValueError(f"the adapter at {folder} is not pairs of A and B on linear layers: see {other[0]}.")
-    return {n: (tensors[f"{PEFT_PREFIX}{n}{ends[0]}"], tensors[f"{PEFT_PREFIX}{n}{ends[1]}"]) for n in names}
-
-
-def _copy(name: str, into: tuple[Tensor, Tensor], source: tuple[Tensor, Tensor]) -> None:
-    for ours, theirs in zip(into, source, strict=True):
-        if ours.shape != theirs.shape:
-            raise ValueError(f"{name}: weights of shape {tuple(theirs.shape)} do not fit {tuple(ours.shape)}")
-        with torch.no_grad():
-            ours.copy_(theirs)
 
 
 def save_trainer(folder: Path, trainer: Trainer) -> None:
@@ -191,12 +102,11 @@ def load_weights(folder: Path, trainer: Trainer) -> None:
     """Restores the adapter or the full model only. Raises ValueError if the shapes differ."""
     if trainer.adapter:
         saved = load_adapter(folder, trainer.engine)
-        if _shape(saved) != _shape(trainer.adapter):
+        if saved.shapes() != trainer.adapter.shapes():
             raise ValueError(
                 f"the adapter at {folder} has another rank, scale or other targets than the config asks for."
             )
-        for name, pair in saved.weights.items():
-            _copy(name, trainer.adapter.weights[name], pair)
+        trainer.adapter.copy_from(saved)
     else:
         load_full_model(folder, trainer.engine)
 
@@ -205,10 +115,6 @@ def _load_critic(path: Path, critic: nn.Linear) -> None:
     if not path.exists():
         raise ValueError(f"the checkpoint at {path.parent} holds no critic ({path.name}): it was trained without one")
     critic.load_state_dict(load_file(path))
-
-
-def _shape(adapter: Adapter) -> tuple[list[str], int, float]:
-    return list(adapter.weights), adapter.config.rank, adapter.scale
 
 
 def load_full_model(folder: Path, engine: Engine) -> None:

@@ -18,31 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from palestra.config import StrictModel
 from palestra.engine.decoder import decoder_of
+from palestra.engine.lora_config import LoraConfig as LoraConfig
+from palestra.engine.lora_variants import Dropout, Extras, dora_gain, linear_by_blocks, new_extras, variant_output
 from palestra.engine.malloc import check_fits_memory
 
 _ids = itertools.count(1)
 Weights = dict[str, tuple[Tensor, Tensor]]
 MAX_MERGED_WEIGHTS = 2**18  # layers with at most this many weights are merged: a copy costs little memory
-
-
-class LoraConfig(StrictModel):
-    """Rank, scale and target layers of an adapter."""
-
-    rank: int = Field(8, ge=1)
-    """Rank of the low-rank matrices, at least 1."""
-    alpha: float = Field(16.0, gt=0)
-    """Scale of the adapter: its output is multiplied by alpha / rank."""
-    target_modules: str | list[str] = "all-linear"
-    """Linear layers with an adapter: "all-linear" (all linear layers of the decoder layers, without the head), or name
-    suffixes such as "q_proj" and "lm_head"."""
 
 
 def find_linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -99,18 +87,26 @@ def add_to_weight(layer: Any, delta: Tensor) -> None:
 
 
 class Adapter:
-    """Trainable low-rank weights, float32, for some linear layers of a base. B is initialised to zero, so the adapter
-    initially equals the base.
+    """Trainable low-rank weights, float32, for some linear layers of a base, and `extras` of other kinds of adapters
+    (lora_variants.py). B is initialised to zero, so the adapter initially equals the base. `model` is needed for
+    experts and for modules trained in full.
 
     Raises ValueError if a target matches no layer or the adapter does not fit into memory.
     """
 
-    def __init__(self, linears: Mapping[str, nn.Module], config: LoraConfig, *, seed: int) -> None:
-        self.config = config
+    def __init__(
+        self,
+        linears: Mapping[str, nn.Module],
+        config: LoraConfig,
+        *,
+        seed: int,
+        model: PreTrainedModel | None = None,
+    ) -> None:
+        self.config, self.seed = config, seed
         generator = torch.Generator().manual_seed(seed)
         self.weights: Weights = {}
         names = target_names(linears, config.target_modules)
-        trained = config.rank * sum(sum(layer_shape(linears[name])) for name in names)
+        trained = sum(config.rank_of(name) * sum(layer_shape(linears[name])) for name in names)
         check_fits_memory(
             16 * trained, f"an adapter of rank {config.rank}, with gradients and Adam's moments,", "lower rank"
         )
@@ -118,18 +114,34 @@ class Adapter:
             outputs, inputs = layer_shape(linears[name])
             device = next(linears[name].parameters()).device
             bound = 1 / math.sqrt(inputs)  # kaiming_uniform with a = sqrt(5), as PEFT initialises A
-            a = torch.empty(config.rank, inputs).uniform_(-bound, bound, generator=generator)
-            b = torch.zeros(outputs, config.rank)
+            a = torch.empty(config.rank_of(name), inputs).uniform_(-bound, bound, generator=generator)
+            b = torch.zeros(outputs, config.rank_of(name))
             self.weights[name] = (_leaf(a, device), _leaf(b, device))
+        self.extras = new_extras(config, linears, names, model, seed)
+        config.check_patterns([*self.weights, *self.extras.experts])
 
     @property
-    def scale(self) -> float:
-        """Factor of the adapter's output: alpha / rank."""
-        return self.config.alpha / self.config.rank
+    def mergeable(self) -> bool:
+        """Whether its output is that of pairs A and B on linear layers, so that they can be added to the weights."""
+        return not self.extras
+
+    def scale_of(self, name: str) -> float:
+        """Returns the factor of the adapter's output at the layer `name`."""
+        return self.config.scale_of(name)
+
+    def gain(self, name: str, layer: Any) -> Tensor:
+        """Returns DoRA's factor [out] float32 of the output of the layer `name`."""
+        return dora_gain(self.extras.magnitudes[name], layer, *self.weights[name], self.scale_of(name))
 
     def parameters(self) -> list[Tensor]:
-        """Returns all tensors A and B, in layer order."""
-        return [w for pair in self.weights.values() for w in pair]
+        """Returns all tensors A and B, in layer order, then those of other kinds."""
+        return [w for pair in self.weights.values() for w in pair] + self.extras.parameters()
+
+    def shapes(self) -> list[tuple[str, float, list[tuple[int, ...]]]]:
+        """Returns name, scale and shapes of all weights: equal for adapters that can have each other's weights."""
+        extras = self.extras
+        pairs = [(n, self.scale_of(n), [tuple(w.shape) for w in p]) for n, p in (self.weights | extras.experts).items()]
+        return pairs + [(n, 1.0, [tuple(w.shape)]) for n, w in (*extras.magnitudes.items(), *extras.modules.items())]
 
     def with_separate_grads(self) -> Adapter:
         """Returns an adapter that shares the memory of these weights and has separate gradients."""
@@ -137,11 +149,12 @@ class Adapter:
         twin.weights = {
             k: (a.detach().requires_grad_(), b.detach().requires_grad_()) for k, (a, b) in self.weights.items()
         }
+        twin.extras = self.extras.map(lambda w: w.detach().requires_grad_())
         return twin
 
     def copy_from(self, other: Adapter) -> None:
         """Copies the weights of `other`. Raises ValueError if it has another rank, scale or other targets."""
-        if (list(self.weights), self.config.rank, self.scale) != (list(other.weights), other.config.rank, other.scale):
+        if self.shapes() != other.shapes():
             raise ValueError("that adapter has another rank, scale or other targets than this one")
         with torch.no_grad():
             for ours, theirs in zip(self.parameters(), other.parameters(), strict=True):
@@ -149,7 +162,8 @@ class Adapter:
 
     def snapshot(self, name: str = "", dtype: torch.dtype = torch.float32) -> Snapshot:
         """Returns a frozen copy of the weights in `dtype`."""
-        return Snapshot({k: (a.to(dtype), b.to(dtype)) for k, (a, b) in self.weights.items()}, self.scale, name)
+        weights = {k: (a.to(dtype), b.to(dtype) * self.scale_of(k)) for k, (a, b) in self.weights.items()}
+        return Snapshot(weights, name, self.extras.folded(dtype, self.scale_of))
 
 
 def weighted_sum(
@@ -157,57 +171,86 @@ def weighted_sum(
 ) -> Adapter:
     """Returns the adapter whose output at each layer is the weighted sum of the outputs of `adapters`. Its rank is the
     sum of their ranks: concatenating the factors makes the sum exact, adding the factors would not."""
+    if not all(adapter.mergeable for adapter in adapters):
+        raise ValueError(
+            "adapters with DoRA, adapted experts or modules trained in full have no weighted sum: mix adapters "
+            "without these"
+        )
     names = [name for name in linears if any(name in adapter.weights for adapter in adapters)]
-    rank = sum(adapter.config.rank for adapter in adapters)
+    rank = max(sum(adapter.config.rank_of(name) for adapter in adapters) for name in names)
     total = Adapter(linears, LoraConfig(rank=rank, alpha=rank, target_modules=names), seed=0)
     with torch.no_grad():
         for name, (a, b) in total.weights.items():
             a.zero_()
             first = 0
             for adapter, coefficient in zip(adapters, coefficients, strict=True):
-                rows = slice(first, first + adapter.config.rank)
                 if name in adapter.weights:
-                    a[rows], b[:, rows] = (
-                        adapter.weights[name][0],
-                        adapter.weights[name][1] * (coefficient * adapter.scale),
-                    )
-                first = rows.stop
+                    own_a, own_b = adapter.weights[name]
+                    rows = slice(first, first + len(own_a))
+                    a[rows], b[:, rows] = own_a, own_b * (coefficient * adapter.scale_of(name))
+                first += adapter.config.rank_of(name)
     return total
 
 
 class Snapshot:
-    """An immutable copy of an adapter's weights, with the scale folded into B.
+    """An immutable copy of an adapter's weights, with the scale folded into B. `mergeable` is false if it also has
+    `extras`: then its weights alone are not the adapter.
 
     `id` identifies the snapshot in caches; `name` determines the order of the rows of a batch, so that a resumed run
     builds the same batches as an uninterrupted one.
     """
 
-    def __init__(self, weights: Weights, scale: float, name: str = "") -> None:
+    def __init__(self, weights: Weights, name: str = "", extras: Extras | None = None) -> None:
         self.id, self.name = next(_ids), name
-        self.weights = {k: (a.detach().clone(), b.detach() * scale) for k, (a, b) in weights.items()}
+        self.weights = {k: (a.detach().clone(), b.detach().clone()) for k, (a, b) in weights.items()}
+        self.extras = extras or Extras()
+        self._gains: dict[str, Tensor] = {}
 
     @property
     def rank(self) -> int:
         """Largest rank of the weights."""
-        return max(a.shape[0] for a, _ in self.weights.values())
+        return max((a.shape[-2] for a, _ in [*self.weights.values(), *self.extras.experts.values()]), default=1)
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether its output is that of pairs A and B on linear layers, so that they can be added to the weights."""
+        return not self.extras
+
+    def scale_of(self, name: str) -> float:
+        """Returns 1: the scale is folded into B."""
+        return 1.0
+
+    def gain(self, name: str, layer: Any) -> Tensor:
+        """Returns DoRA's factor [out] float32 of the output of the layer `name`, computed once."""
+        if name not in self._gains:
+            self._gains[name] = dora_gain(self.extras.magnitudes[name], layer, *self.weights[name], 1.0)
+        return self._gains[name]
 
 
 class SingleAdapterRoute:
-    """The route of a single-adapter training pass: every row uses the adapter, and gradients flow into it."""
+    """The route of a single-adapter training pass: every row uses the adapter, and gradients flow into it. `dropout`
+    is that of the pass (None: none)."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
+    def __init__(self, adapter: Adapter, dropout: Dropout | None = None) -> None:
+        self.adapter, self.dropout = adapter, dropout
+
+    @property
+    def owner(self) -> Adapter:
+        """The adapter of the rows."""
+        return self.adapter
 
     def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
+        if self.dropout is not None or not self.adapter.mergeable:
+            return variant_output(self.adapter, own_output, name, x, layer, self.dropout)
         pair = self.adapter.weights.get(name)
         if pair is None:
             return own_output(layer, x)
         mergeable = type(layer) is nn.Linear and layer.weight.dtype == torch.float32
         if mergeable and not torch.is_autocast_enabled(x.device.type):
-            return MergedLinear.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale)
+            return MergedLinear.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale_of(name))
         # a merged weight in half precision would lose the adapter to rounding
         a, b = (w.to(x.dtype) for w in pair)
-        return own_output(layer, x) + self.adapter.scale * F.linear(F.linear(x, a), b)
+        return own_output(layer, x) + self.adapter.scale_of(name) * F.linear(F.linear(x, a), b)
 
     def narrow(self, keep_M: Tensor) -> SingleAdapterRoute:
         return self
@@ -222,7 +265,14 @@ class SnapshotRoute:
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
 
+    @property
+    def owner(self) -> Snapshot:
+        """The snapshot of the rows."""
+        return self.snapshot
+
     def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
+        if not self.snapshot.mergeable:
+            return variant_output(self.snapshot, own_output, name, x, layer)
         pair = self.snapshot.weights.get(name)
         if pair is None:
             return own_output(layer, x)
@@ -300,6 +350,8 @@ class MultiAdapterRoute:
         return [*zip(owners, self.counts, strict=True), (None, rows - self.rows)]
 
     def linear(self, name: str, x: Tensor, layer: Any) -> Tensor:
+        if not self.stack.mergeable:
+            return linear_by_blocks(self.blocks(x.shape[-2]), own_output, name, x, layer)
         if (
             len(self.counts) == 1
             and self.rows == x.shape[-2]
@@ -330,6 +382,7 @@ class AdapterStack:
 
     def __init__(self, snapshots: Sequence[Snapshot], linears: Mapping[str, nn.Module]) -> None:
         self.snapshots, self.linears = list(snapshots), linears
+        self.mergeable = all(snapshot.mergeable for snapshot in snapshots)  # else no merged or stacked weights are used
         self.device = next(next(iter(linears.values())).parameters()).device
         self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
         self._merged: dict[str, Tensor | None] = {}

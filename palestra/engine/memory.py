@@ -17,7 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.engine.kv_cache import capacity_of
 from palestra.engine.logits import MAX_LOGITS
-from palestra.engine.lora import LoraConfig, target_names
+from palestra.engine.lora import target_names
+from palestra.engine.lora_config import LoraConfig
+from palestra.engine.lora_variants import stacked_parameters
 from palestra.engine.models import resolve_base
 
 FLOAT32 = 4
@@ -28,7 +30,8 @@ PROCESS = 550 * 2**20  # Python, torch and transformers without a model
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder; `linears` are (inputs, outputs) of its linear layers by name."""
+    """Sizes of a decoder; `linears` are (inputs, outputs) of its linear layers by name, `experts` the shapes of stacked
+    weights, `embedding` the name of the embeddings of tokens."""
 
     params: int
     linears: dict[str, tuple[int, int]]
@@ -39,6 +42,8 @@ class ModelShape:
     inner: int
     vocab: int
     positions: int
+    experts: dict[str, tuple[int, ...]]
+    embedding: str
 
 
 def model_shape(base: str) -> ModelShape:
@@ -70,12 +75,25 @@ def model_shape(base: str) -> ModelShape:
         inner=inner * experts,
         vocab=text.vocab_size,
         positions=getattr(text, "max_position_embeddings", 0) or 2**31,
+        experts={name: tuple(model.get_parameter(name).shape) for name in stacked_parameters(model)},
+        embedding=next(name for name, module in model.named_modules() if module is model.get_input_embeddings()),
     )
 
 
 def adapter_params(shape: ModelShape, config: LoraConfig) -> int:
     """Returns the number of weights of an adapter."""
-    return config.rank * sum(sum(shape.linears[name]) for name in target_names(shape.linears, config.target_modules))
+    names = target_names(shape.linears, config.target_modules)
+    pairs = sum(config.rank_of(name) * sum(shape.linears[name]) for name in names)
+    magnitudes = sum(shape.linears[name][1] for name in names) if config.use_dora else 0
+    modules = {name: inputs * outputs for name, (inputs, outputs) in shape.linears.items()}
+    modules[shape.embedding] = shape.vocab * shape.width
+    saved = sum(size for name, size in modules.items() if name.endswith(tuple(config.modules_to_save)))
+    experts = sum(
+        config.rank_of(name) * size[0] * sum(size[1:])
+        for name, size in shape.experts.items()
+        if any(name.endswith("." + target) for target in config.target_parameters)
+    )
+    return pairs + magnitudes + saved + experts
 
 
 def cache_bytes(

@@ -41,6 +41,7 @@ from palestra.engine.decoder import decoder_of
 from palestra.engine.gguf import converted_folder
 from palestra.engine.length_limit import limit_length
 from palestra.engine.lora import find_linear_layers, own_output
+from palestra.engine.lora_variants import call_by_blocks, replaceable_modules
 from palestra.engine.malloc import keep_freed_memory
 from palestra.engine.norms import fuse_norms
 from palestra.engine.packaged_bases import PACKAGED_BASES, find_gguf
@@ -163,6 +164,7 @@ class Engine:
             fuse_norms(model)
             limit_length(model)
         self._route_linears()
+        self._route_modules()
         if plain:
             self.plain_path = PlainPath(self)
         self._narrows = plain or self._narrow_last_layer()
@@ -197,7 +199,7 @@ class Engine:
 
     def notes(self) -> list[str]:
         """Returns what a user should know about how the base runs, a line each: that it is on the plain path, and that
-        adapters do not reach stacked experts."""
+        adapters reach stacked experts by `target_parameters` only."""
         path = self.plain_path
         lines = [_plain_note(self.name, path.reason, uses_cache=path.uses_cache)] if path else []
         return lines + _expert_notes(self.name, self.model)
@@ -217,6 +219,19 @@ class Engine:
             if route is not None:
                 return route.linear(name, x, layer)
             return F.linear(x, layer.weight, layer.bias) if is_plain else own_output(layer, x)
+
+        return forward
+
+    def _route_modules(self) -> None:
+        """Lets the embeddings and stacked experts use the parameters with which adapters replace theirs."""
+        for name, module in replaceable_modules(self.model).items():
+            setattr(module, "forward", self._module_forward(name, module, module.forward))  # noqa: B010
+
+    def _module_forward(self, name: str, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._route is None:
+                return own(*args, **kwargs)
+            return call_by_blocks(self._route, name, module, own, args, kwargs)
 
         return forward
 
@@ -424,8 +439,8 @@ def _expert_notes(name: str, model: PreTrainedModel) -> list[str]:
     if share < MIN_EXPERT_SHARE:
         return []
     return [
-        f"{name}: {share:.0%} of its weights are experts, stacked in tensors that adapters do not reach; they stay as "
-        "they are"
+        f"{name}: {share:.0%} of its weights are experts, stacked in tensors; they stay as they are, unless an "
+        "adapter's target_parameters names them"
     ]
 
 

@@ -30,12 +30,12 @@ from palestra.engine.kv_cache import KVCache
 from palestra.engine.lora import (
     Adapter,
     AdapterStack,
-    LoraConfig,
     MultiAdapterRoute,
     SingleAdapterRoute,
     SnapshotRoute,
     find_linear_layers,
 )
+from palestra.engine.lora_config import LoraConfig
 from palestra.engine.plain import select_sequences
 from palestra.engine.probe import UnsupportedAttention, restore_forwards, set_attention
 from palestra.engine.reduced_model import MAX_WINDOW, reduced_model
@@ -272,7 +272,7 @@ def with_adapter(model: PreTrainedModel, adapter: Adapter | None) -> Iterator[No
 
     modules, handles = dict(model.named_modules()), []
     for name, (a, b) in adapter.weights.items() if adapter else ():
-        handles.append(modules[name].register_forward_hook(adding(a, b, adapter.scale if adapter else 0.0)))
+        handles.append(modules[name].register_forward_hook(adding(a, b, adapter.scale_of(name) if adapter else 0.0)))
     try:
         yield
     finally:

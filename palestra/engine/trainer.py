@@ -25,10 +25,12 @@ from palestra.engine.fsdp import is_sharded, local_shard
 from palestra.engine.head import Head, score_logits, score_tokens, scored_tokens, select_rows
 from palestra.engine.logits import widen
 from palestra.engine.lora import Adapter, SingleAdapterRoute
+from palestra.engine.lora_variants import Dropout
 from palestra.engine.loss_scale import LossScale
 from palestra.engine.models import Engine
 from palestra.engine.tree_attention import Forest, TreeLayout, build_forest
 from palestra.losses.policy import LossInputs, TensorMetrics
+from palestra.seeding import derive_seed
 from palestra.types import Metrics, Sample
 
 Precision = Literal["auto", "float32", "bf16", "fp16"]
@@ -106,7 +108,7 @@ class Trainer:
         self.policy_parameters, self.critic_parameters = self.local_parameters[:count], self.local_parameters[count:]
         groups = [part for part in (self.policy_parameters, self.critic_parameters) if part]
         self.optimizer = torch.optim.AdamW([{"params": part} for part in groups], lr=1e-3)
-        self.steps = 0
+        self.steps = self._passes = 0
 
     def set_reference(self) -> None:
         """Makes a copy of the current adapter the reference. Raises ValueError for a full model."""
@@ -183,6 +185,7 @@ class Trainer:
             clip(self.critic_parameters, adam.critic_max_grad_norm or torch.inf, critic_norm)
             self.optimizer.step()
             self.steps += 1
+        self._passes = 0
         for tensor in [*self.parameters, *self.local_parameters]:
             tensor.grad = None
         if not fits and not self.loss_scale:
@@ -248,9 +251,19 @@ class Trainer:
             read(PackedBatch.pack(pack.samples, self.engine))
         return [each for part in self.group.all_gather(found) for each in part]
 
-    def _read(self, rows: PackedBatch, adapter: Adapter | None, *, bonus: bool = False) -> TokenOutputs:
+    def _read(
+        self, rows: PackedBatch, adapter: Adapter | None, *, bonus: bool = False, dropout: Dropout | None = None
+    ) -> TokenOutputs:
         with self.engine.precision_context(self.autocast_dtype, recompute=self.checkpointing):
-            return rows.run_model(self.engine, adapter, entropy_grad=bonus)
+            return rows.run_model(self.engine, adapter, entropy_grad=bonus, dropout=dropout)
+
+    def _next_dropout(self) -> Dropout | None:
+        """Returns the dropout of the next pass with gradients, by the numbers of the step, the rank and the pass."""
+        if self.adapter is None or not self.adapter.config.lora_dropout:
+            return None
+        seed = derive_seed(self.adapter.seed, "dropout", self.steps, self.group.rank, self._passes)
+        self._passes += 1
+        return Dropout(self.adapter.config.lora_dropout, seed)
 
     def _value(self, read: TokenOutputs) -> Tensor:
         if self.critic is None:
@@ -259,7 +272,8 @@ class Trainer:
 
     def _loss_inputs(self, pack: MicroBatch, *, bonus: bool = False) -> LossInputs:
         """Returns the loss inputs of `pack`; with `bonus`, the entropy has gradients."""
-        read = self._read(PackedBatch.pack(pack.samples, self.engine), self.adapter, bonus=bonus)
+        rows = PackedBatch.pack(pack.samples, self.engine)
+        read = self._read(rows, self.adapter, bonus=bonus, dropout=self._next_dropout())
         return build_loss_inputs(pack, read.logp_M, read.entropy_M, self._value(read) if self.critic else None)
 
 
@@ -311,11 +325,13 @@ class PackedBatch:
         temperature_M = _spread([s.temperature or 1.0 for s in samples], samples)
         return cls(forest, TreeLayout(forest, engine.device), rows_M, targets_M, temperature_M)
 
-    def run_model(self, engine: Engine, adapter: Adapter | None, *, entropy_grad: bool = False) -> TokenOutputs:
-        """Computes the outputs of the model with `adapter`. Each distinct row of logits is computed once; with
-        `entropy_grad`, entropies have gradients."""
+    def run_model(
+        self, engine: Engine, adapter: Adapter | None, *, entropy_grad: bool = False, dropout: Dropout | None = None
+    ) -> TokenOutputs:
+        """Computes the outputs of the model with `adapter` and its `dropout`. Each distinct row of logits is computed
+        once; with `entropy_grad`, entropies have gradients."""
         keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
-        tensor, route = engine.tensor, SingleAdapterRoute(adapter) if adapter else None
+        tensor, route = engine.tensor, SingleAdapterRoute(adapter, dropout) if adapter else None
         wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M)
         flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
         if engine.sharded_params:  # their head is gathered in a pass of the whole model only

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.engine.checkpoints import load_trainer, load_weights, save_trainer, save_weights
 from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot
+from palestra.engine.lora import Adapter, Snapshot
+from palestra.engine.lora_config import LoraConfig, LoraVariantsConfig
 from palestra.engine.models import Engine, resolve_base
 from palestra.engine.sampler import Sampler, SamplingConfig
 from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, Trainer, by_group, micro_batches
@@ -71,7 +72,7 @@ class LMLearnerConfig(LMPolicyConfig):
     """Seed of the adapter's initialisation. null: derived from the seed of the run."""
 
 
-class LoraPolicyConfig(LMLearnerConfig):
+class LoraPolicyConfig(LoraVariantsConfig, LMLearnerConfig):
     """A trained LoRA adapter on a base that other policies may share."""
 
     type: Literal["lora"] = "lora"
@@ -89,7 +90,8 @@ class LoraPolicyConfig(LMLearnerConfig):
 
     @property
     def lora(self) -> LoraConfig:
-        return LoraConfig(rank=self.rank, alpha=self.alpha, target_modules=self.target_modules)
+        plain = {"rank": self.rank, "alpha": self.alpha, "target_modules": self.target_modules}
+        return LoraConfig(**plain, **{name: getattr(self, name) for name in LoraVariantsConfig.model_fields})
 
 
 class FullPolicyConfig(LMLearnerConfig):
@@ -160,7 +162,7 @@ class LocalWeights:
     ) -> None:
         adapter = None
         if isinstance(config, LoraPolicyConfig):
-            adapter = Adapter(engine.linear_layers, config.lora, seed=seed if config.seed is None else config.seed)
+            adapter = _new_adapter(config, engine, seed if config.seed is None else config.seed)
         self.trainer = Trainer(
             engine,
             adapter,
@@ -209,6 +211,15 @@ class LocalWeights:
     def load_exported(self, folder: Path) -> None:
         """Loads weights that another process published, for sampling."""
         load_weights(folder, self.trainer)
+
+
+def _new_adapter(config: LoraPolicyConfig, engine: Engine, seed: int) -> Adapter:
+    if engine.sharded_params and (config.use_dora or config.modules_to_save or config.target_parameters):
+        raise ValueError(
+            "use_dora, modules_to_save and target_parameters read weights of the base, of which parallel: fsdp leaves "
+            "each process a part: set parallel: null, or leave them out"
+        )
+    return Adapter(engine.linear_layers, config.lora, seed=seed, model=engine.model)
 
 
 class LanguageLearner:

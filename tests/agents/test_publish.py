@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from palestra.agents.trained_agent import find_agents, load_policy
 from palestra.builders.engines import Engines
-from palestra.engine.checkpoints import save_adapter
-from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.lora import Adapter
+from palestra.engine.lora_config import LoraConfig
 from palestra.engine.models import Engine
+from palestra.engine.peft_format import save_adapter
 from palestra.engine.sampler import Request, SamplingConfig
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(5, 250, (1, 24)))

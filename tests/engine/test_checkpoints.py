@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from palestra.engine.checkpoints import load_adapter, load_full_model, load_trainer, save_adapter, save_trainer
-from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.checkpoints import load_full_model, load_trainer, save_trainer
+from palestra.engine.lora import Adapter
+from palestra.engine.lora_config import LoraConfig
 from palestra.engine.models import Engine
+from palestra.engine.peft_format import load_adapter, save_adapter
 from palestra.engine.trainer import AdamConfig, Trainer
 from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
 from palestra.testing import tiny_lm
@@ -113,12 +115,11 @@ def edit(folder, **changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"use_rslora": True},
-        {"use_dora": True},
         {"bias": "all"},
-        {"rank_pattern": {"q_proj": 3}},
-        {"alpha_pattern": {"q_proj": 3}},
-        {"modules_to_save": ["lm_head"]},
+        {"lora_bias": True},
+        {"layer_replication": [[0, 1], [0, 2]]},
+        {"trainable_token_indices": [3]},
+        {"ensure_weight_tying": True},
         {"peft_type": "LOHA"},
         {"init_lora_weights": "pissa"},  # the adapter is then relative to a base that was changed
     ],

@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from palestra.engine.checkpoints import load_adapter, save_adapter
-from palestra.engine.lora import Adapter, LoraConfig, weighted_sum
+from palestra.engine.lora import Adapter, weighted_sum
+from palestra.engine.lora_config import LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.multi_adapter import Job, JobLossFunction, JobLossInputs, JobResult, train_jobs
+from palestra.engine.peft_format import load_adapter, save_adapter
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.scoring import ScoreRequest, score_prompts
 from palestra.engine.trainer import Trainer

@@ -25,9 +25,10 @@ from raw import answer as reply_on
 from raw import ask, connected, endless, head, resident
 from samplers import official, serving
 
-from palestra.engine.checkpoints import load_adapter
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot
+from palestra.engine.lora import Adapter, Snapshot
+from palestra.engine.lora_config import LoraConfig
 from palestra.engine.models import Engine
+from palestra.engine.peft_format import load_adapter
 from palestra.engine.sampler import Completion, Request, Sampler, SamplingConfig
 from palestra.remote.samplers import vllm
 from palestra.remote.samplers.adapter_store import AdapterStore

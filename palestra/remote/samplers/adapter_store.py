@@ -14,8 +14,8 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from palestra.engine.checkpoints import save_snapshot
 from palestra.engine.lora import Snapshot
+from palestra.engine.peft_format import save_snapshot
 from palestra.files import atomic_folder, remove_path
 
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.lora import Adapter
+from palestra.engine.lora_config import LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.request import Completion, Request
 from palestra.engine.sampler import SamplingConfig
@@ -119,11 +120,11 @@ def _zero(engine: Engine) -> Adapter:
 
 def _random(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
     """Returns an adapter with random non-zero weights; a new adapter would be equal to the base."""
-    adapter = Adapter(engine.linear_layers, config, seed=seed)
+    adapter = Adapter(engine.linear_layers, config, seed=seed, model=engine.model)
     generator = torch.Generator().manual_seed(seed)
-    spread = ADAPTER_OUTPUT_RATIO / (adapter.scale * config.rank**0.5)
     with torch.no_grad():
-        for _, b in adapter.weights.values():
+        for name, (_, b) in (adapter.weights | adapter.extras.experts).items():
+            spread = ADAPTER_OUTPUT_RATIO / (adapter.scale_of(name) * config.rank_of(name) ** 0.5)
             b.copy_(torch.randn(b.shape, generator=generator) * spread)
     return adapter
 

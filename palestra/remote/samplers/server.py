@@ -28,9 +28,9 @@ from starlette.requests import Request as Call
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from palestra.engine.checkpoints import load_adapter
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
+from palestra.engine.peft_format import load_adapter
 from palestra.engine.request import Completion, Request, max_positions
 from palestra.engine.sampler import Sampler
 from palestra.remote.samplers import wire as wire

@@ -20,7 +20,7 @@ class RemoteSnapshot(Snapshot):
     """A snapshot whose weights are on the server, under the sampler id `sampler`."""
 
     def __init__(self, sampler_id: str, name: str) -> None:
-        super().__init__({}, 1.0, name)
+        super().__init__({}, name)
         self.sampler_id = sampler_id
 
 

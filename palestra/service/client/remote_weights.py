@@ -88,6 +88,11 @@ class RemoteWeights:
 
     async def _create(self, seed: int) -> str:
         targets = self.config.target_modules
+        if variants := self.config.variants:
+            raise ValueError(
+                f"servers train plain LoRA adapters, but the policy sets {', '.join(variants)}: leave that out, or "
+                "train in this process (engine: null)"
+            )
         switches = lora_switches([targets] if isinstance(targets, str) else targets)
         lora: dict[str, Any] = {"rank": self.config.rank, "seed": seed, **switches}
         if self.config.alpha != OFFICIAL_ALPHA:

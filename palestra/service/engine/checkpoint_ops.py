@@ -8,8 +8,8 @@ from typing import Any
 
 import sqlalchemy as sql
 
-from palestra.engine.checkpoints import load_adapter, save_adapter
 from palestra.engine.lora import weighted_sum
+from palestra.engine.peft_format import load_adapter, save_adapter
 from palestra.service.engine.jobs import InterpolateJob, LoadJob, SaveJob
 from palestra.service.engine.live_models import LiveModel, LiveModels, save_weights
 from palestra.service.storage.outbox import Outbox

@@ -20,9 +20,11 @@ from typing import Any
 import sqlalchemy as sql
 from safetensors.torch import load_file, save_file
 
-from palestra.engine.checkpoints import load_adapter, load_trainer, save_adapter, save_trainer
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot
+from palestra.engine.checkpoints import load_trainer, save_trainer
+from palestra.engine.lora import Adapter, Snapshot
+from palestra.engine.lora_config import LoraConfig
 from palestra.engine.models import Engine
+from palestra.engine.peft_format import load_adapter, save_adapter
 from palestra.engine.sampler import Sampler
 from palestra.engine.trainer import Trainer
 from palestra.service.engine.jobs import LoraSettings

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from palestra.engine.checkpoints import PEFT_PREFIX, check_plain_lora
+from palestra.engine.peft_format import PEFT_PREFIX, check_plain_lora
 from palestra.service.api.schemas.requests import MAX_EXACT_INT, MAX_RANK, BadRequest
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
