@@ -9,7 +9,7 @@ CLIENTS := a b c
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo real test test-all test-browser test-clients test-envs test-sinks test-trl lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real test test-all test-browser test-clients test-envs test-sinks test-trl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +96,17 @@ $(TRL)/installed:
 
 test-trl: $(INSTALLED) $(TRL)/installed ## our losses beside TRL's
 	$(BIN)/python -m pytest -m peers tests/losses/test_against_trl.py
+
+# bitsandbytes, which is optional.
+BNB := .cache/bitsandbytes
+$(BNB)/.installed: pyproject.toml constraints.txt
+	test -x $(BNB)/bin/python || $(PYTHON) -m venv $(BNB)
+	$(BNB)/bin/pip install --quiet torch==2.13.0
+	$(BNB)/bin/pip install --quiet -c constraints.txt -e '.[test]' bitsandbytes==0.50.2
+	touch $@
+
+test-bitsandbytes: $(BNB)/.installed ## 8-bit optimizer and quantised bases
+	$(BNB)/bin/python -m pytest -m peers tests/engine
 
 # Trackers, in a venv of their own: they bring much that nothing else needs.
 SINKS := .cache/sinks

@@ -11,7 +11,6 @@ from palestra.config import override, validate
 from palestra.engine.kv_cache import default_cache_bytes
 from palestra.engine.malloc import free_memory
 from palestra.engine.memory import (
-    ADAM_COPIES,
     FLOAT32,
     PROCESS,
     MemoryPart,
@@ -25,6 +24,7 @@ from palestra.engine.memory import (
     peak_bytes,
 )
 from palestra.engine.models import resolve_device
+from palestra.engine.optimizers import state_bytes
 from palestra.engine.sampler import PREFILL_TOKENS
 from palestra.learners.lm import FullPolicyConfig, LMLearnerConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
 
@@ -117,7 +117,9 @@ def _trained_parts(name: str, policy: LMPolicyConfig, shape: ModelShape) -> Iter
         trained = shape.params
     else:
         return
-    yield MemoryPart(f"optimizer {name}", (1 + ADAM_COPIES) * FLOAT32 * trained, "gradients and AdamW's two moments")
+    kind = policy.optimizer
+    held = {"muon": "Muon's momentum", "adamw_8bit": "AdamW's two moments in 8 bits"}.get(kind, "AdamW's two moments")
+    yield MemoryPart(f"optimizer {name}", FLOAT32 * trained + state_bytes(kind, trained), f"gradients and {held}")
 
 
 def _training_parts(

@@ -9,6 +9,7 @@ each rank reads its own rows of the files. Training can resume with any other nu
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
     if trainer.critic:
         save_file(trainer.critic.state_dict(), folder / CRITIC_FILE)
     _write_weights(folder, trainer, weights)
-    about = {"steps": str(trainer.steps)}
+    about = {"steps": str(trainer.steps), "optimizer": trainer.optimizer_name}
     if trainer.loss_scale:
         about |= {"loss_scale": str(trainer.loss_scale.value), "well": str(trainer.loss_scale.good_steps)}
     save_file(slots, folder / "optimizer.safetensors", metadata=about)
@@ -79,11 +80,22 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
     """Returns the full optimizer tensors by parameter number and name; an empty dict on all ranks but rank 0."""
     found = {}
     for i, slots in trainer.optimizer.state_dict()["state"].items():
-        for slot, value in slots.items():
+        for slot, value in _flat(slots):
             whole = full_tensor(value, trainer.parameters[i])
             if trainer.group.is_rank_zero:
                 found[f"{i}.{slot}"] = whole.cpu().contiguous()
     return found
+
+
+def _flat(slots: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a parameter's state. bitsandbytes nests those of 8 bits, reads them flat too, and has
+    numbers of steps that are int."""
+    for slot, value in slots.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            tensor = torch.as_tensor(value)
+            yield slot, tensor.clone() if slot.startswith("qmap") else tensor  # one table, shared by all parameters
 
 
 def load_trainer(folder: Path, trainer: Trainer) -> None:
@@ -158,13 +170,18 @@ def _part(file: Any, name: str, like: Tensor) -> Tensor:
 def _load_optimizer(path: Path, trainer: Trainer) -> None:
     if not path.exists():
         raise ValueError(f"the checkpoint at {path.parent} is not whole: it holds no {path.name}")
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Tensor | int]] = {}
     with safe_open(path, framework="pt") as file:
         about = file.metadata()
         for key in file.keys():  # noqa: SIM118 (not a dict)
             index, slot = key.split(".", 1)
             part = _part(file, key, trainer.parameters[int(index)])
-            state.setdefault(int(index), {})[slot] = part
+            state.setdefault(int(index), {})[slot] = int(part) if part.dtype == torch.int64 else part
+    if (kind := about.get("optimizer", "adamw")) != trainer.optimizer_name:
+        raise ValueError(
+            f"the checkpoint at {path.parent} holds the state of optimizer: {kind}, and the config has "
+            f"{trainer.optimizer_name}: set optimizer: {kind}"
+        )
     trainer.steps = int(about["steps"])
     if trainer.loss_scale and "loss_scale" in about:
         trainer.loss_scale.value, trainer.loss_scale.good_steps = float(about["loss_scale"]), int(about["well"])

@@ -24,7 +24,6 @@ from palestra.engine.models import resolve_base
 
 FLOAT32 = 4
 TRAINED_LOGITS_BYTES, SAMPLED_LOGITS_BYTES = 20, 28  # per logit of a chunk, measured
-ADAM_COPIES = 2  # Adam's first and second moment
 PROCESS = 550 * 2**20  # Python, torch and transformers without a model
 
 

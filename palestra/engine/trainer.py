@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from palestra.engine.lora import Adapter, SingleAdapterRoute
 from palestra.engine.lora_variants import Dropout
 from palestra.engine.loss_scale import LossScale
 from palestra.engine.models import Engine
+from palestra.engine.optimizers import OptimizerName, build_optimizer, set_options
 from palestra.engine.tree_attention import Forest, TreeLayout, build_forest
 from palestra.losses.policy import LossInputs, TensorMetrics
 from palestra.seeding import derive_seed
@@ -87,8 +88,10 @@ class Trainer:
         checkpointing: bool = False,
         critic: bool = False,
         group: ProcessGroup = SINGLE_PROCESS,
+        optimizer: OptimizerName = "adamw",
     ) -> None:
         self.engine, self.adapter, self.pack_tokens, self.group = engine, adapter, pack_tokens, group
+        self.optimizer_name = optimizer
         # a sharded model in training is gathered in that dtype: autocast would keep a second copy
         self.autocast_dtype = None if engine.sharded_params and adapter is None else AUTOCAST_DTYPES.get(precision)
         self.checkpointing = checkpointing
@@ -106,9 +109,25 @@ class Trainer:
         self.local_parameters = [local_shard(parameter) for parameter in self.parameters]
         count = len(self.local_parameters) - (len(list(self.critic.parameters())) if self.critic else 0)
         self.policy_parameters, self.critic_parameters = self.local_parameters[:count], self.local_parameters[count:]
-        groups = [part for part in (self.policy_parameters, self.critic_parameters) if part]
-        self.optimizer = torch.optim.AdamW([{"params": part} for part in groups], lr=1e-3)
+        self.optimizer: Any = build_optimizer(
+            self.optimizer_name, self.policy_parameters, self.critic_parameters, self._matrices()
+        )
         self.steps = self._passes = 0
+
+    def _matrices(self) -> list[Tensor]:
+        """Returns the parameters that Muon trains: an adapter's A and B, or a full model's matrices without embeddings
+        and head. Raises ValueError for optimizers that need whole matrices where this process has some rows only."""
+        if self.adapter:
+            return [w for pair in self.adapter.weights.values() for w in pair]
+        if self.optimizer_name != "adamw" and self.engine.sharded_params:
+            raise ValueError(
+                f"optimizer: {self.optimizer_name} needs whole matrices, of which parallel: fsdp leaves each process "
+                "some rows: set parallel: ddp, or optimizer: adamw"
+            )
+        model = self.engine.model
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        apart = {id(w) for module in ends for w in module.parameters()}
+        return [p for p in self.policy_parameters if p.dim() == 2 and id(p) not in apart]
 
     def set_reference(self) -> None:
         """Makes a copy of the current adapter the reference. Raises ValueError for a full model."""
@@ -169,13 +188,9 @@ class Trainer:
         then 0). Raises ValueError if the norm is not finite and there is no loss scale.
         """
         rate = adam.lr if lr is None else lr
-        for group, own in zip(self.optimizer.param_groups, (rate, _critic_lr(adam, rate)), strict=False):
-            group.update(
-                lr=own,
-                betas=adam.adam_betas,
-                eps=adam.adam_eps,
-                weight_decay=adam.weight_decay,
-            )
+        for group in self.optimizer.param_groups:
+            own = _critic_lr(adam, rate) if group["critic"] else rate
+            set_options(group, lr=own, betas=adam.adam_betas, eps=adam.adam_eps, decay=adam.weight_decay)
         norm = self._gather_gradients()
         critic_norm = torch.nn.utils.get_total_norm([p.grad for p in self.critic_parameters if p.grad is not None])
         fits = bool(torch.isfinite(norm) and torch.isfinite(critic_norm))

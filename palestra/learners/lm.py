@@ -22,6 +22,7 @@ from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup
 from palestra.engine.lora import Adapter, Snapshot
 from palestra.engine.lora_config import LoraConfig, LoraVariantsConfig
 from palestra.engine.models import Engine, resolve_base
+from palestra.engine.optimizers import OptimizerName
 from palestra.engine.sampler import Sampler, SamplingConfig
 from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, Trainer, by_group, micro_batches
 from palestra.policies.lm import ChatEncoder, HistoryMode, LanguagePolicy, SamplerProtocol
@@ -56,6 +57,9 @@ class LMLearnerConfig(LMPolicyConfig):
     """Number of samples per optimizer step. null: all samples of a training step at once."""
     epochs: int = Field(1, ge=1)
     """Number of passes over the samples of a training step."""
+    optimizer: OptimizerName = "adamw"
+    """Optimizer: "adamw"; "adamw_8bit", whose moments take a quarter of the memory (needs bitsandbytes); or "muon" for
+    matrices of the adapter or of the layers, with AdamW for all else, at AdamW's learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or falling to 0 at the end of the run, linearly or as a cosine."""
     warmup_ratio: float = Field(0.0, ge=0, lt=1)
@@ -171,6 +175,7 @@ class LocalWeights:
             checkpointing=config.gradient_checkpointing,
             critic=critic,
             group=group,
+            optimizer=config.optimizer,
         )
 
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:

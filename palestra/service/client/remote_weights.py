@@ -88,6 +88,11 @@ class RemoteWeights:
 
     async def _create(self, seed: int) -> str:
         targets = self.config.target_modules
+        if self.config.optimizer != "adamw":
+            raise ValueError(
+                f"servers train with AdamW, but the policy sets optimizer: {self.config.optimizer}: leave that out, or "
+                "train in this process (engine: null)"
+            )
         if variants := self.config.variants:
             raise ValueError(
                 f"servers train plain LoRA adapters, but the policy sets {', '.join(variants)}: leave that out, or "

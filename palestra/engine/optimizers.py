@@ -1,0 +1,107 @@
+"""Optimizers of trained weights: AdamW, AdamW with moments of 8 bits, and Muon.
+
+All have parameter groups and a state by parameter number, in the order in which the parameters are given, so that
+checkpoints do not depend on how an optimizer divides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
+MIN_8BIT_SIZE = 4096  # bitsandbytes keeps moments of smaller tensors in float32
+BLOCK_8BIT = 256  # values with one scale
+
+
+class MuonAndAdamW:
+    """Muon (Jordan et al., 2024) for matrices and AdamW for all other parameters, as one optimizer.
+
+    Muon's updates are scaled to the size of AdamW's (Liu et al., 2025, section 2.2), so that both use one learning
+    rate and the same defaults.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], matrices: Sequence[Tensor]) -> None:
+        self._order = [p for group in groups for p in group["params"]]
+        ids = {id(p) for p in matrices}
+        self._parts: list[torch.optim.Optimizer] = []
+        for group in groups:
+            rest = [p for p in group["params"] if id(p) not in ids]
+            mine = [p for p in group["params"] if id(p) in ids]
+            if mine:
+                muon = {**group, "params": mine}
+                self._parts.append(torch.optim.Muon([muon], lr=1e-3, adjust_lr_fn="match_rms_adamw"))
+            if rest:
+                self._parts.append(torch.optim.AdamW([{**group, "params": rest}], lr=1e-3))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts."""
+        return [group for part in self._parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """The state of each parameter."""
+        return {p: slots for part in self._parts for p, slots in part.state.items()}
+
+    def step(self) -> None:
+        """Changes all parameters that have a gradient."""
+        for part in self._parts:
+            part.step()
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Removes the gradients."""
+        for part in self._parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state by parameter number."""
+        known = self.state
+        state = {number: known[p] for number, p in enumerate(self._order) if p in known}
+        return {"state": state, "param_groups": self.param_groups}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restores the state that `state_dict` returned."""
+        number = {id(p): n for n, p in enumerate(self._order)}
+        for part in self._parts:
+            own = part.state_dict()
+            mine = [number[id(p)] for group in part.param_groups for p in group["params"]]
+            state = {i: saved["state"][n] for i, n in enumerate(mine) if n in saved["state"]}
+            part.load_state_dict({"state": state, "param_groups": own["param_groups"]})
+
+
+def build_optimizer(
+    kind: OptimizerName, policy: Sequence[Tensor], critic: Sequence[Tensor], matrices: Sequence[Tensor]
+) -> Any:
+    """Returns an optimizer of a policy's and a critic's parameters; groups of the critic have `critic` true. Muon takes
+    the `matrices` among them. Raises ValueError if the package for 8 bits is missing."""
+    groups = [{"params": list(part), "critic": part is critic} for part in (policy, critic) if part]
+    if kind == "muon":
+        return MuonAndAdamW(groups, matrices)
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, lr=1e-3)
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ValueError(
+            f"optimizer: adamw_8bit needs a package that is missing ({error}): pip install 'palestra[bitsandbytes]', "
+            "or set optimizer: adamw"
+        ) from error
+    return AdamW8bit(groups, lr=1e-3, min_8bit_size=MIN_8BIT_SIZE)
+
+
+def set_options(group: dict[str, Any], *, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
+    """Sets the options of a parameter group. Muon has no betas, and keeps its own momentum and epsilon."""
+    group.update(lr=lr, weight_decay=decay)
+    if "betas" in group:
+        group.update(betas=betas, eps=eps)
+
+
+def state_bytes(kind: OptimizerName, num_weights: int) -> int:
+    """Returns the bytes of the state of `num_weights` weights: two moments in float32 or 8 bits, or Muon's one."""
+    if kind == "adamw_8bit":
+        return 2 * num_weights + 8 * num_weights // BLOCK_8BIT
+    return (4 if kind == "muon" else 8) * num_weights
