@@ -53,14 +53,14 @@ class Engines:
         self.device, self.max_rows, self.ranks, self.sharded = device, max_rows, ranks, sharded
         self.cache_bytes = cache_bytes
         self.remote_samplers = RemoteSamplers(sampler) if sampler else None
-        self._shared: dict[tuple[str, str], tuple[Engine, SamplerProtocol]] = {}
+        self._shared: dict[tuple[str, str, str | None], tuple[Engine, SamplerProtocol]] = {}
         self.loaded_engines: list[Engine] = []
         self._samplers: list[SamplerProtocol] = []
 
     def shared_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Returns the shared engine and sampler of the base, dtype and sampling that `config` asks for; loads them on
         first use."""
-        key = (config.base, config.dtype)
+        key = (config.base, config.dtype, config.quantize)
         if key not in self._shared:
             self._shared[key] = self._apart(config) if self.remote_samplers else self.load_own_engine(config)
         return self._shared[key]
@@ -74,6 +74,11 @@ class Engines:
     def _apart(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Loads a base to train in this process, sampled by remote samplers."""
         assert self.remote_samplers is not None
+        if config.quantize:
+            raise ValueError(
+                f"quantize: {config.quantize} is for bases in this process, and sampler: has others answer with whole "
+                "weights: leave one of them out"
+            )
         opening = self.remote_samplers.open(config.base, dtype=config.dtype, device=self.device, max_rows=self.max_rows)
         engine = self._loaded(config)  # sampler processes start at the same time
         self._samplers.append(opening.wait_ready())
@@ -85,8 +90,14 @@ class Engines:
         train, dtype = isinstance(config, FullPolicyConfig), config.dtype
         if dtype == "auto":
             dtype = "float32" if train or device == "cpu" else "bfloat16"
+        if config.quantize and self.sharded:
+            raise ValueError(
+                f"quantize: {config.quantize} and parallel: fsdp both divide the weights: set parallel: ddp, or "
+                "quantize: null"
+            )
         # sharded on the way to the device, which need not have room for the whole model
-        engine = Engine.load(config.base, device="cpu" if self.sharded else device, dtype=dtype)
+        place = "cpu" if self.sharded else device
+        engine = Engine.load(config.base, device=place, dtype=dtype, quantize=config.quantize)
         mixed = autocast_dtype(config, device) if isinstance(config, FullPolicyConfig) else None
         if self.sharded:
             shard_engine(engine, self.ranks, device, train=train, autocast_dtype=mixed)
@@ -132,6 +143,11 @@ class Engines:
         folder = Path(config.path) if config.path else None
         adapter = None
         if folder and not (folder / "adapter_config.json").exists():
+            if config.quantize:
+                raise ValueError(
+                    f"policies.{name}: quantize is for a base, and {folder} holds a full model that would replace its "
+                    "weights: set base to that folder and leave path out"
+                )
             engine, sampler = self.load_own_engine(config)
             load_full_model(folder, engine)
         else:

@@ -25,6 +25,7 @@ from palestra.engine.memory import (
 )
 from palestra.engine.models import resolve_device
 from palestra.engine.optimizers import state_bytes
+from palestra.engine.quantized import quantized_bytes
 from palestra.engine.sampler import PREFILL_TOKENS
 from palestra.learners.lm import FullPolicyConfig, LMLearnerConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
 
@@ -69,13 +70,22 @@ def _parts(config: TextConfig, shapes: dict[str, ModelShape], prompt_tokens: int
     device = resolve_device(config.device)
     if device == "cpu":
         yield MemoryPart("process", PROCESS, "Python, torch and transformers")
-    shared: set[tuple[str, str]] = set()
+    shared: set[tuple[str, str, str | None]] = set()
     for name, policy in _models(config).items():
         shape, full = shapes[policy.base], isinstance(policy, FullPolicyConfig)
-        if full or (isinstance(policy, FrozenConfig) and policy.path) or (policy.base, policy.dtype) not in shared:
+        if (
+            full
+            or (isinstance(policy, FrozenConfig) and policy.path)
+            or (
+                policy.base,
+                policy.dtype,
+                policy.quantize,
+            )
+            not in shared
+        ):
             yield from _engine_parts(config, name, policy, shape, prompt_tokens, free)
         if not full:
-            shared.add((policy.base, policy.dtype))
+            shared.add((policy.base, policy.dtype, policy.quantize))
         yield from _trained_parts(name, policy, shape)
     learners = {n: p for n, p in _models(config).items() if isinstance(p, LMLearnerConfig)}
     passes = [_training_parts(config, n, p, shapes[p.base], prompt_tokens) for n, p in learners.items()]
@@ -88,7 +98,14 @@ def _engine_parts(
 ) -> Iterator[MemoryPart]:
     """Yields the weights of a base, and what sampling from it takes."""
     size = _weight_size(config, policy)
-    yield MemoryPart(f"weights of {policy.base}", shape.params * size, f"{shape.params / 1e6:,.1f} M of {size} bytes")
+    held, detail = shape.params * size, f"{shape.params / 1e6:,.1f} M of {size} bytes"
+    if policy.quantize:
+        packed = sum(i * o for name, (i, o) in shape.linears.items() if any(part.isdigit() for part in name.split(".")))
+        held = (shape.params - packed) * size + quantized_bytes(packed, policy.quantize)
+        detail = (
+            f"{packed / 1e6:,.1f} M in {policy.quantize}, the others of {size} bytes; all of these while it is loaded"
+        )
+    yield MemoryPart(f"weights of {policy.base}", held, detail)
     cache_size = _product_size(config, policy)
     if cache_size < size:
         detail = "cast once for each rollout"

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from palestra.engine.decoder import decoder_of
 from palestra.engine.lora_config import LoraConfig
+from palestra.engine.quantized import QuantizedLinear
 from palestra.seeding import derive_seed
 
 
@@ -174,7 +175,9 @@ def _leaf(weight: Tensor) -> Tensor:
 
 def dense_weight(layer: Any) -> Tensor:
     """Returns the weight [out, in] of a linear layer. Raises ValueError for layers with a forward of their own, such as
-    quantised ones."""
+    quantised ones of other packages."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.dequantized()
     if type(layer) not in (nn.Linear, Conv1D):
         raise ValueError(f"DoRA needs the weights of a {type(layer).__name__}: set use_dora: false, or another base")
     weight: Tensor = layer.weight

@@ -47,6 +47,7 @@ from palestra.engine.norms import fuse_norms
 from palestra.engine.packaged_bases import PACKAGED_BASES, find_gguf
 from palestra.engine.plain import PlainPath
 from palestra.engine.probe import AttentionShape, probe_attention, set_attention
+from palestra.engine.quantized import Quantization, quantize_model
 from palestra.engine.self_check import choose_engine, small_verdict
 from palestra.engine.tree_attention import TreeLayout
 
@@ -171,11 +172,20 @@ class Engine:
         self._let_layers_be_recomputed()
 
     @classmethod
-    def load(cls, base: str, *, device: str = "auto", dtype: str = "auto", threads: int = 1) -> Engine:
+    def load(
+        cls,
+        base: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        threads: int = 1,
+        quantize: Quantization | None = None,
+    ) -> Engine:
         """Loads the base `base`: the name of a shipped one ("tiny") or a packaged one ("smollm2"), a local folder,
         a GGUF file, or a Hugging Face hub name.
 
-        `device` "auto" uses CUDA if available; `dtype` "auto" is bfloat16 on CUDA and float32 on CPU. Raises ValueError
+        `device` "auto" uses CUDA if available; `dtype` "auto" is bfloat16 on CUDA and float32 on CPU; `quantize`
+        quantises the linear layers after loading (quantized.py). Raises ValueError
         if the base cannot be loaded, or if its results here are not those of transformers (self_check.py).
         """
         torch.set_num_threads(threads)
@@ -194,6 +204,8 @@ class Engine:
             raise ValueError(
                 f'cannot load the base "{base}": it is not a shipped one ({shipped}), and transformers says: {error}'
             ) from error
+        if quantize:
+            quantize_model(model, quantize)
         model = model.to(device).eval().requires_grad_(False)
         return choose_engine(model, base, lambda of, plain: cls(of, tokenizer, base, plain=plain))
 

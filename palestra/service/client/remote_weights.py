@@ -88,6 +88,11 @@ class RemoteWeights:
 
     async def _create(self, seed: int) -> str:
         targets = self.config.target_modules
+        if self.config.quantize:
+            raise ValueError(
+                f"servers load their bases themselves, but the policy sets quantize: {self.config.quantize}: leave that "
+                "out, or train in this process (engine: null)"
+            )
         if self.config.optimizer != "adamw":
             raise ValueError(
                 f"servers train with AdamW, but the policy sets optimizer: {self.config.optimizer}: leave that out, or "
