@@ -347,7 +347,8 @@ without, a second turn, and prompts past every window.
 
 Of models of images and text (Gemma 3, Qwen2.5-VL, Qwen3-VL, Llama 4), the language part runs, on text; adapters train
 it alone. In mixtures of experts, adapters train attention and shared layers; stacked expert weights stay as they are,
-which a line at the start of a run says too. With LongRoPE (Phi-3 for 128k tokens), prompt and answer together are
+which a line at the start of a run says too, unless `target_parameters` names them ([kinds of
+adapters](real-models.md#kinds-of-adapters)). With LongRoPE (Phi-3 for 128k tokens), prompt and answer together are
 limited to the length from which the embedding would depend on the longest sequence of a batch (4,096 tokens for Phi-3).
 
 """

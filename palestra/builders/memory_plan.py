@@ -102,9 +102,7 @@ def _engine_parts(
     if policy.quantize:
         packed = sum(i * o for name, (i, o) in shape.linears.items() if any(part.isdigit() for part in name.split(".")))
         held = (shape.params - packed) * size + quantized_bytes(packed, policy.quantize)
-        detail = (
-            f"{packed / 1e6:,.1f} M in {policy.quantize}, the others of {size} bytes; all of these while it is loaded"
-        )
+        detail = f"{packed / 1e6:,.1f} M in {policy.quantize}, others of {size} bytes; while it is loaded, all"
     yield MemoryPart(f"weights of {policy.base}", held, detail)
     cache_size = _product_size(config, policy)
     if cache_size < size:

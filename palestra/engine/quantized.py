@@ -40,8 +40,8 @@ NF4_LEVELS = (  # Dettmers et al., 2023, appendix E
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer of which `weight` holds codes, uint8 (two of 4 bits each in NF4), and `scales` float32 those
-    of its blocks."""
+    """A frozen linear layer of which `weight` holds codes, uint8 (two of 4 bits each in NF4), and `scales`, float32,
+    those of its blocks."""
 
     def __init__(self, layer: nn.Linear, kind: Quantization) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")

@@ -8,8 +8,10 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
+import palestra
 from palestra.config import validate
 from palestra.engine.checkpoints import load_trainer, save_trainer
 from palestra.engine.lora import Adapter, SingleAdapterRoute, weighted_sum
@@ -22,6 +24,7 @@ from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import AdamConfig, Trainer
 from palestra.learners.lm import LoraPolicyConfig
 from palestra.losses.policy import cross_entropy_loss
+from palestra.runs import list_checkpoints
 from palestra.testing import tiny_lm, tiny_tokenizer
 from palestra.types import Sample
 
@@ -254,6 +257,33 @@ def test_the_memory_plan_counts_every_weight(bases, name):
     count = sum(w.numel() for w in adapter.parameters())
     # biases of layers in full are left out: 64 of 2,560 weights here
     assert adapter_params(model_shape(str(bases / base)), config) == pytest.approx(count, rel=0.03)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word")
+def test_a_run_with_variants_resumes_and_its_folder_is_read_by_peft(bases, tmp_path, monkeypatch):
+    """A run from a config, as users make it: two kinds of adapters on one base, stopped and resumed."""
+    monkeypatch.chdir(tmp_path)
+    speech = {"type": "lora", "base": str(bases / "qwen3"), "sampling": {"max_tokens": 3}, "lr": 1e-2, "rank": 2}
+    kinds = {
+        "guide": {"use_dora": True, "modules_to_save": ["lm_head"], "lora_dropout": 0.1},
+        "walker": {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "optimizer": "muon"},
+    }
+    config = {
+        "env": {"type": "toys:Whisper", "turns": 2},
+        "policies": {name: speech | options for name, options in kinds.items()},
+        "algorithm": {"type": "grpo", "group_size": 4},
+        "episodes": 4,
+        "checkpoint_every": 1,
+    }
+    whole = palestra.train(config, name="whole", steps=3)
+    part = palestra.train(config, name="part", steps=2)
+    part = palestra.train(resume=part, steps=3)
+    for policy in kinds:
+        newest = [list_checkpoints(run.path)[-1] for run in (whole, part)]
+        folders = [checkpoint.path / checkpoint.names[policy] for checkpoint in newest]
+        found = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+        assert all(torch.equal(found[0][key], found[1][key]) for key in found[0]) and found[0]
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases / "qwen3"), folders[0])
 
 
 # ---- dropout

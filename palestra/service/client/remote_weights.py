@@ -90,8 +90,8 @@ class RemoteWeights:
         targets = self.config.target_modules
         if self.config.quantize:
             raise ValueError(
-                f"servers load their bases themselves, but the policy sets quantize: {self.config.quantize}: leave that "
-                "out, or train in this process (engine: null)"
+                f"servers load their bases themselves, but the policy sets quantize: {self.config.quantize}: leave "
+                "that out, or train in this process (engine: null)"
             )
         if self.config.optimizer != "adamw":
             raise ValueError(
