@@ -125,6 +125,7 @@ OPTIONAL = (
         "verifiers",
         "websockets",
         "gguf",
+        "bitsandbytes",
         "gymnasium",
         "mcp",
         "mlflow",

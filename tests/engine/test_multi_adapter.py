@@ -374,12 +374,12 @@ def test_weighted_sum_of_adapters_is_exact(engine: Engine) -> None:
     mixed = weighted_sum(adapters, coefficients, engine.linear_layers)
     for name in mixed.weights:
         wanted = sum(
-            c * a.scale * (a.weights[name][1] @ a.weights[name][0])
+            c * a.scale_of(name) * (a.weights[name][1] @ a.weights[name][0])
             for c, a in zip(coefficients, adapters, strict=True)
             if name in a.weights
         )
         assert isinstance(wanted, torch.Tensor)
-        ours = mixed.scale * (mixed.weights[name][1] @ mixed.weights[name][0])
+        ours = mixed.scale_of(name) * (mixed.weights[name][1] @ mixed.weights[name][0])
         torch.testing.assert_close(ours, wanted, atol=1e-6, rtol=1e-5)
 
 
