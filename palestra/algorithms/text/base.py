@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +12,6 @@ from palestra.config import StrictModel
 from palestra.learners.base import Learner
 from palestra.rollouts.tree_rollout import Branching
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Sample
-
-OldLogprobs = Literal["trainer", "sampler"]
 
 
 class TextAlgorithm(StrictModel):
@@ -91,31 +89,3 @@ async def add_reference_logprobs(samples: Sequence[Sample], learner: Learner) ->
     trained = [sample for sample in samples if sample.has_gradient]
     found = iter(await learner.logprobs(trained, reference=True) if trained else [])
     return [replace(s, reference_logprobs=next(found)) if s.has_gradient else s for s in samples]
-
-
-def importance_options(algorithm: Any) -> dict[str, Any]:
-    """Returns the options of `correct_mismatch` (losses/policy.py) that an algorithm sets."""
-    if algorithm.importance_cap is None or algorithm.old_logprobs == "sampler":
-        return {}
-    floor, mode = algorithm.importance_floor, algorithm.importance_mode
-    options = {"importance_cap": algorithm.importance_cap}
-    options |= {"importance_floor": floor} if floor else {}
-    return options | ({"importance_mode": mode} if mode != "token_truncate" else {})
-
-
-async def add_old_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
-    """Returns the samples with the log-probabilities that clipped ratios are relative to: the trainer's own, before the
-    update, since a sampler's differ by more than narrow bounds allow (by 0.01 in bfloat16).
-
-    An update of one optimizer step needs no pass for it ("current"). One of several makes a forward pass, batch by
-    batch as in training, so that rounding is the same.
-    """
-    batches = learner.batches(samples)
-    if len(batches) < 2:
-        return [replace(sample, old_logprobs="current") for sample in samples]
-    found: dict[int, np.ndarray] = {}
-    for batch in batches:
-        trained = [sample for sample in batch if sample.has_gradient]
-        if id(trained[0]) not in found:  # a later epoch has the same batches
-            found |= zip(map(id, trained), await learner.logprobs(trained), strict=True)
-    return [replace(sample, old_logprobs=found.get(id(sample))) for sample in samples]

@@ -16,13 +16,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import (
-    OldLogprobs,
-    add_old_logprobs,
-    add_reference_logprobs,
-    build_sample,
-    importance_options,
-)
+from palestra.algorithms.text.base import add_reference_logprobs, build_sample
 from palestra.algorithms.text.credit import (
     FLAT,
     Array,
@@ -36,8 +30,9 @@ from palestra.algorithms.text.credit import (
     total_effect_index,
 )
 from palestra.algorithms.text.groups import GroupAlgorithm, SiblingGroup
+from palestra.algorithms.text.importance import ImportanceSampling, add_old_logprobs
 from palestra.learners.base import Learner
-from palestra.losses.policy import LOSSES, ImportanceMode
+from palestra.losses.policy import LOSSES
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.tree_rollout import Branching, Joints
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
@@ -52,7 +47,7 @@ CREDIT_FUNCTIONS: dict[str, Callable[[Array, int], Array]] = {
 ROLE_BASELINES_KEY = "roles"  # key in `memory`: moving average of returns by env and seat
 
 
-class GRPO(GroupAlgorithm):
+class GRPO(ImportanceSampling, GroupAlgorithm):
     """GRPO, AT-GRPO and variants. The mean of the loss counts every sampled answer, also those with advantage 0.
 
     With crossed joint answers an answer's value is its mean over the joint answers that contain it; with `credit:
@@ -105,19 +100,6 @@ class GRPO(GroupAlgorithm):
     dual_clip: float | None = Field(None, gt=1)
     """Bounds the loss of a token with negative advantage to this multiple of it; above 1, only with `surrogate:
     clipped`."""
-    old_logprobs: OldLogprobs = "trainer"
-    """Log-probabilities that ratios are relative to: the `trainer`'s own before the update (an update of several
-    optimizer steps makes a forward pass for them), or the `sampler`'s, without a pass: for samplers that agree with the
-    trainer closely, as this process's does in float32."""
-    importance_cap: float | None = Field(2.0, gt=0)
-    """Upper bound of the importance ratio between the weights before the update and the sampler's, by which advantages
-    are multiplied; it corrects stale samples and samplers of another precision. Null applies no correction. Without
-    effect with `old_logprobs: sampler`."""
-    importance_floor: float = Field(0.0, ge=0)
-    """Lower bound of the importance ratio."""
-    importance_mode: ImportanceMode = "token_truncate"
-    """`token_truncate` bounds each token's ratio (TIS), `token_mask` leaves out tokens out of bounds (IcePop);
-    `sequence_truncate` and `sequence_mask` do so with the product over an answer's tokens (MIS)."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL penalty to the reference policy, in the loss."""
     entropy_coef: float = 0.0
@@ -215,7 +197,7 @@ class GRPO(GroupAlgorithm):
             "gspo": {"clip_low_threshold": 1 - self.clip, "clip_high_threshold": 1 + high},
         }
         options = bounds[self.surrogate] | {"kl": self.kl_coef, "entropy": self.entropy_coef}
-        return {name: value for name, value in options.items() if value} | importance_options(self)
+        return {name: value for name, value in options.items() if value} | self.importance_options
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None

@@ -18,10 +18,11 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import OldLogprobs, TextAlgorithm, add_old_logprobs, importance_options
+from palestra.algorithms.text.base import TextAlgorithm
 from palestra.algorithms.text.gae import explained_variance, gae, standardise
+from palestra.algorithms.text.importance import ImportanceSampling, add_old_logprobs
 from palestra.learners.base import Learner
-from palestra.losses.policy import LOSSES, ImportanceMode
+from palestra.losses.policy import LOSSES
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.tree_rollout import Branching
 from palestra.types import AlgorithmState, Episode, Metrics, Node, Sample, Seat
@@ -39,7 +40,7 @@ class PPOSample(Sample):
     seat: Seat
 
 
-class PPO(TextAlgorithm):
+class PPO(ImportanceSampling, TextAlgorithm):
     """PPO with a value head, on `group_size` trajectories per start. Epochs and batch sizes are settings of the policy.
 
     The KL penalty is part of the rewards: -kl * (log-probability minus reference log-probability) for every token
@@ -72,19 +73,6 @@ class PPO(TextAlgorithm):
     """Coefficient of the value loss."""
     value_clip: float | None = Field(None, gt=0)
     """Largest change of a value per update that still reduces its loss, in units of return; null does not clip."""
-    old_logprobs: OldLogprobs = "trainer"
-    """Log-probabilities that ratios are relative to: the `trainer`'s own before the update (an update of several
-    optimizer steps makes a forward pass for them), or the `sampler`'s, without a pass: for samplers that agree with the
-    trainer closely, as this process's does in float32."""
-    importance_cap: float | None = Field(2.0, gt=0)
-    """Upper bound of the importance ratio between the weights before the update and the sampler's, by which advantages
-    are multiplied; it corrects stale samples and samplers of another precision. Null applies no correction. Without
-    effect with `old_logprobs: sampler`."""
-    importance_floor: float = Field(0.0, ge=0)
-    """Lower bound of the importance ratio."""
-    importance_mode: ImportanceMode = "token_truncate"
-    """`token_truncate` bounds each token's ratio (TIS), `token_mask` leaves out tokens out of bounds (IcePop);
-    `sequence_truncate` and `sequence_mask` do so with the product over an answer's tokens (MIS)."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the per-token KL penalty in the rewards; the initial one if `kl_target` is set."""
     kl_target: float | None = Field(None, gt=0)
@@ -122,7 +110,7 @@ class PPO(TextAlgorithm):
     def loss_options(self) -> dict[str, Any]:
         fields = {"clip", "clip_high", "dual_clip", "value_coef", "value_clip"}
         own = self.model_dump(include=fields, exclude_none=True) | {"entropy": self.entropy_coef}
-        return own | importance_options(self)
+        return own | self.importance_options
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None

@@ -1,0 +1,62 @@
+"""Importance sampling of samples from another sampler or from older weights: the config keys of GRPO and PPO for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from palestra.config import StrictModel
+from palestra.learners.base import Learner
+from palestra.losses.policy import ImportanceMode
+from palestra.types import Sample
+
+OldLogprobs = Literal["trainer", "sampler"]
+
+
+class ImportanceSampling(StrictModel):
+    """Config keys of algorithms whose loss has probability ratios."""
+
+    old_logprobs: OldLogprobs = "trainer"
+    """Log-probabilities that ratios are relative to: the `trainer`'s own before the update (an update of several
+    optimizer steps makes a forward pass for them), or the `sampler`'s, without a pass: for samplers that agree with the
+    trainer closely, as this process's does in float32."""
+    importance_cap: float | None = Field(2.0, gt=0)
+    """Upper bound of the importance ratio between the weights before the update and the sampler's, by which advantages
+    are multiplied; it corrects stale samples and samplers of another precision. Null applies no correction. Without
+    effect with `old_logprobs: sampler`."""
+    importance_floor: float = Field(0.0, ge=0)
+    """Lower bound of the importance ratio."""
+    importance_mode: ImportanceMode = "token_truncate"
+    """`token_truncate` bounds each token's ratio (TIS), `token_mask` leaves out tokens out of bounds (IcePop);
+    `sequence_truncate` and `sequence_mask` do so with the product over an answer's tokens (MIS)."""
+
+    @property
+    def importance_options(self) -> dict[str, Any]:
+        """Options of `correct_mismatch` (losses/policy.py), those that differ from its defaults."""
+        if self.importance_cap is None or self.old_logprobs == "sampler":
+            return {}
+        options: dict[str, Any] = {"importance_cap": self.importance_cap}
+        options |= {"importance_floor": self.importance_floor} if self.importance_floor else {}
+        return options | ({"importance_mode": self.importance_mode} if self.importance_mode != "token_truncate" else {})
+
+
+async def add_old_logprobs(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
+    """Returns the samples with the log-probabilities that clipped ratios are relative to: the trainer's own, before the
+    update, since a sampler's differ by more than narrow bounds allow (by 0.01 in bfloat16).
+
+    An update of one optimizer step needs no pass for it ("current"). One of several makes a forward pass, batch by
+    batch as in training, so that rounding is the same.
+    """
+    batches = learner.batches(samples)
+    if len(batches) < 2:
+        return [replace(sample, old_logprobs="current") for sample in samples]
+    found: dict[int, np.ndarray] = {}
+    for batch in batches:
+        trained = [sample for sample in batch if sample.has_gradient]
+        if id(trained[0]) not in found:  # a later epoch has the same batches
+            found |= zip(map(id, trained), await learner.logprobs(trained), strict=True)
+    return [replace(sample, old_logprobs=found.get(id(sample))) for sample in samples]
