@@ -20,10 +20,10 @@ import numpy as np
 from palestra.populations.league_rules import LeagueConfig, LeagueLearner, LeagueLogic
 from palestra.populations.matchmaking import combine_mixes
 from palestra.populations.population import Member, Player, Population
+from palestra.populations.slices import slice_task
 from palestra.populations.tasks import (
     AssessResult,
     AssessTask,
-    Opponents,
     PlayResult,
     PlayTask,
     Result,
@@ -109,28 +109,16 @@ class League:
         return played if over else [*played, self._slice(learner)]
 
     def _slice(self, learner: LeagueLearner) -> TrainTask:
-        name, mix = f"{learner.name}-{learner.slices + 1}", self.logic.mixture(learner)
+        mix = self.logic.mixture(learner)
         self_play = mix.pop(learner.name, 0.0)
         rest = sum(mix.values())
         names = {name: self.learners[name].latest if name in self.learners else name for name in mix}
         members = combine_mixes(*((p / rest, {names[name]: 1.0}) for name, p in mix.items())) or {
             self.logic.initial_members[0]: 1.0
         }
-        stands_for = {member: [name for name in names if names[name] == member] for member in members}
-        self.opponents[f"train/{name}"] = stands_for
-        player = self.population.players[0]
-        return TrainTask(
-            f"train/{name}",
-            learner=learner.name,
-            player=player,
-            opponents=Opponents({player: members}),
-            self_play=self_play,
-            start=learner.start or None,
-            env_steps=None if self.config.train_steps else self.config.env_steps,
-            train_steps=self.config.train_steps or None,
-            members=self.population.names_with_files([*members, learner.start]),
-            output_member=name,
-        )
+        task = slice_task(self.config, self.population, learner, members, start=learner.start, self_play=self_play)
+        self.opponents[task.name] = {member: [name for name in names if names[name] == member] for member in members}
+        return task
 
     def _note(self, learner: LeagueLearner, task: TrainTask, result: TrainResult) -> None:
         for member, names in self.opponents.pop(task.name).items():

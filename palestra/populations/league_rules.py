@@ -10,14 +10,14 @@ from typing import Literal, get_args
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.config import StrictModel
 from palestra.populations.matchmaking import PFSPWeighting, WinRates, combine_mixes, pfsp
 from palestra.populations.population import Mix, Population
+from palestra.populations.slices import SliceConfig
 
 Role = Literal["main", "main_exploiter", "league_exploiter"]
 
 
-class LeagueConfig(StrictModel):
+class LeagueConfig(SliceConfig):
     """A league: the number of learners of each role, and how they train and are frozen."""
 
     type: Literal["league"] = "league"
@@ -29,10 +29,6 @@ class LeagueConfig(StrictModel):
     """Learners that train against the whole history; sometimes reset when frozen."""
     slices: int = Field(40, ge=1)
     """Slices that each learner trains."""
-    env_steps: int = Field(20_000, ge=1)
-    """Env steps of each slice."""
-    train_steps: int = Field(0, ge=0)
-    """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
     min_slices: int = Field(2, ge=1)
     """Slices between two frozen copies of a learner, at least."""
     max_slices: int = Field(4, ge=1)
@@ -57,8 +53,6 @@ class LeagueConfig(StrictModel):
     """Share of a main agent's games against opponents that it should have learned to beat; the rest is self-play."""
     reset_probability: float = Field(0.25, ge=0, le=1)
     """Probability that a league exploiter is reset when it is frozen."""
-    win_rate_decay: float = Field(0.99, gt=0, le=1)
-    """Factor by which a pair's earlier results are weighted down with each game; 1: all games count alike."""
     explore_share: float = Field(0.05, ge=0, lt=1)
     """Share of a learner's games that is spread evenly over its judges, so that all their win rates stay current."""
 

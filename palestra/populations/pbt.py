@@ -18,7 +18,8 @@ from pydantic import Field, model_validator
 from palestra.config import StrictModel
 from palestra.populations.matchmaking import WinRates
 from palestra.populations.population import Member, Mix, Population
-from palestra.populations.tasks import Opponents, Result, Task, TrainResult, TrainTask
+from palestra.populations.slices import SliceConfig, slice_task
+from palestra.populations.tasks import Result, Task, TrainResult, TrainTask
 from palestra.seeding import derive_seed
 from palestra.types import Metrics
 
@@ -52,7 +53,7 @@ class SearchSpace(StrictModel):
         return min(max(value, self.low), self.high)
 
 
-class PBTConfig(StrictModel):
+class PBTConfig(SliceConfig):
     """Population-based training: number of learners and slices, the searched settings, and the rules of selection."""
 
     type: Literal["pbt"] = "pbt"
@@ -60,10 +61,6 @@ class PBTConfig(StrictModel):
     """Policies that train in parallel."""
     slices: int = Field(20, ge=1)
     """Slices that each learner trains."""
-    env_steps: int = Field(20_000, ge=1)
-    """Env steps of each slice."""
-    train_steps: int = Field(0, ge=0)
-    """Training steps of each slice, for language agents; replaces `env_steps` if above 0."""
     search: dict[str, SearchSpace] = {"lr": SearchSpace(low=1e-4, high=1e-2)}
     """Settings to search for and their ranges: names of settings of the algorithm or the policy."""
     rating: Literal["wins", "return"] = "wins"
@@ -82,8 +79,6 @@ class PBTConfig(StrictModel):
     self_play: float = Field(0.2, ge=0, le=1)
     """Share of a learner's games against its own current weights; the others are against the other learners' latest
     members."""
-    win_rate_decay: float = Field(0.99, gt=0, le=1)
-    """Factor by which a pair's earlier results are weighted down with each game; 1: all games count alike."""
 
 
 @dataclass
@@ -154,27 +149,22 @@ class PBT:
         return {"iteration": done, "iterations": whole, "members": len(self.population), "env_steps": self.env_steps}
 
     def _slice(self, learner: PBTLearner) -> TrainTask:
-        player = self.population.players[0]
         mix, self_play = self._mixture(learner)
-        name = f"{learner.name}-{learner.slices + 1}"
-        self.opponents[f"train/{name}"] = {
-            other.latest: other.name for other in self.learners.values() if other.latest in mix
-        }
         copied_from, learner.copied_from = learner.copied_from, ""
-        return TrainTask(
-            f"train/{name}",
-            learner=learner.name,
-            player=player,
-            opponents=Opponents({player: mix}),
+        task = slice_task(
+            self.config,
+            self.population,
+            learner,
+            mix,
+            start=learner.latest,
             self_play=self_play,
-            start=learner.latest or None,
-            env_steps=None if self.config.train_steps else self.config.env_steps,
-            train_steps=self.config.train_steps or None,
             settings=dict(learner.settings),
             copied_from=copied_from,
-            members=self.population.names_with_files([*mix, learner.latest]),
-            output_member=name,
         )
+        self.opponents[task.name] = {
+            other.latest: other.name for other in self.learners.values() if other.latest in mix
+        }
+        return task
 
     def _mixture(self, learner: PBTLearner) -> tuple[Mix, float]:
         others = [other.latest for other in self.learners.values() if other is not learner and other.latest]
