@@ -120,14 +120,24 @@ def _head(config: Qwen3Config, positions: int, rank: int) -> tuple[float, float]
 
 def tiny_config(vocabulary: int = 512) -> Qwen3Config:
     """The benchmark's model: Qwen3's architecture at 1.05 million parameters, input and output embedding tied."""
+    return qwen3_config(vocabulary, hidden=128, layers=5, heads=4, head_dim=32, mlp=384)
+
+
+def qwen3_06b_config(layers: int = 28) -> Qwen3Config:
+    """The shape of Qwen3-0.6B, with `layers` of its 28 layers."""
+    return qwen3_config(151936, hidden=1024, layers=layers, heads=16, head_dim=128, mlp=3072)
+
+
+def qwen3_config(vocabulary: int, *, hidden: int, layers: int, heads: int, head_dim: int, mlp: int) -> Qwen3Config:
+    """Qwen3's architecture with tied embeddings and two query heads for each key head; token 0 pads, 1 ends."""
     return Qwen3Config(
         vocab_size=vocabulary,
-        hidden_size=128,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=384,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=head_dim,
+        intermediate_size=mlp,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         pad_token_id=0,

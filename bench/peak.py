@@ -25,30 +25,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from limit import random_prompts, save_random
-from transformers import Qwen3Config
+from limit import qwen3_06b_config, random_prompts, save_random
 
 HERE = Path(__file__).parent
 PROMPT, NEW, K, RANK, MICRO_BATCH_TOKENS = 96, 128, 8, 8, 2048
 TARGETS = {"peak_vs_trl": 0.33, "peak_gib_over_base": 2.0}
-
-
-def config_of(layers: int) -> Qwen3Config:
-    """The shape of Qwen3-0.6B, with `layers` of its 28 layers."""
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=3072,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
 
 
 def run_ours(spec: dict) -> None:
@@ -84,7 +65,7 @@ def peak_figures(trl_python: Path, *, quick: bool) -> dict[str, float]:
     """Peak memory of palestra's step over that of TRL's, and over the weights."""
     groups = 2 if quick else 16
     with tempfile.TemporaryDirectory() as name:
-        save_random(config_of(4 if quick else 28), name)
+        save_random(qwen3_06b_config(4 if quick else 28), name)
         prompts = Path(name) / "prompts.json"
         prompts.write_text(json.dumps(random_prompts(groups, PROMPT)))
         spec = {"model": name, "prompts": str(prompts), "K": K, "new_tokens": NEW, "prompts_per_step": groups}
