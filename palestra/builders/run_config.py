@@ -1,4 +1,4 @@
-"""Config keys that runs of language agents and runs in vectorised envs have in common."""
+"""Config keys that kinds of runs have in common: all of them, and those of language agents and of vectorised envs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ class EvalConfig(StrictModel):
 
 
 class RunConfig(StrictModel):
-    """Base config of a training run.
-
-    A subclass narrows the types of `policies`, `algorithm` and `evals`, and adds the length of the run.
-    """
-
-    reserved_names: ClassVar[tuple[str, ...]] = (TEAM,)  # TEAM: metrics of all policies together
+    """Base config of a run of any kind. A subclass adds what is trained in `env`, and for how long."""
 
     name: RunName = "run"
     """Name of the run's folder. If it exists, -2, -3, ... is appended."""
@@ -41,6 +36,23 @@ class RunConfig(StrictModel):
     env: dict[str, Any]
     """The env to train in: `type` and its options; for a vectorised env also `num_envs`, the number of parallel
     copies."""
+    sinks: SinkConfigs = []
+    """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
+
+    @property
+    def env_label(self) -> str:
+        """Name of the env, for display."""
+        return str(self.env["type"])
+
+
+class PolicyRunConfig(RunConfig):
+    """Base config of a run that trains the policies it names.
+
+    A subclass narrows the types of `policies`, `algorithm` and `evals`, and adds the length of the run.
+    """
+
+    reserved_names: ClassVar[tuple[str, ...]] = (TEAM,)  # TEAM: metrics of all policies together
+
     policies: Mapping[str, Any]
     """The policies by name. A policy called `default` plays every seat that has no policy of its own."""
     seats: dict[Seat, str] = {}
@@ -57,13 +69,6 @@ class RunConfig(StrictModel):
     keep_every: int = Field(0, ge=0)
     """Steps between checkpoints that are kept permanently, a multiple of `checkpoint_every`. 0: only the last one of
     the run."""
-    sinks: SinkConfigs = []
-    """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
-
-    @property
-    def env_label(self) -> str:
-        """Name of the env, for display."""
-        return str(self.env["type"])
 
     @property
     def algorithm_label(self) -> str:

@@ -25,7 +25,7 @@ from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.ppo import PPO
 from palestra.algorithms.text.sft import SFT
 from palestra.backends.config import RolloutBackendConfig
-from palestra.builders.run_config import EvalConfig, RunConfig
+from palestra.builders.run_config import EvalConfig, PolicyRunConfig
 from palestra.builders.text_policies import HumanConfig, PolicyConfig
 from palestra.config import StrictModel, validate
 from palestra.engine.sampler import SamplingConfig
@@ -111,7 +111,7 @@ class StageConfig(StrictModel):
     policy has (type, base, rank, alpha, targets, dtype, seed, path) cannot change."""
 
 
-class TextConfig(RunConfig):
+class TextConfig(PolicyRunConfig):
     """A training run of language agents.
 
     Each of `steps` steps plays `episodes` episodes in `env` (or in several `envs`), or reads them from `data`, and

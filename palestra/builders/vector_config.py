@@ -17,7 +17,7 @@ from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
-from palestra.builders.run_config import EvalConfig, RunConfig
+from palestra.builders.run_config import EvalConfig, PolicyRunConfig
 from palestra.config import StrictModel
 from palestra.learners.nets import NetPolicyConfig
 
@@ -75,7 +75,7 @@ class VectorEvalConfig(EvalConfig):
     """Env options that differ from training. They must not change seats or observation shapes."""
 
 
-class VectorConfig(RunConfig):
+class VectorConfig(PolicyRunConfig):
     """A training run of neural-network policies in a vectorised env."""
 
     env_steps: int = Field(1_000_000, ge=1)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_serializer, model_validator
 
 from palestra.backends.config import PopulationBackendConfig, open_backend
+from palestra.builders.run_config import RunConfig
 from palestra.builders.vector_envs import check_memory
 from palestra.config import RunName, StrictModel
 from palestra.envs import load_env_class, validate_env_options
@@ -28,7 +29,6 @@ from palestra.populations.tasks import Backend, TaskResult, WorkerFactory
 from palestra.populations.xdo import XDO, XDOConfig
 from palestra.remote.envs.remote_env import make_env
 from palestra.runs import Run
-from palestra.sinks.base import SinkConfigs
 from palestra.types import TEAM, Metrics, Seat
 from palestra.workers.exact import ExactWorker
 from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker
@@ -53,15 +53,10 @@ OracleConfig = Annotated[NetOracle | ExactOracle | LanguageOracle, Field(discrim
 WORKER_CLASSES: dict[str, Callable[..., Any]] = {"net": NetWorker, "language": LanguageWorker}
 
 
-class PopulationConfig(StrictModel):
+class PopulationConfig(RunConfig):
     """A run that trains a population."""
 
     name: RunName = "population"
-    """Name of the run and of its folder."""
-    seed: int = 0
-    """Seed of the run."""
-    env: dict[str, Any]
-    """The game."""
     symmetric: bool = False
     """One population plays every seat; else each seat has its own. Leagues and population-based training are always
     symmetric."""
@@ -71,8 +66,6 @@ class PopulationConfig(StrictModel):
     """Training of members: networks or language agents."""
     backend: PopulationBackendConfig = PopulationBackendConfig()
     """Processes that run tasks."""
-    sinks: SinkConfigs = []
-    """Further destinations of the run's metrics."""
 
     @model_validator(mode="before")
     @classmethod

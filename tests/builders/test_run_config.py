@@ -1,4 +1,4 @@
-"""Settings shared by the configs of language agents and of vectorised envs."""
+"""Settings shared by the configs of all kinds of runs, and by those of language agents and of vectorised envs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from typing import Any
 
 import pytest
 
-from palestra.builders.run_config import EvalConfig, RunConfig
+from palestra.builders.run_config import EvalConfig, PolicyRunConfig, RunConfig
 from palestra.builders.text_config import TextConfig, TextEvalConfig
 from palestra.builders.vector_config import VectorConfig, VectorEvalConfig
 from palestra.config import validate
 from palestra.config.descriptions import describe_keys
+from palestra.launch.population import PopulationConfig
 
-TREES: dict[type[RunConfig], dict[str, Any]] = {
+TREES: dict[type[PolicyRunConfig], dict[str, Any]] = {
     TextConfig: {"env": {"type": "sokoban"}, "policies": {"default": {"type": "lora"}}},
     VectorConfig: {"env": {"type": "matrix"}, "policies": {"default": {"type": "net"}}},
 }
 
 
 @pytest.mark.parametrize("model", TREES)
-def test_shared_rules_apply_to_every_kind_of_run(model: type[RunConfig]) -> None:
+def test_shared_rules_apply_to_every_run_with_policies(model: type[PolicyRunConfig]) -> None:
     config = validate(model, TREES[model] | {"evals": {"dev": {"seats": {"*": "default"}}}})
-    assert isinstance(config, RunConfig) and config.evals["dev"].episodes == 100
+    assert isinstance(config, PolicyRunConfig) and config.evals["dev"].episodes == 100
     policy = TREES[model]["policies"]["default"]
     for changes, message in (
         ({"policies": {"team": policy}}, 'a policy cannot be called "team"'),
@@ -35,13 +36,19 @@ def test_shared_rules_apply_to_every_kind_of_run(model: type[RunConfig]) -> None
             validate(model, TREES[model] | changes)
 
 
-def test_shared_keys_have_one_description_and_come_first() -> None:
-    shared = {key.key: key.text for key in describe_keys(RunConfig)}
-    for model in TREES:
-        keys = {key.key: key.text for key in describe_keys(model)}
-        assert list(keys)[: len(shared)] == list(shared)
-        differing = {name for name, text in shared.items() if keys[name] != text}
-        assert differing <= {"env", "policies", "algorithm"}
+@pytest.mark.parametrize(
+    ("base", "model"),
+    [(PolicyRunConfig, TextConfig), (PolicyRunConfig, VectorConfig), (RunConfig, PopulationConfig)],
+)
+def test_shared_keys_have_one_description_and_come_first(base: type[RunConfig], model: type[RunConfig]) -> None:
+    shared = {key.key: key.text for key in describe_keys(base)}
+    keys = {key.key: key.text for key in describe_keys(model)}
+    assert list(keys)[: len(shared)] == list(shared)
+    differing = {name for name, text in shared.items() if keys[name] != text}
+    assert differing <= {"env", "policies", "algorithm"}
+
+
+def test_evaluations_have_one_description() -> None:
     evals = {key.key: key.text for key in describe_keys(EvalConfig)}
     for eval_model in (TextEvalConfig, VectorEvalConfig):
         assert evals.items() <= {key.key: key.text for key in describe_keys(eval_model)}.items()
@@ -51,3 +58,14 @@ def test_only_language_agents_reserve_the_name_base() -> None:
     assert "base" in validate(VectorConfig, TREES[VectorConfig] | {"policies": {"base": {"type": "net"}}}).policies
     with pytest.raises(ValueError, match='cannot be called "base"'):
         validate(TextConfig, TREES[TextConfig] | {"policies": {"base": {"type": "lora"}}})
+
+
+def test_a_population_has_the_keys_of_every_run() -> None:
+    tree = {"env": {"type": "matrix"}, "population": {"type": "psro"}, "oracle": {"type": "exact"}}
+    config = validate(PopulationConfig, tree)
+    assert isinstance(config, RunConfig) and (config.name, config.seed, config.env_label) == ("population", 0, "matrix")
+    shared = {key.key: key.text for key in describe_keys(RunConfig)}
+    assert set(shared) == {"name", "seed", "env", "sinks"}
+    assert shared.items() <= {key.key: key.text for key in describe_keys(PopulationConfig)}.items()
+    with pytest.raises(ValueError, match="cannot be the name of a run"):
+        validate(PopulationConfig, tree | {"name": "a/b"})
