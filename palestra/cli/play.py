@@ -83,6 +83,8 @@ def evaluate(
 
         palestra eval runs/demo --cross --member planner --member executor --member base
 
+        palestra eval runs/spread_mappo --cross --member agent --member random
+
         palestra eval runs/demo --episodes 3 --show 3
 
         palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
@@ -96,8 +98,8 @@ def evaluate(
             )
         options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed, "in_process": in_process}
         options |= {"sampling": _sampling(temperature), "greedy": temperature == 0}
-        if cross or show:
-            _needs_text(what, "--cross" if cross else "--show")
+        if show:
+            _needs_text(what, "--show")
         from palestra.evaluation import evaluate as evaluation
 
         with _progress_bar(is_shown="human" not in parse_seats(seats).values()) as on_progress:
@@ -329,12 +331,13 @@ def _cross_table(title: str, found: list[EvalResult]) -> Table:
     from palestra.runs.series import success_interval
 
     seats = list(found[0].policy_names)
-    table = Table(*seats, "success", "team return", *(f"return of {seat}" for seat in seats), title=title)
-    table.title_justify = "left"
+    mean = "team_return" if "team_return" in found[0].metrics else "return"  # networks have the mean over seats
+    columns = ["success", mean.replace("_", " "), *(f"return of {seat}" for seat in seats)]
+    table = Table(*seats, *columns, title=title, title_justify="left")
     for who, metrics, _ in found:
         returns = [_return(metrics, seat) for seat in seats]
         success = success_interval(metrics) if "success" in metrics else "-"
-        table.add_row(*who.values(), success, f"{metrics['team_return']:.2f}", *returns)
+        table.add_row(*who.values(), success, f"{metrics[mean]:.2f}", *returns)
     return table
 
 

@@ -57,6 +57,29 @@ def test_cross_of_a_run_uses_its_own_policies(config):
     assert text.count("%") == 4 * 3  # a share and its interval in each of four rows
 
 
+def test_every_way_to_sit_in_a_vectorised_game_is_tried(tmp_path):
+    """Kuhn poker is zero-sum, and both ways to mix the members are what `--seats` gives."""
+    env = {"type": "kuhn_poker", "num_envs": 16}
+    tree = {"env": env, "policies": {"gambler": {"type": "net", "hidden": [8]}}, "env_steps": 256}
+    (tmp_path / "kuhn.yaml").write_text(yaml.safe_dump(tree))
+    done = palestra("train", tmp_path / "kuhn.yaml", "--root", tmp_path)
+    assert done.exit_code == 0, done.output
+    run = tmp_path / "run"
+    asked = ("--cross", "--member", "gambler", "--member", "random", "--episodes", 64)
+    done = palestra("eval", run, *asked, "--json", "--record", "crossed")
+    assert done.exit_code == 0, done.output
+    found = [(list(line["seats"].values()), line["returns"]) for line in json.loads(done.stdout)]
+    assert [[name.split("/")[0].split("@")[0] for name in names] for names, _ in found] == [
+        ["gambler", "gambler"], ["gambler", "random"], ["random", "gambler"], ["random", "random"],
+    ]  # fmt: skip
+    assert all(sum(returns.values()) == pytest.approx(0) for _, returns in found)
+    alone = palestra("eval", run, "--seats", "player_1=random", "--episodes", 64, "--json")
+    assert json.loads(alone.stdout)["returns"] == found[1][1]
+    table = plain(palestra("eval", run, *asked).output)
+    assert table.count("gambler") == table.count("random/") == 4 and "team" not in table
+    assert sum("crossed: player_0=" in line for line in (run / "evals.jsonl").read_text().splitlines()) == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
