@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,9 +134,12 @@ def _run_folder(request: RunRequest) -> Run:
     if not request.resume:
         name = check_folder_name(request.name or config.name)
         return Run.create(request.root, dump(config), name, {"seed": config.seed})
-    run = Run.open(request.resume)
-    if request.stored:
-        run.replace_config(dump(validate(request.kind.config, request.stored)))
+    with ExitStack() as on_error:
+        run = on_error.enter_context(Run.open(request.resume))
+        if request.stored:
+            run.check_resume()  # before the config changes
+            run.replace_config(dump(validate(request.kind.config, request.stored)))
+        on_error.pop_all()
     return run
 
 

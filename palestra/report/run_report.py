@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -18,22 +20,23 @@ SUMMARY_ROWS = [
 
 def summary_table(path: str | Path) -> Table:
     """Returns a table of what a run learned: evaluations before and after, and each policy's metrics at both ends of
-    the run, with a row that names the log lines these are means of."""
+    the run, with a row that names the log lines these are means of. A lone evaluation stands on the side of training
+    on which it was played."""
     logs = RunLogs(Path(path))
     table = Table(title="what was learned", title_justify="left")
     for heading, justify in (("", "left"), ("before", "right"), ("after", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for key, lines in logs.evals.items():
-        first, last, name = lines[0], lines[-1], eval_label(logs.config, key)
+        last, name = lines[-1], eval_label(logs.config, key)
         n = f"{last['episodes']:.0f}"
         if "success" in last:
-            table.add_row(f"{name}: success of {n}", success_interval(first), success_interval(last), style="bold")
+            table.add_row(f"{name}: success of {n}", *_ends(lines, success_interval), style="bold")
         if "return" in last:
-            table.add_row(f"{name}: return, mean of {n}", *(f"{x['return']:.2f}" for x in (first, last)), style="bold")
+            table.add_row(f"{name}: return, mean of {n}", *_ends(lines, lambda x: f"{x['return']:.2f}"), style="bold")
         if ("return" in last or "success" not in last) and len(set(last["returns"].values())) > 1:
             for seat in last["returns"]:
-                table.add_row(f"{name}: return of {seat}", *(f"{x['returns'][seat]:.2f}" for x in (first, last)))
-        table.add_row(f"{name}: steps an episode", *(f"{x['steps_per_episode']:.1f}" for x in (first, last)))
+                table.add_row(f"{name}: return of {seat}", *_ends(lines, lambda x, of=seat: f"{x['returns'][of]:.2f}"))
+        table.add_row(f"{name}: steps an episode", *_ends(lines, lambda x: f"{x['steps_per_episode']:.1f}"))
     if logs.team and any("success" in line for line in logs.team):
         begin, end, which = end_windows(logs.team)
         table.add_section()
@@ -49,6 +52,14 @@ def summary_table(path: str | Path) -> Table:
             if ends != [None, None]:
                 table.add_row(f"{name}: {label}", *("-" if value is None else f"{value:.2f}" for value in ends))
     return table
+
+
+def _ends(lines: Sequence[dict[str, Any]], text: Callable[..., str]) -> tuple[str, str]:
+    """Returns the texts of an evaluation before and after training: of its first and last line, "-" for the missing
+    one of a lone line (step -1 is before training)."""
+    if len(lines) > 1:
+        return text(lines[0]), text(lines[-1])
+    return (text(lines[0]), "-") if lines[0]["step"] < 0 else ("-", text(lines[0]))
 
 
 def explain_no_update(path: Path) -> str:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -92,16 +92,21 @@ def list_all_checkpoints(path: str | Path) -> list[Checkpoint]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def finish_newest_rename(path: Path) -> None:
-    """Renames the newest checkpoint's folder to its final name, if the process died before it could."""
-    for checkpoint in list_all_checkpoints(path)[-1:]:
-        complete = checkpoint.path.with_name(TEMPORARY_PREFIX + checkpoint.path.name)
-        if complete.is_dir() and not checkpoint.path.exists():
-            os.rename(complete, checkpoint.path)
+def finish_rename(checkpoint: Checkpoint) -> None:
+    """Renames the checkpoint's folder to its final name, if the process died before it could."""
+    if (folder := _current_folder(checkpoint)) != checkpoint.path:
+        os.rename(folder, checkpoint.path)
+
+
+def _current_folder(checkpoint: Checkpoint) -> Path:
+    """Returns the folder that has the checkpoint's files: the temporary one if the process died before the rename."""
+    complete = checkpoint.path.with_name(TEMPORARY_PREFIX + checkpoint.path.name)
+    return complete if complete.is_dir() and not checkpoint.path.exists() else checkpoint.path
 
 
 def find_newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
     """Returns the newest intact checkpoint of a run (None if it has had none yet), and a message on each newer one.
+    Changes no file: `finish_rename` completes a checkpoint that the process died in.
 
     Raises Damaged if the run had checkpoints and none is intact.
     """
@@ -110,13 +115,14 @@ def find_newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
     found, wrong = list_all_checkpoints(path), list[str]()
     unknown = _without_line(path, found)
     for checkpoint in reversed(found):
-        fault = checkpoint.damage or checkpoint.find_changed_log(path)
+        folder = _current_folder(checkpoint) if checkpoint is found[-1] else checkpoint.path
+        fault = replace(checkpoint, path=folder).damage or checkpoint.find_changed_log(path)
         if not fault:
-            newer = [folder for folder in unknown if is_after(folder, checkpoint.step)]
+            newer = [other for other in unknown if is_after(other, checkpoint.step)]
             return checkpoint, [
-                f"{folder} is passed over: {CHECKPOINTS_FILE} has no line for it" for folder in newer
+                f"{other} is passed over: {CHECKPOINTS_FILE} has no line for it" for other in newer
             ] + wrong
-        if checkpoint.path.exists() or not wrong:  # others were pruned
+        if folder.exists() or not wrong:  # others were pruned
             wrong.append(f"the checkpoint after {checkpoint.step + 1} steps is passed over: {fault}")
     if wrong:
         raise DamagedFile(f"no checkpoint of {path} is intact ({wrong[0].partition(': ')[2]}): {RECOVERY_HINT}")

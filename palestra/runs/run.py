@@ -31,6 +31,7 @@ from palestra.files import (
     filter_lines,
     acquire_lock,
     path_inside,
+    read_lines,
     remove_path,
     with_checksum,
     to_json_line,
@@ -45,7 +46,7 @@ from palestra.runs.checkpoints import (
     Checkpoint,
     is_after,
     list_checkpoints,
-    finish_newest_rename,
+    finish_rename,
     find_newest_intact,
     step_name,
 )
@@ -215,11 +216,11 @@ class Run:
         checkpoint's step. Raises ValueError, and changes nothing, if the run had checkpoints and none is intact, or its
         config was edited.
         """
-        check_config(self.path)
-        self._close_logs()
-        finish_newest_rename(self.path)
-        newest, self.skipped_checkpoints = find_newest_intact(self.path)
+        newest, self.skipped_checkpoints = self.check_resume()  # first: what it finds wrong leaves the run as it is
         step = newest.step if newest else -1
+        self._close_logs()
+        if newest:
+            finish_rename(newest)
         _remove_temporary(self.path)
         evals = self.path / "evals.jsonl"
         filter_lines(evals, lambda line: newest is not None and _step_of(evals, line) <= step)
@@ -231,6 +232,17 @@ class Run:
         self._prune()  # the process may have died between the checkpoint and its pruning
         self.next_step = step + 1
         return newest
+
+    def check_resume(self) -> tuple[Checkpoint | None, list[str]]:
+        """Returns the checkpoint that `resume` would return, and a message on each newer one that it would skip.
+        Changes nothing. Raises ValueError as `resume` does."""
+        check_config(self.path)
+        newest, skipped = find_newest_intact(self.path)
+        evals = self.path / "evals.jsonl"
+        for line in read_lines(evals) if evals.exists() else []:
+            if newest:
+                _step_of(evals, line)
+        return newest, skipped
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         if name not in self._logs:

@@ -294,7 +294,8 @@ class TextTrainer:
 
     async def _update_learner(self, name: str) -> Metrics:
         now, start = self.current, read_clocks()
-        position, own = now.position, PhaseTimer(dict(now.timer.wall_s))
+        position = now.position
+        own = PhaseTimer({phase: seconds for phase, seconds in now.timer.wall_s.items() if phase != "train"})
         metrics = await update_learner(
             position.stage.algorithm, self.learners[name], now.episodes, position.progress, self.policy_state(name)
         )

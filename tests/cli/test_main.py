@@ -187,6 +187,14 @@ def test_training_writes_plot_table_and_logs(run):
     assert meta["seed"] == 0 and meta["palestra"]
 
 
+def test_each_learner_has_its_own_training_time(run):
+    """Learners of this process train one after the other: their times are parts of the step's."""
+    lines = read_lines(run[0] / "timings.jsonl")
+    for step in range(3):
+        train_s = {line["policy"]: line["train_s"] for line in lines if line["step"] == step}
+        assert 0 < train_s["guide"] + train_s["walker"] <= train_s["team"]
+
+
 def test_command_line_settings_are_in_the_stored_config(base, tmp_path):
     config = write_config(tmp_path, base, evals={})
     for name in ("mine", "mine-2"):  # a name taken is not written over

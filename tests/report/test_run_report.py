@@ -48,6 +48,15 @@ def test_summary_table_compares_first_and_last_lines(tmp_path):
     assert "0.45" in text and "2.45" in text and "a: means of the first and last 10 lines of 30" in text
 
 
+@pytest.mark.parametrize(("step", "cells"), [(-1, ["25.0%", "-"]), (9, ["-", "25.0%"])])
+def test_a_lone_evaluation_stands_once(tmp_path, step, cells):
+    with Run.create(tmp_path, "") as run:
+        run.log_eval(step, "dev", TEAM | {"success": 0.25, "episodes": 100.0})
+    table = summary_table(run.path)
+    success = [next(iter(column.cells)) for column in table.columns]
+    assert success[0] == "dev: success of 100" and [str(cell).split(" ")[0] for cell in success[1:]] == cells
+
+
 def test_short_run_is_summarised_by_first_and_last_line(tmp_path):
     """Windows of ten lines would be the same twelve lines but two."""
     with Run.create(tmp_path, "") as run:

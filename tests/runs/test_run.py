@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -230,6 +231,51 @@ def test_resume_refuses_a_truncated_log(tmp_path: Path) -> None:
         (run.path / "metrics.jsonl").write_text("")
         with pytest.raises(ValueError, match=r"metrics\.jsonl has 0 bytes, and had \d+ then"):
             run.resume()
+
+
+def contents(path: Path) -> dict[str, bytes | None]:
+    """Every file and folder of a run (but for its lock) with its bytes."""
+    found = [file for file in sorted(path.rglob("*")) if file.name != ".lock"]
+    return {str(file.relative_to(path)): file.read_bytes() if file.is_file() else None for file in found}
+
+
+def lose_a_log(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("")
+
+
+def edit_an_evaluation(run: Path) -> None:
+    with open(run / "evals.jsonl", "ab") as file:
+        file.write(b'{"step": "two", "name": "dev"}\n')
+
+
+def edit_the_config(run: Path) -> None:
+    (run / "config.yaml").write_text("steps: 4\n")
+
+
+@pytest.mark.parametrize("damage", [lose_a_log, edit_an_evaluation, edit_the_config])
+def test_a_refused_resume_changes_nothing(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """Not even what a resume completes or removes: a checkpoint that waits for its rename, and unfinished files."""
+    with new_run(tmp_path) as run:
+        train(run, 3)
+    folder = run.path / "checkpoints"
+    (folder / "step-000002").rename(folder / ".tmp-step-000002")
+    (run.path / "episodes" / ".tmp-step-000003.parquet").write_bytes(b"torn")
+    damage(run.path)
+    before = contents(run.path)
+    with Run.open(run.path) as run, pytest.raises(ValueError):
+        run.resume()
+    assert contents(run.path) == before
+
+
+def test_resume_finishes_the_rename_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        train(run, 3)
+    folder = run.path / "checkpoints"
+    (folder / "step-000002").rename(folder / ".tmp-step-000002")
+    with Run.open(run.path) as run:
+        resumed = run.resume()
+        assert resumed and resumed.path == folder / "step-000002" and not resumed.damage
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000002"]
 
 
 def test_torn_last_line_is_dropped_and_edited_lines_refused(tmp_path: Path) -> None:
