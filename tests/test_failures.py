@@ -11,18 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import invoke
 from terminal_text import plain
-from typer.testing import CliRunner
 
-from palestra.cli.main import app
 from palestra.runs import list_checkpoints, read_lines
 from palestra.runs.episodes import load_episodes
 
 DEEPEST = 'return nothing["boom'  # the line of toys_failing.py that raises
-
-
-def palestra(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def text_config(folder, base, **changes):
@@ -57,7 +52,7 @@ def written(folder, tree):
 
 def failed(*arguments):
     """What a command that ends with exit code 1 says on stderr."""
-    done = palestra(*arguments)
+    done = invoke(*arguments)
     assert done.exit_code == 1, (done.exit_code, done.output, done.exception)
     assert isinstance(done.exception, SystemExit) and "error:" in done.stderr, done.output
     return done.stderr
@@ -84,7 +79,7 @@ def test_max_failed_limits_failed_episodes(base, tmp_path, share):
     """Of 16 episodes some 5 fail: with 0 that ends the run, with 1 it goes on."""
     env = {"type": "toys_failing:Cracks", "share": 0.3}
     config = text_config(tmp_path, base, env=env, episodes=16, steps=1, max_failed=share)
-    done = palestra("train", config, "--root", tmp_path)
+    done = invoke("train", config, "--root", tmp_path)
     assert done.exit_code == (1 if share == 0.0 else 0), done.output
     assert ("of 16 episodes failed" in plain(done.stderr)) == (share == 0.0)
 
@@ -97,13 +92,13 @@ def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
     env = {"type": "toys_failing:Cracks", "mended": str(mended)}
     changes = {"env": env, "staleness": staleness, "checkpoint_every": 100, "steps": 4}
     config = text_config(tmp_path, base, **changes)
-    assert palestra("train", config, "--root", tmp_path, "--name", "whole").exit_code == 0
-    assert palestra("train", config, "--root", tmp_path, "--name", "cut", "--set", "steps=2").exit_code == 0
+    assert invoke("train", config, "--root", tmp_path, "--name", "whole").exit_code == 0
+    assert invoke("train", config, "--root", tmp_path, "--name", "cut", "--set", "steps=2").exit_code == 0
     mended.unlink()
     assert "step 2: 4 of 4 episodes failed" in plain(failed("train", "--resume", tmp_path / "cut", "--set", "steps=4"))
     assert list_checkpoints(tmp_path / "cut")[-1].step == 1
     mended.touch()
-    done = palestra("train", "--resume", tmp_path / "cut")
+    done = invoke("train", "--resume", tmp_path / "cut")
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "cut/error.txt").exists()
     lines = read_lines(tmp_path / "cut/metrics.jsonl")
@@ -149,20 +144,20 @@ def test_run_without_updates_fails_with_the_reason(base, tmp_path):
     said = plain(failed("train", config, "--root", tmp_path))
     assert "no update was made in 3 steps: in 100% of the groups all answers earn the same" in said
     assert "algorithm.group_size" in said and len(list_checkpoints(tmp_path / "failing")) == 1
-    longer = palestra("train", "--resume", tmp_path / "failing", "--set", "steps=4")
+    longer = invoke("train", "--resume", tmp_path / "failing", "--set", "steps=4")
     assert longer.exit_code == 1 and "no update was made in 4 steps" in plain(longer.stderr)
 
 
 def test_run_without_learners_succeeds(base, tmp_path):
     policies = {"default": {"type": "random"}}
     config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, policies=policies)
-    done = palestra("train", config, "--root", tmp_path)
+    done = invoke("train", config, "--root", tmp_path)
     assert done.exit_code == 0, done.output
 
 
 def test_alarms_that_fired_are_printed_at_the_end(base, tmp_path):
     config = text_config(tmp_path, base, env={"type": "toys_failing:Flat"}, steps=12)
-    done = palestra("train", config, "--root", tmp_path)
+    done = invoke("train", config, "--root", tmp_path)
     assert "alarm: nothing to learn from: 100% of the groups" in plain(done.stdout)
 
 

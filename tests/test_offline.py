@@ -6,28 +6,14 @@ import re
 
 import pytest
 import yaml
-from terminal_text import plain
+from command_line import palestra, refused
 from toys import Whisper
-from typer.testing import CliRunner
 
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
-from palestra.cli.main import app
 from palestra.config import dump, parse, validate
 from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
 from palestra.training.loop import restore_checkpoint, run_training
-
-
-def palestra(*arguments):
-    done = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def refused(*arguments):
-    done = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert done.exit_code == 2 and "Traceback" not in done.output, done.output
-    return plain(done.stderr)
 
 
 def write(path, tree):

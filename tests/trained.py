@@ -6,23 +6,7 @@ import json
 from pathlib import Path
 
 import yaml
-from typer.testing import CliRunner
-
-from palestra.cli.main import app
-
-
-def palestra(*arguments: object) -> str:
-    """The command in this process; what it printed, once it has ended well."""
-    done = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def refused(*arguments: object) -> str:
-    """What a command that must fail said of it, in one line."""
-    done = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert done.exit_code == 2 and "Traceback" not in done.output, done.output
-    return " ".join(done.stderr.split())
+from command_line import palestra
 
 
 def two_agents(base: Path, root: Path, name: str = "two", **changes: object) -> Path:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from command_line import palestra, refused
 from peft import PeftModel
-from trained import palestra, refused, two_agents
+from trained import two_agents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from palestra.agents.trained_agent import find_agents, load_policy

@@ -16,8 +16,9 @@ import httpx
 import openai
 import pytest
 import raw
+from command_line import palestra, refused
 from processes import PALESTRA
-from trained import palestra, refused, two_agents
+from trained import two_agents
 
 from palestra.web.completions import HTTP_LIMITS
 

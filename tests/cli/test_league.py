@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from command_line import invoke
 from terminal_text import plain
-from typer.testing import CliRunner
 
-from palestra.cli.main import app
 from palestra.report.population_data import read_record
 from palestra.runs import read_lines
 
@@ -15,48 +14,44 @@ CONFIG = Path(__file__).parents[2] / "configs/populations/rps_league.yaml"
 SMALL = ["slices=2", "min_slices=1", "max_slices=1", "env_steps=1024", "league_exploiters=0", "games_per_cell=0"]
 
 
-def palestra(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Two learners of two slices each, all frozen, whose members did not play each other."""
     root = tmp_path_factory.mktemp("league")
     settings = [part for setting in SMALL for part in ("--set", f"population.{setting}")]
-    done = palestra("train", CONFIG, "--root", root, "--backend", "inline", *settings)
+    done = invoke("train", CONFIG, "--root", root, "--backend", "inline", *settings)
     assert done.exit_code == 0, done.output
     return root / "rps_league"
 
 
 def test_missing_games_are_played_once_and_stored(run, tmp_path):
-    before = palestra("league", "standings", run)
+    before = invoke("league", "standings", run)
     assert before.exit_code == 2 and "league crossplay" in plain(before.output)
-    assert palestra("league", "crossplay", run).output.count("-") > 10  # nobody has met
-    played = palestra("league", "crossplay", run, "--games", 60, "--backend", "inline", "--csv", tmp_path / "all.csv")
+    assert invoke("league", "crossplay", run).output.count("-") > 10  # nobody has met
+    played = invoke("league", "crossplay", run, "--games", 60, "--backend", "inline", "--csv", tmp_path / "all.csv")
     assert played.exit_code == 0 and "15 pairs lacked games, and have 60 now" in plain(played.output), played.output
     assert len(read_lines(run / "crossplay.jsonl")) == 15
     assert (read_record(run).payoffs.games() == 60).all()
     assert len((tmp_path / "all.csv").read_text().splitlines()) == 16
-    again = palestra("league", "crossplay", run, "--games", 60, "--backend", "inline")
+    again = invoke("league", "crossplay", run, "--games", 60, "--backend", "inline")
     assert "every pair has 60 games" in plain(again.output) and len(read_lines(run / "crossplay.jsonl")) == 15
-    more = palestra("league", "crossplay", run, "--games", 100, "--backend", "inline")
+    more = invoke("league", "crossplay", run, "--games", 100, "--backend", "inline")
     assert "15 pairs" in plain(more.output) and (read_record(run).payoffs.games() == 100).all()
-    table = palestra("league", "standings", run, "--csv", tmp_path / "standings.csv")
+    table = invoke("league", "standings", run, "--csv", tmp_path / "standings.csv")
     assert table.exit_code == 0 and "uniform" in table.output and "main_0-2" in table.output
     assert len((tmp_path / "standings.csv").read_text().splitlines()) == 6
 
 
 def test_population_plot_is_written(run):
-    done = palestra("league", "plot", run)
+    done = invoke("league", "plot", run)
     assert done.exit_code == 0 and (run / "population.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_run_without_population_is_refused(tmp_path):
     for command in ("standings", "crossplay", "plot"):
-        done = palestra("league", command, tmp_path)
+        done = invoke("league", command, tmp_path)
         assert done.exit_code == 2 and "no finished task of a population" in plain(done.output)
-    done = palestra("league", "crossplay", tmp_path, "--games", 5)
+    done = invoke("league", "crossplay", tmp_path, "--games", 5)
     assert done.exit_code == 2 and "cannot read config" in plain(done.output)
 
 
@@ -64,11 +59,11 @@ def test_exploit_gives_a_lower_bound_on_nash_conv(tmp_path):
     """Against uniform play, which is what one iteration of PSRO has: no more than NashConv, and most of it."""
     settings = ["population.iterations=1", "population.env_steps=512", "oracle.payoffs=exact"]
     asked = [part for setting in settings for part in ("--set", setting)]
-    done = palestra("train", CONFIG.with_name("kuhn_psro.yaml"), "--root", tmp_path, "--backend", "inline", *asked)
+    done = invoke("train", CONFIG.with_name("kuhn_psro.yaml"), "--root", tmp_path, "--backend", "inline", *asked)
     run = tmp_path / "kuhn_psro"
     assert done.exit_code == 0 and "population.png" in done.output, done.output
     exact = [line["nash_conv"] for line in read_lines(run / "metrics.jsonl") if "nash_conv" in line][-1]
-    done = palestra("league", "exploit", run, "--steps", 60_000, "--backend", "inline")
+    done = invoke("league", "exploit", run, "--steps", 60_000, "--backend", "inline")
     assert done.exit_code == 0, done.output
     (least,) = re.findall(r"NashConv is at least ([\d.]+)", plain(done.output))
     assert 0.7 * exact < float(least) <= exact + 1e-3
@@ -79,7 +74,7 @@ def test_exploit_gives_a_lower_bound_on_nash_conv(tmp_path):
 
 def test_exploit_of_a_league_plays_games(run):
     """Its newest member, who wins nothing against itself."""
-    done = palestra("league", "exploit", run, "--steps", 2048, "--games", 50, "--backend", "inline")
+    done = invoke("league", "exploit", run, "--steps", 2048, "--games", 50, "--backend", "inline")
     assert done.exit_code == 0, done.output
     (line,) = read_lines(run / "exploits.jsonl")
     assert line["mixture_return"] == 0 and line["stderr"] > 0 and line["gain"] == line["response_return"]
@@ -89,15 +84,15 @@ def test_exploit_of_a_league_plays_games(run):
 
 def test_two_populations_are_compared(run, tmp_path):
     """With itself a population is worth nothing, to the accuracy of games; one of another game is refused."""
-    done = palestra("league", "compare", run, run, "--games", 200, "--backend", "inline")
+    done = invoke("league", "compare", run, run, "--games", 200, "--backend", "inline")
     assert done.exit_code == 0 and "5 x 5 members" in plain(done.output), done.output
     assert abs(float(re.findall(r"mean return of ([+-][\d.]+)", plain(done.output))[0])) < 0.3
     settings = ["population.iterations=1", "population.env_steps=512", "oracle.payoffs=exact"]
     for name, more in (("weak", []), ("strong", ["population.env_steps=60000", "population.iterations=3"])):
         asked = [part for setting in [*settings, *more] for part in ("--set", setting)]
         where = ("--root", tmp_path, "--name", name, "--backend", "inline")
-        assert palestra("train", CONFIG.with_name("kuhn_psro.yaml"), *where, *asked).exit_code == 0
-    done = palestra("league", "compare", tmp_path / "strong", tmp_path / "weak", "--backend", "inline")
+        assert invoke("train", CONFIG.with_name("kuhn_psro.yaml"), *where, *asked).exit_code == 0
+    done = invoke("league", "compare", tmp_path / "strong", tmp_path / "weak", "--backend", "inline")
     assert float(re.findall(r"mean return of ([+-][\d.]+)", plain(done.output))[0]) > 0.05
-    done = palestra("league", "compare", run, tmp_path / "weak")
+    done = invoke("league", "compare", run, tmp_path / "weak")
     assert done.exit_code == 2 and "cannot be compared: env" in plain(done.output)

@@ -8,20 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import invoke
 from terminal_text import plain
-from typer.testing import CliRunner
 
-from palestra.cli.main import app
 from palestra.config import parse, validate
 from palestra.runs import Run, list_checkpoints, read_lines
 
 SCRIPT = Path(sys.executable).parent / "palestra"
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def palestra(*arguments):
-    """The command in this process: torch is loaded once for all tests."""
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def write_config(folder, base, **changes):
@@ -45,7 +39,7 @@ def write_config(folder, base, **changes):
 def run(base, tmp_path_factory):
     """A trained run of three steps, and what training printed."""
     root = tmp_path_factory.mktemp("cli")
-    done = palestra("train", write_config(root, base), "--root", root / "runs")
+    done = invoke("train", write_config(root, base), "--root", root / "runs")
     assert done.exit_code == 0, done.output
     return root / "runs" / "short", done.output
 
@@ -55,23 +49,23 @@ def run(base, tmp_path_factory):
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_help_shows_examples(command):
-    text = plain(palestra(command, "--help").output)
+    text = plain(invoke(command, "--help").output)
     assert f"palestra {command} configs/demo.yaml" in text or f"palestra {command} runs/demo" in text
     assert "Examples" in text
 
 
 def test_help_lists_the_commands():
-    text = plain(palestra("--help").output)
+    text = plain(invoke("--help").output)
     for command in ("train", "eval", "runs", "info"):
         assert f" {command} " in text
-    assert palestra("--help").exit_code == 0 and palestra().exit_code == 2
+    assert invoke("--help").exit_code == 0 and invoke().exit_code == 2
 
 
 def test_short_help_version_and_groups():
-    assert palestra("-h").output == palestra("--help").output and palestra("train", "-h").exit_code == 0
-    done = palestra("--version")
+    assert invoke("-h").output == invoke("--help").output and invoke("train", "-h").exit_code == 0
+    done = invoke("--version")
     assert done.exit_code == 0 and done.output.startswith("palestra 0.")
-    text = plain(palestra("-h").output)
+    text = plain(invoke("-h").output)
     assert text.index("Train ") < text.index(" demo ") < text.index("See what was learned") < text.index(" runs ")
     assert "--install-completion" in text
 
@@ -85,7 +79,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def refused(*arguments):
-    done = palestra(*arguments)
+    done = invoke(*arguments)
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.output and "error:" in done.stderr and done.stdout == ""
     return plain(done.stderr)
@@ -155,7 +149,7 @@ def test_dry_run_prints_the_resolved_config_and_leaves_nothing(base, tmp_path):
     system = "You guide a walker. [bold]Whisper[/bold] the secret: " + "be brief; " * 30 + "é"
     config = write_config(tmp_path, base)
     set_system = f"policies.guide.system={json.dumps(system, ensure_ascii=False)}"
-    done = palestra("train", config, "--dry-run", "--root", tmp_path / "runs", "--set", "steps=7", "--set", set_system)
+    done = invoke("train", config, "--dry-run", "--root", tmp_path / "runs", "--set", "steps=7", "--set", set_system)
     assert done.exit_code == 0 and not (tmp_path / "runs").exists()
     from palestra.builders.text_config import TextConfig
 
@@ -199,14 +193,14 @@ def test_command_line_settings_are_in_the_stored_config(base, tmp_path):
     config = write_config(tmp_path, base, evals={})
     for name in ("mine", "mine-2"):  # a name taken is not written over
         settings = ("--set", "steps=1", "--set", "seed=5", "--name", "mine", "--root", tmp_path)
-        assert palestra("train", config, *settings).exit_code == 0
+        assert invoke("train", config, *settings).exit_code == 0
         tree = parse((tmp_path / name / "config.yaml").read_text())
         assert tree["steps"] == 1 and tree["seed"] == 5 and tree["name"] == "short"
 
 
 def test_resume_of_a_finished_run_prints_its_summary(run):
     before = (run[0] / "metrics.jsonl").read_bytes()
-    done = palestra("train", "--resume", run[0])
+    done = invoke("train", "--resume", run[0])
     assert (
         done.exit_code == 0
         and "what was learned" in plain(done.output)
@@ -226,7 +220,7 @@ def test_episode_failure_is_printed_and_training_continues(base, tmp_path, monke
     )
     monkeypatch.syspath_prepend(tmp_path)
     config = write_config(tmp_path, base, env={"type": "shaky_cli:Shaky"}, max_failed=1.0)
-    done = palestra("train", config, "--root", tmp_path / "runs")
+    done = invoke("train", config, "--root", tmp_path / "runs")
     assert done.exit_code == 0, done.output
     assert "RuntimeError: lost [/INST] [bold]token" in plain(done.output)
 
@@ -244,10 +238,10 @@ def test_the_installed_command_finds_an_env_beside_the_config(base, tmp_path):
 
 
 def test_runs_command_lists_runs(run):
-    text = plain(palestra("runs", "--root", run[0].parent).output)
+    text = plain(invoke("runs", "--root", run[0].parent).output)
     for word in ("short", "done", "toys", "grpo", "3/3", "dev", "held-out"):
         assert word in text
-    assert "no runs in" in palestra("runs", "--root", run[0] / "nothing").output
+    assert "no runs in" in invoke("runs", "--root", run[0] / "nothing").output
 
 
 def test_runs_shows_alarms_and_the_headline_of_each_run(tmp_path):
@@ -257,12 +251,12 @@ def test_runs_shows_alarms_and_the_headline_of_each_run(tmp_path):
             opened.log_metrics(step, "team", {"success": 0.0, "failed": 9.0, "episodes": 10.0})
         opened.log_eval(11, "dev", {"success": 0.75, "episodes": 4.0})
         opened.log_eval(11, "test", {"success": 0.53, "episodes": 300.0})
-    text = plain(palestra("runs", "--root", tmp_path).output)
+    text = plain(invoke("runs", "--root", tmp_path).output)
     assert "53.0%" in text and "75.0%" not in text and "12/12" in text and "fail" in text
 
 
 def test_info_names_versions_envs_and_bases():
-    done = palestra("info")
+    done = invoke("info")
     text = plain(done.output)
     assert done.exit_code == 0
     names = ("sokoban", "plan_path", "simple_spread", "grpo", "sft", "qmix", "tiny", "smollm2", "endpoint", "psro")
@@ -272,23 +266,23 @@ def test_info_names_versions_envs_and_bases():
 
 def test_info_of_a_base_plans_the_memory_of_a_run(tmp_path, base):
     config = write_config(tmp_path, base)
-    text = plain(palestra("info", "--config", config, "--prompt-tokens", 64).output)
+    text = plain(invoke("info", "--config", config, "--prompt-tokens", 64).output)
     assert "KV cache" in text and "optimizer guide" in text and "adapter walker" in text and "peak" in text
-    assert "weights of tiny" in plain(palestra("info", "--base", "tiny").output)
-    huge = palestra("info", "--base", "tiny", "--set", "policies.default.micro_batch_tokens=1000000000")
+    assert "weights of tiny" in plain(invoke("info", "--base", "tiny").output)
+    huge = invoke("info", "--base", "tiny", "--set", "policies.default.micro_batch_tokens=1000000000")
     assert "--set policies.default.gradient_checkpointing=true" in plain(huge.output).replace("\n", " ")
-    lost = palestra("info", "--base", "./no-such-folder")
+    lost = invoke("info", "--base", "./no-such-folder")
     assert lost.exit_code == 2 and "no model at" in plain(lost.output)
 
 
 def test_eval_prints_a_table(run):
-    done = palestra("eval", run[0], "--episodes", "5")
+    done = invoke("eval", run[0], "--episodes", "5")
     text = plain(done.output)
     assert done.exit_code == 0 and "success" in text and "guide@" in text and "5 episodes" in text
 
 
 def test_eval_as_json_with_seats_swapped(run):
-    done = palestra("eval", run[0], "--episodes", "6", "--swap", "--temperature", "0", "--json", "--env", "turns=2")
+    done = invoke("eval", run[0], "--episodes", "6", "--swap", "--temperature", "0", "--json", "--env", "turns=2")
     figures = json.loads(done.stdout)
     assert figures["episodes"] == 6 and figures["failed"] == 0 and 0 <= figures["success"] <= 1
     assert figures["steps_per_episode"] == 4
@@ -298,7 +292,7 @@ def test_eval_as_json_with_seats_swapped(run):
 def test_eval_can_record_its_result_in_the_run(run, tmp_path):
     path = shutil.copytree(run[0], tmp_path / "copy")
     before = read_lines(path / "evals.jsonl")
-    done = palestra("eval", path, "--swap", "--episodes", 4, "--record", "swapped")
+    done = invoke("eval", path, "--swap", "--episodes", 4, "--record", "swapped")
     assert done.exit_code == 0, done.output
     *others, line = read_lines(path / "evals.jsonl")
     assert others == before and line["name"] == "swapped" and line["step"] == 2 and line["episodes"] == 4
@@ -307,16 +301,16 @@ def test_eval_can_record_its_result_in_the_run(run, tmp_path):
 
 def test_eval_is_deterministic_and_read_only(run):
     before = {file: file.read_bytes() for file in run[0].rglob("*") if file.is_file()}
-    first, second = (palestra("eval", run[0], "--episodes", "9", "--json").stdout for _ in range(2))
+    first, second = (invoke("eval", run[0], "--episodes", "9", "--json").stdout for _ in range(2))
     assert first == second
     assert {file: file.read_bytes() for file in run[0].rglob("*") if file.is_file()} == before
 
 
 def test_eval_accepts_a_config(base, tmp_path):
-    done = palestra("eval", write_config(tmp_path, base), "--episodes", "3", "--json")
+    done = invoke("eval", write_config(tmp_path, base), "--episodes", "3", "--json")
     assert json.loads(done.stdout)["seats"] == {"guide": "guide", "walker": "walker"}
 
 
 def test_eval_of_one_member_plays_every_seat(run):
-    done = palestra("eval", f"{run[0]}:guide", "--episodes", "3", "--json")
+    done = invoke("eval", f"{run[0]}:guide", "--episodes", "3", "--json")
     assert all(policy.startswith("guide@") for policy in json.loads(done.stdout)["seats"].values())

@@ -6,18 +6,13 @@ import json
 
 import pytest
 import yaml
+from command_line import invoke
 from terminal_text import plain
-from typer.testing import CliRunner
 
-from palestra.cli.main import app
 from palestra.runs.episodes import load_episodes, read_episodes
 from palestra.web.chat_server import ChatSession
 
 WHISPER = "toys:Whisper"
-
-
-def palestra(*arguments, **options):
-    return CliRunner().invoke(app, [str(a) for a in arguments], **options)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +37,7 @@ def server():
 
 
 def test_cross_plays_every_seat_assignment(config):
-    done = palestra("eval", config, "--cross", "--member", "expert", "--member", "random", "--episodes", 40, "--json")
+    done = invoke("eval", config, "--cross", "--member", "expert", "--member", "random", "--episodes", 40, "--json")
     assert done.exit_code == 0, done.output
     found = {tuple(line["seats"].values()): line for line in json.loads(done.stdout)}
     assert set(found) == {(a, b) for a in ("expert", "random") for b in ("expert", "random")}
@@ -53,7 +48,7 @@ def test_cross_plays_every_seat_assignment(config):
 
 
 def test_cross_of_a_run_uses_its_own_policies(config):
-    text = plain(palestra("eval", config, "--cross", "--episodes", 2).output)
+    text = plain(invoke("eval", config, "--cross", "--episodes", 2).output)
     assert text.count("%") == 4 * 3  # a share and its interval in each of four rows
 
 
@@ -62,20 +57,20 @@ def test_every_way_to_sit_in_a_vectorised_game_is_tried(tmp_path):
     env = {"type": "kuhn_poker", "num_envs": 16}
     tree = {"env": env, "policies": {"gambler": {"type": "net", "hidden": [8]}}, "env_steps": 256}
     (tmp_path / "kuhn.yaml").write_text(yaml.safe_dump(tree))
-    done = palestra("train", tmp_path / "kuhn.yaml", "--root", tmp_path)
+    done = invoke("train", tmp_path / "kuhn.yaml", "--root", tmp_path)
     assert done.exit_code == 0, done.output
     run = tmp_path / "run"
     asked = ("--cross", "--member", "gambler", "--member", "random", "--episodes", 64)
-    done = palestra("eval", run, *asked, "--json", "--record", "crossed")
+    done = invoke("eval", run, *asked, "--json", "--record", "crossed")
     assert done.exit_code == 0, done.output
     found = [(list(line["seats"].values()), line["returns"]) for line in json.loads(done.stdout)]
     assert [[name.split("/")[0].split("@")[0] for name in names] for names, _ in found] == [
         ["gambler", "gambler"], ["gambler", "random"], ["random", "gambler"], ["random", "random"],
     ]  # fmt: skip
     assert all(sum(returns.values()) == pytest.approx(0) for _, returns in found)
-    alone = palestra("eval", run, "--seats", "player_1=random", "--episodes", 64, "--json")
+    alone = invoke("eval", run, "--seats", "player_1=random", "--episodes", 64, "--json")
     assert json.loads(alone.stdout)["returns"] == found[1][1]
-    table = plain(palestra("eval", run, *asked).output)
+    table = plain(invoke("eval", run, *asked).output)
     assert table.count("gambler") == table.count("random/") == 4 and "team" not in table
     assert sum("crossed: player_0=" in line for line in (run / "evals.jsonl").read_text().splitlines()) == 4
 
@@ -91,35 +86,35 @@ def test_every_way_to_sit_in_a_vectorised_game_is_tried(tmp_path):
     ],
 )
 def test_invalid_arguments_are_explained(config, arguments, message):
-    done = palestra("eval", config, *arguments)
+    done = invoke("eval", config, *arguments)
     assert done.exit_code == 2 and message in plain(done.output)
 
 
 def test_traceback_is_shown_on_request(config, monkeypatch):
     monkeypatch.setenv("PALESTRA_TRACEBACK", "1")
-    done = palestra("eval", config, "--seats", "cook=expert")
+    done = invoke("eval", config, "--seats", "cook=expert")
     assert isinstance(done.exception, ValueError) and done.exit_code == 1
 
 
 def test_env_name_alone_is_accepted():
-    done = palestra("eval", "text_kuhn", "--seats", "player_0=random", "--seats", "player_1=random", "--json")
+    done = invoke("eval", "text_kuhn", "--seats", "player_0=random", "--seats", "player_1=random", "--json")
     figures = json.loads(done.stdout)
     assert figures["failed"] == 0 and figures["returns"]["player_0"] == -figures["returns"]["player_1"]
-    assert palestra("eval", "no_such_env").exit_code == 2
+    assert invoke("eval", "no_such_env").exit_code == 2
 
 
 def test_endpoint_plays_a_seat(config, server, monkeypatch):
     """The echo says the bit that it sees: the right thing for a guide, the wrong one for a walker."""
     monkeypatch.setenv("OPENAI_API_KEY", server.key)
     who = f"guide={server.url}#echo"
-    done = palestra("eval", config, "--seats", who, "--seats", "walker=expert", "--episodes", 5, "--json")
+    done = invoke("eval", config, "--seats", who, "--seats", "walker=expert", "--episodes", 5, "--json")
     figures = json.loads(done.stdout)
     assert figures["success"] == 1 and figures["seats"]["guide"] == "echo" and server.key not in done.stdout
 
 
 def test_show_prints_whole_episodes(config):
     seats = ("--seats", "guide=expert", "--seats", "walker=expert")
-    text = palestra("eval", config, *seats, "--episodes", 3, "--show", 2).output
+    text = invoke("eval", config, *seats, "--episodes", 3, "--show", 2).output
     assert text.count("guide sees: ") == text.count("walker says: ") == 2
     assert "-> team +1" in text and 'the end: {"success": true, "invalid": false}' in text
 
@@ -129,7 +124,7 @@ def test_show_prints_whole_episodes(config):
 
 def test_episodes_are_recorded_with_tokens(config, tmp_path):
     out = tmp_path / "sub" / "all.parquet"
-    done = palestra("collect", config, "--out", out, "--episodes", 7)
+    done = invoke("collect", config, "--out", out, "--episodes", 7)
     assert done.exit_code == 0 and "7 of 7 episodes" in plain(done.output), done.output
     episodes = load_episodes(out)
     assert len(episodes) == 7 and len({episode.seed for episode in episodes}) == 7
@@ -143,19 +138,19 @@ def test_collect_filters_by_return_and_success(config, tmp_path):
     """A guide at random is right every other time; whole successes earn 2.5 at the most, half of it the guide's."""
     arguments = ("collect", config, "--episodes", 60, "--seats", "guide=random", "--seats", "walker=expert")
     out = tmp_path / "some.parquet"
-    assert palestra(*arguments, "--out", out, "--successes").exit_code == 0
+    assert invoke(*arguments, "--out", out, "--successes").exit_code == 0
     some = load_episodes(out)
     assert 0 < len(some) < 60 and all(episode.success for episode in some)
     assert {*read_episodes(out).column("episode").to_pylist()} == set(range(len(some)))
-    assert palestra(*arguments, "--out", out, "--min-return", "1.5").exit_code == 0
+    assert invoke(*arguments, "--out", out, "--min-return", "1.5").exit_code == 0
     assert [episode.seed for episode in load_episodes(out)] == [episode.seed for episode in some]
-    assert palestra(*arguments, "--out", out, "--min-return", "2").exit_code == 0 and load_episodes(out) == []
+    assert invoke(*arguments, "--out", out, "--min-return", "2").exit_code == 0 and load_episodes(out) == []
 
 
 def test_collect_is_deterministic(config, tmp_path):
     one, two = tmp_path / "one.parquet", tmp_path / "two.parquet"
     for out in (one, two):
-        palestra("collect", config, "--out", out, "--episodes", 3)
+        invoke("collect", config, "--out", out, "--episodes", 3)
     assert read_episodes(one).equals(read_episodes(two))
 
 
@@ -164,38 +159,38 @@ def test_collect_is_deterministic(config, tmp_path):
 
 def test_person_plays_a_seat_in_the_terminal(config):
     """The walker hears the guide's bit at the end of what it sees, and must say the other one."""
-    done = palestra("play", config, "--seat", "walker", "--seats", "guide=expert", input="x\n")
+    done = invoke("play", config, "--seat", "walker", "--seats", "guide=expert", input="x\n")
     assert done.exit_code == 0 and "[w]" in done.output and "walker (you)" in plain(done.output)
     heard = done.output.split("[w]\n", 1)[1].splitlines()[0][-1]
-    won = palestra("play", config, "--seat", "walker", "--seats", "guide=expert", input=f"{1 - int(heard)}\n")
+    won = invoke("play", config, "--seat", "walker", "--seats", "guide=expert", input=f"{1 - int(heard)}\n")
     assert "success yes" in plain(won.output.replace("│", ""))
 
 
 def test_legal_actions_are_shown(config):
-    done = palestra("play", "text_kuhn", "--seats", "player_1=random", input="pass\n" * 3)
+    done = invoke("play", "text_kuhn", "--seats", "player_1=random", input="pass\n" * 3)
     assert done.exit_code == 0 and "(pass, bet)" in done.output
 
 
 def test_rules_and_answer_format_are_shown_to_a_person():
     compact = ("--env", "rendering=compact", "--env", "team=planner_executor")
-    output = plain(palestra("play", "plan_path", *compact, "--seats", "executor=expert", input="r1 c1\n").output)
+    output = plain(invoke("play", "plan_path", *compact, "--seats", "executor=expert", input="r1 c1\n").output)
     assert "a walker (@) must reach the goal" in output and "for example: #### r2 c3 r4 c3" in output
     assert "r2 c3 is the cell in row 2 and column 3" in output
-    full = plain(palestra("play", "plan_path", "--env", "rendering=ascii", "--env", "team=single", input="up\n").output)
+    full = plain(invoke("play", "plan_path", "--env", "rendering=ascii", "--env", "team=single", input="up\n").output)
     assert full.count("a walker (@) must reach the goal") == 1  # in the role alone
-    assert "Answer with exactly one of the words" in plain(palestra("play", "text_kuhn", input="pass\n" * 3).output)
+    assert "Answer with exactly one of the words" in plain(invoke("play", "text_kuhn", input="pass\n" * 3).output)
 
 
 def test_giving_up_prints_no_traceback(config):
-    done = palestra("play", config, "--seat", "guide", input="")
+    done = invoke("play", config, "--seat", "guide", input="")
     assert done.exit_code == 2 and "ended early" in plain(done.output)
 
 
 def test_browser_page_is_for_one_person():
-    done = palestra("play", "text_kuhn", "--seats", "player_1=human", "--browser")
+    done = invoke("play", "text_kuhn", "--seats", "player_1=human", "--browser")
     assert done.exit_code == 2 and "one person's" in plain(done.output)
 
 
 def test_vector_envs_are_refused_for_people():
-    done = palestra("play", "kuhn_poker")
+    done = invoke("play", "kuhn_poker")
     assert done.exit_code == 2 and "whose seats take arrays" in plain(done.output)

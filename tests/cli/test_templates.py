@@ -8,8 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from command_line import palestra, refused
 from terminal_text import plain
-from trained import palestra, refused
 
 from palestra.config import load, validate
 from palestra.config.shipped import find_config, templates

@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from trained import palestra as command
-from trained import refused
+from command_line import palestra as command
+from command_line import refused
 
 import palestra as pl
 from palestra.envs import local

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from command_line import invoke
 
 from palestra.chat import escape_control_chars
-from palestra.cli.main import app
 
 HOSTILE = (
     "a:fire:b :moon: [red]x[/red] [/] [link=https://a.example]y[/link] "
@@ -26,10 +25,6 @@ EXPECTED_TEXT = (
     "\\u202egnp.exe"
 )
 MARKS = "a:fire:b :moon: [red]x[/red] [/] [link=https://a.example]y[/link]"
-
-
-def palestra(*arguments, **options):
-    return CliRunner().invoke(app, [str(a) for a in arguments], **options)
 
 
 def obeyed(text, own=("\x1b[0m", "\x1b[1m", "\x1b[31m")):
@@ -68,7 +63,7 @@ def test_escape_control_chars_escapes_only_control_chars():
 
 
 def test_eval_output_escapes_control_chars(config):
-    done = palestra("eval", config, "--episodes", "1", "--show", "1")
+    done = invoke("eval", config, "--episodes", "1", "--show", "1")
     assert done.exit_code == 0, done.output
     assert MARKS in done.stdout and EXPECTED_TEXT in done.stdout and not obeyed(done.stdout)
 
@@ -91,7 +86,7 @@ def test_play_output_escapes_control_chars(tmp_path):
     path.write_text(yaml.safe_dump(tree))
     sys.path.insert(0, str(tmp_path))
     try:
-        done = palestra("play", path, "--seat", "b", input="yes\n")
+        done = invoke("play", path, "--seat", "b", input="yes\n")
     finally:
         sys.path.remove(str(tmp_path))
     assert done.exit_code == 0, done.output
@@ -114,13 +109,13 @@ def test_play_output_escapes_control_chars(tmp_path):
     ids=lambda arguments: " ".join(a if a.isprintable() and a != HOSTILE else "HOSTILE" for a in arguments),
 )
 def test_error_messages_escape_control_chars(config, arguments):
-    done = palestra(*(config if a == "CONFIG" else a for a in arguments))
+    done = invoke(*(config if a == "CONFIG" else a for a in arguments))
     assert isinstance(done.exception, SystemExit | None), done.exception
     assert "\N{FIRE}" not in done.output and not obeyed(done.output), done.output
 
 
 def test_emoji_codes_in_messages_are_not_replaced(config):
-    done = palestra("train", config, "--set", "env.type=frog:Fog")
+    done = invoke("train", config, "--set", "env.type=frog:Fog")
     assert "cannot be loaded from frog:Fog: No module named 'frog'" in done.stderr
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import invoke
 from toy_loops import assert_same, config, here, killed, run_of
-from typer.testing import CliRunner
 
 from palestra.builders import text
-from palestra.cli.main import app
 from palestra.config import dump, parse
 from palestra.launch.distributed import build
 from palestra.runs import list_checkpoints, read_lines
@@ -119,20 +118,16 @@ def test_incompatible_settings_are_refused(base: Path, changes: Any, message: st
         config(base, **changes)
 
 
-def palestra(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def test_command_line_selects_the_backend(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(dump(config(base, backend={"type": "inline"})))
-    shown = parse(palestra("train", path, "--backend", "ray", "--workers", 3, "--dry-run").output)["backend"]
+    shown = parse(invoke("train", path, "--backend", "ray", "--workers", 3, "--dry-run").output)["backend"]
     assert (shown["type"], shown["workers"]) == ("ray", 3)
-    alone = palestra("train", path, "--workers", 2, "--dry-run")
+    alone = invoke("train", path, "--workers", 2, "--dry-run")
     assert "workers: 2 play in processes of their own: set type: local" in " ".join(alone.stderr.split())
-    games = palestra("train", ROOT / "configs/games/kuhn_ppo.yaml", "--workers", 2)
+    games = invoke("train", ROOT / "configs/games/kuhn_ppo.yaml", "--workers", 2)
     assert games.exit_code == 2 and "or the episodes of language agents" in " ".join(games.stderr.split())
-    plain = parse(palestra("train", ROOT / "configs/demo.yaml", "--workers", 2, "--dry-run").output)["backend"]
+    plain = parse(invoke("train", ROOT / "configs/demo.yaml", "--workers", 2, "--dry-run").output)["backend"]
     assert (plain["type"], plain["workers"]) == ("local", 2)
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import invoke
 from terminal_text import plain
-from typer.testing import CliRunner
 
-from palestra.cli.main import app
 from palestra.config import dump, override, parse, validate
 from palestra.launch.population import PopulationConfig, build_population, run_population
 from palestra.populations.scheduler import PlanCallback
@@ -61,10 +60,6 @@ def trained(folder, tree):
     with Run.create(folder, dump(config), config.name) as run:
         assert run_population(setup, run, PlanCallback())
     return setup.plan, folder / config.name
-
-
-def palestra(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def written(folder, tree):
@@ -166,17 +161,17 @@ def test_a_game_too_large_for_exact_values_is_refused_before_the_run_starts():
 
 def test_train_prints_progress_and_resumes(tmp_path):
     path = written(tmp_path, EXACT)
-    done = palestra("train", path, "--root", tmp_path / "runs")
+    done = invoke("train", path, "--root", tmp_path / "runs")
     assert done.exit_code == 0, done.output
     out = plain(done.output)
     assert "kuhn_poker, psro by exact, 1 at once" in out and re.search(r"17 members, NashConv -?0\.0\d\d", out)
-    again = palestra("train", "--resume", tmp_path / "runs/small")
+    again = invoke("train", "--resume", tmp_path / "runs/small")
     assert again.exit_code == 0 and "resuming after" in plain(again.output) and "17 members" in plain(again.output)
 
 
 def test_backend_may_change_on_resume(tmp_path):
     path = written(tmp_path, EXACT)
-    shown = palestra("train", path, "--backend", "local", "--workers", 3, "--dry-run")
+    shown = invoke("train", path, "--backend", "local", "--workers", 3, "--dry-run")
     assert parse(shown.output)["backend"] == {
         "type": "local",
         "workers": 3,
@@ -185,8 +180,8 @@ def test_backend_may_change_on_resume(tmp_path):
         "placement": {},
         "as_completed": False,
     }
-    assert palestra("train", path, "--root", tmp_path / "runs").exit_code == 0
-    on = palestra("train", "--resume", tmp_path / "runs/small", "--backend", "local", "--workers", 2)
+    assert invoke("train", path, "--root", tmp_path / "runs").exit_code == 0
+    on = invoke("train", "--resume", tmp_path / "runs/small", "--backend", "local", "--workers", 2)
     assert on.exit_code == 0 and "2 at once" in plain(on.output)
     assert parse((tmp_path / "runs/small/config.yaml").read_text())["backend"]["type"] == "inline"
 
@@ -197,8 +192,8 @@ def test_finished_run_is_extended(plan, tmp_path):
     curves = {}
     for name, before in (("grown", 2), ("whole", 4)):
         tree = EXACT | {"name": name, "population": {"type": plan, "iterations": before}}
-        assert palestra("train", written(tmp_path, tree), "--root", tmp_path).exit_code == 0
-        done = palestra("train", "--resume", tmp_path / name, "--set", "population.iterations=4")
+        assert invoke("train", written(tmp_path, tree), "--root", tmp_path).exit_code == 0
+        done = invoke("train", "--resume", tmp_path / name, "--set", "population.iterations=4")
         assert done.exit_code == 0, done.output
         curves[name] = [line for line in read_lines(tmp_path / name / "metrics.jsonl") if "nash_conv" in line]
     assert len(curves["whole"]) == (5 if plan == "psro" else 4) and curves["grown"] == curves["whole"]
@@ -206,19 +201,19 @@ def test_finished_run_is_extended(plan, tmp_path):
 
 def test_league_cannot_be_extended(tmp_path):
     tree = LEARNED | {"population": {"type": "league"} | PLANS["league"]}
-    assert palestra("train", written(tmp_path, tree), "--root", tmp_path).exit_code == 0
-    refused = palestra("train", "--resume", tmp_path / "small", "--set", "population.slices=4")
+    assert invoke("train", written(tmp_path, tree), "--root", tmp_path).exit_code == 0
+    refused = invoke("train", "--resume", tmp_path / "small", "--set", "population.slices=4")
     assert refused.exit_code == 2 and "this kind cannot be made longer" in plain(refused.stderr)
 
 
 def test_placement_is_refused_for_other_runs(tmp_path):
     path = written(tmp_path, {"env": {"type": "kuhn_poker"}})
-    done = palestra("train", path, "--workers", 2)
+    done = invoke("train", path, "--workers", 2)
     assert done.exit_code == 2 and "place the tasks of a population" in plain(done.output)
 
 
 def test_eval_refuses_populations(tmp_path):
-    done = palestra("eval", written(tmp_path, EXACT))
+    done = invoke("eval", written(tmp_path, EXACT))
     assert done.exit_code == 2 and "trains a population" in plain(done.output)
 
 
@@ -280,7 +275,7 @@ def test_resume_after_kill_is_bit_identical(whole, tmp_path):
     process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
     kill(process, run, 12)
     assert len(read_lines(run / "tasks.jsonl")) < len(read_lines(whole / "tasks.jsonl"))
-    assert palestra("train", "--resume", run).exit_code == 0
+    assert invoke("train", "--resume", run).exit_code == 0
     assert_same(run, whole)
 
 
@@ -359,5 +354,5 @@ def test_run_can_be_resumed_after_ctrl_c(whole, tmp_path):
     out, _ = process.communicate()
     assert process.returncode == 0 and "palestra train --resume runs/small" in out, out
     assert 6 <= len(read_lines(run / "tasks.jsonl")) < len(read_lines(whole / "tasks.jsonl"))
-    assert palestra("train", "--resume", run).exit_code == 0
+    assert invoke("train", "--resume", run).exit_code == 0
     assert_same(run, whole)

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from trained import palestra, refused
+from command_line import palestra, refused
 
 from palestra.report.episodes import episode_html, pick_samples
 from palestra.report.page import report_html

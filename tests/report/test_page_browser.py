@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trained import palestra
+from command_line import palestra
 
 from palestra.report.page import write_report
 from palestra.runs import Run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trained import palestra, refused
+from command_line import palestra, refused
 
 from palestra.report.plot import FigureSpec, config_labels, draw_figure, group_by_config, with_default_eval
 from palestra.runs import Run

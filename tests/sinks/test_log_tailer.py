@@ -6,8 +6,9 @@ import json
 import threading
 
 import pytest
+from command_line import palestra, refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from trained import lines, palestra, refused, two_agents
+from trained import lines, two_agents
 
 from palestra.config import validate
 from palestra.runs import Run
