@@ -93,7 +93,7 @@ def exploitability_at(checkpoint: Checkpoint) -> float:
     from open_spiel.python.algorithms import exploitability as spiel
 
     from palestra.envs.vector.kuhn import KuhnPoker
-    from palestra.learners.nets import read_policy
+    from palestra.learners.policy_stack import read_policy
 
     game, env = pyspiel.load_game("kuhn_poker"), KuhnPoker(1)
     players = [read_policy(checkpoint.path / f"player_{seat}", env, [seat]) for seat in (0, 1)]

@@ -25,8 +25,9 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from palestra.engine.bases import model_class
 from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine, model_class
+from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.self_check import choose_engine, with_adapter
 from palestra.engine.trainer import Trainer

@@ -9,7 +9,7 @@ import torch
 
 from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner
 from palestra.envs.vector.base import Discrete, VectorEnv
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.layers import Net
 from palestra.nets.replay import TransitionBatch
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from processes import PALESTRA
 
-from palestra.engine.models import resolve_base
+from palestra.engine.bases import resolve_base
 
 READY = "sampling at "
 

@@ -26,7 +26,7 @@ from palestra.engine.sampler import Completion
 from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.learners.lm import LanguageLearner, LoraPolicyConfig
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.policies.base import Policy, Query
 from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 from palestra.rollouts.vector_rollout import VectorRollout

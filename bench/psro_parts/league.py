@@ -25,7 +25,7 @@ from rich.table import Table
 from palestra.builders.vector_envs import make_vector_env
 from palestra.config import dump, validate
 from palestra.launch.population import PopulationConfig, build_population, run_population
-from palestra.learners.nets import read_frozen_member
+from palestra.learners.policy_stack import read_frozen_member
 from palestra.populations.population import Member
 from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run

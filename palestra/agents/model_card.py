@@ -13,7 +13,7 @@ import yaml
 
 from palestra.agents.trained_agent import TrainedAgent
 from palestra.config import Tree, load
-from palestra.engine.models import SHIPPED_BASES_DIR
+from palestra.engine.bases import SHIPPED_BASES_DIR
 from palestra.engine.packaged_bases import PACKAGED_BASES
 from palestra.files import read_lines
 from palestra.runs.series import group_lines, success_interval

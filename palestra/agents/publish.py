@@ -12,8 +12,9 @@ from transformers import AutoConfig
 
 from palestra.agents.model_card import model_card
 from palestra.agents.trained_agent import AGENT_FILE, TrainedAgent
+from palestra.engine.bases import resolve_base
 from palestra.engine.lora import add_to_weight
-from palestra.engine.models import Engine, resolve_base
+from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter
 from palestra.files import atomic_folder
 

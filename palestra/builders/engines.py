@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
+from palestra.engine.bases import resolve_device
 from palestra.engine.checkpoints import load_full_model
 from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup, join_process_group
 from palestra.engine.fsdp import shard_engine
 from palestra.engine.lora import Adapter
-from palestra.engine.models import Engine, resolve_device
+from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter
 from palestra.engine.sampler import Sampler
 from palestra.learners.lm import (

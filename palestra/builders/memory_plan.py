@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
 from palestra.config import override, validate
+from palestra.engine.bases import resolve_device
 from palestra.engine.kv_cache import default_cache_bytes
 from palestra.engine.malloc import free_memory
 from palestra.engine.memory import (
@@ -23,7 +24,6 @@ from palestra.engine.memory import (
     pass_bytes,
     peak_bytes,
 )
-from palestra.engine.models import resolve_device
 from palestra.engine.optimizers import state_bytes
 from palestra.engine.quantized import quantized_bytes
 from palestra.engine.sampler import PREFILL_TOKENS

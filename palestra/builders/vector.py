@@ -24,7 +24,8 @@ from palestra.builders.vector_config import (
 from palestra.builders.vector_envs import check_memory, make_own_envs, make_vector_env
 from palestra.engine.malloc import keep_freed_memory
 from palestra.envs import VectorEnv
-from palestra.learners.nets import NetLearner, NetPolicyConfig, read_policy
+from palestra.learners.nets import NetLearner
+from palestra.learners.policy_stack import NetPolicyConfig, read_policy
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.actors import ActorPool
 from palestra.rollouts.vector_rollout import VectorRollout

@@ -19,7 +19,7 @@ from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
 from palestra.builders.run_config import EvalConfig, PolicyRunConfig
 from palestra.config import StrictModel
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 
 
 class TrainedNetConfig(NetPolicyConfig):

@@ -10,7 +10,7 @@ import numpy as np
 from palestra.builders.vector_config import VectorConfig
 from palestra.engine.malloc import check_fits_memory
 from palestra.envs import VectorEnv, load_env_class, validate_env_options
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 
 MEASURE_ABOVE = 50_000_000  # transitions; above this the real size of one is measured
 

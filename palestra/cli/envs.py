@@ -49,7 +49,7 @@ def serve_envs(
         require_packages("serving envs", "grpc", "grpc", "grpc_health", "grpc_reflection")
         from palestra.remote.envs.address import read_token
         from palestra.remote.envs.serve import EnvServerOptions, serve
-        from palestra.remote.envs.sessions import SessionLimits
+        from palestra.remote.envs.session import SessionLimits
 
         named = tuple(dict.fromkeys(name.strip() for name in envs.split(",") if name.strip()))
         if not named:

@@ -77,7 +77,7 @@ def _show_installation() -> None:
     from palestra.builders.text_config import TextConfig
     from palestra.builders.vector_config import VectorConfig
     from palestra.config import type_choices
-    from palestra.engine.models import SHIPPED_BASES_DIR
+    from palestra.engine.bases import SHIPPED_BASES_DIR
     from palestra.engine.packaged_bases import PACKAGED_BASES, is_installed
     from palestra.envs import TEXT_ENVS, VECTOR_ENVS
     from palestra.launch.population import PopulationConfig

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from palestra.engine.bases import resolve_base
 from palestra.engine.kv_cache import capacity_of
 from palestra.engine.logits import MAX_LOGITS
 from palestra.engine.lora import target_names
 from palestra.engine.lora_config import LoraConfig
 from palestra.engine.lora_variants import stacked_parameters
-from palestra.engine.models import resolve_base
 
 FLOAT32 = 4
 TRAINED_LOGITS_BYTES, SAMPLED_LOGITS_BYTES = 20, 28  # per logit of a chunk, measured

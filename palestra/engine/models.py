@@ -16,9 +16,7 @@ Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +26,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
 )
@@ -37,23 +33,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
 from palestra.engine.attention_terms import NO_TERMS, AttentionTerms
+from palestra.engine.bases import SHIPPED_BASES_DIR, expert_notes, model_class, plain_note, resolve_base, resolve_device
 from palestra.engine.decoder import decoder_of
-from palestra.engine.gguf import converted_folder
 from palestra.engine.length_limit import limit_length
 from palestra.engine.lora import find_linear_layers, own_output
 from palestra.engine.lora_variants import call_by_blocks, replaceable_modules
 from palestra.engine.malloc import keep_freed_memory
 from palestra.engine.norms import fuse_norms
-from palestra.engine.packaged_bases import PACKAGED_BASES, find_gguf
 from palestra.engine.plain import PlainPath
 from palestra.engine.probe import AttentionShape, probe_attention, set_attention
 from palestra.engine.quantized import Quantization, quantize_model
 from palestra.engine.self_check import choose_engine, small_verdict
 from palestra.engine.tree_attention import TreeLayout
-
-SHIPPED_BASES_DIR = Path(__file__).parent.parent / "bases"
-MIN_EXPERT_SHARE = 0.01  # of the weights, to be worth a note
-MAX_BASE_NAME_LENGTH = 4096  # maximum characters of a name or a path
 
 
 class AttentionLayout(Protocol):
@@ -213,8 +204,8 @@ class Engine:
         """Returns what a user should know about how the base runs, a line each: that it is on the plain path, and that
         adapters reach stacked experts by `target_parameters` only."""
         path = self.plain_path
-        lines = [_plain_note(self.name, path.reason, uses_cache=path.uses_cache)] if path else []
-        return lines + _expert_notes(self.name, self.model)
+        lines = [plain_note(self.name, path.reason, uses_cache=path.uses_cache)] if path else []
+        return lines + expert_notes(self.name, self.model)
 
     def _route_linears(self) -> None:
         head = self.model.get_output_embeddings()
@@ -412,18 +403,6 @@ class Engine:
         return torch.as_tensor(values, dtype=dtype, device=self.device)
 
 
-def model_class(config: Any, base: str) -> Any:
-    """Returns transformers' class that loads a base with `config`. A model of images and text is loaded whole; its
-    language part is run. Raises ValueError if the base is neither that nor a language model."""
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in kind._model_mapping:
-            return kind
-    raise ValueError(
-        f"cannot run {base!r}: transformers has no language model of its kind ({config.model_type}). Name a base that "
-        "continues text."
-    )
-
-
 def describe_base(base: str) -> list[str]:
     """Returns lines about how a base runs, from its config alone. Raises ValueError if it cannot be loaded."""
     config = AutoConfig.from_pretrained(resolve_base(base))
@@ -435,25 +414,8 @@ def describe_base(base: str) -> list[str]:
         return [f"{base} ({type(model).__name__}): {error}"]
     note = f"{base} ({type(model).__name__}) runs on packed rows"
     if verdict.way.plain:
-        note = _plain_note(base, verdict.reason, uses_cache=verdict.way.uses_cache)
-    return [note, *_expert_notes(base, model)]
-
-
-def _plain_note(name: str, reason: str, *, uses_cache: bool) -> str:
-    how = "forward and cache" if uses_cache else "forward, without a cache"
-    return f"{name} runs by transformers' own {how}, which is slower than packed rows: {reason}"
-
-
-def _expert_notes(name: str, model: PreTrainedModel) -> list[str]:
-    weights = list(decoder_of(model).parameters())
-    stacked = [w for w in weights if w.dim() == 3 and w.shape[1] > 1]  # not the weights of convolutions
-    share = sum(w.numel() for w in stacked) / sum(w.numel() for w in weights)
-    if share < MIN_EXPERT_SHARE:
-        return []
-    return [
-        f"{name}: {share:.0%} of its weights are experts, stacked in tensors; they stay as they are, unless an "
-        "adapter's target_parameters names them"
-    ]
+        note = plain_note(base, verdict.reason, uses_cache=verdict.way.uses_cache)
+    return [note, *expert_notes(base, model)]
 
 
 @contextlib.contextmanager
@@ -478,44 +440,3 @@ def _select_rows(value: Any, keep_M: Tensor, size: int) -> Any:
     if isinstance(value, dict):
         return {k: _select_rows(v, keep_M, size) for k, v in value.items()}
     return value
-
-
-def resolve_device(device: str) -> str:
-    """Resolves "auto" to cuda if available, else cpu. Raises ValueError if the device is unknown or not available."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = device.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (number and not number.isdecimal()):
-        raise ValueError(f"unknown device {device!r:.40}: write auto, cpu, cuda, cuda:1 or mps")
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind, 1)
-    if int(number or 0) >= there:
-        built = "" if kind != "cuda" or torch.version.cuda else ", and this torch is built without CUDA"
-        raise ValueError(
-            f"device: {device} is not there: torch sees {there} {kind} devices{built}. Set device: cpu, or install a "
-            "torch for your GPU (https://pytorch.org/get-started)"
-        )
-    return device
-
-
-def resolve_base(base: str) -> str:
-    """Returns the folder of a shipped base, of a GGUF file (gguf.py) or a local folder; anything else is returned as a
-    hub name. Raises ValueError for an invalid name, a folder without a model, and a name similar to that of a shipped
-    base."""
-    shipped = sorted(path.parent.name for path in SHIPPED_BASES_DIR.glob("*/config.json"))
-    if base in shipped:
-        return str(SHIPPED_BASES_DIR / base)
-    if not base.isprintable() or not base or len(base) > MAX_BASE_NAME_LENGTH:
-        raise ValueError(f"{base!r:.40} is not a base: write the name of a shipped one, a local folder or a hub name")
-    if file := find_gguf(base):
-        return str(converted_folder(file))
-    if "/" not in base and (near := difflib.get_close_matches(base, [*shipped, *PACKAGED_BASES], n=1, cutoff=0.7)):
-        raise ValueError(
-            f'cannot load the base "{base}": did you mean {near[0]}? A folder of that name is ./{base}; one of '
-            f"the hub is OWNER/{base}"
-        )
-    if base.startswith((".", "/", "~")):
-        path = Path(base).expanduser()
-        if not (path / "config.json").exists():
-            raise ValueError(f"no model at {path}: it holds no config.json. Name a folder that save_pretrained wrote.")
-        return str(path)
-    return base

@@ -15,7 +15,7 @@ from palestra.builders.vector_envs import make_vector_env
 from palestra.config import validate
 from palestra.envs import VectorEnv
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
-from palestra.learners.nets import read_policy
+from palestra.learners.policy_stack import read_policy
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
 from palestra.seeding import derive_seed
 from palestra.training.vector import play_eval

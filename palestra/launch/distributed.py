@@ -19,7 +19,7 @@ from palestra.builders import text
 from palestra.builders.engines import Engines
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
-from palestra.engine.models import resolve_base
+from palestra.engine.bases import resolve_base
 from palestra.engine.sampler import Completion, Request
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LocalWeights, LoraPolicyConfig
 from palestra.policies.lm import ChatEncoder, LanguagePolicy

@@ -17,15 +17,17 @@ import torch
 from pydantic import Field, model_validator
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from palestra.engine.bases import resolve_base
 from palestra.engine.checkpoints import load_trainer, load_weights, save_trainer, save_weights
 from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup
 from palestra.engine.lora import Adapter, Snapshot
 from palestra.engine.lora_config import LoraConfig, LoraVariantsConfig
-from palestra.engine.models import Engine, resolve_base
+from palestra.engine.micro_batch import by_group, micro_batches
+from palestra.engine.models import Engine
 from palestra.engine.optimizers import OptimizerName
 from palestra.engine.quantized import Quantization
 from palestra.engine.sampler import Sampler, SamplingConfig
-from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, Trainer, by_group, micro_batches
+from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, Trainer
 from palestra.policies.lm import ChatEncoder, HistoryMode, LanguagePolicy, SamplerProtocol
 from palestra.types import Metrics, Sample
 

@@ -1,4 +1,4 @@
-"""Base of the learners of small networks: stacked policies, an optimizer with per-member clipping, and state as arrays.
+"""Base of the learners of small networks (stacks of them: policy_stack.py), with state as arrays.
 
 Shapes: `P` members of a stack, `T` steps, `B` games, `S` seats of a member, `N` seats, `G` numbers of the global
 features.
@@ -6,55 +6,35 @@ features.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.config import StrictModel
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.files import read_arrays, write_arrays
-from palestra.nets.continuous_heads import SquashedHead, TanhHead
-from palestra.nets.heads import CategoricalHead, GaussianHead, Head, MultiCategoricalHead, make_head
-from palestra.nets.layers import Net, NetConfig, make_generators, member_weights, set_member_weights
-from palestra.nets.normalise import RunningNorm, SumOverProcesses
+from palestra.learners.policy_stack import (
+    MAX_NORMALISED_INPUT,
+    GradientSync,
+    NetPolicyConfig,
+    PolicyStack,
+    StackedAdam,
+    strip_prefix,
+    write_policy,
+)
+from palestra.nets.heads import Head, make_head
+from palestra.nets.layers import Net, make_generators
+from palestra.nets.normalise import RunningNorm
 from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
-from palestra.policies.frozen import NetMember
-from palestra.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector, sampling_selector
+from palestra.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
 from palestra.policies.vector import VectorPolicy
 from palestra.types import Metrics, RolloutBatch
-
-MAX_NORMALISED_INPUT = (
-    10.0  # maximum of normalised inputs in deviations from the mean; first observations can be extreme
-)
-
-
-class NetPolicyConfig(NetConfig):
-    """A small network in training."""
-
-    type: Literal["net"] = "net"
-    """Kind of policy: a small network in training."""
-    lr: float = Field(3e-4, gt=0, le=1_000_000)
-    """Adam's learning rate, above 0."""
-    lr_schedule: Literal["constant", "linear"] = "constant"
-    """"constant", or "linear": the learning rate falls to 0 over the run."""
-    max_grad_norm: float = Field(0.5, gt=0)
-    """Maximum gradient norm of one optimizer step, per member."""
-    adam_eps: float = Field(1e-5, gt=0)
-    """Constant added to Adam's denominator."""
-    normalize_observations: bool = False
-    """Scale observations, and the inputs of central critics and mixers, by their running mean and
-    deviation."""
-    seat_one_hot: bool = False
-    """Add the seat as a one-hot vector to the observations of a policy that plays several seats."""
 
 
 class AlgorithmConfig(StrictModel, ABC):
@@ -76,118 +56,6 @@ class AlgorithmConfig(StrictModel, ABC):
         seeds. Raises ValueError if they do not fit the env."""
         return self.learner_class()(
             self, NetLearnerSpec(env, dict(seats), policies, seeds, gradient_sync or GradientSync())
-        )
-
-
-class NonFiniteGradient(FloatingPointError):
-    """A gradient is not finite. `policy` is the name of the affected policy."""
-
-    def __init__(self, policy: str) -> None:
-        super().__init__(f"the loss of policy {policy} is not a finite number")
-        self.policy = policy
-
-
-def single_process_sum(x: Tensor) -> Tensor:
-    """Returns `x`: the sum over a single process."""
-    return x
-
-
-@dataclass(frozen=True)
-class GradientSync:
-    """Gradient synchronisation of several processes that train the same networks. With one process it does nothing."""
-
-    all_reduce: SumOverProcesses = single_process_sum
-    num_processes: int = 1
-
-    def all_ready(self, ready: bool) -> bool:
-        """Returns whether `ready` is true in every process: they average their gradients, so all must take part in an
-        update."""
-        return bool(self.all_reduce(torch.tensor([float(ready)])) == self.num_processes)
-
-
-class StackedAdam:
-    """Adam over a stack of networks (Kingma & Ba, 2015); each member's gradient is clipped separately.
-
-    All parameters are stored in one float32 array [P, D], of which the module's parameters are views: a step takes a
-    handful of operations for any number of layers. For small networks the number of operations determines the cost.
-    """
-
-    def __init__(
-        self, module: nn.Module, names: Sequence[str], config: NetPolicyConfig, gradient_sync: GradientSync
-    ) -> None:
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.names, self.config, self.gradient_sync = names, config, gradient_sync
-        self.flat = torch.cat([p.detach().flatten(1) for p in self.parameters], 1)
-        for p, own in zip(self.parameters, self.flat.split([p[0].numel() for p in self.parameters], 1), strict=True):
-            p.data = own.view(p.shape)
-        self.adam = torch.optim.Adam([self.flat], config.lr, eps=config.adam_eps, fused=True)
-
-    def step(self, loss: Tensor, progress: float) -> Tensor:
-        """Makes one step on the sum of the members' losses; returns the norms of their gradients [P] float32.
-
-        Raises `NonFiniteGradient` if a gradient is not finite, before anything is changed.
-        """
-        parts = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
-        gradient = torch.cat([part.flatten(1) for part in parts], 1)
-        if self.gradient_sync.num_processes > 1:
-            gradient = self.gradient_sync.all_reduce(gradient) / self.gradient_sync.num_processes
-        norms = torch.linalg.vector_norm(gradient, dim=1)
-        if not torch.isfinite(norms).all():
-            raise NonFiniteGradient(self.names[int(torch.argmin(torch.isfinite(norms).int()))])
-        gradient *= (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)[:, None]
-        for group in self.adam.param_groups:
-            group["lr"] = self.config.lr * (1 - progress if self.config.lr_schedule == "linear" else 1.0)
-        self.flat.grad = gradient
-        self.adam.step()
-        return norms
-
-    def arrays(self) -> Arrays:
-        """Returns Adam's moments and step counts."""
-        state = self.adam.state_dict()["state"]
-        return {f"{i}.{key}": value.numpy() for i, own in state.items() for key, value in own.items()}
-
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Restores what `arrays` returned."""
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, array in arrays.items():
-            number, _, key = name.partition(".")
-            state.setdefault(int(number), {})[key] = torch.from_numpy(np.array(array))
-        self.adam.load_state_dict({"state": state, "param_groups": self.adam.state_dict()["param_groups"]})
-
-
-@dataclass
-class PolicyStack:
-    """Policies of one shape, stacked: networks, action distribution, optimizer and observation norm."""
-
-    seat_mapping: SeatMapping
-    config: NetPolicyConfig
-    head: Head
-    net: Net
-    optimizer: StackedAdam
-    norm: RunningNorm | None
-    version: int = 0
-
-    def rows(self, x: np.ndarray | Tensor, lead: int = 2) -> Tensor:
-        """Selects the members' rows: [T, B, N, ...] -> [P, T, B*S, ...]."""
-        taken = self.seat_mapping.select_seats(x, lead)
-        return taken.flatten(lead, lead + 1)
-
-    def observations(self, obs: np.ndarray | Tensor, lead: int = 2) -> Tensor:
-        """Returns the networks' inputs: [T, B, N, *view] -> [P, T, B*S, *view], normalised if configured."""
-        x = self.seat_mapping.network_inputs(obs, lead).flatten(lead, lead + 1)
-        return self.norm.normalise(x) if self.norm else x
-
-    def actions(self, batch: RolloutBatch) -> Tensor:
-        """Returns the members' actions [P, T, B*S, ...], int64 or float32."""
-        taken = self.rows(batch.actions)
-        taken = taken[..., : self.head.width] if self.head.width else taken
-        return taken if taken.is_floating_point() else taken.long()
-
-    def build_policy(self, selector: ActionSelector) -> NetVectorPolicy:
-        """Returns a player of these policies that selects actions with `selector`."""
-        norm = self.norm.normalise if self.norm else None
-        return NetVectorPolicy(
-            self.seat_mapping, self.net, selector, [self.version] * len(self.seat_mapping.names), norm
         )
 
 
@@ -344,67 +212,6 @@ class NetLearner(ABC):
             module.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in strip_prefix(arrays, name).items()})
         for name, optimizer in self.optimizers().items():
             optimizer.load(strip_prefix(arrays, name))
-
-
-HEADS: dict[str, Callable[[Any], Head]] = {
-    "CategoricalHead": CategoricalHead,
-    "MultiCategoricalHead": MultiCategoricalHead,
-    "GaussianHead": GaussianHead,
-    "SquashedHead": SquashedHead,
-    "TanhHead": TanhHead,
-    "ValueHead": CategoricalHead,  # outputs are action values: the mode is the best action, sampling is not used
-}
-
-
-def write_policy(stack: PolicyStack, p: int, folder: Path) -> None:
-    """Writes one policy of a stack: weights to policy.safetensors; shape, config and version to member.json."""
-    weights = {name: value.numpy() for name, value in member_weights(stack.net, p).items()}
-    norm = {} if stack.norm is None else {f"norm/{k}": v[p].numpy() for k, v in stack.norm.state_dict().items()}
-    write_arrays(folder / "policy.safetensors", weights | norm)
-    facts = {
-        "name": stack.seat_mapping.names[p],
-        "head": type(stack.head).__name__,
-        "version": stack.version,
-        "seat_id": stack.seat_mapping.seat_id,
-        "config": stack.config.model_dump(),
-    }
-    (folder / "member.json").write_text(json.dumps(facts, indent=2) + "\n")
-
-
-def read_frozen_member(
-    folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False
-) -> tuple[NetMember, int]:
-    """Loads a policy that `write_policy` wrote, for the seats `seats` of an env; returns it and its version. `best`
-    plays the most likely actions instead of sampling.
-
-    Raises ValueError if it does not fit these seats.
-    """
-    facts = json.loads((folder / "member.json").read_text())
-    config = NetPolicyConfig(**facts["config"])
-    (alone,) = group_into_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
-    seating = replace(alone, seat_id=facts["seat_id"])
-    head = HEADS[facts["head"]](seating.action_space)
-    net = Net(seating.input_shape, head.outputs, config, make_generators([0]))
-    arrays = read_arrays(folder / "policy.safetensors")
-    set_member_weights(net, 0, arrays)
-    norm = None
-    if config.normalize_observations and (kept := strip_prefix(arrays, "norm")):
-        norm = RunningNorm(1, seating.input_shape[0], clip=MAX_NORMALISED_INPUT)
-        norm.load_state_dict({key: torch.from_numpy(value[None].copy()) for key, value in kept.items()})
-    return NetMember(seating, net, head, norm, best or facts["head"] == "ValueHead"), facts["version"]
-
-
-def read_policy(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetVectorPolicy:
-    """Loads a policy like `read_frozen_member`, as a separate player."""
-    member, version = read_frozen_member(folder, env, seats, best=best)
-    choose = greedy_selector(member.head) if member.greedy else sampling_selector(member.head)
-    normalise = member.norm.normalise if member.norm else None
-    return NetVectorPolicy(member.seat_mapping, member.net, choose, [version], normalise)
-
-
-def strip_prefix(arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    """Returns the arrays whose names begin with `name/`, without that prefix."""
-    return {key[len(name) + 1 :]: value for key, value in arrays.items() if key.startswith(f"{name}/")}
 
 
 def mean_metrics(lines: Sequence[Mapping[str, Any]]) -> Metrics:

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from transformers import AutoConfig, AutoTokenizer
 
-from palestra.engine.models import resolve_base
+from palestra.engine.bases import resolve_base
 from palestra.engine.request import max_chars_per_token
 from palestra.files import TEMPORARY_PREFIX, acquire_lock
 from palestra.processes import exit_reason, join_or_kill, start_process

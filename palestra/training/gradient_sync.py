@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from palestra.learners.nets import GradientSync
+from palestra.learners.policy_stack import GradientSync
 from palestra.processes import exit_reason, join_or_kill, start_process
 
 CHUNK_ELEMENTS = 1 << 18  # elements summed at a time

@@ -19,7 +19,7 @@ from palestra.envs import rules
 from palestra.envs.rules.base import Rules
 from palestra.envs.vector.base import VectorEnv
 from palestra.files import read_arrays, write_arrays
-from palestra.learners.nets import read_frozen_member
+from palestra.learners.policy_stack import read_frozen_member
 from palestra.policies.frozen import FrozenMember, InfoStateIndex, NetMember, TableMember, UniformMember
 from palestra.tabular.game_tree import GameTree, build_game_tree, uniform_policy
 

@@ -22,7 +22,8 @@ from palestra.config import StrictModel, validate
 from palestra.engine.malloc import keep_freed_memory
 from palestra.envs.vector.seat_shuffle import SeatShuffledEnv
 from palestra.files import read_arrays, write_arrays
-from palestra.learners.nets import NetLearner, NetPolicyConfig
+from palestra.learners.nets import NetLearner
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.policies import vector
 from palestra.policies.frozen import NetMember
 from palestra.policies.mixture import Mixture, SelfPlaySampler

@@ -8,7 +8,7 @@ from ranks import batch, kept_bytes, state, together, train, trainer
 
 from palestra.engine.checkpoints import load_trainer, save_trainer
 from palestra.engine.distributed import SINGLE_PROCESS, join_process_group
-from palestra.engine.trainer import micro_batches, split_over_ranks, token_weight
+from palestra.engine.micro_batch import micro_batches, split_over_ranks, token_weight
 from palestra.losses.policy import actor_critic_loss, clipped_policy_loss
 from palestra.testing import tiny_lm
 from palestra.types import Sample

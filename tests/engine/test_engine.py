@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from palestra.engine.lora import Adapter, LoraConfig, SingleAdapterRoute
+from palestra.engine.micro_batch import pack_samples
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.sampling import counter_uniform, sample_tokens
-from palestra.engine.trainer import Trainer, pack_samples
+from palestra.engine.trainer import Trainer
 from palestra.engine.tree_attention import build_forest
 from palestra.losses.policy import clipped_policy_loss, cross_entropy_loss
 from palestra.testing import tiny_lm

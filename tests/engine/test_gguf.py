@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from palestra.dashboard.tokens import Vocabulary
 from palestra.engine import gguf
+from palestra.engine.bases import resolve_base
 from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine, resolve_base
+from palestra.engine.models import Engine
 from palestra.engine.packaged_bases import find_gguf, is_installed
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import Trainer

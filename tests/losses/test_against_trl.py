@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from palestra.algorithms.text.grpo import GRPO
-from palestra.engine.trainer import micro_batches, token_weight
+from palestra.engine.micro_batch import micro_batches, token_weight
 from palestra.losses.policy import LOSSES, LossInputs
 from palestra.losses.preferences import preference_loss
 from palestra.types import Answer, Episode, Node, Sample

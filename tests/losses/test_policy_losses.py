@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.trainer import Trainer, micro_batches
+from palestra.engine.micro_batch import micro_batches
+from palestra.engine.trainer import Trainer
 from palestra.losses.policy import (
     LOSSES,
     LossInputs,

@@ -14,7 +14,7 @@ from fronts import Front
 from palestra.service.api import codec
 from palestra.service.api import wire_pb2 as pb
 from palestra.service.api.deps import RequestQueue, decompress_body
-from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.api.state import ServiceContext
 from palestra.service.engine.jobs import LoadJob, LoraSettings, SampleJob, SaveJob
 from palestra.service.storage.store import StoredAnswer

@@ -17,7 +17,7 @@ from palestra.service.api import codec, tensors
 from palestra.service.api import wire_pb2 as pb
 from palestra.service.api.codec import PromptScores, SampledSequence, TopK
 from palestra.service.api.schemas import requests
-from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.schemas.wire_model import BadRequest, parse_body
 from palestra.service.api.validation import LOSS_SPECS, check_train_call
 from palestra.types import Datum
 
@@ -155,7 +155,7 @@ def test_json_and_protobuf_decode_to_equal_data(wanted: list[Datum], sparse: boo
 
 def test_prompt_chunks_are_joined() -> None:
     request = json.dumps({"chunks": [{"tokens": [1, 2]}, {"tokens": []}, {"tokens": [3], "type": "encoded_text"}]})
-    assert codec.prompt_tokens(requests.parse_body(requests.ModelInput, request.encode())).tolist() == [1, 2, 3]
+    assert codec.prompt_tokens(parse_body(requests.ModelInput, request.encode())).tolist() == [1, 2, 3]
 
 
 def test_every_protobuf_dtype_is_decoded() -> None:
@@ -169,7 +169,7 @@ def test_every_protobuf_dtype_is_decoded() -> None:
 
 def test_sparse_tensor_of_a_sampling_request_is_padded() -> None:
     given = {**csr(np.array([[7, 0], [0, 8]])), "shape": [2, 2]}
-    found = codec.decode_array(requests.parse_body(requests.TensorData, json.dumps(given).encode()), pad=-1)
+    found = codec.decode_array(parse_body(requests.TensorData, json.dumps(given).encode()), pad=-1)
     assert found.tolist() == [[7, -1], [-1, 8]]
 
 

@@ -15,7 +15,13 @@ from fronts import Front
 from processes import serving
 
 from palestra.service.api.schemas import requests
-from palestra.service.api.schemas.requests import MAX_JSON_BYTES, MAX_JSON_CONTAINERS, BadRequest, parse_body
+from palestra.service.api.schemas.wire_model import (
+    MAX_JSON_BYTES,
+    MAX_JSON_CONTAINERS,
+    BadRequest,
+    WireModel,
+    parse_body,
+)
 
 DATUM = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
 HOSTILE = {
@@ -40,7 +46,7 @@ HOSTILE = {
         (requests.ForwardRequest, {"model_id": "m", "forward_input": {"loss_fn": "ppo", "data": [DATUM] * 20_000}}),
     ],
 )
-def test_expensive_json_is_refused_before_parsing(model: type[requests.WireModel], body: dict[str, Any]) -> None:
+def test_expensive_json_is_refused_before_parsing(model: type[WireModel], body: dict[str, Any]) -> None:
     packed = json.dumps(body).encode()
     with pytest.raises(BadRequest, match="send several requests") as caught:
         parse_body(model, packed)

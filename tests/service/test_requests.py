@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from palestra.service.api import wire_pb2 as pb
 from palestra.service.api.schemas import requests, responses, weights
-from palestra.service.api.schemas.requests import BadRequest, WireModel, parse_body
+from palestra.service.api.schemas.wire_model import BadRequest, WireModel, parse_body
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PROTO = Path(pb.__file__).with_name("wire.proto")

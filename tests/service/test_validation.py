@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.api.validation import LOSS_SPECS, check_train_call
 from palestra.types import Datum
 

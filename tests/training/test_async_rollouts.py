@@ -22,8 +22,8 @@ from palestra.algorithms.text.sft import SFT
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, override, parse, validate
+from palestra.engine.micro_batch import micro_batches
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.trainer import micro_batches
 from palestra.envs.base import Env
 from palestra.learners.lm import LanguageLearner, LocalWeights, LoraPolicyConfig
 from palestra.losses.policy import clipped_policy_loss

@@ -11,7 +11,7 @@ import torch
 
 from palestra.algorithms.vector.ppo import PPO
 from palestra.envs.vector.kuhn import KuhnPoker
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.policies.frozen import NetMember, TableMember, UniformMember
 from palestra.tabular.game_tree import build_game_tree, uniform_policy
 from palestra.workers.member_loader import UNIFORM_MEMBER, MemberLoader, rules_of_env, write_table

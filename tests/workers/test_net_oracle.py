@@ -15,7 +15,7 @@ from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.sac import SAC
 from palestra.files import read_arrays
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.tasks import (
     AssessResult,

@@ -22,15 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.envs.vector.base import Arrays
-from palestra.learners.nets import (
-    AlgorithmConfig,
-    NetLearner,
-    NetLearnerSpec,
-    PolicyStack,
-    StackedAdam,
-    mean_metrics,
-    strip_prefix,
-)
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix
 from palestra.losses.critics import value_loss
 from palestra.losses.policy import LossInputs, TensorMetrics
 from palestra.nets.advantages import AdvantageInputs, gae, vtrace

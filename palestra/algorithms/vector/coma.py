@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from palestra.algorithms.vector.actor_critic import MiniBatch, normalise_weights
 from palestra.envs.vector.base import Arrays, Discrete
-from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, PolicyStack, StackedAdam, mean_metrics
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.learners.policy_stack import PolicyStack, StackedAdam
 from palestra.losses.critics import value_loss
 from palestra.losses.policy import LossInputs, policy_gradient_loss
 from palestra.nets.advantages import AdvantageInputs, gae

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from palestra.learners.nets import StackedAdam
+from palestra.learners.policy_stack import StackedAdam
 from palestra.nets.layers import Net
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from palestra.algorithms.vector.critics import frozen_copy
 from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput, UpdateBatch
 from palestra.envs.vector.base import Continuous, Discrete, Space
-from palestra.learners.nets import NetLearner, PolicyStack
+from palestra.learners.nets import NetLearner
+from palestra.learners.policy_stack import PolicyStack
 from palestra.losses.critics import actor_loss
 from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import TanhHead, gumbel_softmax

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner, normalise_weights
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
-from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, PolicyStack, StackedAdam, mean_metrics
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.learners.policy_stack import PolicyStack, StackedAdam
 from palestra.losses.imitation import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.losses.policy import LossInputs, TensorMetrics, clipped_policy_loss, cross_entropy_loss
 from palestra.nets.heads import GaussianHead, make_head

@@ -22,15 +22,8 @@ from torch import Tensor, nn
 from palestra.algorithms.vector.dqn import DQNLearner
 from palestra.algorithms.vector.q_learning import QLearningConfig
 from palestra.envs.vector.base import Arrays, VectorStep
-from palestra.learners.nets import (
-    NetLearner,
-    NetLearnerSpec,
-    PolicyStack,
-    StackedAdam,
-    mean_metrics,
-    strip_prefix,
-    write_policy,
-)
+from palestra.learners.nets import NetLearner, NetLearnerSpec, mean_metrics
+from palestra.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix, write_policy
 from palestra.losses.policy import LossInputs, cross_entropy_loss
 from palestra.nets.heads import make_head
 from palestra.nets.layers import Net, make_generators

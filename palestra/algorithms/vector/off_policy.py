@@ -26,15 +26,8 @@ from torch import Tensor, nn
 
 from palestra.algorithms.vector.critics import CriticEnsemble, frozen_copy, frozen_parameters, polyak_update
 from palestra.envs.vector.base import Arrays, MultiDiscrete, Space, VectorEnv
-from palestra.learners.nets import (
-    AlgorithmConfig,
-    NetLearner,
-    NetLearnerSpec,
-    NetPolicyConfig,
-    PolicyStack,
-    StackedAdam,
-    strip_prefix,
-)
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec
+from palestra.learners.policy_stack import NetPolicyConfig, PolicyStack, StackedAdam, strip_prefix
 from palestra.losses.critics import critic_loss, td_target
 from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import LOG_2, ActionEncoder, BoundedHead, idle_code

@@ -21,15 +21,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from palestra.envs.vector.base import Arrays, Discrete, VectorEnv
-from palestra.learners.nets import (
-    AlgorithmConfig,
-    NetLearner,
-    NetLearnerSpec,
-    PolicyStack,
-    mean_metrics,
-    strip_prefix,
-    write_policy,
-)
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
+from palestra.learners.policy_stack import PolicyStack, strip_prefix, write_policy
 from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import best_action, dueling_values, gather_values, next_value, sequence_priority
 from palestra.nets.heads import MASKED_LOGIT, Head

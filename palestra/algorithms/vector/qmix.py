@@ -20,7 +20,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, rows_by_seat
-from palestra.learners.nets import NetLearner, NetLearnerSpec, StackedAdam
+from palestra.learners.nets import NetLearner, NetLearnerSpec
+from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import q_loss, q_target
 from palestra.nets.mixers import QMIXMixer, VDNMixer

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput, UpdateBatch
 from palestra.envs.vector.base import Continuous, Discrete, Space
-from palestra.learners.nets import NetLearner, StackedAdam
+from palestra.learners.nets import NetLearner
+from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.critics import actor_loss, expected_soft_value, soft_value, temperature_loss
 from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import SquashedHead, one_hot

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from palestra.processes import PipeProcess, join_or_kill
 from palestra.remote.envs.server import EnvServer, ListenOptions
-from palestra.remote.envs.sessions import EnvSessions, SessionLimits
+from palestra.remote.envs.session import SessionLimits
+from palestra.remote.envs.sessions import EnvSessions
 from palestra.web.origin_middleware import is_loopback
 
 PrintLine = Callable[[str], None]

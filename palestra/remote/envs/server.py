@@ -21,7 +21,8 @@ from grpc_reflection.v1alpha import reflection
 
 from palestra.remote.envs import MAX_REQUEST_BYTES, MAX_REQUESTS_PER_MESSAGE, PROTOCOL_VERSION, SERVICE
 from palestra.remote.envs import envs_pb2 as pb
-from palestra.remote.envs.sessions import ClientSessions, EnvSessions
+from palestra.remote.envs.session import ClientSessions
+from palestra.remote.envs.sessions import EnvSessions
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 MAX_REPLY_BYTES = 2**30  # bytes of one message, which may hold many replies

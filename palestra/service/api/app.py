@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from palestra.service.api.deps import BodyParser, RequestQueue
 from palestra.service.api.routes import archives, checkpoints, futures, mint, models, openai, sampling, search, sessions
-from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.api.state import ServiceContext
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.futures import AnswerPoller

@@ -21,7 +21,7 @@ from pydantic_core import to_json
 from palestra.service.api import tensors
 from palestra.service.api import wire_pb2 as pb
 from palestra.service.api.schemas import requests
-from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.schemas.wire_model import BadRequest, parse_body
 from palestra.types import Datum
 
 EMPTY_LOGPROB = -99999.0  # log-probability of an empty cell of a top-k matrix; its token is 0
@@ -93,10 +93,10 @@ def train_call_from_json(body: bytes, *, forward_only: bool) -> pb.ForwardBackwa
     Raises BadRequest if the body is invalid."""
     request: requests.ForwardRequest | requests.ForwardBackwardRequest
     if forward_only:
-        request = requests.parse_body(requests.ForwardRequest, body)
+        request = parse_body(requests.ForwardRequest, body)
         given = request.forward_input
     else:
-        request = requests.parse_body(requests.ForwardBackwardRequest, body)
+        request = parse_body(requests.ForwardBackwardRequest, body)
         given = request.forward_backward_input
     return train_call_to_proto(request.model_id, request.seq_id or 0, given, forward_only=forward_only)
 

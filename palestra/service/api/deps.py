@@ -14,7 +14,8 @@ from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
-from palestra.service.api.schemas.requests import MAX_INT32, BadRequest, WireModel, check_json_size, parse_body
+from palestra.service.api.schemas.requests import MAX_INT32
+from palestra.service.api.schemas.wire_model import BadRequest, WireModel, check_json_size, parse_body
 from palestra.service.api.state import ServiceContext
 from palestra.service.api.state import request_context as find_context
 from palestra.service.api.state import request_owner as find_owner

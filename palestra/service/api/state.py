@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from palestra.service.api.api_keys import ApiKeys
-from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.storage.store import Store
 from palestra.service.storage.tables import checkpoints, models, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket

@@ -10,7 +10,7 @@ import numpy as np
 
 from palestra.service.api import wire_pb2 as pb
 from palestra.service.api.schemas import requests
-from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.schemas.wire_model import BadRequest
 
 MAX_SPARSE_CELLS = 2**23
 _NUMPY_DTYPES: dict[int, np.dtype[Any]] = {

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from palestra.service.api import codec
-from palestra.service.api.schemas.requests import MAX_ID_CHARS, BadRequest, ReverseKLDatum
+from palestra.service.api.schemas.requests import MAX_ID_CHARS, ReverseKLDatum
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.engine.jobs import DistillExampleJob
 from palestra.types import Datum
 

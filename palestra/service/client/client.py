@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from palestra.engine.models import resolve_base
+from palestra.engine.bases import resolve_base
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LMPolicyConfig, LoraPolicyConfig
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.service.client.connection import ServiceConnection

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from palestra.engine.trainer import (
-    AdamConfig,
+from palestra.engine.micro_batch import (
     MicroBatch,
     build_loss_inputs,
     micro_batches,
@@ -34,6 +33,7 @@ from palestra.engine.trainer import (
     trained_share,
     with_gradient,
 )
+from palestra.engine.trainer import AdamConfig
 from palestra.files import atomic_write
 from palestra.learners.lm import LoraPolicyConfig
 from palestra.losses.policy import (

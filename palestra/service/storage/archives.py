@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from palestra.engine.peft_format import PEFT_PREFIX, check_plain_lora
-from palestra.service.api.schemas.requests import MAX_EXACT_INT, MAX_RANK, BadRequest
+from palestra.service.api.schemas.requests import MAX_EXACT_INT, MAX_RANK
+from palestra.service.api.schemas.wire_model import BadRequest
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 TAR_BLOCK_BYTES = tarfile.BLOCKSIZE

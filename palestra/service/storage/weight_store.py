@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from palestra.files import TEMPORARY_PREFIX, atomic_folder
-from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.schemas.wire_model import BadRequest
 
 MANIFEST = "manifest.json"
 MIN_SWEEP_AGE_S = 600.0  # seconds for which a new folder is kept: its row may not be written yet

@@ -15,7 +15,7 @@ from toys import Spoken
 
 from palestra.algorithms.text.credit import batch_spread, group_advantages
 from palestra.algorithms.text.grpo import GRPO, overlong_penalty
-from palestra.engine.trainer import micro_batches
+from palestra.engine.micro_batch import micro_batches
 from palestra.envs.base import Env
 from palestra.losses.policy import LOSSES
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec

@@ -9,8 +9,8 @@ import torch
 
 from palestra.algorithms.text.base import add_reference_logprobs
 from palestra.algorithms.text.grpo import GRPO
+from palestra.engine.micro_batch import build_loss_inputs, micro_batches, token_weight, trained_share
 from palestra.engine.sampler import Completion, SamplingConfig
-from palestra.engine.trainer import build_loss_inputs, micro_batches, token_weight, trained_share
 from palestra.envs.base import Env
 from palestra.losses.policy import LOSSES, LossInputs, correct_mismatch
 from palestra.policies.lm import ChatEncoder, LanguagePolicy

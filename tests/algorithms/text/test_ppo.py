@@ -14,7 +14,8 @@ from palestra.algorithms.text.ppo import PPO, adapt_kl_coef
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, parse, validate
-from palestra.engine.trainer import NO_REFERENCE_MESSAGE, micro_batches
+from palestra.engine.micro_batch import micro_batches
+from palestra.engine.trainer import NO_REFERENCE_MESSAGE
 from palestra.losses.policy import LOSSES, LossInputs, actor_critic_loss, clipped_policy_loss
 from palestra.nets import advantages as vectorised
 from palestra.rollouts.tree_rollout import Branching

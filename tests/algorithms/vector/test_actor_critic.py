@@ -23,7 +23,7 @@ from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.envs.vector.native import NativeEnv
 from palestra.envs.vector.rng import RNG_WORDS, random_below
-from palestra.learners.nets import GradientSync, NetPolicyConfig, NonFiniteGradient, read_policy
+from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, NonFiniteGradient, read_policy
 from palestra.nets.heads import make_head
 from palestra.nets.layers import member_weights
 from palestra.policies.vector import UniformVectorPolicy

@@ -13,7 +13,7 @@ from palestra.algorithms.vector.coma import COMA, COMALearner, counterfactual_ad
 from palestra.envs.vector.base import VectorEnv
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
 from palestra.envs.vector.mpe import SimpleSpread
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.layers import member_weights
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout

@@ -12,7 +12,7 @@ from vector_toys import Countdown, Cues, Track, mean_return, train
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.envs.vector.base import Continuous, Discrete
 from palestra.envs.vector.mpe import SimpleSpeakerListener, SimpleTag
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 

@@ -16,7 +16,7 @@ from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, as_
 from palestra.envs.vector.base import Continuous, MultiDiscrete, Space, VectorEnv
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import TwoStepGame
-from palestra.learners.nets import GradientSync, NetPolicyConfig, read_policy
+from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, read_policy
 from palestra.nets.layers import member_weights
 from palestra.nets.replay import Replay, TransitionBatch
 from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay

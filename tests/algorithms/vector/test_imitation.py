@@ -14,7 +14,8 @@ from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
 from palestra.algorithms.vector.imitation import BC, GAIL, encode_actions, read_demonstrations, record_demonstrations
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
-from palestra.learners.nets import NetLearner, NetPolicyConfig
+from palestra.learners.nets import NetLearner
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
 from palestra.nets.heads import make_head
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy

@@ -13,7 +13,7 @@ from vector_toys import train
 from palestra.algorithms.vector.nfsp import BEST_RESPONSE_LOGP, NFSP, NFSPLearner
 from palestra.envs.vector.base import VectorEnv
 from palestra.envs.vector.kuhn import KuhnPoker
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.reservoir import Reservoir
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.tabular.best_response import nash_conv

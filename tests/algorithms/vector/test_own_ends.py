@@ -19,7 +19,7 @@ from palestra.algorithms.vector.q_learning import QLearner
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
 from palestra.envs.vector.pettingzoo import PettingZooEnv
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.replay import Replay
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout

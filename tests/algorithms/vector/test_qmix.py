@@ -14,7 +14,7 @@ from palestra.algorithms.vector.q_learning import as_sequences
 from palestra.algorithms.vector.qmix import QMIX, QMIXLearner
 from palestra.envs.vector.base import Continuous, VectorEnv
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.replay import Replay, TransitionBatch
 from palestra.nets.sequence_replay import SequenceReplay
 from palestra.policies.vector import UniformVectorPolicy

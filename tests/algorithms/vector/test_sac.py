@@ -11,7 +11,7 @@ from vector_toys import Countdown, Cues, Track, mean_return, train
 
 from palestra.algorithms.vector.sac import SAC
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
-from palestra.learners.nets import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.losses.critics import (
     actor_loss,
     critic_loss,

@@ -16,7 +16,7 @@ from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.envs.vector.combat import Combat
 from palestra.envs.vector.mpe import SimpleAdversary
-from palestra.learners.nets import MAX_NORMALISED_INPUT, NetPolicyConfig
+from palestra.learners.policy_stack import MAX_NORMALISED_INPUT, NetPolicyConfig
 from palestra.rollouts.vector_rollout import VectorRollout
 
 ALGORITHMS = [

@@ -9,8 +9,9 @@ import pytest
 
 from palestra.envs.vector.base import Discrete
 from palestra.envs.vector.check import check_vector_env, random_actions
-from palestra.envs.vector.combat import COOLDOWN, HEALTH, SHIELD, Combat, X, Y
+from palestra.envs.vector.combat import Combat
 from palestra.envs.vector.combat_maps import MAPS, CombatMap
+from palestra.envs.vector.combat_rules import COOLDOWN, HEALTH, SHIELD, X, Y
 from palestra.envs.vector.pettingzoo import to_parallel
 
 STOP, EAST, ATTACK = 1, 4, 6

@@ -22,8 +22,8 @@ from starlette.types import Message
 from palestra.files import TEMPORARY_PREFIX
 from palestra.service.api.deps import ContextDep, OwnerDep, body_too_long
 from palestra.service.api.routes.checkpoints import CHECKPOINT_ROUTE, checkpoint_path
-from palestra.service.api.schemas.requests import BadRequest
 from palestra.service.api.schemas.responses import ExternalWeightsUrlsResponse
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.api.state import BaseInfo, ServiceContext
 from palestra.service.engine.jobs import LoraSettings
 from palestra.service.storage.archives import check_adapter, layer_shapes, pack_archive, read_config, unpack_archive

@@ -14,7 +14,6 @@ from fastapi import APIRouter, Header, Response
 from palestra.service.api.deps import BodyDep, ContextDep, JsonBody, OwnerDep, QueueDep, metadata_as_text
 from palestra.service.api.routes.models import adapter_settings, client_base_name, create_from_checkpoint, load_job
 from palestra.service.api.routes.sessions import Limit, Offset
-from palestra.service.api.schemas.requests import BadRequest, parse_body
 from palestra.service.api.schemas.responses import (
     Checkpoint,
     CheckpointsListResponse,
@@ -34,6 +33,7 @@ from palestra.service.api.schemas.weights import (
     TtlRequest,
     WeightsInfoRequest,
 )
+from palestra.service.api.schemas.wire_model import BadRequest, parse_body
 from palestra.service.api.state import ServiceContext
 from palestra.service.engine.jobs import SaveJob
 from palestra.service.storage.tables import RowUpdate, checkpoints, models, sessions

@@ -15,12 +15,12 @@ from palestra.service.api import codec
 from palestra.service.api.deps import ContextDep, JsonBody, OwnerDep, QueueDep, RequestQueue
 from palestra.service.api.schemas.requests import (
     MAX_INT64,
-    BadRequest,
     CancelFutureRequest,
     FutureRetrieveRequest,
     FuturesRetrieveRequest,
 )
 from palestra.service.api.schemas.responses import FutureCompletion, FuturesRetrieveResponse, TryAgainResponse
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.api.state import ServiceContext
 from palestra.service.storage.futures import AnswerPoller
 from palestra.service.storage.tables import requests

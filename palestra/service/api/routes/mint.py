@@ -10,9 +10,10 @@ from fastapi import APIRouter, Header, Response
 from palestra.service.api.deps import BodyDep, ContextDep, JsonBody, OwnerDep, QueueDep
 from palestra.service.api.routes.models import adapter_settings
 from palestra.service.api.routes.sampling import resolve_source
-from palestra.service.api.schemas.requests import BadRequest, ReverseKLRequest, parse_body
+from palestra.service.api.schemas.requests import ReverseKLRequest
 from palestra.service.api.schemas.responses import UntypedAPIFuture
 from palestra.service.api.schemas.weights import InterpolateRequest
+from palestra.service.api.schemas.wire_model import BadRequest, parse_body
 from palestra.service.api.state import BaseInfo, ServiceContext
 from palestra.service.api.validation import check_reverse_kl
 from palestra.service.engine.jobs import InterpolateJob, ReverseKLJob

@@ -10,15 +10,10 @@ from fastapi import APIRouter, Header
 from palestra.service.api import codec, wire_pb2
 from palestra.service.api.deps import BodyDep, ContextDep, JsonBody, OwnerDep, QueueDep, RequestQueue, metadata_as_text
 from palestra.service.api.routes.sessions import touch_session
-from palestra.service.api.schemas.requests import (
-    BadRequest,
-    CreateModelRequest,
-    ModelRequest,
-    OptimStepRequest,
-    parse_body,
-)
+from palestra.service.api.schemas.requests import CreateModelRequest, ModelRequest, OptimStepRequest
 from palestra.service.api.schemas.responses import GetInfoResponse, ModelData, UntypedAPIFuture
 from palestra.service.api.schemas.weights import LoadWeightsRequest
+from palestra.service.api.schemas.wire_model import BadRequest, parse_body
 from palestra.service.api.state import BaseInfo, ServiceContext
 from palestra.service.api.validation import check_train_call
 from palestra.service.engine.jobs import LoadJob, LoraSettings, OptimJob

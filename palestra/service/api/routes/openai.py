@@ -32,7 +32,7 @@ from palestra.service.api.routes.sampling import (
     resolve_source,
 )
 from palestra.service.api.schemas.openai import ChatCompletionRequest, CompletionParams, CompletionRequest
-from palestra.service.api.schemas.requests import BadRequest
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.api.state import ServiceContext
 from palestra.service.engine.jobs import SampleJob
 from palestra.service.storage.futures import AnswerPoller

@@ -19,7 +19,6 @@ from palestra.service.api.deps import ContextDep, JsonBody, OwnerDep, QueueDep
 from palestra.service.api.routes.models import client_base_name, public_base_name
 from palestra.service.api.routes.sessions import touch_session
 from palestra.service.api.schemas.requests import (
-    BadRequest,
     CreateSamplingSessionRequest,
     JoinSamplingSessionRequest,
     SampleRequest,
@@ -31,6 +30,7 @@ from palestra.service.api.schemas.responses import (
     JoinSamplingSessionResponse,
     UntypedAPIFuture,
 )
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.api.state import BaseInfo, ClientLimits, ServiceContext
 from palestra.service.engine.jobs import SampleJob
 from palestra.service.storage.tables import checkpoints, samplers

@@ -9,12 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from palestra.service.api.deps import ContextDep, JsonBody, OwnerDep, metadata_as_text
-from palestra.service.api.schemas.requests import (
-    BadRequest,
-    CreateSessionRequest,
-    FinishSessionRequest,
-    SessionHeartbeatRequest,
-)
+from palestra.service.api.schemas.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
 from palestra.service.api.schemas.responses import (
     AuthTokenResponse,
     ClientConfigResponse,
@@ -28,6 +23,7 @@ from palestra.service.api.schemas.responses import (
     SupportedModel,
     TelemetryResponse,
 )
+from palestra.service.api.schemas.wire_model import BadRequest
 from palestra.service.api.state import ServiceContext
 from palestra.service.storage.tables import models, samplers, sessions
 

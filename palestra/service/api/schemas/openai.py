@@ -20,8 +20,8 @@ from palestra.service.api.schemas.requests import (
     StopText,
     TinkerPathText,
     Tokens,
-    WireModel,
 )
+from palestra.service.api.schemas.wire_model import WireModel
 
 P = TypeVar("P")
 Prompts = Annotated[list[P], Field(max_length=MAX_PROMPTS, fail_fast=True)]

@@ -8,14 +8,15 @@ server would fail. Bodies for weights, searches and OpenAI's API are in `weights
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from palestra.service.api.schemas.wire_model import WireModel
 
 MAX_INT32, MAX_INT64, MAX_UINT64 = 2**31 - 1, 2**63 - 1, 2**64 - 1
 MAX_EXACT_INT = 2**53  # integers below this survive JSON readers that parse all numbers as floats
 MAX_ID_CHARS = 256  # characters of a name or an id
-MAX_TEXT_CHARS = 65_536  # characters of any other text
 MAX_CHAT_CHARS = 4_000_000  # characters of one chat message or prompt
 MAX_ENTRIES = 1024  # of a list or mapping of small items: tags, metadata, paths, stops
 MAX_SEQUENCES = 65_536  # sequences in one training call
@@ -27,29 +28,10 @@ MAX_TEMPERATURE = 1000.0
 MIN_TEMPERATURE = 1e-5  # logits divided by less may overflow float32; vLLM also treats less as 0
 MAX_RATE = 1e4  # of learning rate and weight decay
 MAX_CLIP_NORM = 1e30  # largest clipping norm: float32, with room for sums
-# The parser holds the GIL until it ends, and a container takes fifty times as long as a number.
-MAX_JSON_BYTES = 2**24  # bytes of one JSON body; official clients split data into calls of about 10 MB
-MAX_JSON_CONTAINERS = 2**16  # lists and objects in one JSON body: some 4,000 sequences
-MAX_JSON_ITEMS = 2**21  # of all lists and objects in one JSON body; official clients send about 500,000
 MAX_PROMPTS = 1024  # in one call for completions
 MAX_TTL_S = 3660 * 86_400  # seconds: ten years, the official limit
 
 
-class BadRequest(ValueError):
-    """A request that cannot be served as sent: the front end answers HTTP `status` with {"detail": message}."""
-
-    def __init__(self, message: str, status: int = 400):
-        super().__init__(message)
-        self.status = status
-
-
-class WireModel(BaseModel):
-    """Base class of all bodies."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, str_max_length=MAX_TEXT_CHARS, protected_namespaces=())
-
-
-M = TypeVar("M", bound=WireModel)
 Id = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=MAX_ID_CHARS)]  # databases reject NUL
 SessionId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 CheckpointName = Annotated[str, Field(pattern=r"^[.-]*[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
@@ -68,36 +50,6 @@ Token = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Numbers = Annotated[list[float], Field(fail_fast=True)]
 Integers = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT64)]], Field(fail_fast=True)]
-
-
-def parse_body(model: type[M], body: bytes) -> M:
-    """Parses the body as `model`. Raises BadRequest with the first invalid fields."""
-    check_json_size(body)
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        raise BadRequest(_explained(error)) from None
-
-
-def check_json_size(body: bytes) -> None:
-    """Raises BadRequest (413) if parsing the body would take more than about a second.
-
-    Brackets and commas inside strings count too: a text with so many of them is not a prompt.
-    """
-    if len(body) > MAX_JSON_BYTES:
-        raise BadRequest(
-            f"the body is longer than the {MAX_JSON_BYTES} bytes of JSON allowed: send several requests", 413
-        )
-    if body.count(b"[") + body.count(b"{") > MAX_JSON_CONTAINERS:
-        raise BadRequest(f"the body has more than {MAX_JSON_CONTAINERS} lists and objects: send several requests", 413)
-    if body.count(b",") > MAX_JSON_ITEMS:
-        raise BadRequest(f"the body has more than {MAX_JSON_ITEMS} items: send several requests", 413)
-
-
-def _explained(error: ValidationError) -> str:
-    found = error.errors(include_url=False, include_input=False, include_context=False)
-    parts = [f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg'].removeprefix('Value error, ')}" for e in found]
-    return "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
 # Bootstrap, sessions, telemetry

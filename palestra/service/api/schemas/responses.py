@@ -8,7 +8,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from palestra.service.api.schemas.requests import OptimizerConfig, WireModel
+from palestra.service.api.schemas.requests import OptimizerConfig
+from palestra.service.api.schemas.wire_model import WireModel
 
 # Bootstrap, sessions, telemetry
 

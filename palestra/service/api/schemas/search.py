@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from palestra.service.api.schemas.requests import MAX_ENTRIES, Id, WireModel
+from palestra.service.api.schemas.requests import MAX_ENTRIES, Id
+from palestra.service.api.schemas.wire_model import WireModel
 
 
 class AssignProjectRequest(WireModel):

@@ -18,8 +18,8 @@ from palestra.service.api.schemas.requests import (
     Slot,
     TinkerPathText,
     Ttl,
-    WireModel,
 )
+from palestra.service.api.schemas.wire_model import WireModel
 
 
 class SaveWeightsRequest(WireModel):
