@@ -97,13 +97,20 @@ class Node:
             return seat in flag
         return None if flag is None else bool(flag)
 
+    def invalid_reason(self, seat: Seat) -> str:
+        """Returns why the env rejected this seat's answer: `info["why_invalid"]`, a text or a mapping from seat to
+        text; "" if the env does not say."""
+        reason = self.info.get("why_invalid", "")
+        return str(reason.get(seat, "") if isinstance(reason, dict) else reason)
+
 
 @dataclass
 class Episode:
     """A tree of joint steps played from one env seed. A plain episode is a tree with one branch.
 
     `seats` maps each seat to the name of its policy. `error` is the message of an env or policy that failed and
-    `traceback` its stack trace: such an episode is recorded, counted and displayed, and never trained on.
+    `traceback` its stack trace: such an episode is recorded, counted and displayed, and never trained on. `picture` is
+    how the env says that its observations may be drawn (`Env.picture`).
     """
 
     env: str
@@ -112,6 +119,7 @@ class Episode:
     nodes: list[Node] = field(default_factory=list)
     error: str | None = None
     traceback: str | None = None
+    picture: str = ""
 
     def children(self, parent: int | None) -> list[Node]:
         """Returns the nodes whose parent is `parent` (None: the roots)."""

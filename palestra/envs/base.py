@@ -14,11 +14,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
 from palestra.types import Seat, Step
+
+Picture = Literal["", "grid", "board", "sudoku"]
 
 
 class Env(ABC):
@@ -27,10 +29,13 @@ class Env(ABC):
     `seats` lists every seat that may act. `roles` holds a text for each seat that describes its task (a language policy
     puts it in the system message). `blocking = True` runs `step` in a thread, for envs that wait on something slow.
     `replaces_state = True` promises that `step` replaces what it changes and never mutates it: a fork then shares
-    state. Methods may also be coroutines.
+    state. `picture` is how a page may draw the observations, if they are texts of one of these forms: "grid" (a world
+    of cells, compact or drawn), "board" or "sudoku"; else "", and they are shown as text. Methods may also be
+    coroutines.
     """
 
     name: ClassVar[str] = ""
+    picture: ClassVar[Picture] = ""
     blocking: ClassVar[bool] = False
     replaces_state: ClassVar[bool] = False
     seats: tuple[Seat, ...]

@@ -23,7 +23,7 @@ from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.scripted import AskPerson, ExpertPolicy, HumanPolicy, RandomPolicy, ask_at_terminal
 from palestra.remote.envs.remote_env import make_env
-from palestra.rollouts.metrics import episode_metrics, seat_returns
+from palestra.rollouts.metrics import episode_metrics, instance_outcomes, seat_returns
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.seeding import derive_seed
 from palestra.training.text import play_instances
@@ -69,7 +69,7 @@ class TextEvalSetup(NamedTuple):
     ) -> EvalResult:
         policies = {seat: self.load_policy(name) for seat, name in names.items()}
         played = await play_instances(self.runner, policies, range(episodes), seed, on_episode)
-        metrics = episode_metrics(played) | seat_returns(played)
+        metrics = {**episode_metrics(played), **seat_returns(played), **instance_outcomes(played)}
         return EvalResult({seat: policy.name for seat, policy in policies.items()}, metrics, played)
 
 

@@ -78,6 +78,16 @@ def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
     }
 
 
+def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
+    """Returns `outcomes`, a letter for each episode in order: "1" for a success, "0" for none, "x" for a failed
+    episode; {} if the env reports no success. Of an evaluation, letter i is that of instance i."""
+    ends = [(e, [leaf for leaf in e.leaves() if leaf.chosen]) for e in episodes]
+    if not any("success" in leaf.info for _, leaves in ends for leaf in leaves):
+        return {}
+    letters = ["x" if e.error is not None else "1" if e.success >= 0.5 else "0" for e, _ in ends]
+    return {"outcomes": "".join(letters)}
+
+
 def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
     of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the local

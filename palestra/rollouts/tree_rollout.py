@@ -138,6 +138,7 @@ class EpisodeRunner:
         growth = _TreeRollout(episode, match, branching, self.max_steps)
         try:
             env = growth.register_env(self.make_env())
+            episode.picture = env.picture
             first = require_step(await _call(env, env.reset, match.instance), "reset")
             await growth.grow(Branch(env, first))
         except Exception as error:  # the rollout boundary: failures are recorded, not raised

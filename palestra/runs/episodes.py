@@ -53,9 +53,10 @@ SCHEMA = pa.schema(
         ("invalid", pa.bool_()),
         ("info", pa.string()),  # JSON
         ("draw", pa.int32()),  # index among the seat's answers to this observation
+        ("picture", pa.string()),  # how the env says that observations may be drawn; null for text
     ]
 )
-OPTIONAL_COLUMNS = ("draw", "traceback")  # optional columns
+OPTIONAL_COLUMNS = ("draw", "traceback", "picture")  # optional columns
 
 
 def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
@@ -91,7 +92,7 @@ def load_episodes(path: str | Path) -> list[Episode]:
         if row["episode"] not in episodes:
             seats = json.loads(row["seats"])
             failure = {name: row[name] for name in ("error", "traceback")}
-            episodes[row["episode"]] = Episode(row["env"], row["seed"], seats, **failure)
+            episodes[row["episode"]] = Episode(row["env"], row["seed"], seats, **failure, picture=row["picture"] or "")
         if row["node"] is not None:
             node = _add(episodes[row["episode"]], row)
             if row["draw"] is not None:
@@ -103,7 +104,7 @@ def load_episodes(path: str | Path) -> list[Episode]:
 def _rows(episode: Episode) -> Iterator[dict[str, Any]]:
     seats = _json(episode.seats)
     head: dict[str, Any] = {"env": episode.env, "seed": episode.seed, "seats": seats}
-    head |= {"error": episode.error, "traceback": episode.traceback}
+    head |= {"error": episode.error, "traceback": episode.traceback, "picture": episode.picture or None}
     if not episode.nodes:
         yield head
     draws = _draws(episode)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from palestra.learners.base import Learner
 from palestra.policies.base import Policy
 from palestra.rollouts.failures import RunFailed, check_failures
-from palestra.rollouts.metrics import answers_of, episode_metrics, policy_metrics, seat_returns
+from palestra.rollouts.metrics import answers_of, episode_metrics, instance_outcomes, policy_metrics, seat_returns
 from palestra.rollouts.refill import play_refilled
 from palestra.rollouts.sources import EpisodeSource
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
@@ -250,7 +250,7 @@ class TextTrainer:
         """Plays an evaluation and returns its metrics. Raises RunFailed if too many of its episodes failed."""
         episodes = self.event_loop.run(evaluation.play(self.seed))
         check_failures(episodes, self.max_failed, f"evaluation {evaluation.name}")
-        return episode_metrics(episodes) | seat_returns(episodes)
+        return {**episode_metrics(episodes), **seat_returns(episodes), **instance_outcomes(episodes)}
 
     def save(self, step: int, folder: Path) -> None:
         """Writes a folder per learner, and the state of algorithms and sources."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from palestra.rollouts.metrics import episode_return
+from palestra.rollouts.metrics import episode_return, instance_outcomes
 from palestra.types import Answer, Episode, Node
 
 SEATS = {"red": "a@0", "blue": "a@0"}
@@ -38,3 +38,14 @@ def test_failed_episode_keeps_its_return_so_far():
     nodes[1].chosen = False
     assert episode_return(Episode("e", 0, {"red": "a@0"}, nodes, error="boom")) == 1.0
     assert episode_return(Episode("e", 0, {}, [], error="boom")) == 0.0
+
+
+def _ended(success: bool | None, error: str | None = None) -> Episode:
+    info = {} if success is None else {"success": success}
+    return Episode("toy", 0, {"a": "a@0"}, [Node(0, None, 0, {}, {}, done=True, info=info)], error)
+
+
+def test_outcomes_have_a_letter_for_each_instance_in_order():
+    played = [_ended(True), _ended(False), Episode("toy", 2, {"a": "a@0"}, [], "KeyError: 'boom'"), _ended(True)]
+    assert instance_outcomes(played) == {"outcomes": "10x1"}
+    assert instance_outcomes([_ended(None)]) == {}  # the env reports no success

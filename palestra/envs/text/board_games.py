@@ -95,7 +95,10 @@ class TextGame(Env):
         said = [action for action in legal if self._means(answer, self.action_words[action])]
         action = said[0] if said else self.rng.choice(legal)
         self.state = self.rules.next_state(self.state, action)
-        info = {"invalid": {seat: not said}, "action": self.action_words[action]}
+        info: dict[str, Any] = {"invalid": {seat: not said}, "action": self.action_words[action]}
+        if not said:
+            words = ", ".join(self.action_words[action] for action in legal)
+            info["why_invalid"] = {seat: f"it is none of the words allowed ({words}); one was drawn at random"}
         return self._said({} if said else {seat: -self.illegal_penalty}, info)
 
     def fork(self) -> Self:
@@ -220,6 +223,7 @@ class TextTicTacToe(FixedRulesGame):
     """Tic-tac-toe as a text game."""
 
     name: ClassVar[str] = "text_tic_tac_toe"
+    picture = "board"
     rules_class = TicTacToeRules
     rules_text = (
         "You play tic-tac-toe with one other. You are told the board row by row from the top, the marks x and o and "
@@ -242,6 +246,7 @@ class TextConnectFour(FixedRulesGame):
     """Connect four as a text game."""
 
     name: ClassVar[str] = "text_connect_four"
+    picture = "board"
     rules_class = ConnectFourRules
     is_enumerable = False
     rules_text = (

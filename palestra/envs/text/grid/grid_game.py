@@ -33,13 +33,14 @@ MAX_QUOTE_CHARS = 1000  # maximum characters of the planner's answer shown to th
 class GridGame(Env):
     """A grid puzzle for a team of one or two. Subclasses define states, and how moves and plans change them.
 
-    Info: `success`, `turn` (turns completed), `invalid` (the last answer was unreadable or held an illegal move), in
-    the last step `steps` (moves made). Running out of turns is `truncated`. Between steps, `instance` is the layout,
-    `state` the game's state, and `plan` the planner's last plan, None if unreadable. Raises ValueError if an option is
-    out of range.
+    Info: `success`, `turn` (turns completed), `invalid` (the last answer was unreadable or held an illegal move) and
+    then `why_invalid`, in the last step `steps` (moves made). Running out of turns is `truncated`. Between steps,
+    `instance` is the layout, `state` the game's state, and `plan` the planner's last plan, None if unreadable. Raises
+    ValueError if an option is out of range.
     """
 
     replaces_state = True
+    picture = "grid"
     compact_name = ""  # the game's name in compact role prompts
     plan_format = ""
     rules_text = ""
@@ -104,7 +105,7 @@ class GridGame(Env):
         self._acting, self._turn, self._steps = 0, 0, 0
         self.plan: tuple[Any, ...] | None = None
         self._said, self._over = "", False
-        return self._step({}, 0.0, invalid=False)
+        return self._step({}, 0.0)
 
     def step(self, actions: dict[Seat, Any]) -> Step:
         answer = self._answer(actions)
@@ -126,7 +127,8 @@ class GridGame(Env):
         self.plan = self.parse_plan(answer)
         self._said = str(answer)[-MAX_QUOTE_CHARS:]
         self._acting = 1
-        return self._step({"planner": self._plan_terms()}, 0.0, invalid=self.plan is None)
+        refused = "" if self.plan else f"it could not be read. {self.plan_format}"
+        return self._step({"planner": self._plan_terms()}, 0.0, refused)
 
     def _plan_terms(self) -> Terms:
         if self.plan is None:
@@ -142,15 +144,20 @@ class GridGame(Env):
         states, illegal = self._walk(moves or ())
         self._turn += 1
         self._acting = 0 if len(self.seats) == 1 or seat == "executor" else 1 - self._acting
+        refused = self._why_refused(moves, illegal)
         if self.reward == "outcome":
-            return self._step(
-                {seat: {}}, SOLVED_REWARD * self.is_solved(self.state), invalid=moves is None or illegal > 0
-            )
+            return self._step({seat: {}}, SOLVED_REWARD * self.is_solved(self.state), refused)
         terms = {FORM_TERM: 0.0 - ILLEGAL_PENALTY * illegal / len(moves) if moves else -UNREADABLE_PENALTY}
         if seat == "executor":
             kept = self.plan_progress(self.plan, [before, *states]) if self.plan else 0.0
             terms["plan"] = PLAN_REWARD * kept
-        return self._step({seat: terms}, self._gain(before, self.state), invalid=moves is None or illegal > 0)
+        return self._step({seat: terms}, self._gain(before, self.state), refused)
+
+    def _why_refused(self, moves: tuple[int, ...] | None, illegal: int) -> str:
+        """Returns why an answer with these moves is invalid; "" if it is valid."""
+        if moves is None:
+            return f"it could not be read: an answer is 1 to {self.moves} of up, down, left and right"
+        return f"moves that are not possible, and were skipped: {illegal} of {len(moves)}" if illegal else ""
 
     def _walk(self, moves: tuple[int, ...]) -> tuple[list[Any], int]:
         """Makes the moves until the puzzle is solved; returns the states passed and the number of illegal moves, which
@@ -175,11 +182,12 @@ class GridGame(Env):
 
     # ---- observations
 
-    def _step(self, terms: dict[Seat, Terms], team_reward: float, invalid: bool) -> Step:
+    def _step(self, terms: dict[Seat, Terms], team_reward: float, refused: str = "") -> Step:
         success = self.is_solved(self.state)
         self._over = success or self._turn >= self.turns
         rewards = total_rewards(terms)
-        info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": invalid} | terms_info(terms)
+        info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": bool(refused)} | terms_info(terms)
+        info |= {"why_invalid": refused} if refused else {}
         if self._over:
             return Step({}, rewards, team_reward, truncated=not success, info=info | {"steps": self._steps})
         seat = self.seats[self._acting]

@@ -193,10 +193,12 @@ class Math(Env):
         return terms_gained(_local_terms(seat, turn[seat]), before)
 
     def _info(self, turn: MathTurn) -> dict[str, Any]:
+        reasons = {seat: _why_invalid(reply) for seat, reply in turn.items()}
         return {
             "turn": len(self.history),
             "answers": {seat: reply.answer for seat, reply in turn.items()},
-            "invalid": {seat: bool(reply.error) or not reply.verdict.is_readable for seat, reply in turn.items()},
+            "invalid": {seat: bool(reason) for seat, reason in reasons.items()},
+            "why_invalid": {seat: reason for seat, reason in reasons.items() if reason},
             "unjudged": {seat: not reply.verdict.is_graded for seat, reply in turn.items()},
         }
 
@@ -207,6 +209,11 @@ class Math(Env):
             seat: format_observation(self.problem, seat, self.history, self.turns, self.is_compact)
             for seat in self.seats
         }
+
+
+def _why_invalid(reply: Reply) -> str:
+    """Returns why a reply is invalid; "" if it is valid."""
+    return reply.error or ("" if reply.verdict.is_readable else "no answer could be read in it")
 
 
 def _local_terms(seat: Seat, reply: Reply) -> dict[str, float]:

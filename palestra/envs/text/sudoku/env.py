@@ -54,6 +54,7 @@ class Sudoku(Env):
 
     name: ClassVar[str] = "sudoku"
     replaces_state = True
+    picture = "sudoku"
 
     def __init__(
         self,
@@ -185,6 +186,7 @@ class Sudoku(Env):
             rewards = dict.fromkeys(rewards, 0.0)
         twice = violated_units(self.size, self.board)
         info: dict[str, Any] = {"success": success, "turn": self._turn, "invalid": invalid, "violations": twice}
+        info |= {"why_invalid": {seat: self._refused for seat in invalid}} if any(invalid.values()) else {}
         if self.reward == "dense":
             info |= terms_info({s: form_or("progress", own, is_invalid=invalid[s]) for s, own in rewards.items()})
         if self._over:
