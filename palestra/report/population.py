@@ -50,15 +50,15 @@ def standings_table(record: PopulationRecord) -> str:
     rows = [
         [
             row.name,
-            f"{row.elo:.0f} ± {row.stderr:.0f}",
-            f"{row.skill.mu:.1f} ± {row.skill.sigma:.1f}" if row.skill else "-",
+            f"{row.elo:.0f} ± {1.96 * row.stderr:.0f}",
+            f"{row.skill.mu:.1f} ± {1.96 * row.skill.sigma:.1f}" if row.skill else "-",
             f"{row.win_rate:.1%}",
             f"{row.worst_win_rate:.1%} by {row.worst_opponent}",
             row.games,
         ]
         for row in standings(record)
     ]
-    return html_table(["member", "Elo", "OpenSkill", "win rate", "worst", "games"], rows)
+    return html_table(["member", "Elo ± 95 %", "OpenSkill ± 95 %", "win rate", "worst", "games"], rows)
 
 
 def _ranks(record: PopulationRecord) -> list[str]:

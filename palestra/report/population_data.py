@@ -159,12 +159,17 @@ def standings_table(record: PopulationRecord) -> Table:
     """Returns the standings as a table for the screen."""
     rows = standings(record)
     table = Table(title=f"{record.path}: {len(rows)} members", title_justify="left")
-    for heading in ("", "member", "Elo", "OpenSkill", "win rate", "worst", "against", "games"):
+    for heading in ("", "member", "Elo ± 95 %", "OpenSkill ± 95 %", "win rate", "worst", "against", "games"):
         is_name = heading in ("member", "against")
         table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
     for place, row in enumerate(rows, 1):
-        skill = f"{row.skill.mu:.1f} ± {row.skill.sigma:.1f}" if row.skill else "-"
-        figures = (f"{row.elo:.0f} ± {row.stderr:.0f}", skill, f"{row.win_rate:.1%}", f"{row.worst_win_rate:.1%}")
+        skill = f"{row.skill.mu:.1f} ± {1.96 * row.skill.sigma:.1f}" if row.skill else "-"
+        figures = (
+            f"{row.elo:.0f} ± {1.96 * row.stderr:.0f}",
+            skill,
+            f"{row.win_rate:.1%}",
+            f"{row.worst_win_rate:.1%}",
+        )
         table.add_row(str(place), row.name, *figures, row.worst_opponent, str(row.games))
     return table
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from palestra.runs.series import wilson_interval
+
 Tree = Mapping[str, Any]
 HEADLINE_EVAL = "test"  # the evaluation that leads if a run has several
 SEARCH_KEEPS = ("best", "epsilon")  # values of `continue_from` that choose among answers by their reward
@@ -68,6 +70,20 @@ def format_eval(line: Tree) -> str:
     if "return" in line:
         return f"{line['return']:.2f}"
     return " ".join(f"{seat} {own:.2f}" for seat, own in (line.get("returns") or {}).items())
+
+
+def eval_interval(line: Tree) -> tuple[float, float] | None:
+    """Returns the 95 % interval of an evaluation's main metric: Wilson's of a success rate, the normal one of a mean
+    return; None if the line does not hold what it needs."""
+    played, deviation = line.get("episodes"), line.get("deviation")
+    if not isinstance(played, int | float) or played < 1:
+        return None
+    if isinstance(line.get("success"), int | float) and 0 <= line["success"] <= 1:
+        return wilson_interval(line["success"] * played, played)
+    if not isinstance(line.get("return"), int | float) or not isinstance(deviation, int | float):
+        return None
+    half = 1.96 * deviation / played**0.5
+    return line["return"] - half, line["return"] + half
 
 
 def headline_eval(names: Sequence[str]) -> str | None:

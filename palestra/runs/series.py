@@ -131,13 +131,15 @@ def counter_at(steps: np.ndarray, logged_at: np.ndarray, counts: np.ndarray) -> 
 
 
 def moving_mean(y: np.ndarray, window: int) -> np.ndarray:
-    """Returns the centred moving mean [T] of y [T] over `window` points, over fewer at the ends. Values that are not
-    finite are skipped; a window without any other is NaN. [0, 3, 6] with window 3 gives [1.5, 3, 4.5]."""
+    """Returns the centred moving mean [T] of y [T] over `window` points, over fewer at the ends. At the start the
+    window stays centred, so that the first value is kept: what a run began with is not mixed with what it learned.
+    Values that are not finite are skipped; a window without any other is NaN. [0, 3, 6] with window 3 gives
+    [0, 3, 4.5]."""
     if window <= 1 or len(y) < 2:
         return y
-    before, after = (window - 1) // 2, window // 2
     at = np.arange(len(y))
-    first, last = np.maximum(at - before, 0), np.minimum(at + after + 1, len(y))
+    before, after = np.minimum((window - 1) // 2, at), np.minimum(window // 2, at)
+    first, last = at - before, np.minimum(at + after + 1, len(y))
     is_known = np.isfinite(y)
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_known, y, 0.0))])
     known = np.concatenate([[0], np.cumsum(is_known)])

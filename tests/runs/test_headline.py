@@ -3,6 +3,7 @@
 import pytest
 
 from palestra.runs.headline import (
+    eval_interval,
     eval_label,
     format_eval,
     headline_eval,
@@ -46,3 +47,11 @@ def test_headline_prefers_the_test_split():
 def test_evaluation_metrics_are_formatted_as_text():
     assert format_eval({"success": 0.853}) == "85.3%" and format_eval({"return": -12.4}) == "-12.40"
     assert format_eval({"returns": {"a": 1.0, "b": -1.0}}) == "a 1.00 b -1.00"
+
+
+def test_the_interval_of_an_evaluation_is_a_95_percent_interval():
+    low, high = eval_interval({"success": 0.8, "episodes": 10.0})
+    assert (round(low, 2), round(high, 2)) == (0.49, 0.94)  # Wilson (1927)
+    assert eval_interval({"return": 2.0, "deviation": 1.0, "episodes": 100.0}) == pytest.approx((1.804, 2.196))
+    assert eval_interval({"returns": {"a": 1.0}, "episodes": 9.0}) is None
+    assert eval_interval({"success": 7.0, "episodes": 9.0}) is None  # no share: the file was edited
