@@ -1,11 +1,13 @@
 // Who a run trained: policies and members, whom they come from, where they can be had, how they did in other seats.
 
+import { useState } from "preact/hooks";
 import { url, useAnswer } from "./api";
-import { bytes, num, percent } from "./format";
-import { Failed } from "./parts";
-import type { AgentsData, Exam, Member, Policy } from "./types";
+import { bytes, num } from "./format";
+import { Failed, Score } from "./parts";
+import type { AgentsData, EvaluationLine, Member, Policy } from "./types";
 
-const SHOWN = 300;
+const SHOWN = 300; // members
+const LISTED = 200; // instances
 
 export function Agents({ run, tick }: { run: string; tick: number }) {
   const base = `runs/${encodeURIComponent(run)}`;
@@ -17,13 +19,22 @@ export function Agents({ run, tick }: { run: string; tick: number }) {
       {data.policies.length > 0 && (
         <section>
           <h2>Policies</h2>
-          <Policies policies={data.policies} base={base} />
+          <Policies policies={data.policies} base={base} leading={data.leading} />
         </section>
       )}
       {data.evals.length > 0 && (
         <section>
-          <h2>Exams, by who sits where</h2>
-          <Exams exams={data.evals} />
+          <h2>Held-out evaluations, by who sits where</h2>
+          <Evaluations rows={data.evals} />
+          <p class="hint">In brackets: 95 % intervals.</p>
+        </section>
+      )}
+      {data.evals.some((row) => row.lines.filter((line) => line.outcomes).length > 1) && (
+        <section>
+          <h2>What changed between two evaluations</h2>
+          {data.evals.map((row) => (
+            <Changes key={row.name} name={row.name} lines={row.lines} />
+          ))}
         </section>
       )}
       {data.members.length > 0 && (
@@ -38,10 +49,10 @@ export function Agents({ run, tick }: { run: string; tick: number }) {
   );
 }
 
-function Policies({ policies, base }: { policies: Policy[]; base: string }) {
+function Policies({ policies, base, leading }: { policies: Policy[]; base: string; leading: string | null }) {
   return (
     <div class="wide">
-      <table class="list">
+      <table class="list cards">
         <thead>
           <tr>
             <th>policy</th>
@@ -54,16 +65,24 @@ function Policies({ policies, base }: { policies: Policy[]; base: string }) {
         <tbody>
           {policies.map((policy) => (
             <tr>
-              <td>{policy.name}</td>
-              <td>{policy.type}</td>
-              <td>{policy.base}</td>
-              <td>{policy.seats.join(", ")}</td>
+              <td>
+                <b>{policy.name}</b>
+              </td>
+              <td data-name="type">{policy.type}</td>
+              <td data-name="base">{policy.base}</td>
+              <td data-name="seats">{policy.seats.join(", ")}</td>
               <td>
                 {policy.checkpoints.length === 0 && <span class="quiet">none</span>}
                 {policy.checkpoints.map((one) => (
-                  <a class="chip" download href={`api/${base}/checkpoints/${one.step}/${encodeURIComponent(policy.name)}.zip`}>
+                  <a class={one.best ? "chip best" : "chip"} download title={one.best ? `the best of these checkpoints on ${leading}` : undefined} href={`api/${base}/checkpoints/${one.step}/${encodeURIComponent(policy.name)}.zip`}>
                     ↓ after step {one.step + 1}
                     {one.version !== null ? `, @${one.version}` : ""} ({bytes(one.bytes)}){one.keep ? " kept" : ""}
+                    {one.result && (
+                      <>
+                        , {leading} <Score found={one.result} />
+                      </>
+                    )}
+                    {one.best && <b> ★ best</b>}
                   </a>
                 ))}
               </td>
@@ -75,19 +94,13 @@ function Policies({ policies, base }: { policies: Policy[]; base: string }) {
   );
 }
 
-function score(exam: Exam): string {
-  if (exam.success != null) return percent(exam.success);
-  if (exam.return != null) return num(exam.return);
-  return Object.entries(exam.returns ?? {}).map(([seat, own]) => `${seat} ${num(own)}`).join(", ");
-}
-
-function Exams({ exams }: { exams: AgentsData["evals"] }) {
+function Evaluations({ rows }: { rows: AgentsData["evals"] }) {
   return (
     <div class="wide">
-      <table class="list">
+      <table class="list cards">
         <thead>
           <tr>
-            <th>exam</th>
+            <th>evaluation</th>
             <th>in which seats</th>
             <th class="right">first</th>
             <th class="right">last</th>
@@ -96,20 +109,80 @@ function Exams({ exams }: { exams: AgentsData["evals"] }) {
           </tr>
         </thead>
         <tbody>
-          {exams.map((exam) => (
-            <tr>
-              <td>{exam.name}</td>
-              <td>{Object.entries(exam.seats).map(([seat, who]) => `${seat}: ${who}`).join(", ") || <span class="quiet">as in training</span>}</td>
-              <td class="right">{score(exam.first)}</td>
-              <td class="right">
-                <b>{score(exam.last)}</b>
-              </td>
-              <td class="right">{(exam.last.step ?? -1) + 1}</td>
-              <td class="right">{num(exam.last.episodes)}</td>
-            </tr>
-          ))}
+          {rows.map((row) => {
+            const last = row.lines.at(-1)!;
+            return (
+              <tr>
+                <td>
+                  <b>{row.name}</b>
+                </td>
+                <td data-name="seats">{Object.entries(row.seats).map(([seat, who]) => `${seat}: ${who}`).join(", ") || <span class="quiet">as in training</span>}</td>
+                <td class="right" data-name="first">
+                  <Score found={row.lines[0]} />
+                </td>
+                <td class="right" data-name="last">
+                  <b>
+                    <Score found={last} />
+                  </b>
+                </td>
+                <td class="right" data-name="after step">
+                  {(last.step ?? -1) + 1}
+                </td>
+                <td class="right" data-name="episodes">
+                  {num(last.episodes)}
+                </td>
+              </tr>
+            );
+          })}
         </tbody>
       </table>
+    </div>
+  );
+}
+
+// Which held-out instances were solved at one evaluation and not at a later one, and the other way round.
+function Changes({ name, lines }: { name: string; lines: EvaluationLine[] }) {
+  const known = lines.filter((line) => line.outcomes);
+  const [from, setFrom] = useState<number | null>(null);
+  const [to, setTo] = useState<number | null>(null);
+  if (known.length < 2) return null;
+  const first = known[from ?? known.length - 2];
+  const second = known[to ?? known.length - 1];
+  const which = (was: boolean, is: boolean) =>
+    [...second.outcomes!].flatMap((mark, at) => (at < first.outcomes!.length && (first.outcomes![at] === "1") === was && (mark === "1") === is ? [at] : []));
+  const choice = (label: string, chosen: number, set: (at: number) => void) => (
+    <label>
+      {label}{" "}
+      <select aria-label={`${name}: ${label}`} value={String(chosen)} onChange={(event) => set(Number(event.currentTarget.value))}>
+        {known.map((line, at) => (
+          <option value={String(at)}>{(line.step ?? -1) < 0 ? "before training" : `after step ${line.step! + 1}`}</option>
+        ))}
+      </select>
+    </label>
+  );
+  const sets: [string, number[], boolean][] = [
+    ["regressed", which(true, false), true],
+    ["newly solved", which(false, true), true],
+    ["solved in both", which(true, true), false],
+    ["solved in neither", which(false, false), false],
+  ];
+  return (
+    <div data-changes={name}>
+      <div class="bar">
+        <b>{name}</b>
+        {choice("from", from ?? known.length - 2, setFrom)}
+        {choice("to", to ?? known.length - 1, setTo)}
+      </div>
+      <dl class="changes">
+        {sets.map(([title, instances, listed]) => (
+          <div>
+            <dt>
+              {title}: <b>{instances.length}</b>
+            </dt>
+            {listed && instances.length > 0 && <dd>instances {instances.slice(0, LISTED).join(", ")}{instances.length > LISTED ? ", …" : ""}</dd>}
+          </div>
+        ))}
+      </dl>
     </div>
   );
 }
@@ -119,7 +192,7 @@ function Members({ members, base }: { members: Member[]; base: string }) {
   const rows = descent(members).slice(-SHOWN);
   return (
     <div class="wide">
-      <table class="list">
+      <table class="list cards">
         <thead>
           <tr>
             <th>member</th>
@@ -136,8 +209,8 @@ function Members({ members, base }: { members: Member[]; base: string }) {
                 {depth > 0 && <span class="quiet">└ </span>}
                 {member.name}
               </td>
-              <td>{member.player || "all"}</td>
-              <td>{member.parent ?? <span class="quiet">nobody</span>}</td>
+              <td data-name="player">{member.player || "all"}</td>
+              <td data-name="started from">{member.parent ?? <span class="quiet">nobody</span>}</td>
               <td>{Object.entries(member.info ?? {}).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")}</td>
               <td>
                 {member.bytes > 0 && (

@@ -1,20 +1,61 @@
-// What ought to worry, with the rule that says so.
+// What ought to worry, with the rule that says so and what to try; then the rules that do not fire.
 
-import type { AlarmRow } from "./types";
+import { runPath, url, useAnswer } from "./api";
+import { Failed } from "./parts";
+import type { AlarmRow, RuleRow } from "./types";
 
-export function Alarms({ alarms }: { alarms: AlarmRow[] }) {
-  if (!alarms.length) return <p>No rule fires. They look at the newest lines, and at fewer than ten lines not at all.</p>;
+export function Alarms({ run, tick }: { run: string; tick: number }) {
+  const { data, error } = useAnswer<{ alarms: AlarmRow[]; rules: RuleRow[] }>(url(runPath(run, "/alarms")), tick);
+  if (error) return <Failed error={error} />;
+  if (!data) return <p class="hint">reading…</p>;
+  const firing = new Set(data.alarms.map((alarm) => alarm.name));
+  const silent = data.rules.filter((rule) => !firing.has(rule.name));
+  const judged = data.rules.every((rule) => rule.is_judged);
   return (
-    <ul class="alarms">
-      {alarms.map((alarm) => (
-        <li>
-          <h2>
-            <span aria-hidden="true">▲</span> {alarm.name} {alarm.who && <small>{alarm.who}</small>}
-          </h2>
-          <p>{alarm.says}</p>
-          <p class="quiet">The rule: {alarm.rule}.</p>
-        </li>
-      ))}
-    </ul>
+    <>
+      {data.alarms.length > 0 ? (
+        <ul class="alarms">
+          {data.alarms.map((alarm) => (
+            <li class="fires">
+              <h2>
+                <span aria-hidden="true">▲</span> {alarm.name} {alarm.who && <small>{alarm.who}</small>}
+              </h2>
+              <p>{alarm.says}</p>
+              <p class="quiet">The rule: {alarm.rule}.</p>
+              <p>To try: {alarm.remedy}.</p>
+            </li>
+          ))}
+        </ul>
+      ) : (
+        <p>{judged ? "✓ No rule fires." : "The run has fewer than ten log lines: no rule is applied yet."} Alarms are hints where to look, not proofs.</p>
+      )}
+      {silent.length > 0 && (
+        <section>
+          <h2>{judged ? "Rules that do not fire" : "Rules that will be applied"}</h2>
+          <div class="wide">
+            <table class="list rules cards">
+              <thead>
+                <tr>
+                  <th>alarm</th>
+                  <th>fires if</th>
+                  <th>then try</th>
+                </tr>
+              </thead>
+              <tbody>
+                {silent.map((rule) => (
+                  <tr>
+                    <td>
+                      <b>{rule.name}</b>
+                    </td>
+                    <td data-name="fires if">{rule.rule}</td>
+                    <td data-name="then try">{rule.remedy}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+        </section>
+      )}
+    </>
   );
 }

@@ -25,6 +25,8 @@ interface Props {
   title: string;
   lines: Line[];
   axis: string;
+  axisName: string; // what x counts
+  unit: string; // of y
   range: Range;
   onRange: (range: Range) => void;
   log?: boolean;
@@ -64,34 +66,45 @@ function drawn(lines: Line[]): Drawn {
   return { data, series, bands, shown };
 }
 
-function axes(axis: string): uPlot.Axis[] {
+const FONT = "11px system-ui, sans-serif";
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9];
+
+function axes(axis: string, axisName: string, unit: string): uPlot.Axis[] {
   const common: uPlot.Axis = {
     stroke: () => ink("quiet"),
     grid: { stroke: () => ink("line"), width: 1 },
     ticks: { stroke: () => ink("line"), width: 1, size: 4 },
-    font: "11px system-ui, sans-serif",
+    font: FONT,
+    labelFont: FONT,
+    labelSize: 16,
   };
   const clock = axis === "seconds";
   const x = (_: uPlot, splits: number[]) =>
     splits.map((value) => (clock ? hours(value) : value >= 1e6 ? `${value / 1e6}M` : value >= 1e4 ? `${value / 1e3}k` : num(value)));
   return [
-    { ...common, size: 28, values: x, space: 60 },
-    { ...common, size: 46, values: (_, splits) => splits.map((value) => (value === null ? "" : num(value))) },
+    // Ticks of counters are whole numbers; their text is never wider than the space of a tick.
+    { ...common, size: 24, values: x, space: 62, label: clock ? `${axisName} (s, min or h)` : axisName, ...(clock ? {} : { incrs: WHOLE }) },
+    { ...common, size: widest, values: (_, splits) => splits.map((value) => (value === null ? "" : num(value))), ...(unit ? { label: unit } : {}) },
   ];
 }
 
-function hours(seconds: number): string {
-  if (seconds < 180) return `${Math.round(seconds)}s`;
-  return seconds < 10800 ? `${Math.round(seconds / 60)}m` : `${Number((seconds / 3600).toFixed(1))}h`;
+// As wide as the widest of the ticks' texts, so that none is clipped.
+function widest(_: uPlot, values: string[] | null): number {
+  return 14 + 6.6 * Math.max(3, ...(values ?? []).map((text) => text?.length ?? 0));
 }
 
-export function Chart({ title, lines, axis, range, onRange, log, height = 190 }: Props) {
+function hours(seconds: number): string {
+  if (seconds < 180) return `${num(seconds)} s`;
+  return seconds < 10800 ? `${num(seconds / 60)} min` : `${Number((seconds / 3600).toFixed(1))} h`;
+}
+
+export function Chart({ title, lines, axis, axisName, unit, range, onRange, log, height = 206 }: Props) {
   const place = useRef<HTMLDivElement>(null);
   const legend = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const latest = useRef({ onRange, lines, range });
   latest.current = { onRange, lines, range };
-  const shape = JSON.stringify([lines.map((l) => [l.label, l.colour, l.dash, !!l.raw, !!l.low, l.dots, l.x.length < 2]), axis, log]);
+  const shape = JSON.stringify([lines.map((l) => [l.label, l.colour, l.dash, !!l.raw, !!l.low, l.dots, l.x.length < 2]), axis, axisName, unit, log]);
 
   useEffect(() => {
     const element = place.current!;
@@ -106,9 +119,9 @@ export function Chart({ title, lines, axis, range, onRange, log, height = 190 }:
         x: { time: false, range: (_, low, high) => latest.current.range ?? (low === high ? [low - 1, high + 1] : [low, high]) },
         y: { distr: log ? 3 : 1 },
       },
-      axes: axes(axis),
+      axes: axes(axis, axisName, unit),
       legend: { show: false },
-      padding: [8, 18, 0, 0],
+      padding: [10, 26, 0, 2],
       cursor: { sync: { key: "curves", scales: ["x", null] }, points: { size: 6 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => (latest.current.onRange(null), null) } },
       hooks: {
         setCursor: [(u) => told(u.cursor.idx)],
@@ -164,7 +177,7 @@ export function Chart({ title, lines, axis, range, onRange, log, height = 190 }:
   return (
     <figure class="chart">
       <figcaption>{title}</figcaption>
-      <div ref={place} class="plot" tabIndex={0} role="img" aria-label={summary(title, lines)} onKeyDown={keys} />
+      <div ref={place} class="plot" tabIndex={0} role="img" aria-label={summary(`${title}${unit ? `, ${unit}` : ""}, over ${axisName}`, lines)} onKeyDown={keys} />
       <div ref={legend} class="legend">
         {lines.map((line) => (
           <span key={line.label}>

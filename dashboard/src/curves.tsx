@@ -1,4 +1,4 @@
-// The curves of one run or of several over each other. A chart asks for its figures when it comes into view.
+// The curves of one run or of several over each other. A chart asks for its metrics when it comes into view.
 
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { url, useAnswer, useDebounced } from "./api";
@@ -9,11 +9,21 @@ import type { Curve, RunDetail } from "./types";
 
 const WINDOWS = [1, 5, 9, 25, 51, 101, 301, 1001];
 const AXES: [string, string][] = [
-  ["step", "steps"],
+  ["step", "training steps"],
   ["env_steps", "env steps"],
   ["iteration", "iterations"],
   ["seconds", "time"],
 ];
+
+// A population logs a line for each of its tasks.
+function axisTitle(axis: string, kind: string): string {
+  return axis === "step" && kind === "population" ? "tasks" : (AXES.find(([key]) => key === axis)?.[1] ?? axis);
+}
+
+function usualAxis(details: RunDetail[], keys: Set<string>): string {
+  if (keys.has("iteration") && details.every((one) => one.kind === "population")) return "iteration";
+  return keys.has("env_steps") && details.every((one) => one.kind === "networks") ? "env_steps" : "step";
+}
 
 interface Props {
   details: RunDetail[];
@@ -23,15 +33,15 @@ interface Props {
 
 export function Curves({ details, route, tick }: Props) {
   const runs = details.map((detail) => detail.name);
-  const keys = new Set(details.flatMap((detail) => Object.values(detail.figures.metrics).flat()));
-  const axis = route.query.get("x") ?? (keys.has("env_steps") && details.every((d) => d.kind === "networks") ? "env_steps" : "step");
+  const keys = new Set(details.flatMap((detail) => Object.values(detail.metrics.metrics).flat()));
+  const axis = route.query.get("x") ?? usualAxis(details, keys);
   const window = Number(route.query.get("smooth") ?? "9");
   const seeds = route.query.get("seeds") === "1";
   const [only, setOnly] = useState("");
   const [range, setRange] = useState<Range>(null);
   const phases = useMemo(() => [...new Set(details.flatMap((detail) => detail.phases))], [details]);
   const all = sections(
-    details.map((detail) => detail.figures),
+    details.map((detail) => detail.metrics),
     phases,
   );
   useEffect(() => setRange(null), [axis]);
@@ -42,8 +52,8 @@ export function Curves({ details, route, tick }: Props) {
         <label>
           over{" "}
           <select aria-label="over" value={axis} onChange={(event) => amend(route, { x: event.currentTarget.value })}>
-            {AXES.filter(([key]) => key === "step" || key === "seconds" || keys.has(key)).map(([key, title]) => (
-              <option value={key}>{title}</option>
+            {AXES.filter(([key]) => key === "step" || key === "seconds" || keys.has(key)).map(([key]) => (
+              <option value={key}>{axisTitle(key, details[0].kind)}</option>
             ))}
           </select>
         </label>
@@ -61,19 +71,19 @@ export function Curves({ details, route, tick }: Props) {
             as bands
           </label>
         )}
-        <input type="search" data-search placeholder="figures: entropy, reward…" aria-label="show figures that contain" value={only} onInput={(event) => setOnly(event.currentTarget.value)} />
+        <input type="search" data-search placeholder="metrics: entropy, reward…" aria-label="show metrics that contain" value={only} onInput={(event) => setOnly(event.currentTarget.value)} />
         {range && <button onClick={() => setRange(null)}>show all again</button>}
         <span class="hint">drag to zoom, double click for all</span>
       </div>
       {all.map((section) => {
-        const panels = section.panels.filter((panel) => `${panel.title} ${panel.figures.join(" ")}`.toLowerCase().includes(wanted));
+        const panels = section.panels.filter((panel) => `${panel.title} ${panel.metrics.join(" ")}`.toLowerCase().includes(wanted));
         return (
           panels.length > 0 && (
             <section key={section.title}>
               <h2>{section.title}</h2>
               <div class="charts">
                 {panels.map((panel) => (
-                  <Drawn key={panel.title} {...{ panel, runs, axis, window, seeds, range, tick }} onRange={setRange} />
+                  <Drawn key={panel.title} {...{ panel, runs, axis, window, seeds, range, tick }} axisName={axisTitle(axis, details[0].kind)} onRange={setRange} />
                 ))}
               </div>
             </section>
@@ -88,6 +98,7 @@ interface DrawnProps {
   panel: Panel;
   runs: string[];
   axis: string;
+  axisName: string;
   window: number;
   seeds: boolean;
   range: Range;
@@ -95,16 +106,16 @@ interface DrawnProps {
   onRange: (range: Range) => void;
 }
 
-function Drawn({ panel, runs, axis, window, seeds, range, tick, onRange }: DrawnProps) {
+function Drawn({ panel, runs, axis, axisName, window, seeds, range, tick, onRange }: DrawnProps) {
   const place = useRef<HTMLDivElement>(null);
   const seen = useSeen(place);
   const late = useDebounced(range, 60);
   const address = url("curves", {
     run: runs,
-    figure: panel.figures,
+    metric: panel.metrics,
     x: axis,
     points: 500,
-    window: panel.figures.some((figure) => !figure.startsWith("evals/")) ? window : 1,
+    window: panel.metrics.some((metric) => !metric.startsWith("evals/")) ? window : 1,
     low: late?.[0],
     high: late?.[1],
     seeds,
@@ -112,8 +123,8 @@ function Drawn({ panel, runs, axis, window, seeds, range, tick, onRange }: Drawn
   const { data, error } = useAnswer<{ curves: Curve[] }>(seen ? address : null, seen ? tick : 0);
   const lines = useMemo(() => (data ? drawnLines(data.curves, panel, runs.length > 1) : []), [data]);
   return (
-    <div ref={place} class="slot" data-figure={panel.figures[0]}>
-      {error ? <p class="error">{error}</p> : !data ? <p class="hint">{panel.title}</p> : <Chart title={panel.title} {...{ lines, axis, range, onRange }} />}
+    <div ref={place} class="slot" data-metric={panel.metrics[0]}>
+      {error ? <p class="error">{error}</p> : !data ? <p class="hint">{panel.title}</p> : <Chart title={panel.title} unit={panel.unit} {...{ lines, axis, axisName, range, onRange }} />}
     </div>
   );
 }
@@ -121,7 +132,7 @@ function Drawn({ panel, runs, axis, window, seeds, range, tick, onRange }: Drawn
 // One run: a colour for each policy. Several: a colour for each run, a dash for each policy.
 function drawnLines(curves: Curve[], panel: Panel, several: boolean): Line[] {
   const wanted = panel.team ? curves.filter((curve) => curve.name === "team") : curves;
-  const label = (curve: Curve) => (panel.team ? curve.figure.split("/")[1].replace(/_s$/, "") : curve.figure.startsWith("evals/") ? `exam ${curve.name}` : curve.name);
+  const label = (curve: Curve) => (panel.team ? curve.metric.split("/")[1].replace(/_s$/, "") : curve.metric.startsWith("evals/") ? `held-out ${curve.name}` : curve.name);
   const labels = [...new Set(wanted.map(label))];
   const groups = [...new Set(wanted.map((curve) => curve.runs.join("\n")))];
   return wanted.map((curve) => {
@@ -132,7 +143,7 @@ function drawnLines(curves: Curve[], panel: Panel, several: boolean): Line[] {
       label: several ? `${whose} · ${label(curve)}` : label(curve),
       colour: several ? group : own,
       dash: several ? own : Math.floor(own / 7),
-      dots: curve.figure.startsWith("evals/"),
+      dots: curve.metric.startsWith("evals/"),
       x: curve.x,
       y: curve.y,
       low: curve.low,

@@ -169,7 +169,7 @@ function List({ run, rows, route, seats }: { run: string; rows: EpisodeRow[]; ro
   const own = seats.filter((seat) => rows.some((row) => row.returns[seat] !== undefined)).slice(0, 6);
   return (
     <div class="wide">
-      <table class="list">
+      <table class="list cards">
         <thead>
           <tr>
             <th>episode</th>
@@ -197,18 +197,28 @@ function List({ run, rows, route, seats }: { run: string; rows: EpisodeRow[]; ro
               <td>
                 <Outcome success={row.success} error={row.error} />
               </td>
-              <td class="right">
+              <td class="right" data-name="reward">
                 <b>{signed(row.total)}</b>
               </td>
-              <td class="right">{signed(row.team)}</td>
+              <td class="right" data-name="team">
+                {signed(row.team)}
+              </td>
               {own.map((seat) => (
-                <td class="right">{signed(row.returns[seat])}</td>
+                <td class="right" data-name={seat}>
+                  {signed(row.returns[seat])}
+                </td>
               ))}
-              <td class="right">{row.turns}</td>
-              <td class="right">{row.nodes}</td>
-              <td class="right">{row.invalid || ""}</td>
+              <td class="right" data-name="turns">
+                {row.turns}
+              </td>
+              <td class="right" data-name="nodes">
+                {row.nodes}
+              </td>
+              <td class={`right ${row.invalid ? "" : "none"}`} data-name="invalid">
+                {row.invalid || ""}
+              </td>
               <td class="who">{Object.entries(row.seats).map(([seat, who]) => `${seat}: ${who}`).join(", ")}</td>
-              <td class="right">
+              <td class="right" data-name="instance">
                 {row.env} {row.seed}
               </td>
             </tr>

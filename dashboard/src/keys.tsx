@@ -3,7 +3,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import { go, type Route, to } from "./route";
 
-const TABS: Record<string, string | null> = { c: null, e: "episodes", p: "population", a: "agents", s: "system", w: "alarms" };
+const TABS: Record<string, string | null> = { c: "curves", e: "episodes", p: "population", a: "agents", s: "system", w: "alarms" };
 
 const SAID: [string, string][] = [
   ["/", "search on this page"],

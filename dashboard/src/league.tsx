@@ -63,7 +63,7 @@ export function Timeline({ stretches }: { stretches: Stretch[] }) {
   const x = (value: number) => margin + ((width - margin - 8) * value) / Math.max(1e-9, end);
   return (
     <div class="wide">
-      <svg class="timeline" width={width} height={learners.length * 22 + 22} role="img" aria-label={`${stretches.length} stretches of training of ${learners.length} learners`}>
+      <svg class="timeline" viewBox={`0 0 ${width} ${learners.length * 22 + 22}`} width={width} height={learners.length * 22 + 22} role="img" aria-label={`${stretches.length} stretches of training of ${learners.length} learners`}>
         {learners.map((name, row) => (
           <>
             <text x={margin - 6} y={row * 22 + 11} text-anchor="end" dominant-baseline="central">

@@ -9,7 +9,7 @@ import { Curves } from "./curves";
 import { Episode } from "./episode";
 import { Episodes } from "./episodes";
 import { Help, useKeys } from "./keys";
-import { Head, Overlay } from "./run";
+import { Head, homePage, Overlay } from "./run";
 import { Failed } from "./parts";
 import { Table } from "./play";
 import { Population } from "./population";
@@ -92,7 +92,7 @@ function Lost() {
 function Run({ name, route }: { name: string; route: Route }) {
   const { tick, live } = useLive(name);
   const { data, error } = useAnswer<RunDetail>(url(`runs/${encodeURIComponent(name)}`), tick);
-  const [, , tab, step, episode] = route.parts;
+  const [, , asked, step, episode] = route.parts;
   if (error && !data)
     return (
       <main>
@@ -100,29 +100,33 @@ function Run({ name, route }: { name: string; route: Route }) {
       </main>
     );
   if (!data) return <main aria-busy="true" />;
-  const also = route.query.getAll("with");
+  const tab = asked ?? homePage(data);
   const pages: Record<string, () => preact.JSX.Element> = {
     episodes: () => (episode !== undefined ? <Episode key={`${step}/${episode}`} run={name} step={Number(step)} episode={Number(episode)} route={route} /> : <Episodes run={data} route={route} tick={tick} />),
-    population: () => <Population run={name} route={route} tick={tick} />,
+    curves: () => <CurvesPage run={data} route={route} tick={tick} />,
+    population: () => <Population run={data} route={route} tick={tick} />,
     agents: () => <Agents run={name} tick={tick} />,
     system: () => <System run={name} tick={tick} />,
-    alarms: () => <Alarms alarms={data.alarms} />,
+    alarms: () => <Alarms run={name} tick={tick} />,
     config: () => <Config run={name} />,
   };
   return (
     <main>
-      <Head run={data} live={live} tab={tab ?? "curves"} />
-      {tab === undefined ? (
-        <>
-          <Overlay run={name} route={route} />
-          <Details key={also.join("\n")} names={also} found={[]}>
-            {(others) => <Curves details={[data, ...others]} route={route} tick={tick} />}
-          </Details>
-        </>
-      ) : (
-        (pages[tab] ?? Lost)()
-      )}
+      <Head run={data} live={live} tab={tab} />
+      {(pages[tab] ?? Lost)()}
     </main>
+  );
+}
+
+function CurvesPage({ run, route, tick }: { run: RunDetail; route: Route; tick: number }) {
+  const also = route.query.getAll("with");
+  return (
+    <>
+      <Overlay run={run.name} route={route} />
+      <Details key={also.join("\n")} names={also} found={[]}>
+        {(others) => <Curves details={[run, ...others]} route={route} tick={tick} />}
+      </Details>
+    </>
   );
 }
 

@@ -1,10 +1,11 @@
-// Which figures of a run stand together in a chart, and under which heading.
+// Which metrics of a run stand together in a chart, under which heading, and in which unit.
 
 import type { Logs } from "./types";
 
 export interface Panel {
   title: string;
-  figures: string[]; // LOG/KEY
+  unit: string; // of the y axis
+  metrics: string[]; // LOG/KEY
   team?: boolean; // all together only
 }
 
@@ -13,61 +14,78 @@ export interface Section {
   panels: Panel[];
 }
 
-const NAMES: [string, string, string[]][] = [
-  ["Outcome", "success (held-out evaluations and training)", ["metrics/success", "evals/success"]],
-  ["Outcome", "return (held-out evaluations and training)", ["metrics/return", "evals/return"]],
-  ["Outcome", "return of the team", ["metrics/team_return", "evals/team_return"]],
-  ["Outcome", "NashConv", ["metrics/nash_conv"]],
-  ["Outcome", "exploitability", ["metrics/exploitability"]],
-  ["Outcome", "win rate", ["metrics/win_rate"]],
-  ["Outcome", "win rate against the worst", ["metrics/worst_win_rate"]],
-  ["Outcome", "rating", ["metrics/rating"]],
-  ["Rewards by part", "own reward of an answer", ["metrics/local_reward"]],
-  ["Rewards by part", "team reward of an answer", ["metrics/team_reward"]],
-  ["Play", "turns (joint steps an episode)", ["metrics/steps_per_episode", "evals/steps_per_episode"]],
-  ["Play", "tokens an answer", ["metrics/tokens"]],
-  ["Play", "invalid answers (share)", ["metrics/invalid"]],
-  ["Play", "answers cut off (share)", ["metrics/truncated_fraction"]],
-  ["Play", "episodes that failed", ["metrics/failed"]],
-  ["Learning", "entropy (nats)", ["metrics/entropy"]],
-  ["Learning", "KL from the sampling policy", ["metrics/kl"]],
-  ["Learning", "clip share", ["metrics/clip_fraction"]],
-  ["Learning", "groups without differences (share)", ["metrics/zero_std_fraction"]],
-  ["Learning", "staleness (steps, mean)", ["metrics/staleness"]],
-  ["Learning", "staleness (steps, most)", ["metrics/staleness_max"]],
-  ["Learning", "loss", ["metrics/loss"]],
-  ["Learning", "norm of the gradient", ["metrics/grad_norm"]],
-  ["Learning", "learning rate", ["metrics/lr"]],
-  ["Speed", "tokens a second", ["timings/tokens_per_s"]],
-  ["Speed", "answers a second", ["timings/answers_per_s"]],
-  ["Speed", "env steps a second", ["timings/env_steps_per_s"]],
+const NAMES: [string, string, string, string[]][] = [
+  ["Outcome", "success (held-out evaluations and training)", "share of episodes", ["metrics/success", "evals/success"]],
+  ["Outcome", "return (held-out evaluations and training)", "reward an episode", ["metrics/return", "evals/return"]],
+  ["Outcome", "return of the team", "reward an episode", ["metrics/team_return", "evals/team_return"]],
+  ["Outcome", "NashConv", "reward, all players together", ["metrics/nash_conv"]],
+  ["Outcome", "exploitability", "reward, mean over players", ["metrics/exploitability"]],
+  ["Outcome", "gap to an equilibrium of the payoff table", "reward", ["metrics/gap"]],
+  ["Outcome", "value of the game to each player", "reward a game", ["metrics/value"]],
+  ["Outcome", "win rate", "share of games", ["metrics/win_rate"]],
+  ["Outcome", "win rate against the worst", "share of games", ["metrics/worst_win_rate"]],
+  ["Outcome", "rating", "Elo", ["metrics/rating"]],
+  ["Rewards by part", "own reward of an answer", "reward", ["metrics/local_reward"]],
+  ["Rewards by part", "team reward of an answer", "reward", ["metrics/team_reward"]],
+  ["Play", "length of an episode", "joint steps", ["metrics/steps_per_episode", "evals/steps_per_episode"]],
+  ["Play", "length of an answer", "tokens", ["metrics/tokens"]],
+  ["Play", "invalid answers", "share of answers", ["metrics/invalid"]],
+  ["Play", "answers cut off", "share of answers", ["metrics/truncated_fraction"]],
+  ["Play", "episodes that failed", "episodes a step", ["metrics/failed"]],
+  ["Play", "evaluation episodes that failed", "episodes", ["evals/failed"]],
+  ["Learning", "entropy", "nats", ["metrics/entropy"]],
+  ["Learning", "KL from the sampling policy", "nats", ["metrics/kl"]],
+  ["Learning", "clipped", "share of tokens or actions", ["metrics/clip_fraction"]],
+  ["Learning", "groups without differences", "share of groups", ["metrics/zero_std_fraction"]],
+  ["Learning", "staleness, mean", "training steps", ["metrics/staleness"]],
+  ["Learning", "staleness, most", "training steps", ["metrics/staleness_max"]],
+  ["Learning", "loss", "loss", ["metrics/loss"]],
+  ["Learning", "loss of the policy", "loss", ["metrics/policy_loss"]],
+  ["Learning", "loss of the critic", "loss", ["metrics/value_loss"]],
+  ["Learning", "norm of the gradient", "L2 norm", ["metrics/grad_norm"]],
+  ["Learning", "learning rate", "step size", ["metrics/lr"]],
+  ["Learning", "members", "members", ["metrics/members"]],
+  ["Learning", "games played", "games", ["metrics/games"]],
+  ["Speed", "sampled tokens", "tokens a second", ["timings/tokens_per_s"]],
+  ["Speed", "answers", "answers a second", ["timings/answers_per_s"]],
+  ["Speed", "env steps", "env steps a second", ["timings/env_steps_per_s"]],
+  ["Speed", "CPU time of playing", "CPU seconds a step", ["timings/rollout_cpu_s"]],
+  ["Speed", "CPU time of training", "CPU seconds a step", ["timings/train_cpu_s"]],
 ];
-const ORDER = ["Outcome", "Rewards by part", "Play", "Learning", "Speed", "Other figures"];
-const SILENT = new Set(["answers", "samples", "updates", "groups", "episodes", "env_steps", "env_steps_here", "iteration", "iterations", "elapsed_s", "seconds"]);
+const ORDER = ["Outcome", "Rewards by part", "Play", "Learning", "Speed", "Other metrics"];
+const SILENT = new Set(["answers", "samples", "updates", "groups", "episodes", "env_steps", "env_steps_here", "iteration", "iterations", "elapsed_s", "seconds", "slice", "deviation"]);
+const LOGS: Record<string, string> = { metrics: "", evals: " (held-out)", timings: "" };
 
 export function sections(logs: Logs[], phases: string[]): Section[] {
-  const known = new Set(logs.flatMap(figures));
+  const known = new Set(logs.flatMap(metrics));
   const found: [string, Panel][] = [];
   const used = new Set<string>();
-  for (const [section, title, wanted] of NAMES) {
-    const there = wanted.filter((figure) => known.has(figure));
-    if (there.length) found.push([section, { title, figures: there }]);
-    there.forEach((figure) => used.add(figure));
+  for (const [section, title, unit, wanted] of NAMES) {
+    const there = wanted.filter((metric) => known.has(metric));
+    if (there.length) found.push([section, { title, unit, metrics: there }]);
+    there.forEach((metric) => used.add(metric));
   }
-  if (phases.length) found.push(["Speed", { title: "seconds of a step, by phase", figures: phases.map((key) => `timings/${key}`), team: true }]);
+  if (phases.length) found.push(["Speed", { title: "time of a step, by phase", unit: "seconds", metrics: phases.map((key) => `timings/${key}`), team: true }]);
   phases.forEach((key) => used.add(`timings/${key}`));
-  for (const figure of [...known].sort()) {
-    const key = figure.slice(figure.indexOf("/") + 1);
-    if (used.has(figure) || SILENT.has(key) || key.startsWith("mix/") || key.startsWith("returns_ci95/")) continue;
-    const returns = figure.startsWith("evals/returns/");
-    found.push([returns ? "Rewards by part" : "Other figures", { title: returns ? `return of ${key.slice(8)} in exams` : figure, figures: [figure] }]);
+  for (const metric of [...known].sort()) {
+    const key = metric.slice(metric.indexOf("/") + 1);
+    if (used.has(metric) || SILENT.has(key) || key.startsWith("mix/") || key.startsWith("returns_ci95/")) continue;
+    found.push(other(metric, key));
   }
   return ORDER.map((title) => ({ title, panels: found.filter(([section]) => section === title).map(([, panel]) => panel) })).filter(
     (section) => section.panels.length,
   );
 }
 
-function figures(logs: Logs): string[] {
+function other(metric: string, key: string): [string, Panel] {
+  if (metric.startsWith("evals/returns/")) return ["Rewards by part", { title: `held-out return of ${key.slice(8)}`, unit: "reward an episode", metrics: [metric] }];
+  if (metric.startsWith("metrics/reward/")) return ["Rewards by part", { title: `own reward of an answer: ${key.slice(7)}`, unit: "reward", metrics: [metric] }];
+  const unit = key.endsWith("_per_s") ? "a second" : key.endsWith("_s") ? "seconds" : key.endsWith("_fraction") ? "share" : "";
+  const title = key.replace(/_(per_s|s|fraction)$/, "").replaceAll("_", " ");
+  return ["Other metrics", { title: `${title}${LOGS[metric.split("/")[0]] ?? ""}`, unit, metrics: [metric] }];
+}
+
+function metrics(logs: Logs): string[] {
   return (Object.keys(logs) as (keyof Logs)[]).flatMap((log) =>
     Object.values(logs[log]).flatMap((keys) => keys.map((key) => `${log}/${key}`)),
   );

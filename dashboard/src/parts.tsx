@@ -2,6 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { num, percent, signed } from "./format";
+import type { Evaluation } from "./types";
 
 export function Failed({ error }: { error: string }) {
   return (
@@ -28,6 +29,23 @@ export function Outcome({ success, error }: { success: number | null; error: str
   return success ? <span class="outcome won">✓ success</span> : <span class="outcome lost">○ no</span>;
 }
 
+// The main result of an evaluation. All intervals of these pages are 95 % intervals.
+export function Score({ found }: { found: Evaluation }) {
+  const shown = (value: number) => (found.success != null ? percent(value) : num(value));
+  const main = found.success ?? found.return;
+  if (main == null) return <>{Object.entries(found.returns ?? {}).map(([seat, own]) => `${seat} ${num(own)}`).join(", ")}</>;
+  return (
+    <>
+      {shown(main)}{" "}
+      {found.interval && (
+        <small title={`95 % interval, of ${num(found.episodes)} episodes`}>
+          [{shown(found.interval[0])}, {shown(found.interval[1])}]
+        </small>
+      )}
+    </>
+  );
+}
+
 export function Figure({ name, children }: { name: string; children: ComponentChildren }) {
   return (
     <div class="figure">
@@ -47,17 +65,80 @@ export function Gains({ reward, advantage, team }: { reward?: number; advantage?
   );
 }
 
-export function Info({ info }: { info: Record<string, unknown> }) {
+// What the env told of a joint step: a row for each key; values by seat stand in a column for each seat.
+export function Info({ info, seats }: { info: Record<string, unknown>; seats: string[] }) {
   const entries = Object.entries(info);
-  return entries.length ? (
-    <dl class="info">
-      {entries.map(([key, value]) => (
+  const apart = seats.filter((seat) => entries.some(([, value]) => isBySeat(value, seats) && seat in (value as object)));
+  if (!entries.length) return null;
+  return (
+    <div class="wide">
+      <table class="info" aria-label="what the env told of this step">
+        {apart.length > 0 && (
+          <thead>
+            <tr>
+              <th />
+              {apart.map((seat) => (
+                <th>{seat}</th>
+              ))}
+            </tr>
+          </thead>
+        )}
+        <tbody>
+          {entries.map(([key, value]) => (
+            <tr>
+              <th scope="row">{key.replaceAll("_", " ")}</th>
+              {isBySeat(value, seats) ? (
+                apart.map((seat) => (
+                  <td>
+                    <Value name={key} value={(value as Record<string, unknown>)[seat]} />
+                  </td>
+                ))
+              ) : (
+                <td colSpan={Math.max(1, apart.length)}>
+                  <Value name={key} value={value} />
+                </td>
+              )}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function isBySeat(value: unknown, seats: string[]): boolean {
+  if (typeof value !== "object" || value === null || Array.isArray(value)) return false;
+  const keys = Object.keys(value);
+  return keys.length > 0 && keys.every((key) => seats.includes(key));
+}
+
+const DEEPEST = 4; // levels of nested values that are laid out
+
+function Value({ name, value, depth = 0 }: { name: string; value: unknown; depth?: number }) {
+  if (value === undefined || value === null) return <span class="quiet">–</span>;
+  if (typeof value === "boolean") return <>{value ? "yes" : "no"}</>;
+  if (name === "passed" && typeof value === "number")
+    return (
+      <>
+        <meter value={value} min={0} max={1} aria-label="share of tests passed" /> {percent(value)} of the tests
+      </>
+    );
+  if (typeof value === "number") return <>{num(value)}</>;
+  if (typeof value === "string") return <span class="text">{value}</span>;
+  if (depth >= DEEPEST) return <span class="text">{JSON.stringify(value)}</span>;
+  const inner = Object.entries(value as object);
+  if (!inner.length) return <span class="quiet">none</span>;
+  if (Array.isArray(value) && value.every((one) => typeof one !== "object")) return <span class="text">{value.map(String).join(", ")}</span>;
+  return (
+    <dl class="inner">
+      {inner.map(([key, one]) => (
         <div>
-          <dt>{key}</dt>
-          {key === "passed" && typeof value === "number" && <meter value={value} min={0} max={1} aria-label="share of tests passed" />}
-          <dd>{key === "passed" && typeof value === "number" ? `${percent(value)} of the tests` : typeof value === "number" ? num(value) : typeof value === "string" ? value : JSON.stringify(value)}</dd>
+          <dt>{Array.isArray(value) ? Number(key) + 1 : key.replaceAll("_", " ")}</dt>
+          <dd>
+            <Value name={key} value={one} depth={depth + 1} />
+          </dd>
         </div>
       ))}
     </dl>
-  ) : null;
+  );
 }

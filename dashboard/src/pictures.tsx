@@ -1,6 +1,8 @@
-// Observations drawn as what they are of: grids, boards, sudokus, programs. Whatever is not recognised stays text.
+// Observations drawn as the env says that they may be: grids, boards, sudokus. All others stay text, in which only
+// programs between ``` are set apart.
 
 import { Fragment } from "preact";
+import type { Form } from "./types";
 
 export function Text({ text }: { text: string }) {
   const parts = text.split(/(```[^\n]*\n[\s\S]*?```)/g);
@@ -21,15 +23,20 @@ export function Text({ text }: { text: string }) {
   );
 }
 
-export function Picture({ text, before }: { text: string; before: string }) {
-  const drawn = compactGrid(text) ?? drawnGrid(text) ?? board(text) ?? sudoku(text);
+export function Picture({ text, before, form }: { text: string; before: string; form: Form }) {
+  const drawn = drawing(text, form);
   if (!drawn) return <Text text={text} />;
   return (
     <div class="picture">
-      <Cells {...drawn.grid} before={changed(drawn.grid, before)} />
+      <Cells {...drawn.grid} before={changed(drawn.grid, before ? drawing(before, form) : null)} />
       {drawn.rest && <Text text={drawn.rest} />}
     </div>
   );
+}
+
+function drawing(text: string, form: Form): Drawing | null {
+  if (form === "grid") return compactGrid(text) ?? drawnGrid(text);
+  return form === "board" ? board(text) : form === "sudoku" ? sudoku(text) : null;
 }
 
 interface Grid {
@@ -105,8 +112,7 @@ function sudoku(text: string): Drawing | null {
 }
 
 // The cells that differ from those of the picture before.
-function changed(grid: Grid, before: string): Set<string> {
-  const old = before ? (compactGrid(before) ?? drawnGrid(before) ?? board(before) ?? sudoku(before)) : null;
+function changed(grid: Grid, old: Drawing | null): Set<string> {
   const cells = new Set<string>();
   if (!old || old.grid.rows.length !== grid.rows.length || grid.kind === "world") return cells;
   grid.rows.forEach((row, r) => row.forEach((sign, c) => sign !== old.grid.rows[r][c] && cells.add(`${r},${c}`)));
@@ -144,7 +150,7 @@ function Cells({ kind, rows, marks, before }: Grid & { before: Set<string> }) {
 function Sign({ sign, size }: { sign: string; size: number }) {
   const middle = size / 2;
   const kind = sign.includes("@") || sign.includes("+") ? "agent" : sign.includes("G") || sign === "o" ? "goal" : sign.includes("▣") ? "box" : "";
-  const text = sign.replace("@", "●").replace("+", "●").replace("G", sign.length > 1 ? "" : "★") || "●";
+  const text = kind === "agent" && (sign.includes("G") || sign.includes("+")) ? "◉" : sign.replace("@", "●").replace("G", sign.length > 1 ? "" : "★") || "●";
   return (
     <text class={kind} x={middle} y={middle} dominant-baseline="central" text-anchor="middle">
       <title>{[...sign].map((one) => SIGNS[one] ?? one).join(", ")}</title>

@@ -119,7 +119,7 @@ function Question({ game, path }: { game: GameState; path: string }) {
   return (
     <form ref={place} class="question" aria-label={`your turn ${game.turn + 1}`} onSubmit={(event) => (event.preventDefault(), answer(text))}>
       <h2>Your turn</h2>
-      <Sees seen={now?.turns[0]?.sees} plain={false} before={before} />
+      <Sees seen={now?.turns[0]?.sees} form={game.picture} before={before} />
       {hasTools(game) && (
         <p class="hint">
           A tool is called so: <code>{'<tool_call>{"name": "…", "arguments": {…}}</tool_call>'}</code>
@@ -204,5 +204,5 @@ function others(game: GameState): string {
 
 // As much of an episode's tree as its words ask for.
 function bare(game: GameState): EpisodeTree {
-  return { env: game.env, seed: 0, error: null, traceback: null, seats: game.seats, nodes: [], left_out: 0 };
+  return { env: game.env, seed: 0, error: null, traceback: null, picture: game.picture, seats: game.seats, nodes: [], left_out: 0 };
 }

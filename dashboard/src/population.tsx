@@ -8,13 +8,15 @@ import { Heat, Mixtures } from "./heat";
 import { Failed } from "./parts";
 import { amend, type Route } from "./route";
 import { Responses, Timeline } from "./league";
-import type { PopulationData, Rating } from "./types";
+import type { PopulationData, Rating, RunDetail } from "./types";
 
-export function Population({ run, route, tick }: { run: string; route: Route; tick: number }) {
+export function Population({ run, route, tick }: { run: RunDetail; route: Route; tick: number }) {
   const last = route.query.get("last") ?? "40";
-  const { data, error } = useAnswer<PopulationData>(url(runPath(run, "/population"), { last }), tick);
+  const { data, error } = useAnswer<PopulationData>(run.has_population ? url(runPath(run.name, "/population"), { last }) : null, tick);
+  if (!run.has_population) return <p>No task of this population is finished yet: payoffs, mixtures and ratings appear here with the first games.</p>;
   if (error) return <Failed error={error} />;
   if (!data) return <p class="hint">reading…</p>;
+  const newest = data.distance.at(-1)?.nash_conv;
   return (
     <>
       <div class="bar">
@@ -51,7 +53,17 @@ export function Population({ run, route, tick }: { run: string; route: Route; ti
         )}
       </div>
       <section>
-        <h2>Ratings</h2>
+        <h2>Elo among these members</h2>
+        <p class="hint">
+          Fitted to the games between these members (Bradley and Terry, 1952): 400 points are odds of 10 to 1 in this pool. It says who wins on average here, and changes with who is in the pool. It does not say how
+          exploitable a member is: one that ranks first may lose every game to an opponent that nobody here resembles, and where members beat each other in cycles no ranking is right. Intervals are 95 % intervals.
+          {newest != null && (
+            <>
+              {" "}
+              For the distance from an equilibrium see NashConv: the newest mixture of members has <b>{num(newest)}</b>, and 0 could not be exploited.
+            </>
+          )}
+        </p>
         {data.ratings.warning && <p class="error">{data.ratings.warning}</p>}
         {data.ratings.rows.length ? <Ratings rows={data.ratings.rows.slice(0, Number(last))} /> : <p class="quiet">Nobody is rated: {data.ratings.why}</p>}
       </section>
@@ -81,7 +93,7 @@ function Distance({ points }: { points: Record<string, number>[] }) {
   return (
     <section>
       <h2>Exploitability</h2>
-      <Chart title={`NashConv over ${axis === "number" ? "assessments" : "env steps"}: what all players could gain by best responses`} lines={[line]} axis={axis} range={range} onRange={setRange} log={positive} height={260} />
+      <Chart title={`NashConv: what all players together could gain by best responses; 0 at an equilibrium`} unit="reward" axisName={axis === "number" ? "assessments" : "env steps"} lines={[line]} axis={axis} range={range} onRange={setRange} log={positive} height={260} />
     </section>
   );
 }
@@ -92,17 +104,19 @@ function Ratings({ rows }: { rows: Rating[] }) {
   const at = (elo: number) => 4 + (192 * (elo - low)) / Math.max(1e-9, high - low);
   return (
     <div class="wide">
-      <table class="list">
+      <table class="list cards">
         <thead>
           <tr>
             <th class="right">#</th>
             <th>member</th>
-            <th class="right">Elo, 95 %</th>
-            <th>
+            <th class="right">Elo ± 95 %</th>
+            <th class="drawn">
               {num(low)} – {num(high)}
             </th>
             <th class="right">win rate</th>
-            <th class="right">worst</th>
+            <th class="right" title="the lowest win rate against any member that it met: others may do still better against it">
+              worst win rate
+            </th>
             <th>against</th>
             <th class="right">games</th>
           </tr>
@@ -112,19 +126,25 @@ function Ratings({ rows }: { rows: Rating[] }) {
             <tr key={row.name}>
               <td class="right">{place + 1}</td>
               <td>{row.name}</td>
-              <td class="right">
+              <td class="right" data-name="Elo">
                 {row.elo.toFixed(0)} ± {(1.96 * row.stderr).toFixed(0)}
               </td>
-              <td>
+              <td class="drawn">
                 <svg class="whisker" width="200" height="14" aria-hidden="true">
                   <line x1={at(row.elo - 1.96 * row.stderr)} x2={at(row.elo + 1.96 * row.stderr)} y1="7" y2="7" />
                   <circle cx={at(row.elo)} cy="7" r="3.5" />
                 </svg>
               </td>
-              <td class="right">{percent(row.rate)}</td>
-              <td class="right">{percent(row.worst)}</td>
-              <td>{row.nemesis}</td>
-              <td class="right">{row.games}</td>
+              <td class="right" data-name="win rate">
+                {percent(row.rate)}
+              </td>
+              <td class="right" data-name="worst">
+                {percent(row.worst)}
+              </td>
+              <td data-name="against">{row.nemesis}</td>
+              <td class="right" data-name="games">
+                {row.games}
+              </td>
             </tr>
           ))}
         </tbody>

@@ -3,20 +3,25 @@
 import { useState } from "preact/hooks";
 import { url, useAnswer } from "./api";
 import { count, duration, num, percent, when } from "./format";
-import { Figure, Status } from "./parts";
+import { Figure, Score, Status } from "./parts";
 import { go, type Route, to } from "./route";
 import type { RunDetail, RunLine } from "./types";
 
+// The pages of each kind of run, what it is opened for first.
+const ORDER: Record<RunLine["kind"], string[]> = {
+  language: ["curves", "episodes", "agents", "alarms", "system", "config"],
+  networks: ["curves", "episodes", "agents", "alarms", "system", "config"],
+  population: ["population", "agents", "curves", "episodes", "alarms", "system", "config"],
+};
+
+// The page that a run opens on.
+export function homePage(run: RunLine | RunDetail): string {
+  return ORDER[run.kind][0];
+}
+
 export function Head({ run, live, tab }: { run: RunDetail; live: boolean; tab: string }) {
-  const tabs: [string, string, boolean][] = [
-    ["curves", "Curves", true],
-    ["episodes", "Episodes", run.has_episodes],
-    ["population", "Population", run.has_population],
-    ["agents", "Agents", true],
-    ["system", "System", true],
-    ["alarms", `Alarms${run.alarms.length ? ` (${run.alarms.length})` : ""}`, true],
-    ["config", "Config", true],
-  ];
+  const titles: Record<string, string> = { alarms: `Alarms${run.alarms.length ? ` (${run.alarms.length})` : ""}` };
+  const pages = ORDER[run.kind].filter((key) => key !== "episodes" || run.has_episodes);
   return (
     <>
       <h1>
@@ -30,25 +35,32 @@ export function Head({ run, live, tab }: { run: RunDetail; live: boolean; tab: s
           {run.total > 0 && ` of ${count(run.total)}`}
         </Figure>
         {run.nash_conv != null && <Figure name="NashConv">{num(run.nash_conv)}</Figure>}
-        {Object.entries(run.evals).map(([name, exam]) => (
-          <Figure name={`held-out ${name}`}>{exam.success != null ? percent(exam.success) : num(exam.return)}</Figure>
+        {Object.entries(run.evals).map(([name, found]) => (
+          <Figure name={name.startsWith("held") ? name.replaceAll("_", " ") : `held-out ${name}`}>
+            <Score found={found} />
+          </Figure>
         ))}
         {run.success != null && <Figure name={run.success_label}>{percent(run.success)}</Figure>}
         {run.return != null && <Figure name="training return">{num(run.return)}</Figure>}
         {run.status === "running" && run.left != null && <Figure name="left, about">{duration(run.left)}</Figure>}
         <Figure name="created (UTC)">{when(run.created)}</Figure>
-        <Figure name="this page">
-          <span class={live ? "live" : "quiet"}>{live ? "● live" : "○ not connected"}</span>
-        </Figure>
+        {run.changed > 0 && (
+          <Figure name="last written">
+            <span title={new Date(1000 * run.changed).toLocaleString()}>{duration(Math.max(0, Date.now() / 1000 - run.changed))} ago</span>
+          </Figure>
+        )}
+        {run.status === "running" && (
+          <Figure name="this page">
+            <span class={live ? "live" : "quiet"}>{live ? "● live" : "○ not connected"}</span>
+          </Figure>
+        )}
       </dl>
       <nav class="tabs" aria-label="pages of the run">
-        {tabs
-          .filter(([, , there]) => there)
-          .map(([key, title]) => (
-            <a class={key === "alarms" && run.alarms.length ? "warn" : ""} href={to(key === "curves" ? ["run", run.name] : ["run", run.name, key])} aria-current={key === tab ? "page" : undefined}>
-              {title}
-            </a>
-          ))}
+        {pages.map((key) => (
+          <a class={key === "alarms" && run.alarms.length ? "warn" : ""} href={to(key === homePage(run) ? ["run", run.name] : ["run", run.name, key])} aria-current={key === tab ? "page" : undefined}>
+            {titles[key] ?? key[0].toUpperCase() + key.slice(1)}
+          </a>
+        ))}
       </nav>
     </>
   );

@@ -48,7 +48,7 @@ export function Runs({ route }: { route: Route }) {
       </div>
       {data && data.runs.length === 0 && <p>No run is here yet: <code>palestra train configs/demo.yaml</code> makes one.</p>}
       <div class="wide">
-        <table class="list">
+        <table class="list cards">
           <thead>
             <tr>
               <th>
@@ -93,25 +93,31 @@ function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (
       <td>
         <Status status={run.status} />
       </td>
-      <td>{run.env}</td>
-      <td>{run.algorithm}</td>
-      <td class="right">{run.seed ?? "–"}</td>
-      <td class="right">{run.total ? percent(run.done / run.total) : run.steps}</td>
-      <td>
+      <td data-name="env">{run.env}</td>
+      <td data-name="algorithm">{run.algorithm}</td>
+      <td class="right" data-name="seed">
+        {run.seed ?? "–"}
+      </td>
+      <td class="right" data-name="done">
+        {run.total ? percent(run.done / run.total) : run.steps}
+      </td>
+      <td data-name="result">
         <b>{run.headline || "–"}</b>
       </td>
-      <td>
+      <td data-name="alarms" class={run.alarms?.length ? "" : "none"}>
         {run.alarms?.length ? (
           <a class="warn" href={to(["run", run.name, "alarms"])} title={run.alarms.join(", ")}>
             <span aria-hidden="true">▲</span> {run.alarms.length}
           </a>
         ) : null}
       </td>
-      <td class="right" title={run.success_label}>
+      <td class={`right ${run.success == null ? "none" : ""}`} title={run.success_label} data-name="success in training">
         {percent(run.success)} {search.length > 0 && run.success != null && <small>{search[0]}</small>}
       </td>
-      <td class="right">{num(run.return)}</td>
-      <td>{when(run.created)}</td>
+      <td class={`right ${run.return == null ? "none" : ""}`} data-name="return in training">
+        {num(run.return)}
+      </td>
+      <td data-name="created">{when(run.created)}</td>
     </tr>
   );
 }

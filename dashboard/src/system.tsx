@@ -1,5 +1,6 @@
 // How the run works: its processes, what waits, what failed, what it holds on the disk.
 
+import { useEffect, useState } from "preact/hooks";
 import { runPath, url, useAnswer } from "./api";
 import { bytes, count, duration, num } from "./format";
 import { Failed, Figure } from "./parts";
@@ -7,7 +8,13 @@ import { to } from "./route";
 import type { SystemData } from "./types";
 
 export function System({ run, tick }: { run: string; tick: number }) {
-  const { data, error } = useAnswer<SystemData>(url(runPath(run, "/system")), tick);
+  const [poll, setPoll] = useState(0);
+  const { data, error } = useAnswer<SystemData>(url(runPath(run, "/system")), tick + poll);
+  useEffect(() => {
+    if (!data?.unread) return; // the server still looks through the files: ask again soon
+    const timer = setTimeout(() => setPoll((old) => old + 1), 700);
+    return () => clearTimeout(timer);
+  }, [data]);
   if (error) return <Failed error={error} />;
   if (!data) return <p class="hint">reading…</p>;
   const newest = data.timings.team ?? {};
@@ -16,16 +23,17 @@ export function System({ run, tick }: { run: string; tick: number }) {
     <>
       <section>
         <h2>Processes on this machine</h2>
-        {data.workers.length === 0 ? (
+        {data.processes.length === 0 ? (
           <p class="quiet">No process on this machine writes the run.</p>
         ) : (
-          <Table heads={["process", "name", "memory", "threads"]}>
-            {data.workers.map((worker, at) => (
+          <Table heads={["process", "name", "cores in use", "memory", "threads"]}>
+            {data.processes.map((worker, at) => (
               <tr>
                 <td>
                   {worker.pid} {at === 0 && <span class="quiet">writes the run</span>}
                 </td>
                 <td>{worker.name}</td>
+                <td class="right">{worker.cpu === undefined ? "–" : worker.cpu.toFixed(1)}</td>
                 <td class="right">{worker.memory ? bytes(worker.memory) : "–"}</td>
                 <td class="right">{worker.threads ?? "–"}</td>
               </tr>
@@ -33,11 +41,29 @@ export function System({ run, tick }: { run: string; tick: number }) {
           </Table>
         )}
       </section>
-      {data.roll.length > 0 && (
-        <section data-roll>
+      <section>
+        <h2>This machine now</h2>
+        <dl class="facts">
+          {data.machine.cores !== null && <Figure name="CPU cores">{data.machine.cores}</Figure>}
+          {data.machine.load !== null && <Figure name="load, one minute">{data.machine.load.toFixed(1)}</Figure>}
+          {data.machine.memory !== null && data.machine.available !== null && (
+            <Figure name="memory in use">
+              {bytes(data.machine.memory - data.machine.available)} of {bytes(data.machine.memory)}
+            </Figure>
+          )}
+          {data.processes.length > 0 && (
+            <>
+              <Figure name="the run: cores in use">{data.processes.reduce((sum, one) => sum + (one.cpu ?? 0), 0).toFixed(1)}</Figure>
+              <Figure name="the run: memory">{bytes(data.processes.reduce((sum, one) => sum + (one.memory ?? 0), 0))}</Figure>
+            </>
+          )}
+        </dl>
+      </section>
+      {data.workers.length > 0 && (
+        <section data-workers>
           <h2>Who does the work</h2>
           <Table heads={["worker", "where", "done", "busy for", "lost", "replays", "last sign of life"]}>
-            {data.roll.map((one) => (
+            {data.workers.map((one) => (
               <tr>
                 <td>{one.kind}</td>
                 <td>{one.where}</td>
@@ -51,7 +77,7 @@ export function System({ run, tick }: { run: string; tick: number }) {
               </tr>
             ))}
           </Table>
-          {data.roll
+          {data.workers
             .filter((one) => one.why)
             .map((one) => (
               <p class="quiet">
@@ -156,7 +182,7 @@ function Table({ heads, children }: { heads: string[]; children: preact.Componen
         <thead>
           <tr>
             {heads.map((head) => (
-              <th class={["memory", "threads", "times", "bytes", "done", "busy for", "lost", "replays"].includes(head) ? "right" : ""}>{head}</th>
+              <th class={["cores in use", "memory", "threads", "times", "bytes", "done", "busy for", "lost", "replays"].includes(head) ? "right" : ""}>{head}</th>
             ))}
           </tr>
         </thead>

@@ -2,12 +2,18 @@
 
 export type Num = number | null;
 
-export interface Exam {
+export interface Evaluation {
   step?: number;
   success?: number;
   return?: number;
   returns?: Record<string, number>;
   episodes?: number;
+  interval?: [number, number] | null; // 95 %, of the leading metric
+}
+
+// `outcomes` has a letter for each held-out instance: 1 solved, 0 not, x failed.
+export interface EvaluationLine extends Evaluation {
+  outcomes?: string;
 }
 
 export interface RunLine {
@@ -28,7 +34,7 @@ export interface RunLine {
   nash_conv: Num;
   headline: string; // the leading held-out evaluation, or NashConv
   alarms?: string[] | null; // in the list of runs: names; null while they are not known yet
-  evals: Record<string, Exam>;
+  evals: Record<string, Evaluation>;
   changed: number;
 }
 
@@ -37,13 +43,21 @@ export interface AlarmRow {
   who: string;
   says: string;
   rule: string;
+  remedy: string;
+}
+
+export interface RuleRow {
+  name: string;
+  rule: string;
+  remedy: string;
+  is_judged: boolean;
 }
 
 export type Logs = Record<"metrics" | "timings" | "evals", Record<string, string[]>>;
 
 export interface RunDetail extends Omit<RunLine, "alarms"> {
   left: Num;
-  figures: Logs;
+  metrics: Logs;
   last: Record<string, Record<string, Record<string, unknown>>>;
   phases: string[];
   has_episodes: boolean;
@@ -52,7 +66,7 @@ export interface RunDetail extends Omit<RunLine, "alarms"> {
 }
 
 export interface Curve {
-  figure: string;
+  metric: string;
   name: string;
   runs: string[];
   from: number;
@@ -89,6 +103,9 @@ export interface EpisodePage {
   spread?: { edges: number[]; counts: number[] };
 }
 
+// How the env says that its observations may be drawn: "" as text.
+export type Form = "" | "grid" | "board" | "sudoku";
+
 export interface TreeNode {
   id: number;
   parent: number | null;
@@ -106,6 +123,7 @@ export interface EpisodeTree {
   seed: number;
   error: string | null;
   traceback: string | null;
+  picture: Form;
   seats: Record<string, string>;
   nodes: TreeNode[];
   left_out: number;
@@ -129,6 +147,8 @@ export interface Turn {
   advantage?: number;
   sees?: Seen;
   says?: string;
+  invalid?: boolean;
+  why_invalid?: string;
 }
 
 export interface Joint {
@@ -149,6 +169,7 @@ export interface Outcome {
 
 export interface GameState {
   env: string;
+  picture: Form;
   seat: string;
   seats: Record<string, string>;
   turn: number;
@@ -216,7 +237,7 @@ export interface Policy {
   type: string;
   base: string;
   seats: string[];
-  checkpoints: { step: number; keep: boolean; bytes: number; version: number | null }[];
+  checkpoints: { step: number; keep: boolean; bytes: number; version: number | null; result: Evaluation | null; best: boolean }[];
 }
 
 export interface Member {
@@ -230,13 +251,15 @@ export interface Member {
 export interface AgentsData {
   policies: Policy[];
   members: Member[];
-  evals: { name: string; seats: Record<string, string>; first: Exam; last: Exam; count: number }[];
+  evals: { name: string; seats: Record<string, string>; lines: EvaluationLine[]; count: number }[];
+  leading: string | null; // the evaluation that picks the best checkpoint
 }
 
 export interface SystemData {
   process: number | null;
-  workers: { pid: number; name?: string; memory?: number; threads?: number }[];
-  roll: { kind: string; where: string; done: number; seconds: number; lost: number; replays: number; seen: Num; why: string }[];
+  processes: { pid: number; name?: string; memory?: number; threads?: number; cpu?: number }[];
+  machine: { cores: number | null; load: number | null; memory: number | null; available: number | null };
+  workers: { kind: string; where: string; done: number; seconds: number; lost: number; replays: number; seen: Num; why: string }[];
   queues: Record<string, number>;
   timings: Record<string, Record<string, number>>;
   phases: string[];

@@ -8,7 +8,7 @@ import type { Colouring } from "./episode";
 import { signed } from "./format";
 import { Gains, Info } from "./parts";
 import { Picture, Text } from "./pictures";
-import type { EpisodeTree, Joint, Message, Said, Seen, Turn } from "./types";
+import type { EpisodeTree, Form, Joint, Message, Said, Seen, Turn } from "./types";
 
 interface Props {
   line: Joint[];
@@ -33,13 +33,13 @@ export function Words({ line, path, tree, colouring, columns, plain }: Props) {
           <div class={columns ? `columns of${Math.min(4, seats.length)}` : ""}>
             {(columns ? seats.map((seat) => joint.turns.find((turn) => turn.seat === seat)) : joint.turns).map((turn, at) =>
               turn ? (
-                <Card key={turn.seat} turn={turn} colour={seats.indexOf(turn.seat)} {...{ path, colouring, plain, largest }} node={joint.node} before={said(line, number, turn.seat)} />
+                <Card key={turn.seat} turn={turn} form={tree.picture} colour={seats.indexOf(turn.seat)} {...{ path, colouring, plain, largest }} node={joint.node} before={said(line, number, turn.seat)} />
               ) : (
                 <div key={at} class="turn none" />
               ),
             )}
           </div>
-          <Info info={joint.info} />
+          <Info info={joint.info} seats={seats} />
         </li>
       ))}
     </ol>
@@ -57,6 +57,7 @@ export function said(line: Joint[], number: number, seat: string): Seen {
 
 interface CardProps {
   turn: Turn;
+  form: Form;
   colour: number;
   path: string;
   node: number;
@@ -66,7 +67,7 @@ interface CardProps {
   before: Seen;
 }
 
-function Card({ turn, colour, path, node, colouring, plain, largest, before }: CardProps) {
+function Card({ turn, form, colour, path, node, colouring, plain, largest, before }: CardProps) {
   return (
     <section class={`turn hue${colour % 7}`}>
       <header>
@@ -75,21 +76,26 @@ function Card({ turn, colour, path, node, colouring, plain, largest, before }: C
       {turn.sees !== undefined && (
         <details open>
           <summary>sees</summary>
-          <Sees seen={turn.sees} plain={plain} before={before} />
+          <Sees seen={turn.sees} form={plain ? "" : form} before={before} />
         </details>
       )}
       {turn.says !== undefined && (
         <div class="says">
           <span class="label">says{turn.stop === "length" ? " (cut off)" : ""}</span>
           {colouring ? <Tokens {...{ path, node, colouring, largest }} seat={turn.seat} text={turn.says} /> : <Text text={turn.says} />}
+          {turn.invalid && (
+            <p class="invalid">
+              <span aria-hidden="true">✕</span> invalid{turn.why_invalid ? `: ${turn.why_invalid}` : ""}
+            </p>
+          )}
         </div>
       )}
     </section>
   );
 }
 
-export function Sees({ seen, plain, before }: { seen: Seen; plain: boolean; before: Seen }) {
-  if (typeof seen === "string") return plain ? <Text text={seen} /> : <Picture text={seen} before={typeof before === "string" ? before : ""} />;
+export function Sees({ seen, form, before }: { seen: Seen; form: Form; before: Seen }) {
+  if (typeof seen === "string") return <Picture text={seen} before={typeof before === "string" ? before : ""} form={form} />;
   const { messages, tools } = (seen ?? {}) as { messages?: Message[]; tools?: unknown[] };
   if (Array.isArray(messages)) return <Chat messages={messages} tools={Array.isArray(tools) ? tools : []} />;
   return <pre class="text">{JSON.stringify(seen, null, 1)}</pre>;

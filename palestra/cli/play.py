@@ -273,7 +273,8 @@ def _in_browser(table: TextEvalSetup, mine: str, seed: int, host: str, port: int
     from palestra.evaluation.text import check_single_human, play_episode
 
     env = table.runner.make_env()
-    setting = GameSetup(env.name or type(env).__name__, check_single_human(table, mine), mine, env.rules_for(mine))
+    name, seats = env.name or type(env).__name__, check_single_human(table, mine)
+    setting = GameSetup(name, seats, mine, env.rules_for(mine), env.picture)
     serve(
         PlaySessions(partial(play_episode, table, mine), setting, first_instance=seed, print_line=print_line),
         host,

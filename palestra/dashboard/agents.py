@@ -10,16 +10,47 @@ from pathlib import Path
 from typing import Any
 
 from palestra.dashboard.catalog import NotFound, OpenRun, read_json
+from palestra.dashboard.run_status import eval_summary
 from palestra.files import file_size, read_lines
 from palestra.runs import Checkpoint, list_checkpoints
+from palestra.runs.headline import headline_eval
 
 STATE_FILES = ("optimizer.safetensors", "training.safetensors")  # training state: left out of downloads and sizes
 CHUNK_BYTES = 1 << 20  # bytes
+MAX_LINES = 50  # newest results sent of an evaluation
+MAX_OUTCOMES = 10_000  # instances whose outcomes are sent
 
 
 def agents_view(run: OpenRun) -> dict[str, Any]:
     """Returns policies with their checkpoints, members with their lineage, and evaluations, ready for JSON."""
-    return {"policies": policy_rows(run), "members": member_rows(run), "evals": eval_rows(run)}
+    evals = eval_rows(run)
+    leading = headline_eval([row["name"] for row in evals])
+    results = {
+        line["step"]: eval_summary(line) for line in read_lines(run.file("evals.jsonl")) if line.get("name") == leading
+    }
+    return {
+        "policies": [mark_best(row, results) for row in policy_rows(run)],
+        "members": member_rows(run),
+        "evals": evals,
+        "leading": leading,
+    }
+
+
+def mark_best(policy: dict[str, Any], results: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the policy with each checkpoint's `result`, that of the leading evaluation after the same step (None if
+    it was not played then), and `best`, true for the newest of those with the highest result."""
+    known = {
+        one["step"]: score for one in policy["checkpoints"] if (score := _score(results.get(one["step"]))) is not None
+    }
+    best = max((step for step, score in known.items() if score == max(known.values())), default=None)
+    marked = [one | {"result": results.get(one["step"]), "best": one["step"] == best} for one in policy["checkpoints"]]
+    return policy | {"checkpoints": marked}
+
+
+def _score(line: Mapping[str, Any] | None) -> float | None:
+    """Returns the main metric of an evaluation's line as a number; None if it has none."""
+    value = (line or {}).get("success", (line or {}).get("return"))
+    return float(value) if isinstance(value, int | float) else None
 
 
 def policy_rows(run: OpenRun) -> list[dict[str, Any]]:
@@ -66,8 +97,8 @@ def member_rows(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def eval_rows(run: OpenRun) -> list[dict[str, Any]]:
-    """Returns the first and the newest result of each evaluation with its seat assignment, so that results in other
-    seats can be compared."""
+    """Returns each evaluation with its seat assignment, so that results in other seats can be compared, and the main
+    metrics and outcomes by instance of its first line and its newest `MAX_LINES`."""
     configs = run.config.get("evals") or {}
     lines: dict[str, list[dict[str, Any]]] = {}
     for line in read_lines(run.file("evals.jsonl")):
@@ -76,12 +107,16 @@ def eval_rows(run: OpenRun) -> list[dict[str, Any]]:
         {
             "name": name,
             "seats": lines[name][-1].get("seats") or (configs.get(name) or {}).get("seats") or {},
-            "first": lines[name][0],
-            "last": lines[name][-1],
+            "lines": [_eval_line(line) for line in lines[name][:1] + lines[name][1:][-MAX_LINES:]],
             "count": len(lines[name]),
         }
         for name in lines
     ]
+
+
+def _eval_line(line: dict[str, Any]) -> dict[str, Any]:
+    outcomes = line.get("outcomes")
+    return eval_summary(line) | ({"outcomes": outcomes[:MAX_OUTCOMES]} if isinstance(outcomes, str) else {})
 
 
 def policy_folder(run: OpenRun, step: int, policy: str) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,17 +33,100 @@ INVALID_BEFORE, INVALID_NOW = 0.2, 0.02  # shares of invalid answers
 MAX_FAILED_SHARE, MAX_CUT_OFF_SHARE = 0.05, 0.3  # shares of episodes; of answers
 
 
+class AlarmRule(NamedTuple):
+    """The condition of an alarm in words, and what to try when it fires."""
+
+    rule: str
+    remedy: str
+
+
+RULES = {
+    "lazy seat": AlarmRule(
+        f"at least {HIGH_ZERO_VARIANCE:.0%} of a policy's groups have answers that all earn the same over the newest "
+        f"{NEWEST_LINES} lines, while another policy has at most {LOW_ZERO_VARIANCE:.0%}; the task is not solved",
+        "pay the seat for what it does (a reward of its own, or a smaller team_weight), raise its temperature, or use "
+        "a larger group_size; see in Episodes whether its answers change what follows",
+    ),
+    "entropy collapse": AlarmRule(
+        f"a policy's entropy is at most {LOW_ENTROPY} nats and {LOW_ENTROPY_SHARE:.0%} of what it was at first, and "
+        f"success is not above {SOLVED_SUCCESS:.0%}",
+        "go on from an earlier checkpoint with a smaller lr, or with entropy_coef or kl_coef above 0, or a higher "
+        "temperature",
+    ),
+    "reward hacking by length?": AlarmRule(
+        f"answers are {LENGTH_FACTOR} times as long as at first and earn at least {MIN_REWARD_RISE} more each, but "
+        f"success (in evaluations if there are any) has not risen by {MAX_SUCCESS_RISE:.0%}",
+        "read the longest answers in Episodes; do not pay for length, lower max_tokens, or pay for the result alone",
+    ),
+    "reward hacking by format?": AlarmRule(
+        f"reward rose by at least {MIN_REWARD_RISE} and success did not by {MAX_SUCCESS_RISE:.0%}, while at least "
+        f"{FORM_SHARE:.0%} of the rise is of the reward's term for form, or invalid answers fell from at least "
+        f"{INVALID_BEFORE:.0%} to at most {INVALID_NOW:.0%}",
+        "often the first phase of learning: wait; if it stays so, pay less for the form and more for the task, or "
+        "start from easier instances",
+    ),
+    "one seat carries the team": AlarmRule(
+        f"at least {DOMINANT_REWARD_SHARE:.0%} of the policies' own rewards over the newest {NEWEST_LINES} lines are "
+        "of one policy, and another has earned some too",
+        "compare the seats' rewards in Episodes; pay all seats for the result of the team (a larger team_weight), or "
+        "assign credit by marginal contribution (Shapley)",
+    ),
+    "nothing to learn from": AlarmRule(
+        f"at least {HIGH_ZERO_VARIANCE:.0%} of every policy's groups have answers that all earn the same, so they give "
+        "no gradient, and the task is not solved",
+        "take easier instances or a denser reward, a higher temperature or a larger group_size; check that the base "
+        "model can solve any instance at all",
+    ),
+    "answers are cut off": AlarmRule(
+        f"at least {MAX_CUT_OFF_SHARE:.0%} of a policy's answers over the newest {NEWEST_LINES} lines ended at "
+        "max_tokens",
+        "raise sampling.max_tokens of the policy, or ask for shorter answers in the prompt",
+    ),
+    "episodes fail": AlarmRule(
+        f"at least {MAX_FAILED_SHARE:.0%} of the episodes of the newest {NEWEST_LINES} lines failed",
+        "open System for the errors by frequency, and Episodes (outcome: error) for the traceback of each; mend the "
+        "env",
+    ),
+    "cyclic population": AlarmRule(
+        "in some group of members each is beaten by another of it, by more than two standard errors",
+        "do not pick a best member by rating: play the mixture of the meta-strategy, and look at NashConv",
+    ),
+}
+POPULATION_RULES = ("cyclic population",)  # judged by payoffs; all others by logged metrics
+
+
 @dataclass(frozen=True)
 class Alarm:
-    """One alarm: `who` is the policy concerned ("" for all), `says` what was observed, `rule` the rule in words."""
+    """One alarm: `name` is a key of `RULES`, `who` the policy concerned ("" for all), `says` what was observed."""
 
     name: str
     who: str
     says: str
-    rule: str
+
+    @property
+    def rule(self) -> str:
+        """The rule that fired, in words."""
+        return RULES[self.name].rule
+
+    @property
+    def remedy(self) -> str:
+        """What to try."""
+        return RULES[self.name].remedy
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Returns all fields, with rule and remedy."""
+        return asdict(self) | RULES[self.name]._asdict()
+
+
+def rules_for(is_population: bool, num_lines: int) -> list[dict[str, Any]]:
+    """Returns the rules that are applied to a run with `num_lines` log lines: name, rule, remedy, and `is_judged`,
+    False for as long as there are fewer than `MIN_LINES` lines."""
+    judged = is_population or num_lines >= MIN_LINES
+    return [
+        {"name": name, **rule._asdict(), "is_judged": judged}
+        for name, rule in RULES.items()
+        if (name in POPULATION_RULES) == is_population
+    ]
 
 
 def find_alarms(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> list[Alarm]:
@@ -66,10 +149,6 @@ def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
                 "lazy seat",
                 name,
                 f"{share:.0%} of its groups have answers that all earn the same, and {others:.0%} of another policy's",
-                f"whatever a policy says makes no difference: at least {HIGH_ZERO_VARIANCE:.0%} of its groups are "
-                "without any over "
-                f"the newest {NEWEST_LINES} lines, while another policy has at most {LOW_ZERO_VARIANCE:.0%}; the task "
-                "is not solved",
             )
 
 
@@ -86,8 +165,6 @@ def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
                 name,
                 f"entropy {now:.3g} nats, from {before:.3g}"
                 + (f", at a success of {success:.0%}" if success is not None else ""),
-                f"a policy has stopped trying: its entropy is at most {LOW_ENTROPY} nats and {LOW_ENTROPY_SHARE:.0%} "
-                f"of what it was, and success is not above {SOLVED_SUCCESS:.0%}",
             )
 
 
@@ -100,8 +177,6 @@ def longer_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
                 "reward hacking by length?",
                 name,
                 f"answers of {change.after:.3g} tokens, from {change.before:.3g}; {change.summary}",
-                f"answers are {LENGTH_FACTOR} times as long as at first and earn at least {MIN_REWARD_RISE} more each, "
-                f"but success (in evaluations if there are any) has not risen by {MAX_SUCCESS_RISE:.0%}",
             )
 
 
@@ -115,8 +190,6 @@ def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
                 "reward hacking by format?",
                 name,
                 f"reward for form {form.after:+.2g}, from {form.before:+.2g}; {form.summary}",
-                f"a policy has learned the form and not the task: at least {FORM_SHARE:.0%} of the rise in reward is "
-                f"of the term for form, and success did not rise by {MAX_SUCCESS_RISE:.0%}",
             )
             continue
         change = change_while_rewarded(own, "invalid", success_rise(team, evals))
@@ -125,9 +198,6 @@ def format_for_reward(policies: MetricsByName, team: Mapping[str, np.ndarray], e
                 "reward hacking by format?",
                 name,
                 f"invalid answers {change.after:.1%}, from {change.before:.1%}; {change.summary}",
-                f"a policy has learned the form and not the task: invalid answers fell from at least "
-                f"{INVALID_BEFORE:.0%} to at most {INVALID_NOW:.0%}, reward rose by at least {MIN_REWARD_RISE}, and "
-                f"success did not rise by {MAX_SUCCESS_RISE:.0%}",
             )
 
 
@@ -145,8 +215,6 @@ def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
                 "one seat carries the team",
                 name,
                 f"{value / total:.0%} of what all policies earn for themselves is its own",
-                f"over the newest {NEWEST_LINES} lines, at least {DOMINANT_REWARD_SHARE:.0%} of the policies' own "
-                "rewards are of one, and another has earned some too",
             )
 
 
@@ -160,8 +228,6 @@ def no_signal(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
             "nothing to learn from",
             "",
             f"{min(shares):.0%} of the groups of every policy are without differences, at a success of {success:.0%}",
-            f"at least {HIGH_ZERO_VARIANCE:.0%} of every policy's groups have answers that all earn the same, so they "
-            "give no gradient, and the task is not solved",
         )
 
 
@@ -170,34 +236,21 @@ def cut_off(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Metr
     for name, own in policies.items():
         share = newest_mean(own, "truncated_fraction")
         if share is not None and share >= MAX_CUT_OFF_SHARE:
-            yield Alarm(
-                "answers are cut off",
-                name,
-                f"{share:.0%} of its answers ran into the token limit",
-                f"at least {MAX_CUT_OFF_SHARE:.0%} of a policy's answers over the newest {NEWEST_LINES} lines ended at "
-                "max_tokens",
-            )
+            yield Alarm("answers are cut off", name, f"{share:.0%} of its answers ran into the token limit")
 
 
 def failing_episodes(team: Mapping[str, np.ndarray]) -> Iterator[Alarm]:
     """Alarm if many of the newest episodes failed."""
     failed, played = newest_mean(team, "failed"), newest_mean(team, "episodes")
     if failed is not None and played and failed / played >= MAX_FAILED_SHARE:
-        yield Alarm(
-            "episodes fail",
-            "",
-            f"{failed / played:.0%} of the newest episodes ended with an error",
-            f"at least {MAX_FAILED_SHARE:.0%} of the episodes of the newest {NEWEST_LINES} lines failed; what failed "
-            "is under Episodes",
-        )
+        yield Alarm("episodes fail", "", f"{failed / played:.0%} of the newest episodes ended with an error")
 
 
 def cyclic_alarms(found: Cyclicity) -> list[Alarm]:
     """Alarm if the payoffs of a population contain a cycle; [] otherwise."""
     if not found.groups:
         return []
-    rule = "in some group of members each is beaten by another of it, by more than two standard errors"
-    return [Alarm("cyclic population", "; ".join(", ".join(group) for group in found.groups), found.warning, rule)]
+    return [Alarm("cyclic population", "; ".join(", ".join(group) for group in found.groups), found.warning)]
 
 
 # ---- metrics

@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from palestra.config import validate
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, run_status, system, trees
-from palestra.dashboard.alarms import Alarm, cyclic_alarms
+from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
 from palestra.dashboard.catalog import MAX_TREE_BYTES, NotFound, OpenRun, RunCatalog
 from palestra.dashboard.logs import PARSE_ERRORS
 from palestra.populations.ratings import cyclicity
@@ -84,9 +84,9 @@ class DashboardApi:
         return line | {"status": run_status.status(run, line["done"], line["total"], held)}
 
     def curves(self, request: Request) -> Response:
-        """Returns curves of metrics of one or several runs; see `figures.CurveQuery` for the query."""
+        """Returns curves of metrics of one or several runs; see `curve_queries.CurveQuery` for the query."""
         query = request.query_params
-        tree = dict(query) | {"run": query.getlist("run"), "figure": query.getlist("figure")}
+        tree = dict(query) | {"run": query.getlist("run"), "metric": query.getlist("metric")}
         asked = validate(curve_queries.CurveQuery, tree)
         runs = [self._refreshed_run(name) for name in asked.run]
         return json_response(request, {"curves": curve_queries.curves(runs, asked)})
@@ -109,7 +109,7 @@ class DashboardApi:
             line
             | {
                 "left": run_status.time_left(run, line["done"], line["total"]),
-                "figures": {name: log.metric_keys() for name, log in logs.items()},
+                "metrics": {name: log.metric_keys() for name, log in logs.items()},
                 "last": {name: dict(log.last_by_name()) for name, log in logs.items()},
                 "phases": run_status.phase_keys(run.timings),
                 "has_episodes": run.file("episodes").is_dir(),
@@ -125,9 +125,11 @@ class DashboardApi:
             return json_response(request, {"yaml": file.read(MAX_TREE_BYTES)})
 
     def alarms(self, request: Request) -> Response:
-        """Returns the alarms of a run."""
+        """Returns the alarms of a run, and all rules that are applied to it."""
         run = self._refreshed_run(request.path_params["run"])
-        return json_response(request, {"alarms": [alarm.to_json() for alarm in self._alarms(run)]})
+        num_lines = max((len(run.metrics.column(name, "step")[0]) for name in run.metrics.names()), default=0)
+        rules = rules_for(run.file("tasks.jsonl").exists(), num_lines)
+        return json_response(request, {"alarms": [alarm.to_json() for alarm in self._alarms(run)], "rules": rules})
 
     def system(self, request: Request) -> Response:
         """Returns processes, workers, queues, timings, failures and disk use of a run."""

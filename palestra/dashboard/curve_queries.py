@@ -23,7 +23,7 @@ class CurveQuery(StrictModel):
 
     run: list[str] = Field(min_length=1, max_length=24)
     """Names of the runs, at most 24."""
-    figure: list[str] = Field(min_length=1, max_length=24)
+    metric: list[str] = Field(min_length=1, max_length=24)
     """Metrics as LOG/KEY, such as metrics/entropy, evals/success, timings/train_s; at most 24."""
     x: str = "step"
     """The x axis: step, env_steps, iteration or seconds."""
@@ -43,15 +43,15 @@ def curves(runs: Sequence[OpenRun], query: CurveQuery) -> list[dict[str, Any]]:
     """Returns the existing curves by metric, then run (or group of seeds), then policy or evaluation; metrics that a
     run lacks are left out. Raises ValueError for an unknown log or axis."""
     found = []
-    for figure in query.figure:
+    for metric in query.metric:
         # Evaluations are few, and each is a mean of many episodes: smoothing would only blur them.
-        window = 1 if figure.startswith("evals/") else query.window
+        window = 1 if metric.startswith("evals/") else query.window
         for group in _groups(runs, query.seeds):
-            for name in dict.fromkeys(name for run in group for name in log_of_metric(run, figure).names()):
-                each = [(run, curve(run, figure, name, query.x)) for run in group]
+            for name in dict.fromkeys(name for run in group for name in log_of_metric(run, metric).names()):
+                each = [(run, curve(run, metric, name, query.x)) for run in group]
                 each = [(run, one) for run, one in each if len(one[0])]
                 if each:
-                    head = {"figure": figure, "name": name, "runs": [run.name for run, _ in each]}
+                    head = {"metric": metric, "name": name, "runs": [run.name for run, _ in each]}
                     found.append(head | _drawn([one for _, one in each], query, window))
     return found
 
@@ -72,21 +72,21 @@ def _groups(runs: Sequence[OpenRun], seeds: bool) -> list[list[OpenRun]]:
     return [group for _, group in groups]
 
 
-def log_of_metric(run: OpenRun, figure: str) -> MetricLog:
+def log_of_metric(run: OpenRun, metric: str) -> MetricLog:
     """Returns the log that a metric LOG/KEY is in. Raises ValueError for an unknown log."""
     logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
-    log, _, _ = figure.partition("/")
+    log, _, _ = metric.partition("/")
     if log not in logs:
         raise ValueError(
-            f'a figure is LOG/KEY with one of the logs {", ".join(logs)}, such as metrics/entropy: "{figure}"'
+            f'a metric is LOG/KEY with one of the logs {", ".join(logs)}, such as metrics/entropy: "{metric}"'
         )
     return logs[log]
 
 
-def curve(run: OpenRun, figure: str, name: str, axis: str) -> Series:
+def curve(run: OpenRun, metric: str, name: str, axis: str) -> Series:
     """Returns a metric of one policy or evaluation over an axis, x ascending. Raises ValueError for an unknown
     axis."""
-    steps, values = log_of_metric(run, figure).column(name, figure.partition("/")[2])
+    steps, values = log_of_metric(run, metric).column(name, metric.partition("/")[2])
     x = _axis(run, name, steps, axis)
     order = np.argsort(x, kind="stable")
     return Series(x[order], values[order])

@@ -42,6 +42,7 @@ class GameSetup(NamedTuple):
     seats: dict[Seat, str]
     human_seat: Seat
     rules: str = ""
+    picture: str = ""  # `Env.picture`
 
 
 class PlaySession:
@@ -130,6 +131,7 @@ class PlaySession:
         seen = self._episode or self._so_far()
         return {
             "env": self.setup.env,
+            "picture": self.setup.picture,
             "seat": self.setup.human_seat,
             "seats": self.setup.seats,
             "rules": "" if self.setup.rules in self._role else self.setup.rules,

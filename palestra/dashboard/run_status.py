@@ -15,7 +15,7 @@ from palestra.dashboard.alarms import Alarm, find_alarms
 from palestra.dashboard.catalog import OpenRun, Tree
 from palestra.dashboard.logs import MetricLog, last_lines
 from palestra.files import file_size
-from palestra.runs.headline import format_eval, headline_eval, training_success_label
+from palestra.runs.headline import eval_interval, format_eval, headline_eval, training_success_label
 from palestra.runs.settings import flatten_tree
 from palestra.types import TEAM
 
@@ -116,8 +116,9 @@ def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:
 
 
 def eval_summary(result: Mapping[str, Any]) -> Tree:
-    """Returns an evaluation's main metrics."""
-    return {key: result[key] for key in ("step", "success", "return", "returns", "episodes") if key in result}
+    """Returns an evaluation's main metrics, with the 95 % interval of the leading one."""
+    found = {key: result[key] for key in ("step", "success", "return", "returns", "episodes") if key in result}
+    return found | {"interval": eval_interval(result)}
 
 
 def progress(config: Tree, metrics: Mapping[str, Mapping[str, Any]]) -> tuple[float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,20 @@ from palestra.runs.worker_stats import COUNTERS
 from palestra.types import TEAM
 
 MAX_ERRORS = 20  # distinct errors that are listed, the most frequent first
+SAMPLE_S = 0.1  # seconds over which CPU use is measured
 
 
 def system_status(run: OpenRun) -> dict[str, Any]:
-    """Returns local processes, workers, queues, newest timings, failures, disk use in bytes, and the machine of the
-    start."""
+    """Returns local processes, this machine's load, workers, queues, newest timings, failures, disk use in bytes, and
+    meta.json."""
     lock = run.file(".lock")
     pid = held_locks().get(lock.stat().st_ino) if lock.exists() else None
     table, missing = run.episodes.table()
     return {
         "process": pid,
-        "workers": [process_info(child) for child in [pid, *descendant_pids(pid)]] if pid else [],
-        "roll": worker_rows(run.workers),
+        "processes": process_table([pid, *descendant_pids(pid)]) if pid else [],
+        "machine": machine_info(),
+        "workers": worker_rows(run.workers),
         "queues": queue_metrics(run),
         "timings": {name: _seconds(line) for name, line in run.timings.last_by_name().items()},
         "phases": phase_keys(run.timings),
@@ -39,7 +43,7 @@ def system_status(run: OpenRun) -> dict[str, Any]:
             if log.num_unparsed
         },
         "disk": disk_usage(run.path),
-        "meta": {key: value for key, value in run.meta.items() if key != "command"},
+        "meta": {key: value for key, value in run.meta.items() if key not in ("command", "config", "changed")},
         "command": [str(word) for word in run.meta.get("command") or []],
     }
 
@@ -88,6 +92,43 @@ def failure_counts(table: Any) -> list[dict[str, Any]]:
         {"error": error[:2000], "count": count, "step": newest[error]["step"], "episode": newest[error]["episode"]}
         for error, count in counts.most_common(MAX_ERRORS)
     ]
+
+
+def process_table(pids: list[int]) -> list[dict[str, Any]]:
+    """Returns `process_info` of each process and, where known, `cpu`: the cores that it used over the last
+    `SAMPLE_S` seconds, during which this call sleeps."""
+    before, began = [cpu_seconds(pid) for pid in pids], time.monotonic()
+    time.sleep(SAMPLE_S)
+    seconds = time.monotonic() - began
+    rows = []
+    for pid, earlier in zip(pids, before, strict=True):
+        now = cpu_seconds(pid)
+        used = {} if now is None or earlier is None else {"cpu": max(0.0, now - earlier) / seconds}
+        rows.append(process_info(pid) | used)
+    return rows
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Returns the CPU seconds, user and system, that a process has used (field 14 and 15 of /proc/PID/stat); None
+    without /proc or the process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def machine_info() -> dict[str, float | None]:
+    """Returns the machine's cores, load of the last minute, memory and available memory in bytes; None where the system
+    does not tell."""
+    try:
+        rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines() if ":" in row)
+        sizes = {key: int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable")}
+    except (OSError, ValueError, KeyError):
+        sizes = {}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    memory = {"memory": sizes.get("MemTotal"), "available": sizes.get("MemAvailable")}
+    return {"cores": os.cpu_count(), "load": load, **memory}
 
 
 def process_info(pid: int) -> dict[str, Any]:

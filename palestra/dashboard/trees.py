@@ -15,7 +15,7 @@ from palestra.dashboard.catalog import NotFound
 from palestra.dashboard.tokens import Vocabulary
 from palestra.rollouts.metrics import member_name
 from palestra.runs.episodes import to_table
-from palestra.types import Episode
+from palestra.types import Episode, Node
 
 STRUCTURE_COLUMNS = [
     "node",
@@ -30,7 +30,18 @@ STRUCTURE_COLUMNS = [
     "advantage",
 ]
 FLAG_COLUMNS = ["success", "invalid", "draw"]
-TEXT_COLUMNS = ["node", "parent", "seat", "policy", "observation", "observation_json", "answer", "stop", "reward"]
+TEXT_COLUMNS = [
+    "node",
+    "parent",
+    "seat",
+    "policy",
+    "observation",
+    "observation_json",
+    "answer",
+    "stop",
+    "reward",
+    "invalid",
+]
 MAX_NODES = 4000  # nodes of a tree that are sent: a screen cannot resolve more
 MAX_TEXT_CHARS = 60_000  # characters sent of one text
 Row = dict[str, Any]
@@ -52,7 +63,9 @@ def read_rows(path: Path, episode: int, columns: list[str] | None = None) -> lis
 
 def tree_view(path: Path, episode: int) -> dict[str, Any]:
     """Returns the nodes with rewards and flags by seat; `left_out` counts the nodes beyond `MAX_NODES`."""
-    rows = read_rows(path, episode, ["env", "seed", "seats", "error", "traceback", *STRUCTURE_COLUMNS, *FLAG_COLUMNS])
+    rows = read_rows(
+        path, episode, ["env", "seed", "seats", "error", "traceback", "picture", *STRUCTURE_COLUMNS, *FLAG_COLUMNS]
+    )
     nodes: dict[int, Row] = {}
     for row in rows:
         if row["node"] is not None:
@@ -62,7 +75,8 @@ def tree_view(path: Path, episode: int) -> dict[str, Any]:
                     key: row[key] for key in ("reward", "advantage", "invalid", "draw") if row.get(key) is not None
                 }
     head = {key: rows[0][key] for key in ("env", "seed", "error")}
-    head |= {"traceback": rows[0].get("traceback"), "seats": json.loads(rows[0]["seats"])}
+    head |= {"traceback": rows[0].get("traceback"), "picture": rows[0].get("picture") or ""}
+    head |= {"seats": json.loads(rows[0]["seats"])}
     return head | {"nodes": list(nodes.values())[:MAX_NODES], "left_out": max(0, len(nodes) - MAX_NODES)}
 
 
@@ -108,13 +122,18 @@ def _line(rows: list[Row], node: int) -> list[Row]:
 
 
 def _joint(rows: list[Row], seen: dict[str, Any]) -> Row:
-    turns = [_turn(row, seen) for row in rows if row["seat"] is not None]
-    return {
-        "node": rows[0]["node"],
-        "team": rows[0]["team_reward"],
-        "info": json.loads(rows[0]["info"] or "{}"),
-        "turns": turns,
-    }
+    info = json.loads(rows[0]["info"] or "{}")
+    node = Node(rows[0]["node"], None, 0, {}, {}, info=info)
+    turns = [_turn(row, seen) | _invalid(row, node) for row in rows if row["seat"] is not None]
+    shown = {key: value for key, value in info.items() if key not in ("invalid", "why_invalid")}  # told on the turns
+    return {"node": node.id, "team": rows[0]["team_reward"], "info": shown, "turns": turns}
+
+
+def _invalid(row: Row, node: Node) -> Row:
+    """Returns whether the env rejected the answer, and why; {} if there is none, or it was valid."""
+    if not row.get("invalid") or row["answer"] is None:
+        return {}
+    return {"invalid": True, "why_invalid": truncate_text(node.invalid_reason(row["seat"]))}
 
 
 def _turn(row: Row, seen: dict[str, Any]) -> Row:

@@ -1,5 +1,6 @@
 """The API as the page asks it, over runs that palestra wrote."""
 
+import asyncio
 import io
 import time
 import zipfile
@@ -12,10 +13,13 @@ from typer.testing import CliRunner
 
 from palestra.cli.main import app as palestra
 from palestra.dashboard.app import build_dashboard
+from palestra.envs import make_env
+from palestra.policies.scripted import ScriptedPolicy
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.task_json import TaskRecord
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
-from palestra.runs import Run, read_lines
+from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
+from palestra.runs import Run, load_episodes, read_lines
 from palestra.types import Episode
 
 HERE = "http://127.0.0.1"
@@ -61,7 +65,8 @@ def test_locked_run_is_shown_as_running(client, root):
     with Run.open(root / "more"):
         assert {run["name"]: run["status"] for run in get(client, "runs")["runs"]}["more"] == "running"
         system = get(client, "runs/more/system")
-        assert system["process"] and system["workers"][0]["memory"] > 0
+        assert system["process"] and system["processes"][0]["memory"] > 0 and system["processes"][0]["cpu"] >= 0
+        assert system["machine"]["cores"] >= 1 and system["machine"]["memory"] >= system["machine"]["available"] > 0
     assert get(client, "runs/more/system")["process"] is None
 
 
@@ -75,7 +80,7 @@ def test_config_diff_lists_differing_keys(client):
 
 def test_curves_equal_the_log(client, root):
     (curve,) = [
-        c for c in get(client, "curves", run="more", figure="metrics/entropy")["curves"] if c["name"] == "planner"
+        c for c in get(client, "curves", run="more", metric="metrics/entropy")["curves"] if c["name"] == "planner"
     ]
     logged = [line["entropy"] for line in read_lines(root / "more/metrics.jsonl") if line["policy"] == "planner"]
     assert curve["x"] == list(range(1, 31)) and curve["y"] == pytest.approx(logged, rel=1e-6)
@@ -83,7 +88,7 @@ def test_curves_equal_the_log(client, root):
 
 def test_seeds_are_shown_as_a_band(client):
     names = [f"seed-{seed}" for seed in range(3)]
-    asked = {"run": [*names, "more"], "figure": "metrics/success"}
+    asked = {"run": [*names, "more"], "metric": "metrics/success"}
     apart = get(client, "curves", **asked)["curves"]
     banded = get(client, "curves", **asked, seeds=True)["curves"]
     assert len(apart) == 4 and [len(curve["runs"]) for curve in banded] == [3, 1]
@@ -94,20 +99,20 @@ def test_seeds_are_shown_as_a_band(client):
 
 
 def test_curves_support_smoothing_ranges_and_time(client):
-    asked = {"run": "more", "figure": "metrics/success"}
+    asked = {"run": "more", "metric": "metrics/success"}
     (smooth,) = get(client, "curves", **asked, window=5)["curves"]
     assert np.std(np.diff(smooth["y"])) < np.std(np.diff(smooth["raw"]["y"]))
     (part,) = get(client, "curves", **asked, low=10, high=12)["curves"]
     assert part["x"] == [9, 10, 11, 12, 13] and part["to"] == 30
     (clock,) = get(client, "curves", **asked, x="seconds")["curves"]
     assert clock["x"] == [2.0 * n for n in range(1, 31)]  # rollout and training of all together take a second each
-    (curve,) = get(client, "curves", run="more", figure="evals/success", window=9)["curves"]
-    assert curve["name"] == "dev" and "raw" not in curve
+    (evaluation,) = get(client, "curves", run="more", metric="evals/success", window=9)["curves"]
+    assert evaluation["name"] == "dev" and "raw" not in evaluation
 
 
 def test_run_details(client):
     run = get(client, "runs/more")
-    assert "entropy" in run["figures"]["metrics"]["planner"] and run["has_episodes"] and not run["has_population"]
+    assert "entropy" in run["metrics"]["metrics"]["planner"] and run["has_episodes"] and not run["has_population"]
     assert run["phases"] == ["rollout_s", "train_s"]
     assert run["left"] == pytest.approx(2.0 * 30)  # half of 60 steps, at two seconds each
 
@@ -187,9 +192,9 @@ def test_episode_tree_with_texts_and_tokens(client):
         ("runs/seed-0/episodes/1/0/words/77", 404, "no node 77"),
         ("runs/seed-0/episodes?least=much", 400, "least"),
         ("runs/seed-0/episodes?bogus=1", 400, "unknown key bogus"),
-        ("curves?run=seed-0&figure=secrets/x", 400, "one of the logs"),
-        ("curves?run=seed-0&figure=metrics/kl&x=moon", 400, "the axis is one of"),
-        ("curves?run=none&figure=metrics/kl", 404, "no run"),
+        ("curves?run=seed-0&metric=secrets/x", 400, "one of the logs"),
+        ("curves?run=seed-0&metric=metrics/kl&x=moon", 400, "the axis is one of"),
+        ("curves?run=none&metric=metrics/kl", 404, "no run"),
         ("runs/seed-0/population", 400, "no finished task of a population"),
         ("runs/seed-0/checkpoints/3/planner.zip", 404, "no checkpoint"),
         ("runs/seed-0/members/red.zip", 404, "no weights"),
@@ -340,3 +345,59 @@ def test_population_data(population):
     assert members[0]["name"] == "uniform" and members[1]["bytes"] > 0
     archive = zipfile.ZipFile(io.BytesIO(client.get(f"/api/runs/kuhn/members/{members[1]['name']}.zip").content))
     assert archive.namelist() and archive.testzip() is None
+
+
+# ---- evaluations, instance by instance
+
+
+def test_agents_have_the_outcome_of_each_held_out_instance_and_the_best_checkpoint(tmp_path):
+    config = "steps: 4\npolicies: {a: {type: lora, base: tiny}}\nevals: {test: {episodes: 4}}\n"
+    with Run.create(tmp_path, config, "learned") as run:
+        for step, outcomes in ((-1, "1000"), (0, "1101"), (1, "1010")):
+            solved = outcomes.count("1") / 4
+            run.log_eval(step, "test", {"success": solved, "episodes": 4.0, "outcomes": outcomes})
+            if step >= 0:
+                run.checkpoint(step, lambda folder: (folder / "a").mkdir(), {"names": {"a": "a"}}, keep=True)
+    found = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/learned/agents")
+    (evaluation,) = found["evals"]
+    assert [line["outcomes"] for line in evaluation["lines"]] == ["1000", "1101", "1010"]
+    low, high = evaluation["lines"][1]["interval"]
+    assert 0.3 < low < 0.75 < high < 0.96  # Wilson's interval of 3 of 4
+    newest, older = found["policies"][0]["checkpoints"]
+    assert (older["best"], older["result"]["success"]) == (True, 0.75) and found["leading"] == "test"
+    assert (newest["best"], newest["result"]["success"]) == (False, 0.5)
+
+
+def test_smoothing_keeps_the_first_point(client):
+    (curve,) = get(client, "curves", run="more", metric="metrics/success", window=9)["curves"]
+    assert curve["y"][0] == curve["raw"]["y"][0] and curve["y"][1:] != curve["raw"]["y"][1:]
+
+
+# ---- alarms
+
+
+def test_alarms_list_the_rules_that_do_not_fire_with_remedies(tmp_path):
+    for lines, judged in ((9, False), (10, True)):
+        with Run.create(tmp_path, "steps: 12\nenv: {type: guess}\n", f"run-{lines}") as run:
+            for step in range(lines):
+                run.log_metrics(step, "team", {"success": 0.5, "failed": 0.0, "episodes": 10.0})
+        found = get(TestClient(build_dashboard(tmp_path), base_url=HERE), f"runs/run-{lines}/alarms")
+        assert found["alarms"] == [] and len(found["rules"]) == 8
+        assert all(rule["rule"] and rule["remedy"] and rule["is_judged"] is judged for rule in found["rules"])
+
+
+# ---- one episode
+
+
+def test_an_episode_declares_its_picture_and_says_why_an_answer_is_invalid(tmp_path):
+    policy = ScriptedPolicy(["nonsense"])
+    runner = EpisodeRunner(lambda: make_env("plan_path"), "train")
+    spec = EpisodeSpec(0, {"planner": policy, "executor": policy}, 0)
+    episode = asyncio.run(runner.play(spec, Branching()))
+    with Run.create(tmp_path, "steps: 1\n", "walls") as run:
+        assert load_episodes(run.write_episodes(0, [episode]))[0].picture == "grid"
+    shown = get(TestClient(build_dashboard(tmp_path), base_url=HERE), "runs/walls/episodes/0/0", line="played")
+    assert shown["picture"] == "grid"
+    (planned,) = shown["line"][0]["turns"]
+    assert planned["invalid"] is True and planned["why_invalid"].startswith("it could not be read. A plan is")
+    assert "invalid" not in shown["line"][0]["info"] and shown["line"][0]["info"]["success"] is False

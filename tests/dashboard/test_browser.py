@@ -77,10 +77,14 @@ def answered(text: str, policy: str, prompt: int = 4) -> Answer:
 def write_pictures(root: Path) -> None:
     """What real envs show at their beginning, a step each; programs and a conversation."""
     seen: dict[str, Any] = {}
+    forms: dict[str, str] = {}
     for name in ("text_tic_tac_toe", "text_connect_four", "sudoku", "sokoban", "code"):
-        seen[name] = next(iter(make_env(name).reset(3).observations.values()))
+        env = make_env(name)
+        seen[name], forms[name] = next(iter(env.reset(3).observations.values())), env.picture
     seen["drawn"] = next(iter(make_env("plan_path", rendering="ascii").reset(3).observations.values()))
+    forms["drawn"] = "grid"
     seen["chat"] = Chat(({"role": "user", "content": "What is 6 x 7?"}, {"role": "tool", "content": "42"}))
+    seen["signal"] = "size 4 you r0 c0 goal r3 c3 and the secret word is heron"
     program = "It works:\n```python\nn = int(input())\nprint(n)\n```"
     episodes = [
         Episode(
@@ -96,9 +100,11 @@ def write_pictures(root: Path) -> None:
                     {"coder": answered(program, "coder@1")},
                     {"coder": 0.5},
                     done=True,
-                    info={"success": True, "passed": 0.75, "agreed": True},
+                    info={"success": True, "passed": 0.75, "agreed": True, "calls": {"coder": [{"tool": "run"}]}}
+                    | {"invalid": {"coder": True}, "why_invalid": {"coder": "it prints nothing"}},
                 )
             ],
+            picture=forms.get(name, ""),
         )
         for name, shown in seen.items()
     ]
@@ -270,7 +276,7 @@ def test_curves_show_values_zoom_and_smoothing(look):
     asked: list[str] = []
     page = look("#/run/steady")
     page.on("request", lambda request: asked.append(request.url) if "api/curves" in request.url else None)
-    chart = page.locator("[data-figure='metrics/success']")
+    chart = page.locator("[data-metric='metrics/success']")
     expect(chart.locator("canvas")).to_be_visible()
     settled(page)
     shot(page, "run")
@@ -295,7 +301,7 @@ def test_curves_show_values_zoom_and_smoothing(look):
         page.keyboard.press("ArrowRight")
     expect(chart.locator(".legend b").first).not_to_have_text(last)
     page.get_by_label("over", exact=True).select_option("seconds")
-    page.get_by_label("show figures that contain").fill("entropy")
+    page.get_by_label("show metrics that contain").fill("entropy")
     expect(page.locator(".slot")).to_have_count(1)
     settled(page)
     shot(page, "run-entropy")
@@ -318,7 +324,7 @@ def test_hidden_panels_are_not_loaded(look):
 
 def test_run_is_overlaid_on_another(look):
     page = look("#/run/demo")
-    lines = page.locator("[data-figure='metrics/local_reward'] .legend > span")
+    lines = page.locator("[data-metric='metrics/local_reward'] .legend > span")
     expect(lines).to_have_count(2)
     page.get_by_role("button", name="+ another run").click()
     page.get_by_label("a run to lay over this one").select_option("demo-2")
@@ -329,12 +335,13 @@ def test_run_is_overlaid_on_another(look):
 
 def test_growing_run_is_followed(look, runs):
     page = look("#/run/steady")
-    expect(page.locator(".live")).to_be_visible()
     expect(page.locator("dl.facts")).to_contain_text("300 of 400")
+    expect(page.locator(".live")).to_have_count(0)  # nobody writes it
     with Run.open(runs / "steady") as run:
         run.log_metrics(300, "team", {"success": 1.0})
         expect(page.locator("dl.facts")).to_contain_text("301 of 400")
         expect(page.locator("h1 .status")).to_contain_text("running")
+        expect(page.locator(".live")).to_be_visible()
         expect(page.locator("dl.facts")).to_contain_text("left, about")
         shot(page, "run-live")
 
@@ -342,7 +349,7 @@ def test_growing_run_is_followed(look, runs):
 def test_vector_runs_have_curves_over_env_steps(look):
     page = look("#/run/spread_mappo")
     expect(page.get_by_label("over", exact=True)).to_have_value("env_steps")
-    expect(page.locator("[data-figure='metrics/return'] canvas")).to_be_visible()
+    expect(page.locator("[data-metric='metrics/return'] canvas")).to_be_visible()
     settled(page)
     shot(page, "run-networks")
 
@@ -439,22 +446,56 @@ def test_envs_have_their_own_renderings(look, number, picture):
     page = look(f"#/run/pictures/episodes/0/{number}")
     expect(page.locator(f".turn details {picture}").first).to_be_visible()
     expect(page.locator(".says pre.code")).to_contain_text("print(n)")
-    expect(page.locator("dl.info")).to_contain_text("75% of the tests")
+    expect(page.locator("table.info")).to_contain_text("75% of the tests")
+    expect(page.locator("table.info")).not_to_contain_text("{")  # nested values are laid out, not printed as JSON
+    expect(page.locator(".says .invalid")).to_contain_text("invalid: it prints nothing")
     shot(page, f"picture-{number}")
+
+
+def test_an_env_that_declares_no_picture_keeps_its_text(look):
+    page = look("#/run/pictures/episodes/0/7")
+    expect(page.locator(".turn details")).to_contain_text("size 4 you r0 c0 goal r3 c3 and the secret word is heron")
+    expect(page.locator("svg.cells")).to_have_count(0)
 
 
 # ---- populations, agents, system, alarms
 
 
+@pytest.mark.parametrize(
+    ("name", "pages"),
+    [
+        ("kuhn_psro_exact", ["Population", "Agents", "Curves", "Alarms", "System", "Config"]),
+        ("spread_mappo", ["Curves", "Agents", "Alarms", "System", "Config"]),
+        ("demo", ["Curves", "Episodes", "Agents", "Alarms", "System", "Config"]),
+    ],
+)
+def test_a_run_opens_on_the_first_of_its_pages(look, name, pages):
+    page = look(f"#/run/{name}")
+    tabs = page.get_by_role("navigation", name="pages of the run").locator("a")
+    expect(tabs.first).to_have_attribute("aria-current", "page")
+    assert tabs.all_inner_texts() == pages
+
+
+def test_axes_have_names_and_units(look):
+    page = look("#/run/demo")
+    plot = page.locator("[data-metric='metrics/success'] .plot")
+    expect(plot).to_have_attribute("aria-label", re.compile("share of episodes, over training steps"))
+    page = look("#/run/kuhn_psro_exact/curves")
+    plot = page.locator("[data-metric='metrics/nash_conv'] .plot")
+    expect(plot).to_have_attribute("aria-label", re.compile("reward, all players together, over iterations"))
+    titles = page.locator("figcaption").all_inner_texts()
+    assert not [title for title in titles if "/" in title or "_" in title]
+
+
 def test_population_page(look):
-    page = look("#/run/kuhn_psro_exact/population")
+    page = look("#/run/kuhn_psro_exact")
     expect(page.locator("canvas")).to_be_visible()
     for title in (
         "Exploitability",
         "Payoffs",
         "Mixture of player_0 over time",
         "Response graph",
-        "Ratings",
+        "Elo among these members",
         "Timeline",
     ):
         expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
@@ -489,7 +530,7 @@ def test_system_and_alarm_pages(look, runs):
         expect(page.locator(".phase").first).to_be_visible()
         shot(page, "system")
     page = look("#/run/rps_league/system")
-    workers = page.locator("[data-roll] tbody tr")
+    workers = page.locator("[data-workers] tbody tr")
     expect(workers.first).to_contain_text("local worker")
     expect(workers.first).to_contain_text("ago")
     shot(page, "system-workers")
@@ -497,34 +538,48 @@ def test_system_and_alarm_pages(look, runs):
     expect(page.locator(".alarms li")).to_have_count(4)
     for name in ("lazy seat", "entropy collapse", "one seat carries the team", "episodes fail"):
         expect(page.get_by_role("heading", name=re.compile(name))).to_be_visible()
-    assert page.get_by_text("The rule:").count() == 4
+    assert page.get_by_text("The rule:").count() == page.get_by_text("To try:").count() == 4
+    expect(page.locator("table.rules tbody tr")).to_have_count(4)  # those that do not fire
     shot(page, "alarms")
+    page = look("#/run/kuhn_psro_exact/alarms")
+    expect(page.locator("table.rules")).to_contain_text("cyclic population")
 
 
 # ---- for everybody
 
 PAGES = {
     "runs": "#/",
-    "run": "#/run/demo",
+    "compare": "#/compare?run=demo&run=demo-2",
+    "curves": "#/run/demo",
+    "curves-games": "#/run/spread_mappo",
     "episodes": "#/run/demo/episodes",
     "episode": "#/run/demo/episodes/3/1",
     "debate": "#/run/duel/episodes/1/0",
-    "population": "#/run/kuhn_psro_exact/population",
-    "agents": "#/run/rps_league/agents",
+    "population": "#/run/kuhn_psro_exact",
+    "league": "#/run/rps_league",
+    "agents": "#/run/demo/agents",
+    "members": "#/run/rps_league/agents",
     "system": "#/run/demo/system",
     "alarms": "#/run/alarming/alarms",
     "config": "#/run/demo/config",
 }
+# What is wider than a phone and lies in a frame that scrolls, with nothing of it cut off: trees, heat maps, programs.
+CUT_OFF = """() => [...document.querySelectorAll("main *")].filter((e) => e.clientWidth
+    && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX !== 'visible'
+    && !e.matches('.tree, pre, .plot, input, select, textarea')
+    && !e.querySelector('svg.heat') && !e.closest('svg')).map((e) => e.outerHTML.slice(0, 200))"""
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_layout_fits_a_phone_and_dark_mode(look, name):
-    for width, dark in ((390, False), (1280, True), (390, True)):
-        page = look(PAGES[name], width=width, dark=dark)
-        expect(page.locator("main h1")).to_be_visible()
-        settled(page)
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
-        shot(page, f"{name}-{width}{'-dark' if dark else ''}")
+    for device, width in (("desktop", 1280), ("phone", 390)):
+        for dark in (False, True):
+            page = look(PAGES[name], width=width, dark=dark)
+            expect(page.locator("main h1")).to_be_visible()
+            settled(page)
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+            assert page.evaluate(CUT_OFF) == []
+            shot(page, f"pages/{name}-{device}-{'dark' if dark else 'light'}")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -97,7 +97,7 @@ def test_hostile_run_does_not_break_the_list_or_pages(client: TestClient, root: 
     for page in PAGES:
         assert client.get(f"/api/runs/bad{page}").status_code in (200, 400, 404, 422), page
         assert client.get(f"/api/runs/good{page}").status_code in (200, 400), page
-    assert client.get("/api/curves", params={"run": ["good", "bad"], "figure": "metrics/success"}).status_code < 500
+    assert client.get("/api/curves", params={"run": ["good", "bad"], "metric": "metrics/success"}).status_code < 500
     assert client.get("/api/difference", params={"run": ["good", "bad"]}).status_code < 500
 
 

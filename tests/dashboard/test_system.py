@@ -20,7 +20,7 @@ def test_worker_stats_show_tasks_and_losses(tmp_path):
         assert run_plan(Sums(4), backend, run)
     backend.close()
     client = TestClient(build_dashboard(tmp_path / "runs"), base_url="http://127.0.0.1")
-    workers = client.get("/api/runs/sums/system").json()["roll"]
+    workers = client.get("/api/runs/sums/system").json()["workers"]
     assert {one["kind"] for one in workers} == {"local worker"} and len({one["where"] for one in workers}) >= 2
     assert sum(one["done"] for one in workers) == len(read_lines(run.path / "tasks.jsonl")) == 14
     dead = [one for one in workers if one["lost"]]
@@ -30,7 +30,7 @@ def test_worker_stats_show_tasks_and_losses(tmp_path):
 
 
 def test_single_process_run_has_no_worker_stats(client):
-    assert client.get("/api/runs/seed-0/system").json()["roll"] == []
+    assert client.get("/api/runs/seed-0/system").json()["workers"] == []
 
 
 def test_worker_stats_accumulate_and_are_reported_at_an_interval():
