@@ -85,7 +85,7 @@ function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (
       <td>
         <input type="checkbox" aria-label={`choose ${run.name}`} checked={chosen} onChange={() => toggle(run.name)} />
       </td>
-      <td>
+      <td class="long">
         <a class="row" href={to(["run", run.name])}>
           {run.name}
         </a>
@@ -93,15 +93,19 @@ function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (
       <td>
         <Status status={run.status} />
       </td>
-      <td data-name="env">{run.env}</td>
-      <td data-name="algorithm">{run.algorithm}</td>
+      <td class="long" data-name="env">
+        {run.env}
+      </td>
+      <td class="long" data-name="algorithm">
+        {run.algorithm}
+      </td>
       <td class="right" data-name="seed">
         {run.seed ?? "–"}
       </td>
       <td class="right" data-name="done">
         {run.total ? percent(run.done / run.total) : run.steps}
       </td>
-      <td data-name="result">
+      <td class="long" data-name="result">
         <b>{run.headline || "–"}</b>
       </td>
       <td data-name="alarms" class={run.alarms?.length ? "" : "none"}>
