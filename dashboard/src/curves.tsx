@@ -83,7 +83,7 @@ export function Curves({ details, route, tick }: Props) {
               <h2>{section.title}</h2>
               <div class="charts">
                 {panels.map((panel) => (
-                  <Drawn key={panel.title} {...{ panel, runs, axis, window, seeds, range, tick }} axisName={axisTitle(axis, details[0].kind)} onRange={setRange} />
+                  <Drawn key={panel.title} {...{ panel, runs, axis, window, seeds, range, tick }} axisName={axisTitle(axis, details[0].kind)} training={details[0].success_label} onRange={setRange} />
                 ))}
               </div>
             </section>
@@ -99,6 +99,7 @@ interface DrawnProps {
   runs: string[];
   axis: string;
   axisName: string;
+  training: string; // what the success rate in training is called
   window: number;
   seeds: boolean;
   range: Range;
@@ -106,7 +107,7 @@ interface DrawnProps {
   onRange: (range: Range) => void;
 }
 
-function Drawn({ panel, runs, axis, axisName, window, seeds, range, tick, onRange }: DrawnProps) {
+function Drawn({ panel, runs, axis, axisName, training, window, seeds, range, tick, onRange }: DrawnProps) {
   const place = useRef<HTMLDivElement>(null);
   const seen = useSeen(place);
   const late = useDebounced(range, 60);
@@ -121,7 +122,7 @@ function Drawn({ panel, runs, axis, axisName, window, seeds, range, tick, onRang
     seeds,
   });
   const { data, error } = useAnswer<{ curves: Curve[] }>(seen ? address : null, seen ? tick : 0);
-  const lines = useMemo(() => (data ? drawnLines(data.curves, panel, runs.length > 1) : []), [data]);
+  const lines = useMemo(() => (data ? drawnLines(data.curves, panel, training, runs.length > 1) : []), [data]);
   return (
     <div ref={place} class="slot" data-metric={panel.metrics[0]}>
       {error ? <p class="error">{error}</p> : !data ? <p class="hint">{panel.title}</p> : <Chart title={panel.title} unit={panel.unit} {...{ lines, axis, axisName, range, onRange }} />}
@@ -130,9 +131,9 @@ function Drawn({ panel, runs, axis, axisName, window, seeds, range, tick, onRang
 }
 
 // One run: a colour for each policy. Several: a colour for each run, a dash for each policy.
-function drawnLines(curves: Curve[], panel: Panel, several: boolean): Line[] {
+function drawnLines(curves: Curve[], panel: Panel, training: string, several: boolean): Line[] {
   const wanted = panel.team ? curves.filter((curve) => curve.name === "team") : curves;
-  const label = (curve: Curve) => (panel.team ? curve.metric.split("/")[1].replace(/_s$/, "") : curve.metric.startsWith("evals/") ? `held-out ${curve.name}` : curve.name);
+  const label = (curve: Curve) => (panel.team ? curve.metric.split("/")[1].replace(/_s$/, "") : curve.metric.startsWith("evals/") ? `held-out ${curve.name}` : curve.metric === "metrics/success" && curve.name === "team" ? training : curve.name);
   const labels = [...new Set(wanted.map(label))];
   const groups = [...new Set(wanted.map((curve) => curve.runs.join("\n")))];
   return wanted.map((curve) => {

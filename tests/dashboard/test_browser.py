@@ -480,6 +480,9 @@ def test_axes_have_names_and_units(look):
     page = look("#/run/demo")
     plot = page.locator("[data-metric='metrics/success'] .plot")
     expect(plot).to_have_attribute("aria-label", re.compile("share of episodes, over training steps"))
+    legend = page.locator("[data-metric='metrics/success'] .legend")
+    expect(legend).to_contain_text("search success (best of 8)")  # not what the policies do alone
+    expect(legend).to_contain_text("held-out dev")
     page = look("#/run/kuhn_psro_exact/curves")
     plot = page.locator("[data-metric='metrics/nash_conv'] .plot")
     expect(plot).to_have_attribute("aria-label", re.compile("reward, all players together, over iterations"))
