@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
 
 from palestra.dashboard.api import DashboardApi
 from palestra.dashboard.auth import guard
@@ -136,20 +137,29 @@ async def events(watcher: RunWatcher, is_stopping: Callable[[], bool], request: 
         return JSONResponse({"error": str(error)}, 400)
     if watcher.num_streams >= MAX_STREAMS:
         return JSONResponse({"error": f"{MAX_STREAMS} pages listen already: close some"}, 429, {"Retry-After": "10"})
-    return StreamingResponse(change_events(watcher, name, is_stopping), media_type="text/event-stream")
+    return EventStream(watcher, change_events(watcher, name, is_stopping))
 
 
-async def change_events(watcher: RunWatcher, name: str | None, is_stopping: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yields the text of server-sent events until the client disconnects or `is_stopping()` is true."""
-    watcher.num_streams += 1
-    try:
-        async for event in _changes(watcher, name, is_stopping):
-            yield event
-    finally:
-        watcher.num_streams -= 1
+class EventStream(StreamingResponse):
+    """A response of server-sent events, counted in `watcher.num_streams` from its first step to its last.
+
+    Not from its first event: requests that arrive together would all be admitted before one of them counts.
+    """
+
+    def __init__(self, watcher: RunWatcher, content: AsyncIterator[str]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self.watcher = watcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.watcher.num_streams += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.watcher.num_streams -= 1
 
 
-async def _changes(watched: RunWatcher, name: str | None, ending: Callable[[], bool]) -> AsyncIterator[str]:
+async def change_events(watched: RunWatcher, name: str | None, ending: Callable[[], bool]) -> AsyncIterator[str]:
+    """Yields the text of server-sent events until the client disconnects or `ending()` is true."""
     before: dict[str, tuple[int, ...]] | None = None
     quiet = 0.0
     while not ending():

@@ -84,16 +84,17 @@ WITHOUT_MOUNTS = """
 import asyncio, ctypes, json, sys
 path, backend, limits, programs = json.load(sys.stdin)
 sys.path[:] = path
-from palestra.sandbox import Limits, Sandbox, client, filters
+from palestra.sandbox import ResourceLimits, Sandbox, client, seccomp
 class Program(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("rules", ctypes.c_char_p)]
-one, unshare = filters._one, 272
-rules = [one(filters.LOAD, filters.CALL), one(filters.EQUAL, unshare, no=1), one(filters.RETURN, filters.ERRNO | 1)]
-program = Program(4, b"".join([*rules, one(filters.RETURN, filters.ALLOW)]))
+one, unshare = seccomp.instruction, 272
+refuse = [one(seccomp.EQUAL, unshare, skip_if_false=1), one(seccomp.RETURN, seccomp.ERRNO | 1)]
+rules = [one(seccomp.LOAD, seccomp.CALL_OFFSET), *refuse, one(seccomp.RETURN, seccomp.ALLOW)]
+program = Program(len(rules), b"".join(rules))
 control = ctypes.CDLL(None).prctl
 assert not control(38, 1, 0, 0, 0) and not control(22, 2, ctypes.byref(program))
 for source in programs:
-    reason = client.why_not(backend)
-    outcome = None if reason else asyncio.run(Sandbox(backend).run_python(source, limits=Limits(**limits)))
+    reason = client.backend_problem(backend)
+    outcome = None if reason else asyncio.run(Sandbox(backend).run_python(source, limits=ResourceLimits(**limits)))
     print(json.dumps([reason, outcome and outcome.stdout, outcome and outcome.ended]))
 """
 
