@@ -19,10 +19,12 @@ def cluster(*nodes: dict[str, Any]) -> Iterator[Cluster]:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # so that actors find toy_tasks
         patch.setenv("RAY_worker_niceness", "0")  # beside other work on the machine, Ray's 15 would starve them
         found = Cluster(True, head_node_args=nodes[0])
-        for node in nodes[1:]:
-            found.add_node(**node)
-        found.wait_for_nodes(90)
-        ray.init(found.address, log_to_driver=False, logging_level="ERROR")
-        yield found
-        ray.shutdown()
-        found.shutdown()
+        try:
+            for node in nodes[1:]:
+                found.add_node(**node)
+            found.wait_for_nodes(90)
+            ray.init(found.address, log_to_driver=False, logging_level="ERROR")
+            yield found
+        finally:  # of a test that failed too: the next one must not meet its cluster
+            ray.shutdown()
+            found.shutdown()

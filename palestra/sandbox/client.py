@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
 
-from palestra.sandbox import bubblewrap, sandlock
+from palestra.sandbox import bubblewrap, cgroup, sandlock
 from palestra.sandbox.base import LENGTH_BYTES, ResourceLimits, RunRequest, RunResult, SandboxError
 
 DEFAULT_LIMITS: ResourceLimits = ResourceLimits()
@@ -84,8 +84,9 @@ def open_sandbox(unsafe: bool = False) -> Sandbox:
     """Returns a sandbox with the first working backend: sandlock, then bubblewrap, then, if `unsafe`, no isolation.
 
     Each backend is tested once per process with a program that tries to escape. Raises ValueError, with the reason and
-    the fix for each backend, if none works.
+    the fix for each backend, if none works, or if `PALESTRA_CGROUP` names a cgroup that cannot be used.
     """
+    cgroup.find_parent()
     reasons: list[str] = []
     for name in BACKENDS_BY_PREFERENCE:
         if (reason := backend_problem(name)) is None:
@@ -116,8 +117,11 @@ def backend_problem(name: str) -> str | None:
 def _ask(request: RunRequest) -> RunResult:
     """Runs a request synchronously. Raises SandboxError if the sandbox fails."""
     with _fork_server().connect() as connection, connection.makefile("rb") as stream:
-        connection.sendall(request.to_bytes())
-        body = stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
+        try:
+            connection.sendall(request.to_bytes())
+            body = stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "big"))
+        except ConnectionError as error:
+            raise SandboxError(SUPERVISOR_DIED) from error
     if not body:
         raise SandboxError(SUPERVISOR_DIED)
     return RunResult.from_bytes(body)

@@ -23,9 +23,10 @@ import tempfile
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
-from palestra.sandbox import mounts, process_tree, workdir
+from palestra.sandbox import cgroup, mounts, process_tree, workdir
 from palestra.sandbox.supervisor import BACKENDS, supervise
 
 FOLDER_PREFIX = "palestra-sandbox-"
@@ -38,6 +39,9 @@ class ForkServer:
 
     def __init__(self, control_socket: socket.socket, root: Path) -> None:
         self.control_socket, self.root, self.can_mount = control_socket, root, mounts.is_supported(root)
+        self.group = cgroup.open_group(root.name)
+        if self.group:
+            _hold(self.group)
         self.pending_runs: deque[socket.socket] = deque()
         self.supervisor_pids: set[int] = set()
         self.wakeup_fd, self._wakeup_write_fd = os.pipe()
@@ -84,7 +88,7 @@ class ForkServer:
                 *(run.fileno() for run in self.pending_runs),
             ):
                 os.close(descriptor)
-            supervise(asker, self.root / str(os.getpid()), mounts=self.can_mount)
+            supervise(asker, self.root / str(os.getpid()), mounts=self.can_mount, group=self.group)
             code = 0
         except ConnectionError:  # the requester disconnected before sending its request
             code = 0
@@ -110,6 +114,8 @@ class ForkServer:
         process_tree.kill_descendants(exclude=self.supervisor_pids)
         if (folder := self.root / str(supervisor)).exists():
             workdir.remove(folder)
+        if self.group:
+            cgroup.remove(self.group / str(supervisor))
 
 
 def _hold(root: Path) -> bool:
@@ -124,12 +130,19 @@ def _hold(root: Path) -> bool:
 
 
 def _clear_up() -> None:
-    """Removes the folders of fork servers that were killed."""
-    for root in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+    """Removes the folders and cgroups of fork servers that were killed."""
+    with contextlib.suppress(ValueError):  # refused when this one's group is opened
+        if parent := cgroup.find_parent():
+            _clear_abandoned(parent, cgroup.remove)
+    _clear_abandoned(Path(tempfile.gettempdir()), workdir.remove)
+
+
+def _clear_abandoned(parent: Path, remove: Callable[[Path], object]) -> None:
+    for root in parent.glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):  # another process removed it
             old = time.time() - root.stat().st_mtime > LOCK_GRACE_S
             if old and root.stat().st_uid == os.getuid() and _hold(root):
-                workdir.remove(root)
+                remove(root)
 
 
 def main() -> None:
@@ -147,6 +160,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     gc.freeze()
     try:
-        ForkServer(door, root).serve()
+        server = ForkServer(door, root)
+        try:
+            server.serve()
+        finally:
+            if server.group:
+                cgroup.remove(server.group)
     finally:
         shutil.rmtree(root, ignore_errors=True)

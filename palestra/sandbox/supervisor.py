@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from palestra.sandbox import bubblewrap, process_tree, sandlock, unsafe, workdir
+from palestra.sandbox import bubblewrap, cgroup, process_tree, sandlock, unsafe, workdir
 from palestra.sandbox.base import LENGTH_BYTES, WORKDIR, EndReason, RunRequest, RunResult, encode_message
 from palestra.sandbox.kernel_memory import HeldResources
 from palestra.sandbox.monitor import ProcessMonitor
@@ -19,21 +19,25 @@ from palestra.sandbox.monitor import ProcessMonitor
 BACKENDS: dict[str, ModuleType] = {"sandlock": sandlock, "bubblewrap": bubblewrap, "unsafe": unsafe}
 
 
-def supervise(requester: socket.socket, folder: Path, *, mounts: bool) -> None:
+def supervise(requester: socket.socket, folder: Path, *, mounts: bool, group: Path | None) -> None:
     """Executes the request read from `requester` and sends the result there.
 
-    `folder` is created for the program and removed. `mounts`: it lies in its own file system. Raises ConnectionError if
-    the requester disconnects before the request is complete.
+    `folder` is created for the program and removed. `mounts`: it lies in its own file system. `group`: the cgroup that
+    holds those of runs, if there is one. Raises ConnectionError if the requester disconnects before the request is
+    complete.
     """
-    request = RunRequest.from_bytes(_receive(requester))
+    request, limited = RunRequest.from_bytes(_receive(requester)), None
     process_tree.become_subreaper()
     _first_to_go()
     try:
         workdir.create(folder, request, mounts=mounts)
-        answer = _run(request, folder, requester, mounts=mounts).to_bytes()
+        limited = cgroup.make_run(group, folder.name, request.limits) if group else None
+        answer = _run(request, folder, requester, mounts=mounts, limited=limited).to_bytes()
     except (OSError, RuntimeError, ValueError) as error:  # of the sandbox or its backend, never of the program
         answer = encode_message({"error": f"sandbox {request.backend} failed: {error!r}"})
     finally:
+        if limited:
+            cgroup.remove(limited)
         process_tree.kill_descendants()
         if not mounts:
             workdir.remove(folder)
@@ -41,16 +45,18 @@ def supervise(requester: socket.socket, folder: Path, *, mounts: bool) -> None:
         requester.sendall(answer)
 
 
-def _run(request: RunRequest, folder: Path, asker: socket.socket, *, mounts: bool) -> RunResult:
+def _run(request: RunRequest, folder: Path, asker: socket.socket, *, mounts: bool, limited: Path | None) -> RunResult:
     measure = workdir.mount_exceeds_limit if mounts else workdir.exceeds_limit
     over = partial(measure, folder, request.limits.disk)
-    program, orders = BACKENDS[request.backend].start(request, folder, mounts=mounts)
+    with cgroup.entered(limited) if limited else contextlib.nullcontext():
+        program, orders = BACKENDS[request.backend].start(request, folder, mounts=mounts)
     watch = ProcessMonitor(request.limits, over, program, asker)
     watch.run_until_end(orders + request.stdin.encode("utf-8", "surrogatepass"))
     code = program.stop()
     process_tree.kill_descendants(program.pid)
     stdout, stderr = watch.close()
-    ended = watch.exceeded_limit or ("output" if over(HeldResources()) else _how(code, stderr))
+    by_kernel: EndReason | None = "memory" if limited and cgroup.ran_out_of_memory(limited) else None
+    ended = watch.exceeded_limit or by_kernel or ("output" if over(HeldResources()) else _how(code, stderr))
     return RunResult(
         stdout=_text(stdout, program.folder),
         stderr=_text(stderr, program.folder),
