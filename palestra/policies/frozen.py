@@ -140,7 +140,7 @@ class NetGroup:
             parts = [dict(member.net.named_parameters()) for member in members]
             self.weights = {name: torch.cat([own[name].detach() for own in parts]) for name in parts[0]}
             norms = [member.norm for member in members if member.norm]
-            known = zip(*[(norm.mean, norm.std()) for norm in norms], strict=True)
+            known = zip(*[(norm.mean, norm.std(), torch.tensor([[norm.clip]])) for norm in norms], strict=True)
             self.scales = [torch.cat(kept).float() for kept in known]
 
     @torch.no_grad()
@@ -188,8 +188,8 @@ class NetGroup:
             return x
         if self.single_member:
             return self.norm.normalise(x)
-        mean, deviation = (scale[who][:, None] for scale in self.scales)
-        return (x.float() - mean) / deviation
+        mean, deviation, clip = (scale[who][:, None] for scale in self.scales)
+        return ((x.float() - mean) / deviation).clamp(-clip, clip)
 
 
 def assign_blocks(members: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:

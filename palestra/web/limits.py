@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from palestra.web.origin_middleware import OriginPolicy
 
 MIB = 2**20
+MIN_BODY_BYTES_PER_S = 2**14  # bytes per second that a body read by the app must arrive with on average
 LINGER_TIMEOUT_S = 1.0  # seconds for which the rest of a rejected body is read and dropped
 
 T = TypeVar("T")
@@ -32,7 +33,10 @@ AuthCheck = Callable[[str, Mapping[str, str]], str | None]  # path, headers -> r
 @dataclass(frozen=True)
 class HttpLimits:
     """Limits of a server: `body` bytes of one request (None: the app reads bodies itself), `max_buffered_bytes` bytes
-    of all requests held at once, `body_timeout_s` in which a body must arrive, `requests` running at once."""
+    of all requests held at once, `body_timeout_s` in which a body must arrive, `requests` running at once.
+
+    A body that the app reads itself may be large: it has `MIN_BODY_BYTES_PER_S` bytes per second of time in addition.
+    """
 
     max_body_bytes: int | None = MIB
     max_buffered_bytes: int = 256 * MIB
@@ -100,7 +104,7 @@ class AdmissionMiddleware:
         large, too slow, or the client disconnects."""
         limit = self.limits.max_body_bytes
         if limit is None:
-            return receive
+            return self._in_time(receive)
         if int(headers.get("content-length", "0")) > limit:  # the HTTP parser only accepts digits
             raise _too_long(limit)
         try:
@@ -116,6 +120,25 @@ class AdmissionMiddleware:
             return waiting.pop() if waiting else await receive()
 
         return replayed
+
+    def _in_time(self, receive: Receive) -> Receive:
+        """Returns a `receive` that raises RequestRejected (408) in the app if the body arrives too slowly."""
+        deadline, is_complete = asyncio.get_running_loop().time() + self.limits.body_timeout_s, False
+
+        async def timed() -> Message:
+            nonlocal deadline, is_complete
+            if is_complete:  # what follows is the client's hanging up, which may take its time
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestRejected(408, "the body arrives too slowly: send it faster, or less at once") from None
+            deadline += len(message.get("body", b"")) / MIN_BODY_BYTES_PER_S
+            is_complete = not message.get("more_body", False)
+            return message
+
+        return timed
 
     async def _pieces(self, receive: Receive, body: bytearray, limit: int) -> Message:
         """Appends the request's chunks to `body`; returns the last message."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -93,6 +96,27 @@ def test_group_plays_as_its_members_alone(
         if remembered is not None:
             assert kept is not None
             torch.testing.assert_close(kept[who == number], remembered[who == number])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_members_clip_normalised_observations_alone_and_in_a_group(seed: int) -> None:
+    """Each at its own limit: observations of 50 deviations tell members that clip from those that do not."""
+    cast = [net(i, norm=True) for i in range(3)]
+    for member, clip in zip(cast, (10.0, 0.5, math.inf), strict=True):
+        assert member.norm
+        member.norm.clip = clip
+    who = np.repeat(np.arange(3), 40)
+    given = rows(seed, len(who), who)
+    given.frame.obs[:] *= 150
+    together, _ = NetGroup(cast).act(given)
+    unclipped = alone(replace(cast[1], norm=None), given)[0]
+    for number, member in enumerate(cast):
+        own = np.flatnonzero(who == number)
+        wanted, _ = alone(member, given)
+        np.testing.assert_array_equal(together[own], wanted[own])
+        single, _ = NetGroup([member]).act(replace(given, member_index=np.zeros_like(who)))
+        np.testing.assert_array_equal(single[own], wanted[own])
+    assert (unclipped[who == 1] != together[who == 1]).any()
 
 
 @pytest.mark.parametrize("space", [MultiDiscrete((2, 3)), Continuous((-1.0, 0.0), (1.0, 4.0))])

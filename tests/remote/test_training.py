@@ -112,7 +112,7 @@ def test_run_is_unchanged_by_servers_killed_for_three_minutes(base, tmp_path):
     with serving(TOYS) as one, serving(TOYS) as two, serving(TOYS) as three:
         servers, rng, kills = [one, two, three], random.Random(0), 0
         places = ",".join(server.address for server in servers)
-        process, run = train(tmp_path / "killed", base, steps, f"env.at=[{places}]", "env.time_limit_s=0.7")
+        process, run = train(tmp_path / "killed", base, steps, f"env.at=[{places}]", "env.seconds=0.7")
         began = time.monotonic()
         while not ended(process, began + 20 * (kills + 1)) and kills < 9:
             victim = rng.choice(servers)

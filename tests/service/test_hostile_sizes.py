@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from fronts import Front
 from processes import serving
+from raw import Reply, answer, connected, head
 
+from palestra.service.api import app
 from palestra.service.api.schemas import requests
 from palestra.service.api.schemas.wire_model import (
     MAX_JSON_BYTES,
@@ -22,6 +26,9 @@ from palestra.service.api.schemas.wire_model import (
     WireModel,
     parse_body,
 )
+from palestra.web import limits
+from palestra.web.listen import open_listener
+from palestra.web.server import HttpServer, run_in_thread
 
 DATUM = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {}}
 HOSTILE = {
@@ -67,6 +74,49 @@ def test_text_over_the_context_is_refused_before_tokenisation(front: Front, body
     path = "/oai/api/v1/chat/completions" if "messages" in body else "/oai/api/v1/completions"
     reply = front.post(path, {"model": "tiny", **body})
     assert reply.status_code == 400 and "characters" in reply.json()["detail"]
+
+
+@pytest.fixture
+def impatient(front: Front, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a front end that waits 0.5 s for a body, and 1 s more for each 1,000 bytes of it."""
+    monkeypatch.setattr(app, "HTTP_LIMITS", replace(app.HTTP_LIMITS, body_timeout_s=0.5))
+    monkeypatch.setattr(limits, "MIN_BODY_BYTES_PER_S", 1000)
+    listener = open_listener("127.0.0.1", 0)
+    server = HttpServer(app.create_app(front.context), drain=1, keep_alive=5)
+    thread = threading.Thread(target=run_in_thread, args=(server, listener))
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.stop()
+    thread.join()
+
+
+def drip(url: str, path: str, pieces: list[bytes], **headers: str) -> Reply:
+    """The reply to a body that is sent in pieces, 0.1 s apart."""
+    fields = {"X-API-Key": "tml-any", "Content_Length": str(sum(map(len, pieces)))} | headers
+    with connected(url) as wire:
+        wire.sendall(head(url, "POST", path, **fields))
+        for piece in pieces:
+            time.sleep(0.1)
+            if select.select([wire], [], [], 0)[0]:
+                break
+            wire.sendall(piece)
+        return answer(wire)
+
+
+@pytest.mark.parametrize("path", ["/api/v1/create_session", "/oai/api/v1/completions", "/api/v1/checkpoints/upload"])
+def test_a_body_that_drips_in_is_given_up_and_the_connection_closed(impatient: str, path: str) -> None:
+    kind = "multipart/form-data; boundary=b" if "upload" in path else "application/json"
+    first = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    begin = time.monotonic()
+    reply = drip(impatient, path, [first, *[b"x"] * 200], Content_Type=kind)
+    assert reply.status == 408 and "too slowly" in reply.json()["detail"] and "connection: close" in reply.head
+    assert time.monotonic() - begin < 10
+
+
+def test_a_body_that_comes_slowly_but_steadily_is_read(impatient: str) -> None:
+    pieces = [b" " * 300] * 10 + [b'{"tags": [], "sdk_version": "0.15.0"}']
+    reply = drip(impatient, "/api/v1/create_session", pieces, Content_Type="application/json")
+    assert reply.status == 200 and "session_id" in reply.json()
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,10 @@ from palestra.service.api.state import ServiceContext
 from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.futures import AnswerPoller
 from palestra.service.storage.weight_store import WeightsDamaged
-from palestra.web.limits import AdmissionMiddleware, HttpLimits
+from palestra.web.limits import AdmissionMiddleware, HttpLimits, RequestRejected
 from palestra.web.origin_middleware import OriginPolicy
 
-HTTP_LIMITS = HttpLimits(max_body_bytes=None, max_requests=4096)  # `calls.py` limits bodies as it reads them
+HTTP_LIMITS = HttpLimits(max_body_bytes=None, max_requests=4096)  # `deps.py` limits bodies as it reads them
 RETRY_HEADERS = {"Retry-After": "1"}
 ROUTERS = [
     *(
@@ -55,6 +55,7 @@ def create_app(context: ServiceContext, *, root_path: str = "", origins: OriginP
     for router, prefix in ROUTERS:
         app.include_router(router, prefix=prefix)
     app.add_exception_handler(BadRequest, _bad_request)
+    app.add_exception_handler(RequestRejected, _rejected)
     app.add_exception_handler(WeightsDamaged, _damaged)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _unknown)
@@ -81,12 +82,18 @@ async def _bad_request(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, error.status, RETRY_HEADERS if error.status in (429, 503) else None)
 
 
+async def _rejected(request: Request, error: Exception) -> JSONResponse:
+    """Answers a body that arrives too slowly; the connection is closed, since the rest of it is not read."""
+    assert isinstance(error, RequestRejected)
+    return JSONResponse({"detail": str(error)}, error.status, {"Connection": "close"})
+
+
 async def _damaged(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, 410)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    """Answers errors in path, query and header values; bodies are parsed by `calls.py`."""
+    """Answers errors in path, query and header values; bodies are parsed by `deps.py`."""
     assert isinstance(error, RequestValidationError)
     wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
     return JSONResponse({"detail": wrong}, 422)

@@ -335,6 +335,12 @@ def test_invalid_cache_file_is_reported(tmp_path):
     assert path.read_text().startswith("I am no database")
 
 
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "notes.txt").write_text("no folder")
+    with pytest.raises(ValueError, match=r"cannot keep verdicts in .*toy.sqlite: .*name another file as judge.cache"):
+        EndpointJudge(url="http://127.0.0.1:1", model="m", cache=tmp_path / "notes.txt" / "toy.sqlite").check()
+
+
 # ---- the key
 
 

@@ -8,9 +8,12 @@ import time
 import pytest
 
 from palestra.envs import check_env
+from palestra.envs.text.math.answer_extraction import MAX_ANSWER_CHARS, final_answer
 from palestra.envs.text.math.env import Math
 from palestra.envs.text.math.generate import PROBLEM_GENERATORS
+from palestra.envs.text.math.grading import CORRECT, UNREADABLE, grade_directly
 from palestra.envs.text.math.problem import Problem
+from palestra.envs.text.math.qa_files import load_problems
 from palestra.envs.text.math.tool import arithmetic_output, extract_program, run_program
 from palestra.sandbox import open_sandbox
 
@@ -179,6 +182,15 @@ def test_problems_from_a_file_are_played(tmp_path):
     assert last.info["success"]
     *_, last = play(env, say(r"\boxed{\frac{5}{2}}", "```\nprint(5 / 2)\n```"))
     assert last.info["success"] and last.info["agreed"]
+
+
+@pytest.mark.parametrize(("size", "grade"), [(MAX_ANSWER_CHARS, CORRECT), (MAX_ANSWER_CHARS + 1, UNREADABLE)])
+def test_the_longest_answer_that_a_file_may_have_is_right_and_a_longer_one_unreadable(size, grade, tmp_path):
+    gold, path = "abcdefghij" * (MAX_ANSWER_CHARS // 10), tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"question": "Which letters?", "answer": f"#### {gold}"}))
+    (problem,) = load_problems(path, None, "all")
+    answer = final_answer(f"#### {(gold + 'k')[:size]}")
+    assert grade_directly(answer, problem.answer) == grade
 
 
 def test_reasoning_gym_tasks_accept_multiline_answers():

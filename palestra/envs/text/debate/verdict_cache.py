@@ -20,8 +20,11 @@ _memory: dict[str, ScorePair] = {}
 
 
 def open_cache(path: Path) -> None:
-    """Creates the file if it does not exist. Raises ValueError if SQLite cannot open it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Creates the file, and its folder, if they do not exist. Raises ValueError if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from error
     _on_disk(path, lambda database: None)
 
 
@@ -66,6 +69,8 @@ def _on_disk(path: Path, use: Callable[[sqlite3.Connection], ScorePair | None]) 
             database.execute(_TABLE)
             return use(database)
     except sqlite3.Error as error:
-        raise ValueError(
-            f"cannot keep verdicts in {path}: {error}; name another file as judge.cache, or remove that one"
-        ) from error
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"cannot keep verdicts in {path}: {error}; name another file as judge.cache, or remove that one")

@@ -13,7 +13,7 @@ import re
 
 from palestra.envs.text.math.plain_numbers import PlainNumber, normalize_latex, numbers_equal, parse_plain_number
 
-MAX_ANSWER_CHARS = 1000  # characters of an answer; the rest is ignored
+MAX_ANSWER_CHARS = 1000  # characters of an answer; a longer one is unreadable
 
 _ORDER = r"<=|>=|<|>|≤|≥|\\leq?|\\geq?"
 _RELATION = re.compile(rf"([A-Za-z])\s*({_ORDER})\s*(.+)|(.+?)\s*({_ORDER})\s*([A-Za-z])")
@@ -27,13 +27,14 @@ def final_answer(text: str, *, allow_unmarked: bool = False) -> str | None:
     r"""Returns the first non-empty line after the last #### of a text, or the content of the last \boxed{} there.
 
     None if neither is present or it is empty. With `allow_unmarked`, a text without a marker is itself an answer.
-    Surrounding markup is removed, and the result is cut off after `MAX_ANSWER_CHARS` characters.
+    Surrounding markup is removed, and the result is cut off one character after `MAX_ANSWER_CHARS`: it
+    is then too long.
     """
     _, marked, tail = text.rpartition("####")
     answer = boxed_content(tail)
     if answer is None and (marked or allow_unmarked):
         answer = next((line for line in tail.splitlines() if line.strip()), "")
-    return strip_markup(answer or "")[:MAX_ANSWER_CHARS] or None
+    return strip_markup(answer or "")[: MAX_ANSWER_CHARS + 1] or None
 
 
 def multiline_answer(text: str, *, allow_unmarked: bool = False) -> str | None:

@@ -56,7 +56,7 @@ async def grade_answer(answer: str | None, gold: str, *, question: str = "", cpu
 
 def grade_directly(answer: str | None, gold: str, *, question: str = "") -> AnswerGrade | None:
     """Returns the grade if no symbolic mathematics is needed; None if `math-verify` has to decide."""
-    if not answer or len(answer) >= MAX_ANSWER_CHARS:
+    if not answer or len(answer) > MAX_ANSWER_CHARS:
         return UNREADABLE
     if answers_equal_text(answer, gold):
         return CORRECT
