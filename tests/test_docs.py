@@ -221,6 +221,19 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+def test_documents_name_only_tests_that_exist() -> None:
+    files = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")}
+    columns = {"test_list"}  # of MBPP
+    known = {name for text in files.values() for name in re.findall(r"def (test_\w+)", text)} | files.keys() | columns
+    named = [
+        (d, n)
+        for d in DOCUMENTS
+        for n in re.findall(r"`(?:[\w/]*/)?(test_\w+(?:\.py)?)`", d.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 40
+    assert not [f"{document.relative_to(ROOT)}: {name}" for document, name in named if name not in known]
+
+
 def test_helpers_of_the_docs_tests() -> None:
     text = "a\n\n<!-- test -->\n```bash\ntrue\n```\n\n```bash\nfalse\n```\n<!-- test: slow -->\n```python\nx = 1\n```\n"
     assert blocks(text) == [Block(5, "bash", "true\n", False), Block(13, "python", "x = 1\n", True)]

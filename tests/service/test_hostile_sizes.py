@@ -104,7 +104,7 @@ def drip(url: str, path: str, pieces: list[bytes], **headers: str) -> Reply:
 
 
 @pytest.mark.parametrize("path", ["/api/v1/create_session", "/oai/api/v1/completions", "/api/v1/checkpoints/upload"])
-def test_a_body_that_drips_in_is_given_up_and_the_connection_closed(impatient: str, path: str) -> None:
+def test_slow_bodies_are_refused_and_the_connection_closed(impatient: str, path: str) -> None:
     kind = "multipart/form-data; boundary=b" if "upload" in path else "application/json"
     first = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
     begin = time.monotonic()
@@ -113,7 +113,7 @@ def test_a_body_that_drips_in_is_given_up_and_the_connection_closed(impatient: s
     assert time.monotonic() - begin < 10
 
 
-def test_a_body_that_comes_slowly_but_steadily_is_read(impatient: str) -> None:
+def test_steady_slow_bodies_are_read(impatient: str) -> None:
     pieces = [b" " * 300] * 10 + [b'{"tags": [], "sdk_version": "0.15.0"}']
     reply = drip(impatient, "/api/v1/create_session", pieces, Content_Type="application/json")
     assert reply.status == 200 and "session_id" in reply.json()
