@@ -18,6 +18,11 @@ class Learner(Protocol):
     name: str
     version: int
 
+    @property
+    def is_at_reference(self) -> bool:
+        """True if no optimizer step was made since the reference was set: both have the same weights."""
+        ...
+
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Splits `samples` into the batches of one optimizer step each."""
         ...

@@ -254,8 +254,13 @@ class LanguageLearner:
     ) -> None:
         self.name, self.config, self.weights, self.sampler = name, config, weights, sampler
         self.version = 0
+        self.reference_version = 0  # version of the weights that are the reference
         self.encoder = ChatEncoder(tokenizer, config.chat_template_kwargs)
         self._policy: LanguagePolicy | None = None
+
+    @property
+    def is_at_reference(self) -> bool:
+        return self.version == self.reference_version
 
     def batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Splits `samples` into batches of about `config.batch_size` for one optimizer step each, repeated for
@@ -318,6 +323,7 @@ class LanguageLearner:
 
     def start_stage(self) -> None:
         self.weights.start_stage()
+        self.reference_version = self.version
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
         config = self.config
@@ -355,11 +361,13 @@ class LanguageLearner:
     def save(self, folder: Path) -> None:
         self.weights.save(folder)
         about = {"name": self.name, "version": self.version, "type": self.config.type, "base": self.config.base}
+        about |= {"reference_version": self.reference_version}
         (folder / "member.json").write_text(json.dumps(about))
 
     def load(self, folder: Path) -> None:
         self.weights.load(folder)
-        self.version = json.loads((folder / "member.json").read_text())["version"]
+        about = json.loads((folder / "member.json").read_text())
+        self.version, self.reference_version = about["version"], about.get("reference_version", 0)
         self._policy = None
         self.sampler.clear_cache()
 

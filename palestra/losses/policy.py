@@ -18,6 +18,7 @@ from torch import Tensor
 
 TensorMetrics = dict[str, Tensor]
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+KLEstimator = Literal["k1", "k2", "k3"]
 Bound = float | Tensor
 
 
@@ -52,6 +53,8 @@ def clipped_policy_loss(
     clip_high: Bound | None = None,
     dual_clip: float | None = None,
     kl: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    kl_importance_weight: bool = False,
     entropy: float = 0.0,
     **importance: Any,
 ) -> tuple[Tensor, TensorMetrics]:
@@ -67,26 +70,48 @@ def clipped_policy_loss(
     high = 1 + (clip if clip_high is None else clip_high)
     tokens, mismatch = correct_mismatch(tokens, **importance)
     loss, metrics = _clipped_surrogate(tokens, _ratio(tokens), 1 - clip, high, dual_clip)
-    return add_kl_and_entropy(tokens, loss, metrics | mismatch, kl, entropy)
+    return add_kl_and_entropy(tokens, loss, metrics | mismatch, kl, entropy, kl_estimator, kl_importance_weight)
 
 
 def add_kl_and_entropy(
-    tokens: LossInputs, loss: Tensor, metrics: TensorMetrics, kl: float, entropy: float
+    tokens: LossInputs,
+    loss: Tensor,
+    metrics: TensorMetrics,
+    kl: float,
+    entropy: float,
+    kl_estimator: KLEstimator = "k3",
+    kl_importance_weight: bool = False,
 ) -> tuple[Tensor, TensorMetrics]:
     """Adds a KL penalty and an entropy bonus to a loss.
 
-    `kl` weights the estimate exp(ref - logp) - (ref - logp) - 1 of KL(policy || reference) (Schulman, 2020, k3),
-    `entropy` the bonus for the policy's entropy. Raises ValueError for a KL penalty without `ref_logp_M`.
+    `kl` weights `kl_estimates` of KL(policy || reference), `entropy` the bonus for the policy's entropy.
+    `kl_importance_weight` multiplies each estimate by the token's ratio, with its gradient (DeepSeek-V3.2, 2025): with
+    k1 and k3 the gradient is then, like the value, an unbiased estimate. Without it only that of k2 is; that of k3 is
+    of the forward KL, and that of k1 averages to 0. Raises ValueError for a KL penalty without `ref_logp_M`.
     """
     if kl:
         if tokens.ref_logp_M is None:
             raise ValueError("a KL penalty needs log-probabilities of the reference")
-        gap = tokens.ref_logp_M - tokens.logp_M
-        penalty = (tokens.weight_M * (torch.exp(gap) - gap - 1)).sum()
+        estimate_M = kl_estimates(tokens.logp_M, tokens.ref_logp_M, kl_estimator)
+        if kl_importance_weight:
+            estimate_M = estimate_M * _ratio(tokens)
+        penalty = (tokens.weight_M * estimate_M).sum()
         loss, metrics = loss + kl * penalty, metrics | {"reference_kl": penalty.detach()}
     if entropy:
         loss = loss - entropy * (tokens.weight_M * tokens.entropy_M).sum()
     return loss, metrics
+
+
+def kl_estimates(logp_M: Tensor, ref_logp_M: Tensor, estimator: KLEstimator) -> Tensor:
+    """Returns the estimate of KL(policy || reference) of each token [M], in nats (Schulman, 2020).
+
+    With d = logp - ref: k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d. In expectation over the policy's own tokens
+    k1 and k3 are the KL divergence; k2 is biased, and its gradient is the divergence's.
+    """
+    gap_M = logp_M - ref_logp_M
+    if estimator == "k1":
+        return gap_M
+    return 0.5 * gap_M.square() if estimator == "k2" else torch.exp(-gap_M) - 1 + gap_M
 
 
 def correct_mismatch(
@@ -202,6 +227,8 @@ def cispo_loss(
     clip_low_threshold: Bound = 0.0,
     clip_high_threshold: Bound = 4.0,
     kl: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    kl_importance_weight: bool = False,
     entropy: float = 0.0,
     **importance: Any,
 ) -> tuple[Tensor, TensorMetrics]:
@@ -218,7 +245,7 @@ def cispo_loss(
     limited = _between(ratio, clip_low_threshold, clip_high_threshold)
     loss = -(tokens.weight_M * limited * tokens.logp_M * tokens.advantage_M).sum()
     metrics = {"clip_fraction": (tokens.weight_M * (limited != ratio)).sum(), **_policy_drift(tokens)}
-    return add_kl_and_entropy(tokens, loss, metrics | mismatch, kl, entropy)
+    return add_kl_and_entropy(tokens, loss, metrics | mismatch, kl, entropy, kl_estimator, kl_importance_weight)
 
 
 def dro_loss(tokens: LossInputs, *, beta: float = 0.05) -> tuple[Tensor, TensorMetrics]:
@@ -239,6 +266,8 @@ def gspo_loss(
     clip_high_threshold: Bound = 1.2,
     sequence_ratio_mask: Tensor | None = None,
     kl: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    kl_importance_weight: bool = False,
     entropy: float = 0.0,
     **importance: Any,
 ) -> tuple[Tensor, TensorMetrics]:
@@ -257,7 +286,7 @@ def gspo_loss(
     own = tokens.logp_M - tokens.logp_M.detach()  # zero, with the gradient of logp
     ratio = torch.exp(_sequence_gap(tokens, sequence_M, sequence_ratio_mask) + own)
     loss, metrics = _clipped_surrogate(tokens, ratio, clip_low_threshold, clip_high_threshold)
-    return add_kl_and_entropy(tokens, loss, metrics | mismatch, kl, entropy)
+    return add_kl_and_entropy(tokens, loss, metrics | mismatch, kl, entropy, kl_estimator, kl_importance_weight)
 
 
 def _sequence_gap(tokens: LossInputs, sequence_M: Tensor, mask_M: Tensor | None) -> Tensor:

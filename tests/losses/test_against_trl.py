@@ -52,6 +52,12 @@ POLICY = {  # TRL's config; our loss, its options, and how its mean is taken
         {"clip": 0.2, "kl": 0.3},
         "answers",
     ),
+    "importance-weighted kl": (
+        {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.3, "use_bias_correction_kl": True},
+        "clipped_policy",
+        {"clip": 0.2, "kl": 0.3, "kl_importance_weight": True},
+        "answers",
+    ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.3}, "cispo", {"clip_high_threshold": 1.3}, "tokens"),
     "gspo": (
         {"loss_type": "grpo", "importance_sampling_level": "sequence", **BOUNDS},

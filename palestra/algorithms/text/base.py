@@ -89,3 +89,19 @@ async def add_reference_logprobs(samples: Sequence[Sample], learner: Learner) ->
     trained = [sample for sample in samples if sample.has_gradient]
     found = iter(await learner.logprobs(trained, reference=True) if trained else [])
     return [replace(s, reference_logprobs=next(found)) if s.has_gradient else s for s in samples]
+
+
+def skip_at_reference(samples: Sequence[Sample], learner: Learner) -> list[Sample]:
+    """Returns the samples for a loss with a KL penalty; while the policy is its reference, the first batches in which
+    all advantages are 0 lose their gradient.
+
+    There the penalty's gradient is 0. Computed, it is rounding, of which Adam's first step would make a full one.
+    """
+    if not learner.is_at_reference:
+        return list(samples)
+    skipped: set[int] = set()
+    for batch in learner.batches(samples):
+        if any(sample.has_gradient and sample.advantages.any() for sample in batch):
+            break
+        skipped |= set(map(id, batch))
+    return [replace(sample, has_gradient=False) if id(sample) in skipped else sample for sample in samples]

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import add_reference_logprobs, build_sample
+from palestra.algorithms.text.base import add_reference_logprobs, build_sample, skip_at_reference
 from palestra.algorithms.text.credit import (
     FLAT,
     Array,
@@ -31,8 +31,17 @@ from palestra.algorithms.text.credit import (
 )
 from palestra.algorithms.text.groups import GroupAlgorithm, SiblingGroup
 from palestra.algorithms.text.importance import ImportanceSampling, add_old_logprobs
+from palestra.algorithms.text.kl_reward import (
+    Gaps,
+    UncreditedSample,
+    earlier_penalties,
+    penalty_of,
+    reference_gaps,
+    uncredited_samples,
+    write_penalties,
+)
 from palestra.learners.base import Learner
-from palestra.losses.policy import LOSSES
+from palestra.losses.policy import LOSSES, KLEstimator
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.tree_rollout import Branching, Joints
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
@@ -101,7 +110,17 @@ class GRPO(ImportanceSampling, GroupAlgorithm):
     """Bounds the loss of a token with negative advantage to this multiple of it; above 1, only with `surrogate:
     clipped`."""
     kl_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL penalty to the reference policy, in the loss."""
+    """Coefficient of the KL penalty to the reference policy, in the loss or, with `kl_in_reward`, in the reward."""
+    kl_in_reward: bool = False
+    """Subtracts the penalty from the rewards instead of adding it to the loss: `kl_coef` times log-probability minus
+    reference log-probability of every token (k1). A value contains it for the whole answer or trajectory (RLOO); with
+    `baseline: batch` or `role` a token's advantage contains it from the token on (REINFORCE++)."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of the penalty in the loss: `k3` (Shao et al., 2024), `k2`, whose gradient is unbiased, or `k1`, which
+    needs `kl_importance_weight`."""
+    kl_importance_weight: bool = False
+    """Multiplies the penalty in the loss by the probability ratio to the policy before the update, which makes the
+    gradient of `k1` and `k3` unbiased (DeepSeek-V3.2, 2025)."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
 
@@ -117,6 +136,26 @@ class GRPO(ImportanceSampling, GroupAlgorithm):
     def _fits(self) -> Self:
         if self.dual_clip and self.surrogate != "clipped":
             raise ValueError(f"dual_clip is of surrogate: clipped, and {self.surrogate} has none: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _estimated(self) -> Self:
+        chosen = sorted({"kl_estimator", "kl_importance_weight"} & self.model_fields_set)
+        if self.kl_in_reward and (self.kl_importance_weight or self.kl_estimator != "k3"):
+            raise ValueError(
+                f"{chosen[0]} is of a KL penalty in the loss, and kl_in_reward: true puts it into the reward, as k1: "
+                f"leave {chosen[0]} out, or set kl_in_reward: false"
+            )
+        if self.kl_estimator == "k2" and self.kl_importance_weight:
+            raise ValueError(
+                "kl_importance_weight: true is for k1 and k3, and the gradient of kl_estimator: k2 is unbiased without "
+                "it: leave it out"
+            )
+        if self.kl_estimator == "k1" and not self.kl_importance_weight:
+            raise ValueError(
+                "kl_estimator: k1 in the loss has a gradient that averages to 0 and holds nothing: set "
+                "kl_importance_weight: true, kl_in_reward: true, or kl_estimator: k2"
+            )
         return self
 
     @model_validator(mode="after")
@@ -175,8 +214,15 @@ class GRPO(ImportanceSampling, GroupAlgorithm):
         return episode.error is not None or any(np.std(group.values) >= FLAT for group in groups)
 
     def reward(self, node: Node, seat: Seat) -> float:
-        """Returns what a node adds to the value of a seat's answers; with `overlong: penalty`, minus the penalty."""
-        return super().reward(node, seat) - self._length_penalty(node.answers.get(seat))
+        """Returns what a node adds to the value of a seat's answers, minus the penalties of `overlong: penalty` and
+        `kl_in_reward`."""
+        held = penalty_of(node, seat) if self._penalises else 0.0
+        return super().reward(node, seat) - self._length_penalty(node.answers.get(seat)) - held
+
+    @property
+    def _penalises(self) -> bool:
+        """True if values contain a KL penalty."""
+        return self.kl_in_reward and self.kl_coef > 0
 
     def _length_penalty(self, answer: Answer | None) -> float:
         limit = self.max_completion_length
@@ -191,12 +237,16 @@ class GRPO(ImportanceSampling, GroupAlgorithm):
     @property
     def loss_options(self) -> dict[str, Any]:
         high = self.clip if self.clip_high is None else self.clip_high
-        bounds: dict[str, dict[str, float | None]] = {
+        bounds: dict[str, dict[str, Any]] = {
             "clipped": {"clip": self.clip, "clip_high": self.clip_high, "dual_clip": self.dual_clip},
             "cispo": {"clip_high_threshold": 1 + high},
             "gspo": {"clip_low_threshold": 1 - self.clip, "clip_high_threshold": 1 + high},
         }
-        options = bounds[self.surrogate] | {"kl": self.kl_coef, "entropy": self.entropy_coef}
+        options = bounds[self.surrogate] | {"entropy": self.entropy_coef}
+        if self._kl_in_loss:
+            estimator = None if self.kl_estimator == "k3" else self.kl_estimator
+            options |= {"kl": self.kl_coef, "kl_importance_weight": self.kl_importance_weight}
+            options |= {"kl_estimator": estimator}
         return {name: value for name, value in options.items() if value} | self.importance_options
 
     def build_samples(
@@ -212,25 +262,69 @@ class GRPO(ImportanceSampling, GroupAlgorithm):
             raise ValueError(
                 "overlong: penalty and loss_aggregation: constant need the token limit: set max_completion_length"
             )
+        if self._penalises:
+            pending: list[Sample] = [*uncredited_samples(self.policy_groups(episodes, policy), episodes, policy)]
+            if pending:
+                return pending, {}
+        return self._credit(episodes, policy, {} if memory is None else memory, {})
+
+    def _credit(
+        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState, gaps: Gaps
+    ) -> tuple[list[Sample], Metrics]:
+        """Returns samples and metrics, see `build_samples`; `gaps` are the answers' log-ratios to the reference of a
+        KL penalty in the rewards, which the nodes already have."""
         groups = [(e.env, group) for e in episodes for group in self.policy_groups([e], policy)]
-        advantages = self._advantages(groups, {} if memory is None else memory)
-        spread = batch_spread(advantages) if self.scale == "batch" else 1.0
+        flat = self._flat_groups([group for _, group in groups], episodes, policy)
+        advantages = self._advantages(groups, flat, memory)
+        spread = batch_spread(advantages) if self.scale == "batch" and not all(flat) else 1.0
         samples: list[Sample] = []
         for (_, group), own in zip(groups, advantages, strict=True):
-            added = self._annotate(group, [value / spread for value in own])
+            added = self._annotate(group, [value / spread for value in own], gaps, spread)
             samples += [] if self._is_skipped(own) else added
-        flat = sum(not any(own) for own in advantages)
-        metrics = {"groups": float(len(groups)), "zero_std_fraction": flat / len(groups) if groups else 0.0}
+        without = sum(not any(own) for own in advantages)
+        metrics = {"groups": float(len(groups)), "zero_std_fraction": without / len(groups) if groups else 0.0}
         return samples, metrics | (self._contributions(episodes, policy) if self._crossed else {})
 
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
+        metrics: Metrics = {}
+        if self._penalises and samples:
+            samples, metrics = await self._penalised(samples, learner, memory)
+        elif self.kl_coef and not self.entropy_coef:
+            samples = skip_at_reference(samples, learner)
         if not any(sample.has_gradient for sample in samples):
-            return samples, {}
-        if self.kl_coef:
+            return samples, metrics
+        if self._kl_in_loss:
             samples = await add_reference_logprobs(samples, learner)
-        return (await add_old_logprobs(samples, learner) if self.old_logprobs == "trainer" else samples), {}
+        return (await add_old_logprobs(samples, learner) if self.old_logprobs == "trainer" else samples), metrics
+
+    async def _penalised(
+        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+    ) -> tuple[list[Sample], Metrics]:
+        """Returns the samples with advantages from rewards with a KL penalty, and metrics; `reference_kl` is the mean
+        log-ratio to the reference of a token."""
+        shared = cast(UncreditedSample, samples[0])
+        gaps = await reference_gaps(samples, learner)
+        write_penalties(self.policy_groups(shared.episodes, shared.policy), gaps, self.kl_coef)
+        credited, metrics = self._credit(shared.episodes, shared.policy, memory, gaps)
+        return credited, metrics | {"reference_kl": float(np.concatenate(list(gaps.values())).mean())}
+
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self.kl_coef > 0 and not self.kl_in_reward
+
+    def _flat_groups(self, groups: Sequence[SiblingGroup], episodes: Sequence[Episode], policy: str) -> list[bool]:
+        """Returns whether each group's rewards are equal, without the KL penalty. Its advantages are then the
+        penalty's alone, and dividing by their deviation would make them as large as any reward's. With `baseline:
+        batch` or `role` the rewards of all groups are compared."""
+        if not self._penalises:
+            return [False] * len(groups)
+        plain = self.model_copy(update={"kl_in_reward": False}).policy_groups(episodes, policy)
+        if self.baseline in ("batch", "role"):
+            rewards = np.concatenate([np.zeros(0), *(group.values for group in plain)])
+            return [bool(len(rewards) and rewards.std() < FLAT)] * len(groups)
+        return [bool(np.std(group.values) < FLAT) for group in plain]
 
     def _is_skipped(self, advantages: Sequence[float]) -> bool:
         """True if a group with these advantages is left out of the mean."""
@@ -241,18 +335,24 @@ class GRPO(ImportanceSampling, GroupAlgorithm):
         for group in super().groups(episode):
             yield credit_group(group, self.credit) if self._crossed else group
 
-    def _advantages(self, groups: Sequence[tuple[str, SiblingGroup]], memory: AlgorithmState) -> list[list[float]]:
-        """Returns the advantages of each (env, group) before scaling by the batch."""
+    def _advantages(
+        self, groups: Sequence[tuple[str, SiblingGroup]], flat: Sequence[bool], memory: AlgorithmState
+    ) -> list[list[float]]:
+        """Returns the advantages of each (env, group) before scaling by the batch; `flat` groups are not scaled."""
         if self.baseline == "batch":
             return batch_advantages([group.values for _, group in groups])
         if self.baseline == "role":
             roles = memory.setdefault(ROLE_BASELINES_KEY, {})
             return [_beside_role(group, roles.setdefault(env, {})) for env, group in groups]
         scale: Literal["std", "none"] = "std" if self.scale == "std" else "none"
-        return [group_advantages(group.values, baseline=self.baseline, scale=scale) for _, group in groups]
+        return [
+            group_advantages(group.values, baseline=self.baseline, scale="none" if even else scale)
+            for (_, group), even in zip(groups, flat, strict=True)
+        ]
 
-    def _annotate(self, group: SiblingGroup, advantages: Sequence[float]) -> list[Sample]:
-        """Writes the advantages to the group's nodes; returns a sample of each answer that has tokens."""
+    def _annotate(self, group: SiblingGroup, advantages: Sequence[float], gaps: Gaps, spread: float) -> list[Sample]:
+        """Writes the advantages to the group's nodes; returns a sample of each answer that has tokens. With `gaps` and
+        `baseline: batch` or `role` tokens get back the KL penalty of those before them, divided by `spread`."""
         samples = []
         for nodes, advantage in zip(group.nodes, advantages, strict=True):
             for node in nodes:
@@ -260,14 +360,27 @@ class GRPO(ImportanceSampling, GroupAlgorithm):
             answers = {id(node.answers[group.seat]): node.answers[group.seat] for node in nodes}.values()
             answered = [answer for answer in answers if len(answer.token_ids)]
             whole = sum(len(answer.token_ids) for answer in answered)
-            samples += [self._sample(answer, advantage, whole) for answer in answered]
+            added = [self._sample(answer, advantage, whole) for answer in answered]
+            if gaps and self.baseline in ("batch", "role"):
+                pasts = earlier_penalties(answered, gaps, self.kl_coef)
+                added = [
+                    self._without_past(sample, answer, past / spread)
+                    for sample, answer, past in zip(added, answered, pasts, strict=True)
+                ]
+            samples += added
         return samples
+
+    def _without_past(self, sample: Sample, answer: Answer, past: np.ndarray) -> Sample:
+        """Returns the sample with advantages that do not contain the penalty `past` [T] of earlier tokens."""
+        advantages = (sample.advantages + past).astype(np.float32)
+        learns = not self._is_masked(answer) and (bool(advantages.any()) or self.entropy_coef != 0)
+        return replace(sample, advantages=advantages, has_gradient=learns)
 
     def _sample(self, answer: Answer, advantage: float, trajectory_tokens: int) -> Sample:
         """Returns the sample of an answer of a trajectory with `trajectory_tokens` tokens of the seat."""
         length = len(answer.token_ids)
         weight = {"sequence": 1 / length, "trajectory": 1 / trajectory_tokens}.get(self.loss_aggregation, 1.0)
-        regularised = self.kl_coef > 0 or self.entropy_coef != 0
+        regularised = self._kl_in_loss or self.entropy_coef != 0
         return build_sample(
             answer,
             np.full(length, advantage, np.float32),

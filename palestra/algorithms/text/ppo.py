@@ -158,8 +158,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         values_M = np.concatenate(await learner.values(turns))
         rewards_M = np.concatenate([turn.advantages for turn in turns]).astype(np.float64)
         if self.kl_coef:
-            reference_M = np.concatenate(await learner.logprobs(turns, reference=True))
-            gaps_M = np.concatenate([turn.logprobs for turn in turns]).astype(np.float64) - reference_M
+            gaps_M = await _reference_gaps(turns, learner)
             penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), memory)
             rewards_M -= penalty * gaps_M
         cuts = _cuts(
@@ -184,6 +183,15 @@ class PPO(ImportanceSampling, TextAlgorithm):
             then = adapt_kl_coef(now, kl, target=self.kl_target, sequences=sequences, horizon=self.kl_horizon)
             memory[KL_COEF_KEY] = {"began": self.kl_coef, "now": then}
         return now, {"kl_sequence": kl, "kl_coef": now}
+
+
+async def _reference_gaps(turns: Sequence[PPOSample], learner: Learner) -> np.ndarray:
+    """Returns log-probability minus that of the reference of every token [M] float64. Exactly 0 while the policy is its
+    reference: rounding would be the only reward of a step without any, and normalisation would make it a large one."""
+    logp_M = np.concatenate([turn.logprobs for turn in turns]).astype(np.float64)
+    if learner.is_at_reference:
+        return np.zeros_like(logp_M)
+    return logp_M - np.concatenate(await learner.logprobs(turns, reference=True))
 
 
 def adapt_kl_coef(coefficient: float, kl: float, *, target: float, sequences: int, horizon: int) -> float:

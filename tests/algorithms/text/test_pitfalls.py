@@ -219,7 +219,7 @@ def test_next_turn_reuses_the_sampled_tokens(at):
 class Now:
     """A learner that thinks of every token what `logprobs` has for it, by sample."""
 
-    name, version = "p", 3
+    name, version, is_at_reference = "p", 3, False
 
     def __init__(self, logprobs, reference=None):
         self.own, self.held = logprobs, reference

@@ -30,6 +30,8 @@ SEATS = {"a": "p", "b": "q"}
 class FixedValuesLearner:
     """A learner that returns fixed values and reference log-probabilities, one list per sample, in order."""
 
+    is_at_reference = False
+
     def __init__(self, values, logprobs=(), reference=()):
         self.said, self.now, self.reference, self.updates = values, logprobs, reference, 1
 
