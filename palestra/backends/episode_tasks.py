@@ -222,7 +222,7 @@ class DistributedEval(TextEval):
 
     async def play(self, seed: int) -> list[Episode]:
         cast = self.dispatcher.publish_current()
-        parts = split_into_slices(range(self.episodes), self.slice_size)
+        parts = split_into_slices(self.numbers, self.slice_size)
         tasks = [EvalTask("", evaluation=self.name, seed=seed, numbers=tuple(part)) for part in parts]
         self.dispatcher.acquire(cast)
         try:

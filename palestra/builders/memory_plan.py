@@ -130,6 +130,8 @@ def _trained_parts(name: str, policy: LMPolicyConfig, shape: ModelShape) -> Iter
         yield MemoryPart(f"adapter {name}", 3 * FLOAT32 * trained, detail)
     elif isinstance(policy, FullPolicyConfig):
         trained = shape.params
+        if policy.reference == "copy":
+            yield MemoryPart(f"reference {name}", FLOAT32 * trained, "a copy of all weights")
     else:
         return
     kind = policy.optimizer

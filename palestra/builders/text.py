@@ -9,10 +9,14 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from palestra.builders.engines import Engines, build_engines
 from palestra.builders.seats import resolve_seats
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
+from palestra.engine.sampler import Sampler
+from palestra.engine.scoring import answer_logprobs
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
@@ -28,7 +32,7 @@ from palestra.rollouts.tree_rollout import EpisodeRunner
 from palestra.seeding import derive_seed
 from palestra.training.async_rollouts import AsyncTextTrainer
 from palestra.training.text import Stage, TextEval, TextTrainer
-from palestra.types import Seat
+from palestra.types import Sample, Seat
 
 if TYPE_CHECKING:
     from palestra.service.client.client import RemoteEngines
@@ -61,6 +65,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
     cast = PolicyResolver(learners, fixed, engines)
     learning = {name: learner for name, learner in learners.items() if name in seated.values()}
+    _assign_teachers(parts, cast)
     labels = [stage.name for stage in config.stages] or [""]
     table = _table(engines)
     sources = [_source(*row, cast) for row in zip(parts, seats, arenas, records, strict=True)]
@@ -126,6 +131,10 @@ class PolicyResolver:
         self.engines.clear_caches()
         return {seat: _examined(self._now(name, {}), sampling) for seat, name in seats.items()}
 
+    def current_policy(self, name: str) -> Policy:
+        """Returns policy `name` at its current weights."""
+        return self._now(name, {})
+
     def encoding_policies(self, seats: Mapping[Seat, str]) -> dict[Seat, Policy]:
         """Returns the policy of each seat for encoding recorded answers into tokens, without exporting its weights."""
         return {seat: self._scribe(name) for seat, name in seats.items()}
@@ -163,7 +172,7 @@ def _source(
         if learning := {name for name in seats.values() if name in cast.learners}:
             recorded.check(part.algorithm, learning)
         return recorded
-    teachers = _teachers(part)
+    teachers = {} if part.algorithm.needs_teacher else _teachers(part)
     return EnvSource(
         arenas,
         lambda: cast.training_policies(seats, teachers),
@@ -174,6 +183,37 @@ def _source(
         part.mix.rate,
         {kind: make_env(**env).seats for kind, env in part.named_envs.items()},
     )
+
+
+def _assign_teachers(parts: Sequence[TextConfig], cast: PolicyResolver) -> None:
+    """Gives every learner that is distilled the teacher that scores its answers. Raises ValueError if there is none, or
+    if it reads other tokens or is not in this process."""
+    taught = {n: _teachers(part).get(n) for part in parts if part.algorithm.needs_teacher for n in cast.learners}
+    for name, teacher in taught.items():
+        if teacher is None:
+            if name in {t for t in taught.values() if t}:
+                continue  # a learner may teach without being taught
+            raise ValueError(f"policies.{name} is to be distilled and has no teacher: set policies.{name}.teacher")
+        learner = cast.learners[name]
+        policy = cast.current_policy(teacher)
+        if not isinstance(policy, LanguagePolicy) or not isinstance(policy.sampler, Sampler):
+            raise ValueError(
+                f"policies.{name}.teacher: {teacher} cannot score tokens: it must be a language model in this process, "
+                "of type frozen or lora"
+            )
+        if policy.encoder.tokenizer.get_vocab() != learner.encoder.tokenizer.get_vocab():
+            raise ValueError(
+                f"policies.{name}.teacher: {teacher} has another vocabulary than {name}, and scores its tokens: take a "
+                "teacher of the same family of models"
+            )
+        learner.teacher = partial(_scores_of, teacher, cast)
+
+
+def _scores_of(teacher: str, cast: PolicyResolver, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Returns log-probabilities [T] of each sample's tokens under the teacher at its current weights."""
+    policy = cast.current_policy(teacher)
+    assert isinstance(policy, LanguagePolicy) and isinstance(policy.sampler, Sampler)
+    return answer_logprobs(policy.sampler.engine, policy.adapter, samples)
 
 
 def _stage(part: TextConfig, name: str, source: EpisodeSource, cast: PolicyResolver) -> Stage:
@@ -210,6 +250,7 @@ def _build_eval(config: TextConfig, arena: EpisodeRunner, seats: Mapping[Seat, s
         name=arena.name,
         episodes=evaluation.episodes,
         every=evaluation.every,
+        samples=evaluation.samples,
         arena=arena,
         seat_policies=lambda: cast.eval_policies(seats, config.eval_sampling),
     )

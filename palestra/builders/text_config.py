@@ -20,8 +20,10 @@ from pydantic import (
 
 from palestra.algorithms.presets import TEXT_PRESETS, expand_preset
 from palestra.algorithms.text.base import TextAlgorithm
+from palestra.algorithms.text.distill import Distill
 from palestra.algorithms.text.dpo import DPO
 from palestra.algorithms.text.grpo import GRPO
+from palestra.algorithms.text.kto import KTO
 from palestra.algorithms.text.ppo import PPO
 from palestra.algorithms.text.sft import SFT
 from palestra.backends.config import RolloutBackendConfig
@@ -36,7 +38,7 @@ from palestra.rollouts.sources import Curriculum
 from palestra.types import TEAM
 
 # Keys of a policy that decide which weights it has: a stage cannot change them.
-WEIGHT_KEYS = {"type", "base", "rank", "alpha", "target_modules", "dtype", "seed", "path"}
+WEIGHT_KEYS = {"type", "base", "rank", "alpha", "target_modules", "dtype", "seed", "path", "reference"}
 
 
 def _own_algorithm(tree: Any, known: ValidatorFunctionWrapHandler) -> Any:
@@ -60,7 +62,7 @@ def _algorithm_class(path: str) -> type[TextAlgorithm]:
 
 
 TextAlgorithmConfig = Annotated[
-    GRPO | DPO | PPO | SFT,
+    GRPO | Distill | DPO | KTO | PPO | SFT,
     Field(discriminator="type"),
     WrapValidator(_own_algorithm),
     PlainSerializer(lambda algorithm: algorithm.model_dump(mode="json"), return_type=dict),
@@ -74,6 +76,9 @@ class TextEvalConfig(EvalConfig):
     """Name of the training env to evaluate in, if the run has several `envs`. Null: the first one."""
     env: dict[str, Any] | None = None
     """Env options that differ from training. Null: `split: dev` if the env has splits, else no change."""
+    samples: int = Field(1, ge=1, le=4096)
+    """Times that each instance is played. Above 1 the evaluation also has pass@k and, in envs that report final
+    answers, the majority vote; success is the mean over all samples."""
 
 
 class EnvMixConfig(StrictModel):
@@ -108,7 +113,7 @@ class StageConfig(StrictModel):
     """Changes to the options of `env`, or of every env in `envs`."""
     policies: dict[str, dict[str, Any]] = {}
     """Changes to policies by name, such as the learning rate, sampling or teacher. Keys that decide which weights a
-    policy has (type, base, rank, alpha, targets, dtype, seed, path) cannot change."""
+    policy has (type, base, rank, alpha, targets, dtype, seed, path, reference) cannot change."""
 
 
 class TextConfig(PolicyRunConfig):
@@ -137,7 +142,8 @@ class TextConfig(PolicyRunConfig):
     them."""
     policies: dict[str, PolicyConfig]
     algorithm: TextAlgorithmConfig = GRPO()
-    """Training algorithm: `type` is grpo, dpo, ppo, sft, or "module:Class" for a subclass of TextAlgorithm."""
+    """Training algorithm: `type` is distill, grpo, dpo, kto, ppo, sft, or "module:Class" for a subclass of
+    TextAlgorithm."""
     stages: list[StageConfig] = []
     """Stages that the run goes through in order, training the same weights. Empty: one stage with the run's own
     settings."""
@@ -253,12 +259,19 @@ class TextConfig(PolicyRunConfig):
 
     @model_validator(mode="after")
     def _referred(self) -> Self:
-        if (full := self._full()) and self.algorithm.needs_reference and not self.stages:
-            raise ValueError(
-                f"the algorithm holds policies to a reference (kl_coef, or DPO without reference_free), but {full[0]} "
-                "is a "
-                f"full model, which moves its base and keeps no copy: do without, or set policies.{full[0]}.type: lora"
-            )
+        needed = self.algorithm.needs_reference and not self.stages
+        for name, policy in self.policies.items():
+            if isinstance(policy, FullPolicyConfig) and policy.reference != "none" and self.parallel == "fsdp":
+                raise ValueError(
+                    f"policies.{name}.reference: {policy.reference} is of whole weights, and parallel: fsdp shards "
+                    "them: set parallel: ddp, or reference: none"
+                )
+            if isinstance(policy, FullPolicyConfig) and policy.reference == "none" and needed:
+                raise ValueError(
+                    f"the algorithm holds policies to a reference (kl_coef, or DPO without reference_free), and {name} "
+                    f"is a full model, which moves its base: set policies.{name}.reference: copy (or disk), or do "
+                    "without"
+                )
         return self
 
     @model_validator(mode="after")
@@ -325,9 +338,9 @@ class TextConfig(PolicyRunConfig):
                 raise ValueError(
                     f'policies.{name}.teacher is "{teacher}", which must be one of policies: and have no teacher itself'
                 )
-            if self.algorithm.type != "sft" and not self.stages:
+            if self.algorithm.type != "sft" and not self.algorithm.needs_teacher and not self.stages:
                 raise ValueError(
-                    f"policies.{name} has a teacher, whose answers are for imitation: set algorithm: {{type: sft}}, or "
-                    "leave the teacher out"
+                    f"policies.{name} has a teacher, whose answers are for imitation: set algorithm: {{type: sft}} (or "
+                    "distill, to be scored by it), or leave the teacher out"
                 )
         return self

@@ -12,11 +12,13 @@ from palestra.policies.endpoint import EndpointConfig
 
 
 class LoraWithTeacherConfig(LoraPolicyConfig):
-    """A trained LoRA adapter, optionally with a teacher policy that acts in its place (on-line imitation)."""
+    """A trained LoRA adapter, optionally with a teacher policy that acts in its place (on-line imitation) or scores its
+    answers (on-policy distillation)."""
 
     teacher: str | None = None
-    """Name of the policy that acts at this policy's seats; this policy is trained on its answers. The teacher must be
-    one of `policies` and have no teacher itself, and the algorithm must be `sft`. Null: no teacher."""
+    """Name of the policy that this one learns from: with `algorithm: {type: sft}` the teacher acts at this policy's
+    seats, with `distill` it scores this policy's answers. It must be one of `policies` and have no teacher itself.
+    Null: no teacher."""
 
 
 class FrozenConfig(LMPolicyConfig):

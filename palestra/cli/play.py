@@ -56,6 +56,9 @@ def evaluate(
     ] = False,
     members: Annotated[list[str] | None, typer.Option("--member", help=f"a policy for --cross: {POLICY_HELP}")] = None,
     episodes: Annotated[int, typer.Option(min=1)] = 300,
+    samples: Annotated[
+        int, typer.Option(min=1, help="play each instance this many times, for pass@k and majority vote")
+    ] = 1,
     show: Annotated[int, typer.Option(min=0, help="number of episodes to print in full")] = 0,
     step: StepOption = None,
     temperature: TemperatureOption = None,
@@ -87,6 +90,8 @@ def evaluate(
 
         palestra eval runs/demo --episodes 3 --show 3
 
+        palestra eval runs/demo --episodes 100 --samples 8
+
         palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
     """
     with user_errors():
@@ -97,7 +102,7 @@ def evaluate(
                 "--member is only used with --cross; to assign a policy to a seat, use --seats SEAT=POLICY"
             )
         options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed, "in_process": in_process}
-        options |= {"sampling": _sampling(temperature), "greedy": temperature == 0}
+        options |= {"sampling": _sampling(temperature), "greedy": temperature == 0, "samples": samples}
         if show:
             _needs_text(what, "--show")
         from palestra.evaluation import evaluate as evaluation
@@ -312,6 +317,7 @@ def _collected(
 
 
 def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Table:
+    from palestra.rollouts.sample_metrics import sample_rows
     from palestra.runs.series import success_interval
 
     table = Table(title=title, title_justify="left", show_header=False)
@@ -320,6 +326,8 @@ def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Tab
     table.add_section()
     if "success" in figures:
         table.add_row("success", styled_text((success_interval(figures), "bold")))
+    for name, text in sample_rows(figures):
+        table.add_row(name, text)
     for key in ("return", "steps_per_episode", "team_return", "failed"):
         if key in figures:
             table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
@@ -329,16 +337,20 @@ def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Tab
 
 
 def _cross_table(title: str, found: list[EvalResult]) -> Table:
+    from palestra.rollouts.sample_metrics import sample_rows
     from palestra.runs.series import success_interval
 
     seats = list(found[0].policy_names)
     mean = "team_return" if "team_return" in found[0].metrics else "return"  # networks have the mean over seats
-    columns = ["success", mean.replace("_", " "), *(f"return of {seat}" for seat in seats)]
+    sampled = [name for name, _ in sample_rows(found[0].metrics)]
+    columns = ["success", *sampled, mean.replace("_", " "), *(f"return of {seat}" for seat in seats)]
     table = Table(*seats, *columns, title=title, title_justify="left")
     for who, metrics, _ in found:
         returns = [_return(metrics, seat) for seat in seats]
         success = success_interval(metrics) if "success" in metrics else "-"
-        table.add_row(*who.values(), success, f"{metrics[mean]:.2f}", *returns)
+        passed = dict(sample_rows(metrics))
+        more = [passed.get(name, "-") for name in sampled]
+        table.add_row(*who.values(), success, *more, f"{metrics[mean]:.2f}", *returns)
     return table
 
 

@@ -24,6 +24,7 @@ from palestra.engine.peft_format import load_adapter, save_adapter
 from palestra.engine.trainer import Trainer
 
 REFERENCE_DIR = "reference"  # subfolder of the reference adapter
+FULL_REFERENCE_FILE = "reference.safetensors"  # the reference of a full model
 CRITIC_FILE = "critic.safetensors"
 
 
@@ -37,6 +38,8 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
         return
     if trainer.reference:
         save_adapter(folder / REFERENCE_DIR, trainer.reference, trainer.engine.name)
+    if trainer.full_reference and not trainer.full_reference.is_base:
+        trainer.full_reference.save(folder / FULL_REFERENCE_FILE)
     if trainer.critic:
         save_file(trainer.critic.state_dict(), folder / CRITIC_FILE)
     _write_weights(folder, trainer, weights)
@@ -105,6 +108,8 @@ def load_trainer(folder: Path, trainer: Trainer) -> None:
     trainer.reference = (
         load_adapter(folder / REFERENCE_DIR, trainer.engine) if (folder / REFERENCE_DIR).exists() else None
     )
+    if trainer.full_reference and (folder / FULL_REFERENCE_FILE).exists():
+        trainer.full_reference.load(folder / FULL_REFERENCE_FILE)
     if trainer.critic:
         _load_critic(folder / CRITIC_FILE, trainer.critic)
     _load_optimizer(folder / "optimizer.safetensors", trainer)

@@ -23,6 +23,7 @@ from palestra.engine.lora import AdapterStack, MultiAdapterRoute, Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.request import check_prompt, check_top_logprobs
 from palestra.engine.tree_attention import Forest, TreeLayout, build_forest, concat_forests
+from palestra.types import Sample
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,14 @@ def score_prompts(engine: Engine, requests: Sequence[ScoreRequest], *, pack_toke
     for pack in _micro_batches(requests, pack_tokens):
         scores |= zip(pack, _score(engine, [requests[i] for i in pack]), strict=True)
     return [scores[i] for i in range(len(requests))]
+
+
+def answer_logprobs(engine: Engine, adapter: Snapshot | None, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Returns log-probabilities [T] float32 of each sample's answer tokens under `adapter` (None: the bare base), at
+    temperature 1."""
+    requests = [ScoreRequest(np.concatenate([s.prompt_ids, s.token_ids]), adapter) for s in samples]
+    scores = score_prompts(engine, requests)
+    return [score.logprobs[len(s.prompt_ids) - 1 :] for s, score in zip(samples, scores, strict=True)]
 
 
 def _check(engine: Engine, question: ScoreRequest) -> None:

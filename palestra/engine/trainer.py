@@ -37,13 +37,15 @@ from palestra.engine.micro_batch import (
 )
 from palestra.engine.models import Engine
 from palestra.engine.optimizers import OptimizerName, build_optimizer, set_options
+from palestra.engine.reference_weights import ReferenceWeights
 from palestra.losses.policy import LossInputs, TensorMetrics
 from palestra.seeding import derive_seed
 from palestra.types import Metrics, Sample
 
 Precision = Literal["auto", "float32", "bf16", "fp16"]
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-NO_REFERENCE_MESSAGE = "a full model in training has no reference to hold to: train an adapter (type: lora)"
+ReferenceKind = Literal["none", "copy", "disk"]
+NO_REFERENCE_MESSAGE = "this full model keeps no reference to hold to: set reference: copy or disk, or train an adapter"
 LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
 
 
@@ -71,7 +73,8 @@ class Trainer:
     """Trains one adapter of an engine, or all weights of its model (`adapter` None). With `critic`, also trains a
     linear value head on the last layer's features.
 
-    `reference` is the adapter of KL penalties (None: the bare base). `precision` is the dtype of the products; the
+    `reference` is the adapter of KL penalties (None: the bare base); a full model has one if `full_reference` asks for
+    a copy of its weights, in memory or on disk. `precision` is the dtype of the products; the
     trained weights keep their dtype. `checkpointing` recomputes each decoder layer in the backward pass. With several
     ranks in `group`, each rank gets all samples of a batch and processes its part; gradients are summed before the
     optimizer step, which then equals that of one process.
@@ -86,6 +89,7 @@ class Trainer:
         precision: Precision = "auto",
         checkpointing: bool = False,
         critic: bool = False,
+        full_reference: ReferenceKind = "none",
         group: ProcessGroup = SINGLE_PROCESS,
         optimizer: OptimizerName = "adamw",
     ) -> None:
@@ -101,6 +105,10 @@ class Trainer:
         self.parameters = adapter.parameters() if adapter else list(engine.model.parameters())
         self.parameters += list(self.critic.parameters()) if self.critic else []
         self.reference: Adapter | None = None
+        self.full_reference: ReferenceWeights | None = None
+        if adapter is None and full_reference != "none":
+            weights = list(engine.model.parameters())
+            self.full_reference = ReferenceWeights(weights, on_disk=full_reference == "disk")
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
@@ -129,10 +137,12 @@ class Trainer:
         return [p for p in self.policy_parameters if p.dim() == 2 and id(p) not in apart]
 
     def set_reference(self) -> None:
-        """Makes a copy of the current adapter the reference. Raises ValueError for a full model."""
-        if self.adapter is None:
-            raise ValueError(NO_REFERENCE_MESSAGE)
-        self.reference = copy.deepcopy(self.adapter)
+        """Makes a copy of the current adapter, or of the weights of a full model that has a reference, the
+        reference."""
+        if self.adapter:
+            self.reference = copy.deepcopy(self.adapter)
+        elif self.full_reference:
+            self.full_reference.replace()
 
     def forward_backward(self, samples: Sequence[Sample], loss: LossFunction, **options: float) -> Metrics:
         """Adds the gradient of `loss` over `samples` to the parameters; returns the loss and its metrics."""
@@ -243,9 +253,12 @@ class Trainer:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
         """Returns log-probabilities [T] float32 of each sample's answer tokens under the current weights, or under the
-        reference. Raises ValueError for the reference of a full model."""
+        reference. Raises ValueError for the reference of a full model that has none."""
         if reference and self.adapter is None:
-            raise ValueError(NO_REFERENCE_MESSAGE)
+            if self.full_reference is None:
+                raise ValueError(NO_REFERENCE_MESSAGE)
+            with self.full_reference.in_place():
+                return self._each(samples, lambda rows: self._read(rows, None).logp_M)
         adapter = self.reference if reference else self.adapter
         return self._each(samples, lambda rows: self._read(rows, adapter).logp_M)
 

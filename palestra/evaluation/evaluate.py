@@ -26,6 +26,8 @@ class EvalOptions(TypedDict, total=False):
     """Number of training steps before the checkpoint. None: the newest."""
     in_process: bool
     """True: sample in this process, whatever sampler the config names."""
+    samples: int
+    """Times that language agents play each instance; above 1 for pass@k and majority vote."""
 
 
 class EvalSetup(Protocol):
@@ -103,7 +105,10 @@ def open_eval(
 ) -> AbstractContextManager[EvalSetup]:
     """Opens the setup of an evaluation of `episodes` episodes, of language agents or of networks; see `evaluate`."""
     target = find_target(what, env, options.get("step"))
+    samples = options.get("samples", 1)
     if target.is_vector:
+        if samples > 1:
+            raise ValueError(f"samples: {samples} is for envs in words; {what} is a vectorised game: leave it out")
         from palestra.evaluation.vector import MAX_NUM_ENVS, open_vector_eval
 
         num_envs, greedy = min(episodes, MAX_NUM_ENVS), options.get("greedy", False)
@@ -111,4 +116,5 @@ def open_eval(
     from palestra.evaluation.text import open_text_eval
 
     in_process = options.get("in_process", False)
-    return nullcontext(open_text_eval(target, env, seats, sampling=options.get("sampling"), in_process=in_process))
+    sampling = options.get("sampling")
+    return nullcontext(open_text_eval(target, env, seats, sampling=sampling, in_process=in_process, samples=samples))

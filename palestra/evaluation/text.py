@@ -24,6 +24,7 @@ from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.scripted import AskPerson, ExpertPolicy, HumanPolicy, RandomPolicy, ask_at_terminal
 from palestra.remote.envs.remote_env import make_env
 from palestra.rollouts.metrics import episode_metrics, instance_outcomes, seat_returns
+from palestra.rollouts.sample_metrics import sample_metrics
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.seeding import derive_seed
 from palestra.training.text import play_instances
@@ -39,11 +40,12 @@ OTHER_NAMES = "base, expert, random, human, RUN:NAME, or URL#MODEL"
 
 class TextEvalSetup(NamedTuple):
     """An episode runner and its seat assignment: `policy_names` maps seats to policy names, `load_policy` returns a
-    policy by name, and loads it once."""
+    policy by name, and loads it once. Each instance is played `samples` times."""
 
     runner: EpisodeRunner
     policy_names: dict[Seat, str]
     load_policy: Callable[[str], Policy]
+    samples: int = 1
 
     @property
     def policies(self) -> dict[Seat, Policy]:
@@ -57,7 +59,7 @@ class TextEvalSetup(NamedTuple):
         played = count(1)
 
         def on_episode(_: Episode) -> None:
-            on_progress(next(played), len(assignments) * episodes)
+            on_progress(next(played), len(assignments) * episodes * self.samples)
 
         async def play_all() -> list[EvalResult]:  # in one event loop, which remote samplers need
             return [await self._play(names, episodes, seed, on_episode) for names in assignments]
@@ -68,8 +70,14 @@ class TextEvalSetup(NamedTuple):
         self, names: Mapping[Seat, str], episodes: int, seed: int, on_episode: Callable[[Episode], None]
     ) -> EvalResult:
         policies = {seat: self.load_policy(name) for seat, name in names.items()}
-        played = await play_instances(self.runner, policies, range(episodes), seed, on_episode)
-        metrics = {**episode_metrics(played), **seat_returns(played), **instance_outcomes(played)}
+        numbers = range(episodes * self.samples)
+        played = await play_instances(self.runner, policies, numbers, seed, on_episode, samples=self.samples)
+        metrics = {
+            **episode_metrics(played),
+            **seat_returns(played),
+            **sample_metrics(played, self.samples),
+            **instance_outcomes(played[:: self.samples]),
+        }
         return EvalResult({seat: policy.name for seat, policy in policies.items()}, metrics, played)
 
 
@@ -81,6 +89,7 @@ def open_text_eval(
     split: Split = "test",
     sampling: Mapping[str, Any] | None = None,
     in_process: bool = False,
+    samples: int = 1,
 ) -> TextEvalSetup:
     """Returns an evaluation setup in the target's env, on instances of `split` unless `env` names another. See
     `evaluate` for the arguments and errors."""
@@ -94,7 +103,7 @@ def open_text_eval(
     sampler = None if in_process else config.sampler
     engines = Engines(config.device, config.max_num_seqs, sampler, cache_bytes=config.kv_cache_bytes)
     load = partial(load_policy, target=target, engines=engines, sampling=sampling or {})
-    return TextEvalSetup(make_episode_runner(changed, split), names, cache(load))
+    return TextEvalSetup(make_episode_runner(changed, split), names, cache(load), samples)
 
 
 def load_policy(name: str, target: Target, engines: Engines, sampling: Mapping[str, Any]) -> Policy:

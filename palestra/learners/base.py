@@ -36,6 +36,11 @@ class Learner(Protocol):
         reference: the weights at the last call of `start_stage`, else the initial ones."""
         ...
 
+    async def teacher_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Returns the log-probabilities [T] float32 of each sample's tokens under the teacher, at temperature 1. Raises
+        ValueError without a teacher."""
+        ...
+
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Returns the critic's values [T] float32 of the states before each of a sample's tokens."""
         ...

@@ -27,7 +27,7 @@ from palestra.engine.models import Engine
 from palestra.engine.optimizers import OptimizerName
 from palestra.engine.quantized import Quantization
 from palestra.engine.sampler import Sampler, SamplingConfig
-from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, Trainer
+from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, ReferenceKind, Trainer
 from palestra.policies.lm import ChatEncoder, HistoryMode, LanguagePolicy, SamplerProtocol
 from palestra.types import Metrics, Sample
 
@@ -111,6 +111,10 @@ class FullPolicyConfig(LMLearnerConfig):
     """Kind of policy: a full model in training."""
     lr: float = Field(2e-4, gt=0, le=1_000_000)
     """Learning rate, above 0."""
+    reference: ReferenceKind = "none"
+    """Reference of a KL penalty or a preference loss, the weights at the start of the stage: a `copy` in the memory of
+    the device, or on `disk` in a temporary file, which is read whole for every micro-batch of a reference pass. `none`:
+    for algorithms without a reference."""
 
     @model_validator(mode="after")
     def _not_quantized(self) -> Self:
@@ -188,6 +192,7 @@ class LocalWeights:
             precision=config.precision,
             checkpointing=config.gradient_checkpointing,
             critic=critic,
+            full_reference=config.reference if isinstance(config, FullPolicyConfig) else "none",
             group=group,
             optimizer=config.optimizer,
         )
@@ -210,8 +215,7 @@ class LocalWeights:
 
     def start_stage(self) -> None:
         self.trainer.reset_optimizer()
-        if self.trainer.adapter:
-            self.trainer.set_reference()
+        self.trainer.set_reference()
 
     def snapshot(self, name: str) -> Snapshot | None:
         adapter = self.trainer.adapter
@@ -255,6 +259,7 @@ class LanguageLearner:
         self.name, self.config, self.weights, self.sampler = name, config, weights, sampler
         self.version = 0
         self.reference_version = 0  # version of the weights that are the reference
+        self.teacher: Callable[[Sequence[Sample]], list[np.ndarray]] | None = None  # scores samples, as `logprobs`
         self.encoder = ChatEncoder(tokenizer, config.chat_template_kwargs)
         self._policy: LanguagePolicy | None = None
 
@@ -297,6 +302,13 @@ class LanguageLearner:
 
     async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
         return await self._read(samples, lambda part: self.weights.logprobs(part, reference=reference))
+
+    async def teacher_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        if self.teacher is None:
+            raise ValueError(
+                f"policy {self.name} has no teacher to score its answers: set policies.{self.name}.teacher"
+            )
+        return self.teacher(samples)
 
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return await self._read(samples, self.weights.values)

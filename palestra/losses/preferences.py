@@ -1,5 +1,5 @@
-"""Preference losses over pairs of a chosen and a rejected side: a pure function of trained tokens, like those of
-policy.py.
+"""Preference losses over pairs of a chosen and a rejected side, and over single sides: pure functions of trained
+tokens, like those of policy.py.
 
 The tokens of a pair have the same number in `group_M`. The margin of a pair is the sum over its tokens of advantage
 times log-ratio to the reference. With advantages of 1 on the chosen and -1 on the rejected side it is the difference of
@@ -17,7 +17,9 @@ from torch.nn.functional import logsigmoid, relu
 
 from palestra.losses.policy import LossInputs, TensorMetrics
 
-PreferenceKind = Literal["sigmoid", "hinge", "ipo"]
+PreferenceKind = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
+MEAN_KINDS = ("ipo", "simpo", "orpo")  # kinds whose margin is of the sides' means over tokens
+REFERENCE_FREE_KINDS = ("simpo", "orpo")
 
 
 def preference_loss(
@@ -26,6 +28,7 @@ def preference_loss(
     kind: PreferenceKind = "sigmoid",
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    target_margin: float = 0.0,
     reference_free: bool = False,
 ) -> tuple[Tensor, TensorMetrics]:
     """Preference loss of each pair's margin m, averaged over pairs.
@@ -35,12 +38,16 @@ def preference_loss(
     is the assumed probability that a preference label is wrong (conservative DPO, Mitchell, 2023). `reference_free`
     assumes a reference that gives both sides the same probability.
 
+    Two kinds have no reference and margins of means. "simpo" is -log sigmoid(beta m - `target_margin`) (Meng et al.,
+    2024, eq. 6). "orpo" is -log p(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected)), with p the
+    geometric mean of a side's token probabilities and odds p / (1 - p) (Hong et al., 2024, eq. 6 and 7).
+
     Metrics, all means over pairs: `margin` is beta m, the difference of implicit rewards; `accuracy` the share of pairs
     with m > 0; `chosen_logp` and `rejected_logp` the sides' weighted log-probabilities. Raises ValueError for label
-    smoothing with `ipo`, for a missing `group_M` or `ref_logp_M`, and for a pair with one side.
+    smoothing with `ipo` and `orpo`, for a missing `group_M` or `ref_logp_M`, and for a pair with one side.
     """
-    if kind == "ipo" and label_smoothing:
-        raise ValueError("ipo bounds its margin by itself and takes no label_smoothing: leave it out")
+    if kind in ("ipo", "orpo") and label_smoothing:
+        raise ValueError(f"{kind} takes no label_smoothing: leave it out")
     if tokens.group_M is None:
         raise ValueError("preferences need the number of each token's pair")
     _, pair_M = torch.unique(tokens.group_M, return_inverse=True)
@@ -52,8 +59,13 @@ def preference_loss(
     chosen_M, rejected_M = tokens.advantage_M.clamp(min=0), -tokens.advantage_M.clamp(max=0)
     if not (summed(chosen_M) * summed(rejected_M)).all():
         raise ValueError("a pair needs tokens with advantages above and below 0: its chosen and its rejected side")
+    reference_free = reference_free or kind in REFERENCE_FREE_KINDS
     share, margin = summed(tokens.weight_M), summed(tokens.advantage_M * _log_ratio(tokens, reference_free))
-    loss = (share * _pair_loss(margin, kind, beta, label_smoothing)).sum()
+    if kind == "orpo":
+        each = _odds_ratio_loss(summed(chosen_M * tokens.logp_M), summed(rejected_M * tokens.logp_M), beta)
+    else:
+        each = _pair_loss(margin, kind, beta, label_smoothing, target_margin)
+    loss = (share * each).sum()
     logp_M = tokens.logp_M.detach()
     return loss, {
         "margin": (share * beta * margin.detach()).sum(),
@@ -72,12 +84,50 @@ def _log_ratio(tokens: LossInputs, reference_free: bool) -> Tensor:
     return tokens.logp_M - tokens.ref_logp_M
 
 
-def _pair_loss(margin: Tensor, kind: PreferenceKind, beta: float, label_smoothing: float) -> Tensor:
+def kto_loss(tokens: LossInputs, *, beta: float = 0.1) -> tuple[Tensor, TensorMetrics]:
+    """KTO loss of each side's log-ratio h to the reference, averaged over sides: w (1 - sigmoid(beta h)) of a desirable
+    one and w (1 - sigmoid(-beta h)) of an undesirable one (Ethayarajh et al., 2024).
+
+    The tokens of a side have the same number in `group_M`, and the advantage w or -w. Log-ratios are relative to the
+    reference point z_0 if `ref_logp_M` contains it, spread over the tokens of a side. Metrics, means over sides:
+    `reward` is beta h times the side's sign, `accuracy` the share of sides where it is above 0. Raises ValueError for a
+    missing `group_M` or `ref_logp_M`.
+    """
+    if tokens.group_M is None:
+        raise ValueError("kto needs the number of each token's side")
+    _, side_M = torch.unique(tokens.group_M, return_inverse=True)
+    count = int(side_M.max()) + 1 if len(side_M) else 0
+
+    def summed(values_M: Tensor) -> Tensor:
+        return values_M.new_zeros(count).index_add(0, side_M, values_M)
+
+    weight = summed(tokens.advantage_M) / summed(torch.ones_like(tokens.advantage_M))
+    share, reward = summed(tokens.weight_M), beta * torch.sign(weight) * summed(_log_ratio(tokens, False))
+    loss = (share * weight.abs() * torch.sigmoid(-reward)).sum()
+    reward = reward.detach()
+    return loss, {"reward": (share * reward).sum(), "accuracy": (share * (reward > 0)).sum()}
+
+
+def _odds_ratio_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Returns ORPO's loss of each pair, from the mean log-probabilities of its sides."""
+    log_odds = _log_odds(chosen) - _log_odds(rejected)
+    return -chosen - beta * logsigmoid(log_odds)
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    """Returns log(p / (1 - p)); p is taken to be below 1 by 1e-6 at least, since a certain side has no finite odds."""
+    logp = logp.clamp(max=-1e-6)
+    return logp - torch.log(-torch.expm1(logp))
+
+
+def _pair_loss(
+    margin: Tensor, kind: PreferenceKind, beta: float, label_smoothing: float, target_margin: float
+) -> Tensor:
     """Returns the loss of each pair's margin."""
     if kind == "ipo":
         return (margin - 1 / (2 * beta)).square()
-    reward = beta * margin
+    reward = beta * margin - (target_margin if kind == "simpo" else 0.0)
     right, wrong = (
-        (-logsigmoid(reward), -logsigmoid(-reward)) if kind == "sigmoid" else (relu(1 - reward), relu(1 + reward))
+        (-logsigmoid(reward), -logsigmoid(-reward)) if kind != "hinge" else (relu(1 - reward), relu(1 + reward))
     )
     return (1 - label_smoothing) * right + label_smoothing * wrong

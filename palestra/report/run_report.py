@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from palestra.rollouts.sample_metrics import sample_rows
 from palestra.runs.headline import eval_label, training_return_label, training_success_label
 from palestra.runs.series import RunLogs, end_windows, mean_of, success_interval
 
@@ -31,6 +32,9 @@ def summary_table(path: str | Path) -> Table:
         n = f"{last['episodes']:.0f}"
         if "success" in last:
             table.add_row(f"{name}: success of {n}", *_ends(lines, success_interval), style="bold")
+        for title, _ in sample_rows(last):
+            sampled = _ends(lines, lambda x, of=title: dict(sample_rows(x)).get(of, "-"))
+            table.add_row(f"{name}: {title} of {n}", *sampled)
         if "return" in last:
             table.add_row(f"{name}: return, mean of {n}", *_ends(lines, lambda x: f"{x['return']:.2f}"), style="bold")
         if ("return" in last or "success" not in last) and len(set(last["returns"].values())) > 1:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from palestra.report.html import escape_text, format_number, html_table
+from palestra.rollouts.sample_metrics import sample_rows
 from palestra.runs.headline import eval_label
 from palestra.runs.series import Line, RunLogs, end_windows, mean_of, success_interval
 from palestra.types import TEAM
@@ -33,10 +34,15 @@ def eval_table(logs: RunLogs) -> str:
 def _columns(line: Line) -> list[tuple[str, Any]]:
     """Returns the rows of an evaluation: title, and a function from a log line to the formatted value."""
     found: list[tuple[str, Any]] = [("success [95 % interval]", success_interval)] if "success" in line else []
+    found += [(name, partial(_sampled, name)) for name, _ in sample_rows(line)]
     found += [("return", lambda line: format_number(line.get("return")))] if "return" in line else []
     found += [(f"return of {seat}", partial(_own, seat)) for seat in line.get("returns", {})]
     found += [("steps an episode", lambda line: format_number(line.get("steps_per_episode"), 1))]
     return found + ([("failed", lambda line: format_number(line.get("failed"), 0))] if line.get("failed") else [])
+
+
+def _sampled(name: str, line: Line) -> str:
+    return dict(sample_rows(line)).get(name, "-")
 
 
 def _own(seat: str, line: Line) -> str:

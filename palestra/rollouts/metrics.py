@@ -80,7 +80,7 @@ def seat_returns(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
 
 def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
     """Returns `outcomes`, a letter for each episode in order: "1" for a success, "0" for none, "x" for a failed
-    episode; {} if the env reports no success. Of an evaluation, letter i is that of instance i."""
+    episode; {} if the env reports no success. Of an evaluation, letter i is that of instance i, in its first sample."""
     ends = [(e, [leaf for leaf in e.leaves() if leaf.chosen]) for e in episodes]
     if not any("success" in leaf.info for _, leaves in ends for leaf in leaves):
         return {}

@@ -20,7 +20,8 @@ def episode_from_row(row: Row, number: int, seat: Seat, table: str) -> Episode:
     """Returns the episode of row `number` of `table`, with all answers at `seat` and without a policy.
 
     A completion or a conversation is one successful trajectory with a turn for each assistant message. A preference is
-    two siblings: `chosen` succeeded, `rejected` did not. Success has reward 1. A text prompt is an observation like
+    two siblings: `chosen` succeeded, `rejected` did not. A completion with a `label` of false did not. Success has
+    reward 1. A text prompt is an observation like
     that of any env; messages become a `Chat` with the row's `tools`. Raises ValueError with row and columns if the row
     is none of these or has no assistant message.
     """
@@ -52,7 +53,7 @@ def _lines(row: Row, place: str) -> tuple[Prompt, list[tuple[list[Json], bool]]]
             raise ValueError(f"{place} has no prompt: give one, or conversations that begin alike")
         return prompt, [(good, True), (bad, False)]
     if {"prompt", "completion"} <= has:
-        return prompt, [(_messages(row["completion"], place), True)]
+        return prompt, [(_messages(row["completion"], place), bool(row.get("label", True)))]
     if "messages" in has:
         return [], [(_messages(row["messages"], place), True)]
     raise ValueError(

@@ -16,6 +16,7 @@ from palestra.policies.base import Policy
 from palestra.rollouts.failures import RunFailed, check_failures
 from palestra.rollouts.metrics import answers_of, episode_metrics, instance_outcomes, policy_metrics, seat_returns
 from palestra.rollouts.refill import play_refilled
+from palestra.rollouts.sample_metrics import sample_metrics
 from palestra.rollouts.sources import EpisodeSource
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Checkpoint
@@ -68,15 +69,21 @@ class Algorithm(Protocol):
 
 @dataclass(kw_only=True)
 class TextEval(Evaluation):
-    """A held-out evaluation on instances 0 to `episodes` - 1 of `arena`. `seat_policies` returns the policy of each
-    seat at its current weights."""
+    """A held-out evaluation on instances 0 to `episodes` - 1 of `arena`, each played `samples` times. `seat_policies`
+    returns the policy of each seat at its current weights."""
 
     arena: EpisodeRunner
     seat_policies: Callable[[], dict[Seat, Policy]]
+    samples: int = 1
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the episodes: number i is sample i % `samples` of instance i // `samples`."""
+        return range(self.episodes * self.samples)
 
     async def play(self, seed: int) -> list[Episode]:
         """Returns the episodes, played by the policies at their current weights."""
-        return await play_instances(self.arena, self.seat_policies(), range(self.episodes), seed)
+        return await play_instances(self.arena, self.seat_policies(), self.numbers, seed, samples=self.samples)
 
 
 @dataclass
@@ -250,7 +257,12 @@ class TextTrainer:
         """Plays an evaluation and returns its metrics. Raises RunFailed if too many of its episodes failed."""
         episodes = self.event_loop.run(evaluation.play(self.seed))
         check_failures(episodes, self.max_failed, f"evaluation {evaluation.name}")
-        return {**episode_metrics(episodes), **seat_returns(episodes), **instance_outcomes(episodes)}
+        return {
+            **episode_metrics(episodes),
+            **seat_returns(episodes),
+            **sample_metrics(episodes, evaluation.samples),
+            **instance_outcomes(episodes[:: evaluation.samples]),
+        }
 
     def save(self, step: int, folder: Path) -> None:
         """Writes a folder per learner, and the state of algorithms and sources."""
@@ -332,13 +344,18 @@ async def update_learner(
 async def play_instances(
     arena: EpisodeRunner,
     seats: Mapping[Seat, Policy],
-    instances: Sequence[int],
+    numbers: Sequence[int],
     seed: int,
     on_episode: Callable[[Episode], None] | None = None,
+    *,
+    samples: int = 1,
 ) -> list[Episode]:
-    """Plays episodes without branching on the given instances of the arena's env, and returns them in their order.
-    Calls `on_episode` with each one when it ends."""
-    matches = [EpisodeSpec(i, seats, derive_seed(seed, "exam", arena.name, i)) for i in instances]
+    """Plays episodes without branching, and returns them in the order of their `numbers`: number i is sample i %
+    `samples` of instance i // `samples` of the arena's env. Calls `on_episode` with each one when it ends."""
+    matches = []
+    for instance, sample in (divmod(number, samples) for number in numbers):
+        own = [sample] if sample else []  # the first sample is that of an evaluation of one
+        matches.append(EpisodeSpec(instance, seats, derive_seed(seed, "exam", arena.name, instance, *own)))
     return await arena.play_all(matches, Branching(), on_episode)
 
 

@@ -62,7 +62,8 @@ class RolloutWorker:
     async def _played(self, task: EpisodesTask) -> list[Episode]:
         if isinstance(task, EvalTask):
             evaluation = self.evals[task.evaluation]
-            return await play_instances(evaluation.arena, evaluation.seat_policies(), task.numbers, task.seed)
+            policies, samples = evaluation.seat_policies(), evaluation.samples
+            return await play_instances(evaluation.arena, policies, task.numbers, task.seed, samples=samples)
         assert isinstance(task, RolloutTask)
         source = self.setup.stages[self.stages[task.stage]].source
         return await source.play(task.numbers, task.branching, {SUCCESS_KEY: dict(task.success)})

@@ -122,6 +122,15 @@ def test_lora_policies_share_base_weights_and_full_models_do_not(folder):
     assert weights("policies.default.dtype=bfloat16") == weights() / 2
 
 
+def test_reference_of_a_full_model_takes_memory_only_as_a_copy(folder):
+    def reference(kind: str) -> list[int]:
+        full = config_of(folder, "policies.default.type=full", f"policies.default.reference={kind}")
+        return [p.bytes for p in plan_memory(full, free=64 * GIB).parts if p.name == "reference default"]
+
+    (copied,) = reference("copy")
+    assert copied == pytest.approx(4 * 26e6, rel=0.2) and reference("disk") == reference("none") == []
+
+
 def test_planned_cache_is_limited_by_its_budget(folder):
     plan = plan_memory(config_of(folder, "kv_cache_gib=0.01"), free=64 * GIB)
     (cache,) = [part for part in plan.parts if part.name == "KV cache"]

@@ -268,6 +268,34 @@ def test_resume_of_an_untrained_trainer_is_bit_identical(tmp_path, full):
     assert teach(whole, batches(2)) == teach(resumed, batches(2))
 
 
+@pytest.mark.parametrize("kind", ["copy", "disk"])
+def test_a_full_models_reference_stays_and_comes_back(tmp_path, kind):
+    """Its log-probabilities are those of the weights at the last `set_reference`, also after a checkpoint, and to look
+    at it leaves the trained weights as they are."""
+
+    def full():
+        return Trainer(tiny_lm(4), None, full_reference=kind)
+
+    (samples,) = batches(1)
+    trainer = full()
+    base = trainer.logprobs(samples)
+    teach(trainer, batches(2))
+    moved = trainer.logprobs(samples)
+    assert all(np.array_equal(a, b) for a, b in zip(base, trainer.logprobs(samples, reference=True), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(moved, trainer.logprobs(samples), strict=True))
+    assert np.abs(moved[0] - base[0]).max() > 1e-2
+    save_trainer(tmp_path / "first", trainer)
+    assert not (tmp_path / "first" / "reference.safetensors").exists()  # it is the base
+    trainer.set_reference()
+    teach(trainer, batches(1))
+    save_trainer(tmp_path / "second", trainer)
+    for folder, expected in (("first", base), ("second", moved)):
+        resumed = full()
+        load_trainer(tmp_path / folder, resumed)
+        found = resumed.logprobs(samples, reference=True)
+        assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 def test_saving_twice_writes_the_same_bytes(tmp_path):
     for name in ("one", "two"):
         trainer = trainer_on(full=False)

@@ -17,7 +17,7 @@ import torch
 from palestra.algorithms.text.grpo import GRPO
 from palestra.engine.micro_batch import micro_batches, token_weight
 from palestra.losses.policy import LOSSES, LossInputs
-from palestra.losses.preferences import preference_loss
+from palestra.losses.preferences import MEAN_KINDS, kto_loss, preference_loss
 from palestra.types import Answer, Episode, Node, Sample
 
 HERE = Path(__file__).parent
@@ -122,11 +122,35 @@ def preference_case(name: str) -> dict:
     }
 
 
+PAIRWISE = {  # TRL's trainer and settings, our options, lengths of the sides; neither has a reference
+    "simpo": ({"trainer": "simpo", "gamma": 0.7, "smoothing": 0.0}, {"kind": "simpo", "target_margin": 0.7}, LENGTHS),
+    "smoothed simpo": (
+        {"trainer": "simpo", "gamma": 0.7, "smoothing": 0.1},
+        {"kind": "simpo", "target_margin": 0.7, "label_smoothing": 0.1},
+        LENGTHS,
+    ),
+    # Of several pairs TRL's likelihood is the mean over all tokens, ours over pairs.
+    "orpo": ({"trainer": "orpo"}, {"kind": "orpo"}, [4, 6]),
+}
+
+
+def pairwise_case(name: str) -> dict:
+    config, _, lengths = PAIRWISE[name]
+    return config | {"beta": 0.4} | draw(8, lengths)
+
+
+def kto_case() -> dict:
+    """Three desirable and three undesirable answers, and a reference point of 0.3."""
+    config = {"beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+    return {"trainer": "kto", "config": config, "kl": [0.1, 0.5], "label": [1, 0, 1, 1, 0, 0]} | draw(11, LENGTHS)
+
+
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, dict]:
     """TRL's answers to all cases, from one process."""
     cases = {name: policy_case(name) for name in POLICY} | {name: preference_case(name) for name in PREFERENCES}
-    cases |= {name: flat_case(name) for name in SETTINGS}
+    cases |= {name: flat_case(name) for name in SETTINGS} | {name: pairwise_case(name) for name in PAIRWISE}
+    cases |= {"kto": kto_case()}
     plain = json.dumps(list(cases.values()), default=np.ndarray.tolist)
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -218,15 +242,26 @@ def test_zero_advantage_answers_count_in_the_mean_as_in_trl(theirs: dict[str, di
     agree(tokens, value, theirs[name], case["mask"] * np.isin(np.arange(6), [0, 5])[:, None])
 
 
-@pytest.mark.parametrize("name", PREFERENCES)
+@pytest.mark.parametrize("name", [*PREFERENCES, *PAIRWISE])
 def test_preference_losses_equal_trl(theirs: dict[str, dict], name: str) -> None:
-    _, options, _ = PREFERENCES[name]
-    case = preference_case(name)
+    options = (PREFERENCES | PAIRWISE)[name][1]
+    case = preference_case(name) if name in PREFERENCES else pairwise_case(name)
     lengths = case["mask"].sum(1)
     count = len(lengths) // 2  # the chosen side of each pair, then the rejected one of each
     signs, groups = np.repeat([1.0, -1.0], count), np.tile(np.arange(count), 2)
-    advantages = signs / lengths if options["kind"] == "ipo" else signs
+    advantages = signs / lengths if options["kind"] in MEAN_KINDS else signs
     weights = shares(lengths, 1 / np.tile(lengths[:count] + lengths[count:], 2))
     tokens = scored(case, advantages, weights, groups)
     value, _ = preference_loss(tokens, beta=0.4, **options)
     agree(tokens, value, theirs[name], case["mask"])
+
+
+def test_kto_loss_equals_trl(theirs: dict[str, dict]) -> None:
+    """TRL's estimate of the reference point is the mean of `kl`; ours is part of the reference."""
+    case = kto_case()
+    lengths = case["mask"].sum(1)
+    case["ref"] = case["ref"] + np.mean(case["kl"]) / lengths[:, None]
+    weights = np.where(np.array(case["label"]) == 1, 1.5, -0.5)
+    tokens = scored(case, weights, shares(lengths, 1 / lengths), np.arange(len(lengths)))
+    value, _ = kto_loss(tokens, beta=0.4)
+    agree(tokens, value, theirs["kto"], case["mask"])

@@ -13,7 +13,7 @@ from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.micro_batch import micro_batches
 from palestra.engine.trainer import AdamConfig, Trainer
 from palestra.losses.policy import LossInputs
-from palestra.losses.preferences import preference_loss
+from palestra.losses.preferences import kto_loss, preference_loss
 from palestra.testing import tiny_lm
 from palestra.types import Sample
 
@@ -51,6 +51,35 @@ def softplus(x):
 # ---- one pair of two tokens each, beta 0.5
 
 
+def test_orpo_by_hand():
+    """Means -ln 2 and -ln 4: probabilities 1/2 and 1/4, odds 1 and 1/3, log-odds ratio ln 3, its sigmoid 3/4. The
+    likelihood has slope -1/2 a token, the odds -beta (1 - 3/4) / (1 - p) / 2."""
+    two, four = -math.log(2), -math.log(4)
+    tokens = scored([two, two, four, four], None, [0.5, 0.5, -0.5, -0.5])
+    value, metrics = preference_loss(tokens, kind="orpo", beta=0.4)
+    assert value.item() == pytest.approx(math.log(2) - 0.4 * math.log(0.75))
+    assert slopes(tokens, value) == pytest.approx([-0.5 - 0.1, -0.5 - 0.1, 0.2 / 3, 0.2 / 3])
+    assert metrics["accuracy"].item() == 1 and metrics["margin"].item() == pytest.approx(0.4 * math.log(2))
+    certain = scored([0.0, -1.0], None, [1.0, -1.0])  # a side of probability 1
+    value, _ = preference_loss(certain, kind="orpo")
+    assert math.isfinite(value.item()) and np.isfinite(slopes(certain, value)).all()
+
+
+def test_kto_by_hand():
+    """Log-ratios 0.5 of the desirable side of weight 2, -0.1 of the undesirable one of weight 1, beta 0.5; each side is
+    half of the mean."""
+    tokens = scored(advantage=[2.0, 2.0, -1.0, -1.0], group=[0, 0, 1, 1])
+    value, metrics = kto_loss(tokens, beta=0.5)
+    good, bad = 1 / (1 + math.exp(0.25)), 1 / (1 + math.exp(0.05))
+    assert value.item() == pytest.approx(0.5 * 2 * good + 0.5 * bad)
+    good, bad = -0.5 * 2 * 0.5 * good * (1 - good), 0.5 * 0.5 * bad * (1 - bad)
+    assert slopes(tokens, value) == pytest.approx([good, good, bad, bad])
+    assert metrics["accuracy"].item() == 1 and metrics["reward"].item() == pytest.approx(0.15)
+    for missing, message in ((tokens._replace(group_M=None), "side"), (tokens._replace(ref_logp_M=None), "reference")):
+        with pytest.raises(ValueError, match=message):
+            kto_loss(missing)
+
+
 @pytest.mark.parametrize(
     ("options", "loss", "slope"),
     [  # the reward's margin is 0.5 * 0.6 = 0.3; slope: d loss / d logp of a chosen token, less that of a rejected one
@@ -60,6 +89,7 @@ def softplus(x):
         ({"kind": "hinge", "label_smoothing": 0.1}, 0.76, -0.4),  # 0.9 * 0.7 + 0.1 * 1.3
         ({"kind": "sigmoid", "reference_free": True}, 0.493249, -0.194681),  # margin -1.5 + 2.4 = 0.9: log(1 + e^-0.45)
         ({"kind": "ipo"}, 0.16, -0.8),  # (0.6 - 1)^2, 2 (0.6 - 1)
+        ({"kind": "simpo", "target_margin": 0.25}, 0.598139, -0.225083),  # log(1 + e^-0.2): 0.45 - 0.25, no reference
     ],
 )
 def test_preference_loss_by_hand(options, loss, slope):

@@ -2,9 +2,9 @@
 
     bench/.venv-trl/bin/python trl_losses.py < cases.json
 
-A case names its `trainer` ("grpo" or "dpo"), the `config` of it, and arrays of B sequences padded to T tokens, which
-`mask` [B, T] tells from padding. Of "dpo" the first half of the sequences is chosen and the second half rejected. The
-trainers' own loss methods run, on what they read of a trainer and a model, and no trainer or model is built.
+A case names its `trainer` (a key of `TRAINERS`), the `config` of it, and arrays of B sequences padded to T tokens,
+which `mask` [B, T] tells from padding. Of pairs the first half of the sequences is chosen and the second half rejected.
+The trainers' own loss methods run, on what they read of a trainer and a model, and no trainer or model is built.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
 ALONE = SimpleNamespace(
     device=torch.device("cpu"),
@@ -95,9 +97,58 @@ def dpo(case: dict[str, Any], logp: torch.Tensor) -> torch.Tensor:
     return DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
 
 
+def kto(case: dict[str, Any], logp: torch.Tensor) -> torch.Tensor:
+    trainer = SimpleNamespace(
+        **case["config"],
+        model=SimpleNamespace(training=False),
+        accelerator=ALONE,
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        _total_train_tokens=0,
+        loss_type="kto",
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _compute_kl_logps=lambda model, batch: torch.tensor(case["kl"]),
+    )
+    mask = torch.tensor(case["mask"])
+    zeros = torch.zeros_like(logp)
+    outputs = SimpleNamespace(log_probs=logp * mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    inputs = {
+        "input_ids": torch.zeros(len(mask), 1 + mask.shape[1], dtype=torch.long),
+        "completion_mask": torch.cat([torch.zeros(len(mask), 1, dtype=torch.long), mask], 1),
+        "attention_mask": torch.ones(len(mask), 1 + mask.shape[1]),
+        "label": torch.tensor(case["label"]),
+        "ref_logps": (torch.tensor(case["ref"]) * mask).sum(1),
+        "ref_KL_logps": torch.zeros(len(case["kl"])),
+    }
+    return KTOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
+
+
+def mean_logps(case: dict[str, Any], logp: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The mean log-probability of each chosen side, and of each rejected one."""
+    mask = torch.tensor(case["mask"])
+    return ((logp * mask).sum(1) / mask.sum(1)).chunk(2)
+
+
+def simpo(case: dict[str, Any], logp: torch.Tensor) -> torch.Tensor:
+    settings = {"simpo_gamma": case["gamma"], "beta": case["beta"], "label_smoothing": case["smoothing"]}
+    trainer = SimpleNamespace(alpha=0.0, loss_type="simpo", accelerator=ALONE, **settings)
+    return CPOTrainer.cpo_loss(trainer, *mean_logps(case, logp))[0].mean()
+
+
+def orpo(case: dict[str, Any], logp: torch.Tensor) -> torch.Tensor:
+    """The trainer adds the negative log-likelihood of the chosen side, whose prompt here is empty."""
+    chosen, rejected = mean_logps(case, logp)
+    trainer = SimpleNamespace(beta=case["beta"], accelerator=ALONE)
+    return -chosen.mean() - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0].mean()
+
+
+TRAINERS = {"grpo": grpo, "dpo": dpo, "kto": kto, "simpo": simpo, "orpo": orpo}
+
+
 def answer(case: dict[str, Any]) -> dict[str, Any]:
     logp = torch.tensor(case["logp"], requires_grad=True)
-    loss = {"grpo": grpo, "dpo": dpo}[case["trainer"]](case, logp)
+    loss = TRAINERS[case["trainer"]](case, logp)
     loss.backward()
     return {"loss": loss.item(), "slopes": (logp.grad * torch.tensor(case["mask"])).tolist()}
 

@@ -56,6 +56,11 @@ class TextAlgorithm(StrictModel):
         return False
 
     @property
+    def needs_teacher(self) -> bool:
+        """True if a policy's `teacher` does not play in its place, but scores its answers."""
+        return False
+
+    @property
     def max_redraws(self) -> int:
         """Largest number of instances played in place of an episode without signal; 0 keeps every episode."""
         return 0

@@ -1,5 +1,5 @@
-"""Online preference optimisation (Guo et al., 2024; loss of Rafailov et al., 2023): of two siblings with the same
-prompt, the one with the higher reward is preferred.
+"""Online preference optimisation (Guo et al., 2024; loss of Rafailov et al., 2023, by default): of two siblings with
+the same prompt, the one with the higher reward is preferred.
 
 Siblings are those of GRPO: whole trajectories, or answers of one seat to one observation. The size of a reward
 difference has no effect, only its sign.
@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from palestra.algorithms.text.base import add_reference_logprobs, build_sample
 from palestra.algorithms.text.groups import GroupAlgorithm, SiblingGroup
 from palestra.learners.base import Learner
-from palestra.losses.preferences import PreferenceKind, preference_loss
+from palestra.losses.preferences import MEAN_KINDS, REFERENCE_FREE_KINDS, PreferenceKind, preference_loss
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Sample
 
 MIN_VALUE_GAP = 1e-8  # smaller differences between values are rounding errors
@@ -39,18 +39,27 @@ class DPO(GroupAlgorithm):
     min_margin: float = Field(0.0, ge=0)
     """Minimum difference of two siblings' values, in units of reward, to form a pair."""
     loss_type: PreferenceKind = "sigmoid"
-    """Loss: `sigmoid` (DPO), `hinge` (SLiC) or `ipo`."""
-    beta: float = Field(0.1, gt=0)
-    """Strength of the pull to the reference policy; larger values keep the policy closer to it."""
+    """Loss: `sigmoid` (DPO), `hinge` (SLiC) or `ipo`; without a reference `simpo` or `orpo`."""
+    beta: float | None = Field(None, gt=0)
+    """Strength of the pull to the reference policy; larger values keep the policy closer to it. With `simpo` the scale
+    of rewards, with `orpo` the weight of the odds ratio. Null: 2.0 with `simpo`, else 0.1."""
+    target_margin: float = Field(1.0, ge=0)
+    """With `loss_type: simpo`, the margin of rewards that the chosen side is to have (gamma)."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Assumed probability that a preference is wrong (conservative DPO), below 0.5; not available with `ipo`."""
+    """Assumed probability that a preference is wrong (conservative DPO), below 0.5; not available with `ipo` and
+    `orpo`."""
     reference_free: bool = False
     """Leave the reference policy out: it is taken to give both sides the same probability."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.label_smoothing and self.loss_type == "ipo":
-            raise ValueError("label_smoothing is of loss_type: sigmoid and hinge, and ipo has none: leave it out")
+        if self.label_smoothing and self.loss_type in ("ipo", "orpo"):
+            raise ValueError(
+                f"label_smoothing is of loss_type: sigmoid, hinge and simpo, and {self.loss_type} has none: leave it "
+                "out"
+            )
+        if "target_margin" in self.model_fields_set and self.loss_type != "simpo" and self.target_margin != 1.0:
+            raise ValueError(f"target_margin is of loss_type: simpo, and {self.loss_type} has none: leave it out")
         return self
 
     @property
@@ -63,8 +72,10 @@ class DPO(GroupAlgorithm):
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        options = {"label_smoothing": self.label_smoothing, "reference_free": self.reference_free}
-        return {"kind": self.loss_type, "beta": self.beta} | {name: value for name, value in options.items() if value}
+        options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reference_free": self.reference_free}
+        options |= {"target_margin": self.target_margin if self.loss_type == "simpo" else 0.0}
+        beta = self.beta or (2.0 if self.loss_type == "simpo" else 0.1)
+        return {"kind": self.loss_type, "beta": beta} | {name: value for name, value in options.items() if value}
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
@@ -78,18 +89,18 @@ class DPO(GroupAlgorithm):
         samples: list[Sample] = []
         pairs = flat = 0
         for group in groups:
-            sides = _sides(group)
+            sides = answered_sides(group)
             found = self._paired(group.values, sides)
             _annotate(group, found)
             for number, (better, worse) in enumerate(found, pairs):
-                samples += _pair(sides[better], sides[worse], number, mean=self.loss_type == "ipo")
+                samples += _pair(sides[better], sides[worse], number, mean=self.loss_type in MEAN_KINDS)
             pairs, flat = pairs + len(found), flat + (not found)
         share = flat / len(groups) if groups else 0.0
         return samples, {"groups": float(len(groups)), "pairs": float(pairs), "zero_std_fraction": share}
 
     @property
     def needs_reference(self) -> bool:
-        return not self.reference_free
+        return not (self.reference_free or self.loss_type in REFERENCE_FREE_KINDS)
 
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
@@ -108,7 +119,7 @@ class DPO(GroupAlgorithm):
         return found if self.pairs == "all" else sorted(found, key=lambda pair: -gaps[pair])[:1]
 
 
-def _sides(group: SiblingGroup) -> list[list[Answer]]:
+def answered_sides(group: SiblingGroup) -> list[list[Answer]]:
     """Returns each sibling's answers that have tokens."""
     answers = [[node.answers[group.seat] for node in nodes] for nodes in group.nodes]
     return [[answer for answer in side if len(answer.token_ids)] for side in answers]

@@ -204,7 +204,7 @@ def test_trees_branch_as_they_do_for_grpo():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, "ipo has none: leave it out"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "ipo has none: leave it"),
         ({"label_smoothing": 0.5}, "label_smoothing"),
         ({"beta": 0.0}, "beta"),
         ({"group_size": 1}, "group_size"),
@@ -264,6 +264,18 @@ def test_team_learns_from_trajectory_pairs_without_a_reference(base, tmp_path, a
     path, _ = run_of(whisper(base, **algorithm), tmp_path)
     before, after = [line["success"] for line in read_lines(path / "evals.jsonl")]
     assert before < 0.4 and after > 0.7
+
+
+def test_full_model_learns_from_pairs_with_a_copy_as_reference(base, tmp_path):
+    """Held out; one in four by chance. Without a copy the config says what to set."""
+    full = {"type": "full", "base": str(base), "lr": 2e-3, "sampling": {"max_tokens": 1}}
+    tree = parse(dump(whisper(base, steps=15))) | {"policies": {"guide": full, "walker": full | {"reference": "copy"}}}
+    with pytest.raises(ValueError, match=r"set policies\.guide\.reference: copy"):
+        validate(TextConfig, tree)
+    tree["policies"]["guide"] = full | {"reference": "disk"}
+    path, setup = run_of(validate(TextConfig, tree), tmp_path)
+    assert read_lines(path / "evals.jsonl")[-1]["success"] > 0.6
+    assert setup.learners["guide"].weights.trainer.full_reference.is_base
 
 
 def test_run_records_pairs_as_advantages(learned):

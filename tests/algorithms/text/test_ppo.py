@@ -483,11 +483,11 @@ def test_remote_training_of_a_critic_is_refused(base):
         client.RemoteEngines(None).build_learner("guide", policy, 0, critic=True)
 
 
-def test_full_model_without_reference_trains_without_kl(base):
+def test_full_model_without_reference_is_refused_once_it_has_moved(base):
     full = {"type": "full", "base": str(base), "sampling": {"max_tokens": 1}}
     policies = {"guide": full, "walker": {"type": "scripted", "answers": ["0"]}}
     setup = build(whisper(base, steps=1, episodes=2, policies=policies))
+    assert asyncio.run(update_learner(PPO(), setup.learners["guide"], played(setup), 0.0))["updates"] == 1
     with pytest.raises(ValueError) as error:
         asyncio.run(update_learner(PPO(kl_coef=0.1), setup.learners["guide"], played(setup), 0.0))
     assert str(error.value) == NO_REFERENCE_MESSAGE
-    assert asyncio.run(update_learner(PPO(), setup.learners["guide"], played(setup), 0.0))["updates"] == 1

@@ -1,0 +1,140 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al., 2024): each answer is desirable or not, and needs no counterpart.
+
+Answers are siblings of the policy's own episodes, or recorded ones. The loss saturates: it moves most those answers
+whose implicit reward is near the reference point z_0, the divergence of the policy from its reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from palestra.algorithms.text.base import add_reference_logprobs, build_sample
+from palestra.algorithms.text.dpo import MIN_VALUE_GAP, answered_sides
+from palestra.algorithms.text.groups import GroupAlgorithm
+from palestra.learners.base import Learner
+from palestra.losses.preferences import kto_loss
+from palestra.types import AlgorithmState, Answer, Episode, Metrics, Sample
+
+LONE_THRESHOLD = 0.5  # for an answer without siblings: half the reward of a recorded success
+
+
+class KTO(GroupAlgorithm):
+    """KTO on siblings or recorded answers. With `branch_at: root` a side is every answer of a seat along its
+    trajectory. For the loss see `kto_loss`."""
+
+    type: Literal["kto"] = "kto"
+    """Selects KTO."""
+    group_size: int = Field(4, ge=1, le=4096)
+    """Siblings per group (group size)."""
+    threshold: float | None = None
+    """Value above which an answer is desirable and below which it is undesirable; one that is equal is left out. Null:
+    the mean of its siblings' values, and 0.5 for an answer without siblings."""
+    beta: float = Field(0.1, gt=0)
+    """Strength of the pull to the reference policy; larger values keep the policy closer to it."""
+    desirable_weight: float = Field(1.0, ge=0)
+    """Weight of desirable answers."""
+    undesirable_weight: float = Field(1.0, ge=0)
+    """Weight of undesirable answers. With many more answers of one kind, choose weights so that weight times number is
+    about equal for both."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @property
+    def loss(self) -> Callable:
+        return kto_loss
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        return {"beta": self.beta}
+
+    def build_samples(
+        self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
+    ) -> tuple[list[Sample], Metrics]:
+        """Returns the sides that `policy` trains on, as groups of samples, and metrics; writes 1 or -1 to the nodes of
+        desirable and undesirable answers, 0 to others.
+
+        `groups` is a count, `desirable` and `undesirable` are the numbers of sides.
+        """
+        groups = self.policy_groups(episodes, policy)
+        samples: list[Sample] = []
+        counts = {1: 0, 0: 0, -1: 0}
+        for group in groups:
+            signs = self._signs(group.values)
+            for nodes, side, sign in zip(group.nodes, answered_sides(group), signs, strict=True):
+                for node in nodes:
+                    node.advantages[group.seat] = float(sign)
+                weight = self.desirable_weight if sign > 0 else self.undesirable_weight
+                if side and sign and weight:
+                    samples += _side_samples(side, sign * weight, counts[1] + counts[-1])
+                    counts[sign] += 1
+        metrics = {"desirable": float(counts[1]), "undesirable": float(counts[-1])}
+        return samples, {"groups": float(len(groups))} | metrics
+
+    def _signs(self, values: Sequence[float]) -> list[int]:
+        """Returns 1 for desirable, -1 for undesirable answers, and 0 for those between."""
+        threshold = self.threshold
+        if threshold is None:
+            threshold = float(np.mean(values)) if len(values) > 1 else LONE_THRESHOLD
+        gaps = np.asarray(values) - threshold
+        return np.where(np.abs(gaps) > MIN_VALUE_GAP, np.sign(gaps), 0).astype(int).tolist()
+
+    async def finalize_samples(
+        self, samples: list[Sample], learner: Learner, memory: AlgorithmState
+    ) -> tuple[list[Sample], Metrics]:
+        """Returns the samples with reference log-probabilities that contain the reference point, and `reference_point`,
+        z_0 in nats."""
+        if not samples:
+            return samples, {}
+        point = await _reference_point(samples, learner)
+        held = await add_reference_logprobs(samples, learner)
+        return _shifted(held, point), {"reference_point": point}
+
+
+def _side_samples(side: Sequence[Answer], weight: float, number: int) -> list[Sample]:
+    """Returns the samples of a side. Its tokens' weights sum to one, however long it is."""
+    length = sum(len(answer.token_ids) for answer in side)
+    return [
+        build_sample(answer, np.full(len(answer.token_ids), weight, np.float32), weight=1 / length, group=number)
+        for answer in side
+    ]
+
+
+def _shifted(samples: Sequence[Sample], point: float) -> list[Sample]:
+    """Returns the samples with the reference point added to the reference log-probability of each side, spread over its
+    tokens: log-ratios are then relative to it."""
+    lengths: dict[int, int] = {}
+    for sample in samples:
+        lengths[sample.group] = lengths.get(sample.group, 0) + len(sample.token_ids)
+    shifted = []
+    for sample in samples:
+        assert sample.reference_logprobs is not None
+        held = sample.reference_logprobs + np.float32(point / lengths[sample.group])
+        shifted.append(replace(sample, reference_logprobs=held))
+    return shifted
+
+
+async def _reference_point(samples: Sequence[Sample], learner: Learner) -> float:
+    """Returns z_0, at least 0: the mean log-ratio to the reference of answers to other prompts, each side's first
+    prompt with the next side's first answer (Ethayarajh et al., 2024, sec. 4.1). It has no gradient."""
+    if learner.is_at_reference:
+        return 0.0
+    firsts = [next(side) for _, side in groupby(samples, lambda sample: sample.group)]
+    mismatched = [
+        replace(one, token_ids=other.token_ids, logprobs=other.logprobs, advantages=other.advantages)
+        for one, other in zip(firsts, [*firsts[1:], firsts[0]], strict=True)
+    ]
+    now, reference = await learner.logprobs(mismatched), await learner.logprobs(mismatched, reference=True)
+    ratios = [float((own - held).sum()) for own, held in zip(now, reference, strict=True)]
+    return max(float(np.mean(ratios)), 0.0)

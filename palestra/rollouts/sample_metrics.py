@@ -1,0 +1,96 @@
+"""Metrics of evaluations that play each instance several times: pass@k and majority vote.
+
+An instance has n samples, of which c succeeded. The samples of an instance are neighbours in the list of episodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import comb
+from typing import Any
+
+import numpy as np
+
+from palestra.types import Episode
+
+SampleValues = dict[str, float]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Returns the unbiased estimate of the probability that one of `k` samples succeeds, from `c` successes of `n`: 1 -
+    C(n - c, k) / C(n, k) (Chen et al., 2021, eq. 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n."""
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@{k} of {c} successes in {n} samples: k must be from 1 to {n}, successes at most {n}")
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def majority_success(episodes: Sequence[Episode]) -> float | None:
+    """Returns the success of the most frequent final answer (self-consistency, Wang et al., 2023), or the mean over the
+    answers that are equally frequent; 0 if no sample has an answer, None if the env reports none.
+
+    Answers are compared as text. The success of an answer is that of the samples that gave it.
+    """
+    ends = [leaf.info for episode in episodes if episode.error is None for leaf in episode.leaves()]
+    if not any("answer" in info or "answers" in info for info in ends):
+        return None
+    votes = [(_final_answer(info), bool(info.get("success"))) for info in ends]
+    counts = Counter(answer for answer, _ in votes if answer is not None)
+    if not counts:
+        return 0.0
+    most = max(counts.values())
+    winners = [answer for answer, count in counts.items() if count == most]
+    return float(np.mean([np.mean([success for own, success in votes if own == answer]) for answer in winners]))
+
+
+def _final_answer(info: dict[str, Any]) -> str | None:
+    """Returns the `answer` of the last step's info, or that of the only seat in its `answers`."""
+    if "answer" not in info and len(info.get("answers", {})) != 1:
+        return None
+    answer = info["answer"] if "answer" in info else next(iter(info["answers"].values()))
+    return None if answer is None else str(answer).strip()
+
+
+def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
+    """Returns `episodes`, the number of instances, `samples`, the number per instance, and for k = 1, 2, 4, ... and
+    `samples` `pass_at_k` by k; also `maj_at_k` of all samples, if the env reports final answers.
+
+    Values are means over instances; those with `_ci95` are half the width of their 95 % confidence intervals (normal
+    approximation over instances). A failed episode is no sample; an instance with fewer samples than k is left out.
+    Empty for one sample per instance.
+    """
+    if samples < 2:
+        return {}
+    groups = [episodes[i : i + samples] for i in range(0, len(episodes), samples)]
+    valid = [[episode for episode in group if episode.error is None] for group in groups]
+    counts = [(len(group), sum(episode.success > 0 for episode in group)) for group in valid]
+    passed = {str(k): [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in _powers(samples)}
+    voted = [vote for group in valid if group and (vote := majority_success(group)) is not None]
+    found: dict[str, Any] = {"episodes": float(len(groups)), "samples": float(samples)}
+    found |= _means("pass_at_k", passed)
+    return found | (_means("maj_at_k", {str(samples): voted}) if voted else {})
+
+
+def _powers(samples: int) -> list[int]:
+    """Returns 1, 2, 4, ... up to `samples`, and `samples`."""
+    return sorted({2**i for i in range(samples.bit_length())} | {samples})
+
+
+def _means(name: str, values: dict[str, list[float]]) -> dict[str, SampleValues]:
+    known = {k: own for k, own in values.items() if own}
+    return {
+        name: {k: float(np.mean(own)) for k, own in known.items()},
+        f"{name}_ci95": {
+            k: 1.96 * float(np.std(own, ddof=1)) / len(own) ** 0.5 for k, own in known.items() if len(own) > 1
+        },
+    }
+
+
+def sample_rows(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns titles and texts of `sample_metrics`, for tables: "pass@4" and "61.3% ± 4.2%"."""
+    rows = []
+    for name, title in (("pass_at_k", "pass"), ("maj_at_k", "maj")):
+        for k, value in metrics.get(name, {}).items():
+            half = metrics.get(f"{name}_ci95", {}).get(k)
+            rows.append((f"{title}@{k}", f"{value:.1%}" + ("" if half is None else f" ± {half:.1%}")))
+    return rows

@@ -1,0 +1,105 @@
+"""pass@k and majority vote: by hand, by enumeration, and in evaluations as a user plays them."""
+
+import json
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.cli.main import app
+from palestra.config import dump, validate
+from palestra.rollouts.sample_metrics import majority_success, pass_at_k, sample_metrics, sample_rows
+from palestra.runs import Run, read_lines
+from palestra.training.loop import run_training
+from palestra.types import Episode, Node
+
+
+def sample(success, answer=None, **info):
+    info |= {"success": success} | ({} if answer is None else {"answer": answer})
+    return Episode("hand", 0, {"a": "p"}, [Node(0, None, 0, {}, {}, done=True, info=info)])
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, data):
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = list(combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(8, 2, 1) == 0.25 and pass_at_k(8, 2, 4) == pytest.approx(1 - 15 / 70)
+    for wrong in ((8, 2, 9), (8, 2, 0), (4, 5, 1)):
+        with pytest.raises(ValueError, match="must be from 1"):
+            pass_at_k(*wrong)
+
+
+def test_the_majority_votes_by_answer():
+    """Three say 7, two say 8; of a tie the mean; who says nothing has no vote."""
+    seven, eight, none = sample(True, "7"), sample(False, " 8"), sample(False, answers={"a": None})
+    assert majority_success([seven, seven, seven, eight, eight]) == 1
+    assert majority_success([seven, eight, eight, none, none, none]) == 0
+    assert majority_success([seven, eight, none]) == 0.5 and majority_success([none, none]) == 0
+    assert majority_success([sample(True), sample(False)]) is None
+    assert majority_success([sample(True, answers={"a": "7"}), sample(False, answers={"a": "8"})]) == 0.5
+
+
+def test_metrics_are_means_over_instances():
+    """One and four successes of four: pass@1 is 1/4 and 1, pass@2 is 1/2 and 1. A failed sample is none."""
+    episodes = [sample(i == 0, "7" if i == 0 else "8") for i in range(4)] + [sample(True, "7")] * 4
+    found = sample_metrics(episodes, 4)
+    assert found["episodes"] == 2 and found["samples"] == 4
+    assert found["pass_at_k"] == pytest.approx({"1": 0.625, "2": 0.75, "4": 1.0})
+    assert found["pass_at_k_ci95"]["1"] == pytest.approx(1.96 * 0.75 / 2**0.5 / 2**0.5)
+    assert found["maj_at_k"] == {"4": 0.5}
+    assert dict(sample_rows(found))["pass@1"] == "62.5% ± 73.5%"
+    assert sample_metrics(episodes, 1) == {} and sample_rows({}) == []
+    episodes[1].error = "lost"
+    assert sample_metrics(episodes, 4)["pass_at_k"] == pytest.approx(
+        {"1": (1 / 3 + 1) / 2, "2": (2 / 3 + 1) / 2, "4": 1}
+    )
+    assert set(sample_metrics([sample(True)] * 3, 3)["pass_at_k"]) == {"1", "2", "3"}
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    """An untrained pair of agents, evaluated with four samples before and after one step."""
+    speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 1}}
+    tree = {
+        "steps": 1,
+        "episodes": 2,
+        "env": {"type": "toys:Whisper"},
+        "policies": {"guide": dict(speech), "walker": dict(speech)},
+        "evals": {"test": {"episodes": 20, "env": {"split": "test"}, "samples": 4}, "one": {"episodes": 20}},
+    }
+    config = validate(TextConfig, tree)
+    with Run.create(tmp_path_factory.mktemp("runs"), dump(config), "run") as opened:
+        assert run_training(build(config), opened)
+        return opened.path
+
+
+def test_a_run_records_them(run):
+    lines = {line["name"]: line for line in read_lines(run / "evals.jsonl")}
+    assert "pass_at_k" not in lines["one"]
+    found = lines["test"]
+    assert found["episodes"] == 20 and found["samples"] == 4 and found["pass_at_k"]["1"] == found["success"]
+    assert found["pass_at_k"]["1"] < found["pass_at_k"]["2"] < found["pass_at_k"]["4"]
+
+
+def test_the_command_line_plays_and_shows_them(run):
+    shown = CliRunner().invoke(app, ["eval", str(run), "--episodes", "10", "--samples", "4"])
+    assert shown.exit_code == 0 and "pass@4" in shown.output
+    plain = CliRunner().invoke(app, ["eval", str(run), "--episodes", "10", "--samples", "4", "--json"])
+    found = json.loads(plain.output)
+    assert found["samples"] == 4 and set(found["pass_at_k"]) == {"1", "2", "4"}
+    report = CliRunner().invoke(app, ["report", str(run), "--out", str(run / "page.html")])
+    assert report.exit_code == 0 and "pass@4" in (run / "page.html").read_text()
+
+
+def test_majority_votes_in_an_env_with_final_answers():
+    options = ["--env", "team=single", "--seats", "reasoner=expert", "--episodes", "3", "--samples", "2", "--json"]
+    found = json.loads(CliRunner().invoke(app, ["eval", "math", *options]).output)
+    assert found["maj_at_k"] == {"2": 1.0} and found["pass_at_k"] == {"1": 1.0, "2": 1.0}
