@@ -17,23 +17,23 @@ whose checksums match, and deterministic training reproduces the rest.
 
 from __future__ import annotations
 
-from palestra.runs.episodes import load_episodes, read_episodes
 from palestra.files import read_lines
 from palestra.runs.checkpoints import NUM_KEPT, Checkpoint, list_checkpoints
 from palestra.runs.disk import explain_disk_errors
+from palestra.runs.episodes import load_episodes, read_episodes
 from palestra.runs.listing import RunSummary, list_runs
 from palestra.runs.run import Run
-from palestra.runs.settings import diff_settings, check_config
+from palestra.runs.settings import check_config, diff_settings
 
 __all__ = [
     "NUM_KEPT",
     "Checkpoint",
     "Run",
     "RunSummary",
-    "diff_settings",
     "check_config",
-    "list_checkpoints",
+    "diff_settings",
     "explain_disk_errors",
+    "list_checkpoints",
     "list_runs",
     "load_episodes",
     "read_episodes",

@@ -13,13 +13,24 @@ from typing import Any, TypeGuard
 
 from safetensors import SafetensorError
 
-from palestra.files import TEMPORARY_PREFIX, DamagedFile, find_damage, path_inside, check_is_file, read_checksummed, file_size
+from palestra.files import (
+    TEMPORARY_PREFIX,
+    DamagedFile,
+    check_is_file,
+    file_size,
+    find_damage,
+    path_inside,
+    read_checksummed,
+)
 
 NUM_KEPT = 2  # newest checkpoints that pruning leaves, besides those marked keep: one more in case one is damaged
 CHECKPOINTS_FILE = "checkpoints.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
 TRUNCATED_LOGS = ("metrics.jsonl", "timings.jsonl")  # logs that a resume truncates by size
-CHECKSUMMED_LOGS = (*TRUNCATED_LOGS, "evals.jsonl")  # evals.jsonl is cut by step: `palestra eval` may have appended older steps
+CHECKSUMMED_LOGS = (
+    *TRUNCATED_LOGS,
+    "evals.jsonl",
+)  # evals.jsonl is cut by step: `palestra eval` may have appended older steps
 RECOVERY_HINT = "bring the run back from a copy, or start a new one"
 STEP_PATTERN = re.compile(r"step-(\d{6,})")
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
@@ -58,7 +69,9 @@ class Checkpoint:
             yield
         except (KeyError, RuntimeError, OSError, SafetensorError) as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise DamagedFile(f"cannot resume from {self.path} ({why}): was it made by another run? {RECOVERY_HINT}") from error
+            raise DamagedFile(
+                f"cannot resume from {self.path} ({why}): was it made by another run? {RECOVERY_HINT}"
+            ) from error
 
     def find_changed_log(self, run: Path) -> str:
         """Returns a message on the first log whose part before this checkpoint has changed since; "" if none has."""
@@ -111,7 +124,9 @@ def find_newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
     Raises Damaged if the run had checkpoints and none is intact.
     """
     if not (path / CHECKPOINTS_FILE).exists():
-        raise DamagedFile(f"{path / CHECKPOINTS_FILE} is missing, so that no checkpoint of the run counts: {RECOVERY_HINT}")
+        raise DamagedFile(
+            f"{path / CHECKPOINTS_FILE} is missing, so that no checkpoint of the run counts: {RECOVERY_HINT}"
+        )
     found, wrong = list_all_checkpoints(path), list[str]()
     unknown = _without_line(path, found)
     for checkpoint in reversed(found):
@@ -127,7 +142,9 @@ def find_newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
     if wrong:
         raise DamagedFile(f"no checkpoint of {path} is intact ({wrong[0].partition(': ')[2]}): {RECOVERY_HINT}")
     if unknown:
-        raise DamagedFile(f"{path / CHECKPOINTS_FILE} has no line for {unknown[0].name} in {CHECKPOINTS_FOLDER}/: {RECOVERY_HINT}")
+        raise DamagedFile(
+            f"{path / CHECKPOINTS_FILE} has no line for {unknown[0].name} in {CHECKPOINTS_FOLDER}/: {RECOVERY_HINT}"
+        )
     return None, []
 
 

@@ -163,7 +163,12 @@ def _seat_row(node: Node, seat: Seat, seats: dict[Seat, str]) -> dict[str, Any]:
 
 def _answer_row(answer: Answer) -> dict[str, Any]:
     arrays = {"prompt_ids": answer.prompt_ids, "token_ids": answer.token_ids, "logprobs": answer.logprobs}
-    said = {"policy": answer.policy, "answer": answer.text, "stop": answer.stop_reason, "temperature": answer.temperature}
+    said = {
+        "policy": answer.policy,
+        "answer": answer.text,
+        "stop": answer.stop_reason,
+        "temperature": answer.temperature,
+    }
     return said | arrays
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -17,40 +16,40 @@ from typing import Any, Self
 
 import pyarrow.parquet as pq
 
-from palestra.runs.episodes import to_table
 from palestra.files import (
     EDITED_HINT,
     TEMPORARY_PREFIX,
     DamagedFile,
     JsonlWriter,
+    acquire_lock,
     atomic_folder,
     atomic_write,
     check_folder,
     checksum,
     checksums,
     filter_lines,
-    acquire_lock,
     path_inside,
     read_lines,
     remove_path,
-    with_checksum,
     to_json_line,
+    with_checksum,
 )
-from palestra.runs.worker_stats import REPORT_INTERVAL_S, worker_stats
 from palestra.runs.checkpoints import (
     CHECKPOINTS_FILE,
-    TRUNCATED_LOGS,
     CHECKPOINTS_FOLDER,
-    NUM_KEPT,
     CHECKSUMMED_LOGS,
+    NUM_KEPT,
+    TRUNCATED_LOGS,
     Checkpoint,
+    find_newest_intact,
+    finish_rename,
     is_after,
     list_checkpoints,
-    finish_rename,
-    find_newest_intact,
     step_name,
 )
+from palestra.runs.episodes import to_table
 from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, read_meta
+from palestra.runs.worker_stats import REPORT_INTERVAL_S, worker_stats
 from palestra.types import Episode
 
 
@@ -58,9 +57,9 @@ class Run:
     """The only writer of a run directory; a lock keeps other processes out. Use it as a context manager, or call
     `close`.
 
-    `next_step` is the step after the newest complete checkpoint, 0 if there is none. `skipped_checkpoints` holds a message on
-    each damaged checkpoint that the last `resume` skipped. Raises ValueError if the lock is taken, and Damaged if the
-    folder or its list of checkpoints is damaged.
+    `next_step` is the step after the newest complete checkpoint, 0 if there is none. `skipped_checkpoints` holds a
+    message on each damaged checkpoint that the last `resume` skipped. Raises ValueError if the lock is taken, and
+    Damaged if the folder or its list of checkpoints is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -196,7 +195,12 @@ class Run:
         folder = self.path / CHECKPOINTS_FOLDER / step_name(step)
         for name in (info or {}).get("names", {}).values():
             path_inside(folder, name)
-        line: dict[str, Any] = {"step": step, "path": f"{CHECKPOINTS_FOLDER}/{folder.name}", "keep": keep, **(info or {})}
+        line: dict[str, Any] = {
+            "step": step,
+            "path": f"{CHECKPOINTS_FOLDER}/{folder.name}",
+            "keep": keep,
+            **(info or {}),
+        }
 
         def commit(complete: Path) -> None:
             self.sync()  # the log lines that the checksums cover must be on disk first

@@ -1,7 +1,8 @@
 """Series of a run: its metrics and evaluations over training, read from its logs, smoothed, thinned and compared.
 
-A step has the number that metrics.jsonl gives it, counted from 0; -1 is before training. The x axis counts what was done
-when a value was logged, training steps or env steps: the line of step 0 is at x = 1, an evaluation before training at 0.
+A step has the number that metrics.jsonl gives it, counted from 0; -1 is before training. The x axis counts what was
+done when a value was logged, training steps or env steps: the line of step 0 is at x = 1, an evaluation before training
+at 0.
 """
 
 from __future__ import annotations

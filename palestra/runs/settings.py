@@ -76,5 +76,9 @@ def diff_settings(old: Tree, new: Tree) -> list[str]:
 def flatten_tree(tree: Any, at: str = "") -> dict[str, Any]:
     """Returns a tree as dotted keys, as in `--set`: {"algorithm.clip": 0.2}."""
     if isinstance(tree, dict) and tree:
-        return {key: value for name, sub in tree.items() for key, value in flatten_tree(sub, f"{at}.{name}".strip(".")).items()}
+        return {
+            key: value
+            for name, sub in tree.items()
+            for key, value in flatten_tree(sub, f"{at}.{name}".strip(".")).items()
+        }
     return {at: tree}

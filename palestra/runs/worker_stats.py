@@ -1,5 +1,5 @@
-"""Per-worker counters of work done outside the run's own process, written to workers.jsonl at most every `REPORT_INTERVAL_S`
-seconds.
+"""Per-worker counters of work done outside the run's own process, written to workers.jsonl at most every
+`REPORT_INTERVAL_S` seconds.
 
     roll.note("env server", "host1:50051", done=1)
     roll.note("local worker", "process 4711 on box", lost=1, why="its process ended with exit code -9, SIGKILL")
