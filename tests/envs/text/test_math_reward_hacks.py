@@ -76,6 +76,11 @@ BOUNDS = {
     "wider": ["x > 3", r"x \ge 7/2", r"x \in \mathbb{R}", "x < 7/2", r"x \neq 7/2", "7/2", "x = 7/2"],
     "several": ["x > 7/2 or x < 7/2", "x > 7/2, x < 7/2", r"x > 7/2 \lor x \le 7/2"],
     "other letter": ["y > 7/2", "X > 7/2", "> 7/2"],
+    "words of the judge": ["True", "correct", "gold", "None", "success", ""],
+    "undefined": ["x > 7/0", "x > nan", "x > inf", r"x > \frac{0}{0}", r"x > \infty - \infty"],
+    "code": ["x > eval('7/2')", "__import__('os')._exit(200)", "x.__class__ > 7/2", "(lambda: 7/2)()"],
+    "wrong interval": [r"x \in (3, \infty)", "(7/2, 8)", "[7/2, 9]", r"x \in \{7/2\}"],
+    "too much": ["x > " + "9" * 999, "x > 9**9**9**9", "x > " + "(" * 900],
 }
 # The same for closed forms in a file: question, right answer, answers.
 FORMS = {
@@ -93,6 +98,10 @@ FORMS = {
     "derivative": [("Differentiate $x^2$.", "2x", [r"\frac{d}{dx}x^2", r"(x^2)'", r"\frac{d}{dx}\left(x^2\right)"])],
     "logarithm": [("Find $\\pi \\log_2 8$.", r"3\pi", [r"\pi \log_2 8", r"\pi\ln 8/\ln 2", r"\log_2 8 \cdot \pi"])],
     "inner sum": [("Find $(1+2)\\pi$.", r"3\pi", [r"(1+2)\pi", r"\pi(2+1)", r"(4-1)\pi", r"\sqrt{9}\pi"])],
+    "several answers": [("Simplify $\\sqrt{8}$.", r"2\sqrt{2}", [r"2\sqrt{2}, 3\sqrt{2}", r"2\sqrt{2} \text{ or } 1"])],
+    "every number": [
+        ("Find $3\\pi$ exactly.", r"3\pi", [r"\mathbb{R}", "x = x", r"k\pi", r"n \cdot \pi", "any number"])
+    ],
     "tiny": [("Find $\\pi/10^9$.", r"\frac{\pi}{1000000000}", ["0", "0.0", "0.000000003", "1/10^8"])],
 }
 
