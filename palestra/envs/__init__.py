@@ -42,6 +42,7 @@ TEXT_ENVS: dict[str, str] = {
     "sokoban": "palestra.envs.text.grid.sokoban:Sokoban",
     "math": "palestra.envs.text.math.env:Math",
     "math_review": "palestra.envs.text.math.review:MathReview",
+    "math_relay": "palestra.envs.text.math.relay:MathRelay",
     "code": "palestra.envs.text.code.env:CoderTester",
     "debate": "palestra.envs.text.debate.env:Debate",
     "tools": "palestra.envs.text.tools.env:Tools",

@@ -1,0 +1,158 @@
+"""The math relay env against episodes worked by hand."""
+
+import random
+import re
+
+import pytest
+
+from palestra.chat import Chat
+from palestra.envs import check_env
+from palestra.envs.text.math.relay import MathRelay, relay_story, seat_question
+from palestra.envs.text.math.review import last_number
+from palestra.envs.text.splits import split_of_text
+
+NUMBER = re.compile(r"\d+")
+LESS = re.compile(r"loses|gives \d+ to|get off|run away|spends")
+
+
+def operands(calculation: str) -> list[str]:
+    return NUMBER.findall(calculation.partition("=")[0])
+
+
+def test_an_episode_worked_by_hand():
+    env = MathRelay(shots=0, split="test", limit=30)
+    first = env.reset(0)
+    assert first.observations == {"first": "Hana has 22 lemons and loses 10 of them."}
+    second = env.step({"first": "22 - 10\n= 12"})
+    asked = "Your colleague says: 22 - 10 = 12\nThen Hugo gives Hana 14 more. How many lemons does Hana have now?"
+    assert second.observations == {"second": asked}
+    assert (second.rewards, second.team_reward, second.info["success"]) == ({"first": 1.0}, 0.0, False)
+    assert second.info["reward_terms"] == {"first": {"message": 1.0}}
+    last = env.step({"second": "She has 26 now."})
+    assert last.done and not last.rewards and last.team_reward == 1.0
+    assert last.info == {
+        "turn": 2,
+        "success": True,
+        "answers": {"first": "12", "second": "26"},
+        "invalid": {"first": False, "second": False},
+        "gold": "26",
+    }
+
+
+def test_a_wrong_message_and_the_form_of_a_calculation_earn_nothing():
+    env = MathRelay(limit=30, split="test")
+    env.reset(0)
+    assert env.step({"first": "22 - 10 = 13"}).rewards == {"first": 0.0}
+    last = env.step({"second": "13 + 14 = 27"})
+    assert last.team_reward == 0.0 and not last.info["success"]
+    env.reset(0)
+    assert env.step({"first": "many"}).info["invalid"] == {"first": True}
+
+
+def test_only_the_team_is_rewarded_for_the_outcome():
+    env = MathRelay(limit=30, split="test", reward="outcome")
+    env.reset(0)
+    assert env.step({"first": "12"}).rewards == {}
+    assert env.step({"second": "26"}).team_reward == 1.0
+
+
+@pytest.mark.parametrize("split", ["train", "dev", "test"])
+def test_neither_seat_observes_all_numbers_of_a_story(split):
+    env = MathRelay(split=split)
+    for seed in range(30):
+        opening = env.reset(seed).observations["first"].messages[-1]["content"]
+        asked = env.step({"first": "hm"}).observations["second"].messages[-1]["content"]
+        assert NUMBER.findall(opening) == operands(env.story.middle)
+        assert NUMBER.findall(asked) == operands(env.story.end)[1:]
+
+
+def test_words_of_a_story_agree_with_its_calculations():
+    for seed in range(200):
+        story = relay_story(seed, 30, "train")
+        assert bool(LESS.search(story.opening)) == ("-" in story.middle)
+        assert bool(LESS.search(story.rest)) == ("-" in story.end)
+        for calculation in (story.middle, story.end):
+            a, sign, b, _, result = calculation.split()
+            assert int(result) == (int(a) + int(b) if sign == "+" else int(a) - int(b)) >= 1
+        assert story.middle.split()[-1] == story.end.split()[0]
+
+
+def test_the_parts_of_a_story_do_what_its_signs_say():
+    def signs(seed: int, *allowed: str) -> str:
+        story = relay_story(seed, 30, "train", *([allowed] if allowed else []))
+        return story.middle.split()[1] + story.end.split()[1]
+
+    assert {signs(seed, "+-") for seed in range(20)} == {"+-"}
+    assert {signs(seed, "++", "-+") for seed in range(30)} == {"++", "-+"}
+    assert {signs(seed) for seed in range(60)} == {"++", "+-", "-+", "--"}
+    assert MathRelay(signs=["-+"], shots=1).examples["first"][1]["content"].split()[1] == "-"
+
+
+def test_splits_are_by_the_calculations_and_the_order_of_a_sum_does_not_matter():
+    keys = {
+        split: {relay_story(seed, 12, split).split_key for seed in range(300)} for split in ("train", "dev", "test")
+    }
+    for split, held in keys.items():
+        assert {split_of_text(key) for key in held} == {split}
+    sums = [key.split()[1:4] for key in keys["train"] if key.split()[2] == "+"]
+    assert sums and all(int(a) <= int(b) for a, _, b in sums)
+
+
+def test_shots_are_earlier_turns_with_right_messages_and_answers_of_the_base_split():
+    env = MathRelay(shots=4)
+    asked = env.reset(0).observations["first"]
+    assert isinstance(asked, Chat) and asked.num_shared == len(asked.messages) - 1 == 9
+    seen = env.step({"first": "12"}).observations["second"]
+    for number in range(4):
+        story = relay_story(number, env.limit, "base")
+        assert asked.messages[1 + 2 * number]["content"] == story.opening
+        assert asked.messages[2 + 2 * number]["content"] == story.middle
+        assert seen.messages[1 + 2 * number]["content"] == seat_question("second", story, story.middle)
+        assert seen.messages[2 + 2 * number]["content"] == story.end
+
+
+def test_ablations_replace_the_message_and_nothing_else():
+    seen = {}
+    for message in ("sent", "blank", "foreign"):
+        env = MathRelay(shots=0, message=message)
+        env.reset(3)
+        step = env.step({"first": env.expert("first", random.Random(0))})
+        assert step.rewards == {"first": 1.0}
+        seen[message], _, rest = step.observations["second"].partition("\n")
+        assert rest == env.story.rest
+    assert seen["sent"] == f"Your colleague says: {env.story.middle}"
+    assert seen["blank"] == "Your colleague says: "
+    assert seen["foreign"] == f"Your colleague says: {relay_story(4, env.limit, 'train').middle}" != seen["sent"]
+
+
+def test_a_message_is_cut_to_its_limit():
+    env = MathRelay(shots=0)
+    env.reset(0)
+    asked = env.step({"first": "ab " * 1000}).observations["second"]
+    assert len(asked.partition("\n")[0]) == len("Your colleague says: ") + 80
+
+
+@pytest.mark.parametrize("limit", [9, 30, 1000])
+def test_experts_succeed(limit: int):
+    env = MathRelay(limit=limit, split="dev")
+    for seed in range(5):
+        env.reset(seed)
+        assert env.step({"first": env.expert("first", random.Random(0))}).rewards == {"first": 1.0}
+        last = env.step({"second": env.expert("second", random.Random(0))})
+        assert last.info["success"] and last.info["gold"] == last_number(env.story.end)
+
+
+@pytest.mark.parametrize("options", [{}, {"shots": 0, "reward": "outcome"}, {"limit": 9, "split": "dev"}])
+def test_conforms(options: dict):
+    check_env(lambda: MathRelay(**options))
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="limit"):
+        MathRelay(limit=3)
+    with pytest.raises(ValueError, match="shots"):
+        MathRelay(shots=17)
+    with pytest.raises(ValueError, match="signs"):
+        MathRelay(signs=[])
+    with pytest.raises(ValueError, match="call reset"):
+        MathRelay().step({"first": "1"})
