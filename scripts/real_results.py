@@ -1,0 +1,124 @@
+"""Print what each seat of a trained team contributes: the team untrained, trained, and with one part replaced.
+
+    python scripts/real_results.py runs/real                 every row, greedy answers to 300 held-out instances
+    python scripts/real_results.py runs/real --report        only the table of what has been measured
+
+For a run of two seats whose env has the option `shots`, such as those of configs/real. Every row plays the same
+instances of the split "test". What has been measured is kept in the run's real_results.jsonl; a second call goes on
+from there.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from palestra.builders.text import make_episode_runner
+from palestra.envs import env_options, load_env_class
+from palestra.evaluation.evaluate import open_eval
+from palestra.evaluation.target import find_target
+from palestra.evaluation.text import TextEvalSetup
+from palestra.runs import read_lines
+from palestra.runs.series import wilson_interval
+from palestra.types import Seat
+
+RESULTS_FILE = "real_results.jsonl"
+SPLIT = "test"
+BASE = "base"  # the policy without an adapter
+GREEDY = {"temperature": 0}
+
+
+class Row(NamedTuple):
+    """A row of the table: changes to the env's options, and the policy of each seat that is not the run's own."""
+
+    name: str
+    env: dict[str, Any]
+    seats: dict[Seat, str]
+
+
+def table_rows(env: Mapping[str, Any], own: Mapping[Seat, str]) -> list[Row]:
+    """Returns the rows for an env whose seats are played by the trained policies `own`."""
+    untrained, (first, second) = dict.fromkeys(own, BASE), own
+    rows = [
+        Row("untrained, no example", {"shots": 0}, untrained),
+        Row(f"untrained, {env['shots']} examples", {}, untrained),
+        Row("trained", {}, {}),
+        *(Row(f"trained, {seat} untrained", {}, {seat: BASE}) for seat in own),
+        Row("trained, seats swapped", {}, {first: own[second], second: own[first]}),
+    ]
+    if "message" in env_options(load_env_class(env["type"])).model_fields:
+        rows += [
+            Row("trained, message blank", {"message": "blank"}, {}),
+            Row("trained, message of another instance", {"message": "foreign"}, {}),
+        ]
+    return rows
+
+
+def measure(setup: TextEvalSetup, env: Mapping[str, Any], row: Row, episodes: int) -> dict[str, Any]:
+    """Plays the row's episodes and returns its line of results."""
+    start = time.process_time()
+    changed = setup._replace(runner=make_episode_runner({**env, "split": SPLIT, **row.env}, SPLIT))
+    result = changed.play([setup.policy_names | row.seats], episodes, 0, lambda played, of: None)[0]
+    return {
+        "row": row.name,
+        "success": result.metrics["success"],
+        "returns": result.metrics["returns"],
+        "episodes": result.metrics["episodes"],
+        "cpu_seconds": round(time.process_time() - start, 1),
+        "examples": [example(episode) for episode in result.episodes[:5]],
+    }
+
+
+def example(episode: Any) -> dict[str, Any]:
+    """Returns the replies of an episode by seat, and whether it succeeded."""
+    replies = {seat: answer.text for node in episode.nodes for seat, answer in node.answers.items()}
+    return {**replies, "success": episode.success}
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Returns the results as a Markdown table, with 95 % Wilson intervals."""
+    seat = next(iter(lines[0]["returns"]))
+    head = [f"| | team right | {seat} right | episodes | CPU-s |", "|---|---:|---:|---:|---:|"]
+    return "\n".join(head + [table_line(line, seat) for line in lines])
+
+
+def table_line(line: dict[str, Any], seat: Seat) -> str:
+    low, high = wilson_interval(line["success"] * line["episodes"], line["episodes"])
+    team = f"{line['success']:.1%} [{low:.1%}, {high:.1%}]"
+    own, n = f"{line['returns'][seat]:.1%}", line["episodes"]
+    return f"| {line['row']} | {team} | {own} | {n} | {line['cpu_seconds']:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--episodes", type=int, default=300)
+    parser.add_argument("--only", default="", help="measure the rows whose name begins so")
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args()
+    run, episodes = options.run, options.episodes
+    file = run / RESULTS_FILE
+    lines = read_lines(file) if file.exists() else []
+    if not options.report:
+        env = find_target(run).tree["env"]
+        with open_eval(run, {}, {}, episodes, {"sampling": GREEDY, "in_process": True}) as setup:
+            measured = {(line["row"], line["episodes"]) for line in lines}
+            for row in table_rows(env, setup.policy_names):
+                if row.name.startswith(options.only) and (row.name, episodes) not in measured:
+                    lines.append(measure(setup, env, row, episodes))
+                    with file.open("a") as out:
+                        out.write(json.dumps(lines[-1]) + "\n")
+                    print(table_line(lines[-1], next(iter(lines[-1]["returns"]))), flush=True)
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""scripts/real_results.py on a small run: every row is measured once, on the same instances."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.config import dump, validate
+from palestra.runs import Run, read_lines
+from palestra.training.loop import run_training
+
+SCRIPT = Path(__file__).parent.parent / "scripts/real_results.py"
+ROWS = [
+    "untrained, no example",
+    "untrained, 2 examples",
+    "trained",
+    "trained, first untrained",
+    "trained, second untrained",
+    "trained, seats swapped",
+    "trained, message blank",
+    "trained, message of another instance",
+]
+
+
+@pytest.mark.slow
+def test_every_row_is_measured_once(tmp_path):
+    lora = {"type": "lora", "base": "tiny", "sampling": {"max_tokens": 4}}
+    config = validate(
+        TextConfig,
+        {
+            "steps": 1,
+            "episodes": 2,
+            "env": {"type": "math_relay", "shots": 2},
+            "policies": {"first": lora, "second": lora},
+            "algorithm": {"type": "grpo", "branch_at": "turn", "continue_from": "best", "group_size": 2},
+        },
+    )
+    with Run.create(tmp_path, dump(config), "small") as run:
+        assert run_training(build(config), run)
+
+    def table(*options: str) -> list[str]:
+        command = [sys.executable, str(SCRIPT), str(tmp_path / "small"), "--episodes", "3", *options]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+
+    assert [line.split(" | ")[0] for line in table("--only", "untrained")[-2:]] == [f"| {row}" for row in ROWS[:2]]
+    assert len(table()) == 6 + 2 + 8  # the rows that were left, and the whole table
+    lines = read_lines(tmp_path / "small/real_results.jsonl")
+    assert [line["row"] for line in lines] == ROWS
+    assert all(line["episodes"] == 3 and len(line["examples"]) == 3 for line in lines)
+    assert len(table("--report")) == len(table()) == 2 + 8
