@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 from palestra.builders.text import make_episode_runner
 from palestra.envs import env_options, load_env_class
-from palestra.evaluation.evaluate import open_eval
 from palestra.evaluation.target import find_target
-from palestra.evaluation.text import TextEvalSetup
+from palestra.evaluation.text import TextEvalSetup, open_text_eval
 from palestra.runs import read_lines
 from palestra.runs.series import wilson_interval
 from palestra.types import Seat
@@ -108,15 +107,15 @@ def main() -> None:
     file = run / RESULTS_FILE
     lines = read_lines(file) if file.exists() else []
     if not options.report:
-        env = find_target(run).tree["env"]
-        with open_eval(run, {}, {}, episodes, {"sampling": GREEDY, "in_process": True}) as setup:
-            measured = {(line["row"], line["episodes"]) for line in lines}
-            for row in table_rows(env, setup.policy_names):
-                if row.name.startswith(options.only) and (row.name, episodes) not in measured:
-                    lines.append(measure(setup, env, row, episodes))
-                    with file.open("a") as out:
-                        out.write(json.dumps(lines[-1]) + "\n")
-                    print(table_line(lines[-1], next(iter(lines[-1]["returns"]))), flush=True)
+        target = find_target(run)
+        setup, env = open_text_eval(target, {}, {}, sampling=GREEDY, in_process=True), target.tree["env"]
+        measured = {(line["row"], line["episodes"]) for line in lines}
+        for row in table_rows(env, setup.policy_names):
+            if row.name.startswith(options.only) and (row.name, episodes) not in measured:
+                lines.append(measure(setup, env, row, episodes))
+                with file.open("a") as out:
+                    out.write(json.dumps(lines[-1]) + "\n")
+                print(table_line(lines[-1], next(iter(lines[-1]["returns"]))), flush=True)
     print(table(lines))
 
 

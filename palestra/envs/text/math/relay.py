@@ -27,7 +27,7 @@ from palestra.types import Seat, Step
 RelayedMessage = Literal["sent", "blank", "foreign"]
 Signs = Literal["++", "+-", "-+", "--"]  # what the two parts of a story do: add or take away
 FIRST, SECOND = "first", "second"
-ROLES = {
+ROLES: dict[Seat, str] = {
     FIRST: "You read the first part of a story. Tell your colleague, who reads the rest, how many there are by then. "
     "Answer with the calculation and its result, for example 12 + 9 = 21.",
     SECOND: "Your colleague tells you how a story begins; you read the rest. Answer its question with the calculation "
@@ -87,7 +87,7 @@ class MathRelay(Env):
     name: ClassVar[str] = "math_relay"
     replaces_state = True
     seats = (FIRST, SECOND)
-    roles: ClassVar[dict[Seat, str]] = ROLES
+    roles = ROLES
 
     def __init__(
         self,
