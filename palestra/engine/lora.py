@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from palestra.engine.decoder import decoder_of
+from palestra.engine.linear import linear, matmul
 from palestra.engine.lora_config import LoraConfig as LoraConfig
 from palestra.engine.lora_variants import Dropout, Extras, dora_gain, linear_by_blocks, new_extras, variant_output
 from palestra.engine.malloc import check_fits_memory
@@ -70,7 +71,7 @@ def layer_shape(layer: nn.Module) -> tuple[int, int]:
 def own_output(layer: Any, x: Tensor) -> Tensor:
     """Returns the layer's own output, without adapters."""
     if type(layer) is nn.Linear:
-        return F.linear(x, layer.weight, layer.bias)
+        return linear(x, layer.weight, layer.bias)
     output: Tensor = type(layer).forward(layer, x)
     return output
 
@@ -297,7 +298,7 @@ class MergedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(x, weight, a, b)
         ctx.scale = scale
-        return F.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
+        return linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -308,7 +309,7 @@ class MergedLinear(torch.autograd.Function):
         grad_b = ((a @ rows.T) @ grad_rows).T
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ torch.addmm(weight, b, a, alpha=ctx.scale)
+            grad_x = matmul(grad, torch.addmm(weight, b, a, alpha=ctx.scale))
         return grad_x, None, None, grad_a.mul_(ctx.scale), grad_b.mul(ctx.scale), None
 
 
@@ -357,7 +358,7 @@ class MultiAdapterRoute:
             and self.rows == x.shape[-2]
             and (merged := self.stack.merged_weight(name)) is not None
         ):
-            return F.linear(x, merged, layer.bias)
+            return linear(x, merged, layer.bias)
         y = own_output(layer, x)
         pair = self.stack.stacked_pair(name)
         if pair is None:

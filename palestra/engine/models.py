@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
@@ -213,15 +212,13 @@ class Engine:
             setattr(module, "forward", self._forward_of(name, module, module is head))  # noqa: B010 (mypy: a method)
 
     def _forward_of(self, name: str, layer: Any, is_head: bool) -> Any:
-        is_plain = type(layer) is nn.Linear
-
         def forward(x: Tensor) -> Tensor:
             route = self._kept if is_head else self._route
             if is_head:
                 self._features = x
             if route is not None:
                 return route.linear(name, x, layer)
-            return F.linear(x, layer.weight, layer.bias) if is_plain else own_output(layer, x)
+            return own_output(layer, x)
 
         return forward
 

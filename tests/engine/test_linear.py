@@ -1,0 +1,119 @@
+"""oneDNN's products give the results and gradients of PyTorch's own, and are used for large float32 weights only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from palestra.engine import linear as linear_module
+from palestra.engine.linear import OneDNNLinear, linear, matmul, onednn_product
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.trainer import Trainer
+from palestra.losses.policy import clipped_policy_loss
+from palestra.testing import tiny_lm
+from palestra.types import Sample
+
+needs_onednn = pytest.mark.skipif(onednn_product() is None, reason="no oneDNN product on this machine")
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def wide_lm() -> Engine:
+    """A model of two layers whose weights are large enough for oneDNN."""
+    return tiny_lm(3, hidden_size=320, intermediate_size=640, head_dim=64)
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [(4,), (1, 33), (2, 3, 5)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_and_its_gradients_are_those_of_float64(rows, bias):
+    x, weight = normal(*rows, 300).requires_grad_(), normal(400, 300, seed=1).requires_grad_()
+    given = [x, weight, *([normal(400, seed=2).requires_grad_()] if bias else [])]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    found, exact = linear(x, weight, given[2] if bias else None), F.linear(*wide)
+    assert isinstance(found.grad_fn, OneDNNLinear._backward_cls)
+    outer = normal(*rows, 400, seed=3)
+    pairs = zip(
+        [found, *torch.autograd.grad(found, given, outer)],
+        [exact, *torch.autograd.grad(exact, wide, outer.double())],
+        strict=True,
+    )
+    for ours, theirs in pairs:  # sums of up to 400 products: float32's rounding gives about 2e-5
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-4)
+    torch.testing.assert_close(matmul(outer, weight.detach()), outer @ weight.detach(), rtol=0, atol=2e-4)
+
+
+@needs_onednn
+def test_views_and_rows_far_apart_are_multiplied_as_copies():
+    weight, x = normal(900, 300), normal(8, 3, 300, seed=1)
+    torch.testing.assert_close(linear(x[:, 1], weight[100:500], None), x[:, 1] @ weight[100:500].T, rtol=0, atol=2e-4)
+    torch.testing.assert_close(linear(x, weight.T[:, :300], None), x @ weight[:300], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (normal(8, 128), normal(384, 128)),
+        (normal(3, 300), normal(400, 300)),
+        (normal(8, 300, dtype=torch.float64), normal(400, 300, dtype=torch.float64)),
+        (normal(8, 300, dtype=torch.bfloat16), normal(400, 300, dtype=torch.bfloat16)),
+    ],
+    ids=["small", "few rows", "float64", "bfloat16"],
+)
+def test_other_products_stay_pytorchs_own_bit_for_bit(x, weight):
+    assert torch.equal(linear(x, weight, None), F.linear(x, weight))
+
+
+def test_autocast_still_computes_in_its_dtype():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(normal(8, 300), normal(400, 300), None).dtype == torch.bfloat16
+
+
+@needs_onednn
+def test_a_wrong_product_is_refused(monkeypatch):
+    assert not linear_module._is_right(lambda x, weight, bias: F.linear(x, weight.roll(1), bias))
+
+
+@needs_onednn
+def test_sampling_and_training_give_the_same_as_without_onednn(monkeypatch):
+    """A model sampled and trained with two adapters, with and without oneDNN."""
+
+    def run() -> tuple[list[np.ndarray], np.ndarray, list[torch.Tensor]]:
+        engine = wide_lm()
+        adapters = [Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed) for seed in (1, 2)]
+        with torch.no_grad():
+            for adapter in adapters:
+                for _, b in adapter.weights.values():
+                    b.normal_(0, 0.05, generator=torch.Generator().manual_seed(5))
+        prompts = [np.arange(5 + i, 25 + i, dtype=np.int32) for i in range(3)]
+        config = SamplingConfig(max_tokens=6, stop_at_eos=False)
+        owners = [adapters[0].snapshot("a"), adapters[1].snapshot("b"), None]
+        groups = Sampler(engine).sample_all(
+            [Request(ids, 4, config, owner, seed=i) for i, (ids, owner) in enumerate(zip(prompts, owners, strict=True))]
+        )
+        trainer = Trainer(engine, adapters[0])
+        trainer.forward_backward(
+            [
+                Sample(prompts[0], a.token_ids, a.logprobs, np.full(6, i - 1.5, np.float32))
+                for i, a in enumerate(groups[0])
+            ],
+            clipped_policy_loss,
+        )
+        answers = [answer for group in groups for answer in group]
+        grads = [p.grad for p in adapters[0].parameters() if p.grad is not None]
+        return [a.token_ids for a in answers], np.concatenate([a.logprobs for a in answers]), grads
+
+    ours = run()
+    monkeypatch.setattr(linear_module, "onednn_product", lambda: None)
+    theirs = run()
+    assert [ids.tolist() for ids in ours[0]] == [ids.tolist() for ids in theirs[0]]
+    np.testing.assert_allclose(ours[1], theirs[1], atol=1e-4)  # float32's rounding through two layers
+    assert len(ours[2]) == len(theirs[2]) > 0
+    for a, b in zip(ours[2], theirs[2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
