@@ -1,6 +1,6 @@
 """Token sampling: temperature, top-k, top-p, most likely tokens, and stop strings.
 
-Shapes: `R` live rows, `V` vocabulary, `k` best tokens.
+Shapes: `R` live rows, `V` vocabulary, `C` candidates, `k` best tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from palestra.config import StrictModel
 from palestra.engine.logits import row_chunks
 
 MIN_TEMPERATURE = 1e-6  # minimum temperature above 0: with lower ones, scaled logits overflow to NaN
+MAX_CANDIDATES = 1024  # top-k and top-p look among this many tokens first: sorting all takes longer than the model
 MAX_UTF8_BYTES = 4  # maximum bytes, and so tokens, of one UTF-8 character
 REPLACEMENT_CHAR = "\ufffd"  # decoders' replacement for the rest of a cut character
 
@@ -76,7 +77,8 @@ def _sample_chunk(
     logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     logp_RV = _at_temperature(logits_RV, settings)
-    cdf_RV = _restrict(logp_RV, settings).double().exp().cumsum(-1)  # double: u close to 1 stays below the total
+    # the sum is in double: u close to 1 stays below the total
+    cdf_RV = _restrict(logp_RV, settings).exp().cumsum(-1, dtype=torch.float64)
     target_R1 = torch.as_tensor(u_R, device=cdf_RV.device, dtype=cdf_RV.dtype)[:, None] * cdf_RV[:, -1:]
     tokens_R = torch.searchsorted(cdf_RV, target_R1, right=True)[:, 0].clamp_(max=logp_RV.shape[1] - 1)
     greedy = [i for i, s in enumerate(settings) if s.temperature == 0]
@@ -95,6 +97,8 @@ def top_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], k: int) ->
 def _at_temperature(logits_RV: Tensor, settings: Sequence[SamplingConfig]) -> Tensor:
     """Returns log-probabilities [R, V] float32 at each row's temperature (at 0: of the plain softmax)."""
     warmth = [max(s.temperature, MIN_TEMPERATURE) if s.temperature else 1.0 for s in settings]
+    if all(t == 1 for t in warmth):
+        return torch.log_softmax(logits_RV.float(), -1)
     temperature = torch.tensor(warmth, device=logits_RV.device)
     return torch.log_softmax(logits_RV.float() / temperature[:, None], -1)
 
@@ -103,14 +107,30 @@ def _restrict(logp_RV: Tensor, settings: Sequence[SamplingConfig]) -> Tensor:
     """Returns `logp_RV` with the tokens removed by top-k and top-p (Holtzman et al., 2020) set to minus infinity."""
     if all(s.top_k == 0 and s.top_p == 1 for s in settings):
         return logp_RV
-    vocabulary = logp_RV.shape[1]
-    sorted_RV, order_RV = logp_RV.sort(-1, descending=True)
-    rank = torch.arange(vocabulary, device=logp_RV.device)
+    kept_RV = None
+    if logp_RV.shape[1] > 2 * MAX_CANDIDATES:
+        kept_RV = _restrict_among(*logp_RV.topk(MAX_CANDIDATES), logp_RV, settings)
+    return _restrict_among(*logp_RV.sort(-1, descending=True), logp_RV, settings) if kept_RV is None else kept_RV
+
+
+def _restrict_among(
+    best_RC: Tensor, ids_RC: Tensor, logp_RV: Tensor, settings: Sequence[SamplingConfig]
+) -> Tensor | None:
+    """Returns `_restrict` from the `C` most likely tokens, best first, and their log-probabilities; None if a row keeps
+    more tokens than these."""
+    count, vocabulary = best_RC.shape[1], logp_RV.shape[1]
+    rank = torch.arange(count, device=logp_RV.device)
     top_k = torch.tensor([s.top_k or vocabulary for s in settings], device=logp_RV.device)
     top_p = torch.tensor([s.top_p for s in settings], device=logp_RV.device)
-    before_RV = sorted_RV.exp().cumsum(-1) - sorted_RV.exp()
-    cut = (rank >= top_k[:, None]) | (before_RV >= top_p[:, None])
-    return logp_RV.scatter(1, order_RV, sorted_RV.masked_fill(cut, -torch.inf))
+    before_RC = best_RC.exp().cumsum(-1) - best_RC.exp()
+    cut_RC = (rank >= top_k[:, None]) | (before_RC >= top_p[:, None])
+    if count == vocabulary:
+        return logp_RV.scatter(1, ids_RC, best_RC.masked_fill(cut_RC, -torch.inf))
+    is_free_R = torch.tensor([s.top_k == 0 and s.top_p == 1 for s in settings], device=logp_RV.device)
+    if not bool((cut_RC[:, -1] | is_free_R).all()):
+        return None
+    kept_RV = torch.full_like(logp_RV, -torch.inf).scatter_(1, ids_RC, best_RC.masked_fill(cut_RC, -torch.inf))
+    return torch.where(is_free_R[:, None], logp_RV, kept_RV) if bool(is_free_R.any()) else kept_RV
 
 
 class StopStringMatcher:
