@@ -25,12 +25,14 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `x weight' + bias` [..., out] of `x` [..., in] and `weight` [out, in], up to rounding as `F.linear`, with
-    gradients for all three."""
+    """Returns `x weight' + bias` [..., out] of `x` [..., in] and `weight` [out, in], up to rounding as `F.linear`."""
     if not _is_faster(x, weight) or (product := onednn_product()) is None:
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        return OneDNNLinear.apply(x, weight, bias)
+    if torch.is_grad_enabled():
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            return F.linear(x, weight, bias)  # the gradient of a weight would take a transposed copy
+        if x.requires_grad:
+            return OneDNNLinear.apply(x, weight, bias)
     return product(x, weight, bias)
 
 
@@ -79,19 +81,16 @@ def _is_right(product: Product) -> bool:
 
 
 class OneDNNLinear(torch.autograd.Function):
-    """`linear` by oneDNN, with its gradients."""
+    """`linear` by oneDNN with frozen weights, and the gradient of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.save_for_backward(weight)
         product = onednn_product()
         assert product is not None
         return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_weight = matmul(grad.flatten(0, -2).T, x.flatten(0, -2)) if needs_weight else None
-        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return matmul(grad, weight) if needs_x else None, grad_weight, grad_bias
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return matmul(grad, weight), None, None

@@ -107,10 +107,13 @@ def _restrict(logp_RV: Tensor, settings: Sequence[SamplingConfig]) -> Tensor:
     """Returns `logp_RV` with the tokens removed by top-k and top-p (Holtzman et al., 2020) set to minus infinity."""
     if all(s.top_k == 0 and s.top_p == 1 for s in settings):
         return logp_RV
-    kept_RV = None
     if logp_RV.shape[1] > 2 * MAX_CANDIDATES:
-        kept_RV = _restrict_among(*logp_RV.topk(MAX_CANDIDATES), logp_RV, settings)
-    return _restrict_among(*logp_RV.sort(-1, descending=True), logp_RV, settings) if kept_RV is None else kept_RV
+        among_best_RV = _restrict_among(*logp_RV.topk(MAX_CANDIDATES), logp_RV, settings)
+        if among_best_RV is not None:
+            return among_best_RV
+    among_all_RV = _restrict_among(*logp_RV.sort(-1, descending=True), logp_RV, settings)
+    assert among_all_RV is not None
+    return among_all_RV
 
 
 def _restrict_among(

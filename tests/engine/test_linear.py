@@ -32,21 +32,24 @@ def wide_lm() -> Engine:
 @needs_onednn
 @pytest.mark.parametrize("rows", [(4,), (1, 33), (2, 3, 5)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_and_its_gradients_are_those_of_float64(rows, bias):
-    x, weight = normal(*rows, 300).requires_grad_(), normal(400, 300, seed=1).requires_grad_()
-    given = [x, weight, *([normal(400, seed=2).requires_grad_()] if bias else [])]
-    wide = [t.detach().double().requires_grad_() for t in given]
-    found, exact = linear(x, weight, given[2] if bias else None), F.linear(*wide)
+def test_a_product_and_its_gradient_are_those_of_float64(rows, bias):
+    x, weight = normal(*rows, 300).requires_grad_(), normal(400, 300, seed=1)
+    shift = normal(400, seed=2) if bias else None
+    wide = x.detach().double().requires_grad_()
+    found = linear(x, weight, shift)
+    exact = F.linear(wide, weight.double(), None if shift is None else shift.double())
     assert isinstance(found.grad_fn, OneDNNLinear._backward_cls)
     outer = normal(*rows, 400, seed=3)
-    pairs = zip(
-        [found, *torch.autograd.grad(found, given, outer)],
-        [exact, *torch.autograd.grad(exact, wide, outer.double())],
-        strict=True,
-    )
-    for ours, theirs in pairs:  # sums of up to 400 products: float32's rounding gives about 2e-5
-        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2e-4)
-    torch.testing.assert_close(matmul(outer, weight.detach()), outer @ weight.detach(), rtol=0, atol=2e-4)
+    (grad,), (exact_grad,) = torch.autograd.grad(found, x, outer), torch.autograd.grad(exact, wide, outer.double())
+    # sums of up to 400 products: float32's rounding gives about 2e-5
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=0, atol=2e-4)
+    torch.testing.assert_close(matmul(outer, weight), outer @ weight, rtol=0, atol=2e-4)
+
+
+def test_trained_weights_are_multiplied_by_pytorch():
+    x, weight = normal(8, 300), normal(400, 300, seed=1).requires_grad_()
+    assert torch.equal(linear(x, weight, None), F.linear(x, weight))
 
 
 @needs_onednn
