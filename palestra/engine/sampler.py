@@ -17,6 +17,10 @@ Clients share the rows fairly. The least served client is admitted first (fair_q
 A client with few rows is light: it gets extra passes of its own, and for `LIGHT_CLIENT_WINDOW_S` seconds after it last
 had rows, passes of the other clients are cut to 1/`SHORT_PASS_DIVISOR` of the rows, so that it does not wait long for a
 running pass.
+
+A client alone has its groups started as a whole, if they have at most `MAX_WHOLE_GROUP_ROWS` rows: with `max_rows` of one
+group's size, no two requests ever share a batch, and the answers are the same to the last bit, whenever the requests
+arrive.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ FREE_ROWS_FACTOR = 8
 LIGHT_CLIENT_DIVISOR = 16  # light clients together have at most 1/16 of all rows
 LIGHT_PASSES = 4  # extra passes of light clients per common pass
 LIGHT_CLIENT_WINDOW_S = 1.0  # seconds
+MAX_WHOLE_GROUP_ROWS = 32  # the rows of a group that starts as a whole
 SHORT_PASS_DIVISOR = 4  # shortened passes have 1/4 of `max_rows` and 1/8 of `prefill_tokens`
 
 
@@ -295,6 +300,8 @@ class Sampler:
             if batch and (tokens + new > limit or room < group.rows_per_answer):
                 return list(batch), True
             count = min(group.num_unadmitted, max(1, min(most, room) // group.rows_per_answer))
+            if count < group.num_unadmitted and self._starts_whole(group, held):
+                break  # until the rows of others have ended
             if free is not None:
                 fits, needed = self.batch.fitting(group, count, free, new_prompt=bool(new))
                 if not fits and (batch or self.batch.rows):
@@ -310,6 +317,12 @@ class Sampler:
             if not group.num_unadmitted:
                 self.waiting.pop(client)
         return list(batch), False
+
+    def _starts_whole(self, group: SequenceGroup, held: Counter[str]) -> bool:
+        """True if `group` waits until there is room for all of its rows: a small group of the only client."""
+        rows = group.num_unadmitted * group.rows_per_answer
+        clients = {*held, *(waiting.request.client for waiting in self.waiting)}
+        return rows <= min(MAX_WHOLE_GROUP_ROWS, self.max_rows) and len(clients) == 1
 
     def _next(self, held: Counter[str]) -> tuple[str, int] | None:
         """Returns the least served client that may have more rows than it holds, and how many more."""

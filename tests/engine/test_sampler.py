@@ -259,6 +259,26 @@ def test_equal_prompts_are_computed_once(engine):
     assert sampler.batch.counts["prefill_tokens"] == len(adapters) * (5 + 6) + 2
 
 
+def test_answers_are_bit_identical_for_any_arrival_if_max_rows_is_one_group(engine):
+    """Siblings end at different times; none of the next request starts in their place, so batches stay the same."""
+    requests = [ask(seed, max_tokens=12, stop=["a", "e", "1"]) for seed in range(4)]
+
+    def answers(steps_between):
+        sampler, outcomes = Sampler(engine, max_rows=3), {}
+        for seed, request in enumerate(requests):
+            sampler.submit(request, partial(outcomes.__setitem__, seed))
+            for _ in range(steps_between):
+                sampler.step()
+                assert len({row.group for row in sampler.batch.rows}) <= 1
+        while sampler.step():
+            assert len({row.group for row in sampler.batch.rows}) <= 1
+        return [[(a.token_ids.tobytes(), a.logprobs.tobytes()) for a in outcomes[seed]] for seed in range(4)]
+
+    at_once = answers(0)
+    assert len({len(token_ids) for group in at_once for token_ids, _ in group}) > 2
+    assert all(answers(steps) == at_once for steps in (1, 2, 5, 12))
+
+
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_cancelled_request_does_not_affect_others(engine, steps):
     sampler, outcomes = Sampler(engine, max_rows=9), {}
