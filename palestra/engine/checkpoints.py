@@ -9,6 +9,7 @@ each rank reads its own rows of the files. Training can resume with any other nu
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,11 @@ def save_trainer(folder: Path, trainer: Trainer) -> None:
     if trainer.critic:
         save_file(trainer.critic.state_dict(), folder / CRITIC_FILE)
     _write_weights(folder, trainer, weights)
-    about = {"steps": str(trainer.steps), "optimizer": trainer.optimizer_name}
+    about: dict[str, Any] = {"steps": trainer.steps, "optimizer": trainer.optimizer_name}
     if trainer.loss_scale:
-        about |= {"loss_scale": str(trainer.loss_scale.value), "well": str(trainer.loss_scale.good_steps)}
-    save_file(slots, folder / "optimizer.safetensors", metadata=about)
+        about |= {"loss_scale": trainer.loss_scale.value, "good_steps": trainer.loss_scale.good_steps}
+    # one entry: safetensors writes several in random order, and equal states are to be equal files
+    save_file(slots, folder / "optimizer.safetensors", metadata={"trainer": json.dumps(about)})
 
 
 def save_weights(folder: Path, trainer: Trainer) -> None:
@@ -177,18 +179,18 @@ def _load_optimizer(path: Path, trainer: Trainer) -> None:
         raise ValueError(f"the checkpoint at {path.parent} is not whole: it holds no {path.name}")
     state: dict[int, dict[str, Tensor | int]] = {}
     with safe_open(path, framework="pt") as file:
-        about = file.metadata()
+        about = json.loads(file.metadata()["trainer"])
         for key in file.keys():  # noqa: SIM118 (not a dict)
             index, slot = key.split(".", 1)
             part = _part(file, key, trainer.parameters[int(index)])
             state.setdefault(int(index), {})[slot] = int(part) if part.dtype == torch.int64 else part
-    if (kind := about.get("optimizer", "adamw")) != trainer.optimizer_name:
+    if (kind := about["optimizer"]) != trainer.optimizer_name:
         raise ValueError(
             f"the checkpoint at {path.parent} holds the state of optimizer: {kind}, and the config has "
             f"{trainer.optimizer_name}: set optimizer: {kind}"
         )
-    trainer.steps = int(about["steps"])
+    trainer.steps = about["steps"]
     if trainer.loss_scale and "loss_scale" in about:
-        trainer.loss_scale.value, trainer.loss_scale.good_steps = float(about["loss_scale"]), int(about["well"])
+        trainer.loss_scale.value, trainer.loss_scale.good_steps = about["loss_scale"], about["good_steps"]
     groups = trainer.optimizer.state_dict()["param_groups"]
     trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -18,9 +18,9 @@ A client with few rows is light: it gets extra passes of its own, and for `LIGHT
 had rows, passes of the other clients are cut to 1/`SHORT_PASS_DIVISOR` of the rows, so that it does not wait long for a
 running pass.
 
-A client alone has its groups started as a whole, if they have at most `MAX_WHOLE_GROUP_ROWS` rows: with `max_rows` of one
-group's size, no two requests ever share a batch, and the answers are the same to the last bit, whenever the requests
-arrive.
+A client alone has its groups started as a whole, if they have at most `MAX_WHOLE_GROUP_ROWS` rows: with `max_rows` of
+one group's size, no two requests ever share a batch, and the answers are the same to the last bit, whenever the
+requests arrive.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ def test_turn_by_hand(monkeypatch):
         "success": False,
         "turn": 1,
         "invalid": True,
+        "why_invalid": "moves that are not possible, and were skipped: 2 of 4",
         "reward_terms": {"executor": {"form": pytest.approx(-0.05), "plan": pytest.approx(0.25)}},
     }
     assert step.observations == {"planner": "size 3 you r0 c0 goal r0 c2 walls r0 c1"}

@@ -30,7 +30,7 @@ def test_options_are_coerced_and_defaults_left_out():
         ("sokoban", {"team": "pair"}, "'planner_executor', 'alternating' or 'single'"),
         ("sokoban", {"size": 99}, "size=99 is out of range: give 3 to 12"),
         ("nowhere:Env", {}, "cannot be loaded"),
-        ("os:path", {}, "no subclass"),
+        ("os:path", {}, "not a subclass"),
     ],
 )
 def test_invalid_names_and_options_are_refused(name, options, message):

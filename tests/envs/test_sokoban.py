@@ -42,6 +42,7 @@ def test_turn_by_hand(monkeypatch):
         "success": True,
         "turn": 2,
         "invalid": True,
+        "why_invalid": "moves that are not possible, and were skipped: 1 of 6",
         "steps": 8,
         "reward_terms": {"executor": {"form": pytest.approx(-0.1 / 6), "plan": 0.5}},
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from palestra.envs import Env
 from palestra.rollouts.distributed import RankSplit, RankSplitRunner, RankSplitSource
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.types import Episode
@@ -87,14 +88,15 @@ def test_ranks_split_episodes_and_gather_them_in_order(size):
 
 
 def test_distributed_runner_records_failed_episodes():
-    def broken():
-        raise RuntimeError("no such game")
+    class Broken(Env):
+        name, seats, roles = "broken", ("agent",), {}
 
-    class Env:
-        blocking = False
-        reset = staticmethod(lambda seed: broken())
-        close = staticmethod(lambda: None)
+        def reset(self, seed):
+            raise RuntimeError("no such game")
 
-    arena = RankSplitRunner(EpisodeRunner(Env, "broken"), RankSplit(Member(0, Meeting(1)), contextlib.nullcontext))
+        def step(self, actions):
+            raise AssertionError("reset failed")
+
+    arena = RankSplitRunner(EpisodeRunner(Broken, "broken"), RankSplit(Member(0, Meeting(1)), contextlib.nullcontext))
     (episode,) = asyncio.run(arena.play_all([EpisodeSpec(3, {}, 0)], Branching()))
     assert episode.error == "RuntimeError: no such game" and arena.name == "broken"

@@ -350,7 +350,7 @@ def test_failed_request_does_not_affect_others(desk: Desk) -> None:
     garbage = desk.ask(bad, "forward_backward", b"\xff\xff", 2)
     desk.run()
     assert "look for extreme log-probabilities" in desk.error(wrong)
-    assert "no ForwardBackwardRequest" in desk.error(garbage)
+    assert "not a ForwardBackwardRequest" in desk.error(garbage)
     assert desk.answer(right)
     assert all(w.grad is None for w in desk.worker.live_models.get(bad).trainer.parameters)
     assert all(torch.isfinite(w.grad).all() for w in desk.worker.live_models.get(good).trainer.parameters)

@@ -466,7 +466,7 @@ WRONG = [
     ({"env.turn": 3}, 'has no option "turn"; did you mean "turns"'),
     ({"env.type": "whisper"}, 'unknown env "whisper"'),
     ({"env.type": "toys:Nothing"}, "cannot be loaded from toys:Nothing"),
-    ({"env.type": "toys:Spoken"}, "no subclass"),
+    ({"env.type": "toys:Spoken"}, "not a subclass"),
     ({"evals.test.env.splt": "x"}, 'has no option "splt"; did you mean "split"'),
     ({"eval_sampling.temprature": 0}, "eval_sampling: unknown key temprature: did you mean temperature"),
     ({"policies.guide.base": "tinny"}, 'cannot load the base "tinny"'),

@@ -218,7 +218,9 @@ def test_invalid_settings_are_refused(settings, message):
 
 def test_documented_settings_are_the_defaults():
     page = (Path(__file__).parents[3] / "docs" / "algorithms" / "dpo.md").read_text(encoding="utf-8")
-    settings = parse(page.split("```yaml")[1].split("```")[0])["algorithm"]
+    (settings,) = (
+        parse(block.split("```")[0])["algorithm"] for block in page.split("```yaml")[1:] if "type: dpo" in block
+    )
     assert validate(DPO, settings) == DPO() and set(DPO.model_fields) - set(settings) == {"epsilon"}
 
 

@@ -275,7 +275,7 @@ def test_invalid_games_are_refused() -> None:
         LiarsDiceRules(faces=1)
     with pytest.raises(ValueError, match="cannot be worth 1 to both"):
         BargainingRules((2, 2), total=1)
-    with pytest.raises(ValueError, match="no pool of items"):
+    with pytest.raises(ValueError, match="not a pool of items"):
         BargainingRules((1, 0))
     with pytest.raises(ValueError, match="turns: 1"):
         BargainingRules(turns=1)

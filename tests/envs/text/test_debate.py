@@ -342,7 +342,7 @@ def test_invalid_options_are_refused_with_the_fix(options, message):
     [
         ("jury", "judge"),
         ({"url": "http://x/v1"}, "Field required"),
-        ({"url": "x/v1", "model": "m"}, "no web address"),
+        ({"url": "x/v1", "model": "m"}, "not a web address"),
         ({"url": "https://me:secret@x/v1", "model": "m"}, "key_env"),
         ({"url": "https://x/v1", "model": "m", "key_env": "sk-1234"}, "not the key itself"),
         ({"url": "https://x/v1", "model": "m", "colour": 1}, "judge"),
