@@ -58,11 +58,13 @@ dashboard: ## build the dashboard's page from dashboard/ (needs Node 20)
 # SkyRL's tests of its Tinker server; where GitHub cannot be reached they are skipped.
 SKYRL := .cache/skyrl
 SKYRL_COMMIT := a9564572e
-$(SKYRL):
-	git clone --quiet --filter=blob:none --no-checkout https://github.com/NovaSky-AI/SkyRL $@ && \
-		git -C $@ checkout --quiet $(SKYRL_COMMIT) -- tests/tinker || echo "SkyRL cannot be fetched: its tests are skipped"
+SKYRL_TESTS := $(SKYRL)/tests/tinker/test_api.py
+$(SKYRL_TESTS):
+	rm -rf $(SKYRL)
+	git clone --quiet --filter=blob:none --no-checkout https://github.com/NovaSky-AI/SkyRL $(SKYRL) && \
+		git -C $(SKYRL) checkout --quiet $(SKYRL_COMMIT) -- tests/tinker || echo "SkyRL cannot be fetched: its tests are skipped"
 
-test-clients: $(INSTALLED) $(SKYRL) $(CLIENTS:%=.cache/clients/%/.installed) ## run the official Tinker and MinT clients against a server
+test-clients: $(INSTALLED) $(SKYRL_TESTS) $(CLIENTS:%=.cache/clients/%/.installed) ## run the official Tinker and MinT clients against a server
 	$(BIN)/python -m pytest -m clients tests/clients
 
 # Packages of envs in a venv of their own: what some need excludes what other tests need.
