@@ -19,7 +19,7 @@ from palestra.report.run_charts import metric_charts
 from palestra.report.style import STYLE
 from palestra.report.tables import eval_table, policy_table, time_table
 from palestra.runs import list_checkpoints, load_episodes
-from palestra.runs.headline import eval_label
+from palestra.runs.headline import held_out_label
 from palestra.runs.series import RunLogs, wilson_interval
 
 # Second line of defence after escaping: blocks all requests and scripts.
@@ -84,7 +84,7 @@ def metric_tiles(logs: RunLogs, tree: dict[str, Any]) -> str:
     """Returns the headline metrics as HTML: up to three evaluations, progress, NashConv."""
     found = []
     for name, lines in list(logs.evals.items())[:3]:
-        last, label = lines[-1], f"held-out {eval_label(tree, name)}"
+        last, label = lines[-1], held_out_label(tree, name)
         if "success" in last:
             low, high = wilson_interval(last["success"] * last["episodes"], last["episodes"])
             found.append(

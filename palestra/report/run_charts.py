@@ -10,7 +10,7 @@ import numpy as np
 
 from palestra.report.charts import Chart, ChartCurve, chart_panel, save_panels
 from palestra.report.inline_svg import chart_html
-from palestra.runs.headline import eval_label, training_return_label, training_success_label
+from palestra.runs.headline import eval_label, held_out_label, training_return_label, training_success_label
 from palestra.runs.series import Line, RunLogs, Series, smooth, wilson_interval
 from palestra.types import TEAM
 
@@ -80,7 +80,7 @@ def _returns(logs: RunLogs) -> Chart:
 
 
 def _eval_name(logs: RunLogs, name: str) -> str:
-    return f"held-out {eval_label(logs.config, name)}"
+    return held_out_label(logs.config, name)
 
 
 def _seat_return(logs: RunLogs, name: str, lines: Sequence[Line], seat: str) -> ChartCurve:

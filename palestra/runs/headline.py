@@ -59,6 +59,12 @@ def eval_label(config: Tree, name: str) -> str:
     return f"{name} (greedy)" if own.get("greedy") and _is_of_networks(config) else name
 
 
+def held_out_label(config: Tree, name: str) -> str:
+    """Returns `eval_label` beside values of training: "held-out test"; a name such as "held_out" stands alone."""
+    label = eval_label(config, name)
+    return label.replace("_", " ") if name.startswith("held") else f"held-out {label}"
+
+
 def _is_of_networks(config: Tree) -> bool:
     return "env_steps" in config
 
