@@ -2,7 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { url, useAnswer } from "./api";
-import { bytes, num } from "./format";
+import { afterStep, bytes, num } from "./format";
 import { Failed, Score } from "./parts";
 import type { AgentsData, EvaluationLine, Member, Policy } from "./types";
 
@@ -20,11 +20,12 @@ export function Agents({ run, tick }: { run: string; tick: number }) {
         <section>
           <h2>Policies</h2>
           <Policies policies={data.policies} base={base} leading={data.leading} />
+          <Numbering checkpoints={data.policies.flatMap((policy) => policy.checkpoints)} />
         </section>
       )}
       {data.evals.length > 0 && (
         <section>
-          <h2>Held-out evaluations, by who sits where</h2>
+          <h2>Held-out evaluations, by seat assignment</h2>
           <Evaluations rows={data.evals} />
           <p class="hint">In brackets: 95 % intervals.</p>
         </section>
@@ -46,6 +47,16 @@ export function Agents({ run, tick }: { run: string; tick: number }) {
         </section>
       )}
     </>
+  );
+}
+
+function Numbering({ checkpoints }: { checkpoints: Policy["checkpoints"] }) {
+  if (checkpoints.length === 0) return null;
+  const newest = Math.max(...checkpoints.map((one) => one.step));
+  return (
+    <p class="hint">
+      Steps are numbered from 0, as in metrics.jsonl. The commands count finished steps: <code>--step {newest + 1}</code> is the checkpoint after step {newest}.
+    </p>
   );
 }
 
@@ -75,7 +86,7 @@ function Policies({ policies, base, leading }: { policies: Policy[]; base: strin
                 {policy.checkpoints.length === 0 && <span class="quiet">none</span>}
                 {policy.checkpoints.map((one) => (
                   <a class={one.best ? "chip best" : "chip"} download title={one.best ? `the best of these checkpoints on ${leading}` : undefined} href={`api/${base}/checkpoints/${one.step}/${encodeURIComponent(policy.name)}.zip`}>
-                    ↓ after step {one.step + 1}
+                    ↓ {afterStep(one.step)}
                     {one.version !== null ? `, @${one.version}` : ""} ({bytes(one.bytes)}){one.keep ? " kept" : ""}
                     {one.result && (
                       <>
@@ -104,7 +115,7 @@ function Evaluations({ rows }: { rows: AgentsData["evals"] }) {
             <th>in which seats</th>
             <th class="right">first</th>
             <th class="right">last</th>
-            <th class="right">after step</th>
+            <th class="right">played</th>
             <th class="right">episodes</th>
           </tr>
         </thead>
@@ -125,8 +136,8 @@ function Evaluations({ rows }: { rows: AgentsData["evals"] }) {
                     <Score found={last} />
                   </b>
                 </td>
-                <td class="right" data-name="after step">
-                  {(last.step ?? -1) + 1}
+                <td class="right" data-name="last played">
+                  {afterStep(last.step)}
                 </td>
                 <td class="right" data-name="episodes">
                   {num(last.episodes)}
@@ -155,7 +166,7 @@ function Changes({ name, lines }: { name: string; lines: EvaluationLine[] }) {
       {label}{" "}
       <select aria-label={`${name}: ${label}`} value={String(chosen)} onChange={(event) => set(Number(event.currentTarget.value))}>
         {known.map((line, at) => (
-          <option value={String(at)}>{(line.step ?? -1) < 0 ? "before training" : `after step ${line.step! + 1}`}</option>
+          <option value={String(at)}>{afterStep(line.step)}</option>
         ))}
       </select>
     </label>
@@ -198,19 +209,19 @@ function Members({ members, base }: { members: Member[]; base: string }) {
             <th>member</th>
             <th>player</th>
             <th>started from</th>
-            <th>known of it</th>
+            <th>info</th>
             <th>weights</th>
           </tr>
         </thead>
         <tbody>
           {rows.map(([member, depth]) => (
             <tr>
-              <td style={{ paddingLeft: `${8 + 14 * Math.min(depth, 12)}px` }}>
+              <td class="indented" style={{ "--depth": Math.min(depth, 12) }}>
                 {depth > 0 && <span class="quiet">└ </span>}
                 {member.name}
               </td>
               <td data-name="player">{member.player || "all"}</td>
-              <td data-name="started from">{member.parent ?? <span class="quiet">nobody</span>}</td>
+              <td data-name="started from" class={member.parent === null ? "none" : ""}>{member.parent ?? "–"}</td>
               <td>{Object.entries(member.info ?? {}).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")}</td>
               <td>
                 {member.bytes > 0 && (

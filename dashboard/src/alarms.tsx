@@ -18,9 +18,9 @@ export function Alarms({ run, tick }: { run: string; tick: number }) {
           {data.alarms.map((alarm) => (
             <li class="fires">
               <h2>
-                <span aria-hidden="true">▲</span> {alarm.name} {alarm.who && <small>{alarm.who}</small>}
+                <span aria-hidden="true">▲</span> {alarm.name} {alarm.policy && <small>{alarm.policy.includes(", ") ? "members" : "policy"} {alarm.policy}</small>}
               </h2>
-              <p>{alarm.says}</p>
+              <p>{alarm.message}</p>
               <p class="quiet">The rule: {alarm.rule}.</p>
               <p>To try: {alarm.remedy}.</p>
             </li>

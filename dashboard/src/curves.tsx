@@ -3,13 +3,14 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { url, useAnswer, useDebounced } from "./api";
 import { Chart, type Line, type Range } from "./chart";
+import { evalTitle } from "./format";
 import { type Panel, sections } from "./panels";
 import { amend, type Route } from "./route";
 import type { Curve, RunDetail } from "./types";
 
 const WINDOWS = [1, 5, 9, 25, 51, 101, 301, 1001];
 const AXES: [string, string][] = [
-  ["step", "training steps"],
+  ["step", "training steps done"],
   ["env_steps", "env steps"],
   ["iteration", "iterations"],
   ["seconds", "time"],
@@ -133,7 +134,7 @@ function Drawn({ panel, runs, axis, axisName, training, window, seeds, range, ti
 // One run: a colour for each policy. Several: a colour for each run, a dash for each policy.
 function drawnLines(curves: Curve[], panel: Panel, training: string, several: boolean): Line[] {
   const wanted = panel.team ? curves.filter((curve) => curve.name === "team") : curves;
-  const label = (curve: Curve) => (panel.team ? curve.metric.split("/")[1].replace(/_s$/, "") : curve.metric.startsWith("evals/") ? `held-out ${curve.name}` : curve.metric === "metrics/success" && curve.name === "team" ? training : curve.name);
+  const label = (curve: Curve) => (panel.team ? curve.metric.split("/")[1].replace(/_s$/, "") : curve.metric.startsWith("evals/") ? evalTitle(curve.name) : curve.metric === "metrics/success" && curve.name === "team" ? training : curve.name);
   const labels = [...new Set(wanted.map(label))];
   const groups = [...new Set(wanted.map((curve) => curve.runs.join("\n")))];
   return wanted.map((curve) => {

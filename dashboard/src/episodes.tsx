@@ -9,7 +9,7 @@ import { amend, parse, type Route, to } from "./route";
 import type { EpisodePage, EpisodeRow, RunDetail } from "./types";
 
 const PAGE = 50;
-const FIELDS = ["outcome", "seat", "who", "least", "most", "turns_from", "turns_to", "step_from", "step_to", "env", "invalid", "text", "sort", "ascending", "first", "before"];
+const FIELDS = ["outcome", "seat", "policy", "least", "most", "turns_from", "turns_to", "step_from", "step_to", "env", "invalid", "text", "sort", "ascending", "first", "before"];
 
 export function Episodes({ run, route, tick }: { run: RunDetail; route: Route; tick: number }) {
   const query = Object.fromEntries(FIELDS.map((key) => [key, route.query.get(key)]));
@@ -88,7 +88,7 @@ function Filters({ route, seats }: { route: Route; seats: string[] }) {
           ))}
         </select>
       </label>
-      <Typed name="who" title="played by" route={route} kind="text" />
+      <Typed name="policy" title="policy" route={route} kind="text" />
       {box("least", route.query.get("seat") ? "its reward from" : "reward from")}
       {box("most", "to")}
       {box("turns_from", "turns from")}
@@ -108,10 +108,10 @@ function Filters({ route, seats }: { route: Route; seats: string[] }) {
         <input type="checkbox" checked={route.query.get("ascending") === "true"} onChange={(event) => amend(route, { ascending: event.currentTarget.checked ? "true" : null, first: null })} /> lowest first
       </label>
       <label class="check">
-        <input type="checkbox" checked={route.query.get("invalid") === "true"} onChange={(event) => amend(route, { invalid: event.currentTarget.checked ? "true" : null, first: null })} /> with invalid answers
+        <input type="checkbox" checked={route.query.get("invalid") === "true"} onChange={(event) => amend(route, { invalid: event.currentTarget.checked ? "true" : null, first: null })} /> invalid only
       </label>
       <button type="button" onClick={() => amend(route, Object.fromEntries(FIELDS.map((key) => [key, null])))}>
-        all
+        clear filters
       </button>
     </form>
   );
@@ -182,7 +182,7 @@ function List({ run, rows, route, seats }: { run: string; rows: EpisodeRow[]; ro
             <th class="right">turns</th>
             <th class="right">nodes</th>
             <th class="right">invalid</th>
-            <th>who</th>
+            <th>policies</th>
             <th class="right">instance</th>
           </tr>
         </thead>
@@ -217,7 +217,7 @@ function List({ run, rows, route, seats }: { run: string; rows: EpisodeRow[]; ro
               <td class={`right ${row.invalid ? "" : "none"}`} data-name="invalid">
                 {row.invalid || ""}
               </td>
-              <td class="who">{Object.entries(row.seats).map(([seat, who]) => `${seat}: ${who}`).join(", ")}</td>
+              <td class="seating">{Object.entries(row.seats).map(([seat, who]) => `${seat}: ${who}`).join(", ")}</td>
               <td class="right" data-name="instance">
                 {row.env} {row.seed}
               </td>

@@ -46,3 +46,13 @@ export function bytes(size: number): string {
 export function when(created: string): string {
   return created.slice(0, 16).replace("T", " ");
 }
+
+// "held-out dev"; a name that says it already stands alone.
+export function evalTitle(name: string): string {
+  return name.startsWith("held") ? name.replaceAll("_", " ") : `held-out ${name}`;
+}
+
+// A step has the number that metrics.jsonl gives it, counted from 0; before training it is -1.
+export function afterStep(step: number | null | undefined): string {
+  return step === undefined || step === null || step < 0 ? "before training" : `after step ${step}`;
+}

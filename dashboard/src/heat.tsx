@@ -49,7 +49,7 @@ export function Heat({ payoffs }: { payoffs: Payoffs }) {
       <p class="hint">
         {over || (
           <>
-            What the row's member ({payoffs.seats[0]}) earns from the column's: <span class="swatch minus" /> −{num(largest)} to <span class="swatch plus" /> +{num(largest)}; hatched: never met.
+            What the row's member ({payoffs.seats[0]}) earns from the column's: <span class="swatch minus" /> −{num(largest)} to <span class="swatch plus" /> +{num(largest)}; grey: never met.
             {payoffs.of[0] > rows.length ? ` The newest ${rows.length} of ${payoffs.of[0]}.` : ""}
           </>
         )}

@@ -1,5 +1,6 @@
 // Who beats whom as a graph, and who was trained when.
 
+import { useEffect, useRef, useState } from "preact/hooks";
 import { duration, num, percent } from "./format";
 import type { Stretch } from "./types";
 
@@ -59,10 +60,11 @@ export function Timeline({ stretches }: { stretches: Stretch[] }) {
   const timed = stretches.every((one) => one.from !== null && one.seconds !== null);
   const end = timed ? Math.max(...stretches.map((one) => one.from! + one.seconds!)) : stretches.length;
   const margin = 12 + 6.2 * Math.max(...learners.map((name) => Math.min(20, name.length)));
-  const width = 900;
+  const place = useRef<HTMLDivElement>(null);
+  const width = useWidth(place, 900);
   const x = (value: number) => margin + ((width - margin - 8) * value) / Math.max(1e-9, end);
   return (
-    <div class="wide">
+    <div class="wide" ref={place}>
       <svg class="timeline" viewBox={`0 0 ${width} ${learners.length * 22 + 22}`} width={width} height={learners.length * 22 + 22} role="img" aria-label={`${stretches.length} stretches of training of ${learners.length} learners`}>
         {learners.map((name, row) => (
           <>
@@ -93,4 +95,15 @@ export function Timeline({ stretches }: { stretches: Stretch[] }) {
       </svg>
     </div>
   );
+}
+
+// The width of an element in pixels, at most `most`: what is drawn in it keeps the size of its letters.
+function useWidth(place: { current: HTMLElement | null }, most: number): number {
+  const [width, setWidth] = useState(most);
+  useEffect(() => {
+    const watch = new ResizeObserver(([seen]) => seen.contentRect.width && setWidth(Math.min(most, Math.floor(seen.contentRect.width))));
+    watch.observe(place.current!);
+    return () => watch.disconnect();
+  }, []);
+  return width;
 }

@@ -26,7 +26,7 @@ export function Outcome({ success, error }: { success: number | null; error: str
   if (error !== null) return <span class="outcome failed">✕ error</span>;
   if (success === null) return <span class="quiet">–</span>;
   if (success > 0 && success < 1) return <span class="outcome">{percent(success)}</span>;
-  return success ? <span class="outcome won">✓ success</span> : <span class="outcome lost">○ no</span>;
+  return success ? <span class="outcome won">✓ success</span> : <span class="outcome lost">○ no success</span>;
 }
 
 // The main result of an evaluation. All intervals of these pages are 95 % intervals.
@@ -65,42 +65,45 @@ export function Gains({ reward, advantage, team }: { reward?: number; advantage?
   );
 }
 
-// What the env told of a joint step: a row for each key; values by seat stand in a column for each seat.
+// What the env told of a joint step: a row for each key; then those with values by seat, in a column for each seat.
 export function Info({ info, seats }: { info: Record<string, unknown>; seats: string[] }) {
   const entries = Object.entries(info);
-  const apart = seats.filter((seat) => entries.some(([, value]) => isBySeat(value, seats) && seat in (value as object)));
+  const [ofAll, bySeat] = [entries.filter(([, value]) => !isBySeat(value, seats)), entries.filter(([, value]) => isBySeat(value, seats))];
+  const apart = seats.filter((seat) => bySeat.some(([, value]) => seat in (value as object)));
   if (!entries.length) return null;
   return (
     <div class="wide">
       <table class="info" aria-label="what the env told of this step">
-        {apart.length > 0 && (
-          <thead>
-            <tr>
-              <th />
-              {apart.map((seat) => (
-                <th>{seat}</th>
-              ))}
-            </tr>
-          </thead>
-        )}
         <tbody>
-          {entries.map(([key, value]) => (
+          {ofAll.map(([key, value]) => (
             <tr>
               <th scope="row">{key.replaceAll("_", " ")}</th>
-              {isBySeat(value, seats) ? (
-                apart.map((seat) => (
-                  <td>
-                    <Value name={key} value={(value as Record<string, unknown>)[seat]} />
-                  </td>
-                ))
-              ) : (
-                <td colSpan={Math.max(1, apart.length)}>
-                  <Value name={key} value={value} />
-                </td>
-              )}
+              <td colSpan={Math.max(1, apart.length)}>
+                <Value name={key} value={value} />
+              </td>
             </tr>
           ))}
         </tbody>
+        {apart.length > 0 && (
+          <tbody>
+            <tr>
+              <th scope="row">of seat</th>
+              {apart.map((seat) => (
+                <th scope="col">{seat}</th>
+              ))}
+            </tr>
+            {bySeat.map(([key, value]) => (
+              <tr>
+                <th scope="row">{key.replaceAll("_", " ")}</th>
+                {apart.map((seat) => (
+                  <td>
+                    <Value name={key} value={(value as Record<string, unknown>)[seat]} />
+                  </td>
+                ))}
+              </tr>
+            ))}
+          </tbody>
+        )}
       </table>
     </div>
   );

@@ -119,7 +119,7 @@ function Question({ game, path }: { game: GameState; path: string }) {
   return (
     <form ref={place} class="question" aria-label={`your turn ${game.turn + 1}`} onSubmit={(event) => (event.preventDefault(), answer(text))}>
       <h2>Your turn</h2>
-      <Sees seen={now?.turns[0]?.sees} form={game.picture} before={before} />
+      <Sees seen={now?.turns[0]?.observation} form={game.picture} before={before} />
       {hasTools(game) && (
         <p class="hint">
           A tool is called so: <code>{'<tool_call>{"name": "…", "arguments": {…}}</tool_call>'}</code>
@@ -193,7 +193,7 @@ function outcome(end: Outcome): string {
 
 // Of a conversation that goes on, only the first observation names them.
 function hasTools(game: GameState): boolean {
-  return game.line.some((joint) => joint.turns.some((turn) => (turn.sees as { tools?: unknown[] } | undefined)?.tools?.length));
+  return game.line.some((joint) => joint.turns.some((turn) => (turn.observation as { tools?: unknown[] } | undefined)?.tools?.length));
 }
 
 function others(game: GameState): string {

@@ -54,18 +54,21 @@ export function Population({ run, route, tick }: { run: RunDetail; route: Route;
       </div>
       <section>
         <h2>Elo among these members</h2>
-        <p class="hint">
-          Fitted to the games between these members (Bradley and Terry, 1952): 400 points are odds of 10 to 1 in this pool. It says who wins on average here, and changes with who is in the pool. It does not say how
-          exploitable a member is: one that ranks first may lose every game to an opponent that nobody here resembles, and where members beat each other in cycles no ranking is right. Intervals are 95 % intervals.
-          {newest != null && (
-            <>
-              {" "}
-              For the distance from an equilibrium see NashConv: the newest mixture of members has <b>{num(newest)}</b>, and 0 could not be exploited.
-            </>
-          )}
-        </p>
+        {data.ratings.rows.length === 0 && <p class="quiet">Nobody is rated: {data.ratings.why}.</p>}
+        {data.ratings.rows.length > 0 && (
+          <p class="hint">
+            Fitted to the games between these members (Bradley and Terry, 1952): 400 points are odds of 10 to 1 in this pool. It says who wins on average here, and changes with who is in the pool. It does not say how
+            exploitable a member is: one that ranks first may lose every game to an opponent that nobody here resembles, and where members beat each other in cycles no ranking is right. Intervals are 95 % intervals.
+            {newest != null && (
+              <>
+                {" "}
+                For the distance from an equilibrium see NashConv: the newest mixture of members has <b>{num(newest)}</b>, and 0 could not be exploited.
+              </>
+            )}
+          </p>
+        )}
         {data.ratings.warning && <p class="error">{data.ratings.warning}</p>}
-        {data.ratings.rows.length ? <Ratings rows={data.ratings.rows.slice(0, Number(last))} /> : <p class="quiet">Nobody is rated: {data.ratings.why}</p>}
+        {data.ratings.rows.length > 0 && <Ratings rows={data.ratings.rows.slice(0, Number(last))} />}
       </section>
       {data.exploits.length > 0 && <Exploits rows={data.exploits} />}
       {data.timeline.length > 0 && (

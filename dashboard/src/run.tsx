@@ -2,7 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { url, useAnswer } from "./api";
-import { count, duration, num, percent, when } from "./format";
+import { count, duration, evalTitle, num, percent, when } from "./format";
 import { Figure, Score, Status } from "./parts";
 import { go, type Route, to } from "./route";
 import type { RunDetail, RunLine } from "./types";
@@ -36,7 +36,7 @@ export function Head({ run, live, tab }: { run: RunDetail; live: boolean; tab: s
         </Figure>
         {run.nash_conv != null && <Figure name="NashConv">{num(run.nash_conv)}</Figure>}
         {Object.entries(run.evals).map(([name, found]) => (
-          <Figure name={name.startsWith("held") ? name.replaceAll("_", " ") : `held-out ${name}`}>
+          <Figure name={evalTitle(name)}>
             <Score found={found} />
           </Figure>
         ))}

@@ -85,7 +85,7 @@ function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (
       <td>
         <input type="checkbox" aria-label={`choose ${run.name}`} checked={chosen} onChange={() => toggle(run.name)} />
       </td>
-      <td class="long">
+      <td class="long name">
         <a class="row" href={to(["run", run.name])}>
           {run.name}
         </a>
@@ -99,13 +99,13 @@ function Row({ run, chosen, toggle }: { run: RunLine; chosen: boolean; toggle: (
       <td class="long" data-name="algorithm">
         {run.algorithm}
       </td>
-      <td class="right" data-name="seed">
+      <td class={`right ${run.seed == null ? "none" : ""}`} data-name="seed">
         {run.seed ?? "–"}
       </td>
       <td class="right" data-name="done">
-        {run.total ? percent(run.done / run.total) : run.steps}
+        {run.total ? percent(Math.min(1, run.done / run.total)) : run.steps}
       </td>
-      <td class="long" data-name="result">
+      <td class={`long ${run.headline ? "" : "none"}`} data-name="result">
         <b>{run.headline || "–"}</b>
       </td>
       <td data-name="alarms" class={run.alarms?.length ? "" : "none"}>

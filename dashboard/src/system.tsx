@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { runPath, url, useAnswer } from "./api";
-import { bytes, count, duration, num } from "./format";
+import { bytes, count, duration, num, when } from "./format";
 import { Failed, Figure } from "./parts";
 import { to } from "./route";
 import type { SystemData } from "./types";
@@ -167,7 +167,7 @@ export function System({ run, tick }: { run: string; tick: number }) {
         <pre class="text">{data.command.join(" ")}</pre>
         <dl class="facts">
           {Object.entries(data.meta).map(([key, value]) => (
-            <Figure name={key}>{String(value)}</Figure>
+            <Figure name={key === "created" ? "created (UTC)" : key}>{key === "created" ? when(String(value)) : String(value)}</Figure>
           ))}
         </dl>
       </section>

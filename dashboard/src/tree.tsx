@@ -57,7 +57,7 @@ export function Tree({ tree, chosen, choose }: { tree: EpisodeTree; chosen: numb
       </div>
       <p class="hint">
         {tree.nodes.length} joint steps{nodes.length < tree.nodes.length ? `, ${nodes.length} of them drawn` : ""}
-        {tree.left_out ? `, ${tree.left_out} more in the file` : ""}. Thick: played on; ✓ success, ○ none, ■ the end, ✕ invalid.
+        {tree.left_out ? `, ${tree.left_out} more in the file` : ""}. Thick: played on; ✓ success, ○ no success, ■ the end, ✕ invalid.
         <br />
         <b>r</b> the seat's reward of the step, its own and the team's; <b>A</b> its advantage. Colour: <span class="swatch plus" /> above and <span class="swatch minus" /> below its siblings
         {several ? "; where seats act at once, a line for each, and the colour is of the largest advantage" : ""}.

@@ -40,8 +40,8 @@ export interface RunLine {
 
 export interface AlarmRow {
   name: string;
-  who: string;
-  says: string;
+  policy: string; // "" for all; in a population, the members concerned
+  message: string;
   rule: string;
   remedy: string;
 }
@@ -145,8 +145,8 @@ export interface Turn {
   stop?: string;
   reward?: number;
   advantage?: number;
-  sees?: Seen;
-  says?: string;
+  observation?: Seen;
+  answer?: string;
   invalid?: boolean;
   why_invalid?: string;
 }

@@ -50,7 +50,7 @@ export function Words({ line, path, tree, colouring, columns, plain }: Props) {
 export function said(line: Joint[], number: number, seat: string): Seen {
   for (let at = number - 1; at >= 0; at--) {
     const turn = line[at].turns.find((one) => one.seat === seat);
-    if (turn?.sees !== undefined) return turn.sees;
+    if (turn?.observation !== undefined) return turn.observation;
   }
   return undefined;
 }
@@ -73,16 +73,16 @@ function Card({ turn, form, colour, path, node, colouring, plain, largest, befor
       <header>
         <b>{turn.seat}</b> <span class="quiet">{turn.policy}</span> <Gains reward={turn.reward} advantage={turn.advantage} />
       </header>
-      {turn.sees !== undefined && (
+      {turn.observation !== undefined && (
         <details open>
-          <summary>sees</summary>
-          <Sees seen={turn.sees} form={plain ? "" : form} before={before} />
+          <summary>observation</summary>
+          <Sees seen={turn.observation} form={plain ? "" : form} before={before} />
         </details>
       )}
-      {turn.says !== undefined && (
-        <div class="says">
-          <span class="label">says{turn.stop === "length" ? " (cut off)" : ""}</span>
-          {colouring ? <Tokens {...{ path, node, colouring, largest }} seat={turn.seat} text={turn.says} /> : <Text text={turn.says} />}
+      {turn.answer !== undefined && (
+        <div class="answer">
+          <span class="label">answer{turn.stop === "length" ? " (cut off)" : ""}</span>
+          {colouring ? <Tokens {...{ path, node, colouring, largest }} seat={turn.seat} text={turn.answer} /> : <Text text={turn.answer} />}
           {turn.invalid && (
             <p class="invalid">
               <span aria-hidden="true">✕</span> invalid{turn.why_invalid ? `: ${turn.why_invalid}` : ""}

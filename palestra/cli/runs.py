@@ -60,8 +60,8 @@ def print_alarms(path: Path) -> None:
     from palestra.dashboard.run_status import metric_alarms
 
     for alarm in metric_alarms(_open(path)):
-        about = f" ({alarm.who})" if alarm.who else ""
-        console.print(styled_text((f"alarm: {alarm.name}{about}:", "yellow"), f" {alarm.says}"), soft_wrap=True)
+        about = f" ({alarm.policy})" if alarm.policy else ""
+        console.print(styled_text((f"alarm: {alarm.name}{about}:", "yellow"), f" {alarm.message}"), soft_wrap=True)
 
 
 def _open(path: Path) -> OpenRun:

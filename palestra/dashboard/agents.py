@@ -125,7 +125,7 @@ def policy_folder(run: OpenRun, step: int, policy: str) -> Path:
     for checkpoint in list_checkpoints(run.path):
         if checkpoint.step == step and policy in checkpoint.names:
             return _folder(run, checkpoint, policy)
-    raise NotFound(f"no checkpoint after {step + 1} steps holds {policy}")
+    raise NotFound(f"no checkpoint after step {step} holds {policy}")
 
 
 def _folder(run: OpenRun, checkpoint: Checkpoint, policy: str) -> Path:

@@ -97,11 +97,12 @@ POPULATION_RULES = ("cyclic population",)  # judged by payoffs; all others by lo
 
 @dataclass(frozen=True)
 class Alarm:
-    """One alarm: `name` is a key of `RULES`, `who` the policy concerned ("" for all), `says` what was observed."""
+    """One alarm: `name` is a key of `RULES`, `policy` the policy concerned ("" for all; in a population, the members
+    concerned), `message` what was observed."""
 
     name: str
-    who: str
-    says: str
+    policy: str
+    message: str
 
     @property
     def rule(self) -> str:

@@ -198,7 +198,7 @@ class DashboardApi:
         """Streams a policy's weights of a checkpoint as a zip file."""
         path = request.path_params
         folder = agents_of.policy_folder(self.library.run(path["run"]), path["step"], path["policy"])
-        return _download(f"{path['policy']}-{path['step'] + 1}", folder)
+        return _download(f"{path['policy']}-step-{path['step']}", folder)
 
     def member(self, request: Request) -> Response:
         """Streams a member's weights as a zip file."""

@@ -32,7 +32,7 @@ class EpisodeFilter(StrictModel):
     """Name of the env."""
     seat: str = ""
     """A seat: `least` and `most` then bound its own return instead of the total."""
-    who: str = ""
+    policy: str = ""
     """Prefix of a policy's name: it plays at `seat`, or at any seat if `seat` is empty."""
     least: float | None = None
     """Lower bound of the return."""
@@ -74,7 +74,7 @@ def matching_rows(columns: EpisodeColumns, query: EpisodeFilter) -> np.ndarray:
         *_bounds(columns.numeric("step"), query.step_from, query.step_to),
         *([columns.text_equals("env", query.env)] if query.env else []),
         *([columns.numeric("invalid") > 0] if query.invalid else []),
-        *([columns.seats_contain(_seated(query))] if query.seat or query.who else []),
+        *([columns.seats_contain(_seated(query))] if query.seat or query.policy else []),
     ]
     return order[np.logical_and.reduce(masks)[order]] if masks else order
 
@@ -95,7 +95,7 @@ def _bounds(values: np.ndarray, low: float | None, high: float | None) -> list[n
 def _seated(query: EpisodeFilter) -> str:
     """Returns the substring of the `seats` JSON that assigns the member to the seat, or to any seat."""
     seat = f"{json.dumps(query.seat, ensure_ascii=False)}: " if query.seat else ": "
-    return seat + (f'"{query.who}' if query.who else "")
+    return seat + (f'"{query.policy}' if query.policy else "")
 
 
 def page_rows(columns: EpisodeColumns, rows: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def rating_view(record: PopulationRecord) -> dict[str, Any]:
         names, points = record.payoffs.pairwise_scores()
         kept = np.flatnonzero((points + points.T).sum(1) > 0)
         if not len(kept):
-            raise ValueError("no games were counted yet")
+            raise ValueError("no games were counted (exact payoffs need none)")
         names, points = [names[i] for i in kept], points[np.ix_(kept, kept)]
         elo, stderr = fit_elo(points)
     except ValueError as error:

@@ -139,10 +139,10 @@ def _invalid(row: Row, node: Node) -> Row:
 def _turn(row: Row, seen: dict[str, Any]) -> Row:
     turn = {key: row[key] for key in ("seat", "policy", "stop", "reward", "advantage") if row[key] is not None}
     if row["observation"] is not None:
-        turn["sees"] = _news(parse_observation(row), seen.get(row["seat"]))
+        turn["observation"] = _news(parse_observation(row), seen.get(row["seat"]))
         seen[row["seat"]] = parse_observation(row)
     if row["answer"] is not None:
-        turn["says"] = truncate_text(row["answer"])
+        turn["answer"] = truncate_text(row["answer"])
     return turn
 
 

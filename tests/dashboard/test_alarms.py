@@ -16,7 +16,7 @@ def line(start, end, n=40):
 
 def names(policies, team=None, evals=None):
     return [
-        (alarm.name, alarm.who)
+        (alarm.name, alarm.policy)
         for alarm in find_alarms(policies, {"success": FLAT} if team is None else team, evals or {})
     ]
 
@@ -89,11 +89,11 @@ def test_too_few_lines_raise_no_alarm():
 
 def test_alarms_state_their_values_and_rule():
     (alarm,) = find_alarms({"red": {"entropy": line(1.5, 0.05)}}, {"success": FLAT}, {})
-    assert "0.05" in alarm.says and "1.5" in alarm.says and "50%" in alarm.says and "0.1 nats" in alarm.rule
+    assert "0.05" in alarm.message and "1.5" in alarm.message and "50%" in alarm.message and "0.1 nats" in alarm.rule
 
 
 def test_alarm_on_a_cyclic_population():
     wins = np.array([[0.0, 90, 10], [10, 0, 90], [90, 10, 0]])
     (alarm,) = cyclic_alarms(cyclicity(["rock", "paper", "scissors"], wins))
-    assert alarm.name == "cyclic population" and "rock" in alarm.who and "100%" in alarm.says
+    assert alarm.name == "cyclic population" and "rock" in alarm.policy and "100%" in alarm.message
     assert cyclic_alarms(cyclicity(["good", "fair", "poor"], np.array([[0.0, 90, 99], [10, 0, 90], [1, 10, 0]]))) == []

@@ -146,8 +146,8 @@ def test_episodes_are_filtered_sorted_and_paged(client):
     assert steps(outcome="error") == []
     assert sorted(steps(least=1.0, most=1.5)) == those(lambda row: 1 <= row["total"] <= 1.5)
     assert sorted(steps(seat="planner", least=0.5)) == those(lambda row: row["returns"]["planner"] >= 0.5)
-    assert sorted(steps(who="planner@7")) == those(lambda row: row["step"] == 7)
-    assert sorted(steps(seat="executor", who="planner")) == []
+    assert sorted(steps(policy="planner@7")) == those(lambda row: row["step"] == 7)
+    assert sorted(steps(seat="executor", policy="planner")) == []
     assert sorted(steps(step_from=3, step_to=4)) == those(lambda row: 3 <= row["step"] <= 4)
     assert steps(turns_from=3) == [] and len(steps(turns_to=2)) == 96
     assert sorted(steps(invalid=True)) == those(lambda row: row["invalid"] > 0)
@@ -178,7 +178,7 @@ def test_episode_tree_with_texts_and_tokens(client):
     ]
     line = get(client, f"{path}/words/3")["line"]
     assert [joint["node"] for joint in line] == [0, 3]
-    assert line[1]["turns"][0]["says"] == "r3 c0 r3 c3 r3 c3" and line[1]["turns"][0]["seat"] == "executor"
+    assert line[1]["turns"][0]["answer"] == "r3 c0 r3 c3 r3 c3" and line[1]["turns"][0]["seat"] == "executor"
     (said,) = get(client, f"{path}/tokens/3")["said"]
     assert len(said["ids"]) == len(said["texts"]) == len(said["logprobs"]) == 6 and max(said["logprobs"]) <= 0
 
@@ -223,7 +223,7 @@ def test_api_follows_a_growing_run(tmp_path):
         run.log_metrics(12, "team", {"success": 0.5})
     run = get(client, "runs/live")
     assert run["done"] == 13
-    assert [(alarm["name"], alarm["who"]) for alarm in run["alarms"]] == [("entropy collapse", "planner")]
+    assert [(alarm["name"], alarm["policy"]) for alarm in run["alarms"]] == [("entropy collapse", "planner")]
 
 
 # ---- agents and populations
@@ -244,7 +244,7 @@ def test_checkpoint_download_omits_training_state(tmp_path):
     (red,) = [policy for policy in get(client, "runs/kept/agents")["policies"] if policy["checkpoints"]]
     assert red["name"] == "red" and red["checkpoints"][0]["version"] == 12
     answer = client.get("/api/runs/kept/checkpoints/0/red.zip")
-    assert answer.headers["content-disposition"] == 'attachment; filename="red-1.zip"'
+    assert answer.headers["content-disposition"] == 'attachment; filename="red-step-0.zip"'
     archive = zipfile.ZipFile(io.BytesIO(answer.content))
     assert archive.namelist() == ["red/adapter_model.safetensors", "red/member.json"] and archive.testzip() is None
 
@@ -299,7 +299,7 @@ def test_cyclic_population_raises_an_alarm(tmp_path):
     assert [(one["member"], one["from"]) for one in page["timeline"]] == [("rock", 0), ("paper", 2), ("scissors", 4)]
     assert page["mixtures"][0]["shares"][0] == [0.5, 0.5]  # itself, and rock
     (alarm,) = get(client, "runs/rps/alarms")["alarms"]
-    assert alarm["name"] == "cyclic population" and "rock" in alarm["says"]
+    assert alarm["name"] == "cyclic population" and "rock" in alarm["message"]
 
 
 def test_foreign_files_are_reported(tmp_path):

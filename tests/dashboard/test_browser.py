@@ -228,6 +228,9 @@ def look(chromium: Any, site: str) -> Iterator[Look]:
 def test_runs_are_listed_filtered_sorted_and_opened_by_keys(look):
     page = look()
     expect(page.locator("tbody tr")).to_have_count(10)
+    row = page.locator("tbody tr", has_text="spread_mappo")
+    expect(row.locator("[data-name=done]")).to_have_text("100%")  # 41,600 of 40,000 env steps
+    assert row.locator("a.row").evaluate("e => e.getClientRects().length") == 1  # in one line, beside long names
     shot(page, "runs")
     page.keyboard.press("/")
     page.keyboard.type("grpo seed=1")
@@ -372,7 +375,7 @@ def test_episodes_are_filtered_and_searched(look):
     page.get_by_label("seat").select_option("planner")
     page.get_by_label("its reward from").fill("1.5")
     expect(page).to_have_url(re.compile("least=1.5"))
-    page.get_by_role("button", name="all", exact=True).click()
+    page.get_by_role("button", name="clear filters").click()
     page.get_by_label("sorted by").select_option("total")
     expect(page).to_have_url(re.compile("sort=total"))
     settled(page)
@@ -445,10 +448,10 @@ def test_debates_are_shown_in_columns(look):
 def test_envs_have_their_own_renderings(look, number, picture):
     page = look(f"#/run/pictures/episodes/0/{number}")
     expect(page.locator(f".turn details {picture}").first).to_be_visible()
-    expect(page.locator(".says pre.code")).to_contain_text("print(n)")
+    expect(page.locator(".answer pre.code")).to_contain_text("print(n)")
     expect(page.locator("table.info")).to_contain_text("75% of the tests")
     expect(page.locator("table.info")).not_to_contain_text("{")  # nested values are laid out, not printed as JSON
-    expect(page.locator(".says .invalid")).to_contain_text("invalid: it prints nothing")
+    expect(page.locator(".answer .invalid")).to_contain_text("invalid: it prints nothing")
     shot(page, f"picture-{number}")
 
 
@@ -479,7 +482,7 @@ def test_a_run_opens_on_the_first_of_its_pages(look, name, pages):
 def test_axes_have_names_and_units(look):
     page = look("#/run/demo")
     plot = page.locator("[data-metric='metrics/success'] .plot")
-    expect(plot).to_have_attribute("aria-label", re.compile("share of episodes, over training steps"))
+    expect(plot).to_have_attribute("aria-label", re.compile("share of episodes, over training steps done"))
     legend = page.locator("[data-metric='metrics/success'] .legend")
     expect(legend).to_contain_text("search success (best of 8)")  # not what the policies do alone
     expect(legend).to_contain_text("held-out dev")
@@ -517,9 +520,12 @@ def test_population_page(look):
 def test_agents_can_be_downloaded(look):
     page = look("#/run/demo/agents")
     with page.expect_download() as waiting:
-        page.get_by_role("link", name="after step 4").first.click()
-    assert waiting.value.suggested_filename == "planner-4.zip"
+        page.get_by_role("link", name="after step 3").first.click()
+    assert waiting.value.suggested_filename == "planner-step-3.zip"
     assert waiting.value.path().stat().st_size > 100_000
+    steps = page.get_by_label("dev: to").locator("option").all_inner_texts()
+    assert steps == ["before training", "after step 1", "after step 3"]  # numbered as in metrics.jsonl
+    expect(page.get_by_text("--step 4 is the checkpoint after step 3")).to_be_visible()
     shot(page, "agents")
     page = look("#/run/rps_league/agents")
     expect(page.get_by_text("main_exploiter_0-").first).to_be_visible()
@@ -541,6 +547,8 @@ def test_system_and_alarm_pages(look, runs):
     expect(page.locator(".alarms li")).to_have_count(4)
     for name in ("lazy seat", "entropy collapse", "one seat carries the team", "episodes fail"):
         expect(page.get_by_role("heading", name=re.compile(name))).to_be_visible()
+    expect(page.locator(".alarms li").first).to_contain_text("policy lazy")
+    expect(page.locator(".alarms li").first).to_contain_text("97% of its groups")
     assert page.get_by_text("The rule:").count() == page.get_by_text("To try:").count() == 4
     expect(page.locator("table.rules tbody tr")).to_have_count(4)  # those that do not fire
     shot(page, "alarms")
@@ -583,6 +591,22 @@ def test_layout_fits_a_phone_and_dark_mode(look, name):
             assert page.evaluate("() => document.documentElement.scrollWidth") <= width
             assert page.evaluate(CUT_OFF) == []
             shot(page, f"pages/{name}-{device}-{'dark' if dark else 'light'}")
+
+
+def test_timeline_is_legible_on_a_phone(look):
+    page = look("#/run/rps_league", width=390)
+    text = page.locator("svg.timeline text").first
+    expect(text).to_have_text("main_0")
+    settled(page)
+    assert text.bounding_box()["height"] >= 11  # its letters are not drawn smaller with the picture
+
+
+def test_info_of_the_env_and_of_seats_are_apart(look):
+    page = look("#/run/demo/episodes/3/1")
+    rows = page.locator("table.info").first.locator("tr")
+    expect(rows.first).to_contain_text("success")  # of all seats: above the names of seats
+    names = page.locator("table.info").first.locator("tr", has_text="of seat")
+    expect(names).to_contain_text("planner")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -45,8 +45,8 @@ FITS = {
     (("least", 0.5), ("seat", "a")): lambda one: (one["return/a"] or 0) >= 0.5,
     (("env", "y"), ("invalid", True)): lambda one: one["env"] == "y" and one["invalid"] > 0,
     (("step_from", 3), ("step_to", 4), ("turns_from", 1)): lambda one: one["step"] in (3, 4) and one["turns"] >= 1,
-    (("who", "red@1"), ("seat", "b")): lambda one: '"b": "red@1' in one["seats"],
-    (("who", "blue"),): lambda one: "blue" in one["seats"],
+    (("policy", "red@1"), ("seat", "b")): lambda one: '"b": "red@1' in one["seats"],
+    (("policy", "blue"),): lambda one: "blue" in one["seats"],
 }
 
 

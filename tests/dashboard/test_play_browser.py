@@ -117,7 +117,7 @@ policies:
         expect(page.get_by_text("I have seen")).to_be_visible()
         assert page.locator("article img, article script").count() == 0
         assert page.evaluate("window.hacked") is None
-        expect(page.locator(".says .text").first).to_contain_text("<img src=x")
+        expect(page.locator(".answer .text").first).to_contain_text("<img src=x")
         page.close()  # before its server ends, which would be an error on it
 
 

@@ -83,9 +83,10 @@ def test_other_seats_private_state_is_hidden_until_the_end(client):
         assert "instance" not in text and "seed" not in text  # which would say what was dealt
         assert say(client, game, turn, word).status_code == 200
         state = asked(client, game)
-    said = [(one["seat"], one.get("says")) for joint in state["line"] for one in joint["turns"] if "says" in one]
+    said = [(one["seat"], one.get("answer")) for joint in state["line"] for one in joint["turns"] if "answer" in one]
     assert [seat for seat, _ in said] == ["player_0", "player_1", "player_0"]
-    assert "my card is high" in said[1][1] and state["line"][1]["turns"][0]["sees"].startswith("You are player 1.")
+    assert "my card is high" in said[1][1]
+    assert state["line"][1]["turns"][0]["observation"].startswith("You are player 1.")
     returns = state["end"]["returns"]
     assert state["now"] == "over" and returns["player_0"] == -returns["player_1"] and abs(returns["player_0"]) == 2
 
@@ -97,7 +98,7 @@ def test_person_sees_the_seats_role_and_observation(client):
     end = asked(client, game)["end"]
     env = make_env("text_kuhn", rendering="full")
     first = env.reset(end["instance"])
-    assert end["gave_up"] and state["line"][0]["turns"][0]["sees"] == first.observations["player_0"]
+    assert end["gave_up"] and state["line"][0]["turns"][0]["observation"] == first.observations["player_0"]
     assert state["role"] == env.roles["player_0"] and state["rules"] == ""
 
 
@@ -109,7 +110,7 @@ def test_out_of_turn_answer_is_409(client):
     assert say(client, game, 0, "pass").status_code == 200
     twice = say(client, game, 0, "bet")
     assert twice.status_code == 409 and "answered already" in twice.json()["error"]
-    assert asked(client, game)["line"][0]["turns"][0]["says"] == "pass"
+    assert asked(client, game)["line"][0]["turns"][0]["answer"] == "pass"
     assert say(client, game, 1, "pass").status_code == 200
     assert asked(client, game)["now"] == "over"
     late = say(client, game, 2, "pass")
