@@ -88,6 +88,12 @@ function axes(axis: string, axisName: string, unit: string): uPlot.Axis[] {
   ];
 }
 
+// From 0 to 1 where every value is 0, which uPlot would draw from 0 to 100: beyond the values that a share can have.
+function verticalRange(_: uPlot, low: number | null, high: number | null): uPlot.Range.MinMax {
+  if (low === null || high === null) return [null, null];
+  return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 // As wide as the widest of the ticks' texts, so that none is clipped.
 function widest(_: uPlot, values: string[] | null): number {
   return 14 + 6.6 * Math.max(3, ...(values ?? []).map((text) => text?.length ?? 0));
@@ -117,7 +123,7 @@ export function Chart({ title, lines, axis, axisName, unit, range, onRange, log,
       bands,
       scales: {
         x: { time: false, range: (_, low, high) => latest.current.range ?? (low === high ? [low - 1, high + 1] : [low, high]) },
-        y: { distr: log ? 3 : 1 },
+        y: log ? { distr: 3 } : { range: verticalRange },
       },
       axes: axes(axis, axisName, unit),
       legend: { show: false },
