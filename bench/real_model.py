@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from palestra.engine.linear import onednn_product
 from palestra.engine.models import resolve_base
 from palestra.engine.trainer import Trainer
+from palestra.onednn import onednn_product
 
 PROMPT, NEW, K, RANK, GROUPS = 96, 32, 8, 16, 4
 TARGETS = {"sample_of_limit_135m": 0.7, "step_of_limit_135m": 0.7, "step_vs_trl_135m": 3.5}

@@ -23,6 +23,7 @@ LAYERS = [
         "palestra.config",
         "palestra.files",
         "palestra.jit",
+        "palestra.onednn",
         "palestra.processes",
         "palestra.seeding",
         "palestra.tinker_compat",

@@ -1,27 +1,22 @@
 """Products with the weights of linear layers, by oneDNN where it is faster than PyTorch's own choice.
 
-On x86 PyTorch computes float32 products with MKL, which runs at half of the speed of oneDNN on AMD processors: 100
-against 210 GFLOP/s a core on an EPYC with AVX-512, in the shapes of a base of 135 million parameters. oneDNN is used on
-CPU, in float32, for weights of more than `MIN_WEIGHTS` numbers and from `MIN_ROWS` rows on; with fewer its fixed cost
-counts more. Before its first use it is compared with a product in float64.
+On an AMD EPYC with AVX-512 MKL, PyTorch's own choice, makes 100 GFLOP/s a core and oneDNN 210, in the shapes of a base
+of 135 million parameters. oneDNN is used on CPU, in float32, for weights of more than `MIN_WEIGHTS` numbers and from
+`MIN_ROWS` rows on; with fewer its fixed cost counts more.
 """
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from palestra.onednn import onednn_product
+
 MIN_WEIGHTS = 2**16  # smaller products take about the same time
 MIN_ROWS = 4
-MAX_ERROR = 1e-4  # of a sum of 256 products of standard normals: rounding gives about 1e-5
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,32 +47,6 @@ def _is_faster(x: Tensor, weight: Tensor) -> bool:
         and type(weight) in (Tensor, nn.Parameter)  # not a sharded or quantised one
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-@cache
-def onednn_product() -> Product | None:
-    """Returns the function (x, weight, bias) of oneDNN's product; None if this machine or this PyTorch has none, or if
-    its result is wrong."""
-    operator: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    if operator is None or not torch.backends.mkldnn.is_available() or platform.machine() not in ("x86_64", "AMD64"):
-        return None
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found: Tensor = operator(x, weight, bias, "none", [], "")
-        return found
-
-    return product if _is_right(product) else None
-
-
-def _is_right(product: Product) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((1, 33, 256), (300, 256), (300,)))
-    with torch.no_grad():
-        errors = (
-            product(x, weight, bias) - F.linear(x.double(), weight.double(), bias.double()),
-            product(x, weight[:256].T, None) - x.double() @ weight[:256].double(),
-        )
-        return all(bool(error.abs().max() < MAX_ERROR) for error in errors)
 
 
 class OneDNNLinear(torch.autograd.Function):

@@ -16,8 +16,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.config import StrictModel
+from palestra.nets.dense import Activation, Dense
 
-Activation = Literal["tanh", "relu"]
 GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}
 
 
@@ -47,35 +47,6 @@ def orthogonal(shape: tuple[int, ...], gain: float, generators: Sequence[torch.G
     return weights
 
 
-class _Dense(torch.autograd.Function):
-    """activation(x W + b) for P members: [P, R, in], [P, in, out], [P, 1, out] -> [P, R, out]. One autograd node where
-    PyTorch creates five with copies; a single member uses plain matrix products, which are faster."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation | None) -> Tensor:
-        out = _product(x, weight).add_(bias)
-        if activation is not None:
-            out = out.tanh_() if activation == "tanh" else out.relu_()
-        ctx.save_for_backward(x, weight, out)
-        ctx.activation = activation
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
-        x, weight, out = ctx.saved_tensors
-        if ctx.activation == "tanh":
-            g = torch.ops.aten.tanh_backward(g, out)
-        elif ctx.activation == "relu":
-            g = torch.ops.aten.threshold_backward(g, out, 0)
-        below = _product(g, weight.transpose(1, 2)) if ctx.needs_input_grad[0] else None
-        return below, _product(x.transpose(1, 2), g), g.sum(1, keepdim=True), None
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the batched product of [P, n, m] and [P, m, k]."""
-    return torch.mm(a.squeeze(0), b.squeeze(0)).unsqueeze(0) if len(a) == 1 else torch.bmm(a, b)
-
-
 class Linear(nn.Module):
     """P linear layers: [P, R, in] -> [P, R, out]."""
 
@@ -85,7 +56,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        out: Tensor = _Dense.apply(x, self.weight, self.bias, activation)
+        out: Tensor = Dense.apply(x, self.weight, self.bias, activation)
         return out
 
 
@@ -151,7 +122,7 @@ class Convolutions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = torch.stack([self._member(p, pixels) for p, pixels in enumerate(x)])
         weight, bias = self.last.weight.to(self.dtype), self.last.bias.to(self.dtype)
-        return _Dense.apply(features, weight, bias, "relu").float()
+        return Dense.apply(features, weight, bias, "relu").float()
 
     def _member(self, p: int, x: Tensor) -> Tensor:
         scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # applied to the first kernel: smaller than x

@@ -8,12 +8,13 @@ import torch
 from torch.nn import functional as F
 
 from palestra.engine import linear as linear_module
-from palestra.engine.linear import OneDNNLinear, linear, matmul, onednn_product
+from palestra.engine.linear import OneDNNLinear, linear, matmul
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import Trainer
 from palestra.losses.policy import clipped_policy_loss
+from palestra.onednn import onednn_product
 from palestra.testing import tiny_lm
 from palestra.types import Sample
 
@@ -76,11 +77,6 @@ def test_other_products_stay_pytorchs_own_bit_for_bit(x, weight):
 def test_autocast_still_computes_in_its_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(normal(8, 300), normal(400, 300), None).dtype == torch.bfloat16
-
-
-@needs_onednn
-def test_a_wrong_product_is_refused(monkeypatch):
-    assert not linear_module._is_right(lambda x, weight, bias: F.linear(x, weight.roll(1), bias))
 
 
 @needs_onednn

@@ -1,0 +1,136 @@
+"""Layers by oneDNN give the results and the gradients of float64, as PyTorch's own products do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from palestra.nets import dense
+from palestra.nets.dense import Activation, Dense
+from palestra.nets.layers import MLP, make_generators
+from palestra.onednn import Product, is_right, onednn_product
+
+needs_onednn = pytest.mark.skipif(onednn_product() is None, reason="no oneDNN product on this machine")
+ROWS = 8200  # with the narrowest layer, 64 to 1, above `MIN_PRODUCTS`
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(members: int, inputs: int, outputs: int) -> list[Tensor]:
+    """Inputs, weights and biases of a layer that oneDNN computes."""
+    parts = normal(members, ROWS, inputs), normal(members, inputs, outputs, seed=1) / 8, normal(members, 1, outputs)
+    return [part.requires_grad_() for part in parts]
+
+
+def exact(parts: list[Tensor], activation: Activation | None, outer: Tensor) -> list[Tensor]:
+    """The layer in float64 by PyTorch's operations, and its gradients."""
+    wide = [part.detach().double().requires_grad_() for part in parts]
+    out = torch.baddbmm(wide[2], wide[0], wide[1])
+    out = out if activation is None else torch.tanh(out) if activation == "tanh" else torch.relu(out)
+    return [out.detach(), *torch.autograd.grad(out, wide, outer.double())]
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights of all products that oneDNN computes from now on."""
+    seen, product = [], onednn_product()
+    assert product is not None
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none") -> Tensor:
+        seen.append(tuple(weight.shape))
+        return product(x, weight, bias, activation)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dense, "onednn_product", lambda: counted)
+    return seen
+
+
+@needs_onednn
+@pytest.mark.parametrize("shape", [(18, 64), (64, 64), (64, 5), (64, 1)])
+@pytest.mark.parametrize("activation", ["tanh", "relu", None])
+@pytest.mark.parametrize("members", [1, 2])
+def test_outputs_and_gradients_are_those_of_float64(monkeypatch, members, activation, shape):
+    parts, seen = layer(members, *shape), count_products(monkeypatch)
+    before = exact(parts, None, torch.zeros(members, ROWS, shape[1]))[0]
+    # units within rounding of 0 may be active in one precision only
+    outer = normal(members, ROWS, shape[1], seed=3).masked_fill(before.abs() < 1e-5, 0.0)
+    out = Dense.apply(*parts, activation)
+    found = [out, *torch.autograd.grad(out, parts, outer)]
+    assert len(seen) == 3 * members  # the layer, and the gradients of its inputs and its weights
+    for mine, right in zip(found, exact(parts, activation, outer), strict=True):
+        # sums of up to 8200 products in float32: rounding gives about 1e-6 of the largest
+        torch.testing.assert_close(mine.detach().double(), right, rtol=0, atol=1e-5 * float(right.abs().max()))
+
+
+@needs_onednn
+def test_columns_and_expanded_gradients_are_computed_as_copies(monkeypatch):
+    _, weight, bias = layer(1, 64, 64)
+    seen = count_products(monkeypatch)
+    apart = normal(1, ROWS, 130)[..., 1:129:2].requires_grad_()
+    for activation in ("tanh", None):
+        sums = Dense.apply(apart, weight, bias, activation).sum()  # its gradient is one number, expanded
+        found = torch.autograd.grad(sums, (apart, weight, bias))
+        right = exact([apart, weight, bias], activation, torch.ones(1, ROWS, 64))[1:]
+        for mine, one in zip(found, right, strict=True):
+            torch.testing.assert_close(mine.double(), one, rtol=0, atol=1e-5 * float(one.abs().max()))
+    assert len(seen) == 6
+
+
+@needs_onednn
+@pytest.mark.parametrize("activation", ["tanh", "relu", None])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_visible(monkeypatch, activation, value):
+    """A run stops at a loss that is not a finite number: no layer may hide it."""
+    x, weight, bias = (part.detach() for part in layer(1, 64, 64))
+    seen = count_products(monkeypatch)
+    bias[0, 0, 3] = value
+    out = Dense.apply(x, weight, bias, activation)[..., 3]
+    assert seen and torch.equal(out.isnan(), torch.full_like(out, value != value).bool())
+    assert value != value or bool((out == (1.0 if activation == "tanh" else torch.inf)).all())
+
+
+@needs_onednn
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_second_gradients_are_those_of_pytorchs_products(monkeypatch, activation):
+    """A discriminator's penalty is a function of gradients."""
+
+    def penalty_gradients() -> list[Tensor]:
+        net = MLP(18, [64], activation, make_generators([0]), outputs=64)
+        x = normal(1, ROWS, 18).requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).square().mean(), x, create_graph=True)
+        return list(torch.autograd.grad((1000 * slope).square().sum(), list(net.parameters()), materialize_grads=True))
+
+    seen = count_products(monkeypatch)
+    ours = penalty_gradients()
+    assert seen
+    monkeypatch.setattr(dense, "onednn_product", lambda: None)
+    for mine, theirs in zip(ours, penalty_gradients(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))  # three products deep
+    assert float(ours[0].abs().max()) > 0
+
+
+@pytest.mark.parametrize("kind", ["few rows", "narrow", "float64", "bfloat16", "autocast"])
+def test_other_layers_stay_pytorchs_own_bit_for_bit(kind):
+    rows = 64 if kind == "few rows" else ROWS
+    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(kind, torch.float32)
+    width = 63 if kind == "narrow" else 64
+    x, weight, bias = (normal(1, *shape).to(dtype) for shape in ((rows, width), (width, width), (1, width)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        found, right = Dense.apply(x, weight, bias, "tanh"), torch.mm(x[0], weight[0]).add_(bias[0]).tanh_()
+    assert torch.equal(found[0], right)
+
+
+@needs_onednn
+@pytest.mark.parametrize("fault", ["weight", "transposed", "tanh"])
+def test_a_wrong_product_is_refused(fault):
+    def wrong(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none") -> Tensor:
+        faulty = fault == "weight" or (fault == "transposed" and not weight.is_contiguous())
+        out = F.linear(x, weight.roll(1) if faulty else weight, bias)
+        return out if activation == "none" else torch.tanh(out) + 2e-6 * (fault == "tanh")
+
+    right: Product = lambda x, weight, bias, activation="none": (  # noqa: E731
+        F.linear(x, weight, bias) if activation == "none" else torch.tanh(F.linear(x, weight, bias))
+    )
+    assert is_right(right) and not is_right(wrong)
