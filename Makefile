@@ -34,7 +34,7 @@ demo: $(PLAIN) ## train the demo team on a CPU and draw its curves
 
 real: $(INSTALLED) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and print their success before and after
 	@n=1; name=real; while [ -e runs/$$name ]; do n=$$((n + 1)); name=real-$$n; done; \
-	$(BIN)/palestra train configs/real/sums_team.yaml --name $$name
+	$(BIN)/palestra train configs/real/story_team.yaml --name $$name
 
 test: lint ## lint, types and the fast tests (CPU), on as many cores as there are
 	$(BIN)/python -m pytest -n auto --dist loadfile
