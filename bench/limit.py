@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,17 @@ class StepFlops(NamedTuple):
     def total(self) -> float:
         """All four parts together."""
         return sum(self)
+
+
+def cpu_seconds(run: Callable[[], object], repeats: int) -> float:
+    """The least CPU seconds of `repeats` runs, after one that warms up."""
+    run()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.process_time()
+        run()
+        best = min(best, time.process_time() - start)
+    return best
 
 
 def matmul_rate(seconds: float = 1.0) -> float:

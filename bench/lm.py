@@ -28,14 +28,13 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from generate_peer import best_generate_rate
-from limit import matmul_rate, random_prompts, shared_prefix_step_flops, tiny_config, tiny_random
+from limit import cpu_seconds, matmul_rate, random_prompts, shared_prefix_step_flops, tiny_config, tiny_random
 from peak import peak_figures
 from real_model import TARGETS as REAL_MODEL_TARGETS
 from real_model import real_model_figures
@@ -86,17 +85,6 @@ class Ours:
                 samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(new, a, np.float32)))
         trainer.forward_backward(samples, clipped_policy_loss)
         trainer.optim_step(AdamConfig(lr=1e-5))
-
-
-def cpu_seconds(run: Callable[[], object], repeats: int) -> float:
-    """The least CPU seconds of `repeats` runs, after one that warms up."""
-    run()
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.process_time()
-        run()
-        best = min(best, time.process_time() - start)
-    return best
 
 
 def ids(count: int, length: int, seed: int = 0) -> list[np.ndarray]:

@@ -8,13 +8,12 @@ which the engine uses where it can, is beside it: on AMD processors it is about 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from limit import layer_matrices, shared_prefix_step_flops
+from limit import cpu_seconds, layer_matrices, shared_prefix_step_flops
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
@@ -72,19 +71,9 @@ def _rate(config: object, product: Product, rows: int, head_rows: int, repeats: 
             product(x[weight.shape[1]], weight, None)
 
     layer_flops = 2 * rows * sum(weight.numel() for weight in weights)
-    seconds, head_seconds = _least(all_layers, repeats), _least(lambda: product(x_head, head, None), repeats)
+    seconds, head_seconds = cpu_seconds(all_layers, repeats), cpu_seconds(lambda: product(x_head, head, None), repeats)
     times = config.num_hidden_layers / layers
     return (layer_flops * times + 2 * head_rows * head.numel()) / (seconds * times + head_seconds)
-
-
-def _least(run: Callable[[], object], repeats: int) -> float:
-    run()
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.process_time()
-        run()
-        best = min(best, time.process_time() - start)
-    return best
 
 
 def own_rates(config: object) -> tuple[Rates, Rates]:
@@ -117,8 +106,8 @@ def real_model_figures(
     for _ in range(1 if quick else 2):  # in turn, so that a busy machine slows all alike
         for name, rates in zip(limits, own_rates(config), strict=True):
             limits[name].append(limit_seconds(config, rates))
-        sampled.append(_least(lambda: ours.sample(prompts, K, NEW, [adapter.snapshot()]), repeats))
-        stepped.append(_least(lambda: ours.step(trainer, prompts, new=NEW), repeats))
+        sampled.append(cpu_seconds(lambda: ours.sample(prompts, K, NEW, [adapter.snapshot()]), repeats))
+        stepped.append(cpu_seconds(lambda: ours.step(trainer, prompts, new=NEW), repeats))
         if run_trl:
             spec = {"model": folder, "K": K, "new_tokens": NEW, "prompts_per_step": GROUPS, "rank": RANK}
             found = run_trl(spec | {"steps": 1, "warmup": 1, "micro_batches": [2 * K]}, known)

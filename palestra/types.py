@@ -110,7 +110,7 @@ class Episode:
 
     `seats` maps each seat to the name of its policy. `error` is the message of an env or policy that failed and
     `traceback` its stack trace: such an episode is recorded, counted and displayed, and never trained on. `picture` is
-    how the env says that its observations may be drawn (`Env.picture`).
+    kind of picture that its observations may be drawn as (`Env.picture`).
     """
 
     env: str

@@ -111,7 +111,7 @@ class Alarm:
 
     @property
     def remedy(self) -> str:
-        """What to try."""
+        """The remedy: changes to try."""
         return RULES[self.name].remedy
 
     def to_json(self) -> dict[str, Any]:

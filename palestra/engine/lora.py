@@ -123,7 +123,7 @@ class Adapter:
 
     @property
     def mergeable(self) -> bool:
-        """Whether its output is that of pairs A and B on linear layers, so that they can be added to the weights."""
+        """True if it has only pairs A and B on linear layers, so that their products can be added to the weights."""
         return not self.extras
 
     def scale_of(self, name: str) -> float:
@@ -214,7 +214,7 @@ class Snapshot:
 
     @property
     def mergeable(self) -> bool:
-        """Whether its output is that of pairs A and B on linear layers, so that they can be added to the weights."""
+        """True if it has only pairs A and B on linear layers, so that their products can be added to the weights."""
         return not self.extras
 
     def scale_of(self, name: str) -> float:

@@ -1,4 +1,4 @@
-"""What adapters of other kinds than plain LoRA compute: DoRA, dropout, adapted experts, and modules trained in full.
+"""Computations of adapters other than plain LoRA: DoRA, dropout, adapted experts, and modules trained in full.
 
 These pass through each block of a flat row alone, by the layer's own output: the fast ways of lora.py (merged and
 stacked weights) are for adapters that are `mergeable`.

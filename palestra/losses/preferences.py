@@ -9,6 +9,7 @@ difference of their means. The weight of a pair in the batch mean is the sum of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -50,12 +51,7 @@ def preference_loss(
         raise ValueError(f"{kind} takes no label_smoothing: leave it out")
     if tokens.group_M is None:
         raise ValueError("preferences need the number of each token's pair")
-    _, pair_M = torch.unique(tokens.group_M, return_inverse=True)
-    count = int(pair_M.max()) + 1 if len(pair_M) else 0
-
-    def summed(values_M: Tensor) -> Tensor:
-        return values_M.new_zeros(count).index_add(0, pair_M, values_M)
-
+    summed = _group_sum(tokens.group_M)
     chosen_M, rejected_M = tokens.advantage_M.clamp(min=0), -tokens.advantage_M.clamp(max=0)
     if not (summed(chosen_M) * summed(rejected_M)).all():
         raise ValueError("a pair needs tokens with advantages above and below 0: its chosen and its rejected side")
@@ -73,6 +69,12 @@ def preference_loss(
         "chosen_logp": (share * summed(chosen_M * logp_M)).sum(),
         "rejected_logp": (share * summed(rejected_M * logp_M)).sum(),
     }
+
+
+def _group_sum(group_M: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns the function that sums values [M] by group, to [G] for the `G` distinct numbers in `group_M`, sorted."""
+    numbers_G, index_M = torch.unique(group_M, return_inverse=True)
+    return lambda values_M: values_M.new_zeros(len(numbers_G)).index_add(0, index_M, values_M)
 
 
 def _log_ratio(tokens: LossInputs, reference_free: bool) -> Tensor:
@@ -95,12 +97,7 @@ def kto_loss(tokens: LossInputs, *, beta: float = 0.1) -> tuple[Tensor, TensorMe
     """
     if tokens.group_M is None:
         raise ValueError("kto needs the number of each token's side")
-    _, side_M = torch.unique(tokens.group_M, return_inverse=True)
-    count = int(side_M.max()) + 1 if len(side_M) else 0
-
-    def summed(values_M: Tensor) -> Tensor:
-        return values_M.new_zeros(count).index_add(0, side_M, values_M)
-
+    summed = _group_sum(tokens.group_M)
     weight = summed(tokens.advantage_M) / summed(torch.ones_like(tokens.advantage_M))
     share, reward = summed(tokens.weight_M), beta * torch.sign(weight) * summed(_log_ratio(tokens, False))
     loss = (share * weight.abs() * torch.sigmoid(-reward)).sum()

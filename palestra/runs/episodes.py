@@ -53,7 +53,7 @@ SCHEMA = pa.schema(
         ("invalid", pa.bool_()),
         ("info", pa.string()),  # JSON
         ("draw", pa.int32()),  # index among the seat's answers to this observation
-        ("picture", pa.string()),  # how the env says that observations may be drawn; null for text
+        ("picture", pa.string()),  # kind of picture of the observations (Env.picture); null for text
     ]
 )
 OPTIONAL_COLUMNS = ("draw", "traceback", "picture")  # optional columns

@@ -19,7 +19,7 @@ SEARCH_KEEPS = ("best", "epsilon")  # values of `continue_from` that choose amon
 def training_success_label(config: Tree) -> str:
     """Returns the name of the success rate that a run with this resolved config logs in training: "search success (best
     of 8)" if its episodes go on from the best of 8 answers, else "training success". The branching of a user's own
-    algorithm is not in its config: its label says that the rate may be of a search."""
+    algorithm is not in its config: its label notes that the rate may be of a search."""
     if size := _search_size(config):
         return f"search success (best of {size})"
     return "training success (may be of a search)" if _is_of_own_algorithm(config) else "training success"

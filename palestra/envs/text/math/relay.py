@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from palestra.chat import Chat
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import terms_info, total_rewards
 from palestra.envs.text.grid.grid import check_range
 from palestra.envs.text.math.grading import UNREADABLE, AnswerGrade, grade_directly
-from palestra.envs.text.math.review import MAX_SHOTS, last_number
+from palestra.envs.text.math.review import MAX_SHOTS, acting_seat, ask_with_examples, last_number
 from palestra.envs.text.math.word_templates import ANIMALS, NAMES, THINGS
 from palestra.envs.text.options import RewardMode
 from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split
@@ -118,10 +117,7 @@ class MathRelay(Env):
         return Step(self._observations(), info={"turn": 0, "success": False})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        seat = self._next
-        if seat is None or actions.keys() != {seat}:
-            why = "the game is over: call reset(seed) before step" if seat is None else f"it is the turn of {seat}"
-            raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
+        seat = acting_seat(self._next, actions)
         reply = str(actions[seat])
         self.replies = self.replies | {seat: reply}
         self.grades = self.grades | {seat: self._grade(seat, reply)}
@@ -153,10 +149,7 @@ class MathRelay(Env):
             return {}
         messages = {"sent": self.replies.get(FIRST, ""), "blank": "", "foreign": self.foreign}
         question = seat_question(self._next, self.story, messages[self.message])
-        if not self.examples[self._next]:
-            return {self._next: question}
-        shared = ({"role": "system", "content": self.roles[self._next]}, *self.examples[self._next])
-        return {self._next: Chat((*shared, {"role": "user", "content": question}), num_shared=len(shared))}
+        return {self._next: ask_with_examples(self.roles[self._next], self.examples[self._next], question)}
 
 
 def relay_story(seed: int, limit: int, split: Split, signs: Sequence[Signs] = get_args(Signs)) -> RelayStory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from palestra.chat import Chat
@@ -77,10 +78,7 @@ class MathReview(Env):
         return Step(self._observations(), info={"turn": 0, "success": False})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
-        seat = self._next
-        if seat is None or actions.keys() != {seat}:
-            why = "the game is over: call reset(seed) before step" if seat is None else f"it is the turn of {seat}"
-            raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
+        seat = acting_seat(self._next, actions)
         reply = str(actions[seat])
         self.replies = self.replies | {seat: reply}
         self.grades = self.grades | {seat: self._grade(reply)}
@@ -111,11 +109,25 @@ class MathReview(Env):
         if self._next is None:
             return {}
         question = seat_question(self._next, self.problem, self.replies.get("reasoner", ""))
-        if not self.examples[self._next]:
-            return {self._next: question}
-        system = {"role": "system", "content": self.roles[self._next]}
-        shared = (system, *self.examples[self._next])
-        return {self._next: Chat((*shared, {"role": "user", "content": question}), num_shared=len(shared))}
+        return {self._next: ask_with_examples(self.roles[self._next], self.examples[self._next], question)}
+
+
+def acting_seat(seat: Seat | None, actions: Mapping[Seat, Any]) -> Seat:
+    """Returns the seat that acts next. Raises ValueError if the actions are not of this seat alone, or if `seat` is
+    None since the episode has ended."""
+    if seat is None or actions.keys() != {seat}:
+        why = "the game is over: call reset(seed) before step" if seat is None else f"it is the turn of {seat}"
+        raise ValueError(f"the actions are for {sorted(actions)}, but {why}")
+    return seat
+
+
+def ask_with_examples(role: str, examples: Sequence[dict[str, str]], question: str) -> Chat | str:
+    """Returns the question after the role and the worked examples, which all conversations share; without examples the
+    question alone."""
+    if not examples:
+        return question
+    shared = ({"role": "system", "content": role}, *examples)
+    return Chat((*shared, {"role": "user", "content": question}), num_shared=len(shared))
 
 
 def last_number(reply: str) -> str | None:
