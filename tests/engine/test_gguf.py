@@ -239,7 +239,7 @@ def test_passes_and_gradients_of_smollm2_equal_transformers(smollm: Engine):
     twin = adapter.with_separate_grads()
     changed = dict(plain.named_parameters())
     for name, (a, b) in twin.weights.items():
-        changed[f"{name}.weight"] = changed[f"{name}.weight"].detach() + twin.scale * b @ a
+        changed[f"{name}.weight"] = changed[f"{name}.weight"].detach() + twin.scale_of(name) * b @ a
     expected = [logprobs(plain, changed, sample) for sample in samples]
     trainer = Trainer(smollm, adapter)
     for sample, packed, own in zip(samples, trainer.logprobs(samples), expected, strict=True):
