@@ -31,6 +31,7 @@ _NAMES = {  # module: names that it gives to `import palestra`
     "populations.pbt": ["PBTConfig"],
     "launch.population": ["ExactOracle", "LanguageOracle", "NetOracle"],
     "envs": ["Env", "VectorEnv", "check_env", "make_env"],
+    "evaluation.game_policy": ["GamePolicy"],
     "envs.text.prompt_rows": ["Prompts"],
     "training.loop": ["Callback"],
     "types": ["Step"],

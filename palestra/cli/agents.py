@@ -14,9 +14,15 @@ Step = Annotated[int | None, typer.Option(help="a checkpoint of the run (default
 
 def publish(
     run: Annotated[Path, typer.Argument(help="a run")],
-    out: Annotated[Path, typer.Option(help="the folder to write, which must not exist")],
-    member: Annotated[str | None, typer.Option(help="one of the run's agents (optional if it has only one)")] = None,
+    out: Annotated[Path, typer.Option(help="the folder to write, which must not exist; a .json file for networks")],
+    member: Annotated[
+        str | None,
+        typer.Option(help="one of the run's agents (optional if it has only one; of a game: plays all its seats)"),
+    ] = None,
     step: Step = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="networks: export the most probable actions, not the probabilities")
+    ] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="merge the adapter into its base and write the whole model")
     ] = False,
@@ -27,15 +33,25 @@ def publish(
         str | None, typer.Option("--license", help="licence of the weights, by its identifier on the hub: apache-2.0")
     ] = None,
 ) -> None:
-    """Export a trained agent: weights that peft, transformers and vLLM read, and a model card.
+    """Export a trained agent: weights that peft, transformers and vLLM read, and a model card. Networks in a game that
+    can be enumerated, or a population's last mixtures, as a table of action probabilities by information state.
 
     Examples:
 
         palestra publish runs/demo --member planner --out planner
 
         palestra publish runs/demo --member planner --out planner-whole --merge --license apache-2.0
+
+        palestra publish runs/leduc_psro --out leduc.json
+
+    `palestra.GamePolicy.load("leduc.json").to_openspiel()` is the table as a policy of OpenSpiel.
     """
     with user_errors():
+        if out.suffix == ".json":
+            if merge or base_name or licence:
+                raise ValueError("--merge, --base-name and --license are for weights, not for a table of a game")
+            _publish_table(run, out, member, step, greedy)
+            return
         from palestra.agents.publish import publish as write
         from palestra.agents.trained_agent import find_agents
 
@@ -46,6 +62,17 @@ def publish(
             )
         write(agents[0], out, merge=merge, base_name=base_name, licence=licence)
     print_line(f"{out}: {agents[0].versioned}, {'merged into its base' if merge else agents[0].kind}")
+
+
+def _publish_table(run: Path, out: Path, member: str | None, step: int | None, greedy: bool) -> None:
+    from palestra.evaluation.game_policy import export_game_policy
+
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another name or remove it")
+    policy = export_game_policy(run, member=member, step=step, greedy=greedy)
+    policy.save(out)
+    states = sum(map(len, policy.players))
+    print_line(f"{out}: {states} information states, NashConv {policy.nash_conv:.6f}")
 
 
 def serve_agent(

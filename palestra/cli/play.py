@@ -65,6 +65,12 @@ def evaluate(
     seed: int = 0,
     in_process: InProcessOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    best_response: Annotated[
+        int,
+        typer.Option(
+            min=0, help="vectorised games: train a best response to the others at each seat for this many env steps"
+        ),
+    ] = 0,
     record: Annotated[
         str,
         typer.Option(help="keep the result in the run under this name, beside its evaluations; the dashboard shows it"),
@@ -92,9 +98,20 @@ def evaluate(
 
         palestra eval runs/demo --episodes 100 --samples 8
 
+        palestra eval runs/goofspiel --episodes 2000 --best-response 1000000
+
         palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
+
+    The result of a game that can be enumerated includes NashConv of the policies. In a larger one, --best-response
+    gives a lower bound on it: the sum of what trained responses gain.
     """
     with user_errors():
+        if best_response and (cross or swap or record or show):
+            raise ValueError("--best-response goes with --env, --seats, --step, --temperature, --seed and --json")
+        if best_response:
+            choice = {"episodes": episodes, "step": step, "seed": seed, "greedy": temperature == 0}
+            _best_responses(what, parse_settings(env), parse_seats(seats), best_response, as_json, choice)
+            return
         if cross and (swap or seats):
             raise ValueError("--cross seats its members in every way: name them with --member, not --seats or --swap")
         if members and not cross:
@@ -133,6 +150,23 @@ def evaluate(
         from palestra.rollouts.failures import check_not_all_failed
 
         check_not_all_failed([episode for scored in found for episode in scored.episodes], "eval")
+
+
+def _best_responses(
+    what: Path, env: dict[str, Any], seats: dict[str, str], steps: int, as_json: bool, choice: dict[str, Any]
+) -> None:
+    from palestra.evaluation.best_response import learn_best_responses
+    from palestra.report.population_data import exploits_table, nash_conv_lower_bound
+
+    with PlainConsole(stderr=True).status("learning a response at each seat") as status:
+        report = lambda text: status.update(styled_text(text))  # noqa: E731
+        found = learn_best_responses(what, env, seats, steps=steps, on_progress=report, **choice)
+    bound = nash_conv_lower_bound(found)
+    if as_json:
+        print(json.dumps({"nash_conv_at_least": bound, "responses": [one._asdict() for one in found]}))
+        return
+    console.print(exploits_table(what, found))
+    console.print(styled_text("NashConv is at least ", (f"{bound:.3f}", "bold"), ", up to the error of the gains"))
 
 
 @contextmanager
@@ -333,6 +367,8 @@ def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Tab
             table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
     for seat in figures.get("returns", {}):
         table.add_row(f"return of {seat}", _return(figures, seat))
+    if "nash_conv" in figures:
+        table.add_row("NashConv", f"{figures['nash_conv']:.4f}")
     return table
 
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from palestra.algorithms.vector.imitation import record_demonstrations
 from palestra.builders.vector import make_fixed_player, policy_by_seat
 from palestra.builders.vector_config import ScriptConfig, VectorConfig
 from palestra.builders.vector_envs import make_vector_env
 from palestra.config import validate
 from palestra.envs import VectorEnv
+from palestra.evaluation.game_policy import nash_conv_of, policy_table
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
 from palestra.learners.policy_stack import read_policy
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
@@ -22,15 +25,17 @@ from palestra.training.vector import play_eval
 from palestra.types import Seat
 
 MAX_NUM_ENVS = 256  # parallel copies of the env
+MAX_NODES_OF_EVAL = 600_000  # of a game whose NashConv is computed unasked: some 15 s
 OTHER_NAMES = "random, script:NAME or RUN:NAME"
 
 
 @dataclass(frozen=True)
 class VectorEvalSetup:
     """An env and its seat assignment: `policy_names` maps seats to policy names. With `greedy`, policies take their
-    most probable action."""
+    most probable action. Metrics of games that can be enumerated include `nash_conv`."""
 
     target: Target
+    env_config: Mapping[str, Any]
     env: VectorEnv
     policy_names: dict[Seat, str]
     greedy: bool
@@ -52,6 +57,13 @@ class VectorEvalSetup:
     def _play(self, names: Mapping[Seat, str], episodes: int, seed: int) -> EvalResult:
         players = self.players(names)
         metrics = play_eval(self.env, players, episodes, derive_seed(seed, "eval"))
+        distance = nash_conv_of(
+            self.env_config,
+            lambda game: policy_table(self.target, self.env, game, names, self.greedy),
+            MAX_NODES_OF_EVAL,
+        )
+        if distance is not None:
+            metrics["nash_conv"] = distance
         return EvalResult(player_names(self.env, players), metrics, [])
 
 
@@ -62,10 +74,11 @@ def open_vector_eval(
     """Context with an evaluation setup of `num_envs` parallel copies of the target's env. See `evaluate` for the
     arguments and errors."""
     config = validate(VectorConfig, target.tree)
+    torch.set_num_threads(config.torch_threads)  # more of them wait for each other longer than these networks take
     made = make_vector_env(config.env | dict(env), num_envs)
     try:
         names = assign_seats(policy_by_seat(config, made), target, seats, made.name)
-        yield VectorEvalSetup(target, made, names, greedy)
+        yield VectorEvalSetup(target, config.env | dict(env), made, names, greedy)
     finally:
         made.close()
 

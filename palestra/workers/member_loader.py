@@ -21,7 +21,7 @@ from palestra.envs.vector.base import VectorEnv
 from palestra.files import read_arrays, write_arrays
 from palestra.learners.policy_stack import read_frozen_member
 from palestra.policies.frozen import FrozenMember, InfoStateIndex, NetMember, TableMember, UniformMember
-from palestra.tabular.game_tree import GameTree, build_game_tree, uniform_policy
+from palestra.tabular.game_tree import MAX_NODES, GameTree, build_game_tree, uniform_policy
 
 UNIFORM_MEMBER = "uniform"  # the member without files
 TABLE_FILE = "table.safetensors"
@@ -39,15 +39,15 @@ def no_rules_message(env: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=1)
-def _tree_of_json(env: str) -> GameTree | None:
+def _tree_of_json(env: str, max_nodes: int) -> GameTree | None:
     found = rules_of_env(json.loads(env))
-    return None if found is None else build_game_tree(found)
+    return None if found is None else build_game_tree(found, max_nodes=max_nodes)
 
 
-def tree_of_env(env: Mapping[str, Any]) -> GameTree | None:
+def tree_of_env(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree | None:
     """Returns the game tree of an env's config, or None if it has no rules; the last one is kept. Raises ValueError if
-    the game is too large."""
-    return _tree_of_json(json.dumps(env, sort_keys=True, default=str))
+    the game has more than `max_nodes` nodes."""
+    return _tree_of_json(json.dumps(env, sort_keys=True, default=str), max_nodes)
 
 
 def _typed(env: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,13 @@ envs and as rules."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pyspiel
+from open_spiel.python.policy import Policy
 
 from palestra.envs.rules.base import CHANCE, TERMINAL, Rules
 from palestra.envs.vector.base import Discrete
@@ -190,6 +191,20 @@ class OpenSpielRules(Rules[OpenSpielState]):
 
     def info_state_key(self, state: OpenSpielState, player: int) -> Hashable:
         return self.info_state_text(state, player) if self.has_string_keys else super().info_state_key(state, player)
+
+
+class TablePolicy(Policy):
+    """A policy for OpenSpiel's algorithms by tables: for each player, action probabilities by information state, which
+    is named as in `OpenSpielRules.info_state_text`."""
+
+    def __init__(self, rules: OpenSpielRules, players: Sequence[Mapping[str, Mapping[int, float]]]) -> None:
+        super().__init__(rules.game, list(range(rules.num_players)))
+        self.rules, self.players = rules, players
+
+    def action_probabilities(self, state: Any, player_id: int | None = None) -> dict[int, float]:
+        """Returns the probabilities of the legal actions of the player to move."""
+        player = state.current_player() if player_id is None else player_id
+        return dict(self.players[player][self.rules.info_state_text(OpenSpielState(state), player)])
 
 
 def openspiel_rules(game: str) -> OpenSpielRules | None:

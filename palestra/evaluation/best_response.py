@@ -1,0 +1,132 @@
+"""Learned best responses to the networks of a run: a lower bound on NashConv in games too large to enumerate
+(Lanctot et al., 2017; Timbers et al., 2022)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from palestra.builders.vector import build_vector_run
+from palestra.builders.vector_config import TrainedNetConfig, VectorConfig
+from palestra.config import Tree, dump, validate
+from palestra.envs import VectorEnv
+from palestra.evaluation.target import find_target
+from palestra.evaluation.vector import VectorEvalSetup, open_vector_eval
+from palestra.learners.policy_stack import read_policy
+from palestra.policies.vector import VectorPolicy
+from palestra.report.population_data import ExploitResult
+from palestra.runs import Run, list_checkpoints
+from palestra.seeding import derive_seed
+from palestra.training.loop import restore_checkpoint, run_training
+from palestra.training.vector import play_eval
+from palestra.types import Seat
+
+RESPONSE = "response"
+ONE_LEARNER = (
+    "ppo",
+    "a2c",
+    "dqn",
+    "sac",
+    "ddpg",
+    "td3",
+)  # algorithms that train one seat alone; ppo stands in for others
+BATCHES = 10  # of evaluation episodes, whose means give the standard error
+NUM_ENVS = 256
+
+
+def learn_best_responses(
+    what: str | Path,
+    env: Mapping[str, Any] | None = None,
+    seats: Mapping[str, str] | None = None,
+    *,
+    steps: int,
+    episodes: int,
+    step: int | None = None,
+    greedy: bool = False,
+    seed: int = 0,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> list[ExploitResult]:
+    """Trains a response at each seat for `steps` joint env steps against the frozen policies at the other seats, and
+    returns its mean return over `episodes` episodes beside that of the policy it replaces.
+
+    The response has the network and the algorithm of the run (PPO where that trains no single seat). `on_progress` is
+    called with a line of text per finished seat. See `evaluate` for the other arguments and errors.
+    """
+    target = find_target(what, env or {}, step)
+    if not target.is_vector:
+        raise ValueError(f"{what} is an env in words: learned responses are for networks in vectorised games")
+    results = []
+    with open_vector_eval(target, env or {}, seats or {}, num_envs=NUM_ENVS, greedy=greedy) as setup:
+        profile = setup.players(setup.policy_names)
+        own = _mean_returns(setup.env, profile, episodes, seed)
+        for number, seat in enumerate(setup.env.seats):
+            response = _train_response(setup, seat, steps, derive_seed(seed, "response", number))
+            players = [*profile[:number], response, *profile[number + 1 :]]
+            mean, stderr = _mean_returns(setup.env, players, episodes, seed)[number]
+            results.append(ExploitResult(seat, 1, mean, math.hypot(stderr, own[number][1]), own[number][0]))
+            on_progress(f"{seat} has learned; {number + 1} of {len(profile)}")
+    return results
+
+
+def _mean_returns(
+    env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int
+) -> list[tuple[float, float]]:
+    """Returns the mean return and its standard error, by seat."""
+    each = -(-episodes // BATCHES)
+    played = [play_eval(env, players, each, derive_seed(seed, "eval", batch)) for batch in range(BATCHES)]
+    by_seat = [[metrics["returns"][seat] for metrics in played] for seat in env.seats]
+    return [(statistics.fmean(means), statistics.stdev(means) / math.sqrt(BATCHES)) for means in by_seat]
+
+
+def _train_response(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) -> VectorPolicy:
+    """Returns a policy for one seat, trained against the setup's policies at the other seats."""
+    config = validate(VectorConfig, _response_tree(setup, seat, steps, seed))
+    with tempfile.TemporaryDirectory(prefix="palestra-response-") as folder:
+        with Run.create(folder, dump(config)) as run:
+            trainer = build_vector_run(config)
+            restore_checkpoint(trainer, run)
+            run_training(trainer, run)
+            path = run.path
+        newest = list_checkpoints(path)[-1]
+        return read_policy(newest.path / newest.names[RESPONSE], setup.env, [setup.env.seats.index(seat)])
+
+
+def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) -> Tree:
+    """Returns the config of a run that trains a response at `seat`."""
+    kept = validate(VectorConfig, setup.target.tree)
+    nets = [policy for policy in kept.policies.values() if isinstance(policy, TrainedNetConfig)]
+    usual = kept.policies.get(setup.policy_names[seat].rpartition(":")[2])
+    net = usual if isinstance(usual, TrainedNetConfig) else (nets or [TrainedNetConfig()])[0]
+    others = {f"other_{other}": _frozen_tree(setup, other, name) for other, name in setup.policy_names.items()}
+    places = {other: f"other_{other}" for other, name in setup.policy_names.items()} | {seat: RESPONSE}
+    algorithm = kept.algorithm.model_dump(exclude_unset=True) if kept.algorithm.type in ONE_LEARNER else {"type": "ppo"}
+    policies = {name: tree for name, tree in others.items() if name in places.values()}
+    return {
+        "name": RESPONSE,
+        "seed": seed % 2**31,
+        "env": dict(setup.env_config),
+        "env_steps": steps,
+        "checkpoint_every": steps,
+        "policies": {RESPONSE: net.model_dump(exclude_unset=True) | {"type": "net"}, **policies},
+        "seats": places,
+        "algorithm": {"type": kept.algorithm.type} | algorithm,
+    }
+
+
+def _frozen_tree(setup: VectorEvalSetup, seat: Seat, name: str) -> Tree:
+    """Returns the config of a policy of the setup as one that is not trained."""
+    if name == "random":
+        return {"type": "random"}
+    if name.startswith("script:"):
+        return {"type": "script", "script": name.removeprefix("script:")}
+    target, own = setup.target.find_policy(name)
+    if folder := target.weights(own):
+        return {"type": "frozen", "path": str(folder.resolve()), "greedy": setup.greedy}
+    config = validate(VectorConfig, target.tree).policies[own]
+    if isinstance(config, TrainedNetConfig):
+        raise ValueError(f"policy {own} at {seat} is not trained yet: name a run, not a config")
+    return config.model_dump()

@@ -1,0 +1,198 @@
+"""Policies of games that are small enough to enumerate, as tables by information state: NashConv, a JSON file, and a
+policy for OpenSpiel.
+
+Shapes: `I` information states, `A` actions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.builders.vector import member_folder, policy_by_seat
+from palestra.builders.vector_config import FrozenNetConfig, RandomActionsConfig, VectorConfig
+from palestra.builders.vector_envs import make_vector_env
+from palestra.config import load, validate
+from palestra.envs import VectorEnv
+from palestra.evaluation.exploit import final_mixtures
+from palestra.evaluation.target import Target, assign_seats, find_target
+from palestra.files import atomic_write
+from palestra.launch.population import PopulationConfig
+from palestra.populations.scheduler import MEMBERS_DIR
+from palestra.report.population_data import read_record
+from palestra.tabular.best_response import nash_conv
+from palestra.tabular.game_tree import MAX_NODES, GameTree
+from palestra.types import Seat
+from palestra.workers.exact import ExactSolver
+from palestra.workers.member_loader import UNIFORM_MEMBER, MemberLoader, no_rules_message, tree_of_env
+
+InfoStatePolicy = dict[str, dict[int, float]]  # information state -> legal action -> probability
+
+
+@dataclass(frozen=True)
+class GamePolicy:
+    """A policy of every player of a game, by information state.
+
+    `players[n]` maps each information state of player n (in OpenSpiel's games of imperfect information its
+    information state string) to the probabilities of the legal actions, by action number. `env` is the config of the
+    game, `nash_conv` the policy's NashConv in it.
+    """
+
+    env: dict[str, Any]
+    action_names: tuple[str, ...]
+    players: tuple[InfoStatePolicy, ...]
+    nash_conv: float
+
+    def save(self, path: Path) -> None:
+        """Writes the policy to a JSON file."""
+        tree = {"env": self.env, "nash_conv": self.nash_conv, "action_names": self.action_names}
+        atomic_write(path, json.dumps(tree | {"players": self.players}, indent=1).encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> GamePolicy:
+        """Reads what `save` wrote."""
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+        players = tuple(
+            {state: {int(action): p for action, p in row.items()} for state, row in player.items()}
+            for player in tree["players"]
+        )
+        return cls(tree["env"], tuple(tree["action_names"]), players, tree["nash_conv"])
+
+    def to_openspiel(self) -> Any:
+        """Returns the policy as an `open_spiel.python.policy.Policy`. Raises ValueError unless the game is one of
+        OpenSpiel's."""
+        if self.env["type"] != "openspiel":
+            raise ValueError(
+                f'env "{self.env["type"]}" is not a game of OpenSpiel, which has other names for information states: '
+                "train with env: {type: openspiel, game: NAME}"
+            )
+        from palestra.envs.vector.openspiel import OpenSpielRules, TablePolicy
+
+        return TablePolicy(OpenSpielRules(self.env["game"]), self.players)
+
+
+def export_game_policy(
+    what: str | Path, *, member: str | None = None, step: int | None = None, greedy: bool = False
+) -> GamePolicy:
+    """Returns the policies of a run as tables: those of its seats, or a population's last mixtures as the behaviour
+    that they induce. With `member` this policy plays all of its seats.
+
+    Raises ValueError if the game cannot be enumerated or a policy is no function of the information state (networks
+    with memory, scripts).
+    """
+    run = Path(what)
+    tree = load(run / "config.yaml" if run.is_dir() else run) if run.exists() else {}
+    if "population" in tree:
+        if step is not None:
+            raise ValueError(f"{run} trains a population, whose members are named with --member, not by --step")
+        return _export_population(run, member, greedy)
+    target = find_target(f"{what}:{member}" if member else what, step=step)
+    if not target.is_vector:
+        raise ValueError(f"{what} trains language agents: `palestra publish` exports their weights")
+    config = validate(VectorConfig, target.tree)
+    game = enumerated(config.env)
+    env = make_vector_env(config.env, 1)
+    try:
+        names = assign_seats(policy_by_seat(config, env), target, {}, env.name)
+        policy = policy_table(target, env, game, names, greedy)
+    finally:
+        env.close()
+    return as_game_policy(config.env, game, policy)
+
+
+def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolicy:
+    config = validate(PopulationConfig, load(run / "config.yaml"))
+    record, game = read_record(run), enumerated(config.env)
+    files = {found.name: run / MEMBERS_DIR / found.name for found in record.members if found.weights}
+    mixtures = final_mixtures(record)
+    if member:
+        if member not in [found.name for found in record.members]:
+            raise ValueError(f'{run} has no member "{member}": `palestra league standings {run}` lists them')
+        mixtures = {player: {member: 1.0} for player in mixtures}
+    loader = MemberLoader(
+        make_vector_env(config.env, 1), game, greedy=greedy or getattr(config.oracle, "greedy", False)
+    )
+    try:
+        policy_of = partial(loader.policy, members=files)
+        policy = ExactSolver(game, list(mixtures)).mixture_policy(mixtures, policy_of)
+    finally:
+        loader.env.close()
+    return as_game_policy(config.env, game, policy)
+
+
+def enumerated(env: Mapping[str, Any], max_nodes: int = MAX_NODES) -> GameTree:
+    """Returns the tree of the game of an env's config. Raises ValueError if it has no rules here, or more than
+    `max_nodes` nodes."""
+    game = tree_of_env(_game_options(env), max_nodes)
+    if game is None:
+        raise ValueError(f"{no_rules_message(env)}, so its information states cannot be listed")
+    return game
+
+
+def _game_options(env: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of an env that concern the game itself."""
+    return {key: value for key, value in env.items() if key not in ("num_envs", "num_processes")}
+
+
+def policy_table(target: Target, env: VectorEnv, game: GameTree, names: Mapping[Seat, str], greedy: bool) -> np.ndarray:
+    """Returns the action probabilities [I, A] of the policies `names` at their seats; see `evaluate` for the names.
+
+    Raises ValueError for a policy that is no function of the information state.
+    """
+    policy = np.zeros(game.action_mask.shape)
+    for player, seat in enumerate(env.seats):
+        folder, is_greedy = _policy_files(target, names[seat])
+        loader = MemberLoader(env, game, greedy=greedy or is_greedy)
+        name = UNIFORM_MEMBER if folder is None else names[seat]
+        rows = game.player_rows(player)
+        policy[rows] = loader.policy(name, {} if folder is None else {name: folder})[rows]
+    return policy
+
+
+def _policy_files(target: Target, name: str) -> tuple[Path | None, bool]:
+    """Returns the folder of a policy's weights (None: it is uniformly random), and whether it is always greedy."""
+    if name == "random":
+        return None, False
+    target, name = target.find_policy(name)
+    if folder := target.weights(name):
+        return folder, False
+    config = validate(VectorConfig, target.tree).policies.get(name)
+    if isinstance(config, FrozenNetConfig):
+        return member_folder(config.path), config.greedy
+    if isinstance(config, RandomActionsConfig):
+        return None, False
+    raise ValueError(f'policy "{name}" has no weights, so its action probabilities cannot be listed')
+
+
+def as_game_policy(env: Mapping[str, Any], game: GameTree, policy: np.ndarray) -> GamePolicy:
+    """Returns a policy [I, A] by the texts of the information states. Raises ValueError if it differs between states of
+    one text, which differ in the player's own past."""
+    players: list[InfoStatePolicy] = [{} for _ in range(game.num_players)]
+    rows = zip(game.state_player.tolist(), game.info_state_texts, game.action_mask, policy, strict=True)
+    for player, text, legal, probabilities in rows:
+        row = {int(action): float(probabilities[action]) for action in np.flatnonzero(legal)}
+        known = players[player].setdefault(text, row)
+        if known is not row and not np.allclose(list(known.values()), list(row.values()), atol=1e-12):
+            raise ValueError(
+                f"in {game.name} the policy depends on the player's own past moves, which an observation does not "
+                "tell: a mixture of several members has no table by observation there; export one with --member"
+            )
+    return GamePolicy(_game_options(env), game.action_names, tuple(players), nash_conv(game, policy))
+
+
+def nash_conv_of(
+    env_config: Mapping[str, Any], policy_of: Callable[[GameTree], np.ndarray], max_nodes: int
+) -> float | None:
+    """Returns NashConv of the policy [I, A] that `policy_of` makes of the game's tree; None if the game cannot be
+    enumerated within `max_nodes`, or the policy is no function of the information state."""
+    try:
+        game = enumerated(env_config, max_nodes)
+        return nash_conv(game, policy_of(game))
+    except ValueError:
+        return None
