@@ -37,6 +37,7 @@ VECTOR_PRESETS: dict[str, Preset] = {
     "matd3": {"type": "td3", "critic": "central"},  # Ackermann et al., 2019
     "masac": {"type": "sac", "critic": "central"},
     "vdn": {"type": "qmix", "mixer": "vdn"},  # Sunehag et al., 2018
+    "qplex": {"type": "qmix", "mixer": "qplex"},  # Wang et al., 2021
 }
 
 

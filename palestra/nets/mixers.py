@@ -1,22 +1,43 @@
 """Value mixers: networks that combine the seats' values into one team value.
 
-Shapes: `R` rows, `J` seats, `S` numbers of state, `E` units.
+Shapes: `R` rows, `J` seats, `A` actions, `S` numbers of state, `E` units, `K` attention heads.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
-from palestra.nets.layers import MLP, make_generators
+from palestra.nets.layers import MLP, Linear, make_generators
+
+SMALLEST_WEIGHT = 1e-10  # keeps weights positive
+
+
+@dataclass(frozen=True)
+class SeatValues:
+    """Inputs of a mixer: values `q [R, J]` of the seats' actions, and the values `best [R, J]` of their best legal
+    actions and the one-hot `actions [R, J * A]`, which only QPLEX reads. A seat that does not act has zeros."""
+
+    q: Tensor
+    best: Tensor | None = None
+    actions: Tensor | None = None
 
 
 class VDNMixer(nn.Module):
     """Value decomposition networks (Sunehag et al., 2018): the sum of the seats' values."""
 
-    def forward(self, q: Tensor, state: Tensor) -> Tensor:
-        """Returns team values: [R, J], state [R, S] -> [R]."""
-        return q.sum(-1)
+    def forward(self, values: SeatValues, state: Tensor) -> Tensor:
+        """Returns team values [R]; ignores the state [R, S]."""
+        return values.q.sum(-1)
+
+
+def fill_bias(net: nn.Module, value: float) -> None:
+    """Sets the last bias of a network that makes mixing weights, so that a mixer begins near VDN. Without it the
+    weights are 0 in a state of zeros and pass no gradient."""
+    assert isinstance(net, MLP) and isinstance(net.layers[-1], Linear)
+    nn.init.constant_(net.layers[-1].bias, value)
 
 
 class QMIXMixer(nn.Module):
@@ -34,10 +55,51 @@ class QMIXMixer(nn.Module):
         self.weights = nn.ModuleList([MLP(state, [], "relu", own, seats * units), MLP(state, [], "relu", own, units)])
         self.bias = MLP(state, [], "relu", own, units)
         self.last = MLP(state, [units], "relu", own, 1)
+        for make, weight in zip(self.weights, (1, 1 / units), strict=True):
+            fill_bias(make, weight)
 
-    def forward(self, q: Tensor, state: Tensor) -> Tensor:
-        """Returns team values: [R, J], state [R, S] -> [R]."""
+    def forward(self, values: SeatValues, state: Tensor) -> Tensor:
+        """Returns team values [R] in states [R, S]."""
         first, second = (make(state[None])[0].abs() for make in self.weights)
-        hidden = torch.einsum("rj,rje->re", q, first.view(-1, self.seats, self.units))
+        hidden = torch.einsum("rj,rje->re", values.q, first.view(-1, self.seats, self.units))
         hidden = torch.nn.functional.elu(hidden + self.bias(state[None])[0])
         return (hidden * second).sum(-1) + self.last(state[None])[0, :, 0]
+
+
+class QPLEXMixer(nn.Module):
+    """QPLEX mixer (Wang et al., 2021, eqs. 9 to 11): the sum of the seats' values, scaled and shifted by the state, and
+    of their advantages weighted by the state and the joint action. The weights are positive, so each seat's best action
+    is the team's, and any team value with that property can be represented.
+
+    As in the authors' code, advantages pass no gradient to the seats' networks. Parameters have a leading dimension of
+    one member, as in stacks.
+    """
+
+    def __init__(self, seats: int, actions: int, state: int, units: int, heads: int, seed: int) -> None:
+        super().__init__()
+        self.seats, self.heads = seats, heads
+        own = make_generators([seed])
+        self.scale, self.shift = (MLP(state, [units], "relu", own, seats) for _ in range(2))
+        self.key = MLP(state, [units], "relu", own, heads)
+        self.by_seat = MLP(state, [units], "relu", own, heads * seats)
+        self.by_action = MLP(state + seats * actions, [units], "relu", own, heads * seats)
+        fill_bias(self.scale, 1)
+        fill_bias(self.key, 4 / heads)  # both sigmoids begin near 0.5
+
+    def forward(self, values: SeatValues, state: Tensor) -> Tensor:
+        """Returns team values [R] in states [R, S]."""
+        assert values.best is not None and values.actions is not None
+        scale = self.scale(state[None])[0].abs() + SMALLEST_WEIGHT
+        advantages = (scale * (values.q - values.best)).detach()
+        shifted = scale * values.q + self.shift(state[None])[0]
+        weights = self.advantage_weights(values.actions, state)
+        return (shifted + (weights - 1) * advantages).sum(-1)
+
+    def advantage_weights(self, actions: Tensor, state: Tensor) -> Tensor:
+        """Returns the positive weights of the seats' advantages: joint actions [R, J * A], states [R, S] -> [R, J]."""
+        shape = (-1, self.heads, self.seats)
+        key = self.key(state[None])[0].abs() + SMALLEST_WEIGHT
+        by_seat = self.by_seat(state[None])[0].view(shape).sigmoid()
+        by_action = self.by_action(torch.cat([state, actions], -1)[None])[0].view(shape).sigmoid()
+        weights: Tensor = torch.einsum("rk,rkj,rkj->rj", key, by_seat, by_action)
+        return weights

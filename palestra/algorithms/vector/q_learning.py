@@ -242,6 +242,14 @@ class QLearner(NetLearner):
     def online_and_target_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor]:
         """Returns the online values of stack i for the actions taken and the target values of the following decisions,
         both [P, T, R]."""
+        stack = self.stacks[i]
+        q, target_q, chooser_q = self.action_values(i, drawn)
+        following = next_value(target_q, chooser_q, legal_rows(stack, drawn.next_action_mask))
+        return gather_values(q, stack.rows(drawn.actions)), following
+
+    def action_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns values of all actions by stack i, [P, T, R, A] each: the online network's, and for the following
+        decisions those of the target network and of the network that chooses the action, both without gradients."""
         stack, head, target = self.stacks[i], self.heads[i], self.target_nets[i]
         if isinstance(drawn, SequenceBatch):
             q, chooser = unroll_values(stack, head, stack.net, drawn)
@@ -253,9 +261,7 @@ class QLearner(NetLearner):
                 after = stack.observations(drawn.next_obs)
                 judge = head.values(target.unroll(after)[0])
                 chooser = head.values(stack.net.unroll(after)[0]) if self.config.double else judge
-        action_mask = None if drawn.next_action_mask is None else stack.rows(drawn.next_action_mask)
-        following = next_value(judge, chooser if self.config.double else judge, action_mask)
-        return gather_values(q, stack.rows(drawn.actions)), following
+        return q, judge, chooser if self.config.double else judge
 
     # ---- state
 
@@ -322,9 +328,14 @@ def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: Sequence
     return q[:, :-1], following
 
 
+def legal_rows(stack: PolicyStack, action_mask: Tensor | None) -> Tensor | None:
+    """Returns the members' rows of an action mask: [T, M, N, A] -> [P, T, R, A]; None stays None."""
+    return None if action_mask is None else stack.rows(action_mask)
+
+
 def rows_by_seat(stack: PolicyStack, x: Tensor) -> Tensor:
-    """Reorders rows: [P, T, R] -> [T, M, P*S]."""
-    return x.unflatten(2, (-1, len(stack.seat_mapping.seats[0]))).permute(1, 2, 0, 3).flatten(2)
+    """Reorders rows: [P, T, R, ...] -> [T, M, P*S, ...]."""
+    return x.unflatten(2, (-1, len(stack.seat_mapping.seats[0]))).movedim(0, 2).flatten(2, 3)
 
 
 @torch.no_grad()

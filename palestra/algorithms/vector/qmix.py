@@ -1,5 +1,6 @@
 """Q-learning of a team: the seats' values are mixed into one team value, which is trained on the team's reward. The
-mixer is a sum (value decomposition networks, Sunehag et al., 2018) or a monotonic network (QMIX, Rashid et al., 2018).
+mixer is a sum (value decomposition networks, Sunehag et al., 2018), a monotonic network (QMIX, Rashid et al., 2018), or
+a sum of values and weighted advantages (QPLEX, Wang et al., 2021).
 
 The team's reward is the mean reward of the seats that learn. A seat that does not act (dead, or not its turn) adds a
 value of 0 to the mix; time is counted in env steps. A seat that has terminated earns 0 from then on and takes no part
@@ -13,40 +14,45 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, rows_by_seat
+from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, legal_rows, rows_by_seat
 from palestra.learners.nets import NetLearner, NetLearnerSpec
 from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.policy import TensorMetrics
-from palestra.losses.q import q_loss, q_target
-from palestra.nets.mixers import QMIXMixer, VDNMixer
+from palestra.losses.q import best_action, gather_values, next_value, q_loss, q_target
+from palestra.nets.mixers import QMIXMixer, QPLEXMixer, SeatValues, VDNMixer
 from palestra.nets.replay import TransitionBatch
 from palestra.nets.sequence_replay import SequenceBatch
 from palestra.seeding import derive_seed
 
 
 class QMIX(QLearningConfig):
-    """QMIX and VDN: Q-learning with a value mixer."""
+    """QMIX, VDN and QPLEX: Q-learning with a value mixer."""
 
     type: Literal["qmix"] = "qmix"
     """Selects QMIX."""
-    mixer: Literal["vdn", "qmix"] = "qmix"
+    mixer: Literal["vdn", "qmix", "qplex"] = "qmix"
     """`vdn` adds the seats' values; `qmix` mixes them with a network generated from the env's global state (from all
-    observations together if it has none)."""
+    observations together if it has none); `qplex` adds the values, and the advantages with weights from state and joint
+    action, which represents every team value in which each seat's best action is the team's."""
     mixer_units: int = Field(32, ge=1, le=65_536)
-    """Units of the mixing network's hidden layer."""
+    """Units of the mixing network's hidden layers."""
+    mixer_heads: int = Field(4, ge=1, le=1_024)
+    """Attention heads of `mixer: qplex`."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return QMIXLearner
 
 
 class QMIXLearner(QLearner):
-    """Learner of QMIX and VDN. Raises ValueError for `mixer: qmix` on pixel observations without a global state."""
+    """Learner of QMIX, VDN and QPLEX. Raises ValueError for a mixer other than `vdn` on pixel observations without a
+    global state."""
 
     config: QMIX
     counts_env_steps = True
@@ -61,31 +67,40 @@ class QMIXLearner(QLearner):
 
     def _mixer(self) -> nn.Module:
         env = self.env
-        if self.config.mixer == "vdn":
+        config = self.config
+        if config.mixer == "vdn":
             return VDNMixer()
         if not env.state_size and any(len(view) > 1 for view in env.observation_shapes):
             raise ValueError(
-                f'the mixer of qmix cannot see the pixels of env "{env.name}", which has no state beside them: set '
-                "mixer: vdn"
+                f'the mixer of {config.mixer} cannot see the pixels of env "{env.name}", which has no state beside '
+                "them: set mixer: vdn"
             )
-        seed = derive_seed(self.seeds[self.names[0]], "mixer")
-        return QMIXMixer(len(self.seats), self.global_size, self.config.mixer_units, seed)
+        seed, seats, state = derive_seed(self.seeds[self.names[0]], "mixer"), len(self.seats), self.global_size
+        if config.mixer == "qmix":
+            return QMIXMixer(seats, state, config.mixer_units, seed)
+        return QPLEXMixer(seats, self._num_actions, state, config.mixer_units, config.mixer_heads, seed)
+
+    @property
+    def _num_actions(self) -> int:
+        """Returns the largest number of actions of a seat that learns."""
+        return max(head.num_actions for head in self.heads)
 
     @property
     def uses_global_features(self) -> bool:
-        return self.config.mixer == "qmix"
+        return self.config.mixer != "vdn"
 
     # ---- learning
 
     def train_step(
         self, drawn: TransitionBatch | SequenceBatch, progress: float
     ) -> tuple[list[TensorMetrics], Tensor, Tensor]:
-        judged = [self.online_and_target_values(i, drawn) for i in range(len(self.stacks))]
-        leaves = [taken.detach().requires_grad_() for taken, _ in judged]  # for gradients of the mixer's inputs
+        judged = [self._online_and_next(i, drawn) for i in range(len(self.stacks))]
+        leaves = [now.q.detach().requires_grad_() for now, _ in judged]  # for gradients of the mixer's inputs
+        online = [replace(now, q=leaf) for (now, _), leaf in zip(judged, leaves, strict=True)]
         state, next_state = self._states(drawn)
-        total = self._mixed(self.mixer, leaves, drawn.agent_mask, state)
+        total = self._mixed(self.mixer, online, drawn.agent_mask, state)
         with torch.no_grad():
-            after = self._mixed(self.target_mixer, [q for _, q in judged], drawn.next_agent_mask, next_state)
+            after = self._mixed(self.target_mixer, [then for _, then in judged], drawn.next_agent_mask, next_state)
         # with joint time all seats have the same discount and weight
         discount, weight = drawn.discounts[..., self.seats[0]], drawn.weight[..., self.seats[0]]
         target = q_target(drawn.rewards[..., self.seats].mean(-1), discount, after)
@@ -96,16 +111,45 @@ class QMIXLearner(QLearner):
             self.mixer_adam.step(loss, progress)
         lines: list[TensorMetrics] = []
         mean = (known * total.detach()).sum() / known.sum().clamp(min=1)
-        for stack, (taken, _), slope in zip(self.stacks, judged, slopes, strict=True):
-            norms = stack.optimizer.step((taken * slope).sum(), progress)  # the chain rule, member by member
+        for stack, (now, _), slope in zip(self.stacks, judged, slopes, strict=True):
+            norms = stack.optimizer.step((now.q * slope).sum(), progress)  # the chain rule, member by member
             lines.append({"q_loss": loss.detach().expand(len(norms)), "q": mean.expand(len(norms)), "grad_norm": norms})
         return lines, error.abs() * known, known
 
-    def _mixed(self, mixer: nn.Module, values: list[Tensor], agent_mask: Tensor, state: Tensor) -> Tensor:
-        """Returns the team's value [T, M] from the stacks' values [P, T, R]; 0 for seats that do not act."""
-        q = torch.cat([rows_by_seat(stack, own) for stack, own in zip(self.stacks, values, strict=True)], -1)
-        q = q * agent_mask[..., self.seats]
-        mixed: Tensor = mixer(q.flatten(0, 1), state.flatten(0, 1)).view(q.shape[:2])
+    def _online_and_next(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[SeatValues, SeatValues]:
+        """Returns the mixer's inputs from stack i (`q` and `best` [P, T, R], `actions [P, T, R, A]`): of the actions
+        taken by the online network, and of the following decisions by the target network."""
+        if self.config.mixer != "qplex":
+            taken, following = self.online_and_target_values(i, drawn)
+            return SeatValues(taken), SeatValues(following)
+        stack = self.stacks[i]
+        q, target_q, chooser_q = self.action_values(i, drawn)
+        next_mask = legal_rows(stack, drawn.next_action_mask)
+        chosen = best_action(chooser_q, next_mask)
+        return (
+            self._seat_values(q, stack.rows(drawn.actions), legal_rows(stack, drawn.action_mask)),
+            self._seat_values(target_q, chosen, next_mask),
+        )
+
+    def _seat_values(self, q: Tensor, action: Tensor, action_mask: Tensor | None) -> SeatValues:
+        """Returns the inputs of QPLEX's mixer from values [P, T, R, A] and actions [P, T, R]."""
+        one_hot = nn.functional.one_hot(action, self._num_actions).to(q.dtype)
+        return SeatValues(gather_values(q, action), next_value(q.detach(), q, action_mask), one_hot)
+
+    def _mixed(self, mixer: nn.Module, values: list[SeatValues], agent_mask: Tensor, state: Tensor) -> Tensor:
+        """Returns the team's value [T, M] from the stacks' values; 0 for seats that do not act."""
+        acts = agent_mask[..., self.seats]
+
+        def joint(parts: list[Tensor]) -> Tensor:
+            """Returns [T*M, J, ...] from the stacks' [P, T, R, ...], with zeros for seats that do not act."""
+            seats = torch.cat([rows_by_seat(stack, own) for stack, own in zip(self.stacks, parts, strict=True)], 2)
+            return (seats * acts.view(*acts.shape, *[1] * (seats.dim() - 3))).flatten(0, 1)
+
+        inputs = SeatValues(joint([own.q for own in values]))
+        if self.config.mixer == "qplex":
+            best, actions = ([getattr(own, name) for own in values] for name in ("best", "actions"))
+            inputs = replace(inputs, best=joint(best), actions=joint(actions).flatten(1))
+        mixed: Tensor = mixer(inputs, state.flatten(0, 1)).view(acts.shape[:2])
         return mixed
 
     def _states(self, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from palestra.algorithms.vector.qmix import QMIX, QMIXLearner
 from palestra.envs.vector.base import Continuous, VectorEnv
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
 from palestra.learners.policy_stack import NetPolicyConfig
+from palestra.nets.mixers import SeatValues
 from palestra.nets.replay import Replay, TransitionBatch
 from palestra.nets.sequence_replay import SequenceReplay
 from palestra.policies.vector import UniformVectorPolicy
@@ -63,7 +64,19 @@ def seat_value(made: QMIXLearner, net: str, seat: int, view: torch.Tensor) -> to
     raise AssertionError(seat)
 
 
-@pytest.mark.parametrize("mixer", ["vdn", "qmix"])
+def mixer_inputs(q: torch.Tensor, action: torch.Tensor, legal: torch.Tensor, acts: torch.Tensor) -> SeatValues:
+    """Returns one seat's inputs of a mixer from the values of its actions [A]; zeros if it does not act."""
+    best = q.detach()[legal].max() if acts else q.new_zeros(())
+    return SeatValues(q[action] * acts, best, torch.nn.functional.one_hot(action, len(q)) * acts)
+
+
+def together(seats: list[SeatValues]) -> SeatValues:
+    """Returns the inputs of one row from those of its seats."""
+    best, actions = [each.best for each in seats], [each.actions for each in seats]
+    return SeatValues(torch.stack([each.q for each in seats])[None], torch.stack(best)[None], torch.cat(actions)[None])
+
+
+@pytest.mark.parametrize("mixer", ["vdn", "qmix", "qplex"])
 @pytest.mark.parametrize("turns", [True, False])
 def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> None:
     """Seats 0, 1 and 3 learn, in two stacks; seat 2 plays at random and is not part of the team."""
@@ -78,7 +91,8 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
     assert isinstance(made.replay, Replay)
     rng = np.random.default_rng(derive_seed(5, "moments", made.steps))
     drawn: TransitionBatch = made.replay.sample(16, rng, config.priority_beta)
-    assert drawn.next_action_mask is not None and drawn.state is not None and drawn.next_state is not None
+    assert drawn.action_mask is not None and drawn.next_action_mask is not None
+    assert drawn.state is not None and drawn.next_state is not None
 
     losses, errors = [], []
     for m in range(16):
@@ -87,14 +101,14 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
             continue
         now, then = [], []
         for s in (0, 3, 1):  # as the stacks have them
-            q = seat_value(made, "fast", s, drawn.obs[m, s])[drawn.actions[m, s]]
-            now.append(q if drawn.agent_mask[m, s] else torch.tensor(0.0))
+            q, acts = seat_value(made, "fast", s, drawn.obs[m, s]), drawn.agent_mask[m, s]
+            now.append(mixer_inputs(q, drawn.actions[m, s], drawn.action_mask[m, s], acts))
             chooser = seat_value(made, "fast", s, drawn.next_obs[m, s]).detach()
             choice = chooser.masked_fill(~drawn.next_action_mask[m, s], -torch.inf).argmax()
-            judge = seat_value(made, "slow", s, drawn.next_obs[m, s])[choice]
-            then.append(judge if drawn.next_agent_mask[m, s] else torch.tensor(0.0))
-        total = made.mixer(torch.stack(now)[None], drawn.state[m : m + 1])[0]
-        after = made.target_mixer(torch.stack(then)[None], drawn.next_state[m : m + 1])[0].detach()
+            judge = seat_value(made, "slow", s, drawn.next_obs[m, s])
+            then.append(mixer_inputs(judge, choice, drawn.next_action_mask[m, s], drawn.next_agent_mask[m, s]))
+        total = made.mixer(together(now), drawn.state[m : m + 1])[0]
+        after = made.target_mixer(together(then), drawn.next_state[m : m + 1])[0].detach()
         reward = (drawn.rewards[m, 0] + drawn.rewards[m, 1] + drawn.rewards[m, 3]) / 3
         error = reward + drawn.discounts[m, 0] * after - total
         losses.append(drawn.weight[m, 0] * 0.5 * error**2)
@@ -112,7 +126,7 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
         parts = slopes[: len(nets[0])] if p == 0 else slopes[len(nets[0]) : len(nets[0]) + len(nets[1])]
         norm = torch.cat([g[own].flatten() for g in parts]).norm().item()
         assert lines[p]["grad_norm"][own].item() == pytest.approx(norm, rel=1e-3), i
-    assert (made.mixer_adam is not None) == (mixer == "qmix")
+    assert (made.mixer_adam is not None) == (mixer != "vdn")
     if made.mixer_adam:  # which has only bounded its length
         assert made.mixer_adam.flat.grad is not None
         ours = made.mixer_adam.flat.grad.flatten()
@@ -148,7 +162,9 @@ def test_mixer_sees_all_observations_without_a_state() -> None:
     assert torch.equal(long_next[known], next_state.view(long_next.shape)[known])
 
 
-@pytest.mark.parametrize(("mixer", "memory"), [("vdn", 0), ("qmix", 0), ("qmix", 6), ("vdn", 6)])
+@pytest.mark.parametrize(
+    ("mixer", "memory"), [("vdn", 0), ("qmix", 0), ("qmix", 6), ("vdn", 6), ("qplex", 0), ("qplex", 6)]
+)
 def test_resume_is_bit_identical(mixer: Any, memory: int) -> None:
     env = Countdown(games=4)
     config = QMIX(**QUICK | {"buffer_size": 60}, mixer=mixer, priority_exponent=0.6, n_step=2)
@@ -160,9 +176,7 @@ def test_resume_is_bit_identical(mixer: Any, memory: int) -> None:
         played(each, Countdown(games=4), 3)
     for name, array in made.state_arrays().items():
         assert np.array_equal(array, other.state_arrays()[name]), name
-    assert made.steps == 16 and any(name.startswith("target_mixer") for name in made.state_arrays()) == (
-        mixer == "qmix"
-    )
+    assert made.steps == 16 and any(name.startswith("target_mixer") for name in made.state_arrays()) == (mixer != "vdn")
 
 
 def test_unsupported_settings_are_refused() -> None:
@@ -191,8 +205,14 @@ RANDOM: dict[str, Any] = {
 def team_values(made: QMIXLearner, view: torch.Tensor, state: torch.Tensor) -> np.ndarray:
     """The team's value of each joint action of two seats."""
     q = made.heads[0].values(made.stacks[0].net(view.expand(2, 1, -1)))[:, 0]
-    joint = torch.cartesian_prod(q[0], q[1])
-    mixed: np.ndarray = made.mixer(joint, state.expand(len(joint), -1)).detach().view(q.shape[1], -1).numpy()
+    num_actions = q.shape[1]
+    action = torch.cartesian_prod(torch.arange(num_actions), torch.arange(num_actions))
+    values = SeatValues(
+        torch.stack([q[0, action[:, 0]], q[1, action[:, 1]]], 1),
+        q.amax(1).expand(len(action), 2),
+        torch.nn.functional.one_hot(action, num_actions).flatten(1).float(),
+    )
+    mixed: np.ndarray = made.mixer(values, state.expand(len(action), -1)).detach().view(num_actions, -1).numpy()
     return mixed
 
 
@@ -225,21 +245,35 @@ def test_vdn_misses_the_optimum_of_the_two_step_game() -> None:
     assert mean_return(made.env, made.greedy_policies(), 4).tolist() == [7, 7]
 
 
-def test_vdn_learns_the_nearest_additive_values_of_the_climbing_game() -> None:
-    """Of [[11, -30, 0], [-30, 7, 6], [0, 0, 5]] they are means of row and column less the mean of all, -31/9: 16/3 for
-    the lower right, which is best among them and pays 5, not 11."""
+CLIMBING = np.array([[11, -30, 0], [-30, 7, 6], [0, 0, 5]])
+
+
+def climbing(mixer: Any, updates: int) -> QMIXLearner:
     env = MatrixGame(num_envs=32, game="climbing")
     policy = NetPolicyConfig(hidden=[16], lr=2e-2, max_grad_norm=100, lr_schedule="linear")
-    made = learner(QMIX(**RANDOM, gradient_steps=2, batch_size=512, mixer="vdn"), env, {"one": [0], "two": [1]}, policy)
-    played(made, env, 120)
-    payoff = np.array([[11, -30, 0], [-30, 7, 6], [0, 0, 5]])
-    nearest = payoff.mean(1, keepdims=True) + payoff.mean(0) - payoff.mean()
+    made = learner(QMIX(**RANDOM, gradient_steps=2, batch_size=512, mixer=mixer), env, {"one": [0], "two": [1]}, policy)
+    played(made, env, updates)
+    return made
+
+
+def test_vdn_learns_the_nearest_additive_values_of_the_climbing_game() -> None:
+    """They are means of row and column less the mean of all, -31/9: 16/3 for the lower right, which is best among them
+    and pays 5, not 11."""
+    made = climbing("vdn", 120)
+    nearest = CLIMBING.mean(1, keepdims=True) + CLIMBING.mean(0) - CLIMBING.mean()
     assert nearest[2, 2] == pytest.approx(5 / 3 + 11 / 3 + 31 / 9)
     assert team_values(made, torch.zeros(6), torch.zeros(7)) == pytest.approx(nearest, abs=1.5)
-    assert mean_return(env, made.greedy_policies(), 1).tolist() == [5, 5]
+    assert mean_return(made.env, made.greedy_policies(), 1).tolist() == [5, 5]
 
 
-@pytest.mark.parametrize("mixer", ["vdn", "qmix"])
+def test_qplex_learns_the_climbing_game() -> None:
+    """Its values are neither sums nor monotone, and its optimum pays 11."""
+    made = climbing("qplex", 250)
+    assert team_values(made, torch.zeros(6), torch.zeros(7)) == pytest.approx(CLIMBING, abs=0.5)
+    assert mean_return(made.env, made.greedy_policies(), 1).tolist() == [11, 11]
+
+
+@pytest.mark.parametrize("mixer", ["vdn", "qmix", "qplex"])
 def test_policies_coordinate_on_one_of_two_optima(mixer: Any) -> None:
     env = MatrixGame(num_envs=16, game="coordination")
     config = QMIX(
