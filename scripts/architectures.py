@@ -28,8 +28,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from palestra.engine.bases import model_class
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
+from palestra.engine.reference_results import with_adapter
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.self_check import choose_engine, with_adapter
+from palestra.engine.self_check import choose_engine
 from palestra.engine.trainer import Trainer
 from palestra.losses.policy import cross_entropy_loss
 from palestra.testing import tiny_tokenizer

@@ -56,7 +56,7 @@ REVIEWED = {
     ("envs/text/tools/repl_driver.py", "eval"): (1, "runs in the sandbox"),
     ("envs/text/tools/repl_driver.py", "exec"): (1, "runs in the sandbox"),
     ("envs/text/tools/repl_driver.py", "compile"): (2, "runs in the sandbox"),
-    ("envs/vector/pettingzoo.py", "import_module"): (1, "an env named by the config"),
+    ("envs/vector/pettingzoo/games.py", "import_module"): (1, "an env named by the config"),
     ("envs/vector/subproc_vector.py", "pickle.loads"): (
         1,
         "the env maker that the parent process sent to its own child",

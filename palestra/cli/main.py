@@ -11,12 +11,14 @@ import typer
 
 import palestra
 from palestra.cli.agents import publish, serve_agent
+from palestra.cli.collect import collect
 from palestra.cli.config import describe_config
 from palestra.cli.dashboard import dashboard
 from palestra.cli.envs import serve_envs
+from palestra.cli.evaluate import evaluate
 from palestra.cli.info import info
 from palestra.cli.league import league
-from palestra.cli.play import collect, evaluate, play
+from palestra.cli.play import play
 from palestra.cli.report import plot, report, sync
 from palestra.cli.runs import runs
 from palestra.cli.serve import keys, serve, serve_sampler

@@ -15,7 +15,7 @@ from torch import Tensor
 from palestra.engine.cached_attention import DecodeLayout, PrefillLayout
 from palestra.engine.kv_cache import CacheFull, CacheMemory, CacheSlot, KVCache, PrefixStore
 from palestra.engine.live_batch import LiveBatch, without
-from palestra.engine.lora import AdapterStack, MultiAdapterRoute
+from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.models import Engine
 from palestra.engine.request import CachedPrompt, LiveSequence, SequenceGroup
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from palestra.engine.logits import widen
-from palestra.engine.lora import AdapterStack, MultiAdapterRoute, Snapshot
+from palestra.engine.lora import Snapshot
+from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.models import Engine
 from palestra.engine.multi_adapter import JobLossInputs
 from palestra.engine.tree_attention import TreeLayout, build_forest

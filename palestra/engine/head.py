@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from palestra.engine.flat_row import AdapterRoute
 from palestra.engine.logits import fits_at_once, row_chunks, widen
-from palestra.engine.models import AdapterRoute, Engine
+from palestra.engine.models import Engine
 
 MAX_TOKENS_PER_ROW = 1.5  # with more, computing each row twice costs less than each token once
 

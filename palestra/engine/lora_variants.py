@@ -1,7 +1,7 @@
 """Computations of adapters other than plain LoRA: DoRA, dropout, adapted experts, and modules trained in full.
 
-These pass through each block of a flat row alone, by the layer's own output: the fast ways of lora.py (merged and
-stacked weights) are for adapters that are `mergeable`.
+These pass through each block of a flat row alone, by the layer's own output: the fast ways of lora_routes.py (merged
+and stacked weights) are for adapters that are `mergeable`.
 
 Shapes: `E` experts, `r` rank; `A [E, r, in]` and `B [E, out, r]` of stacked experts.
 """

@@ -1,7 +1,8 @@
 """Estimates of the memory that a base model takes in sampling and training, from the shapes in its config.
 
-The counts of activations are those of the engine's own passes (models.py, lora.py, tree_attention.py) of a decoder with
-gated MLPs; other decoders differ a little. tests/builders/test_memory_plan.py compares them with measured peaks.
+The counts of activations are those of the engine's own passes (models.py, lora_routes.py, tree_attention.py) of a
+decoder with gated MLPs; other decoders differ a little. tests/builders/test_memory_plan.py compares them with
+measured peaks.
 
 Units: bytes, unless named otherwise. A token's values: `width` of the model, `query` and `kv` of all its heads,
 `inner` of the MLP.

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from palestra.engine.head import Head, score_logits, score_tokens, scored_tokens, select_rows
 from palestra.engine.logits import widen
-from palestra.engine.lora import Adapter, SingleAdapterRoute
+from palestra.engine.lora import Adapter
+from palestra.engine.lora_routes import SingleAdapterRoute
 from palestra.engine.lora_variants import Dropout
 from palestra.engine.models import Engine
 from palestra.engine.tree_attention import Forest, TreeLayout, build_forest

@@ -1,29 +1,27 @@
 """A base model in memory, run on flat rows of tokens.
 
 Every pass, in sampling and in training, runs the model on one row `[1, S]` that holds the tokens of many sequences end
-to end, so linear layers never process padding. A *layout* (tree_attention.py for training, cached_attention.py for
-sampling) defines which tokens each token attends to; the model passes it to our attention function. A *route* (lora.py)
-defines which adapter each row uses; the linear layers call it. The last decoder layer computes keys and values of all
-rows, but continues only with the rows whose logits are kept, since the others are not used.
+to end, so linear layers never process padding. A *layout* defines which tokens each token attends to, a *route* which
+adapter each row uses (flat_row.py). The last decoder layer computes keys and values of all rows, but continues only
+with the rows whose logits are kept, since the others are not used.
 
 Models whose layers do more than attention run on the *plain path* instead (plain.py): the same flat rows go in and come
 out, and in between the model runs as transformers does. self_check.py decides at load which of the two gives the
 model's own results.
 
-Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary, `H` heads, `D` head width.
+Shapes: `S` tokens of a flat row, `M` rows whose logits are kept, `V` vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
@@ -31,9 +29,9 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
-from palestra.engine.attention_terms import NO_TERMS, AttentionTerms
 from palestra.engine.bases import SHIPPED_BASES_DIR, expert_notes, model_class, plain_note, resolve_base, resolve_device
 from palestra.engine.decoder import decoder_of
+from palestra.engine.flat_row import AdapterRoute, AttentionLayout, KVFirstLayout, StopAfterKV, select_rows
 from palestra.engine.length_limit import limit_length
 from palestra.engine.lora import find_linear_layers, own_output
 from palestra.engine.lora_variants import call_by_blocks, replaceable_modules
@@ -46,50 +44,6 @@ from palestra.engine.self_check import choose_engine, small_verdict
 from palestra.engine.tree_attention import TreeLayout
 
 
-class AttentionLayout(Protocol):
-    """Defines which tokens each token of a flat row attends to.
-
-    A layout of a pass that keeps fewer rows than it has also implements `narrow(keep_M)`, which returns the layout in
-    which only those rows have queries; keys and values are still those of all rows.
-    """
-
-    def attend(
-        self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, terms: AttentionTerms = NO_TERMS
-    ) -> Tensor:
-        """Returns the attention output [S, H, D] of queries [H, S, D] over keys and values [h, S, D], in their
-        dtype."""
-        ...
-
-
-class AdapterRoute(Protocol):
-    """Defines which adapter each row of a flat row uses."""
-
-    def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
-        """Returns `layer(x)` plus the output of the rows' adapters at the linear layer `name`."""
-        ...
-
-    def narrow(self, keep_M: Tensor) -> AdapterRoute:
-        """Returns the route of the rows `keep_M` (rising indices) only."""
-        ...
-
-    def blocks(self, rows: int) -> Sequence[tuple[AdapterRoute | None, int]]:
-        """Returns, for each block of `rows` rows, a route for any number of rows of its adapter, and its size."""
-        ...
-
-
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    span, softcap, sinks_H = module.key_span, kwargs.get("softcap"), kwargs.get("s_aux")
-    plain = span is None and softcap is None and sinks_H is None
-    terms = NO_TERMS if plain else AttentionTerms(span, softcap, sinks_H)
-    out = kwargs["layout"].attend(module.layer_idx, query[0], key[0], value[0], kwargs["scaling"], terms)
-    return out[None], None
-
-
-AttentionInterface.register("palestra", _attention)
-
-
 class ShardedParams(Protocol):
     """Weights that are sharded over the ranks (fsdp.py)."""
 
@@ -100,27 +54,6 @@ class ShardedParams(Protocol):
     def reshard(self) -> None:
         """Drops all weights but this rank's own shard."""
         ...
-
-
-class StopAfterKV(Exception):
-    """Stops the first of the two passes of the last layer."""
-
-
-class KVFirstLayout:
-    """The layout of the last layer: a first pass of all rows up to keys and values, and a second pass of the kept rows
-    to the end."""
-
-    def __init__(self, kept: AttentionLayout) -> None:
-        self.kept_layout = kept
-        self.kv_HSD: tuple[Tensor, Tensor] | None = None
-
-    def attend(
-        self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, terms: AttentionTerms = NO_TERMS
-    ) -> Tensor:
-        if self.kv_HSD is None:
-            self.kv_HSD = k_HSD, v_HSD
-            raise StopAfterKV
-        return self.kept_layout.attend(layer, q_HSD, *self.kv_HSD, scale, terms)
 
 
 class Engine:
@@ -249,7 +182,7 @@ class Engine:
             kwargs["layout"] = KVFirstLayout(kwargs["layout"].narrow(keep_M))
             with contextlib.suppress(StopAfterKV):
                 whole(hidden, *args, **kwargs)
-            args, kwargs = _select_rows(((hidden, *args), kwargs), keep_M, hidden.shape[1])
+            args, kwargs = select_rows(((hidden, *args), kwargs), keep_M, hidden.shape[1])
             with self.use_route(self._kept):
                 return whole(*args, **kwargs)
 
@@ -426,14 +359,3 @@ def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
     finally:
         for parameter, data in zip(parameters, kept, strict=True):
             parameter.data = data
-
-
-def _select_rows(value: Any, keep_M: Tensor, size: int) -> Any:
-    """Returns `value` with every tensor `[1, size, ...]` in it reduced to the rows `keep_M`."""
-    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == size:
-        return value.index_select(1, keep_M)
-    if isinstance(value, tuple):
-        return tuple(_select_rows(v, keep_M, size) for v in value)
-    if isinstance(value, dict):
-        return {k: _select_rows(v, keep_M, size) for k, v in value.items()}
-    return value

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from palestra.engine.head import Head, ScoredTokens, score_tokens
 from palestra.engine.logits import fits_at_once, widen
-from palestra.engine.lora import Adapter, SingleAdapterRoute, count_kept_rows
+from palestra.engine.lora import Adapter
+from palestra.engine.lora_routes import SingleAdapterRoute, count_kept_rows
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
 from palestra.engine.tree_attention import Forest, TreeLayout, build_forest, concat_forests

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from palestra.engine.live_batch import LiveBatch, without
-from palestra.engine.lora import SnapshotRoute
+from palestra.engine.lora_routes import SnapshotRoute
 from palestra.engine.models import Engine
 from palestra.engine.plain import PlainPath, select_sequences
 from palestra.engine.request import LiveSequence, SequenceGroup

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from palestra.engine.logits import row_chunks, widen
-from palestra.engine.lora import AdapterStack, MultiAdapterRoute, Snapshot
+from palestra.engine.lora import Snapshot
+from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.models import Engine
 from palestra.engine.request import check_prompt, check_top_logprobs
 from palestra.engine.tree_attention import Forest, TreeLayout, build_forest, concat_forests

@@ -73,7 +73,7 @@ VECTOR_ENVS: dict[str, str] = {  # vector envs
     "foraging": "palestra.envs.vector.foraging:Foraging",
     "combat": "palestra.envs.vector.combat:Combat",
     "pong": "palestra.envs.vector.pong:Pong",
-    "pettingzoo": "palestra.envs.vector.pettingzoo:PettingZooEnv",
+    "pettingzoo": "palestra.envs.vector.pettingzoo.games:PettingZooEnv",
     "gymnasium": "palestra.envs.vector.gymnasium:GymnasiumEnv",
     "openspiel": "palestra.envs.vector.openspiel:OpenSpielEnv",
     "envpool": "palestra.envs.vector.envpool:EnvPoolEnv",

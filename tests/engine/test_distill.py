@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from palestra.engine.distill import DistillExample, ReverseKL, reverse_kl
-from palestra.engine.lora import Adapter, LoraConfig, SingleAdapterRoute
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.lora_routes import SingleAdapterRoute
 from palestra.engine.models import Engine
 from palestra.engine.multi_adapter import Job, JobResult, train_jobs
 from palestra.engine.trainer import AdamConfig, Trainer

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.engine.lora import Adapter, LoraConfig, SingleAdapterRoute
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.lora_routes import SingleAdapterRoute
 from palestra.engine.micro_batch import pack_samples
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from palestra.engine.cached_attention import PrefillLayout
 from palestra.engine.kv_cache import KVCache
-from palestra.engine.lora import Adapter, AdapterStack, LoraConfig, MultiAdapterRoute, SingleAdapterRoute
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute, SingleAdapterRoute
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
 from palestra.engine.tree_attention import TreeLayout, build_forest

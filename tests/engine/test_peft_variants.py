@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, Qwen3Co
 import palestra
 from palestra.config import validate
 from palestra.engine.checkpoints import load_trainer, save_trainer
-from palestra.engine.lora import Adapter, SingleAdapterRoute, weighted_sum
+from palestra.engine.lora import Adapter, weighted_sum
 from palestra.engine.lora_config import LoraConfig
+from palestra.engine.lora_routes import SingleAdapterRoute
 from palestra.engine.lora_variants import Dropout
 from palestra.engine.memory import adapter_params, model_shape
 from palestra.engine.models import Engine

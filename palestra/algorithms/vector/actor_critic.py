@@ -21,6 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from palestra.algorithms.vector.minibatches import MiniBatch, iterate_minibatches, normalise_weights, standardise
 from palestra.envs.vector.base import Arrays
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix
@@ -235,7 +236,7 @@ class ActorCriticLearner(NetLearner):
         views = self._judged_views(critic, batch)[:, :-1]
         is_first, memory = self._fresh(batch, P, S), critic.recurrent_states.get(batch.worker)
         losses = []
-        for piece in self._parts(weight, bool(critic.net.gru_units)):
+        for piece in self._minibatches(weight, bool(critic.net.gru_units)):
             out, _ = critic.net.unroll(piece(views), piece.column_recurrent_states(memory), piece(is_first[:, :-1]))
             loss = value_loss(out[..., 0], piece(target), normalise_weights(piece(weight)))
             critic.optimizer.step(loss, progress)
@@ -264,14 +265,14 @@ class ActorCriticLearner(NetLearner):
         names, S = stack.seat_mapping.names, len(stack.seat_mapping.seats[0])
         advantage, aim, weight = stack.rows(advantages), stack.rows(aims), stack.rows(known.float())
         if self.config.normalize_advantages:
-            advantage = self._standardised(advantage, weight)
+            advantage = standardise(advantage, weight, self.gradient_sync.all_reduce)
         views, is_first = stack.observations(batch.obs)[:, :-1], self._fresh(batch, len(names), S)[:, :-1]
         actions, logp = stack.actions(batch), stack.rows(batch.logp)
         action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
         memory = batch.recurrent_state.get("+".join(names))
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
         bonus = self.config.entropy_at(progress)
-        for piece in self._parts(weight, bool(stack.net.gru_units)):
+        for piece in self._minibatches(weight, bool(stack.net.gru_units)):
             out, value = stack.net.unroll_with_values(
                 piece(views), piece.column_recurrent_states(memory), piece(is_first)
             )
@@ -352,32 +353,15 @@ class ActorCriticLearner(NetLearner):
     def _restored(critic: ValueCritic, values: Tensor) -> Tensor:
         return critic.norm.denormalise(values[..., None])[..., 0] if critic.norm else values
 
-    def _standardised(self, advantage: Tensor, weight: Tensor) -> Tensor:
-        """Returns advantages with mean 0 and deviation 1 for each member, over all processes."""
-        sums = torch.stack([weight.sum((1, 2)), (weight * advantage).sum((1, 2)), (weight * advantage**2).sum((1, 2))])
-        count, first, second = self.gradient_sync.all_reduce(sums)
-        mean = first / count.clamp(min=1)
-        deviation = (second / count.clamp(min=1) - mean**2).clamp(min=0).sqrt()
-        return (advantage - mean[:, None, None]) / (deviation[:, None, None] + 1e-8)
-
-    def _parts(self, weight: Tensor, recurrent: bool) -> Iterator[MiniBatch]:
-        """Yields the minibatches of all epochs. Recurrent networks get whole columns of time; others single transitions
-        (with one member, only those that have credit)."""
-        P, T, C = weight.shape
-        for _ in range(self.config.epochs):
-            if recurrent:
-                order, columns = torch.randperm(C, generator=self.shuffle), True
-            else:
-                flat = weight.reshape(P, -1)
-                some = flat[0].nonzero()[:, 0] if P == 1 and not bool(flat.all()) else None
-                count = T * C if some is None else len(some)
-                order, columns = torch.randperm(count, generator=self.shuffle), False
-                order = order if some is None else some[order]
-            # With few transitions some minibatches are empty: they repeat one (or take one of weight 0), since other
-            # processes may be waiting for this one's gradients.
-            spare = order[:1] if len(order) else torch.zeros(1, dtype=torch.long)
-            for index in order.tensor_split(self.config.minibatches):
-                yield MiniBatch(index if len(index) else spare, columns)
+    def _minibatches(self, weight: Tensor, recurrent: bool) -> Iterator[MiniBatch]:
+        config = self.config
+        return iterate_minibatches(
+            weight,
+            epochs=config.epochs,
+            minibatches=config.minibatches,
+            recurrent=recurrent,
+            generator=self.shuffle,
+        )
 
     # ---- state
 
@@ -403,30 +387,6 @@ class ActorCriticLearner(NetLearner):
             critic.recurrent_states = {
                 int(source): torch.from_numpy(np.array(memory)) for source, memory in kept.items()
             }
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """A minibatch of `[P, T, C, ...]`: columns, giving `[P, T, M, ...]`, or single transitions, numbered t * C + c,
-    giving `[P, 1, M, ...]`. `index` [M] is int64."""
-
-    index: Tensor
-    columns: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns the minibatch's part of `x` [P, T, C, ...]."""
-        if self.columns:
-            return x.index_select(2, self.index)
-        return x.reshape(x.shape[0], -1, *x.shape[3:]).index_select(1, self.index)[:, None]
-
-    def column_recurrent_states(self, recurrent_state: Tensor | None) -> Tensor | None:
-        """Returns the initial recurrent states [P, M, H] of the minibatch's columns; None for single transitions."""
-        return None if recurrent_state is None or not self.columns else recurrent_state.index_select(1, self.index)
-
-
-def normalise_weights(weight: Tensor) -> Tensor:
-    """Returns weights [P, T, M] divided by their sum per member; zeros where it is zero."""
-    return weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-8)
 
 
 def _between(start: float, end: float | None, progress: float) -> float:

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.algorithms.vector.actor_critic import MiniBatch, normalise_weights
+from palestra.algorithms.vector.minibatches import MiniBatch, normalise_weights
 from palestra.envs.vector.base import Arrays, Discrete
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.learners.policy_stack import PolicyStack, StackedAdam

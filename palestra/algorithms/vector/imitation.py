@@ -21,7 +21,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner, normalise_weights
+from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner
+from palestra.algorithms.vector.minibatches import normalise_weights
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.learners.policy_stack import PolicyStack, StackedAdam

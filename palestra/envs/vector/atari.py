@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import ale_py
 import numpy as np
 
-from palestra.envs.vector.pettingzoo import load_game
+from palestra.envs.vector.pettingzoo.games import load_game
 from palestra.envs.vector.subproc_vector import PackageVectorEnv
 from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec, check_at_least_one
 

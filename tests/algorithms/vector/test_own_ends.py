@@ -18,7 +18,7 @@ from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.q_learning import QLearner
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
-from palestra.envs.vector.pettingzoo import PettingZooEnv
+from palestra.envs.vector.pettingzoo.games import PettingZooEnv
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.replay import Replay
 from palestra.policies.vector import UniformVectorPolicy

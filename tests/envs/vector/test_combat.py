@@ -12,7 +12,7 @@ from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.combat import Combat
 from palestra.envs.vector.combat_maps import MAPS, CombatMap
 from palestra.envs.vector.combat_rules import COOLDOWN, HEALTH, SHIELD, X, Y
-from palestra.envs.vector.pettingzoo import to_parallel
+from palestra.envs.vector.pettingzoo.export import to_parallel
 
 STOP, EAST, ATTACK = 1, 4, 6
 

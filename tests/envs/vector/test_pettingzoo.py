@@ -15,7 +15,8 @@ from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Vecto
 from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import MatrixGame
-from palestra.envs.vector.pettingzoo import PettingZooEnv, load_game, strip_check_wrappers, to_aec, to_parallel
+from palestra.envs.vector.pettingzoo.export import to_aec, to_parallel
+from palestra.envs.vector.pettingzoo.games import PettingZooEnv, load_game, strip_check_wrappers
 from palestra.envs.vector.sync_vector import SingleStep, SyncVectorEnv, VectorEnvSpec, episode_seed
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # it imports by its own old names

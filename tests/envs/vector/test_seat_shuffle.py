@@ -9,7 +9,7 @@ from palestra.envs import check_env
 from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.mpe import SimpleAdversary
-from palestra.envs.vector.pettingzoo import PettingZooEnv
+from palestra.envs.vector.pettingzoo.games import PettingZooEnv
 from palestra.envs.vector.pong import Pong
 from palestra.envs.vector.seat_shuffle import SeatShuffledEnv
 from palestra.policies.vector import UniformVectorPolicy

@@ -1,0 +1,69 @@
+"""Minibatches of a rollout, and the normalisation of their weights and advantages.
+
+Shapes: `P` members, `T` steps, `C` columns (a seat of a parallel game each), `M` items of a minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """A minibatch of `[P, T, C, ...]`: columns, giving `[P, T, M, ...]`, or single transitions, numbered t * C + c,
+    giving `[P, 1, M, ...]`. `index` [M] is int64."""
+
+    index: Tensor
+    columns: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns the minibatch's part of `x` [P, T, C, ...]."""
+        if self.columns:
+            return x.index_select(2, self.index)
+        return x.reshape(x.shape[0], -1, *x.shape[3:]).index_select(1, self.index)[:, None]
+
+    def column_recurrent_states(self, recurrent_state: Tensor | None) -> Tensor | None:
+        """Returns the initial recurrent states [P, M, H] of the minibatch's columns; None for single transitions."""
+        return None if recurrent_state is None or not self.columns else recurrent_state.index_select(1, self.index)
+
+
+def normalise_weights(weight: Tensor) -> Tensor:
+    """Returns weights [P, T, M] divided by their sum per member; zeros where it is zero."""
+    return weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-8)
+
+
+def standardise(advantage: Tensor, weight: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns advantages [P, T, C] with weighted mean 0 and deviation 1 for each member, over all processes:
+    `all_reduce` sums a tensor over them."""
+    sums = torch.stack([weight.sum((1, 2)), (weight * advantage).sum((1, 2)), (weight * advantage**2).sum((1, 2))])
+    count, first, second = all_reduce(sums)
+    mean = first / count.clamp(min=1)
+    deviation = (second / count.clamp(min=1) - mean**2).clamp(min=0).sqrt()
+    return (advantage - mean[:, None, None]) / (deviation[:, None, None] + 1e-8)
+
+
+def iterate_minibatches(
+    weight: Tensor, *, epochs: int, minibatches: int, recurrent: bool, generator: torch.Generator
+) -> Iterator[MiniBatch]:
+    """Yields the minibatches of all epochs over transitions of weights `weight` [P, T, C], each epoch in a new random
+    order. Recurrent networks get whole columns of time; others single transitions (with one member, only those whose
+    weight is not 0)."""
+    P, T, C = weight.shape
+    for _ in range(epochs):
+        if recurrent:
+            order, columns = torch.randperm(C, generator=generator), True
+        else:
+            flat = weight.reshape(P, -1)
+            some = flat[0].nonzero()[:, 0] if P == 1 and not bool(flat.all()) else None
+            count = T * C if some is None else len(some)
+            order, columns = torch.randperm(count, generator=generator), False
+            order = order if some is None else some[order]
+        # With few transitions some minibatches are empty: they repeat one (or take one of weight 0), since other
+        # processes may be waiting for this one's gradients.
+        spare = order[:1] if len(order) else torch.zeros(1, dtype=torch.long)
+        for index in order.tensor_split(minibatches):
+            yield MiniBatch(index if len(index) else spare, columns)

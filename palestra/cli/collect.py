@@ -1,0 +1,108 @@
+"""`palestra collect`: episodes of any policies, as data."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from palestra.cli.seat_options import (
+    EnvOption,
+    InProcessOption,
+    SeatsOption,
+    StepOption,
+    TargetArgument,
+    TemperatureOption,
+    parse_seats,
+    parse_settings,
+    sampling_options,
+)
+from palestra.launch.console import console, print_line, user_errors
+
+
+def collect(
+    what: TargetArgument,
+    out: Annotated[Path, typer.Option(help="the file to write: .parquet, or .npz of a vectorised game")],
+    seats: SeatsOption = None,
+    env: EnvOption = None,
+    episodes: Annotated[
+        int, typer.Option(min=1, help="episodes to play; for vectorised games see --num-envs and --steps")
+    ] = 300,
+    min_return: Annotated[
+        float | None, typer.Option(help="keep episodes of at least this return: the team's plus the seats' mean")
+    ] = None,
+    successes: Annotated[bool, typer.Option("--successes", help="keep only episodes that were a success")] = False,
+    num_envs: Annotated[int, typer.Option(min=1, help="parallel copies of a vectorised env")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="joint steps of every vectorised game")] = 500,
+    temperature: TemperatureOption = None,
+    step: StepOption = None,
+    seed: int = 0,
+    in_process: InProcessOption = False,
+) -> None:
+    """Record episodes: as Parquet with tokens, log-probabilities and rewards by seat, or as demonstrations for bc and
+    gail.
+
+    Examples:
+
+        palestra collect runs/demo --out demo.parquet --successes
+
+        palestra collect math --seats reasoner=expert --seats tool=expert --out math.parquet --episodes 1000
+
+        palestra collect configs/demo.yaml --seats planner=https://api.example.org/v1#big --out big.parquet
+
+        palestra collect runs/spread_mappo --out expert.npz
+
+        palestra collect configs/games/combat_vdn.yaml --seats 'unit_*=script:focus' --out focus.npz
+    """
+    with user_errors():
+        from palestra.evaluation.target import find_target
+
+        if find_target(what, step=step).is_vector:
+            from palestra.evaluation.vector import collect_demonstrations as record_games
+
+            options: dict[str, Any] = {"num_envs": num_envs, "steps": steps, "step": step, "seed": seed}
+            who = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)
+            kept = f"{num_envs * steps} joint steps"
+        else:
+            options = {
+                "episodes": episodes,
+                "min_return": min_return,
+                "successes": successes,
+                "step": step,
+                "seed": seed,
+            }
+            options["in_process"] = in_process
+            who, metrics = _collected(what, out, env, seats, temperature, options)
+            kept = f"{metrics['kept']} of {episodes} episodes"
+    print_line(f"{out}: {kept} of {', '.join(f'{seat}={name}' for seat, name in who.items())}")
+
+
+def _collected(
+    what: Path,
+    out: Path,
+    env: list[str] | None,
+    seats: list[str] | None,
+    temperature: float | None,
+    options: dict[str, Any],
+) -> tuple[dict[str, str], dict[str, Any]]:
+    from palestra.evaluation.collect import collect_episodes
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("playing", total=options["episodes"])
+
+        def report_progress(played: int, kept: int) -> None:
+            bar.update(task, completed=played, description=f"kept {kept}")
+
+        playing = collect_episodes(
+            what,
+            out,
+            parse_settings(env),
+            parse_seats(seats),
+            sampling=sampling_options(temperature),
+            on_progress=report_progress,
+            **options,
+        )
+        return asyncio.run(playing)

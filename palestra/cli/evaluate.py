@@ -1,0 +1,224 @@
+"""`palestra eval`: evaluation with any policies at any seats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import MofNCompleteColumn, Progress
+from rich.table import Table
+
+from palestra.cli.seat_options import (
+    POLICY_HELP,
+    EnvOption,
+    InProcessOption,
+    SeatsOption,
+    StepOption,
+    TargetArgument,
+    TemperatureOption,
+    parse_seats,
+    parse_settings,
+    require_text_env,
+    sampling_options,
+)
+from palestra.launch.console import PlainConsole, console, print_line, styled_text, user_errors
+from palestra.rollouts.transcript import transcript
+
+if TYPE_CHECKING:
+    from palestra.evaluation.target import EvalResult, OnProgress
+
+
+def evaluate(
+    what: TargetArgument,
+    env: EnvOption = None,
+    seats: SeatsOption = None,
+    swap: Annotated[bool, typer.Option("--swap", help="swap the policies of two seats")] = False,
+    cross: Annotated[
+        bool, typer.Option("--cross", help="play every assignment of members to seats, on the same instances")
+    ] = False,
+    members: Annotated[list[str] | None, typer.Option("--member", help=f"a policy for --cross: {POLICY_HELP}")] = None,
+    episodes: Annotated[int, typer.Option(min=1)] = 300,
+    samples: Annotated[
+        int, typer.Option(min=1, help="play each instance this many times, for pass@k and majority vote")
+    ] = 1,
+    show: Annotated[int, typer.Option(min=0, help="number of episodes to print in full")] = 0,
+    step: StepOption = None,
+    temperature: TemperatureOption = None,
+    seed: int = 0,
+    in_process: InProcessOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    best_response: Annotated[
+        int,
+        typer.Option(
+            min=0, help="vectorised games: train a best response to the others at each seat for this many env steps"
+        ),
+    ] = 0,
+    record: Annotated[
+        str,
+        typer.Option(help="keep the result in the run under this name, beside its evaluations; the dashboard shows it"),
+    ] = "",
+) -> None:
+    """Play held-out instances with the members of a run, or with any other policies.
+
+    Examples:
+
+        palestra eval runs/demo --env split=test
+
+        palestra eval runs/demo --swap
+
+        palestra eval runs/demo:planner
+
+        palestra eval runs/demo --swap --record swapped
+
+        palestra eval runs/demo --seats planner=base --temperature 0
+
+        palestra eval runs/demo --cross --member planner --member executor --member base
+
+        palestra eval runs/spread_mappo --cross --member agent --member random
+
+        palestra eval runs/demo --episodes 3 --show 3
+
+        palestra eval runs/demo --episodes 100 --samples 8
+
+        palestra eval runs/goofspiel --episodes 2000 --best-response 1000000
+
+        palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
+
+    The result of a game that can be enumerated includes NashConv of the policies. In a larger one, --best-response
+    gives a lower bound on it: the sum of what trained responses gain.
+    """
+    with user_errors():
+        if best_response and (cross or swap or record or show):
+            raise ValueError("--best-response goes with --env, --seats, --step, --temperature, --seed and --json")
+        if best_response:
+            choice = {"episodes": episodes, "step": step, "seed": seed, "greedy": temperature == 0}
+            _best_responses(what, parse_settings(env), parse_seats(seats), best_response, as_json, choice)
+            return
+        if cross and (swap or seats):
+            raise ValueError("--cross seats its members in every way: name them with --member, not --seats or --swap")
+        if members and not cross:
+            raise ValueError(
+                "--member is only used with --cross; to assign a policy to a seat, use --seats SEAT=POLICY"
+            )
+        options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed, "in_process": in_process}
+        options |= {"sampling": sampling_options(temperature), "greedy": temperature == 0, "samples": samples}
+        if show:
+            require_text_env(what, "--show")
+        from palestra.evaluation import evaluate as evaluation
+
+        with _progress_bar(is_shown="human" not in parse_seats(seats).values()) as on_progress:
+            if cross:
+                found = evaluation.cross_play(
+                    what, parse_settings(env), members or [], on_progress=on_progress, **options
+                )
+            else:
+                found = [
+                    evaluation.evaluate(
+                        what, parse_settings(env), parse_seats(seats), swap=swap, on_progress=on_progress, **options
+                    )
+                ]
+        if record:
+            _record(what, record, step, found)
+    for episode in [episode for scored in found for episode in scored.episodes[:show]]:
+        print_line(f"{transcript(episode)}\n")
+    if as_json:
+        lines: Any = [{"seats": scored.policy_names, **scored.metrics} for scored in found]
+        print(json.dumps(lines if cross else lines[0]))
+    elif cross:
+        console.print(_cross_table(f"{what}, {episodes} episodes each", found))
+    else:
+        console.print(_eval_table(f"{what}, {episodes} episodes", found[0].policy_names, found[0].metrics))
+    with user_errors():
+        from palestra.rollouts.failures import check_not_all_failed
+
+        check_not_all_failed([episode for scored in found for episode in scored.episodes], "eval")
+
+
+def _best_responses(
+    what: Path, env: dict[str, Any], seats: dict[str, str], steps: int, as_json: bool, choice: dict[str, Any]
+) -> None:
+    from palestra.evaluation.best_response import learn_best_responses
+    from palestra.report.population_data import exploits_table, nash_conv_lower_bound
+
+    with PlainConsole(stderr=True).status("learning a response at each seat") as status:
+        report = lambda text: status.update(styled_text(text))  # noqa: E731
+        found = learn_best_responses(what, env, seats, steps=steps, on_progress=report, **choice)
+    bound = nash_conv_lower_bound(found)
+    if as_json:
+        print(json.dumps({"nash_conv_at_least": bound, "responses": [one._asdict() for one in found]}))
+        return
+    console.print(exploits_table(what, found))
+    console.print(styled_text("NashConv is at least ", (f"{bound:.3f}", "bold"), ", up to the error of the gains"))
+
+
+@contextmanager
+def _progress_bar(is_shown: bool) -> Iterator[OnProgress]:
+    """Context with a progress bar, on stderr and only in a terminal, which vanishes at its end. Yields the function
+    that moves it."""
+    loud = PlainConsole(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=loud, transient=True, disable=not (is_shown and loud.is_terminal)) as bar:
+        task = bar.add_task("playing", total=None)
+        yield lambda played, of: bar.update(task, completed=played, total=of)
+
+
+def _record(run: Path, name: str, step: int | None, found: list[EvalResult]) -> None:
+    """Appends results to the run's evals.jsonl. If there are several, the seats become part of the name."""
+    from palestra.evaluation.target import find_checkpoint
+    from palestra.runs import Run
+
+    after = find_checkpoint(run, step).step
+    with Run.open(run) as opened:
+        for scored in found:
+            who = ", ".join(f"{seat}={member}" for seat, member in scored.policy_names.items())
+            title = name if len(found) == 1 else f"{name}: {who}"
+            opened.log_eval(after, title, {**scored.metrics, "seats": scored.policy_names})
+
+
+def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Table:
+    from palestra.rollouts.sample_metrics import sample_rows
+    from palestra.runs.series import success_interval
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    for seat, policy in who.items():
+        table.add_row(seat, policy)
+    table.add_section()
+    if "success" in figures:
+        table.add_row("success", styled_text((success_interval(figures), "bold")))
+    for name, text in sample_rows(figures):
+        table.add_row(name, text)
+    for key in ("return", "steps_per_episode", "team_return", "failed"):
+        if key in figures:
+            table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
+    for seat in figures.get("returns", {}):
+        table.add_row(f"return of {seat}", _return(figures, seat))
+    if "nash_conv" in figures:
+        table.add_row("NashConv", f"{figures['nash_conv']:.4f}")
+    return table
+
+
+def _cross_table(title: str, found: list[EvalResult]) -> Table:
+    from palestra.rollouts.sample_metrics import sample_rows
+    from palestra.runs.series import success_interval
+
+    seats = list(found[0].policy_names)
+    mean = "team_return" if "team_return" in found[0].metrics else "return"  # networks have the mean over seats
+    sampled = [name for name, _ in sample_rows(found[0].metrics)]
+    columns = ["success", *sampled, mean.replace("_", " "), *(f"return of {seat}" for seat in seats)]
+    table = Table(*seats, *columns, title=title, title_justify="left")
+    for who, metrics, _ in found:
+        returns = [_return(metrics, seat) for seat in seats]
+        success = success_interval(metrics) if "success" in metrics else "-"
+        passed = dict(sample_rows(metrics))
+        more = [passed.get(name, "-") for name in sampled]
+        table.add_row(*who.values(), success, *more, f"{metrics[mean]:.2f}", *returns)
+    return table
+
+
+def _return(figures: dict[str, Any], seat: str) -> str:
+    half = figures.get("returns_ci95", {}).get(seat)
+    return f"{figures['returns'][seat]:.2f}" + (f" ± {half:.2f}" if half is not None else "")

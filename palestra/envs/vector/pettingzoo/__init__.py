@@ -1,0 +1,1 @@
+"""PettingZoo in both directions: its envs as vector envs (games.py), and vector envs as its envs (export.py)."""
