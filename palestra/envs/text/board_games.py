@@ -22,7 +22,7 @@ from palestra.envs.rules.leduc import LeducRules
 from palestra.envs.rules.liars_dice import LiarsDiceRules
 from palestra.envs.rules.search import best_actions
 from palestra.envs.rules.tic_tac_toe import TicTacToeRules, TicTacToeState
-from palestra.envs.text.grid.grid import answer_words
+from palestra.envs.text.answers import answer_words
 from palestra.envs.text.options import Rendering, RewardMode
 from palestra.types import Seat, Step
 

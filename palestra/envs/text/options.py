@@ -1,4 +1,8 @@
-"""Option types shared by text envs: the reward mode and the text rendering."""
+"""Options shared by text envs: the reward mode, the text rendering, and the check of a number's range.
+
+The types of all options are checked against the signature of an env's `__init__`
+(`palestra.envs.validate_env_options`).
+"""
 
 from __future__ import annotations
 
@@ -7,3 +11,9 @@ from typing import Literal
 RewardMode = Literal["dense", "outcome"]
 Rendering = Literal["full", "compact"]
 BoardRendering = Literal["compact", "ascii"]
+
+
+def check_range(name: str, value: int | float, low: int | float, high: int | float) -> None:
+    """Raises ValueError if option `name` is outside [low, high]."""
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} is out of range: give {low} to {high}")

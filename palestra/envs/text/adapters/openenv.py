@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from palestra.envs.base import Env
-from palestra.envs.text.grid.grid import MAX_ANSWER_CHARS, check_range
-from palestra.envs.text.options import RewardMode
+from palestra.envs.text.answers import answer_text
+from palestra.envs.text.options import RewardMode, check_range
 from palestra.types import Seat, Step
 
 INVALID_PENALTY = 0.1
@@ -64,8 +64,7 @@ class OpenEnv(Env):
         reward: RewardMode = "dense",
     ) -> None:
         check_range("max_steps", max_steps, 1, 100_000)
-        if timeout <= 0:
-            raise ValueError(f"timeout={timeout} is out of range: give seconds above 0")
+        check_range("timeout", timeout, 0.001, 86_400)
         self.url, self.field, self.show, self.options = _ws_url(url), field, show, dict(reset or {})
         self.steps, self.success, self.timeout, self.reward = max_steps, success, timeout, reward
         form = f" ({field})" if field else " as a JSON object"
@@ -84,7 +83,7 @@ class OpenEnv(Env):
     async def step(self, actions: dict[Seat, Any]) -> Step:
         if self._over or self._session is None:
             raise ValueError("the game is over: call reset(seed) before step")
-        action = self._action(str(actions["agent"])[-MAX_ANSWER_CHARS:].rpartition("####")[2].strip())
+        action = self._action(answer_text(actions["agent"]))
         self._count += 1
         try:
             reply = await self._session.ask("step", action)

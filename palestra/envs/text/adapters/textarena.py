@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from palestra.envs.base import Env
-from palestra.envs.text.grid.grid import MAX_ANSWER_CHARS, check_range
-from palestra.envs.text.options import RewardMode
+from palestra.envs.text.answers import answer_text
+from palestra.envs.text.options import RewardMode, check_range
 from palestra.types import Seat, Step
 
 INVALID_PENALTY = 0.1  # subtracted from a seat's reward for a move that the game calls invalid
@@ -117,7 +117,7 @@ class TextArena(Env):
         seat = self.seats[self._mover]
         if set(actions) != {seat}:
             raise ValueError(f'"{seat}" acts next, but the actions are for {sorted(actions)}')
-        said = str(actions[seat])[-MAX_ANSWER_CHARS:].rpartition("####")[2].strip()
+        said = answer_text(actions[seat])
         done, invalid = self._say(said)
         info: dict[str, Any] = {"invalid": {seat: invalid}}
         rewards = {seat: -INVALID_PENALTY if invalid and self.reward == "dense" else 0.0}

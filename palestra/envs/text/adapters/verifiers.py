@@ -27,7 +27,7 @@ except ImportError as error:
     raise ImportError(f"{error}; verifiers is an extra: pip install 'palestra[verifiers]'") from error
 
 from palestra.envs.text.adapters.workflow import Workflow, WorkflowContext, WorkflowResult
-from palestra.envs.text.grid.grid import check_range
+from palestra.envs.text.options import check_range
 from palestra.envs.text.splits import Split, split_of_text
 from palestra.types import Seat
 

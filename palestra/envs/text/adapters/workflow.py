@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Self
 
 from palestra.chat import same_message
 from palestra.envs.base import Env
+from palestra.envs.text.options import check_range
 from palestra.envs.text.splits import Split
 from palestra.processes import exit_reason
 from palestra.types import Seat, Step
@@ -95,8 +96,8 @@ class Workflow(Env):
             raise ValueError("a workflow is either function: module:name or command: [program, argument, ...]")
         if not seats or len({*seats}) < len(seats):
             raise ValueError(f"seats: {seats} must name at least one model, and each once")
-        if timeout <= 0 or settle < 0:
-            raise ValueError("timeout must be above 0 seconds, and settle not below 0")
+        check_range("timeout", timeout, 0.001, 86_400)
+        check_range("settle", settle, 0, 86_400)
         self.seats, self.split, self.timeout, self.settle = tuple(seats), split, timeout, settle
         self.options = options or {}
         self.program = _load_function(function) if function else None

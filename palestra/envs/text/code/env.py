@@ -30,8 +30,7 @@ from palestra.envs.text.code.prompts import ROLE_PROMPTS, CodeTurn, compact_obse
 from palestra.envs.text.code.results import parse_literal
 from palestra.envs.text.code.synthetic_programs import SyntheticProgram, draw_synthetic_program, synthetic_problem
 from palestra.envs.text.code.test_runner import ProgramTest, ProgramTestResults, ProgramTestRunner
-from palestra.envs.text.grid.grid import check_range
-from palestra.envs.text.options import Rendering, RewardMode
+from palestra.envs.text.options import Rendering, RewardMode, check_range
 from palestra.sandbox import ResourceLimits, open_sandbox
 from palestra.types import Seat, Step
 

@@ -33,8 +33,7 @@ from palestra.envs.text.debate.prompts import (
     role_prompts,
 )
 from palestra.envs.text.debate.topics import MAX_FACTS, draw_file_topic, draw_synthetic_topic
-from palestra.envs.text.grid.grid import check_range
-from palestra.envs.text.options import Rendering, RewardMode
+from palestra.envs.text.options import Rendering, RewardMode, check_range
 from palestra.envs.text.splits import Split
 from palestra.types import Seat, Step
 

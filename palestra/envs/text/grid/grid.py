@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 
+from palestra.envs.text.answers import answer_words
+
 DIRECTIONS = ("up", "down", "left", "right")
 OPPOSITE = (1, 0, 3, 2)
 MAX_GRID_SIZE = 16  # maximum rows or columns: the cell names reach r15 c15
-MAX_ANSWER_CHARS = 4000  # characters read from the end of an answer: bounds the cost of runaway answers
 
 _INDEX = {word: index for index, word in enumerate(DIRECTIONS)}
 
@@ -110,12 +111,6 @@ def describe_cell(size: int, cell: int) -> str:
     return f"row {cell // size}, column {cell % size}"
 
 
-def answer_words(answer: object) -> list[str]:
-    """Returns the lower-case words of an answer, after its last "####" if there is one. Commas count as spaces."""
-    text = str(answer)[-MAX_ANSWER_CHARS:].rpartition("####")[2]
-    return text.replace(",", " ").lower().split()
-
-
 def parse_moves(answer: object, max_moves: int) -> tuple[int, ...] | None:
     """Returns the 1 to `max_moves` directions in an answer, None if it holds anything else."""
     words = answer_words(answer)
@@ -154,9 +149,3 @@ def _number(word: str, letter: str, below: int) -> int:
     if word[:1] != letter or not (digits.isascii() and digits.isdecimal()) or len(digits) > 2:
         return -1
     return int(digits) if int(digits) < below else -1
-
-
-def check_range(name: str, value: int | float, low: int | float, high: int | float) -> None:
-    """Raises ValueError if option `name` is outside [low, high]."""
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} is out of range: give {low} to {high}")

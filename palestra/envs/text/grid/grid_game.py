@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
-from palestra.envs.text.grid.grid import DIRECTIONS, check_range, parse_moves
-from palestra.envs.text.options import BoardRendering, RewardMode
+from palestra.envs.text.grid.grid import DIRECTIONS, parse_moves
+from palestra.envs.text.options import BoardRendering, RewardMode, check_range
 from palestra.types import Seat, Step
 
 SOLVED_REWARD = 1.0  # team reward for solving the puzzle; planner's reward for a plan that would solve it

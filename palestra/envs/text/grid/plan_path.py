@@ -16,7 +16,6 @@ import numpy as np
 from palestra.envs.text.grid.grid import (
     Grid,
     cell_names,
-    check_range,
     describe_cell,
     distances,
     draw_grid,
@@ -27,7 +26,7 @@ from palestra.envs.text.grid.grid import (
     reachable,
 )
 from palestra.envs.text.grid.grid_game import GridGame, GridTeam
-from palestra.envs.text.options import BoardRendering, RewardMode
+from palestra.envs.text.options import BoardRendering, RewardMode, check_range
 from palestra.envs.text.splits import Split, draw_layout
 
 RULES_TEXT = (

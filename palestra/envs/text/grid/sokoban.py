@@ -14,7 +14,6 @@ from palestra.envs.text.grid.grid import (
     DIRECTIONS,
     Grid,
     cell_names,
-    check_range,
     describe_cell,
     draw_grid,
     format_cells,
@@ -23,7 +22,7 @@ from palestra.envs.text.grid.grid import (
 )
 from palestra.envs.text.grid.grid_game import GridGame, GridTeam
 from palestra.envs.text.grid.sokoban_solver import SokobanState
-from palestra.envs.text.options import BoardRendering, RewardMode
+from palestra.envs.text.options import BoardRendering, RewardMode, check_range
 from palestra.envs.text.splits import Split, draw_layout
 
 MAX_BOXES = 4

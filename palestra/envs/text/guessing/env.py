@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import form_or, terms_info
-from palestra.envs.text.grid.grid import answer_words, check_range
-from palestra.envs.text.options import Rendering, RewardMode
+from palestra.envs.text.answers import answer_words
+from palestra.envs.text.options import Rendering, RewardMode, check_range
 from palestra.envs.text.splits import Split, split_of_text
 from palestra.types import Seat, Step
 

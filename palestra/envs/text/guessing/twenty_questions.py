@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from palestra.envs.text.grid.grid import answer_words, check_range
+from palestra.envs.text.answers import answer_words
 from palestra.envs.text.guessing.env import AnswerSource, GuessingGame, Secret
-from palestra.envs.text.options import Rendering, RewardMode
+from palestra.envs.text.options import Rendering, RewardMode, check_range
 from palestra.envs.text.splits import Split
 from palestra.types import Seat
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_gained, terms_info, total_rewards
-from palestra.envs.text.grid.grid import check_range
 from palestra.envs.text.math.answer_extraction import final_answer, multiline_answer, parse_number, parse_relation
 from palestra.envs.text.math.grader_client import MATH_GRADER
 from palestra.envs.text.math.grading import INCORRECT, AnswerGrade, grade_answer, grade_directly
@@ -29,7 +28,7 @@ from palestra.envs.text.math.prompts import (
 )
 from palestra.envs.text.math.reasoning import grade_reasoning
 from palestra.envs.text.math.tool import extract_program, run_program
-from palestra.envs.text.options import Rendering, RewardMode
+from palestra.envs.text.options import Rendering, RewardMode, check_range
 from palestra.envs.text.splits import Split
 from palestra.sandbox import open_sandbox
 from palestra.types import Seat, Step

@@ -15,11 +15,10 @@ from typing import Any, ClassVar, Literal, get_args
 
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import terms_info, total_rewards
-from palestra.envs.text.grid.grid import check_range
 from palestra.envs.text.math.grading import UNREADABLE, AnswerGrade, grade_directly
 from palestra.envs.text.math.review import MAX_SHOTS, acting_seat, ask_with_examples, last_number
 from palestra.envs.text.math.word_templates import ANIMALS, NAMES, THINGS
-from palestra.envs.text.options import RewardMode
+from palestra.envs.text.options import RewardMode, check_range
 from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split
 from palestra.types import Seat, Step
 

@@ -14,12 +14,11 @@ from typing import Any, ClassVar, Literal
 
 from palestra.chat import Chat
 from palestra.envs.base import Env
-from palestra.envs.text.grid.grid import check_range
 from palestra.envs.text.math.answer_extraction import MAX_ANSWER_CHARS, final_answer
 from palestra.envs.text.math.grading import UNREADABLE, AnswerGrade, grade_directly
 from palestra.envs.text.math.problem import Problem
 from palestra.envs.text.math.problem_source import ProblemSource
-from palestra.envs.text.options import RewardMode
+from palestra.envs.text.options import RewardMode, check_range
 from palestra.envs.text.splits import Split
 from palestra.types import Seat, Step
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import form_or, terms_info
-from palestra.envs.text.grid.grid import answer_words, check_range
-from palestra.envs.text.options import Rendering, RewardMode
+from palestra.envs.text.answers import answer_words
+from palestra.envs.text.options import Rendering, RewardMode, check_range
 from palestra.envs.text.splits import Split
 from palestra.envs.text.sudoku.canonical import Puzzle, draw_puzzle
 from palestra.envs.text.sudoku.solver import BOXES, SudokuBoard, forced_cells, violated_units

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from palestra.envs.text.grid.grid import answer_words
+from palestra.envs.text.answers import answer_words
 from palestra.envs.text.sudoku.solver import BOXES, SudokuBoard
 
 CellDigits = dict[int, int]  # digit by cell, 0 empties the cell

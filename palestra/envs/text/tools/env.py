@@ -22,8 +22,7 @@ from palestra.chat import (
 )
 from palestra.envs.base import Env
 from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
-from palestra.envs.text.grid.grid import check_range
-from palestra.envs.text.options import Rendering, RewardMode
+from palestra.envs.text.options import Rendering, RewardMode, check_range
 from palestra.envs.text.splits import Split
 from palestra.envs.text.tools import prompts
 from palestra.envs.text.tools.builtin_tools import (

@@ -1,0 +1,15 @@
+"""Reads the text of an answer: what follows its last "####" if there is one."""
+
+from __future__ import annotations
+
+MAX_ANSWER_CHARS = 4000  # characters read from the end of an answer: bounds the cost of runaway answers
+
+
+def answer_text(answer: object) -> str:
+    """Returns the text of an answer after its last "####" if there is one, without surrounding spaces."""
+    return str(answer)[-MAX_ANSWER_CHARS:].rpartition("####")[2].strip()
+
+
+def answer_words(answer: object) -> list[str]:
+    """Returns the lower-case words of an answer, after its last "####" if there is one. Commas count as spaces."""
+    return answer_text(answer).replace(",", " ").lower().split()
