@@ -72,32 +72,36 @@ class NetLearnerSpec(NamedTuple):
 class NetLearner(ABC):
     """Policies of one env in training by one algorithm. `names` are the policies that learn."""
 
-    def __init__(self, pupils: NetLearnerSpec) -> None:
-        self.env, seats, self.policies, self.seeds, self.gradient_sync = pupils
+    def __init__(self, spec: NetLearnerSpec) -> None:
+        self.env, seats, self.policies, self.seeds, self.gradient_sync = spec
         self.names = list(seats)
-        self.stacks = [self.build_stack(seating) for seating in group_into_stacks(self.env, seats, dict(self.policies))]
+        self.stacks = [
+            self.build_stack(seat_mapping) for seat_mapping in group_into_stacks(self.env, seats, dict(self.policies))
+        ]
         scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
         self.global_norm = RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT) if scaled else None
 
-    def build_stack(self, seating: SeatMapping) -> PolicyStack:
+    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
         """Builds networks, optimizer and norm of policies of one shape."""
-        config = self.policies[seating.names[0]]
-        head = make_head(seating.action_space)
-        seeds = [self.seeds[name] for name in seating.names]
+        config = self.policies[seat_mapping.names[0]]
+        head = make_head(seat_mapping.action_space)
+        seeds = [self.seeds[name] for name in seat_mapping.names]
         net = Net(
-            seating.input_shape,
+            seat_mapping.input_shape,
             self.output_size(head),
             config,
             make_generators(seeds),
             self.output_gain,
             self.has_value_output,
         )
-        optimizer = StackedAdam(net, seating.names, config, self.gradient_sync)
-        normalised = config.normalize_observations and len(seating.observation_shape) == 1
+        optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
+        normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
         norm = (
-            RunningNorm(len(seating.names), seating.input_shape[0], clip=MAX_NORMALISED_INPUT) if normalised else None
+            RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT)
+            if normalised
+            else None
         )
-        return PolicyStack(seating, config, head, net, optimizer, norm)
+        return PolicyStack(seat_mapping, config, head, net, optimizer, norm)
 
     output_gain = 0.01  # initialisation gain of the last layer
     has_value_output = False  # whether the policy networks also predict values
@@ -112,7 +116,7 @@ class NetLearner(ABC):
     @property
     def global_size(self) -> int:
         """Number of values that `global_features` returns."""
-        return self.env.state_size or sum(int(np.prod(view)) for view in self.env.observation_shapes)
+        return self.env.state_size or sum(int(np.prod(shape)) for shape in self.env.observation_shapes)
 
     def global_features(self, obs: np.ndarray | Tensor, state: np.ndarray | Tensor | None, lead: int) -> Tensor:
         """Returns the global features [..., G] float32, from observations [..., N, *padded] with `lead` dimensions
@@ -120,11 +124,11 @@ class NetLearner(ABC):
         if state is None:
             flat, sizes = (
                 torch.as_tensor(obs).flatten(lead + 1),
-                [int(np.prod(view)) for view in self.env.observation_shapes],
+                [int(np.prod(shape)) for shape in self.env.observation_shapes],
             )
             padded = any(size < flat.shape[-1] for size in sizes)
-            views = [flat[..., seat, :size] for seat, size in enumerate(sizes)] if padded else []
-            found = (torch.cat(views, -1) if padded else flat.flatten(lead)).float()
+            observations = [flat[..., seat, :size] for seat, size in enumerate(sizes)] if padded else []
+            found = (torch.cat(observations, -1) if padded else flat.flatten(lead)).float()
         else:
             found = torch.as_tensor(state).float()
         return found if self.global_norm is None else self.global_norm.normalise(found[None])[0]

@@ -200,16 +200,16 @@ def read_frozen_member(
     facts = json.loads((folder / "member.json").read_text())
     config = NetPolicyConfig(**facts["config"])
     (alone,) = group_into_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
-    seating = replace(alone, seat_id=facts["seat_id"])
-    head = HEADS[facts["head"]](seating.action_space)
-    net = Net(seating.input_shape, head.outputs, config, make_generators([0]))
+    seat_mapping = replace(alone, seat_id=facts["seat_id"])
+    head = HEADS[facts["head"]](seat_mapping.action_space)
+    net = Net(seat_mapping.input_shape, head.outputs, config, make_generators([0]))
     arrays = read_arrays(folder / "policy.safetensors")
     set_member_weights(net, 0, arrays)
     norm = None
     if config.normalize_observations and (kept := strip_prefix(arrays, "norm")):
-        norm = RunningNorm(1, seating.input_shape[0], clip=MAX_NORMALISED_INPUT)
+        norm = RunningNorm(1, seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT)
         norm.load_state_dict({key: torch.from_numpy(value[None].copy()) for key, value in kept.items()})
-    return NetMember(seating, net, head, norm, best or facts["head"] == "ValueHead"), facts["version"]
+    return NetMember(seat_mapping, net, head, norm, best or facts["head"] == "ValueHead"), facts["version"]
 
 
 def read_policy(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetVectorPolicy:

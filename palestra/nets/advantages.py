@@ -27,44 +27,44 @@ class AdvantageInputs:
     agent_mask: Tensor
 
 
-def gae(course: AdvantageInputs, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+def gae(inputs: AdvantageInputs, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Returns generalised advantage estimates [T, B, N] (Schulman et al., 2016, eq. 16), in units of reward, and a mask
     of the known ones [T, B, N].
 
     `gae_lambda=0` trusts the critic and gives one-step TD errors, `gae_lambda=1` trusts the rewards. Unknown are
     advantages of seats that did not act, and of actions whose next own decision lies beyond the last step.
     """
-    ones = torch.ones_like(course.rewards)
-    advantages, known, _ = _backwards(course, ones, ones * gae_lambda, gamma)
+    ones = torch.ones_like(inputs.rewards)
+    advantages, known, _ = _backwards(inputs, ones, ones * gae_lambda, gamma)
     return advantages, known
 
 
 def vtrace(
-    course: AdvantageInputs, ratio: Tensor, *, gamma: float, gae_lambda: float = 1.0, rho: float = 1.0, c: float = 1.0
+    inputs: AdvantageInputs, ratio: Tensor, *, gamma: float, gae_lambda: float = 1.0, rho: float = 1.0, c: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns V-trace (Espeholt et al., 2018, eq. 1) policy-gradient advantages, value targets, and a mask of the known
     ones, [T, B, N] each. `ratio` [T, B, N] is each action's probability under the policy in training over that under
     the policy that acted; `rho` and `c` cap it. With ratios of 1 the targets are those of `gae` with the same
     `gae_lambda`."""
     weights, traces = ratio.clamp(max=rho), gae_lambda * ratio.clamp(max=c)
-    corrections, known, after = _backwards(course, weights, traces, gamma)
-    targets = course.values[:-1] + corrections
-    return weights * (after - course.values[:-1]), targets, known
+    corrections, known, after = _backwards(inputs, weights, traces, gamma)
+    targets = inputs.values[:-1] + corrections
+    return weights * (after - inputs.values[:-1]), targets, known
 
 
-def _backwards(course: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backwards(inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns corrections x[t] = weights * (reward + gamma V' - V) + gamma * traces * x', where ' is the seat's next
     own decision; a mask of the known ones; and the action targets reward + gamma * (V' + x')."""
-    corrections, known = torch.zeros_like(course.rewards), torch.zeros_like(course.agent_mask[:-1])
-    after = torch.zeros_like(course.rewards)
-    value, certain = course.values[-1], course.agent_mask[-1]
+    corrections, known = torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.agent_mask[:-1])
+    after = torch.zeros_like(inputs.rewards)
+    value, certain = inputs.values[-1], inputs.agent_mask[-1]
     correction, reward = torch.zeros_like(value), torch.zeros_like(value)
-    for t in range(len(course.rewards) - 1, -1, -1):
-        over, agent_mask = course.done[t], course.agent_mask[t]
-        value = torch.where(over, course.bootstrap[t], value)
-        correction, reward = correction.masked_fill(over, 0.0), reward.masked_fill(over, 0.0) + course.rewards[t]
+    for t in range(len(inputs.rewards) - 1, -1, -1):
+        over, agent_mask = inputs.done[t], inputs.agent_mask[t]
+        value = torch.where(over, inputs.bootstrap[t], value)
+        correction, reward = correction.masked_fill(over, 0.0), reward.masked_fill(over, 0.0) + inputs.rewards[t]
         certain = certain | over
-        now = course.values[t]
+        now = inputs.values[t]
         step = weights[t] * (reward + gamma * value - now) + gamma * traces[t] * correction
         corrections[t], known[t] = step, agent_mask & certain
         after[t] = reward + gamma * (value + correction)

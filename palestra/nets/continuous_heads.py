@@ -164,23 +164,23 @@ class ActionEncoder:
             codes.append(torch.where(agent_mask[:, seat, None], encode_action(head, actions[:, seat]), idle_code(head)))
         return torch.cat(codes, -1)
 
-    def own_actions(self, joint: Tensor, seating: SeatMapping) -> Tensor:
+    def own_actions(self, joint: Tensor, seat_mapping: SeatMapping) -> Tensor:
         """Returns each seat's own encoded action: [M, J] -> [P, R, A]."""
-        return joint[:, self._at(seating)].movedim(1, 0).flatten(1, 2)
+        return joint[:, self._at(seat_mapping)].movedim(1, 0).flatten(1, 2)
 
-    def other_actions(self, joint: Tensor, seating: SeatMapping) -> Tensor:
+    def other_actions(self, joint: Tensor, seat_mapping: SeatMapping) -> Tensor:
         """Returns the other seats' encoded actions, with zeros for the seat itself: [M, J] -> [P, M, S, J]."""
-        at = self._at(seating)
+        at = self._at(seat_mapping)
         mask = torch.ones(*at.shape[:2], self.size).scatter(2, at, 0.0)
         return joint[None, :, None] * mask[:, None]
 
-    def write(self, joint: Tensor, seating: SeatMapping, code: Tensor) -> None:
+    def write(self, joint: Tensor, seat_mapping: SeatMapping, code: Tensor) -> None:
         """Writes the encoded actions of a stack's seats [P, R, A] to their columns of `joint` [M, J]."""
-        at = self._at(seating)
+        at = self._at(seat_mapping)
         joint[:, at] = code.unflatten(1, (-1, at.shape[1])).movedim(0, 1)
 
-    def _at(self, seating: SeatMapping) -> Tensor:
-        return torch.tensor([[self.columns[seat] for seat in own] for own in seating.seats])  # [P, S, A]
+    def _at(self, seat_mapping: SeatMapping) -> Tensor:
+        return torch.tensor([[self.columns[seat] for seat in own] for own in seat_mapping.seats])  # [P, S, A]
 
 
 def encode_action(head: Head, action: Tensor) -> Tensor:

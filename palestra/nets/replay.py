@@ -107,8 +107,8 @@ class Replay:
         after, self.masks = next_values(batch, self.masks)
         after["next_obs"] = (batch.obs, batch.final_obs)
         book = CreditColumns(self.open, *(self.ring.columns[name] for name in CreditColumns._fields[1:]))
-        course = rollout_arrays(batch, number, self.count_env_steps, self.team)
-        events = assign_credit(book, course, self.powers, max(0, self.ring.total - self.ring.capacity), self.clock)
+        rollout = rollout_arrays(batch, number, self.count_env_steps, self.team)
+        events = assign_credit(book, rollout, self.powers, max(0, self.ring.total - self.ring.capacity), self.clock)
         write_next(self.ring.columns, after, events, batch)
         self.ring.set_max_priority(events.row[events.seat == ALL_SEATS])
         self.clock += len(batch.rewards)
@@ -148,12 +148,12 @@ class Replay:
     def sample(self, count: int, generator: np.random.Generator, beta: float = 1.0) -> TransitionBatch:
         """Returns `count` transitions sampled with replacement. `beta` is the exponent of the importance weights in
         `weight`; 1 corrects prioritised sampling fully. Raises ValueError if nothing can be sampled yet."""
-        places, worth = self.ring.sample(count, generator, beta)
+        places, importance = self.ring.sample(count, generator, beta)
         tensors: dict[str, Any] = dict.fromkeys(("action_mask", "next_action_mask", "state", "next_state"))
         tensors |= {
             name: rows_as_tensor(column, places) for name, column in self.ring.columns.items() if name != "when"
         }
-        weight = tensors.pop("known").float() * torch.from_numpy(worth).float()[:, None]
+        weight = tensors.pop("known").float() * torch.from_numpy(importance).float()[:, None]
         return TransitionBatch(**tensors, weight=weight, index=torch.from_numpy(places))
 
     def update_priorities(self, index: Tensor, td_errors: Tensor) -> None:
@@ -236,14 +236,14 @@ def rollout_arrays(
 
 
 def assign_credit(
-    book: CreditColumns, course: RolloutArrays, power: np.ndarray, oldest: int, clock: int
+    book: CreditColumns, rollout: RolloutArrays, power: np.ndarray, oldest: int, clock: int
 ) -> CreditEvents:
     """Writes the credit of a batch to `book`; returns the next steps that have become known. Rows numbered below
     `oldest` have been overwritten; `clock` is the number of env steps before the batch."""
-    T, B, N = course.rewards.shape
+    T, B, N = rollout.rewards.shape
     most = T * B * N + book.open_rows.size  # each seat's part of a row becomes known at most once
     events = CreditEvents(*(np.empty(most, np.int64) for _ in CreditEvents._fields))
-    count = _assign_credit(book, course, events, power, oldest, clock)
+    count = _assign_credit(book, rollout, events, power, oldest, clock)
     return CreditEvents(*(array[:count] for array in events))
 
 
@@ -270,33 +270,33 @@ def _close_slot(book: CreditColumns, events: CreditEvents, count: int, where: tu
 
 @jit
 def _assign_credit(
-    book: CreditColumns, course: RolloutArrays, events: CreditEvents, power: np.ndarray, oldest: int, clock: int
+    book: CreditColumns, rollout: RolloutArrays, events: CreditEvents, power: np.ndarray, oldest: int, clock: int
 ) -> int:
-    steps, games, seats = course.rewards.shape
+    steps, games, seats = rollout.rewards.shape
     n, capacity, count = len(power) - 1, len(book.when), 0
     for b in range(games):
         for t in range(steps + 1):
             now = 2 * (clock + t)
             for s in range(seats):
                 for k in range(n):
-                    if course.is_first[t, b]:  # rows still open belong to an abandoned game
+                    if rollout.is_first[t, b]:  # rows still open belong to an abandoned game
                         book.open_rows[b, s, k] = -1
-                if course.deciding[t, b, s]:
+                if rollout.deciding[t, b, s]:
                     count = _close_slot(book, events, count, (b, s, n - 1), power[n], (now, t, oldest))
                     if t < steps:  # the last step comes again, as the first of the next batch
                         for k in range(n - 1, 0, -1):
                             book.open_rows[b, s, k] = book.open_rows[b, s, k - 1]
-                        book.open_rows[b, s, 0] = course.number[t, b]
+                        book.open_rows[b, s, 0] = rollout.number[t, b]
             if t == steps:
                 continue
-            over = course.done[t, b]
+            over = rollout.done[t, b]
             at = (now + 1, steps + 1 + t, oldest) if over else (now + 2, t + 1, oldest)
             for s in range(seats):
-                dead = course.terminated[t, b, s]
+                dead = rollout.terminated[t, b, s]
                 for k in range(n):
                     number = book.open_rows[b, s, k]
                     if number >= oldest:
-                        book.rewards[number % capacity, s] += power[k] * course.rewards[t, b, s]
+                        book.rewards[number % capacity, s] += power[k] * rollout.rewards[t, b, s]
                     if over or dead:
                         count = _close_slot(book, events, count, (b, s, k), 0.0 if dead else power[k + 1], at)
     return count

@@ -111,8 +111,8 @@ class SequenceReplay:
         }
         open_rows, when = np.full((B, N, len(self.powers) - 1), -1, np.int64), np.full(T * B, -1, np.int64)
         book = CreditColumns(open_rows=open_rows, when=when, **given)
-        course = rollout_arrays(batch, np.arange(T * B).reshape(T, B), self.count_env_steps, self.team)
-        write_next(rows, after, assign_credit(book, course, self.powers, 0, 0), batch)
+        rollout = rollout_arrays(batch, np.arange(T * B).reshape(T, B), self.count_env_steps, self.team)
+        write_next(rows, after, assign_credit(book, rollout, self.powers, 0, 0), batch)
         return {name: x.reshape(T, B, *x.shape[1:]) for name, x in (rows | given).items()}
 
     def _write_cuts(self, batch: RolloutBatch, cut: np.ndarray) -> None:
@@ -126,7 +126,7 @@ class SequenceReplay:
     def sample(self, count: int, generator: np.random.Generator, beta: float = 1.0) -> SequenceBatch:
         """Returns `count` sequences sampled with replacement. `beta` is the exponent of the importance weights in
         `weight`; 1 corrects prioritised sampling fully. Raises ValueError if nothing can be sampled yet."""
-        places, worth = self.ring.sample(count, generator, beta)
+        places, importance = self.ring.sample(count, generator, beta)
         columns, memory = dict(self.ring.columns), {}
         for name in self.recurrent_players:
             kept = torch.from_numpy(columns.pop(f"memory.{name}")[places])  # [M, P, S, H]
@@ -138,7 +138,7 @@ class SequenceReplay:
         known = tensors.pop("known") & self._counted(tensors["is_first"])
         return SequenceBatch(
             **tensors,
-            weight=known.float() * torch.from_numpy(worth).float()[:, None],
+            weight=known.float() * torch.from_numpy(importance).float()[:, None],
             index=torch.from_numpy(places),
             truncations=(torch.from_numpy(time), torch.from_numpy(stretch)),
             final_obs=torch.from_numpy(finals[places[stretch], time]),

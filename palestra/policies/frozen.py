@@ -219,10 +219,10 @@ class InfoStateIndex:
     """An index of information states by observation: `views` [I, V] float32, all distinct. Raises ValueError for a
     duplicate."""
 
-    def __init__(self, views: np.ndarray) -> None:
-        self.observations = np.ascontiguousarray(views, np.float32)
+    def __init__(self, observations: np.ndarray) -> None:
+        self.observations = np.ascontiguousarray(observations, np.float32)
         self.bits = self.observations.view(np.int32)
-        self.slots = np.full(1 << (2 * len(views)).bit_length(), -1, np.int64)
+        self.slots = np.full(1 << (2 * len(observations)).bit_length(), -1, np.int64)
         if (twice := _fill(self.slots, self.bits)) >= 0:
             raise ValueError(f"information state {twice} looks like an earlier one, so a table cannot distinguish them")
 
@@ -270,13 +270,13 @@ def _slot(bits: np.ndarray, slots: np.ndarray) -> int:
 
 
 @jit
-def _find(slots: np.ndarray, views: np.ndarray, bits: np.ndarray) -> int:
+def _find(slots: np.ndarray, observations: np.ndarray, bits: np.ndarray) -> int:
     """Returns the index of an observation, or -1."""
     at = _slot(bits, slots)
     while slots[at] >= 0:
-        same, view = True, views[slots[at]]
+        same, observation = True, observations[slots[at]]
         for i in range(len(bits)):
-            if _word(view[i]) != _word(bits[i]):
+            if _word(observation[i]) != _word(bits[i]):
                 same = False
                 break
         if same:
@@ -286,12 +286,12 @@ def _find(slots: np.ndarray, views: np.ndarray, bits: np.ndarray) -> int:
 
 
 @jit
-def _fill(slots: np.ndarray, views: np.ndarray) -> int:
+def _fill(slots: np.ndarray, observations: np.ndarray) -> int:
     """Inserts all observations; returns the index of a duplicate, or -1."""
-    for number in range(len(views)):
-        if _find(slots, views, views[number]) >= 0:
+    for number in range(len(observations)):
+        if _find(slots, observations, observations[number]) >= 0:
             return number
-        at = _slot(views[number], slots)
+        at = _slot(observations[number], slots)
         while slots[at] >= 0:
             at = (at + 1) & (len(slots) - 1)
         slots[at] = number
@@ -301,7 +301,7 @@ def _fill(slots: np.ndarray, views: np.ndarray) -> int:
 @jit
 def _draw(
     slots: np.ndarray,
-    views: np.ndarray,
+    observations: np.ndarray,
     tables: np.ndarray,
     obs: np.ndarray,
     where: tuple,
@@ -310,9 +310,9 @@ def _draw(
 ) -> int:
     """Samples actions [R] from tables [M, I, A]; returns the first row with an unknown observation, or -1."""
     games, seats, members = where
-    size = views.shape[1]
+    size = observations.shape[1]
     for r in range(len(games)):
-        number = _find(slots, views, obs[games[r], seats[r], :size])
+        number = _find(slots, observations, obs[games[r], seats[r], :size])
         if number < 0:
             return r
         chances, total = tables[members[r], number], 0.0

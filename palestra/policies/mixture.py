@@ -123,7 +123,9 @@ class Mixture:
     def initial_state(self, num_envs: int) -> Tensor:
         return torch.zeros(num_envs, 1 + len(self.seats) * (1 + self.recurrent_units))
 
-    def act(self, frame: VectorStep, recurrent_state: Tensor, is_first: np.ndarray) -> tuple[np.ndarray, None, Tensor]:
+    def act(
+        self, vector_step: VectorStep, recurrent_state: Tensor, is_first: np.ndarray
+    ) -> tuple[np.ndarray, None, Tensor]:
         S = len(self.seats)
         if is_first.any() or self.recurrent_units:
             recurrent_state = recurrent_state.clone()
@@ -137,11 +139,13 @@ class Mixture:
         actions, numbers = np.zeros((len(is_first), S, *self._shape), self._dtype), now[:, 1:]
         for i, group in enumerate(self.groups):
             own = self.group[numbers] == i
-            games, places = np.nonzero(own if group.recurrent_units else own & frame.agent_mask[:, self.seats])
+            games, places = np.nonzero(own if group.recurrent_units else own & vector_step.agent_mask[:, self.seats])
             if len(games):
                 remembered = self._remembered(recurrent_state)[games, places, : group.recurrent_units]
                 members, seats = self.place[numbers[games, places]], self._numbers[places]
-                rows = ActBatch(frame, games, seats, members, remembered, is_first[games], self.rng, self.generator)
+                rows = ActBatch(
+                    vector_step, games, seats, members, remembered, is_first[games], self.rng, self.generator
+                )
                 chosen, kept = group.act(rows)
                 actions[(games, places) if chosen.ndim == 1 else (games, places, slice(chosen.shape[1]))] = chosen
                 if kept is not None:

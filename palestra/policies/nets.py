@@ -45,9 +45,9 @@ class NetVectorPolicy:
 
     @torch.no_grad()
     def act(
-        self, frame: VectorStep, recurrent_state: Tensor | None, is_first: np.ndarray
+        self, vector_step: VectorStep, recurrent_state: Tensor | None, is_first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None, Tensor | None]:
-        obs = self.seat_mapping.network_inputs(frame.obs, 1)  # [P, B, S, *view]
+        obs = self.seat_mapping.network_inputs(vector_step.obs, 1)  # [P, B, S, *view]
         obs = self.normalise(obs) if self.normalise else obs
         P, B, S = obs.shape[:3]
         rows = obs.reshape(P, B * S, *obs.shape[3:])
@@ -60,13 +60,13 @@ class NetVectorPolicy:
             out, recurrent_state = unrolled[:, 0], memories[:, 0]
         action_mask = (
             None
-            if frame.action_mask is None
-            else self.seat_mapping.select_seats(frame.action_mask, 1).reshape(P, B * S, -1)
+            if vector_step.action_mask is None
+            else self.seat_mapping.select_seats(vector_step.action_mask, 1).reshape(P, B * S, -1)
         )
         actions, logp = self.selector(out, action_mask, self.generator)
         put = self.seat_mapping.to_array
-        shown = None if logp is None else put(logp.view(P, B, S))
-        return put(actions.view(P, B, S, *actions.shape[2:])), shown, recurrent_state
+        logp_by_seat = None if logp is None else put(logp.view(P, B, S))
+        return put(actions.view(P, B, S, *actions.shape[2:])), logp_by_seat, recurrent_state
 
 
 def sampling_selector(head: Head) -> ActionSelector:

@@ -30,7 +30,7 @@ class VectorPolicy(Protocol):
         ...
 
     def act(
-        self, frame: VectorStep, recurrent_state: Any, is_first: np.ndarray
+        self, vector_step: VectorStep, recurrent_state: Any, is_first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None, Any]:
         """Returns actions [B, S, ...] (int32 or float32) for its S seats, their log-probabilities [B, S] float32 (None
         if unknown), and the new recurrent state. `is_first` [B] bool marks games at their first step: their recurrent
@@ -50,8 +50,8 @@ class UniformVectorPolicy:
     def initial_state(self, num_envs: int) -> None:
         return None
 
-    def act(self, frame: VectorStep, recurrent_state: Any, is_first: np.ndarray) -> tuple[np.ndarray, None, None]:
-        return random_actions(self.env, frame, self.rng)[:, self.seats], None, None
+    def act(self, vector_step: VectorStep, recurrent_state: Any, is_first: np.ndarray) -> tuple[np.ndarray, None, None]:
+        return random_actions(self.env, vector_step, self.rng)[:, self.seats], None, None
 
 
 class ScriptedVectorPolicy:
@@ -76,9 +76,9 @@ class ScriptedVectorPolicy:
     def initial_state(self, num_envs: int) -> None:
         return None
 
-    def act(self, frame: VectorStep, recurrent_state: Any, is_first: np.ndarray) -> tuple[np.ndarray, None, None]:
+    def act(self, vector_step: VectorStep, recurrent_state: Any, is_first: np.ndarray) -> tuple[np.ndarray, None, None]:
         script = self.script
-        moves = [
+        actions = [
             self.env.scripted_actions(script, s) if isinstance(script, str) else script(self.env, s) for s in self.seats
         ]
-        return np.stack(moves, 1), None, None
+        return np.stack(actions, 1), None, None

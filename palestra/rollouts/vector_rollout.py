@@ -71,12 +71,12 @@ class VectorRollout:
             raise RunFailed.from_traceback(f'env "{_name(self.env)}" failed in step: {message}', trace) from error
 
     def _note(self, batch: RolloutBatch, t: int) -> None:
-        frame = self.vector_step
-        batch.obs[t], batch.agent_mask[t], batch.is_first[t] = frame.obs, frame.agent_mask, self.is_first
+        vector_step = self.vector_step
+        batch.obs[t], batch.agent_mask[t], batch.is_first[t] = vector_step.obs, vector_step.agent_mask, self.is_first
         if batch.action_mask is not None:
-            batch.action_mask[t] = frame.action_mask
+            batch.action_mask[t] = vector_step.action_mask
         if batch.state is not None:
-            batch.state[t] = frame.state
+            batch.state[t] = vector_step.state
 
     def _act(self, player: VectorPolicy, batch: RolloutBatch, t: int) -> None:
         actions, logp, self.recurrent_states[player.name] = player.act(
@@ -132,12 +132,12 @@ class EpisodeStats:
         self.lengths = np.zeros(games, np.int64)
         self._ended: list[tuple[np.ndarray, ...]] = []
 
-    def add(self, frame: VectorStep, done: np.ndarray) -> None:
+    def add(self, vector_step: VectorStep, done: np.ndarray) -> None:
         """Adds a step; `done` [B] (bool) marks the games that it ended."""
-        self.returns += frame.rewards
+        self.returns += vector_step.rewards
         self.lengths += 1
         if done.any():
-            success = np.zeros(0, bool) if frame.success is None else frame.success[done]
+            success = np.zeros(0, bool) if vector_step.success is None else vector_step.success[done]
             self._ended.append((np.flatnonzero(done), self.returns[done], self.lengths[done], success))
             self.returns[done], self.lengths[done] = 0, 0
 
@@ -160,14 +160,14 @@ class FinalObservations:
         self.obs: list[np.ndarray] = []
         self.states: list[np.ndarray] = []
 
-    def add(self, t: int, frame: VectorStep, done: np.ndarray) -> None:
+    def add(self, t: int, vector_step: VectorStep, done: np.ndarray) -> None:
         """Adds the final observations of the games marked in `done` [B] (bool) at step `t`."""
         games = np.flatnonzero(done)
         self.times.append(np.full(len(games), t))
         self.games.append(games)
-        self.obs.append(frame.final_obs[games])
-        if frame.final_state is not None:
-            self.states.append(frame.final_state[games])
+        self.obs.append(vector_step.final_obs[games])
+        if vector_step.final_state is not None:
+            self.states.append(vector_step.final_state[games])
 
     def write(self, batch: RolloutBatch) -> None:
         """Writes the final observations and their indices to the batch."""
@@ -202,7 +202,7 @@ def _name(env: VectorEnv) -> str:
     return env.name or type(env).__name__
 
 
-def empty_batch(env: VectorEnv, frame: VectorStep, steps: int) -> RolloutBatch:
+def empty_batch(env: VectorEnv, vector_step: VectorStep, steps: int) -> RolloutBatch:
     """Returns a batch of zeros for a rollout of `steps`, with actions in int32 or float32."""
     B, N = env.num_envs, len(env.seats)
     first = env.action_spaces[0]
@@ -220,7 +220,7 @@ def empty_batch(env: VectorEnv, frame: VectorStep, steps: int) -> RolloutBatch:
         return None if array is None else np.zeros((steps + 1, *array.shape), array.dtype)
 
     return RolloutBatch(
-        obs=np.zeros((steps + 1, *frame.obs.shape), frame.obs.dtype),
+        obs=np.zeros((steps + 1, *vector_step.obs.shape), vector_step.obs.dtype),
         agent_mask=np.zeros((steps + 1, B, N), bool),
         actions=actions,
         logp=np.zeros((steps, B, N), np.float32),
@@ -229,8 +229,8 @@ def empty_batch(env: VectorEnv, frame: VectorStep, steps: int) -> RolloutBatch:
         truncated=np.zeros((steps, B), bool),
         is_first=np.zeros((steps + 1, B), bool),
         end_index=(np.zeros(0, np.int64), np.zeros(0, np.int64)),
-        final_obs=frame.obs[:0],
-        action_mask=moments(frame.action_mask),
-        state=moments(frame.state),
-        seat_terminated=None if frame.seat_terminated is None else np.zeros((steps, B, N), bool),
+        final_obs=vector_step.obs[:0],
+        action_mask=moments(vector_step.action_mask),
+        state=moments(vector_step.state),
+        seat_terminated=None if vector_step.seat_terminated is None else np.zeros((steps, B, N), bool),
     )

@@ -99,14 +99,14 @@ class MemberLoader:
 
         Raises ValueError if the policy differs between information states with equal observations.
         """
-        views, states, first, same = self._seen(seats)
+        observations, states, first, same = self._seen(seats)
         rows = policy[states]
         if not np.allclose(rows[first][same], rows):
             raise ValueError(
                 f"member {name} tells apart what looks alike in {self._tree.name} (views there do not tell the past), "
                 "so it cannot play by what it sees"
             )
-        return TableMember(views, rows[first])
+        return TableMember(observations, rows[first])
 
     def _seen(self, seats: tuple[int, ...]) -> tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]:
         """Returns the distinct observations of `seats`, their information states, for each observation one of these
@@ -156,10 +156,12 @@ class MemberLoader:
 @torch.no_grad()
 def action_probabilities(member: NetMember, tree: GameTree) -> np.ndarray:
     """Returns the action probabilities, float64 [I, A], of a network without memory at every information state."""
-    views, legal = torch.from_numpy(tree.info_state_tensors), torch.from_numpy(tree.action_mask)
+    observations, legal = torch.from_numpy(tree.info_state_tensors), torch.from_numpy(tree.action_mask)
     if member.seat_mapping.seat_id:
-        views = torch.cat([views, torch.eye(tree.num_players)[torch.from_numpy(tree.state_player).long()]], -1)
-    x = views[None] if member.norm is None else member.norm.normalise(views[None])
+        observations = torch.cat(
+            [observations, torch.eye(tree.num_players)[torch.from_numpy(tree.state_player).long()]], -1
+        )
+    x = observations[None] if member.norm is None else member.norm.normalise(observations[None])
     out = member.net(x)[0]
     if member.greedy:
         table = one_hot(member.head.mode(out, legal), tree.action_mask.shape[1]).double()

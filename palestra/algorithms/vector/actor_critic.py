@@ -104,10 +104,10 @@ class ActorCriticLearner(NetLearner):
     """Learner of on-policy actor-critic algorithms. Raises ValueError if `critics: one` with `critic: own` meets seats
     whose observations differ in shape."""
 
-    def __init__(self, config: ActorCriticConfig, pupils: NetLearnerSpec) -> None:
+    def __init__(self, config: ActorCriticConfig, spec: NetLearnerSpec) -> None:
         self.config, self.has_value_output = config, config.aux_value_coef > 0
-        super().__init__(pupils)
-        self.critics = [self._critic(seating) for seating in self._critic_seat_mappings(pupils.seats)]
+        super().__init__(spec)
+        self.critics = [self._critic(seat_mapping) for seat_mapping in self._critic_seat_mappings(spec.seats)]
 
     @property
     def uses_global_features(self) -> bool:
@@ -136,17 +136,17 @@ class ActorCriticLearner(NetLearner):
             )
         ]
 
-    def _critic(self, seating: SeatMapping) -> ValueCritic:
-        config = self.policies[seating.names[0] if seating.names[0] in self.policies else self.names[0]]
-        seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seating.names]
-        net = Net(self._critic_input_shape(seating), 1, config, make_generators(seeds))
-        norm = RunningNorm(len(seating.names), 1, 0.99) if self.config.value_norm else None
-        return ValueCritic(seating, net, StackedAdam(net, seating.names, config, self.gradient_sync), norm)
+    def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
+        config = self.policies[seat_mapping.names[0] if seat_mapping.names[0] in self.policies else self.names[0]]
+        seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seat_mapping.names]
+        net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds))
+        norm = RunningNorm(len(seat_mapping.names), 1, 0.99) if self.config.value_norm else None
+        return ValueCritic(seat_mapping, net, StackedAdam(net, seat_mapping.names, config, self.gradient_sync), norm)
 
-    def _critic_input_shape(self, seating: SeatMapping) -> tuple[int, ...]:
+    def _critic_input_shape(self, seat_mapping: SeatMapping) -> tuple[int, ...]:
         """Returns the shape of a critic's input."""
         if self.config.critic == "own":
-            return seating.input_shape
+            return seat_mapping.input_shape
         return (self.global_size + len(self.env.seats),)
 
     # ---- learning
@@ -171,7 +171,7 @@ class ActorCriticLearner(NetLearner):
         lines = {name: mean_metrics(own) for name, own in metrics.items()}
         aims = self._aims(targets) if self.has_value_output else targets
         for stack in self.stacks:
-            for name, line in self._improve(stack, now, advantages, aims, known, progress).items():
+            for name, line in self._train_policies(stack, now, advantages, aims, known, progress).items():
                 lines[name] |= line
         self.update_norms(batch)
         return lines
@@ -180,7 +180,7 @@ class ActorCriticLearner(NetLearner):
         """Returns advantages, critic targets (float32) and a mask of the actions that have them, [T, B, N] each. `logp`
         [T, B, N] are log-probabilities under the current policies, for V-trace."""
         values, bootstrap = self._values(batch)
-        course = AdvantageInputs(
+        advantage_inputs = AdvantageInputs(
             torch.from_numpy(batch.rewards),
             values,
             bootstrap,
@@ -190,9 +190,9 @@ class ActorCriticLearner(NetLearner):
         gamma, lam = self.config.gamma_at(progress), self.config.gae_lambda
         if self.config.off_policy_correction == "vtrace":
             ratio = torch.from_numpy(np.exp(logp - batch.logp))
-            advantages, targets, known = vtrace(course, ratio, gamma=gamma, gae_lambda=lam)
+            advantages, targets, known = vtrace(advantage_inputs, ratio, gamma=gamma, gae_lambda=lam)
         else:
-            advantages, known = gae(course, gamma=gamma, gae_lambda=lam)
+            advantages, known = gae(advantage_inputs, gamma=gamma, gae_lambda=lam)
             targets = advantages + values[:-1]
         return advantages, targets, known
 
@@ -206,20 +206,20 @@ class ActorCriticLearner(NetLearner):
         cut = ~torch.from_numpy(batch.seats_terminated)[times, games]  # [F, N]
         for critic in self.critics:
             P, S = len(critic.seat_mapping.names), len(critic.seat_mapping.seats[0])
-            views = self._judged_views(critic, batch)  # [P, T+1, B*S, ...]
+            observations = self._critic_observations(critic, batch)  # [P, T+1, B*S, ...]
             out, memories = critic.net.unroll(
-                views, critic.recurrent_states.get(batch.worker), self._fresh(batch, P, S)
+                observations, critic.recurrent_states.get(batch.worker), self._is_first(batch, P, S)
             )
-            values[..., critic.seat_mapping.all_seats] = self._by_seat(self._restored(critic, out[..., 0]), S)
+            values[..., critic.seat_mapping.all_seats] = self._by_seat(self._denormalised(critic, out[..., 0]), S)
             if len(times):
-                last = self._final_views(critic, batch)  # [P, F, S, ...]
+                last = self._final_critic_observations(critic, batch)  # [P, F, S, ...]
                 at_end = None
                 if memories is not None:
                     at_end = memories.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
                 ends, _ = critic.net.unroll(last.flatten(1, 2)[:, None], at_end)
-                worth = self._restored(critic, ends[:, 0, :, 0]).view(P, -1, S)
+                value = self._denormalised(critic, ends[:, 0, :, 0]).view(P, -1, S)
                 seats = torch.tensor(critic.seat_mapping.all_seats)
-                here = torch.where(cut[:, seats], worth.permute(1, 0, 2).flatten(1), 0.0)
+                here = torch.where(cut[:, seats], value.permute(1, 0, 2).flatten(1), 0.0)
                 bootstrap[times[:, None], games[:, None], seats[None]] = here
         return values, bootstrap
 
@@ -233,17 +233,19 @@ class ActorCriticLearner(NetLearner):
         if critic.norm:
             critic.norm.update(target.flatten(1)[..., None], weight.flatten(1), self.gradient_sync.all_reduce)
             target = critic.norm.normalise(target[..., None])[..., 0]
-        views = self._judged_views(critic, batch)[:, :-1]
-        is_first, memory = self._fresh(batch, P, S), critic.recurrent_states.get(batch.worker)
+        observations = self._critic_observations(critic, batch)[:, :-1]
+        is_first, memory = self._is_first(batch, P, S), critic.recurrent_states.get(batch.worker)
         losses = []
-        for piece in self._minibatches(weight, bool(critic.net.gru_units)):
-            out, _ = critic.net.unroll(piece(views), piece.column_recurrent_states(memory), piece(is_first[:, :-1]))
-            loss = value_loss(out[..., 0], piece(target), normalise_weights(piece(weight)))
+        for minibatch in self._minibatches(weight, bool(critic.net.gru_units)):
+            out, _ = critic.net.unroll(
+                minibatch(observations), minibatch.column_recurrent_states(memory), minibatch(is_first[:, :-1])
+            )
+            loss = value_loss(out[..., 0], minibatch(target), normalise_weights(minibatch(weight)))
             critic.optimizer.step(loss, progress)
             losses.append(loss.item() / P)
         if critic.net.gru_units:  # with the weights that evaluate the next batch
             with torch.no_grad():
-                memories = critic.net.unroll(views, memory, is_first[:, :-1])[1]
+                memories = critic.net.unroll(observations, memory, is_first[:, :-1])[1]
             assert memories is not None
             critic.recurrent_states[batch.worker] = memories[:, -1]
         return float(np.mean(losses))
@@ -258,7 +260,7 @@ class ActorCriticLearner(NetLearner):
                 aims[..., critic.seat_mapping.all_seats] = self._by_seat(scaled, len(critic.seat_mapping.seats[0]))
         return aims
 
-    def _improve(
+    def _train_policies(
         self, stack: PolicyStack, batch: RolloutBatch, advantages: Tensor, aims: Tensor, known: Tensor, progress: float
     ) -> dict[str, Metrics]:
         """Trains the policies of a stack; returns metrics by policy."""
@@ -266,21 +268,22 @@ class ActorCriticLearner(NetLearner):
         advantage, aim, weight = stack.rows(advantages), stack.rows(aims), stack.rows(known.float())
         if self.config.normalize_advantages:
             advantage = standardise(advantage, weight, self.gradient_sync.all_reduce)
-        views, is_first = stack.observations(batch.obs)[:, :-1], self._fresh(batch, len(names), S)[:, :-1]
+        observations, is_first = stack.observations(batch.obs)[:, :-1], self._is_first(batch, len(names), S)[:, :-1]
         actions, logp = stack.actions(batch), stack.rows(batch.logp)
         action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
         memory = batch.recurrent_state.get("+".join(names))
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
         bonus = self.config.entropy_at(progress)
-        for piece in self._minibatches(weight, bool(stack.net.gru_units)):
+        for minibatch in self._minibatches(weight, bool(stack.net.gru_units)):
             out, value = stack.net.unroll_with_values(
-                piece(views), piece.column_recurrent_states(memory), piece(is_first)
+                minibatch(observations), minibatch.column_recurrent_states(memory), minibatch(is_first)
             )
             score = stack.head.evaluate_actions(
-                out, piece(actions), None if action_mask is None else piece(action_mask)
+                out, minibatch(actions), None if action_mask is None else minibatch(action_mask)
             )
             inputs = [
-                x.flatten(1).unbind() for x in (*score, piece(logp), piece(advantage), normalise_weights(piece(weight)))
+                x.flatten(1).unbind()
+                for x in (*score, minibatch(logp), minibatch(advantage), normalise_weights(minibatch(weight)))
             ]
             total = out.new_zeros(())
             for p in range(len(names)):
@@ -290,7 +293,7 @@ class ActorCriticLearner(NetLearner):
                 lines[p].append({"policy_loss": loss.detach(), **metrics})
             if value is not None:
                 for line, value_p, aim_p, share in zip(
-                    lines, value, piece(aim), normalise_weights(piece(weight)), strict=True
+                    lines, value, minibatch(aim), normalise_weights(minibatch(weight)), strict=True
                 ):
                     missed = value_loss(value_p, aim_p, share)
                     total = total + self.config.aux_value_coef * missed
@@ -308,7 +311,7 @@ class ActorCriticLearner(NetLearner):
         found = torch.from_numpy(batch.logp.copy())
         for stack in self.stacks:
             names, S = stack.seat_mapping.names, len(stack.seat_mapping.seats[0])
-            is_first, memory = self._fresh(batch, len(names), S)[:, :-1], batch.recurrent_state.get("+".join(names))
+            is_first, memory = self._is_first(batch, len(names), S)[:, :-1], batch.recurrent_state.get("+".join(names))
             action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
             out, _ = stack.net.unroll(stack.observations(batch.obs)[:, :-1], memory, is_first)
             logp, _ = stack.head.evaluate_actions(out, stack.actions(batch), action_mask)
@@ -317,29 +320,29 @@ class ActorCriticLearner(NetLearner):
 
     # ---- observations, rows, minibatches
 
-    def _judged_views(self, critic: ValueCritic, batch: RolloutBatch) -> Tensor:
+    def _critic_observations(self, critic: ValueCritic, batch: RolloutBatch) -> Tensor:
         """Returns a critic's inputs at every step [P, T+1, B*S, ...]."""
-        return self._seen(critic, batch.obs, batch.state, 2).flatten(2, 3)
+        return self._critic_input(critic, batch.obs, batch.state, 2).flatten(2, 3)
 
-    def _final_views(self, critic: ValueCritic, batch: RolloutBatch) -> Tensor:
+    def _final_critic_observations(self, critic: ValueCritic, batch: RolloutBatch) -> Tensor:
         """Returns a critic's inputs at the ends of games [P, F, S, ...]."""
-        return self._seen(critic, batch.final_obs, batch.final_state, 1)
+        return self._critic_input(critic, batch.final_obs, batch.final_state, 1)
 
-    def _seen(self, critic: ValueCritic, obs: np.ndarray, state: np.ndarray | None, lead: int) -> Tensor:
+    def _critic_input(self, critic: ValueCritic, obs: np.ndarray, state: np.ndarray | None, lead: int) -> Tensor:
         """Returns a critic's inputs: [..., N, *view] -> [P, ..., S, *input]."""
-        seating = critic.seat_mapping
+        seat_mapping = critic.seat_mapping
         if self.config.critic == "own":
-            x = seating.network_inputs(obs, lead)
-            norm = next((s.norm for s in self.stacks if s.seat_mapping.names == seating.names), None)
+            x = seat_mapping.network_inputs(obs, lead)
+            norm = next((s.norm for s in self.stacks if s.seat_mapping.names == seat_mapping.names), None)
             return norm.normalise(x) if norm else x
         whole = self.global_features(obs, state, lead)
-        N, P, S = len(self.env.seats), len(seating.names), len(seating.seats[0])
-        ids = torch.eye(N)[torch.tensor(seating.seats)].view(P, *[1] * lead, S, N)
+        N, P, S = len(self.env.seats), len(seat_mapping.names), len(seat_mapping.seats[0])
+        ids = torch.eye(N)[torch.tensor(seat_mapping.seats)].view(P, *[1] * lead, S, N)
         shape = (P, *whole.shape[:lead], S)
         return torch.cat([whole[None, ..., None, :].expand(*shape, -1), ids.expand(*shape, N)], -1)
 
     @staticmethod
-    def _fresh(batch: RolloutBatch, P: int, S: int) -> Tensor:
+    def _is_first(batch: RolloutBatch, P: int, S: int) -> Tensor:
         """Returns a mask of the first steps of games, for each column [P, T+1, B*S]."""
         is_first = torch.from_numpy(batch.is_first).repeat_interleave(S, 1)
         return is_first.expand(P, *is_first.shape)
@@ -350,7 +353,7 @@ class ActorCriticLearner(NetLearner):
         return x.unflatten(2, (-1, S)).permute(1, 2, 0, 3).flatten(2)
 
     @staticmethod
-    def _restored(critic: ValueCritic, values: Tensor) -> Tensor:
+    def _denormalised(critic: ValueCritic, values: Tensor) -> Tensor:
         return critic.norm.denormalise(values[..., None])[..., 0] if critic.norm else values
 
     def _minibatches(self, weight: Tensor, recurrent: bool) -> Iterator[MiniBatch]:

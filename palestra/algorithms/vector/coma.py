@@ -90,21 +90,21 @@ class CriticInputs:
 class COMALearner(NetLearner):
     """Learner of COMA. Raises ValueError unless every seat has discrete actions."""
 
-    def __init__(self, config: COMA, pupils: NetLearnerSpec) -> None:
-        env = pupils.env
+    def __init__(self, config: COMA, spec: NetLearnerSpec) -> None:
+        env = spec.env
         sizes = [space.n for space in env.action_spaces if isinstance(space, Discrete)]
         if len(sizes) < len(env.action_spaces):
             raise ValueError(
                 f'coma weighs every action that a seat might have chosen, and env "{env.name}" has no lists of them: '
                 "use ppo or a2c"
             )
-        super().__init__(pupils)
+        super().__init__(spec)
         self.config, self.num_actions, self.updates = config, max(sizes), 0
         self.learns = torch.zeros(len(env.seats), dtype=torch.bool)
-        self.learns[[seat for own in pupils.seats.values() for seat in own]] = True
-        self.critics = [self._judge_of(stack) for stack in self.stacks]
+        self.learns[[seat for own in spec.seats.values() for seat in own]] = True
+        self.critics = [self._critic(stack) for stack in self.stacks]
 
-    def _judge_of(self, stack: PolicyStack) -> CentralCritic:
+    def _critic(self, stack: PolicyStack) -> CentralCritic:
         N = len(self.env.seats)
         seeds = [derive_seed(self.seeds[name], "critic") for name in stack.seat_mapping.names]
         lr = self.config.critic_lr or stack.config.lr
@@ -126,15 +126,15 @@ class COMALearner(NetLearner):
         critic_inputs, targets, known = self._credit(batch)
         lines: dict[str, Metrics] = {}
         losses = [self._train_critics(i, critic_inputs, targets, known, progress) for i in range(len(self.stacks))]
-        q = self._values([judge.net for judge in self.critics], critic_inputs)
+        q = self._values([critic.net for critic in self.critics], critic_inputs)
         advantages = counterfactual_advantages(q, critic_inputs.action_probs, critic_inputs.actions)[:-1]
         for stack, loss in zip(self.stacks, losses, strict=True):
-            for name, line in self._improve(stack, batch, advantages, progress).items():
+            for name, line in self._train_policies(stack, batch, advantages, progress).items():
                 lines[name] = {"value_loss": loss} | line
         self.updates += 1
         if self.updates % self.config.target_interval == 0:
-            for judge in self.critics:
-                judge.target.load_state_dict(judge.net.state_dict())
+            for critic in self.critics:
+                critic.target.load_state_dict(critic.net.state_dict())
         self.update_norms(batch)
         return lines
 
@@ -148,7 +148,7 @@ class COMALearner(NetLearner):
         had then.
         """
         critic_inputs, ends = self._critic_inputs(batch)
-        targets = [judge.target for judge in self.critics]
+        targets = [critic.target for critic in self.critics]
         q = self._values(targets, critic_inputs)
         values = q.gather(-1, critic_inputs.actions[..., None])[..., 0]
         values[-1] = (critic_inputs.action_probs * q).sum(-1)[-1]
@@ -156,43 +156,43 @@ class COMALearner(NetLearner):
         times, games = _ends(batch)
         if len(times):
             cut = ~torch.from_numpy(batch.seats_terminated)[times, games]  # [F, N]
-            worth = (ends.action_probs * self._values(targets, ends)).sum(-1)
-            bootstrap[times, games] = torch.where(cut, worth, 0.0)
+            value = (ends.action_probs * self._values(targets, ends)).sum(-1)
+            bootstrap[times, games] = torch.where(cut, value, 0.0)
         rewards, over, agent_mask = (torch.from_numpy(x) for x in (batch.rewards, batch.seats_done, batch.agent_mask))
-        course = AdvantageInputs(rewards, values, bootstrap, over, agent_mask)
-        advantages, known = gae(course, gamma=self.config.gamma, gae_lambda=self.config.td_lambda)
+        advantage_inputs = AdvantageInputs(rewards, values, bootstrap, over, agent_mask)
+        advantages, known = gae(advantage_inputs, gamma=self.config.gamma, gae_lambda=self.config.td_lambda)
         return critic_inputs, advantages + values[:-1], known
 
     def _train_critics(
         self, i: int, critic_inputs: CriticInputs, targets: Tensor, known: Tensor, progress: float
     ) -> float:
         """Trains the critics of a stack on their targets; returns the mean loss."""
-        stack, judge = self.stacks[i], self.critics[i]
+        stack, critic = self.stacks[i], self.critics[i]
         rows = (critic_inputs.inputs[:-1], critic_inputs.actions[:-1], targets, known.float())
         seen, actions, target, weight = (stack.rows(x) for x in rows)
         losses = []
         for part in self._parts(weight[0].numel()):
-            q = judge.net(part(seen)[:, 0])[:, None]  # [P, 1, M, A]
+            q = critic.net(part(seen)[:, 0])[:, None]  # [P, 1, M, A]
             taken = q.gather(-1, part(actions)[..., None])[..., 0]
             loss = value_loss(taken, part(target), normalise_weights(part(weight)))
-            judge.optimizer.step(loss, progress)
+            critic.optimizer.step(loss, progress)
             losses.append(loss.item() / len(q))
         return float(np.mean(losses))
 
-    def _parts(self, moves: int) -> Iterator[MiniBatch]:
+    def _parts(self, transitions: int) -> Iterator[MiniBatch]:
         """Yields the minibatches of all epochs."""
         for _ in range(self.config.epochs):
-            order = torch.randperm(moves, generator=self.random)
+            order = torch.randperm(transitions, generator=self.random)
             for index in order.chunk(self.config.minibatches):
                 yield MiniBatch(index, columns=False)
 
-    def _improve(
+    def _train_policies(
         self, stack: PolicyStack, batch: RolloutBatch, advantages: Tensor, progress: float
     ) -> dict[str, Metrics]:
         """Takes one step with the policies of a stack; returns metrics by policy."""
         names = stack.seat_mapping.names
-        views, is_first, action_mask = self._given(stack, batch)
-        out, _ = stack.net.unroll(views[:, :-1], batch.recurrent_state.get("+".join(names)), is_first[:, :-1])
+        observations, is_first, action_mask = self._policy_inputs(stack, batch)
+        out, _ = stack.net.unroll(observations[:, :-1], batch.recurrent_state.get("+".join(names)), is_first[:, :-1])
         actions = stack.rows(batch.actions).long()
         logp, entropy = stack.head.evaluate_actions(out, actions, None if action_mask is None else action_mask[:, :-1])
         inputs = (logp, entropy, stack.rows(batch.logp), stack.rows(advantages))
@@ -227,7 +227,7 @@ class COMALearner(NetLearner):
         final = self._seen(batch.final_obs, batch.final_state, drawn, alive)
         return CriticInputs(seen, policy, actions), CriticInputs(final, last, drawn)
 
-    def _given(self, stack: PolicyStack, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _policy_inputs(self, stack: PolicyStack, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...], a mask of first steps,
         and action masks."""
         P, S = len(stack.seat_mapping.names), len(stack.seat_mapping.seats[0])
@@ -238,8 +238,10 @@ class COMALearner(NetLearner):
     def _probabilities(self, stack: PolicyStack, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
         S, times, games = len(stack.seat_mapping.seats[0]), *_ends(batch)
-        views, is_first, action_mask = self._given(stack, batch)
-        out, memories = stack.net.unroll(views, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), is_first)
+        observations, is_first, action_mask = self._policy_inputs(stack, batch)
+        out, memories = stack.net.unroll(
+            observations, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), is_first
+        )
         moments = _logits(stack, out, action_mask).exp().unflatten(2, (-1, S)).movedim(0, 2).flatten(2, 3)
         if not len(times):
             return moments, moments[0, :0]
@@ -280,11 +282,11 @@ class COMALearner(NetLearner):
     # ---- state
 
     def modules(self) -> dict[str, nn.Module]:
-        nets = {f"critic.{i}": judge.net for i, judge in enumerate(self.critics)}
-        return super().modules() | nets | {f"target.{i}": judge.target for i, judge in enumerate(self.critics)}
+        nets = {f"critic.{i}": critic.net for i, critic in enumerate(self.critics)}
+        return super().modules() | nets | {f"target.{i}": critic.target for i, critic in enumerate(self.critics)}
 
     def optimizers(self) -> dict[str, StackedAdam]:
-        return super().optimizers() | {f"critic_adam.{i}": judge.optimizer for i, judge in enumerate(self.critics)}
+        return super().optimizers() | {f"critic_adam.{i}": critic.optimizer for i, critic in enumerate(self.critics)}
 
     def state_arrays(self) -> Arrays:
         return super().state_arrays() | {"updates": np.array([self.updates])}

@@ -99,20 +99,20 @@ class DDPGLearner(OffPolicyLearner):
         return sampling_selector(stack.head)
 
     def policy_output(
-        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        return self._of(self.stacks[i].net, self.stacks[i].head, views, action_mask, generator)
+        return self._of(self.stacks[i].net, self.stacks[i].head, observations, action_mask, generator)
 
     def target_actions(
-        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
         """Returns the actions of the target policies."""
-        return self._of(self.copies[i], self.stacks[i].head, views, action_mask, generator)
+        return self._of(self.copies[i], self.stacks[i].head, observations, action_mask, generator)
 
     def _of(
-        self, net: Net, head: Head, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self, net: Net, head: Head, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        out = net(views)
+        out = net(observations)
         if isinstance(head, TanhHead):
             return PolicyOutput(out, torch.tanh(out))
         assert isinstance(head, CategoricalHead)
@@ -149,10 +149,10 @@ class TD3Learner(DDPGLearner):
         self.policy_delay = self.config.policy_delay
 
     def target_actions(
-        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
         """Returns the actions of the target policies with clipped noise, which smooths sharp peaks of the critics."""
-        answer, clip = super().target_actions(i, views, action_mask, generator), self.config.target_noise_clip
+        answer, clip = super().target_actions(i, observations, action_mask, generator), self.config.target_noise_clip
         if isinstance(self.stacks[i].head, TanhHead):
             noise = self.config.target_noise * torch.empty_like(answer.action_codes).normal_(generator=generator)
             answer.action_codes = (answer.action_codes + noise.clamp(-clip, clip)).clamp(-1, 1)

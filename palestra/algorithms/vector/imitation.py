@@ -125,16 +125,16 @@ class DemoBatch:
     """Demonstrations at the seats of a stack, each array [P, T, C, ...]. `sample` samples transitions for each member,
     or with `memory` sequences that start with a game."""
 
-    def __init__(self, stack: PolicyStack, moves: Demonstrations, memory: bool) -> None:
+    def __init__(self, stack: PolicyStack, transitions: Demonstrations, memory: bool) -> None:
         self.stack = stack
-        self.observations = stack.seat_mapping.network_inputs(moves.obs, 2).flatten(2, 3)
-        self.actions, self.agent_mask = stack.rows(moves.actions), stack.rows(moves.agent_mask)
+        self.observations = stack.seat_mapping.network_inputs(transitions.obs, 2).flatten(2, 3)
+        self.actions, self.agent_mask = stack.rows(transitions.actions), stack.rows(transitions.agent_mask)
         if stack.head.width:  # padded to the longest action of any seat
             self.actions = self.actions[..., : stack.head.width]
         self.actions = self.actions if self.actions.is_floating_point() else self.actions.long()
-        self.action_mask = None if moves.action_mask is None else stack.rows(moves.action_mask)
+        self.action_mask = None if transitions.action_mask is None else stack.rows(transitions.action_mask)
         seats = len(stack.seat_mapping.seats[0])
-        self.is_first = torch.from_numpy(moves.is_first).repeat_interleave(seats, 1).expand(self.agent_mask.shape)
+        self.is_first = torch.from_numpy(transitions.is_first).repeat_interleave(seats, 1).expand(self.agent_mask.shape)
         begin = self.is_first if memory else self.agent_mask
         self.starts = [own.flatten().nonzero()[:, 0] for own in begin]  # t * C + c, where sequences may start
 
@@ -164,8 +164,8 @@ class DemoBatch:
 
     def network_inputs(self, at: Tensor) -> Tensor:
         """Returns the network inputs at the indices [P, L, M], normalised if the stack does so."""
-        views = self.gather(self.observations, at)
-        return self.stack.norm.normalise(views) if self.stack.norm else views
+        observations = self.gather(self.observations, at)
+        return self.stack.norm.normalise(observations) if self.stack.norm else observations
 
     def encoded_transitions(self, at: Tensor) -> Tensor:
         """Returns observations and encoded actions at indices [P, 1, M], concatenated: [P, M, D] float32."""
@@ -176,14 +176,14 @@ class DemoBatch:
 def load_demonstrations(path: str, learner: NetLearner, *, memory: bool) -> list[DemoBatch]:
     """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in them, or if a recurrent
     policy has no first step of a game."""
-    moves = read_demonstrations(path, learner.env)
-    found = [DemoBatch(stack, moves, memory and bool(stack.config.gru_units)) for stack in learner.stacks]
-    for shown in found:
-        if shown.policies_without_actions:
+    transitions = read_demonstrations(path, learner.env)
+    found = [DemoBatch(stack, transitions, memory and bool(stack.config.gru_units)) for stack in learner.stacks]
+    for demos in found:
+        if demos.policies_without_actions:
             raise ValueError(
-                f"in {path} no step has an action of policy {shown.policies_without_actions[0]}: record more steps"
+                f"in {path} no step has an action of policy {demos.policies_without_actions[0]}: record more steps"
             )
-        if not all(map(len, shown.starts)):
+        if not all(map(len, demos.starts)):
             raise ValueError(
                 f"in {path} no game begins, and a policy with memory learns from the start of games: record more steps"
             )
@@ -219,36 +219,36 @@ class BC(AlgorithmConfig):
 class BCLearner(NetLearner):
     """Learner of behaviour cloning. Raises ValueError if the demonstrations do not fit the env or its policies."""
 
-    def __init__(self, config: BC, pupils: NetLearnerSpec) -> None:
-        super().__init__(pupils)
+    def __init__(self, config: BC, spec: NetLearnerSpec) -> None:
+        super().__init__(spec)
         self.config = config
         self.demos = load_demonstrations(config.demonstrations, self, memory=True)
-        for shown in self.demos:
-            if norm := shown.stack.norm:
+        for demos in self.demos:
+            if norm := demos.stack.norm:
                 norm.update(
-                    shown.observations.flatten(1, 2), shown.agent_mask.flatten(1).float(), self.gradient_sync.all_reduce
+                    demos.observations.flatten(1, 2), demos.agent_mask.flatten(1).float(), self.gradient_sync.all_reduce
                 )
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Takes `gradient_steps` gradient steps on the demonstrations; ignores the batch. Returns metrics by policy."""
         lines: dict[str, list[TensorMetrics]] = {name: [] for name in self.names}
-        for shown in self.demos:
-            names = shown.stack.seat_mapping.names
-            seed = derive_seed(self.seeds[names[0]], "bc", shown.stack.version)
+        for demos in self.demos:
+            names = demos.stack.seat_mapping.names
+            seed = derive_seed(self.seeds[names[0]], "bc", demos.stack.version)
             generator = torch.Generator().manual_seed(seed)
             for _ in range(self.config.gradient_steps):
-                for name, line in zip(names, self._learn(shown, generator, progress), strict=True):
+                for name, line in zip(names, self._learn(demos, generator, progress), strict=True):
                     lines[name].append(line)
         return {name: mean_metrics(own) for name, own in lines.items()}
 
-    def _learn(self, shown: DemoBatch, generator: torch.Generator, progress: float) -> list[TensorMetrics]:
+    def _learn(self, demos: DemoBatch, generator: torch.Generator, progress: float) -> list[TensorMetrics]:
         """Takes one gradient step; returns metrics of each member."""
-        stack, length = shown.stack, self.config.sequence_length if shown.stack.config.gru_units else 1
-        at, moves = shown.sample(max(1, self.config.batch_size // length), length, generator)
-        out, _ = stack.net.unroll(shown.network_inputs(at), None, shown.gather(shown.is_first, at))
-        action_mask = None if shown.action_mask is None else shown.gather(shown.action_mask, at)
-        logp, entropy = stack.head.evaluate_actions(out, shown.gather(shown.actions, at), action_mask)
-        share = normalise_weights(moves.float())
+        stack, length = demos.stack, self.config.sequence_length if demos.stack.config.gru_units else 1
+        at, transitions = demos.sample(max(1, self.config.batch_size // length), length, generator)
+        out, _ = stack.net.unroll(demos.network_inputs(at), None, demos.gather(demos.is_first, at))
+        action_mask = None if demos.action_mask is None else demos.gather(demos.action_mask, at)
+        logp, entropy = stack.head.evaluate_actions(out, demos.gather(demos.actions, at), action_mask)
+        share = normalise_weights(transitions.float())
         total, lines = out.new_zeros(()), []
         for own, spread, weight in zip(logp.flatten(1), entropy.flatten(1), share.flatten(1), strict=True):
             loss, metrics = cross_entropy_loss(LossInputs(own, spread, own, None, torch.ones_like(own), weight))
@@ -303,53 +303,53 @@ class Discriminator:
     net: Net
     optimizer: StackedAdam
 
-    def __call__(self, moves: Tensor) -> Tensor:
-        return self.net(moves)[..., 0]
+    def __call__(self, transitions: Tensor) -> Tensor:
+        return self.net(transitions)[..., 0]
 
 
 class GAILLearner(ActorCriticLearner):
     """Learner of GAIL. Raises ValueError for pixel observations, and if the demonstrations do not fit the env or its
     policies."""
 
-    def __init__(self, config: GAIL, pupils: NetLearnerSpec) -> None:
-        if any(len(view) == 3 for view in pupils.env.observation_shapes):
-            raise ValueError(f'gail cannot see the pixels of env "{pupils.env.name}" beside actions: use bc')
-        super().__init__(config, pupils)
+    def __init__(self, config: GAIL, spec: NetLearnerSpec) -> None:
+        if any(len(shape) == 3 for shape in spec.env.observation_shapes):
+            raise ValueError(f'gail cannot see the pixels of env "{spec.env.name}" beside actions: use bc')
+        super().__init__(config, spec)
         self.imitation = config
         self.demos = load_demonstrations(config.demonstrations, self, memory=False)
         self.discriminators = [self._discriminator(stack) for stack in self.stacks]
 
     def _discriminator(self, stack: PolicyStack) -> Discriminator:
-        seating = stack.seat_mapping
+        seat_mapping = stack.seat_mapping
         lr = self.imitation.discriminator_lr or stack.config.lr
         config = stack.config.model_copy(update={"gru_units": 0, "lr": lr})
-        seeds = [derive_seed(self.seeds[name], "discriminator") for name in seating.names]
+        seeds = [derive_seed(self.seeds[name], "discriminator") for name in seat_mapping.names]
         net = Net(
-            (int(np.prod(seating.input_shape)) + encoding_size(seating.action_space),),
+            (int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space),),
             1,
             config,
             make_generators(seeds),
         )
-        return Discriminator(net, StackedAdam(net, seating.names, config, self.gradient_sync))
+        return Discriminator(net, StackedAdam(net, seat_mapping.names, config, self.gradient_sync))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains the discriminators, replaces the rewards by theirs, and trains the policies on them; returns metrics
         by policy."""
         rewards = np.zeros_like(batch.rewards)
         lines: dict[str, Metrics] = {name: {} for name in self.names}
-        for shown, judge in zip(self.demos, self.discriminators, strict=True):
-            seating = shown.stack.seat_mapping
-            played = DemoBatch(shown.stack, to_demonstrations(batch), memory=False)
+        for demos, discriminator in zip(self.demos, self.discriminators, strict=True):
+            seat_mapping = demos.stack.seat_mapping
+            played = DemoBatch(demos.stack, to_demonstrations(batch), memory=False)
             idle = self.gradient_sync.all_reduce(torch.tensor([float(len(played.policies_without_actions))]))
             if not idle.item():  # in any process: a rollout may be too short for every policy to act
-                lines |= self._train_discriminators(judge, shown, played, progress)
-            earned = self._by_seat(self._earned(judge, played), len(seating.seats[0]))
-            rewards[..., seating.all_seats] = earned.numpy()
+                lines |= self._train_discriminators(discriminator, demos, played, progress)
+            earned = self._by_seat(self._earned(discriminator, played), len(seat_mapping.seats[0]))
+            rewards[..., seat_mapping.all_seats] = earned.numpy()
         learned = super().update(replace(batch, rewards=rewards), progress)
         return {name: lines[name] | line for name, line in learned.items()}
 
     def _train_discriminators(
-        self, judge: Discriminator, expert: DemoBatch, policy: DemoBatch, progress: float
+        self, discriminator: Discriminator, expert: DemoBatch, policy: DemoBatch, progress: float
     ) -> dict[str, Metrics]:
         """Trains the discriminators of a stack; returns metrics by policy."""
         config, names = self.imitation, expert.stack.seat_mapping.names
@@ -361,28 +361,32 @@ class GAILLearner(ActorCriticLearner):
                 side.encoded_transitions(side.sample(config.discriminator_batch_size, 1, generator)[0])
                 for side in (expert, policy)
             )
-            loss, metrics = discriminator_loss(judge(theirs), judge(ours))
+            loss, metrics = discriminator_loss(discriminator(theirs), discriminator(ours))
             if config.gradient_penalty:
                 mix = torch.rand(*theirs.shape[:2], 1, generator=generator)
-                loss = loss + config.gradient_penalty * gradient_penalty(judge, theirs, ours, mix)
-            judge.optimizer.step(loss.sum(), progress)
+                loss = loss + config.gradient_penalty * gradient_penalty(discriminator, theirs, ours, mix)
+            discriminator.optimizer.step(loss.sum(), progress)
             lines.append(metrics)
         return {
             name: mean_metrics([{k: v[p] for k, v in line.items()} for line in lines]) for p, name in enumerate(names)
         }
 
     @torch.no_grad()
-    def _earned(self, judge: Discriminator, played: DemoBatch) -> Tensor:
+    def _earned(self, discriminator: Discriminator, played: DemoBatch) -> Tensor:
         """Returns the discriminator's reward of every transition [P, T, C]; 0 where a seat did not act."""
         P, T, C = played.agent_mask.shape
-        logit = judge(played.encoded_transitions(torch.arange(T * C).expand(P, 1, -1))).view(P, T, C)
+        logit = discriminator(played.encoded_transitions(torch.arange(T * C).expand(P, 1, -1))).view(P, T, C)
         return imitation_reward(logit, self.imitation.reward) * played.agent_mask
 
     # ---- state
 
     def modules(self) -> dict[str, nn.Module]:
-        return super().modules() | {f"discriminator.{i}": judge.net for i, judge in enumerate(self.discriminators)}
+        return super().modules() | {
+            f"discriminator.{i}": discriminator.net for i, discriminator in enumerate(self.discriminators)
+        }
 
     def optimizers(self) -> dict[str, StackedAdam]:
-        own = {f"discriminator_adam.{i}": judge.optimizer for i, judge in enumerate(self.discriminators)}
+        own = {
+            f"discriminator_adam.{i}": discriminator.optimizer for i, discriminator in enumerate(self.discriminators)
+        }
         return super().optimizers() | own

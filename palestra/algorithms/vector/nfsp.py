@@ -79,14 +79,14 @@ class NFSPPolicy:
         return torch.zeros(num_envs, len(self.seats), dtype=torch.bool)
 
     def act(
-        self, frame: VectorStep, recurrent_state: Tensor, is_first: np.ndarray
+        self, result: VectorStep, recurrent_state: Tensor, is_first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, Tensor]:
         """Returns actions, log-probabilities and the new recurrent state; log-probabilities are RESPONDED where the
         best response plays."""
         drawn = torch.rand(recurrent_state.shape, generator=self.generator) < self.eta
         recurrent_state = torch.where(torch.from_numpy(is_first)[:, None], drawn, recurrent_state)
-        best, _, _ = self.response.act(frame, None, is_first)
-        usual, logp, _ = self.average.act(frame, None, is_first)
+        best, _, _ = self.response.act(result, None, is_first)
+        usual, logp, _ = self.average.act(result, None, is_first)
         assert logp is not None
         return (
             np.where(recurrent_state, best, usual),
@@ -100,8 +100,8 @@ class NFSPLearner(DQNLearner):
 
     config: NFSP
 
-    def __init__(self, config: NFSP, pupils: NetLearnerSpec) -> None:
-        super().__init__(config, pupils)
+    def __init__(self, config: NFSP, spec: NetLearnerSpec) -> None:
+        super().__init__(config, spec)
         if any(stack.net.gru_units for stack in self.stacks):
             raise ValueError("nfsp is for policies without memory: leave policies' gru_units: out")
         self.averages = [self._average(stack) for stack in self.stacks]
@@ -109,12 +109,17 @@ class NFSPLearner(DQNLearner):
 
     def _average(self, stack: PolicyStack) -> PolicyStack:
         """Returns a stack of the same shape for the average strategies."""
-        seating, head = stack.seat_mapping, make_head(stack.seat_mapping.action_space)
+        seat_mapping, head = stack.seat_mapping, make_head(stack.seat_mapping.action_space)
         config = stack.config.model_copy(update={"lr": self.config.average_lr})
-        seeds = [derive_seed(self.seeds[name], "average") for name in seating.names]
-        net = Net(seating.input_shape, head.outputs, config, make_generators(seeds), self.output_gain)
+        seeds = [derive_seed(self.seeds[name], "average") for name in seat_mapping.names]
+        net = Net(seat_mapping.input_shape, head.outputs, config, make_generators(seeds), self.output_gain)
         return PolicyStack(
-            seating, config, head, net, StackedAdam(net, seating.names, config, self.gradient_sync), stack.norm
+            seat_mapping,
+            config,
+            head,
+            net,
+            StackedAdam(net, seat_mapping.names, config, self.gradient_sync),
+            stack.norm,
         )
 
     # ---- play

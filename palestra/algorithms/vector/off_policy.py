@@ -87,7 +87,7 @@ class PolicyOutput:
 
 @dataclass
 class UpdateBatch:
-    """Update batch of one stack: policy inputs `views` [P, R, *view] and action masks, critic inputs `critic_inputs`
+    """Update batch of one stack: policy inputs `observations` [P, R, ...] and action masks, `critic_inputs`
     [P, R, ...], encoded actions `action_codes` [P, R, A], row weights for the critics (`critic_weights`) and for the
     policies (`policy_weights`) [P, R]. The policies' are 0 for rows in which the seat did not act; both sum to one for
     each seat."""
@@ -108,10 +108,10 @@ class OffPolicyLearner(NetLearner):
     num_critics = 2
     policy_delay = 1
 
-    def __init__(self, config: OffPolicyConfig, pupils: NetLearnerSpec) -> None:
-        check_supported(config, pupils.env, pupils.policies, self.value_per_action(pupils.env.action_spaces[0]))
+    def __init__(self, config: OffPolicyConfig, spec: NetLearnerSpec) -> None:
+        check_supported(config, spec.env, spec.policies, self.value_per_action(spec.env.action_spaces[0]))
         self.config = config
-        super().__init__(pupils)
+        super().__init__(spec)
         self.action_encoder = ActionEncoder(
             {seat: stack.head for stack in self.stacks for seat in stack.seat_mapping.all_seats}
         )
@@ -140,13 +140,13 @@ class OffPolicyLearner(NetLearner):
 
     @abstractmethod
     def policy_output(
-        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
         """Returns the actions of stack i's policies, differentiable with respect to their networks."""
 
     @abstractmethod
     def target_actions(
-        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
         """Returns the next actions that targets assume."""
 
@@ -165,26 +165,28 @@ class OffPolicyLearner(NetLearner):
 
     # ---- construction
 
-    def build_stack(self, seating: SeatMapping) -> PolicyStack:
-        made = super().build_stack(seating)
-        made.head = self.make_head(seating.action_space)
+    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
+        made = super().build_stack(seat_mapping)
+        made.head = self.make_head(seat_mapping.action_space)
         return made
 
     def _critic(self, stack: PolicyStack) -> CriticEnsemble:
-        seating, branches = stack.seat_mapping, self.value_per_action(stack.seat_mapping.action_space)
-        width = len(self.action_encoder.columns[seating.all_seats[0]])
-        view = seating.input_shape
+        seat_mapping, branches = stack.seat_mapping, self.value_per_action(stack.seat_mapping.action_space)
+        width = len(self.action_encoder.columns[seat_mapping.all_seats[0]])
+        observation = seat_mapping.input_shape
         if self.config.critic == "central":
             whole = self.global_size
-            view = (whole + 2 * len(self.env.seats) + self.action_encoder.size,)
-        view = view if branches else (view[0] + width,)
-        seeds = [derive_seed(self.seeds[name], "critic", k) for k in range(self.num_critics) for name in seating.names]
-        net = Net(view, width if branches else 1, stack.config, make_generators(seeds))
+            observation = (whole + 2 * len(self.env.seats) + self.action_encoder.size,)
+        observation = observation if branches else (observation[0] + width,)
+        seeds = [
+            derive_seed(self.seeds[name], "critic", k) for k in range(self.num_critics) for name in seat_mapping.names
+        ]
+        net = Net(observation, width if branches else 1, stack.config, make_generators(seeds))
         config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
         return CriticEnsemble(
             net,
             frozen_copy(net),
-            StackedAdam(net, seating.names * self.num_critics, config, self.gradient_sync),
+            StackedAdam(net, seat_mapping.names * self.num_critics, config, self.gradient_sync),
             self.num_critics,
             branches,
         )
@@ -222,8 +224,8 @@ class OffPolicyLearner(NetLearner):
             rng = np.random.default_rng(derive_seed(self.seeds[self.names[0]], "moments", self.steps))
             generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
             for _ in range(self.config.gradient_steps):
-                moves = self.replay.sample(self.config.batch_size, rng)
-                for own, line in zip(lines, self.train_step(moves, generator, progress), strict=True):
+                transitions = self.replay.sample(self.config.batch_size, rng)
+                for own, line in zip(lines, self.train_step(transitions, generator, progress), strict=True):
                     own.append(line)
         means = [mean_metrics(own) for own in lines]
         return {
@@ -232,45 +234,52 @@ class OffPolicyLearner(NetLearner):
             for p, name in enumerate(stack.seat_mapping.names)
         }
 
-    def train_step(self, moves: TransitionBatch, generator: torch.Generator, progress: float) -> list[TensorMetrics]:
+    def train_step(
+        self, transitions: TransitionBatch, generator: torch.Generator, progress: float
+    ) -> list[TensorMetrics]:
         """Takes one gradient step of all critics, and every `policy_delay`-th time of the policies; returns metrics by
         stack."""
-        targets = self.targets(moves, generator)
-        joint = self.action_encoder.encode(moves.actions, moves.agent_mask)
-        batches = [self._update_batch(stack, moves, joint) for stack in self.stacks]
+        targets = self.targets(transitions, generator)
+        joint = self.action_encoder.encode(transitions.actions, transitions.agent_mask)
+        batches = [self._update_batch(stack, transitions, joint) for stack in self.stacks]
         lines = [self._train_critics(*judged, progress) for judged in zip(self.critics, batches, targets, strict=True)]
         self.steps += 1
         if self.steps % self.policy_delay == 0:
             for i, batch in enumerate(batches):
-                lines[i] |= self._improve(i, batch, generator, progress)
+                lines[i] |= self._train_policies(i, batch, generator, progress)
             for net, target in self.polyak_pairs():
                 polyak_update(net, target, self.config.tau)
         return lines
 
     @torch.no_grad()
-    def targets(self, moves: TransitionBatch, generator: torch.Generator) -> list[Tensor]:
+    def targets(self, transitions: TransitionBatch, generator: torch.Generator) -> list[Tensor]:
         """Returns the critics' targets [P, R] for each stack."""
-        answers = [self._next(i, moves, generator) for i in range(len(self.stacks))]
-        joint = torch.zeros(len(moves.rewards), self.action_encoder.size)
+        answers = [self._next(i, transitions, generator) for i in range(len(self.stacks))]
+        joint = torch.zeros(len(transitions.rewards), self.action_encoder.size)
         for stack, answer in zip(self.stacks, answers, strict=True):
             self.action_encoder.write(joint, stack.seat_mapping, answer.action_codes)
         targets = []
         for i, (stack, critic, answer) in enumerate(zip(self.stacks, self.critics, answers, strict=True)):
-            seen = self._seen(stack, moves.next_obs, moves.next_state, moves.next_agent_mask, joint)
+            seen = self._critic_inputs(
+                stack, transitions.next_obs, transitions.next_state, transitions.next_agent_mask, joint
+            )
             value = self.target_value(i, critic.q_values(critic.target, seen, answer.action_codes), answer)
-            targets.append(td_target(stack.rows(moves.rewards, 1), stack.rows(moves.discounts, 1), value))
+            targets.append(td_target(stack.rows(transitions.rewards, 1), stack.rows(transitions.discounts, 1), value))
         return targets
 
-    def _next(self, i: int, moves: TransitionBatch, generator: torch.Generator) -> PolicyOutput:
+    def _next(self, i: int, transitions: TransitionBatch, generator: torch.Generator) -> PolicyOutput:
         """Returns the next actions of stack i's policies; the idle code, with probability 1, where a seat does not
         act."""
         stack = self.stacks[i]
         answer = self.target_actions(
-            i, stack.observations(moves.next_obs, 1), optional_rows(stack, moves.next_action_mask), generator
+            i,
+            stack.observations(transitions.next_obs, 1),
+            optional_rows(stack, transitions.next_action_mask),
+            generator,
         )
         if self.config.critic == "own":  # the next step is the seat's own next decision
             return answer
-        agent_mask, nothing = stack.rows(moves.next_agent_mask, 1)[..., None], idle_code(stack.head)
+        agent_mask, nothing = stack.rows(transitions.next_agent_mask, 1)[..., None], idle_code(stack.head)
         answer.action_codes = torch.where(agent_mask, answer.action_codes, nothing)
         if answer.logp is not None:
             certain = (1 - nothing) * MASKED_LOGIT if answer.logp.dim() > 2 else torch.zeros(1)
@@ -278,15 +287,15 @@ class OffPolicyLearner(NetLearner):
             answer.logp = torch.where(agent_mask, logp, certain).view_as(answer.logp)
         return answer
 
-    def _update_batch(self, stack: PolicyStack, moves: TransitionBatch, joint: Tensor) -> UpdateBatch:
-        weight = stack.seat_mapping.select_seats(moves.weight, 1)  # [P, M, S]
+    def _update_batch(self, stack: PolicyStack, transitions: TransitionBatch, joint: Tensor) -> UpdateBatch:
+        weight = stack.seat_mapping.select_seats(transitions.weight, 1)  # [P, M, S]
         return UpdateBatch(
-            observations=stack.observations(moves.obs, 1),
-            action_mask=optional_rows(stack, moves.action_mask),
-            critic_inputs=self._seen(stack, moves.obs, moves.state, moves.agent_mask, joint),
+            observations=stack.observations(transitions.obs, 1),
+            action_mask=optional_rows(stack, transitions.action_mask),
+            critic_inputs=self._critic_inputs(stack, transitions.obs, transitions.state, transitions.agent_mask, joint),
             action_codes=self.action_encoder.own_actions(joint, stack.seat_mapping),
             critic_weights=normalise_weights(weight),
-            policy_weights=normalise_weights(weight * stack.seat_mapping.select_seats(moves.agent_mask, 1)),
+            policy_weights=normalise_weights(weight * stack.seat_mapping.select_seats(transitions.agent_mask, 1)),
         )
 
     def _train_critics(
@@ -298,7 +307,7 @@ class OffPolicyLearner(NetLearner):
         seats = batch.critic_weights.sum(1).clamp(min=1e-8)
         return {"critic_loss": loss.detach(), "q": (batch.critic_weights * q[0].detach()).sum(1) / seats}
 
-    def _improve(self, i: int, batch: UpdateBatch, generator: torch.Generator, progress: float) -> TensorMetrics:
+    def _train_policies(self, i: int, batch: UpdateBatch, generator: torch.Generator, progress: float) -> TensorMetrics:
         stack, critic = self.stacks[i], self.critics[i]
         answer = self.policy_output(i, batch.observations, batch.action_mask, generator)
         with frozen_parameters(critic.net):
@@ -309,14 +318,16 @@ class OffPolicyLearner(NetLearner):
         metrics = {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
         return metrics | self.after_policy_step(i, answer, batch, progress)
 
-    def _seen(self, stack: PolicyStack, obs: Tensor, state: Tensor | None, agent_mask: Tensor, joint: Tensor) -> Tensor:
+    def _critic_inputs(
+        self, stack: PolicyStack, obs: Tensor, state: Tensor | None, agent_mask: Tensor, joint: Tensor
+    ) -> Tensor:
         """Returns the critics' inputs besides the seat's own action [P, R, ...]."""
         if self.config.critic == "own":
             return stack.observations(obs, 1)
-        seating, N = stack.seat_mapping, len(self.env.seats)
+        seat_mapping, N = stack.seat_mapping, len(self.env.seats)
         whole = torch.cat([self.global_features(obs, state, 1), agent_mask.float()], -1)[None, :, None]
-        others = self.action_encoder.other_actions(joint, seating)
-        ids = torch.eye(N)[torch.tensor(seating.seats)][:, None]  # [P, 1, S, N]
+        others = self.action_encoder.other_actions(joint, seat_mapping)
+        ids = torch.eye(N)[torch.tensor(seat_mapping.seats)][:, None]  # [P, 1, S, N]
         shape = others.shape[:3]
         seen = torch.cat([whole.expand(*shape, -1), ids.expand(*shape, N), others], -1)
         return seen.flatten(1, 2)
@@ -358,7 +369,7 @@ def check_supported(
             )
     if isinstance(env.action_spaces[0], MultiDiscrete):
         raise ValueError(f'env "{env.name}" takes several choices at once, which {kind} cannot learn: use ppo or a2c')
-    pixels = any(len(view) > 1 for view in env.observation_shapes)
+    pixels = any(len(shape) > 1 for shape in env.observation_shapes)
     if pixels and not (value_per_action if config.critic == "own" else env.state_size):
         raise ValueError(f'critics of {kind} cannot see the pixels of env "{env.name}" beside actions: use ppo or a2c')
 

@@ -135,10 +135,10 @@ class QLearner(NetLearner):
 
     counts_env_steps = False
 
-    def __init__(self, config: QLearningConfig, pupils: NetLearnerSpec) -> None:
-        check_action_spaces(config, pupils.env)
+    def __init__(self, config: QLearningConfig, spec: NetLearnerSpec) -> None:
+        check_action_spaces(config, spec.env)
         self.config = config
-        super().__init__(pupils)
+        super().__init__(spec)
         self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
         self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
         self.seats = [seat for stack in self.stacks for seat in stack.seat_mapping.all_seats]
@@ -169,10 +169,10 @@ class QLearner(NetLearner):
             recurrent_players=remembered,
         )
 
-    def build_stack(self, seating: SeatMapping) -> PolicyStack:
-        made = super().build_stack(seating)
-        assert isinstance(seating.action_space, Discrete)
-        made.head = ValueHead(seating.action_space, self.config.duelling)
+    def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
+        made = super().build_stack(seat_mapping)
+        assert isinstance(seat_mapping.action_space, Discrete)
+        made.head = ValueHead(seat_mapping.action_space, self.config.duelling)
         return made
 
     def output_size(self, head: Head) -> int:
@@ -252,16 +252,16 @@ class QLearner(NetLearner):
         decisions those of the target network and of the network that chooses the action, both without gradients."""
         stack, head, target = self.stacks[i], self.heads[i], self.target_nets[i]
         if isinstance(drawn, SequenceBatch):
-            q, chooser = unroll_values(stack, head, stack.net, drawn)
+            q, chooser_q = unroll_values(stack, head, stack.net, drawn)
             with torch.no_grad():
-                judge = unroll_values(stack, head, target, drawn)[1]
+                target_q = unroll_values(stack, head, target, drawn)[1]
         else:
             q = head.values(stack.net.unroll(stack.observations(drawn.obs))[0])
             with torch.no_grad():
                 after = stack.observations(drawn.next_obs)
-                judge = head.values(target.unroll(after)[0])
-                chooser = head.values(stack.net.unroll(after)[0]) if self.config.double else judge
-        return q, judge, chooser if self.config.double else judge
+                target_q = head.values(target.unroll(after)[0])
+                chooser_q = head.values(stack.net.unroll(after)[0]) if self.config.double else target_q
+        return q, target_q, chooser_q if self.config.double else target_q
 
     # ---- state
 
@@ -302,11 +302,11 @@ def check_action_spaces(config: QLearningConfig, env: VectorEnv) -> None:
         )
 
 
-def as_sequences(moves: TransitionBatch) -> TransitionBatch:
+def as_sequences(transitions: TransitionBatch) -> TransitionBatch:
     """Returns transitions as sequences of one step: every array [M, ...] -> [1, M, ...], except `index`."""
-    found = {each.name: getattr(moves, each.name) for each in fields(moves) if each.name != "index"}
+    found = {each.name: getattr(transitions, each.name) for each in fields(transitions) if each.name != "index"}
     longer: dict[str, Any] = {name: None if x is None else x[None] for name, x in found.items()}
-    return replace(moves, **longer)
+    return replace(transitions, **longer)
 
 
 def unroll_values(stack: PolicyStack, head: ValueHead, net: Net, drawn: SequenceBatch) -> tuple[Tensor, Tensor]:

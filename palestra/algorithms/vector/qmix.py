@@ -57,8 +57,8 @@ class QMIXLearner(QLearner):
     config: QMIX
     counts_env_steps = True
 
-    def __init__(self, config: QMIX, pupils: NetLearnerSpec) -> None:
-        super().__init__(config, pupils)
+    def __init__(self, config: QMIX, spec: NetLearnerSpec) -> None:
+        super().__init__(config, spec)
         self.mixer = self._mixer()
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
         names, first = ["+".join(self.names)], self.policies[self.names[0]]
@@ -70,7 +70,7 @@ class QMIXLearner(QLearner):
         config = self.config
         if config.mixer == "vdn":
             return VDNMixer()
-        if not env.state_size and any(len(view) > 1 for view in env.observation_shapes):
+        if not env.state_size and any(len(shape) > 1 for shape in env.observation_shapes):
             raise ValueError(
                 f'the mixer of {config.mixer} cannot see the pixels of env "{env.name}", which has no state beside '
                 "them: set mixer: vdn"

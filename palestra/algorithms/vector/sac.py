@@ -82,9 +82,9 @@ class SACLearner(OffPolicyLearner):
         return isinstance(space, Discrete)
 
     def policy_output(
-        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        out, head = self.stacks[i].net(views), self.stacks[i].head
+        out, head = self.stacks[i].net(observations), self.stacks[i].head
         if isinstance(head, SquashedHead):
             return PolicyOutput(out, *head.sample_units(out, generator))
         assert isinstance(head, CategoricalHead)
@@ -92,9 +92,9 @@ class SACLearner(OffPolicyLearner):
         return PolicyOutput(out, one_hot(drawn, head.outputs), head.logits(out, action_mask))
 
     def target_actions(
-        self, i: int, views: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self, i: int, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
-        return self.policy_output(i, views, action_mask, generator)
+        return self.policy_output(i, observations, action_mask, generator)
 
     def target_value(self, i: int, q: Tensor, answer: PolicyOutput) -> Tensor:
         assert answer.logp is not None

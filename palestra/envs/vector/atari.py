@@ -91,18 +91,22 @@ class AtariGame:
 
     def _screen(self, step: SingleStep) -> np.ndarray:
         """Returns the screen as any seat sees it; the previous screen if no seat sees one."""
-        return next((view[..., 0] for view in step.observations if view is not None), self.frames[1])
+        return next(
+            (observation[..., 0] for observation in step.observations if observation is not None), self.frames[1]
+        )
 
     def _picture(self) -> np.ndarray:
         return np.rint(self.rows @ np.maximum(*self.frames) @ self.columns).astype(np.uint8)
 
     def _shown(self, step: SingleStep, rewards: Any) -> SingleStep:
         seats = len(self.spec.seats)
-        views: list[np.ndarray | None] = [self.pictures] * seats
+        observations: list[np.ndarray | None] = [self.pictures] * seats
         if self.agent_indicator:
             blank = np.ones((SCREEN_SIZE, SCREEN_SIZE, 1), np.uint8)
-            views = [np.concatenate([self.pictures, blank * (255 * n // max(seats - 1, 1))], 2) for n in range(seats)]
-        return replace(step, observations=views, rewards=rewards)
+            observations = [
+                np.concatenate([self.pictures, blank * (255 * n // max(seats - 1, 1))], 2) for n in range(seats)
+            ]
+        return replace(step, observations=observations, rewards=rewards)
 
 
 class AtariEnv(PackageVectorEnv):

@@ -84,13 +84,13 @@ class VectorStep:
         return np.logical_or(self.terminated, self.truncated)
 
     def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
-        """Returns a frame with `change` applied to every array; None stays None."""
+        """Returns a step with `change` applied to every array; None stays None."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
         changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
         return type(self)(**changed)
 
     def copy(self) -> Self:
-        """Returns a frame with copies of all arrays."""
+        """Returns a step with copies of all arrays."""
         return self.map_arrays(np.copy)
 
 
@@ -105,7 +105,7 @@ def empty_step(
     has_seat_terminated: bool = False,
     dtype: Any = np.float32,
 ) -> VectorStep:
-    """Returns a frame of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
+    """Returns a step of zeros in which all seats act. Observations are of shape `observation_shape` and of `dtype`.
     `num_actions` adds an action mask of that length with every action legal, `state_size` a global state of that
     length, `reports_success` the array of successes, `has_seat_terminated` `seat_terminated`."""
     B, N = num_envs, num_seats
@@ -157,14 +157,14 @@ class VectorEnv(ABC):
         return None
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
-        """Restores what `save` returned; returns the frame of that step.
+        """Restores what `save` returned; returns the `VectorStep` of that step.
 
         Raises ValueError if the env cannot be saved.
         """
         raise ValueError(f"{self.name or type(self).__name__} cannot save its games, so none can be loaded")
 
     def scripted_actions(self, name: str, seat: int) -> np.ndarray:
-        """Returns the actions int32 [B] of the scripted player `name` at seat number `seat` for the current frame.
+        """Returns the actions int32 [B] of the scripted player `name` at seat number `seat` for the current step.
 
         Raises ValueError if the env has no such scripted player.
         """

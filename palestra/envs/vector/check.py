@@ -53,7 +53,7 @@ class _Check:
         self.replay(twin, frames, actions, "in a second instance", "draw all randomness from the seeds, share nothing")
         self.other_seeds(twin, frames)
         twin.close()
-        if ends and not any(frame.done.any() for frame in frames):
+        if ends and not any(vector_step.done.any() for vector_step in frames):
             self.fail(f"no game ended within {self.steps} steps", "give it a limit, or let the check take more steps")
         if alone:
             self.one_by_one(frames, actions)
@@ -69,8 +69,8 @@ class _Check:
 
     def replay(self, env: VectorEnv, frames: list[VectorStep], actions: list[np.ndarray], where: str, fix: str) -> None:
         self.same(env.reset(self.seeds), frames[0], f"reset {where}", fix)
-        for number, (action, frame) in enumerate(zip(actions, frames[1:], strict=True), 1):
-            self.same(env.step(action.copy()), frame, f"step {number} {where}", fix)
+        for number, (action, vector_step) in enumerate(zip(actions, frames[1:], strict=True), 1):
+            self.same(env.step(action.copy()), vector_step, f"step {number} {where}", fix)
 
     def saved(self, env: VectorEnv, frames: list[VectorStep], actions: list[np.ndarray]) -> None:
         half = len(actions) // 2
@@ -88,8 +88,8 @@ class _Check:
             self.fail("moves what it saved as it plays on", fix)
         other = self.make(self.num_envs)
         self.same(other.load(saved), frames[half], "load", fix)
-        for number, (action, frame) in enumerate(zip(actions[half:], frames[half + 1 :], strict=True), half + 1):
-            self.same(other.step(action.copy()), frame, f"step {number}, gone on from what was saved", fix)
+        for number, (action, vector_step) in enumerate(zip(actions[half:], frames[half + 1 :], strict=True), half + 1):
+            self.same(other.step(action.copy()), vector_step, f"step {number}, gone on from what was saved", fix)
         other.close()
 
     def other_seeds(self, env: VectorEnv, frames: list[VectorStep]) -> None:
@@ -107,11 +107,13 @@ class _Check:
             where = "of a game alone"
             fix = "let no game read or write another's arrays, and give each a random stream of its own"
             self.same(env.reset(self.seeds[game : game + 1]), _of(frames[0], game), f"reset {where}", fix)
-            for number, (action, frame) in enumerate(zip(actions, frames[1:], strict=True), 1):
-                self.same(env.step(action[game : game + 1].copy()), _of(frame, game), f"step {number} {where}", fix)
+            for number, (action, vector_step) in enumerate(zip(actions, frames[1:], strict=True), 1):
+                self.same(
+                    env.step(action[game : game + 1].copy()), _of(vector_step, game), f"step {number} {where}", fix
+                )
             env.close()
 
-    def valid(self, frame: VectorStep) -> VectorStep:
+    def valid(self, vector_step: VectorStep) -> VectorStep:
         env, (B, N) = self.env, (self.num_envs, len(self.env.seats))
         if (
             len(env.observation_shapes) != N
@@ -120,50 +122,55 @@ class _Check:
         ):
             self.fail("has not one view and one space of actions for each seat, all of one kind", "mend both tuples")
         view = tuple(np.max([list(v) for v in env.observation_shapes], axis=0))
-        self.shape("obs", frame.obs, (B, N, *view), frame.obs.dtype if frame.obs.dtype == np.uint8 else np.float32)
-        self.shape("final_obs", frame.final_obs, frame.obs.shape, frame.obs.dtype)
-        self.shape("rewards", frame.rewards, (B, N), np.float32)
-        self.shape("agent_mask", frame.agent_mask, (B, N), bool)
+        self.shape(
+            "obs",
+            vector_step.obs,
+            (B, N, *view),
+            vector_step.obs.dtype if vector_step.obs.dtype == np.uint8 else np.float32,
+        )
+        self.shape("final_obs", vector_step.final_obs, vector_step.obs.shape, vector_step.obs.dtype)
+        self.shape("rewards", vector_step.rewards, (B, N), np.float32)
+        self.shape("agent_mask", vector_step.agent_mask, (B, N), bool)
         for name in ("terminated", "truncated", "success"):
-            if name != "success" or frame.success is not None:
-                self.shape(name, getattr(frame, name), (B,), bool)
-        if (frame.terminated & frame.truncated).any():
+            if name != "success" or vector_step.success is not None:
+                self.shape(name, getattr(vector_step, name), (B,), bool)
+        if (vector_step.terminated & vector_step.truncated).any():
             self.fail("says that a game was terminated and truncated at once", "leave it terminated")
-        if frame.seat_terminated is not None:
-            self.shape("seat_terminated", frame.seat_terminated, (B, N), bool)
-            if (frame.seat_terminated & frame.agent_mask)[~frame.done].any():
+        if vector_step.seat_terminated is not None:
+            self.shape("seat_terminated", vector_step.seat_terminated, (B, N), bool)
+            if (vector_step.seat_terminated & vector_step.agent_mask)[~vector_step.done].any():
                 self.fail("lets a seat act that has terminated", "mark it as not acting until the game is over")
         if env.state_size:
-            self.shape("state", frame.state, (B, env.state_size), np.float32)
-            self.shape("final_state", frame.final_state, (B, env.state_size), np.float32)
+            self.shape("state", vector_step.state, (B, env.state_size), np.float32)
+            self.shape("final_state", vector_step.final_state, (B, env.state_size), np.float32)
         for name in ("obs", "rewards", "state"):
-            value = getattr(frame, name)
+            value = getattr(vector_step, name)
             if value is not None and not np.isfinite(value).all():
                 self.fail(f"says {name} that are not finite", "no nan and no infinity")
-        if not frame.agent_mask.any(axis=1).all():
+        if not vector_step.agent_mask.any(axis=1).all():
             self.fail("has a game in which no seat acts", "a game that is done must reset in the same step")
-        if frame.action_mask is not None:
+        if vector_step.action_mask is not None:
             most = max(_choices(space) for space in env.action_spaces)
-            self.shape("action_mask", frame.action_mask, (B, N, most), bool)
-            if not (frame.action_mask.any(axis=2) | ~frame.agent_mask).all():
+            self.shape("action_mask", vector_step.action_mask, (B, N, most), bool)
+            if not (vector_step.action_mask.any(axis=2) | ~vector_step.agent_mask).all():
                 self.fail("lets a seat act that has no legal action", "mark at least one")
             for seat, space in enumerate(env.action_spaces):
-                if frame.action_mask[:, seat, _choices(space) :].any():
+                if vector_step.action_mask[:, seat, _choices(space) :].any():
                     self.fail(f"calls actions legal that seat {env.seats[seat]} does not have", "mask the padding")
         for seat, own in enumerate(env.observation_shapes):
-            if len(view) == 1 and frame.obs[:, seat, own[0] :].any():
+            if len(view) == 1 and vector_step.obs[:, seat, own[0] :].any():
                 self.fail(f"writes past the view of seat {env.seats[seat]}", "leave the padding zero")
-        return frame
+        return vector_step
 
     def shape(self, name: str, value: np.ndarray | None, shape: tuple[int, ...], dtype: object) -> None:
         if value is None or value.shape != shape or value.dtype != dtype:
             have = "none" if value is None else f"{value.dtype} {list(value.shape)}"
             self.fail(f"says {name} as {have} and not {np.dtype(dtype)} {list(shape)}", "mend the array")  # type: ignore[call-overload]
 
-    def same(self, frame: VectorStep, expected: VectorStep, where: str, fix: str) -> None:
+    def same(self, vector_step: VectorStep, expected: VectorStep, where: str, fix: str) -> None:
         over = expected.done
         for part in fields(VectorStep):
-            got, want = getattr(frame, part.name), getattr(expected, part.name)
+            got, want = getattr(vector_step, part.name), getattr(expected, part.name)
             if want is not None and part.name in ("final_obs", "final_state"):
                 got, want = got[over], want[over]
             if (got is None) != (want is None) or (want is not None and not np.array_equal(got, want)):
@@ -204,5 +211,5 @@ def _choices(space: object) -> int:
     return space.n if isinstance(space, Discrete) else 0
 
 
-def _of(frame: VectorStep, game: int) -> VectorStep:
-    return frame.map_arrays(lambda value: value[game : game + 1])
+def _of(vector_step: VectorStep, game: int) -> VectorStep:
+    return vector_step.map_arrays(lambda value: value[game : game + 1])

@@ -215,9 +215,9 @@ class GymnasiumGame:
         self.is_multi_agent = several
         self.spec = VectorEnvSpec(
             tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
-            tuple(view.shape for view in self.obs_encoders),
+            tuple(encoder.shape for encoder in self.obs_encoders),
             tuple(choice.space for choice in self.action_decoders),
-            uint8_observations=all(view.is_uint8 for view in self.obs_encoders),
+            uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
             has_action_mask=can_use_action_mask(
                 "action_mask" in info, [choice.space for choice in self.action_decoders], several, str(self.env)
             ),
@@ -253,7 +253,7 @@ class GymnasiumGame:
         """Encodes the observations of all seats except those that had ended before (`gone`)."""
         parts = zip(self.obs_encoders, seen if self.is_multi_agent else [seen], gone, strict=True)
         return SingleStep(
-            [None if left else view.encode(part) for view, part, left in parts],
+            [None if left else encoder.encode(part) for encoder, part, left in parts],
             ~self.seats_done,
             action_mask=[np.asarray(info["action_mask"], bool)] if self.spec.has_action_mask else None,
             success=bool(info.get("is_success", False)),

@@ -238,15 +238,15 @@ def write_state(obs: np.ndarray, state: np.ndarray, widths: np.ndarray, b: int) 
 
 
 @jit
-def count_step(world: World, view: MPEStepArrays, max_cycles: int) -> None:
+def count_step(world: World, arrays: MPEStepArrays, max_cycles: int) -> None:
     """Counts a step; for games that it truncates, copies the last observations and state to `final_obs` and
     `final_state`."""
     for b in range(len(world.age)):
         world.age[b] += 1
-        view.truncated[b] = world.age[b] >= max_cycles
-        if view.truncated[b]:
-            for i in range(len(view.observation_sizes)):
-                for k in range(view.observation_sizes[i]):
-                    view.final_obs[b, i, k] = view.obs[b, i, k]
-            for k in range(view.state.shape[1]):
-                view.final_state[b, k] = view.state[b, k]
+        arrays.truncated[b] = world.age[b] >= max_cycles
+        if arrays.truncated[b]:
+            for i in range(len(arrays.observation_sizes)):
+                for k in range(arrays.observation_sizes[i]):
+                    arrays.final_obs[b, i, k] = arrays.obs[b, i, k]
+            for k in range(arrays.state.shape[1]):
+                arrays.final_state[b, k] = arrays.state[b, k]

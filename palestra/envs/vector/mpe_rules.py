@@ -28,15 +28,15 @@ from palestra.jit import jit
 
 
 @jit
-def begin_spread(world: World, view: MPEStepArrays, new_B: np.ndarray) -> None:
+def begin_spread(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> None:
     begin_games(world, new_B)
-    observe_spread(world, view, new_B)
+    observe_spread(world, arrays, new_B)
 
 
 @jit
 def advance_spread(
     world: World,
-    view: MPEStepArrays,
+    arrays: MPEStepArrays,
     all_B: np.ndarray,
     actions_BND: np.ndarray,
     continuous: bool,
@@ -44,17 +44,17 @@ def advance_spread(
     local_ratio: float,
 ) -> None:
     apply_physics(world, actions_BND, continuous)
-    reward_spread(world, view, local_ratio)
-    observe_spread(world, view, all_B)
-    count_step(world, view, max_cycles)
-    begin_spread(world, view, view.truncated)
+    reward_spread(world, arrays, local_ratio)
+    observe_spread(world, arrays, all_B)
+    count_step(world, arrays, max_cycles)
+    begin_spread(world, arrays, arrays.truncated)
 
 
 @jit
-def reward_spread(world: World, view: MPEStepArrays, local_ratio: float) -> None:
+def reward_spread(world: World, arrays: MPEStepArrays, local_ratio: float) -> None:
     """Writes the rewards; `local_ratio` is the weight of the agent's own reward, -1 for each other agent that it
     touches."""
-    pos, rewards, agents = world.pos, view.rewards, world.vel.shape[1]
+    pos, rewards, agents = world.pos, arrays.rewards, world.vel.shape[1]
     for b in range(len(pos)):
         team = 0.0
         for e in range(agents, pos.shape[1]):
@@ -70,10 +70,10 @@ def reward_spread(world: World, view: MPEStepArrays, local_ratio: float) -> None
 
 
 @jit
-def observe_spread(world: World, view: MPEStepArrays, which_B: np.ndarray) -> None:
+def observe_spread(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes own velocity and position, landmarks, other agents; the other agents' messages, which follow, are always
     zero."""
-    pos, vel, obs, agents = world.pos, world.vel, view.obs, world.vel.shape[1]
+    pos, vel, obs, agents = world.pos, world.vel, arrays.obs, world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             for i in range(agents):
@@ -81,29 +81,29 @@ def observe_spread(world: World, view: MPEStepArrays, which_B: np.ndarray) -> No
                 at = write_vector(obs, b, i, at, pos, i)
                 at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
                 write_relative_positions(obs, b, i, at, pos, 0, agents)
-            write_state(obs, view.state, view.observation_sizes, b)
+            write_state(obs, arrays.state, arrays.observation_sizes, b)
 
 
 @jit
-def begin_adversary(world: World, view: MPEStepArrays, new_B: np.ndarray) -> None:
+def begin_adversary(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> None:
     begin_games(world, new_B)
-    observe_adversary(world, view, new_B)
+    observe_adversary(world, arrays, new_B)
 
 
 @jit
 def advance_adversary(
-    world: World, view: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
+    world: World, arrays: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
 ) -> None:
     apply_physics(world, actions_BND, continuous)
-    reward_adversary(world, view)
-    observe_adversary(world, view, all_B)
-    count_step(world, view, max_cycles)
-    begin_adversary(world, view, view.truncated)
+    reward_adversary(world, arrays)
+    observe_adversary(world, arrays, all_B)
+    count_step(world, arrays, max_cycles)
+    begin_adversary(world, arrays, arrays.truncated)
 
 
 @jit
-def reward_adversary(world: World, view: MPEStepArrays) -> None:
-    pos, rewards, agents = world.pos, view.rewards, world.vel.shape[1]
+def reward_adversary(world: World, arrays: MPEStepArrays) -> None:
+    pos, rewards, agents = world.pos, arrays.rewards, world.vel.shape[1]
     for b in range(len(pos)):
         goal = agents + world.goal[b]
         theirs = nearest_distance(pos, b, 0, 1, goal)
@@ -114,9 +114,9 @@ def reward_adversary(world: World, view: MPEStepArrays) -> None:
 
 
 @jit
-def observe_adversary(world: World, view: MPEStepArrays, which_B: np.ndarray) -> None:
+def observe_adversary(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes the goal (not for the adversary), landmarks, other agents."""
-    pos, obs, agents = world.pos, view.obs, world.vel.shape[1]
+    pos, obs, agents = world.pos, arrays.obs, world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             goal = agents + world.goal[b]
@@ -124,19 +124,19 @@ def observe_adversary(world: World, view: MPEStepArrays, which_B: np.ndarray) ->
                 at = 0 if i == 0 else write_relative_positions(obs, b, i, 0, pos, goal, goal + 1)
                 at = write_relative_positions(obs, b, i, at, pos, agents, pos.shape[1])
                 write_relative_positions(obs, b, i, at, pos, 0, agents)
-            write_state(obs, view.state, view.observation_sizes, b)
+            write_state(obs, arrays.state, arrays.observation_sizes, b)
 
 
 @jit
-def begin_tag(world: World, view: MPEStepArrays, new_B: np.ndarray, hunters: int) -> None:
+def begin_tag(world: World, arrays: MPEStepArrays, new_B: np.ndarray, hunters: int) -> None:
     begin_games(world, new_B)
-    observe_tag(world, view, new_B, hunters)
+    observe_tag(world, arrays, new_B, hunters)
 
 
 @jit
 def advance_tag(
     world: World,
-    view: MPEStepArrays,
+    arrays: MPEStepArrays,
     all_B: np.ndarray,
     actions_BND: np.ndarray,
     continuous: bool,
@@ -144,15 +144,15 @@ def advance_tag(
     hunters: int,
 ) -> None:
     apply_physics(world, actions_BND, continuous)
-    reward_tag(world, view, hunters)
-    observe_tag(world, view, all_B, hunters)
-    count_step(world, view, max_cycles)
-    begin_tag(world, view, view.truncated, hunters)
+    reward_tag(world, arrays, hunters)
+    observe_tag(world, arrays, all_B, hunters)
+    count_step(world, arrays, max_cycles)
+    begin_tag(world, arrays, arrays.truncated, hunters)
 
 
 @jit
-def reward_tag(world: World, view: MPEStepArrays, hunters: int) -> None:
-    pos, rewards = world.pos, view.rewards
+def reward_tag(world: World, arrays: MPEStepArrays, hunters: int) -> None:
+    pos, rewards = world.pos, arrays.rewards
     for b in range(len(pos)):
         catches = 0
         for prey in range(hunters, world.vel.shape[1]):
@@ -177,9 +177,9 @@ def _outside(x: float) -> float:
 
 
 @jit
-def observe_tag(world: World, view: MPEStepArrays, which_B: np.ndarray, hunters: int) -> None:
+def observe_tag(world: World, arrays: MPEStepArrays, which_B: np.ndarray, hunters: int) -> None:
     """Writes own velocity and position, obstacles, other agents, velocities of the other good agents."""
-    pos, vel, obs, agents = world.pos, world.vel, view.obs, world.vel.shape[1]
+    pos, vel, obs, agents = world.pos, world.vel, arrays.obs, world.vel.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             for i in range(agents):
@@ -190,25 +190,25 @@ def observe_tag(world: World, view: MPEStepArrays, which_B: np.ndarray, hunters:
                 for prey in range(hunters, agents):
                     if prey != i:
                         at = write_vector(obs, b, i, at, vel, prey)
-            write_state(obs, view.state, view.observation_sizes, b)
+            write_state(obs, arrays.state, arrays.observation_sizes, b)
 
 
 @jit
-def begin_speaker_listener(world: World, view: MPEStepArrays, new_B: np.ndarray) -> None:
+def begin_speaker_listener(world: World, arrays: MPEStepArrays, new_B: np.ndarray) -> None:
     begin_games(world, new_B)
-    observe_speaker_listener(world, view, new_B)
+    observe_speaker_listener(world, arrays, new_B)
 
 
 @jit
 def advance_speaker_listener(
-    world: World, view: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
+    world: World, arrays: MPEStepArrays, all_B: np.ndarray, actions_BND: np.ndarray, continuous: bool, max_cycles: int
 ) -> None:
     apply_physics(world, actions_BND, continuous)
     write_message(world, actions_BND, continuous)
-    reward_speaker_listener(world, view)
-    observe_speaker_listener(world, view, all_B)
-    count_step(world, view, max_cycles)
-    begin_speaker_listener(world, view, view.truncated)
+    reward_speaker_listener(world, arrays)
+    observe_speaker_listener(world, arrays, all_B)
+    count_step(world, arrays, max_cycles)
+    begin_speaker_listener(world, arrays, arrays.truncated)
 
 
 @jit
@@ -223,15 +223,15 @@ def write_message(world: World, actions_BND: np.ndarray, continuous: bool) -> No
 
 
 @jit
-def reward_speaker_listener(world: World, view: MPEStepArrays) -> None:
+def reward_speaker_listener(world: World, arrays: MPEStepArrays) -> None:
     for b in range(len(world.pos)):
-        view.rewards[b, 0] = view.rewards[b, 1] = -difference(world.pos, b, 1, 2 + world.goal[b])[2]
+        arrays.rewards[b, 0] = arrays.rewards[b, 1] = -difference(world.pos, b, 1, 2 + world.goal[b])[2]
 
 
 @jit
-def observe_speaker_listener(world: World, view: MPEStepArrays, which_B: np.ndarray) -> None:
+def observe_speaker_listener(world: World, arrays: MPEStepArrays, which_B: np.ndarray) -> None:
     """Writes the colour of the goal for the speaker; own velocity, landmarks and the message for the listener."""
-    pos, obs, words = world.pos, view.obs, world.word.shape[1]
+    pos, obs, words = world.pos, arrays.obs, world.word.shape[1]
     for b in range(len(which_B)):
         if which_B[b]:
             at = write_vector(obs, b, 1, 0, world.vel, 1)
@@ -239,4 +239,4 @@ def observe_speaker_listener(world: World, view: MPEStepArrays, which_B: np.ndar
             for k in range(words):
                 obs[b, 0, k] = 0.65 if k == world.goal[b] else 0.15
                 obs[b, 1, at + k] = world.word[b, k]
-            write_state(obs, view.state, view.observation_sizes, b)
+            write_state(obs, arrays.state, arrays.observation_sizes, b)

@@ -84,8 +84,8 @@ class OpenSpielGame:
         mover = self.state.current_player()
         action_mask = [self._legal(n) if mover in (n, pyspiel.PlayerId.SIMULTANEOUS) else None for n in seats]
         agent_mask = [mask is not None and bool(mask.any()) for mask in action_mask]
-        views = [np.array(self.observe(n), np.float32) if acts else None for n, acts in enumerate(agent_mask)]
-        return SingleStep(views, agent_mask, action_mask=action_mask)
+        observations = [np.array(self.observe(n), np.float32) if acts else None for n, acts in enumerate(agent_mask)]
+        return SingleStep(observations, agent_mask, action_mask=action_mask)
 
     def _legal(self, seat: int) -> np.ndarray:
         mask = np.zeros(self.game.num_distinct_actions(), bool)
@@ -108,8 +108,8 @@ def _load_game(game: str) -> Any:
     return loaded
 
 
-def _has(game: Any, view: str) -> bool:
-    return bool(getattr(game.get_type(), f"provides_{view}_tensor"))
+def _has(game: Any, tensor: str) -> bool:
+    return bool(getattr(game.get_type(), f"provides_{tensor}_tensor"))
 
 
 class OpenSpielEnv(PackageVectorEnv):

@@ -54,16 +54,16 @@ class SeatShuffledEnv(VectorEnv):
     def step(self, actions: np.ndarray) -> VectorStep:
         placed = np.empty_like(actions)
         placed[self._rows, self.env_seats] = actions
-        frame = self.env.step(placed)
+        vector_step = self.env.step(placed)
         self.previous_env_seats = self.env_seats.copy()
-        _shuffle(self.rng, self.env_seats, frame.done)
-        return self._by_seat(frame)
+        _shuffle(self.rng, self.env_seats, vector_step.done)
+        return self._by_seat(vector_step)
 
     @property
     def _rows(self) -> np.ndarray:
         return np.arange(self.num_envs)[:, None]
 
-    def _by_seat(self, frame: VectorStep) -> VectorStep:
+    def _by_seat(self, vector_step: VectorStep) -> VectorStep:
         """Returns the frame by seat: rewards and final observations by the permutation of the game that they belong
         to."""
 
@@ -72,19 +72,19 @@ class SeatShuffledEnv(VectorEnv):
             return found
 
         return VectorStep(
-            obs=by(self.env_seats, frame.obs),
-            final_obs=by(self.previous_env_seats, frame.final_obs),
-            agent_mask=by(self.env_seats, frame.agent_mask),
-            rewards=by(self.previous_env_seats, frame.rewards),
-            terminated=frame.terminated,
-            truncated=frame.truncated,
-            action_mask=None if frame.action_mask is None else by(self.env_seats, frame.action_mask),
-            state=frame.state,
-            final_state=frame.final_state,
-            success=frame.success,
+            obs=by(self.env_seats, vector_step.obs),
+            final_obs=by(self.previous_env_seats, vector_step.final_obs),
+            agent_mask=by(self.env_seats, vector_step.agent_mask),
+            rewards=by(self.previous_env_seats, vector_step.rewards),
+            terminated=vector_step.terminated,
+            truncated=vector_step.truncated,
+            action_mask=None if vector_step.action_mask is None else by(self.env_seats, vector_step.action_mask),
+            state=vector_step.state,
+            final_state=vector_step.final_state,
+            success=vector_step.success,
             seat_terminated=None
-            if frame.seat_terminated is None
-            else by(self.previous_env_seats, frame.seat_terminated),
+            if vector_step.seat_terminated is None
+            else by(self.previous_env_seats, vector_step.seat_terminated),
         )
 
     def scripted_actions(self, name: str, seat: int) -> np.ndarray:

@@ -44,13 +44,13 @@ class SharedStep:
     """A frame of all games and their next actions in shared memory: a new block, or the existing block `name`."""
 
     def __init__(self, spec: VectorEnvSpec, num_envs: int, name: str | None = None) -> None:
-        frame, actions = spec.empty_step(num_envs), spec.zero_actions(num_envs)
-        arrays = [actions, *(array for _, array in _arrays(frame))]
+        vector_step, actions = spec.empty_step(num_envs), spec.zero_actions(num_envs)
+        arrays = [actions, *(array for _, array in _arrays(vector_step))]
         self.shared_memory = _Memory(
             name, create=name is None, size=sum(array.nbytes + CACHE_LINE_BYTES for array in arrays)
         )
         self._used = 0
-        self.vector_step: VectorStep | None = frame.map_arrays(self._placed)
+        self.vector_step: VectorStep | None = vector_step.map_arrays(self._placed)
         self.actions: np.ndarray | None = self._placed(actions)
 
     def _placed(self, array: np.ndarray) -> np.ndarray:
@@ -236,8 +236,8 @@ class SubprocVectorEnv(VectorEnv):
         with _closed_on_error(self):
             for worker in self._open():
                 part = {name: array[worker.part] for name, array in saved.items() if name != "moves"}
-                moves = saved["moves"][before[worker.part.start] : before[worker.part.stop]]
-                worker.send("load", part | {"moves": moves})
+                actions = saved["moves"][before[worker.part.start] : before[worker.part.stop]]
+                worker.send("load", part | {"moves": actions})
             if failed := _failures(self._receive_all()):
                 raise ValueError(f"saved games cannot be played again: {next(iter(failed.values()))}")
         for name, array in _arrays(self.vector_step):
@@ -312,8 +312,8 @@ class SubprocVectorEnv(VectorEnv):
             getattr(own, name)[where] = array[where]
 
 
-def _arrays(frame: VectorStep) -> list[tuple[str, np.ndarray]]:
-    return [(name, array) for name, array in vars(frame).items() if array is not None]
+def _arrays(vector_step: VectorStep) -> list[tuple[str, np.ndarray]]:
+    return [(name, array) for name, array in vars(vector_step).items() if array is not None]
 
 
 def _failures(heard: dict[_Worker, Any]) -> dict[_Worker, str]:

@@ -27,9 +27,9 @@ from palestra.types import Seat
 
 @dataclass(frozen=True)
 class VectorEnvSpec:
-    """Properties shared by all games of an env. `views` and `actions` are those of `VectorEnv`. `uint8_observations`:
-    observations are uint8, else float32; `has_action_mask`: there are action masks; `success`: games report success;
-    `has_seat_terminated`: seats can terminate before their game ends.
+    """Properties shared by all games of an env. `observation_shapes` and `action_spaces` are those of `VectorEnv`.
+    `uint8_observations`: observations are uint8, else float32; `has_action_mask`: there are action masks;
+    `reports_success`: games report success; `has_seat_terminated`: seats can terminate before their game ends.
 
     Raises ValueError if the seats have different kinds of action spaces, or observation shapes that do not fit in one
     array.
@@ -47,18 +47,19 @@ class VectorEnvSpec:
     def __post_init__(self) -> None:
         if len({type(space) for space in self.action_spaces}) > 1:
             raise ValueError(f"the seats {', '.join(self.seats)} have different kinds of actions: wrap the env to one")
-        if len({len(view) if len(view) == 1 else view for view in self.observation_shapes}) > 1:
+        if len({len(shape) if len(shape) == 1 else shape for shape in self.observation_shapes}) > 1:
             raise ValueError(
-                f"the views {self.observation_shapes} do not fit in one array: only views of one dimension may differ"
+                f"observations of shapes {self.observation_shapes} do not fit in one array: only those of one "
+                "dimension may differ in length"
             )
 
     def empty_step(self, num_envs: int) -> VectorStep:
-        """Returns a frame of zeros for this many games."""
-        view = tuple(max(sizes) for sizes in zip(*self.observation_shapes, strict=True))
+        """Returns a step result of zeros for this many games."""
+        shape = tuple(max(sizes) for sizes in zip(*self.observation_shapes, strict=True))
         return empty_step(
             num_envs,
             len(self.seats),
-            view,
+            shape,
             num_actions=max(space.n for space in self.action_spaces if isinstance(space, Discrete))
             if self.has_action_mask
             else None,
@@ -81,10 +82,9 @@ class VectorEnvSpec:
 
 @dataclass
 class SingleStep:
-    """The result of `reset` or `step` of one game, by seat: `views` are the observations (None: unchanged),
-    `agent_mask` the agent mask (None: all seats act), `rewards` (None: zero), `action_mask` the action masks (None:
-    unchanged), `seat_terminated` the seats that have terminated in this game so far (None: all if `terminated`, else
-    none)."""
+    """The result of `reset` or `step` of one game, by seat: `observations` (None: unchanged), `agent_mask` (None:
+    all seats act), `rewards` (None: zero), `action_mask` (None: unchanged), `seat_terminated` the seats that have
+    terminated in this game so far (None: all if `terminated`, else none)."""
 
     observations: Sequence[np.ndarray | None]
     agent_mask: Sequence[bool] | np.ndarray | None = None
@@ -151,42 +151,42 @@ class SyncVectorEnv(VectorEnv):
         return self.vector_step
 
     def step(self, actions: np.ndarray) -> VectorStep:
-        actions, frame = clip_actions(self.action_spaces, actions, self.vector_step.action_mask), self.vector_step
+        actions, vector_step = clip_actions(self.action_spaces, actions, self.vector_step.action_mask), self.vector_step
         self._record_actions(actions)
         for b, game in enumerate(self.single_envs):
             step = game.step(actions[b])
             self._write_step(b, step)
-            frame.rewards[b] = 0.0 if step.rewards is None else step.rewards
-            frame.terminated[b], frame.truncated[b] = step.terminated, step.truncated
-            if frame.success is not None:
-                frame.success[b] = step.success
-            if frame.seat_terminated is not None:
+            vector_step.rewards[b] = 0.0 if step.rewards is None else step.rewards
+            vector_step.terminated[b], vector_step.truncated[b] = step.terminated, step.truncated
+            if vector_step.success is not None:
+                vector_step.success[b] = step.success
+            if vector_step.seat_terminated is not None:
                 dead = step.seat_terminated
-                frame.seat_terminated[b] = step.terminated if dead is None else dead
+                vector_step.seat_terminated[b] = step.terminated if dead is None else dead
             if step.terminated or step.truncated:
                 self._end(b)
-        return frame
+        return vector_step
 
     def save(self) -> Arrays | None:
         if (self._made > MAX_REPLAY_STEPS).any():
             return None
         own = {"seeds": self._seeds.copy(), "played": self._played.copy(), "made": self._made.copy()}
-        moves = np.concatenate([self._moves[b, :made] for b, made in enumerate(self._made)])
-        return own | {"moves": moves} | {f"frame.{name}": array.copy() for name, array in self._arrays().items()}
+        actions = np.concatenate([self._moves[b, :made] for b, made in enumerate(self._made)])
+        return own | {"moves": actions} | {f"frame.{name}": array.copy() for name, array in self._arrays().items()}
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         for name, array in self._arrays().items():
             array[:] = saved[f"frame.{name}"]
         self._seeds[:], self._played[:] = saved["seeds"], saved["played"]
         past = np.split(saved["moves"], np.cumsum(saved["made"])[:-1])
-        for b, moves in enumerate(past):
+        for b, actions in enumerate(past):
             self._begin(b)
-            for move in moves:
+            for move in actions:
                 self._write_step(b, self.single_envs[b].step(move))
-        longest = max(len(moves) for moves in past)
+        longest = max(len(actions) for actions in past)
         self._moves = np.zeros((self.num_envs, longest + 64, *self._moves.shape[2:]), self._moves.dtype)
-        for b, moves in enumerate(past):
-            self._moves[b, : len(moves)], self._made[b] = moves, len(moves)
+        for b, actions in enumerate(past):
+            self._moves[b, : len(actions)], self._made[b] = actions, len(actions)
         return self.vector_step
 
     def close(self) -> None:
@@ -206,10 +206,10 @@ class SyncVectorEnv(VectorEnv):
 
     def _end(self, b: int) -> None:
         """Copies the last observations of game b to `final_obs` and starts its next episode."""
-        frame = self.vector_step
-        frame.final_obs[b] = frame.obs[b]
-        if frame.state is not None and frame.final_state is not None:
-            frame.final_state[b] = frame.state[b]
+        vector_step = self.vector_step
+        vector_step.final_obs[b] = vector_step.obs[b]
+        if vector_step.state is not None and vector_step.final_state is not None:
+            vector_step.final_state[b] = vector_step.state[b]
         self._played[b] += 1
         self._begin(b)
 
@@ -221,16 +221,16 @@ class SyncVectorEnv(VectorEnv):
         self._write_step(b, self.single_envs[b].reset(episode_seed(int(self._seeds[b]), int(self._played[b]))))
 
     def _write_step(self, b: int, step: SingleStep) -> None:
-        """Writes observations, masks and state of game b into the frame."""
-        frame = self.vector_step
-        for row, view in zip(frame.obs[b], step.observations, strict=True):
-            if view is not None:
-                row[: len(view)] = view
-        frame.agent_mask[b] = True if step.agent_mask is None else step.agent_mask
-        if frame.state is not None:
-            frame.state[b] = step.state
-        if frame.action_mask is not None and step.action_mask is not None:
-            for row, mask in zip(frame.action_mask[b], step.action_mask, strict=True):
+        """Writes observations, masks and state of game b into the arrays of the result."""
+        vector_step = self.vector_step
+        for row, observation in zip(vector_step.obs[b], step.observations, strict=True):
+            if observation is not None:
+                row[: len(observation)] = observation
+        vector_step.agent_mask[b] = True if step.agent_mask is None else step.agent_mask
+        if vector_step.state is not None:
+            vector_step.state[b] = step.state
+        if vector_step.action_mask is not None and step.action_mask is not None:
+            for row, mask in zip(vector_step.action_mask[b], step.action_mask, strict=True):
                 if mask is not None:
                     row[: len(mask)] = mask
 

@@ -46,14 +46,14 @@ class _ToPettingZoo:
         self._seeds, self._over = np.random.default_rng(), False
 
     def _observed(self, n: int) -> Any:
-        view, space = (
+        observation, space = (
             observation_box(self.inner.observation_shapes[n], self.vector_step.obs.dtype == np.uint8),
             self.inner.action_spaces[n],
         )
         return (
-            with_action_mask(view, space.n)
+            with_action_mask(observation, space.n)
             if self.vector_step.action_mask is not None and isinstance(space, Discrete)
-            else view
+            else observation
         )
 
     def begin_episode(self, seed: int | None) -> None:
@@ -80,19 +80,22 @@ class _ToPettingZoo:
     def observe(self, agent: str) -> Any:
         n = self.possible_agents.index(agent)
         obs = (self.vector_step.final_obs if self._over else self.vector_step.obs)[0, n]
-        view = obs[: self.inner.observation_shapes[n][0]].copy() if obs.ndim == 1 else obs.copy()
+        observation = obs[: self.inner.observation_shapes[n][0]].copy() if obs.ndim == 1 else obs.copy()
         space = self.inner.action_spaces[n]
         if self.vector_step.action_mask is None or not isinstance(space, Discrete):
-            return view
-        return {"observation": view, "action_mask": self.vector_step.action_mask[0, n, : space.n].astype(np.int8)}
+            return observation
+        return {
+            "observation": observation,
+            "action_mask": self.vector_step.action_mask[0, n, : space.n].astype(np.int8),
+        }
 
     def episode_ends(self) -> tuple[dict[str, bool], dict[str, bool]]:
         """Returns the agents that the step terminated and those that it truncated: none before the game is over for
         all."""
-        frame, marked = self.vector_step, self.vector_step.seat_terminated
+        vector_step, marked = self.vector_step, self.vector_step.seat_terminated
         dead = np.zeros(len(self.possible_agents), bool) if marked is None or not self._over else marked[0]
-        terminated = (dead | frame.terminated[0]).tolist()
-        cut = [bool(frame.truncated[0]) and not ended for ended in terminated]
+        terminated = (dead | vector_step.terminated[0]).tolist()
+        cut = [bool(vector_step.truncated[0]) and not ended for ended in terminated]
         agents = self.possible_agents
         return dict(zip(agents, terminated, strict=True)), dict(zip(agents, cut, strict=True))
 
@@ -125,12 +128,12 @@ class _ToParallel(_ToPettingZoo, pettingzoo.ParallelEnv):
         return {agent: self.observe(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-        frame, agents = self.play_step(actions), self.agents
+        vector_step, agents = self.play_step(actions), self.agents
         self.agents = [] if self._over else agents
         terminated, truncated = self.episode_ends()
         return (
             {agent: self.observe(agent) for agent in agents},
-            {agent: float(frame.rewards[0, n]) for n, agent in enumerate(agents)},
+            {agent: float(vector_step.rewards[0, n]) for n, agent in enumerate(agents)},
             terminated,
             truncated,
             {agent: self.end_info() for agent in agents},
@@ -169,10 +172,10 @@ class _ToAEC(_ToPettingZoo, pettingzoo.AECEnv):
         self._accumulate_rewards()
 
     def _play_round(self) -> None:
-        frame = self.play_step(self._given)
+        vector_step = self.play_step(self._given)
         self.terminations, self.truncations = self.episode_ends()
         for n, agent in enumerate(self.agents):
-            self.rewards[agent] = float(frame.rewards[0, n])
+            self.rewards[agent] = float(vector_step.rewards[0, n])
             self.infos[agent] = self.end_info()
         if not self._over:
             self._ask()

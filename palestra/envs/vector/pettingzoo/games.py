@@ -45,10 +45,10 @@ class _PettingZooGame:
         said = any(self.has_dict_obs) or any("action_mask" in info for info in infos.values())
         self.spec = VectorEnvSpec(
             tuple(str(agent) for agent in self.agents),
-            tuple(view.shape for view in self.obs_encoders),
+            tuple(encoder.shape for encoder in self.obs_encoders),
             tuple(choice.space for choice in self.action_decoders),
             state_size=flat_box_size(getattr(env, "state_space", None)) if state else 0,
-            uint8_observations=all(view.is_uint8 for view in self.obs_encoders),
+            uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
             has_action_mask=can_use_action_mask(
                 said, [choice.space for choice in self.action_decoders], False, str(env)
             ),
@@ -64,12 +64,12 @@ class _PettingZooGame:
 
     def encode_seat(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns observation and action mask (None if the env has no masks) of one seat."""
-        view = self.obs_encoders[seat].encode(seen["observation"] if self.has_dict_obs[seat] else seen)
+        observation = self.obs_encoders[seat].encode(seen["observation"] if self.has_dict_obs[seat] else seen)
         space = self.spec.action_spaces[seat]
         if not self.spec.has_action_mask or not isinstance(space, Discrete):
-            return view, None
+            return observation, None
         mask = seen["action_mask"] if self.has_dict_obs[seat] else info.get("action_mask")
-        return view, np.ones(space.n, bool) if mask is None else np.asarray(mask, bool)
+        return observation, np.ones(space.n, bool) if mask is None else np.asarray(mask, bool)
 
     def state(self) -> np.ndarray | None:
         return np.asarray(self.env.state(), np.float32) if self.spec.state_size else None
@@ -132,18 +132,18 @@ class ParallelGame(_PettingZooGame):
         """Builds the result of a step; `live_agents` are the agents that act next. Optimised: it runs after every step
         of envs that may themselves be as fast."""
         self.live_agents = live
-        views: list[np.ndarray | None] = [None] * len(self.agents)
+        observations: list[np.ndarray | None] = [None] * len(self.agents)
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
         for seat, agent in enumerate(self.agents):
             if agent not in seen:
                 continue
             if self.has_plain_obs:
-                views[seat] = self.obs_encoders[seat].encode(seen[agent])
+                observations[seat] = self.obs_encoders[seat].encode(seen[agent])
             else:
-                views[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
+                observations[seat], action_mask[seat] = self.encode_seat(seat, seen[agent], infos.get(agent, {}))
         agent_mask = None if len(live) == len(self.agents) else [agent in live for agent in self.agents]
         return SingleStep(
-            views, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+            observations, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
         )
 
 
@@ -173,17 +173,17 @@ class AECGame(_PettingZooGame):
         self.write_ends(step, over)
         return step
 
-    def _build_step(self, shown: list[Any]) -> SingleStep:
-        views: list[np.ndarray | None] = [None] * len(self.agents)
+    def _build_step(self, observed: list[Any]) -> SingleStep:
+        observations: list[np.ndarray | None] = [None] * len(self.agents)
         action_mask: list[np.ndarray | None] = [None] * len(self.agents)
-        for agent in shown:
+        for agent in observed:
             seat = self.agents.index(agent)
-            views[seat], action_mask[seat] = self.encode_seat(
+            observations[seat], action_mask[seat] = self.encode_seat(
                 seat, self.env.observe(agent), self.env.infos.get(agent, {})
             )
         agent_mask = [agent == self.env.agent_selection for agent in self.agents]
         return SingleStep(
-            views, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
+            observations, agent_mask, action_mask=action_mask if self.spec.has_action_mask else None, state=self.state()
         )
 
 
