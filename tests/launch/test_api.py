@@ -8,14 +8,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from command_line import palestra as command
 from command_line import refused
 
 import palestra as pl
+from palestra.builders import text_config, text_policies, vector_config
 from palestra.envs import local
 from palestra.files import read_lines
+from palestra.launch import population
+from palestra.populations import matchmaking, solvers
 
 ROWS = [{"prompt": f"Say a word with {letter}", "letter": letter} for letter in "abcdefghijkl"]
 
@@ -223,6 +227,29 @@ def test_invalid_arguments_are_refused_with_the_fix(base, tmp_path):
         with pytest.raises(ValueError, match=match):
             pl.train(root=tmp_path, **wrong)
     assert not list(Path(tmp_path).iterdir())
+
+
+def config_classes(union):
+    """The config classes of a union that `type:` tells apart."""
+    return [part for part in get_args(get_args(union)[0]) if isinstance(part, type)]
+
+
+def test_every_type_of_a_config_has_an_export():
+    exported = [getattr(names, name) for names in (pl, pl.vector) for name in names.__all__]
+    unions = [
+        text_config.TextAlgorithmConfig,
+        vector_config.VectorAlgorithmConfig,
+        text_policies.PolicyConfig,
+        vector_config.VectorPolicyConfig,
+        population.PlanConfig,
+        population.OracleConfig,
+        solvers.MetaSolverConfig,
+        matchmaking.MatchmakerConfig,
+    ]
+    known = [kind for union in unions for kind in config_classes(union)]
+    assert len(known) > 40
+    classes = [value for value in exported if isinstance(value, type)]
+    assert [kind.__name__ for kind in known if not any(issubclass(value, kind) for value in classes)] == []
 
 
 def test_public_names_exist_and_import_is_light():
