@@ -62,17 +62,17 @@ class Task:
 # ---- scores
 
 
-def sweep(run: Path) -> int:
+def env_steps_per_step(run: Path) -> int:
     """Joint steps of one step of a run."""
     config = load(run / "config.yaml")
-    return int(config["algorithm"]["horizon"]) * int(config["env"]["games"])
+    return int(config["algorithm"]["rollout_length"]) * int(config["env"]["num_envs"])
 
 
 def held_out(key: str, scale: float = 1.0, shift: float = 0.0) -> Callable[[Path], Curve]:
     """A figure of the evaluation of that name."""
 
     def curve(run: Path) -> Curve:
-        each = sweep(run)
+        each = env_steps_per_step(run)
         lines = [line for line in read_lines(run / "evals.jsonl") if line["name"] == "held_out"]
         return [((line["step"] + 1) * each, scale * line[key] + shift) for line in lines]
 
@@ -81,7 +81,7 @@ def held_out(key: str, scale: float = 1.0, shift: float = 0.0) -> Callable[[Path
 
 def exploitability(run: Path) -> Curve:
     """Half the NashConv of two policies in Kuhn poker (OpenSpiel's measure) at every checkpoint that was kept."""
-    each = sweep(run)
+    each = env_steps_per_step(run)
     return [((checkpoint.step + 1) * each, exploitability_at(checkpoint)) for checkpoint in list_checkpoints(run)]
 
 
@@ -193,7 +193,7 @@ def train(task: Task, seed: int, quick: bool) -> dict[str, Any]:
 
 
 def cpu_seconds(run: Path) -> float:
-    """Of sweeps and updates."""
+    """Of rollouts and updates."""
     lines = [line for line in read_lines(run / "timings.jsonl") if line["policy"] == "team"]
     return float(sum(value for line in lines for key, value in line.items() if key.endswith("cpu_s")))
 
@@ -220,8 +220,8 @@ def run_missing(tasks: list[Task], seeds: int, quick: bool, jobs: int) -> None:
 # ---- the page
 
 HEAD = """Made by `python bench/learning.py`. Each config is trained with several seeds and scored at the end on
-held-out seeds, mean with its 95 % interval (Student's t). CPU seconds are those of sweeps and updates, on one core of a
-machine that others used too. The scores and curves of all runs are in
+held-out seeds, mean with its 95 % interval (Student's t). CPU seconds are those of rollouts and updates, on one core
+of a machine that others used too. The scores and curves of all runs are in
 [bench/measured/learning.jsonl](../bench/measured/learning.jsonl)."""
 
 

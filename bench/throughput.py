@@ -84,13 +84,14 @@ class Results:
 
 
 def main_jobs(peers: Sequence[str], whats: Sequence[str]) -> list[Job]:
-    """Everybody on the env that is its fastest, and palestra on that of the slowest too."""
+    """Everybody on the env that is its fastest, palestra on that of the slowest too, and on Pong if a peer plays it."""
     jobs = []
     for what in whats:
         jobs += native(what)
         jobs += [theirs(peer, what) for peer in peers if what != "random" or peer not in NO_RANDOM]
     jobs += [*on_python_env(), RAW, UNCHECKED]
-    return [*jobs, *on_pong(), *(theirs_on_pong(peer) for peer in peers if peer in PONG), RAW_PONG]
+    of_pong = [theirs_on_pong(peer) for peer in peers if peer in PONG]
+    return [*jobs, *on_pong(), *of_pong, RAW_PONG] if of_pong else jobs
 
 
 def native(what: str) -> list[Job]:
@@ -223,7 +224,7 @@ def sheets(results: Results, peers: Sequence[str]) -> list[Sheet]:
     python = python_envs(results, "mpe2's env", RAW, on_mpe2)
     atari = [*on_pong(), *(theirs_on_pong(peer) for peer in peers if peer in PONG)]
     pong = python_envs(results, "Atari's Pong", RAW_PONG, atari)
-    return [own_envs(results, peers), python, pong, growth(results)]
+    return [own_envs(results, peers), python, *([pong] if PONG & set(peers) else []), growth(results)]
 
 
 def own_envs(results: Results, peers: Sequence[str]) -> Sheet:
@@ -321,10 +322,11 @@ def main() -> None:
     load = os.getloadavg()[0]
     if load > 0.3:
         console.print(f"[yellow]the machine is busy (load {load:.1f}): what follows is not a measurement[/]")
-    try:
-        zoo.options("atari_pong")  # what is not there is said now, not after half an hour
-    except ValueError as error:
-        parser.error(str(error))
+    if PONG & set(options.peers):
+        try:
+            zoo.options("atari_pong")  # what is not there is said now, not after half an hour
+        except ValueError as error:
+            parser.error(str(error))
     for peer in options.peers:
         install(peer)
     jobs = main_jobs(options.peers, WHATS[:2] if options.quick else WHATS)

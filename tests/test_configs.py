@@ -14,6 +14,8 @@ from palestra.cli.main import app
 from palestra.config import dump, load, override, parse, validate
 from palestra.envs import make_env
 from palestra.envs.text.splits import split_of_layout
+from palestra.experiments.grid import grid_cells, load_grid
+from palestra.experiments.schedule import check_cells
 from palestra.launch.population import PopulationConfig, build_population, run_population
 from palestra.populations import scheduler
 from palestra.runs import Run, read_lines
@@ -22,7 +24,10 @@ from palestra.training.loop import Callback, run_training
 ROOT = Path(__file__).parent.parent
 GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))
 POPULATIONS = sorted((ROOT / "configs/populations").rglob("*.yaml"))
-CONFIGS = sorted({*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")} - {*GAMES, *POPULATIONS})
+GRIDS = sorted((ROOT / "configs/grids").rglob("*.yaml"))
+CONFIGS = sorted(
+    {*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS}
+)
 ABSENT = {"jaxmarl"}  # envs of packages that have a venv of their own: `make test-envs`
 SHORT = {  # of a plan, as little as shows all of it
     "psro": {"iterations": 2, "env_steps": 1, "slices": 1, "games_per_cell": 8, "adaptive_games": 0},
@@ -46,6 +51,13 @@ def success(folder, settings=()):
 def test_every_config_builds(path):
     config = validate(TextConfig, load(path))
     assert build(config).learners and validate(TextConfig, load(path)) == config
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_cell_of_a_grid_builds(path, tmp_path):
+    cells = grid_cells(load_grid(path), path.parent)
+    assert len(cells) > 1
+    check_cells([cell for cell in cells if cell.seed == cells[0].seed], tmp_path)
 
 
 def playable(path):

@@ -44,7 +44,7 @@ LAYERS = [
     {"palestra.workers"},
     {"palestra.launch"},
     {"palestra.report"},
-    {"palestra.evaluation"},
+    {"palestra.evaluation", "palestra.experiments"},
     {"palestra.dashboard", "palestra.agents"},
     {"palestra.api"},
     {"palestra.cli"},

@@ -16,6 +16,7 @@ from palestra.cli.config import describe_config
 from palestra.cli.dashboard import dashboard
 from palestra.cli.envs import serve_envs
 from palestra.cli.evaluate import evaluate
+from palestra.cli.grid import grid
 from palestra.cli.info import info
 from palestra.cli.league import league
 from palestra.cli.play import play
@@ -57,7 +58,7 @@ def _add(panel: str, **commands: Callable[..., None]) -> None:
         app.command(name.replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add(TRAIN, demo=demo, init=init, train=train)
+_add(TRAIN, demo=demo, init=init, train=train, grid=grid)
 _add(RESULTS, runs=runs, eval=evaluate, dashboard=dashboard, report=report, plot=plot, sync=sync)
 app.add_typer(league, name="league", rich_help_panel=RESULTS)
 _add(AGENTS, play=play, collect=collect, publish=publish, serve_agent=serve_agent)

@@ -20,6 +20,7 @@ GROUPS = {  # titles of the folders that shipped configs are in
     "games": "vectorised games (small networks)",
     "populations": "populations",
     "algorithms": "comparisons of algorithms",
+    "grids": "grids of algorithms, tasks and seeds, for palestra grid",
     "reproduce": "published results",
 }
 

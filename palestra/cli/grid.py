@@ -1,0 +1,109 @@
+"""`palestra grid`: trains every algorithm on every task with every seed, and compares them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from palestra.cli.runs import Root
+from palestra.launch.console import console, print_line, styled_text, user_errors
+
+if TYPE_CHECKING:
+    from palestra.experiments.grid import Cell, GridConfig
+    from palestra.experiments.schedule import CellResult
+
+
+def grid(
+    file: Annotated[Path, typer.Argument(help="a YAML file of tasks, algorithms and seeds")],
+    workers: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
+    only: Annotated[
+        list[str] | None, typer.Option(help="train only the cells that match: `--only 'spread-*' --only '*-ppo-0'`")
+    ] = None,
+    root: Root = Path("runs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="check all configs, list the cells, and stop")] = False,
+    results: Annotated[bool, typer.Option("--results", help="write the results of what is finished, and stop")] = False,
+) -> None:
+    """Train every algorithm on every task with every seed, and compare them.
+
+    Each cell of the grid is a run in ROOT/NAME. Finished cells are skipped and interrupted ones resumed, so the same
+    command goes on after Ctrl-C or a crash. At the end results.json, results.md and results.svg are written there:
+    interquartile means, optimality gaps, performance profiles and probabilities of improvement, with intervals over
+    seeds.
+
+    Examples:
+
+        palestra grid configs/grids/cooperation.yaml --workers 4
+
+        palestra grid configs/grids/cooperation.yaml --only '*-qmix-*'
+
+        palestra grid configs/grids/cooperation.yaml --results
+    """
+    with user_errors():
+        from palestra.config.shipped import find_config
+        from palestra.experiments.grid import grid_cells, load_grid
+        from palestra.experiments.schedule import check_cells, finished_cells
+
+        path = find_config(file)
+        config = load_grid(path)
+        folder = root / config.name
+        cells = grid_cells(config, path.parent, only or [])
+        if results:
+            return _print_results(config, folder)
+        check_cells(cells, folder)
+        done = finished_cells(folder)
+        left = [cell for cell in cells if cell.name not in done]
+        print_line(f"grid {config.name}: {len(cells)} cells, {len(cells) - len(left)} done, in {folder}")
+        if dry_run:
+            for cell in cells:
+                print_line(f"{'done' if cell.name in done else 'to do'}  {cell.name}")
+            return
+        _run(config, left, folder, workers)
+
+
+def _run(config: GridConfig, cells: list[Cell], folder: Path, workers: int) -> None:
+    """Trains the cells and writes the results. Raises RunFailed if a cell failed."""
+    from palestra.experiments.schedule import LOGS, run_cells
+    from palestra.launch.run import StopOnInterrupt
+    from palestra.rollouts.failures import RunFailed
+
+    ended: list[CellResult] = []
+
+    def on_end(result: CellResult) -> None:
+        ended.append(result)
+        print_line(f"[{len(ended)}/{len(cells)}] {_describe(result, folder, config)}")
+
+    with StopOnInterrupt() as interrupted:
+        run_cells(cells, folder, workers, on_end, interrupted)
+    _print_results(config, folder)
+    if failed := [result.cell.name for result in ended if result.status == "failed"]:
+        raise RunFailed(f"{len(failed)} cells failed: {', '.join(failed)}; what they printed is in {folder / LOGS}")
+    if len(ended) < len(cells) or any(result.status == "stopped" for result in ended):
+        print_line("stopped; the same command goes on")
+
+
+def _describe(result: CellResult, folder: Path, config: GridConfig) -> str:
+    from palestra.experiments.results import describe_cell
+
+    about = describe_cell(result.cell, folder, config) if result.status == "done" else result.reason
+    return f"{result.cell.name} {result.status} after {result.seconds:.0f} s {about}".rstrip()
+
+
+def _print_results(config: GridConfig, folder: Path) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from palestra.experiments.results import LABELS, collect_results, format_estimate, results_data, write_results
+
+    if not folder.is_dir():
+        raise ValueError(f"{folder} does not exist: train the grid first, with `palestra grid` without --results")
+    results = collect_results(config, folder)
+    data = results_data(results)
+    files = write_results(results, data, folder)
+    if aggregates := data["aggregates"]:
+        table = Table("algorithm", *(LABELS[name] for name in ("iqm", "optimality_gap")), box=box.SIMPLE_HEAD)
+        for algorithm, own in aggregates.items():
+            table.add_row(styled_text(algorithm), *(format_estimate(own[name]) for name in ("iqm", "optimality_gap")))
+        console.print(table)
+    print_line(f"results of {len(config.keys) - len(results.missing)} of {len(config.keys)} cells: {files[-1]}")

@@ -1,0 +1,238 @@
+"""Results of a grid: the score of each finished run, aggregate statistics, a figure and a page."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.experiments.grid import Cell, GridConfig, GridTask, cell_name
+from palestra.experiments.schedule import finished_cells
+from palestra.experiments.statistics import (
+    STATISTICS,
+    Estimate,
+    Scores,
+    estimate,
+    estimate_improvement,
+    performance_profile,
+    profile_bounds,
+)
+from palestra.files import atomic_write, replacing_file
+from palestra.report.charts import curve_style, drawing, new_figure
+from palestra.runs.headline import headline_eval
+from palestra.runs.series import RunLogs, series_of
+
+RESULTS_FILE, PAGE_FILE, FIGURE_FILE = "results.json", "results.md", "results.svg"
+METRICS = ("success", "return", "nash_conv")
+LABELS = {"iqm": "IQM", "mean": "mean", "median": "median", "optimality_gap": "optimality gap (less is better)"}
+
+
+@dataclass(frozen=True)
+class GridResults:
+    """Values of the metric `values[algorithm][task][seed]` and the task's metric by name, of the finished cells."""
+
+    grid: GridConfig
+    values: dict[str, dict[str, dict[int, float]]]
+    metrics: dict[str, str]
+
+    def scores(self, algorithm: str) -> list[np.ndarray] | None:
+        """Returns normalised scores of each task [N], in the order of the grid; None if a task has no finished run."""
+        own = self.values[algorithm]
+        if any(not own[task] for task in self.grid.tasks):
+            return None
+        return [
+            np.array([task.normalised(value) for value in own[name].values()]) for name, task in self.grid.tasks.items()
+        ]
+
+    @property
+    def complete(self) -> dict[str, list[np.ndarray]]:
+        """Normalised scores of the algorithms that have a finished run of every task."""
+        return {name: scores for name in self.grid.algorithms if (scores := self.scores(name)) is not None}
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the cells that are not finished."""
+        return [
+            cell_name(task, algorithm, seed)
+            for task, algorithm, seed in self.grid.keys
+            if seed not in self.values[algorithm][task]
+        ]
+
+
+def collect_results(grid: GridConfig, root: Path) -> GridResults:
+    """Returns the scores of the finished runs of a grid in `root`. Raises ValueError if a run lacks the evaluation or
+    metric of its task."""
+    values: dict[str, dict[str, dict[int, float]]] = {a: {t: {} for t in grid.tasks} for a in grid.algorithms}
+    metrics: dict[str, str] = {}
+    done = finished_cells(root)
+    for task, algorithm, seed in grid.keys:
+        name = cell_name(task, algorithm, seed)
+        if name in done:
+            metrics[task], values[algorithm][task][seed] = final_value(RunLogs(root / name), grid.tasks[task])
+    return GridResults(grid, values, metrics)
+
+
+def final_value(logs: RunLogs, task: GridTask) -> tuple[str, float]:
+    """Returns the metric of a task and its last value in a run's evaluations."""
+    name = task.eval or headline_eval(list(logs.evals))
+    if name not in logs.evals:
+        raise ValueError(f"{logs.path} has no evaluation to score: add evals: to the config, or name one with eval:")
+    lines = logs.evals[name]
+    wanted = [task.metric] if task.metric else METRICS
+    for metric in wanted:
+        values = series_of(lines, metric).y
+        if len(values):
+            return metric, float(values[-1])
+    raise ValueError(f"{logs.path}: evaluation {name} has no {' or '.join(wanted)}: name its metric with metric:")
+
+
+def write_results(results: GridResults, data: dict[str, Any], root: Path) -> list[Path]:
+    """Writes results.json, the page, and once an algorithm has a finished run of every task the figure; returns the
+    files, the page last."""
+    files = [root / RESULTS_FILE]
+    atomic_write(files[0], (json.dumps(data, indent=1) + "\n").encode())
+    if results.complete:
+        draw_results(results.complete, root / FIGURE_FILE)
+        files.append(root / FIGURE_FILE)
+    files.append(root / PAGE_FILE)
+    atomic_write(files[-1], results_page(results, data).encode())
+    return files
+
+
+def results_data(results: GridResults) -> dict[str, Any]:
+    """Returns the results as JSON data: values by algorithm, task and seed, aggregates, probabilities of improvement
+    and missing cells."""
+    complete = results.complete
+    return {
+        "grid": results.grid.name,
+        "metrics": results.metrics,
+        "values": {
+            algorithm: {task: {str(seed): value for seed, value in own.items()} for task, own in tasks.items()}
+            for algorithm, tasks in results.values.items()
+        },
+        "aggregates": {
+            algorithm: {name: estimate(statistic, scores)._asdict() for name, statistic in STATISTICS.items()}
+            for algorithm, scores in complete.items()
+        },
+        "probability_of_improvement": {
+            f"{ours} > {theirs}": estimate_improvement(complete[ours], complete[theirs])._asdict()
+            for ours, theirs in itertools.permutations(complete, 2)
+        },
+        "missing": results.missing,
+    }
+
+
+# ---- the page
+
+
+def results_page(results: GridResults, data: dict[str, Any]) -> str:
+    """Returns the results as a page in Markdown."""
+    grid = results.grid
+    seeds = f"{len(grid.seeds)} seeds" if len(grid.seeds) > 1 else "one seed"
+    lines = [f"# {grid.name}", "", f"{len(grid.tasks)} tasks, {len(grid.algorithms)} algorithms, {seeds}."]
+    if results.missing:
+        lines += ["", f"{len(results.missing)} runs are not finished: {', '.join(results.missing[:8])} ..."]
+    if data["aggregates"]:
+        lines += [
+            "",
+            "Normalised scores (0 and 1 are the ends of each task's `score_range`) over all tasks and seeds, with 95 %",
+            "intervals of a stratified bootstrap (Agarwal et al., 2021).",
+            "",
+            f"![aggregates and performance profiles]({FIGURE_FILE})",
+            "",
+            *markdown_table(
+                ["algorithm", *(LABELS[name] for name in STATISTICS)],
+                [
+                    [algorithm, *(format_estimate(own[name]) for name in STATISTICS)]
+                    for algorithm, own in data["aggregates"].items()
+                ],
+            ),
+        ]
+    if pairs := data["probability_of_improvement"]:
+        lines += [
+            "",
+            "Probability that a run of the first scores above one of the second, on a task drawn at random:",
+            "",
+            *markdown_table(["pair", "probability"], [[pair, format_estimate(own)] for pair, own in pairs.items()]),
+        ]
+    heads = [f"{task} ({metric})" for task, metric in results.metrics.items()]
+    rows = [
+        [algorithm, *(format_values(list(results.values[algorithm][task].values())) for task in results.metrics)]
+        for algorithm in grid.algorithms
+    ]
+    lines += ["", "Last evaluation of each task, mean and standard deviation over seeds:", ""]
+    return "\n".join([*lines, *markdown_table(["algorithm", *heads], rows)]) + "\n"
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table."""
+    return [f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *rows]]
+
+
+def format_estimate(estimate: dict[str, Any]) -> str:
+    """Formats an estimate with its interval: "0.82 [0.75, 0.88]"."""
+    value, bounds = Estimate(**estimate)
+    return f"{value:.3f}" if bounds is None else f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]"
+
+
+def format_values(values: Sequence[float]) -> str:
+    """Formats values over seeds: "-21.4 ± 0.3 (5)", or "-" if there is none."""
+    if not values:
+        return "-"
+    spread = f" ± {np.std(values, ddof=1):.3g}" if len(values) > 1 else ""
+    return f"{np.mean(values):.4g}{spread} ({len(values)})"
+
+
+# ---- the figure
+
+
+def draw_results(scores: Mapping[str, Scores], path: Path) -> None:
+    """Writes an SVG of the aggregates with their intervals, and of the performance profiles."""
+    with drawing():
+        figure = new_figure(9.2, 1.9 + 0.28 * len(scores), layout="constrained")
+        axes = figure.subplots(1, 3, width_ratios=[1, 1, 1.5])
+        _draw_estimates(axes[0], "iqm", scores)
+        _draw_estimates(axes[1], "optimality_gap", scores, with_names=False)
+        _draw_profiles(axes[2], scores)
+        with replacing_file(path) as place:
+            figure.savefig(place, format="svg", metadata={"Date": None})
+
+
+def _draw_estimates(axis: Any, name: str, scores: Mapping[str, Scores], *, with_names: bool = True) -> None:
+    for row, (_, own) in enumerate(scores.items()):
+        value, bounds = estimate(STATISTICS[name], own)
+        colour = curve_style(row)[0]
+        if bounds is not None:
+            axis.plot(bounds, [row, row], color=colour, linewidth=6, alpha=0.35, solid_capstyle="butt")
+        axis.plot([value], [row], "|", color=colour, markersize=12, markeredgewidth=2)
+    axis.set_yticks(range(len(scores)), list(scores) if with_names else [""] * len(scores))
+    axis.set_ylim(len(scores) - 0.5, -0.5)
+    axis.set_xlabel("normalised score")
+    axis.set_title(LABELS[name])
+    axis.grid(axis="x")
+
+
+def _draw_profiles(axis: Any, scores: Mapping[str, Scores]) -> None:
+    every = np.concatenate([own for tasks in scores.values() for own in tasks])
+    thresholds = np.linspace(min(0.0, every.min()), max(1.0, every.max()), 201)
+    for number, (name, own) in enumerate(scores.items()):
+        colour, style = curve_style(number)
+        axis.step(thresholds, performance_profile(own, thresholds), style, color=colour, label=name, where="post")
+        if min(len(task) for task in own) > 1:
+            axis.fill_between(thresholds, *profile_bounds(own, thresholds), color=colour, alpha=0.15, linewidth=0)
+    axis.set_xlabel("normalised score \N{GREEK SMALL LETTER TAU}")
+    axis.set_ylabel("share of runs above \N{GREEK SMALL LETTER TAU}")
+    axis.set_title("performance profiles")
+    axis.grid()
+    axis.legend()
+
+
+def describe_cell(cell: Cell, root: Path, grid: GridConfig) -> str:
+    """Returns the metric and the last value of a finished cell: "return -21.42"."""
+    metric, value = final_value(RunLogs(root / cell.name), grid.tasks[cell.task])
+    return f"{metric} {value:.4g}"

@@ -1,0 +1,164 @@
+"""Runs the cells of a grid, several at a time, each in a process of its own; goes on where an earlier call ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any, Literal
+
+from palestra.config import dump, load
+from palestra.experiments.grid import Cell
+from palestra.files import read_lines, remove_path, to_json_line
+from palestra.processes import SPAWN_CONTEXT, exit_reason, exit_with_parent, start_process
+from palestra.runs.settings import flatten_tree
+
+CELLS_FILE = "cells.jsonl"  # a line for each cell that ended
+LOGS = "logs"  # what the runs print, a file each
+FAILED, STOPPED = 1, 3  # exit codes of a cell
+POLL_S = 0.1
+Status = Literal["done", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """How a cell ended, its wall time in this call, and for a failed one the last line of its log."""
+
+    cell: Cell
+    status: Status
+    seconds: float
+    reason: str = ""
+
+
+def check_cells(cells: Sequence[Cell], root: Path) -> None:
+    """Raises ValueError if the config of a cell has a mistake, or its run in `root` was made with other settings."""
+    from palestra.launch.run import run_request
+
+    for cell in cells:
+        try:
+            request = run_request(cell.tree, name=cell.name, root=root)
+            request.check()
+        except ValueError as error:
+            raise ValueError(f"{cell.name}: {error}") from error
+        stored = root / cell.name / "config.yaml"
+        if stored.is_file() and (change := _first_difference(load(stored), request)):
+            raise ValueError(
+                f"{root / cell.name} was made with other settings: {change}. Remove that run, or give the grid another "
+                "name"
+            )
+
+
+def _first_difference(stored: dict[str, Any], request: Any) -> str:
+    from palestra.config import parse
+
+    old, new = flatten_tree(stored), flatten_tree(parse(dump(request.config)))
+    for key in dict.fromkeys([*new, *old]):
+        if old.get(key) != new.get(key):
+            return f"{key} is {old.get(key)} there and {new.get(key)} in the grid"
+    return ""
+
+
+def finished_cells(root: Path) -> set[str]:
+    """Returns the names of the cells that are done."""
+    path = root / CELLS_FILE
+    return {line["cell"] for line in (read_lines(path) if path.exists() else []) if line["status"] == "done"}
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    root: Path,
+    workers: int,
+    on_end: Callable[[CellResult], None],
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> list[CellResult]:
+    """Trains the cells that are not done, `workers` at a time, and returns how each ended, in that order.
+
+    A run that exists in `root` is resumed. A failed cell does not stop the others. Once `stop_requested` returns True
+    no cell is started any more, and those that run end after their current step, with a checkpoint.
+    """
+    done = finished_cells(root)
+    waiting = [cell for cell in cells if cell.name not in done]
+    (root / LOGS).mkdir(parents=True, exist_ok=True)
+    stop, running, results = SPAWN_CONTEXT.Event(), dict[str, tuple[Cell, BaseProcess, float]](), list[CellResult]()
+    try:
+        while running or (waiting and not stop.is_set()):
+            if stop_requested():
+                stop.set()
+            while waiting and len(running) < workers and not stop.is_set():
+                cell = waiting.pop(0)
+                process = start_process(_train_cell, (cell.tree, cell.name, root, stop))
+                running[cell.name] = cell, process, time.monotonic()
+            for name, (cell, process, begun) in list(running.items()):
+                if process.exitcode is not None:
+                    del running[name]
+                    results.append(_result(cell, process.exitcode, time.monotonic() - begun, root))
+                    _record(results[-1], root)
+                    on_end(results[-1])
+            time.sleep(POLL_S)
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+    return results
+
+
+def _result(cell: Cell, code: int, seconds: float, root: Path) -> CellResult:
+    if code == 0 or code == STOPPED:
+        return CellResult(cell, "stopped" if code else "done", seconds)
+    lines = (root / LOGS / f"{cell.name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    reason = lines[-1] if lines and code == FAILED else exit_reason(code)
+    return CellResult(cell, "failed", seconds, reason)
+
+
+def _record(result: CellResult, root: Path) -> None:
+    line = {"cell": result.cell.name, "status": result.status, "seconds": round(result.seconds, 1)}
+    with open(root / CELLS_FILE, "ab") as file:
+        file.write(to_json_line(line))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _train_cell(tree: dict[str, Any], name: str, root: Path, stop: Event) -> None:
+    """Trains one cell in this process, whose output goes to a file, and exits with 0, `FAILED` or `STOPPED`."""
+    exit_with_parent()
+    log = os.open(root / LOGS / f"{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.path.insert(0, os.getcwd())  # so that module:Class finds a user's env, as in `palestra train`
+    try:
+        code = 0 if _train(tree, name, root, stop) else STOPPED
+    except Exception as error:  # the process ends here: whatever it was becomes the cell's result
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+        code = FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _train(tree: dict[str, Any], name: str, root: Path, stop: Event) -> bool:
+    """Returns False if the run was stopped early. Raises RunFailed if nothing was learned."""
+    from palestra.launch.run import open_run, run_request
+    from palestra.report.run_report import explain_no_update
+    from palestra.rollouts.failures import RunFailed
+    from palestra.training.loop import Callback
+
+    class StopOnEvent(Callback):
+        @property
+        def stop_requested(self) -> bool:  # type: ignore[override]
+            return stop.is_set()
+
+    path = root / name
+    if path.exists() and not (path / "config.yaml").exists():
+        remove_path(path)  # killed while it was created
+    resume = path if path.exists() else None
+    with open_run(run_request(tree, resume=resume, name=name, root=root)) as opened:
+        finished = bool(opened.train([StopOnEvent()]))
+    if finished and (why := explain_no_update(path)):
+        raise RunFailed(why)
+    return finished

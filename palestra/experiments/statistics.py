@@ -1,0 +1,103 @@
+"""Aggregate statistics over tasks and seeds (Agarwal et al., 2021, "Deep reinforcement learning at the edge of the
+statistical precipice").
+
+Scores are normalised, one float64 array per task: `scores[m]` [N_m], a score per seed. Intervals are percentiles of a
+bootstrap that draws seeds anew within each task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import trim_mean
+
+Scores = Sequence[np.ndarray]
+Statistic = Callable[[Scores], float]
+REPLICATES = 2000
+LEVEL = 0.95
+
+
+class Estimate(NamedTuple):
+    """A statistic and its 95 % interval, which is None if a task has a single seed."""
+
+    value: float
+    interval: tuple[float, float] | None
+
+
+def interquartile_mean(scores: Scores) -> float:
+    """Returns the mean of the middle half of all scores: a quarter of the runs, rounded down, is left out at each
+    end."""
+    return float(trim_mean(np.concatenate(scores), 0.25))
+
+
+def mean_score(scores: Scores) -> float:
+    """Returns the mean over tasks of the mean over seeds."""
+    return float(np.mean([own.mean() for own in scores]))
+
+
+def median_score(scores: Scores) -> float:
+    """Returns the median over tasks of the mean over seeds."""
+    return float(np.median([own.mean() for own in scores]))
+
+
+def optimality_gap(scores: Scores, target: float = 1.0) -> float:
+    """Returns by how much scores fall short of `target` on average; what exceeds it does not count. Less is better."""
+    return float(np.mean([target - np.minimum(own, target).mean() for own in scores]))
+
+
+STATISTICS: dict[str, Statistic] = {
+    "iqm": interquartile_mean,
+    "mean": mean_score,
+    "median": median_score,
+    "optimality_gap": optimality_gap,
+}
+
+
+def estimate(statistic: Statistic, scores: Scores, seed: int = 0) -> Estimate:
+    """Returns a statistic with its stratified bootstrap interval."""
+    if min(len(own) for own in scores) < 2:
+        return Estimate(statistic(scores), None)
+    return Estimate(statistic(scores), interval([statistic(drawn) for drawn in resamples(scores, seed)]))
+
+
+def probability_of_improvement(ours: Scores, theirs: Scores) -> float:
+    """Returns the chance that a run of ours scores above one of theirs on a task drawn at random; ties count half
+    (Mann & Whitney, 1947)."""
+    each = [(np.sign(x[:, None] - y[None]).mean() + 1) / 2 for x, y in zip(ours, theirs, strict=True)]
+    return float(np.mean(each))
+
+
+def estimate_improvement(ours: Scores, theirs: Scores, seed: int = 0) -> Estimate:
+    """Returns the probability of improvement with its stratified bootstrap interval."""
+    value = probability_of_improvement(ours, theirs)
+    if min(len(own) for own in [*ours, *theirs]) < 2:
+        return Estimate(value, None)
+    pairs = zip(resamples(ours, seed), resamples(theirs, seed + 1), strict=True)
+    return Estimate(value, interval([probability_of_improvement(x, y) for x, y in pairs]))
+
+
+def performance_profile(scores: Scores, thresholds: np.ndarray) -> np.ndarray:
+    """Returns the share of runs that score above each threshold [K], the mean over tasks (Agarwal et al., eq. 1)."""
+    return np.mean([(own[:, None] > thresholds).mean(0) for own in scores], axis=0)
+
+
+def profile_bounds(scores: Scores, thresholds: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the pointwise lower and upper bound [K] of a performance profile."""
+    drawn = np.stack([performance_profile(sample, thresholds) for sample in resamples(scores, seed)])
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    return low, high
+
+
+def resamples(scores: Scores, seed: int) -> list[list[np.ndarray]]:
+    """Returns `REPLICATES` samples: each draws as many seeds of every task as it has, with replacement."""
+    generator = np.random.default_rng(seed)
+    drawn = [own[generator.integers(len(own), size=(REPLICATES, len(own)))] for own in scores]
+    return [list(sample) for sample in zip(*drawn, strict=True)]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % percentile interval of bootstrap replicates."""
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)

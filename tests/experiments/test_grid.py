@@ -1,0 +1,204 @@
+"""`palestra grid` as its users run it: cells trained, interrupted, killed, changed, failed; mistakes in the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from palestra.experiments.grid import grid_cells, load_grid
+from palestra.experiments.results import collect_results, results_data
+from palestra.runs import read_lines
+
+ROOT = Path(__file__).parent.parent.parent
+Q: dict[str, Any] = {"rollout_length": 2, "gradient_steps": 1, "batch_size": 16, "learning_starts": 8}
+GRID: dict[str, Any] = {
+    "name": "teams",
+    "seeds": [0, 1],
+    "tasks": {
+        "sure": {"config": "two.yaml", "changes": {"env": {"type": "matrix", "game": "coordination"}}},
+        "two": {"config": "two.yaml", "score_range": [0, 8], "algorithms": {"dqn": {"algorithm": {"gamma": 0.9}}}},
+    },
+    "algorithms": {"dqn": {"algorithm": {"type": "dqn", **Q}}, "vdn": {"algorithm": {"type": "vdn", **Q}}},
+}
+RUN: dict[str, Any] = {
+    "env_steps": 64,
+    "env": {"type": "two_step", "num_envs": 4},
+    "policies": {"agent": {"type": "net", "hidden": [8], "lr": 1e-3}},
+    "algorithm": {"type": "ppo", "rollout_length": 8, "clip": 0.3},
+    "evals": {"held_out": {"episodes": 4}},
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """The grid's file with `changes`, and the config that its tasks start from."""
+    (folder / "two.yaml").write_text(yaml.safe_dump(RUN))
+    (folder / "grid.yaml").write_text(yaml.safe_dump(GRID | changes))
+    return folder / "grid.yaml"
+
+
+def start(file: Path, *options: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "palestra", "grid", file.name, *options]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=file.parent, env=environment, **pipes)
+
+
+def grid(file: Path, *options: str) -> tuple[int, str]:
+    process = start(file, *options)
+    printed = process.communicate(timeout=240)[0]
+    return process.returncode, printed
+
+
+def test_grid_trains_its_cells_once_and_aggregates_them(tmp_path: Path) -> None:
+    file, folder = write(tmp_path), tmp_path / "runs/teams"
+    code, printed = grid(file, "--workers", "2")
+    assert code == 0, printed
+    names = [
+        f"{task}-{algorithm}-{seed}" for seed in (0, 1) for task in ("sure", "two") for algorithm in ("dqn", "vdn")
+    ]
+    assert sorted(path.parent.name for path in folder.glob("*/config.yaml")) == sorted(names)
+    assert "[8/8]" in printed and "8 of 8 cells" in printed
+
+    data = json.loads((folder / "results.json").read_text())
+    last = {name: read_lines(folder / name / "evals.jsonl")[-1]["return"] for name in names}
+    values = data["values"]
+    assert {f"{t}-{a}-{s}": v for a in values for t in values[a] for s, v in values[a][t].items()} == last
+    vdn = [last[f"sure-vdn-{seed}"] for seed in (0, 1)] + [last[f"two-vdn-{seed}"] / 8 for seed in (0, 1)]
+    assert data["aggregates"]["vdn"]["mean"]["value"] == pytest.approx(np.mean(vdn))
+    assert data["missing"] == [] and "dqn > vdn" in data["probability_of_improvement"]
+    assert (folder / "results.svg").read_text().count("performance profiles") == 1
+    assert "| vdn |" in (folder / "results.md").read_text()
+    assert yaml.safe_load((folder / "two-dqn-1/config.yaml").read_text())["algorithm"]["gamma"] == 0.9
+    assert yaml.safe_load((folder / "two-dqn-1/config.yaml").read_text())["seed"] == 1
+
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/evals.jsonl")}
+    code, printed = grid(file)
+    assert code == 0 and "8 done" in printed
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/evals.jsonl")} == before
+
+    write(tmp_path, tasks=GRID["tasks"] | {"two": {"config": "two.yaml", "changes": {"env_steps": 128}}})
+    code, printed = grid(file)
+    assert code == 2 and "two-dqn-0 was made with other settings: env_steps is 64 there and 128 in the grid" in printed
+
+
+def wait_for(condition: Any) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_grid_goes_on(tmp_path: Path, how: signal.Signals) -> None:
+    """The runs are those of a grid that was not interrupted, also the one that was being trained."""
+    long = {"tasks": {"two": {"config": "two.yaml", "changes": {"env_steps": 6000, "checkpoint_every": 200}}}}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole, file = write(tmp_path / "a", **long), write(tmp_path / "b", **long)
+    assert grid(whole, "--workers", "2")[0] == 0
+    process, folder = start(file, "--workers", "2"), tmp_path / "b/runs/teams"
+    wait_for(lambda: list(folder.glob("*/checkpoints/*")))
+    process.send_signal(how)
+    printed = process.communicate(timeout=120)[0]
+    if how == signal.SIGINT:
+        assert process.returncode == 0 and "the same command goes on" in printed, printed
+    code, printed = grid(file, "--workers", "2")
+    assert code == 0, printed
+    names = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
+    assert names == sorted(f"two-{algorithm}-{seed}" for algorithm in ("dqn", "vdn") for seed in (0, 1))
+    for name in names:
+        ours, theirs = (read_lines(tmp_path / side / f"runs/teams/{name}/evals.jsonl")[-1] for side in "ab")
+        assert ours == theirs
+
+
+def test_failed_cell_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(
+        "import gymnasium\n"
+        "class Bad(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(0, 1, (2,))\n"
+        "    action_space = gymnasium.spaces.Discrete(2)\n"
+        "    steps = 0\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return self.observation_space.low, {}\n"
+        "    def step(self, action):\n"
+        "        self.steps += 1\n"
+        "        if self.steps > 3:\n"
+        "            raise RuntimeError('the simulator broke')\n"
+        "        return self.observation_space.low, 1.0, False, self.steps % 3 == 0, {}\n"
+        "gymnasium.register('Bad-v0', Bad)\n"
+    )
+    tasks = {"two": GRID["tasks"]["two"], "bad": {"config": "bad.yaml"}}
+    file = write(tmp_path, seeds=[0], tasks=tasks, algorithms={"dqn": GRID["algorithms"]["dqn"]})
+    (tmp_path / "bad.yaml").write_text(
+        yaml.safe_dump(RUN | {"env": {"type": "gymnasium", "id": "games:Bad-v0", "num_envs": 1}})
+    )
+    code, printed = grid(file)
+    assert code == 1, printed
+    assert "the simulator broke" in printed and "1 cells failed: bad-dqn-0" in printed
+    assert "two-dqn-0 done" in printed and "results of 1 of 2 cells" in printed
+    assert "Traceback" in (tmp_path / "runs/teams/logs/bad-dqn-0.txt").read_text()
+
+
+def test_only_some_cells(tmp_path: Path) -> None:
+    file = load_grid(write(tmp_path))
+    assert [cell.name for cell in grid_cells(file, tmp_path, ["two-*-1", "sure-vdn-0"])] == [
+        "sure-vdn-0",
+        "two-dqn-1",
+        "two-vdn-1",
+    ]
+    with pytest.raises(ValueError, match='no cell of the grid matches "nope"'):
+        grid_cells(file, tmp_path, ["nope"])
+
+
+def test_algorithm_is_replaced_and_other_changes_are_merged(tmp_path: Path) -> None:
+    (cell, *_) = grid_cells(load_grid(write(tmp_path)), tmp_path)
+    assert cell.tree["algorithm"] == {"type": "dqn", **Q}  # no clip
+    assert cell.tree["env"] == {"type": "matrix", "num_envs": 4, "game": "coordination"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": [1, 1]}, "has a seed twice"),
+        ({"algorithms": {}}, "algorithms"),
+        ({"tasks": {"two": {"config": "two.yaml", "score_range": [1, 1]}}}, "both ends of score_range are equal"),
+        ({"tasks": {"two": {"config": "two.yaml", "algorithms": {"sac": {}}}}}, "changes sac, but algorithms: has"),
+        ({"tasks": {"a-b": {"config": "two.yaml"}, "a": {"config": "two.yaml"}},
+          "algorithms": {"c": {}, "b-c": {}}}, "two cells of the grid would be the run a-b-c-0"),
+        ({"tasks": {"two": {"config": "nope.yaml"}}}, "cannot read config nope.yaml"),
+        ({"algorithms": {"dqn": {"algorithm": {"type": "dqm"}}}}, "sure-dqn-0: .*dqm"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_explained_before_anything_is_trained(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    from palestra.experiments.schedule import check_cells
+
+    with pytest.raises(ValueError, match=message):
+        check_cells(grid_cells(load_grid(write(tmp_path, **changes)), tmp_path), tmp_path)
+
+
+def test_unfinished_algorithms_have_no_aggregate(tmp_path: Path) -> None:
+    file = load_grid(write(tmp_path))
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    lines = []
+    for name, value in {"sure-dqn-0": 1.0, "two-dqn-0": 4.0, "sure-vdn-0": 0.0}.items():
+        (folder / name).mkdir()
+        (folder / name / "evals.jsonl").write_text(json.dumps({"name": "held_out", "step": 3, "return": value}) + "\n")
+        lines.append(json.dumps({"cell": name, "status": "done", "seconds": 1}) + "\n")
+    (folder / "cells.jsonl").write_text("".join(lines))
+    data = results_data(collect_results(file, folder))
+    assert list(data["aggregates"]) == ["dqn"] and data["aggregates"]["dqn"]["iqm"] == {"value": 0.75, "interval": None}
+    assert len(data["missing"]) == 5 and data["probability_of_improvement"] == {}
