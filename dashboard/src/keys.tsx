@@ -3,14 +3,14 @@
 import { useEffect, useRef } from "preact/hooks";
 import { go, type Route, to } from "./route";
 
-const TABS: Record<string, string | null> = { c: "curves", e: "episodes", p: "population", a: "agents", s: "system", w: "alarms" };
+const TABS: Record<string, string | null> = { c: "curves", e: "episodes", v: "replays", p: "population", a: "agents", s: "system", w: "alarms" };
 
 const SAID: [string, string][] = [
   ["/", "search on this page"],
   ["j, k", "next, previous row"],
   ["Enter", "open the row"],
   ["g then r", "all runs"],
-  ["g then c, e, p, a, s, w", "curves, episodes, population, agents, system, alarms (warnings)"],
+  ["g then c, e, v, p, a, s, w", "curves, episodes, replays (views), population, agents, system, alarms (warnings)"],
   ["[ , ]", "previous, next episode"],
   ["arrows", "in a tree: parent, child, siblings; in a chart: along the curves"],
   ["+, -, 0", "in a chart: closer, farther, all"],

@@ -13,6 +13,7 @@ import { Head, homePage, Overlay } from "./run";
 import { Failed } from "./parts";
 import { Table } from "./play";
 import { Population } from "./population";
+import { Replays } from "./replays";
 import { go, type Route, to, useRoute } from "./route";
 import { Compare, Details, Runs } from "./runs";
 import { System } from "./system";
@@ -103,6 +104,7 @@ function Run({ name, route }: { name: string; route: Route }) {
   const tab = asked ?? homePage(data);
   const pages: Record<string, () => preact.JSX.Element> = {
     episodes: () => (episode !== undefined ? <Episode key={`${step}/${episode}`} run={name} step={Number(step)} episode={Number(episode)} route={route} /> : <Episodes run={data} route={route} tick={tick} />),
+    replays: () => <Replays run={name} route={route} tick={tick} />,
     curves: () => <CurvesPage run={data} route={route} tick={tick} />,
     population: () => <Population run={data} route={route} tick={tick} />,
     agents: () => <Agents run={name} tick={tick} />,

@@ -10,7 +10,7 @@ import type { RunDetail, RunLine } from "./types";
 // The pages of each kind of run, what it is opened for first.
 const ORDER: Record<RunLine["kind"], string[]> = {
   language: ["curves", "episodes", "agents", "alarms", "system", "config"],
-  networks: ["curves", "episodes", "agents", "alarms", "system", "config"],
+  networks: ["curves", "replays", "episodes", "agents", "alarms", "system", "config"],
   population: ["population", "agents", "curves", "episodes", "alarms", "system", "config"],
 };
 
@@ -21,7 +21,7 @@ export function homePage(run: RunLine | RunDetail): string {
 
 export function Head({ run, live, tab }: { run: RunDetail; live: boolean; tab: string }) {
   const titles: Record<string, string> = { alarms: `Alarms${run.alarms.length ? ` (${run.alarms.length})` : ""}` };
-  const pages = ORDER[run.kind].filter((key) => key !== "episodes" || run.has_episodes);
+  const pages = ORDER[run.kind].filter((key) => (key !== "episodes" || run.has_episodes) && (key !== "replays" || run.has_replays));
   return (
     <>
       <h1>

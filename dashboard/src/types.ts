@@ -61,6 +61,7 @@ export interface RunDetail extends Omit<RunLine, "alarms"> {
   last: Record<string, Record<string, Record<string, unknown>>>;
   phases: string[];
   has_episodes: boolean;
+  has_replays: boolean;
   has_population: boolean;
   alarms: AlarmRow[];
 }
@@ -270,4 +271,21 @@ export interface SystemData {
   disk: Record<string, number>;
   meta: Record<string, unknown>;
   command: string[];
+}
+
+export interface ReplayFrame {
+  picture: string | null; // a data URL
+  text: string | null;
+  acts: boolean[];
+  actions: Num[][];
+  rewards: Num[];
+}
+
+export interface ReplayFile {
+  env: string;
+  seats: string[];
+  players: string[];
+  action_names: string[];
+  seat_colours: [number, number, number][];
+  episodes: { seed: number; end: string; success: boolean | null; frames: ReplayFrame[] }[];
 }

@@ -189,7 +189,15 @@ def _build_eval(
         own = learner.greedy_policies() if evaluation.greedy else learner.sampling_policies()
         return [*own, *others]  # a later player overrides an earlier one at the same seat
 
-    return VectorEval(name=name, episodes=evaluation.episodes, every=every, env=env, players=players)
+    return VectorEval(
+        name=name,
+        episodes=evaluation.episodes,
+        every=every,
+        env=env,
+        players=players,
+        seats=named,
+        replays=evaluation.replays,
+    )
 
 
 def make_fixed_player(config: VectorConfig, env: VectorEnv, seat: Seat, name: str) -> VectorPolicy:

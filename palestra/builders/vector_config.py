@@ -73,6 +73,9 @@ class VectorEvalConfig(EvalConfig):
     """True: trained policies act greedily. False: they sample actions as in training."""
     env: dict[str, Any] = {}
     """Env options that differ from training. They must not change seats or observation shapes."""
+    replays: int = Field(2, ge=0, le=16)
+    """Games of each evaluation that are recorded step by step, as pictures or text, for the dashboard; at most one per
+    env copy. 0: none."""
 
 
 class VectorConfig(PolicyRunConfig):

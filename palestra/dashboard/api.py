@@ -17,12 +17,13 @@ from starlette.responses import Response, StreamingResponse
 
 from palestra.config import validate
 from palestra.dashboard import agents as agents_of
-from palestra.dashboard import curve_queries, episode_filter, population, run_status, system, trees
+from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, system, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
 from palestra.dashboard.catalog import MAX_TREE_BYTES, NotFound, OpenRun, RunCatalog
 from palestra.dashboard.logs import PARSE_ERRORS
 from palestra.populations.ratings import cyclicity
 from palestra.report.population_data import PopulationRecord
+from palestra.runs.replays import REPLAYS_FOLDER
 
 ALARM_BUDGET_S = 0.05  # seconds of one request for the list that go into reading logs for alarms
 MAX_LISTED_RUNS = 5_000  # the newest runs of a folder; older ones are not listed
@@ -113,6 +114,7 @@ class DashboardApi:
                 "last": {name: dict(log.last_by_name()) for name, log in logs.items()},
                 "phases": run_status.phase_keys(run.timings),
                 "has_episodes": run.file("episodes").is_dir(),
+                "has_replays": run.file(REPLAYS_FOLDER).is_dir(),
                 "has_population": run.file("tasks.jsonl").exists(),
                 "alarms": [alarm.to_json() for alarm in self._alarms(run)],
             },
@@ -173,6 +175,16 @@ class DashboardApi:
         run, step, episode = self._episode(request)
         said = trees.node_tokens(run.file(step), episode, request.path_params["node"], base_models(run))
         return json_response(request, {"said": said})
+
+    def replays(self, request: Request) -> Response:
+        """Returns which evaluations of a run have replays."""
+        return json_response(request, {"evals": replays.replay_list(self.library.run(request.path_params["run"]))})
+
+    def replay(self, request: Request) -> Response:
+        """Returns the recorded games of an evaluation after `step` (-1: before training)."""
+        path = request.path_params
+        step = int(request.query_params.get("step", -1))
+        return json_response(request, replays.replay_view(self.library.run(path["run"]), path["name"], step))
 
     def _episode(self, request: Request) -> tuple[OpenRun, str, int]:
         run = self.library.run(request.path_params["run"])

@@ -67,6 +67,8 @@ def build_dashboard(
         EPISODE_PATH: api.tree,
         EPISODE_PATH + "/words/{node:int}": api.words,
         EPISODE_PATH + "/tokens/{node:int}": api.tokens,
+        "/api/runs/{run}/replays": api.replays,
+        "/api/runs/{run}/replays/{name:path}": api.replay,
         "/api/runs/{run}/population": api.population,
         "/api/runs/{run}/agents": api.agents,
         "/api/runs/{run}/checkpoints/{step:int}/{policy}.zip": api.weights,

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -48,6 +48,7 @@ from palestra.runs.checkpoints import (
     step_name,
 )
 from palestra.runs.episodes import to_table
+from palestra.runs.replays import REPLAYS_FOLDER, Replay, ReplayHeader, replay_file, replay_table
 from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, read_meta
 from palestra.runs.worker_stats import REPORT_INTERVAL_S, worker_stats
 from palestra.types import Episode
@@ -179,6 +180,16 @@ class Run:
         atomic_write(path, buffer.getvalue())
         return path
 
+    def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[Replay]) -> Path:
+        """Writes the replays of evaluation `name` after `step` (-1: before training) and returns their path. A second
+        call replaces the file."""
+        path = path_inside(self.path, replay_file(name, step))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        pq.write_table(replay_table(header, replays), buffer, compression="zstd", write_page_checksum=True)
+        atomic_write(path, buffer.getvalue())
+        return path
+
     def sync(self) -> None:
         """Calls fsync on all logs. The training loop calls it once per step; readers see every line at once."""
         for log in self._logs.values():
@@ -296,8 +307,8 @@ def _version(distribution: str) -> str | None:
 
 
 def _remove_after(run: Path, step: int) -> None:
-    """Removes the episodes and checkpoints after `step`."""
-    for file in (run / "episodes").glob("step-*.parquet"):
+    """Removes the episodes, replays and checkpoints after `step`."""
+    for file in [*(run / "episodes").glob("step-*.parquet"), *(run / REPLAYS_FOLDER).glob("*/step-*.parquet")]:
         if is_after(file, step):
             remove_path(file)
     for folder in (run / CHECKPOINTS_FOLDER).glob("step-*"):
@@ -307,7 +318,7 @@ def _remove_after(run: Path, step: int) -> None:
 
 def _remove_temporary(run: Path) -> None:
     """Removes unfinished files of a process that died."""
-    for leftover in [*run.glob(f"{TEMPORARY_PREFIX}*"), *run.glob(f"*/{TEMPORARY_PREFIX}*")]:
+    for leftover in [path for depth in ("", "*/", "*/*/") for path in run.glob(f"{depth}{TEMPORARY_PREFIX}*")]:
         remove_path(leftover)
 
 

@@ -16,6 +16,7 @@ from palestra.files import read_arrays, write_arrays
 from palestra.policies.vector import VectorPolicy
 from palestra.rollouts.actors import ActorPool
 from palestra.rollouts.failures import RunFailed
+from palestra.rollouts.replay_recorder import ReplayRecorder
 from palestra.rollouts.vector_metrics import EndedEpisodes, VectorMetrics, all_episodes_done, evaluation_metrics
 from palestra.rollouts.vector_rollout import VectorRollout, nonfinite_loss_advice
 from palestra.runs import Checkpoint
@@ -62,10 +63,13 @@ class VectorLearner(Protocol):
 
 @dataclass(kw_only=True)
 class VectorEval(Evaluation):
-    """A held-out evaluation in `env`. `players` returns players for all seats."""
+    """A held-out evaluation in `env`. `players` returns players for all seats, of the policies `seats`. The first
+    `replays` of its games are recorded (see `runs.replays`)."""
 
     env: VectorEnv
     players: Callable[[], Sequence[VectorPolicy]]
+    seats: Mapping[Seat, str]
+    replays: int = 0
 
 
 def gather_single(item: Any) -> list[Any]:
@@ -99,6 +103,7 @@ class VectorTrainer:
 
     # Set while the trainer is open: the run, the newest rollout, and metrics and times since the last logged step.
     run: RunProtocol = field(init=False, repr=False)
+    step: int = field(init=False, repr=False)  # the last one collected, -1 before the first
     batch: RolloutBatch = field(init=False, repr=False)
     totals: VectorMetrics = field(init=False, repr=False)
     timer: PhaseTimer = field(init=False, repr=False)
@@ -123,7 +128,7 @@ class VectorTrainer:
     def open(self, run: RunProtocol, callback: Callback) -> Iterator[None]:
         """Context in which the run is trained; ends the envs and the other processes. Raises RunFailed if one of the
         processes died."""
-        self.run = run
+        self.run, self.step = run, run.next_step - 1
         self._reset_metrics()
         try:
             yield
@@ -143,7 +148,7 @@ class VectorTrainer:
 
     def collect(self, step: int) -> None:
         """Plays one rollout. Raises RunFailed if an env fails or a reward is not finite."""
-        start = read_clocks()
+        self.step, start = step, read_clocks()
         players = [*self.learner.rollout_policies(step / self.steps), *self.fixed_players]
         seed = derive_seed(self.seed, "sweep", step, self.rank)
         self.batch = self.rollout.collect(players, self.rollout_length, seed)
@@ -174,9 +179,13 @@ class VectorTrainer:
         return lines
 
     def evaluate(self, evaluation: VectorEval) -> dict[str, Any]:
-        """Plays an evaluation and returns its metrics."""
+        """Plays an evaluation, writes its replays to the run and returns its metrics."""
         seed = derive_seed(self.seed, "exam", evaluation.name)
-        return play_eval(evaluation.env, evaluation.players(), evaluation.episodes, seed)
+        recorder = ReplayRecorder(evaluation.env, evaluation.replays)
+        metrics = play_eval(recorder, evaluation.players(), evaluation.episodes, seed)
+        if replays := recorder.replays():
+            self.run.write_replays(self.step, evaluation.name, recorder.header(evaluation.seats), replays)
+        return metrics
 
     def save(self, step: int, folder: Path) -> None:
         """Writes a folder per trained policy, and one per process with the training state.

@@ -20,13 +20,17 @@ from long_runs import write_long_run
 from processes import PALESTRA
 from typer.testing import CliRunner
 
+from palestra.builders.vector_envs import make_vector_env
 from palestra.chat import Chat
 from palestra.cli.main import app
 from palestra.envs import make_env
+from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.task_json import TaskRecord
 from palestra.populations.tasks import Opponents, PlayResult, PlayTask, TrainResult, TrainTask
+from palestra.rollouts.replay_recorder import ReplayRecorder
 from palestra.runs import Run
+from palestra.training.vector import play_eval
 from palestra.types import Answer, Episode, Node
 
 pytest.importorskip("playwright.sync_api")
@@ -66,6 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_hostile(root)
     write_long_run(root, "steady", steps=300, episodes=4, total=400)
     write_alarming(root)
+    write_games(root)
     return root
 
 
@@ -111,6 +116,20 @@ def write_pictures(root: Path) -> None:
     with Run.create(root, "name: pictures\nenv: {type: code}\n", "pictures") as run:
         run.log_metrics(0, "team", {"success": 1.0})
         run.write_episodes(0, episodes)
+
+
+def write_games(root: Path) -> None:
+    """Replays of several envs in one run, an evaluation each: random players, and in combat the script of the env."""
+    config = "name: games\nenv: {type: combat}\nenv_steps: 1\npolicies: {one: {type: net}}\n"
+    with Run.create(root, config, "games") as run:
+        for name in ("combat", "simple_tag", "pong", "kuhn_poker", "leduc_poker", "liars_dice", "foraging"):
+            env = make_vector_env({"type": name}, 2)
+            players: list[Any] = [UniformVectorPolicy(env, range(len(env.seats)))]
+            if name == "combat":
+                players = [ScriptedVectorPolicy(env, [n], "focus", f"focus/{n}") for n in range(len(env.seats))]
+            recorder = ReplayRecorder(env, 2)
+            play_eval(recorder, players, 2, seed=0)
+            run.write_replays(-1, name, recorder.header(dict.fromkeys(env.seats, "one")), recorder.replays())
 
 
 def write_hostile(root: Path) -> None:
@@ -357,6 +376,51 @@ def test_vector_runs_have_curves_over_env_steps(look):
     shot(page, "run-networks")
 
 
+# ---- replays
+
+
+def test_a_game_is_played_step_by_step(look):
+    page = look("#/run/spread_mappo/replays")
+    picture = page.locator(".replay img")
+    expect(page.get_by_label("played")).to_contain_text("before training")
+    expect(picture).to_have_attribute("alt", "step 0 of game 1")
+    first = picture.get_attribute("src")
+    page.get_by_label("step of the game").fill("24")
+    expect(picture).to_have_attribute("alt", "step 24 of game 1")
+    assert picture.get_attribute("src") != first
+    expect(page.locator("article.replay")).to_contain_text("step 24 of 24 · truncated")
+    page.get_by_label("frames per second").select_option("32")
+    page.get_by_role("button", name="play", exact=True).click()  # from the start, as it stands at the end
+    expect(picture).to_have_attribute("alt", re.compile("step ([1-9]|1[0-9]) of"))
+    expect(picture).to_have_attribute("alt", "step 24 of game 1")
+    page.get_by_role("button", name="game 2").click()
+    expect(picture).to_have_attribute("alt", "step 0 of game 2")
+    expect(page.locator(".replay tbody tr")).to_have_count(3)
+    page.get_by_label("played").select_option("before training")
+    expect(picture).not_to_have_attribute("src", first)
+
+
+@pytest.mark.parametrize("env", ["combat", "simple_tag", "pong", "foraging"])
+def test_envs_draw_their_games(look, env):
+    page = look(f"#/run/games/replays?eval={env}")
+    picture = page.locator(".replay img")
+    expect(picture).to_be_visible()
+    assert picture.evaluate("(image) => image.complete && image.naturalWidth") in (84, 240)
+    page.get_by_label("step of the game").fill("12")
+    shot(page, f"replay-{env}")
+
+
+@pytest.mark.parametrize("env", ["kuhn_poker", "leduc_poker", "liars_dice"])
+def test_games_of_cards_and_dice_are_texts_with_their_moves(look, env):
+    page = look(f"#/run/games/replays?eval={env}")
+    expect(page.locator(".replay pre")).to_contain_text("player_0  ")
+    moves = page.get_by_label("moves").get_by_role("button")
+    moves.last.click()
+    expect(moves.last).to_have_attribute("aria-current", "step")
+    expect(page.locator("article.replay")).to_contain_text("terminated")
+    shot(page, f"replay-{env}")
+
+
 # ---- episodes
 
 
@@ -468,7 +532,7 @@ def test_an_env_that_declares_no_picture_keeps_its_text(look):
     ("name", "pages"),
     [
         ("kuhn_psro_exact", ["Population", "Agents", "Curves", "Alarms", "System", "Config"]),
-        ("spread_mappo", ["Curves", "Agents", "Alarms", "System", "Config"]),
+        ("spread_mappo", ["Curves", "Replays", "Agents", "Alarms", "System", "Config"]),
         ("demo", ["Curves", "Episodes", "Agents", "Alarms", "System", "Config"]),
     ],
 )
@@ -563,6 +627,8 @@ PAGES = {
     "compare": "#/compare?run=demo&run=demo-2",
     "curves": "#/run/demo",
     "curves-games": "#/run/spread_mappo",
+    "replays": "#/run/spread_mappo/replays",
+    "replays-text": "#/run/games/replays?eval=kuhn_poker",
     "episodes": "#/run/demo/episodes",
     "episode": "#/run/demo/episodes/3/1",
     "debate": "#/run/duel/episodes/1/0",

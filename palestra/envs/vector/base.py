@@ -17,6 +17,7 @@ import numpy as np
 from palestra.types import Seat
 
 Arrays = dict[str, np.ndarray]
+RenderFrame = np.ndarray | str  # uint8 [H, W, 3] or [H, W], or a text
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class VectorEnv(ABC):
     numbers. Games are independent: game b of B plays exactly as it would alone. `observation_shapes` holds the
     observation shape of each seat, `action_spaces` its action space; all seats have the same kind of action space.
     `state_size` is the length of the global state (0: none). `scripted_policies` names the scripted players that the
-    env offers (see `scripted_actions`).
+    env offers (see `scripted_actions`). `action_names` names discrete actions, for people who look at a game (empty:
+    their numbers are shown), and `seat_colours` are the RGB colours in which `render` draws the seats (empty: none).
     """
 
     name: ClassVar[str] = ""
@@ -141,6 +143,8 @@ class VectorEnv(ABC):
     action_spaces: tuple[Space, ...]
     state_size: int = 0
     scripted_policies: tuple[str, ...] = ()
+    action_names: tuple[str, ...] = ()
+    seat_colours: tuple[tuple[int, int, int], ...] = ()
 
     @abstractmethod
     def reset(self, seeds: np.ndarray) -> VectorStep:
@@ -170,6 +174,11 @@ class VectorEnv(ABC):
         """
         known = ", ".join(self.scripted_policies) or "none"
         raise ValueError(f'env "{self.name}" has no scripted player "{name}"; it has: {known}')
+
+    def render(self, game: int) -> RenderFrame | None:
+        """Returns the current position of game number `game` for a person: a picture, uint8 [height, width, 3] (RGB)
+        or [height, width] (grey), or a text; None if the env draws nothing."""
+        return None
 
     def close(self) -> None:  # noqa: B027 - most envs hold nothing
         """Releases the resources that the env holds."""

@@ -23,14 +23,28 @@ from typing import ClassVar, get_args
 import numpy as np
 
 from palestra.envs.vector.base import Discrete, empty_step
+from palestra.envs.vector.canvas import GREY, LIGHT_GREY, RED, Canvas, seat_colour
 from palestra.envs.vector.combat_maps import (
+    FIELD_SIZE,
     MAPS,
     CombatMap,
     combat_params,
 )
-from palestra.envs.vector.combat_rules import ATTACK, CombatArrays, begin_all, choose_focus_actions, step_all
+from palestra.envs.vector.combat_rules import (
+    ATTACK,
+    HEALTH,
+    SHIELD,
+    CombatArrays,
+    X,
+    Y,
+    begin_all,
+    choose_focus_actions,
+    step_all,
+)
 from palestra.envs.vector.native import NativeEnv
 from palestra.envs.vector.rng import RNG_WORDS
+
+UNIT_RADIUS = 0.6  # as drawn
 
 
 class Combat(NativeEnv):
@@ -75,6 +89,9 @@ class Combat(NativeEnv):
         self.num_envs, self.seats = num_envs, tuple(f"unit_{n}" for n in range(seats))
         self.observation_shapes = ((4 + enemies * (enemy + 2) + (seats - 1) * (ally + 1) + ally - 3,),) * seats
         self.action_spaces = (Discrete(actions),) * seats
+        self.action_names = ("no-op", "stop", "north", "south", "east", "west")
+        self.action_names += tuple(f"attack enemy {e}" for e in range(enemies))
+        self.seat_colours = tuple(seat_colour(n) for n in range(seats))
         self.state_size = seats * (ally + actions) + enemies * enemy
         self.vector_step = empty_step(
             num_envs,
@@ -93,6 +110,26 @@ class Combat(NativeEnv):
         }
         shown = {name: array for name, array in vars(self.vector_step).items() if array is not None}
         self._board = CombatArrays(**self.internal_state, **shown)
+
+    def render(self, game: int) -> np.ndarray:
+        """Draws allies in the colours of their seats and enemies in red, each with a bar of health and shield, and a
+        line from each living ally to the enemy that it attacked last."""
+        units, allies, last = self.internal_state["units"][game], len(self.seats), self.internal_state["last"][game]
+        alive = units[:, HEALTH] > 0
+        middle = FIELD_SIZE / 2
+        edge = min(middle, max(10.0, np.ceil(np.abs(units[alive][:, [X, Y]] - middle).max(initial=0)) + 1))
+        canvas = Canvas(middle - edge, middle + edge)
+        for n in np.flatnonzero(alive[:allies] & (last >= ATTACK)):
+            enemy = allies + last[n] - ATTACK
+            canvas.line((units[n, X], units[n, Y]), (units[enemy, X], units[enemy, Y]), LIGHT_GREY)
+        full = self.params.health_U + self.params.shield_U
+        for u in np.flatnonzero(alive):
+            x, y = units[u, X], units[u, Y]
+            canvas.disc(x, y, UNIT_RADIUS, seat_colour(u) if u < allies else RED)
+            left = (units[u, HEALTH] + units[u, SHIELD]) / full[u]
+            canvas.rectangle(x, y + 1.1, 1.2, 0.25, LIGHT_GREY)
+            canvas.rectangle(x - 0.6 * (1 - left), y + 1.1, 1.2 * left, 0.25, GREY)
+        return canvas.picture()
 
     def _begin(self) -> None:
         begin_all(self._board, self.params)

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from palestra.envs.vector.base import Discrete, empty_step
+from palestra.envs.vector.canvas import GREEN, LIGHT_GREY, Canvas, seat_colour
 from palestra.envs.vector.foraging_rules import ForagingArrays, ForagingParams, begin_all, step_all
 from palestra.envs.vector.native import NativeEnv
 from palestra.envs.vector.rng import RNG_WORDS
@@ -73,6 +74,7 @@ class Foraging(NativeEnv):
         self.seats = tuple(f"agent_{n}" for n in range(agents))
         self.observation_shapes = ((3 * (food + agents),),) * agents
         self.action_spaces = (Discrete(len(ACTIONS)),) * agents
+        self.action_names, self.seat_colours = ACTIONS, tuple(seat_colour(n) for n in range(agents))
         self.params = ForagingParams(
             size=size,
             sight=size if sight is None else sight,
@@ -107,6 +109,22 @@ class Foraging(NativeEnv):
             if name not in ("agent_mask", "seat_terminated")
         }
         self._board = ForagingArrays(**self.internal_state, **frame)
+
+    def render(self, game: int) -> np.ndarray:
+        """Draws the agents as discs in the colours of their seats and food as green squares, the larger the higher
+        their level."""
+        size, highest = self.params.size, max(self.params.max_agent_level, self.params.food_level_scale, 1)
+        canvas = Canvas(0, size)
+        for at in range(size + 1):
+            canvas.line((at, 0), (at, size), LIGHT_GREY)
+            canvas.line((0, at), (size, at), LIGHT_GREY)
+        for row, column, level in self.internal_state["food"][game]:
+            if level > 0:
+                edge = 0.35 + 0.5 * level / highest
+                canvas.rectangle(column + 0.5, size - row - 0.5, edge, edge, GREEN)
+        for n, (row, column, level) in enumerate(self.internal_state["agents"][game]):
+            canvas.disc(column + 0.5, size - row - 0.5, 0.18 + 0.25 * level / highest, seat_colour(n))
+        return canvas.picture()
 
     def _begin(self) -> None:
         begin_all(self._board, self.params)

@@ -13,6 +13,7 @@ from palestra.jit import jit
 
 PASS, BET = 0, 1
 MAX_PLAYERS = 4
+CARD_NAMES = ("9", "10", "J", "Q", "K")  # the highest cards; a game of two players uses J, Q, K
 
 
 class KuhnArrays(NamedTuple):
@@ -147,6 +148,7 @@ class KuhnPoker(NativeEnv):
     """
 
     name: ClassVar[str] = "kuhn_poker"
+    action_names = ("pass", "bet")
 
     def __init__(self, num_envs: int = 64, *, players: int = 2) -> None:
         if num_envs < 1:
@@ -170,6 +172,13 @@ class KuhnPoker(NativeEnv):
             name: getattr(self.vector_step, name) for name in KuhnArrays._fields if name not in self.internal_state
         }
         self._table = KuhnArrays(**self.internal_state, **frame)
+
+    def render(self, game: int) -> str:
+        """Returns the card and the stake of each player."""
+        cards, stakes = self.internal_state["cards"][game], self.internal_state["stakes"][game]
+        rows = [f"{seat}  {CARD_NAMES[card - len(cards)]}  {stake} in the pot"
+                for seat, card, stake in zip(self.seats, cards, stakes, strict=False)]  # fmt: skip
+        return "\n".join(rows)
 
     def _begin(self) -> None:
         self.internal_state["cards"][:] = np.arange(self.internal_state["cards"].shape[1])

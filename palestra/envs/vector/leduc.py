@@ -14,6 +14,7 @@ from palestra.jit import jit
 
 FOLD, CALL, RAISE = 0, 1, 2
 DECK_SIZE = 6  # card // 2 is its rank
+RANKS = "JQK"
 PUBLIC_CARD = 2  # index of the public card in the deck, after the players' cards
 ROUND, TURN, MOVES, RAISES, ACTION = range(5)  # columns of `play`; moves and raises count within the round
 MAX_MOVES, MAX_RAISES = 4, 2  # in a round
@@ -152,6 +153,7 @@ class LeducPoker(NativeEnv):
     """
 
     name: ClassVar[str] = "leduc_poker"
+    action_names = ("fold", "call", "raise")
     seats = ("player_0", "player_1")
     observation_shapes = ((OBSERVATION_SIZE,), (OBSERVATION_SIZE,))
     action_spaces = (Discrete(3), Discrete(3))
@@ -172,6 +174,13 @@ class LeducPoker(NativeEnv):
             name: getattr(self.vector_step, name) for name in LeducArrays._fields if name not in self.internal_state
         }
         self._table = LeducArrays(**self.internal_state, **frame)
+
+    def render(self, game: int) -> str:
+        """Returns the card and the stake of each player, and the public card once it is dealt."""
+        cards, stakes = self.internal_state["cards"][game], self.internal_state["stakes"][game]
+        rows = [f"{seat}  {RANKS[cards[n] // 2]}  {stakes[n]} in the pot" for n, seat in enumerate(self.seats)]
+        dealt = self.internal_state["play"][game, ROUND] == 1
+        return "\n".join([*rows, f"public    {RANKS[cards[PUBLIC_CARD] // 2] if dealt else '-'}"])
 
     def _begin(self) -> None:
         self.internal_state["cards"][:] = np.arange(DECK_SIZE)

@@ -138,6 +138,8 @@ class LiarsDice(NativeEnv):
             raise ValueError(f"faces: {faces} is too small, dice of fewer than 2 hide nothing; use 2 or more")
         own, actions = dice * faces, 2 * dice * faces + 1
         self.num_envs, self.faces, self.state_size = num_envs, faces, 2 * own + actions
+        bids = [f"{bid // faces + 1} x {bid % faces + 1}" for bid in range(actions - 1)]
+        self.action_names = (*bids, "liar")
         self.observation_shapes = ((2 + own + actions,),) * 2
         self.action_spaces = (Discrete(actions),) * 2
         self.vector_step = empty_step(
@@ -153,6 +155,15 @@ class LiarsDice(NativeEnv):
             name: getattr(self.vector_step, name) for name in LiarsDiceArrays._fields if name not in self.internal_state
         }
         self._table = LiarsDiceArrays(**self.internal_state, **frame)
+
+    def render(self, game: int) -> str:
+        """Returns the dice of each player, faces from 1, and the last bid."""
+        rows = [
+            f"{seat}  {' '.join(str(face + 1) for face in self.internal_state['dice'][game, n])}"
+            for n, seat in enumerate(self.seats)
+        ]
+        bid = int(self.internal_state["bid"][game])
+        return "\n".join([*rows, f"last bid  {self.action_names[bid] if bid >= 0 else '-'}"])
 
     def _begin(self) -> None:
         _begin_games(self._table, self.faces, np.ones(self.num_envs, bool))

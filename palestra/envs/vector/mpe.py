@@ -18,6 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from palestra.envs.vector.base import Continuous, Discrete, Space, empty_step
+from palestra.envs.vector.canvas import GREEN, GREY, LIGHT_GREY, Canvas, seat_colour
 from palestra.envs.vector.mpe_physics import build_world, empty_world_arrays, step_arrays
 from palestra.envs.vector.mpe_rules import (
     advance_adversary,
@@ -32,7 +33,9 @@ from palestra.envs.vector.mpe_rules import (
 from palestra.envs.vector.native import NativeEnv
 from palestra.types import Seat
 
-NUM_MOVES = 5  # nothing, left, right, down, up
+MOVES = ("nothing", "left", "right", "down", "up")
+NUM_MOVES = len(MOVES)
+LANDMARK_RADIUS, AGENT_RADIUS = 0.05, 0.06  # as drawn, of those that do not collide
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,31 @@ class _Particles(NativeEnv):
             has_goal=spec.has_goal,
         )
         self._view = step_arrays(self.vector_step, spec.observation_sizes)
+        self.seat_colours = tuple(seat_colour(n) for n in range(len(spec.seats)))
+        if set(spec.num_actions) == {NUM_MOVES} and not continuous:
+            self.action_names = MOVES
         self._all = np.ones(num_envs, bool)
 
     def _advance(self, actions: np.ndarray) -> None:
         kind, numbers = (np.float32, NUM_MOVES) if self.continuous else (np.int32, 1)
         self._play(actions.astype(kind, copy=False).reshape(self.num_envs, len(self.seats), numbers))
+
+    def render(self, game: int) -> np.ndarray:
+        """Draws the agents in the colours of their seats, landmarks in grey, the goal in green."""
+        places, agents = self.internal_state["pos"][game], len(self.seats)
+        edge = max(1.3, math.ceil(2 * np.abs(places).max()) / 2 + 0.2)  # whoever runs away is followed in half steps
+        canvas, radius = Canvas(-edge, edge), dict(enumerate(self._world.radius.tolist()))
+        for e in range(agents, len(places)):
+            is_goal = self._world.has_goal and self.internal_state["goal"][game] == e - agents
+            canvas.disc(*places[e], radius.get(e, LANDMARK_RADIUS), GREEN if is_goal else GREY)
+        for n, (x, y) in enumerate(places[:agents]):
+            size = radius.get(n, AGENT_RADIUS)
+            canvas.disc(x, y, size, self.seat_colours[n], 0.75)
+            canvas.ring(x, y, size, self.seat_colours[n])
+        for wall in (-1, 1):
+            canvas.line((wall, -1), (wall, 1), LIGHT_GREY)
+            canvas.line((-1, wall), (1, wall), LIGHT_GREY)
+        return canvas.picture()
 
     @abstractmethod
     def _play(self, actions_BND: np.ndarray) -> None:

@@ -65,6 +65,10 @@ class OpenSpielGame:
         step.rewards, self.returns = returns - self.returns, returns
         return step
 
+    def render(self) -> str:
+        """Returns OpenSpiel's text of the state."""
+        return str(self.state)
+
     def _draw(self) -> None:
         """Samples chance outcomes until a player must act."""
         while self.state.is_chance_node():

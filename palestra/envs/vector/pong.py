@@ -41,6 +41,7 @@ ACTION_MOVES = (
     (0, -1, 1),
     (0, 0, -1, 1, -1, 1),
 )  # change of y per action: minimal; no-op, fire, right, left, both firing
+ATARI_ACTIONS = ("no-op", "fire", "right (up)", "left (down)", "right and fire", "left and fire")
 GREY_PIXELS = np.uint32(0x80808080)  # grey in all four pictures
 NUM_DRAWN_FRAMES = FRAMES_PER_STEP + 1  # drawn frames: the four in the observation, and the one that just left it
 
@@ -280,6 +281,7 @@ class Pong(NativeEnv):
                 raise ValueError(f"{name}: {value} is too small, nothing is played then; use 1 or more")
         self.num_envs, self.options = num_envs, (points, max_steps, mirror)
         self.moves = np.array(ACTION_MOVES[0 if minimal else 1])
+        self.action_names = ("stay", "up", "down") if minimal else ATARI_ACTIONS
         view = (SCREEN_SIZE, SCREEN_SIZE, FRAMES_PER_STEP)
         self.observation_shapes, self.action_spaces = (view,) * 2, (Discrete(len(self.moves)),) * 2
         self.vector_step = frame = empty_step(
@@ -312,6 +314,10 @@ class Pong(NativeEnv):
 
     def _advance(self, actions: np.ndarray) -> None:
         _step_all(self._board, *self.options, actions.astype(np.int32, copy=False), self.moves)
+
+    def render(self, game: int) -> np.ndarray:
+        """Returns the newest picture that `first_0` sees, [84, 84] in grey."""
+        return self.vector_step.obs[game, 0, :, :, -1].copy()
 
     def scripted_actions(self, name: str, seat: int) -> np.ndarray:
         if name not in self.scripted_policies:

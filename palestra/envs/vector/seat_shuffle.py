@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from palestra.envs.vector.base import Arrays, VectorEnv, VectorStep
+from palestra.envs.vector.base import Arrays, RenderFrame, VectorEnv, VectorStep
 from palestra.envs.vector.rng import RNG_WORDS, random_below, seed_streams
 from palestra.jit import jit
 
@@ -91,6 +91,9 @@ class SeatShuffledEnv(VectorEnv):
         by_place = np.stack([self.env.scripted_actions(name, place) for place in range(len(self.seats))], 1)
         moves: np.ndarray = by_place[np.arange(self.num_envs), self.env_seats[:, seat]]
         return moves
+
+    def render(self, game: int) -> RenderFrame | None:
+        return self.env.render(game)
 
     def save(self) -> Arrays | None:
         inner = self.env.save()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.envs.vector.base import Arrays, VectorEnv, VectorStep
+from palestra.envs.vector.base import Arrays, RenderFrame, VectorEnv, VectorStep
 from palestra.envs.vector.sync_vector import (
     MakeSingleEnv,
     SyncVectorEnv,
@@ -368,6 +368,9 @@ class PackageVectorEnv(VectorEnv):
 
     def load(self, saved: Mapping[str, np.ndarray]) -> VectorStep:
         return self.inner.load(saved)
+
+    def render(self, game: int) -> RenderFrame | None:
+        return self.inner.render(game)
 
     def close(self) -> None:
         self.inner.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from palestra.envs.vector.base import (
     Continuous,
     Discrete,
     MultiDiscrete,
+    RenderFrame,
     Space,
     VectorEnv,
     VectorStep,
@@ -112,6 +113,14 @@ class SingleEnv(Protocol):
         """Releases the resources that the game holds."""
 
 
+@runtime_checkable
+class RenderedEnv(Protocol):
+    """A `SingleEnv` that can also be shown."""
+
+    def render(self) -> RenderFrame:
+        """Returns the current position, as `VectorEnv.render` does."""
+
+
 MakeSingleEnv = Callable[[], SingleEnv]
 MAX_REPLAY_STEPS = 100_000  # steps; replaying longer episodes would take longer than starting anew is worth
 
@@ -188,6 +197,10 @@ class SyncVectorEnv(VectorEnv):
         for b, actions in enumerate(past):
             self._moves[b, : len(actions)], self._made[b] = actions, len(actions)
         return self.vector_step
+
+    def render(self, game: int) -> RenderFrame | None:
+        single = self.single_envs[game]
+        return single.render() if isinstance(single, RenderedEnv) else None
 
     def close(self) -> None:
         for game in self.single_envs:

@@ -1,0 +1,58 @@
+"""Replays of a run for display: which there are, and the games of one evaluation with their pictures."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+
+from palestra.dashboard.catalog import NotFound, OpenRun
+from palestra.runs.replays import REPLAYS_FOLDER, Replay, list_replays, read_replays, replay_file
+
+MAX_FILE_BYTES = 2**25  # of a file that is read; palestra writes some 0.1 to 2 MB
+PNG_START = b"\x89PNG\r\n\x1a\n"
+
+
+def replay_list(run: OpenRun) -> list[dict[str, Any]]:
+    """Returns the evaluations that have replays, each with the steps after which it was played."""
+    found = list_replays(run.path) if run.file(REPLAYS_FOLDER).is_dir() else {}
+    return [{"name": name, "steps": steps} for name, steps in found.items()]
+
+
+def replay_view(run: OpenRun, evaluation: str, step: int) -> dict[str, Any]:
+    """Returns the games of `evaluation` after `step`. Raises NotFound if there are none, ValueError if the file is none
+    of replays or too large."""
+    name = replay_file(evaluation, step)
+    path = run.file(name)
+    if not path.is_file():
+        raise NotFound(f"{run.name} has no replays of {evaluation} after step {step}")
+    if run.file_size(name) > MAX_FILE_BYTES:
+        raise ValueError(f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB")
+    try:
+        header, replays = read_replays(path)
+    except (pa.ArrowException, json.JSONDecodeError) as error:
+        raise ValueError(f"{name} is not a file of replays: {error}") from error
+    return asdict(header) | {"episodes": [_episode(replay) for replay in replays]}
+
+
+def _episode(replay: Replay) -> dict[str, Any]:
+    frames = [
+        {
+            "picture": _data_url(frame.picture),
+            "text": frame.text,
+            "acts": frame.acts,
+            "actions": frame.actions,
+            "rewards": frame.rewards,
+        }
+        for frame in replay.frames
+    ]
+    return {"seed": replay.seed, "end": replay.end, "success": replay.success, "frames": frames}
+
+
+def _data_url(picture: bytes | None) -> str | None:
+    if picture is None or not picture.startswith(PNG_START):
+        return None
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"

@@ -1,0 +1,112 @@
+"""Replays: games of evaluations in vectorised envs, as Parquet files: one row per joint step, with a picture or a text.
+
+    replays/EVALUATION/before.parquet, step-000012.parquet
+
+The schema's metadata says what all rows share: env, seats, players, names of actions and colours of seats.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from palestra.types import Seat
+
+REPLAYS_FOLDER = "replays"
+BEFORE_TRAINING = "before"  # stem of the file of the evaluation before training
+METADATA_KEY = b"palestra"
+SCHEMA = pa.schema(
+    [
+        ("episode", pa.int32()),  # index within the file
+        ("seed", pa.int64()),
+        ("picture", pa.binary()),  # PNG of the position in which the actions are taken; null if `text` shows it
+        ("text", pa.string()),
+        ("acts", pa.list_(pa.bool_())),  # by seat: whether it acts in this step
+        ("actions", pa.list_(pa.list_(pa.float32()))),  # by seat; a discrete action is one number
+        ("rewards", pa.list_(pa.float32())),  # of this step, by seat
+    ]
+)
+
+
+@dataclass(kw_only=True)
+class ReplayFrame:
+    """One joint step: the position as a PNG or a text, which seats act, their actions and rewards."""
+
+    picture: bytes | None
+    text: str | None
+    acts: Sequence[bool]
+    actions: Sequence[Sequence[float]]
+    rewards: Sequence[float] = ()
+
+
+@dataclass
+class Replay:
+    """One game from its first step on. `end` is "terminated", "truncated", or "cut" if later steps were not recorded;
+    `success` is None where the env does not define it."""
+
+    seed: int
+    frames: list[ReplayFrame] = field(default_factory=list)
+    end: str = ""
+    success: bool | None = None
+
+
+@dataclass(kw_only=True)
+class ReplayHeader:
+    """What all replays of a file share. `players` are the policies by seat; `action_names` and `seat_colours` are as in
+    `VectorEnv`."""
+
+    env: str
+    seats: Sequence[Seat]
+    players: Sequence[str]
+    action_names: Sequence[str]
+    seat_colours: Sequence[tuple[int, int, int]]
+
+
+def replay_table(header: ReplayHeader, replays: Sequence[Replay]) -> pa.Table:
+    """Returns replays as a table of `SCHEMA`."""
+    rows = [
+        {"episode": number, "seed": replay.seed, **vars(frame)}
+        for number, replay in enumerate(replays)
+        for frame in replay.frames
+    ]
+    ends = [{"end": replay.end, "success": replay.success} for replay in replays]
+    facts = json.dumps(asdict(header) | {"episodes": ends})
+    return pa.Table.from_pylist(rows, SCHEMA.with_metadata({METADATA_KEY: facts.encode()}))
+
+
+def replay_file(evaluation: str, step: int) -> str:
+    """Returns the path, in a run, of the replays of `evaluation` after `step` (-1: before training). Signs of the name
+    that mean something in a path are written as in URLs."""
+    stem = BEFORE_TRAINING if step < 0 else f"step-{step:06d}"
+    return f"{REPLAYS_FOLDER}/{quote(evaluation, safe=' ')}/{stem}.parquet"
+
+
+def list_replays(run: Path) -> dict[str, list[int]]:
+    """Returns the steps of which a run has replays, in order, by evaluation; -1 is the one before training."""
+    found: dict[str, list[int]] = {}
+    for file in run.glob(f"{REPLAYS_FOLDER}/*/*.parquet"):
+        step = re.fullmatch(r"step-(\d{6,12})", file.stem)
+        if step or file.stem == BEFORE_TRAINING:
+            found.setdefault(unquote(file.parent.name), []).append(int(step[1]) if step else -1)
+    return {name: sorted(steps) for name, steps in sorted(found.items())}
+
+
+def read_replays(path: Path) -> tuple[ReplayHeader, list[Replay]]:
+    """Returns the replays of a file. Raises OSError or ValueError if it cannot be read as one."""
+    table = pq.read_table(path)
+    facts: dict[str, Any] = json.loads((table.schema.metadata or {})[METADATA_KEY])
+    ends = facts.pop("episodes")
+    replays = [Replay(0, [], **end) for end in ends]
+    for row in table.to_pylist():
+        replay = replays[row.pop("episode")]
+        replay.seed = row.pop("seed")
+        replay.frames.append(ReplayFrame(**row))
+    return ReplayHeader(**facts), replays

@@ -1,0 +1,159 @@
+"""Replays: what is recorded is what was played, recording changes nothing, and a run keeps them."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from palestra.cli.main import app
+from palestra.envs.vector.base import VectorEnv
+from palestra.envs.vector.canvas import RED, Canvas, to_png
+from palestra.envs.vector.combat import Combat
+from palestra.envs.vector.foraging import Foraging
+from palestra.envs.vector.kuhn import KuhnPoker
+from palestra.envs.vector.leduc import LeducPoker
+from palestra.envs.vector.liars_dice import LiarsDice
+from palestra.envs.vector.matrix import MatrixGame
+from palestra.envs.vector.mpe import SimpleSpeakerListener, SimpleSpread, SimpleTag
+from palestra.envs.vector.pong import Pong
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts import replay_recorder
+from palestra.rollouts.replay_recorder import ReplayRecorder
+from palestra.runs import Run
+from palestra.runs.replays import Replay, list_replays, read_replays, replay_file
+from palestra.training.vector import play_eval
+
+ENVS = [SimpleSpread, SimpleTag, SimpleSpeakerListener, Combat, Foraging, Pong, KuhnPoker, LeducPoker, LiarsDice]
+
+
+def record(env: VectorEnv, num_episodes: int = 2, seed: int = 3) -> tuple[ReplayRecorder, dict[str, Any]]:
+    """Plays an evaluation of random players."""
+    recorder = ReplayRecorder(env, num_episodes)
+    metrics = play_eval(recorder, [UniformVectorPolicy(env, range(len(env.seats)))], env.num_envs, seed)
+    return recorder, metrics
+
+
+def read_png(data: bytes) -> np.ndarray:
+    """The pixels of a PNG whose rows are all differences from the row above."""
+    at, parts = 8, {}
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + body)
+        parts[kind], at = body, at + 12 + length
+    width, height, depth, colour, *_ = struct.unpack(">IIBBBBB", parts[b"IHDR"])
+    channels = {0: 1, 2: 3}[colour]
+    rows = np.frombuffer(zlib.decompress(parts[b"IDAT"]), np.uint8).reshape(height, 1 + width * channels)
+    assert depth == 8 and (rows[:, 0] == 2).all()
+    return np.cumsum(rows[:, 1:], axis=0, dtype=np.uint8).reshape((height, width, 3)[: 3 if channels == 3 else 2])
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (6, 4, 3)])
+def test_png_holds_the_pixels(shape):
+    picture = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+    assert (read_png(to_png(picture)) == picture).all()
+
+
+def test_other_arrays_are_no_pictures():
+    with pytest.raises(ValueError, match=r"render returned an array float64 \[4, 4\]: return uint8"):
+        to_png(np.zeros((4, 4)))
+
+
+def test_shapes_lie_where_they_were_drawn():
+    canvas = Canvas(-1, 1, size=100)
+    canvas.disc(0.5, 0.5, 0.2, RED)  # right and up: column 75, row 25
+    canvas.rectangle(-0.5, -0.5, 0.4, 0.2, (0, 0, 0))
+    canvas.line((-1, 0), (1, 0), (0, 0, 255))
+    canvas.disc(9, 9, 0.2, RED)  # outside: nothing
+    picture = canvas.picture()
+    assert tuple(picture[25, 75]) == RED and tuple(picture[25, 86]) != RED
+    assert tuple(picture[75, 25]) == (0, 0, 0) and tuple(picture[75, 36]) != (0, 0, 0) == tuple(picture[71, 25])
+    assert tuple(picture[50, 3]) == (0, 0, 255) == tuple(picture[49, 97])
+    red = (picture == RED).all(2).sum()
+    assert abs(red - np.pi * 10**2) < 40, "the disc of radius 10, less its smoothed edge"
+
+
+@pytest.mark.parametrize("make", ENVS)
+def test_a_replay_is_the_game_of_its_seed_and_actions(make):
+    env = make(2)
+    recorder, _ = record(env)
+    for game, replay in enumerate(recorder.replays()):
+        assert replay.seed == game and replay.end in ("terminated", "truncated")
+        twin = make(2)
+        step = twin.reset(np.arange(2))
+        for frame in replay.frames:
+            shown = twin.render(game)
+            assert frame.text == (shown if isinstance(shown, str) else None)
+            assert frame.text is not None or (read_png(frame.picture) == shown).all()
+            assert frame.acts == step.agent_mask[game].tolist()
+            actions = np.zeros((2, len(env.seats)), np.int32)
+            actions[game] = np.array(frame.actions)[:, 0]
+            step = twin.step(actions)
+            assert frame.rewards == step.rewards[game].tolist()
+        assert step.done[game]
+
+
+def test_recording_changes_no_result():
+    with_replays, without = record(LeducPoker(8), 2)[1], record(LeducPoker(8), 0)[1]
+    assert with_replays == without
+
+
+def test_pictures_move():
+    frames = record(SimpleSpread(2))[0].replays()[0].frames
+    assert len(frames) == 25 and len({frame.picture for frame in frames}) > 20, "they stand still only by chance"
+
+
+def test_observations_that_are_pictures_need_no_renderer(monkeypatch):
+    env = Pong(2, max_steps=5)
+    monkeypatch.setattr(Pong, "render", VectorEnv.render)
+    frame = record(env)[0].replays()[0].frames[0]
+    assert (read_png(frame.picture) == env.reset(np.arange(2)).obs[0, 0, :, :, -1]).all()
+
+
+def test_an_env_that_draws_nothing_has_no_replays():
+    assert record(MatrixGame(4))[0].replays() == []
+
+
+def test_long_games_are_cut(monkeypatch):
+    monkeypatch.setattr(replay_recorder, "MAX_FRAMES", 10)
+    for replay in record(SimpleSpread(2))[0].replays():
+        assert len(replay.frames) == 10 and replay.end == "cut" and replay.success is None
+
+
+def test_files_restore_replays(tmp_path: Path):
+    env = Combat(2)
+    recorder = record(env)[0]
+    header = recorder.header(dict.fromkeys(env.seats, "unit"))
+    with Run.create(tmp_path, "name: a", "a") as run:
+        path = run.write_replays(7, "held out/1", header, recorder.replays())
+    restored, replays = read_replays(path)
+    assert replays == recorder.replays() and list(restored.players) == ["unit"] * 3
+    assert restored.action_names[6] == "attack enemy 0" and path.parent.parent == tmp_path / "a" / "replays"
+    assert list_replays(tmp_path / "a") == {"held out/1": [7]}
+
+
+def test_evaluations_of_a_run_are_recorded_and_a_resume_removes_later_ones(tmp_path: Path):
+    settings = ["env_steps=256", "env.num_envs=8", "algorithm.rollout_length=8", "log_every=64", "checkpoint_every=128"]
+    settings += ["evals={held_out: {episodes: 8, every: 128, replays: 3}, other: {episodes: 8, replays: 0}}"]
+    args = [part for one in settings for part in ("--set", one)]
+    done = CliRunner().invoke(
+        app, ["train", "configs/games/kuhn_ppo.yaml", "--root", str(tmp_path), "--name", "a", *args]
+    )
+    assert done.exit_code == 0, done.output
+    steps = list_replays(tmp_path / "a")["held_out"]
+    assert list_replays(tmp_path / "a").keys() == {"held_out"} and steps[0] == -1 and len(steps) >= 3
+    _, replays = read_replays(tmp_path / "a" / replay_file("held_out", steps[-1]))
+    assert len(replays) == 3 and all(isinstance(one, Replay) and one.end == "terminated" for one in replays)
+    with Run.open(tmp_path / "a") as run:
+        newest = run.resume()
+        late = run.write_replays(
+            newest.step + 1, "held_out", read_replays(tmp_path / "a" / replay_file("held_out", -1))[0], replays
+        )
+        run.resume()
+    assert not late.exists() and list_replays(tmp_path / "a")["held_out"] == steps
