@@ -51,8 +51,11 @@ const NAMES: [string, string, string, string[]][] = [
   ["Speed", "env steps", "env steps a second", ["timings/env_steps_per_s"]],
   ["Speed", "CPU time of playing", "CPU seconds a step", ["timings/rollout_cpu_s"]],
   ["Speed", "CPU time of training", "CPU seconds a step", ["timings/train_cpu_s"]],
+  ["Machine", "CPU use of the run's process", "% of a core", ["timings/cpu_percent"]],
+  ["Machine", "memory of the run's process", "GiB", ["timings/rss_gib"]],
+  ["Machine", "GPU memory, the most so far", "GiB", ["timings/gpu_memory_gib"]],
 ];
-const ORDER = ["Outcome", "Rewards by part", "Play", "Learning", "Speed", "Other metrics"];
+const ORDER = ["Outcome", "Rewards by part", "Play", "Learning", "Speed", "Machine", "Other metrics"];
 const SILENT = new Set(["answers", "samples", "updates", "groups", "episodes", "env_steps", "env_steps_here", "iteration", "iterations", "elapsed_s", "seconds", "slice", "deviation"]);
 const LOGS: Record<string, string> = { metrics: "", evals: " (held-out)", timings: "" };
 

@@ -3,7 +3,7 @@
     config.yaml             the resolved config
     meta.json               versions, seed, command line, time of creation, and the config that a resume uses
     metrics.jsonl           results that the seed determines: byte-identical in two runs with the same seed
-    timings.jsonl           results that the machine determines: seconds, tokens per second
+    timings.jsonl           results that the machine determines: seconds, tokens per second, CPU and memory use
     workers.jsonl           counters per worker outside the run's process: tasks, sessions, losses; kept on resume
     evals.jsonl             scores on held-out instances
     episodes/step-000012.parquet

@@ -49,9 +49,10 @@ from palestra.runs.checkpoints import (
 )
 from palestra.runs.episodes import to_table
 from palestra.runs.replays import REPLAYS_FOLDER, Replay, ReplayHeader, replay_file, replay_table
+from palestra.runs.resource_usage import ResourceMeter
 from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, read_meta
 from palestra.runs.worker_stats import REPORT_INTERVAL_S, worker_stats
-from palestra.types import Episode
+from palestra.types import TEAM, Episode
 
 
 class Run:
@@ -69,6 +70,7 @@ class Run:
         self._lock = acquire_lock(path / ".lock", f"the run {path}")
         self._logs: dict[str, JsonlWriter] = {}
         self.skipped_checkpoints: list[str] = []
+        self._resources = ResourceMeter()
         self._called = -1  # step of the last worker report
         worker_stats.take_report(0.0)  # resets counts from before this run
         try:
@@ -146,8 +148,10 @@ class Run:
         self._append("metrics.jsonl", {"step": step, "policy": policy, **metrics})
 
     def log_timings(self, step: int, policy: str, metrics: Mapping[str, Any]) -> None:
-        """Appends a line to timings.jsonl: seconds, tokens per second, bytes of memory."""
-        self._append("timings.jsonl", {"step": step, "policy": policy, **metrics})
+        """Appends a line to timings.jsonl: seconds, tokens per second. That of all policies together gets the CPU and
+        memory use of this process since its last one."""
+        usage = self._resources.metrics() if policy == TEAM else {}
+        self._append("timings.jsonl", {"step": step, "policy": policy, **metrics, **usage})
 
     def log_workers(self, step: int, min_interval_s: float = REPORT_INTERVAL_S) -> None:
         """Appends worker counters since the last report to workers.jsonl, if it is `min_interval_s` seconds old."""

@@ -64,7 +64,9 @@ def test_games_have_pictures_texts_and_what_was_done(client: TestClient):
     assert second["frames"][0]["text"] == "x . o"
 
 
-@pytest.mark.parametrize("name, step", [("held out", 3), ("held out%2F50 %25", 4), ("%2E%2E", -1), ("%2E%2E%2F%2E%2E", 3)])
+@pytest.mark.parametrize(
+    "name, step", [("held out", 3), ("held out%2F50 %25", 4), ("%2E%2E", -1), ("%2E%2E%2F%2E%2E", 3)]
+)
 def test_what_is_not_there_is_not_found(client: TestClient, name: str, step: int):
     assert client.get(f"/api/runs/a/replays/{name}", params={"step": step}).status_code == 404
 
