@@ -8,6 +8,9 @@ CLIENTS := a b c
 # Small models on few cores: threads that fight over them cost more than they give.
 export OMP_NUM_THREADS := 1
 
+# Where tests/browsers.py keeps them.
+SCREENSHOTS := .cache/screenshots
+
 .DEFAULT_GOAL := help
 .PHONY: help dashboard demo real test test-all test-browser test-clients test-envs test-sinks test-trl test-bitsandbytes lint docs bench learning reproduce base clean
 
@@ -43,7 +46,9 @@ test-all: lint ## the same with the slow tests
 	$(BIN)/python -m pytest -m "not gpu and not clients and not peers and not browser"
 
 test-browser: $(INSTALLED) ## see the dashboard and the report in a headless Chromium (CHROMIUM=its path)
-	$(BIN)/python -m pytest -m browser tests/dashboard tests/report
+	@rm -rf $(SCREENSHOTS)
+	$(BIN)/python -m pytest -m browser tests/dashboard tests/report; result=$$?; \
+	echo "screenshots: $(SCREENSHOTS); every page of the dashboard, desktop and phone, light and dark: $(SCREENSHOTS)/pages"; exit $$result
 
 dashboard: ## build the dashboard's page from dashboard/ (needs Node 20)
 	cd dashboard && npm ci --ignore-scripts --no-audit --no-fund && npm run build

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tolerances import GRADIENTS
 
 from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.vector.actor_critic import ActorCriticLearner
@@ -167,7 +168,7 @@ def test_grpo_by_hand_has_the_gradients_of_the_library(learners: dict[str, Langu
     assert found["entropy"] == pytest.approx(wanted["entropy"], rel=1e-5)
     for ours, theirs in zip(trainer.parameters, learner.weights.trainer.parameters, strict=True):
         assert theirs.grad.abs().max() > 0
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours.grad, theirs.grad, **GRADIENTS)
 
 
 def test_grpo_by_hand_makes_the_updates_of_the_library(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerances import LOGPROB_ATOL
 
 from palestra.engine.kv_cache import CacheFull, CacheMemory, KVCache, PrefixStore
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
@@ -78,7 +79,7 @@ def check_equal(found: list, expected: list) -> None:
         assert not isinstance(ours, Exception), ours
         for a, b in zip(ours, theirs, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist() and a.stop_reason == b.stop_reason
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=LOGPROB_ATOL)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.2])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tolerances import GRADIENTS, LOGPROB_ATOL
 from transformers import AutoModelForCausalLM
 
 from palestra.engine.checkpoints import load_trainer, save_trainer
@@ -122,9 +123,9 @@ def test_values_do_not_depend_on_how_samples_are_packed(full):
     for pack_tokens in (1, 25, 60):
         parted = trainer_on(full=full, pack_tokens=pack_tokens).values(samples)
         for one, other in zip(together, parted, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-5)
+            np.testing.assert_allclose(one, other, atol=LOGPROB_ATOL)
     for one, alone in zip(together, samples, strict=True):
-        np.testing.assert_allclose(one, trainer_on(full=full).values([alone])[0], atol=1e-5)
+        np.testing.assert_allclose(one, trainer_on(full=full).values([alone])[0], atol=LOGPROB_ATOL)
 
 
 def test_values_do_not_depend_on_temperature():
@@ -148,7 +149,7 @@ def test_loss_receives_current_and_old_values(pack_tokens):
         ("return_M", [s.returns for s in samples]),
     ):
         joined = torch.cat([getattr(tokens, field).detach() for tokens in seen]).numpy()
-        np.testing.assert_allclose(joined, np.concatenate(expected), atol=1e-5)
+        np.testing.assert_allclose(joined, np.concatenate(expected), atol=LOGPROB_ATOL)
 
 
 def test_values_without_critic_are_refused():
@@ -199,7 +200,7 @@ def test_gradients_do_not_depend_on_how_samples_are_packed():
     whole, *others = (value_gradients(trainer_on(pack_tokens=n), talk())["all"] for n in (10**6, 1, 40))
     for other in others:
         for a, b in zip(whole, other, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(a, b, **GRADIENTS)
 
 
 def test_critic_learns_state_values():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tolerances import GRADIENTS, LOGPROB_ATOL
 
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.lora_routes import SingleAdapterRoute
@@ -139,7 +140,7 @@ def test_next_turn_reuses_the_cache_with_equal_samples():
     assert sampler.batch.counts["reused_tokens"] == len(prompt) + len(first[1].token_ids) - 1
     for a, b in zip(warm, cold, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=LOGPROB_ATOL)
 
 
 def gradients(engine, adapter, samples, **options):
@@ -173,7 +174,7 @@ def test_packed_gradients_equal_unpacked_ones(options):
         for total, g in zip(plain, alone, strict=True):
             total += g * len(s.token_ids) / tokens
     for a, b in zip(packed, plain, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(a, b, **GRADIENTS)
     assert np.isfinite(metrics["loss"])
 
 
@@ -213,7 +214,7 @@ def test_packed_gradient_equals_plain_transformers():
         total = total - logp[len(prompt) - 1 :].gather(1, ids[0, len(prompt) :, None]).sum() / 12
     total.backward()
     for ours, w in zip(packed, trainer.parameters, strict=True):
-        torch.testing.assert_close(ours, w.grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(ours, w.grad, **GRADIENTS)
 
 
 def test_target_rows_precede_their_tokens():
@@ -243,7 +244,7 @@ def test_sample_tokens_matches_the_truncated_distribution():
     u = counter_uniform(np.arange(4000, dtype=np.uint64), np.zeros(4000, np.uint64), np.zeros(4000, np.uint64))
     tokens, logps = sample_tokens(logits, [SamplingConfig()] * 4000, u)
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 4000, [0.5, 0.3, 0.15, 0.05], atol=0.03)
-    np.testing.assert_allclose(np.exp(logps), np.array([0.5, 0.3, 0.15, 0.05])[tokens], atol=1e-5)
+    np.testing.assert_allclose(np.exp(logps), np.array([0.5, 0.3, 0.15, 0.05])[tokens], atol=LOGPROB_ATOL)
     assert set(sample_tokens(logits, [SamplingConfig(top_k=2)] * 4000, u)[0]) == {0, 1}
     assert set(sample_tokens(logits, [SamplingConfig(top_p=0.81)] * 4000, u)[0]) == {0, 1, 2}
     assert set(sample_tokens(logits, [SamplingConfig(temperature=0)] * 4000, u)[0]) == {0}

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tolerances import GRADIENTS, LOGPROB_ATOL
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.engine import logits as chunks
@@ -159,9 +160,9 @@ def test_chunked_multi_adapter_jobs_equal_unchunked(monkeypatch, entropy, target
     for ours, theirs in zip(parts, whole, strict=True):
         assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
+            np.testing.assert_allclose(a, b, atol=LOGPROB_ATOL)
     for a, b in zip(part_grads, whole_grads, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(a, b, **GRADIENTS)
 
 
 def test_chunked_distillation_equals_unchunked(monkeypatch):
@@ -186,7 +187,7 @@ def test_chunked_distillation_equals_unchunked(monkeypatch):
         found.append((loss.example_losses, [p.grad for p in trainer.parameters]))
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=1e-5)
     for a, b in zip(found[0][1], found[1][1], strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(a, b, **GRADIENTS)
 
 
 def test_chunked_sampling_equals_whole_logits(monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM
 
 from palestra.engine.lora import Adapter, weighted_sum
@@ -165,7 +166,7 @@ def test_two_dimensional_targets_equal_separate_sequences(engine: Engine) -> Non
     columns = [Datum(tokens, targets[:, k], {"weights": weights[:, k]}) for k in range(3)]
     (theirs,) = run(engine, [Job(rows, columns, NLL)])
     assert_close(grads(matrix), grads(rows))
-    np.testing.assert_allclose(good(ours).logprobs[0], np.stack(good(theirs).logprobs, 1), atol=1e-5)
+    np.testing.assert_allclose(good(ours).logprobs[0], np.stack(good(theirs).logprobs, 1), atol=LOGPROB_ATOL)
 
 
 def half_weighted(datum: Datum) -> Datum:
@@ -187,9 +188,9 @@ def test_zero_weight_tokens_may_be_skipped(engine: Engine, pack_tokens: int) -> 
     assert_close(grads(sparse), grads(whole))
     for datum, logps, full in zip(data, good(ours).logprobs, good(theirs).logprobs, strict=False):
         heard = datum.inputs["weights"] != 0
-        np.testing.assert_allclose(logps, np.where(heard, full, 0), atol=1e-5)
+        np.testing.assert_allclose(logps, np.where(heard, full, 0), atol=LOGPROB_ATOL)
     for logps, full in zip(good(its).logprobs, good(alone).logprobs, strict=True):
-        np.testing.assert_allclose(logps, full, atol=1e-5)
+        np.testing.assert_allclose(logps, full, atol=LOGPROB_ATOL)
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------

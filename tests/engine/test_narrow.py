@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tolerances import GRADIENTS
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from palestra.engine.cached_attention import PrefillLayout
@@ -86,7 +87,7 @@ def test_logprobs_and_gradients_equal_plain_transformers(kind):
     total.backward()
     trainer.forward_backward(samples, cross_entropy_loss)
     for ours, theirs in zip(engine.model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours.grad, theirs.grad, **GRADIENTS)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
+from tolerances import LOGPROB_ATOL
 from transformers import PreTrainedTokenizerFast
 
 from palestra.engine import batch as batch_module
@@ -249,7 +250,7 @@ def test_equal_prompts_are_computed_once(engine):
         alone = Sampler(engine).sample_all([request])[0]
         assert tokens(answers) == tokens(alone)
         for ours, theirs in zip(answers, alone, strict=True):
-            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=LOGPROB_ATOL)
     assert sampler.batch.counts["prefill_tokens"] == len(adapters) * (5 + 6)
     assert sampler.batch.counts["reused_tokens"] == 3 * len(adapters) * (5 + 6)
     said = Sampler(engine).sample_all(requests[:1])[0][0].token_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tolerances import GRADIENTS, LOGPROB_ATOL
 from torch.nn import functional as F
 
 from palestra.engine import sdpa
@@ -60,9 +61,9 @@ def test_gpu_code_paths_give_equal_results(monkeypatch):
     for ours, theirs in zip(found, answers, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist()
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=LOGPROB_ATOL)
     for ours, theirs in zip(found_gradients, gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(ours, theirs, **GRADIENTS)
 
 
 @pytest.mark.gpu

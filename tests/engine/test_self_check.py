@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tolerances import LOGPROB_ATOL
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -70,7 +71,7 @@ def test_sliding_window_model_loads_and_keeps_its_window(tmp_path):
         assert engine.plain_path is None
         own = architectures.own_logprobs(fresh(tmp_path), None, sample).detach().numpy()
         found.append(Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0])
-        np.testing.assert_allclose(found[-1], own, atol=1e-5)
+        np.testing.assert_allclose(found[-1], own, atol=LOGPROB_ATOL)
     assert np.abs(found[0] - found[1]).max() > 0.01
 
 
@@ -108,7 +109,7 @@ def test_custom_linear_forward_is_kept_and_adapters_add_to_it():
     sample = Sample(tokens[:10], tokens[10:], np.zeros(10, np.float32), np.ones(10, np.float32))
     bare = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0]
     own = torch.log_softmax(expected, -1)[9:19].gather(1, ids[0, 10:, None])[:, 0].numpy()
-    np.testing.assert_allclose(bare, own, atol=1e-5)
+    np.testing.assert_allclose(bare, own, atol=LOGPROB_ATOL)
     changed = Adapter(engine.linear_layers, LoraConfig(rank=2, target_modules="up_proj"), seed=0)
     with torch.no_grad():
         changed.weights["model.layers.0.mlp.up_proj"][1].fill_(0.1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerances import GRADIENTS
 
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.micro_batch import micro_batches
@@ -382,7 +383,7 @@ def test_micro_batches_sum_to_the_full_batch(loss, options):
         results.append((metrics, torch.cat([w.grad.flatten() for w in trainer.parameters])))
     for metrics, gradient in results[1:]:
         assert metrics == pytest.approx(results[0][0], abs=1e-5)
-        torch.testing.assert_close(gradient, results[0][1], atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(gradient, results[0][1], **GRADIENTS)
 
 
 def referred(trainer, batch):

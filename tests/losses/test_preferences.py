@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerances import GRADIENTS
 
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.micro_batch import micro_batches
@@ -274,7 +275,7 @@ def test_micro_batches_of_whole_pairs_sum_to_the_full_batch(kind):
         results.append((metrics, torch.cat([w.grad.flatten() for w in trainer.parameters])))
     for metrics, gradient in results[1:]:
         assert metrics == pytest.approx(results[0][0], abs=1e-5)
-        torch.testing.assert_close(gradient, results[0][1], atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(gradient, results[0][1], **GRADIENTS)
 
 
 def test_gradient_equals_plain_transformers_without_prompt_tokens():
@@ -298,7 +299,7 @@ def test_gradient_equals_plain_transformers_without_prompt_tokens():
     total.backward()
     assert metrics["loss"] == pytest.approx(total.item(), abs=1e-5)
     for ours, w in zip(packed, trainer.parameters, strict=True):
-        torch.testing.assert_close(ours, w.grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(ours, w.grad, **GRADIENTS)
 
 
 def test_training_widens_the_margin_with_a_fixed_reference():

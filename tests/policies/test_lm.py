@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tolerances import LOGPROB_ATOL
 from toys import Whisper
 from transformers import PreTrainedTokenizerFast
 
@@ -391,7 +392,7 @@ def test_shared_message_prefixes_are_computed_once():
         assert (
             one.token_ids.tolist() == other.token_ids.tolist() and one.prompt_ids.tolist() == other.prompt_ids.tolist()
         )
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=LOGPROB_ATOL)
     prefix = policy().encoder.encode_shared(Chat((*examples, questions[0]), num_shared=2), None)
     assert batch.counts["reused_tokens"] == 4 * len(prefix) > 400
     assert batch.counts["prefill_tokens"] == whole.counts["prefill_tokens"] - 3 * len(prefix)

@@ -24,6 +24,7 @@ import torch
 from raw import answer as reply_on
 from raw import ask, connected, endless, head, resident
 from samplers import official, serving
+from tolerances import LOGPROB_ATOL
 
 from palestra.engine.lora import Adapter, Snapshot
 from palestra.engine.lora_config import LoraConfig
@@ -156,7 +157,7 @@ def test_palestra_sampler_server_equals_the_engine(there: There, engine: Engine,
     assert [tokens(answers) for answers in elsewhere] == [tokens(answers) for answers in here]
     for ours, theirs in zip(here, elsewhere, strict=True):
         for a, b in zip(ours, theirs, strict=True):
-            assert b.stop_reason == a.stop_reason and b.logprobs == pytest.approx(a.logprobs, abs=1e-5)
+            assert b.stop_reason == a.stop_reason and b.logprobs == pytest.approx(a.logprobs, abs=LOGPROB_ATOL)
 
 
 def test_stop_token_is_part_of_the_answer(there: There, engine: Engine, sampler: VllmSampler) -> None:

@@ -16,6 +16,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import finish, start
+from tolerances import LOGPROB_ATOL
 from toys import Spoken, Whisper
 
 from palestra.algorithms.text.sft import SFT
@@ -503,7 +504,7 @@ def test_clearing_the_sampler_cache_does_not_change_running_requests(keep):
     assert reused == 0 and bool(reused_before) == keep
     for one, other in zip(ours, theirs, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5 if keep else 0, rtol=0)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=LOGPROB_ATOL if keep else 0, rtol=0)
 
 
 # ---- kill -9

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from tolerances import LOGPROB_ATOL
 
 from palestra.algorithms.text.distill import Distill
 from palestra.builders.text import build
@@ -48,7 +49,7 @@ def test_a_teachers_scores_are_those_of_a_training_pass():
     samples = [Sample(rng.integers(5, 250, n), rng.integers(5, 250, 3), blank, blank) for n in (4, 7)]
     found = answer_logprobs(engine, adapter.snapshot("t", engine.dtype), samples)
     for ours, theirs in zip(found, Trainer(engine, adapter).logprobs(samples), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)  # rounding of float32
+        np.testing.assert_allclose(ours, theirs, atol=LOGPROB_ATOL)  # rounding of float32
 
 
 def tree(base, algorithm, policies, steps):

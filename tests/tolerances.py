@@ -1,0 +1,9 @@
+"""Tolerances of tests whose two sides sum float32 numbers in another order, as other CPUs, batches and kernels do.
+
+README.md beside this file says which tolerance is for what.
+"""
+
+from __future__ import annotations
+
+LOGPROB_ATOL = 1e-4  # nats, of log-probabilities, logits and values of a model; the engine's own promise
+GRADIENTS = {"rtol": 1e-3, "atol": 1e-5}  # of a whole pass through a model
