@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from palestra.engine.cached_attention import DecodeLayout, PrefillLayout
-from palestra.engine.kv_cache import CacheFull, CacheMemory, CacheSlot, KVCache, PrefixStore
+from palestra.engine.kv_cache import KVCache
+from palestra.engine.kv_pages import CacheFull, CacheMemory, CacheSlot
 from palestra.engine.live_batch import LiveBatch, without
 from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.models import Engine
+from palestra.engine.prefix_store import PrefixStore, StoredPart
 from palestra.engine.request import CachedPrompt, LiveSequence, SequenceGroup
 
 KEPT_CACHE_BYTES = 2**26  # empty pools of a batch at rest may keep 64 MiB
-INITIAL_ANSWER_CAPACITY = 64  # initial capacity of an answer in tokens; grows with the answer
+ADMITTED_TOKENS = 64  # an answer is admitted if there is room for its first 64 tokens
 
 
 class CachedBatch(LiveBatch):
@@ -78,7 +80,6 @@ class CachedBatch(LiveBatch):
             self._start_new([group for group in groups if group.num_started < group.num_admitted])
         for group in groups:
             group.first_logits_V = group.first_logits_V if group.num_started < group.request.n else None
-        self.rows.sort(key=lambda row: row.group.sort_key)
         self.cache.free_empty_pools()
 
     def _start_new(self, groups: list[SequenceGroup]) -> None:
@@ -89,13 +90,17 @@ class CachedBatch(LiveBatch):
         self._place(live)
         for group in groups:
             group.num_started = group.num_admitted
-        self.rows += live
+        self._add(live)
         self._over += without(rows, live)
+
+    def _add(self, rows: Sequence[LiveSequence]) -> None:
+        """Makes `rows` live. The order is by adapter also where starting the next group fails."""
+        self.rows = sorted([*self.rows, *rows], key=lambda row: row.group.sort_key)
 
     def _place(self, rows: Sequence[LiveSequence]) -> None:
         """Allocates cache slots for new or resumed rows."""
         self._regroup(rows, more=Counter(_prompt(row) for row in rows))
-        slots = self.cache.allocate_answers([_first_capacity(row) for row in rows])
+        slots = self.cache.allocate_answers([len(row.token_ids) for row in rows])
         for row, slot in zip(rows, slots, strict=True):
             row.slot = slot
             _prompt(row).num_rows += 1
@@ -116,7 +121,7 @@ class CachedBatch(LiveBatch):
         except Exception:
             self._unplace(rows)
             raise
-        self.rows += rows
+        self._add(rows)
         group.resumed = []
 
     def _recompute(self, rows: list[LiveSequence]) -> None:
@@ -137,13 +142,13 @@ class CachedBatch(LiveBatch):
             return
         try:
             for slot in whole:
-                slot.pool.kv[:, :, slot.index, :, : prompt.length] = prompt.kv_L2hTD
+                self.cache.write(slot, 0, self.cache.read(prompt))
             ids = [np.array(row.token_ids[:-1], np.int64) for row in rows]
             self._fill(whole, [prompt.length] * len(rows), ids, [group] * len(rows))
             for row, slot in zip(rows, whole, strict=True):
                 own = _slot(row)
                 own.length = len(row.token_ids) - 1
-                own.kv_L2hTD[:] = slot.kv_L2hTD[..., prompt.length :, :]
+                self.cache.write(own, 0, self.cache.read(slot, prompt.length))
         finally:
             self.cache.free(whole)
 
@@ -151,8 +156,8 @@ class CachedBatch(LiveBatch):
         self.cache.grow([_slot(row) for row in rows if _slot(row).length < len(row.token_ids)])
 
     def fitting(self, group: SequenceGroup, count: int, free: int, *, new_prompt: bool) -> tuple[int, int]:
-        resumed = [max(len(row.token_ids), _first_capacity(row)) for row in group.preempted[:count]]
-        first = min(group.request.sampling.max_tokens, INITIAL_ANSWER_CAPACITY)
+        first = min(group.request.sampling.max_tokens, ADMITTED_TOKENS)
+        resumed = [max(len(row.token_ids), first) for row in group.preempted[:count]]
         lengths = [*resumed, *[first] * (count - len(resumed))]
         own = self.cache.bytes_of(group.prompt_length) if new_prompt else 0
         if resumed:  # recomputed one at a time, in a copy
@@ -263,11 +268,10 @@ class CachedBatch(LiveBatch):
     def _reuse(self, slot: CacheSlot, group: SequenceGroup) -> int:
         """Copies the stored keys and values of the longest known prefix of the prompt to `slot`; returns the prefix
         length."""
-        kept = self.prefix_store.longest_prefix(group.snapshot_id, group.request.prompt_ids)
-        if kept is None:
-            return 0
-        length = kept.shape[-2]
-        slot.kv_L2hTD[..., :length, :] = kept
+        length = 0
+        for part in self.prefix_store.longest_prefix(group.snapshot_id, group.request.prompt_ids):
+            self.cache.write(slot, length, part.kv_L2hTD)
+            length += part.num_tokens
         self.counts["reused_tokens"] += length
         return length
 
@@ -344,15 +348,19 @@ class CachedBatch(LiveBatch):
         self._regroup(rows)
 
     def _keep(self, row: LiveSequence) -> None:
+        """Stores the keys and values of a row, but not again those that are stored already: with the prompt for a
+        sibling, or from an earlier turn."""
+        owner, prompt = row.group.snapshot_id, row.group.request.prompt_ids
         # the last sampled token was never an input, so it has no keys and values
-        ids = np.concatenate([row.group.request.prompt_ids, np.array(row.token_ids[:-1], np.int32)])
-        parts = [slot.kv_L2hTD for slot in (_prompt(row).slot, row.slot) if slot]
-        self.prefix_store.put(row.group.snapshot_id, ids, torch.cat(parts, -2))
-
-
-def _first_capacity(row: LiveSequence) -> int:
-    """Returns the tokens for which a row gets room when it starts or goes on."""
-    return max(len(row.token_ids), min(row.group.request.sampling.max_tokens, INITIAL_ANSWER_CAPACITY))
+        ids = np.concatenate([prompt, np.array(row.token_ids[:-1], np.int32)])
+        parts = self.prefix_store.longest_prefix(owner, ids)
+        known = sum(part.num_tokens for part in parts)
+        if known < len(prompt):
+            parts = [*parts, StoredPart(self.cache.read(_prompt(row).slot, known))]
+            self.prefix_store.put(owner, prompt, parts)
+        if row.slot:
+            own = self.cache.read(row.slot, max(0, known - len(prompt)))
+            self.prefix_store.put(owner, ids, [*parts, StoredPart(own)])
 
 
 def _prompt(row: LiveSequence) -> CachedPrompt:

@@ -1,7 +1,12 @@
-"""Attention of the sampler's passes, over keys and values in the KV cache.
+"""Attention of the sampler's passes, over keys and values in the pages of the KV cache.
 
-Shapes: `S` new tokens of a flat row, `M` tokens with queries, `N` prompts, `R` live rows, `n` sequences of a part, `Q`
-queries of each (padded), `P` their keys (padded), `h` key-value heads, `H` query heads, `D` head width.
+In a prefill, the prompts of a part are gathered from their pages. In decoding, pages are not copied: each is computed
+with the queries of all rows that read it, all pages of a pool in one product; the pages of a row are then combined by
+their softmax sums, as in FlashAttention (Dao et al., 2022).
+
+Shapes: `S` new tokens of a flat row, `M` tokens with queries, `N` prompts, `R` live rows, `n` prompts or pages of a
+part, `Q` queries of each (padded), `P` their keys (padded), `h` key-value heads, `H` query heads, `D` head width, `X`
+places: the queries of all pages, padding included.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +24,12 @@ from torch.nn import functional as F
 
 from palestra.engine import sdpa
 from palestra.engine.attention_terms import NO_TERMS, AttentionTerms, KeySpan, attention_by_scores, cap_scores
-from palestra.engine.kv_cache import CachePool, CacheSlot
+from palestra.engine.kv_cache import pages_of
+from palestra.engine.kv_pages import PAGE_TOKENS, CacheSlot, PagePool
 
 MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed query-key pairs of a part of a prefill;
 MIN_SPLIT_PAIRS = 2**22  # parts with fewer pairs are always merged, since each part has a fixed cost
+MAX_SKIPPED_RATIO = 3  # decoding gathers the pages that it reads if more than 3 times as many lie between them
 
 
 class PrefillLayout:
@@ -31,7 +39,7 @@ class PrefillLayout:
     def __init__(self, slots: Sequence[CacheSlot], starts_N: np.ndarray) -> None:
         """`slots` are those of the prompts, with the full prompt length; `starts_N` counts the tokens already
         stored."""
-        self.slots, self.device = slots, slots[0].pool.kv.device
+        self.slots, self.device = slots, slots[0].pool.kv[0].device
         length_N = np.array([slot.length for slot in slots])
         new_N = length_N - starts_N
         self.group_S = np.repeat(np.arange(len(slots)), new_N)
@@ -45,15 +53,15 @@ class PrefillLayout:
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.as_tensor(values, device=self.device)
 
-    def _writes(self) -> Iterator[tuple[CachePool, Tensor, Tensor, Tensor]]:
-        """Yields, for each pool, the tokens of the flat row that belong there, with their slot indices and
-        positions."""
-        index_N = np.array([slot.index for slot in self.slots])
+    def _writes(self) -> Iterator[tuple[PagePool, Tensor, Tensor]]:
+        """Yields, for each pool, the tokens of the flat row that belong there, and their rows [h * M] in the pool."""
+        split = np.flatnonzero(np.diff(self.group_S)) + 1
+        rows_N = [slot.rows(own) for slot, own in zip(self.slots, np.split(self.position_S, split), strict=True)]
         for pool in dict.fromkeys(slot.pool for slot in self.slots):
             mine_N = np.array([slot.pool is pool for slot in self.slots])
             token_M = np.flatnonzero(mine_N[self.group_S])
-            index_M, position_M = index_N[self.group_S[token_M]], self.position_S[token_M]
-            yield pool, self._tensor(token_M), self._tensor(index_M), self._tensor(position_M)
+            rows_hM = np.concatenate([rows for rows, mine in zip(rows_N, mine_N, strict=True) if mine], 1)
+            yield pool, self._tensor(token_M), self._tensor(rows_hM.ravel())
 
     def _ask(self, token_M: np.ndarray) -> None:
         """Sets the tokens with queries: `token_M`, rising indices of the flat row."""
@@ -71,12 +79,12 @@ class PrefillLayout:
             keys = max(self.slots[i].length for i in members)
             position_nQ = self.position_S[token_M[row_nQ]]
             mask_nQP = np.arange(keys) <= position_nQ[:, :, None]
-            index_n = np.array([self.slots[i].index for i in members])
+            rows_nhP = np.stack([_padded(self.slots[i].rows(np.arange(self.slots[i].length)), keys) for i in members])
             fresh = all(asked_N[i] == self.slots[i].length for i in members)  # no reused tokens, all with queries
             self.parts.append(
                 PrefillPart(
                     self.slots[members[0]].pool,
-                    self._tensor(index_n),
+                    self._tensor(rows_nhP),
                     self._tensor(row_nQ.ravel()),
                     self._tensor(mask_nQP)[:, None],
                     position_nQ,
@@ -107,14 +115,15 @@ class PrefillLayout:
         """Writes the new keys and values [h, S, D] of a layer to the cache; returns the attention output [M, H, D]."""
         out_width = v_HSD.shape[-1]
         q_HSD, k_HSD, v_HSD = _as_wide_as_cache(self.writes[0][0], q_HSD, k_HSD, v_HSD)
-        for pool, token_M, index_M, position_M in self.writes:
+        width = q_HSD.shape[-1]
+        for pool, token_M, rows_hM in self.writes:
             for kept, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
-                kept[index_M, :, position_M] = new_HSD[:, token_M].transpose(0, 1)
+                kept.view(-1, width).index_copy_(0, rows_hM, new_HSD[:, token_M].reshape(-1, width))
         outs = []
         for part, mask in zip(self.parts, self._masks_of(terms.span), strict=True):
-            n, _, queries, keys = mask.shape
+            n, _, queries, _ = mask.shape
             q = q_HSD[:, part.row_nQ].view(q_HSD.shape[0], n, queries, -1).transpose(0, 1)
-            k, v = (kept[:, :, :keys][part.index_n] for kept in part.pool.kv[layer])
+            k, v = (kept.view(-1, width)[part.rows_nhP] for kept in part.pool.kv[layer])
             if terms.needs_scores:
                 out = attention_by_scores(q, k, v, mask, scale, terms)
             else:
@@ -126,11 +135,11 @@ class PrefillLayout:
 
 
 class PrefillPart(NamedTuple):
-    """Prompts of one pool and of similar shape: their slots, the flat rows of their queries (padded), which keys these
-    attend to, and their positions; `is_fresh`: all tokens have queries."""
+    """Prompts of one pool and of similar shape: the rows of their keys in the pool (padded), the flat rows of their
+    queries (padded), which keys these attend to, and their positions; `is_fresh`: all tokens have queries."""
 
-    pool: CachePool
-    index_n: Tensor
+    pool: PagePool
+    rows_nhP: Tensor
     row_nQ: Tensor
     mask_n1QP: Tensor
     position_nQ: np.ndarray
@@ -157,41 +166,51 @@ def _similar(slots: Sequence[CacheSlot], asked_N: np.ndarray) -> Iterator[np.nda
     yield np.array(part)
 
 
+def _padded(rows_hT: np.ndarray, size: int) -> np.ndarray:
+    """Returns `rows_hT` with its first column repeated up to `size` columns."""
+    return np.concatenate([rows_hT, np.repeat(rows_hT[:, :1], size - rows_hT.shape[1], 1)], 1)
+
+
+class PartialSoftmax(NamedTuple):
+    """An unnormalised softmax for each place and head: values weighted by exp(score - top) [X, H*D], the sum of these
+    weights [X, H] and the maximum score [X, H], at least float32."""
+
+    values: Tensor
+    total: Tensor
+    max_score: Tensor
+
+
 class DecodeLayout:
     """Attention layout of a decoding step: one new token per live row is appended to the row's answer and attends to
-    the row's prompt and answer.
-
-    The two are computed separately, all rows of a prompt together, and combined by their softmax sums, as in
-    FlashAttention (Dao et al., 2022).
-    """
+    the row's prompt and answer."""
 
     def __init__(self, prompts: Sequence[CacheSlot], answers: Sequence[CacheSlot]) -> None:
         """`prompts` and `answers` are the two sequences of each row [R]; the new token is the last of the answer."""
-        self.prompts, self.answers = PooledAttention(prompts), PooledAttention(answers)
-        self.writes = [self._write(pool, answers) for pool in self.answers.pools]
-        self._slots = prompts, answers
-        self._hidden: dict[KeySpan, tuple[list[Tensor], list[Tensor]]] = {}
+        self.device = answers[0].pool.kv[0].device
+        prompt_R, answer_R = (np.array([slot.length for slot in slots]) for slots in (prompts, answers))
+        self.position_R = prompt_R + answer_R - 1
+        self.parts = [*_parts(answers, prompt_R), *_parts(prompts, np.zeros(len(prompts), np.int64))]
+        self.pool = answers[0].pool
+        self.writes = self._tensor(np.concatenate([slot.rows(np.array([slot.length - 1])) for slot in answers]).ravel())
+        row_X = np.concatenate([part.row_nQ.ravel() for part in self.parts])
+        real_X = np.flatnonzero(np.concatenate([part.is_real_nQ.ravel() for part in self.parts]))
+        self._row_X = self._tensor(row_X)
+        self._bags = self._tensor(
+            real_X[np.argsort(row_X[real_X], kind="stable")]
+        )  # the places of row 0, of row 1, ...
+        counts_R = np.bincount(row_X[real_X], minlength=len(answers))
+        self._bag_starts = self._tensor(np.cumsum(counts_R) - counts_R)
+        self._hidden: dict[KeySpan | None, list[Tensor]] = {None: [part.hidden() for part in self.parts]}
 
-    @staticmethod
-    def _write(pool: CachePool, answers: Sequence[CacheSlot]) -> tuple[CachePool, Tensor, Tensor]:
-        """Returns the rows whose answers are in `pool`, and the flat index of each row's new token per head."""
-        _, _, _, h, room, _ = pool.kv.shape
-        row_M = np.array([r for r, slot in enumerate(answers) if slot.pool is pool])
-        index_M = np.array([slot.index for slot in answers if slot.pool is pool])
-        last_M = np.array([slot.length - 1 for slot in answers if slot.pool is pool])
-        at_Mh = (index_M[:, None] * h + np.arange(h)) * room + last_M[:, None]
-        device = pool.kv.device
-        return pool, torch.as_tensor(row_M, device=device), torch.as_tensor(at_Mh.ravel(), device=device)
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.as_tensor(values, device=self.device)
 
-    def _hide(self, span: KeySpan | None) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        """Returns what to add to the scores of the parts of answers and of prompts in layers with `span`."""
-        if span is None:
-            return None, None
+    def _hide(self, span: KeySpan | None) -> list[Tensor]:
+        """Returns what to add to the scores of each part in layers with `span`."""
         if span not in self._hidden:
-            prompts, answers = self._slots
-            prompt_R, answer_R = (np.array([slot.length for slot in slots]) for slots in (prompts, answers))
-            first_R = span.first_key(prompt_R + answer_R - 1)
-            self._hidden[span] = self.answers.hide_before(first_R - prompt_R), self.prompts.hide_before(first_R)
+            assert span is not None
+            first_R = span.first_key(self.position_R)
+            self._hidden[span] = [part.hidden(first_R) for part in self.parts]
         return self._hidden[span]
 
     def attend(
@@ -199,135 +218,130 @@ class DecodeLayout:
     ) -> Tensor:
         """Writes the new keys and values [h, R, D] of a layer to the cache; returns the attention output [R, H, D]."""
         out_width = v_HSD.shape[-1]
-        q_HSD, k_HSD, v_HSD = _as_wide_as_cache(self.writes[0][0], q_HSD, k_HSD, v_HSD)
-        (_, rows, width), h = q_HSD.shape, k_HSD.shape[0]
-        for pool, row_M, at_Mh in self.writes:
-            for kept, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
-                new_RHD = new_HSD.transpose(0, 1)
-                mine = new_RHD if len(self.writes) == 1 else new_RHD.index_select(0, row_M)
-                kept.view(-1, width).index_copy_(0, at_Mh, mine.reshape(-1, width))
-        q_RHD = (q_HSD.transpose(0, 1) * scale).reshape(rows, -1)
-        sums = [
-            parts.attend(layer, q_RHD, h, width, terms.softcap, hide)
-            for parts, hide in zip((self.answers, self.prompts), self._hide(terms.span), strict=True)
-        ]
-        most = torch.maximum(sums[0].max_score, sums[1].max_score)
-        sinks_H = None if terms.sinks_H is None else terms.sinks_H.float()
+        q_HSD, k_HSD, v_HSD = _as_wide_as_cache(self.pool, q_HSD, k_HSD, v_HSD)
+        (heads, rows, width), h = q_HSD.shape, k_HSD.shape[0]
+        for kept, new_HSD in zip(self.pool.kv[layer], (k_HSD, v_HSD), strict=True):
+            kept.view(-1, width).index_copy_(0, self.writes, new_HSD.transpose(0, 1).reshape(-1, width))
+        q_RF = (q_HSD.transpose(0, 1) * scale).reshape(rows, -1)
+        hides = self._hide(terms.span)
+        found = [part.attend(layer, q_RF, h, terms.softcap, hide) for part, hide in zip(self.parts, hides, strict=True)]
+        values_XF, total_XH, top_XH = (_joined(column) for column in zip(*found, strict=True))
+        share_XH = self._shares(total_XH, top_XH, terms.sinks_H)
+        values_XF.view(-1, heads, width).mul_(share_XH[..., None])
+        return self._by_row(values_XF, "sum").view(rows, heads, width)[..., :out_width]
+
+    def _shares(self, total_XH: Tensor, top_XH: Tensor, sinks_H: Tensor | None) -> Tensor:
+        """Returns what the unnormalised values of each place are multiplied with."""
+        top_RH = self._by_row(top_XH, "max")
+        sinks_H = None if sinks_H is None else sinks_H.to(top_RH)
         if sinks_H is not None:
-            most = torch.maximum(most, sinks_H)
-        shares = [(one.max_score - most).exp() for one in sums]
-        total = sum(one.total * share for one, share in zip(sums, shares, strict=True))
+            top_RH = torch.maximum(top_RH, sinks_H)
+        share_XH = (top_XH - top_RH.index_select(0, self._row_X)).exp_()
+        total_RH = self._by_row(total_XH * share_XH, "sum")
         if sinks_H is not None:
-            total = total + (sinks_H - most).exp()
-        out = sums[0].values * (shares[0] / total)[..., None]
-        return out.addcmul_(sums[1].values, (shares[1] / total)[..., None]).to(q_HSD.dtype)[..., :out_width]
+            total_RH += (sinks_H - top_RH).exp()
+        return share_XH.div_(total_RH.index_select(0, self._row_X))
+
+    def _by_row(self, values_XC: Tensor, mode: str) -> Tensor:
+        """Returns the sum or the maximum [R, C] over the places of each row."""
+        return F.embedding_bag(self._bags, values_XC, self._bag_starts, mode=mode)
 
 
-class PartialSoftmax(NamedTuple):
-    """An unnormalised softmax for each row and head: values weighted by exp(score - top) [R, H, D], the sum of these
-    weights [R, H] float32, and the maximum score [R, H] float32."""
+class PagesOfPool:
+    """A part of a decoding step: pages of one pool, with the rows that read them, `row_nQ` [n, Q]. Where fewer than `Q`
+    read a page, others fill its row up: `is_real_nQ` is false there."""
 
-    values: Tensor
-    total: Tensor
-    max_score: Tensor
+    def __init__(self, slots: Sequence[CacheSlot], row_M: np.ndarray, first_M: np.ndarray) -> None:
+        """`slots` are sequences of one pool; `row_M` is the row that reads each, `first_M` the position of its first
+        token. Several rows may read the same sequence."""
+        self.pool: PagePool = slots[0].pool
+        count_M = np.array([pages_of(slot.length) for slot in slots])
+        read = chain.from_iterable(slot.pages[:count] for slot, count in zip(slots, count_M.tolist(), strict=True))
+        page_Y = np.fromiter(read, np.int64, count_M.sum())  # Y: a page read by a row
+        before_Y = (np.arange(len(page_Y)) - np.repeat(np.cumsum(count_M) - count_M, count_M)) * PAGE_TOKENS
+        row_Y = np.repeat(row_M, count_M)
+        number_Y = self._select(page_Y)
+        place_Y, most = _places(number_Y)
+        self.row_nQ = np.full((self.num_pages, most), row_M[0])
+        self.row_nQ[number_Y, place_Y] = row_Y
+        self.is_real_nQ = np.zeros(self.row_nQ.shape, bool)
+        self.is_real_nQ[number_Y, place_Y] = True
+        self.filled_n = np.ones(self.num_pages, np.int64)  # pages that no row reads need a key, too: -inf gives NaN
+        self.filled_n[number_Y] = np.minimum(PAGE_TOKENS, np.repeat([s.length for s in slots], count_M) - before_Y)
+        self.first_n = np.zeros(self.num_pages, np.int64)
+        self.first_n[number_Y] = np.repeat(first_M, count_M) + before_Y
+        device = self.pool.kv[0].device
+        self._rows = torch.as_tensor(self.row_nQ.ravel(), device=device)
 
+    def _select(self, page_Y: np.ndarray) -> np.ndarray:
+        """Sets which pages of the pool to compute: those between the first and the last that a row reads, or if these
+        are too many, a copy of those read. Returns the number of each of `page_Y` among them."""
+        self._first, self._gathered = int(page_Y.min()), None
+        self.num_pages = int(page_Y.max()) + 1 - self._first
+        distinct = np.unique(page_Y)
+        if self.num_pages <= MAX_SKIPPED_RATIO * len(distinct):
+            return page_Y - self._first
+        self.num_pages = len(distinct)
+        self._gathered = torch.as_tensor(distinct, device=self.pool.kv[0].device)
+        return np.searchsorted(distinct, page_Y)
 
-class PooledAttention:
-    """Attention of one query per row to one sequence per row, computed pool by pool."""
+    def hidden(self, first_R: np.ndarray | None = None) -> Tensor:
+        """Returns what to add to the scores [n, 1, Q or 1, 1, P], so that no row sees keys that are not there, nor any
+        before its position `first_R` [R]. What it adds for those is finite: a row may see none of a page's keys, and
+        the page's share is then 0."""
+        device, dtype = self.pool.kv[0].device, self.pool.kv[0].dtype
+        key_P = np.arange(self.filled_n.max())
+        hide_n1P = np.where(key_P < self.filled_n[:, None], 0.0, -np.inf)[:, None]
+        if first_R is not None:
+            before_nQP = self.first_n[:, None, None] + key_P < first_R[self.row_nQ][:, :, None]
+            hide_n1P = np.where(before_nQP, torch.finfo(dtype).min / 2, 0.0) + hide_n1P
+        return torch.as_tensor(hide_n1P, device=device, dtype=dtype)[:, None, :, None]
 
-    def __init__(self, slots: Sequence[CacheSlot]) -> None:
-        """`slots` are the rows' sequences [R]; several rows may share one."""
-        rows: dict[CachePool, list[int]] = defaultdict(list)
-        for r, slot in enumerate(slots):
-            rows[slot.pool].append(r)
-        self.pools = list(rows)
-        self.parts, places, offset = [], np.zeros(len(slots), np.int64), 0
-        self._rows_nQ: list[np.ndarray] = []
-        for pool, row_M in rows.items():
-            index_M = np.array([slots[r].index for r in row_M])
-            first, end = int(index_M.min()), int(index_M.max()) + 1  # skip the rest of the pool
-            index_M -= first
-            place_M, most = _places(index_M)
-            size = end - first
-            row_nQ = np.full(size * most, row_M[0], np.int64)  # padding repeats the first row
-            row_nQ[index_M * most + place_M] = row_M
-            places[row_M] = offset + index_M * most + place_M
-            offset += size * most
-            length_n = np.array([max(1, slot.length) for slot in pool.slots[first:end]])
-            keys = int(length_n[index_M].max())
-            hide_nP = np.where(np.arange(keys) < length_n[:, None], 0.0, -np.inf)
-            hide = torch.as_tensor(hide_nP, device=pool.kv.device, dtype=pool.kv.dtype)[:, None, None]
-            self.parts.append((pool, first, _picked(row_nQ, len(slots), pool.kv.device), hide))
-            self._rows_nQ.append(row_nQ.reshape(size, most))
-        self.place_R = _picked(places, offset, self.pools[0].kv.device)
-
-    def hide_before(self, first_R: np.ndarray) -> list[Tensor]:
-        """Returns, for each part, what to add to the scores [n, 1, Q, 1, P] so that row r sees no key before
-        `first_R[r]`. It is finite: a row may see none of these keys, and its share is then 0."""
-        found = []
-        for (pool, _, _, hide), row_nQ in zip(self.parts, self._rows_nQ, strict=True):
-            before = np.arange(hide.shape[-1]) < first_R[row_nQ][:, :, None]
-            low = torch.finfo(pool.kv.dtype).min / 2
-            added = torch.zeros(before.shape, dtype=pool.kv.dtype, device=pool.kv.device)
-            found.append(added.masked_fill_(torch.as_tensor(before, device=pool.kv.device), low)[:, None, :, None])
-        return found
-
-    def attend(
-        self, layer: int, q_RHD: Tensor, h: int, width: int, softcap: float | None, hidden: list[Tensor] | None
-    ) -> PartialSoftmax:
-        """Returns the unnormalised attention of the scaled queries `q_RHD` [R, H*D] over one layer."""
-        found = [
-            self._part(pool.kv[layer, :, first:], _at(q_RHD, row_nQ), hide, h, softcap, hidden[i] if hidden else None)
-            for i, (pool, first, row_nQ, hide) in enumerate(self.parts)
-        ]
-        values, total, top = (_at(_joined(list(column)), self.place_R) for column in zip(*found, strict=True))
-        return PartialSoftmax(values.view(len(values), -1, width), total, top)
-
-    @staticmethod
-    def _part(
-        kv: Tensor, q: Tensor, hide: Tensor, h: int, softcap: float | None, more: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        n, keys, width = hide.shape[0], hide.shape[-1], kv.shape[-1]
-        most = len(q) // n
-        q = q.view(n, most, h, -1, width).transpose(1, 2).reshape(n, h, -1, width)
-        score = q @ kv[0, :n, :, :keys].transpose(-1, -2)
+    def attend(self, layer: int, q_RF: Tensor, h: int, softcap: float | None, hide: Tensor) -> PartialSoftmax:
+        """Returns the unnormalised attention of the scaled queries `q_RF` [R, H*D] over one layer's pages."""
+        (n, most), (keys, width) = self.row_nQ.shape, (hide.shape[-1], self.pool.kv[layer].shape[-1])
+        k_nhPD, v_nhPD = self._pages(layer, keys)
+        q = q_RF.index_select(0, self._rows).view(n, most, h, -1, width).transpose(1, 2).reshape(n, h, -1, width)
+        score = q @ k_nhPD.transpose(-1, -2)
         if softcap is not None:
             score = cap_scores(score, softcap)
-        score += hide
-        if more is not None:
-            score.view(n, h, most, -1, keys).add_(more)
+        score.view(n, h, most, -1, keys).add_(hide)
         top = score.amax(-1, keepdim=True)
         weight = score.sub_(top).exp_()
-        out = weight @ kv[1, :n, :, :keys], weight.sum(-1, dtype=torch.float32), top.float()
-        values, total, top = (x.view(n, h, most, -1).transpose(1, 2).reshape(n * most, -1) for x in out)
-        return values, total, top
+        wide = torch.promote_types(score.dtype, torch.float32)
+        out = weight @ v_nhPD, weight.sum(-1, dtype=wide), top.to(wide)
+        return PartialSoftmax(*(x.view(n, h, most, -1).transpose(1, 2).reshape(n * most, -1) for x in out))
+
+    def _pages(self, layer: int, keys: int) -> Tensor:
+        """Returns the first `keys` keys and values [2, n, h, keys, D] of the pages."""
+        kv = self.pool.kv[layer]
+        if self._gathered is not None:
+            return kv.index_select(1, self._gathered)[..., :keys, :]
+        return kv[:, self._first : self._first + self.num_pages, :, :keys]
 
 
-def _as_wide_as_cache(pool: CachePool, *tensors: Tensor) -> list[Tensor]:
+def _parts(slots: Sequence[CacheSlot], first_R: np.ndarray) -> list[PagesOfPool]:
+    """Returns the parts of the sequences `slots` [R], whose first tokens have the positions `first_R`."""
+    rows: dict[PagePool, list[int]] = defaultdict(list)
+    for r, slot in enumerate(slots):
+        rows[slot.pool].append(r)
+    return [PagesOfPool([slots[r] for r in row_M], np.array(row_M), first_R[row_M]) for row_M in rows.values()]
+
+
+def _as_wide_as_cache(pool: PagePool, *tensors: Tensor) -> list[Tensor]:
     """Returns `tensors` filled up with zeros to the width of the cache, where values are narrower than keys (MLA)."""
-    width = pool.kv.shape[-1]
+    width = pool.kv[0].shape[-1]
     return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
-def _picked(index: np.ndarray, size: int, device: torch.device) -> Tensor | None:
-    """Returns `index` as a tensor, or None if it selects all of `size` rows in order."""
-    if np.array_equal(index, np.arange(size)):
-        return None
-    return torch.as_tensor(index, device=device)
-
-
-def _at(rows: Tensor, index: Tensor | None) -> Tensor:
-    return rows if index is None else rows.index_select(0, index)
-
-
-def _places(index_M: np.ndarray) -> tuple[np.ndarray, int]:
+def _places(number_Y: np.ndarray) -> tuple[np.ndarray, int]:
     """Returns the rank of each entry among those of the same value, and the count of the most frequent value."""
-    order = np.argsort(index_M, kind="stable")
-    _, first, count = np.unique(index_M[order], return_index=True, return_counts=True)
-    place_M = np.zeros(len(index_M), np.int64)
-    place_M[order] = np.arange(len(index_M)) - np.repeat(first, count)
-    return place_M, int(count.max())
+    order = np.argsort(number_Y, kind="stable")
+    _, first, count = np.unique(number_Y[order], return_index=True, return_counts=True)
+    place_Y = np.zeros(len(number_Y), np.int64)
+    place_Y[order] = np.arange(len(number_Y)) - np.repeat(first, count)
+    return place_Y, int(count.max())
 
 
-def _joined(outs: list[Tensor]) -> Tensor:
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -17,7 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from palestra.engine.bases import resolve_base
-from palestra.engine.kv_cache import capacity_of
+from palestra.engine.kv_cache import pages_of
+from palestra.engine.kv_pages import PAGE_TOKENS, SLACK_DIVISOR
 from palestra.engine.logits import MAX_LOGITS
 from palestra.engine.lora import target_names
 from palestra.engine.lora_config import LoraConfig
@@ -101,8 +102,9 @@ def cache_bytes(
 ) -> int:
     """Returns the KV cache of `answers` answers of `max_tokens` tokens to `prompts` prompts, in elements of `size`
     bytes."""
-    per_token = 2 * shape.layers * shape.kv * size
-    return per_token * (answers * capacity_of(max_tokens) + prompts * capacity_of(prompt_tokens))
+    page_bytes = 2 * shape.layers * shape.kv * size * PAGE_TOKENS
+    pages = answers * pages_of(max_tokens) + prompts * pages_of(prompt_tokens)
+    return page_bytes * (pages + pages // SLACK_DIVISOR)
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, size: int, checkpointing: bool) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from palestra.engine.kv_cache import CacheSlot
+from palestra.engine.kv_pages import CacheSlot
 from palestra.engine.length_limit import length_limit
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
@@ -166,11 +166,9 @@ class LiveSequence:
     slot: CacheSlot | None = None
 
     @property
-    def cache_position(self) -> tuple[int, int]:
+    def cache_position(self) -> int:
         """Sort key of live rows: their order in our KV cache, if they are in it."""
-        if self.slot is None:
-            return 0, 0
-        return self.slot.pool.capacity, self.slot.index
+        return self.slot.pages[0] if self.slot else 0
 
     @property
     def is_full(self) -> bool:

@@ -35,7 +35,8 @@ import torch
 
 from palestra.engine.batch import CachedBatch
 from palestra.engine.fair_queue import FairQueue
-from palestra.engine.kv_cache import CacheFull, default_cache_bytes
+from palestra.engine.kv_cache import default_cache_bytes
+from palestra.engine.kv_pages import CacheFull
 from palestra.engine.live_batch import LiveBatch
 from palestra.engine.malloc import free_memory
 from palestra.engine.models import Engine
@@ -358,7 +359,7 @@ class Sampler:
         (None: all)."""
         for group in reversed(groups):
             group.take_back(group.num_starting if count is None else count)
-            if group not in self.waiting:
+            if group.num_unadmitted and group not in self.waiting:  # none, if it started before another failed
                 self.waiting.push_front(group.request.client, group)
         self._holds_back = True
 

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import LOGPROB_ATOL
 
-from palestra.engine.kv_cache import CacheFull, CacheMemory, KVCache, PrefixStore
+from palestra.engine.kv_cache import KVCache
+from palestra.engine.kv_pages import CacheFull, CacheMemory
 from palestra.engine.lora import Adapter, LoraConfig, Snapshot
 from palestra.engine.models import Engine
+from palestra.engine.prefix_store import PrefixStore, StoredPart
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.testing import tiny_lm
 
@@ -70,7 +72,7 @@ def drive(sampler: Sampler, requests: list[Request]) -> list:
     while sampler.step():
         memory, cache = sampler.batch.memory, sampler.batch.cache
         assert memory.used <= memory.limit
-        assert memory.used == cache.bytes + sum(kv.nbytes for kv in sampler.batch.prefix_store._entries.values())
+        assert memory.used == cache.bytes + sampler.batch.prefix_store.bytes
     return outcomes
 
 
@@ -188,7 +190,7 @@ def test_full_cache_refuses_without_losing_sequences(steps, tokens):
                 for slot, length in zip(new, (size, 1 + size // 2), strict=True):
                     number += 1
                     slot.length = length
-                    slot.kv_L2hTD[:] = number
+                    cache.write(slot, 0, torch.full((2, 2, 2, length, 16), number, dtype=torch.float64))
                     written[slot] = (number, length)
                 slots += new
             elif verb == 2:
@@ -198,26 +200,18 @@ def test_full_cache_refuses_without_losing_sequences(steps, tokens):
             elif verb == 3:
                 cache.regroup(slots, [1 + (size * i) % 70 for i in range(len(slots))])
             elif verb == 4:
-                store.put(size, np.arange(size), torch.zeros(2, 2, 2, size, 16, dtype=torch.float64))
+                part = StoredPart(torch.zeros(2, 2, 2, size, 16, dtype=torch.float64))
+                store.put(size, np.arange(size), [part])
             else:
                 cache.grow(slots)
         except CacheFull:
             assert not store._entries, "stored prefixes are dropped first"
         assert memory.used <= memory.limit
-        assert memory.used == cache.bytes + sum(kv.nbytes for kv in store._entries.values())
+        assert memory.used == cache.bytes + store.bytes
         for slot in slots:
             value, length = written[slot]
-            assert slot.kv_L2hTD.shape[-2] == length and bool((slot.kv_L2hTD == value).all())
-            assert slot.pool.slots[slot.index] is slot
+            assert slot.length == length and bool((cache.read(slot) == value).all())
     cache.free(slots)
     cache.free_empty_pools()
     store.clear()
     assert memory.used == 0
-
-
-def test_each_pool_is_limited_to_its_share_of_the_budget():
-    """Copies of a growing pool then need little room beside it."""
-    cache = KVCache(2, 2, 16, torch.device("cpu"), torch.float64, memory=CacheMemory(1024 * 16 * TOKEN))
-    slots = cache.allocate_answers([16] * 500)
-    pools = {slot.pool for slot in slots}
-    assert len(pools) == 8 and max(pool.bytes for pool in pools) <= 64 * 16 * TOKEN
