@@ -9,28 +9,18 @@ observations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self, cast
+from typing import Literal, cast
 
 import numpy as np
-from pydantic import Field, model_validator
 
 from palestra.algorithms.text.base import add_reference_logprobs, build_sample, skip_at_reference
-from palestra.algorithms.text.credit import (
-    FLAT,
-    Array,
-    batch_advantages,
-    batch_spread,
-    counterfactual_credit,
-    credit_in_context,
-    group_advantages,
-    role_advantages,
-    shapley_credit,
-    total_effect_index,
-)
-from palestra.algorithms.text.groups import GroupAlgorithm, SiblingGroup
-from palestra.algorithms.text.importance import ImportanceSampling, add_old_logprobs
+from palestra.algorithms.text.credit import FLAT, batch_advantages, batch_spread, group_advantages, role_advantages
+from palestra.algorithms.text.groups import SiblingGroup
+from palestra.algorithms.text.grpo_config import GRPOConfig
+from palestra.algorithms.text.importance import add_old_logprobs
+from palestra.algorithms.text.joint_credit import contribution_metrics, credit_group
 from palestra.algorithms.text.kl_reward import (
     Gaps,
     UncreditedSample,
@@ -41,170 +31,21 @@ from palestra.algorithms.text.kl_reward import (
     write_penalties,
 )
 from palestra.learners.base import Learner
-from palestra.losses.policy import LOSSES, KLEstimator
 from palestra.rollouts.metrics import member_name
-from palestra.rollouts.tree_rollout import Branching, Joints
 from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node, Sample, Seat
 
-Baseline = Literal["mean", "others", "batch", "role"]
-Scale = Literal["std", "none", "batch"]
-Credit = Literal["group", "counterfactual", "shapley"]
-CREDIT_FUNCTIONS: dict[str, Callable[[Array, int], Array]] = {
-    "counterfactual": counterfactual_credit,
-    "shapley": shapley_credit,
-}
 ROLE_BASELINES_KEY = "roles"  # key in `memory`: moving average of returns by env and seat
 
 
-class GRPO(ImportanceSampling, GroupAlgorithm):
+class GRPO(GRPOConfig):
     """GRPO, AT-GRPO and variants. The mean of the loss counts every sampled answer, also those with advantage 0.
 
     With crossed joint answers an answer's value is its mean over the joint answers that contain it; with `credit:
-    counterfactual` or `shapley` it is its credit in the joint answer that the episode continued from, see credit.py.
+    counterfactual` or `shapley` it is its credit in the joint answer that the episode continued from, see joint_credit.py.
     """
 
     type: Literal["grpo"] = "grpo"
     """Selects GRPO."""
-    group_size: int = Field(8, ge=1, le=4096)
-    """Siblings per group (group size). 1 needs `baseline: batch` or `role`."""
-    joints: Joints = "paired"
-    """Seats that act at once: `paired` joins first answers with first, second with second; `crossed` evaluates all
-    combinations of their answers."""
-    credit: Credit = "group"
-    """`group` compares values within a group; `counterfactual` and `shapley` split a team's value between its seats
-    (implies crossed joint answers)."""
-    baseline: Baseline = "mean"
-    """Subtracted from a value: the `mean` of its group; the mean of the `others` in it (RLOO, Ahmadian et al., 2024);
-    the mean of the policy's whole `batch` (REINFORCE++, Hu, 2025); the moving average of its seat in its env, `role`
-    (RAE; SPIRAL, Liu et al., 2025)."""
-    scale: Scale = "std"
-    """Divisor of advantages: the group's `std`, `none` (Dr. GRPO, Liu et al., 2025), or the deviation over the policy's
-    whole `batch` (REINFORCE++)."""
-    loss_aggregation: Literal["token", "sequence", "trajectory", "constant"] = "token"
-    """Loss aggregation: `token` gives every token the same weight (DAPO), `sequence` every answer (Shao et al., 2024),
-    `trajectory` every sibling, all turns of a trajectory together; `constant` divides the sum over an answer's tokens
-    by `max_completion_length` (Dr. GRPO)."""
-    flat_groups: Literal["count", "skip", "refill"] = "count"
-    """Groups whose values are all equal: `count` keeps them in the mean (with advantage 0), `skip` leaves them out,
-    `refill` also plays another instance in place of an episode that has no other groups (DAPO's dynamic sampling)."""
-    refill_attempts: int = Field(10, ge=1, le=15)
-    """With `flat_groups: refill`, the largest number of instances played in place of one; the last is kept."""
-    max_completion_length: int | None = Field(None, ge=1)
-    """Token limit of an answer, L_max, for `overlong: penalty` and `loss_aggregation: constant`; null: the policies'
-    `sampling.max_tokens`."""
-    overlong: Literal["keep", "drop", "penalty"] = "keep"
-    """`drop` does not train on answers cut at the token limit; they still count in the baseline and in the mean (DAPO's
-    overlong filter). `penalty` subtracts up to 1 from the value of an answer that comes near the limit (its soft
-    overlong punishment)."""
-    overlong_buffer: int | None = Field(None, ge=1)
-    """With `overlong: penalty`, the tokens before the limit over which the penalty rises from 0 to 1; null: a fifth of
-    `max_completion_length`, as in DAPO."""
-    surrogate: Literal["clipped", "cispo", "gspo"] = "clipped"
-    """Objective: `clipped` (PPO); `cispo` clips the weight, not the gradient, from above only; `gspo` uses
-    sequence-level ratios and needs bounds about a hundred times closer."""
-    clip: float = Field(0.2, gt=0)
-    """Lower clipping distance of the probability ratio: it is kept above 1 - clip."""
-    clip_high: float | None = Field(None, gt=0)
-    """Upper clipping distance (DAPO's clip-higher); null uses `clip`."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of a token with negative advantage to this multiple of it; above 1, only with `surrogate:
-    clipped`."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL penalty to the reference policy, in the loss or, with `kl_in_reward`, in the reward."""
-    kl_in_reward: bool = False
-    """Subtracts the penalty from the rewards instead of adding it to the loss: `kl_coef` times log-probability minus
-    reference log-probability of every token (k1). A value contains it for the whole answer or trajectory (RLOO); with
-    `baseline: batch` or `role` a token's advantage contains it from the token on (REINFORCE++)."""
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of the penalty in the loss: `k3` (Shao et al., 2024), `k2`, whose gradient is unbiased, or `k1`, which
-    needs `kl_importance_weight`."""
-    kl_importance_weight: bool = False
-    """Multiplies the penalty in the loss by the probability ratio to the policy before the update, which makes the
-    gradient of `k1` and `k3` unbiased (DeepSeek-V3.2, 2025)."""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
-
-    @property
-    def branching(self) -> Branching:
-        return replace(super().branching, joints="crossed" if self._crossed else "paired")
-
-    @property
-    def _crossed(self) -> bool:
-        return self.joints == "crossed" or self.credit != "group"
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.dual_clip and self.surrogate != "clipped":
-            raise ValueError(f"dual_clip is of surrogate: clipped, and {self.surrogate} has none: leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _estimated(self) -> Self:
-        chosen = sorted({"kl_estimator", "kl_importance_weight"} & self.model_fields_set)
-        if self.kl_in_reward and (self.kl_importance_weight or self.kl_estimator != "k3"):
-            raise ValueError(
-                f"{chosen[0]} is of a KL penalty in the loss, and kl_in_reward: true puts it into the reward, as k1: "
-                f"leave {chosen[0]} out, or set kl_in_reward: false"
-            )
-        if self.kl_estimator == "k2" and self.kl_importance_weight:
-            raise ValueError(
-                "kl_importance_weight: true is for k1 and k3, and the gradient of kl_estimator: k2 is unbiased without "
-                "it: leave it out"
-            )
-        if self.kl_estimator == "k1" and not self.kl_importance_weight:
-            raise ValueError(
-                "kl_estimator: k1 in the loss has a gradient that averages to 0 and holds nothing: set "
-                "kl_importance_weight: true, kl_in_reward: true, or kl_estimator: k2"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _measured(self) -> Self:
-        alone = self.baseline in ("batch", "role")
-        if self.group_size < 2 and not alone:
-            raise ValueError(
-                "group_size: 1 leaves an answer no sibling to compare it with: raise group_size, or set baseline: "
-                "batch or role"
-            )
-        if alone and self.scale == "std":
-            raise ValueError(
-                f"baseline: {self.baseline} looks beyond the group, and scale: std does not: set scale: batch or none"
-            )
-        if alone and self.credit != "group":
-            raise ValueError(f"credit: {self.credit} is among siblings: set baseline: mean or others")
-        return self
-
-    @model_validator(mode="after")
-    def _joined(self) -> Self:
-        if self._crossed and self.branch_at == "root":
-            raise ValueError(
-                "crossed joints are of single steps: set branch_at: turn, or joints: paired and credit: group"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _refilled(self) -> Self:
-        if self.flat_groups == "refill" and self.baseline in ("batch", "role"):
-            raise ValueError(
-                f"flat_groups: refill needs groups of siblings, and baseline: {self.baseline} compares with others: "
-                "set baseline: mean or others, or flat_groups: count"
-            )
-        return self
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
-
-    @property
-    def needs_max_length(self) -> bool:
-        """True if `max_completion_length` is needed and not set."""
-        return self.max_completion_length is None and (
-            self.overlong == "penalty" or self.loss_aggregation == "constant"
-        )
-
-    @property
-    def max_redraws(self) -> int:
-        return self.refill_attempts if self.flat_groups == "refill" else 0
 
     def has_signal(self, episode: Episode) -> bool:
         """True if the siblings of some group of model answers differ in reward (without the overlong penalty), or the
@@ -219,35 +60,11 @@ class GRPO(ImportanceSampling, GroupAlgorithm):
         held = penalty_of(node, seat) if self._penalises else 0.0
         return super().reward(node, seat) - self._length_penalty(node.answers.get(seat)) - held
 
-    @property
-    def _penalises(self) -> bool:
-        """True if values contain a KL penalty."""
-        return self.kl_in_reward and self.kl_coef > 0
-
     def _length_penalty(self, answer: Answer | None) -> float:
         limit = self.max_completion_length
         if answer is None or self.overlong != "penalty" or limit is None:
             return 0.0
         return overlong_penalty(len(answer.token_ids), limit, self.overlong_buffer or max(1, limit // 5))
-
-    @property
-    def loss(self) -> Callable:
-        return LOSSES["clipped_policy" if self.surrogate == "clipped" else self.surrogate]
-
-    @property
-    def loss_options(self) -> dict[str, Any]:
-        high = self.clip if self.clip_high is None else self.clip_high
-        bounds: dict[str, dict[str, Any]] = {
-            "clipped": {"clip": self.clip, "clip_high": self.clip_high, "dual_clip": self.dual_clip},
-            "cispo": {"clip_high_threshold": 1 + high},
-            "gspo": {"clip_low_threshold": 1 - self.clip, "clip_high_threshold": 1 + high},
-        }
-        options = bounds[self.surrogate] | {"entropy": self.entropy_coef}
-        if self._kl_in_loss:
-            estimator = None if self.kl_estimator == "k3" else self.kl_estimator
-            options |= {"kl": self.kl_coef, "kl_importance_weight": self.kl_importance_weight}
-            options |= {"kl_estimator": estimator}
-        return {name: value for name, value in options.items() if value} | self.importance_options
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
@@ -309,10 +126,6 @@ class GRPO(ImportanceSampling, GroupAlgorithm):
         write_penalties(self.policy_groups(shared.episodes, shared.policy), gaps, self.kl_coef)
         credited, metrics = self._credit(shared.episodes, shared.policy, memory, gaps)
         return credited, metrics | {"reference_kl": float(np.concatenate(list(gaps.values())).mean())}
-
-    @property
-    def _kl_in_loss(self) -> bool:
-        return self.kl_coef > 0 and not self.kl_in_reward
 
     def _flat_groups(self, groups: Sequence[SiblingGroup], episodes: Sequence[Episode], policy: str) -> list[bool]:
         """Returns whether each group's rewards are equal, without the KL penalty. Its advantages are then the
@@ -412,60 +225,6 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
 
 def _has_tokens(group: SiblingGroup) -> bool:
     return any(len(node.answers[group.seat].token_ids) for nodes in group.nodes for node in nodes)
-
-
-def credit_group(group: SiblingGroup, credit: Credit) -> SiblingGroup:
-    """Returns a seat's crossed siblings as a group that contains every answer once. With `credit: group` an answer's
-    value is its mean over the joint answers that contain it; otherwise its credit had it been given in the joint
-    answers that the episode continued from. Raises ValueError if the siblings are not all combinations."""
-    siblings, places, seat = _seated(group)
-    q = value_table(places, group.values)
-    if credit == "group":
-        values = q.mean(axis=tuple(axis for axis in range(q.ndim) if axis != seat))
-    else:
-        values = credit_in_context(CREDIT_FUNCTIONS[credit](q, seat), seat, places[[node.chosen for node in siblings]])
-    nodes = [[siblings[i] for i in np.flatnonzero(places[:, seat] == answer)] for answer in range(len(values))]
-    return SiblingGroup(group.seat, values.tolist(), nodes)
-
-
-def contribution_metrics(group: SiblingGroup, score: Callable[[Node], float]) -> Metrics:
-    """Returns `counterfactual` and `shapley`, the credit of a seat's answer in the joint answers that the episode
-    continued from, and the seat's `influence`; `score` gives the value of a joint answer to the team. Raises ValueError
-    if the siblings are not all combinations."""
-    siblings, places, seat = _seated(group)
-    q = value_table(places, [score(node) for node in siblings])
-    kept = tuple(places[[node.chosen for node in siblings]].T)
-    due = {name: float(credit(q, seat)[kept].mean()) for name, credit in CREDIT_FUNCTIONS.items()}
-    return due | {"influence": total_effect_index(q, seat)}
-
-
-def _seated(group: SiblingGroup) -> tuple[list[Node], np.ndarray, int]:
-    """Returns the siblings, their answer indices [J, N], and the axis of the group's seat."""
-    siblings = [node for (node,) in group.nodes]
-    return siblings, answer_indices(siblings), list(siblings[0].answers).index(group.seat)
-
-
-def answer_indices(siblings: Sequence[Node]) -> np.ndarray:
-    """Returns the answer index of each seat in each sibling [J, N] int64, numbered by first appearance. Raises
-    ValueError if the siblings are not all combinations of the seats' answers."""
-    places = np.zeros((len(siblings), len(siblings[0].answers)), np.int64)
-    for axis, seat in enumerate(siblings[0].answers):
-        seen: dict[int, int] = {}
-        places[:, axis] = [seen.setdefault(id(node.answers[seat]), len(seen)) for node in siblings]
-    if len(np.unique(places, axis=0)) != len(siblings) or len(siblings) != np.prod(places.max(axis=0) + 1):
-        raise ValueError(
-            f"{len(siblings)} siblings are not every combination of what {', '.join(siblings[0].answers)} answered: "
-            "credit across seats needs episodes played with joints: crossed"
-        )
-    return places
-
-
-def value_table(places: np.ndarray, values: Sequence[float]) -> Array:
-    """Returns the value of each joint answer [K, ..., K] float64, from the values of siblings at indices `places` [J,
-    N]."""
-    q = np.empty(places.max(axis=0) + 1)
-    q[tuple(places.T)] = values
-    return q
 
 
 def _beside_role(group: SiblingGroup, averages: dict[str, float]) -> list[float]:

@@ -1,0 +1,191 @@
+"""Settings of GRPO and its variants: their bounds, which of them fit together, and the options of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from palestra.algorithms.text.groups import GroupAlgorithm
+from palestra.algorithms.text.importance import ImportanceSampling
+from palestra.algorithms.text.joint_credit import Credit
+from palestra.losses.policy import LOSSES, KLEstimator
+from palestra.rollouts.tree_rollout import Branching, Joints
+
+Baseline = Literal["mean", "others", "batch", "role"]
+Scale = Literal["std", "none", "batch"]
+
+
+class GRPOConfig(ImportanceSampling, GroupAlgorithm):
+    """Base config of GRPO."""
+
+    group_size: int = Field(8, ge=1, le=4096)
+    """Siblings per group (group size). 1 needs `baseline: batch` or `role`."""
+    joints: Joints = "paired"
+    """Seats that act at once: `paired` joins first answers with first, second with second; `crossed` evaluates all
+    combinations of their answers."""
+    credit: Credit = "group"
+    """`group` compares values within a group; `counterfactual` and `shapley` split a team's value between its seats
+    (implies crossed joint answers)."""
+    baseline: Baseline = "mean"
+    """Subtracted from a value: the `mean` of its group; the mean of the `others` in it (RLOO, Ahmadian et al., 2024);
+    the mean of the policy's whole `batch` (REINFORCE++, Hu, 2025); the moving average of its seat in its env, `role`
+    (RAE; SPIRAL, Liu et al., 2025)."""
+    scale: Scale = "std"
+    """Divisor of advantages: the group's `std`, `none` (Dr. GRPO, Liu et al., 2025), or the deviation over the policy's
+    whole `batch` (REINFORCE++)."""
+    loss_aggregation: Literal["token", "sequence", "trajectory", "constant"] = "token"
+    """Loss aggregation: `token` gives every token the same weight (DAPO), `sequence` every answer (Shao et al., 2024),
+    `trajectory` every sibling, all turns of a trajectory together; `constant` divides the sum over an answer's tokens
+    by `max_completion_length` (Dr. GRPO)."""
+    flat_groups: Literal["count", "skip", "refill"] = "count"
+    """Groups whose values are all equal: `count` keeps them in the mean (with advantage 0), `skip` leaves them out,
+    `refill` also plays another instance in place of an episode that has no other groups (DAPO's dynamic sampling)."""
+    refill_attempts: int = Field(10, ge=1, le=15)
+    """With `flat_groups: refill`, the largest number of instances played in place of one; the last is kept."""
+    max_completion_length: int | None = Field(None, ge=1)
+    """Token limit of an answer, L_max, for `overlong: penalty` and `loss_aggregation: constant`; null: the policies'
+    `sampling.max_tokens`."""
+    overlong: Literal["keep", "drop", "penalty"] = "keep"
+    """`drop` does not train on answers cut at the token limit; they still count in the baseline and in the mean (DAPO's
+    overlong filter). `penalty` subtracts up to 1 from the value of an answer that comes near the limit (its soft
+    overlong punishment)."""
+    overlong_buffer: int | None = Field(None, ge=1)
+    """With `overlong: penalty`, the tokens before the limit over which the penalty rises from 0 to 1; null: a fifth of
+    `max_completion_length`, as in DAPO."""
+    surrogate: Literal["clipped", "cispo", "gspo"] = "clipped"
+    """Objective: `clipped` (PPO); `cispo` clips the weight, not the gradient, from above only; `gspo` uses
+    sequence-level ratios and needs bounds about a hundred times closer."""
+    clip: float = Field(0.2, gt=0)
+    """Lower clipping distance of the probability ratio: it is kept above 1 - clip."""
+    clip_high: float | None = Field(None, gt=0)
+    """Upper clipping distance (DAPO's clip-higher); null uses `clip`."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bounds the loss of a token with negative advantage to this multiple of it; above 1, only with `surrogate:
+    clipped`."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Coefficient of the KL penalty to the reference policy, in the loss or, with `kl_in_reward`, in the reward."""
+    kl_in_reward: bool = False
+    """Subtracts the penalty from the rewards instead of adding it to the loss: `kl_coef` times log-probability minus
+    reference log-probability of every token (k1). A value contains it for the whole answer or trajectory (RLOO); with
+    `baseline: batch` or `role` a token's advantage contains it from the token on (REINFORCE++)."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of the penalty in the loss: `k3` (Shao et al., 2024), `k2`, whose gradient is unbiased, or `k1`, which
+    needs `kl_importance_weight`."""
+    kl_importance_weight: bool = False
+    """Multiplies the penalty in the loss by the probability ratio to the policy before the update, which makes the
+    gradient of `k1` and `k3` unbiased (DeepSeek-V3.2, 2025)."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+
+    @property
+    def branching(self) -> Branching:
+        return replace(super().branching, joints="crossed" if self._crossed else "paired")
+
+    @property
+    def _crossed(self) -> bool:
+        return self.joints == "crossed" or self.credit != "group"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.dual_clip and self.surrogate != "clipped":
+            raise ValueError(f"dual_clip is of surrogate: clipped, and {self.surrogate} has none: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _estimated(self) -> Self:
+        chosen = sorted({"kl_estimator", "kl_importance_weight"} & self.model_fields_set)
+        if self.kl_in_reward and (self.kl_importance_weight or self.kl_estimator != "k3"):
+            raise ValueError(
+                f"{chosen[0]} is of a KL penalty in the loss, and kl_in_reward: true puts it into the reward, as k1: "
+                f"leave {chosen[0]} out, or set kl_in_reward: false"
+            )
+        if self.kl_estimator == "k2" and self.kl_importance_weight:
+            raise ValueError(
+                "kl_importance_weight: true is for k1 and k3, and the gradient of kl_estimator: k2 is unbiased without "
+                "it: leave it out"
+            )
+        if self.kl_estimator == "k1" and not self.kl_importance_weight:
+            raise ValueError(
+                "kl_estimator: k1 in the loss has a gradient that averages to 0 and holds nothing: set "
+                "kl_importance_weight: true, kl_in_reward: true, or kl_estimator: k2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _measured(self) -> Self:
+        alone = self.baseline in ("batch", "role")
+        if self.group_size < 2 and not alone:
+            raise ValueError(
+                "group_size: 1 leaves an answer no sibling to compare it with: raise group_size, or set baseline: "
+                "batch or role"
+            )
+        if alone and self.scale == "std":
+            raise ValueError(
+                f"baseline: {self.baseline} looks beyond the group, and scale: std does not: set scale: batch or none"
+            )
+        if alone and self.credit != "group":
+            raise ValueError(f"credit: {self.credit} is among siblings: set baseline: mean or others")
+        return self
+
+    @model_validator(mode="after")
+    def _joined(self) -> Self:
+        if self._crossed and self.branch_at == "root":
+            raise ValueError(
+                "crossed joints are of single steps: set branch_at: turn, or joints: paired and credit: group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refilled(self) -> Self:
+        if self.flat_groups == "refill" and self.baseline in ("batch", "role"):
+            raise ValueError(
+                f"flat_groups: refill needs groups of siblings, and baseline: {self.baseline} compares with others: "
+                "set baseline: mean or others, or flat_groups: count"
+            )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    @property
+    def needs_max_length(self) -> bool:
+        """True if `max_completion_length` is needed and not set."""
+        return self.max_completion_length is None and (
+            self.overlong == "penalty" or self.loss_aggregation == "constant"
+        )
+
+    @property
+    def max_redraws(self) -> int:
+        return self.refill_attempts if self.flat_groups == "refill" else 0
+
+    @property
+    def _penalises(self) -> bool:
+        """True if values contain a KL penalty."""
+        return self.kl_in_reward and self.kl_coef > 0
+
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self.kl_coef > 0 and not self.kl_in_reward
+
+    @property
+    def loss(self) -> Callable:
+        return LOSSES["clipped_policy" if self.surrogate == "clipped" else self.surrogate]
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        high = self.clip if self.clip_high is None else self.clip_high
+        bounds: dict[str, dict[str, Any]] = {
+            "clipped": {"clip": self.clip, "clip_high": self.clip_high, "dual_clip": self.dual_clip},
+            "cispo": {"clip_high_threshold": 1 + high},
+            "gspo": {"clip_low_threshold": 1 - self.clip, "clip_high_threshold": 1 + high},
+        }
+        options = bounds[self.surrogate] | {"entropy": self.entropy_coef}
+        if self._kl_in_loss:
+            estimator = None if self.kl_estimator == "k3" else self.kl_estimator
+            options |= {"kl": self.kl_coef, "kl_importance_weight": self.kl_importance_weight}
+            options |= {"kl_estimator": estimator}
+        return {name: value for name, value in options.items() if value} | self.importance_options
