@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Preset = dict[str, Any]
+COMLRL: Preset = {"type": "grpo", "branch_at": "turn", "continue_from": "all", "loss_aggregation": "constant"}
 TEXT_PRESETS: dict[str, Preset] = {
     "at_grpo": {"type": "grpo", "branch_at": "turn", "continue_from": "best"},  # Zhao et al., 2025
     "dr_grpo": {  # Liu et al., 2025
@@ -29,6 +30,11 @@ TEXT_PRESETS: dict[str, Preset] = {
         "baseline": "batch",
         "scale": "batch",
     },
+    # CoMLRL 1.4 (Liu et al., 2025, arXiv:2508.04652): trees of joint answers; `joints: crossed` is its mode "cross"
+    "magrpo": COMLRL,
+    "marloo": COMLRL | {"baseline": "others", "scale": "none"},
+    "mareinforce": COMLRL | {"baseline": "none", "scale": "none"},
+    "maremax": COMLRL | {"baseline": "max", "scale": "none"},
 }
 VECTOR_PRESETS: dict[str, Preset] = {
     "ippo": {"type": "ppo", "critic": "own"},  # de Witt et al., 2020

@@ -18,6 +18,7 @@ from palestra.config import validate
 
 ROOT = Path(__file__).parents[2]
 NAMES = {"AT-GRPO": "at_grpo", "Dr. GRPO": "dr_grpo", "DAPO": "dapo", "RLOO": "rloo", "REINFORCE++": "reinforce_pp"}
+NAMES |= {"MAGRPO": "magrpo", "MARLOO": "marloo", "MAREINFORCE": "mareinforce", "MAReMax": "maremax"}
 
 
 def text(algorithm: dict[str, object]) -> TextConfig:

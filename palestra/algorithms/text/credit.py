@@ -16,23 +16,29 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+GroupBaseline = Literal["mean", "others", "max", "none"]
 FLAT = 1e-8  # standard deviations below this are rounding errors
 ROLE_BASELINE_DECAY = 0.95  # of the moving average of a role's returns (SPIRAL, Liu et al., 2025)
 
 
 def group_advantages(
-    values: Sequence[float], *, baseline: Literal["mean", "others"] = "mean", scale: Literal["std", "none"] = "std"
+    values: Sequence[float], *, baseline: GroupBaseline = "mean", scale: Literal["std", "none"] = "std"
 ) -> list[float]:
     """Returns each value's difference from the group's mean, in standard deviations with `scale: std` (Shao et al.,
-    2024, sec. 4.1.2), or from the mean of the other values with `baseline: others` (Ahmadian et al., 2024, eq. 6). All
-    zero if the values do not differ.
+    2024, sec. 4.1.2), or from the mean of the other values with `baseline: others` (Ahmadian et al., 2024, eq. 6), or
+    from the largest with `max` (MAReMax of CoMLRL, Liu et al., 2025). All zero if the values do not differ. With `none`
+    the values themselves (REINFORCE).
 
-    The standard deviation is the population form. [1, 0, 0, 0] gives [1.73, -0.58, -0.58, -0.58]; with `others` and
-    without scaling [1, -0.33, -0.33, -0.33].
+    The standard deviation is the population form; `max` and `none` are not scaled. [1, 0, 0, 0] gives [1.73, -0.58,
+    -0.58, -0.58]; without scaling `others` gives [1, -0.33, -0.33, -0.33], `max` [0, -1, -1, -1].
     """
     array = np.asarray(values, np.float64)
+    if baseline == "none":
+        return array.tolist()
     centred = array - array.mean()
     spread = centred.std()
+    if baseline == "max" and spread >= FLAT:
+        return (array - array.max()).tolist()
     if spread < FLAT:
         return [0.0] * len(array)
     if baseline == "others":

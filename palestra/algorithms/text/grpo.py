@@ -41,7 +41,8 @@ class GRPO(GRPOConfig):
     """GRPO, AT-GRPO and variants. The mean of the loss counts every sampled answer, also those with advantage 0.
 
     With crossed joint answers an answer's value is its mean over the joint answers that contain it; with `credit:
-    counterfactual` or `shapley` it is its credit in the joint answer that the episode continued from, see joint_credit.py.
+    counterfactual` or `shapley` it is its credit in the joint answer that the episode continued from, see
+    joint_credit.py.
     """
 
     type: Literal["grpo"] = "grpo"

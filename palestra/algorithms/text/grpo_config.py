@@ -14,7 +14,7 @@ from palestra.algorithms.text.joint_credit import Credit
 from palestra.losses.policy import LOSSES, KLEstimator
 from palestra.rollouts.tree_rollout import Branching, Joints
 
-Baseline = Literal["mean", "others", "batch", "role"]
+Baseline = Literal["mean", "others", "max", "none", "batch", "role"]
 Scale = Literal["std", "none", "batch"]
 
 
@@ -22,7 +22,7 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     """Base config of GRPO."""
 
     group_size: int = Field(8, ge=1, le=4096)
-    """Siblings per group (group size). 1 needs `baseline: batch` or `role`."""
+    """Siblings per group (group size). 1 needs `baseline: batch`, `role` or `none`."""
     joints: Joints = "paired"
     """Seats that act at once: `paired` joins first answers with first, second with second; `crossed` evaluates all
     combinations of their answers."""
@@ -31,8 +31,8 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     (implies crossed joint answers)."""
     baseline: Baseline = "mean"
     """Subtracted from a value: the `mean` of its group; the mean of the `others` in it (RLOO, Ahmadian et al., 2024);
-    the mean of the policy's whole `batch` (REINFORCE++, Hu, 2025); the moving average of its seat in its env, `role`
-    (RAE; SPIRAL, Liu et al., 2025)."""
+    the `max` of its group (MAReMax of CoMLRL); nothing, `none` (REINFORCE); the mean of the policy's whole `batch`
+    (REINFORCE++, Hu, 2025); the moving average of its seat in its env, `role` (RAE; SPIRAL, Liu et al., 2025)."""
     scale: Scale = "std"
     """Divisor of advantages: the group's `std`, `none` (Dr. GRPO, Liu et al., 2025), or the deviation over the policy's
     whole `batch` (REINFORCE++)."""
@@ -117,10 +117,15 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     @model_validator(mode="after")
     def _measured(self) -> Self:
         alone = self.baseline in ("batch", "role")
-        if self.group_size < 2 and not alone:
+        if self.group_size < 2 and not alone and self.baseline != "none":
             raise ValueError(
                 "group_size: 1 leaves an answer no sibling to compare it with: raise group_size, or set baseline: "
-                "batch or role"
+                "batch, role or none"
+            )
+        if self.baseline in ("max", "none") and self.scale == "std":
+            raise ValueError(
+                f"scale: std is of differences from the mean, and baseline: {self.baseline} has others: set scale: "
+                "batch or none"
             )
         if alone and self.scale == "std":
             raise ValueError(
@@ -140,10 +145,10 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
 
     @model_validator(mode="after")
     def _refilled(self) -> Self:
-        if self.flat_groups == "refill" and self.baseline in ("batch", "role"):
+        if self.flat_groups == "refill" and self.baseline in ("batch", "role", "none"):
             raise ValueError(
-                f"flat_groups: refill needs groups of siblings, and baseline: {self.baseline} compares with others: "
-                "set baseline: mean or others, or flat_groups: count"
+                f"flat_groups: refill is of values compared with their siblings', and baseline: {self.baseline} does "
+                "not compare with them: set baseline: mean or others, or flat_groups: count"
             )
         return self
 

@@ -64,6 +64,13 @@ def test_leave_one_out_advantages_by_hand():
     assert group_advantages([2, 2], baseline="others", scale="none") == [0, 0]
 
 
+def test_advantages_from_the_largest_and_from_nothing_by_hand():
+    assert group_advantages([1, 0, 3], baseline="max", scale="none") == [-2, -3, 0]
+    assert group_advantages([2, 2], baseline="max", scale="none") == [0, 0]
+    assert group_advantages([1, 0, 3], baseline="none", scale="none") == [1, 0, 3]
+    assert group_advantages([2, 2], baseline="none", scale="none") == [2, 2]
+
+
 def test_batch_deviation_by_hand():
     """Of -1, 1, -3, 3 and a flat group's zeros the mean square is 20 / 6."""
     assert batch_spread([[-1, 1], [-3, 3], [0, 0]]) == pytest.approx((20 / 6) ** 0.5)
@@ -330,6 +337,9 @@ def test_role_baseline_uses_the_trajectory_return():
         ({"group_size": 1, "baseline": "others", "scale": "none"}, "no sibling to compare it with"),
         ({"group_size": 1, "baseline": "role"}, "set scale: batch or none"),
         ({"baseline": "batch"}, "set scale: batch or none"),
+        ({"baseline": "max"}, "set scale: batch or none"),
+        ({"baseline": "none"}, "set scale: batch or none"),
+        ({"baseline": "none", "scale": "none", "flat_groups": "refill"}, "set baseline: mean or others"),
         ({"baseline": "role", "scale": "none", "credit": "shapley"}, "set baseline: mean or others"),
         ({"branch_at": "root", "joints": "crossed"}, "set branch_at: turn"),
         ({"branch_at": "root", "credit": "counterfactual"}, "set branch_at: turn"),
@@ -517,7 +527,7 @@ TABLE_OF_NAMES = Path(__file__).parents[3] / "docs" / "algorithms" / "grpo.md"
 def test_every_documented_preset_is_a_config():
     rows = re.findall(r"^\| ([^|]+) \| `(\{[^`]+\})`", TABLE_OF_NAMES.read_text(encoding="utf-8"), re.MULTILINE)
     found = {name.split(" (")[0]: GRPO.model_validate(yaml.safe_load(config)) for name, config in rows}
-    assert len(found) == 14
+    assert len(found) == 18
     assert found["RAE"].baseline == "role" and found["RLOO"].scale == "none"
     assert found["GSPO"].loss_options == pytest.approx(
         {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004, "importance_cap": 2.0}
