@@ -18,13 +18,15 @@ STEPS = 20
 
 
 def config(base, steps):
-    """Two adapters, one of which remembers, checkpoints every other step; a step takes some hundredths of a second."""
+    """Two adapters, one of which remembers, and a pool of instances, with checkpoints every other step; a step takes
+    some hundredths of a second."""
     speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 3}, "lr": 1e-3}
     return {
         "name": "killed",
         "steps": steps,
         "episodes": 6,
         "env": {"type": "toys:Whisper", "turns": 2},
+        "instance_pool": {"size": 9},
         "policies": {"guide": speech | {"history": "conversation"}, "walker": speech | {"batch_size": 10}},
         "algorithm": {"type": "grpo", "group_size": 4},
         "evals": {"dev": {"episodes": 4, "every": 3}},

@@ -10,6 +10,7 @@ stores only a few.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import pickle
 import shutil
@@ -24,7 +25,7 @@ from typing import Any
 from palestra.backends.async_backend import AsyncBackend
 from palestra.learners.lm import LanguageLearner
 from palestra.populations.tasks import Result, Task
-from palestra.rollouts.sources import SUCCESS_KEY, EnvSource, EpisodeCallback
+from palestra.rollouts.sources import STATE_KEYS, EnvSource, EpisodeCallback
 from palestra.rollouts.tree_rollout import Branching
 from palestra.runs.worker_stats import worker_stats
 from palestra.training.text import TextEval
@@ -56,11 +57,11 @@ class EpisodesTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTask(EpisodesTask):
-    """Plays episodes of stage number `stage`. `success` is the running success of each of its envs."""
+    """Plays episodes of stage number `stage`. `source_state` is the state by which its source draws instances."""
 
     stage: int
     branching: Branching
-    success: Mapping[str, float]
+    source_state: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +159,8 @@ class DistributedSource:
     ) -> list[Episode]:
         """Returns the episodes with these numbers, in order, played by the learners' current weights."""
         cast = self.dispatcher.publish_current()
-        success = dict(memory.get(SUCCESS_KEY, {}))
-        task = RolloutTask("", stage=self.stage, branching=branching, success=success)
+        state = copy.deepcopy({key: memory[key] for key in STATE_KEYS if key in memory})
+        task = RolloutTask("", stage=self.stage, branching=branching, source_state=state)
         key = repr((cast.members, task))
         if key not in self._asked:
             self._asked[key] = PendingEpisodes(self.dispatcher, cast, task, self.slice_size)

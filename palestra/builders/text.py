@@ -166,6 +166,8 @@ def _source(
     """Returns a dataset source if the stage has data files, else a source that plays."""
     if records and part.algorithm.max_redraws:
         raise ValueError("flat_groups: refill plays other instances, and data: is recorded: set flat_groups: skip")
+    if records and part.instance_pool:
+        raise ValueError("instance_pool draws instances of envs, and data: is recorded: leave one of them out")
     if records:
         roles = {kind: make_env(**env).roles for kind, env in part.named_envs.items()}
         recorded = DatasetSource(records, lambda: cast.encoding_policies(seats), part.seed, roles)
@@ -182,6 +184,7 @@ def _source(
         part.mix.floor,
         part.mix.rate,
         {kind: make_env(**env).seats for kind, env in part.named_envs.items()},
+        part.instance_pool,
     )
 
 

@@ -34,6 +34,7 @@ from palestra.engine.sampler import SamplingConfig
 from palestra.learners.lm import FullPolicyConfig
 from palestra.remote.samplers.config import SamplerConfig
 from palestra.rollouts.dataset import Data
+from palestra.rollouts.instance_pool import InstancePool
 from palestra.rollouts.sources import Curriculum
 from palestra.types import TEAM
 
@@ -137,6 +138,9 @@ class TextConfig(PolicyRunConfig):
     """Several envs by name, each with `type` and options, drawn as `mix` describes."""
     mix: EnvMixConfig = EnvMixConfig()
     """Sampling weights of `envs`."""
+    instance_pool: InstancePool | None = None
+    """Instances that training returns to, drawn by their measured success (a prompt buffer). Null: every episode has a
+    new instance."""
     data: Data = []
     """Files to train on instead of playing: a path, or a list of paths or entries. A step reads its episodes from
     them."""

@@ -1,6 +1,7 @@
 """Episode sources: episodes played now, in one env or in several drawn by weight and success.
 
-The env of an episode is a function of the run's seed, the episode's number, and the success measured so far.
+The env and the instance of an episode are a function of the run's seed, the episode's number, and the success measured
+so far.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+
 from palestra.policies.base import Policy
+from palestra.rollouts.instance_pool import POOL_KEY, InstancePool
 from palestra.rollouts.metrics import episode_metrics
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.seeding import derive_seed
@@ -20,6 +24,7 @@ from palestra.types import AlgorithmState, Episode, Metrics, Seat
 Curriculum = Literal["fixed", "frontier"]
 EpisodeCallback = Callable[[Episode], None] | None
 SUCCESS_KEY = "success"  # key in `memory`: the running success of each env
+STATE_KEYS = (SUCCESS_KEY, POOL_KEY)  # keys in `memory` that decide which instances are played
 
 
 class EpisodeSource(Protocol):
@@ -43,7 +48,8 @@ class EnvSource:
 
     Envs are drawn by their `weights` (default: equal); with `curriculum: frontier` times s(1 - s), s being the env's
     running success: most at s = 1/2, as in sampling for learnability (Rutherford et al., 2024, eq. 1). `floor` is the
-    share drawn by weight alone. The running success is an exponential average over about 1 / `rate` steps.
+    share drawn by weight alone. The running success is an exponential average over about 1 / `rate` steps. Instances
+    are new ones, or those of `pool`.
     """
 
     arenas: Mapping[str, EpisodeRunner]
@@ -54,6 +60,7 @@ class EnvSource:
     floor: float = 0.1
     rate: float = 0.2
     env_seats: Mapping[str, Sequence[Seat]] = field(default_factory=dict)
+    pool: InstancePool | None = None
 
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
@@ -70,18 +77,23 @@ class EnvSource:
     def episode_specs(self, numbers: Sequence[int], memory: AlgorithmState) -> list[tuple[str, EpisodeSpec]]:
         """Returns the episode specs of these numbers, each with the name of its runner. Runs of different seeds have
         different instances."""
-        seats = self.seats()
-        return [self.episode_spec(number, seats, memory) for number in numbers]
+        seats, shares = self.seats(), self.env_probabilities(memory)
+        pools = {name: np.cumsum(self.pool.probabilities(name, memory)) for name in self.arenas} if self.pool else {}
+        return [self._episode_spec(number, seats, shares, pools) for number in numbers]
 
-    def episode_spec(
-        self, number: int, seats: Mapping[Seat, Policy], memory: AlgorithmState
+    def _episode_spec(
+        self, number: int, seats: Mapping[Seat, Policy], shares: Mapping[str, float], pools: Mapping[str, np.ndarray]
     ) -> tuple[str, EpisodeSpec]:
-        """Returns one episode spec and the name of its runner."""
-        shares = self.env_probabilities(memory)
+        """Returns one episode spec and the name of its runner; `pools` are cumulative probabilities of instances."""
         rng = random.Random(derive_seed(self.seed, "env", number))
         name = rng.choices(list(shares), list(shares.values()))[0]
         own = {seat: seats[seat] for seat in self.env_seats.get(name, seats)}
-        return name, EpisodeSpec((self.seed % 2**31 << 32) + number, own, derive_seed(self.seed, "play", number))
+        index = int(np.searchsorted(pools[name][:-1], rng.random(), side="right")) if pools else number
+        return name, EpisodeSpec(self._first_instance + index, own, derive_seed(self.seed, "play", number))
+
+    @property
+    def _first_instance(self) -> int:
+        return self.seed % 2**31 << 32
 
     def env_probabilities(self, memory: AlgorithmState) -> dict[str, float]:
         """Returns the current probability of each env."""
@@ -94,10 +106,22 @@ class EnvSource:
         return {name: self.floor * plain[name] + (1 - self.floor) * aimed[name] for name in self.arenas}
 
     def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
-        """Updates the running success of each env that was played; with several envs, returns each one's success in
-        this step and its probability in the next."""
-        if len(self.arenas) == 1:
-            return {}
+        """Updates the running success of each env that was played, and of the instances of its pool. With several envs,
+        returns each one's success in this step and its probability in the next; with a pool, its metrics."""
+        pooled = self._observe_pools(episodes, memory)
+        return pooled if len(self.arenas) == 1 else pooled | self._observe_envs(episodes, memory)
+
+    def _observe_pools(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
+        """Updates the running success of the pools' instances; returns metrics, by env if there are several."""
+        metrics: Metrics = {}
+        for name in self.arenas if self.pool else ():
+            assert self.pool is not None
+            outcomes = [(episode.seed - self._first_instance, episode) for episode in episodes if episode.env == name]
+            prefix = f"{name}." if len(self.arenas) > 1 else ""
+            metrics |= {f"{prefix}{k}": v for k, v in self.pool.observe(name, outcomes, memory).items()}
+        return metrics
+
+    def _observe_envs(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
         metrics: Metrics = {}
         running = memory.setdefault(SUCCESS_KEY, {})
         for name in self.arenas:

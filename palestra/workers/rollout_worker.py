@@ -20,7 +20,6 @@ from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.learners.lm import LanguageLearner
 from palestra.populations.tasks import Task
-from palestra.rollouts.sources import SUCCESS_KEY
 from palestra.runs.worker_stats import worker_stats
 from palestra.training.text import play_instances
 from palestra.types import Episode
@@ -66,7 +65,7 @@ class RolloutWorker:
             return await play_instances(evaluation.arena, policies, task.numbers, task.seed, samples=samples)
         assert isinstance(task, RolloutTask)
         source = self.setup.stages[self.stages[task.stage]].source
-        return await source.play(task.numbers, task.branching, {SUCCESS_KEY: dict(task.success)})
+        return await source.play(task.numbers, task.branching, dict(task.source_state))
 
 
 def rollout_config(config: TextConfig) -> tuple[dict[int, int], TextConfig]:
