@@ -61,6 +61,23 @@ class Whisper(Env):
         return self.secret if seat == "guide" else "10"[int(self.heard)]
 
 
+class Odd(Env):
+    """One answer to a line of noise, right if it means 1 (see `bit`)."""
+
+    name = "odd"
+    seats = ("agent",)
+
+    def __init__(self, *, split: str = "train") -> None:
+        self.split = split
+
+    def reset(self, seed: int) -> Step:
+        return Step({"agent": "".join(random.Random(f"{self.split} {seed}").choices("abcdefgh", k=6))})
+
+    def step(self, actions: dict[str, str]) -> Step:
+        right = bit(actions["agent"]) == "1"
+        return Step({}, {"agent": float(right)}, info={"success": right})
+
+
 class Chant(Env):
     """A caller, a herald and a walker speak in turn; what they see is the same in every instance."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from palestra.builders.engines import Engines, build_engines
+from palestra.builders.learned_reward import learned_reward_source
 from palestra.builders.seats import resolve_seats
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
@@ -166,8 +167,10 @@ def _source(
     """Returns a dataset source if the stage has data files, else a source that plays."""
     if records and part.algorithm.max_redraws:
         raise ValueError("flat_groups: refill plays other instances, and data: is recorded: set flat_groups: skip")
-    if records and part.instance_pool:
-        raise ValueError("instance_pool draws instances of envs, and data: is recorded: leave one of them out")
+    if records and (part.instance_pool or part.reward_model):
+        raise ValueError(
+            "instance_pool and reward_model are of envs that are played, and data: is recorded: leave them out"
+        )
     if records:
         roles = {kind: make_env(**env).roles for kind, env in part.named_envs.items()}
         recorded = DatasetSource(records, lambda: cast.encoding_policies(seats), part.seed, roles)
@@ -175,7 +178,7 @@ def _source(
             recorded.check(part.algorithm, learning)
         return recorded
     teachers = {} if part.algorithm.needs_teacher else _teachers(part)
-    return EnvSource(
+    source = EnvSource(
         arenas,
         lambda: cast.training_policies(seats, teachers),
         part.seed,
@@ -186,6 +189,7 @@ def _source(
         {kind: make_env(**env).seats for kind, env in part.named_envs.items()},
         part.instance_pool,
     )
+    return learned_reward_source(part, source, cast.engines, cast.learners) if part.reward_model else source
 
 
 def _assign_teachers(parts: Sequence[TextConfig], cast: PolicyResolver) -> None:

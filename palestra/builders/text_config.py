@@ -25,6 +25,7 @@ from palestra.algorithms.text.dpo import DPO
 from palestra.algorithms.text.grpo import GRPO
 from palestra.algorithms.text.kto import KTO
 from palestra.algorithms.text.ppo import PPO
+from palestra.algorithms.text.reward_model import RewardModel
 from palestra.algorithms.text.sft import SFT
 from palestra.backends.config import RolloutBackendConfig
 from palestra.builders.run_config import EvalConfig, PolicyRunConfig
@@ -35,6 +36,7 @@ from palestra.learners.lm import FullPolicyConfig
 from palestra.remote.samplers.config import SamplerConfig
 from palestra.rollouts.dataset import Data
 from palestra.rollouts.instance_pool import InstancePool
+from palestra.rollouts.learned_reward import LearnedRewardConfig
 from palestra.rollouts.sources import Curriculum
 from palestra.types import TEAM
 
@@ -63,7 +65,7 @@ def _algorithm_class(path: str) -> type[TextAlgorithm]:
 
 
 TextAlgorithmConfig = Annotated[
-    GRPO | Distill | DPO | KTO | PPO | SFT,
+    GRPO | Distill | DPO | KTO | PPO | RewardModel | SFT,
     Field(discriminator="type"),
     WrapValidator(_own_algorithm),
     PlainSerializer(lambda algorithm: algorithm.model_dump(mode="json"), return_type=dict),
@@ -141,13 +143,15 @@ class TextConfig(PolicyRunConfig):
     instance_pool: InstancePool | None = None
     """Instances that training returns to, drawn by their measured success (a prompt buffer). Null: every episode has a
     new instance."""
+    reward_model: LearnedRewardConfig | None = None
+    """Reward model whose rewards training has, in place of the env's or beside them. Null: none."""
     data: Data = []
     """Files to train on instead of playing: a path, or a list of paths or entries. A step reads its episodes from
     them."""
     policies: dict[str, PolicyConfig]
     algorithm: TextAlgorithmConfig = GRPO()
-    """Training algorithm: `type` is distill, grpo, dpo, kto, ppo, sft, or "module:Class" for a subclass of
-    TextAlgorithm."""
+    """Training algorithm: `type` is distill, grpo, dpo, kto, ppo, reward_model, sft, or "module:Class" for a subclass
+    of TextAlgorithm."""
     stages: list[StageConfig] = []
     """Stages that the run goes through in order, training the same weights. Empty: one stage with the run's own
     settings."""

@@ -86,6 +86,29 @@ def _log_ratio(tokens: LossInputs, reference_free: bool) -> Tensor:
     return tokens.logp_M - tokens.ref_logp_M
 
 
+def bradley_terry_loss(tokens: LossInputs, *, center_coef: float = 0.0) -> tuple[Tensor, TensorMetrics]:
+    """Loss of a reward model: -log sigmoid(r(chosen) - r(rejected)), averaged over pairs (Ouyang et al., 2022, eq. 1).
+    The rewards are values of a head, with advantage 1 on the chosen and -1 on the rejected side.
+
+    `center_coef` weighs the square of r(chosen) + r(rejected) (Eisenstein et al., 2023, eq. 2). Metrics, means over
+    pairs: `accuracy`, the share with the higher reward on the chosen side; `margin`, the difference; `chosen_reward`
+    and `rejected_reward`. Raises ValueError for a missing `group_M` or `value_M`.
+    """
+    if tokens.group_M is None or tokens.value_M is None:
+        raise ValueError("a reward model needs the number of each token's pair, and the values of a head")
+    summed = _group_sum(tokens.group_M)
+    chosen = summed(tokens.advantage_M.clamp(min=0) * tokens.value_M)
+    rejected = summed(-tokens.advantage_M.clamp(max=0) * tokens.value_M)
+    share, margin = summed(tokens.weight_M), chosen - rejected
+    loss = (share * (center_coef * (chosen + rejected).square() - logsigmoid(margin))).sum()
+    return loss, {
+        "accuracy": (share * (margin > 0)).sum(),
+        "margin": (share * margin.detach()).sum(),
+        "chosen_reward": (share * chosen.detach()).sum(),
+        "rejected_reward": (share * rejected.detach()).sum(),
+    }
+
+
 def kto_loss(tokens: LossInputs, *, beta: float = 0.1) -> tuple[Tensor, TensorMetrics]:
     """KTO loss of each side's log-ratio h to the reference, averaged over sides: w (1 - sigmoid(beta h)) of a desirable
     one and w (1 - sigmoid(-beta h)) of an undesirable one (Ethayarajh et al., 2024).

@@ -17,7 +17,7 @@ import torch
 from palestra.algorithms.text.grpo import GRPO
 from palestra.engine.micro_batch import micro_batches, token_weight
 from palestra.losses.policy import LOSSES, LossInputs
-from palestra.losses.preferences import MEAN_KINDS, kto_loss, preference_loss
+from palestra.losses.preferences import MEAN_KINDS, bradley_terry_loss, kto_loss, preference_loss
 from palestra.types import Answer, Episode, Node, Sample
 
 HERE = Path(__file__).parent
@@ -145,12 +145,17 @@ def kto_case() -> dict:
     return {"trainer": "kto", "config": config, "kl": [0.1, 0.5], "label": [1, 0, 1, 1, 0, 0]} | draw(11, LENGTHS)
 
 
+def reward_case(center: float | None) -> dict:
+    """Rewards of three chosen and three rejected sides, one value each."""
+    return {"trainer": "reward", "center": center} | draw(12, [1] * 6)
+
+
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, dict]:
     """TRL's answers to all cases, from one process."""
     cases = {name: policy_case(name) for name in POLICY} | {name: preference_case(name) for name in PREFERENCES}
     cases |= {name: flat_case(name) for name in SETTINGS} | {name: pairwise_case(name) for name in PAIRWISE}
-    cases |= {"kto": kto_case()}
+    cases |= {"kto": kto_case(), "reward": reward_case(None), "centered reward": reward_case(0.01)}
     plain = json.dumps(list(cases.values()), default=np.ndarray.tolist)
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -254,6 +259,18 @@ def test_preference_losses_equal_trl(theirs: dict[str, dict], name: str) -> None
     tokens = scored(case, advantages, weights, groups)
     value, _ = preference_loss(tokens, beta=0.4, **options)
     agree(tokens, value, theirs[name], case["mask"])
+
+
+@pytest.mark.parametrize(("name", "center"), [("reward", None), ("centered reward", 0.01)])
+def test_reward_model_loss_equals_trl(theirs: dict[str, dict], name: str, center: float | None) -> None:
+    case = reward_case(center)
+    signs, pairs = np.repeat([1.0, -1.0], 3), np.tile(np.arange(3), 2)
+    tokens = scored(case, signs, np.full(6, 1 / 6), pairs)
+    value, metrics = bradley_terry_loss(tokens._replace(value_M=tokens.logp_M), center_coef=center or 0.0)
+    agree(tokens, value, theirs[name], case["mask"])
+    chosen, rejected = case["logp"][:3, 0], case["logp"][3:, 0]
+    assert metrics["accuracy"].item() == pytest.approx((chosen > rejected).mean())
+    assert metrics["margin"].item() == pytest.approx((chosen - rejected).mean())
 
 
 def test_kto_loss_equals_trl(theirs: dict[str, dict]) -> None:

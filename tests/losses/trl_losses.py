@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
@@ -143,7 +143,19 @@ def orpo(case: dict[str, Any], logp: torch.Tensor) -> torch.Tensor:
     return -chosen.mean() - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0].mean()
 
 
-TRAINERS = {"grpo": grpo, "dpo": dpo, "kto": kto, "simpo": simpo, "orpo": orpo}
+def reward(case: dict[str, Any], rewards: torch.Tensor) -> torch.Tensor:
+    """A reward for each side, in place of its only token's log-probability."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(center_rewards_coefficient=case["center"]),
+        model=SimpleNamespace(training=False),
+        accelerator=ALONE,
+        _total_train_tokens=0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    return RewardTrainer.compute_loss(trainer, lambda **_: SimpleNamespace(logits=rewards), {})
+
+
+TRAINERS = {"grpo": grpo, "dpo": dpo, "kto": kto, "simpo": simpo, "orpo": orpo, "reward": reward}
 
 
 def answer(case: dict[str, Any]) -> dict[str, Any]:

@@ -23,21 +23,55 @@ from palestra.types import AlgorithmState, Answer, Episode, Metrics, Sample
 MIN_VALUE_GAP = 1e-8  # smaller differences between values are rounding errors
 
 
-class DPO(GroupAlgorithm):
-    """DPO and its variants on pairs of siblings from the policy's own episodes.
+class PairAlgorithm(GroupAlgorithm):
+    """Base config of algorithms that learn from pairs of siblings. Two siblings with the same text form no pair."""
 
-    Two siblings with the same text form no pair. With `at: root` a side is every answer of a seat along its trajectory.
-    For the loss see `preference_loss`.
-    """
-
-    type: Literal["dpo"] = "dpo"
-    """Selects online DPO."""
     group_size: int = Field(4, ge=2, le=4096)
     """Siblings per group (group size)."""
     pairs: Literal["best_worst", "all"] = "best_worst"
     """`best_worst` makes one pair per group; `all` pairs every two siblings whose values differ."""
     min_margin: float = Field(0.0, ge=0)
     """Minimum difference of two siblings' values, in units of reward, to form a pair."""
+
+    def find_pairs(
+        self, episodes: Sequence[Episode], policy: str
+    ) -> tuple[list[SiblingGroup], list[tuple[int, int, int]], Metrics]:
+        """Returns the groups of `policy`, its pairs as (number of the group, better sibling, worse sibling), and
+        metrics. Writes to each answer's node the number of pairs it wins minus the number it loses.
+
+        `groups` and `pairs` are counts; `zero_std_fraction` is the share of groups without a pair.
+        """
+        groups = self.policy_groups(episodes, policy)
+        pairs: list[tuple[int, int, int]] = []
+        flat = 0
+        for number, group in enumerate(groups):
+            found = self._paired(group.values, answered_sides(group))
+            _annotate(group, found)
+            pairs += [(number, better, worse) for better, worse in found]
+            flat += not found
+        share = flat / len(groups) if groups else 0.0
+        return groups, pairs, {"groups": float(len(groups)), "pairs": float(len(pairs)), "zero_std_fraction": share}
+
+    def _paired(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
+        """Returns index pairs (better, worse) of siblings whose values and texts differ."""
+        said = [[(answer.prompt_ids.tolist(), answer.token_ids.tolist()) for answer in side] for side in sides]
+        gaps = {
+            (better, worse): values[better] - values[worse]
+            for better, worse in permutations(range(len(sides)), 2)
+            if said[better] and said[worse] and said[better] != said[worse]
+        }
+        found = [pair for pair, gap in gaps.items() if gap > max(MIN_VALUE_GAP, self.min_margin - MIN_VALUE_GAP)]
+        return found if self.pairs == "all" else sorted(found, key=lambda pair: -gaps[pair])[:1]
+
+
+class DPO(PairAlgorithm):
+    """DPO and its variants on pairs of siblings from the policy's own episodes.
+
+    With `branch_at: root` a side is every answer of a seat along its trajectory. For the loss see `preference_loss`.
+    """
+
+    type: Literal["dpo"] = "dpo"
+    """Selects online DPO."""
     loss_type: PreferenceKind = "sigmoid"
     """Loss: `sigmoid` (DPO), `hinge` (SLiC) or `ipo`; without a reference `simpo` or `orpo`."""
     beta: float | None = Field(None, gt=0)
@@ -80,23 +114,14 @@ class DPO(GroupAlgorithm):
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the pairs that `policy` trains on, as groups of samples with the chosen side first, and metrics.
-        Writes to each answer's node the number of pairs it wins minus the number it loses.
-
-        `groups` and `pairs` are counts; `zero_std_fraction` is the share of groups without a pair.
-        """
-        groups = self.policy_groups(episodes, policy)
+        """Returns the pairs that `policy` trains on, as groups of samples with the chosen side first, and the metrics
+        of `find_pairs`."""
+        groups, pairs, metrics = self.find_pairs(episodes, policy)
         samples: list[Sample] = []
-        pairs = flat = 0
-        for group in groups:
-            sides = answered_sides(group)
-            found = self._paired(group.values, sides)
-            _annotate(group, found)
-            for number, (better, worse) in enumerate(found, pairs):
-                samples += _pair(sides[better], sides[worse], number, mean=self.loss_type in MEAN_KINDS)
-            pairs, flat = pairs + len(found), flat + (not found)
-        share = flat / len(groups) if groups else 0.0
-        return samples, {"groups": float(len(groups)), "pairs": float(pairs), "zero_std_fraction": share}
+        for number, (group, better, worse) in enumerate(pairs):
+            sides = answered_sides(groups[group])
+            samples += _pair(sides[better], sides[worse], number, mean=self.loss_type in MEAN_KINDS)
+        return samples, metrics
 
     @property
     def needs_reference(self) -> bool:
@@ -106,17 +131,6 @@ class DPO(GroupAlgorithm):
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
         return (await add_reference_logprobs(samples, learner) if self.needs_reference and samples else samples), {}
-
-    def _paired(self, values: Sequence[float], sides: Sequence[Sequence[Answer]]) -> list[tuple[int, int]]:
-        """Returns index pairs (better, worse) of siblings whose values and texts differ."""
-        said = [[(answer.prompt_ids.tolist(), answer.token_ids.tolist()) for answer in side] for side in sides]
-        gaps = {
-            (better, worse): values[better] - values[worse]
-            for better, worse in permutations(range(len(sides)), 2)
-            if said[better] and said[worse] and said[better] != said[worse]
-        }
-        found = [pair for pair, gap in gaps.items() if gap > max(MIN_VALUE_GAP, self.min_margin - MIN_VALUE_GAP)]
-        return found if self.pairs == "all" else sorted(found, key=lambda pair: -gaps[pair])[:1]
 
 
 def answered_sides(group: SiblingGroup) -> list[list[Answer]]:

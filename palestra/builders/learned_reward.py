@@ -1,0 +1,73 @@
+"""Builds the source of episodes that a reward model scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from palestra.algorithms.text.reward_model import scoring_sample
+from palestra.builders.engines import Engines
+from palestra.builders.text_config import TextConfig
+from palestra.config import load, validate
+from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
+from palestra.rollouts.learned_reward import LearnedRewardSource
+from palestra.rollouts.sources import EnvSource
+from palestra.runs import list_checkpoints
+from palestra.types import Answer
+
+
+def learned_reward_source(
+    part: TextConfig, source: EnvSource, engines: object, learners: Mapping[str, LanguageLearner]
+) -> LearnedRewardSource:
+    """Returns `source` with the rewards of the reward model that a stage's `reward_model` names.
+
+    Raises ValueError if there is none, if it reads other tokens than the learners write, if it would have to choose
+    branches, or if the run plays or trains in other processes.
+    """
+    settings = part.reward_model
+    assert settings is not None
+    if not isinstance(engines, Engines) or engines.ranks.world_size > 1 or part.backend.type != "inline":
+        raise ValueError(
+            "reward_model scores answers in the one process of a run: leave out engine:, backend: and torchrun"
+        )
+    branching = part.algorithm.branching
+    if branching.at == "turn" and branching.keep in ("best", "epsilon"):
+        raise ValueError(
+            f"continue_from: {branching.keep} chooses by rewards during play, and those of reward_model are known "
+            "after it: set algorithm.branch_at: root, or continue_from: random or all"
+        )
+    judge = _load(settings.path, engines)
+    for name, learner in learners.items():
+        if learner.encoder.tokenizer.get_vocab() != judge.encoder.tokenizer.get_vocab():
+            raise ValueError(
+                f"reward_model: {settings.path} has another vocabulary than policies.{name}, and scores its tokens: "
+                "train a reward model on the same base"
+            )
+    return LearnedRewardSource(source, partial(score_answers, judge), settings, set(learners))
+
+
+async def score_answers(judge: LanguageLearner, answers: Sequence[Answer]) -> list[float]:
+    """Returns the reward of each answer."""
+    return [float(value[0]) for value in await judge.values([scoring_sample(answer) for answer in answers])]
+
+
+def _load(path: str, engines: Engines) -> LanguageLearner:
+    """Returns the reward model of a run's newest checkpoint."""
+    folder, _, name = path.rpartition(":") if not Path(path).exists() else (path, "", "")
+    run = Path(folder)
+    checkpoints = list_checkpoints(run) if (run / "config.yaml").exists() else []
+    if not checkpoints:
+        raise ValueError(f"reward_model: {path} is no run with a checkpoint: give the folder of a run, or RUN:NAME")
+    config, checkpoint = validate(TextConfig, load(run / "config.yaml")), checkpoints[-1]
+    name = name or next(iter(checkpoint.names))
+    if name not in checkpoint.names or not (checkpoint.path / checkpoint.names[name] / "critic.safetensors").exists():
+        raise ValueError(
+            f"reward_model: {path} has no reward model: train one with algorithm: {{type: reward_model}}; the run has "
+            f"{', '.join(checkpoint.names)}"
+        )
+    policy = config.policies[name]
+    assert isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
+    judge = engines.build_learner(name, policy, 0, critic=True)
+    judge.load(checkpoint.path / checkpoint.names[name])
+    return judge

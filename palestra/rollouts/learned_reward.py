@@ -1,0 +1,73 @@
+"""Rewards of a reward model, given to the answers of episodes after they are played: a learned judge."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from palestra.config import StrictModel
+from palestra.envs.reward_terms import REWARD_TERMS_KEY
+from palestra.rollouts.metrics import member_name
+from palestra.rollouts.sources import EpisodeCallback, EpisodeSource
+from palestra.rollouts.tree_rollout import Branching
+from palestra.types import AlgorithmState, Answer, Episode, Metrics, Node
+
+LEARNED_TERM = "reward_model"  # name of the reward model's part of a reward
+ENV_TERM = "env"  # name of the env's part, if the env names none itself
+Score = Callable[[Sequence[Answer]], Awaitable[Sequence[float]]]  # the reward of each answer
+
+
+class LearnedRewardConfig(StrictModel):
+    """Rewards of a reward model that another run trained (`algorithm: {type: reward_model}`)."""
+
+    path: str
+    """The run, or RUN:NAME for one of several policies."""
+    weight: float = 1.0
+    """Weight of the reward model's rewards: each answer in training has one, added to the rewards of its seat."""
+    env_weight: float = Field(0.0, ge=0)
+    """Weight of the env's own rewards. 0: training has the reward model's alone; success and evaluations are still the
+    env's."""
+
+
+@dataclass
+class LearnedRewardSource:
+    """The episodes of `source`, with rewards by `score` for the answers of the policies in `learners`. They are known
+    after play, and no branch is chosen by them."""
+
+    source: EpisodeSource
+    score: Score
+    config: LearnedRewardConfig
+    learners: Collection[str]
+
+    async def play(
+        self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
+    ) -> list[Episode]:
+        """Returns the episodes of these numbers, in order, with their new rewards."""
+        episodes = await self.source.play(numbers, branching, memory, on_episode)
+        nodes = [node for episode in episodes if episode.error is None for node in episode.nodes]
+        answers = {id(answer): answer for node in nodes for answer in self._scored(node).values()}
+        scores = dict(zip(answers, await self.score(list(answers.values())) if answers else [], strict=True))
+        for node in nodes:
+            self._reward(node, {seat: scores[id(answer)] for seat, answer in self._scored(node).items()})
+        return episodes
+
+    def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
+        return self.source.observe(episodes, memory)
+
+    def _scored(self, node: Node) -> dict[str, Answer]:
+        """Returns the answers of the learners that have tokens, by seat."""
+        own = {seat: a for seat, a in node.answers.items() if member_name(a.policy) in self.learners}
+        return {seat: answer for seat, answer in own.items() if len(answer.token_ids)}
+
+    def _reward(self, node: Node, scores: dict[str, float]) -> None:
+        """Replaces the rewards of a node, and their named terms."""
+        env, learned = self.config.env_weight, self.config.weight
+        terms = {seat: dict(own) for seat, own in node.info.get(REWARD_TERMS_KEY, {}).items()}
+        for seat, score in scores.items():
+            own = terms.get(seat) or {ENV_TERM: node.rewards.get(seat, 0.0)}
+            terms[seat] = {name: env * value for name, value in own.items()} | {LEARNED_TERM: learned * score}
+            node.rewards[seat] = env * node.rewards.get(seat, 0.0) + learned * score
+        node.team_reward *= env
+        node.info = node.info | {REWARD_TERMS_KEY: terms}
