@@ -156,3 +156,15 @@ def test_options_out_of_range_are_refused():
         MathRelay(signs=[])
     with pytest.raises(ValueError, match="call reset"):
         MathRelay().step({"first": "1"})
+
+
+def test_a_lone_seat_observes_the_whole_story_and_answers_once():
+    env = MathRelay(team="single", shots=1, limit=30, split="test")
+    asked = env.reset(0).observations["solver"].messages
+    assert asked[-1]["content"] == f"{env.story.opening} {env.story.rest}"
+    assert asked[2]["content"] == "{0.middle}, {0.end}".format(relay_story(0, 30, "base"))
+    last = env.step({"solver": env.expert("solver", random.Random(0))})
+    assert last.done and not last.rewards and last.team_reward == 1.0 and last.info["success"]
+    env.reset(0)
+    assert env.step({"solver": "22 - 10 = 12, 12 + 14 = 27"}).team_reward == 0.0
+    check_env(lambda: MathRelay(team="single", split="train"))

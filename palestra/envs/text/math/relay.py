@@ -3,7 +3,7 @@
 Neither seat can answer alone, and neither can copy: the first does not observe the question, the second does not
 observe the numbers that the story begins with. Made for small instruct models: short parts in English, messages and
 answers of one line, worked examples as earlier turns of the conversation (`shots`). Only right numbers are rewarded,
-never a form.
+never a form. For comparison, a lone seat may observe the whole story.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from palestra.types import Seat, Step
 
 RelayedMessage = Literal["sent", "blank", "foreign"]
 Signs = Literal["++", "+-", "-+", "--"]  # what the two parts of a story do: add or take away
-FIRST, SECOND = "first", "second"
+RelayTeam = Literal["relay", "single"]
+FIRST, SECOND, SOLVER = "first", "second", "solver"
+SEATS: dict[RelayTeam, tuple[Seat, ...]] = {"relay": (FIRST, SECOND), "single": (SOLVER,)}
 ROLES: dict[Seat, str] = {
     FIRST: "You read the first part of a story. Tell your colleague, who reads the rest, how many there are by then. "
     "Answer with the calculation and its result, for example 12 + 9 = 21.",
     SECOND: "Your colleague tells you how a story begins; you read the rest. Answer its question with the calculation "
     "and its result, for example 21 - 4 = 17.",
+    SOLVER: "You read a story and answer its question. Answer with the calculations and their results, for example "
+    "12 + 9 = 21, 21 - 4 = 17.",
 }
 MAX_MESSAGE_CHARS = 80  # characters of the first seat's reply that the second observes
 LARGEST_LIMIT = 10_000  # largest value of `limit`
@@ -75,7 +79,8 @@ class MathRelay(Env):
 
     `limit` is the largest number of a story, `signs` what its parts do: "+-" adds in the first and takes away in the
     second; each is as frequent. `shots` worked examples precede every question as turns of the
-    conversation; they belong to the split `base`, in which no one is trained or evaluated. Rewards: the team 1 for a
+    conversation; they belong to the split `base`, in which no one is trained or evaluated. With team `single` the one
+    seat `solver` observes the whole story. Rewards: the team 1 for a
     right final answer, `first` 1 for a message whose last number is right (`reward: dense`). For ablations, `message:
     blank` replaces the message by nothing and `foreign` by the right one of another story; rewards stay those of what
     was sent. Info: `success`, `turn`, by seat `answers` and `invalid` (no number in the reply); in the last step
@@ -84,12 +89,11 @@ class MathRelay(Env):
 
     name: ClassVar[str] = "math_relay"
     replaces_state = True
-    seats = (FIRST, SECOND)
-    roles = ROLES
 
     def __init__(
         self,
         *,
+        team: RelayTeam = "relay",
         limit: int = 30,
         signs: list[Signs] | None = None,
         shots: int = 3,
@@ -99,6 +103,7 @@ class MathRelay(Env):
     ) -> None:
         check_range("limit", limit, 9, LARGEST_LIMIT)
         check_range("shots", shots, 0, MAX_SHOTS)
+        self.seats, self.roles = SEATS[team], {seat: ROLES[seat] for seat in SEATS[team]}
         self.limit, self.split, self.reward, self.message = limit, split, reward, message
         self.signs = tuple(get_args(Signs) if signs is None else signs)
         if not self.signs:
@@ -112,7 +117,7 @@ class MathRelay(Env):
         self.foreign = relay_story(seed + 1, self.limit, self.split, self.signs).middle
         self.replies: dict[Seat, str] = {}
         self.grades: dict[Seat, AnswerGrade] = {}
-        self._next = FIRST
+        self._next = self.seats[0]
         return Step(self._observations(), info={"turn": 0, "success": False})
 
     def step(self, actions: dict[Seat, Any]) -> Step:
@@ -123,7 +128,7 @@ class MathRelay(Env):
         self._next = SECOND if seat == FIRST else None
         is_correct = self.grades[seat].is_correct
         own = {seat: {"message": float(is_correct)}} if seat == FIRST and self.reward == "dense" else {}
-        success = seat == SECOND and is_correct
+        success = self._next is None and is_correct
         info = self._info(success) | terms_info(own)
         return Step(self._observations(), total_rewards(own), float(success), info=info)
 
@@ -181,12 +186,14 @@ def seat_question(seat: Seat, story: RelayStory, message: str) -> str:
     """Returns the text that a seat is asked: its part of the story, for `second` after the message."""
     if seat == FIRST:
         return story.opening
+    if seat == SOLVER:
+        return f"{story.opening} {story.rest}"
     return f"Your colleague says: {' '.join(message.split())[:MAX_MESSAGE_CHARS]}\n{story.rest}"
 
 
 def worked_reply(seat: Seat, story: RelayStory) -> str:
-    """Returns the right reply of a seat: a calculation and its result."""
-    return story.middle if seat == FIRST else story.end
+    """Returns the right reply of a seat: its calculation and the result; of a lone seat both."""
+    return {FIRST: story.middle, SECOND: story.end, SOLVER: f"{story.middle}, {story.end}"}[seat]
 
 
 def right_result(calculation: str) -> str:
