@@ -70,10 +70,17 @@ def measure(setup: TextEvalSetup, env: Mapping[str, Any], row: Row, episodes: in
         "row": row.name,
         "success": result.metrics["success"],
         "returns": result.metrics["returns"],
+        "readable": sum(is_readable(episode) for episode in result.episodes) / len(result.episodes),
         "episodes": result.metrics["episodes"],
         "cpu_seconds": round(time.process_time() - start, 1),
         "examples": [example(episode) for episode in result.episodes[:5]],
     }
+
+
+def is_readable(episode: Any) -> bool:
+    """True if the episode's last answer has a number in it, right or wrong."""
+    last = episode.nodes[-1]
+    return not any(last.is_invalid(seat) for seat in last.answers)
 
 
 def example(episode: Any) -> dict[str, Any]:

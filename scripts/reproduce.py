@@ -4,6 +4,7 @@
     python scripts/reproduce.py --tune       choose the learning rates anew (scripts/reproduce_rates.yaml) and stop
     python scripts/reproduce.py --quick      a smoke test of the whole road in a few minutes
     python scripts/reproduce.py --report     only rewrite the tables from what has been run
+    python scripts/reproduce.py real         docs/results-real.md instead: see reproduce_real.py
 
 Every trained method may sample as many answers as any other (or, where it says so, take the CPU seconds that AT-GRPO
 took); its learning rate is chosen on dev layouts with a seed that is not reported, and it is scored once on test
@@ -21,6 +22,7 @@ import argparse
 import json
 import multiprocessing
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -254,6 +256,10 @@ def score(ledger: Ledger, games: Sequence[str], seeds: Sequence[int], quick: boo
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["real"]:
+        from reproduce_real import main as reproduce_real
+
+        return reproduce_real(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--report", action="store_true")

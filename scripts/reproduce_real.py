@@ -1,0 +1,191 @@
+"""Remake docs/results-real.md: SmolLM2-135M-Instruct alone and in teams, untrained and trained, on tasks in English.
+
+    python scripts/reproduce.py real                   every row; what is finished is skipped, a killed row goes on
+    python scripts/reproduce.py real --list            the rows, and which are finished
+    python scripts/reproduce.py real --only story/     the rows whose name begins so
+    python scripts/reproduce.py real --report          only rewrite the page and its plot
+
+A row is a method on a task with a seed: at most 40 minutes of one CPU core. Its result is a JSON file in
+bench/measured/real/, its run a folder of runs/reproduce-real/. Every trained method samples as many answers as any
+other of its task, with the learning rate of the task's config, and is scored once on 300 held-out instances with greedy
+answers. Every method, trained or not, sees the same worked examples, except in the rows without any.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from real_results import BASE, GREEDY, Row, measure
+from reproduce_real_report import write_report
+
+import palestra
+from palestra.config import Tree, load, override
+from palestra.config.tree import to_yaml
+from palestra.evaluation.target import find_target
+from palestra.evaluation.text import open_text_eval
+from palestra.rollouts.failures import RunFailed
+from palestra.runs import read_lines
+
+MEASURED, RUNS = Path("bench/measured/real"), Path("runs/reproduce-real")
+EPISODES = 300
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: the config of its team, and what a lone agent changes in it.
+
+    A lone agent answers once where a team answers twice: twice the episodes make the samples equal."""
+
+    config: Path
+    alone: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, for a lone agent or a team, with an adapter for each seat or a shared one.
+
+    `algorithm` None: untrained; {}: that of the task's config. `env`: changes to the env's options.
+    """
+
+    algorithm: dict[str, Any] | None
+    is_team: bool = True
+    is_shared: bool = False
+    env: dict[str, Any] = field(default_factory=dict)
+
+
+GRPO = {"type": "grpo", "branch_at": "root", "group_size": 8, "scale": "none"}
+TASKS = {
+    "story": Task(
+        Path("configs/real/story_team.yaml"),
+        {"env.team": "single", "episodes": 20, "policies.agent.sampling.max_tokens": 28},
+    ),
+    "sums": Task(Path("configs/real/sums_team.yaml"), {"env.team": "single", "episodes": 24}),
+}
+METHODS = {
+    "single agent, no example": Method(None, is_team=False, env={"shots": 0}),
+    "single agent": Method(None, is_team=False),
+    "single agent + GRPO": Method(GRPO, is_team=False),
+    "team, no example": Method(None, env={"shots": 0}),
+    "team": Method(None),
+    "team + GRPO": Method(GRPO),
+    "team + AT-GRPO, shared": Method({}, is_shared=True),
+    "team + AT-GRPO": Method({}),
+}
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of the table. Greedy answers of untrained models do not depend on the seed: such rows have seed 0 only."""
+
+    task: str
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}/{self.method}/{self.seed}"
+
+    @property
+    def slug(self) -> str:
+        words = "".join(c if c.isalnum() else " " for c in self.name.replace("+", "")).lower().split()
+        return "-".join(words)
+
+    @property
+    def file(self) -> Path:
+        return MEASURED / f"{self.slug}.json"
+
+
+def table_rows() -> Iterator[TableRow]:
+    """All rows, those of seed 0 first."""
+    for seed in SEEDS:
+        for task in TASKS:
+            for name, method in METHODS.items():
+                if seed == 0 or method.algorithm is not None:
+                    yield TableRow(task, name, seed)
+
+
+def config_of(row: TableRow) -> Tree:
+    """The row's config: that of its task with the method's changes, without evaluations, which come after training."""
+    task, method = TASKS[row.task], METHODS[row.method]
+    tree = copy.deepcopy(load(task.config)) | {"name": row.slug, "seed": row.seed, "evals": {}, "checkpoint_every": 4}
+    if method.is_shared or not method.is_team:
+        tree["policies"] = {"agent": next(iter(tree["policies"].values()))}
+    if not method.is_team:
+        tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in task.alone.items()])
+    tree["env"] = tree["env"] | method.env
+    tree["algorithm"] = method.algorithm or tree["algorithm"]
+    return tree
+
+
+def train(row: TableRow) -> Path:
+    """Trains the row's run, or goes on with it; returns its folder.
+
+    A run in which nothing was learned is a result, too: raises RunFailed only for one that did not end."""
+    path = RUNS / row.slug
+    try:
+        palestra.train(resume=path) if path.exists() else palestra.train(config_of(row), root=RUNS)
+    except RunFailed as failure:
+        if len(training_figures(path)["curve"]) < config_of(row)["steps"]:
+            raise
+        print(f"{row.name}: {failure}", flush=True)
+    return path
+
+
+def run(row: TableRow) -> dict[str, Any]:
+    """Trains the row unless its method is untrained, and scores it; returns its result."""
+    is_trained = METHODS[row.method].algorithm is not None
+    target = train(row) if is_trained else write_config(row)
+    setup = open_text_eval(find_target(target), {}, {}, sampling=GREEDY, in_process=True)
+    seats = {} if is_trained else dict.fromkeys(setup.policy_names, BASE)
+    measured = measure(setup, config_of(row)["env"], Row(row.name, {}, seats), EPISODES)
+    trained = training_figures(target) if is_trained else {}
+    return {"task": row.task, "method": row.method, "seed": row.seed} | measured | trained
+
+
+def write_config(row: TableRow) -> Path:
+    """Writes the row's config to a file, in place of a run; returns its path."""
+    path = RUNS / f"{row.slug}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_yaml(config_of(row)))
+    return path
+
+
+def training_figures(path: Path) -> dict[str, Any]:
+    """Answers sampled, CPU minutes of training, and success by step of a run."""
+    metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
+    spent = [line["rollout_cpu_s"] + line["train_cpu_s"] for line in timings if line["policy"] == "team"]
+    return {
+        "answers": sum(line.get("answers", 0) for line in metrics),
+        "train_cpu_minutes": round(sum(spent) / 60, 1),
+        "curve": [line["success"] for line in metrics if line["policy"] == "team"],
+    }
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="the rows whose name begins so")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args(arguments)
+    rows = [row for row in table_rows() if row.name.startswith(options.only)]
+    if options.list:
+        print("\n".join(f"{'finished' if row.file.exists() else 'open    '} {row.name}" for row in rows))
+        return
+    MEASURED.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        if not options.report and not row.file.exists():
+            result = run(row)
+            row.file.write_text(json.dumps(result, indent=1) + "\n")
+            print(f"{row.name}: {result['success']:.1%}", flush=True)
+    write_report(MEASURED, list(METHODS), Path("docs/results-real.md"))

@@ -1,0 +1,92 @@
+"""docs/results-real.md and its plot from the results that reproduce_real.py measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from reproduce_report import COLOURS, T95, moving_mean, table
+
+from palestra.runs.series import wilson_interval
+
+Result = dict[str, Any]
+NOTES = Path(__file__).parent / "results_real_notes.md"
+TITLES = {
+    "story": "A story in two parts (`math_relay`, configs/real/story_team.yaml)",
+    "sums": "Sums of two numbers below 100 (`math_review`, configs/real/sums_team.yaml)",
+}
+HEAD = """# Results with a real model
+
+Made by `python scripts/reproduce.py real` from the rows that are finished (bench/measured/real/); `--list` names those
+that are not. SmolLM2-135M-Instruct, LoRA rank 16, learning rate 5e-4 (not tuned), {episodes:.0f} held-out
+instances, greedy answers. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95 % interval
+(Student's t, a spread between runs), and each seed's score. *Readable*: the share of episodes whose last answer has a
+number in it; *right if readable* is skill beside form. CPU minutes are of training, mean over seeds, on the machine and
+under the load of that day: a busy machine takes more of them for the same work."""
+COLUMNS = ["", "seeds", "success", "by seed", "readable", "right if readable", "answers sampled", "CPU minutes"]
+
+
+def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
+    """Writes the tables, with methods in `order`, to `target` and, beside it, the plot; appends the notes."""
+    results: list[Result] = [json.loads(file.read_text()) for file in sorted(measured.glob("*.json"))]
+    if not results:
+        raise SystemExit(f"{measured} has no results: run `python scripts/reproduce.py real` first")
+    lines = HEAD.format(episodes=results[0]["episodes"]).splitlines()
+    for task, title in TITLES.items():
+        own = {method: [r for r in results if (r["task"], r["method"]) == (task, method)] for method in order}
+        rows = [[method, *figures(found)] for method, found in own.items() if found]
+        lines += ["", f"## {title}", "", *table(COLUMNS, rows)] if rows else []
+    picture = target.with_suffix(".png")
+    if draw([r for r in results if r.get("curve")], picture):
+        lines += ["", "## Over training", "", f"![Success in training rollouts by step]({picture.name})"]
+    target.write_text("\n".join([*lines, "", NOTES.read_text().strip()]) + "\n")
+
+
+def figures(results: Sequence[Result]) -> list[str]:
+    """The cells of a method: one result for each of its seeds."""
+    trained = [r for r in results if r.get("curve")]
+    readable = np.mean([r["readable"] for r in results])
+    right = np.mean([r["success"] for r in results]) / readable if readable else 0.0
+    costs = [np.mean([r[key] for r in trained]) for key in ("answers", "train_cpu_minutes")] if trained else []
+    seeds = " ".join(f"{r['success']:.1%}" for r in results) if len(results) > 1 else "–"
+    spent = [f"{costs[0]:,.0f}", f"{costs[1]:.0f}"] if costs else ["–", "–"]
+    return [str(len(results)) if trained else "–", success(results), seeds, f"{readable:.1%}", f"{right:.1%}", *spent]
+
+
+def success(results: Sequence[Result]) -> str:
+    """Success with its 95 % interval: over instances for one result (Wilson), over seeds for several (Student's t)."""
+    shares = [r["success"] for r in results]
+    if (n := len(shares)) > 1:
+        half = T95[n] * float(np.std(shares, ddof=1)) / n**0.5
+        return f"{np.mean(shares):.1%} ± {half:.1%}"
+    low, high = wilson_interval(shares[0] * results[0]["episodes"], results[0]["episodes"])
+    return f"{shares[0]:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def draw(results: Sequence[Result], target: Path) -> bool:
+    """Draws success in training rollouts by step, a panel for each task; False if there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    tasks = [task for task in TITLES if any(r["task"] == task for r in results)]
+    if not tasks:
+        return False
+    figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), constrained_layout=True, squeeze=False)
+    for task, axis in zip(tasks, axes[0], strict=True):
+        own = [r for r in results if r["task"] == task]
+        for method, colour in zip(dict.fromkeys(r["method"] for r in own), COLOURS, strict=False):
+            curves = [moving_mean(np.array(r["curve"]), window=5) for r in own if r["method"] == method]
+            steps = range(1, len(curves[0]) + 1)
+            axis.plot(steps, np.mean(curves, 0), color=colour, label=f"{method} ({len(curves)} seeds)")
+            axis.fill_between(steps, np.min(curves, 0), np.max(curves, 0), color=colour, alpha=0.2)
+        axis.set(title=task, xlabel="training step", ylabel="success in rollouts, mean of 5 steps", ylim=(0, 1))
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=7)
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+    return True

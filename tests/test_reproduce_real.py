@@ -1,0 +1,73 @@
+"""scripts/reproduce_real.py on the tiny base: rows are made once, and the page is made of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+DRIVER = """
+import sys
+from pathlib import Path
+import reproduce_real as real, reproduce_real_report as page
+real.TASKS = {"story": real.Task(Path("small.yaml"), {"env.team": "single", "episodes": 4})}
+real.SEEDS, real.EPISODES, page.NOTES = (0, 1), 3, Path("notes.md")
+real.main(sys.argv[1:])
+"""
+METHODS = 8
+
+
+@pytest.fixture
+def call(tmp_path):
+    lora = {"type": "lora", "base": "tiny", "sampling": {"max_tokens": 4}}
+    config = {
+        "steps": 1,
+        "episodes": 2,
+        "env": {"type": "math_relay", "shots": 2},
+        "policies": {"first": lora, "second": lora},
+        "algorithm": {"type": "grpo", "branch_at": "turn", "continue_from": "best", "group_size": 2},
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "notes.md").write_text("## Notes\n")
+    (tmp_path / "docs").mkdir()
+
+    def run(*options: str) -> list[str]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), *sys.path])}
+        command = [sys.executable, "-c", DRIVER, *options]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    return run
+
+
+def test_untrained_methods_have_one_seed_and_trained_ones_all(call):
+    rows = [line.split()[-1].split("/")[-1] for line in call("--list")]
+    assert rows == ["0"] * METHODS + ["1"] * (METHODS - 4)
+
+
+@pytest.mark.slow
+def test_rows_are_measured_once_and_the_page_is_made_of_them(call, tmp_path):
+    assert call("--only", "story/team")[-1].startswith("story/team + AT-GRPO/1: ")
+    files = sorted((tmp_path / "bench/measured/real").glob("*.json"))
+    assert len(files) == 2 + 2 * 3
+    trained = json.loads((tmp_path / "bench/measured/real/story-team-at-grpo-1.json").read_text())
+    assert trained["episodes"] == 3 and trained["seed"] == 1 and len(trained["curve"]) == 1
+    assert trained["answers"] == 2 * 2 * 2  # episodes, seats, siblings
+    assert "curve" not in json.loads((tmp_path / "bench/measured/real/story-team-no-example-0.json").read_text())
+    written = [file.stat().st_mtime_ns for file in files]
+    assert not any(line.startswith("story/") for line in call("--only", "story/team"))
+    assert [file.stat().st_mtime_ns for file in files] == written
+    page = (tmp_path / "docs/results-real.md").read_text()
+    assert "| team + AT-GRPO | 2 | " in page and page.endswith("## Notes\n")
+    assert (tmp_path / "docs/results-real.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_lone_agent_samples_as_many_answers_as_a_team(call, tmp_path):
+    call("--only", "story/single agent + GRPO/0")
+    alone = json.loads((tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
+    assert list(alone["returns"]) == ["solver"] and alone["seed"] == 0
