@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,22 @@ class Task:
 class Method:
     """A method, for a lone agent or a team, with an adapter for each seat or a shared one.
 
-    `algorithm` None: untrained; {}: that of the task's config. `env`: changes to the env's options.
+    `algorithm` None: untrained; {}: that of the config. `env`: changes to the env's options. `config`: a config of its
+    own in place of the task's, with fewer samples, and with evaluations on split dev during training; such a method has
+    rows in `tasks` only.
     """
 
     algorithm: dict[str, Any] | None
     is_team: bool = True
     is_shared: bool = False
     env: dict[str, Any] = field(default_factory=dict)
+    config: Path | None = None
+    tasks: Sequence[str] = ("story", "sums")
+
+
+def on_sums(algorithm: str) -> Method:
+    """A lone agent on sums, by the config of that algorithm."""
+    return Method({}, is_team=False, config=Path(f"configs/real/sums_{algorithm}.yaml"), tasks=["sums"])
 
 
 GRPO = {"type": "grpo", "branch_at": "root", "group_size": 8, "scale": "none"}
@@ -76,6 +85,10 @@ METHODS = {
     "single agent, no example": Method(None, is_team=False, env={"shots": 0}),
     "single agent": Method(None, is_team=False),
     "single agent + GRPO": Method(GRPO, is_team=False),
+    "single agent + SFT of an expert": on_sums("sft"),
+    "single agent + SFT, then GRPO": on_sums("stages"),
+    "single agent + DPO": on_sums("dpo"),
+    "single agent + PPO": on_sums("ppo"),
     "team, no example": Method(None, env={"shots": 0}),
     "team": Method(None),
     "team + GRPO": Method(GRPO),
@@ -111,13 +124,15 @@ def table_rows() -> Iterator[TableRow]:
     for seed in SEEDS:
         for task in TASKS:
             for name, method in METHODS.items():
-                if seed == 0 or method.algorithm is not None:
+                if task in method.tasks and (seed == 0 or method.algorithm is not None):
                     yield TableRow(task, name, seed)
 
 
 def config_of(row: TableRow) -> Tree:
     """The row's config: that of its task with the method's changes, without evaluations, which come after training."""
     task, method = TASKS[row.task], METHODS[row.method]
+    if method.config:
+        return load(method.config) | {"name": row.slug, "seed": row.seed, "checkpoint_every": 4}
     tree = copy.deepcopy(load(task.config)) | {"name": row.slug, "seed": row.seed, "evals": {}, "checkpoint_every": 4}
     if method.is_shared or not method.is_team:
         tree["policies"] = {"agent": next(iter(tree["policies"].values()))}
@@ -136,10 +151,15 @@ def train(row: TableRow) -> Path:
     try:
         palestra.train(resume=path) if path.exists() else palestra.train(config_of(row), root=RUNS)
     except RunFailed as failure:
-        if len(training_figures(path)["curve"]) < config_of(row)["steps"]:
+        if len(training_figures(path)["curve"]) < num_steps(config_of(row)):
             raise
         print(f"{row.name}: {failure}", flush=True)
     return path
+
+
+def num_steps(tree: Tree) -> int:
+    """Steps of a config, of all its stages."""
+    return sum(stage["steps"] for stage in tree["stages"]) if "stages" in tree else tree["steps"]
 
 
 def run(row: TableRow) -> dict[str, Any]:
@@ -162,13 +182,15 @@ def write_config(row: TableRow) -> Path:
 
 
 def training_figures(path: Path) -> dict[str, Any]:
-    """Answers sampled, CPU minutes of training, and success by step of a run."""
+    """Answers sampled, CPU minutes of training, success in rollouts by step, and on split dev after steps, of a run."""
+    evals = read_lines(path / "evals.jsonl") if (path / "evals.jsonl").exists() else []
     metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
     spent = [line["rollout_cpu_s"] + line["train_cpu_s"] for line in timings if line["policy"] == "team"]
     return {
         "answers": sum(line.get("answers", 0) for line in metrics),
         "train_cpu_minutes": round(sum(spent) / 60, 1),
         "curve": [line["success"] for line in metrics if line["policy"] == "team"],
+        "dev": [[line["step"] + 1, line["success"]] for line in evals if line["name"] == "dev"],
     }
 
 

@@ -20,13 +20,17 @@ TITLES = {
 }
 HEAD = """# Results with a real model
 
-Made by `python scripts/reproduce.py real` from the rows that are finished (bench/measured/real/); `--list` names those
-that are not. SmolLM2-135M-Instruct, LoRA rank 16, learning rate 5e-4 (not tuned), {episodes:.0f} held-out
-instances, greedy answers. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95 % interval
-(Student's t, a spread between runs), and each seed's score. *Readable*: the share of episodes whose last answer has a
-number in it; *right if readable* is skill beside form. CPU minutes are of training, mean over seeds, on the machine and
-under the load of that day: a busy machine takes more of them for the same work."""
+Made by `python scripts/reproduce.py real` from the rows that are finished (bench/measured/real/); `--list` names
+those that are not. SmolLM2-135M-Instruct, LoRA rank 16, learning rate 5e-4 (not tuned), {episodes:.0f} held-out
+instances, greedy answers. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95
+% interval (Student's t, a spread between runs), and each seed's score. *Readable*: the share of episodes whose last
+answer has a number in it; *right if readable* is skill beside form. CPU minutes are of training, mean over seeds, on
+the machine and under the load of that day: a busy machine takes more of them for the same work."""
 COLUMNS = ["", "seeds", "success", "by seed", "readable", "right if readable", "answers sampled", "CPU minutes"]
+
+
+# Ending of the file's name, key of the results, title. Rows that were evaluated during training are in the second.
+PLOTS = (("", "curve", "Success in rollouts, mean of 5 steps"), ("-dev", "dev", "Success on split dev"))
 
 
 def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
@@ -39,9 +43,13 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
         own = {method: [r for r in results if (r["task"], r["method"]) == (task, method)] for method in order}
         rows = [[method, *figures(found)] for method, found in own.items() if found]
         lines += ["", f"## {title}", "", *table(COLUMNS, rows)] if rows else []
-    picture = target.with_suffix(".png")
-    if draw([r for r in results if r.get("curve")], picture):
-        lines += ["", "## Over training", "", f"![Success in training rollouts by step]({picture.name})"]
+    lines += ["", "## Over training", ""]
+    for name, values, title in PLOTS:
+        picture = target.with_name(f"{target.stem}{name}.png")
+        if draw(
+            [r for r in results if bool(r.get("dev")) == (values == "dev") and r.get("curve")], values, title, picture
+        ):
+            lines.append(f"![{title}, by training step]({picture.name})")
     target.write_text("\n".join([*lines, "", NOTES.read_text().strip()]) + "\n")
 
 
@@ -66,8 +74,8 @@ def success(results: Sequence[Result]) -> str:
     return f"{shares[0]:.1%} [{low:.1%}, {high:.1%}]"
 
 
-def draw(results: Sequence[Result], target: Path) -> bool:
-    """Draws success in training rollouts by step, a panel for each task; False if there is nothing to draw."""
+def draw(results: Sequence[Result], key: str, title: str, target: Path) -> bool:
+    """Draws `key` of the results by step, a panel for each task; False if there is nothing to draw."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -80,13 +88,22 @@ def draw(results: Sequence[Result], target: Path) -> bool:
     for task, axis in zip(tasks, axes[0], strict=True):
         own = [r for r in results if r["task"] == task]
         for method, colour in zip(dict.fromkeys(r["method"] for r in own), COLOURS, strict=False):
-            curves = [moving_mean(np.array(r["curve"]), window=5) for r in own if r["method"] == method]
-            steps = range(1, len(curves[0]) + 1)
-            axis.plot(steps, np.mean(curves, 0), color=colour, label=f"{method} ({len(curves)} seeds)")
-            axis.fill_between(steps, np.min(curves, 0), np.max(curves, 0), color=colour, alpha=0.2)
-        axis.set(title=task, xlabel="training step", ylabel="success in rollouts, mean of 5 steps", ylim=(0, 1))
+            curves = [curve(r, key) for r in own if r["method"] == method]
+            steps, values = curves[0][0], [y for _, y in curves]
+            label = f"{method} ({len(curves)} seed{'s' * (len(curves) > 1)})"
+            axis.plot(steps, np.mean(values, 0), color=colour, label=label)
+            axis.fill_between(steps, np.min(values, 0), np.max(values, 0), color=colour, alpha=0.2)
+        axis.set(title=task, xlabel="training step", ylabel=title, ylim=(0, 1))
         axis.grid(alpha=0.25)
         axis.legend(fontsize=7)
     figure.savefig(target, dpi=120)
     plt.close(figure)
     return True
+
+
+def curve(result: Result, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps [T] and success [T] of a result: on split dev, or in rollouts as a moving mean."""
+    if key == "dev":
+        steps, success = np.array(result["dev"]).T
+        return steps, success
+    return np.arange(1, len(result["curve"]) + 1), moving_mean(np.array(result["curve"]), window=5)

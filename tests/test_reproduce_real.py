@@ -1,5 +1,6 @@
 """scripts/reproduce_real.py on the tiny base: rows are made once, and the page is made of them."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from palestra.builders.text_config import TextConfig
+from palestra.config import validate
+from palestra.envs import make_env
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 DRIVER = """
@@ -18,7 +23,6 @@ real.TASKS = {"story": real.Task(Path("small.yaml"), {"env.team": "single", "epi
 real.SEEDS, real.EPISODES, page.NOTES = (0, 1), 3, Path("notes.md")
 real.main(sys.argv[1:])
 """
-METHODS = 8
 
 
 @pytest.fixture
@@ -44,9 +48,23 @@ def call(tmp_path):
     return run
 
 
-def test_untrained_methods_have_one_seed_and_trained_ones_all(call):
-    rows = [line.split()[-1].split("/")[-1] for line in call("--list")]
-    assert rows == ["0"] * METHODS + ["1"] * (METHODS - 4)
+def test_every_row_has_a_valid_config_of_its_seed(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    real = importlib.import_module("reproduce_real")
+    rows = list(real.table_rows())
+    assert len({row.slug for row in rows}) == len(rows)
+    untrained = {row.seed for row in rows if real.METHODS[row.method].algorithm is None}
+    assert untrained == {0} and {row.seed for row in rows} == {0, 1, 2}
+    for row in rows:
+        config = validate(TextConfig, real.config_of(row))
+        assert (config.seed, config.name) == (row.seed, row.slug)
+        seats = make_env(**config.env).seats
+        assert (len(seats) == 2) == real.METHODS[row.method].is_team
+        assert num_answers(config, len(seats)) == {"story": 160, "sums": 192}[row.task] or "dev" in config.evals
+
+
+def num_answers(config: TextConfig, seats: int) -> int:
+    return config.episodes * seats * getattr(config.algorithm, "group_size", 1)
 
 
 @pytest.mark.slow

@@ -1,0 +1,202 @@
+"""Training SmolLM2-135M-Instruct to add, beside TRL and CoMLRL: samples per CPU second, peak memory, held-out success.
+
+    python bench/real.py            the learning curves too: about an hour on one core
+    python bench/real.py --quick    speed and memory alone: two steps of each, within ten minutes on one core
+    python bench/real.py --peers DIR    a virtual environment that has bench/peers/real.txt; else one is made
+
+One LoRA adapter of rank 16 answers sums of two numbers below 100 with three examples as earlier turns, by GRPO in
+groups of 8, in float32 with one thread; beside it TRL's GRPOTrainer (real_trl.py) with the same prompts, reward,
+learning rate and samples. Two adapters, a reasoner and a checker, are measured beside CoMLRL's MAGRPO with two agents
+(real_comlrl.py); its agents answer at once, so that this compares speed alone. Everything runs in processes of its
+own, one after another.
+Figures:
+
+    samples_vs_trl, samples_vs_comlrl   samples per CPU second of whole steps after the first, over the peer's
+    peak_vs_trl                         peak resident memory of the process, over TRL's
+    success_minutes_vs_trl              CPU minutes until TRL's final success on 200 held-out sums (greedy answers, all
+                                        adapters played by palestra), over TRL's; null if it is not reached
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer
+
+from palestra.config.tree import to_yaml
+from palestra.engine.models import resolve_base
+from palestra.envs import make_env
+from palestra.evaluation.target import Target, find_target
+from palestra.evaluation.text import open_text_eval
+from palestra.runs import read_lines
+
+HERE = Path(__file__).parent
+REQUIREMENTS = HERE / "peers/real.txt"
+TARGETS = {"samples_vs_trl": 3.0, "samples_vs_comlrl": 3.0, "peak_vs_trl": 0.33, "success_minutes_vs_trl": 0.4}
+BASE, GROUP_SIZE, MAX_TOKENS, RANK, LR, HELD_OUT = "smollm2", 8, 16, 16, 5e-4, 200
+ENV = {"type": "math_review", "kinds": ["sum"], "difficulty": 1, "shots": 3}
+ALONE, TEAM = ENV | {"team": "single"}, ENV
+
+
+class Size(NamedTuple):
+    """Steps, prompts a step, and steps between held-out evaluations (0: none)."""
+
+    steps: int
+    prompts: int
+    eval_every: int
+
+
+class Measured(NamedTuple):
+    """CPU seconds after each step, peak memory in MB, and samples a step."""
+
+    cpu_s: list[float]
+    peak_mb: float
+    samples: int
+
+    @property
+    def rate(self) -> float:
+        """Samples per CPU second of the steps after the first."""
+        return self.samples * (len(self.cpu_s) - 1) / (self.cpu_s[-1] - self.cpu_s[0])
+
+
+def run_child(command: Sequence[str | Path], folder: Path) -> tuple[str, float]:
+    """Runs a command; returns its standard output and its peak resident memory in MB. Raises SystemExit if it fails."""
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "HF_HUB_OFFLINE": "1"}
+    out, errors = folder / "out", folder / "errors"
+    with out.open("w") as stdout, errors.open("w") as stderr:
+        child = subprocess.Popen(list(map(str, command)), stdout=stdout, stderr=stderr, env=environment)
+        _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise SystemExit(f"{command[1]} failed:\n{errors.read_text()[-2000:]}")
+    return out.read_text(), usage.ru_maxrss / 1024
+
+
+def run_ours(env: dict[str, Any], size: Size, folder: Path, name: str, seed: int) -> Measured:
+    """Trains a run of palestra called `name` in `folder`."""
+    lora = {"type": "lora", "base": BASE, "rank": RANK, "lr": LR, "sampling": {"max_tokens": MAX_TOKENS}}
+    seats = make_env(**env).seats
+    tree = {
+        "seed": seed,
+        "steps": size.steps,
+        "episodes": size.prompts,
+        "env": env,
+        "policies": dict.fromkeys(seats, lora),
+        "algorithm": {"type": "grpo", "branch_at": "turn", "continue_from": "random"}
+        | {"group_size": GROUP_SIZE, "scale": "none"},
+        "checkpoint_every": size.eval_every or size.steps,
+        "keep_every": size.eval_every,
+        "max_num_seqs": 64,
+    }
+    config = folder / f"{name}.yaml"
+    config.write_text(to_yaml(tree))
+    _, peak = run_child([sys.executable, "-m", "palestra", "train", config, "--name", name, "--root", folder], folder)
+    steps = [line for line in read_lines(folder / name / "timings.jsonl") if line["policy"] == "team"]
+    spent = [line["rollout_cpu_s"] + line["train_cpu_s"] for line in steps]
+    return Measured([sum(spent[: n + 1]) for n in range(len(spent))], peak, size.prompts * GROUP_SIZE * len(seats))
+
+
+def run_peer(python: Path, script: str, size: Size, folder: Path, agents: int, seed: int) -> Measured:
+    """Trains a peer's run; its adapters are saved in `folder`/peer."""
+    problems = folder / "problems.json"
+    problems.write_text(json.dumps(make_problems(size.steps * size.prompts)))
+    task = {"model": resolve_base(BASE), "problems": str(problems), "folder": str(folder / "peer"), "seed": seed}
+    task |= {"group_size": GROUP_SIZE, "prompts_per_step": size.prompts, "max_tokens": MAX_TOKENS}
+    task |= {"steps": size.steps, "rank": RANK, "lr": LR, "save_every": size.eval_every}
+    said, peak = run_child([python, HERE / script, json.dumps(task)], folder)
+    seconds = json.loads(said.strip().splitlines()[-1])["cpu_s"]
+    return Measured(seconds, peak, size.prompts * GROUP_SIZE * agents)
+
+
+def make_problems(count: int) -> list[dict[str, str]]:
+    """Returns training instances: the prompts that palestra's agent sees, as text, and the right answers."""
+    tokenizer, env = AutoTokenizer.from_pretrained(resolve_base(BASE)), make_env(**ALONE)
+    rows = []
+    for seed in range(count):
+        ((_, chat),) = env.reset(seed).observations.items()
+        prompt = tokenizer.apply_chat_template(list(chat.messages), tokenize=False, add_generation_prompt=True)
+        rows.append({"prompt": prompt, "gold": env.problem.answer})
+    return rows
+
+
+def held_out_success(target: Target) -> float:
+    """Success of greedy answers to the held-out sums."""
+    setup = open_text_eval(target, {}, {}, sampling={"temperature": 0}, in_process=True)
+    return setup.play([setup.policy_names], HELD_OUT, 0, lambda played, of: None)[0].metrics["success"]
+
+
+def peer_target(adapter: Path, folder: Path) -> Target:
+    """Returns the evaluation target of an adapter in PEFT's format."""
+    frozen = {"type": "frozen", "base": BASE, "path": str(adapter), "sampling": {"max_tokens": MAX_TOKENS}}
+    config = folder / "peer.yaml"
+    config.write_text(to_yaml({"env": ALONE, "policies": {"reasoner": frozen}, "max_num_seqs": 64}))
+    return find_target(config)
+
+
+def compare_learning(ours: Measured, trl: Measured, size: Size, folder: Path) -> float | None:
+    """Prints both curves; returns CPU minutes until TRL's final success, over TRL's, or None if it is not reached."""
+    steps = range(size.eval_every, size.steps + 1, size.eval_every)
+    mine = [held_out_success(find_target(folder / "alone", step=step)) for step in steps]
+    peers = [held_out_success(peer_target(folder / "peer" / str(step), folder)) for step in steps]
+    for step, own, peer in zip(steps, mine, peers, strict=True):
+        minutes = [f"{measured.cpu_s[step - 1] / 60:.1f} CPU min" for measured in (ours, trl)]
+        print(f"step {step}: palestra {own:.1%} after {minutes[0]}, TRL {peer:.1%} after {minutes[1]}", flush=True)
+    reached = [ours.cpu_s[step - 1] for step, own in zip(steps, mine, strict=True) if own >= peers[-1]]
+    return reached[0] / trl.cpu_s[-1] if reached else None
+
+
+def install_peers(venv: Path) -> None:
+    """Makes the peers' virtual environment, once."""
+    if (venv / "bin/python").exists():
+        return
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    packages = REQUIREMENTS.read_text().split()
+    for some in (packages[:1], packages[1:]):  # torch first and alone, so that pip keeps the build chosen here
+        subprocess.run([str(venv / "bin/pip"), "install", "--quiet", *some], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="speed and memory alone")
+    parser.add_argument("--peers", type=Path, default=HERE / ".venv-real")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    install_peers(given.peers)
+    python, seed = given.peers / "bin/python", given.seed
+    size, short = (Size(2, 2, 0),) * 2 if given.quick else (Size(20, 8, 4), Size(4, 8, 0))
+    figures: dict[str, float | None] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ours = run_ours(ALONE, size, folder, "alone", seed)
+        trl = run_peer(python, "real_trl.py", size, folder, 1, seed)
+        figures["samples_vs_trl"], figures["peak_vs_trl"] = ours.rate / trl.rate, ours.peak_mb / trl.peak_mb
+        print_line("palestra, one agent", ours)
+        print_line("TRL GRPOTrainer", trl)
+        team = run_ours(TEAM, short, folder, "team", seed)
+        comlrl = run_peer(python, "real_comlrl.py", short, folder, 2, seed)
+        figures["samples_vs_comlrl"] = team.rate / comlrl.rate
+        print_line("palestra, two agents", team)
+        print_line("CoMLRL MAGRPO", comlrl)
+        if size.eval_every:
+            figures["success_minutes_vs_trl"] = compare_learning(ours, trl, size, folder)
+    rounded = {key: value if value is None else round(value, 3) for key, value in figures.items()}
+    print(json.dumps({"bench": "real", "figures": rounded, "targets": TARGETS}))
+
+
+def print_line(name: str, measured: Measured) -> None:
+    print(f"{name}: {measured.rate:.2f} samples per CPU s, {measured.peak_mb:,.0f} MB at most", flush=True)
+
+
+if __name__ == "__main__":
+    main()

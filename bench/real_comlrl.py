@@ -1,0 +1,88 @@
+"""MAGRPO with CoMLRL on SmolLM2: two agents of bench/real.py, in the peers' virtual environment.
+
+The argument is a JSON object with the fields of real_trl.py's `Task`; one JSON line comes back. Two models with a LoRA
+adapter each through PEFT: CoMLRL's agents are whole models. Both answer each problem at once, and earn the mean of what
+their answers earn. One update of each agent per step.
+"""
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from comlrl.trainers.reinforce.magrpo import MAGRPOConfig, MAGRPOTrainer
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from real_trl import Task, is_right
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from palestra.engine.malloc import keep_freed_memory
+
+AGENTS = 2
+
+
+def reward(first: list[str], second: list[str], *, batch_items: list[dict]) -> list[float]:
+    """The mean of the two agents' right answers, for each pair."""
+    gold = batch_items[0]["gold"]
+    return [(is_right(a, gold) + is_right(b, gold)) / AGENTS for a, b in zip(first, second, strict=True)]
+
+
+class TimedTrainer(MAGRPOTrainer):
+    """CoMLRL's trainer; also reads the CPU seconds after each problem's answers and updates."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.start, self.seconds = time.process_time(), []
+
+    def _train_step_returns(self, *args, **kwargs):
+        result = super()._train_step_returns(*args, **kwargs)
+        self.seconds.append(time.process_time() - self.start)
+        return result
+
+
+def agent(task: Task) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, attn_implementation="sdpa")
+    lora = LoraConfig(r=task.rank, lora_alpha=task.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
+
+
+def train(task: Task) -> list[float]:
+    """Trains; returns the CPU seconds after each step."""
+    problems = json.loads(Path(task.problems).read_text())[: task.steps * task.prompts_per_step]
+    config = MAGRPOConfig(
+        num_train_epochs=1,
+        agent_learning_rate=task.lr,
+        num_agents=AGENTS,
+        num_generations=task.group_size,
+        max_new_tokens=task.max_tokens,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        num_turns=1,
+        eval_interval=0,
+        rollout_buffer_size=task.prompts_per_step,
+        advantage_normalization=False,
+    )
+    trainer = TimedTrainer(
+        agents=[agent(task) for _ in range(AGENTS)],
+        tokenizer=AutoTokenizer.from_pretrained(task.model, padding_side="left"),
+        reward_func=reward,
+        train_dataset=Dataset.from_list(problems),
+        args=config,
+    )
+    trainer.train()
+    return trainer.seconds[task.prompts_per_step - 1 :: task.prompts_per_step]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    warnings.filterwarnings("ignore")
+    task = Task(**json.loads(sys.argv[1]))
+    print(json.dumps({"cpu_s": train(task)}))
+
+
+if __name__ == "__main__":
+    main()

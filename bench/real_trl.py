@@ -1,0 +1,109 @@
+"""GRPO with TRL on SmolLM2: the single agent of bench/real.py, in TRL's own virtual environment.
+
+The argument is a JSON object with the fields of `Task`; one JSON line comes back. LoRA through PEFT, float32, one
+thread; settings as in trl_grpo.py, but answers end where the model ends them. With `save_every`, adapters are saved in
+`folder`, by number of steps; the CPU seconds are without that.
+"""
+
+import json
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import GRPOTrainer
+from trl_grpo import Spec, build_config
+
+from palestra.engine.malloc import keep_freed_memory
+from palestra.envs.text.math.grading import grade_directly
+from palestra.envs.text.math.review import last_number
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train on: `problems` is a JSON file of rows with `prompt` (text after the chat template) and `gold`."""
+
+    model: str
+    problems: str
+    folder: str
+    group_size: int
+    prompts_per_step: int
+    max_tokens: int
+    steps: int
+    rank: int
+    lr: float
+    seed: int = 0
+    save_every: int = 0
+
+
+def is_right(completion: str, gold: str) -> bool:
+    """True if the completion's last number is `gold`, as `math_review` grades it."""
+    grade = grade_directly(last_number(completion), gold)
+    return grade is not None and grade.is_correct
+
+
+def reward(completions: list[str], gold: list[str], **_: object) -> list[float]:
+    return [float(is_right(completion, right)) for completion, right in zip(completions, gold, strict=True)]
+
+
+class Recorder(TrainerCallback):
+    """CPU seconds after each step since the first began, without those of saving adapters."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.seconds, self.start = task, [], 0.0
+
+    def on_train_begin(self, *args, **kwargs) -> None:
+        self.start = time.process_time()
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        self.seconds.append(time.process_time() - self.start)
+        if self.task.save_every and state.global_step % self.task.save_every == 0:
+            model.save_pretrained(Path(self.task.folder) / str(state.global_step))
+        self.start = time.process_time() - self.seconds[-1]
+
+
+def train(task: Task) -> list[float]:
+    """Trains; returns the CPU seconds after each step."""
+    # Every prompt is drawn once; a step has one optimizer update, and two groups share a pass.
+    spec = Spec(
+        task.model, task.problems, task.group_size, task.max_tokens, task.prompts_per_step, task.steps, 0, lr=task.lr
+    )
+    tokenizer = AutoTokenizer.from_pretrained(task.model, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, attn_implementation="sdpa")
+    lora = LoraConfig(r=task.rank, lora_alpha=task.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    recorder = Recorder(task)
+    with tempfile.TemporaryDirectory() as output:
+        config = build_config(spec, 2 * task.group_size, output)
+        config.generation_kwargs, config.seed, config.scale_rewards = {}, task.seed, "none"
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(json.loads(Path(task.problems).read_text())),
+            processing_class=tokenizer,
+            peft_config=lora,
+            callbacks=[recorder],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return recorder.seconds
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    task = Task(**json.loads(sys.argv[1]))
+    print(json.dumps({"cpu_s": train(task)}))
+
+
+if __name__ == "__main__":
+    main()
