@@ -79,7 +79,7 @@ def run_child(command: Sequence[str | Path], folder: Path) -> tuple[str, float]:
         _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise SystemExit(f"{command[1]} failed:\n{errors.read_text()[-2000:]}")
+        raise SystemExit(f"{command[1]} ended with {child.returncode}:\n{errors.read_text()[-2000:]}")
     return out.read_text(), usage.ru_maxrss / 1024
 
 
