@@ -51,7 +51,7 @@ function Game({ path, another }: { path: string; another: () => void }) {
       {past.length > 0 && <Words line={past} path="" tree={bare(game)} colouring="" columns={false} plain={false} />}
       {!live && <Failed error={SILENT} />}
       <p class="hidden" role="status">
-        {game.now === "asked" ? `your turn ${game.turn + 1}` : game.now === "waiting" ? "waiting for the others" : "the game is over"}
+        {game.now === "asked" ? `your turn ${game.turn}` : game.now === "waiting" ? "waiting for the others" : "the game is over"}
       </p>
       {game.now === "asked" && <Question key={game.turn} game={game} path={path} />}
       {game.now === "waiting" && <p class="waits">waiting for {others(game) || "the game"}…</p>}
@@ -117,7 +117,7 @@ function Question({ game, path }: { game: GameState; path: string }) {
     answer(text);
   };
   return (
-    <form ref={place} class="question" aria-label={`your turn ${game.turn + 1}`} onSubmit={(event) => (event.preventDefault(), answer(text))}>
+    <form ref={place} class="question" aria-label={`your turn ${game.turn}`} onSubmit={(event) => (event.preventDefault(), answer(text))}>
       <h2>Your turn</h2>
       <Sees seen={now?.turns[0]?.observation} form={game.picture} before={before} />
       {hasTools(game) && (

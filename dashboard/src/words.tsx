@@ -27,7 +27,7 @@ export function Words({ line, path, tree, colouring, columns, plain }: Props) {
       {line.map((joint, number) => (
         <li key={joint.node}>
           <header class="joint">
-            <span>turn {number + 1}</span>
+            <span>step {number}</span>
             {joint.team !== 0 && <Gains team={joint.team} />}
           </header>
           <div class={columns ? `columns of${Math.min(4, seats.length)}` : ""}>

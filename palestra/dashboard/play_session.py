@@ -76,7 +76,7 @@ class PlaySession:
         if self._episode or self.closed:
             raise OutOfTurn("the game is over: nothing is asked any more")
         if turn < len(self._turns):
-            raise OutOfTurn(f"turn {turn + 1} is answered already: this was not taken")
+            raise OutOfTurn(f"turn {turn} is answered already: this was not taken")
         if self._asked is None or turn > len(self._turns):
             raise OutOfTurn("it is not your turn: nothing is asked of your seat now")
         query, answer = self._asked

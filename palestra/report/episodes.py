@@ -44,7 +44,7 @@ def episode_html(episode: Episode, label: str = "") -> str:
         new = [node for node in line if node.id not in shown]
         shown |= {node.id for node in new}
         inside = "".join(_turn(episode, node, {}) for node in new[:MAX_STEPS])
-        parts.append(details(f"another line of play, from step {new[0].depth + 1} on", inside) if new else "")
+        parts.append(details(f"another line of play, from step {new[0].depth} on", inside) if new else "")
     failure = f'<p class="bad">failed: {escape_text(episode.error)}</p>' if episode.error is not None else ""
     return f"<article>{_head(episode, label, lines)}{''.join(parts)}{failure}</article>"
 
@@ -82,7 +82,7 @@ def _seat(node: Node, seat: Seat, seen: dict[Seat, Any]) -> str:
     shown = new_text(node.observations[seat], seen.get(seat)) if seat in node.observations else ""
     seen[seat] = node.observations.get(seat)
     notes = " · ".join(_notes(node, seat))
-    head = f'<span class="who">{escape_text(seat)}</span> <span class="soft">step {node.depth + 1} · {notes}</span>'
+    head = f'<span class="who">{escape_text(seat)}</span> <span class="soft">step {node.depth} · {notes}</span>'
     saw = details("what it saw", preformatted(shown)) if len(shown) > 400 else preformatted(shown)
     return f"<div>{head}{saw if shown else ''}{preformatted(answer.text, 'said')}</div>"
 

@@ -61,7 +61,7 @@ def test_game_is_played_by_keyboard(look, four):
     shot(page, "play-over")
     expect(page.get_by_role("button", name="another game")).to_be_focused()
     page.keyboard.press("Enter")
-    expect(page.get_by_role("form", name="your turn 1")).to_be_visible()
+    expect(page.get_by_role("form", name="your turn 0")).to_be_visible()
 
 
 def test_game_is_played_by_touch_in_dark_mode(look, four):
@@ -69,14 +69,14 @@ def test_game_is_played_by_touch_in_dark_mode(look, four):
     moves = page.locator(".moves button")
     expect(moves).to_have_count(7)
     moves.nth(3).tap()
-    expect(page.get_by_role("form", name="your turn 2")).to_be_visible()
+    expect(page.get_by_role("form", name="your turn 1")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     boxes = [moves.nth(i).bounding_box() for i in range(7)]
     assert all(box["width"] >= 40 and box["height"] >= 40 for box in boxes)
     settled(page)
     shot(page, "play-phone")
     page.reload()  # the game goes on
-    expect(page.get_by_role("form", name="your turn 2")).to_be_visible()
+    expect(page.get_by_role("form", name="your turn 1")).to_be_visible()
     page.get_by_role("button", name="give up").tap()
     expect(page.get_by_role("heading", name="You gave up")).to_be_visible()
     shot(page, "play-phone-over")
@@ -85,8 +85,8 @@ def test_game_is_played_by_touch_in_dark_mode(look, four):
 def test_two_pages_play_two_games(look, four):
     one, two = look(four), look(four)
     one.locator(".moves button").first.click()
-    expect(one.get_by_role("form", name="your turn 2")).to_be_visible()
-    expect(two.get_by_role("form", name="your turn 1")).to_be_visible()
+    expect(one.get_by_role("form", name="your turn 1")).to_be_visible()
+    expect(two.get_by_role("form", name="your turn 0")).to_be_visible()
 
 
 def test_multiline_answers_and_escaped_text(look, tmp_path):
@@ -110,7 +110,7 @@ policies:
         page.keyboard.type("#### pass")
         expect(field).to_have_value(f"{evil}\n#### pass")
         page.keyboard.press("Enter")
-        expect(page.get_by_role("form", name="your turn 2")).to_be_visible()
+        expect(page.get_by_role("form", name="your turn 1")).to_be_visible()
         assert "I have seen" not in page.content()
         shot(page, "play-words")
         page.get_by_role("button", name="pass", exact=True).click()
@@ -124,7 +124,7 @@ policies:
 def test_lost_server_is_reported(look):
     with playing("sudoku", "--env", "size=4") as (process, address):
         page = look(address)
-        expect(page.get_by_role("form", name="your turn 1")).to_be_visible()
+        expect(page.get_by_role("form", name="your turn 0")).to_be_visible()
         shot(page, "play-sudoku")
         process.terminate()
         process.wait(timeout=20)
