@@ -8,14 +8,15 @@ it writes the run. The others execute the same steps.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,23 +114,24 @@ def start_processes(processes: int, run_rank: Callable[[ProcessRank], None]) -> 
 
     Each new process calls `run_rank` with its rank. They end when this process ends.
     """
-    meeting, board = str(Path(tempfile.mkdtemp(prefix="palestra-")) / "meeting"), SharedMemoryAllReduce(processes)
-    for rank in range(1, processes):
-        job = (ProcessRank(rank, processes, meeting, board), run_rank, torch.get_num_threads())
-        CHILD_PROCESSES.append(start_process(_run, job, daemon=True))
-    place = ProcessRank(0, processes, meeting, board)
-    place.join()
-    return place
+    folder = tempfile.mkdtemp(prefix="palestra-")
+    all_reducer = SharedMemoryAllReduce(processes)
+    ranks = [ProcessRank(rank, processes, f"{folder}/rendezvous", all_reducer) for rank in range(processes)]
+    weakref.finalize(ranks[0], shutil.rmtree, folder, ignore_errors=True)
+    for rank in ranks[1:]:
+        CHILD_PROCESSES.append(start_process(_run, (rank, run_rank, torch.get_num_threads()), daemon=True))
+    ranks[0].join()
+    return ranks[0]
 
 
 CHILD_PROCESSES: list[BaseProcess] = []
 
 
-def _run(place: ProcessRank, follow: Callable[[ProcessRank], None], threads: int) -> None:
+def _run(rank: ProcessRank, run_rank: Callable[[ProcessRank], None], threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     torch.set_num_threads(threads)
-    place.join()
-    follow(place)
+    rank.join()
+    run_rank(rank)
 
 
 def stop_processes() -> None:

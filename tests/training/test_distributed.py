@@ -26,7 +26,15 @@ FULL = {
 
 def start(folder, ranks, *arguments):
     """`palestra train`, under torchrun where there is more than one rank."""
-    command = [str(BIN / "torchrun"), "--nproc-per-node", str(ranks), "-m", "palestra"]
+    command = [
+        str(BIN / "torchrun"),
+        "--nproc-per-node",
+        str(ranks),
+        "--log-dir",
+        str(folder / "torchrun"),
+        "-m",
+        "palestra",
+    ]
     if ranks == 1:
         command = [sys.executable, "-m", "palestra"]
     return subprocess.Popen(
