@@ -75,11 +75,13 @@ class NetLearner(ABC):
     def __init__(self, spec: NetLearnerSpec) -> None:
         self.env, seats, self.policies, self.seeds, self.gradient_sync = spec
         self.names = list(seats)
-        self.stacks = [
-            self.build_stack(seat_mapping) for seat_mapping in group_into_stacks(self.env, seats, dict(self.policies))
-        ]
+        self.stacks = [self.build_stack(seat_mapping) for seat_mapping in self.seat_mappings(seats)]
         scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
         self.global_norm = RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT) if scaled else None
+
+    def seat_mappings(self, seats: Mapping[str, list[int]]) -> list[SeatMapping]:
+        """Returns the seat mapping of each stack: which policies are trained in one pass."""
+        return group_into_stacks(self.env, seats, dict(self.policies))
 
     def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
         """Builds networks, optimizer and norm of policies of one shape."""

@@ -156,6 +156,17 @@ class PolicyStack:
         taken = taken[..., : self.head.width] if self.head.width else taken
         return taken if taken.is_floating_point() else taken.long()
 
+    @torch.no_grad()
+    def action_logp(self, batch: RolloutBatch) -> Tensor:
+        """Returns the log-probability of the actions of the members' seats under the current policies, [T, B, P*S] with
+        seats in the order of `seat_mapping.all_seats`."""
+        is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
+        memory = batch.recurrent_state.get("+".join(self.seat_mapping.names))
+        action_mask = None if batch.action_mask is None else self.rows(batch.action_mask)[:, :-1]
+        out, _ = self.net.unroll(self.observations(batch.obs)[:, :-1], memory, is_first)
+        logp, _ = self.head.evaluate_actions(out, self.actions(batch), action_mask)
+        return self.seat_mapping.by_seat(logp)
+
     def build_policy(self, selector: ActionSelector) -> NetVectorPolicy:
         """Returns a player of these policies that selects actions with `selector`."""
         norm = self.norm.normalise if self.norm else None

@@ -54,6 +54,15 @@ class SeatMapping:
         ids = ids.view(len(self.names), *[1] * (x.dim() - 3), len(self.seats[0]), self.num_seats)
         return torch.cat([x, ids.expand(*x.shape[:-1], self.num_seats)], -1)
 
+    def by_seat(self, rows: Tensor) -> Tensor:
+        """Reorders rows, [P, T, B*S, ...] -> [T, B, P*S, ...], whose seats are in the order of `all_seats`."""
+        return rows.unflatten(2, (-1, len(self.seats[0]))).movedim(0, 2).flatten(2, 3)
+
+    def repeat_games(self, x: np.ndarray) -> Tensor:
+        """Repeats what is known of each game for every row: [T, B] -> [P, T, B*S]."""
+        rows = torch.from_numpy(x).repeat_interleave(len(self.seats[0]), 1)
+        return rows.expand(len(self.names), *rows.shape)
+
     def to_array(self, rows: Tensor) -> np.ndarray:
         """Returns rows in the order of `all_seats`: [P, B, S, *rest] -> [B, P*S, *rest] as an array."""
         return rows.movedim(0, 1).flatten(1, 2).numpy()

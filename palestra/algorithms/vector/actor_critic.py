@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from palestra.algorithms.vector.critics import ValueCritic
 from palestra.algorithms.vector.minibatches import MiniBatch, iterate_minibatches, normalise_weights, standardise
 from palestra.envs.vector.base import Arrays
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
@@ -30,7 +31,7 @@ from palestra.losses.policy import LossInputs, TensorMetrics
 from palestra.nets.advantages import AdvantageInputs, gae, vtrace
 from palestra.nets.layers import Net, make_generators
 from palestra.nets.normalise import RunningNorm
-from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
+from palestra.nets.seat_mapping import SeatMapping
 from palestra.types import Metrics, RolloutBatch
 
 
@@ -72,6 +73,10 @@ class ActorCriticConfig(AlgorithmConfig):
     """`vtrace` corrects for actions of an older policy: advantages have bounded importance weights, and the loss's
     ratios are to the policy at the start of the update (the decoupled objective of Hilton et al., 2022)."""
 
+    sequential: bool = False
+    """Train the policies one after another, in a random order for each rollout, the advantages of each weighted by the
+    ratio of new to old probabilities of the actions of those before it (HAPPO; Kuba et al., 2022, algorithm 2)."""
+
     def entropy_at(self, progress: float) -> float:
         """Returns the entropy coefficient at `progress` in [0, 1]."""
         return _between(self.entropy_coef, self.entropy_coef_end, progress)
@@ -88,18 +93,6 @@ class ActorCriticConfig(AlgorithmConfig):
         return ActorCriticLearner
 
 
-@dataclass
-class ValueCritic:
-    """Critic networks for the seats of a stack. `memory` maps each batch source to the recurrent state [P, C, H] at the
-    start of its next batch, for recurrent critics."""
-
-    seat_mapping: SeatMapping
-    net: Net
-    optimizer: StackedAdam
-    norm: RunningNorm | None
-    recurrent_states: dict[int, Tensor] = field(default_factory=dict)
-
-
 class ActorCriticLearner(NetLearner):
     """Learner of on-policy actor-critic algorithms. Raises ValueError if `critics: one` with `critic: own` meets seats
     whose observations differ in shape."""
@@ -113,10 +106,16 @@ class ActorCriticLearner(NetLearner):
     def uses_global_features(self) -> bool:
         return self.config.critic == "central"
 
+    def seat_mappings(self, seats: Mapping[str, list[int]]) -> list[SeatMapping]:
+        groups = [{name: own} for name, own in seats.items()] if self.config.sequential else [dict(seats)]
+        return [
+            seat_mapping for group in groups for seat_mapping in super(ActorCriticLearner, self).seat_mappings(group)
+        ]
+
     def _critic_seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each critic: which seats share its networks."""
         if self.config.critics == "each":
-            return group_into_stacks(self.env, seats, dict(self.policies))
+            return self.seat_mappings(seats)
         if (
             self.config.critic == "own"
             and len({self.env.observation_shapes[s] for own in seats.values() for s in own}) > 1
@@ -160,21 +159,24 @@ class ActorCriticLearner(NetLearner):
         advantages, targets, known = self._credit(batch, now.logp, progress)
         for critic in self.critics:
             losses = self._train_critic(critic, batch, targets, known, progress)
-            for stack in self.stacks:
-                shared = self.config.critics == "one"
-                for name in (
-                    stack.seat_mapping.names
-                    if shared
-                    else set(stack.seat_mapping.names) & set(critic.seat_mapping.names)
-                ):
-                    metrics[name].append({"value_loss": losses})
+            for name in self.names if self.config.critics == "one" else critic.seat_mapping.names:
+                metrics[name].append({"value_loss": losses})
         lines = {name: mean_metrics(own) for name, own in metrics.items()}
         aims = self._aims(targets) if self.has_value_output else targets
-        for stack in self.stacks:
-            for name, line in self._train_policies(stack, now, advantages, aims, known, progress).items():
+        factor = torch.ones_like(advantages)
+        for stack in self._update_order():
+            for name, line in self._train_policies(stack, now, advantages, factor, aims, known, progress).items():
                 lines[name] |= line
+            if self.config.sequential:
+                factor = factor * self._joint_ratio(stack, now)[..., None]
         self.update_norms(batch)
         return lines
+
+    def _update_order(self) -> list[PolicyStack]:
+        """Returns the stacks in the order in which they are trained."""
+        if not self.config.sequential:
+            return self.stacks
+        return [self.stacks[i] for i in torch.randperm(len(self.stacks), generator=self.shuffle).tolist()]
 
     def _credit(self, batch: RolloutBatch, logp: np.ndarray, progress: float) -> tuple[Tensor, Tensor, Tensor]:
         """Returns advantages, critic targets (float32) and a mask of the actions that have them, [T, B, N] each. `logp`
@@ -208,16 +210,18 @@ class ActorCriticLearner(NetLearner):
             P, S = len(critic.seat_mapping.names), len(critic.seat_mapping.seats[0])
             observations = self._critic_observations(critic, batch)  # [P, T+1, B*S, ...]
             out, memories = critic.net.unroll(
-                observations, critic.recurrent_states.get(batch.worker), self._is_first(batch, P, S)
+                observations,
+                critic.recurrent_states.get(batch.worker),
+                critic.seat_mapping.repeat_games(batch.is_first),
             )
-            values[..., critic.seat_mapping.all_seats] = self._by_seat(self._denormalised(critic, out[..., 0]), S)
+            values[..., critic.seat_mapping.all_seats] = critic.seat_mapping.by_seat(critic.values(out))
             if len(times):
                 last = self._final_critic_observations(critic, batch)  # [P, F, S, ...]
                 at_end = None
                 if memories is not None:
                     at_end = memories.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
                 ends, _ = critic.net.unroll(last.flatten(1, 2)[:, None], at_end)
-                value = self._denormalised(critic, ends[:, 0, :, 0]).view(P, -1, S)
+                value = critic.values(ends[:, 0]).view(P, -1, S)
                 seats = torch.tensor(critic.seat_mapping.all_seats)
                 here = torch.where(cut[:, seats], value.permute(1, 0, 2).flatten(1), 0.0)
                 bootstrap[times[:, None], games[:, None], seats[None]] = here
@@ -227,14 +231,13 @@ class ActorCriticLearner(NetLearner):
         self, critic: ValueCritic, batch: RolloutBatch, targets: Tensor, known: Tensor, progress: float
     ) -> float:
         """Trains a critic on its targets; returns the mean loss."""
-        P, S = len(critic.seat_mapping.names), len(critic.seat_mapping.seats[0])
-        take = critic.seat_mapping.select_seats
+        P, take = len(critic.seat_mapping.names), critic.seat_mapping.select_seats
         target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
         if critic.norm:
             critic.norm.update(target.flatten(1)[..., None], weight.flatten(1), self.gradient_sync.all_reduce)
             target = critic.norm.normalise(target[..., None])[..., 0]
         observations = self._critic_observations(critic, batch)[:, :-1]
-        is_first, memory = self._is_first(batch, P, S), critic.recurrent_states.get(batch.worker)
+        is_first, memory = critic.seat_mapping.repeat_games(batch.is_first), critic.recurrent_states.get(batch.worker)
         losses = []
         for minibatch in self._minibatches(weight, bool(critic.net.gru_units)):
             out, _ = critic.net.unroll(
@@ -257,18 +260,28 @@ class ActorCriticLearner(NetLearner):
             if critic.norm:
                 own = critic.seat_mapping.select_seats(targets, 2).flatten(2, 3)  # [P, T, B*S]
                 scaled = critic.norm.normalise(own[..., None])[..., 0]
-                aims[..., critic.seat_mapping.all_seats] = self._by_seat(scaled, len(critic.seat_mapping.seats[0]))
+                aims[..., critic.seat_mapping.all_seats] = critic.seat_mapping.by_seat(scaled)
         return aims
 
     def _train_policies(
-        self, stack: PolicyStack, batch: RolloutBatch, advantages: Tensor, aims: Tensor, known: Tensor, progress: float
+        self,
+        stack: PolicyStack,
+        batch: RolloutBatch,
+        advantages: Tensor,
+        factor: Tensor,
+        aims: Tensor,
+        known: Tensor,
+        progress: float,
     ) -> dict[str, Metrics]:
-        """Trains the policies of a stack; returns metrics by policy."""
-        names, S = stack.seat_mapping.names, len(stack.seat_mapping.seats[0])
+        """Trains the policies of a stack on advantages [T, B, N], normalised and then times `factor` [T, B, N]; returns
+        metrics by policy."""
+        names = stack.seat_mapping.names
         advantage, aim, weight = stack.rows(advantages), stack.rows(aims), stack.rows(known.float())
         if self.config.normalize_advantages:
             advantage = standardise(advantage, weight, self.gradient_sync.all_reduce)
-        observations, is_first = stack.observations(batch.obs)[:, :-1], self._is_first(batch, len(names), S)[:, :-1]
+        advantage = advantage * stack.rows(factor)
+        observations = stack.observations(batch.obs)[:, :-1]
+        is_first = stack.seat_mapping.repeat_games(batch.is_first)[:, :-1]
         actions, logp = stack.actions(batch), stack.rows(batch.logp)
         action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
         memory = batch.recurrent_state.get("+".join(names))
@@ -304,19 +317,21 @@ class ActorCriticLearner(NetLearner):
         stack.version += len(lines[0])
         return {name: mean_metrics(own) for name, own in zip(names, lines, strict=True)}
 
-    @torch.no_grad()
     def _logp(self, batch: RolloutBatch) -> np.ndarray:
         """Returns the log-probability of each action under the current policies [T, B, N]; the recorded one where no
         learning seat acts."""
         found = torch.from_numpy(batch.logp.copy())
         for stack in self.stacks:
-            names, S = stack.seat_mapping.names, len(stack.seat_mapping.seats[0])
-            is_first, memory = self._is_first(batch, len(names), S)[:, :-1], batch.recurrent_state.get("+".join(names))
-            action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
-            out, _ = stack.net.unroll(stack.observations(batch.obs)[:, :-1], memory, is_first)
-            logp, _ = stack.head.evaluate_actions(out, stack.actions(batch), action_mask)
-            found[..., stack.seat_mapping.all_seats] = self._by_seat(logp, S)
+            found[..., stack.seat_mapping.all_seats] = stack.action_logp(batch)
         return np.where(batch.agent_mask[:-1], found.numpy(), batch.logp)
+
+    def _joint_ratio(self, stack: PolicyStack, batch: RolloutBatch) -> Tensor:
+        """Returns the probability of the stack's actions at each step under its current policies, over that under the
+        policies that played [T, B]; seats that do not act count as 1."""
+        seats = stack.seat_mapping.all_seats
+        change = stack.action_logp(batch) - torch.from_numpy(batch.logp[..., seats])
+        acts = torch.from_numpy(batch.agent_mask[:-1][..., seats])
+        return torch.where(acts, change, 0.0).sum(-1).exp()
 
     # ---- observations, rows, minibatches
 
@@ -340,21 +355,6 @@ class ActorCriticLearner(NetLearner):
         ids = torch.eye(N)[torch.tensor(seat_mapping.seats)].view(P, *[1] * lead, S, N)
         shape = (P, *whole.shape[:lead], S)
         return torch.cat([whole[None, ..., None, :].expand(*shape, -1), ids.expand(*shape, N)], -1)
-
-    @staticmethod
-    def _is_first(batch: RolloutBatch, P: int, S: int) -> Tensor:
-        """Returns a mask of the first steps of games, for each column [P, T+1, B*S]."""
-        is_first = torch.from_numpy(batch.is_first).repeat_interleave(S, 1)
-        return is_first.expand(P, *is_first.shape)
-
-    @staticmethod
-    def _by_seat(x: Tensor, S: int) -> Tensor:
-        """[P, T, B*S] -> [T, B, P*S]."""
-        return x.unflatten(2, (-1, S)).permute(1, 2, 0, 3).flatten(2)
-
-    @staticmethod
-    def _denormalised(critic: ValueCritic, values: Tensor) -> Tensor:
-        return critic.norm.denormalise(values[..., None])[..., 0] if critic.norm else values
 
     def _minibatches(self, weight: Tensor, recurrent: bool) -> Iterator[MiniBatch]:
         config = self.config

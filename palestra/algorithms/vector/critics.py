@@ -1,4 +1,4 @@
-"""Action-value critics with target networks.
+"""Critics: of state values, and of action values with target networks.
 
 Shapes: `K` critics, `P` members of a stack, `R` rows, `A` numbers of an encoded action, `O` outputs.
 """
@@ -8,13 +8,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from palestra.learners.policy_stack import StackedAdam
 from palestra.nets.layers import Net
+from palestra.nets.normalise import RunningNorm
+from palestra.nets.seat_mapping import SeatMapping
+
+
+@dataclass
+class ValueCritic:
+    """Critic networks for the seats of a stack. `recurrent_states` maps each batch source to the state [P, C, H] at the
+    start of its next batch, for recurrent critics."""
+
+    seat_mapping: SeatMapping
+    net: Net
+    optimizer: StackedAdam
+    norm: RunningNorm | None
+    recurrent_states: dict[int, Tensor] = field(default_factory=dict)
+
+    def values(self, out: Tensor) -> Tensor:
+        """Returns state values [...] in units of reward from the network's outputs [..., 1]."""
+        return (self.norm.denormalise(out) if self.norm else out)[..., 0]
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, rows_by_seat
+from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig
 from palestra.learners.nets import NetLearner
 from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import q_loss, q_target
@@ -54,7 +54,7 @@ class DQNLearner(QLearner):
             sums = 0.5 * (weight / count * error.square()).sum((1, 2))
             mean = ((weight > 0) * taken.detach() / count).sum((1, 2))
             lines.append({"q_loss": sums, "q": mean, "grad_norm": norms})
-            errors.append(rows_by_seat(stack, error.abs() * (weight > 0)))
-            known.append(rows_by_seat(stack, weight > 0))
+            errors.append(stack.seat_mapping.by_seat(error.abs() * (weight > 0)))
+            known.append(stack.seat_mapping.by_seat(weight > 0))
         counts = torch.cat(known, -1).sum(-1)
         return lines, torch.cat(errors, -1).sum(-1) / counts.clamp(min=1), counts > 0

@@ -343,7 +343,7 @@ class GAILLearner(ActorCriticLearner):
             idle = self.gradient_sync.all_reduce(torch.tensor([float(len(played.policies_without_actions))]))
             if not idle.item():  # in any process: a rollout may be too short for every policy to act
                 lines |= self._train_discriminators(discriminator, demos, played, progress)
-            earned = self._by_seat(self._earned(discriminator, played), len(seat_mapping.seats[0]))
+            earned = seat_mapping.by_seat(self._earned(discriminator, played))
             rewards[..., seat_mapping.all_seats] = earned.numpy()
         learned = super().update(replace(batch, rewards=rewards), progress)
         return {name: lines[name] | line for name, line in learned.items()}

@@ -333,11 +333,6 @@ def legal_rows(stack: PolicyStack, action_mask: Tensor | None) -> Tensor | None:
     return None if action_mask is None else stack.rows(action_mask)
 
 
-def rows_by_seat(stack: PolicyStack, x: Tensor) -> Tensor:
-    """Reorders rows: [P, T, R, ...] -> [T, M, P*S, ...]."""
-    return x.unflatten(2, (-1, len(stack.seat_mapping.seats[0]))).movedim(0, 2).flatten(2, 3)
-
-
 @torch.no_grad()
 def polyak_update(fast: nn.Module, slow: nn.Module, tau: float) -> None:
     """Polyak update: moves the parameters of `slow` towards those of `fast` by a share of `tau`."""

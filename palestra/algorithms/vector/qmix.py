@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, legal_rows, rows_by_seat
+from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, legal_rows
 from palestra.learners.nets import NetLearner, NetLearnerSpec
 from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.policy import TensorMetrics
@@ -142,7 +142,9 @@ class QMIXLearner(QLearner):
 
         def joint(parts: list[Tensor]) -> Tensor:
             """Returns [T*M, J, ...] from the stacks' [P, T, R, ...], with zeros for seats that do not act."""
-            seats = torch.cat([rows_by_seat(stack, own) for stack, own in zip(self.stacks, parts, strict=True)], 2)
+            seats = torch.cat(
+                [stack.seat_mapping.by_seat(own) for stack, own in zip(self.stacks, parts, strict=True)], 2
+            )
             return (seats * acts.view(*acts.shape, *[1] * (seats.dim() - 3))).flatten(0, 1)
 
         inputs = SeatValues(joint([own.q for own in values]))

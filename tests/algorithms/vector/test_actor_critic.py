@@ -80,6 +80,7 @@ class Textbook:
     ) -> None:
         self.weights = {key: w.clone().requires_grad_() for key, w in weights(made, name).items()}
         self.batch, self.seat, self.config = batch, seat, config
+        self.factor = np.ones(batch.rewards.shape[:2])  # of the advantages
 
     def net(self, kind: str, view: np.ndarray, last: str = "head") -> torch.Tensor:
         w, x = self.weights, torch.from_numpy(view)
@@ -126,13 +127,11 @@ class Textbook:
         actor = critic = torch.zeros(())
         for t, b, advantage in advantages:
             view = self.batch.obs[t, b, self.seat]
-            out = self.net("net", view)
-            if self.batch.action_mask is not None:
-                out = out.masked_fill(~torch.from_numpy(self.batch.action_mask[t, b, self.seat].copy()), -torch.inf)
-            logp = torch.log_softmax(out, 0)
+            logp = self.logp(t, b)
             entropy = -sum(x.exp() * x for x in logp if torch.isfinite(x))
             taken = logp[int(self.batch.actions[t, b, self.seat])]
-            actor = actor - taken * (advantage - mean) / (deviation + 1e-8) - self.config.entropy_coef * entropy
+            advantage_now = (advantage - mean) / (deviation + 1e-8) * self.factor[t, b]
+            actor = actor - taken * advantage_now - self.config.entropy_coef * entropy
             value = self.net("critic", view)[0]
             target = value.item() + advantage
             critic = critic + 0.5 * (value - target) ** 2
@@ -145,6 +144,23 @@ class Textbook:
             - policy.lr * self.clipped(key, policy) / (self.clipped(key, policy).abs() + policy.adam_eps)
             for key, w in self.weights.items()
         }
+
+    def logp(self, t: int, b: int) -> torch.Tensor:
+        """Log-probabilities of the actions at step t of game b."""
+        out = self.net("net", self.batch.obs[t, b, self.seat])
+        if self.batch.action_mask is not None:
+            out = out.masked_fill(~torch.from_numpy(self.batch.action_mask[t, b, self.seat].copy()), -torch.inf)
+        return torch.log_softmax(out, 0)
+
+    def ratios(self, updated: dict[str, torch.Tensor]) -> np.ndarray:
+        """New over old probability of each action [T, B] with the weights `updated`; 1 where the seat does not act."""
+        before, self.weights = self.weights, updated
+        found = np.ones(self.batch.rewards.shape[:2])
+        for t, b in zip(*np.nonzero(self.batch.agent_mask[:-1, :, self.seat]), strict=True):
+            new = self.logp(t, b)[int(self.batch.actions[t, b, self.seat])].item()
+            found[t, b] = np.exp(new - self.batch.logp[t, b, self.seat])
+        self.weights = before
+        return found
 
     def clipped(self, key: str, policy: NetPolicyConfig) -> torch.Tensor:
         kind = key.split(".")[0]
@@ -182,6 +198,34 @@ def test_update_equals_a_reference_implementation(config: ActorCriticConfig, tur
             torch.testing.assert_close(weight, found[key], rtol=1e-3, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_sequential_update_equals_a_reference_implementation(turns: bool) -> None:
+    """The policy that is second in the random order has advantages times the ratios of the first."""
+    env, policy = Countdown(4, turns=turns), NetPolicyConfig(hidden=[6], lr=5e-2, adam_eps=1e-2, max_grad_norm=10)
+    config = PPO(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1, sequential=True)
+    made = learner(config, env, {"a": [0], "b": [1]}, policy)
+    assert [stack.seat_mapping.names for stack in made.stacks] == [("a",), ("b",)]
+    batch = VectorRollout(env, np.array([1, 5, 9, 13])).collect(made.rollout_policies(0), 14, 0)
+    expected = {}
+    for first, second in ("ab", "ba"):
+        books = {name: Textbook(made, batch, name, seat, config) for seat, name in enumerate("ab")}
+        found = {first: books[first].update(policy)}
+        books[second].factor = books[first].ratios(found[first])
+        expected[first] = found | {second: books[second].update(policy)}
+        assert np.abs(books[second].factor - 1).max() > 0.05
+    made.update(batch, 0.0)
+    differences = {
+        first: max(
+            (weight - each[name][key]).abs().max().item()
+            for name in "ab"
+            for key, weight in weights(made, name).items()
+        )
+        for first, each in expected.items()
+    }
+    right, wrong = sorted(differences.values())
+    assert right < 1e-5 and (turns or wrong > 1e-4), differences
+
+
 # ---- what must not matter
 
 
@@ -200,7 +244,13 @@ SMALL = NetPolicyConfig(hidden=[6], normalize_observations=True, lr_schedule="li
 
 @pytest.mark.parametrize("memory", [0, 5])
 @pytest.mark.parametrize(
-    "config", [EVERYTHING_BESIDES, PPO(rollout_length=9, epochs=2, minibatches=3), A2C(rollout_length=9)]
+    "config",
+    [
+        EVERYTHING_BESIDES,
+        PPO(rollout_length=9, epochs=2, minibatches=3),
+        A2C(rollout_length=9),
+        PPO(rollout_length=9, epochs=2, minibatches=2, sequential=True),
+    ],
 )
 def test_resume_from_state_arrays_is_bit_identical(config: ActorCriticConfig, memory: int) -> None:
     policy = SMALL.model_copy(update={"gru_units": memory})
@@ -577,9 +627,10 @@ def test_auxiliary_value_loss_matches_the_critic(norm: bool) -> None:
     assert missed == pytest.approx(judged, rel=0.2)
 
 
-def test_independent_policies_learn_to_coordinate() -> None:
+@pytest.mark.parametrize("config", [PPO(rollout_length=4), PPO(rollout_length=4, critic="central", sequential=True)])
+def test_independent_policies_learn_to_coordinate(config: PPO) -> None:
     env = MatrixGame(32, game="coordination")
-    made = learner(PPO(rollout_length=4), env, {"a": [0], "b": [1]})
+    made = learner(config, env, {"a": [0], "b": [1]})
     assert mean_return(env, made.rollout_policies(0), 40).mean() == pytest.approx(0.5, abs=0.1)
     train(made, VectorRollout(env, np.arange(32)), 4, 30)
     assert mean_return(env, made.rollout_policies(0), 40).mean() > 0.9
