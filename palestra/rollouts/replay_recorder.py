@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -91,6 +90,7 @@ def _render(env: VectorEnv, step: VectorStep, game: int) -> RenderFrame | None:
 
 
 def _frame(shown: RenderFrame, acts: np.ndarray, actions: np.ndarray, rewards: np.ndarray) -> ReplayFrame:
-    is_text = isinstance(shown, str)
-    seen: dict[str, Any] = {"picture": None if is_text else to_png(shown), "text": shown if is_text else None}
-    return ReplayFrame(**seen, acts=acts.tolist(), actions=actions.tolist(), rewards=rewards.tolist())
+    picture, text = (None, shown) if isinstance(shown, str) else (to_png(shown), None)
+    return ReplayFrame(
+        picture=picture, text=text, acts=acts.tolist(), actions=actions.tolist(), rewards=rewards.tolist()
+    )

@@ -140,7 +140,10 @@ def test_files_restore_replays(tmp_path: Path):
 
 def test_evaluations_of_a_run_are_recorded_and_a_resume_removes_later_ones(tmp_path: Path):
     settings = ["env_steps=256", "env.num_envs=8", "algorithm.rollout_length=8", "log_every=64", "checkpoint_every=128"]
-    settings += ["evals={held_out: {episodes: 8, every: 128, replays: 3}, other: {episodes: 8, replays: 0}}"]
+    settings += [
+        "keep_every=0",
+        "evals={held_out: {episodes: 8, every: 128, replays: 3}, other: {episodes: 8, replays: 0}}",
+    ]
     args = [part for one in settings for part in ("--set", one)]
     done = CliRunner().invoke(
         app, ["train", "configs/games/kuhn_ppo.yaml", "--root", str(tmp_path), "--name", "a", *args]
