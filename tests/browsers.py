@@ -14,6 +14,7 @@ from playwright.sync_api import expect, sync_playwright
 
 expect.set_options(timeout=20_000)  # a busy machine is not a failure
 SHOTS = Path(__file__).parent.parent / ".cache" / "screenshots"
+MAX_HEIGHT = 8000  # pixels of a window
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or ""
 
 
@@ -59,9 +60,15 @@ def watch(page: Any, address: str, wrong: list[str]) -> None:
 
 
 def shot(page: Any, name: str) -> None:
-    path = SHOTS / f"{name}.png"
+    """Keeps a picture of the whole page, in a window as high as it: charts below the window's edge are not loaded."""
+    path, size = SHOTS / f"{name}.png", page.viewport_size
     path.parent.mkdir(parents=True, exist_ok=True)
+    height = page.evaluate("() => document.documentElement.scrollHeight")
+    if height > size["height"]:
+        page.set_viewport_size(size | {"height": min(height, MAX_HEIGHT)})
+        page.wait_for_timeout(700)
     page.screenshot(path=path, full_page=True)
+    page.set_viewport_size(size)
 
 
 def settled(page: Any) -> None:

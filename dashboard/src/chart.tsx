@@ -84,7 +84,7 @@ function axes(axis: string, axisName: string, unit: string): uPlot.Axis[] {
   return [
     // Ticks of counters are whole numbers; their text is never wider than the space of a tick.
     { ...common, size: 24, values: x, space: 62, label: clock ? `${axisName} (s, min or h)` : axisName, ...(clock ? {} : { incrs: WHOLE }) },
-    { ...common, size: widest, values: (_, splits) => splits.map((value) => (value === null ? "" : num(value))), ...(unit ? { label: unit } : {}) },
+    { ...common, size: widest, values: (_, splits) => tickTexts(splits), ...(unit ? { label: unit } : {}) },
   ];
 }
 
@@ -97,6 +97,15 @@ function verticalRange(_: uPlot, low: number | null, high: number | null): uPlot
 // As wide as the widest of the ticks' texts, so that none is clipped.
 function widest(_: uPlot, values: string[] | null): number {
   return 14 + 6.6 * Math.max(3, ...(values ?? []).map((text) => text?.length ?? 0));
+}
+
+// As few digits as tell the ticks apart: 1.595, 1.600 and not twice 1.6.
+function tickTexts(splits: (number | null)[]): string[] {
+  const values = new Set(splits.filter((value) => value !== null)).size;
+  for (let digits = 3; ; digits++) {
+    const texts = splits.map((value) => (value === null ? "" : num(value, digits)));
+    if (digits === 6 || new Set(texts.filter(Boolean)).size >= values) return texts;
+  }
 }
 
 function hours(seconds: number): string {

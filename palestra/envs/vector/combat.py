@@ -125,7 +125,7 @@ class Combat(NativeEnv):
         full = self.params.health_U + self.params.shield_U
         for u in np.flatnonzero(alive):
             x, y = units[u, X], units[u, Y]
-            canvas.disc(x, y, UNIT_RADIUS, seat_colour(u) if u < allies else RED)
+            canvas.disc(x, y, UNIT_RADIUS, seat_colour(int(u)) if u < allies else RED)
             left = (units[u, HEALTH] + units[u, SHIELD]) / full[u]
             canvas.rectangle(x, y + 1.1, 1.2, 0.25, LIGHT_GREY)
             canvas.rectangle(x - 0.6 * (1 - left), y + 1.1, 1.2 * left, 0.25, GREY)
