@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 from tolerances import LOGPROB_ATOL
 from transformers import PreTrainedTokenizerFast
 
-from palestra.engine import batch as batch_module
 from palestra.engine import sampler as sampler_module
+from palestra.engine.kv_pages import PAGE_TOKENS
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.sampling import StopStringMatcher, counter_uniform
@@ -433,14 +433,14 @@ def test_signed_and_unsigned_64_bit_seeds_are_accepted(engine):
     assert counter_uniform(zero, zero, one) != counter_uniform(one, zero, zero)
 
 
-def test_cache_grows_with_the_answers_on_demand(engine, monkeypatch):
-    """Room for many tokens is not taken before it is needed, and what is sampled does not depend on it."""
-    whole = Sampler(engine).sample_all([ask(i, max_tokens=40, stop_at_eos=False) for i in range(2)])
-    monkeypatch.setattr(batch_module, "INITIAL_ANSWER_CAPACITY", 4)
+def test_cache_grows_with_the_answers_on_demand(engine):
+    """Room for many tokens is not taken before it is needed."""
     sampler = Sampler(engine)
-    assert [tokens(a) for a in sampler.sample_all([ask(i, max_tokens=40, stop_at_eos=False) for i in range(2)])] == [
-        tokens(a) for a in whole
-    ]
+    sampler.submit(ask(n=8, max_tokens=400, stop_at_eos=False), lambda outcome: None)
+    for tokens_of_each, pages in ((1, 1 + 8), (PAGE_TOKENS, 1 + 8), (PAGE_TOKENS + 1, 1 + 2 * 8)):
+        while not sampler.batch.rows or sampler.batch.rows[0].slot.length < tokens_of_each:
+            sampler.step()
+        assert pages <= sampler.batch.cache.bytes // sampler.batch.cache.bytes_of(1) <= pages + pages // 8
     short = Sampler(engine)
     short.sample_all([ask(max_tokens=400, stop_token_ids=tuple(range(272)))])  # ends at once
     short.release_memory()
@@ -462,13 +462,13 @@ def test_light_client_is_admitted_beside_a_heavy_one(engine):
     for _ in range(3):
         sampler.step()
     assert len(sampler.batch.rows) == 64
-    light = Request(prompt(9), 2, SamplingConfig(max_tokens=10, stop_at_eos=False), seed=9, client="ada")
+    light = Request(prompt(9), 2, SamplingConfig(max_tokens=9, stop_at_eos=False), seed=9, client="ada")
     sampler.submit(light, partial(outcomes.__setitem__, "ada"))
     steps = 0
     while "ada" not in outcomes:
         sampler.step()
         steps += 1
-    assert steps == 2 and len(outcomes) == 1
+    assert steps == 2 and len(outcomes) == 1  # a token by the prompt, four by each step's extra passes
     assert len(sampler.batch.rows) == 64  # at most so many are one client's
     while sampler.step():
         pass
