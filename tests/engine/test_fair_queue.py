@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.engine.fair_queue import FairQueue, WorkCounters
-from palestra.engine.sampler import row_allowance
+from palestra.engine.scheduler import row_allowance
 
 
 def filled(**items):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from tolerances import LOGPROB_ATOL
 from transformers import PreTrainedTokenizerFast
 
-from palestra.engine import sampler as sampler_module
+from palestra.engine import scheduler
 from palestra.engine.kv_pages import PAGE_TOKENS
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
@@ -489,7 +489,7 @@ def test_passes_are_short_while_a_light_client_waits(engine, monkeypatch):
     assert len(passes[-1]) == 64
     light = Request(prompt(9), 1, SamplingConfig(max_tokens=5, stop_at_eos=False), seed=9, client="ada")
     sampler.submit(light, partial(outcomes.__setitem__, "ada"))
-    monkeypatch.setattr(sampler_module, "LIGHT_CLIENT_WINDOW_S", 3600.0)
+    monkeypatch.setattr(scheduler, "LIGHT_CLIENT_WINDOW_S", 3600.0)
     passes.clear()
     for _ in range(6):
         sampler.step()
@@ -497,7 +497,7 @@ def test_passes_are_short_while_a_light_client_waits(engine, monkeypatch):
     assert all(0 < len(rows) <= 16 for rows in passes[4:])
     lengths = [len(row.token_ids) for row in sampler.batch.rows if row.group.num_started == 48]
     assert max(lengths) - min(lengths) <= 2
-    sampler._light_until = 0.0
+    sampler.scheduler._light_until = 0.0
     passes.clear()
     sampler.step()
     assert len(passes[0]) > 32
