@@ -13,6 +13,7 @@ from palestra.engine.bases import resolve_device
 from palestra.engine.checkpoints import load_full_model
 from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup, join_process_group
 from palestra.engine.fsdp import shard_engine
+from palestra.engine.kv_cache import budget_bytes
 from palestra.engine.lora import Adapter
 from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter
@@ -37,8 +38,8 @@ class Engines:
     """Loaded base models by name and dtype, each loaded once and shared by the policies that use it.
 
     With `sampler`, adapters and bare bases are sampled by other processes or servers. `max_rows` is the maximum
-    number of rows of a sampler per client, `cache_bytes` the budget of its KV cache (None: half of the free memory);
-    `sharded` shards the models over the ranks of `group` (FSDP2).
+    number of rows of a sampler per client, `kv_cache_gib` the memory of its KV cache in GiB (None: half of the free
+    memory); `sharded` shards the models over the ranks of `group` (FSDP2).
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class Engines:
         ranks: ProcessGroup = SINGLE_PROCESS,
         *,
         sharded: bool = False,
-        cache_bytes: int | None = None,
+        kv_cache_gib: float | None = None,
     ) -> None:
         self.device, self.max_rows, self.ranks, self.sharded = device, max_rows, ranks, sharded
-        self.cache_bytes = cache_bytes
+        self.kv_cache_gib = kv_cache_gib
         self.remote_samplers = RemoteSamplers(sampler) if sampler else None
         self._shared: dict[tuple[str, str, str | None], tuple[Engine, SamplerProtocol]] = {}
         self.loaded_engines: list[Engine] = []
@@ -69,7 +70,8 @@ class Engines:
     def load_own_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Loads a separate copy of the base, sampled in this process."""
         engine = self._loaded(config)
-        self._samplers.append(Sampler(engine, max_rows=self.max_rows, cache_bytes=self.cache_bytes))
+        cache_bytes = budget_bytes(self.kv_cache_gib)
+        self._samplers.append(Sampler(engine, max_rows=self.max_rows, cache_bytes=cache_bytes))
         return engine, self._samplers[-1]
 
     def _apart(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
@@ -80,7 +82,13 @@ class Engines:
                 f"quantize: {config.quantize} is for bases in this process, and sampler: has others answer with whole "
                 "weights: leave one of them out"
             )
-        opening = self.remote_samplers.open(config.base, dtype=config.dtype, device=self.device, max_rows=self.max_rows)
+        opening = self.remote_samplers.open(
+            config.base,
+            dtype=config.dtype,
+            device=self.device,
+            max_rows=self.max_rows,
+            kv_cache_gib=self.kv_cache_gib,
+        )
         engine = self._loaded(config)  # sampler processes start at the same time
         self._samplers.append(opening.wait_ready())
         return engine, self._samplers[-1]
@@ -198,7 +206,7 @@ def build_engines(config: TextConfig) -> Engines | RemoteEngines:
             config.sampler,
             ranks,
             sharded=sharded,
-            cache_bytes=config.kv_cache_bytes,
+            kv_cache_gib=config.kv_cache_gib,
         )
     try:
         from palestra.service.client.client import connect

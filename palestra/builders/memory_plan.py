@@ -9,7 +9,7 @@ from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
 from palestra.config import override, validate
 from palestra.engine.bases import resolve_device
-from palestra.engine.kv_cache import default_cache_bytes
+from palestra.engine.kv_cache import budget_bytes, default_cache_bytes
 from palestra.engine.malloc import free_memory
 from palestra.engine.memory import (
     FLOAT32,
@@ -112,7 +112,7 @@ def _engine_parts(
     answers = min(config.max_num_seqs, config.episodes * group)
     prompts, tokens = -(-answers // group), policy.sampling.max_tokens
     wanted = cache_bytes(shape, answers, prompts, max_tokens=tokens, prompt_tokens=prompt_tokens, size=cache_size)
-    budget = config.kv_cache_bytes or default_cache_bytes(free)
+    budget = budget_bytes(config.kv_cache_gib) or default_cache_bytes(free)
     detail = f"{answers} answers of {tokens} tokens, {prompts} prompts of {prompt_tokens}"
     if wanted > budget:
         detail += f"; they wait for {budget / 2**30:.1f} GiB (kv_cache_gib)"

@@ -194,11 +194,6 @@ class TextConfig(PolicyRunConfig):
         return self.envs or ({"train": self.env} if self.env else {})
 
     @property
-    def kv_cache_bytes(self) -> int | None:
-        """`kv_cache_gib` in bytes."""
-        return None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30)
-
-    @property
     def env_label(self) -> str:
         """Name of the envs or data files, for display."""
         played = [str(env["type"]) for env in self.named_envs.values()]

@@ -40,6 +40,9 @@ def serve(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="torch threads on a CPU")] = 1,
     max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
+    kv_cache_gib: Annotated[
+        float | None, typer.Option(min=0.001, help="memory of a base's KV cache in GiB; unset: half of the free memory")
+    ] = None,
     poll: Annotated[float, typer.Option(min=0, max=40, help="maximum seconds that a poll for a result blocks")] = 30.0,
     queue: Annotated[int, typer.Option(min=1, help="maximum pending requests per key")] = 20_000,
     queue_bytes: Annotated[int, typer.Option(min=1, help="maximum bytes of pending requests per key")] = 2**29,
@@ -81,6 +84,7 @@ def serve(
             dtype=dtype,
             threads=threads,
             max_rows=max_rows,
+            kv_cache_gib=kv_cache_gib,
             limits=ClientLimits(
                 poll=poll, queue=queue, queue_bytes=queue_bytes, answer_tokens=answer_tokens, models=models
             ),
@@ -99,6 +103,9 @@ def serve_sampler(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="torch threads on a CPU")] = 1,
     max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
+    kv_cache_gib: Annotated[
+        float | None, typer.Option(min=0.001, help="memory of a base's KV cache in GiB; unset: half of the free memory")
+    ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="a name that the server is called by, besides its address and localhost")
     ] = None,
@@ -123,7 +130,17 @@ def serve_sampler(
         from palestra.remote.samplers.server import serve as run_server
 
         options = SamplerServerOptions(
-            base, host, port, key_env, device, dtype, threads, max_rows, with_parent, tuple(allow_host or ())
+            base=base,
+            host=host,
+            port=port,
+            key_env=key_env,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            max_rows=max_rows,
+            kv_cache_gib=kv_cache_gib,
+            with_parent=with_parent,
+            hosts=tuple(allow_host or ()),
         )
         run_server(options, lambda line: print(line, flush=True))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -31,6 +32,11 @@ DEFAULT_BUDGET_DIVISOR = 2  # the default budget is half of the free memory
 def default_cache_bytes(free: int) -> int:
     """Returns the default budget of a cache in bytes, where `free` bytes of memory are free."""
     return free // DEFAULT_BUDGET_DIVISOR
+
+
+def budget_bytes(gib: float | None) -> int | None:
+    """Returns a budget of `gib` GiB in bytes; None stands for the default budget."""
+    return None if gib is None else int(gib * 2**30)
 
 
 def pages_of(tokens: int) -> int:
@@ -93,7 +99,7 @@ class KVCache:
         some may have grown."""
         full = _by_pool([slot for slot in answers if slot.length == slot.capacity])
         for pool, slots in full.items():
-            self._reclaiming(lambda pool=pool, count=len(slots): pool.reserve(count))
+            self._reclaiming(partial(pool.reserve, len(slots)))
             for slot in slots:
                 pool.add(slot, 1)
 
@@ -106,7 +112,7 @@ class KVCache:
                 moves[slot.pool, _prompt_key(k)].append(slot)
         for (_, key), slots in moves.items():
             try:
-                self._reclaiming(lambda key=key, slots=slots: self._pool(key).move_in(slots))
+                self._reclaiming(partial(self._move, slots, key))
             except CacheFull:
                 return
 
@@ -144,6 +150,9 @@ class KVCache:
         if key not in self._pools:
             self._pools[key] = PagePool(self.memory, self.layers, self._empty)
         return self._pools[key]
+
+    def _move(self, slots: Sequence[CacheSlot], key: int) -> None:
+        self._pool(key).move_in(slots)
 
     def _allocate(self, keys: Sequence[int], lengths: Sequence[int]) -> list[CacheSlot]:
         pages: Counter[int] = Counter()

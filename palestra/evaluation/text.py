@@ -101,7 +101,7 @@ def open_text_eval(
     named = seat_policies(config.model_copy(update={"env": changed, "envs": {}, "seats": trained}))
     names = assign_seats(named, target, seats, changed["type"])
     sampler = None if in_process else config.sampler
-    engines = Engines(config.device, config.max_num_seqs, sampler, cache_bytes=config.kv_cache_bytes)
+    engines = Engines(config.device, config.max_num_seqs, sampler, kv_cache_gib=config.kv_cache_gib)
     load = partial(load_policy, target=target, engines=engines, sampling=sampling or {})
     return TextEvalSetup(make_episode_runner(changed, split), names, cache(load), samples)
 

@@ -77,6 +77,9 @@ class LanguageOracle(StrictModel):
     """Device of the base: `auto`, `cpu`, `cuda`, ..."""
     max_num_seqs: int = Field(512, ge=1)
     """Sequences that are sampled at once, at most."""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """Memory of the sampler's KV cache in GiB. Sequences beyond it wait, or pause and go on later. Null: half of the
+    memory that is free when the model is loaded."""
 
 
 class LanguageWorker:
@@ -92,7 +95,7 @@ class LanguageWorker:
         env = make_env(**config.env)
         self.env_seats: tuple[Seat, ...] = env.seats
         self.seats = seats_by_player(players, len(env.seats))
-        self.engines = Engines(config.device, config.max_num_seqs)
+        self.engines = Engines(config.device, config.max_num_seqs, kv_cache_gib=config.kv_cache_gib)
         self.action_reader = LMActionReader(env, self.engines, config.policy) if isinstance(env, TextGame) else None
         self.exact = ExactSolver(self.action_reader.tree, players) if self.action_reader else None
         if config.payoffs == "exact" and self.exact is None:

@@ -119,7 +119,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_remote_samplers_give_the_same_run(here: Path, tmp_path: Path) -> None:
-    (tmp_path / "apart.yaml").write_text(dump(validate(TextConfig, tree(sampler=TWO))))
+    (tmp_path / "apart.yaml").write_text(dump(validate(TextConfig, tree(sampler=TWO, kv_cache_gib=0.5))))
     finish(start(tmp_path, "apart.yaml"))
     assert_the_same(here, tmp_path / "runs" / "apart")
 

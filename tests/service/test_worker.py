@@ -19,7 +19,7 @@ from tolerances import LOGPROB_ATOL
 from palestra.service.api import codec
 from palestra.service.api import wire_pb2 as pb
 from palestra.service.engine.jobs import LoadJob, LoraSettings, OptimJob, SampleJob, SaveJob
-from palestra.service.engine.worker import DatabaseRetry, Worker, WorkerSettings
+from palestra.service.engine.worker import DatabaseRetry, Worker, WorkerSettings, load_base
 from palestra.service.storage.store import MAX_TAKES, Store
 from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket
@@ -171,6 +171,12 @@ def trained(desk: Desk, model: str, first: int, seeds: range) -> int:
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_kv_cache_has_the_budget_of_the_settings(desk: Desk) -> None:
+    settings = desk.settings.model_copy(update={"kv_cache_gib": 0.25})
+    batch: Any = load_base("small", settings.bases["small"], settings).sampler.batch
+    assert batch.memory.limit == 2**28
 
 
 def test_requests_run_in_sequence_order_not_arrival_order(desk: Desk) -> None:

@@ -53,6 +53,12 @@ def response(shared: LanguageWorker, tmp_path_factory: pytest.TempPathFactory) -
     return out, train(shared, "bold", out, player="player_0", opponents=Opponents({"player_1": {"uniform": 1.0}}))
 
 
+def test_kv_cache_has_the_budget_of_the_config() -> None:
+    small = worker(kv_cache_gib=0.25)
+    sampler: Any = small.engines.shared_engine(small.config.policy)[1]
+    assert sampler.batch.memory.limit == 2**28
+
+
 def train(
     worker: LanguageWorker, name: str, out: Path, members: dict[str, Path] | None = None, **fields: Any
 ) -> TrainResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from palestra.engine.lora import LoraConfig
 from palestra.engine.models import Engine
@@ -23,7 +24,9 @@ class RemoteSamplers:
         self._bases: list[str] = []
         self._claims: dict[SamplerProtocol, list[SampledPolicy]] = {}
 
-    def open(self, base: str, *, dtype: str, device: str, max_rows: int) -> PendingSampler:
+    def open(
+        self, base: str, *, dtype: str, device: str, max_rows: int, kv_cache_gib: float | None = None
+    ) -> PendingSampler:
         """Starts opening a sampler of `base`.
 
         Raises ValueError for a second base if `config` names running servers: those serve one base only.
@@ -34,7 +37,8 @@ class RemoteSamplers:
                 f"sampler: names servers of one base, but the policies use {' and '.join(self._bases)} (or one in two "
                 "dtypes): use one, or sampler: {type: processes}, which starts samplers for each"
             )
-        return PendingSampler(self.config, base, dtype=dtype, device=device, max_rows=max_rows)
+        numbers = {"max-rows": max_rows} | ({} if kv_cache_gib is None else {"kv-cache-gib": kv_cache_gib})
+        return PendingSampler(self.config, base, dtype=dtype, device=device, numbers=numbers)
 
     def register_policy(
         self, name: str, lora: LoraConfig | None, sampling: SamplingConfig, engine: Engine, sampler: SamplerProtocol
@@ -59,14 +63,15 @@ class PendingSampler:
         *,
         dtype: str,
         device: str,
-        max_rows: int,
+        numbers: Mapping[str, float],
     ) -> None:
+        """`numbers` are further options of `palestra serve-sampler`, for processes."""
         self.config, self.adapter_store = config, AdapterStore(config.folder, base)
         self.processes: SamplerProcesses | None = None
         if isinstance(config, SamplerProcessesConfig):
             options = {"base": base, "dtype": dtype, "device": "cuda" if config.gpus else device}
-            numbers = {"threads": str(config.torch_threads), "max-rows": str(max_rows)}
-            words = [word for name, value in (options | numbers).items() for word in (f"--{name}", value)]
+            numbers = {"threads": config.torch_threads, **numbers}
+            words = [word for name, value in (options | numbers).items() for word in (f"--{name}", str(value))]
             self.processes = SamplerProcesses(words, config.count, config.gpus, self.adapter_store.folder)
 
     def wait_ready(self) -> VllmSampler:

@@ -28,6 +28,7 @@ from starlette.requests import Request as Call
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from palestra.engine.kv_cache import budget_bytes
 from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter
@@ -61,8 +62,9 @@ PrintLine = Callable[[str], None]
 class SamplerServerOptions:
     """Options of `palestra serve-sampler`.
 
-    `key_env`: environment variable with the API key that clients must send. `with_parent`: stop the server when its
-    standard input closes. `hosts`: additional host names accepted on loopback.
+    `key_env`: environment variable with the API key that clients must send. `kv_cache_gib`: memory of the KV cache in
+    GiB (None: half of the free memory). `with_parent`: stop the server when its standard input closes. `hosts`:
+    additional host names accepted on loopback.
     """
 
     base: str = "tiny"
@@ -73,6 +75,7 @@ class SamplerServerOptions:
     dtype: str = "auto"
     threads: int = 1
     max_rows: int = 512
+    kv_cache_gib: float | None = None
     with_parent: bool = False
     hosts: tuple[str, ...] = ()
 
@@ -104,7 +107,8 @@ def serve(options: SamplerServerOptions, print_line: PrintLine = print) -> None:
     with open_listener(options.host, options.port) as door:
         engine = Engine.load(options.base, device=options.device, dtype=options.dtype, threads=options.threads)
         engine_side, key = LoopThread("engine"), os.environ.get(options.key_env) or None
-        desk = SamplerState(options.base, Sampler(engine, max_rows=options.max_rows), engine_side, key)
+        sampler = Sampler(engine, max_rows=options.max_rows, cache_bytes=budget_bytes(options.kv_cache_gib))
+        desk = SamplerState(options.base, sampler, engine_side, key)
         app = make_guarded_app(desk, OriginPolicy.for_host(options.host, hosts=options.hosts, pages=False))
         server = build_server(
             app, drain=DRAIN_TIMEOUT_S, keep_alive=600

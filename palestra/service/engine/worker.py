@@ -22,6 +22,7 @@ import sqlalchemy as sql
 from pydantic import BaseModel
 
 from palestra.engine.distill import DistillExample, ReverseKL
+from palestra.engine.kv_cache import budget_bytes
 from palestra.engine.malloc import release_freed_memory
 from palestra.engine.models import Engine
 from palestra.engine.multi_adapter import Job, JobResult
@@ -72,6 +73,8 @@ class WorkerSettings(BaseModel):
     """CPU threads of torch."""
     max_rows: int = 512
     """Sequences that are sampled in one batch, at most."""
+    kv_cache_gib: float | None = None
+    """Memory of a base's KV cache in GiB; None is half of the memory that is free when the base is loaded."""
     pack_tokens: int = 16384
     """Tokens of one training micro-batch, at most."""
     patience: float = 20.0
@@ -359,7 +362,8 @@ class DatabaseRetry:
 def load_base(name: str, path: str, settings: WorkerSettings) -> LoadedBase:
     """Loads a base model, with an engine and a sampler for it."""
     engine = Engine.load(path, device=settings.device, dtype=settings.dtype, threads=settings.threads)
-    return LoadedBase(name, engine, Sampler(engine, max_rows=settings.max_rows))
+    sampler = Sampler(engine, max_rows=settings.max_rows, cache_bytes=budget_bytes(settings.kv_cache_gib))
+    return LoadedBase(name, engine, sampler)
 
 
 def run_worker(settings: WorkerSettings, bell: WakeupSocket) -> None:
