@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: cross-entropy on all or successful trajectories, optionally plus next-observation prediction.
+"""Supervised fine-tuning: cross-entropy on all, successful or best trajectories, optionally plus next-observation
+prediction.
 
 With a teacher at the seat (`policies.NAME.teacher`) or on recorded episodes (`data:`), imitation is behaviour cloning.
 Without either a policy imitates its own successes: rejection-sampling fine-tuning (expert iteration, Anthony et al.,
@@ -39,17 +40,18 @@ class SFT(TextAlgorithm):
 
     type: Literal["sft"] = "sft"
     """Selects supervised fine-tuning."""
-    imitate: Literal["success", "all", "none"] = "success"
-    """Trajectories whose answers are imitated: those that ended in `success`, `all`, or `none` (observation prediction
-    only, on every trajectory)."""
+    imitate: Literal["success", "best", "all", "none"] = "success"
+    """Trajectories whose answers are imitated: those that ended in `success`; the `best` of each start, by its seat's
+    return, the first of equals (best-of-n distillation); `all`; or `none` (observation prediction only, on every
+    trajectory)."""
     world_model_weight: float = Field(0.0, ge=0)
     """Weight per token of predicting the seat's next observation (imitation has 1); 0 turns it off."""
     min_return: float | None = None
     """Minimum return of a seat (alpha * team + local) for a trajectory to be used; null uses all."""
     group_size: int = Field(1, ge=1, le=4096)
-    """Trajectories per start."""
+    """Trajectories per start: the n of best-of-n with `imitate: best`."""
     team_weight: float = Field(1.0, ge=0)
-    """Weight of the team's reward in the return compared with `min_return`: alpha * team + local."""
+    """Weight of the team's reward in the return that `imitate: best` and `min_return` compare: alpha * team + local."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -81,8 +83,11 @@ class SFT(TextAlgorithm):
         `world_model_fraction`, only with `world_model_weight`, the share of answers in the used trajectories
         that are followed by an observation with new tokens.
         """
-        parts = [part for episode in episodes for part in _parts(episode, policy, self.team_weight)]
-        kept = [part for part in parts if self._worthy(part)]
+        starts = [list(_parts(episode, policy, self.team_weight)) for episode in episodes]
+        parts = [part for own in starts for part in own]
+        if self.imitate == "best":
+            starts = [_best_of_seats(own) for own in starts]
+        kept = [part for own in starts for part in own if self._worthy(part)]
         copied = [] if self.imitate == "none" else kept
         samples = _imitations(copied)
         metrics = {"target_fraction": len(copied) / len(parts) if parts else 0.0}
@@ -109,6 +114,12 @@ def _parts(episode: Episode, policy: str, alpha: float) -> Iterator[SeatTrajecto
             if own := [node for node in line if seat in node.answers and _is_of(node.answers[seat], policy)]:
                 value = sum(node.reward(seat, alpha) for node in line)
                 yield SeatTrajectory(seat, own, value, bool(leaf.info.get("success")))
+
+
+def _best_of_seats(parts: Sequence[SeatTrajectory]) -> list[SeatTrajectory]:
+    """Returns the trajectory with the highest return of each seat, the first of equals."""
+    seats = dict.fromkeys(part.seat for part in parts)
+    return [max((part for part in parts if part.seat == seat), key=lambda part: part.value) for seat in seats]
 
 
 def _is_of(answer: Answer, policy: str) -> bool:

@@ -142,6 +142,23 @@ def test_trajectory_value_is_team_plus_own_rewards():
     assert [[n.id for n in nodes] for g in groups for nodes in g.nodes] == [[0], [1], [2], [3]]
 
 
+def test_roles_of_one_policy_share_the_advantage_of_their_trajectory():
+    """MATPO: one policy plans and, once in the first trajectory and twice in the second, works; the team is paid."""
+    plan, work = {"planner": "p@0"}, {"worker": "p@0"}
+    episode = grow(
+        (None, plan, {}, 0.0, False),
+        (None, plan, {}, 0.0, False),
+        (0, work, {}, 1.0, True),
+        (1, work, {}, 0.0, False),
+        (3, work, {}, 0.0, True),
+        seats={"planner": "p", "worker": "p"},
+    )
+    samples, _ = GRPO(branch_at="root", group_size=2).build_samples([episode], "p")
+    assert advantages(episode, "planner")[:2] == pytest.approx([1, -1])
+    assert advantages(episode, "worker")[2:] == pytest.approx([1, -1, -1])
+    assert sorted(sample.advantages[0] for sample in samples) == pytest.approx([-1, -1, -1, 1, 1])
+
+
 def test_other_seats_rewards_do_not_count():
     episode, _ = two_lines(alpha=0)
     GRPO(branch_at="root", group_size=2, team_weight=0).build_samples([episode], "q")
@@ -527,7 +544,7 @@ TABLE_OF_NAMES = Path(__file__).parents[3] / "docs" / "algorithms" / "grpo.md"
 def test_every_documented_preset_is_a_config():
     rows = re.findall(r"^\| ([^|]+) \| `(\{[^`]+\})`", TABLE_OF_NAMES.read_text(encoding="utf-8"), re.MULTILINE)
     found = {name.split(" (")[0]: GRPO.model_validate(yaml.safe_load(config)) for name, config in rows}
-    assert len(found) == 18
+    assert len(found) == 19
     assert found["RAE"].baseline == "role" and found["RLOO"].scale == "none"
     assert found["GSPO"].loss_options == pytest.approx(
         {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004, "importance_cap": 2.0}

@@ -143,6 +143,42 @@ def test_trajectories_are_selected_by_seat_return():
     assert [s.token_ids.tolist() for s in samples] == [[5], [7]] and figures["target_fraction"] == 0.5
 
 
+def test_best_of_n_imitates_each_seats_highest_return():
+    """Of a's returns 1, 3 and 3 the second is kept, of b's 5, 0 and 4 the first; no line succeeded."""
+    turns = [{"a": answer([1], [10 + i]), "b": answer([2], [20 + i])} for i in range(3)]
+    rewards = {0: {"a": 1.0, "b": 5.0}, 1: {"a": 3.0}, 2: {"a": 3.0, "b": 4.0}}
+    play = episode(*turns, parents=[None] * 3, ends=dict.fromkeys(range(3), False), rewards=rewards)
+    samples, figures = SFT(imitate="best", group_size=3).build_samples([play, play], "p")
+    assert [sample.token_ids.tolist() for sample in samples] == [[11], [20]]
+    assert figures == {"target_fraction": pytest.approx(1 / 3)}
+    assert [sorted(node.advantages) for node in play.nodes] == [["b"], ["a"], []]
+    assert len(SFT(imitate="best", min_return=4.0).build_samples([play], "p")[0]) == 1
+
+
+def test_policy_improves_by_imitating_its_best_answers(base):
+    """Of answers to noise half or somewhat more are right; of four answers of one start nearly always one."""
+    speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}
+    tree = {
+        "steps": 8,
+        "env": {"type": "toys:Odd"},
+        "policies": {"agent": speech},
+        "algorithm": {"type": "sft", "imitate": "best", "group_size": 4},
+    }
+    setup = build(validate(TextConfig, tree))
+
+    async def train():
+        success = []
+        for step in range(setup.steps):
+            moment = setup.position_of(step)
+            episodes = await moment.stage.source.play(moment.episode_numbers, moment.stage.algorithm.branching, {})
+            success.append(np.mean([e.success for e in episodes]))
+            await update_learner(moment.stage.algorithm, setup.learners["agent"], episodes, moment.progress, {})
+        return success
+
+    success = asyncio.run(train())
+    assert success[0] < 0.8 and success[-1] > 0.95
+
+
 def test_settings_without_targets_are_refused():
     with pytest.raises(ValueError, match="nothing to learn: set world_model_weight: 1"):
         SFT(imitate="none")
