@@ -57,6 +57,13 @@ def evaluate(
             min=0, help="vectorised games: train a best response to the others at each seat for this many env steps"
         ),
     ] = 0,
+    judge: Annotated[
+        str,
+        typer.Option(help=f"compare with --against by the verdicts of a language model, in both orders: {POLICY_HELP}"),
+    ] = "",
+    against: Annotated[
+        str, typer.Option(help="with --judge, the policy that plays all seats on the other side (default: base)")
+    ] = "",
     record: Annotated[
         str,
         typer.Option(help="keep the result in the run under this name, beside its evaluations; the dashboard shows it"),
@@ -84,6 +91,8 @@ def evaluate(
 
         palestra eval runs/demo --episodes 100 --samples 8
 
+        palestra eval runs/demo --episodes 100 --judge http://127.0.0.1:8000/v1#judge --against base
+
         palestra eval runs/goofspiel --episodes 2000 --best-response 1000000
 
         palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
@@ -98,6 +107,12 @@ def evaluate(
             choice = {"episodes": episodes, "step": step, "seed": seed, "greedy": temperature == 0}
             _best_responses(what, parse_settings(env), parse_seats(seats), best_response, as_json, choice)
             return
+        if against and not judge:
+            raise ValueError("--against is the other side of a comparison: name who compares with --judge")
+        if judge and (cross or swap or record or show or samples > 1):
+            raise ValueError(
+                "--judge goes with --against, --env, --seats, --episodes, --step, --temperature, --seed and --json"
+            )
         if cross and (swap or seats):
             raise ValueError("--cross seats its members in every way: name them with --member, not --seats or --swap")
         if members and not cross:
@@ -108,6 +123,9 @@ def evaluate(
         options |= {"sampling": sampling_options(temperature), "greedy": temperature == 0, "samples": samples}
         if show:
             require_text_env(what, "--show")
+        if judge:
+            _judged(what, parse_settings(env), parse_seats(seats), against or "base", judge, as_json, options)
+            return
         from palestra.evaluation import evaluate as evaluation
 
         with _progress_bar(is_shown="human" not in parse_seats(seats).values()) as on_progress:
@@ -153,6 +171,28 @@ def _best_responses(
         return
     console.print(exploits_table(what, found))
     console.print(styled_text("NashConv is at least ", (f"{bound:.3f}", "bold"), ", up to the error of the gains"))
+
+
+def _judged(
+    what: Path,
+    env: dict[str, Any],
+    seats: dict[str, str],
+    against: str,
+    judge: str,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    from palestra.evaluation.judged import compare_judged
+
+    with _progress_bar(is_shown=True) as on_progress:
+        found = compare_judged(str(what), env, seats, against, judge, on_progress=on_progress, **options)
+    if as_json:
+        names = [result.policy_names for result in found.results]
+        print(json.dumps({"seats": names[0], "against": names[1], "judge": judge, **found.metrics()}))
+        return
+    console.print(
+        _eval_table(f"{what} against {against}, judged by {judge}", found.results[0].policy_names, found.metrics())
+    )
 
 
 @contextmanager

@@ -56,15 +56,18 @@ class TextEvalSetup(NamedTuple):
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
     ) -> list[EvalResult]:
         """Plays instances 0 to `episodes` - 1 once with each of the assignments of policies to seats."""
+        return asyncio.run(self.play_assignments(assignments, episodes, seed, on_progress))
+
+    async def play_assignments(
+        self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
+    ) -> list[EvalResult]:
+        """As `play`, in the event loop of the caller: remote samplers need one for all."""
         played = count(1)
 
         def on_episode(_: Episode) -> None:
             on_progress(next(played), len(assignments) * episodes * self.samples)
 
-        async def play_all() -> list[EvalResult]:  # in one event loop, which remote samplers need
-            return [await self._play(names, episodes, seed, on_episode) for names in assignments]
-
-        return asyncio.run(play_all())
+        return [await self._play(names, episodes, seed, on_episode) for names in assignments]
 
     async def _play(
         self, names: Mapping[Seat, str], episodes: int, seed: int, on_episode: Callable[[Episode], None]
