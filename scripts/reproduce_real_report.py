@@ -22,11 +22,12 @@ HEAD = """# Results with a real model
 
 Made by `python scripts/reproduce.py real` from the rows that are finished (bench/measured/real/); `--list` names
 those that are not. SmolLM2-135M-Instruct, LoRA rank 16, learning rate 5e-4 (not tuned), {episodes:.0f} held-out
-instances, greedy answers. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its 95
-% interval (Student's t, a spread between runs), and each seed's score. *Readable*: the share of episodes whose last
-answer has a number in it; *right if readable* is skill beside form. CPU minutes are of training, mean over seeds, on
-the machine and under the load of that day: a busy machine takes more of them for the same work."""
-COLUMNS = ["", "seeds", "success", "by seed", "readable", "right if readable", "answers sampled", "CPU minutes"]
+instances, greedy answers. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its
+95 % interval (Student's t, a spread between runs), and each seed's score. *Readable*: the share of episodes whose
+last answer has a number in it; *right if readable* is skill beside form. *Answers* are those trained on, of SFT the
+expert's. CPU minutes are of training, mean over seeds, on the machine and under the load of that day: a busy machine
+takes more of them for the same work."""
+COLUMNS = ["", "seeds", "success", "by seed", "readable", "right if readable", "answers", "CPU minutes"]
 
 
 # Ending of the file's name, key of the results, title. Rows that were evaluated during training are in the second.
