@@ -118,8 +118,8 @@ def path_inside(root: str | Path, relative: str) -> Path:
     """Returns `root / relative`, for a `relative` that was read from data. Every such path must be checked here before
     use.
 
-    Raises Damaged unless it consists of names joined by "/" that stay inside `root`: not for an absolute path, "..", an
-    empty or too long name, a NUL, or a symbolic link that leads out.
+    Raises DamagedFile unless it consists of names joined by "/" that stay inside `root`: not for an absolute path,
+    "..", an empty or too long name, a NUL, or a symbolic link that leads out.
     """
     names = relative.split("/") if isinstance(relative, str) else []
     path = Path(root, *names) if names and all(map(_plain_name, names)) else None
@@ -136,10 +136,10 @@ def _plain_name(name: str) -> bool:
 
 
 def check_folder(root: str | Path) -> None:
-    """Checks the contents of a folder at any depth.
+    """Checks that a folder holds only files and folders, at any depth, and no link that leads out of it.
 
-    Raises Damaged if it holds a symbolic link that leads out of it, or something that is neither a file nor a folder
-    (reading a pipe would block forever).
+    Raises DamagedFile if it holds a symbolic link that leads out of it, or something that is neither a file nor a
+    folder (reading a pipe would block forever).
     """
     inside, folders = os.path.realpath(root), [str(root)]
     while folders:
@@ -262,7 +262,8 @@ def read_checksummed(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a .jsonl file that were written with `with_checksum`, without the checksums. An incomplete
     last line is ignored.
 
-    Raises OSError if there is no such file, and Damaged with the line number if a line differs from what was written.
+    Raises OSError if there is no such file, and DamagedFile with the line number if a line differs from what was
+    written.
     """
     lines = check_is_file(path).read_bytes().split(b"\n")[:-1]
     return [_unsealed(path, number, line) for number, line in enumerate(lines, start=1)]
@@ -285,7 +286,7 @@ def _seal(line: bytes) -> str:
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Returns the lines of a .jsonl file; [] if it does not exist. An incomplete last line is ignored.
 
-    Raises Damaged with the line number if a line is not a JSON object.
+    Raises DamagedFile with the line number if a line is not a JSON object.
     """
     path = Path(path)
     lines = check_is_file(path).read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -296,7 +297,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def check_is_file(path: Path) -> Path:
-    """Returns `path`. Raises Damaged if it exists and is not a file: reading a pipe would block forever."""
+    """Returns `path`. Raises DamagedFile if it exists and is not a file: reading a pipe would block forever."""
     if path.exists() and not path.is_file():
         raise DamagedFile(f"{path} is not a file: remove it, or bring the file back from a copy")
     return path

@@ -178,10 +178,12 @@ def _build_eval(
         env.close()
         env = make_vector_env(wanted, evaluation.episodes)
     named = seat_policies(config, env, evaluation.seats)
-    usual = seat_policies(config, learner.env)
+    training_seats = seat_policies(config, learner.env)
     if env.seats != learner.env.seats or env.observation_shapes != learner.env.observation_shapes:
         raise ValueError(f"evals.{name}.env changes the seats or their observations, which no trained policy fits")
-    if moved := [seat for seat, policy in named.items() if not _fixed(config, policy) and usual[seat] != policy]:
+    if moved := [
+        seat for seat, policy in named.items() if not _fixed(config, policy) and training_seats[seat] != policy
+    ]:
         raise ValueError(f"evals.{name}.seats moves a learning policy to {moved[0]}: `palestra eval --seats` can")
     others = [make_fixed_player(config, env, seat, policy) for seat, policy in named.items() if _fixed(config, policy)]
 

@@ -64,7 +64,7 @@ def collect(
             from palestra.evaluation.vector import collect_demonstrations as record_games
 
             options: dict[str, Any] = {"num_envs": num_envs, "steps": steps, "step": step, "seed": seed}
-            who = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)
+            policy_names = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)
             kept = f"{num_envs * steps} joint steps"
         else:
             options = {
@@ -75,9 +75,9 @@ def collect(
                 "seed": seed,
             }
             options["in_process"] = in_process
-            who, metrics = _collected(what, out, env, seats, temperature, options)
+            policy_names, metrics = _collected(what, out, env, seats, temperature, options)
             kept = f"{metrics['kept']} of {episodes} episodes"
-    print_line(f"{out}: {kept} of {', '.join(f'{seat}={name}' for seat, name in who.items())}")
+    print_line(f"{out}: {kept} of {', '.join(f'{seat}={name}' for seat, name in policy_names.items())}")
 
 
 def _collected(

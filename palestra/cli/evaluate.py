@@ -214,30 +214,30 @@ def _record(run: Path, name: str, step: int | None, found: list[EvalResult]) -> 
     after = find_checkpoint(run, step).step
     with Run.open(run) as opened:
         for scored in found:
-            who = ", ".join(f"{seat}={member}" for seat, member in scored.policy_names.items())
-            title = name if len(found) == 1 else f"{name}: {who}"
+            policy_names = ", ".join(f"{seat}={member}" for seat, member in scored.policy_names.items())
+            title = name if len(found) == 1 else f"{name}: {policy_names}"
             opened.log_eval(after, title, {**scored.metrics, "seats": scored.policy_names})
 
 
-def _eval_table(title: str, who: dict[str, str], figures: dict[str, Any]) -> Table:
+def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:
     from palestra.rollouts.sample_metrics import sample_rows
     from palestra.runs.series import success_interval
 
     table = Table(title=title, title_justify="left", show_header=False)
-    for seat, policy in who.items():
+    for seat, policy in policy_names.items():
         table.add_row(seat, policy)
     table.add_section()
-    if "success" in figures:
-        table.add_row("success", styled_text((success_interval(figures), "bold")))
-    for name, text in sample_rows(figures):
+    if "success" in metrics:
+        table.add_row("success", styled_text((success_interval(metrics), "bold")))
+    for name, text in sample_rows(metrics):
         table.add_row(name, text)
     for key in ("return", "steps_per_episode", "team_return", "failed"):
-        if key in figures:
-            table.add_row(key.replace("_", " "), f"{figures[key]:.2f}")
-    for seat in figures.get("returns", {}):
-        table.add_row(f"return of {seat}", _return(figures, seat))
-    if "nash_conv" in figures:
-        table.add_row("NashConv", f"{figures['nash_conv']:.4f}")
+        if key in metrics:
+            table.add_row(key.replace("_", " "), f"{metrics[key]:.2f}")
+    for seat in metrics.get("returns", {}):
+        table.add_row(f"return of {seat}", _return(metrics, seat))
+    if "nash_conv" in metrics:
+        table.add_row("NashConv", f"{metrics['nash_conv']:.4f}")
     return table
 
 
@@ -250,15 +250,15 @@ def _cross_table(title: str, found: list[EvalResult]) -> Table:
     sampled = [name for name, _ in sample_rows(found[0].metrics)]
     columns = ["success", *sampled, mean.replace("_", " "), *(f"return of {seat}" for seat in seats)]
     table = Table(*seats, *columns, title=title, title_justify="left")
-    for who, metrics, _ in found:
+    for policy_names, metrics, _ in found:
         returns = [_return(metrics, seat) for seat in seats]
         success = success_interval(metrics) if "success" in metrics else "-"
         passed = dict(sample_rows(metrics))
         more = [passed.get(name, "-") for name in sampled]
-        table.add_row(*who.values(), success, *more, f"{metrics[mean]:.2f}", *returns)
+        table.add_row(*policy_names.values(), success, *more, f"{metrics[mean]:.2f}", *returns)
     return table
 
 
-def _return(figures: dict[str, Any], seat: str) -> str:
-    half = figures.get("returns_ci95", {}).get(seat)
-    return f"{figures['returns'][seat]:.2f}" + (f" ± {half:.2f}" if half is not None else "")
+def _return(metrics: dict[str, Any], seat: str) -> str:
+    half = metrics.get("returns_ci95", {}).get(seat)
+    return f"{metrics['returns'][seat]:.2f}" + (f" ± {half:.2f}" if half is not None else "")

@@ -59,46 +59,46 @@ def play(
         from palestra.evaluation.text import human_eval_setup, play_episode
         from palestra.rollouts.failures import RunFailed
 
-        asked = {name: who for name, who in parse_seats(seats).items() if name != seat}
-        table, mine = human_eval_setup(
+        asked = {name: policy for name, policy in parse_seats(seats).items() if name != seat}
+        setup, own_seat = human_eval_setup(
             what, parse_settings(env), asked, seat, sampling=sampling_options(temperature), step=step
         )
         if browser:
-            return _in_browser(table, mine, seed, host, port)
-        _print_rules(table, mine)
-        episode = asyncio.run(play_episode(table, mine, seed))
+            return _in_browser(setup, own_seat, seed, host, port)
+        _print_rules(setup, own_seat)
+        episode = asyncio.run(play_episode(setup, own_seat, seed))
         if episode.error:
             why, gave_up = f"the episode ended early: {episode.error}", episode.error.startswith("EOFError")
             raise ValueError(why) if gave_up else RunFailed.from_traceback(why, episode.traceback)
-    console.print(_outcome(mine, episode))
+    console.print(_outcome(own_seat, episode))
 
 
-def _print_rules(table: TextEvalSetup, seat: str) -> None:
+def _print_rules(setup: TextEvalSetup, seat: str) -> None:
     """Prints the rules and the form of an answer, unless the seat's role, which is shown with its first observation,
     has them."""
-    env = table.runner.make_env()
+    env = setup.runner.make_env()
     if env.rules_for(seat) not in env.roles.get(seat, ""):
         console.print(f"{env.rules_for(seat)}\n")
 
 
-def _in_browser(table: TextEvalSetup, mine: str, seed: int, host: str, port: int) -> None:
+def _in_browser(setup: TextEvalSetup, own_seat: str, seed: int, host: str, port: int) -> None:
     require_packages("playing in the browser", "dashboard", "starlette", "uvicorn", "httptools")
     from palestra.dashboard.play_server import serve
     from palestra.dashboard.play_session import GameSetup, PlaySessions
     from palestra.evaluation.text import check_single_human, play_episode
 
-    env = table.runner.make_env()
-    name, seats = env.name or type(env).__name__, check_single_human(table, mine)
-    setting = GameSetup(name, seats, mine, env.rules_for(mine), env.picture)
+    env = setup.runner.make_env()
+    name, seats = env.name or type(env).__name__, check_single_human(setup, own_seat)
+    setting = GameSetup(name, seats, own_seat, env.rules_for(own_seat), env.picture)
     serve(
-        PlaySessions(partial(play_episode, table, mine), setting, first_instance=seed, print_line=print_line),
+        PlaySessions(partial(play_episode, setup, own_seat), setting, first_instance=seed, print_line=print_line),
         host,
         port,
         print_line,
     )
 
 
-def _outcome(mine: str, episode: Any) -> Table:
+def _outcome(own_seat: str, episode: Any) -> Table:
     """Result table of an episode that a person played."""
     from palestra.rollouts.metrics import episode_metrics, seat_returns
 
@@ -108,5 +108,5 @@ def _outcome(mine: str, episode: Any) -> Table:
         table.add_row("success", styled_text(("yes" if episode.success else "no", "bold")))
     table.add_row("return of the team", f"{episode_metrics([episode])['team_return']:.2f}")
     for seat, value in seat_returns([episode])["returns"].items():
-        table.add_row(f"return of {seat}{' (you)' if seat == mine else ''}", f"{value:.2f}")
+        table.add_row(f"return of {seat}{' (you)' if seat == own_seat else ''}", f"{value:.2f}")
     return table

@@ -59,13 +59,13 @@ def policy_rows(run: OpenRun) -> list[dict[str, Any]]:
     kept = list_checkpoints(run.path) if run.file("checkpoints.jsonl").exists() else []
     configs = run.config.get("policies") or {}
     names = dict.fromkeys([*configs, *(name for checkpoint in kept for name in checkpoint.names)])
-    seats = {str(seat): str(who) for seat, who in (run.config.get("seats") or {}).items()}
+    seats = {str(seat): str(policy) for seat, policy in (run.config.get("seats") or {}).items()}
     return [
         {
             "name": name,
             "type": str((configs.get(name) or {}).get("type", "")),
             "base": str((configs.get(name) or {}).get("base") or ""),
-            "seats": [seat for seat, who in seats.items() if who == name] or _implicit_seats(name, seats),
+            "seats": [seat for seat, policy in seats.items() if policy == name] or _implicit_seats(name, seats),
             "checkpoints": [
                 {
                     "step": one.step,
@@ -120,7 +120,7 @@ def _eval_line(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def policy_folder(run: OpenRun, step: int, policy: str) -> Path:
-    """Returns the folder of a policy in the checkpoint of `step` (counted from 0). Raises Absent if no checkpoint has
+    """Returns the folder of a policy in the checkpoint of `step` (counted from 0). Raises NotFound if no checkpoint has
     it."""
     for checkpoint in list_checkpoints(run.path):
         if checkpoint.step == step and policy in checkpoint.names:
@@ -137,7 +137,7 @@ def _member_json(run: OpenRun, checkpoint: Checkpoint, policy: str) -> Path:
 
 
 def member_weights_folder(run: OpenRun, name: str) -> Path:
-    """Returns the weight folder of a member. Raises Absent if there is no such member or it has no weights."""
+    """Returns the weight folder of a member. Raises NotFound if there is no such member or it has no weights."""
     for one in read_json_list(run.file("population.json")):
         if one["name"] == name and one.get("weights"):
             return run.file(str(one["weights"]))

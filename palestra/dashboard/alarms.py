@@ -144,7 +144,7 @@ def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
     if len(shares) < 2 or (success is not None and success > SOLVED_SUCCESS):
         return
     for name, share in shares.items():
-        others = min(other for who, other in shares.items() if who != name)
+        others = min(other for other_name, other in shares.items() if other_name != name)
         if share >= HIGH_ZERO_VARIANCE and others <= LOW_ZERO_VARIANCE:
             yield Alarm(
                 "lazy seat",

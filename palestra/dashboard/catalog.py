@@ -36,8 +36,8 @@ class OpenRun:
         self._config: tuple[int, Tree] = (-1, {})
 
     def file(self, name: str) -> Path:
-        """Returns the path of a file or folder of the run. Raises Absent if it, or a link on the way, leads out of the
-        run; ValueError for a pipe or a device, on which a read would block."""
+        """Returns the path of a file or folder of the run. Raises NotFound if it, or a link on the way, leads out of
+        the run; ValueError for a pipe or a device, on which a read would block."""
         path = self.path / name
         if "\0" in name or not path.resolve().is_relative_to(self.path.resolve()):
             raise NotFound(f"{name} is not in the run {self.name}")
@@ -89,7 +89,7 @@ class RunCatalog:
         return [path.parent.name for path in self.root.glob("*/config.yaml") if self._shown(path.parent.name)]
 
     def run(self, name: str) -> OpenRun:
-        """Returns an open run; the `MAX_OPEN_RUNS` most recently used stay open. Raises Absent if there is no such
+        """Returns an open run; the `MAX_OPEN_RUNS` most recently used stay open. Raises NotFound if there is no such
         run."""
         if not self._shown(name):
             raise NotFound(f"there is no run {name!r} here")

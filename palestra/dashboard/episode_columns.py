@@ -17,7 +17,7 @@ from palestra.dashboard.episode_summary import RETURN_PREFIX
 
 
 class EpisodeColumns:
-    """Lazily built, cached arrays over `table`, whose columns `digest` documents."""
+    """Lazily built, cached arrays over `table`, whose columns episode_summary.py documents."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table

@@ -63,7 +63,7 @@ class PlaySession:
         self._news = asyncio.Event()
 
     async def ask(self, query: Query) -> str:
-        """Waits for the person's answer and returns it. Raises GaveUp if the person resigned."""
+        """Waits for the person's answer and returns it. Raises Resigned if the person resigned."""
         if self.resigned:
             raise Resigned
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -202,7 +202,7 @@ class PlaySessions:
         game.finish(episode)
 
     def start_idle_timer(self, game: PlaySession) -> None:
-        """Starts the timer that ends the game if no page is connected to it after `idle_timeout_s` seconds."""
+        """Starts the timer that ends the game if no page is connected to it after the idle timeout of the sessions."""
         if game.idle_timer:
             game.idle_timer.cancel()
         game.idle_timer = asyncio.get_running_loop().call_later(self._alone, self._drop, game)

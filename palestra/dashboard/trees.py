@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path, episode: int, columns: list[str] | None = None) -> list[Row]:
-    """Returns the rows of one episode. Raises Absent if the file or the episode does not exist."""
+    """Returns the rows of one episode. Raises NotFound if the file or the episode does not exist."""
     try:
         with pq.ParquetFile(path) as file:
             known = [name for name in columns or file.schema_arrow.names if name in file.schema_arrow.names]
@@ -94,7 +94,7 @@ def last_played_node(nodes: list[Row]) -> int:
 
 def path_texts(path: Path, episode: int, node: int) -> list[Row]:
     """Returns observations and answers on the path from the root to `node`, one entry per joint step; of a conversation
-    only the messages new to the seat. Raises Absent if there is no such node, ValueError if the parents form a
+    only the messages new to the seat. Raises NotFound if there is no such node, ValueError if the parents form a
     cycle."""
     rows = read_rows(path, episode, [*TEXT_COLUMNS, "team_reward", "advantage", "info"])
     if all(row["node"] != node for row in rows):
@@ -103,7 +103,7 @@ def path_texts(path: Path, episode: int, node: int) -> list[Row]:
 
 
 def episode_texts(episode: Episode) -> list[Row]:
-    """Returns the same for an episode in memory, up to its newest node."""
+    """Returns observations and answers of an episode in memory on the path to its newest node, like `path_texts`."""
     return _line(to_table(0, [episode]).to_pylist(), episode.nodes[-1].id) if episode.nodes else []
 
 
@@ -125,7 +125,9 @@ def _joint(rows: list[Row], seen: dict[str, Any]) -> Row:
     info = json.loads(rows[0]["info"] or "{}")
     node = Node(rows[0]["node"], None, 0, {}, {}, info=info)
     turns = [_turn(row, seen) | _invalid(row, node) for row in rows if row["seat"] is not None]
-    shown = {key: value for key, value in info.items() if key not in ("invalid", "why_invalid")}  # told on the turns
+    shown = {
+        key: value for key, value in info.items() if key not in ("invalid", "why_invalid")
+    }  # shown with the answers
     return {"node": node.id, "team": rows[0]["team_reward"], "info": shown, "turns": turns}
 
 
@@ -177,7 +179,7 @@ def truncate_text(text: str) -> str:
 
 def node_tokens(path: Path, episode: int, node: int, bases: dict[str, str]) -> list[Row]:
     """Returns the tokens of a node's answers with their log-probabilities (nats), by seat. `bases` maps policies to
-    base models; without a known tokenizer, `texts` is None."""
+    base models; without a known tokenizer, the texts are None."""
     columns = ["node", "seat", "policy", "token_ids", "logprobs", "advantage", "temperature", "prompt_ids", "answer"]
     rows = [row for row in read_rows(path, episode, columns) if row["node"] == node]
     return [_said(row, bases) for row in rows if row["answer"] is not None]

@@ -80,8 +80,8 @@ def check_env(
     Checked at every seed: equal seeds and actions give equal steps in two instances and after a second reset; a fork
     and its original do not affect each other; observations and rewards are for known seats, rewards are finite; the
     game ends within `max_steps`; invalid actions do not raise; the last step reports `success` if any step does.
-    `act(seat, observation, rng)` samples actions; by default they are random short texts, or choices from `legal` if
-    the env lists it.
+    `act(seat, observation, rng)` samples actions; by default they are random short texts, or choices from
+    `legal_actions` if the env lists it.
     """
     with asyncio.Runner() as runner:
         for seed in seeds:
@@ -143,8 +143,8 @@ class _Check:
                 self.call(env.step, action)
             twin = self.call(env.fork)
             order = [(twin, "a fork"), (env, "the original of a fork")]
-            for player, who in order if fork_first else order[::-1]:
-                self.replay_from(player, game, half, f"{who} (forks play {'first' if fork_first else 'last'})", fix)
+            for player, label in order if fork_first else order[::-1]:
+                self.replay_from(player, game, half, f"{label} (forks play {'first' if fork_first else 'last'})", fix)
             self.call(env.close)
             self.call(twin.close)
 
@@ -186,9 +186,9 @@ class _Check:
         ):
             if unknown := set(named or {}) - set(env.seats):
                 self.fail(f"{what} unknown seats {sorted(unknown)}; it has {list(env.seats)}", "add them to env.seats")
-        for who, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
+        for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
             if not math.isfinite(reward):
-                self.fail(f"pays {who} {reward}", "rewards must be finite numbers")
+                self.fail(f"pays {payee} {reward}", "rewards must be finite numbers")
         return step
 
     def check_equal(self, step: Step, expected: Step, where: str, fix: str) -> None:

@@ -99,8 +99,8 @@ def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) ->
     """Returns the config of a run that trains a response at `seat`."""
     kept = validate(VectorConfig, setup.target.tree)
     nets = [policy for policy in kept.policies.values() if isinstance(policy, TrainedNetConfig)]
-    usual = kept.policies.get(setup.policy_names[seat].rpartition(":")[2])
-    net = usual if isinstance(usual, TrainedNetConfig) else (nets or [TrainedNetConfig()])[0]
+    trained_config = kept.policies.get(setup.policy_names[seat].rpartition(":")[2])
+    net = trained_config if isinstance(trained_config, TrainedNetConfig) else (nets or [TrainedNetConfig()])[0]
     others = {f"other_{other}": _frozen_tree(setup, other, name) for other, name in setup.policy_names.items()}
     places = {other: f"other_{other}" for other, name in setup.policy_names.items()} | {seat: RESPONSE}
     algorithm = kept.algorithm.model_dump(exclude_unset=True) if kept.algorithm.type in ONE_LEARNER else {"type": "ppo"}

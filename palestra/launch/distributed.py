@@ -33,7 +33,7 @@ RolloutBackendFactory = Callable[[RolloutBackendConfig, WorkerFactory], Backend]
 
 
 def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None) -> TextTrainer:
-    """Builds all parts that `config` describes. Other processes start when `place` of the result is entered.
+    """Builds all parts that `config` describes. Other processes start when the trainer is opened.
 
     `open_rollouts` opens the backend that plays episodes (default: as `config.backend` says). Raises ValueError if the
     parts of the config do not fit together.

@@ -27,8 +27,8 @@ def critic_loss(q_KPR: Tensor, target_PR: Tensor, weight_PR: Tensor) -> Tensor:
 
 
 def soft_value(q_PR: Tensor, logp_PR: Tensor, alpha_P1: Tensor) -> Tensor:
-    """Soft value [P, R] of a sampled action: its value minus `alpha` times its log-probability (Haarnoja et al., 2018,
-    eq. 3)."""
+    """Soft value [P, R] of a sampled action: its value minus `alpha_P1` times its log-probability (Haarnoja et al.,
+    2018, eq. 3)."""
     return q_PR - alpha_P1 * logp_PR
 
 

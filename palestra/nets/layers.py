@@ -184,7 +184,7 @@ class Net(nn.Module):
         self.gru = GRU(config.hidden[-1], config.gru_units, generators) if config.gru_units else None
         features = config.gru_units or config.hidden[-1]
         self.head = Linear(features, outputs, gain, generators)
-        self.judge = Linear(features, 1, 1.0, generators) if with_value_head else None
+        self.value_head = Linear(features, 1, 1.0, generators) if with_value_head else None
 
     def forward(self, obs: Tensor) -> Tensor:
         """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs], for feed-forward networks."""
@@ -202,9 +202,11 @@ class Net(nn.Module):
     def unroll_with_values(
         self, obs: Tensor, recurrent_state: Tensor | None = None, is_first: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `with_value_head`)."""
+        """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `value_head`)."""
         features, _ = self.features(obs, recurrent_state, is_first)
-        return _rowwise(self.head, features), None if self.judge is None else _rowwise(self.judge, features)[..., 0]
+        return _rowwise(self.head, features), None if self.value_head is None else _rowwise(self.value_head, features)[
+            ..., 0
+        ]
 
     def features(
         self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None

@@ -56,7 +56,7 @@ class NetMember:
 
 @dataclass(frozen=True)
 class TableMember:
-    """A tabular policy: action probabilities [I, A] at the information states of `views`."""
+    """A tabular policy: action probabilities [I, A] at the information states of `index`."""
 
     index: InfoStateIndex
     table: np.ndarray
@@ -145,12 +145,12 @@ class NetGroup:
 
     @torch.no_grad()
     def act(self, rows: ActBatch) -> tuple[np.ndarray, Tensor | None]:
-        who, place, width = assign_blocks(rows.member_index)
-        shape = (len(who), width)
+        members, place, width = assign_blocks(rows.member_index)
+        shape = (len(members), width)
         x = _put(self._views(rows), place, shape)
         if not self.single_member:
-            self._become(torch.from_numpy(who))
-        x = self._normalised(x, who)
+            self._become(torch.from_numpy(members))
+        x = self._normalised(x, members)
         if self.recurrent_units:
             anew = _put(torch.from_numpy(rows.is_first), place, shape)[:, None]
             unrolled, memories = self.net.unroll(x[:, None], _put(rows.recurrent_state, place, shape), anew)
@@ -178,17 +178,17 @@ class NetGroup:
             return obs
         return torch.cat([obs, torch.eye(self.seat_mapping.num_seats)[torch.from_numpy(rows.seat_index)]], -1)
 
-    def _become(self, who: Tensor) -> None:
+    def _become(self, members: Tensor) -> None:
         """Sets the weights of the network to those of the member of each block."""
         for name, parameter in self.net.named_parameters():
-            parameter.data = self.weights[name].index_select(0, who)
+            parameter.data = self.weights[name].index_select(0, members)
 
-    def _normalised(self, x: Tensor, who: np.ndarray) -> Tensor:
+    def _normalised(self, x: Tensor, members: np.ndarray) -> Tensor:
         if self.norm is None:
             return x
         if self.single_member:
             return self.norm.normalise(x)
-        mean, deviation, clip = (scale[who][:, None] for scale in self.scales)
+        mean, deviation, clip = (scale[members][:, None] for scale in self.scales)
         return ((x.float() - mean) / deviation).clamp(-clip, clip)
 
 
@@ -216,8 +216,8 @@ def _put(x: Tensor, place: np.ndarray, shape: tuple[int, int]) -> Tensor:
 
 
 class InfoStateIndex:
-    """An index of information states by observation: `views` [I, V] float32, all distinct. Raises ValueError for a
-    duplicate."""
+    """An index of information states by observation: `observations` [I, V] float32, all distinct. Raises ValueError for
+    a duplicate."""
 
     def __init__(self, observations: np.ndarray) -> None:
         self.observations = np.ascontiguousarray(observations, np.float32)

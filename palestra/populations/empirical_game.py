@@ -82,7 +82,7 @@ class MatchQueue:
         self.empirical_game = EmpiricalGame(seats)
         self.num_games = 0
         self.open_tasks: set[str] = set()
-        self._snapshot_cells: dict[str, Sequence[MemberProfile]] = {}  # by task: whom its snapshots stand for
+        self._snapshot_cells: dict[str, Sequence[MemberProfile]] = {}  # by task: members its snapshots stand for
 
     def initial_tasks(self) -> list[PlayTask]:
         """Returns tasks for the games among the population's initial members."""

@@ -140,8 +140,8 @@ class PayoffTable:
 
     def _add(self, members: Sequence[str], cell: PayoffCell) -> None:
         key, order = self.canonical(members)
-        who = list(zip(self.seats, key, strict=True))
-        alike = [[seat for seat, one in enumerate(who) if one == other] for other in dict.fromkeys(who)]
+        assigned = list(zip(self.seats, key, strict=True))
+        alike = [[seat for seat, one in enumerate(assigned) if one == other] for other in dict.fromkeys(assigned)]
         cell = cell.permute_seats(order).average_seats(alike)
         self.stored[key] = self.stored[key].merge(cell) if key in self.stored else cell
 
@@ -152,7 +152,7 @@ class PayoffTable:
         places = [self._place_of(player, name) for player, name in zip(self.seats, members, strict=True)]
         order = list(range(len(members)))
         for player in self.members:
-            at = [seat for seat, who in enumerate(self.seats) if who == player]
+            at = [seat for seat, other in enumerate(self.seats) if other == player]
             for seat, source in zip(at, sorted(at, key=places.__getitem__), strict=True):
                 order[seat] = source
         return tuple(members[seat] for seat in order), tuple(order)

@@ -85,8 +85,8 @@ class PBTConfig(SliceConfig):
 class PBTLearner:
     """A policy in training.
 
-    `copied` names the learner from which its next slice takes over ("": it continues its own weights); `has_trained` is
-    True once it has trained with its current settings.
+    `copied_from` names the learner from which its next slice takes over ("": it continues its own weights);
+    `has_trained` is True once it has trained with its current settings.
     """
 
     name: str

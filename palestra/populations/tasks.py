@@ -211,7 +211,7 @@ def played_cells(task: Task, result: Result) -> list[tuple[MemberProfile, Payoff
     return list(zip(task.cells, result.payoffs, strict=True))
 
 
-# ---- who creates and runs them
+# ---- what creates and runs them
 
 
 class Plan(Protocol):

@@ -85,7 +85,7 @@ def _seats(players: dict[str, Player], cells: list[MemberProfile]) -> list[Playe
     if len(named) < 2:
         return [*named, "everyone"][:1] * seats
     sat = [[players.get(cell[seat], "") for cell in cells] for seat in range(seats)]
-    return [next(filter(None, who), name) for who, name in zip(sat, named, strict=True)]
+    return [next(filter(None, players), name) for players, name in zip(sat, named, strict=True)]
 
 
 # ---- ratings

@@ -38,7 +38,7 @@ ENV_THREADS = ThreadPoolExecutor(256, "env")  # mostly waiting on blocking envs;
 
 @dataclass(frozen=True)
 class Branching:
-    """Branching of a tree: `k` siblings per decision, and the choice of the one that the episode continues from.
+    """Branching of a tree: how many siblings per decision, and the choice of the one that the episode continues from.
 
     `keep: epsilon` keeps the best, but with probability `epsilon` a random one. The best has the highest mixed reward
     of its own step, alpha * team + local (averaged over the seats that acted). `joints` combines the answers of N seats
@@ -252,9 +252,9 @@ class _TreeRollout:
         return await self.match.policies[seat].act(query)
 
     def _note(self, line: Branch, i: int, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Branch]:
-        for who, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
+        for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
             if not math.isfinite(reward):
-                raise ValueError(f'env "{self.episode.env}" pays {who} {reward}: rewards must be finite numbers')
+                raise ValueError(f'env "{self.episode.env}" pays {payee} {reward}: rewards must be finite numbers')
         path = (*line.path, i)
         node = Node(
             id=len(self.episode.nodes),

@@ -57,7 +57,7 @@ class Checkpoint:
         return find_damage(self.path, self.entry["files"])
 
     def verify(self) -> Checkpoint:
-        """Returns this checkpoint after comparing its files with their checksums. Raises Damaged if one differs."""
+        """Returns this checkpoint after comparing its files with their checksums. Raises DamagedFile if one differs."""
         if damage := self.damage:
             raise DamagedFile(f"{damage}; --resume resumes from the checkpoint before and writes this one again")
         return self
@@ -87,7 +87,7 @@ class Checkpoint:
 def list_checkpoints(path: str | Path) -> list[Checkpoint]:
     """Returns the complete checkpoints of the run at `path`, by step.
 
-    Needs no lock, and compares file sizes only; `Checkpoint.damage` compares contents. Raises Damaged if a line of
+    Needs no lock, and compares file sizes only; `Checkpoint.damage` compares contents. Raises DamagedFile if a line of
     checkpoints.jsonl differs from what was written, or names a path outside the run.
     """
     return [checkpoint for checkpoint in list_all_checkpoints(path) if _complete(checkpoint)]
@@ -96,7 +96,7 @@ def list_checkpoints(path: str | Path) -> list[Checkpoint]:
 def list_all_checkpoints(path: str | Path) -> list[Checkpoint]:
     """Returns all checkpoints that the run at `path` ever had, pruned ones included, by step.
 
-    Raises Damaged if a line of checkpoints.jsonl differs from what was written.
+    Raises DamagedFile if a line of checkpoints.jsonl differs from what was written.
     """
     path = Path(path) / CHECKPOINTS_FILE
     lines = read_checksummed(path) if path.exists() else []
@@ -121,7 +121,7 @@ def find_newest_intact(path: Path) -> tuple[Checkpoint | None, list[str]]:
     """Returns the newest intact checkpoint of a run (None if it has had none yet), and a message on each newer one.
     Changes no file: `finish_rename` completes a checkpoint that the process died in.
 
-    Raises Damaged if the run had checkpoints and none is intact.
+    Raises DamagedFile if the run had checkpoints and none is intact.
     """
     if not (path / CHECKPOINTS_FILE).exists():
         raise DamagedFile(

@@ -61,7 +61,7 @@ class Run:
 
     `next_step` is the step after the newest complete checkpoint, 0 if there is none. `skipped_checkpoints` holds a
     message on each damaged checkpoint that the last `resume` skipped. Raises ValueError if the lock is taken, and
-    Damaged if the folder or its list of checkpoints is damaged.
+    DamagedFile if the folder or its list of checkpoints is damaged.
     """
 
     def __init__(self, path: Path) -> None:

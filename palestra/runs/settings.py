@@ -42,7 +42,7 @@ def check_config(path: Path) -> str:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Returns the content of meta.json of the run at `path`. Raises Damaged if it is incomplete."""
+    """Returns the content of meta.json of the run at `path`. Raises DamagedFile if it is incomplete."""
     try:
         meta = json.loads(check_is_file(path / META_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

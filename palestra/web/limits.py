@@ -91,7 +91,7 @@ class AdmissionMiddleware:
             self.buffered_bytes -= len(body)
 
     def _check(self, path: str, headers: Mapping[str, str]) -> None:
-        """Raises Refusal if the headers alone are reason to reject the request."""
+        """Raises RequestRejected if the headers alone are reason to reject the request."""
         if reason := self.origins.rejection_reason(headers):
             raise RequestRejected(403, reason)
         if reason := self.auth_check(path, headers):
@@ -100,8 +100,8 @@ class AdmissionMiddleware:
             raise RequestRejected(429, f"{self.limits.max_requests} requests are under way: ask again in a second")
 
     async def _read(self, headers: Mapping[str, str], receive: Receive, body: bytearray) -> Receive:
-        """Reads the request body into `body` and returns a `receive` that replays it. Raises Refusal if it is too
-        large, too slow, or the client disconnects."""
+        """Reads the request body into `body` and returns a `receive` that replays it. Raises RequestRejected if it is
+        too large, too slow, or the client disconnects."""
         limit = self.limits.max_body_bytes
         if limit is None:
             return self._in_time(receive)
@@ -189,8 +189,8 @@ async def _refuse(receive: Receive, send: Send, status: int, content: Any) -> No
 
 
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns the result of `work`. Cancels it and raises Refusal if the client disconnects. The body must have been
-    read before."""
+    """Returns the result of `work`. Cancels it and raises RequestRejected if the client disconnects. The body must have
+    been read before."""
     wanted, gone = asyncio.ensure_future(work), asyncio.ensure_future(receive())
     try:
         await asyncio.wait({wanted, gone}, return_when=asyncio.FIRST_COMPLETED)

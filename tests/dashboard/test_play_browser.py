@@ -46,7 +46,7 @@ def test_game_is_played_by_keyboard(look, four):
     expect(page.locator(".chip.mine")).to_have_text("player_0: you")
     field = page.get_by_role("textbox")
     for turn in range(21):
-        question = page.get_by_role("form", name=f"your turn {turn + 1}")
+        question = page.get_by_role("form", name=f"your turn {turn}")
         expect(question.or_(page.get_by_role("heading", name="The game is over"))).to_be_visible()
         if not question.is_visible():
             break

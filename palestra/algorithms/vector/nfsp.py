@@ -86,10 +86,10 @@ class NFSPPolicy:
         drawn = torch.rand(recurrent_state.shape, generator=self.generator) < self.eta
         recurrent_state = torch.where(torch.from_numpy(is_first)[:, None], drawn, recurrent_state)
         best, _, _ = self.response.act(result, None, is_first)
-        usual, logp, _ = self.average.act(result, None, is_first)
+        average_actions, logp, _ = self.average.act(result, None, is_first)
         assert logp is not None
         return (
-            np.where(recurrent_state, best, usual),
+            np.where(recurrent_state, best, average_actions),
             np.where(recurrent_state, BEST_RESPONSE_LOGP, logp),
             recurrent_state,
         )

@@ -130,8 +130,8 @@ class ValueHead(Head):
 
 
 class QLearner(NetLearner):
-    """Base learner of Q-learning; a subclass defines the loss. With `joint` time is counted in env steps, not in each
-    seat's own decisions. Raises ValueError for envs without discrete actions."""
+    """Base learner of Q-learning; a subclass defines the loss. With `counts_env_steps` time is counted in env steps,
+    not in each seat's own decisions. Raises ValueError for envs without discrete actions."""
 
     counts_env_steps = False
 

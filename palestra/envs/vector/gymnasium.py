@@ -142,7 +142,7 @@ def _box(action: np.ndarray, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def observation_box(shape: tuple[int, ...], is_uint8: bool) -> spaces.Box:
-    """Returns the Gymnasium space of observations of shape `view`: uint8 if `pixels`, else unbounded float32."""
+    """Returns the Gymnasium space of observations of this shape: uint8 if `is_uint8`, else unbounded float32."""
     return spaces.Box(0, 255, shape, np.uint8) if is_uint8 else spaces.Box(-np.inf, np.inf, shape, np.float32)
 
 

@@ -103,6 +103,8 @@ def advance_adversary(
 
 @jit
 def reward_adversary(world: World, arrays: MPEStepArrays) -> None:
+    """Writes the rewards: minus its distance to the goal for the adversary (agent 0); for each other agent the
+    adversary's distance minus that of the nearest of them."""
     pos, rewards, agents = world.pos, arrays.rewards, world.vel.shape[1]
     for b in range(len(pos)):
         goal = agents + world.goal[b]
@@ -152,6 +154,8 @@ def advance_tag(
 
 @jit
 def reward_tag(world: World, arrays: MPEStepArrays, hunters: int) -> None:
+    """Writes the rewards: 10 to every hunter for each touch of a prey, -10 to that prey, which also pays for leaving
+    the field."""
     pos, rewards = world.pos, arrays.rewards
     for b in range(len(pos)):
         catches = 0
@@ -224,6 +228,7 @@ def write_message(world: World, actions_BND: np.ndarray, continuous: bool) -> No
 
 @jit
 def reward_speaker_listener(world: World, arrays: MPEStepArrays) -> None:
+    """Writes the rewards: minus the squared distance of the listener to its landmark, for both agents."""
     for b in range(len(world.pos)):
         arrays.rewards[b, 0] = arrays.rewards[b, 1] = -difference(world.pos, b, 1, 2 + world.goal[b])[2]
 

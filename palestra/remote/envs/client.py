@@ -123,7 +123,7 @@ class RemoteEnv(Env):
     async def _asked(self, request: pb.Request) -> pb.Reply:
         """Sends a request of the open session and returns the reply.
 
-        Raises ValueError before `reset`, Lost if the session no longer exists, and what the env raised.
+        Raises ValueError before `reset`, SessionLost if the session no longer exists, and what the env raised.
         """
         if self._seed is None:
             raise ValueError("no game is open: call reset(seed) first")

@@ -81,7 +81,7 @@ class EnvConnection:
     async def connect(cls, address: str, server_config: EnvServersConfig) -> EnvConnection:
         """Connects to a worker of the server at `address`.
 
-        Raises Lost if it does not answer, Barred if it refuses the token or has another protocol version.
+        Raises SessionLost if it does not answer, AccessRefused if it refuses the token or has another protocol version.
         """
         channel = open_channel(address, server_config)
         try:
@@ -121,8 +121,8 @@ class EnvConnection:
     async def call(self, request: pb.Request, timeout_s: float) -> pb.Reply:
         """Sends a request and returns its reply.
 
-        Raises Lost if the connection breaks or no reply arrives within `timeout_s` seconds, ValueError if the request
-        is larger than LARGEST bytes.
+        Raises SessionLost if the connection breaks or no reply arrives within `timeout_s` seconds, ValueError if the
+        request is larger than `MAX_REQUEST_BYTES`.
         """
         if request.ByteSize() > MAX_REQUEST_BYTES:
             raise ValueError(

@@ -223,7 +223,7 @@ class ReplyStream:
             await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
 
     def schedule_write(self, *, even_if_empty: bool = False) -> None:
-        """Schedules a write of the ready replies; with `always`, also if there are none (an empty message)."""
+        """Schedules a write of the ready replies; with `even_if_empty`, also if there are none (an empty message)."""
         self.write_if_empty |= even_if_empty
         if self.write_task is None or self.write_task.done():
             self.write_task = asyncio.create_task(self._flushed())

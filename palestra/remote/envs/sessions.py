@@ -163,7 +163,7 @@ class EnvSessions:
     def _twin(self, client: ClientSessions, request: pb.Request) -> EnvSession:
         """Returns an empty session for a fork, under the number chosen by the client; the client can use it at once.
 
-        Raises Refused if the number is in use, Full if no session may be opened.
+        Raises InvalidRequest if the number is in use, TooManySessions if no session may be opened.
         """
         if request.fork in client.sessions:
             raise InvalidRequest(f"session {request.fork} is open already")
@@ -210,7 +210,7 @@ class EnvSessions:
         return self._then(self._called(session.env, session.env.close), lambda _: None) if session.env else None
 
     def _has_room(self, client: ClientSessions) -> None:
-        """Raises Full if the limit of all sessions or of this client's sessions is reached."""
+        """Raises TooManySessions if the limit of all sessions or of this client's sessions is reached."""
         if self.num_open >= self.limits.max_sessions:
             raise TooManySessions(
                 f"this server has {self.num_open:,} sessions open, as many as it may (serve-envs --sessions)"
@@ -277,7 +277,7 @@ class EnvSessions:
     def _maker(self, kind: bytes) -> Callable[[], Env]:
         """Returns a factory for the serialized pb.Kind `kind`.
 
-        Raises Refused if its type is not served, ValueError for bad options.
+        Raises InvalidRequest if its type is not served, ValueError for bad options.
         """
         asked = pb.Kind.FromString(kind)
         if asked.type not in self.env_classes:
@@ -298,8 +298,8 @@ def _playable(name: str) -> type[Env]:
 
 
 def _seed(message: pb.Value) -> int:
-    """Reads a session's seed. Raises Refused unless it is a 64-bit integer: seeding a generator from a longer one takes
-    time quadratic in its length."""
+    """Reads a session's seed. Raises InvalidRequest unless it is a 64-bit integer: seeding a generator from a longer
+    one takes time quadratic in its length."""
     kind = message.WhichOneof("kind")
     seed = read_value(message) if kind == "integer" or (kind == "long" and len(message.long) <= 9) else None
     if seed is None or not -(2**63) <= seed < 2**64:
@@ -308,7 +308,7 @@ def _seed(message: pb.Value) -> int:
 
 
 def _kind(message: pb.Kind) -> bytes:
-    """Serializes type and options as a cache key. Raises Refused if they are larger than OPTIONS bytes."""
+    """Serializes type and options as a cache key. Raises InvalidRequest if they are larger than OPTIONS bytes."""
     if message.ByteSize() > MAX_OPTIONS_BYTES:
         raise InvalidRequest(f"an env's options of {message.ByteSize():,} bytes: {MAX_OPTIONS_BYTES:,} are the most")
     return message.SerializeToString(deterministic=True)

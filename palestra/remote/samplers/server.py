@@ -100,7 +100,7 @@ class SamplerState:
 
 
 def serve(options: SamplerServerOptions, print_line: PrintLine = print) -> None:
-    """Serves until SIGTERM or SIGINT, then lets open requests end (up to DRAIN seconds) and returns.
+    """Serves until SIGTERM or SIGINT, then lets open requests end (up to `DRAIN_TIMEOUT_S`) and returns.
 
     Raises ValueError if the base cannot be loaded or the port is taken.
     """

@@ -99,7 +99,7 @@ class VllmSampler:
     ) -> None:
         self.servers, self.adapter_store, self.timeouts = list(servers), adapter_store, timeouts
         self.processes = processes  # keeps the server processes alive; they stop with this object
-        self.loop_thread = LoopThread("sampling elsewhere")
+        self.loop_thread = LoopThread("vLLM client")
         self.zero_adapter: Snapshot | None = None
         self.failure: Exception | None = None
         self._puts: dict[str, asyncio.Task[Path]] = {}

@@ -51,8 +51,8 @@ class RequestQueue:
         model: str | None = None,
         seq: int | None = None,
     ) -> str:
-        """Queues a request and returns its id; a repeated `key` returns the id of the first request. Raises Busy if the
-        owner's queue is full."""
+        """Queues a request and returns its id; a repeated `key` returns the id of the first request. Raises QueueFull
+        if the owner's queue is full."""
         body = job if isinstance(job, bytes) else job.model_dump_json().encode()
         self.admit(owner, len(body))
         id = self.context.store.submit(owner, kind, body, key=key, model=model, seq=seq)
@@ -92,8 +92,8 @@ class RequestQueue:
         self.context.wakeup.wake()
 
     def admit(self, owner: str, size: int) -> None:
-        """Counts one more request of `num_bytes` bytes for the owner. Raises Busy if the number or total size exceeds
-        the limits; a single request may have any size that a body may have."""
+        """Counts one more request of `size` bytes for the owner. Raises QueueFull if the number or total size
+        exceeds the limits; a single request may have any size that a body may have."""
         limits, waiting = self.context.limits, self.depth(owner)
         more = QueueDepth(waiting.num_requests + 1, waiting.num_bytes + size)
         if more.num_requests > limits.queue or (waiting.num_requests and more.num_bytes > limits.queue_bytes):

@@ -45,7 +45,7 @@ class ServiceConnection:
     """A session on a server. Its event loop runs in its own thread, so that callers may run on any event loop or on
     none.
 
-    Raises ConnectionError if the server does not answer, and Refused (a ValueError) if it rejects the session.
+    Raises ConnectionError if the server does not answer, and RequestRefused (a ValueError) if it rejects the session.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -87,7 +87,7 @@ class ServiceConnection:
         return await self.loop_thread.run_async(work)
 
     async def post(self, verb: str, **body: Any) -> dict[str, Any]:
-        """Sends `body` as a JSON POST and returns the JSON reply. Raises Refused if the server rejects it."""
+        """Sends `body` as a JSON POST and returns the JSON reply. Raises RequestRefused if the server rejects it."""
         return (await self._send("POST", f"/api/v1/{verb}", json=body)).json()
 
     async def is_palestra(self) -> bool:
@@ -107,8 +107,8 @@ class ServiceConnection:
         return await self._send("GET", path)
 
     async def call(self, verb: str, body: bytes | None = None, **fields: Any) -> HttpReply:
-        """Runs a long call: posts it (as protobuf if `body` is given) and polls for the result. Raises Refused if the
-        call fails."""
+        """Runs a long call: posts it (as protobuf if `body` is given) and polls for the result. Raises RequestRefused
+        if the call fails."""
         if body is None:
             promise = await self.post(verb, **fields)
         else:

@@ -106,15 +106,15 @@ class LiveModels:
         return iter(list(self.live.values()))
 
     def get(self, id: str) -> LiveModel:
-        """Returns the model, restoring it to memory if necessary. Raises Lost if it no longer exists."""
+        """Returns the model, restoring it to memory if necessary. Raises StateLost if it no longer exists."""
         if id not in self.live:
             self.live[id] = self._revive(id)
         self.live.move_to_end(id)
         return self.live[id]
 
     def base(self, name: str) -> LoadedBase:
-        """Returns the loaded base. Raises Lost if the worker was started without it; another front end may have been
-        started with it."""
+        """Returns the loaded base. Raises StateLost if the worker was started without it; another front end may have
+        been started with it."""
         if name not in self.bases:
             raise StateLost(f"the server's engine has no base {name}: start it with --base")
         return self.bases[name]

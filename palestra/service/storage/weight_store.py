@@ -84,7 +84,7 @@ class WeightStore:
         return name, sum(sizes.values())
 
     def read(self, name: str) -> Path:
-        """Returns the folder after verifying its files. Raises Damaged if they differ from the manifest."""
+        """Returns the folder after verifying its files. Raises WeightsDamaged if they differ from the manifest."""
         folder = self.root / name
         try:
             wanted = json.loads((folder / MANIFEST).read_text())
@@ -99,8 +99,8 @@ class WeightStore:
         return folder
 
     def sweep(self, referenced: Iterable[str]) -> int:
-        """Deletes folders that are not in `named`, and partial ones left by a crash, if older than `MIN_SWEEP_AGE_S`
-        seconds. Returns their number."""
+        """Deletes folders that are not in `referenced`, and partial ones left by a crash, if older than
+        `MIN_SWEEP_AGE_S` seconds. Returns their number."""
         kept, now, swept = set(referenced), time.time(), 0
         for folder in self.root.iterdir():
             if folder.name not in kept and now - folder.stat().st_mtime > MIN_SWEEP_AGE_S:

@@ -178,8 +178,8 @@ class _Session:
     async def ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Sends a message and returns the reply's data: observation, reward, done, metadata.
 
-        Raises BadAction if the server rejects the action, RuntimeError on any other server error, TimeoutError if no
-        reply arrives within the timeout.
+        Raises ActionRejected if the server rejects the action, RuntimeError on any other server error, TimeoutError if
+        no reply arrives within the timeout.
         """
         closed = _websockets().exceptions.ConnectionClosed
         try:

@@ -21,8 +21,8 @@ def parse_asserts(
 
     If all compare a call of `entry` with a value, these are input-value pairs; otherwise the assertions themselves,
     which run apart from the program. An assertion that does not mention the function tests nothing and is left out.
-    `alias` is another name of the function, `given` is code that runs before. Raises Inseparable if the assertions or
-    `given` use a name that only the program can define.
+    `alias` is another name of the function, `given` is code that runs before. Raises InseparableTestsError if the
+    assertions or `given` use a name that only the program can define.
     """
     names = {entry, alias}
     check_names(f"{given}\n{asserts}", names)
@@ -35,7 +35,8 @@ def parse_asserts(
 
 
 def check_names(source: str, known: Set[str | None]) -> None:
-    """Raises Inseparable if code uses a name that it does not define, is not a Python builtin and is not in `known`."""
+    """Raises InseparableTestsError if code uses a name that it does not define, is not a Python builtin and is not in
+    `known`."""
     tree = ast.parse(source)
     defined = _defined_names(tree) | known
     unknown = {str(name) for name in _used(tree) - defined if not hasattr(builtins, str(name))}

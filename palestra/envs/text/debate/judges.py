@@ -119,7 +119,7 @@ class RuleJudge:
     def score_argument(self, argument: Argument, history: Sequence[Argument]) -> ScoreParts:
         """Returns an answer's contribution to its side's score; 0 in all parts for an unreadable answer.
 
-        `heard`: all answers visible to the side when it spoke, its own included.
+        `history`: all answers visible to the side when it spoke, its own included.
         """
         if not argument.is_readable:
             return ScoreParts()

@@ -19,10 +19,11 @@ class ToolCallFailed(Exception):
 
 
 async def call_with_timeout(function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Any:
-    """Returns the result of a user's function. Raises ValueError if the function does, Failed for any other exception.
+    """Returns the result of a user's function. Raises ValueError if the function does, ToolCallFailed for any other
+    exception.
 
-    Also raises Failed if it has not returned after `timeout_s`; a coroutine that ignores cancellation is not awaited
-    further.
+    Also raises ToolCallFailed if it has not returned after `timeout_s`; a coroutine that ignores cancellation is not
+    awaited further.
     """
     task = asyncio.ensure_future(_called(function, arguments))
     _running.add(task)
@@ -59,7 +60,7 @@ async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
 async def _on_a_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Returns the function's result, from a new thread: a pool would be exhausted once enough calls hang.
 
-    Raises Failed if too many abandoned calls are still running.
+    Raises ToolCallFailed if too many abandoned calls are still running.
     """
     if len(_stuck) >= MAX_STUCK_CALLS:
         raise ToolCallFailed(
