@@ -37,7 +37,7 @@ class AsyncBackend:
     def start(self) -> None:
         """Starts the thread and the backend, if they do not run yet."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._tend, name="desk", daemon=True)
+            self._thread = threading.Thread(target=self._tend, name="async backend", daemon=True)
             self._thread.start()
 
     async def run_task(self, task: Task) -> TaskResult:

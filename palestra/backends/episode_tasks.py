@@ -83,8 +83,8 @@ class PolicyVersions:
 class EpisodeDispatcher:
     """Publishes learners as members and submits slices of episodes to the backend."""
 
-    def __init__(self, learners: Mapping[str, LanguageLearner], desk: AsyncBackend) -> None:
-        self.learners, self.backend = learners, desk
+    def __init__(self, learners: Mapping[str, LanguageLearner], backend: AsyncBackend) -> None:
+        self.learners, self.backend = learners, backend
         self.num_slices = 0  # slices so far
         self.wall_s = self.cpu_s = 0.0  # seconds, summed over workers: wall-clock and CPU time
         self.published: dict[str, Path] = {}
@@ -158,12 +158,12 @@ class DistributedSource:
         self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
     ) -> list[Episode]:
         """Returns the episodes with these numbers, in order, played by the learners' current weights."""
-        cast = self.dispatcher.publish_current()
+        versions = self.dispatcher.publish_current()
         state = copy.deepcopy({key: memory[key] for key in STATE_KEYS if key in memory})
         task = RolloutTask("", stage=self.stage, branching=branching, source_state=state)
-        key = repr((cast.members, task))
+        key = repr((versions.members, task))
         if key not in self._asked:
-            self._asked[key] = PendingEpisodes(self.dispatcher, cast, task, self.slice_size)
+            self._asked[key] = PendingEpisodes(self.dispatcher, versions, task, self.slice_size)
             asyncio.get_running_loop().call_soon(self._begin, key)
         return list(await asyncio.gather(*(self._asked[key].add(number, on_episode) for number in numbers)))
 
@@ -180,10 +180,10 @@ class DistributedSource:
 class PendingEpisodes:
     """Episodes requested together. Each is reported to its callback, and its future is set, when its slice is done."""
 
-    def __init__(self, troupe: EpisodeDispatcher, cast: PolicyVersions, task: EpisodesTask, size: int) -> None:
-        self.dispatcher, self.versions, self.task, self.size = troupe, cast, task, size
+    def __init__(self, dispatcher: EpisodeDispatcher, versions: PolicyVersions, task: EpisodesTask, size: int) -> None:
+        self.dispatcher, self.versions, self.task, self.size = dispatcher, versions, task, size
         self._asked: dict[int, tuple[asyncio.Future[Episode], EpisodeCallback]] = {}
-        troupe.acquire(cast)
+        dispatcher.acquire(versions)
 
     def add(self, number: int, on_episode: EpisodeCallback) -> asyncio.Future[Episode]:
         """Adds an episode by number and returns its future."""
@@ -222,14 +222,14 @@ class DistributedEval(TextEval):
     slice_size: int
 
     async def play(self, seed: int) -> list[Episode]:
-        cast = self.dispatcher.publish_current()
+        versions = self.dispatcher.publish_current()
         parts = split_into_slices(self.numbers, self.slice_size)
         tasks = [EvalTask("", evaluation=self.name, seed=seed, numbers=tuple(part)) for part in parts]
-        self.dispatcher.acquire(cast)
+        self.dispatcher.acquire(versions)
         try:
-            played = await asyncio.gather(*(self.dispatcher.play(cast, task) for task in tasks))
+            played = await asyncio.gather(*(self.dispatcher.play(versions, task) for task in tasks))
         finally:
-            self.dispatcher.release(cast)
+            self.dispatcher.release(versions)
         return [episode for part in played for episode in part]
 
 

@@ -206,7 +206,7 @@ def one_seat_carries(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
     """Alarm if one policy earns nearly all of the policies' own rewards."""
     # In envs with a team reward only, a seat without own reward means nothing: skip it.
     paid = {name: own for name, own in policies.items() if np.any(own.get("local_reward", np.zeros(0)) != 0)}
-    own = {name: now for name, figures in paid.items() if (now := newest_mean(figures, "local_reward")) is not None}
+    own = {name: now for name, metrics in paid.items() if (now := newest_mean(metrics, "local_reward")) is not None}
     total = sum(max(0.0, value) for value in own.values())
     if len(own) < 2 or total < 0.05:
         return

@@ -66,7 +66,7 @@ def _digest(table: pa.Table) -> pa.Table:
     returns = _returns(table, tree)
     own_E = np.sum([np.nan_to_num(values) for values in returns.values()], axis=0) if returns else 0.0
     refused_R = (_floats(table, "invalid") == 1) & (_floats(table, "chosen") == 1)
-    figures = {
+    metrics = {
         "nodes": np.bincount(tree.of_N, minlength=tree.episodes),
         "turns": tree.turns(),
         "success": tree.success(_floats(table, "success")[tree.first_N]),
@@ -76,7 +76,7 @@ def _digest(table: pa.Table) -> pa.Table:
         **{f"{RETURN_PREFIX}{seat}": values for seat, values in returns.items()},
     }
     heads = table.select(HEAD_COLUMNS).take(pa.array(np.flatnonzero(new_R)))
-    for name, values in figures.items():
+    for name, values in metrics.items():
         heads = heads.append_column(name, pa.array(values, from_pandas=True))  # NaN becomes null
     return heads
 

@@ -160,9 +160,9 @@ class PlaySession:
         head: dict[str, Any] = {"instance": episode.seed, "gave_up": self.resigned, "failed": episode.error is not None}
         if episode.error:
             return head | {"success": None, "team": 0.0, "returns": {}}
-        figures = episode_metrics([episode])
-        success = bool(figures["success"]) if "success" in figures else None
-        return head | {"success": success, "team": figures["team_return"], **seat_returns([episode])}
+        metrics = episode_metrics([episode])
+        success = bool(metrics["success"]) if "success" in metrics else None
+        return head | {"success": success, "team": metrics["team_return"], **seat_returns([episode])}
 
 
 class PlaySessions:

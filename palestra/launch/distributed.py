@@ -43,16 +43,18 @@ def build(config: TextConfig, open_rollouts: RolloutBackendFactory | None = None
         return text.build(config)
     engines = RayEngines(config) if backend.type == "ray" else DriverEngines(config.device, config.max_num_seqs)
     made = text.build(config, engines)
-    desk = AsyncBackend(partial(open_rollouts or open_rollout_backend, backend, partial(RolloutWorker, config)))
-    troupe = EpisodeDispatcher(cast(Mapping[str, LanguageLearner], made.learners), desk)
+    async_backend = AsyncBackend(
+        partial(open_rollouts or open_rollout_backend, backend, partial(RolloutWorker, config))
+    )
+    dispatcher = EpisodeDispatcher(cast(Mapping[str, LanguageLearner], made.learners), async_backend)
     slices = backend.slices or 2 * num_rollout_workers(backend)
     return replace(
         made,
-        stages=[_stage(stage, number, troupe, slices) for number, stage in enumerate(made.stages)],
-        evals=[_distribute_eval(evaluation, troupe, slices) for evaluation in made.evals],
-        worker_context=RunProcesses(desk, engines.trainers, engines.cluster)
+        stages=[_stage(stage, number, dispatcher, slices) for number, stage in enumerate(made.stages)],
+        evals=[_distribute_eval(evaluation, dispatcher, slices) for evaluation in made.evals],
+        worker_context=RunProcesses(async_backend, engines.trainers, engines.cluster)
         if isinstance(engines, RayEngines)
-        else RunProcesses(desk, [], None),
+        else RunProcesses(async_backend, [], None),
         learners_are_remote=isinstance(engines, RayEngines),
     )
 
@@ -68,17 +70,17 @@ def open_rollout_backend(backend: RolloutBackendConfig, make_worker: WorkerFacto
     return open_backend(backend.model_copy(update={"placement": apart}), make_worker, 0 if apart else None)
 
 
-def _stage(stage: Stage, number: int, troupe: EpisodeDispatcher, slices: int) -> Stage:
+def _stage(stage: Stage, number: int, dispatcher: EpisodeDispatcher, slices: int) -> Stage:
     if not isinstance(stage.source, EnvSource):
         return stage
     return replace(
-        stage, source=DistributedSource(stage.source, troupe, number, episodes_per_slice(stage.episodes, slices))
+        stage, source=DistributedSource(stage.source, dispatcher, number, episodes_per_slice(stage.episodes, slices))
     )
 
 
-def _distribute_eval(evaluation: TextEval, troupe: EpisodeDispatcher, slices: int) -> TextEval:
+def _distribute_eval(evaluation: TextEval, dispatcher: EpisodeDispatcher, slices: int) -> TextEval:
     return DistributedEval(
-        **vars(evaluation), dispatcher=troupe, slice_size=episodes_per_slice(evaluation.episodes, slices)
+        **vars(evaluation), dispatcher=dispatcher, slice_size=episodes_per_slice(evaluation.episodes, slices)
     )
 
 
@@ -87,9 +89,9 @@ class RunProcesses:
     joins it first."""
 
     def __init__(
-        self, desk: AsyncBackend, benches: Sequence[RecoverableTrainer], cluster: RayMembership | None
+        self, async_backend: AsyncBackend, trainers: Sequence[RecoverableTrainer], cluster: RayMembership | None
     ) -> None:
-        self.backend, self.trainers, self.cluster = desk, benches, cluster
+        self.backend, self.trainers, self.cluster = async_backend, trainers, cluster
         self._open = ExitStack()
 
     def __enter__(self) -> RunProcesses:

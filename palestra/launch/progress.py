@@ -116,10 +116,10 @@ class PopulationBar(scheduler.PlanCallback):
         self.bar.update(self.task, completed=completed, total=metrics.get("iterations"), what=format_summary(metrics))
 
 
-def format_summary(figures: Mapping[str, float]) -> str:
+def format_summary(metrics: Mapping[str, float]) -> str:
     """Formats a summary as text: "21 members, 40,000 games, 1,200,000 steps, NashConv 0.016"."""
-    words = [f"{int(figures['members'])} members"]
-    words += [f"{int(games):,} games"] if (games := figures.get("games")) else []
-    words += [f"{steps:,.0f} steps"] if (steps := figures.get("env_steps")) else []
-    words += [f"NashConv {figures['nash_conv']:.3f}"] if "nash_conv" in figures else []
+    words = [f"{int(metrics['members'])} members"]
+    words += [f"{int(games):,} games"] if (games := metrics.get("games")) else []
+    words += [f"{steps:,.0f} steps"] if (steps := metrics.get("env_steps")) else []
+    words += [f"NashConv {metrics['nash_conv']:.3f}"] if "nash_conv" in metrics else []
     return ", ".join(words)

@@ -85,8 +85,8 @@ class League:
             case PlayTask(), PlayResult() as played:
                 self.games += sum(cell.games for cell in played.payoffs)
             case AssessTask() as assessed, AssessResult() as distance:
-                figures = {"nash_conv": distance.nash_conv, "exploitability": distance.exploitability}
-                self._metrics = {TEAM: {"iteration": assessed.iteration, **self._counts[task.name], **figures}}
+                metrics = {"nash_conv": distance.nash_conv, "exploitability": distance.exploitability}
+                self._metrics = {TEAM: {"iteration": assessed.iteration, **self._counts[task.name], **metrics}}
         return []
 
     def task_metrics(self, task: Task, result: Result) -> dict[str, Metrics]:

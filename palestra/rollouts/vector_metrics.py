@@ -22,12 +22,12 @@ class VectorMetrics:
         self.notes: list[Metrics] = []
         self.env_steps = 0
 
-    def add(self, batch: RolloutBatch, figures: Mapping[str, Metrics]) -> None:
+    def add(self, batch: RolloutBatch, metrics: Mapping[str, Metrics]) -> None:
         """Adds a batch's episodes and the learner's metrics by policy."""
         self.games.append(batch.episode_stats)
         self.notes.append(batch.rollout_metrics)
         self.env_steps += batch.terminated.size
-        for name, line in figures.items():
+        for name, line in metrics.items():
             if line:
                 self.learner_metrics[name].append(line)
 

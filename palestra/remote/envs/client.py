@@ -153,21 +153,21 @@ class RemoteEnv(Env):
         request = pb.Request(open=pb.Open(kind=self.spec.kind, seed=self._seed, actions=said))
         attempts = 0
         while attempts < MAX_LOST_SERVERS:
-            lane = await get_pool(self.spec.server_config).acquire()
+            connection = await get_pool(self.spec.server_config).acquire()
             self._leave()
-            self._connection, request.session = lane, lane.allocate_session()
+            self._connection, request.session = connection, connection.allocate_session()
             self._session = request.session
             try:
-                reply = await lane.call(request, self.spec.server_config.request_timeout * (1 + len(said)))
+                reply = await connection.call(request, self.spec.server_config.request_timeout * (1 + len(said)))
             except SessionLost as lost:
                 attempts, why = attempts + 1, str(lost)
                 self._note(why, lost=1)
                 continue
             if reply.fault.why == pb.Fault.DRAINING:
-                lane.draining = True
+                connection.draining = True
                 continue
             if reply.HasField("fault"):
-                raise _raised(reply.fault, lane.address)
+                raise _raised(reply.fault, connection.address)
             self._compare(reply.opened.steps, why)
             return reply.opened.steps[-1]
         raise RuntimeError(

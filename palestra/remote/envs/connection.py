@@ -30,7 +30,7 @@ CONNECT_TIMEOUT_S = 10.0  # seconds until a server must send its first message
 OVERDUE_CHECK_INTERVAL_S = 0.25  # seconds between checks for overdue requests
 EXIT_TIMEOUT_S = 5.0  # seconds that interpreter exit waits for open streams
 CHANNEL_OPTIONS = [
-    ("grpc.use_local_subchannel_pool", 1),  # a TCP connection per lane, so that lanes reach different workers
+    ("grpc.use_local_subchannel_pool", 1),  # a TCP connection per EnvConnection, so that they reach different workers
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 2**30),
     ("grpc.max_send_message_length", 2**30),

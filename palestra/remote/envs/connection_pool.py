@@ -42,17 +42,17 @@ class ConnectionPool:
         refuses this client permanently.
         """
         self.last_used = time.monotonic()
-        if not self.is_starting and (lane := self._free()):
-            return lane
+        if not self.is_starting and (connection := self._free()):
+            return connection
         return await client_loop().run_async(self._wait())
 
     def _free(self) -> EnvConnection | None:
         free = [
-            lane
-            for lane in self.connections
-            if not lane.lost_reason and not lane.draining and lane.address in self.connect_tasks
+            connection
+            for connection in self.connections
+            if not connection.lost_reason and not connection.draining and connection.address in self.connect_tasks
         ]
-        return min(free, key=lambda lane: lane.num_sessions, default=None)
+        return min(free, key=lambda connection: connection.num_sessions, default=None)
 
     async def _wait(self) -> EnvConnection:
         """Implements `acquire`. The first sessions wait for all servers; otherwise all would go to the fastest one."""
@@ -60,7 +60,7 @@ class ConnectionPool:
         while self.is_starting and self.loop.time() < self.created_at + START_WAIT_S:
             await self._change(self.created_at + START_WAIT_S)
         self.is_starting = False
-        while (lane := self._free()) is None:
+        while (connection := self._free()) is None:
             if self.last_errors and all(
                 isinstance(self.last_errors.get(address), AccessRefused) for address in self.connect_tasks
             ):
@@ -68,7 +68,7 @@ class ConnectionPool:
             if self.loop.time() >= start + self.server_config.server_timeout:
                 raise TimeoutError(self._nobody())
             await self._change(start + self.server_config.server_timeout)
-        return lane
+        return connection
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
         """Sets the current servers. Removed ones get no new sessions and are disconnected after their last session."""
@@ -85,10 +85,10 @@ class ConnectionPool:
         while True:
             while time.monotonic() > self.last_used + IDLE_TIMEOUT_S + self.server_config.server_timeout:
                 await asyncio.sleep(REFRESH_INTERVAL_S)  # no session has been requested for a while
-            own = [lane for lane in self.connections if lane.address == address]
+            own = [connection for connection in self.connections if connection.address == address]
             whole = bool(own) and len(own) >= own[0].num_workers
             if whole:
-                await asyncio.wait([lane.read_task for lane in own], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([connection.read_task for connection in own], return_when=asyncio.FIRST_COMPLETED)
                 failures = 0
             try:
                 await self._connect(address)
@@ -107,17 +107,17 @@ class ConnectionPool:
         closed and retried."""
         tries = 1
         while tries > 0:
-            self.connections = [lane for lane in self.connections if not lane.lost_reason]
-            own = {lane.worker_id: lane for lane in self.connections if lane.address == address}
+            self.connections = [connection for connection in self.connections if not connection.lost_reason]
+            own = {connection.worker_id: connection for connection in self.connections if connection.address == address}
             if own and len(own) >= next(iter(own.values())).num_workers:
                 return
-            lane = await EnvConnection.connect(address, self.server_config)
-            if lane.worker_id in own:
-                await lane.close()
+            connection = await EnvConnection.connect(address, self.server_config)
+            if connection.worker_id in own:
+                await connection.close()
             else:
-                self.connections.append(lane)
+                self.connections.append(connection)
                 self.changed.set()
-            tries = tries - 1 if own else CONNECTS_PER_WORKER * lane.num_workers
+            tries = tries - 1 if own else CONNECTS_PER_WORKER * connection.num_workers
 
     async def _look(self) -> None:
         """Periodically re-reads the server list and disconnects removed servers without open sessions."""
@@ -127,9 +127,9 @@ class ConnectionPool:
                 self.set_addresses(self.server_config.addresses())
             except ValueError:
                 continue  # the file is being written: keep the current servers
-            for lane in self.connections:
-                if lane.address not in self.connect_tasks and not lane.own_sessions:
-                    await lane.close()
+            for connection in self.connections:
+                if connection.address not in self.connect_tasks and not connection.own_sessions:
+                    await connection.close()
 
     async def _change(self, until: float) -> None:
         """Waits for a change of any server's state, at most until the loop time `until`."""

@@ -108,8 +108,8 @@ def serve(options: SamplerServerOptions, print_line: PrintLine = print) -> None:
         engine = Engine.load(options.base, device=options.device, dtype=options.dtype, threads=options.threads)
         engine_side, key = LoopThread("engine"), os.environ.get(options.key_env) or None
         sampler = Sampler(engine, max_rows=options.max_rows, cache_bytes=budget_bytes(options.kv_cache_gib))
-        desk = SamplerState(options.base, sampler, engine_side, key)
-        app = make_guarded_app(desk, OriginPolicy.for_host(options.host, hosts=options.hosts, pages=False))
+        state = SamplerState(options.base, sampler, engine_side, key)
+        app = make_guarded_app(state, OriginPolicy.for_host(options.host, hosts=options.hosts, pages=False))
         server = build_server(
             app, drain=DRAIN_TIMEOUT_S, keep_alive=600
         )  # clients keep connections open during training steps
@@ -148,7 +148,7 @@ def make_app(state: SamplerState) -> Starlette:
         ],
         exception_handlers={HTTPException: _said_no},
     )
-    app.state.desk = state
+    app.state.sampler_state = state
     return app
 
 
@@ -159,51 +159,51 @@ async def health(call: Call) -> Response:
 
 async def list_models(call: Call) -> Response:
     """GET /v1/models: the base, then the adapters with the base as their parent."""
-    desk = _desk(call)
-    head = {"object": "model", "created": desk.started_at, "owned_by": wire.PALESTRA_OWNER}
-    cards = [{"id": desk.base, **head, "root": desk.base, "parent": None}]
-    cards += [{"id": name, **head, "root": name, "parent": desk.base} for name in desk.adapters]
+    state = _sampler_state(call)
+    head = {"object": "model", "created": state.started_at, "owned_by": wire.PALESTRA_OWNER}
+    cards = [{"id": state.base, **head, "root": state.base, "parent": None}]
+    cards += [{"id": name, **head, "root": name, "parent": state.base} for name in state.adapters]
     return JSONResponse({"object": "list", "data": cards})
 
 
 async def load_lora_adapter(call: Call) -> Response:
     """POST /v1/load_lora_adapter: loads an adapter folder. 400 if the name is in use or the folder is invalid."""
-    desk, asked = _desk(call), await _read(call, wire.LoadAdapterBody)
-    name, engine = asked.lora_name, desk.sampler.engine
-    if name in desk.adapters or name == desk.base:
+    state, asked = _sampler_state(call), await _read(call, wire.LoadAdapterBody)
+    name, engine = asked.lora_name, state.sampler.engine
+    if name in state.adapters or name == state.base:
         _refuse(400, f"The lora adapter '{name}' has already been loaded: adapters do not change under their name.")
-    if len(desk.adapters) >= MAX_ADAPTERS:
+    if len(state.adapters) >= MAX_ADAPTERS:
         _refuse(400, f"{MAX_ADAPTERS} adapters are loaded, as many as this sampler holds: unload one")
     try:
         adapter = await asyncio.to_thread(load_adapter, Path(asked.lora_path), engine)
     except LOAD_ERRORS as error:
         _refuse(400, f"cannot load the adapter '{name}': {error}")
-    desk.adapters.setdefault(name, adapter.snapshot(name, engine.dtype))
+    state.adapters.setdefault(name, adapter.snapshot(name, engine.dtype))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 async def unload_lora_adapter(call: Call) -> Response:
     """POST /v1/unload_lora_adapter: unloads an adapter. Running requests keep it until they end. 404 if unknown."""
-    desk, asked = _desk(call), await _read(call, wire.UnloadAdapterBody)
-    if asked.lora_name not in desk.adapters:
+    state, asked = _sampler_state(call), await _read(call, wire.UnloadAdapterBody)
+    if asked.lora_name not in state.adapters:
         _refuse(404, f"The lora adapter '{asked.lora_name}' cannot be found.")
-    del desk.adapters[asked.lora_name]
+    del state.adapters[asked.lora_name]
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 
 async def create_completions(call: Call) -> Response:
     """POST /v1/completions: samples `n` completions. Cancels them if the client disconnects."""
-    desk, asked = _desk(call), await _read(call, wire.CompletionBody)
+    state, asked = _sampler_state(call), await _read(call, wire.CompletionBody)
     request = Request(
         np.array(asked.prompt, np.int32),
         asked.n,
         asked.sampling,
-        desk.adapter(asked.model),
+        state.adapter(asked.model),
         asked.seed % 2**64,
         asked.keep,
     )
     try:
-        answers = await cancel_on_disconnect(call.receive, desk.engine_thread.run_async(desk.sampler.sample(request)))
+        answers = await cancel_on_disconnect(call.receive, state.engine_thread.run_async(state.sampler.sample(request)))
     except ValueError as error:
         _refuse(400, str(error))
     except Exception as error:
@@ -216,15 +216,15 @@ async def create_completions(call: Call) -> Response:
             "object": "text_completion",
             "created": int(time.time()),
             "model": asked.model,
-            "choices": [_choice(i, answer, asked, desk) for i, answer in enumerate(answers)],
+            "choices": [_choice(i, answer, asked, state) for i, answer in enumerate(answers)],
             "usage": usage | {"total_tokens": sum(usage.values())},
         }
     )
 
 
-def _choice(index: int, answer: Completion, asked: wire.CompletionBody, desk: SamplerState) -> dict[str, Any]:
+def _choice(index: int, answer: Completion, asked: wire.CompletionBody, state: SamplerState) -> dict[str, Any]:
     """JSON of one completion. Its text excludes the stop string."""
-    tokenizer, ids = desk.sampler.engine.tokenizer, answer.token_ids.tolist()
+    tokenizer, ids = state.sampler.engine.tokenizer, answer.token_ids.tolist()
     text = tokenizer.decode(ids, skip_special_tokens=True)
     for stop in asked.stop:
         text = text.split(stop, 1)[0]
@@ -239,9 +239,9 @@ def _choice(index: int, answer: Completion, asked: wire.CompletionBody, desk: Sa
     }
 
 
-def _desk(call: Call) -> SamplerState:
-    desk: SamplerState = call.app.state.desk
-    return desk
+def _sampler_state(call: Call) -> SamplerState:
+    state: SamplerState = call.app.state.sampler_state
+    return state
 
 
 async def _read(call: Call, model: type[B]) -> B:

@@ -31,7 +31,7 @@ class CheckpointOps:
         self.live_models, self.outbox = live_models, outbox
         self.store, self.weight_store = live_models.store, live_models.weight_store
 
-    def save(self, tenant: LiveModel, seq: int, row: sql.Row) -> None:
+    def save(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         """Saves a model's weights as a checkpoint or for a sampler. Raises ValueError if the path exists and may not be
         overwritten."""
         job = SaveJob.model_validate_json(row.body)
@@ -39,22 +39,24 @@ class CheckpointOps:
         if path and job.overwrite is False and self.store.get(checkpoints, str(path)):
             raise ValueError(f"{path} exists already: choose another name, or save with overwrite")
         whole = bool(path and path.kind == "training")
-        fill = partial(save_weights, tenant=tenant, optimizer=whole)
+        fill = partial(save_weights, live_model=live_model, optimizer=whole)
         # a sampler ends with its session, so losing it in a power failure is acceptable
         folder, size = self.weight_store.write(fill, synced=path is not None)
-        model = self.store.get(models, tenant.id)
+        model = self.store.get(models, live_model.id)
         assert model is not None
         if path is None:
-            self._sampler(tenant, job, model, folder)
+            self._sampler(live_model, job, model, folder)
             self.outbox.add_answer(row, sampling_session_id=job.sampler, type="save_weights_for_sampler")
             return
         expires = time.time() + job.ttl_seconds if job.ttl_seconds else None
-        self._checkpoint(path, model.owner, tenant.base.name, model.lora, folder, size, expires=expires, info=job.info)
-        if whole and not tenant.has_gradients:
-            tenant.saved_seq = tenant.changed_seq
+        self._checkpoint(
+            path, model.owner, live_model.base.name, model.lora, folder, size, expires=expires, info=job.info
+        )
+        if whole and not live_model.has_gradients:
+            live_model.saved_seq = live_model.changed_seq
             info = {k: v for k, v in model.info.items() if k != "optimizer"} | {"path": str(path)}
             self.outbox.updates.append(
-                RowUpdate.update(models, tenant.id, saved=folder, kept=tenant.changed_seq, info=info)
+                RowUpdate.update(models, live_model.id, saved=folder, kept=live_model.changed_seq, info=info)
             )
         self.outbox.add_answer(row, path=str(path), type=REPLY_TYPES[path.kind])
 
@@ -71,32 +73,34 @@ class CheckpointOps:
         said = {"source_paths": job.source_paths, "coefficients": job.coefficients, "has_rank_shards": False}
         self.outbox.add_answer(row, path=str(path), checkpoint_type="sampler", **said)
 
-    def load(self, tenant: LiveModel, seq: int, row: sql.Row) -> None:
+    def load(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         """Loads weights into a model. Raises ValueError if they are damaged or do not fit."""
         job = LoadJob.model_validate_json(row.body)
-        self.live_models.load(tenant, job.folder, optimizer=job.optimizer)
-        tenant.changed_seq = tenant.saved_seq = seq
-        model = self.store.get(models, tenant.id)
+        self.live_models.load(live_model, job.folder, optimizer=job.optimizer)
+        live_model.changed_seq = live_model.saved_seq = seq
+        model = self.store.get(models, live_model.id)
         info = (model.info if model else {}) | {"path": job.path, "optimizer": job.optimizer}
         values = {"saved": job.folder, "changed": seq, "kept": seq, "state": "live", "info": info}
-        self.outbox.updates.append(RowUpdate.update(models, tenant.id, **values))
-        self.outbox.add_answer(row, path=job.path, model_id=tenant.id, type="load_weights")
+        self.outbox.updates.append(RowUpdate.update(models, live_model.id, **values))
+        self.outbox.add_answer(row, path=job.path, model_id=live_model.id, type="load_weights")
 
-    def unload(self, tenant: LiveModel, seq: int, row: sql.Row) -> None:
+    def unload(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         """Removes a model; the requests that it still has queued fail."""
-        self.live_models.live.pop(tenant.id)
-        self.outbox.updates.append(RowUpdate.update(models, tenant.id, state="gone", saved=None))
-        self.outbox.add_answer(row, model_id=tenant.id, type="unload_model")
-        for _, _, later in tenant.queue:
+        self.live_models.live.pop(live_model.id)
+        self.outbox.updates.append(RowUpdate.update(models, live_model.id, state="gone", saved=None))
+        self.outbox.add_answer(row, model_id=live_model.id, type="unload_model")
+        for _, _, later in live_model.queue:
             self.outbox.answers.append(
-                StoredAnswer.failure(later.id, f"model {tenant.id} was unloaded before this request")
+                StoredAnswer.failure(later.id, f"model {live_model.id} was unloaded before this request")
             )
 
-    def _sampler(self, tenant: LiveModel, job: SaveJob, model: sql.Row, folder: str) -> None:
-        assert tenant.trainer.adapter is not None
-        values = {"session": model.session, "owner": model.owner, "base": tenant.base.name, "created": time.time()}
+    def _sampler(self, live_model: LiveModel, job: SaveJob, model: sql.Row, folder: str) -> None:
+        assert live_model.trainer.adapter is not None
+        values = {"session": model.session, "owner": model.owner, "base": live_model.base.name, "created": time.time()}
         self.outbox.updates += RowUpdate.upsert(samplers, {**values, "id": job.sampler, "folder": folder})
-        self.live_models.cache_snapshot(folder, tenant.trainer.adapter.snapshot(folder, tenant.base.engine.dtype))
+        self.live_models.cache_snapshot(
+            folder, live_model.trainer.adapter.snapshot(folder, live_model.base.engine.dtype)
+        )
 
     def _checkpoint(
         self, path: TinkerPath, owner: str, base: str, lora: Any, folder: str, size: int, **more: Any

@@ -125,17 +125,17 @@ class LiveModels:
             raise StateLost(f"model {id} is gone: it was unloaded. Create a new one.")
         base = self.base(row.base)
         trainer = new_trainer(base.engine, LoraSettings.model_validate(row.lora), id)
-        tenant = LiveModel(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
+        live_model = LiveModel(id, base, trainer, self.store.last_seq(id) + 1, row.changed, row.kept)
         if row.state == "lost":
-            tenant.lost_reason = self._what_is_lost(row)
+            live_model.lost_reason = self._what_is_lost(row)
         elif row.saved:
             try:
-                self.load(tenant, row.saved, optimizer=row.info.get("optimizer", True))
+                self.load(live_model, row.saved, optimizer=row.info.get("optimizer", True))
             except (OSError, ValueError) as error:
-                tenant.lost_reason = (
+                live_model.lost_reason = (
                     f"model {id} was not in use and cannot be brought back ({error}): load other weights"
                 )
-        return tenant
+        return live_model
 
     def _what_is_lost(self, row: sql.Row) -> str:
         where = row.info.get("path")
@@ -143,10 +143,10 @@ class LiveModels:
         fix = f'load "{where}" (load_state), or create a client from it' if where else "create a new one"
         return f"the server restarted, and model {row.id} lost {steps}: {fix}."
 
-    def load(self, tenant: LiveModel, folder: str, *, optimizer: bool) -> None:
+    def load(self, live_model: LiveModel, folder: str, *, optimizer: bool) -> None:
         """Loads weights from the weight store, with the optimizer state if `optimizer` is true and a new optimizer
         otherwise. Raises ValueError if the shape differs, and then leaves the model unchanged."""
-        path, old = self.weight_store.read(folder), tenant.trainer
+        path, old = self.weight_store.read(folder), live_model.trainer
         assert old.adapter is not None
         trainer = Trainer(old.engine, Adapter(old.engine.linear_layers, old.adapter.config, seed=0))
         assert trainer.adapter is not None
@@ -154,23 +154,25 @@ class LiveModels:
             load_trainer(path, trainer)
         else:
             trainer.adapter.copy_from(load_adapter(path, trainer.engine))
-        tenant.has_gradients = load_gradients(path, trainer)
-        tenant.trainer, tenant.lost_reason = trainer, None
+        live_model.has_gradients = load_gradients(path, trainer)
+        live_model.trainer, live_model.lost_reason = trainer, None
 
-    def evict(self, tenant: LiveModel) -> RowUpdate | None:
+    def evict(self, live_model: LiveModel) -> RowUpdate | None:
         """Saves a model and removes it from memory. Returns the row update to store, if any."""
-        change = self.save(tenant)
-        self.live.pop(tenant.id)
+        change = self.save(live_model)
+        self.live.pop(live_model.id)
         return change
 
-    def save(self, tenant: LiveModel) -> RowUpdate | None:
+    def save(self, live_model: LiveModel) -> RowUpdate | None:
         """Saves a model as it is, including accumulated gradients. Returns the row update to store, or None if nothing
         changed."""
-        if tenant.lost_reason or tenant.changed_seq == tenant.saved_seq:
+        if live_model.lost_reason or live_model.changed_seq == live_model.saved_seq:
             return None
-        folder, _ = self.weight_store.write(partial(save_state, tenant=tenant))
-        tenant.saved_seq = tenant.changed_seq
-        return RowUpdate.update(models, tenant.id, saved=folder, kept=tenant.saved_seq, info=self._info(tenant.id))
+        folder, _ = self.weight_store.write(partial(save_state, live_model=live_model))
+        live_model.saved_seq = live_model.changed_seq
+        return RowUpdate.update(
+            models, live_model.id, saved=folder, kept=live_model.saved_seq, info=self._info(live_model.id)
+        )
 
     def _info(self, id: str) -> dict[str, Any]:
         row = self.store.get(models, id)
@@ -220,11 +222,11 @@ def lora_targets(engine: Engine, lora: LoraSettings) -> list[str]:
     return [name for name in engine.linear_layers if wanted(name)]
 
 
-def save_state(folder: Path, tenant: LiveModel) -> None:
+def save_state(folder: Path, live_model: LiveModel) -> None:
     """Writes the complete state of a model: weights, optimizer, and accumulated gradients."""
-    save_trainer(folder, tenant.trainer)
-    if tenant.has_gradients:
-        gradients = {f"{i}": w.grad for i, w in enumerate(tenant.trainer.parameters) if w.grad is not None}
+    save_trainer(folder, live_model.trainer)
+    if live_model.has_gradients:
+        gradients = {f"{i}": w.grad for i, w in enumerate(live_model.trainer.parameters) if w.grad is not None}
         save_file({name: gradient.cpu().contiguous() for name, gradient in gradients.items()}, folder / GRADIENTS_FILE)
 
 
@@ -237,10 +239,10 @@ def load_gradients(folder: Path, trainer: Trainer) -> bool:
     return True
 
 
-def save_weights(folder: Path, tenant: LiveModel, *, optimizer: bool) -> None:
+def save_weights(folder: Path, live_model: LiveModel, *, optimizer: bool) -> None:
     """Writes the adapter, with the optimizer state if `optimizer` is true."""
     if optimizer:
-        save_trainer(folder, tenant.trainer)
+        save_trainer(folder, live_model.trainer)
     else:
-        assert tenant.trainer.adapter is not None
-        save_adapter(folder, tenant.trainer.adapter, tenant.base.name)
+        assert live_model.trainer.adapter is not None
+        save_adapter(folder, live_model.trainer.adapter, live_model.base.name)

@@ -62,7 +62,11 @@ class TrainScheduler:
 
     def ready_models(self) -> list[LiveModel]:
         """Returns the models whose next request has arrived and that have no gradient request running."""
-        return [tenant for tenant in self.live_models if not tenant.num_training and tenant.ready(self.gap_timeout_s)]
+        return [
+            live_model
+            for live_model in self.live_models
+            if not live_model.num_training and live_model.ready(self.gap_timeout_s)
+        ]
 
     def advance(self) -> bool:
         """Runs one micro-batch for the least served owner, filled up with requests of others that fit. Returns False if
@@ -97,7 +101,7 @@ class TrainScheduler:
         once) or its next short one."""
         passed: set[str] = set()
         while True:
-            ready = {_owner(tenant) for tenant in self._trainable()}
+            ready = {_owner(live_model) for live_model in self._trainable()}
             turns = self.shares.service_order(sorted({*self._long, *self._short, *ready}))
             owner = next((owner for owner in turns if owner not in passed), None)
             if owner is None:
@@ -111,18 +115,18 @@ class TrainScheduler:
     def _trainable(self) -> list[LiveModel]:
         """Returns the models whose next request is for gradients; several requests of one model may share a
         micro-batch."""
-        ready = (tenant for tenant in self.live_models if tenant.ready(self.gap_timeout_s))
-        return [tenant for tenant in ready if tenant.queue[0][2].kind in GRADIENT_KINDS]
+        ready = (live_model for live_model in self.live_models if live_model.ready(self.gap_timeout_s))
+        return [live_model for live_model in ready if live_model.queue[0][2].kind in GRADIENT_KINDS]
 
     def _read(self, owner: str) -> bool:
         """Reads the owner's next request into `_short` or `_long`. Returns False if it contained no job."""
-        tenant = min((t for t in self._trainable() if _owner(t) == owner), key=lambda t: t.queue[0][2].serial)
-        seq, row = tenant.pop()
-        job = self.parse_job(tenant, row)
+        live_model = min((t for t in self._trainable() if _owner(t) == owner), key=lambda t: t.queue[0][2].serial)
+        seq, row = live_model.pop()
+        job = self.parse_job(live_model, row)
         if job is None:
             return False
-        work = TrainRequest(tenant, seq, row, job)
-        tenant.num_training += 1
+        work = TrainRequest(live_model, seq, row, job)
+        live_model.num_training += 1
         if work.num_tokens > self.pack_tokens:
             self._long[owner] = self._run([work])
         else:
@@ -146,9 +150,9 @@ class TrainScheduler:
             self.on_outcome(work, outcome)
 
 
-def _owner(tenant: LiveModel) -> str:
+def _owner(live_model: LiveModel) -> str:
     """Returns the API-key owner of the model's next request."""
-    return str(tenant.queue[0][2].owner)
+    return str(live_model.queue[0][2].owner)
 
 
 def _exhaust(passes: Generator[None, None, None]) -> None:

@@ -132,8 +132,8 @@ class Worker:
         Requests that were not started or not completed stay queued for the next worker."""
         self.train_scheduler.finish()
         self.flush()
-        for tenant in self.live_models:
-            self._keeping(partial(self._release, tenant))
+        for live_model in self.live_models:
+            self._keeping(partial(self._release, live_model))
         self.flush()
         until = time.monotonic() + SAMPLE_GRACE_S
         while time.monotonic() < until and self.sample_scheduler.advance():
@@ -209,15 +209,15 @@ class Worker:
             self._queue(row)
 
     def _queue(self, row: sql.Row) -> None:
-        tenant = self.live_models.get(row.model)
-        if row.seq is not None and row.seq < tenant.next_seq:
+        live_model = self.live_models.get(row.model)
+        if row.seq is not None and row.seq < live_model.next_seq:
             message = (
-                f"request {row.seq} of model {row.model} came after request {tenant.next_seq - 1} had run: "
+                f"request {row.seq} of model {row.model} came after request {live_model.next_seq - 1} had run: "
                 "send it again"
             )
             self.outbox.answers.append(StoredAnswer.failure(row.id, message))
         else:
-            tenant.push(row)
+            live_model.push(row)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -225,57 +225,61 @@ class Worker:
         """Runs the ready tasks that are not batched, then one training micro-batch. Returns False if there was nothing
         to do."""
         single = [
-            tenant for tenant in self.train_scheduler.ready_models() if tenant.queue[0][2].kind not in GRADIENT_KINDS
+            live_model
+            for live_model in self.train_scheduler.ready_models()
+            if live_model.queue[0][2].kind not in GRADIENT_KINDS
         ]
-        for tenant in single:
-            seq, row = tenant.pop()
-            self.outbox.run_guarded(row, partial(self._alone, tenant, seq, row))
+        for live_model in single:
+            seq, row = live_model.pop()
+            self.outbox.run_guarded(row, partial(self._alone, live_model, seq, row))
         return self.train_scheduler.advance() or bool(single)
 
-    def _alone(self, tenant: LiveModel, seq: int, row: sql.Row) -> None:
+    def _alone(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         """Runs a request that is not batched. A request that the front end rejected holds its place in the order and is
         answered here."""
         if row.result is not None:
             self.outbox.answers.append(StoredAnswer(row.id, row.result, failed=True))
             return
-        if tenant.lost_reason and row.kind not in ("load", "unload"):
-            raise StateLost(tenant.lost_reason)
+        if live_model.lost_reason and row.kind not in ("load", "unload"):
+            raise StateLost(live_model.lost_reason)
         verbs = {"create_model": self._created, "optim_step": self._optim_step, "save": self.checkpoint_ops.save}
-        (verbs | {"load": self.checkpoint_ops.load, "unload": self.checkpoint_ops.unload})[row.kind](tenant, seq, row)
+        (verbs | {"load": self.checkpoint_ops.load, "unload": self.checkpoint_ops.unload})[row.kind](
+            live_model, seq, row
+        )
 
-    def _created(self, tenant: LiveModel, seq: int, row: sql.Row) -> None:
-        self.outbox.answers.append(StoredAnswer.json(row.id, model_id=tenant.id, type="create_model"))
+    def _created(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
+        self.outbox.answers.append(StoredAnswer.json(row.id, model_id=live_model.id, type="create_model"))
 
-    def _read(self, tenant: LiveModel, row: sql.Row) -> Job | None:
-        found: Job | None = self.outbox.run_guarded(row, partial(self._job, tenant, row))
+    def _read(self, live_model: LiveModel, row: sql.Row) -> Job | None:
+        found: Job | None = self.outbox.run_guarded(row, partial(self._job, live_model, row))
         return found
 
-    def _job(self, tenant: LiveModel, row: sql.Row) -> Job:
-        if row.result is not None or tenant.lost_reason:
-            raise StateLost(json.loads(row.result)["error"] if row.result else tenant.lost_reason)
+    def _job(self, live_model: LiveModel, row: sql.Row) -> Job:
+        if row.result is not None or live_model.lost_reason:
+            raise StateLost(json.loads(row.result)["error"] if row.result else live_model.lost_reason)
         if row.kind == "reverse_kl":
-            kl = self._reverse_kl(tenant, ReverseKLJob.model_validate_json(row.body))
-            return Job(tenant.trainer, kl.data, kl)
+            kl = self._reverse_kl(live_model, ReverseKLJob.model_validate_json(row.body))
+            return Job(live_model.trainer, kl.data, kl)
         call = codec.train_call_from_proto(row.body)
         options = codec.loss_options(call)
         loss, weighted_only = build_loss(call.loss_fn, options), bool(options.get(WEIGHTED_ONLY))
         backward = row.kind == "forward_backward" and not call.forward_only
-        return Job(tenant.trainer, codec.decode_data(call), loss, backward, weighted_only)
+        return Job(live_model.trainer, codec.decode_data(call), loss, backward, weighted_only)
 
-    def _reverse_kl(self, tenant: LiveModel, job: ReverseKLJob) -> ReverseKL:
-        reference = self.live_models.snapshot(tenant.base, job.folder)
+    def _reverse_kl(self, live_model: LiveModel, job: ReverseKLJob) -> ReverseKL:
+        reference = self.live_models.snapshot(live_model.base, job.folder)
         lessons = [
             DistillExample(
                 np.array(x.student), np.array(x.reference), np.array(x.answer), np.array(x.weights, np.float32)
             )
             for x in job.lessons
         ]
-        return ReverseKL(tenant.base.engine, reference, lessons, temperature=job.temperature)
+        return ReverseKL(live_model.base.engine, reference, lessons, temperature=job.temperature)
 
     def _learned(self, work: TrainRequest, outcome: JobResult | Exception) -> None:
         self.outbox.run_guarded(work.row, partial(self._note, work.model, work.seq, work.row, work.job, outcome))
 
-    def _note(self, tenant: LiveModel, seq: int, row: sql.Row, job: Job, outcome: JobResult | Exception) -> None:
+    def _note(self, live_model: LiveModel, seq: int, row: sql.Row, job: Job, outcome: JobResult | Exception) -> None:
         if isinstance(outcome, Exception):
             raise outcome
         if isinstance(job.loss, ReverseKL):
@@ -285,10 +289,10 @@ class Worker:
             result = codec.encode_forward_backward([{"logprobs": logps} for logps in outcome.logprobs], metrics)
             self.outbox.answers.append(StoredAnswer(row.id, result, "forward_backward"))
         if job.backward:
-            tenant.has_gradients = True
-            self._changed(tenant, seq)
+            live_model.has_gradients = True
+            self._changed(live_model, seq)
 
-    def _optim_step(self, tenant: LiveModel, seq: int, row: sql.Row) -> None:
+    def _optim_step(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         job = OptimJob.model_validate_json(row.body)
         adam = AdamConfig(
             lr=job.learning_rate,
@@ -297,17 +301,19 @@ class Worker:
             weight_decay=job.weight_decay,
             max_grad_norm=job.grad_clip_norm or None,
         )
-        tenant.has_gradients = False
-        metrics = tenant.trainer.optim_step(adam)
-        self._changed(tenant, seq)
+        live_model.has_gradients = False
+        metrics = live_model.trainer.optim_step(adam)
+        self._changed(live_model, seq)
         self.outbox.answers.append(
             StoredAnswer.json(row.id, metrics={"grad_norm:mean": metrics["grad_norm"]}, type="optim_step")
         )
 
-    def _changed(self, tenant: LiveModel, seq: int) -> None:
-        tenant.changed_seq = max(seq, tenant.saved_seq + 1)  # a request without a number has that of the one before
+    def _changed(self, live_model: LiveModel, seq: int) -> None:
+        live_model.changed_seq = max(
+            seq, live_model.saved_seq + 1
+        )  # a request without a number has that of the one before
         self.outbox.updates.append(
-            RowUpdate.update(models, tenant.id, changed=tenant.changed_seq, used=tenant.last_used)
+            RowUpdate.update(models, live_model.id, changed=live_model.changed_seq, used=live_model.last_used)
         )
 
     # -- maintenance ---------------------------------------------------------------------------------------------------
@@ -316,14 +322,14 @@ class Worker:
         """Removes what has expired: idle models, checkpoints past their time to live, unreferenced folders, old
         answers."""
         self._swept, now = time.monotonic(), time.time()
-        for tenant in self.live_models.evictable(self.settings.idle):
-            self._keeping(partial(self._release, tenant))
+        for live_model in self.live_models.evictable(self.settings.idle):
+            self._keeping(partial(self._release, live_model))
         self.flush()
         self.store.expire(now)
         self._keeping(lambda: self.weight_store.sweep(self.store.referenced_folders()))
 
-    def _release(self, tenant: LiveModel) -> None:
-        if change := self.live_models.evict(tenant):
+    def _release(self, live_model: LiveModel) -> None:
+        if change := self.live_models.evict(live_model):
             self.outbox.updates.append(change)
 
     def _keeping(self, work: Callable[[], Any]) -> None:
