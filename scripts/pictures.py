@@ -1,0 +1,108 @@
+"""Make the pictures of the docs: pages of the dashboard and of `palestra play`, in a headless Chromium.
+
+    python scripts/pictures.py [FOLDER]         trains what the pictures show in FOLDER (default: runs/pictures), once
+
+Needs the extras `dashboard` and `dev` and a Chromium: CHROMIUM=/path/to/it, or one on the PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, sync_playwright
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PALESTRA = [sys.executable, "-m", "palestra"]
+RUNS = {
+    "demo": ["demo.yaml", "steps=12", "evals.dev.every=6", "save_episodes_every=1"],
+    "psro": ["populations/kuhn_psro.yaml", "population.iterations=5"],
+}
+ADDRESS = re.compile(r"http://\S+")
+SETTLE_MS = 1500  # events keep a connection open, so the network is never idle
+
+
+def train(folder: Path) -> None:
+    """Trains the runs that are not there yet."""
+    for name, (config, *changes) in RUNS.items():
+        if not (folder / name).exists():
+            settings = [part for change in changes for part in ("--set", change)]
+            path = ROOT / "configs" / config
+            subprocess.run(
+                [*PALESTRA, "train", str(path), "--root", str(folder), "--name", name, *settings], check=True
+            )
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    """Context with a server of the command `palestra ARGUMENTS` at a free port; yields its address."""
+    command = [*PALESTRA, *arguments, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield next(found.group() for line in process.stdout if (found := ADDRESS.search(line))).rstrip("/")
+        finally:
+            process.terminate()
+
+
+def take_dashboard(page: Page, address: str) -> None:
+    """Takes the pictures of a run, a population and an episode."""
+    page.set_viewport_size({"width": 1120, "height": 760})
+    _take(page, f"{address}/#/run/demo", "dashboard-run")
+    page.set_viewport_size({"width": 1120, "height": 720})
+    _take(page, f"{address}/#/run/psro", "dashboard-population")
+    _take(page, f"{address}/#/run/demo/episodes/11/1", "dashboard-episode")
+
+
+def take_game(page: Page, address: str) -> None:
+    """Takes the picture of a game after two turns of the person."""
+    page.set_viewport_size({"width": 900, "height": 720})
+    page.goto(address)
+    for turn in range(2):
+        page.get_by_role("form", name=f"your turn {turn}").get_by_role("button", name="4", exact=True).click()
+    page.get_by_role("form", name="your turn 2").wait_for()
+    _save(page, "play")
+
+
+def _take(page: Page, address: str, name: str) -> None:
+    page.goto(address)
+    _save(page, name)
+
+
+def _save(page: Page, name: str) -> None:
+    page.wait_for_timeout(SETTLE_MS)
+    page.screenshot(path=DOCS / f"{name}.png")
+    page.goto("about:blank")  # closes the connection, for which the server would wait when it ends
+
+
+def launch(driver: Any) -> Any:
+    """Starts Chromium. Raises SystemExit if there is none."""
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if not path:
+        raise SystemExit("no Chromium here: name one as CHROMIUM=/path/to/it")
+    return driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "runs" / "pictures"
+    train(folder)
+    with sync_playwright() as driver:
+        browser = launch(driver)
+        page = browser.new_page()
+        with serving("dashboard", "--root", str(folder)) as address:
+            take_dashboard(page, address)
+        with serving("play", "text_connect_four", "--seats", "player_1=expert", "--browser") as address:
+            take_game(page, address)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
