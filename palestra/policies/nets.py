@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from palestra.envs.vector.base import VectorStep
+from palestra.nets.continuous_heads import LOG_2, BoundedHead
 from palestra.nets.heads import Head
 from palestra.nets.layers import Net
 from palestra.nets.seat_mapping import SeatMapping
@@ -79,5 +80,17 @@ def greedy_selector(head: Head) -> ActionSelector:
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
         return head.mode(out, action_mask), None
+
+    return choose
+
+
+def uniform_selector(head: Head) -> ActionSelector:
+    """Returns a chooser that samples legal actions uniformly."""
+
+    def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        if isinstance(head, BoundedHead):
+            unit = torch.empty(*out.shape[:-1], head.width).uniform_(-1, 1, generator=generator)
+            return head.from_unit(unit), torch.full(unit.shape[:-1], -head.width * LOG_2)
+        return head.sample(torch.zeros_like(out), action_mask, generator)
 
     return choose

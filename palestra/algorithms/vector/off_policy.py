@@ -30,12 +30,12 @@ from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec
 from palestra.learners.policy_stack import NetPolicyConfig, PolicyStack, StackedAdam, strip_prefix
 from palestra.losses.critics import critic_loss, td_target
 from palestra.losses.policy import TensorMetrics
-from palestra.nets.continuous_heads import LOG_2, ActionEncoder, BoundedHead, idle_code
+from palestra.nets.continuous_heads import ActionEncoder, idle_code
 from palestra.nets.heads import MASKED_LOGIT, Head
 from palestra.nets.layers import Net, make_generators
 from palestra.nets.replay import Replay, TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
-from palestra.policies.nets import ActionSelector, NetVectorPolicy, sampling_selector
+from palestra.policies.nets import ActionSelector, NetVectorPolicy, sampling_selector, uniform_selector
 from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
@@ -200,7 +200,7 @@ class OffPolicyLearner(NetLearner):
 
     def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
         return [
-            stack.build_policy(self.exploration(stack, progress) if self.is_warm else uniform_actions(stack.head))
+            stack.build_policy(self.exploration(stack, progress) if self.is_warm else uniform_selector(stack.head))
             for stack in self.stacks
         ]
 
@@ -372,18 +372,6 @@ def check_supported(
     pixels = any(len(shape) > 1 for shape in env.observation_shapes)
     if pixels and not (value_per_action if config.critic == "own" else env.state_size):
         raise ValueError(f'critics of {kind} cannot see the pixels of env "{env.name}" beside actions: use ppo or a2c')
-
-
-def uniform_actions(head: Head) -> ActionSelector:
-    """Returns an action function that samples legal actions uniformly."""
-
-    def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        if isinstance(head, BoundedHead):
-            unit = torch.empty(*out.shape[:-1], head.width).uniform_(-1, 1, generator=generator)
-            return head.from_unit(unit), torch.full(unit.shape[:-1], -head.width * LOG_2)
-        return head.sample(torch.zeros_like(out), action_mask, generator)
-
-    return choose
 
 
 def normalise_weights(weight: Tensor) -> Tensor:

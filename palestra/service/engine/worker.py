@@ -224,11 +224,8 @@ class Worker:
     def _train(self) -> bool:
         """Runs the ready tasks that are not batched, then one training micro-batch. Returns False if there was nothing
         to do."""
-        single = [
-            live_model
-            for live_model in self.train_scheduler.ready_models()
-            if live_model.queue[0][2].kind not in GRADIENT_KINDS
-        ]
+        ready = self.train_scheduler.ready_models()
+        single = [model for model in ready if model.queue[0][2].kind not in GRADIENT_KINDS]
         for live_model in single:
             seq, row = live_model.pop()
             self.outbox.run_guarded(row, partial(self._alone, live_model, seq, row))
@@ -243,9 +240,8 @@ class Worker:
         if live_model.lost_reason and row.kind not in ("load", "unload"):
             raise StateLost(live_model.lost_reason)
         verbs = {"create_model": self._created, "optim_step": self._optim_step, "save": self.checkpoint_ops.save}
-        (verbs | {"load": self.checkpoint_ops.load, "unload": self.checkpoint_ops.unload})[row.kind](
-            live_model, seq, row
-        )
+        verbs |= {"load": self.checkpoint_ops.load, "unload": self.checkpoint_ops.unload}
+        verbs[row.kind](live_model, seq, row)
 
     def _created(self, live_model: LiveModel, seq: int, row: sql.Row) -> None:
         self.outbox.answers.append(StoredAnswer.json(row.id, model_id=live_model.id, type="create_model"))
@@ -309,9 +305,8 @@ class Worker:
         )
 
     def _changed(self, live_model: LiveModel, seq: int) -> None:
-        live_model.changed_seq = max(
-            seq, live_model.saved_seq + 1
-        )  # a request without a number has that of the one before
+        # a request without a number has that of the one before
+        live_model.changed_seq = max(seq, live_model.saved_seq + 1)
         self.outbox.updates.append(
             RowUpdate.update(models, live_model.id, changed=live_model.changed_seq, used=live_model.last_used)
         )
