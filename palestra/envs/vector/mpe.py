@@ -94,7 +94,8 @@ class _Particles(NativeEnv):
         canvas, radius = Canvas(-edge, edge), dict(enumerate(self._world.radius.tolist()))
         for e in range(agents, len(places)):
             is_goal = self._world.has_goal and self.internal_state["goal"][game] == e - agents
-            canvas.disc(*places[e], radius.get(e, LANDMARK_RADIUS), GREEN if is_goal else GREY)
+            x, y = places[e]
+            canvas.disc(x, y, radius.get(e, LANDMARK_RADIUS), GREEN if is_goal else GREY)
         for n, (x, y) in enumerate(places[:agents]):
             size = radius.get(n, AGENT_RADIUS)
             canvas.disc(x, y, size, self.seat_colours[n], 0.75)
