@@ -79,7 +79,7 @@ class NetLearner(ABC):
         scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
         self.global_norm = RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT) if scaled else None
 
-    def seat_mappings(self, seats: Mapping[str, list[int]]) -> list[SeatMapping]:
+    def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each stack: which policies are trained in one pass."""
         return group_into_stacks(self.env, seats, dict(self.policies))
 

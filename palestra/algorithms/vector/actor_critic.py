@@ -106,7 +106,7 @@ class ActorCriticLearner(NetLearner):
     def uses_global_features(self) -> bool:
         return self.config.critic == "central"
 
-    def seat_mappings(self, seats: Mapping[str, list[int]]) -> list[SeatMapping]:
+    def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         groups = [{name: own} for name, own in seats.items()] if self.config.sequential else [dict(seats)]
         return [
             seat_mapping for group in groups for seat_mapping in super(ActorCriticLearner, self).seat_mappings(group)

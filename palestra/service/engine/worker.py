@@ -94,10 +94,8 @@ class Worker:
         self.bases = {name: load_base(name, path, settings) for name, path in settings.bases.items()}
         self.live_models = LiveModels(store, self.weight_store, self.bases, max_live=settings.resident)
         self.outbox = Outbox(store)
-        self.sample_scheduler, self.checkpoint_ops = (
-            SampleScheduler(self.live_models, self.outbox),
-            CheckpointOps(self.live_models, self.outbox),
-        )
+        self.sample_scheduler = SampleScheduler(self.live_models, self.outbox)
+        self.checkpoint_ops = CheckpointOps(self.live_models, self.outbox)
         self.train_scheduler = TrainScheduler(
             self.live_models, settings.pack_tokens, settings.patience, self._read, self._learned
         )
@@ -353,9 +351,8 @@ class DatabaseRetry:
         if (self.stopping or self.wakeup.peer_gone) and attempt >= MIN_STOP_ATTEMPTS:
             raise error
         pause = DATABASE_RETRY.wait_s(attempt + 1)
-        what = (
-            f"the database does not answer ({first_line(error)}), for {time.monotonic() - self.failing_since:.0f} s now"
-        )
+        lasted = time.monotonic() - self.failing_since
+        what = f"the database does not answer ({first_line(error)}), for {lasted:.0f} s now"
         print(f"{what}: trying again in {pause:.1f} s", file=sys.stderr, flush=True)
         time.sleep(pause)
 
