@@ -24,6 +24,7 @@ _NAMES = {  # module: names that it gives to `import palestra`
     "algorithms.text.grpo": ["GRPO"],
     "algorithms.text.kto": ["KTO"],
     "algorithms.text.ppo": ["PPO"],
+    "algorithms.text.reward_model": ["RewardModel"],
     "algorithms.text.sft": ["SFT"],
     "builders.text_policies": ["ExpertConfig", "HumanConfig", "RandomConfig", "ScriptedConfig"],
     "policies.endpoint": ["EndpointConfig"],

@@ -59,6 +59,7 @@ def grid(file: Path, *options: str) -> tuple[int, str]:
     return process.returncode, printed
 
 
+@pytest.mark.slow
 def test_grid_trains_its_cells_once_and_aggregates_them(tmp_path: Path) -> None:
     file, folder = write(tmp_path), tmp_path / "runs/teams"
     code, printed = grid(file, "--workers", "2")
@@ -86,7 +87,7 @@ def test_grid_trains_its_cells_once_and_aggregates_them(tmp_path: Path) -> None:
     assert code == 0 and "8 done" in printed
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*/evals.jsonl")} == before
 
-    write(tmp_path, tasks=GRID["tasks"] | {"two": {"config": "two.yaml", "changes": {"env_steps": 128}}})
+    write(tmp_path, tasks=GRID["tasks"] | {"two": GRID["tasks"]["two"] | {"changes": {"env_steps": 128}}})
     code, printed = grid(file)
     assert code == 2 and "two-dqn-0 was made with other settings: env_steps is 64 there and 128 in the grid" in printed
 

@@ -136,7 +136,7 @@ class Textbook:
             target = value.item() + advantage
             critic = critic + 0.5 * (value - target) ** 2
             if self.config.aux_value_coef:
-                besides = self.net("net", view, "judge")[0]
+                besides = self.net("net", view, "value_head")[0]
                 actor = actor + self.config.aux_value_coef * 0.5 * (besides - target) ** 2
         ((actor + critic) / len(advantages)).backward()
         return {

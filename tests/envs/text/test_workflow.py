@@ -178,7 +178,7 @@ def test_invalid_model_calls_are_refused():
         ({"function": "toy_workflows:relay", "command": ["x"]}, "either function"),
         ({"function": "toy_workflows:gone"}, "cannot load"),
         ({"function": "nowhere"}, "write module:name"),
-        ({"function": "toy_workflows:relay", "timeout": 0}, "above 0"),
+        ({"function": "toy_workflows:relay", "timeout": 0}, "timeout=0.0 is out of range: give 0.001 to 86400"),
     ],
 )
 def test_invalid_options_are_refused(options, message):
