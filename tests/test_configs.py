@@ -16,6 +16,8 @@ from palestra.envs import make_env
 from palestra.envs.text.splits import split_of_layout
 from palestra.experiments.grid import grid_cells, load_grid
 from palestra.experiments.schedule import check_cells
+from palestra.experiments.study import Search
+from palestra.experiments.tune import base_tree, load_tuning, scored_eval
 from palestra.launch.population import PopulationConfig, build_population, run_population
 from palestra.populations import scheduler
 from palestra.runs import Run, read_lines
@@ -25,8 +27,10 @@ ROOT = Path(__file__).parent.parent
 GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))
 POPULATIONS = sorted((ROOT / "configs/populations").rglob("*.yaml"))
 GRIDS = sorted((ROOT / "configs/grids").rglob("*.yaml"))
+SEARCHES = sorted((ROOT / "configs/tuning").rglob("*.yaml"))
 CONFIGS = sorted(
-    {*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")} - {*GAMES, *POPULATIONS, *GRIDS}
+    {*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")}
+    - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
 )
 ABSENT = {"jaxmarl"}  # envs of packages that have a venv of their own: `make test-envs`
 SHORT = {  # of a plan, as little as shows all of it
@@ -58,6 +62,13 @@ def test_every_cell_of_a_grid_builds(path, tmp_path):
     cells = grid_cells(load_grid(path), path.parent)
     assert len(cells) > 1
     check_cells([cell for cell in cells if cell.seed == cells[0].seed], tmp_path)
+
+
+@pytest.mark.parametrize("path", SEARCHES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_value_of_a_search_is_valid(path, tmp_path):
+    config = load_tuning(path)
+    base = base_tree(config, path.parent)
+    assert Search(config, base, scored_eval(config, base), tmp_path / "search").trials == []
 
 
 def playable(path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from palestra.evaluation.target import EvalResult
 
 T = TypeVar("T")
+WAIT_S = 0.2  # seconds between looks for a Ctrl-C
 
 
 def load_run(path: str | Path) -> TrainedRun:
@@ -94,12 +95,19 @@ def call_outside_loop(work: Callable[[], T], on_interrupt: Callable[[], None] | 
     future = pool.submit(work)
     pool.shutdown(wait=False)
     try:
-        return future.result()
+        return _result_of(future)
     except KeyboardInterrupt:
         if on_interrupt is None:
             raise
         on_interrupt()
-        return future.result()
+        return _result_of(future)
+
+
+def _result_of(future: Future[T]) -> T:
+    """Returns the result. Waits in short turns: a Ctrl-C that comes just before a wait is handled after it."""
+    while not future.done():
+        wait([future], timeout=WAIT_S)
+    return future.result()
 
 
 class TrainedRun:

@@ -11,7 +11,7 @@ from palestra.cli.runs import Root
 from palestra.launch.console import console, print_line, styled_text, user_errors
 
 if TYPE_CHECKING:
-    from palestra.experiments.grid import Cell, GridConfig
+    from palestra.experiments.grid import GridCell, GridConfig
     from palestra.experiments.schedule import CellResult
 
 
@@ -62,7 +62,7 @@ def grid(
         _run(config, left, folder, workers)
 
 
-def _run(config: GridConfig, cells: list[Cell], folder: Path, workers: int) -> None:
+def _run(config: GridConfig, cells: list[GridCell], folder: Path, workers: int) -> None:
     """Trains the cells and writes the results. Raises RunFailed if a cell failed."""
     from palestra.experiments.schedule import LOGS, run_cells
     from palestra.launch.run import StopOnInterrupt

@@ -25,6 +25,7 @@ from palestra.cli.runs import runs
 from palestra.cli.serve import keys, serve, serve_sampler
 from palestra.cli.templates import demo, init
 from palestra.cli.train import train
+from palestra.cli.tune import tune
 
 TRAIN, RESULTS, AGENTS, SERVERS, REFERENCE = "Train", "See what was learned", "Use agents", "Servers", "Look up"
 
@@ -58,7 +59,7 @@ def _add(panel: str, **commands: Callable[..., None]) -> None:
         app.command(name.replace("_", "-"), rich_help_panel=panel)(command)
 
 
-_add(TRAIN, demo=demo, init=init, train=train, grid=grid)
+_add(TRAIN, demo=demo, init=init, train=train, grid=grid, tune=tune)
 _add(RESULTS, runs=runs, eval=evaluate, dashboard=dashboard, report=report, plot=plot, sync=sync)
 app.add_typer(league, name="league", rich_help_panel=RESULTS)
 _add(AGENTS, play=play, collect=collect, publish=publish, serve_agent=serve_agent)

@@ -21,6 +21,7 @@ GROUPS = {  # titles of the folders that shipped configs are in
     "populations": "populations",
     "algorithms": "comparisons of algorithms",
     "grids": "grids of algorithms, tasks and seeds, for palestra grid",
+    "tuning": "hyperparameter searches, for palestra tune",
     "reproduce": "published results",
 }
 

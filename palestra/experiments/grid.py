@@ -15,18 +15,24 @@ from palestra.config.shipped import find_config
 Changes = dict[str, Any]
 
 
-class GridTask(StrictModel):
-    """A task of a grid: a config of a run, what of it counts as the score, and the scale of the score."""
+class TaskConfig(StrictModel):
+    """A config of a run, and what of it counts as the score."""
 
     config: str
-    """The YAML config to start from: a path, relative to the grid's file or to the working directory, or a shipped one
-    such as `configs/games/spread_mappo.yaml`."""
+    """The YAML config to start from: a path, relative to the file that names it or to the working directory, or a
+    shipped one such as `configs/games/spread_mappo.yaml`."""
     changes: Changes = Field(default_factory=dict)
-    """Changes of the config for this task, a tree like the config's own; mappings are merged, other values replaced."""
+    """Changes of the config, a tree like the config's own; mappings are merged, other values replaced."""
     eval: str | None = None
-    """Name of the evaluation that is scored, at its last step; default: `test`, else the config's first."""
+    """Name of the evaluation that is scored, at its last step. Default: `test` in a grid, else the config's first;
+    `dev` in a search, else the first that is not `test`."""
     metric: str | None = None
     """Metric of that evaluation; default: `success`, `return` or `nash_conv`, the first that it has."""
+
+
+class GridTask(TaskConfig):
+    """A task of a grid, and the scale of its score."""
+
     score_range: tuple[float, float] = (0.0, 1.0)
     """Values of the metric that count as 0 and as 1, such as those of random and of optimal play. The first may be the
     larger, for metrics of which less is better."""
@@ -76,7 +82,7 @@ class GridConfig(StrictModel):
         return [(task, algorithm, seed) for seed in self.seeds for task in self.tasks for algorithm in self.algorithms]
 
 
-class Cell(NamedTuple):
+class GridCell(NamedTuple):
     """One run of a grid, and its config."""
 
     task: str
@@ -102,12 +108,12 @@ def load_grid(path: Path) -> GridConfig:
     return grid
 
 
-def grid_cells(grid: GridConfig, folder: Path, only: Sequence[str] = ()) -> list[Cell]:
+def grid_cells(grid: GridConfig, folder: Path, only: Sequence[str] = ()) -> list[GridCell]:
     """Returns the cells of a grid whose file lies in `folder`, or those whose names match a pattern of `only`, such as
     "spread-*". Raises ValueError if a config cannot be read, or a pattern matches nothing."""
-    trees = {name: load(_config_path(task.config, folder)) for name, task in grid.tasks.items()}
+    trees = {name: load_base_config(task, folder) for name, task in grid.tasks.items()}
     cells = [
-        Cell(task, algorithm, seed, _cell_tree(grid, trees[task], task, algorithm) | {"seed": seed})
+        GridCell(task, algorithm, seed, _cell_tree(grid, trees[task], task, algorithm) | {"seed": seed})
         for task, algorithm, seed in grid.keys
     ]
     for pattern in only:
@@ -116,9 +122,10 @@ def grid_cells(grid: GridConfig, folder: Path, only: Sequence[str] = ()) -> list
     return [cell for cell in cells if not only or any(fnmatchcase(cell.name, pattern) for pattern in only)]
 
 
-def _config_path(config: str, folder: Path) -> Path:
-    beside = folder / config
-    return beside if beside.is_file() else find_config(Path(config))
+def load_base_config(task: TaskConfig, folder: Path) -> Tree:
+    """Returns the config of a task without its changes. `folder` is that of the file that names it."""
+    beside = folder / task.config
+    return load(beside if beside.is_file() else find_config(Path(task.config)))
 
 
 def _cell_tree(grid: GridConfig, tree: Tree, task: str, algorithm: str) -> Tree:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.experiments.grid import Cell, GridConfig, GridTask, cell_name
+from palestra.experiments.grid import GridCell, GridConfig, cell_name
 from palestra.experiments.schedule import finished_cells
 from palestra.experiments.statistics import (
     STATISTICS,
@@ -73,21 +73,23 @@ def collect_results(grid: GridConfig, root: Path) -> GridResults:
     for task, algorithm, seed in grid.keys:
         name = cell_name(task, algorithm, seed)
         if name in done:
-            metrics[task], values[algorithm][task][seed] = final_value(RunLogs(root / name), grid.tasks[task])
+            own = grid.tasks[task]
+            metrics[task], values[algorithm][task][seed] = final_value(RunLogs(root / name), own.eval, own.metric)
     return GridResults(grid, values, metrics)
 
 
-def final_value(logs: RunLogs, task: GridTask) -> tuple[str, float]:
-    """Returns the metric of a task and its last value in a run's evaluations."""
-    name = task.eval or headline_eval(list(logs.evals))
+def final_value(logs: RunLogs, evaluation: str | None, metric: str | None) -> tuple[str, float]:
+    """Returns a metric and its last value in the evaluation of that name of a run. None: the evaluation that leads, and
+    the first of `METRICS` that it has."""
+    name = evaluation or headline_eval(list(logs.evals))
     if name not in logs.evals:
         raise ValueError(f"{logs.path} has no evaluation to score: add evals: to the config, or name one with eval:")
     lines = logs.evals[name]
-    wanted = [task.metric] if task.metric else METRICS
-    for metric in wanted:
-        values = series_of(lines, metric).y
+    wanted = [metric] if metric else METRICS
+    for candidate in wanted:
+        values = series_of(lines, candidate).y
         if len(values):
-            return metric, float(values[-1])
+            return candidate, float(values[-1])
     raise ValueError(f"{logs.path}: evaluation {name} has no {' or '.join(wanted)}: name its metric with metric:")
 
 
@@ -232,7 +234,8 @@ def _draw_profiles(axis: Any, scores: Mapping[str, Scores]) -> None:
     axis.legend()
 
 
-def describe_cell(cell: Cell, root: Path, grid: GridConfig) -> str:
+def describe_cell(cell: GridCell, root: Path, grid: GridConfig) -> str:
     """Returns the metric and the last value of a finished cell: "return -21.42"."""
-    metric, value = final_value(RunLogs(root / cell.name), grid.tasks[cell.task])
+    task = grid.tasks[cell.task]
+    metric, value = final_value(RunLogs(root / cell.name), task.eval, task.metric)
     return f"{metric} {value:.4g}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from palestra.config import dump, load
-from palestra.experiments.grid import Cell
+from palestra.experiments.grid import GridCell
 from palestra.files import read_lines, remove_path, to_json_line
 from palestra.processes import SPAWN_CONTEXT, exit_reason, exit_with_parent, start_process
 from palestra.runs.settings import flatten_tree
@@ -30,13 +30,13 @@ Status = Literal["done", "failed", "stopped"]
 class CellResult:
     """How a cell ended, its wall time in this call, and for a failed one the last line of its log."""
 
-    cell: Cell
+    cell: GridCell
     status: Status
     seconds: float
     reason: str = ""
 
 
-def check_cells(cells: Sequence[Cell], root: Path) -> None:
+def check_cells(cells: Sequence[GridCell], root: Path) -> None:
     """Raises ValueError if the config of a cell has a mistake, or its run in `root` was made with other settings."""
     from palestra.launch.run import run_request
 
@@ -71,7 +71,7 @@ def finished_cells(root: Path) -> set[str]:
 
 
 def run_cells(
-    cells: Sequence[Cell],
+    cells: Sequence[GridCell],
     root: Path,
     workers: int,
     on_end: Callable[[CellResult], None],
@@ -85,7 +85,7 @@ def run_cells(
     done = finished_cells(root)
     waiting = [cell for cell in cells if cell.name not in done]
     (root / LOGS).mkdir(parents=True, exist_ok=True)
-    stop, running, results = SPAWN_CONTEXT.Event(), dict[str, tuple[Cell, BaseProcess, float]](), list[CellResult]()
+    stop, running, results = SPAWN_CONTEXT.Event(), dict[str, tuple[GridCell, BaseProcess, float]](), list[CellResult]()
     try:
         while running or (waiting and not stop.is_set()):
             if stop_requested():
@@ -107,7 +107,7 @@ def run_cells(
     return results
 
 
-def _result(cell: Cell, code: int, seconds: float, root: Path) -> CellResult:
+def _result(cell: GridCell, code: int, seconds: float, root: Path) -> CellResult:
     if code == 0 or code == STOPPED:
         return CellResult(cell, "stopped" if code else "done", seconds)
     lines = (root / LOGS / f"{cell.name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()

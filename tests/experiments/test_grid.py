@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from toys_raising import write_bad_env
 
 from palestra.experiments.grid import grid_cells, load_grid
 from palestra.experiments.results import collect_results, results_data
@@ -124,26 +125,10 @@ def test_interrupted_grid_goes_on(tmp_path: Path, how: signal.Signals) -> None:
 
 
 def test_failed_cell_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
-    (tmp_path / "games.py").write_text(
-        "import gymnasium\n"
-        "class Bad(gymnasium.Env):\n"
-        "    observation_space = gymnasium.spaces.Box(0, 1, (2,))\n"
-        "    action_space = gymnasium.spaces.Discrete(2)\n"
-        "    steps = 0\n"
-        "    def reset(self, *, seed=None, options=None):\n"
-        "        return self.observation_space.low, {}\n"
-        "    def step(self, action):\n"
-        "        self.steps += 1\n"
-        "        if self.steps > 3:\n"
-        "            raise RuntimeError('the simulator broke')\n"
-        "        return self.observation_space.low, 1.0, False, self.steps % 3 == 0, {}\n"
-        "gymnasium.register('Bad-v0', Bad)\n"
-    )
+    bad = write_bad_env(tmp_path)
     tasks = {"two": GRID["tasks"]["two"], "bad": {"config": "bad.yaml"}}
     file = write(tmp_path, seeds=[0], tasks=tasks, algorithms={"dqn": GRID["algorithms"]["dqn"]})
-    (tmp_path / "bad.yaml").write_text(
-        yaml.safe_dump(RUN | {"env": {"type": "gymnasium", "id": "games:Bad-v0", "num_envs": 1}})
-    )
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(RUN | {"env": bad}))
     code, printed = grid(file)
     assert code == 1, printed
     assert "the simulator broke" in printed and "1 cells failed: bad-dqn-0" in printed

@@ -1,0 +1,248 @@
+"""Runs a hyperparameter search: Optuna chooses the settings, each trial is one run per seed.
+
+The folder of the search holds the study as Optuna's journal, the runs, and the results. A search that was interrupted
+goes on with the trials that had begun. With one trial at a time it chooses the same settings as without interruption:
+the sampler of a trial is seeded by its number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from palestra.config import Tree, dump, load, parse
+from palestra.config.tree import to_yaml
+from palestra.experiments.grid import GridCell
+from palestra.experiments.results import final_value, format_values, markdown_table
+from palestra.experiments.schedule import CellResult, check_cells, finished_cells, run_cells
+from palestra.experiments.tune import Choices, Params, Range, TuneConfig, apply_params, neighbours
+from palestra.files import atomic_write, to_json_line
+from palestra.runs.series import RunLogs
+from palestra.runs.settings import diff_settings, flatten_tree
+from palestra.seeding import derive_seed
+
+STUDY_FILE, TUNE_FILE = "study.jsonl", "tune.yaml"
+TRIALS_FILE, PAGE_FILE, BEST_FILE = "trials.jsonl", "results.md", "best.yaml"
+MAX_ROWS = 20  # trials listed on the page
+
+
+class Trial(NamedTuple):
+    """A finished trial: its settings, the score of each of its runs, and their mean (None: a run failed)."""
+
+    number: int
+    params: Params
+    values: list[float]
+    score: float | None
+
+
+class Search:
+    """A search in the folder `root`. `base` is the config that trials change, `evaluation` the name of what is scored.
+
+    Raises ValueError if Optuna is missing, the folder is of another search, or a value of the space is refused by the
+    config.
+    """
+
+    def __init__(self, config: TuneConfig, base: Tree, evaluation: str, root: Path) -> None:
+        self.config, self.base, self.evaluation, self.root = config, base, evaluation, root
+        self.metric = config.metric or ""
+        self.optuna = _import_optuna()
+        self._space = {key: _distribution(self.optuna, values) for key, values in config.space.items()}
+        self._start = check_space(config, base, root)
+        _check_same_search(config, base, root)
+        self._study = self._open_study()
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The finished trials, by number."""
+        return [self._finished(trial) for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the best score, the first of equals; None if none has a score."""
+        best: Trial | None = None
+        for trial in self.trials:
+            if trial.score is None:
+                continue
+            if best is None or best.score is None or self.config.is_better(trial.score, best.score):
+                best = trial
+        return best
+
+    def run(
+        self,
+        workers: int,
+        on_end: Callable[[CellResult], None],
+        on_trial: Callable[[Trial], None],
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Trains trials until there are as many as the config asks for, `workers` runs at a time."""
+        while len(self.trials) < self.config.trials and not stop_requested():
+            batch = self._next_trials(workers)
+            cells = [cell for trial in batch for cell in self._cells(trial)]
+            check_cells(cells, self.root)
+            ended = run_cells(cells, self.root, workers, on_end, stop_requested)
+            stopped = {result.cell.name for result in ended if result.status == "stopped"}
+            begun = {result.cell.name for result in ended} | finished_cells(self.root)
+            for trial in batch:
+                names = {cell.name for cell in self._cells(trial)}
+                if names <= begun and not names & stopped:
+                    on_trial(self._tell(trial))
+
+    # ---- trials
+
+    def _next_trials(self, workers: int) -> list[Any]:
+        """Trials that an earlier call left unfinished; else new ones, as many as keep `workers` busy."""
+        running = self.optuna.trial.TrialState.RUNNING
+        left = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state == running]
+        whole = [trial for trial in left if trial.params.keys() == self._space.keys()]
+        for trial in left:
+            if trial not in whole:  # the process died while its settings were written
+                self._study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
+        if whole:
+            return whole
+        count = min(max(1, workers // len(self.config.seeds)), self.config.trials - len(self.trials))
+        return [self._ask() for _ in range(count)]
+
+    def _ask(self) -> Any:
+        """A new trial; the first has the config's own values where the space contains them."""
+        number = len(self._study.get_trials(deepcopy=False))
+        if number == 0 and self._start:
+            self._study.enqueue_trial(self._start)
+        self._study.sampler = self._sampler(number)
+        return self._study.ask(fixed_distributions=self._space)
+
+    def _sampler(self, number: int) -> Any:
+        seed = derive_seed(self.config.seed, number) % 2**32
+        if self.config.sampler == "random":
+            return self.optuna.samplers.RandomSampler(seed=seed)
+        return self.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+
+    def _cells(self, trial: Any) -> list[GridCell]:
+        tree = apply_params(self.base, trial.params)
+        return [GridCell("trial", str(trial.number), seed, tree | {"seed": seed}) for seed in self.config.seeds]
+
+    def _tell(self, trial: Any) -> Trial:
+        """Stores the score of a trial whose runs ended."""
+        done = finished_cells(self.root)
+        names = [cell.name for cell in self._cells(trial)]
+        values = [self._score(name) for name in names if name in done]
+        states = self.optuna.trial.TrialState
+        mean = sum(values) / len(values) if len(values) == len(names) else math.nan
+        if math.isfinite(mean):
+            self._study.tell(trial.number, mean, state=states.COMPLETE)
+        else:
+            self._study.tell(trial.number, state=states.FAIL)
+        return self._finished(self._study.get_trials(deepcopy=False)[trial.number])
+
+    def _score(self, name: str) -> float:
+        self.metric, value = final_value(RunLogs(self.root / name), self.evaluation, self.config.metric)
+        if self.metric == "nash_conv" and self.config.direction == "maximize":
+            raise ValueError("less of nash_conv is better: set direction: minimize, or name another metric")
+        return value
+
+    def _finished(self, trial: Any) -> Trial:
+        done = finished_cells(self.root)
+        values = [self._score(cell.name) for cell in self._cells(trial) if cell.name in done] if trial.params else []
+        params = {key: trial.params[key] for key in self._space if key in trial.params}
+        return Trial(trial.number, params, values, trial.value)
+
+    def _open_study(self) -> Any:
+        optuna = self.optuna
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            storage = optuna.storages.JournalStorage(
+                optuna.storages.journal.JournalFileBackend(str(self.root / STUDY_FILE))
+            )
+        return optuna.create_study(
+            storage=storage, study_name=self.config.name, direction=self.config.direction, load_if_exists=True
+        )
+
+    # ---- results
+
+    def write_results(self) -> list[Path]:
+        """Writes the trials as JSON lines, the best config, and a page in Markdown; returns the files, page last."""
+        trials, best = self.trials, self.best
+        files = [self.root / TRIALS_FILE, self.root / PAGE_FILE]
+        atomic_write(files[0], b"".join(to_json_line(trial._asdict()) for trial in trials))
+        if best is not None:
+            files.insert(1, self.root / BEST_FILE)
+            tree = {key: value for key, value in apply_params(self.base, best.params).items() if key != "seed"}
+            atomic_write(files[1], to_yaml(tree).encode())
+        atomic_write(files[-1], self._page(trials).encode())
+        return files
+
+    def _page(self, trials: Sequence[Trial]) -> str:
+        config, scored = self.config, [trial for trial in trials if trial.score is not None]
+        scored.sort(key=lambda trial: (trial.score or 0.0) * (-1 if config.direction == "maximize" else 1))
+        keys = list(config.space)
+        rows = [
+            [str(trial.number), format_values(trial.values), *(format_value(value) for value in trial.params.values())]
+            for trial in scored[:MAX_ROWS]
+        ]
+        seeds = f"seeds {', '.join(map(str, config.seeds))}" if len(config.seeds) > 1 else f"seed {config.seeds[0]}"
+        better = "more" if config.direction == "maximize" else "less"
+        lines = [
+            f"# {config.name}",
+            "",
+            f"{len(trials)} trials, {seeds}; {len(trials) - len(scored)} failed. Score: {self.metric or 'the metric'} "
+            f"of the last evaluation {self.evaluation}, of which {better} is better.",
+        ]
+        return "\n".join([*lines, "", *markdown_table(["trial", "score", *keys], rows)]) + "\n"
+
+
+def format_value(value: Any) -> str:
+    """Formats a setting: "0.0003", "gae", "null"."""
+    return f"{value:.4g}" if isinstance(value, float) else str(json.dumps(value)).strip('"')
+
+
+def _import_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ValueError(f"a search needs Optuna ({error}): pip install 'palestra[tune]'") from error
+    return optuna
+
+
+def _distribution(optuna: Any, values: Range | Choices) -> Any:
+    distributions = optuna.distributions
+    if isinstance(values, Choices):
+        return distributions.CategoricalDistribution(values.choices)
+    if values.is_whole:
+        return distributions.IntDistribution(values.low, values.high, log=values.log, step=values.step or 1)
+    return distributions.FloatDistribution(values.low, values.high, log=values.log, step=values.step)
+
+
+def check_space(config: TuneConfig, base: Tree, root: Path) -> Params:
+    """Returns the config's own values of the settings, {} if one of them has none in the space. Raises ValueError for a
+    key that the config does not know, or a value that it refuses."""
+    from palestra.launch.run import run_request
+
+    resolved = flatten_tree(parse(dump(run_request(base, root=root).config)))
+    start = {key: resolved[key] for key, values in config.space.items() if values.contains(resolved.get(key))}
+    for name, params in neighbours(config, start):
+        try:
+            run_request(apply_params(base, params), root=root)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return start if start.keys() == config.space.keys() else {}
+
+
+def _check_same_search(config: TuneConfig, base: Tree, root: Path) -> None:
+    """Creates the folder with a copy of the search. Raises ValueError if it has another one."""
+    path = root / TUNE_FILE  # `base` has the config with the changes, whatever file it came from
+    own = {key: value for key, value in parse(dump(config)).items() if key not in ("config", "changes")}
+    tree = own | {"base": base}
+    if path.exists():
+        stored = load(path) | {"trials": config.trials}
+        if changed := diff_settings(stored, tree):
+            raise ValueError(
+                f"{root} is of a search with other settings ({changed[0]}): give this one another name, or remove that "
+                "folder"
+            )
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, to_yaml(tree).encode())

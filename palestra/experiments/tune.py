@@ -1,0 +1,167 @@
+"""The file of a hyperparameter search: a config, the settings to choose with their ranges, and the score.
+
+The search scores a development evaluation of runs with seeds of its own. What it finds is then trained and reported
+with other seeds and on test instances, for example by a grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from palestra.config import RunName, StrictModel, Tree, load, validate
+from palestra.experiments.grid import TaskConfig, load_base_config, merged
+from palestra.runs.headline import HEADLINE_EVAL
+
+DEV_EVAL = "dev"  # the evaluation that is scored if there is one
+Choice = bool | int | float | str | None
+Params = dict[str, Any]
+
+
+class Range(StrictModel):
+    """Numbers from `low` to `high`, both included: whole numbers if both ends are written as such."""
+
+    low: int | float
+    """Least value."""
+    high: int | float
+    """Greatest value."""
+    log: bool = False
+    """Draw uniformly in the logarithm: for settings, such as learning rates, whose ends are orders of magnitude
+    apart."""
+    step: int | float | None = Field(None, gt=0)
+    """Distance between the values. Null: 1 for whole numbers, none for others."""
+
+    @model_validator(mode="after")
+    def _has_an_order(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low: {self.low} is not below high: {self.high}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"low: {self.low} has no logarithm: set log: false, or a low above 0")
+        if self.log and self.step is not None:
+            raise ValueError("log and step exclude each other: remove one")
+        if self.is_whole and isinstance(self.step, float):
+            raise ValueError(f"step: {self.step} between whole numbers: write low and high with a point, as 1.0")
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the values are whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def extremes(self) -> list[Choice]:
+        """Values such that all are valid if these are."""
+        return [self.low, self.high]
+
+    def contains(self, value: Any) -> bool:
+        """Returns whether a setting may have this value."""
+        if isinstance(value, bool) or not isinstance(value, int if self.is_whole else int | float):
+            return False
+        return self.low <= value <= self.high
+
+
+class Choices(StrictModel):
+    """Some values to choose from."""
+
+    choices: Annotated[list[Choice], Field(min_length=2)]
+    """The values: text, numbers, true, false or null."""
+
+    @property
+    def extremes(self) -> list[Choice]:
+        """All values."""
+        return self.choices
+
+    def contains(self, value: Any) -> bool:
+        """Returns whether a setting may have this value."""
+        return any(value == choice and type(value) is type(choice) for choice in self.choices)
+
+
+class TuneConfig(TaskConfig):
+    """A hyperparameter search: `trials` times, chooses the settings in `space`, trains a run with each of `seeds`, and
+    scores their mean."""
+
+    name: RunName
+    """Name of the search; its runs lie in a folder of this name."""
+    space: dict[str, Range | Choices] = Field(min_length=1)
+    """Settings by dotted key, as in `--set`, with their ranges or choices."""
+    trials: int = Field(20, ge=1, le=100_000)
+    """Number of settings to try. The only key that may change later: a larger number goes on."""
+    seeds: Annotated[list[int], Field(min_length=1)] = [1000]
+    """Seeds of the runs of a trial, other than those of the results to be reported."""
+    direction: Literal["maximize", "minimize"] = "maximize"
+    """Whether more or less of the metric is better."""
+    sampler: Literal["tpe", "random"] = "tpe"
+    """`tpe`: a tree-structured Parzen estimator (Bergstra et al., 2011) of good settings, after ten random trials;
+    `random`: uniform."""
+    seed: int = 0
+    """Seed of the choice of settings."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: {self.seeds} has a seed twice")
+        if "seed" in self.space:
+            raise ValueError("space.seed: a seed is not a hyperparameter: list the seeds of a trial in seeds")
+        for key in self.space:
+            if not all(key.split(".")):
+                raise ValueError(f"space.{key}: write a dotted key of the config, such as policies.agent.lr")
+            if inner := next((other for other in self.space if other.startswith(f"{key}.")), None):
+                raise ValueError(f"space has {key} and also {inner}, a part of it: remove one")
+        return self
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Returns whether a score is better than another."""
+        return value > other if self.direction == "maximize" else value < other
+
+
+def load_tuning(path: Path) -> TuneConfig:
+    """Returns the checked search in a YAML file. Raises ValueError for mistakes."""
+    config = validate(TuneConfig, load(path))
+    assert isinstance(config, TuneConfig)
+    return config
+
+
+def base_tree(config: TuneConfig, folder: Path) -> Tree:
+    """Returns the config that every trial changes. `folder` is that of the search's file."""
+    return merged(load_base_config(config, folder), config.changes)
+
+
+def apply_params(tree: Tree, params: Params) -> Tree:
+    """Returns a config with the settings of a trial."""
+    for key, value in params.items():
+        *path, last = key.split(".")
+        change: Tree = {last: value}
+        for name in reversed(path):
+            change = {name: change}
+        tree = merged(tree, change)
+    return tree
+
+
+def neighbours(config: TuneConfig, start: Params) -> Iterator[tuple[str, Params]]:
+    """Yields each extreme value of each setting, named, among settings that are otherwise those of `start`."""
+    for key, values in config.space.items():
+        for value in values.extremes:
+            yield f"space.{key} = {value}", start | {key: value}
+
+
+def scored_eval(config: TuneConfig, tree: Tree) -> str:
+    """Returns the name of the evaluation that is scored. Raises ValueError if it is of test instances, or missing."""
+    evals = tree.get("evals") or {}
+    default = DEV_EVAL if DEV_EVAL in evals else next((name for name in evals if name != HEADLINE_EVAL), None)
+    name = config.eval or default
+    if name is None or name not in evals:
+        known = f"it has {', '.join(evals)}" if evals else "it has none"
+        raise ValueError(
+            f"the search needs {f'the evaluation {name}' if name else 'an evaluation of development instances'} in the "
+            f"config: {known}. Add one by changes, such as evals: {{dev: {{episodes: 100}}}}"
+        )
+    options = (evals[name] or {}).get("env") or {}
+    if options.get("split") == HEADLINE_EVAL:
+        raise ValueError(
+            f"evals.{name} plays test instances: what is chosen by them cannot be measured with them any more. "
+            "Set env: {split: dev}"
+        )
+    return name

@@ -1,0 +1,179 @@
+"""`palestra tune` as its users run it: a search that ends, one that was killed, and mistakes in the file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from toys_raising import write_bad_env
+
+from palestra.experiments.study import Search
+from palestra.experiments.tune import base_tree, load_tuning, scored_eval
+from palestra.runs import read_lines
+
+ROOT = Path(__file__).parent.parent.parent
+RUN: dict[str, Any] = {
+    "env_steps": 128,
+    "env": {"type": "two_step", "num_envs": 4},
+    "policies": {"agent": {"type": "net", "hidden": [8], "lr": 1e-3}},
+    "algorithm": {
+        "type": "qmix",
+        "rollout_length": 2,
+        "gradient_steps": 1,
+        "batch_size": 16,
+        "learning_starts": 8,
+    },
+    "evals": {"held_out": {"episodes": 4}},
+}
+TUNE: dict[str, Any] = {
+    "name": "two",
+    "config": "run.yaml",
+    "trials": 2,
+    "seeds": [100],
+    "space": {
+        "policies.agent.lr": {"low": 1e-4, "high": 1e-1, "log": True},
+        "algorithm.gamma": {"choices": [0.9, 0.99]},
+        "algorithm.gradient_steps": {"low": 1, "high": 3},
+    },
+}
+
+
+def write(folder: Path, run: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """The search's file with `changes`, and the config that its trials change."""
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN | (run or {})))
+    (folder / "tune.yaml").write_text(yaml.safe_dump(TUNE | changes))
+    return folder / "tune.yaml"
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, "-m", "palestra", *arguments], cwd=folder, env=environment, **pipes)
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str]:
+    process = start(folder, *arguments)
+    printed = process.communicate(timeout=280)[0]
+    return process.returncode, printed
+
+
+def trials(folder: Path) -> list[tuple[Any, ...]]:
+    lines = read_lines(folder / "runs/two/trials.jsonl")
+    return [(line["number"], line["params"], line["values"], line["score"]) for line in lines]
+
+
+def test_search_scores_its_trials_and_writes_the_best_config(tmp_path: Path) -> None:
+    write(tmp_path)
+    code, printed = run(tmp_path, "tune", "tune.yaml", "--dry-run")
+    assert code == 0 and "every range is valid" in printed and not (tmp_path / "runs").exists(), printed
+    code, printed = run(tmp_path, "tune", "tune.yaml")
+    assert code == 0, printed
+    (_, first, *_), (_, second, *_) = found = trials(tmp_path)
+    assert first == {"policies.agent.lr": 1e-3, "algorithm.gamma": 0.99, "algorithm.gradient_steps": 1}  # the config's
+    assert 1e-4 <= second["policies.agent.lr"] <= 1e-1 and second != first
+    for number, params, values, score in found:
+        config = yaml.safe_load((tmp_path / f"runs/two/trial-{number}-100/config.yaml").read_text())
+        assert config["algorithm"]["gradient_steps"] == params["algorithm.gradient_steps"] and config["seed"] == 100
+        last = read_lines(tmp_path / f"runs/two/trial-{number}-100/evals.jsonl")[-1]["return"]
+        assert values == [last] and score == last
+    best = max(found, key=lambda trial: trial[3])
+    assert yaml.safe_load((tmp_path / "runs/two/best.yaml").read_text())["policies"]["agent"]["lr"] == pytest.approx(
+        best[1]["policies.agent.lr"]
+    )
+    page = (tmp_path / "runs/two/results.md").read_text()
+    assert "2 trials, seed 100; 0 failed. Score: return of the last evaluation held_out" in page
+    assert page.splitlines()[6].startswith(f"| {best[0]} |")
+
+
+@pytest.mark.slow
+def test_best_config_gives_the_score_of_its_trial_and_a_larger_number_of_trials_goes_on(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert run(tmp_path, "tune", "tune.yaml")[0] == 0
+    number, _, _, score = max(trials(tmp_path), key=lambda trial: trial[3])
+    code, printed = run(tmp_path, "train", "runs/two/best.yaml", "--set", "seed=100", "--name", "again")
+    assert code == 0, printed
+    ours, theirs = (
+        [{k: v for k, v in line.items() if not k.endswith("_s")} for line in read_lines(tmp_path / path)]
+        for path in ("runs/again/evals.jsonl", f"runs/two/trial-{number}-100/evals.jsonl")
+    )
+    assert ours == theirs and ours[-1]["return"] == score
+
+    before = trials(tmp_path)
+    code, printed = run(tmp_path, "tune", "tune.yaml", "--trials", "3")
+    assert code == 0 and "3 trials, 2 finished" in printed and "[3/3]" in printed, printed
+    assert trials(tmp_path)[:2] == before and len(trials(tmp_path)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_search_goes_on_with_the_same_trials(tmp_path: Path, how: signal.Signals) -> None:
+    long = {"env_steps": 4000, "checkpoint_every": 200}
+    for side in "ab":
+        (tmp_path / side).mkdir()
+        write(tmp_path / side, long, trials=3)
+    assert run(tmp_path / "a", "tune", "tune.yaml")[0] == 0
+    process = start(tmp_path / "b", "tune", "tune.yaml")
+    until = time.monotonic() + 200
+    while not list((tmp_path / "b/runs/two").glob("trial-1-*/checkpoints/*")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(how)
+    printed = process.communicate(timeout=120)[0]
+    if how == signal.SIGINT:
+        assert process.returncode == 0 and "the same command goes on" in printed, printed
+    code, printed = run(tmp_path / "b", "tune", "tune.yaml")
+    assert code == 0, printed
+    assert trials(tmp_path / "b") == trials(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"space": {"algorithm.clop": {"low": 1, "high": 2}}}, "space.algorithm.clop = 1: .*clop"),
+        ({"space": {"policies.agent.lr": {"low": -1.0, "high": 1.0}}}, "space.policies.agent.lr = -1.0: .*lr"),
+        ({"space": {"algorithm.gamma": {"low": 1.0, "high": 0.5}}}, "low: 1.0 is not below high: 0.5"),
+        ({"space": {"policies.agent.lr": {"low": 0, "high": 1, "log": True}}}, "has no logarithm"),
+        ({"space": {"seed": {"low": 0, "high": 9}}}, "a seed is not a hyperparameter"),
+        ({"space": {"algorithm": {"choices": [1, 2]}, "algorithm.gamma": {"choices": [0, 1]}}}, "a part of it"),
+        ({"seeds": [1, 1]}, "has a seed twice"),
+        ({"eval": "tset"}, "the evaluation tset in the config: it has held_out"),
+        ({"changes": {"evals": {"held_out": {"env": {"split": "test"}}}}}, "plays test instances"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_search(write(tmp_path, **changes))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_evaluation_named_test_is_never_scored_by_default(tmp_path: Path) -> None:
+    file = write(tmp_path, {"evals": {"test": {"episodes": 4}}})
+    with pytest.raises(ValueError, match="an evaluation of development instances in the config: it has test"):
+        open_search(file)
+
+
+def test_folder_of_another_search_is_refused(tmp_path: Path) -> None:
+    open_search(write(tmp_path))
+    open_search(write(tmp_path, trials=7))
+    with pytest.raises(ValueError, match=r"other settings .*env_steps"):
+        open_search(write(tmp_path, changes={"env_steps": 999}))
+
+
+def test_trials_that_fail_have_no_score_and_the_search_fails_if_all_do(tmp_path: Path) -> None:
+    learner = {"type": "dqn", "rollout_length": 2, "gradient_steps": 1, "batch_size": 16, "learning_starts": 8}
+    write(tmp_path, {"env": write_bad_env(tmp_path), "algorithm": learner}, trials=1)
+    code, printed = run(tmp_path, "tune", "tune.yaml")
+    assert code == 1 and "the simulator broke" in printed and "every trial failed" in printed, printed
+
+
+def open_search(file: Path) -> Search:
+    config = load_tuning(file)
+    base = base_tree(config, file.parent)
+    return Search(config, base, scored_eval(config, base), file.parent / "runs" / config.name)
