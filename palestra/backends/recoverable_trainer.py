@@ -178,7 +178,7 @@ class RecoverableTrainer:
         return holder
 
 
-class RemoteWeights:
+class HostedWeights:
     """`Weights` of one learner that is trained in a `WeightHost`. They are not sampled from here, but from their
     published copies."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from palestra.populations.task_json import through_json
-from palestra.populations.tasks import Result, Task, Worker
+from palestra.populations.tasks import Result, Task, TaskWorker
 from palestra.rollouts.failures import ErrorText, RunFailed, describe_error
 
 MAX_ATTEMPTS = 3  # worker deaths at one task, or in a row before a worker is ready, that end the run
@@ -68,7 +68,7 @@ def pickling_error(error: Exception) -> ValueError:
     return ValueError(f"what makes a worker cannot be sent to another process ({error}): {fix}")
 
 
-def run_timed(worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[Result, float]:
+def run_timed(worker: TaskWorker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[Result, float]:
     """Runs a task; returns its result, after a round trip through JSON, and the seconds it took."""
     start = time.perf_counter()
     result = through_json(worker.run_task(task, members, out), task)
@@ -76,7 +76,7 @@ def run_timed(worker: Worker, task: Task, members: Mapping[str, Path], out: Path
 
 
 def run_or_fault(
-    worker: Worker, task: Task, members: Mapping[str, Path], out: Path | None
+    worker: TaskWorker, task: Task, members: Mapping[str, Path], out: Path | None
 ) -> tuple[Result, float] | ErrorText:
     """Like `run_timed`, but returns an exception as a `ErrorText`, which can always be pickled."""
     try:

@@ -12,7 +12,7 @@ from rich.table import Table
 from palestra.launch.console import console, print_line, styled_text
 
 if TYPE_CHECKING:
-    from palestra.dashboard.catalog import OpenRun
+    from palestra.dashboard.catalog import CatalogRun
 
 Root = Annotated[Path, typer.Option(help="the folder that holds runs")]
 
@@ -64,10 +64,10 @@ def print_alarms(path: Path) -> None:
         console.print(styled_text((f"alarm: {alarm.name}{about}:", "yellow"), f" {alarm.message}"), soft_wrap=True)
 
 
-def _open(path: Path) -> OpenRun:
+def _open(path: Path) -> CatalogRun:
     """The run with its logs read."""
-    from palestra.dashboard.catalog import OpenRun
+    from palestra.dashboard.catalog import CatalogRun
 
-    run = OpenRun(path.parent, path.name)
+    run = CatalogRun(path.parent, path.name)
     run.refresh()
     return run

@@ -16,7 +16,7 @@ from palestra.launch.console import RANK, console, print_line, user_errors
 
 if TYPE_CHECKING:
     from palestra.config import Tree
-    from palestra.launch.run import RunRequest
+    from palestra.launch.run import LaunchRequest
 
 Settings = Annotated[list[str] | None, typer.Option("--set", help="change a setting: `--set algorithm.group_size=4`")]
 
@@ -105,7 +105,7 @@ def _config_tree(path: Path | None, resume: Path | None, settings: list[str]) ->
     return resumed_tree(resume, settings) if resume else override(load(path), settings)  # type: ignore[arg-type]
 
 
-def _train(request: RunRequest) -> None:
+def _train(request: LaunchRequest) -> None:
     """Trains a run, then prints its results. Raises RunFailed if nothing was learned."""
     from palestra.launch.run import open_run
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from palestra.dashboard.catalog import NotFound, OpenRun, read_json
+from palestra.dashboard.catalog import CatalogRun, NotFound, read_json
 from palestra.dashboard.run_status import eval_summary
 from palestra.files import file_size, read_lines
 from palestra.runs import Checkpoint, list_checkpoints
@@ -21,7 +21,7 @@ MAX_LINES = 50  # newest results sent of an evaluation
 MAX_OUTCOMES = 10_000  # instances whose outcomes are sent
 
 
-def agents_view(run: OpenRun) -> dict[str, Any]:
+def agents_view(run: CatalogRun) -> dict[str, Any]:
     """Returns policies with their checkpoints, members with their lineage, and evaluations, ready for JSON."""
     evals = eval_rows(run)
     leading = headline_eval([row["name"] for row in evals])
@@ -53,7 +53,7 @@ def _score(line: Mapping[str, Any] | None) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def policy_rows(run: OpenRun) -> list[dict[str, Any]]:
+def policy_rows(run: CatalogRun) -> list[dict[str, Any]]:
     """Returns one dict per policy of the config or of a checkpoint: type, base, seats, and the checkpoints that contain
     it, newest first."""
     kept = list_checkpoints(run.path) if run.file("checkpoints.jsonl").exists() else []
@@ -81,7 +81,7 @@ def policy_rows(run: OpenRun) -> list[dict[str, Any]]:
     ]
 
 
-def member_rows(run: OpenRun) -> list[dict[str, Any]]:
+def member_rows(run: CatalogRun) -> list[dict[str, Any]]:
     """Returns the frozen members of a population, oldest first: name, player, parent, info, and size in bytes."""
     path = run.file("population.json")
     if not path.exists():
@@ -96,7 +96,7 @@ def member_rows(run: OpenRun) -> list[dict[str, Any]]:
     ]
 
 
-def eval_rows(run: OpenRun) -> list[dict[str, Any]]:
+def eval_rows(run: CatalogRun) -> list[dict[str, Any]]:
     """Returns each evaluation with its seat assignment, so that results in other seats can be compared, and the main
     metrics and outcomes by instance of its first line and its newest `MAX_LINES`."""
     configs = run.config.get("evals") or {}
@@ -119,7 +119,7 @@ def _eval_line(line: dict[str, Any]) -> dict[str, Any]:
     return eval_summary(line) | ({"outcomes": outcomes[:MAX_OUTCOMES]} if isinstance(outcomes, str) else {})
 
 
-def policy_folder(run: OpenRun, step: int, policy: str) -> Path:
+def policy_folder(run: CatalogRun, step: int, policy: str) -> Path:
     """Returns the folder of a policy in the checkpoint of `step` (counted from 0). Raises NotFound if no checkpoint has
     it."""
     for checkpoint in list_checkpoints(run.path):
@@ -128,15 +128,15 @@ def policy_folder(run: OpenRun, step: int, policy: str) -> Path:
     raise NotFound(f"no checkpoint after step {step} holds {policy}")
 
 
-def _folder(run: OpenRun, checkpoint: Checkpoint, policy: str) -> Path:
+def _folder(run: CatalogRun, checkpoint: Checkpoint, policy: str) -> Path:
     return run.file(str((checkpoint.path / checkpoint.names[policy]).relative_to(run.path)))
 
 
-def _member_json(run: OpenRun, checkpoint: Checkpoint, policy: str) -> Path:
+def _member_json(run: CatalogRun, checkpoint: Checkpoint, policy: str) -> Path:
     return run.file(str((_folder(run, checkpoint, policy) / "member.json").relative_to(run.path)))
 
 
-def member_weights_folder(run: OpenRun, name: str) -> Path:
+def member_weights_folder(run: CatalogRun, name: str) -> Path:
     """Returns the weight folder of a member. Raises NotFound if there is no such member or it has no weights."""
     for one in read_json_list(run.file("population.json")):
         if one["name"] == name and one.get("weights"):

@@ -19,7 +19,7 @@ from palestra.config import validate
 from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, system, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
-from palestra.dashboard.catalog import MAX_TREE_BYTES, NotFound, OpenRun, RunCatalog
+from palestra.dashboard.catalog import MAX_TREE_BYTES, CatalogRun, NotFound, RunCatalog
 from palestra.dashboard.logs import PARSE_ERRORS
 from palestra.populations.ratings import cyclicity
 from palestra.report.population_data import PopulationRecord
@@ -186,7 +186,7 @@ class DashboardApi:
         step = int(request.query_params.get("step", -1))
         return json_response(request, replays.replay_view(self.library.run(path["run"]), path["name"], step))
 
-    def _episode(self, request: Request) -> tuple[OpenRun, str, int]:
+    def _episode(self, request: Request) -> tuple[CatalogRun, str, int]:
         run = self.library.run(request.path_params["run"])
         step: int = request.path_params["step"]
         return run, f"episodes/step-{step:06d}.parquet", request.path_params["episode"]
@@ -219,12 +219,12 @@ class DashboardApi:
 
     # ---- inside
 
-    def _refreshed_run(self, name: str) -> OpenRun:
+    def _refreshed_run(self, name: str) -> CatalogRun:
         run = self.library.run(name)
         run.refresh()
         return run
 
-    def _record(self, run: OpenRun) -> PopulationRecord:
+    def _record(self, run: CatalogRun) -> PopulationRecord:
         stamp = run_status.file_stamp(run.path)
         known = self._records.get(run.name)
         if known is None or known[0] != stamp:
@@ -232,7 +232,7 @@ class DashboardApi:
             self._records = {run.name: known}  # only one is cached: a large league's record takes much memory
         return known[1]
 
-    def _alarms(self, run: OpenRun) -> list[Alarm]:
+    def _alarms(self, run: CatalogRun) -> list[Alarm]:
         if not run.file("tasks.jsonl").exists():
             return run_status.metric_alarms(run)
         try:
@@ -241,7 +241,7 @@ class DashboardApi:
             return []
 
 
-def base_models(run: OpenRun) -> dict[str, str]:
+def base_models(run: CatalogRun) -> dict[str, str]:
     """Returns the base model of each policy; "" holds that of a population, whose members share one base."""
     tree = run.config
     found = {name: str(own.get("base") or "") for name, own in (tree.get("policies") or {}).items() if own}

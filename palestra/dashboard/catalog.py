@@ -22,7 +22,7 @@ class NotFound(Exception):
     """Raised if a requested object does not exist or may not be shown; becomes HTTP 404."""
 
 
-class OpenRun:
+class CatalogRun:
     """An open run: its logs and its episode index, read incrementally."""
 
     def __init__(self, root: Path, name: str) -> None:
@@ -81,20 +81,20 @@ class RunCatalog:
         if (root / "config.yaml").is_file():
             raise ValueError(f"{root} is a run; the dashboard needs the folder that holds it: {root.resolve().parent}")
         self.root = root.resolve()
-        self._open: OrderedDict[str, OpenRun] = OrderedDict()
+        self._open: OrderedDict[str, CatalogRun] = OrderedDict()
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
         """Returns the names of all runs, unsorted."""
         return [path.parent.name for path in self.root.glob("*/config.yaml") if self._shown(path.parent.name)]
 
-    def run(self, name: str) -> OpenRun:
+    def run(self, name: str) -> CatalogRun:
         """Returns an open run; the `MAX_OPEN_RUNS` most recently used stay open. Raises NotFound if there is no such
         run."""
         if not self._shown(name):
             raise NotFound(f"there is no run {name!r} here")
         with self._lock:
-            run = self._open.get(name) or OpenRun(self.root, name)
+            run = self._open.get(name) or CatalogRun(self.root, name)
             self._open[name] = run
             self._open.move_to_end(name)
             while len(self._open) > MAX_OPEN_RUNS:

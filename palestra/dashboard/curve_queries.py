@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from palestra.config import StrictModel
-from palestra.dashboard.catalog import OpenRun
+from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.logs import MetricLog
 from palestra.dashboard.run_status import experiment_config, step_seconds
 from palestra.runs.series import Series, align, clip_x, counter_at, smooth, thin
@@ -39,7 +39,7 @@ class CurveQuery(StrictModel):
     """Combine runs that differ only in their seed into one curve: mean, minimum and maximum."""
 
 
-def curves(runs: Sequence[OpenRun], query: CurveQuery) -> list[dict[str, Any]]:
+def curves(runs: Sequence[CatalogRun], query: CurveQuery) -> list[dict[str, Any]]:
     """Returns the existing curves by metric, then run (or group of seeds), then policy or evaluation; metrics that a
     run lacks are left out. Raises ValueError for an unknown log or axis."""
     found = []
@@ -56,11 +56,11 @@ def curves(runs: Sequence[OpenRun], query: CurveQuery) -> list[dict[str, Any]]:
     return found
 
 
-def _groups(runs: Sequence[OpenRun], seeds: bool) -> list[list[OpenRun]]:
+def _groups(runs: Sequence[CatalogRun], seeds: bool) -> list[list[CatalogRun]]:
     """Groups runs whose configs differ only in name and seed, if `seeds`."""
     if not seeds:
         return [[run] for run in runs]
-    groups: list[tuple[dict[str, Any], list[OpenRun]]] = []
+    groups: list[tuple[dict[str, Any], list[CatalogRun]]] = []
     for run in runs:
         own = experiment_config(run.config)
         for known, group in groups:
@@ -72,7 +72,7 @@ def _groups(runs: Sequence[OpenRun], seeds: bool) -> list[list[OpenRun]]:
     return [group for _, group in groups]
 
 
-def log_of_metric(run: OpenRun, metric: str) -> MetricLog:
+def log_of_metric(run: CatalogRun, metric: str) -> MetricLog:
     """Returns the log that a metric LOG/KEY is in. Raises ValueError for an unknown log."""
     logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
     log, _, _ = metric.partition("/")
@@ -83,7 +83,7 @@ def log_of_metric(run: OpenRun, metric: str) -> MetricLog:
     return logs[log]
 
 
-def curve(run: OpenRun, metric: str, name: str, axis: str) -> Series:
+def curve(run: CatalogRun, metric: str, name: str, axis: str) -> Series:
     """Returns a metric of one policy or evaluation over an axis, x ascending. Raises ValueError for an unknown
     axis."""
     steps, values = log_of_metric(run, metric).column(name, metric.partition("/")[2])
@@ -92,7 +92,7 @@ def curve(run: OpenRun, metric: str, name: str, axis: str) -> Series:
     return Series(x[order], values[order])
 
 
-def _axis(run: OpenRun, name: str, steps: np.ndarray, axis: str) -> np.ndarray:
+def _axis(run: CatalogRun, name: str, steps: np.ndarray, axis: str) -> np.ndarray:
     """Returns the axis values [T] of log lines with these steps: steps done, or another counter of the run,
     interpolated linearly between its own lines. Raises ValueError for an unknown axis."""
     if axis not in AXES:
@@ -110,7 +110,7 @@ def _axis(run: OpenRun, name: str, steps: np.ndarray, axis: str) -> np.ndarray:
     return counter_at(steps, at, values)
 
 
-def _clock(run: OpenRun) -> Series:
+def _clock(run: CatalogRun) -> Series:
     """Returns the training steps and the seconds elapsed after each: a population's wall-clock time, else the sum of
     the phases."""
     steps, elapsed = run.timings.column(TEAM, "elapsed_s")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.dashboard.catalog import OpenRun
+from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.curve_queries import json_numbers
 from palestra.populations.payoffs import PayoffTable
 from palestra.populations.ratings import cyclicity, fit_elo
@@ -21,7 +21,7 @@ from palestra.runs import read_lines
 DEFAULT_MEMBERS = 40  # newest members of each side of the payoff table that are sent by default
 
 
-def load_record(run: OpenRun) -> PopulationRecord:
+def load_record(run: CatalogRun) -> PopulationRecord:
     """Returns the population record from the run's files. Raises ValueError if the run trains no population or has not
     started."""
     for name in (TASKS_FILE, "population.json", CROSSPLAY_FILE, "metrics.jsonl", "timings.jsonl", EXPLOITS_FILE):
@@ -29,7 +29,7 @@ def load_record(run: OpenRun) -> PopulationRecord:
     return read_record(run.path)
 
 
-def population_view(run: OpenRun, record: PopulationRecord, last: int = DEFAULT_MEMBERS) -> dict[str, Any]:
+def population_view(run: CatalogRun, record: PopulationRecord, last: int = DEFAULT_MEMBERS) -> dict[str, Any]:
     """Returns all that the page draws, ready for JSON. Tables hold the `last` newest members; the full counts are
     included."""
     return {

@@ -9,20 +9,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from palestra.dashboard.catalog import NotFound, OpenRun
-from palestra.runs.replays import REPLAYS_FOLDER, Replay, list_replays, read_replays, replay_file
+from palestra.dashboard.catalog import CatalogRun, NotFound
+from palestra.runs.replays import REPLAYS_FOLDER, GameReplay, list_replays, read_replays, replay_file
 
 MAX_FILE_BYTES = 2**25  # of a file that is read; palestra writes some 0.1 to 2 MB
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
-def replay_list(run: OpenRun) -> list[dict[str, Any]]:
+def replay_list(run: CatalogRun) -> list[dict[str, Any]]:
     """Returns the evaluations that have replays, each with the steps after which it was played."""
     found = list_replays(run.path) if run.file(REPLAYS_FOLDER).is_dir() else {}
     return [{"name": name, "steps": steps} for name, steps in found.items()]
 
 
-def replay_view(run: OpenRun, evaluation: str, step: int) -> dict[str, Any]:
+def replay_view(run: CatalogRun, evaluation: str, step: int) -> dict[str, Any]:
     """Returns the games of `evaluation` after `step`. Raises NotFound if there are none, ValueError if the file is none
     of replays or too large."""
     name = replay_file(evaluation, step)
@@ -38,7 +38,7 @@ def replay_view(run: OpenRun, evaluation: str, step: int) -> dict[str, Any]:
     return asdict(header) | {"episodes": [_episode(replay) for replay in replays]}
 
 
-def _episode(replay: Replay) -> dict[str, Any]:
+def _episode(replay: GameReplay) -> dict[str, Any]:
     frames = [
         {
             "picture": _data_url(frame.picture),

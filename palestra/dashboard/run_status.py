@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from palestra.dashboard.alarms import Alarm, find_alarms
-from palestra.dashboard.catalog import OpenRun, Tree
+from palestra.dashboard.catalog import CatalogRun, Tree
 from palestra.dashboard.logs import MetricLog, last_lines
 from palestra.files import file_size
 from palestra.runs.headline import eval_interval, format_eval, headline_eval, training_success_label
@@ -43,7 +43,7 @@ def _stat(path: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
-def list_entry(run: OpenRun, locks: Mapping[int, int]) -> Tree:
+def list_entry(run: CatalogRun, locks: Mapping[int, int]) -> Tree:
     """Returns a run's entry in the list of runs, from its config and the ends of its logs. `locks` is
     `held_locks()`."""
     config, meta = run.config, run.meta
@@ -100,7 +100,7 @@ def headline(evals: Mapping[str, Mapping[str, Any]], team: Mapping[str, Any]) ->
     return f"{name} {format_eval(evals[name])}" if name else ""
 
 
-def metric_alarms(run: OpenRun) -> list[Alarm]:
+def metric_alarms(run: CatalogRun) -> list[Alarm]:
     """Returns the alarms that the metrics of an open, refreshed run raise; those of a population's games are not among
     them."""
     if run.file("tasks.jsonl").exists():
@@ -132,7 +132,7 @@ def progress(config: Tree, metrics: Mapping[str, Mapping[str, Any]]) -> tuple[fl
     return float(team.get("step", -1)) + 1, float(config.get("steps") or 0)
 
 
-def status(run: OpenRun, done: float, total: float, locks: Mapping[int, int]) -> str:
+def status(run: CatalogRun, done: float, total: float, locks: Mapping[int, int]) -> str:
     """Returns "running", "done" or "stopped". A plan that ended early on its stop criterion reads as "stopped" too."""
     lock = run.file(".lock")
     if lock.exists() and lock.stat().st_ino in locks:
@@ -153,7 +153,7 @@ def held_locks() -> dict[int, int]:
     return {int(row[5].rsplit(":", 1)[1]): int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK"}
 
 
-def time_left(run: OpenRun, done: float, total: float) -> float | None:
+def time_left(run: CatalogRun, done: float, total: float) -> float | None:
     """Returns the estimated seconds left at the speed of the newest steps; None if unknown."""
     last = run.timings.last_by_name().get(TEAM, {})
     if not total or not done or done >= total:

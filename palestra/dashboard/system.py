@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from palestra.dashboard.catalog import OpenRun
+from palestra.dashboard.catalog import CatalogRun
 from palestra.dashboard.logs import MetricLog
 from palestra.dashboard.run_status import disk_usage, held_locks, phase_keys
 from palestra.runs.worker_stats import COUNTERS
@@ -20,7 +20,7 @@ MAX_ERRORS = 20  # distinct errors that are listed, the most frequent first
 SAMPLE_S = 0.1  # seconds over which CPU use is measured
 
 
-def system_status(run: OpenRun) -> dict[str, Any]:
+def system_status(run: CatalogRun) -> dict[str, Any]:
     """Returns local processes, this machine's load, workers, queues, newest timings, failures, disk use in bytes, and
     meta.json."""
     lock = run.file(".lock")
@@ -67,7 +67,7 @@ def _seconds(line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key != "policy"}
 
 
-def queue_metrics(run: OpenRun) -> dict[str, float]:
+def queue_metrics(run: CatalogRun) -> dict[str, float]:
     """Returns the number of buffered episodes, their staleness, and the seconds that training waited."""
     found: dict[str, float] = {}
     buffer = run.path / "buffer"

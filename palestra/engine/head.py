@@ -28,7 +28,7 @@ from palestra.engine.models import Engine
 MAX_TOKENS_PER_ROW = 1.5  # with more, computing each row twice costs less than each token once
 
 
-class Head:
+class LMHead:
     """The output head of `engine` with the adapters of `route`, in the engine's autocast dtype of this moment."""
 
     def __init__(self, engine: Engine, route: AdapterRoute | None) -> None:
@@ -84,7 +84,7 @@ def scored_tokens(engine: Engine, row_M: np.ndarray, token_M: np.ndarray, temper
     return ScoredTokens(engine.tensor(row_M), engine.tensor(token_M), temperature)
 
 
-def score_tokens(head: Head, hidden_RH: Tensor, wanted: ScoredTokens, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+def score_tokens(head: LMHead, hidden_RH: Tensor, wanted: ScoredTokens, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
     """Returns the log-probability [M] of each token and the entropy [M] of its distribution in nats, at least float32.
     Log-probabilities have gradients; entropies only with `entropy_grad`."""
     if fits_at_once(len(hidden_RH), head.vocab_size):
@@ -98,7 +98,7 @@ def score_tokens(head: Head, hidden_RH: Tensor, wanted: ScoredTokens, *, entropy
     return select_rows(logp_M, index_M), select_rows(entropy_M, index_M)
 
 
-def _score_by_row(head: Head, hidden_RH: Tensor, wanted: ScoredTokens, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+def _score_by_row(head: LMHead, hidden_RH: Tensor, wanted: ScoredTokens, entropy_grad: bool) -> tuple[Tensor, Tensor]:
     """Scores tokens with logits that are recomputed in the backward pass, each row's once for all of its tokens."""
     row_M, order_M = wanted.row_M.sort(stable=True)
     temperature_M = None if wanted.temperature_M is None else wanted.temperature_M[order_M]
@@ -158,7 +158,7 @@ class FrozenHeadScore(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_MH: Tensor, head: Head, wanted: ScoredTokens, entropy_grad: bool
+        ctx: Any, hidden_MH: Tensor, head: LMHead, wanted: ScoredTokens, entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
         kinds = (1 + entropy_grad) if ctx.needs_input_grad[0] else 0
         grads = [torch.empty_like(hidden_MH) for _ in range(kinds)]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.engine.head import Head, score_logits, score_tokens, scored_tokens, select_rows
+from palestra.engine.head import LMHead, score_logits, score_tokens, scored_tokens, select_rows
 from palestra.engine.logits import widen
 from palestra.engine.lora import Adapter
 from palestra.engine.lora_routes import SingleAdapterRoute
@@ -70,7 +70,7 @@ class PackedBatch:
             scores = score_logits(widen(logits), wanted, entropy_grad=entropy_grad)
         else:
             features = engine.hidden_states(*flat)
-            scores = score_tokens(Head(engine, route), features, wanted, entropy_grad=entropy_grad)
+            scores = score_tokens(LMHead(engine, route), features, wanted, entropy_grad=entropy_grad)
         return TokenOutputs(*scores, select_rows(features, wanted.row_M))
 
 

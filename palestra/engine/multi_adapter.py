@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from palestra.engine.head import Head, ScoredTokens, score_tokens
+from palestra.engine.head import LMHead, ScoredTokens, score_tokens
 from palestra.engine.logits import fits_at_once, widen
 from palestra.engine.lora import Adapter
 from palestra.engine.lora_routes import SingleAdapterRoute, count_kept_rows
@@ -267,7 +267,7 @@ class ChunkedHead:
     """The head of one job in a pass whose logits do not fit at once."""
 
     def __init__(self, engine: Engine, adapter: Adapter, hidden_CH: Tensor) -> None:
-        self.head, self.hidden_CH = Head(engine, SingleAdapterRoute(adapter)), hidden_CH
+        self.head, self.hidden_CH = LMHead(engine, SingleAdapterRoute(adapter)), hidden_CH
 
     def logprobs(self, row_M: Tensor, token_M: Tensor) -> Tensor:
         rows, row_M = row_M.unique(return_inverse=True)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from palestra.backends.async_backend import AsyncBackend
 from palestra.backends.config import RolloutBackendConfig, open_backend, require_ray
 from palestra.backends.episode_tasks import DistributedEval, DistributedSource, EpisodeDispatcher, episodes_per_slice
-from palestra.backends.recoverable_trainer import ProcessHandle, RecoverableTrainer, RemoteWeights, WeightHost
+from palestra.backends.recoverable_trainer import HostedWeights, ProcessHandle, RecoverableTrainer, WeightHost
 from palestra.builders import text
 from palestra.builders.engines import Engines
 from palestra.builders.text_config import TextConfig
@@ -187,7 +187,7 @@ class RayEngines(DriverEngines):
         self._learners += 1
         self.specs[place][name] = LearnerArgs(config, seed, critic)
         return LanguageLearner(
-            name, config, RemoteWeights(self.trainers[place], name), NoSampler(), load_tokenizer(config.base)
+            name, config, HostedWeights(self.trainers[place], name), NoSampler(), load_tokenizer(config.base)
         )
 
     def _holder(self, specs: Mapping[str, LearnerArgs]) -> ProcessHandle:

@@ -49,7 +49,7 @@ class RunKind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunRequest:
+class LaunchRequest:
     """A checked and resolved training request: a config of `kind`, and the run to resume (None: a new one in
     `root`). `stored`, if given, becomes the config of the resumed run."""
 
@@ -83,13 +83,13 @@ def run_request(
     name: str | None = None,
     root: str | Path = "runs",
     stored: Tree | None = None,
-) -> RunRequest:
+) -> LaunchRequest:
     """Returns the checked request for the run that `tree` describes. Raises ValueError for mistakes in the config."""
     kind = run_kind(tree)
     config = validate_config(kind, tree)
     check_sinks(config.sinks)
     _check_env_is_importable(config)
-    return RunRequest(kind, config, tree, resume, name, Path(root), stored)
+    return LaunchRequest(kind, config, tree, resume, name, Path(root), stored)
 
 
 def _check_env_is_importable(config: Any) -> None:
@@ -112,7 +112,7 @@ def _check_env_is_importable(config: Any) -> None:
 
 
 @contextmanager
-def open_run(request: RunRequest) -> Iterator[OpenRun]:
+def open_run(request: LaunchRequest) -> Iterator[OpenRun]:
     """Context that builds everything, creates or resumes the run and feeds its sinks. An exception inside is also
     written to the run's error.txt."""
     kind, config = request.kind, request.config
@@ -129,7 +129,7 @@ def open_run(request: RunRequest) -> Iterator[OpenRun]:
         yield OpenRun(kind, run, partial(kind.execute, setup, run, config))
 
 
-def _run_folder(request: RunRequest) -> Run:
+def _run_folder(request: LaunchRequest) -> Run:
     config = request.config
     if not request.resume:
         name = check_folder_name(request.name or config.name)

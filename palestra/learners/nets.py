@@ -28,7 +28,7 @@ from palestra.learners.policy_stack import (
     strip_prefix,
     write_policy,
 )
-from palestra.nets.heads import Head, make_head
+from palestra.nets.heads import ActionHead, make_head
 from palestra.nets.layers import Net, make_generators
 from palestra.nets.normalise import RunningNorm
 from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
@@ -149,7 +149,7 @@ class NetLearner(ABC):
             world.update(rows, torch.ones(rows.shape[:2]), self.gradient_sync.all_reduce)
             self.global_norm = world
 
-    def output_size(self, head: Head) -> int:
+    def output_size(self, head: ActionHead) -> int:
         """Returns the number of outputs of a policy's network."""
         return head.outputs
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.files import read_arrays, write_arrays
 from palestra.nets.continuous_heads import SquashedHead, TanhHead
-from palestra.nets.heads import CategoricalHead, GaussianHead, Head, MultiCategoricalHead
+from palestra.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
 from palestra.nets.layers import Net, NetConfig, make_generators, member_weights, set_member_weights
 from palestra.nets.normalise import RunningNorm, SumOverProcesses
 from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
@@ -134,7 +134,7 @@ class PolicyStack:
 
     seat_mapping: SeatMapping
     config: NetPolicyConfig
-    head: Head
+    head: ActionHead
     net: Net
     optimizer: StackedAdam
     norm: RunningNorm | None
@@ -175,7 +175,7 @@ class PolicyStack:
         )
 
 
-HEADS: dict[str, Callable[[Any], Head]] = {
+HEADS: dict[str, Callable[[Any], ActionHead]] = {
     "CategoricalHead": CategoricalHead,
     "MultiCategoricalHead": MultiCategoricalHead,
     "GaussianHead": GaussianHead,

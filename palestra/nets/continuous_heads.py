@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from palestra.envs.vector.base import Continuous
-from palestra.nets.heads import Head
+from palestra.nets.heads import ActionHead
 from palestra.nets.seat_mapping import SeatMapping
 
 LOG_2 = math.log(2)
 MAX_UNIT = 1 - 1e-6  # bound of the input of atanh in float32
 
 
-class BoundedHead(Head):
+class BoundedHead(ActionHead):
     """Base of heads with bounded continuous actions. Raises ValueError for a space without finite bounds."""
 
     def __init__(self, space: Continuous) -> None:
@@ -148,7 +148,7 @@ class ActionEncoder:
     """Encodes actions as vectors, those of all seats that learn concatenated: one-hot, or units from -1 to 1. `heads`
     maps seats to heads. A seat that does not act has the code of its first action, or zeros."""
 
-    def __init__(self, heads: Mapping[int, Head]) -> None:
+    def __init__(self, heads: Mapping[int, ActionHead]) -> None:
         self.heads = dict(sorted(heads.items()))
         self.columns: dict[int, list[int]] = {}
         self.size = 0
@@ -183,13 +183,13 @@ class ActionEncoder:
         return torch.tensor([[self.columns[seat] for seat in own] for own in seat_mapping.seats])  # [P, S, A]
 
 
-def encode_action(head: Head, action: Tensor) -> Tensor:
+def encode_action(head: ActionHead, action: Tensor) -> Tensor:
     """Returns encoded actions: [M, ...] -> [M, A], without padding."""
     if isinstance(head, BoundedHead):
         return head.to_unit(action[:, : head.width])
     return one_hot(action, head.outputs)
 
 
-def idle_code(head: Head) -> Tensor:
+def idle_code(head: ActionHead) -> Tensor:
     """Returns the encoded action of a seat that does not act [A]."""
     return torch.eye(head.outputs)[0] if not head.width else torch.zeros(head.width)

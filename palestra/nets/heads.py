@@ -17,7 +17,7 @@ from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
 MASKED_LOGIT = -1e9  # logit of masked actions: finite, so that products with a zero probability are not nan
 
 
-class Head(ABC):
+class ActionHead(ABC):
     """Base of distributions over actions with `outputs` parameters. `width` is the length of an action, 0 for a plain
     index."""
 
@@ -37,7 +37,7 @@ class Head(ABC):
         """Returns log-probabilities of given actions, and entropies (nats)."""
 
 
-class CategoricalHead(Head):
+class CategoricalHead(ActionHead):
     """Categorical distribution over n actions."""
 
     width = 0
@@ -66,7 +66,7 @@ class CategoricalHead(Head):
         return logp.gather(-1, action[..., None])[..., 0], -(logp.exp() * logp).sum(-1)
 
 
-class MultiCategoricalHead(Head):
+class MultiCategoricalHead(ActionHead):
     """Several independent categorical distributions."""
 
     def __init__(self, space: MultiDiscrete) -> None:
@@ -88,7 +88,7 @@ class MultiCategoricalHead(Head):
         return torch.stack([logp for logp, _ in scores]).sum(0), torch.stack([entropy for _, entropy in scores]).sum(0)
 
 
-class GaussianHead(Head):
+class GaussianHead(ActionHead):
     """Independent Gaussians in half-widths of the space (1 around 0 where it is unbounded); the env clips actions
     outside."""
 
@@ -126,7 +126,7 @@ class GaussianHead(Head):
         return (-0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
-def make_head(space: Space) -> Head:
+def make_head(space: Space) -> ActionHead:
     """Returns the distribution for an action space."""
     if isinstance(space, Discrete):
         return CategoricalHead(space)

@@ -55,16 +55,16 @@ class ReplayBatch:
 
 @dataclass
 class TransitionBatch(ReplayBatch):
-    """M joint transitions sampled from a `Replay`: `obs [M, N, *view]`, and `next_obs` of each seat's own next
+    """M joint transitions sampled from a `ReplayBuffer`: `obs [M, N, *view]`, and `next_obs` of each seat's own next
     decision, or the final observation of its game."""
 
     obs: Tensor
     next_obs: Tensor
 
 
-class Replay:
-    """Replay buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all). `n_step` is the
-    number of decisions in n-step returns, `priority` the exponent of TD errors in prioritised sampling, 0 for uniform.
+class ReplayBuffer:
+    """Buffer of the last `capacity` joint transitions in which one of `seats` acts (None: all). `n_step` is the number
+    of decisions in n-step returns, `priority` the exponent of TD errors in prioritised sampling, 0 for uniform.
 
     With `count_env_steps` every step of the env counts as a decision of every seat, for algorithms that evaluate all
     seats at once. The seats of a `team` share one future, which is worth 0 only once the last of them has terminated.

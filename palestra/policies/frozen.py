@@ -18,7 +18,7 @@ from torch import Tensor
 from palestra.envs.vector.base import VectorEnv, VectorStep
 from palestra.envs.vector.check import random_actions
 from palestra.jit import jit, jit_inline
-from palestra.nets.heads import Head
+from palestra.nets.heads import ActionHead
 from palestra.nets.layers import Net
 from palestra.nets.normalise import RunningNorm
 from palestra.nets.seat_mapping import SeatMapping
@@ -34,7 +34,7 @@ class NetMember:
 
     seat_mapping: SeatMapping
     net: Net
-    head: Head
+    head: ActionHead
     norm: RunningNorm | None = None
     greedy: bool = False
     live: bool = False

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from palestra.envs.vector.base import VectorStep
 from palestra.nets.continuous_heads import LOG_2, BoundedHead
-from palestra.nets.heads import Head
+from palestra.nets.heads import ActionHead
 from palestra.nets.layers import Net
 from palestra.nets.seat_mapping import SeatMapping
 
@@ -70,12 +70,12 @@ class NetVectorPolicy:
         return put(actions.view(P, B, S, *actions.shape[2:])), logp_by_seat, recurrent_state
 
 
-def sampling_selector(head: Head) -> ActionSelector:
+def sampling_selector(head: ActionHead) -> ActionSelector:
     """Returns a chooser that samples from the head's distribution."""
     return head.sample
 
 
-def greedy_selector(head: Head) -> ActionSelector:
+def greedy_selector(head: ActionHead) -> ActionSelector:
     """Returns a chooser that takes the most likely action."""
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
@@ -84,7 +84,7 @@ def greedy_selector(head: Head) -> ActionSelector:
     return choose
 
 
-def uniform_selector(head: Head) -> ActionSelector:
+def uniform_selector(head: ActionHead) -> ActionSelector:
     """Returns a chooser that samples legal actions uniformly."""
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:

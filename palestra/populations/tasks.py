@@ -226,7 +226,7 @@ class Plan(Protocol):
         ...
 
 
-class Worker(Protocol):
+class TaskWorker(Protocol):
     """Runs tasks, one at a time, in a process of its own or in the current one."""
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
@@ -238,7 +238,7 @@ class Worker(Protocol):
         ...
 
 
-WorkerFactory = Callable[[], Worker]  # must be picklable: a backend calls it in the worker's process
+WorkerFactory = Callable[[], TaskWorker]  # must be picklable: a backend calls it in the worker's process
 
 
 @dataclass(frozen=True)

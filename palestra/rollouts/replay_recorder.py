@@ -8,7 +8,7 @@ import numpy as np
 
 from palestra.envs.vector.base import RenderFrame, VectorEnv, VectorStep
 from palestra.envs.vector.canvas import to_png
-from palestra.runs.replays import Replay, ReplayFrame, ReplayHeader
+from palestra.runs.replays import GameReplay, ReplayFrame, ReplayHeader
 from palestra.types import Seat
 
 MAX_FRAMES = 600  # of a replay; a longer game is cut
@@ -26,13 +26,13 @@ class ReplayRecorder(VectorEnv):
         self.num_envs, self.seats, self.scripted_policies = env.num_envs, env.seats, env.scripted_policies
         self.observation_shapes, self.action_spaces = env.observation_shapes, env.action_spaces
         self.state_size = env.state_size
-        self.games: list[Replay] = []
+        self.games: list[GameReplay] = []
         self._agent_mask = np.zeros((0, 0), bool)
         self._shown: dict[int, RenderFrame] = {}  # positions of the games that are recorded
 
     def reset(self, seeds: np.ndarray) -> VectorStep:
         step = self.env.reset(seeds)
-        self.games = [Replay(int(seed)) for seed in seeds[: self.num_episodes]]
+        self.games = [GameReplay(int(seed)) for seed in seeds[: self.num_episodes]]
         self._look(step, range(self.num_episodes))
         return step
 
@@ -60,7 +60,7 @@ class ReplayRecorder(VectorEnv):
             seat_colours=self.env.seat_colours,
         )
 
-    def replays(self) -> list[Replay]:
+    def replays(self) -> list[GameReplay]:
         """Returns the recorded games, those without a frame excepted."""
         return [replay for replay in self.games if replay.frames]
 

@@ -48,7 +48,7 @@ class ReplayFrame:
 
 
 @dataclass
-class Replay:
+class GameReplay:
     """One game from its first step on. `end` is "terminated", "truncated", or "cut" if later steps were not recorded;
     `success` is None where the env does not define it."""
 
@@ -70,7 +70,7 @@ class ReplayHeader:
     seat_colours: Sequence[tuple[int, int, int]]
 
 
-def replay_table(header: ReplayHeader, replays: Sequence[Replay]) -> pa.Table:
+def replay_table(header: ReplayHeader, replays: Sequence[GameReplay]) -> pa.Table:
     """Returns replays as a table of `SCHEMA`."""
     rows = [
         {"episode": number, "seed": replay.seed, **vars(frame)}
@@ -99,12 +99,12 @@ def list_replays(run: Path) -> dict[str, list[int]]:
     return {name: sorted(steps) for name, steps in sorted(found.items())}
 
 
-def read_replays(path: Path) -> tuple[ReplayHeader, list[Replay]]:
+def read_replays(path: Path) -> tuple[ReplayHeader, list[GameReplay]]:
     """Returns the replays of a file. Raises OSError or ValueError if it cannot be read as one."""
     table = pq.read_table(path)
     facts: dict[str, Any] = json.loads((table.schema.metadata or {})[METADATA_KEY])
     ends = facts.pop("episodes")
-    replays = [Replay(0, [], **end) for end in ends]
+    replays = [GameReplay(0, [], **end) for end in ends]
     for row in table.to_pylist():
         replay = replays[row.pop("episode")]
         replay.seed = row.pop("seed")

@@ -48,7 +48,7 @@ from palestra.runs.checkpoints import (
     step_name,
 )
 from palestra.runs.episodes import to_table
-from palestra.runs.replays import REPLAYS_FOLDER, Replay, ReplayHeader, replay_file, replay_table
+from palestra.runs.replays import REPLAYS_FOLDER, GameReplay, ReplayHeader, replay_file, replay_table
 from palestra.runs.resource_usage import ResourceMeter
 from palestra.runs.settings import CONFIG_FILE, META_FILE, check_config, read_meta
 from palestra.runs.worker_stats import REPORT_INTERVAL_S, worker_stats
@@ -184,7 +184,7 @@ class Run:
         atomic_write(path, buffer.getvalue())
         return path
 
-    def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[Replay]) -> Path:
+    def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[GameReplay]) -> Path:
         """Writes the replays of evaluation `name` after `step` (-1: before training) and returns their path. A second
         call replaces the file."""
         path = path_inside(self.path, replay_file(name, step))

@@ -14,7 +14,7 @@ from palestra.engine.distributed import join_process_group, leave_process_group
 from palestra.runs import Run
 from palestra.runs.null_run import ReadOnlyRun
 from palestra.training import loop
-from palestra.training.loop import Callback, Trainer
+from palestra.training.loop import Callback, TrainerProtocol
 
 CONNECTION_LOST_SIGNS = (
     "closed by peer",
@@ -38,7 +38,7 @@ def distributed_run(open_run: Callable[[], Run]) -> Iterator[Run | ReadOnlyRun]:
     leave_process_group()
 
 
-def restore_checkpoint(trainer: Trainer, run: Any) -> int:
+def restore_checkpoint(trainer: TrainerProtocol, run: Any) -> int:
     """Runs `loop.restore_checkpoint` on every rank, on rank 0 first. Raises ValueError if the ranks find different
     checkpoints."""
     ranks = join_process_group()
@@ -57,7 +57,10 @@ def restore_checkpoint(trainer: Trainer, run: Any) -> int:
 
 
 def run_training(
-    trainer: Trainer, run: Any, callback: Callback | None = None, should_stop: Callable[[], bool] = lambda: False
+    trainer: TrainerProtocol,
+    run: Any,
+    callback: Callback | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Runs `loop.run_training` on every rank. All stop after the step in which `should_stop` returns True on any
     of them.

@@ -1,8 +1,8 @@
 """The training loop of every run: collect, update, log, evaluate, checkpoint, stop.
 
-A `Trainer` is what differs between kinds of runs: text.py trains language agents, async_rollouts.py does so while
-episodes are played ahead, vector.py trains networks in vectorised envs. The loop depends on neither torch nor any env,
-algorithm or backend by name.
+A `TrainerProtocol` is what differs between kinds of runs: text.py trains language agents, async_rollouts.py does so
+while episodes are played ahead, vector.py trains networks in vectorised envs. The loop depends on neither torch nor any
+env, algorithm or backend by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from palestra.runs import Checkpoint
-from palestra.runs.replays import Replay, ReplayHeader
+from palestra.runs.replays import GameReplay, ReplayHeader
 from palestra.types import Episode, Metrics
 
 
@@ -69,7 +69,7 @@ class RunProtocol(Protocol):
     def log_eval(self, step: int, name: str, metrics: Mapping[str, Any], /) -> None: ...
     def log_workers(self, step: int, /) -> None: ...
     def write_episodes(self, step: int, episodes: list[Episode], /) -> Any: ...
-    def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[Replay], /) -> Any: ...
+    def write_replays(self, step: int, name: str, header: ReplayHeader, replays: Sequence[GameReplay], /) -> Any: ...
     def sync(self) -> None: ...
     def resume(self) -> Checkpoint | None: ...
     def checkpoint(
@@ -77,7 +77,7 @@ class RunProtocol(Protocol):
     ) -> Any: ...
 
 
-class Trainer(Protocol):
+class TrainerProtocol(Protocol):
     """Protocol of a trainer: one step of a run of its kind, and its checkpoints. The loop calls `collect`, `update`
     and, for logged steps, `log`, all inside `open`.
 
@@ -150,7 +150,7 @@ class Trainer(Protocol):
 
 
 def run_training(
-    trainer: Trainer,
+    trainer: TrainerProtocol,
     run: RunProtocol,
     callback: Callback | None = None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -184,7 +184,9 @@ def run_training(
     return True
 
 
-def play_evals(trainer: Trainer, run: RunProtocol, step: int, callback: Callback, *, due_only: bool = True) -> None:
+def play_evals(
+    trainer: TrainerProtocol, run: RunProtocol, step: int, callback: Callback, *, due_only: bool = True
+) -> None:
     """Plays the evaluations that are due after `step` (with `due_only=False` all) and writes their metrics to the
     run."""
     for evaluation in trainer.evals:
@@ -194,13 +196,13 @@ def play_evals(trainer: Trainer, run: RunProtocol, step: int, callback: Callback
             callback.on_eval(step, evaluation.name, metrics)
 
 
-def save_checkpoint(trainer: Trainer, run: RunProtocol, step: int, *, keep: bool) -> None:
+def save_checkpoint(trainer: TrainerProtocol, run: RunProtocol, step: int, *, keep: bool) -> None:
     """Writes a checkpoint after `step`. With `keep` it is never pruned."""
     names = {name: name for name in trainer.policy_names}
     run.checkpoint(step, lambda folder: trainer.save(step, folder), {"names": names}, keep=keep)
 
 
-def restore_checkpoint(trainer: Trainer, run: RunProtocol) -> int:
+def restore_checkpoint(trainer: TrainerProtocol, run: RunProtocol) -> int:
     """Restores the run and the trainer from the newest intact checkpoint. Returns the next step to train.
 
     Raises ValueError if the run has checkpoints and none can be loaded.

@@ -13,9 +13,9 @@ import pytest
 
 from palestra.backends.file_bundle import pack_folder
 from palestra.backends.recoverable_trainer import (
+    HostedWeights,
     ProcessLost,
     RecoverableTrainer,
-    RemoteWeights,
     WeightHost,
     WeightsCall,
 )
@@ -107,7 +107,7 @@ def test_recovery_from_a_kill_at_any_call_is_bit_identical(
     """Trainer processes are killed at random calls, also during recovery."""
     holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(2, 400, 17)), late)
     bench = RecoverableTrainer(lambda: holder, copy_every)
-    both = {name: RemoteWeights(bench, name) for name in ("guide", "walker")}
+    both = {name: HostedWeights(bench, name) for name in ("guide", "walker")}
     results: dict[str, list[Any]] = {name: [] for name in both}
     for step in range(4):
         for name, weights in both.items():
@@ -118,7 +118,7 @@ def test_recovery_from_a_kill_at_any_call_is_bit_identical(
 
 def test_recovery_starts_from_the_last_checkpoint(base: Path, undisturbed: Any, tmp_path: Path) -> None:
     holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set())
-    weights = RemoteWeights(RecoverableTrainer(lambda: holder), "guide")
+    weights = HostedWeights(RecoverableTrainer(lambda: holder), "guide")
     lesson(weights, 0)
     weights.save(tmp_path)
     lesson(weights, 1)
@@ -131,13 +131,13 @@ def test_recovery_starts_from_the_last_checkpoint(base: Path, undisturbed: Any, 
 def test_call_that_kills_every_process_is_given_up(base: Path) -> None:
     holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(1, 99)))
     with pytest.raises(ValueError, match="3 processes in a row died that train guide, the last so: out of memory"):
-        RemoteWeights(RecoverableTrainer(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
+        HostedWeights(RecoverableTrainer(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
 
 
 def test_errors_of_the_trainer_process_are_raised_in_the_caller(base: Path) -> None:
     bench = RecoverableTrainer(lambda: Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set()))
     with pytest.raises(ValueError, match="this policy has no critic"):
-        RemoteWeights(bench, "guide").values(samples(0))
+        HostedWeights(bench, "guide").values(samples(0))
     with pytest.raises(ValueError, match="are in another process"):
-        RemoteWeights(bench, "guide").snapshot("guide@0")
+        HostedWeights(bench, "guide").snapshot("guide@0")
     assert bench.num_losses == 0 and bench.call("walker", WeightsCall("values", (samples(0),)))

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from palestra.dashboard import replays
 from palestra.dashboard.app import build_dashboard
 from palestra.runs import Run
-from palestra.runs.replays import Replay, ReplayFrame, ReplayHeader, replay_file
+from palestra.runs.replays import GameReplay, ReplayFrame, ReplayHeader, replay_file
 
 HEADER = ReplayHeader(
     env="toy", seats=["a", "b"], players=["net", "script"], action_names=["stay", "go"], seat_colours=[(1, 2, 3)]
@@ -26,7 +26,7 @@ FRAMES = [
     ),
     ReplayFrame(picture=None, text="x . o", acts=[False, True], actions=[[0], [1]], rewards=[0, 1]),
 ]
-REPLAYS = [Replay(7, FRAMES, "terminated", True), Replay(8, FRAMES[2:], "cut")]
+REPLAYS = [GameReplay(7, FRAMES, "terminated", True), GameReplay(8, FRAMES[2:], "cut")]
 
 
 @pytest.fixture

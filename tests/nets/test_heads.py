@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch.distributions import Categorical, Normal
 
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
-from palestra.nets.heads import CategoricalHead, GaussianHead, Head, MultiCategoricalHead, make_head
+from palestra.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead, make_head
 
 SPACES: list[Space] = [Discrete(4), MultiDiscrete((2, 3)), Continuous((-1.0, 0.0), (1.0, 4.0))]
 
@@ -175,7 +175,7 @@ def test_deviation_is_clamped() -> None:
 
 @pytest.mark.parametrize("space", SPACES)
 def test_mode_is_the_likeliest_action(space: Space) -> None:
-    head: Head = make_head(space)
+    head: ActionHead = make_head(space)
     out = noise(1, head.outputs)
     best, _ = head.evaluate_actions(out, head.mode(out, None), None)
     drawn = [head.sample(out, None, generator(seed))[1].item() for seed in range(30)]

@@ -1,4 +1,4 @@
-"""Replay of transitions: credit by hand and by definition, prioritised sampling, ring buffers."""
+"""Replay buffer of transitions: credit by hand and by definition, prioritised sampling, ring buffers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from vector_toys import Countdown
 
 from palestra.envs.vector.base import Discrete
-from palestra.nets.replay import Replay, TransitionBatch
+from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.nets.ring_buffer import MIN_PRIORITY, RingBuffer, SumTree
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch
 
 
-def everything(replay: Replay) -> TransitionBatch:
+def everything(replay: ReplayBuffer) -> TransitionBatch:
     """All rows in the order of their places, each once."""
     places = np.arange(len(replay))
     replay.ring.sample = lambda count, rng, beta: (places, np.ones(len(places)))  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ def column(x: torch.Tensor, seat: int = 0) -> list[float]:
 
 
 def test_one_step_transitions() -> None:
-    replay = Replay(10, gamma=0.5)
+    replay = ReplayBuffer(10, gamma=0.5)
     replay.add(game([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]], ends={1: "terminated"}))
     moves = everything(replay)
     assert column(moves.rewards) == [1, 2, 3] and column(moves.rewards, 1) == [10, 20, 30]
@@ -78,7 +78,7 @@ def test_one_step_transitions() -> None:
 
 
 def test_truncated_episode_bootstraps_from_its_final_observation_and_mask() -> None:
-    replay = Replay(10, gamma=0.5)
+    replay = ReplayBuffer(10, gamma=0.5)
     replay.add(game([[1.0], [2.0], [3.0]], ends={1: "truncated"}))
     moves = everything(replay)
     assert column(moves.discounts) == [0.5, 0.5, 0.5] and column(moves.next_obs) == [1, 101, 3]
@@ -92,14 +92,14 @@ def test_truncated_episode_bootstraps_from_its_final_observation_and_mask() -> N
 def test_terminated_and_truncated_counts_as_terminated() -> None:
     batch = game([[1.0], [2.0]], ends={1: "truncated"})
     batch.terminated[:] = batch.truncated
-    replay = Replay(10)
+    replay = ReplayBuffer(10)
     replay.add(batch)
     assert column(everything(replay).discounts)[1] == 0
 
 
 def test_three_step_transitions() -> None:
     # rows 0 and 1 look three ahead; the game is cut off after step 4, so rows 2, 3 and 4 look at its last view
-    replay = Replay(10, n_step=3, gamma=0.5)
+    replay = ReplayBuffer(10, n_step=3, gamma=0.5)
     replay.add(game([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]], ends={4: "truncated"}))
     moves = everything(replay)
     assert column(moves.rewards)[:5] == [1 + 1 + 1, 2 + 2 + 2, 4 + 4 + 4, 8 + 8, 16]
@@ -109,7 +109,7 @@ def test_three_step_transitions() -> None:
 
 
 def test_three_step_transitions_of_a_terminated_episode() -> None:
-    replay = Replay(10, n_step=3, gamma=0.5)
+    replay = ReplayBuffer(10, n_step=3, gamma=0.5)
     replay.add(game([[1.0], [2.0], [4.0], [8.0]], ends={2: "terminated"}))
     moves = everything(replay)
     assert column(moves.rewards)[:3] == [3, 4, 4]
@@ -127,7 +127,7 @@ def turns() -> RolloutBatch:
 
 
 def test_turn_based_time_counts_own_decisions() -> None:
-    replay = Replay(10, gamma=0.5)
+    replay = ReplayBuffer(10, gamma=0.5)
     replay.add(turns())
     moves = everything(replay)
     # seat 0 moved at 0 and 2: .25 fell with the other's move; its last move is paid with the other's last
@@ -145,7 +145,7 @@ def test_turn_based_time_counts_own_decisions() -> None:
 
 
 def test_two_step_transitions_count_own_decisions() -> None:
-    replay = Replay(10, n_step=2, gamma=0.5)
+    replay = ReplayBuffer(10, n_step=2, gamma=0.5)
     replay.add(turns())
     moves = everything(replay)
     assert column(moves.rewards) == [0.25 + 0.5 * 1, 0, 1, 0]
@@ -156,7 +156,7 @@ def test_two_step_transitions_count_own_decisions() -> None:
 def test_eliminated_seat_is_credited_to_the_end_without_delaying_others() -> None:
     agent_mask = [[True, True], [True, False], [True, False], [True, True]]
     batch = game([[1.0, 0.0], [1.0, 2.0], [1.0, 3.0]], agent_mask, ends={2: "truncated"})
-    replay = Replay(10, gamma=0.5)
+    replay = ReplayBuffer(10, gamma=0.5)
     replay.add(batch)
     moves = everything(replay)
     assert column(moves.rewards) == [1, 1, 1] and column(moves.rewards, 1) == [5, 0, 0]
@@ -173,7 +173,7 @@ def test_eliminated_seat_is_credited_to_the_end_without_delaying_others() -> Non
 
 
 def test_team_credit_counts_team_time() -> None:
-    replay = Replay(10, n_step=2, gamma=0.5, count_env_steps=True)
+    replay = ReplayBuffer(10, n_step=2, gamma=0.5, count_env_steps=True)
     replay.add(turns())
     moves = everything(replay)
     assert column(moves.rewards) == [0.125, 0.25, 0.5, 1]
@@ -186,7 +186,7 @@ def test_team_credit_counts_team_time() -> None:
 
 
 def test_only_transitions_of_learning_seats_are_stored() -> None:
-    replay = Replay(10, gamma=0.5, seats=[1])
+    replay = ReplayBuffer(10, gamma=0.5, seats=[1])
     replay.add(turns())
     moves = everything(replay)
     assert len(replay) == 2
@@ -207,7 +207,10 @@ def test_short_batches_equal_one_long_batch(turns: bool, n: int, joint: bool, ho
 
     def played(length: int) -> TransitionBatch:
         env = Countdown(games=3, turns=turns)
-        sweeper, replay = VectorRollout(env, np.arange(3)), Replay(1000, n_step=n, gamma=0.9, count_env_steps=joint)
+        sweeper, replay = (
+            VectorRollout(env, np.arange(3)),
+            ReplayBuffer(1000, n_step=n, gamma=0.9, count_env_steps=joint),
+        )
         actions = np.random.default_rng(5).integers(0, 2, (40, 3, 2)).astype(np.int32)
         time = [0]
 
@@ -247,7 +250,7 @@ def definition(batch: RolloutBatch, t: int, b: int, s: int, n: int, gamma: float
 def test_n_step_credit_equals_its_definition(turns: bool, n: int) -> None:
     env = Countdown(games=4, turns=turns, seats=3)
     batch = VectorRollout(env, np.arange(4)).collect([UniformVectorPolicy(env, [0, 1, 2])], 30, 1)
-    replay = Replay(1000, n_step=n, gamma=0.8)
+    replay = ReplayBuffer(1000, n_step=n, gamma=0.8)
     replay.add(batch)
     moves, seen = everything(replay), 0
     for t in range(30):
@@ -266,7 +269,7 @@ def test_n_step_credit_equals_its_definition(turns: bool, n: int) -> None:
 
 def test_abandoned_episode_is_not_joined_to_the_next() -> None:
     """Where games cannot be saved they begin anew at a checkpoint."""
-    replay = Replay(10, n_step=2, gamma=0.5)
+    replay = ReplayBuffer(10, n_step=2, gamma=0.5)
     replay.add(game([[1.0], [2.0]]))
     replay.add(game([[4.0], [8.0], [16.0]]))
     assert column(everything(replay).rewards)[:3] == [1 + 1, 2, 4 + 4]
@@ -277,7 +280,7 @@ def test_abandoned_episode_is_not_joined_to_the_next() -> None:
 
 
 def test_newest_rows_overwrite_the_oldest() -> None:
-    replay = Replay(4, gamma=0.5)
+    replay = ReplayBuffer(4, gamma=0.5)
     replay.add(game([[1.0], [2.0], [3.0]]))
     assert len(replay) == 3
     replay.add(game([[4.0], [5.0]], first=3))
@@ -290,7 +293,7 @@ def test_newest_rows_overwrite_the_oldest() -> None:
 def test_overwritten_row_gets_no_credit() -> None:
     """Row 0 is known only at the end, when its place belongs to another."""
     agent_mask = [[True, False]] + [[False, True]] * 3 + [[True, True]]
-    replay = Replay(3, gamma=0.5)
+    replay = ReplayBuffer(3, gamma=0.5)
     replay.add(game([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [7.0, 4.0]], agent_mask, ends={3: "terminated"}))
     moves = everything(replay)
     assert column(moves.rewards) == [0, 0, 0] and column(moves.weight) == [0, 0, 0]
@@ -298,7 +301,7 @@ def test_overwritten_row_gets_no_credit() -> None:
 
 
 def test_batch_may_exceed_the_capacity() -> None:
-    replay = Replay(3, n_step=2, gamma=1.0)
+    replay = ReplayBuffer(3, n_step=2, gamma=1.0)
     replay.add(game([[float(2**t)] for t in range(8)]))
     assert column(everything(replay).rewards) == [64 + 128, 128, 32 + 64]
     assert column(everything(replay).weight) == [1, 0, 1]
@@ -306,7 +309,7 @@ def test_batch_may_exceed_the_capacity() -> None:
 
 def test_byte_observations_stay_bytes() -> None:
     batch = game([[1.0], [2.0]], ends={1: "terminated"})
-    replay = Replay(4)
+    replay = ReplayBuffer(4)
     replay.add(replace(batch, obs=batch.obs.astype(np.uint8), final_obs=batch.final_obs.astype(np.uint8)))
     moves = everything(replay)
     assert moves.obs.dtype == moves.next_obs.dtype == torch.uint8
@@ -314,7 +317,7 @@ def test_byte_observations_stay_bytes() -> None:
 
 
 def test_optional_columns_are_absent_if_unused() -> None:
-    replay = Replay(4)
+    replay = ReplayBuffer(4)
     replay.add(replace(game([[1.0], [2.0]]), action_mask=None, state=None, final_state=None))
     moves = everything(replay)
     assert moves.action_mask is moves.next_action_mask is moves.state is moves.next_state is None
@@ -326,7 +329,7 @@ def test_optional_columns_are_absent_if_unused() -> None:
 )
 def test_resume_is_bit_identical(options: dict[str, Any]) -> None:
     env = Countdown(games=3, turns=True, space=Discrete(3))
-    sweeper, replay, other = VectorRollout(env, np.arange(3)), Replay(50, **options), Replay(50, **options)
+    sweeper, replay, other = VectorRollout(env, np.arange(3)), ReplayBuffer(50, **options), ReplayBuffer(50, **options)
     for i in range(10):
         replay.add(sweeper.collect([UniformVectorPolicy(env, [0, 1])], 3, i))
         if i == 6:
@@ -343,9 +346,9 @@ def test_resume_is_bit_identical(options: dict[str, Any]) -> None:
 
 
 def test_empty_buffer_state_can_be_loaded() -> None:
-    replay = Replay(4)
+    replay = ReplayBuffer(4)
     replay.add(game([[9.0]]))
-    replay.load(Replay(4).arrays())
+    replay.load(ReplayBuffer(4).arrays())
     assert len(replay) == 0
     replay.add(game([[1.0], [2.0]]))
     assert column(everything(replay).rewards) == [1, 2]
@@ -353,16 +356,16 @@ def test_empty_buffer_state_can_be_loaded() -> None:
 
 def test_invalid_settings_are_explained() -> None:
     with pytest.raises(ValueError, match="capacity: 0 rows"):
-        Replay(0)
+        ReplayBuffer(0)
     with pytest.raises(ValueError, match="n_step: looking 0 decisions ahead"):
-        Replay(5, n_step=0)
+        ReplayBuffer(5, n_step=0)
     with pytest.raises(ValueError, match=r"priority: -0.5"):
-        Replay(5, priority=-0.5)
+        ReplayBuffer(5, priority=-0.5)
     with pytest.raises(ValueError, match="nothing is remembered"):
-        Replay(5).sample(1, np.random.default_rng(0))
+        ReplayBuffer(5).sample(1, np.random.default_rng(0))
     with pytest.raises(ValueError, match="same capacity"):
-        Replay(5).load(Replay(6).arrays())
-    replay = Replay(5, n_step=3, priority=1.0)
+        ReplayBuffer(5).load(ReplayBuffer(6).arrays())
+    replay = ReplayBuffer(5, n_step=3, priority=1.0)
     replay.add(game([[1.0], [2.0]]))
     with pytest.raises(ValueError, match="none of them is complete"):
         replay.sample(1, np.random.default_rng(0))
@@ -413,8 +416,8 @@ def test_sum_tree_never_returns_an_empty_leaf() -> None:
     assert tree.find_prefix_sums(np.array([np.nextafter(tree.total, 1), 5.0])).tolist() == [2, 2]
 
 
-def prioritised(errors: list[float], alpha: float) -> Replay:
-    replay = Replay(8, priority=alpha)
+def prioritised(errors: list[float], alpha: float) -> ReplayBuffer:
+    replay = ReplayBuffer(8, priority=alpha)
     replay.add(game([[1.0]] * len(errors)))
     replay.update_priorities(torch.arange(len(errors)), torch.tensor(errors))
     return replay
@@ -446,7 +449,7 @@ def test_weighted_samples_are_unbiased() -> None:
 
 
 def test_new_rows_have_the_maximum_priority() -> None:
-    replay = Replay(8, priority=0.5)
+    replay = ReplayBuffer(8, priority=0.5)
     replay.add(game([[1.0]]))
     assert replay.ring.tree is not None
     assert replay.ring.tree.of(np.arange(8)).tolist() == [1.0] + [0.0] * 7
@@ -458,7 +461,7 @@ def test_new_rows_have_the_maximum_priority() -> None:
 
 
 def test_incomplete_rows_are_not_sampled() -> None:
-    replay = Replay(8, n_step=2, priority=1.0)
+    replay = ReplayBuffer(8, n_step=2, priority=1.0)
     replay.add(game([[1.0], [2.0], [3.0]]))
     assert set(replay.sample(50, np.random.default_rng(0)).index.tolist()) == {0, 1}
     replay.add(game([[4.0]], first=3))
@@ -466,7 +469,7 @@ def test_incomplete_rows_are_not_sampled() -> None:
 
 
 def test_overwritten_row_loses_its_priority() -> None:
-    replay = Replay(2, n_step=2, priority=1.0)
+    replay = ReplayBuffer(2, n_step=2, priority=1.0)
     replay.add(game([[1.0], [2.0], [3.0]]))
     assert replay.ring.tree is not None
     assert replay.ring.tree.of(np.arange(2)).tolist() == [0, 1]  # row 2, not yet known, in the place of row 0

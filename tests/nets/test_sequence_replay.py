@@ -10,7 +10,7 @@ import pytest
 import torch
 from vector_toys import Countdown
 
-from palestra.nets.replay import Replay
+from palestra.nets.replay import ReplayBuffer
 from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -40,7 +40,7 @@ def test_sequence_credit_equals_transition_credit(turns: bool, n: int, joint: bo
     batch = swept(turns)
     segments, replay = (
         SequenceReplay(4, n_step=n, gamma=0.8, count_env_steps=joint),
-        Replay(48, n_step=n, gamma=0.8, count_env_steps=joint),
+        ReplayBuffer(48, n_step=n, gamma=0.8, count_env_steps=joint),
     )
     segments.add(batch)
     replay.add(batch)

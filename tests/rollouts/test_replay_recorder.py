@@ -26,7 +26,7 @@ from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts import replay_recorder
 from palestra.rollouts.replay_recorder import ReplayRecorder
 from palestra.runs import Run
-from palestra.runs.replays import Replay, list_replays, read_replays, replay_file
+from palestra.runs.replays import GameReplay, list_replays, read_replays, replay_file
 from palestra.training.vector import play_eval
 
 ENVS = [SimpleSpread, SimpleTag, SimpleSpeakerListener, Combat, Foraging, Pong, KuhnPoker, LeducPoker, LiarsDice]
@@ -152,7 +152,7 @@ def test_evaluations_of_a_run_are_recorded_and_a_resume_removes_later_ones(tmp_p
     steps = list_replays(tmp_path / "a")["held_out"]
     assert list_replays(tmp_path / "a").keys() == {"held_out"} and steps[0] == -1 and len(steps) >= 3
     _, replays = read_replays(tmp_path / "a" / replay_file("held_out", steps[-1]))
-    assert len(replays) == 3 and all(isinstance(one, Replay) and one.end == "terminated" for one in replays)
+    assert len(replays) == 3 and all(isinstance(one, GameReplay) and one.end == "terminated" for one in replays)
     with Run.open(tmp_path / "a") as run:
         newest = run.resume()
         late = run.write_replays(

@@ -20,7 +20,7 @@ from palestra.learners.policy_stack import PolicyStack
 from palestra.losses.critics import actor_loss
 from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import TanhHead, gumbel_softmax
-from palestra.nets.heads import CategoricalHead, Head
+from palestra.nets.heads import ActionHead, CategoricalHead
 from palestra.nets.layers import Net
 from palestra.policies.nets import ActionSelector, sampling_selector
 
@@ -84,13 +84,13 @@ class DDPGLearner(OffPolicyLearner):
     def build_extras(self) -> None:
         self.copies = [frozen_copy(stack.net) for stack in self.stacks]
 
-    def make_head(self, space: Space) -> Head:
+    def make_head(self, space: Space) -> ActionHead:
         if isinstance(space, Continuous):
             return TanhHead(space)
         assert isinstance(space, Discrete)
         return CategoricalHead(space)
 
-    def output_size(self, head: Head) -> int:
+    def output_size(self, head: ActionHead) -> int:
         return head.width or head.outputs
 
     def exploration(self, stack: PolicyStack, progress: float) -> ActionSelector:
@@ -110,7 +110,7 @@ class DDPGLearner(OffPolicyLearner):
         return self._of(self.copies[i], self.stacks[i].head, observations, action_mask, generator)
 
     def _of(
-        self, net: Net, head: Head, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
+        self, net: Net, head: ActionHead, observations: Tensor, action_mask: Tensor | None, generator: torch.Generator
     ) -> PolicyOutput:
         out = net(observations)
         if isinstance(head, TanhHead):

@@ -31,9 +31,9 @@ from palestra.learners.policy_stack import NetPolicyConfig, PolicyStack, Stacked
 from palestra.losses.critics import critic_loss, td_target
 from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import ActionEncoder, idle_code
-from palestra.nets.heads import MASKED_LOGIT, Head
+from palestra.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.nets.layers import Net, make_generators
-from palestra.nets.replay import Replay, TransitionBatch
+from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.policies.nets import ActionSelector, NetVectorPolicy, sampling_selector, uniform_selector
 from palestra.seeding import derive_seed
@@ -116,7 +116,7 @@ class OffPolicyLearner(NetLearner):
             {seat: stack.head for stack in self.stacks for seat in stack.seat_mapping.all_seats}
         )
         self.critics = [self._critic(stack) for stack in self.stacks]
-        self.replay = Replay(
+        self.replay = ReplayBuffer(
             config.buffer_size,
             gamma=config.gamma,
             seats=sorted(self.action_encoder.heads),
@@ -131,7 +131,7 @@ class OffPolicyLearner(NetLearner):
         """Builds further parts of the learner."""
 
     @abstractmethod
-    def make_head(self, space: Space) -> Head:
+    def make_head(self, space: Space) -> ActionHead:
         """Returns the policies' distribution over actions."""
 
     def value_per_action(self, space: Space) -> bool:

@@ -25,9 +25,9 @@ from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, 
 from palestra.learners.policy_stack import PolicyStack, strip_prefix, write_policy
 from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import best_action, dueling_values, gather_values, next_value, sequence_priority
-from palestra.nets.heads import MASKED_LOGIT, Head
+from palestra.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.nets.layers import Net, make_generators
-from palestra.nets.replay import Replay, TransitionBatch
+from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
 from palestra.policies.nets import ActionSelector, NetVectorPolicy
@@ -94,8 +94,8 @@ class QLearningConfig(AlgorithmConfig):
         return self.epsilon + (self.epsilon_end - self.epsilon) * min(1.0, progress / self.epsilon_share)
 
 
-class ValueHead(Head):
-    """Head whose outputs are action values; it selects the best action."""
+class ValueHead(ActionHead):
+    """ActionHead whose outputs are action values; it selects the best action."""
 
     width = 0
 
@@ -145,11 +145,11 @@ class QLearner(NetLearner):
         self.replay = self._memory()
         self.steps, self.env_steps_seen = 0, 0
 
-    def _memory(self) -> Replay | SequenceReplay:
+    def _memory(self) -> ReplayBuffer | SequenceReplay:
         config = self.config
         remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.gru_units]
         if not remembered:
-            return Replay(
+            return ReplayBuffer(
                 config.buffer_size,
                 n_step=config.n_step,
                 gamma=config.gamma,
@@ -175,7 +175,7 @@ class QLearner(NetLearner):
         made.head = ValueHead(seat_mapping.action_space, self.config.duelling)
         return made
 
-    def output_size(self, head: Head) -> int:
+    def output_size(self, head: ActionHead) -> int:
         return head.outputs + self.config.duelling
 
     # ---- play

@@ -18,7 +18,7 @@ from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.critics import actor_loss, expected_soft_value, soft_value, temperature_loss
 from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import SquashedHead, one_hot
-from palestra.nets.heads import CategoricalHead, Head
+from palestra.nets.heads import ActionHead, CategoricalHead
 
 
 class SAC(OffPolicyConfig):
@@ -72,7 +72,7 @@ class SACLearner(OffPolicyLearner):
             for alpha, stack in zip(self.alphas, self.stacks, strict=True)
         ]
 
-    def make_head(self, space: Space) -> Head:
+    def make_head(self, space: Space) -> ActionHead:
         if isinstance(space, Continuous):
             return SquashedHead(space)
         assert isinstance(space, Discrete)

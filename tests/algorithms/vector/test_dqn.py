@@ -18,7 +18,7 @@ from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.envs.vector.matrix import TwoStepGame
 from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, read_policy
 from palestra.nets.layers import member_weights
-from palestra.nets.replay import Replay, TransitionBatch
+from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -72,7 +72,7 @@ def member(made: QLearner, name: str, target: bool = False) -> dict[str, torch.T
 def next_draw(made: QLearner, config: QLearningConfig) -> TransitionBatch:
     """What the next gradient step learns from."""
     rng = np.random.default_rng(derive_seed(made.seeds[made.names[0]], "moments", made.steps))
-    assert isinstance(made.replay, Replay)
+    assert isinstance(made.replay, ReplayBuffer)
     return made.replay.sample(config.batch_size, rng, config.priority_beta)
 
 
@@ -202,7 +202,7 @@ def test_sequences_and_transitions_agree_without_memory() -> None:
     env = Countdown(games=4, turns=True, seats=3)
     made = learner(DQN(**QUICK), env, {"one": [0, 2], "two": [1]})
     batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 20, 1)
-    segments, replay = SequenceReplay(4), Replay(80)
+    segments, replay = SequenceReplay(4), ReplayBuffer(80)
     for kept in (segments, replay):
         kept.add(batch)
         many = len(kept)

@@ -20,7 +20,7 @@ from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
 from palestra.envs.vector.pettingzoo.games import PettingZooEnv
 from palestra.learners.policy_stack import NetPolicyConfig
-from palestra.nets.replay import Replay
+from palestra.nets.replay import ReplayBuffer
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch
@@ -117,7 +117,7 @@ def test_team_value_bootstraps_until_the_last_seat_terminates(flags: str) -> Non
     env = PettingZooEnv(4, env="mortal_games:parting", options={"flags": flags, "length": 1})
     batch = VectorRollout(env, np.arange(4)).collect([UniformVectorPolicy(env, [0, 1])], 3, 0)
     for team in ([0, 1], [0]):
-        replay = Replay(100, gamma=0.5, count_env_steps=True, team=team)
+        replay = ReplayBuffer(100, gamma=0.5, count_env_steps=True, team=team)
         replay.add(batch)
         rows, dead = replay.ring.columns, flags == "terminated"
         assert (rows["discounts"][:12] == (0.0 if dead and team == [0] else 0.5)).all() and rows["known"][:12].all()

@@ -16,7 +16,7 @@ from palestra.envs.vector.base import Continuous, VectorEnv
 from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.mixers import SeatValues
-from palestra.nets.replay import Replay, TransitionBatch
+from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.nets.sequence_replay import SequenceReplay
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -88,7 +88,7 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
     made = learner(config, env, {"one": [0], "two": [1], "three": [3]}, policies)
     assert [stack.seat_mapping.names for stack in made.stacks] == [("one", "three"), ("two",)]
     played(made, env, 4, [UniformVectorPolicy(env, [2])])
-    assert isinstance(made.replay, Replay)
+    assert isinstance(made.replay, ReplayBuffer)
     rng = np.random.default_rng(derive_seed(5, "moments", made.steps))
     drawn: TransitionBatch = made.replay.sample(16, rng, config.priority_beta)
     assert drawn.action_mask is not None and drawn.next_action_mask is not None
@@ -146,7 +146,10 @@ def test_mixer_sees_all_observations_without_a_state() -> None:
     env = Blind()
     made = learner(QMIX(**QUICK, n_step=2), env, {"one": [0, 1]})
     batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 12, 1)
-    segments, replay = SequenceReplay(4, n_step=2, count_env_steps=True), Replay(48, n_step=2, count_env_steps=True)
+    segments, replay = (
+        SequenceReplay(4, n_step=2, count_env_steps=True),
+        ReplayBuffer(48, n_step=2, count_env_steps=True),
+    )
     for kept in (segments, replay):
         kept.add(batch)
         many = len(kept)

@@ -28,7 +28,14 @@ from palestra.envs.text.tools.library import (
     search_tool,
 )
 from palestra.envs.text.tools.repl import MAX_CELLS, python_tool
-from palestra.envs.text.tools.tool_state import FILE_TOOLS, MAX_FILES, MAX_TOTAL_CHARS, Cell, ToolState, normalize_path
+from palestra.envs.text.tools.tool_state import (
+    FILE_TOOLS,
+    MAX_FILES,
+    MAX_TOTAL_CHARS,
+    ReplCell,
+    ToolState,
+    normalize_path,
+)
 from palestra.envs.text.tools.toolbox import Toolbox, make_tool
 from palestra.sandbox import open_sandbox
 
@@ -598,6 +605,6 @@ def test_failed_programs_are_reported():
 
 
 def test_number_and_length_of_programs_are_limited():
-    scratch = ToolState(cells=(Cell("", {}),) * MAX_CELLS)
+    scratch = ToolState(cells=(ReplCell("", {}),) * MAX_CELLS)
     assert "which is all there is" in run(["1"], scratch)[0][0]
     assert "give at most" in run(["1" * 30_000])[0][0]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from palestra.chat import ToolCall
 from palestra.envs.text.tools.library import Document
-from palestra.envs.text.tools.tasks import Task, ToolRequirement, parse_number
+from palestra.envs.text.tools.tasks import ToolRequirement, ToolTask, parse_number
 
 TWO_HOP_SHARE = 0.25  # share of lookups that are two-hop questions
 
@@ -87,7 +87,7 @@ DEFAULT_TEMPLATES = QuestionTemplates(
 )
 
 
-class Fact(NamedTuple):
+class DocumentFact(NamedTuple):
     """One fact: the document's title, the fact's name and its value."""
 
     title: str
@@ -106,8 +106,8 @@ class FactQuestions:
     """Generates tasks from the facts of documents. Raises ValueError if they state none."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        self.facts = [Fact(d.title, name, value) for d in documents for name, value in d.facts.items()]
-        self.numeric_facts: dict[str, list[Fact]] = {}
+        self.facts = [DocumentFact(d.title, name, value) for d in documents for name, value in d.facts.items()]
+        self.numeric_facts: dict[str, list[DocumentFact]] = {}
         for fact in self.facts:
             if parse_number(fact.value) is not None:
                 self.numeric_facts.setdefault(fact.name, []).append(fact)
@@ -125,25 +125,27 @@ class FactQuestions:
             if (on := self.by_title_and_name.get((f.value, name)))
         ]
 
-    def lookup(self, rng: random.Random) -> Task:
+    def lookup(self, rng: random.Random) -> ToolTask:
         """Draws a question for one fact, with probability `TWO_HOP_SHARE` via another document."""
         if self.two_hop_pairs and rng.random() < TWO_HOP_SHARE:
             return self._by_way(*rng.choice(self.two_hop_pairs))
         fact = rng.choice(self.facts)
         question = _phrases(fact.name).single.format(a=fact.title, fact=fact.name)
         short = f"{fact.title.lower()} {fact.name}"
-        return Task("lookup", question, short, fact.value, f"lookup {fact.title} {fact.name}", ((fact.requirement,),))
+        return ToolTask(
+            "lookup", question, short, fact.value, f"lookup {fact.title} {fact.name}", ((fact.requirement,),)
+        )
 
-    def _by_way(self, first: Fact, then: Fact) -> Task:
+    def _by_way(self, first: DocumentFact, then: DocumentFact) -> ToolTask:
         """Returns a two-hop question, such as the population of the town in which a person was born."""
         find = _phrases(first.name).single.format(a=first.title, fact=first.name)
         answer = _phrases(then.name).single.format(a="that one", fact=then.name)
         question = f"First find out this: {find} Then answer this: {answer}"
         short = f"{first.title.lower()} {first.name} {then.name}"
         key = f"lookup {first.title} {first.name} {then.name}"
-        return Task("lookup", question, short, then.value, key, ((first.requirement,), (then.requirement,)))
+        return ToolTask("lookup", question, short, then.value, key, ((first.requirement,), (then.requirement,)))
 
-    def lookup_compute(self, rng: random.Random) -> Task | None:
+    def lookup_compute(self, rng: random.Random) -> ToolTask | None:
         """Draws a question for the difference or sum of two facts; None if they are equal."""
         one, other = rng.sample(self.numeric_facts[rng.choice(self.comparable_names)], 2)
         phrases = _phrases(one.name)
@@ -159,7 +161,9 @@ class FactQuestions:
         expression = f"{high.value} {sign} {low.value}".replace(",", "")
         work = ToolRequirement((str(total),), (ToolCall("calculator", {"expression": expression}),))
         key = f"{high.title} {sign} {low.title} {one.name}"
-        return Task("lookup_compute", question, short, str(total), key, ((high.requirement, low.requirement), (work,)))
+        return ToolTask(
+            "lookup_compute", question, short, str(total), key, ((high.requirement, low.requirement), (work,))
+        )
 
 
 def _phrases(name: str) -> QuestionTemplates:

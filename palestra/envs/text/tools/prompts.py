@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from palestra.envs.text.tools.tasks import Task
+from palestra.envs.text.tools.tasks import ToolTask
 from palestra.types import Seat
 
 SEAT_PROMPTS = {
@@ -37,7 +37,7 @@ def system_prompt(seat: Seat, turns: int, is_compact: bool) -> str:
     return f"{SEAT_PROMPTS[seat]} {HINTS[seat]} {replies} {end}."
 
 
-def task_prompt(task: Task, note: str | None, is_compact: bool) -> str:
+def task_prompt(task: ToolTask, note: str | None, is_compact: bool) -> str:
     """Returns the first user message of a seat; for a solver it includes the researcher's note."""
     if is_compact:
         return task.short_question if note is None else f"{task.short_question} note {note or 'none'}"

@@ -9,7 +9,7 @@ from functools import cache
 
 from palestra.chat import ToolCall
 from palestra.envs.text.tools.calculator import evaluate
-from palestra.envs.text.tools.tasks import Task, ToolRequirement
+from palestra.envs.text.tools.tasks import ToolRequirement, ToolTask
 
 MAX_PRIME = 100_000
 ITEMS = (  # noqa: SIM905
@@ -18,7 +18,7 @@ ITEMS = (  # noqa: SIM905
 ).split()
 
 
-def compute_task(rng: random.Random) -> Task:
+def compute_task(rng: random.Random) -> ToolTask:
     """Draws arithmetic with large operands, most of them of five to nine digits."""
     a, b, c = (rng.randint(10 ** rng.randint(5, 7), 10**8) for _ in range(3))
     small, modulus = rng.randint(11, 60), rng.randint(10_000, 99_999)
@@ -31,31 +31,31 @@ def compute_task(rng: random.Random) -> Task:
     ))  # fmt: skip
     answer = str(evaluate(expression))
     question = f"What is {expression}? (** is a power, % a remainder, // a division rounded down.)"
-    return Task("compute", question, expression, answer, f"compute {expression}", ((_work(expression, answer),),))
+    return ToolTask("compute", question, expression, answer, f"compute {expression}", ((_work(expression, answer),),))
 
 
-def files_task(rng: random.Random) -> Task:
+def files_task(rng: random.Random) -> ToolTask:
     """Draws a task on numbers in files of the scratch folder: sum them, find the largest, or write their sum to a
     file.
     """
     return rng.choice((_column, _most, _total))(rng)
 
 
-def _column(rng: random.Random) -> Task:
+def _column(rng: random.Random) -> ToolTask:
     rows = _stock(rng, 16)
     text = _table(rows)
     answer = str(sum(rows.values()))
     question = "The file stock.csv lists items and how many of each are in stock. How many items are in stock in all?"
     needs = ((_read("stock.csv", text),), (_work(" + ".join(map(str, rows.values())), answer),))
-    return Task("files", question, "sum stock.csv", answer, f"files sum {text}", needs, {"stock.csv": text})
+    return ToolTask("files", question, "sum stock.csv", answer, f"files sum {text}", needs, {"stock.csv": text})
 
 
-def _most(rng: random.Random) -> Task:
+def _most(rng: random.Random) -> ToolTask:
     rows = _stock(rng, 26)
     text = _table(rows)
     question = "The file stock.csv lists items and how many of each are in stock. Of which item are there most?"
     answer = max(rows, key=lambda item: rows[item])
-    return Task(
+    return ToolTask(
         "files",
         question,
         "most stock.csv",
@@ -66,7 +66,7 @@ def _most(rng: random.Random) -> Task:
     )
 
 
-def _total(rng: random.Random) -> Task:
+def _total(rng: random.Random) -> ToolTask:
     given = {path: [rng.randint(1000, 99_999) for _ in range(6)] for path in ("north.txt", "south.txt")}
     texts = {path: "\n".join(map(str, numbers)) for path, numbers in given.items()}
     numbers = [number for each in given.values() for number in each]
@@ -78,16 +78,16 @@ def _total(rng: random.Random) -> Task:
     reads = tuple(_read(path, text) for path, text in texts.items())
     needs = (reads, (_work(" + ".join(map(str, numbers)), answer),))
     key = f"files total {texts}"
-    return Task(
+    return ToolTask(
         "files", question, "north.txt + south.txt to total.txt", answer, key, needs, texts, output_file="total.txt"
     )
 
 
-def program_task(rng: random.Random) -> Task:
+def program_task(rng: random.Random) -> ToolTask:
     """Draws a task of hundreds of simple steps."""
     question, short, source, answer = rng.choice((_primes, _digits, _iterated, _collatz))(rng)
     need = ToolRequirement((str(answer),), (ToolCall("python", {"code": source}),))
-    return Task("program", question, short, str(answer), f"program {short}", ((need,),))
+    return ToolTask("program", question, short, str(answer), f"program {short}", ((need,),))
 
 
 ProgramPuzzle = tuple[str, str, str, int]

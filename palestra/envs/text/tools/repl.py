@@ -10,7 +10,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from palestra.envs.text.tools.tool_state import Cell, ToolState, check_files, normalize_path
+from palestra.envs.text.tools.tool_state import ReplCell, ToolState, check_files, normalize_path
 from palestra.sandbox import ResourceLimits, RunResult, Sandbox
 
 MAX_CELLS = 32  # programs in an episode
@@ -38,7 +38,7 @@ def python_tool(sandbox: Sandbox, timeout_s: float) -> Callable[..., Awaitable[s
             raise ValueError(f"the code has {len(code)} characters: give at most {MAX_CODE_CHARS}")
         if len(scratch.cells) >= MAX_CELLS:
             raise ValueError(f"{MAX_CELLS} programs have been run, which is all there is")
-        cells = (*scratch.cells, Cell(code, dict(scratch.files)))
+        cells = (*scratch.cells, ReplCell(code, dict(scratch.files)))
         outcome = await sandbox.run_python(_PROGRAM, stdin=_packed(cells), limits=limits, keep=True)
         parts = [outcome.stdout.strip("\n"), outcome.stderr.strip("\n")]
         if outcome.ok:
@@ -51,7 +51,7 @@ def python_tool(sandbox: Sandbox, timeout_s: float) -> Callable[..., Awaitable[s
     return python
 
 
-def _packed(cells: Sequence[Cell]) -> str:
+def _packed(cells: Sequence[ReplCell]) -> str:
     """Returns the input of `repl_driver.py` as JSON; equal texts are stored once."""
     places: dict[str, int] = {}
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from palestra.chat import ToolCall
-from palestra.envs.text.tools.tasks import Task, TaskKind, ToolRequirement
+from palestra.envs.text.tools.tasks import TaskKind, ToolRequirement, ToolTask
 from palestra.envs.text.tools.tool_state import SearchHit
 
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aiou"]
@@ -41,7 +41,7 @@ class SyntheticLibrary:
         return MIN_NUMBER + int.from_bytes(digest, "big") % (MAX_NUMBER - MIN_NUMBER + 1)
 
 
-def draw_synthetic_task(kind: TaskKind, rng: random.Random) -> Task | None:
+def draw_synthetic_task(kind: TaskKind, rng: random.Random) -> ToolTask | None:
     """Draws a task of that kind in a new world; None if the draw is invalid (two equal populations)."""
     if kind == "compute":
         return _compute(rng)
@@ -66,13 +66,13 @@ def _work(expression: str, answer: int) -> ToolRequirement:
     return ToolRequirement((str(answer),), (ToolCall("calculator", {"expression": expression}),))
 
 
-def _lookup(places: SyntheticLibrary, name: str) -> Task:
+def _lookup(places: SyntheticLibrary, name: str) -> ToolTask:
     people, question = str(places.population(name)), f"How many people live in {name}?"
     key, needs = f"drill {name} {people}", ((_need(places, name),),)
-    return Task("lookup", question, f"{name} people", people, key, needs, library=places)
+    return ToolTask("lookup", question, f"{name} people", people, key, needs, library=places)
 
 
-def _lookup_compute(places: SyntheticLibrary, one: str, other: str, sign: str) -> Task | None:
+def _lookup_compute(places: SyntheticLibrary, one: str, other: str, sign: str) -> ToolTask | None:
     high, low = sorted((one, other), key=places.population, reverse=True)
     most, least = places.population(high), places.population(low)
     if most == least:
@@ -84,21 +84,21 @@ def _lookup_compute(places: SyntheticLibrary, one: str, other: str, sign: str) -
     }[sign]
     needs = ((_need(places, high), _need(places, low)), (_work(f"{most} {sign} {least}", answer),))
     key = f"drill {high} {most} {sign} {low} {least}"
-    return Task("lookup_compute", question, f"{high} {sign} {low} people", str(answer), key, needs, library=places)
+    return ToolTask("lookup_compute", question, f"{high} {sign} {low} people", str(answer), key, needs, library=places)
 
 
-def _compute(rng: random.Random) -> Task:
+def _compute(rng: random.Random) -> ToolTask:
     one, other = rng.randint(MIN_NUMBER, MAX_NUMBER), rng.randint(MIN_NUMBER, MAX_NUMBER)
     expression, key = f"{one} * {other}", f"drill {min(one, other)} * {max(one, other)}"
-    return Task(
+    return ToolTask(
         "compute", f"What is {expression}?", expression, str(one * other), key, ((_work(expression, one * other),),)
     )
 
 
-def _files(rng: random.Random) -> Task:
+def _files(rng: random.Random) -> ToolTask:
     path, numbers = rng.choice("abcdefgh"), [rng.randint(MIN_NUMBER, MAX_NUMBER) for _ in range(2)]
     text, answer = " ".join(map(str, numbers)), sum(numbers)
     read = ToolRequirement((text,), (ToolCall("read_file", {"path": path}),))
     needs = ((read,), (_work(" + ".join(map(str, numbers)), answer),))
     question, key = f"What is the sum of the numbers in the file {path}?", f"drill {path} {text}"
-    return Task("files", question, f"sum {path}", str(answer), key, needs, {path: text})
+    return ToolTask("files", question, f"sum {path}", str(answer), key, needs, {path: text})

@@ -13,11 +13,11 @@ from palestra.envs.text.splits import Split
 from palestra.envs.text.tools import puzzles, synthetic_world
 from palestra.envs.text.tools.facts import FactQuestions
 from palestra.envs.text.tools.library import BUILT_IN_CORPUS, DocumentIndex, open_index
-from palestra.envs.text.tools.tasks import TASK_KINDS, Task, TaskKind, draw_task, read_tasks
+from palestra.envs.text.tools.tasks import TASK_KINDS, TaskKind, ToolTask, draw_task, read_tasks
 from palestra.envs.text.tools.tool_state import EmptyLibrary, Library
 
 WorldName = Literal["corpus", "drills"]
-TaskGenerator = Callable[[random.Random], Task | None]
+TaskGenerator = Callable[[random.Random], ToolTask | None]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TaskSource:
     """`task(seed)` returns the instance for a seed; `library` is searched if a task has none of its own."""
 
     kinds: tuple[TaskKind, ...]
-    task: Callable[[int], Task]
+    task: Callable[[int], ToolTask]
     library: Library
 
 
@@ -48,13 +48,13 @@ def open_task_source(
     chosen = tuple(kinds or (TASK_KINDS if name == "corpus" else synthetic_world.SYNTHETIC_TASK_KINDS))
     makers = _makers(name, chosen, library)
 
-    def propose(rng: random.Random) -> Task | None:
+    def propose(rng: random.Random) -> ToolTask | None:
         return makers[rng.choice(chosen)](rng)
 
     return TaskSource(chosen, lambda seed: draw_task(seed, propose, split, f"{', '.join(chosen)} in {name}"), library)
 
 
-def _given(path: Path, split: Split) -> Callable[[int], Task]:
+def _given(path: Path, split: Split) -> Callable[[int], ToolTask]:
     given = read_tasks(path)[split]
     if not given:
         raise ValueError(f'{path} has no task of split "{split}": write "split": "{split}" into some of its lines')

@@ -44,7 +44,7 @@ class ToolRequirement:
 
 
 @dataclass(frozen=True)
-class Task:
+class ToolTask:
     """One task: `question` in plain English, `short_question` in as few words as possible; `split_key` decides its
     split.
 
@@ -89,7 +89,9 @@ def parse_number(text: str) -> Fraction | None:
     return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text.strip()) else None
 
 
-def draw_task(seed: int, propose: Callable[[random.Random], Task | None], split: Split, description: str) -> Task:
+def draw_task(
+    seed: int, propose: Callable[[random.Random], ToolTask | None], split: Split, description: str
+) -> ToolTask:
     """Returns the first task of `split` among those that `propose` draws from `seed`.
 
     Raises ValueError if 2,000 draws contain none.
@@ -100,7 +102,7 @@ def draw_task(seed: int, propose: Callable[[random.Random], Task | None], split:
 
 
 @cache
-def read_tasks(path: Path) -> Mapping[Split, Sequence[Task]]:
+def read_tasks(path: Path) -> Mapping[Split, Sequence[ToolTask]]:
     """Returns a user's tasks by split, from a .jsonl file.
 
     Each line has a "question" and an "answer", optionally "files" ({path: text}) and a "split"; without a split, the
@@ -108,7 +110,7 @@ def read_tasks(path: Path) -> Mapping[Split, Sequence[Task]]:
     """
     if path.suffix != ".jsonl" or not path.exists():
         raise ValueError(f"no tasks at {path}: give a .jsonl file with a question and an answer in each line")
-    found: dict[Split, list[Task]] = {split: [] for split in SPLIT_SHARES}
+    found: dict[Split, list[ToolTask]] = {split: [] for split in SPLIT_SHARES}
     for line, row in read_json_lines(path):
         task = _task(row, f"{path}, line {line}")
         split = row.get("split") or split_of_text(task.split_key)
@@ -118,7 +120,7 @@ def read_tasks(path: Path) -> Mapping[Split, Sequence[Task]]:
     return found
 
 
-def _task(row: Mapping[str, object], where: str) -> Task:
+def _task(row: Mapping[str, object], where: str) -> ToolTask:
     question, answer, files = row.get("question"), row.get("answer"), row.get("files", {})
     if not (isinstance(question, str) and question.strip()) or isinstance(answer, bool | None | list | dict):
         raise ValueError(f'{where} needs a "question" and an "answer", which is a text or a number')
@@ -127,7 +129,7 @@ def _task(row: Mapping[str, object], where: str) -> Task:
     kept = {normalize_path(path): text for path, text in files.items()}
     check_files(kept)
     key = json.dumps([question, kept], sort_keys=True)
-    return Task("given", question, question, str(answer), key, files=kept)
+    return ToolTask("given", question, question, str(answer), key, files=kept)
 
 
 def _words(text: str) -> list[str]:

@@ -44,7 +44,7 @@ class EmptyLibrary:
         return None
 
 
-class Cell(NamedTuple):
+class ReplCell(NamedTuple):
     """A program that ran successfully, and the files at its start."""
 
     source: str
@@ -61,7 +61,7 @@ class ToolState:
 
     library: Library = field(default_factory=EmptyLibrary)
     files: dict[str, str] = field(default_factory=dict)
-    cells: tuple[Cell, ...] = ()
+    cells: tuple[ReplCell, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict)
 
     def fork(self) -> Self:
