@@ -120,8 +120,8 @@ def test_uninterrupted_run_has_all_compared_files(whole):
     assert max(updates) > 1  # several optimizer steps in a training step
 
 
-def test_resume_after_three_kills_is_bit_identical(base, whole, tmp_path):
-    assert_same(kill_again_and_again(tmp_path / "a", base, whole(STEPS), kills=3), whole(STEPS))
+def test_resume_after_a_kill_is_bit_identical(base, whole, tmp_path):
+    assert_same(kill_again_and_again(tmp_path / "a", base, whole(STEPS), kills=1), whole(STEPS))
 
 
 @pytest.mark.slow

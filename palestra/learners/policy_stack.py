@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
 from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.files import read_arrays, write_arrays
@@ -93,7 +94,8 @@ class StackedAdam:
         self.flat = torch.cat([p.detach().flatten(1) for p in self.parameters], 1)
         for p, own in zip(self.parameters, self.flat.split([p[0].numel() for p in self.parameters], 1), strict=True):
             p.data = own.view(p.shape)
-        self.adam = torch.optim.Adam([self.flat], config.lr, eps=config.adam_eps, fused=True)
+        self.step_count = torch.zeros(())
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
 
     def step(self, loss: Tensor, progress: float) -> Tensor:
         """Makes one step on the sum of the members' losses; returns the norms of their gradients [P] float32.
@@ -108,24 +110,41 @@ class StackedAdam:
         if not torch.isfinite(norms).all():
             raise NonFiniteGradient(self.names[int(torch.argmin(torch.isfinite(norms).int()))])
         gradient *= (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)[:, None]
-        for group in self.adam.param_groups:
-            group["lr"] = self.config.lr * (1 - progress if self.config.lr_schedule == "linear" else 1.0)
-        self.flat.grad = gradient
-        self.adam.step()
+        self._adam_step(gradient, self.config.lr * (1 - progress if self.config.lr_schedule == "linear" else 1.0))
         return norms
+
+    @torch.no_grad()
+    def _adam_step(self, gradient: Tensor, lr: float) -> None:
+        """One step of `torch.optim.Adam`. Its class imports the compiler, which takes two seconds of every process."""
+        adam(
+            [self.flat],
+            [gradient],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],
+            [self.step_count],
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=lr,
+            weight_decay=0.0,
+            eps=self.config.adam_eps,
+            maximize=False,
+        )
 
     def arrays(self) -> Arrays:
         """Returns Adam's moments and step counts."""
-        state = self.adam.state_dict()["state"]
-        return {f"{i}.{key}": value.numpy() for i, own in state.items() for key, value in own.items()}
+        return {f"0.{key}": value.numpy() for key, value in self._state.items()}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restores what `arrays` returned."""
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, array in arrays.items():
-            number, _, key = name.partition(".")
-            state.setdefault(int(number), {})[key] = torch.from_numpy(np.array(array))
-        self.adam.load_state_dict({"state": state, "param_groups": self.adam.state_dict()["param_groups"]})
+        for key, value in self._state.items():
+            value.copy_(torch.from_numpy(np.array(arrays[f"0.{key}"])))
+
+    @property
+    def _state(self) -> dict[str, Tensor]:
+        return {"step": self.step_count, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
 
 @dataclass

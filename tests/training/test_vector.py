@@ -129,17 +129,21 @@ def test_run_learns_and_its_reports_work(tmp_path: Path) -> None:
     assert "spread" in runner.invoke(app, ["runs", "--root", str(tmp_path / "runs")]).stdout
 
 
-def test_resume_after_kill_is_bit_identical(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", config())
-    killed = kill_at_random(tmp_path / "killed", config(), kills=3)
-    assert contents(killed) == contents(whole)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `config()` that nobody disturbed."""
+    return train(tmp_path_factory.mktemp("whole") / "whole", config())
 
 
-def test_finished_run_is_extended_to_more_steps(tmp_path: Path) -> None:
+def test_resume_after_kill_is_bit_identical(whole: Path, tmp_path: Path) -> None:
+    assert contents(kill_at_random(tmp_path / "killed", config(), kills=1)) == contents(whole)
+
+
+def test_finished_run_is_extended_to_more_steps(whole: Path, tmp_path: Path) -> None:
     """As one that was to go that far, but for learning rates that fall: this one's stays."""
     run = train(tmp_path / "short", config(env_steps=16 * 5 * 24))
     finish(launch(tmp_path / "short", "--resume", run, "--set", f"env_steps={16 * 5 * 40}"))
-    assert contents(run) == contents(train(tmp_path / "whole", config()))
+    assert contents(run) == contents(whole)
 
 
 @pytest.mark.slow
