@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from palestra.populations.ratings import Cyclicity
+if TYPE_CHECKING:
+    from palestra.populations.ratings import Cyclicity  # imports SciPy's solvers, half a second at the end of a run
 
 MetricsByName = Mapping[str, Mapping[str, np.ndarray]]
 

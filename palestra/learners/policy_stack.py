@@ -140,7 +140,7 @@ class StackedAdam:
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restores what `arrays` returned."""
         for key, value in self._state.items():
-            value.copy_(torch.from_numpy(np.array(arrays[f"0.{key}"])))
+            value.copy_(torch.from_numpy(np.array(arrays[f"0.{key}"])).view_as(value))
 
     @property
     def _state(self) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import numpy as np
+from scipy.optimize import nnls
 
 from palestra.populations.normal_form.linear_programs import (
     HIGHS_ZERO,
@@ -136,8 +137,6 @@ def _blended(points: np.ndarray, weights: np.ndarray, objective: Objective) -> n
 def _model(points: np.ndarray, share: np.ndarray, objective: Objective) -> np.ndarray:
     """Returns the weights [K] whose mean is most random under the quadratic model at `share`, which is exact for Gini
     impurity; empty if the solver does not converge."""
-    from scipy.optimize import nnls  # here: half a second to import, also for those who never solve a game
-
     bend, aim = np.ones_like(share), np.zeros_like(share)
     if objective == "entropy":
         kept = np.maximum(share, 1e-12)

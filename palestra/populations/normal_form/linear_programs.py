@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from scipy.optimize import linprog
 
 UNSOLVED = (1, 4)  # linprog status: too many iterations, numerical difficulties; another setting often succeeds
 HIGHS_SETTINGS = (  # method, and tolerances of primal and dual feasibility
@@ -30,8 +31,6 @@ MAX_PROBABILITY_RATIO = 1e6  # ratio of probabilities up to which an entry is ce
 def linear_program(cost: np.ndarray, **constraints: Any) -> np.ndarray:
     """Returns the x [N] that minimises cost @ x; constraints as for `scipy.optimize.linprog`. Raises ValueError if no
     solution is found."""
-    from scipy.optimize import linprog  # here: half a second to import, also for those who never solve a game
-
     most = MAX_ITERATIONS_PER_SIZE * (len(cost) + len(np.atleast_2d(constraints["A_ub"])))
     for method, primal, dual in HIGHS_SETTINGS:
         tight = {"primal_feasibility_tolerance": primal, "dual_feasibility_tolerance": dual, "maxiter": most}
