@@ -28,9 +28,11 @@ class TaskQueue:
         """Removes and returns the first task; None if the queue is empty."""
         return self.tasks.popleft() if self.tasks else None
 
-    def retry(self, task: Task, reason: str) -> None:
-        """Puts back a task whose worker died. Raises ValueError if `MAX_ATTEMPTS` workers have died at it."""
-        self.deaths[task.name] = self.deaths.get(task.name, 0) + 1
+    def retry(self, task: Task, reason: str, *, is_task_suspect: bool = True) -> None:
+        """Puts back a task whose worker died. Raises ValueError if `MAX_ATTEMPTS` workers have died at it; those that
+        died with their node do not count (`is_task_suspect` False), since on a large cluster nodes are lost all the
+        time."""
+        self.deaths[task.name] = self.deaths.get(task.name, 0) + is_task_suspect
         if self.deaths[task.name] >= MAX_ATTEMPTS:
             raise ValueError(
                 f"{MAX_ATTEMPTS} workers died at task {task.name}, the last so: {reason}. Memory that runs out ends a "

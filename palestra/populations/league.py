@@ -19,7 +19,7 @@ import numpy as np
 
 from palestra.populations.league_rules import LeagueConfig, LeagueLearner, LeagueLogic
 from palestra.populations.matchmaking import combine_mixes
-from palestra.populations.population import Member, Player, Population
+from palestra.populations.population import Member, Mix, Player, Population
 from palestra.populations.slices import slice_task
 from palestra.populations.tasks import (
     AssessResult,
@@ -116,9 +116,22 @@ class League:
         members = combine_mixes(*((p / rest, {names[name]: 1.0}) for name, p in mix.items())) or {
             self.logic.initial_members[0]: 1.0
         }
+        members = self._draw_opponents(learner, members)
         task = slice_task(self.config, self.population, learner, members, start=learner.start, self_play=self_play)
-        self.opponents[task.name] = {member: [name for name in names if names[name] == member] for member in members}
+        by_member: dict[str, list[str]] = {}
+        for name, member in names.items():
+            by_member.setdefault(member, []).append(name)
+        self.opponents[task.name] = {member: by_member.get(member, []) for member in members}
         return task
+
+    def _draw_opponents(self, learner: LeagueLearner, mix: Mix) -> Mix:
+        """Returns the empirical distribution of `opponents_per_slice` draws from `mix`; 0: `mix` itself."""
+        if not (draws := self.config.opponents_per_slice) or len(mix) == 1:
+            return mix
+        rng = np.random.default_rng(derive_seed(self.seed, "opponents", learner.name, learner.slices))
+        shares = np.array(list(mix.values()))
+        counts = rng.multinomial(draws, shares / shares.sum())
+        return {name: int(count) / draws for name, count in zip(mix, counts, strict=True) if count}
 
     def _note(self, learner: LeagueLearner, task: TrainTask, result: TrainResult) -> None:
         for member, names in self.opponents.pop(task.name).items():
@@ -136,7 +149,7 @@ class League:
     def _freeze(self, learner: LeagueLearner) -> list[Task]:
         """Adds the last slice's member to the history; returns its games against the earlier members and its
         assessment."""
-        before, name = self.logic.history(), learner.latest
+        before, name = self._rated_opponents(learner), learner.latest
         info = {"learner": learner.name, "role": learner.role, "slices": learner.slices}
         self.population.add(Member(name, self.population.players[0], f"members/{name}", learner.parent or None, info))
         learner.frozen_copies.append(name)
@@ -147,6 +160,14 @@ class League:
             self.win_rates.remove(learner.name)
         self._metrics[TEAM] = self.summary()
         return [*(self._play(name, before) if self.config.games_per_cell else []), *self._assessment(learner)]
+
+    def _rated_opponents(self, learner: LeagueLearner) -> list[str]:
+        """Returns the earlier members that a new copy of the learner plays, oldest first."""
+        history, wanted = self.logic.history(), self.config.rated_opponents
+        if not wanted or wanted >= len(history):
+            return history
+        rng = np.random.default_rng(derive_seed(self.seed, "rated", learner.name, learner.slices))
+        return [history[number] for number in sorted(rng.choice(len(history), wanted, replace=False))]
 
     def _assessment(self, learner: LeagueLearner) -> list[AssessTask]:
         every, copies = self.config.nash_conv_every, len(learner.frozen_copies)

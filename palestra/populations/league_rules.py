@@ -35,6 +35,13 @@ class LeagueConfig(SliceConfig):
     """Slices after which a learner is frozen in any case."""
     games_per_cell: int = Field(200, ge=0)
     """Games that a frozen copy plays against each earlier one, for the payoff table and ratings; 0: none."""
+    rated_opponents: int = Field(0, ge=0)
+    """Earlier copies that a frozen copy plays, drawn at random; 0: all, whose number grows with the square of the
+    league's. A hundred or more rate a league of thousands."""
+    opponents_per_slice: int = Field(0, ge=0)
+    """Draws from the distribution of a slice's opponents, which are then its opponents in place of the whole
+    distribution; 0: the whole, a line for each member of the league in each task. A slice draws an opponent per game:
+    with as many draws as games, nothing changes in distribution."""
     cells_per_task: int = Field(16, ge=1)
     """Opponents of one task of games."""
     nash_conv_every: int = Field(0, ge=0)

@@ -26,11 +26,11 @@ class WinRates:
 
     def __init__(self, decay: float = 0.99) -> None:
         self.decay = decay
-        self.counts: dict[tuple[str, str], tuple[float, float]] = {}  # decayed: games, and wins + draws / 2
+        self._counts: dict[str, dict[str, tuple[float, float]]] = {}  # decayed: games, and wins + draws / 2
 
     def rate(self, home: str, away: str) -> float:
         """Returns the share of their games that `home` won, a draw counting half; 0.5 if there were none."""
-        games, wins = self.counts.get((home, away), (0.0, 0.0))
+        games, wins = self._counts.get(home, {}).get(away, (0.0, 0.0))
         return min(wins / games, 1.0) if games else 0.5  # rounding may exceed 1
 
     def add(self, home: str, away: str, games: int, points: float) -> None:
@@ -40,13 +40,15 @@ class WinRates:
             return
         kept = self.decay**games
         fresh = float(games) if self.decay == 1 else (1 - kept) / (1 - self.decay)
-        for pair, share in (((home, away), points / games), ((away, home), 1 - points / games)):
-            old = self.counts.get(pair, (0.0, 0.0))
-            self.counts[pair] = (old[0] * kept + fresh, old[1] * kept + share * fresh)
+        for ours, theirs, share in ((home, away, points / games), (away, home, 1 - points / games)):
+            counts = self._counts.setdefault(ours, {})
+            old = counts.get(theirs, (0.0, 0.0))
+            counts[theirs] = (old[0] * kept + fresh, old[1] * kept + share * fresh)
 
     def remove(self, name: str) -> None:
         """Removes all results of `name`."""
-        self.counts = {pair: count for pair, count in self.counts.items() if name not in pair}
+        for other in self._counts.pop(name, {}):
+            self._counts.get(other, {}).pop(name, None)
 
 
 def combine_mixes(*parts: tuple[float, Mix]) -> Mix:

@@ -1,0 +1,173 @@
+"""A league on a simulated cluster: the real scheduler, plan and files; only the workers' time is simulated.
+
+    python bench/cluster.py            1,000 workers, leagues of up to 10,000 members, a node lost every minute
+    python bench/cluster.py --quick    100 workers, a tenth of the members, a node lost every ten minutes
+    python bench/cluster.py --whole    without sampled opponents: what breaks first
+
+Prints, for growing numbers of members: throughput and use of the workers (slices take a log-normal time, so some are
+stragglers), work lost with nodes and how long its tasks wait for another worker, and what the driver pays: CPU
+milliseconds for each finished task in the first and the last quarter of the run, its memory, and bytes of the task log.
+A driver whose cost for a task grows with the run would be the limit of a large league.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from palestra.backends.simulated import SimulatedBackend, SimulatedCluster, TaskRng
+from palestra.populations.league import League, LeagueConfig
+from palestra.populations.payoffs import PayoffCell
+from palestra.populations.population import Member, Population
+from palestra.populations.scheduler import PlanCallback, run_plan
+from palestra.populations.tasks import (
+    OpponentResult,
+    PlayResult,
+    PlayTask,
+    Result,
+    Task,
+    TaskResult,
+    TrainResult,
+    TrainTask,
+)
+from palestra.runs import Run
+
+MEDIAN_SLICE_S, SIGMA, GAME_S = 600.0, 0.5, 0.02  # a slice of training: log-normal; a game of the payoff table
+TARGETS = {"driver_cpu_growth": 2.0, "worker_use": 0.9}
+console = Console(width=120)
+
+
+def duration(task: Task, rng: TaskRng) -> float:
+    """Seconds of a task."""
+    if isinstance(task, PlayTask):
+        return GAME_S * task.games_per_cell * len(task.cells)
+    return float(rng.lognormal(np.log(MEDIAN_SLICE_S), SIGMA))
+
+
+def outcome(task: Task, rng: TaskRng) -> Result:
+    """Games as if every member had a strength that grows with its age."""
+    if isinstance(task, PlayTask):
+        return PlayResult(tuple(_cell(cell, task.games_per_cell, rng) for cell in task.cells))
+    assert isinstance(task, TrainTask)
+    (mix,) = task.opponents.mixes.values()
+    games = 512
+    chances = [_chance(task.output_member, name) for name in mix]
+    wins = rng.binomial(np.maximum(1, (games * np.array(list(mix.values()))).astype(int)), chances)
+    met = {
+        name: OpponentResult(max(1, int(games * share)), 2 * chance - 1, 1.0, int(won), 0)
+        for (name, share), chance, won in zip(mix.items(), chances, wins, strict=True)
+    }
+    return TrainResult(env_steps=20_000, mean_return=float(np.mean(chances)), opponents=met)
+
+
+def _age(member: str) -> int:
+    number = member.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _chance(ours: str, theirs: str) -> float:
+    return float(1 / (1 + np.exp(0.3 * (_age(theirs) - _age(ours)))))
+
+
+def _cell(members: tuple[str, ...], games: int, rng: TaskRng) -> PayoffCell:
+    won = int(rng.binomial(games, _chance(*members)))
+    mean = 2 * won / games - 1
+    spread = games * (1 - mean * mean)
+    return PayoffCell(games, (mean, -mean), (spread, spread), (won, games - won))
+
+
+class DriverCosts(PlanCallback):
+    """CPU time of the driver at each finished task."""
+
+    def __init__(self) -> None:
+        self.times = [time.process_time()]
+
+    def on_task_done(self, number: int, done: TaskResult, lines: Any) -> None:
+        self.times.append(time.process_time())
+
+    def ms_per_task(self, start: float, end: float) -> float:
+        """Mean milliseconds of a task in a part of the run, by fractions of its tasks."""
+        first, last = (int(part * (len(self.times) - 1)) for part in (start, end))
+        return 1e3 * (self.times[last] - self.times[first]) / max(1, last - first)
+
+
+def simulate(workers: int, learners: int, slices: int, whole: bool) -> dict[str, float]:
+    """Returns what a league of so many learners and slices costs. `whole`: every copy plays every other, and a slice's
+    task lists the whole distribution of opponents."""
+    mains = max(1, learners // 10)
+    config = LeagueConfig(
+        main_agents=mains,
+        main_exploiters=mains,
+        league_exploiters=learners - 2 * mains,
+        slices=slices,
+        min_slices=1,
+        max_slices=1,
+        games_per_cell=64,
+        rated_opponents=0 if whole else 128,
+        opponents_per_slice=0 if whole else 512,
+    )
+    population = Population(("player",))
+    population.add(Member("uniform", "player"))
+    cluster = SimulatedCluster(workers, duration, outcome, node_loss_interval_s=60.0 * 1000 / workers)
+    with tempfile.TemporaryDirectory() as root:
+        backend, costs = SimulatedBackend(cluster, Path(root)), DriverCosts()
+        with Run.create(root, "", "league") as run:
+            run_plan(League(config, population), backend, run, callback=costs, as_completed=True)
+            log_bytes = (run.path / "tasks.jsonl").stat().st_size
+    stats, hours = backend.stats, backend.now / 3600
+    return {
+        "members": len(population),
+        "tasks": stats.tasks,
+        "simulated_hours": hours,
+        "tasks_per_s": stats.tasks / backend.now,
+        "worker_use": stats.busy_s / (backend.now * workers),
+        "lost_share": stats.lost_s / (stats.busy_s + stats.lost_s),
+        "node_losses": stats.node_losses,
+        "restart_delay_s": float(np.mean(stats.restart_delay_s or [0.0])),
+        "cpu_ms_first": costs.ms_per_task(0.0, 0.25),
+        "cpu_ms_last": costs.ms_per_task(0.75, 1.0),
+        "log_mb": log_bytes / 1e6,
+        "log_kb_per_task": log_bytes / 1e3 / stats.tasks,
+        "rss_mb": _rss_mb(),
+    }
+
+
+def _rss_mb() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of everything")
+    parser.add_argument("--whole", action="store_true", help="without sampling, to see what breaks first")
+    parser.add_argument("--members", type=int, nargs="*", help="sizes of the league")
+    args = parser.parse_args()
+    workers = 100 if args.quick else 1000
+    learners = workers * 5 // 4  # each trains one slice at a time, and the games of frozen copies need workers too
+    sizes = args.members or ([250, 500, 1000] if args.quick else [2500, 5000, 10_000])
+    rows = [simulate(workers, learners, size // learners, args.whole) for size in sizes]
+    table = Table("", *(str(row["members"]) for row in rows), title=f"{workers} workers", title_justify="left")
+    for key in list(rows[0])[1:]:
+        table.add_row(key, *(f"{row[key]:.4g}" for row in rows))
+    console.print(table)
+    last = rows[-1]
+    figures = {
+        "driver_cpu_growth": last["cpu_ms_last"] / rows[0]["cpu_ms_first"],
+        **{key: last[key] for key in ("worker_use", "lost_share", "tasks_per_s", "cpu_ms_last", "rss_mb", "log_mb")},
+    }
+    print(json.dumps({"bench": "cluster", "figures": figures, "targets": TARGETS}))
+
+
+if __name__ == "__main__":
+    main()
