@@ -167,7 +167,7 @@ class SimulatedBackend:
             self.stats.lost_s += self.now - attempt.start
             self.stats.restarted_tasks += 1
             self._lost_at[attempt.task.name] = self.now
-            self._queue.retry(attempt.task, "its node was lost", is_task_suspect=False)
+            self._queue.retry(attempt.task, "its node was lost", is_node_lost=lambda node: True)
         self._running[node].clear()
         self._add_event(self.now + self.cluster.recovery_s, "recovery", node)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from palestra.populations.task_json import through_json
@@ -19,7 +19,7 @@ class TaskQueue:
 
     def __init__(self) -> None:
         self.tasks: deque[Task] = deque()
-        self.deaths: dict[str, int] = {}  # worker deaths, by task name
+        self.deaths: dict[str, list[str]] = {}  # by task name: the nodes on which workers died at it
 
     def add(self, task: Task) -> None:
         self.tasks.append(task)
@@ -28,12 +28,14 @@ class TaskQueue:
         """Removes and returns the first task; None if the queue is empty."""
         return self.tasks.popleft() if self.tasks else None
 
-    def retry(self, task: Task, reason: str, *, is_task_suspect: bool = True) -> None:
-        """Puts back a task whose worker died. Raises ValueError if `MAX_ATTEMPTS` workers have died at it; those that
-        died with their node do not count (`is_task_suspect` False), since on a large cluster nodes are lost all the
-        time."""
-        self.deaths[task.name] = self.deaths.get(task.name, 0) + is_task_suspect
-        if self.deaths[task.name] >= MAX_ATTEMPTS:
+    def retry(
+        self, task: Task, reason: str, *, node: str = "", is_node_lost: Callable[[str], bool] = lambda node: False
+    ) -> None:
+        """Puts back a task whose worker died on `node`. Raises ValueError if `MAX_ATTEMPTS` workers have died at it on
+        nodes that still live: a large cluster loses nodes all the time, and no task is to blame for that."""
+        deaths = self.deaths.setdefault(task.name, [])
+        deaths.append(node)
+        if len(deaths) >= MAX_ATTEMPTS and sum(not is_node_lost(each) for each in deaths) >= MAX_ATTEMPTS:
             raise ValueError(
                 f"{MAX_ATTEMPTS} workers died at task {task.name}, the last so: {reason}. Memory that runs out ends a "
                 "process like that; fewer workers, or smaller tasks, need less of it"

@@ -21,7 +21,7 @@ import ray_cluster  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from palestra.backends.ray import cluster as clusters  # noqa: E402
-from palestra.backends.ray.workers import RayBackend  # noqa: E402
+from palestra.backends.ray.workers import RayBackend, _is_node_lost  # noqa: E402
 
 
 @pytest.fixture
@@ -74,6 +74,8 @@ def test_run_survives_the_loss_of_a_node(cluster: Cluster, tmp_path: Path) -> No
         start(backend, begun)
         watcher = LoseNode(cluster, run.path / "tasks.jsonl")
         assert run_plan(plan, backend, run, callback=watcher)
+        lost = [node for nodes in backend._common.queue.deaths.values() for node in nodes]
+        assert lost and all(map(_is_node_lost, lost))  # no task is to blame
     assert plan.total == expected(16)
     assert watcher.before.count(b"\n") == 7
     assert (run.path / "tasks.jsonl").read_bytes().startswith(watcher.before)

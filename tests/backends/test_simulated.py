@@ -72,14 +72,14 @@ def test_every_task_ends_once_though_nodes_are_lost(tmp_path: Path) -> None:
     assert stats.busy_s + stats.lost_s <= 8 * backend.now  # no worker does two tasks at once
 
 
-def test_only_a_worker_that_dies_alone_counts_against_its_task() -> None:
+def test_only_deaths_on_living_nodes_count_against_a_task() -> None:
     queue, task = TaskQueue(), Wait("wait/0")
     for _ in range(MAX_ATTEMPTS + 2):
-        queue.retry(task, "its node was lost", is_task_suspect=False)
+        queue.retry(task, "unreachable", node="a", is_node_lost={"a"}.__contains__)
     for _ in range(MAX_ATTEMPTS - 1):
-        queue.retry(task, "killed")
+        queue.retry(task, "killed", node="b", is_node_lost={"a"}.__contains__)
     with pytest.raises(ValueError, match="3 workers died at task wait/0"):
-        queue.retry(task, "killed")
+        queue.retry(task, "killed", node="b", is_node_lost={"a"}.__contains__)
 
 
 # ---- the league

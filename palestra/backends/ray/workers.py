@@ -51,13 +51,13 @@ class _Actor:
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._members = MemberFolders()
 
-    def make(self, make: WorkerFactory) -> tuple[str] | ErrorText:
-        """Builds the worker and returns its location, or the fault if that raises."""
+    def make(self, make: WorkerFactory) -> tuple[str, str] | ErrorText:
+        """Builds the worker and returns its location and its node's id, or the fault if that raises."""
         try:
             self._worker = make()
         except Exception as error:
             return describe_error(error)
-        return (process_label(),)
+        return process_label(), ray.get_runtime_context().get_node_id()
 
     def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[Result, float, FileBundle] | ErrorText:
         """Fetches missing members, runs the task and returns result, seconds and output files, or the fault."""
@@ -87,6 +87,11 @@ class _Actor:
 # ---- in the driver
 
 
+def _is_node_lost(node: str) -> bool:
+    """True once the cluster has noticed that a node is gone. The errors of its actors do not tell, at first."""
+    return not any(each["Alive"] and each["NodeID"] == node for each in ray.nodes())
+
+
 @dataclass
 class _Group:
     """Workers with equal resources, and the queue of their tasks.
@@ -108,6 +113,7 @@ class _RayWorkerHandle:
     ready: bool = False
     task: Task | None = None
     where: str = ""
+    node: str = ""
 
 
 class RayBackend:
@@ -239,7 +245,8 @@ class RayBackend:
         if task:
             worker_stats.count(WORKER_KIND, hand.where, done=1, seconds=answer[1])
             return self._done(task, *answer)
-        hand.where = answer[0] if answer else hand.where  # reply to `make`, or to `greet`
+        if answer:  # the reply to `make`; that to `greet` is None
+            hand.where, hand.node = answer
         return None
 
     def _done(self, task: Task, result: Result, seconds: float, files: FileBundle) -> TaskResult:
@@ -251,7 +258,7 @@ class RayBackend:
         ray.kill(hand.actor)  # it may be alive but unreachable
         worker_stats.count(WORKER_KIND, hand.where or "not placed yet", why, lost=1)
         if hand.task:
-            hand.group.queue.retry(hand.task, why)
+            hand.group.queue.retry(hand.task, why, node=hand.node, is_node_lost=_is_node_lost)
         elif not hand.ready:
             self._stillborn += 1
             if self._stillborn >= MAX_ATTEMPTS:
