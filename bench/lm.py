@@ -59,9 +59,9 @@ console = Console(width=110)
 class Ours:
     """palestra's engine on the benchmark's model; no token ends an answer, so that each has exactly `new` tokens."""
 
-    def __init__(self, path: str, rank: int = RANK) -> None:
+    def __init__(self, path: str, rank: int = RANK, cache_bytes: int | None = None) -> None:
         self.engine, self.rank = Engine.load(path, device="cpu"), rank
-        self.sampler = Sampler(self.engine)
+        self.sampler = Sampler(self.engine, cache_bytes=cache_bytes)
         self.sampler.batch.end_ids = np.array([], np.int64)
 
     def adapters(self, n: int) -> list[Adapter]:
@@ -75,14 +75,19 @@ class Ours:
         return self.sampler.sample_all(requests)
 
     def step(self, trainer: Trainer, prompts: Sequence[np.ndarray], new: int = NEW) -> None:
-        """One whole GRPO step; rewards are the share of even tokens, so that every group has differences."""
+        """One whole GRPO step."""
         assert trainer.adapter is not None
+        self.train(trainer, prompts, self.sample(prompts, K, new, [trainer.adapter.snapshot()]))
+
+    def train(self, trainer: Trainer, prompts: Sequence[np.ndarray], groups: Sequence[list]) -> None:
+        """The update from sampled `groups`; rewards are the share of even tokens, so that every group has
+        differences."""
         samples = []
-        for prompt, siblings in zip(prompts, self.sample(prompts, K, new, [trainer.adapter.snapshot()]), strict=True):
+        for prompt, siblings in zip(prompts, groups, strict=True):
             rewards = np.array([np.mean(s.token_ids % 2 == 0) for s in siblings])
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
             for s, a in zip(siblings, advantages, strict=True):
-                samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(new, a, np.float32)))
+                samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(len(s.token_ids), a, np.float32)))
         trainer.forward_backward(samples, clipped_policy_loss)
         trainer.optim_step(AdamConfig(lr=1e-5))
 

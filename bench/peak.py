@@ -1,11 +1,14 @@
 """Peak memory of one GRPO step on the shape of Qwen3-0.6B (random weights), beside TRL's, each in a process of its own.
 
-    python bench/peak.py            16 prompts x 8 answers x 128 tokens, 28 layers
-    python bench/peak.py --quick    2 prompts x 8 answers x 128 tokens, 4 layers
+    python bench/peak.py            16 prompts x 8 answers x 128 tokens, 28 layers: hours, most of them TRL's
+    python bench/peak.py --quick    2 prompts x 8 answers x 128 tokens, 4 layers: about 5 minutes
+    python bench/peak.py --alone    without TRL: about 25 CPU minutes (with --quick one)
+    python bench/peak.py --alone --tokens 24    shorter answers: five CPU minutes
 
-palestra samples and trains as `palestra info` suggests where memory is short: layers are recomputed, micro-batches have
-at most 2,048 tokens. TRL runs with micro-batches of 8 answers, which is its default, and recomputes its layers too.
-Both keep float32 weights and train a LoRA adapter. Figures, both at most:
+palestra samples and trains as `palestra info` suggests where memory is short: the KV cache has a budget of 0.5 GiB (a
+sixth of what all answers want), layers are recomputed, micro-batches have at most 2,048 tokens. TRL runs with
+micro-batches of 8 answers, which is its default, and recomputes its layers too. Both keep float32 weights and train a
+LoRA adapter; each makes one step. Figures, both at most:
 
     peak_vs_trl         peak resident memory over TRL's
     peak_gib_over_base  the same less the weights, in GiB
@@ -19,35 +22,45 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from limit import qwen3_06b_config, random_prompts, save_random
 
 HERE = Path(__file__).parent
 PROMPT, NEW, K, RANK, MICRO_BATCH_TOKENS = 96, 128, 8, 8, 2048
+KV_CACHE_BYTES = 2**29
 TARGETS = {"peak_vs_trl": 0.33, "peak_gib_over_base": 2.0}
 
 
 def run_ours(spec: dict) -> None:
-    """Prints the peak memory of a step, in MiB, and that of the weights."""
+    """Prints the peak memory of sampling, of the whole step, and of the weights, in MiB."""
     import numpy as np
     from lm import Ours
 
     from palestra.engine.trainer import Trainer
 
-    ours = Ours(spec["model"])
+    ours = Ours(spec["model"], cache_bytes=KV_CACHE_BYTES)
     (adapter,) = ours.adapters(1)
     trainer = Trainer(ours.engine, adapter, pack_tokens=MICRO_BATCH_TOKENS, checkpointing=True)
     prompts = [np.array(prompt, np.int32) for prompt in json.loads(Path(spec["prompts"]).read_text())]
-    for _ in range(2):
-        ours.step(trainer, prompts, new=NEW)
+    groups = ours.sample(prompts, K, spec["new_tokens"], [adapter.snapshot()])
+    sampled = peak_mib()
+    ours.train(trainer, prompts, groups)
     weights = sum(p.nbytes for p in ours.engine.model.parameters())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"peak_rss_mb": peak, "weights_mb": weights / 2**20}))
+    preempted = ours.sampler.batch.counts["preempted_answers"]
+    found = {"peak_rss_mb": peak_mib(), "sampling_peak_rss_mb": sampled, "weights_mb": weights / 2**20}
+    print(json.dumps(found | {"preempted_answers": preempted, "cpu_s": time.process_time()}))
+
+
+def peak_mib() -> float:
+    """Returns the peak resident memory of this process so far in MiB. (ru_maxrss would count that of the process that
+    started it, too.)"""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def peak_of(python: Path | str, script: str, *arguments: str) -> dict:
@@ -61,34 +74,39 @@ def peak_of(python: Path | str, script: str, *arguments: str) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def peak_figures(trl_python: Path, *, quick: bool) -> dict[str, float]:
-    """Peak memory of palestra's step over that of TRL's, and over the weights."""
+def peak_figures(trl_python: Path | None, *, quick: bool, tokens: int = NEW) -> dict[str, float]:
+    """Peak memory of palestra's step over that of TRL's (None: TRL is left out), and over the weights."""
     groups = 2 if quick else 16
     with tempfile.TemporaryDirectory() as name:
         save_random(qwen3_06b_config(4 if quick else 28), name)
         prompts = Path(name) / "prompts.json"
         prompts.write_text(json.dumps(random_prompts(groups, PROMPT)))
-        spec = {"model": name, "prompts": str(prompts), "K": K, "new_tokens": NEW, "prompts_per_step": groups}
+        spec = {"model": name, "prompts": str(prompts), "K": K, "new_tokens": tokens, "prompts_per_step": groups}
         ours = peak_of(sys.executable, "peak.py", "--ours", json.dumps(spec))
-        spec |= {"rank": RANK, "steps": 1, "warmup": 1, "micro_batches": [8], "gradient_checkpointing": True}
-        theirs = peak_of(trl_python, "trl_grpo.py", json.dumps(spec))
-    return {
-        "peak_vs_trl": ours["peak_rss_mb"] / theirs["peak_rss_mb"],
-        "peak_gib_over_base": (ours["peak_rss_mb"] - ours["weights_mb"]) / 1024,
-    }
+        print(f"palestra: {json.dumps(ours)}", file=sys.stderr, flush=True)
+        figures = {"peak_gib_over_base": (ours["peak_rss_mb"] - ours["weights_mb"]) / 1024}
+        if trl_python:
+            spec |= {"rank": RANK, "steps": 0, "warmup": 1, "micro_batches": [8], "gradient_checkpointing": True}
+            theirs = peak_of(trl_python, "trl_grpo.py", json.dumps(spec))
+            print(f"TRL: {theirs['peak_rss_mb']:.0f} MiB", file=sys.stderr)
+            figures["peak_vs_trl"] = ours["peak_rss_mb"] / theirs["peak_rss_mb"]
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4 layers and 16 answers")
+    parser.add_argument("--alone", action="store_true", help="without TRL")
+    parser.add_argument("--tokens", type=int, default=NEW, help=f"tokens of each answer (default {NEW})")
     parser.add_argument("--ours", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.ours:
         return run_ours(json.loads(given.ours))
     from lm import TRL, install_trl
 
-    install_trl()
-    figures = peak_figures(TRL / "bin/python", quick=given.quick)
+    if not given.alone:
+        install_trl()
+    figures = peak_figures(None if given.alone else TRL / "bin/python", quick=given.quick, tokens=given.tokens)
     print(json.dumps({"bench": "peak", "figures": {k: round(v, 3) for k, v in figures.items()}, "at_most": TARGETS}))
 
 

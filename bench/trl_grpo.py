@@ -23,7 +23,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import json
 import logging
-import resource
 import sys
 import tempfile
 import time
@@ -61,6 +60,7 @@ class Spec:
     new_tokens: int = 16
     prompts_per_step: int = 16
     steps: int = 5
+    """Steps that are timed, after `warmup` others."""
     warmup: int = 2
     rank: int = 8
     """LoRA rank; 0 trains every weight."""
@@ -188,13 +188,13 @@ def run_steps(spec: Spec, micro_batch: int) -> dict[str, float]:
     samples = spec.steps * spec.prompts_per_step * spec.K
     return {
         "micro_batch": micro_batch,
-        "samples_per_cpu_s": samples / total,
+        "samples_per_cpu_s": samples / total if samples else 0.0,
         "samples": samples,
         "sampled_tokens": sampled_end - sampled_start,
         "cpu_s": total,
         "cpu_s_generation": generation,
         "cpu_s_rest": total - generation,
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_rss_mb": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024,
     }
 
 

@@ -1,5 +1,8 @@
 """Products of oneDNN in float32, compared with float64 before their first use.
 
+A weight that is used often may be packed first: copied into oneDNN's own layout, which every product of an unpacked one
+has to make again.
+
 On x86 PyTorch computes float32 products with MKL, which runs at half of the speed of oneDNN on AMD processors, and
 hyperbolic tangents one by one, at a sixth of the speed of oneDNN's.
 """
@@ -54,3 +57,30 @@ def is_right(product: Product) -> bool:
         curve = product(x / 16, weight, bias, "tanh") - torch.tanh(product(x / 16, weight, bias).double())
         close = all(bool(error.abs().max() < MAX_ERROR) for error in errors)
         return close and bool(curve.abs().max() < MAX_TANH_ERROR)
+
+
+class Packing(Protocol):
+    """A copy of a weight [out, in] in oneDNN's own layout, which only its product reads."""
+
+    def __call__(self, weight: Tensor) -> Tensor: ...
+
+
+@cache
+def onednn_packing() -> Packing | None:
+    """Returns the function that packs weights; None if this machine or this PyTorch has none, or if products with
+    packed weights are wrong."""
+    operator: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+    product = onednn_product()
+    if operator is None or product is None:
+        return None
+
+    def packing(weight: Tensor) -> Tensor:
+        packed: Tensor = operator(weight.detach())
+        return packed
+
+    def packed_product(
+        x: Tensor, weight: Tensor, bias: Tensor | None, activation: Literal["none", "tanh"] = "none"
+    ) -> Tensor:
+        return product(x, packing(weight), bias, activation)
+
+    return packing if is_right(packed_product) else None

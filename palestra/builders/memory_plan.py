@@ -21,6 +21,7 @@ from palestra.engine.memory import (
     cache_bytes,
     logits_bytes,
     model_shape,
+    packed_copy_bytes,
     pass_bytes,
     peak_bytes,
 )
@@ -104,6 +105,9 @@ def _engine_parts(
         held = (shape.params - packed) * size + quantized_bytes(packed, policy.quantize)
         detail = f"{packed / 1e6:,.1f} M in {policy.quantize}, others of {size} bytes; while it is loaded, all"
     yield MemoryPart(f"weights of {policy.base}", held, detail)
+    on_cpu, is_frozen = resolve_device(config.device) == "cpu", not isinstance(policy, FullPolicyConfig)
+    if on_cpu and is_frozen and size == FLOAT32 and not policy.quantize and (packed := packed_copy_bytes(shape)):
+        yield MemoryPart(f"packed weights of {policy.base}", packed, "copies for faster sampling")
     cache_size = _product_size(config, policy)
     if cache_size < size:
         detail = "cast once for each rollout"

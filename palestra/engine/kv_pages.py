@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from palestra.engine.malloc import mapped_zeros
+
 PAGE_TOKENS = 32  # with fewer, the small products of attention take longer; with more, last pages waste memory
 SLACK_DIVISOR = 8  # a pool that grows or shrinks gets 1/8 more pages than it needs
 
@@ -180,10 +182,10 @@ class PagePool:
         for layer, old in enumerate(self.kv):
             self.memory.claim(size * page)
             try:
-                new = old.new_empty(2, size, *old.shape[2:])
+                new = mapped_zeros((2, size, *old.shape[2:]), old)
             except Exception:
                 self.memory.release(size * page)
                 raise
-            new[:, :kept], new[:, kept:] = old[:, :kept], 0
+            new[:, :kept] = old[:, :kept]
             self.memory.release(old.nbytes)
             self.kv[layer] = new

@@ -3,24 +3,66 @@
 On an AMD EPYC with AVX-512 MKL, PyTorch's own choice, makes 100 GFLOP/s a core and oneDNN 210, in the shapes of a base
 of 135 million parameters. oneDNN is used on CPU, in float32, for weights of more than `MIN_WEIGHTS` numbers and from
 `MIN_ROWS` rows on; with fewer its fixed cost counts more.
+
+Frozen weights of bases of at most `MAX_PACKED_BYTES` are packed for sampling (`pack_weights`): products of 8 to 32 rows
+then take 25 to 45 % less time, for a second copy of the weights in memory. The results stay the same up to rounding
+(on AVX-512, bit for bit).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from palestra.onednn import onednn_product
+from palestra.onednn import onednn_packing, onednn_product
 
 MIN_WEIGHTS = 2**16  # smaller products take about the same time
 MIN_ROWS = 4
+MAX_PACKED_BYTES = 640 * 2**20  # of all weights of a base: larger ones have no second copy
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `x weight' + bias` [..., out] of `x` [..., in] and `weight` [out, in], up to rounding as `F.linear`."""
+class PackedWeight:
+    """A frozen weight in oneDNN's own layout. It is packed at its first product, and again if it has changed."""
+
+    def __init__(self) -> None:
+        self._of: tuple[int, int] | None = None
+        self._packed: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return PackedWeight, ()  # copies of a model pack their own weights
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Returns the packed `weight`; the weight itself if it is trained, since it would be packed again and again."""
+        packing = onednn_packing()
+        if weight.requires_grad or weight.is_inference() or packing is None:
+            return weight
+        version = weight.data_ptr(), weight._version
+        if self._packed is None or self._of != version:
+            self._packed, self._of = packing(weight), version
+        return self._packed
+
+
+def pack_weights(layers: Iterable[nn.Module]) -> None:
+    """Lets `layers` use packed weights in passes without gradients, unless all together are too large."""
+    large = [layer for layer in layers if type(layer) is nn.Linear and layer.weight.numel() > MIN_WEIGHTS]
+    if packed_bytes(layer.weight.numel() for layer in large):
+        for layer in large:
+            layer.__dict__.setdefault("packed_weight", PackedWeight())  # no parameter of the model
+
+
+def packed_bytes(sizes: Iterable[int]) -> int:
+    """Returns the bytes of the packed copies of weights of `sizes` numbers each in float32; 0 if they are too large."""
+    total = sum(4 * size for size in sizes if size > MIN_WEIGHTS)
+    return total if total <= MAX_PACKED_BYTES and onednn_packing() is not None else 0
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None = None) -> Tensor:
+    """Returns `x weight' + bias` [..., out] of `x` [..., in] and `weight` [out, in], up to rounding as `F.linear`.
+    `packed` is the packed weight of a pass without gradients."""
     if not _is_faster(x, weight) or (product := onednn_product()) is None:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
@@ -28,7 +70,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return F.linear(x, weight, bias)  # the gradient of a weight would take a transposed copy
         if x.requires_grad:
             return OneDNNLinear.apply(x, weight, bias)
-    return product(x, weight, bias)
+    return product(x, weight if packed is None else packed.of(weight), bias)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-MAX_LOGITS = 2**25  # logits of a chunk: 128 MiB in float32
+MAX_LOGITS = 2**23  # logits of a chunk: 32 MiB in float32, of which a pass holds five (training) or seven copies
 
 
 def fits_at_once(rows: int, vocab_size: int) -> bool:

@@ -65,7 +65,7 @@ def layer_shape(layer: nn.Module) -> tuple[int, int]:
 def own_output(layer: Any, x: Tensor) -> Tensor:
     """Returns the layer's own output, without adapters."""
     if type(layer) is nn.Linear:
-        return linear(x, layer.weight, layer.bias)
+        return linear(x, layer.weight, layer.bias, layer.__dict__.get("packed_weight"))
     output: Tensor = type(layer).forward(layer, x)
     return output
 

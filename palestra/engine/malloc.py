@@ -4,13 +4,17 @@ much memory there is."""
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # parameter numbers from glibc's malloc.h
+MIN_MAPPED_BYTES = 2**22  # smaller tensors would spend more time on page faults than memory is worth
 
 
 def keep_freed_memory() -> None:
@@ -32,6 +36,22 @@ def release_freed_memory() -> None:
     not glibc."""
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def mapped_zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Returns zeros of `shape` with the dtype and device of `like`. On CPU a large tensor has memory of its own, which
+    the system gets back with the tensor's end and gives only where it is written to.
+
+    `keep_freed_memory` would keep it, in pieces that a slightly larger tensor does not fit in.
+    """
+    size = torch.Size(shape).numel() * like.element_size()
+    if like.device.type != "cpu" or size < MIN_MAPPED_BYTES or not hasattr(mmap, "MAP_PRIVATE"):
+        return like.new_zeros(shape)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no {size / 2**20:,.0f} MiB of memory left ({error})") from error
+    return torch.frombuffer(memory, dtype=like.dtype).view(*shape)
 
 
 def physical_memory() -> int:

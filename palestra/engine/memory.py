@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from palestra.engine.bases import resolve_base
 from palestra.engine.kv_cache import pages_of
 from palestra.engine.kv_pages import PAGE_TOKENS, SLACK_DIVISOR
+from palestra.engine.linear import packed_bytes
 from palestra.engine.logits import MAX_LOGITS
 from palestra.engine.lora import target_names
 from palestra.engine.lora_config import LoraConfig
@@ -95,6 +96,11 @@ def adapter_params(shape: ModelShape, config: LoraConfig) -> int:
         if any(name.endswith("." + target) for target in config.target_parameters)
     )
     return pairs + magnitudes + saved + experts
+
+
+def packed_copy_bytes(shape: ModelShape) -> int:
+    """Returns the packed copies of a base's float32 weights for sampling on CPU; 0 if it is too large for them."""
+    return packed_bytes(inputs * outputs for inputs, outputs in shape.linears.values())
 
 
 def cache_bytes(

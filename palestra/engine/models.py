@@ -35,7 +35,7 @@ from palestra.engine.flat_row import AdapterRoute, AttentionLayout, KVFirstLayou
 from palestra.engine.length_limit import limit_length
 from palestra.engine.lora import find_linear_layers, own_output
 from palestra.engine.lora_variants import call_by_blocks, replaceable_modules
-from palestra.engine.malloc import keep_freed_memory
+from palestra.engine.malloc import keep_freed_memory, release_freed_memory
 from palestra.engine.norms import fuse_norms
 from palestra.engine.plain import PlainPath
 from palestra.engine.probe import AttentionShape, probe_attention, set_attention
@@ -130,7 +130,9 @@ class Engine:
         if quantize:
             quantize_model(model, quantize)
         model = model.to(device).eval().requires_grad_(False)
-        return choose_engine(model, base, lambda of, plain: cls(of, tokenizer, base, plain=plain))
+        engine = choose_engine(model, base, lambda of, plain: cls(of, tokenizer, base, plain=plain))
+        release_freed_memory()  # what loading took beside the weights
+        return engine
 
     def notes(self) -> list[str]:
         """Returns what a user should know about how the base runs, a line each: that it is on the plain path, and that

@@ -162,6 +162,17 @@ def _shape(calls: list[_Call]) -> AttentionShape:
     return AttentionShape(max(layers) + 1, calls[0].kv_heads, max(call.width for call in calls))
 
 
+def longest_span(model: PreTrainedModel) -> int:
+    """Returns the size of the model's longest window or chunk of keys, 0 if all layers attend to all earlier keys. Of a
+    model that was not probed to its end, the config tells."""
+    spans = [module.__dict__.get("key_span", module) for module in model.modules()]
+    if found := [span for span in spans if isinstance(span, KeySpan | None)]:
+        return max((span.size for span in found if span), default=0)
+    config = model.config.get_text_config()
+    sizes = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
+    return max((size for size in sizes if isinstance(size, int)), default=0)
+
+
 def _own_parts(module: nn.Module) -> set[str]:
     """Returns the kinds of parts of an attention module that may do more than work on each token by itself: an indexer
     or a compressor of keys shows only in sequences longer than what it selects or joins."""

@@ -23,6 +23,7 @@ import torch
 from palestra.engine.batch import CachedBatch
 from palestra.engine.kv_cache import default_cache_bytes
 from palestra.engine.kv_pages import CacheFull
+from palestra.engine.linear import pack_weights
 from palestra.engine.live_batch import LiveBatch
 from palestra.engine.malloc import free_memory
 from palestra.engine.models import Engine
@@ -57,6 +58,7 @@ class Sampler:
         cache_bytes: int | None = None,
     ) -> None:
         self.engine = engine
+        pack_weights(engine.linear_layers.values())
         if cache_bytes is None:
             cache_bytes = default_cache_bytes(free_memory(str(engine.device)))
         self.batch: LiveBatch = (

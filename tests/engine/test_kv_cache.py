@@ -1,5 +1,8 @@
 """The cache's memory follows what is live, whatever came before, and no place holds another's keys and values."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -141,3 +144,39 @@ def test_slots_keep_their_contents(steps):
     pools.free(slots)
     pools.free_empty_pools()
     assert pools.bytes == 0
+
+
+RESIDENT = """
+import pathlib, sys, torch
+from palestra.engine.kv_cache import KVCache
+from palestra.engine.malloc import keep_freed_memory
+
+def resident():
+    return 1024 * int(pathlib.Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+
+keep_freed_memory()
+cache, before = KVCache(8, 8, 128, torch.device("cpu"), torch.float32), resident()
+blocks = []
+for count in range(8, 80, 8):  # pools grow, and other tensors that live on are made between
+    slots = cache.allocate_answers([64] * 8)
+    for slot in slots:
+        slot.length = 64
+        cache.write(slot, 0, torch.ones(8, 2, 8, 64, 128))
+    blocks.append(torch.ones(2**18))
+live = resident() - before - sum(block.nbytes for block in blocks)
+bytes = cache.bytes
+del slots, slot
+for pool in list(cache._pools.values()):
+    pool.remove(list(dict.fromkeys(owner for owner, _ in pool._owners)))
+del pool
+cache.free_empty_pools()
+print(live, bytes, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_large_pools_take_the_memory_that_they_hold_and_give_it_back():
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
+    live, held, after = map(int, done.stdout.split())
+    assert held > 2**28 and live < 1.1 * held + 2**25
+    assert after < 2**26  # the blocks between, and rests

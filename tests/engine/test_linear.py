@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from palestra.engine import linear as linear_module
-from palestra.engine.linear import OneDNNLinear, linear, matmul
+from palestra.engine.linear import OneDNNLinear, PackedWeight, linear, matmul, pack_weights
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import Trainer
 from palestra.losses.policy import clipped_policy_loss
-from palestra.onednn import onednn_product
+from palestra.onednn import onednn_packing, onednn_product
 from palestra.testing import tiny_lm
 from palestra.types import Sample
 
 needs_onednn = pytest.mark.skipif(onednn_product() is None, reason="no oneDNN product on this machine")
+
+
+needs_packing = pytest.mark.skipif(onednn_packing() is None, reason="oneDNN packs no weights on this machine")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -116,3 +122,63 @@ def test_sampling_and_training_give_the_same_as_without_onednn(monkeypatch):
     assert len(ours[2]) == len(theirs[2]) > 0
     for a, b in zip(ours[2], theirs[2], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
+
+
+@needs_packing
+@pytest.mark.parametrize("rows", [4, 8, 33])
+def test_products_with_packed_weights_are_those_of_float64(rows):
+    x, weight, bias = (
+        normal(rows, 300),
+        nn.Parameter(normal(400, 300, seed=1), requires_grad=False),
+        normal(400, seed=2),
+    )
+    found = linear(x, weight, bias, PackedWeight())
+    torch.testing.assert_close(found.double(), F.linear(x.double(), weight.double(), bias.double()), rtol=0, atol=2e-4)
+
+
+@needs_packing
+def test_changed_weights_are_packed_again_and_trained_ones_never():
+    weight, packed, x = nn.Parameter(normal(400, 300), requires_grad=False), PackedWeight(), normal(8, 300, seed=1)
+    first = packed.of(weight)
+    assert first is not weight and packed.of(weight) is first
+    weight.add_(1)
+    torch.testing.assert_close(linear(x, weight, None, packed), F.linear(x, weight), rtol=0, atol=2e-3)
+    weight.data = normal(400, 300, seed=3)
+    torch.testing.assert_close(linear(x, weight, None, packed), F.linear(x, weight), rtol=0, atol=2e-4)
+    weight.requires_grad_(True)
+    assert packed.of(weight) is weight
+
+
+@needs_packing
+def test_sampling_with_packed_weights_gives_the_same_answers(monkeypatch):
+    """The weights of one base are packed and of an equal one not, since it is too large by the limit then; a copy of
+    the model packs weights of its own."""
+    prompts = [np.arange(5 + i, 25 + i, dtype=np.int32) for i in range(4)]
+    config = SamplingConfig(max_tokens=6, stop_at_eos=False)
+
+    def run(engine: Engine) -> tuple[list, np.ndarray]:
+        adapter = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=1)
+        owners = [adapter.snapshot("a"), None]
+        requests = [Request(ids, 4, config, owners[i % 2], seed=i) for i, ids in enumerate(prompts)]
+        answers = [answer for group in Sampler(engine).sample_all(requests) for answer in group]
+        return [a.token_ids.tolist() for a in answers], np.concatenate([a.logprobs for a in answers])
+
+    engine = wide_lm()
+    ids, logps = run(engine)
+    packed = [layer for layer in engine.linear_layers.values() if "packed_weight" in vars(layer)]
+    assert packed and all(layer.packed_weight._packed is not None for layer in packed)
+    twin = copy.deepcopy(packed[0])
+    assert twin.packed_weight is not packed[0].packed_weight and twin.packed_weight._packed is None
+    assert set(engine.model.state_dict()) == set(wide_lm().model.state_dict())
+    monkeypatch.setattr(linear_module, "MAX_PACKED_BYTES", 0)
+    plain = wide_lm()
+    plain_ids, plain_logps = run(plain)
+    assert not any("packed_weight" in vars(layer) for layer in plain.linear_layers.values())
+    assert ids == plain_ids
+    np.testing.assert_allclose(logps, plain_logps, atol=1e-5)
+
+
+def test_small_weights_are_not_packed():
+    small = nn.Linear(64, 64)
+    pack_weights([small])
+    assert "packed_weight" not in vars(small)

@@ -25,6 +25,7 @@ from raw import answer as reply_on
 from raw import ask, connected, endless, head, resident
 from samplers import official, serving
 from tolerances import LOGPROB_ATOL
+from transformers import MistralConfig, MistralForCausalLM
 
 from palestra.engine.lora import Adapter, Snapshot
 from palestra.engine.lora_config import LoraConfig
@@ -35,6 +36,7 @@ from palestra.remote.samplers import vllm
 from palestra.remote.samplers.adapter_store import AdapterStore
 from palestra.remote.samplers.logprob_check import SampledPolicy, check_logprobs
 from palestra.remote.samplers.vllm import RequestTimeouts, SamplerServer, VllmSampler
+from palestra.testing import tiny_tokenizer
 from palestra.web.retry import RetryPolicy
 
 KEY = "open sesame"
@@ -191,6 +193,27 @@ def test_sampler_with_other_weights_is_refused(there: There, engine: Engine, sam
     with pytest.raises(ValueError, match=rf'{there.url} does not agree .* policy "red" .* differ by .*0\.001'):
         check_logprobs(sampler, other, [SampledPolicy("red", LoraConfig(rank=4), WORDS)], None)
     check_logprobs(sampler, other, [SampledPolicy("red", LoraConfig(rank=4), WORDS)], tolerance=10.0)
+
+
+def test_sampler_without_the_windows_of_the_base_is_refused(tmp_path: Path) -> None:
+    """The same weights on both sides, but the server attends to all keys, the trainer to the last 32: prompts of 12
+    tokens would not show it."""
+
+    def save(name: str, window: int | None) -> str:
+        shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = MistralConfig(**shape, intermediate_size=96, vocab_size=256, eos_token_id=4, sliding_window=window)
+        torch.manual_seed(0)
+        MistralForCausalLM(config).save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    whole = save("whole", None)
+    with serving("--base", whole) as (url, _):
+        sampler = opened(There(url, True, ""))
+        claims = [SampledPolicy("red", LoraConfig(rank=4), WORDS)]
+        check_logprobs(sampler, Engine.load(whole, device="cpu"), claims, None)
+        with pytest.raises(ValueError, match=r'does not agree .* policy "red"'):
+            check_logprobs(sampler, Engine.load(save("windowed", 32), device="cpu"), claims, None)
 
 
 def test_adapter_versions_have_unique_names_and_are_unloaded(

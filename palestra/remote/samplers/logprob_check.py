@@ -2,7 +2,8 @@
 
 Each server answers a few random prompts, under the bare base and under adapters with random weights, all in one batch;
 the trainer then scores the same tokens. This detects a different base, an adapter that is not applied or is applied to
-the wrong rows, and log-probabilities with a different definition. Any of these would make the policy gradient wrong.
+the wrong rows, a window of attention that one side does not have, and log-probabilities with a different definition.
+Any of these would make the policy gradient wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from palestra.engine.lora import Adapter
 from palestra.engine.lora_config import LoraConfig
 from palestra.engine.models import Engine
-from palestra.engine.request import Completion, Request
+from palestra.engine.probe import longest_span
+from palestra.engine.request import Completion, Request, max_positions
 from palestra.engine.sampler import SamplingConfig
 from palestra.engine.trainer import Trainer
 from palestra.remote.samplers.vllm import SamplerServer, VllmSampler
@@ -28,6 +30,7 @@ NUM_PROMPTS, COMPLETIONS_PER_PROMPT, PROMPT_TOKENS, COMPLETION_TOKENS = (
     12,
     8,
 )  # counts per policy and prompt; lengths in tokens
+MAX_LONG_PROMPT = 8192  # tokens of the prompt that goes past a base's windows: longer ones would take too long
 ADAPTER_OUTPUT_RATIO = 0.1  # approximate size of a random adapter's output relative to its layer's output
 
 
@@ -130,9 +133,15 @@ def _random(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
 
 
 def _prompts(engine: Engine) -> list[np.ndarray]:
+    """Returns random prompts. If the base has windows of attention or chunks, the first prompt is longer than these, up
+    to the base's own length and `MAX_LONG_PROMPT`."""
     vocabulary = engine.model.config.get_text_config().vocab_size
     draws = np.random.default_rng(0)
-    return [draws.integers(0, vocabulary, PROMPT_TOKENS).astype(np.int32) for _ in range(NUM_PROMPTS)]
+    span = longest_span(engine.model)
+    most = min(MAX_LONG_PROMPT, (max_positions(engine) or MAX_LONG_PROMPT) - COMPLETION_TOKENS)
+    long = span + PROMPT_TOKENS if span and span + PROMPT_TOKENS <= most else PROMPT_TOKENS
+    sizes = [long, *[PROMPT_TOKENS] * (NUM_PROMPTS - 1)]
+    return [draws.integers(0, vocabulary, size).astype(np.int32) for size in sizes]
 
 
 def _open_ended(sampling: SamplingConfig) -> SamplingConfig:
