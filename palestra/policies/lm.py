@@ -171,6 +171,7 @@ class LanguagePolicy:
                 logprobs=s.logprobs,
                 stop_reason=s.stop_reason,
                 temperature=self.sampling.temperature,
+                versions=token_versions(s, self.name),
             )
             for s, text in zip(sampled, self.decode_completions(sampled), strict=True)
         ]
@@ -239,6 +240,17 @@ class DemonstrationPolicy:
     async def act(self, query: Query) -> list[Answer]:
         """Returns the teacher's answers, encoded by the student."""
         return [self._student.encode_demonstration(query, answer.text) for answer in await self._teacher.act(query)]
+
+
+def token_versions(sampled: Completion, name: str) -> np.ndarray:
+    """Returns the version of the policy that sampled each token [T] int32; empty if it is that in `name` for all."""
+    if all(adapter == name for _, adapter in sampled.adapters) or "@" not in name:
+        return NO_TOKENS
+    starts, names = zip(*sampled.adapters, strict=True)
+    if any(adapter.split("@", 1)[0] != name.split("@", 1)[0] for adapter in names):
+        return NO_TOKENS  # a snapshot with a name of its own, which is never replaced
+    versions = np.array([int(adapter.split("@", 1)[1]) for adapter in names], np.int32)
+    return versions.repeat(np.diff([*starts, len(sampled.token_ids)]))
 
 
 def _cache_key(messages: Sequence[Any]) -> str:
