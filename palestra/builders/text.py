@@ -159,9 +159,14 @@ class PolicyResolver:
         if name not in self.learners:
             return self.fixed[name]
         learner = self.learners[name]
-        sampling, system, memory = learner.config.sampling, learner.config.system, learner.config.history
-        versioned = f"{name}@{learner.version}"
-        return LanguagePolicy(versioned, learner.sampler, learner.encoder, sampling, system=system, history=memory)
+        config, versioned = learner.config, f"{name}@{learner.version}"
+        return LanguagePolicy(
+            versioned,
+            learner.sampler,
+            learner.encoder,
+            config.sampling,
+            **config.prompt_options,
+        )
 
     def _now(self, name: str, teachers: Mapping[str, str]) -> Policy:
         """Policy `name` at its current weights."""
