@@ -49,7 +49,8 @@ class Answer:
 
     `prompt_ids [P]` and `token_ids [T]` are int32; `logprobs [T]` is float32: the log-probabilities of the sampled
     tokens under the policy that sampled them, at `temperature`. `stop` is "stop" (an end token, which is included in
-    `token_ids`) or "length".
+    `token_ids`) or "length". `versions [T]` int32 are the versions of the policy that sampled each token, empty if it
+    is that in the name `policy` for all of them.
     """
 
     text: str
@@ -59,6 +60,7 @@ class Answer:
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     stop_reason: str = "stop"
     temperature: float = 1.0
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass

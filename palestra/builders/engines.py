@@ -165,9 +165,7 @@ class Engines:
             self._agree(name, config, adapter, engine, sampler)
         encoder = ChatEncoder(engine.tokenizer, config.chat_template_kwargs)
         snapshot = adapter.snapshot(name, engine.dtype) if adapter else None
-        return LanguagePolicy(
-            name, sampler, encoder, config.sampling, snapshot, system=config.system, history=config.history
-        )
+        return LanguagePolicy(name, sampler, encoder, config.sampling, snapshot, **config.prompt_options)
 
     def _agree(
         self, name: str, config: LMPolicyConfig, adapter: Adapter | None, engine: Engine, sampler: SamplerProtocol

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from palestra.engine.scoring import answer_logprobs
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.policies.in_flight import InFlightPolicy
 from palestra.policies.lm import DemonstrationPolicy, LanguagePolicy
 from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
 from palestra.remote.envs.address import pop_metrics
@@ -64,7 +65,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
     }
     fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
-    cast = PolicyResolver(learners, fixed, engines)
+    cast = PolicyResolver(learners, fixed, engines, in_flight_policies(config, learners))
     learning = {name: learner for name, learner in learners.items() if name in seated.values()}
     _assign_teachers(parts, cast)
     labels = [stage.name for stage in config.stages] or [""]
@@ -74,7 +75,10 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         sources = [RankSplitSource(source, table) for source in sources]
         halls = {name: RankSplitRunner(arena, table) for name, arena in halls.items()}
     stages = [_stage(*row, cast) for row in zip(parts, labels, sources, strict=True)]
-    make = partial(AsyncTextTrainer, staleness=config.staleness) if config.staleness else TextTrainer
+    make: Callable[..., TextTrainer] = TextTrainer
+    if config.staleness:
+        in_flight = {name: policy for name, policy in cast.in_flight.items() if name in learning}
+        make = partial(AsyncTextTrainer, staleness=config.staleness, in_flight=in_flight)
     return make(
         stages=stages,
         learners=learning,
@@ -87,6 +91,13 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         worker_metrics=pop_metrics,
         notes=engines.notes() if isinstance(engines, Engines) else (),
     )
+
+
+def in_flight_policies(config: TextConfig, learners: Mapping[str, LanguageLearner]) -> dict[str, InFlightPolicy]:
+    """Returns the policies that play in training with in-flight weight updates; none without these."""
+    if config.in_flight_updates == "none":
+        return {}
+    return {name: InFlightPolicy(learner.policy, config.in_flight_updates) for name, learner in learners.items()}
 
 
 def with_max_length(part: TextConfig) -> TextConfig:
@@ -115,16 +126,19 @@ def _table(engines: Engines | RemoteEngines) -> RankSplit | None:
 
 @dataclass(frozen=True)
 class PolicyResolver:
-    """Resolves seats to policies at their current weights: `learners` are trained, `fixed` are not."""
+    """Resolves seats to policies at their current weights: `learners` are trained, `fixed` are not. Those of
+    `in_flight` take the place of learners in training."""
 
     learners: Mapping[str, LanguageLearner]
     fixed: Mapping[str, Policy]
     engines: Engines | RemoteEngines
+    in_flight: Mapping[str, InFlightPolicy] = field(default_factory=dict)
 
     def training_policies(self, seats: Mapping[Seat, str], teachers: Mapping[str, str]) -> dict[Seat, Policy]:
         """Returns the policy of each seat at its current weights; a policy with a teacher is played by the teacher."""
         self.engines.clear_caches()
-        return {seat: self._now(name, teachers) for seat, name in seats.items()}
+        playing = {name: policy for name, policy in self.in_flight.items() if name not in teachers}
+        return {seat: playing.get(name) or self._now(name, teachers) for seat, name in seats.items()}
 
     def eval_policies(self, seats: Mapping[Seat, str], sampling: dict[str, Any]) -> dict[Seat, Policy]:
         """Returns the policy of each seat at its current weights, with the sampling of evaluations and without
@@ -145,9 +159,14 @@ class PolicyResolver:
         if name not in self.learners:
             return self.fixed[name]
         learner = self.learners[name]
-        sampling, system, memory = learner.config.sampling, learner.config.system, learner.config.history
-        versioned = f"{name}@{learner.version}"
-        return LanguagePolicy(versioned, learner.sampler, learner.encoder, sampling, system=system, history=memory)
+        config, versioned = learner.config, f"{name}@{learner.version}"
+        return LanguagePolicy(
+            versioned,
+            learner.sampler,
+            learner.encoder,
+            config.sampling,
+            **config.prompt_options,
+        )
 
     def _now(self, name: str, teachers: Mapping[str, str]) -> Policy:
         """Policy `name` at its current weights."""

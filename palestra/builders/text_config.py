@@ -165,6 +165,12 @@ class TextConfig(PolicyRunConfig):
     """Maximum number of training steps that the rollout weights lag behind the trained weights. 0: play and training
     alternate. Above 0: episodes are played ahead during training, which uses both better; the algorithm trains on older
     data."""
+    in_flight_updates: Literal["none", "keep_kv", "recompute_kv"] = "none"
+    """Whether running answers go on with the newest weights after each training step, with `staleness` above 0: partial
+    rollouts are kept, and each token has the version that sampled it. `recompute_kv` computes the keys and values of
+    running answers again under the new weights (interruptible generation of AReaL); `keep_kv` keeps those of the old
+    weights (in-flight weight updates of PipelineRL and Magistral), which costs nothing and samples from neither policy
+    exactly. `none`: an episode is played to its end with the weights it began with."""
     max_failed: float = Field(0.5, ge=0, le=1)
     """Largest share of failed episodes in a step or evaluation, from 0 to 1; above it the run ends with an error. 1:
     never end."""
@@ -288,6 +294,23 @@ class TextConfig(PolicyRunConfig):
             raise ValueError(
                 f"staleness: {self.staleness} plays while weights are trained, but {full[0]} is a full model, which "
                 f"has no second copy to play with: set staleness: 0, or policies.{full[0]}.type: lora"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _in_flight(self) -> Self:
+        if self.in_flight_updates == "none":
+            return self
+        if not self.staleness:
+            raise ValueError(
+                f"in_flight_updates: {self.in_flight_updates} is of answers that run while weights are trained, and "
+                "with staleness: 0 none do: set staleness: 1 or more"
+            )
+        others = {"engine": self.engine, "sampler": self.sampler, "backend": self.backend.type != "inline"}
+        if other := [key for key, there in others.items() if there]:
+            raise ValueError(
+                f"in_flight_updates: {self.in_flight_updates} replaces weights in this process's sampler, and "
+                f"{other[0]}: has others answer: leave one of them out"
             )
         return self
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -50,7 +50,8 @@ class Completion:
     `token_ids` [T] int32 includes the end token if there is one; `logprobs` [T] float32 are at the sampling
     temperature, before top-k and top-p (at temperature 0: of the plain softmax); `stop_reason` is "stop" or "length".
     If the request asked for them, `top_ids` [T, k] int32 are the most likely tokens, best first, and `top_logprobs` [T,
-    k] float32 their log-probabilities.
+    k] float32 their log-probabilities. `adapters` are the names of the snapshots that sampled, each with the index of
+    its first token: more than one if the adapter was replaced while the answer was sampled; none if not recorded.
     """
 
     token_ids: np.ndarray
@@ -58,6 +59,7 @@ class Completion:
     stop_reason: str
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    adapters: tuple[tuple[int, str], ...] = ()
 
 
 SamplingOutcome = list[Completion] | Exception
@@ -136,6 +138,17 @@ class SequenceGroup:
         """Id of the snapshot that computes the prompt; 0 for the bare base."""
         return self.request.adapter.id if self.request.adapter else 0
 
+    @property
+    def adapter_name(self) -> str:
+        """Name of the adapter's snapshot; "" for the bare base."""
+        return self.request.adapter.name if self.request.adapter else ""
+
+    def replace_adapter(self, adapter: Snapshot, *, keep_kv: bool) -> None:
+        """Sets the adapter of the tokens to come. Without `keep_kv` no keys and values are stored for a later turn."""
+        self.request = replace(self.request, adapter=adapter, keep_kv=keep_kv and self.request.keep_kv)
+        for name in ("prompt_key", "sort_key"):
+            self.__dict__.pop(name, None)
+
     @cached_property
     def prompt_key(self) -> tuple[int, bytes]:
         """Cache key of the prompt: equal for groups whose prompts have the same keys and values."""
@@ -144,8 +157,7 @@ class SequenceGroup:
     @cached_property
     def sort_key(self) -> tuple[bool, str, int]:
         """Sort key: by adapter, the bare base last, which is the row order of a `MultiAdapterRoute`."""
-        adapter = self.request.adapter
-        return adapter is None, adapter.name if adapter else "", self.snapshot_id
+        return self.request.adapter is None, self.adapter_name, self.snapshot_id
 
     def completions(self) -> list[Completion]:
         """Returns the answers in sibling order."""
@@ -155,7 +167,8 @@ class SequenceGroup:
 @dataclass(eq=False)
 class LiveSequence:
     """A live answer, sibling `sibling` of `group`: tokens, log-probabilities, the most likely tokens if asked for, the
-    tail searched for stop strings, and the cache slot."""
+    tail searched for stop strings, the cache slot, and the names of the adapters that sampled it, each with the index
+    of its first token."""
 
     group: SequenceGroup
     sibling: int
@@ -164,6 +177,15 @@ class LiveSequence:
     top_tokens: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     tail: deque[int] = field(default_factory=deque)
     slot: CacheSlot | None = None
+    adapters: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.note_adapter()
+
+    def note_adapter(self) -> None:
+        """Notes that the group's adapter samples from the next token on."""
+        self.adapters = [entry for entry in self.adapters if entry[0] < len(self.token_ids)]
+        self.adapters.append((len(self.token_ids), self.group.adapter_name))
 
     @property
     def cache_position(self) -> int:
@@ -178,10 +200,11 @@ class LiveSequence:
     def to_completion(self, stop_reason: str) -> Completion:
         """Returns the completion, with the stop reason `stop_reason`."""
         ids, logps = np.array(self.token_ids, np.int32), np.array(self.logprobs, np.float32)
+        adapters = tuple(self.adapters)
         if not self.group.request.top_logprobs:
-            return Completion(ids, logps, stop_reason)
+            return Completion(ids, logps, stop_reason, adapters=adapters)
         top_ids, top_logps = (np.stack(column) for column in zip(*self.top_tokens, strict=True))
-        return Completion(ids, logps, stop_reason, top_ids.astype(np.int32), top_logps.astype(np.float32))
+        return Completion(ids, logps, stop_reason, top_ids.astype(np.int32), top_logps.astype(np.float32), adapters)
 
 
 def max_positions(engine: Engine) -> int | None:

@@ -25,6 +25,7 @@ from palestra.engine.kv_cache import default_cache_bytes
 from palestra.engine.kv_pages import CacheFull
 from palestra.engine.linear import pack_weights
 from palestra.engine.live_batch import LiveBatch
+from palestra.engine.lora import Snapshot
 from palestra.engine.malloc import free_memory
 from palestra.engine.models import Engine
 from palestra.engine.plain_batch import PlainBatch
@@ -121,6 +122,31 @@ class Sampler:
             self.batch.cancel(group)
         if group in self.waiting:
             self.waiting.remove(group)
+
+    @torch.inference_mode()
+    def replace_adapter(self, old: Snapshot, new: Snapshot, *, recompute: bool) -> int:
+        """Lets every running and waiting request under the snapshot `old` go on under `new` from its next token on;
+        returns how many requests. Tokens that are sampled stay.
+
+        With `recompute` the keys and values of running answers are computed again under `new`, so that a later token
+        has exactly the probability that `new` gives it (Fu et al., 2025, sec. 4.1). Without, they stay as they are
+        (Piché et al., 2025): later tokens then attend to keys and values of `old`, which are not stored for a
+        later turn. Where some siblings have not begun, all are computed again either way, since they share a prompt.
+        """
+        groups = [g for g in dict.fromkeys([*self.batch.groups, *self.waiting]) if g.request.adapter is old]
+        again = {group for group in groups if recompute or group.num_started < group.request.n}
+        if rows := [row for row in self.batch.rows if row.group in again]:
+            self.batch.preempt(rows)
+        if again:
+            self.batch.release_idle()
+        for group in groups:
+            group.replace_adapter(new, keep_kv=group in again)
+            for row in (*group.preempted, *(row for row in self.batch.rows if row.group is group)):
+                row.note_adapter()
+            if group in again and group not in self.waiting:
+                self.waiting.push_front(group.request.client, group)
+        self.batch.rows.sort(key=lambda row: row.group.sort_key)
+        return len(groups)
 
     def step(self) -> bool:
         """Admits requests, samples one token for each live row (for a part of them while a light client is active), and

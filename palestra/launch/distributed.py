@@ -157,7 +157,7 @@ class DriverEngines(Engines):
 
     def build_frozen_policy(self, name: str, config: FrozenConfig) -> LanguagePolicy:
         encoder = ChatEncoder(load_tokenizer(config.base), config.chat_template_kwargs)
-        return LanguagePolicy(name, NoSampler(), encoder, config.sampling, system=config.system, history=config.history)
+        return LanguagePolicy(name, NoSampler(), encoder, config.sampling, **config.prompt_options)
 
 
 class LearnerArgs(NamedTuple):

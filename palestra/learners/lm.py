@@ -28,6 +28,7 @@ from palestra.engine.optimizers import OptimizerName
 from palestra.engine.quantized import Quantization
 from palestra.engine.sampler import Sampler, SamplingConfig
 from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Precision, ReferenceKind, Trainer
+from palestra.policies.context import ContextConfig
 from palestra.policies.lm import ChatEncoder, HistoryMode, LanguagePolicy, SamplerProtocol
 from palestra.types import Metrics, Sample
 
@@ -47,6 +48,8 @@ class LMPolicyConfig(AdamConfig):
     history: HistoryMode = "none"
     """History in the prompt: "none" shows the current observation only, "conversation" also the model's own earlier
     turns."""
+    context: ContextConfig = ContextConfig()
+    """Budget of conversations: when they are rewritten, and how long results of tools may be."""
     chat_template_kwargs: dict[str, Any] = {}
     """Options of the tokenizer's chat template, for example `enable_thinking: false`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -54,6 +57,11 @@ class LMPolicyConfig(AdamConfig):
     quantize: Quantization | None = None
     """Quantises the linear layers of the base, on which adapters are trained (QLoRA): "nf4" takes 4.5 bits a weight,
     "int8" 8. Slower; null: not."""
+
+    @property
+    def prompt_options(self) -> dict[str, Any]:
+        """Options of a `LanguagePolicy` that decide its prompts."""
+        return {"system": self.system, "history": self.history, "context": self.context}
 
 
 class LMLearnerConfig(LMPolicyConfig):
@@ -353,9 +361,8 @@ class LanguageLearner:
         if self._policy is None:
             name, config = f"{self.name}@{self.version}", self.config
             adapter = self.weights.snapshot(name)
-            self._policy = LanguagePolicy(
-                name, self.sampler, self.encoder, config.sampling, adapter, system=config.system, history=config.history
-            )
+            parts = (self.sampler, self.encoder, config.sampling, adapter)
+            self._policy = LanguagePolicy(name, *parts, **config.prompt_options)
         return self._policy
 
     def export(self, folder: Path) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
 
@@ -28,7 +28,8 @@ from palestra.chat import (
 from palestra.engine.lora import Snapshot
 from palestra.engine.sampler import Completion, Request, SamplingConfig
 from palestra.engine.tree_attention import common_prefix
-from palestra.policies.base import Query, chat_messages
+from palestra.policies.base import ContextLengthExceeded, Query, chat_messages
+from palestra.policies.context import ContextConfig
 from palestra.types import Answer, Message
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -87,6 +88,18 @@ class ChatEncoder:
         if end is not None and last in self._special_ids:
             answer = answer[:-1]  # an end of another kind than the template's
         return np.concatenate([earlier, answer, between])
+
+    def cut_results(self, messages: Sequence[Message], limit: int | None) -> list[Message]:
+        """Returns the messages with the results of tools cut after their first `limit` tokens (None: not), and a mark
+        where they were."""
+        return [self._cut(m, limit) if limit and m["role"] == "tool" else m for m in messages]
+
+    def _cut(self, message: Message, limit: int) -> Message:
+        ids = self.tokenizer.encode(to_template_message(message)["content"], add_special_tokens=False)
+        if len(ids) <= limit:
+            return message
+        mark = f"[cut off: the first {limit} of {len(ids)} tokens]"
+        return message | {"content": f"{self.tokenizer.decode(ids[:limit])}\n{mark}"}
 
     @cached_property
     def turn_end(self) -> str:
@@ -148,15 +161,19 @@ class LanguagePolicy:
         *,
         system: str | None = None,
         history: HistoryMode = "none",
+        context: ContextConfig | None = None,
     ) -> None:
         self.name, self.sampler, self.encoder, self.sampling = name, sampler, encoder, sampling
         self.adapter, self.system, self.history = adapter, system, history
+        self.context = context or ContextConfig()
         self._prefixes: dict[bytes, _Prefix] = {}
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns `query.n` answers, each with its token ids and log-probabilities."""
-        prompt_ids, seen = self.encode_prompt(query), query.observation
-        shared_ids = self.encoder.encode_shared(seen, self.system) if isinstance(seen, Chat) else NO_TOKENS
+        prompt_ids, seen = await self._fitting_prompt(query), query.observation
+        shared_ids = NO_TOKENS
+        if isinstance(seen, Chat) and seen.num_shared:
+            shared_ids = self.encoder.encode_shared(self._cut_results(seen), self.system)
         # a conversation is kept for its next turn, unless most of its prompt is shared anyway
         keep = self.history == "conversation" or (isinstance(seen, Chat) and not len(shared_ids))
         request = Request(prompt_ids, query.n, self.sampling, self.adapter, query.seed, keep)
@@ -171,6 +188,7 @@ class LanguagePolicy:
                 logprobs=s.logprobs,
                 stop_reason=s.stop_reason,
                 temperature=self.sampling.temperature,
+                versions=token_versions(s, self.name),
             )
             for s, text in zip(sampled, self.decode_completions(sampled), strict=True)
         ]
@@ -206,8 +224,44 @@ class LanguagePolicy:
         error (a ValueError) if they are invalid."""
         sampling = SamplingConfig.model_validate(self.sampling.model_dump() | changes)
         return LanguagePolicy(
-            self.name, self.sampler, self.encoder, sampling, self.adapter, system=self.system, history=self.history
+            self.name,
+            self.sampler,
+            self.encoder,
+            sampling,
+            self.adapter,
+            system=self.system,
+            history=self.history,
+            context=self.context,
         )
+
+    async def _fitting_prompt(self, query: Query) -> np.ndarray:
+        """Returns the prompt's token ids [P] int32, of the conversation as `context` rewrites it if it has more tokens
+        than that allows. Raises ContextLengthExceeded if it still has."""
+        ids, limit = self.encode_prompt(query), self.context.max_tokens
+        if limit is None or len(ids) <= limit:
+            return ids
+        seen = query.observation
+        if isinstance(seen, Chat):
+            whole, tools = self._cut_results(seen).messages, seen.tools
+            messages = with_system(whole, self.system) if self.system is not None else whole
+        else:
+            earlier = query if self.history == "conversation" else replace(query, history=())
+            messages, tools = chat_messages(earlier, self.system), ()
+
+        def encoded(messages: Sequence[Message]) -> np.ndarray:
+            return self.encoder.encode_conversation(Chat(tuple(messages), tools), None)
+
+        rewritten = encoded(await self.context.rewrite(messages, lambda part: len(encoded(part))))
+        if len(rewritten) > limit:
+            raise ContextLengthExceeded(
+                f"a conversation of {len(ids)} tokens was rewritten to {len(rewritten)} by context.compress: "
+                f"{self.context.compress}, and context.max_tokens is {limit}: raise it, or shorten the observations"
+            )
+        return rewritten
+
+    def _cut_results(self, seen: Chat) -> Chat:
+        messages = self.encoder.cut_results(seen.messages, self.context.max_tool_tokens)
+        return replace(seen, messages=tuple(messages))
 
     def encode_prompt(self, query: Query) -> np.ndarray:
         """Returns the prompt's token ids [P] int32. A conversation that continues one of this seat's earlier answers
@@ -216,8 +270,9 @@ class LanguagePolicy:
             for seen, said in reversed(query.history):
                 new = messages_after(query.observation, seen, said.text) if isinstance(seen, Chat) else None
                 if new and len(said.token_ids):
+                    new = tuple(self.encoder.cut_results(new, self.context.max_tool_tokens))
                     return self.encoder.encode_next_turn(said.prompt_ids, said.token_ids, new)
-            return self.encoder.encode_conversation(query.observation, self.system)
+            return self.encoder.encode_conversation(self._cut_results(query.observation), self.system)
         if self.history == "none" or not query.history:
             return self.encoder.encode_first_turn(query, self.system)
         last = query.history[-1][1]
@@ -239,6 +294,17 @@ class DemonstrationPolicy:
     async def act(self, query: Query) -> list[Answer]:
         """Returns the teacher's answers, encoded by the student."""
         return [self._student.encode_demonstration(query, answer.text) for answer in await self._teacher.act(query)]
+
+
+def token_versions(sampled: Completion, name: str) -> np.ndarray:
+    """Returns the version of the policy that sampled each token [T] int32; empty if it is that in `name` for all."""
+    if all(adapter == name for _, adapter in sampled.adapters) or "@" not in name:
+        return NO_TOKENS
+    starts, names = zip(*sampled.adapters, strict=True)
+    if any(adapter.split("@", 1)[0] != name.split("@", 1)[0] for adapter in names):
+        return NO_TOKENS  # a snapshot with a name of its own, which is never replaced
+    versions = np.array([int(adapter.split("@", 1)[1]) for adapter in names], np.int32)
+    return versions.repeat(np.diff([*starts, len(sampled.token_ids)]))
 
 
 def _cache_key(messages: Sequence[Any]) -> str:

@@ -54,9 +54,10 @@ SCHEMA = pa.schema(
         ("info", pa.string()),  # JSON
         ("draw", pa.int32()),  # index among the seat's answers to this observation
         ("picture", pa.string()),  # kind of picture of the observations (Env.picture); null for text
+        ("versions", pa.list_(pa.int32())),  # of the policy, by token; null if `policy` names the version of all
     ]
 )
-OPTIONAL_COLUMNS = ("draw", "traceback", "picture")  # optional columns
+OPTIONAL_COLUMNS = ("draw", "traceback", "picture", "versions")  # optional columns
 
 
 def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
@@ -169,7 +170,7 @@ def _answer_row(answer: Answer) -> dict[str, Any]:
         "stop": answer.stop_reason,
         "temperature": answer.temperature,
     }
-    return said | arrays
+    return said | arrays | ({"versions": answer.versions} if len(answer.versions) else {})
 
 
 def _json(value: Any) -> str:
@@ -223,7 +224,8 @@ def _add(episode: Episode, row: dict[str, Any]) -> Node:
         node.observations[seat] = _seen(row["observation"]) if row["observation_json"] else row["observation"]
     if row["answer"] is not None:
         arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
-        node.answers[seat] = Answer(row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])
+        said = (row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])
+        node.answers[seat] = Answer(*said, versions=row["versions"])
     if row["reward"] is not None:
         node.rewards[seat] = row["reward"]
     if row["advantage"] is not None:

@@ -2,8 +2,8 @@
 
 With `staleness: n` an episode may begin if its own step is at most n steps ahead of training: episode i, with E
 episodes per step, begins once floor(i / E) <= trained + n (admission control, Fu et al., 2025, arXiv:2505.24298, eq.
-3). It is played to its end with the weights it began with, so the weights that it trains are at most n steps newer. No
-episode is ever too old, and none is dropped.
+3). It is played to its end with the weights it began with, so the weights that it trains are at most n steps newer; or,
+with in-flight updates, with the newest weights from the next token on. No episode is ever too old, and none is dropped.
 
 Step s trains exactly the episodes that belong to it, as in synchronous training (text.py): what a step trains on does
 not depend on which episode finished first. A slow episode delays training, and delays sampling only at the bound.
@@ -13,33 +13,47 @@ finished ones, including those that steps after its checkpoint had trained on, a
 steps are therefore bit-identical.
 
 Everything runs in one process and one event loop. Learners yield to it between micro-batches; the weights that play
-change only between steps.
+change only between steps. With in-flight updates they change there for running answers too (policies/in_flight.py): an
+answer may have tokens of several versions, and its tokens know theirs (rollouts/token_versions.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from palestra.rollouts.episode_buffer import EpisodeBuffer, StoredEpisode
 from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.metrics import member_name
+from palestra.rollouts.token_versions import token_staleness_metrics
 from palestra.runs import NUM_KEPT, list_checkpoints
 from palestra.training.loop import Callback, PhaseTimer, RunProtocol, read_clocks
 from palestra.training.text import CollectedStep, Stage, TextTrainer
 from palestra.types import Metrics
 
 BUFFER_FOLDER = "buffer"  # folder of finished episodes in a run's folder
+VERSIONS_KEY = "versions"  # key in `algorithm_state`: by policy, its version after each number of trained steps
+
+
+class Updatable(Protocol):
+    """A policy that plays with the weights at its last update."""
+
+    def update(self) -> None:
+        """Takes the current weights, also for running answers."""
+        ...
 
 
 @dataclass
 class AsyncTextTrainer(TextTrainer):
-    """A `TextTrainer` whose episodes are played during training, up to `staleness` steps ahead."""
+    """A `TextTrainer` whose episodes are played during training, up to `staleness` steps ahead. `in_flight` are the
+    policies, by name, whose running answers take the new weights after each step."""
 
     staleness: int = 1
+    in_flight: Mapping[str, Updatable] = field(default_factory=dict)
 
     rollouts: AsyncRollouts = field(init=False, repr=False)  # set while the trainer is open
 
@@ -65,12 +79,17 @@ class AsyncTextTrainer(TextTrainer):
         if self.run.next_step == step:
             self._drop_trained()
         position = self.enter_step(step)
+        self._update_in_flight()
+        self._note_versions(step)
         self.event_loop.run(self.rollouts.start_episodes(step))
         timer, start = PhaseTimer(), read_clocks()
         finished = self.event_loop.run(self.rollouts.collect(position.episode_numbers))
         timer.add_since("wait", start)
+        episodes = [each.episode for each in finished]
         stale = {name: staleness_metrics(finished, name, step) for name in self.policy_names}
-        self.current = CollectedStep(position, [each.episode for each in finished], timer, stale)
+        for name in self.in_flight:
+            stale[name] |= token_staleness_metrics(episodes, name, self._versions(name))
+        self.current = CollectedStep(position, episodes, timer, stale)
 
     def update(self, step: int) -> None:
         """As for `TextTrainer`. Failed episodes of a run that ends are dropped, so that a resume plays them again."""
@@ -79,6 +98,25 @@ class AsyncTextTrainer(TextTrainer):
         except RunFailed:
             self.rollouts.buffer.drop_failed(self.current.position.first_episode)
             raise
+        self._update_in_flight()
+
+    def _update_in_flight(self) -> None:
+        for policy in self.in_flight.values():
+            policy.update()
+
+    def _note_versions(self, step: int) -> None:
+        """Notes the policies' versions after `step` trained steps, and forgets those that no episode of this or a later
+        step has."""
+        for name in self.in_flight:
+            known = self.algorithm_state.setdefault(VERSIONS_KEY, {}).setdefault(name, {})
+            known[str(step)] = self.learners[name].version
+            for old in [key for key in known if not step - self.staleness <= int(key) <= step]:
+                del known[old]
+
+    def _versions(self, name: str) -> list[int]:
+        """Returns the versions of policy `name` after each number of trained steps, the newest last."""
+        known = self.algorithm_state[VERSIONS_KEY][name]
+        return [known[key] for key in sorted(known, key=int)]
 
     def _drop_trained(self) -> None:
         """Drops the stored episodes that no checkpoint needs."""

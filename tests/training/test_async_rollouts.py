@@ -335,6 +335,7 @@ MIXES = {
     },
     "stages": {"stages": [{"steps": 4}, {"steps": 5, "episodes": 4, "algorithm": {"type": "sft", "group_size": 2}}]},
     "corrected": {"algorithm": {"type": "grpo", "group_size": 4, "importance_cap": 2.0}},
+    "in flight": {"in_flight_updates": "recompute_kv", "eval_sampling": {"max_tokens": 2}},
 }
 
 

@@ -59,15 +59,8 @@ class RemoteEngines:
         if path:
             adapter = RemoteSnapshot(create_sampler(self.connection, model_path=self._kept(Path(path))), name)
         encoder = ChatEncoder(tokenizer_of(config.base), config.chat_template_kwargs)
-        return LanguagePolicy(
-            name,
-            self._sampler(config.base),
-            encoder,
-            config.sampling,
-            adapter,
-            system=config.system,
-            history=config.history,
-        )
+        sampler = self._sampler(config.base)
+        return LanguagePolicy(name, sampler, encoder, config.sampling, adapter, **config.prompt_options)
 
     def _kept(self, folder: Path) -> str:
         """Uploads the adapter in `folder` and returns its path on the server."""

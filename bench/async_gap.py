@@ -1,0 +1,195 @@
+"""How stale episodes may be, and what waiting costs: gaps at which a toy task is still learned, and wall times.
+
+    python bench/async_gap.py            gaps 0 to 24, two seeds each, and an env that waits 1 s a step
+    python bench/async_gap.py --quick    gaps 0 and 2, one seed, a third of the steps
+
+Gap: an agent sees a bit behind noise and must say the other one (an adapter on a random base of 0.1M parameters, one
+time in two right by chance), in equal numbers of steps whatever `staleness: N` and the kind of in-flight updates. A gap
+is learned if the held-out success, a mean over seeds, is at least 0.9 of that without staleness.
+
+Waiting: two such questions an episode, each step of 1 s on a thread, which takes no CPU. Wall seconds of training with
+staleness N over those without. Figures:
+
+    success_U_N      held-out success after training with in-flight updates U (none, keep_kv, recompute_kv) and gap N
+    largest_gap_U    largest gap that is learned, as are all smaller ones that were tried
+    wall_ratio_U_N   wall seconds over those of synchronous training, with the env that waits
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from async_training import Stopwatch
+from rich.console import Console
+from rich.table import Table
+
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.config import dump, validate
+from palestra.envs.base import Env
+from palestra.runs import Run, read_lines
+from palestra.testing import tiny_lm
+from palestra.training.loop import run_training
+from palestra.types import Step
+
+GAPS, QUICK_GAPS = (0, 2, 4, 8, 16, 24), (0, 2)
+WAITING_GAPS, WAIT_S = (0, 1, 2, 4), 1.0
+UPDATES = ("none", "keep_kv", "recompute_kv")
+BASE = "base"  # folder of the random base
+LEARNED_SHARE = 0.9  # of the success without staleness
+STEPS, EVAL_EPISODES = 24, 100
+Results = dict[tuple[str, int], list[dict[str, float]]]
+console = Console(width=110)
+
+
+class Contrary(Env):
+    """An agent sees noise and a bit, and says the other bit by the parity of its answer's first character, `turns`
+    times; success is that of the last. Each step takes `seconds`."""
+
+    name = "contrary"
+    seats = ("agent",)
+    roles = {"agent": "s"}
+    blocking = True
+
+    def __init__(self, *, turns: int = 1, seconds: float = 0.0, split: str = "train") -> None:
+        self.turns, self.seconds, self.split = turns, seconds, split
+
+    def reset(self, seed: int) -> Step:
+        self.rng, self.left = random.Random(f"{self.split} {seed}"), self.turns
+        return Step(self._ask())
+
+    def step(self, actions: dict[str, Any]) -> Step:
+        time.sleep(self.seconds)
+        text, self.left = actions["agent"], self.left - 1
+        right = bool(text) and ord(text[0]) % 2 != self.bit
+        return Step(self._ask() if self.left else {}, {"agent": float(right)}, info={"success": right})
+
+    def _ask(self) -> dict[str, str]:
+        self.bit = self.rng.randrange(2)
+        return {"agent": "".join(self.rng.choices("abcdefgh", k=6)) + str(self.bit)}
+
+
+def config(base: Path, update: str, gap: int, seed: int, steps: int, **changes: Any) -> TextConfig:
+    policy = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 2, "stop_at_eos": False}}
+    tree = {
+        "seed": seed,
+        "steps": steps,
+        "episodes": 16,
+        "staleness": gap,
+        "in_flight_updates": update if gap else "none",
+        "env": {"type": "async_gap:Contrary"},
+        "policies": {"agent": policy},
+        "algorithm": {"type": "grpo", "group_size": 8},
+        "evals": {"test": {"episodes": EVAL_EPISODES, "env": {"split": "test", "seconds": 0.0}}},
+        "checkpoint_every": 1000,
+        "device": "cpu",
+    }
+    return validate(TextConfig, tree | changes)
+
+
+def trained(folder: Path, settings: TextConfig, label: str) -> dict[str, float]:
+    """Seconds of a run's training, its held-out success, and the mean staleness of its tokens."""
+    watch = Stopwatch()
+    with Run.create(folder, dump(settings), label) as run:
+        run_training(build(settings), run, watch)
+        before, after = (line["success"] for line in read_lines(run.path / "evals.jsonl"))
+        lines = [line for line in read_lines(run.path / "metrics.jsonl") if line["policy"] == "agent"]
+    ages = [line.get("token_staleness", line.get("staleness", 0.0)) for line in lines]
+    line = watch.seconds | {"success": after, "age": float(np.mean(ages))}
+    console.print(f"{label}: {line['wall']:.1f} s, {line['cpu']:.1f} CPU-s, success {before:.1%} -> {after:.1%}")
+    return line
+
+
+def measure_gaps(folder: Path, gaps: tuple[int, ...], seeds: int, steps: int) -> Results:
+    """Runs of each update and gap; without a gap there is one kind of run."""
+    results: Results = {}
+    for seed in range(seeds):
+        for update in UPDATES:
+            for gap in gaps if update == "none" else gaps[1:]:
+                line = trained(folder, config(folder / BASE, update, gap, seed, steps), f"gap-{update}-{gap}-{seed}")
+                results.setdefault((update, gap), []).append(line)
+    return results
+
+
+def measure_waiting(folder: Path, gaps: tuple[int, ...], steps: int) -> Results:
+    """Runs in an env that waits, of each update and gap, in turn."""
+    changes = {"episodes": 4, "env": {"type": "async_gap:Contrary", "turns": 2, "seconds": WAIT_S}}
+    changes["evals"] = {"test": {"episodes": 4, "env": {"split": "test", "seconds": 0.0}}}
+    results: Results = {}
+    for gap in gaps:
+        for update in UPDATES if gap else UPDATES[:1]:
+            settings = config(folder / BASE, update, gap, 0, steps, **changes)
+            results[update, gap] = [trained(folder, settings, f"wait-{update}-{gap}")]
+    return results
+
+
+def mean(results: Results, key: tuple[str, int], what: str) -> float:
+    return float(np.mean([line[what] for line in results[key]]))
+
+
+def largest_gap(results: Results, update: str) -> int:
+    """The largest gap that is learned, as are all smaller ones that were tried."""
+    bar, largest = LEARNED_SHARE * mean(results, ("none", 0), "success"), 0
+    for gap in sorted(gap for own, gap in results if own == update and gap):
+        if mean(results, (update, gap), "success") < bar:
+            break
+        largest = gap
+    return largest
+
+
+def figures_of(gaps: Results, waiting: Results) -> dict[str, float]:
+    figures = {f"success_{update}_{gap}": mean(gaps, (update, gap), "success") for update, gap in gaps}
+    figures |= {f"largest_gap_{update}": float(largest_gap(gaps, update)) for update in UPDATES}
+    sync = mean(waiting, ("none", 0), "wall")
+    return figures | {f"wall_ratio_{u}_{n}": mean(waiting, (u, n), "wall") / sync for u, n in waiting if n}
+
+
+def print_tables(gaps: Results, waiting: Results) -> None:
+    table = Table(title="held-out success by gap; mean staleness of tokens", title_justify="left")
+    table.add_column("gap", justify="right")
+    for update in UPDATES:
+        table.add_column(update, justify="right")
+    for gap in sorted({gap for _, gap in gaps}):
+        cells = [(update, gap) for update in UPDATES if (update, gap) in gaps]
+        shown = [f"{mean(gaps, cell, 'success'):.1%} ({mean(gaps, cell, 'age'):.1f})" for cell in cells]
+        table.add_row(str(gap), *shown)
+    console.print(table)
+    table = Table(title=f"an env that waits {WAIT_S:.0f} s a step", title_justify="left")
+    for heading in ("updates", "gap", "seconds", "ratio"):
+        table.add_column(heading, justify="right")
+    for update, gap in waiting:
+        wall = mean(waiting, (update, gap), "wall")
+        table.add_row(update, str(gap), f"{wall:.1f}", f"{wall / mean(waiting, ('none', 0), 'wall'):.2f}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="gaps 0 and 2, one seed, a third of the steps")
+    parser.add_argument("--seeds", type=int, default=2)
+    options = parser.parse_args()
+    chosen, seeds, steps = (QUICK_GAPS, 1, STEPS // 3) if options.quick else (GAPS, options.seeds, STEPS)
+    with tempfile.TemporaryDirectory() as name:
+        engine = tiny_lm(initializer_range=0.2)  # wide: its last layer is not trained
+        engine.model.save_pretrained(Path(name) / BASE)
+        engine.tokenizer.save_pretrained(Path(name) / BASE)
+        waiting = measure_waiting(Path(name), QUICK_GAPS if options.quick else WAITING_GAPS, 4 if options.quick else 10)
+        gaps = measure_gaps(Path(name), chosen, seeds, steps)
+    print_tables(gaps, waiting)
+    figures = {name: round(value, 3) for name, value in figures_of(gaps, waiting).items()}
+    print(json.dumps({"bench": "async_gap", "figures": figures, "targets": {}}))
+
+
+if __name__ == "__main__":
+    main()

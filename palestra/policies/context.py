@@ -1,0 +1,116 @@
+"""The budget of a conversation: long tool results are cut, and a conversation that outgrows it is rewritten.
+
+A policy is trained on exactly the tokens that it saw: an answer's prompt is the rewritten conversation, and later turns
+continue from it until it outgrows the budget again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from palestra.chat import Json
+from palestra.config import StrictModel
+
+CountTokens = Callable[[Sequence[Json]], int]
+Compressor = Callable[[Sequence[Json], int, CountTokens], Sequence[Json] | Awaitable[Sequence[Json]]]
+
+DROPPED_RESULT = "[tool result dropped]"
+
+
+class ContextConfig(StrictModel):
+    """Budget of the conversations that a policy sees."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    """Largest number of tokens of a prompt. A conversation beyond it is rewritten by `compress`. null: no limit but the
+    base's, at which a trajectory ends, truncated."""
+    target: float = Field(0.5, gt=0, le=1)
+    """Share of `max_tokens` to which a conversation is rewritten. Lower values rewrite less often; between rewrites a
+    turn computes its new tokens only."""
+    compress: str = "drop_oldest"
+    """How a conversation is rewritten: "drop_oldest" drops the oldest tool results and then the oldest turns;
+    "module:function" is a function of your own, `compress(messages, limit, count_tokens)`, which returns messages of at
+    most `limit` tokens and may be a coroutine function."""
+    max_tool_tokens: int | None = Field(None, ge=1)
+    """Largest number of tokens of a tool's result. A longer one is cut, with a mark that says so. null: no limit."""
+
+    @field_validator("compress")
+    @classmethod
+    def _loadable(cls, path: str) -> str:
+        load_compressor(path)
+        return path
+
+    async def rewrite(self, messages: Sequence[Json], count_tokens: CountTokens) -> list[Json]:
+        """Returns the messages as `compress` rewrites them."""
+        assert self.max_tokens is not None
+        limit = max(1, int(self.target * self.max_tokens))
+        rewritten = load_compressor(self.compress)(messages, limit, count_tokens)
+        return list(await rewritten if inspect.isawaitable(rewritten) else rewritten)
+
+
+def load_compressor(path: str) -> Compressor:
+    """Returns the function that `path` names. Raises ValueError if there is none."""
+    if path in COMPRESSORS:
+        return COMPRESSORS[path]
+    module, _, name = path.partition(":")
+    try:
+        found: Compressor = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"context.compress: {path!r} cannot be loaded ({error}): write one of {', '.join(COMPRESSORS)}, or "
+            "module:function"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"context.compress: {path} is a {type(found).__name__}, not a function")
+    return found
+
+
+def drop_oldest(messages: Sequence[Json], limit: int, count_tokens: CountTokens) -> list[Json]:
+    """Returns the messages with as few of the oldest tool results replaced by a mark as `limit` tokens need, and if
+    that is not enough, without as few of the oldest turns.
+
+    What precedes the first answer, and the last answer with what follows it, stay. A turn is an answer with the
+    messages up to the next one. The result exceeds `limit` if these alone do.
+    """
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    results = [i for i, message in enumerate(messages[:last]) if message["role"] == "tool"]
+
+    def without_results(count: int) -> list[Json]:
+        dropped = set(results[:count])
+        return [m | {"content": DROPPED_RESULT} if i in dropped else m for i, m in enumerate(messages)]
+
+    count = _fewest(len(results), lambda n: count_tokens(without_results(n)) <= limit)
+    shorter = without_results(count)
+    starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+    def without_turns(turns: int) -> list[Json]:
+        if not turns:
+            return shorter
+        return [*_marked(shorter[: starts[0]], f"[{turns} earlier turns dropped]"), *shorter[starts[turns] :]]
+
+    return without_turns(_fewest(max(0, len(starts) - 1), lambda n: count_tokens(without_turns(n)) <= limit))
+
+
+def _marked(head: list[Json], mark: str) -> list[Json]:
+    """Returns the messages before the first answer with `mark` at their end."""
+    if not head:
+        return [{"role": "user", "content": mark}]
+    content = head[-1].get("content")
+    text: Any = [*content, {"type": "text", "text": mark}] if isinstance(content, list) else f"{content or ''}\n{mark}"
+    return [*head[:-1], head[-1] | {"content": text}]
+
+
+def _fewest(most: int, is_enough: Callable[[int], bool]) -> int:
+    """Returns the smallest number for which `is_enough`, which stays true once it is; `most` if it is for none."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return low
+
+
+COMPRESSORS: dict[str, Compressor] = {"drop_oldest": drop_oldest}

@@ -1,0 +1,41 @@
+"""A language model policy whose running answers go on with newer weights (in-flight weight updates)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from palestra.engine.sampler import Sampler
+from palestra.policies.base import Query
+from palestra.policies.lm import LanguagePolicy
+from palestra.types import Answer
+
+KVUpdate = Literal["keep_kv", "recompute_kv"]
+
+
+class InFlightPolicy:
+    """Plays with the weights at the last `update`, also within an episode and within an answer.
+
+    `current` returns the learner's policy at its current weights, whose sampler must be in this process. `kv_update` is
+    what happens to the keys and values of running answers, see `Sampler.replace_adapter`. Each answer has the version
+    of each of its tokens. `name` has the version of the weights that a new answer begins with.
+    """
+
+    def __init__(self, current: Callable[[], LanguagePolicy], kv_update: KVUpdate) -> None:
+        self._current, self.kv_update = current, kv_update
+        self._policy = current()
+        self.name = self._policy.name
+
+    def update(self) -> None:
+        """Takes the learner's current weights: for running answers from their next token on, and for all later
+        ones."""
+        old, new = self._policy, self._current()
+        if new is old:
+            return
+        self._policy, self.name = new, new.name
+        if isinstance(old.sampler, Sampler) and old.adapter and new.adapter:
+            old.sampler.replace_adapter(old.adapter, new.adapter, recompute=self.kv_update == "recompute_kv")
+
+    async def act(self, query: Query) -> list[Answer]:
+        """Returns `query.n` answers, which began with the current weights."""
+        return await self._policy.act(query)
