@@ -92,7 +92,7 @@ def group(**options: Any) -> dict[str, Any]:
 
 
 def turns(**options: Any) -> dict[str, Any]:
-    return group(at="turn", keep="best", scale="none") | options
+    return group(branch_at="turn", continue_from="best", scale="none") | options
 
 
 BOTH = {"reasoner": {"teacher": "expert"}, "tool": {"teacher": "expert"}}
@@ -103,8 +103,8 @@ METHODS = [
     Method("GSPO", group(surrogate="gspo", clip=3e-4, clip_high=4e-4)),
     Method("CISPO", group(surrogate="cispo", clip_high=3.0)),
     Method("RLOO", group(baseline="others", scale="none")),
-    Method("REINFORCE++", group(k=1, baseline="batch", scale="batch"), lines=1),
-    Method("RAE", group(k=1, baseline="role", scale="none"), lines=1),
+    Method("REINFORCE++", group(group_size=1, baseline="batch", scale="batch"), lines=1),
+    Method("RAE", group(group_size=1, baseline="role", scale="none"), lines=1),
     Method("AT-GRPO", turns(), tasks=("sums",)),
     Method("counterfactual", turns(credit="counterfactual")),
     Method("Shapley", turns(credit="shapley")),
@@ -113,6 +113,10 @@ METHODS = [
         "PPO, KL", {"type": "ppo", "entropy_coef": 0.01, "gae_lambda": 1.0, "kl_coef": 0.05, "kl_target": 0.1}, lines=1
     ),
     Method("online DPO", {"type": "dpo", "branch_at": "root", "group_size": 8, "beta": 0.1}),
+    Method("online SimPO", {"type": "dpo", "branch_at": "root", "group_size": 8, "loss_type": "simpo", "beta": 2.0}),
+    Method("online KTO", {"type": "kto", "branch_at": "root", "group_size": 8}),
+    Method("MAGRPO", {"type": "magrpo", "group_size": 8, "entropy_coef": 0.01}, tasks=("duel",)),
+    Method("SFT, best of 8", {"type": "sft", "group_size": 8, "imitate": "best"}),
     Method("online IPO", {"type": "dpo", "branch_at": "root", "group_size": 8, "beta": 0.1, "loss_type": "ipo"}),
     Method("SFT, own successes", {"type": "sft", "group_size": 8}, tasks=("sums",)),
     Method("SFT, own wins", {"type": "sft", "group_size": 8, "imitate": "all", "min_return": 0.5}, tasks=("duel",)),
@@ -251,15 +255,17 @@ def untrained(task: Task, quick: bool) -> float:
     return float(have[task.name])
 
 
-def best_rate(task: Task, method: Method) -> float:
-    """The learning rate with the highest score on dev."""
+def best_rate(task: Task, method: Method, tune: bool) -> float:
+    """The learning rate with the highest score on dev; untuned, the lowest."""
+    if not tune:
+        return task.rates[0]
     return max(task.rates, key=lambda rate: measure(task, method, rate, TUNING, False)["dev"])
 
 
-def run_all(tasks: Sequence[Task], methods: Sequence[Method], seeds: int, quick: bool) -> None:
+def run_all(tasks: Sequence[Task], methods: Sequence[Method], seeds: int, quick: bool, tune: bool) -> None:
     """Tunes first, then one seed after the other, so that what is broken off has as many seeds of each."""
     jobs = [(task, method) for method in methods for task in tasks if task.name in method.tasks]
-    rates = [task.rates[0] if quick else best_rate(task, method) for task, method in jobs]
+    rates = [best_rate(task, method, tune and not quick) for task, method in jobs]
     for seed in range(1 if quick else seeds):
         for (task, method), rate in zip(jobs, rates, strict=True):
             measure(task, method, rate, seed, quick)
@@ -358,12 +364,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=names)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-tune", action="store_true", help="the lowest learning rate of a task for all methods")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     tasks = [task for task in TASKS if task.name in (options.tasks or [task.name])]
     methods = [method for method in METHODS if method.name in (options.methods or [method.name])]
     if not options.report:
-        run_all(tasks, methods, options.seeds, options.quick)
+        run_all(tasks, methods, options.seeds, options.quick, not options.no_tune)
     elif not options.quick:
         report(Path("docs/results-algorithms.md"))
     figures = {
