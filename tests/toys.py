@@ -100,7 +100,8 @@ class Chant(Env):
 
 
 class Peek(Env):
-    """Both seats answer the same noise at once; one of them also reads a hint, the same in every instance."""
+    """Both seats answer the same noise at once; one of them also reads a hint, the same in every instance.
+    The team earns 1 if their answers begin alike."""
 
     name = "peek"
     seats = ("solver", "peeker")
@@ -113,7 +114,8 @@ class Peek(Env):
         return Step({"solver": noise, "peeker": f"{noise} hint hint hint"})
 
     def step(self, actions: dict[str, str]) -> Step:
-        return Step({}, info={"success": actions["solver"][:1] == actions["peeker"][:1]})
+        alike = actions["solver"][:1] == actions["peeker"][:1] != ""
+        return Step({}, {}, float(alike), info={"success": alike})
 
 
 class Spoken:
