@@ -12,15 +12,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from palestra.types import Sample
 from palestra.web.chat_client import Endpoint, EndpointError, endpoint_error, open_client
-
-if TYPE_CHECKING:
-    import httpx
 
 MAX_CONCURRENT = 32  # requests of one learner at a time
 
@@ -47,7 +44,7 @@ async def prompt_logprobs(endpoint: Endpoint, token_ids: Sequence[int]) -> np.nd
     fields = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     faults: list[str] = []
 
-    def parse(response: httpx.Response) -> np.ndarray:
+    def parse(response: Any) -> np.ndarray:
         found = _read(response, token_ids)
         if found is None:
             raise endpoint_error(
@@ -65,8 +62,8 @@ async def prompt_logprobs(endpoint: Endpoint, token_ids: Sequence[int]) -> np.nd
         raise endpoint_error(endpoint, f"gave no answer within limit: {endpoint.limit:g} seconds", faults) from None
 
 
-def _read(response: httpx.Response, token_ids: Sequence[int]) -> np.ndarray | None:
-    """Returns the log-probabilities in a response; None unless it has a finite one of each token but the first."""
+def _read(response: Any, token_ids: Sequence[int]) -> np.ndarray | None:
+    """Returns the log-probabilities in an HTTP response; None unless it has a finite one of each token but the first."""
     try:
         tokens = response.json()["choices"][0]["prompt_logprobs"]
         pairs = zip(tokens[1:], token_ids[1:], strict=True)
