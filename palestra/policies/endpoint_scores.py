@@ -63,7 +63,7 @@ async def prompt_logprobs(endpoint: Endpoint, token_ids: Sequence[int]) -> np.nd
 
 
 def _read(response: Any, token_ids: Sequence[int]) -> np.ndarray | None:
-    """Returns the log-probabilities in an HTTP response; None unless it has a finite one of each token but the first."""
+    """Returns the log-probabilities in a response; None unless it has a finite one of each token but the first."""
     try:
         tokens = response.json()["choices"][0]["prompt_logprobs"]
         pairs = zip(tokens[1:], token_ids[1:], strict=True)
