@@ -2,7 +2,8 @@
 
     python bench/algorithms.py                       tunes, then 3 seeds each; about an hour and a half on one core
     python bench/algorithms.py --methods grpo dpo    some of them
-    python bench/algorithms.py --report              writes docs/results-algorithms.md from what was measured
+    python bench/algorithms.py --no-tune             without tuning, at the lower of a task's two learning rates
+    python bench/algorithms.py --report              prints the tables of what was measured
     python bench/algorithms.py --quick               two steps, one seed, no tuning: does the road hold?
 
 One task is cooperative (configs/algorithms/sums.yaml), one zero-sum (configs/algorithms/duel.yaml). A method's learning
@@ -29,6 +30,7 @@ from palestra.config import load
 from palestra.engine.models import Engine
 from palestra.engine.trainer import Trainer
 from palestra.evaluation.evaluate import evaluate
+from palestra.experiments.statistics import estimate, mean_score
 from palestra.rollouts.metrics import member_name
 from palestra.runs import read_lines
 from palestra.types import Episode, Sample
@@ -37,7 +39,6 @@ ROOT = Path("runs/algorithms")
 LEDGER, QUICK = Path("bench/measured/algorithms.jsonl"), ROOT / "quick.jsonl"  # a line for each run
 UNTRAINED = Path("bench/measured/untrained.json")  # scores of the base
 TUNING = 100  # the seed of runs that choose a learning rate
-T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def group(**options: Any) -> dict[str, Any]:
 
 
 def turns(**options: Any) -> dict[str, Any]:
-    return group(at="turn", keep="best", scale="none") | options
+    return group(branch_at="turn", continue_from="best", scale="none") | options
 
 
 BOTH = {"reasoner": {"teacher": "expert"}, "tool": {"teacher": "expert"}}
@@ -103,8 +104,8 @@ METHODS = [
     Method("GSPO", group(surrogate="gspo", clip=3e-4, clip_high=4e-4)),
     Method("CISPO", group(surrogate="cispo", clip_high=3.0)),
     Method("RLOO", group(baseline="others", scale="none")),
-    Method("REINFORCE++", group(k=1, baseline="batch", scale="batch"), lines=1),
-    Method("RAE", group(k=1, baseline="role", scale="none"), lines=1),
+    Method("REINFORCE++", group(group_size=1, baseline="batch", scale="batch"), lines=1),
+    Method("RAE", group(group_size=1, baseline="role", scale="none"), lines=1),
     Method("AT-GRPO", turns(), tasks=("sums",)),
     Method("counterfactual", turns(credit="counterfactual")),
     Method("Shapley", turns(credit="shapley")),
@@ -113,6 +114,10 @@ METHODS = [
         "PPO, KL", {"type": "ppo", "entropy_coef": 0.01, "gae_lambda": 1.0, "kl_coef": 0.05, "kl_target": 0.1}, lines=1
     ),
     Method("online DPO", {"type": "dpo", "branch_at": "root", "group_size": 8, "beta": 0.1}),
+    Method("online SimPO", {"type": "dpo", "branch_at": "root", "group_size": 8, "loss_type": "simpo", "beta": 2.0}),
+    Method("online KTO", {"type": "kto", "branch_at": "root", "group_size": 8}),
+    Method("MAGRPO", {"type": "magrpo", "group_size": 8, "entropy_coef": 0.01}, tasks=("duel",)),
+    Method("SFT, best of 8", {"type": "sft", "group_size": 8, "imitate": "best"}),
     Method("online IPO", {"type": "dpo", "branch_at": "root", "group_size": 8, "beta": 0.1, "loss_type": "ipo"}),
     Method("SFT, own successes", {"type": "sft", "group_size": 8}, tasks=("sums",)),
     Method("SFT, own wins", {"type": "sft", "group_size": 8, "imitate": "all", "min_return": 0.5}, tasks=("duel",)),
@@ -251,15 +256,17 @@ def untrained(task: Task, quick: bool) -> float:
     return float(have[task.name])
 
 
-def best_rate(task: Task, method: Method) -> float:
-    """The learning rate with the highest score on dev."""
+def best_rate(task: Task, method: Method, tune: bool) -> float:
+    """The learning rate with the highest score on dev; untuned, the lowest."""
+    if not tune:
+        return task.rates[0]
     return max(task.rates, key=lambda rate: measure(task, method, rate, TUNING, False)["dev"])
 
 
-def run_all(tasks: Sequence[Task], methods: Sequence[Method], seeds: int, quick: bool) -> None:
+def run_all(tasks: Sequence[Task], methods: Sequence[Method], seeds: int, quick: bool, tune: bool) -> None:
     """Tunes first, then one seed after the other, so that what is broken off has as many seeds of each."""
     jobs = [(task, method) for method in methods for task in tasks if task.name in method.tasks]
-    rates = [task.rates[0] if quick else best_rate(task, method) for task, method in jobs]
+    rates = [best_rate(task, method, tune and not quick) for task, method in jobs]
     for seed in range(1 if quick else seeds):
         for (task, method), rate in zip(jobs, rates, strict=True):
             measure(task, method, rate, seed, quick)
@@ -267,23 +274,10 @@ def run_all(tasks: Sequence[Task], methods: Sequence[Method], seeds: int, quick:
 
 # ---- the page
 
-HEAD = """Made by `python bench/algorithms.py`: every algorithm for language agents on two small tasks, on the shipped
-base `tasks` (a million parameters), LoRA rank 8. Each may sample as many answers as any other, in 16 steps; its
-learning rate is the better of two on instances of split dev, with a seed that does not count here.
-Scores are of 300 instances of split test, mean over seeds with its 95 % interval (Student's t). KL (from the base)
-and entropy are per token of what was said there; "answers to the bar" are those sampled until the first evaluation on
-dev that reached it. CPU seconds are those of play and learning on one core of a machine that others used too."""
-NOTES = Path("bench/algorithms-notes.md")
 
-
-def interval(values: Sequence[float], digits: int = 3) -> str:
-    n, mean = len(values), np.mean(values)
-    return f"{mean:.{digits}f} ± {half(values):.{digits}f}" if n in T95 else f"{mean:.{digits}f}"
-
-
-def half(values: Sequence[float]) -> float:
-    n = len(values)
-    return float(T95[n] * np.std(values, ddof=1) / n**0.5) if n in T95 else float("nan")
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of the mean over seeds, by bootstrap; None for one seed."""
+    return estimate(mean_score, [np.asarray(values)]).interval
 
 
 def chosen(task: Task, method: Method) -> list[dict[str, Any]]:
@@ -298,57 +292,29 @@ def chosen(task: Task, method: Method) -> list[dict[str, Any]]:
 def row(task: Task, method: Method, start: float) -> str:
     lines = chosen(task, method)
     scores = [line["score"] for line in lines]
-    better = "yes" if np.mean(scores) - half(scores) > start else "–" if len(scores) == 1 else "**no**"
+    bounds = interval(scores)
+    spread, better = "–", "–"
+    if bounds:
+        spread, better = "[{:.3f}, {:.3f}]".format(*bounds), "yes" if bounds[0] > start else "**no**"
     reached = [line["to_bar"] for line in lines if line["to_bar"] is not None]
     to_bar = f"{np.mean(reached):,.0f} ({len(reached)} of {len(lines)})" if reached else "never"
-    cells = [method.name, str(len(scores)), interval(scores), better, to_bar]
+    cells = [method.name, str(len(scores)), f"{np.mean(scores):.3f}", spread, better, to_bar]
     cells += [f"{np.mean([line[key] for line in lines]):.{digits}f}" for key, digits in (("kl", 2), ("entropy", 2))]
     cells += [f"{np.mean([line['answers'] for line in lines]):,.0f}", f"{np.mean([line['cpu'] for line in lines]):.0f}"]
     return f"| {' | '.join([*cells, format(lines[0]['rate'], 'g')])} |"
 
 
-def report(target: Path) -> None:
-    text = ["# Algorithms for language agents, compared", "", HEAD, ""]
-    for task in TASKS:
-        start = untrained(task, False)
+def report(tasks: Sequence[Task]) -> None:
+    """Prints a table for each task that has runs."""
+    for task in tasks:
         own = [method for method in METHODS if task.name in method.tasks and chosen(task, method)]
+        if not own:
+            continue
+        start = untrained(task, False)
         own.sort(key=lambda method: -np.mean([line["score"] for line in chosen(task, method)]))
-        text += [f"## {task.name}: {task.scored}", "", f"Untrained: {start:.3f}. The bar on dev: {task.bar:g}.", ""]
-        text += [
-            f"| | seeds | {task.name} | above untrained | answers to the bar | KL | entropy | answers | CPU-s | lr |"
-        ]
-        text += [f"|{'---|' * 10}", *(row(task, method, start) for method in own), ""]
-    text += [f"![curves]({target.stem}.png)", ""]
-    text += [NOTES.read_text().rstrip()] if NOTES.exists() else []
-    target.write_text("\n".join(text).rstrip() + "\n")
-    draw(target.with_suffix(".png"))
-
-
-def draw(target: Path) -> None:
-    """Mean scores on dev by answers sampled."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    names = list(dict.fromkeys(method.name for method in METHODS))
-    figure, axes = plt.subplots(1, len(TASKS), figsize=(13, 5.2), constrained_layout=True)
-    for axis, task in zip(axes, TASKS, strict=True):
-        for method in METHODS:
-            if task.name not in method.tasks or not chosen(task, method):
-                continue
-            points = np.array([line["curve"] for line in chosen(task, method)]).mean(0)
-            number = names.index(method.name)  # a method looks the same in both pictures
-            style, colour = ["-", "--", ":"][number // 7 % 3], f"C{number % 7}"
-            axis.plot(points[:, 0] / 1000, points[:, 1], style, color=colour, linewidth=1.4, label=method.name)
-        axis.axhline(task.bar, color="black", linestyle=":", linewidth=1)
-        axis.set_title(f"{task.name}: {task.scored}", fontsize=10)
-        axis.set_xlabel("thousand answers sampled")
-        axis.grid(alpha=0.25)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7, ncols=2)
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
+        print(f"### {task.name}: {task.scored}\n\nUntrained: {start:.3f}. The bar on dev: {task.bar:g}.\n")
+        print("| | seeds | mean | 95 % | above untrained | answers to the bar | KL | entropy | answers | CPU-s | lr |")
+        print("\n".join([f"|{'---|' * 11}", *(row(task, method, start) for method in own), ""]))
 
 
 def main() -> None:
@@ -358,20 +324,22 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=names)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-tune", action="store_true", help="the lowest learning rate of a task for all methods")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     tasks = [task for task in TASKS if task.name in (options.tasks or [task.name])]
     methods = [method for method in METHODS if method.name in (options.methods or [method.name])]
     if not options.report:
-        run_all(tasks, methods, options.seeds, options.quick)
+        run_all(tasks, methods, options.seeds, options.quick, not options.no_tune)
     elif not options.quick:
-        report(Path("docs/results-algorithms.md"))
+        report(tasks)
     figures = {
         f"{name}, {method}": line["score"]
         for (name, method, _, seed), line in known(options.quick).items()
         if seed != TUNING
     }
-    targets = {task.name: untrained(task, options.quick) for task in tasks}
+    measured = {name for name, *_ in known(options.quick)}
+    targets = {task.name: untrained(task, options.quick) for task in tasks if task.name in measured}
     print(json.dumps({"bench": "algorithms", "figures": figures, "targets": targets}))
 
 

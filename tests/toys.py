@@ -99,6 +99,25 @@ class Chant(Env):
         return Step({} if over else {self.seats[self.spoken % 3]: "speak"}, rewards, info={"success": over})
 
 
+class Peek(Env):
+    """Both seats answer the same noise at once; one of them also reads a hint, the same in every instance.
+    The team earns 1 if their answers begin alike."""
+
+    name = "peek"
+    seats = ("solver", "peeker")
+
+    def __init__(self, *, split: str = "train") -> None:
+        self.split = split
+
+    def reset(self, seed: int) -> Step:
+        noise = "".join(random.Random(f"{self.split} {seed}").choices("abcdefgh", k=6))
+        return Step({"solver": noise, "peeker": f"{noise} hint hint hint"})
+
+    def step(self, actions: dict[str, str]) -> Step:
+        alike = actions["solver"][:1] == actions["peeker"][:1] != ""
+        return Step({}, {}, float(alike), info={"success": alike})
+
+
 class Spoken:
     """A policy that says what `script` says, each answer with tokens of its own: `spoken` has all it ever said."""
 

@@ -35,6 +35,7 @@ TEXT_PRESETS: dict[str, Preset] = {
     "marloo": COMLRL | {"baseline": "others", "scale": "none"},
     "mareinforce": COMLRL | {"baseline": "none", "scale": "none"},
     "maremax": COMLRL | {"baseline": "max", "scale": "none"},
+    "madpo": {"type": "dpo", "branch_at": "turn", "margin": "joint", "reference_free": True},
 }
 VECTOR_PRESETS: dict[str, Preset] = {
     "ippo": {"type": "ppo", "critic": "own"},  # de Witt et al., 2020

@@ -21,6 +21,7 @@ from palestra.engine.scoring import answer_logprobs
 from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
+from palestra.policies.endpoint_scores import answer_logprobs_at
 from palestra.policies.in_flight import InFlightPolicy
 from palestra.policies.lm import DemonstrationPolicy, LanguagePolicy
 from palestra.policies.scripted import ExpertPolicy, HumanPolicy, RandomPolicy, ScriptedPolicy
@@ -222,10 +223,13 @@ def _assign_teachers(parts: Sequence[TextConfig], cast: PolicyResolver) -> None:
             raise ValueError(f"policies.{name} is to be distilled and has no teacher: set policies.{name}.teacher")
         learner = cast.learners[name]
         policy = cast.current_policy(teacher)
+        if isinstance(policy, EndpointPolicy):  # its vocabulary is not known here
+            learner.teacher = partial(answer_logprobs_at, policy.config)
+            continue
         if not isinstance(policy, LanguagePolicy) or not isinstance(policy.sampler, Sampler):
             raise ValueError(
                 f"policies.{name}.teacher: {teacher} cannot score tokens: it must be a language model in this process, "
-                "of type frozen or lora"
+                "of type frozen or lora, or an endpoint with prompt log-probabilities"
             )
         if policy.encoder.tokenizer.get_vocab() != learner.encoder.tokenizer.get_vocab():
             raise ValueError(
@@ -235,7 +239,7 @@ def _assign_teachers(parts: Sequence[TextConfig], cast: PolicyResolver) -> None:
         learner.teacher = partial(_scores_of, teacher, cast)
 
 
-def _scores_of(teacher: str, cast: PolicyResolver, samples: Sequence[Sample]) -> list[np.ndarray]:
+async def _scores_of(teacher: str, cast: PolicyResolver, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Returns log-probabilities [T] of each sample's tokens under the teacher at its current weights."""
     policy = cast.current_policy(teacher)
     assert isinstance(policy, LanguagePolicy) and isinstance(policy.sampler, Sampler)

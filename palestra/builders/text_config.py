@@ -360,7 +360,13 @@ class TextConfig(PolicyRunConfig):
             teacher = getattr(policy, "teacher", None)
             if teacher is None:
                 continue
-            if teacher not in self.policies or getattr(self.policies[teacher], "teacher", None):
+            scores = self.algorithm.needs_teacher and not self.stages  # a teacher that only scores may be taught too
+            if scores and teacher == name and not getattr(self.algorithm, "teacher_seats", True):
+                raise ValueError(
+                    f"policies.{name}.teacher is {name} itself, which reads what its student reads: set "
+                    "algorithm.teacher_seats, or take another teacher"
+                )
+            if teacher not in self.policies or (not scores and getattr(self.policies[teacher], "teacher", None)):
                 raise ValueError(
                     f'policies.{name}.teacher is "{teacher}", which must be one of policies: and have no teacher itself'
                 )

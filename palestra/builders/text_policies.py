@@ -17,8 +17,8 @@ class LoraWithTeacherConfig(LoraPolicyConfig):
 
     teacher: str | None = None
     """Name of the policy that this one learns from: with `algorithm: {type: sft}` the teacher acts at this policy's
-    seats, with `distill` it scores this policy's answers. It must be one of `policies` and have no teacher itself.
-    Null: no teacher."""
+    seats, with `distill` it scores this policy's answers. It must be one of `policies`; a teacher that acts has no
+    teacher itself. Null: no teacher."""
 
 
 class FrozenConfig(LMPolicyConfig):

@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
@@ -267,7 +267,7 @@ class LanguageLearner:
         self.name, self.config, self.weights, self.sampler = name, config, weights, sampler
         self.version = 0
         self.reference_version = 0  # version of the weights that are the reference
-        self.teacher: Callable[[Sequence[Sample]], list[np.ndarray]] | None = None  # scores samples, as `logprobs`
+        self.teacher: Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]] | None = None  # scores as `logprobs`
         self.encoder = ChatEncoder(tokenizer, config.chat_template_kwargs)
         self._policy: LanguagePolicy | None = None
 
@@ -316,7 +316,7 @@ class LanguageLearner:
             raise ValueError(
                 f"policy {self.name} has no teacher to score its answers: set policies.{self.name}.teacher"
             )
-        return self.teacher(samples)
+        return await self.teacher(samples)
 
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return await self._read(samples, self.weights.values)

@@ -9,11 +9,11 @@ import asyncio
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, field_validator
@@ -79,8 +79,16 @@ class Endpoint(StrictModel):
     @property
     def completions_url(self) -> str:
         """The full address of the chat completions."""
-        base = self.url.rstrip("/")
-        return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
+        return f"{self._base_url}/chat/completions"
+
+    @property
+    def text_completions_url(self) -> str:
+        """The full address of the completions of prompts, text or tokens."""
+        return f"{self._base_url}/completions"
+
+    @property
+    def _base_url(self) -> str:
+        return self.url.rstrip("/").removesuffix("/chat/completions")
 
     def check(self) -> None:
         """Raises ValueError if no request could succeed: httpx is not installed, or the key is missing."""
@@ -108,20 +116,26 @@ class RetryingClient:
     async def complete(self, messages: Sequence[Json], **settings: Any) -> Json:
         """Returns the message of the endpoint's first choice, with retries. Raises EndpointError if all attempts fail,
         ValueError if the key is missing."""
+        body = {"messages": list(messages), **settings}
+        return cast("Json", await self.request(self.endpoint.completions_url, body, _message))
+
+    async def request(self, url: str, fields: Json, parse: Callable[[httpx.Response], Any]) -> Any:
+        """Returns what `parse` reads from the response to a request with the JSON `fields`, with retries, also where it
+        returns None. Raises as `complete` does."""
         endpoint = self.endpoint
-        body = {"model": endpoint.model, "messages": list(messages), **settings, **endpoint.body}
+        body = {"model": endpoint.model, **fields, **endpoint.body}
         policy = RetryPolicy(endpoint.backoff, MAX_PAUSE_S, max_attempts=endpoint.retries + 1, jitter=JITTER)
         try:
-            return await policy.run(partial(self._try, body), AttemptFailed)
+            return await policy.run(partial(self._try, url, body, parse), AttemptFailed)
         except AttemptFailed:
             raise endpoint_error(endpoint, f"failed {policy.max_attempts} times", self.errors) from None
 
-    async def _try(self, body: Json) -> Json:
-        """Makes one attempt and returns the message. Raises AttemptFailed for what another attempt may not meet."""
+    async def _try(self, url: str, body: Json, parse: Callable[[httpx.Response], Any]) -> Any:
+        """Makes one attempt and returns what `parse` reads. Raises AttemptFailed for what another may not meet."""
         endpoint, httpx = self.endpoint, _httpx()
         try:
             async with asyncio.timeout(endpoint.timeout):  # httpx restarts its own timeout with every byte received
-                response = await self._post(body)
+                response = await self._post(url, body)
         except TimeoutError:
             raise self._failure(f"no answer within timeout: {endpoint.timeout:g} seconds") from None
         except httpx.RequestError as error:
@@ -131,9 +145,9 @@ class RetryingClient:
             raise self._failure(status, parse_retry_after(response.headers.get("retry-after", "")))
         if not response.is_success:
             raise endpoint_error(endpoint, f"answered {status}: {quote_masked(endpoint, response.text)}", [])
-        if (message := _message(response)) is None:
+        if (found := parse(response)) is None:
             raise self._failure(f"{status} without a completion: {quote_masked(endpoint, response.text)}")
-        return message
+        return found
 
     def _failure(self, reason: str, retry_after_s: float = 0.0) -> Exception:
         """Records why an attempt failed and returns its error: final if the endpoint asks for a longer pause than the
@@ -144,13 +158,11 @@ class RetryingClient:
             return endpoint_error(self.endpoint, what, self.errors)
         return AttemptFailed(reason, retry_after_s)
 
-    async def _post(self, body: Json) -> httpx.Response:
+    async def _post(self, url: str, body: Json) -> httpx.Response:
         """Sends the request and reads the response. Raises EndpointError if it is longer than `MAX_ANSWER_BYTES`
         bytes."""
         endpoint, content = self.endpoint, bytearray()
-        async with self.client.stream(
-            "POST", endpoint.completions_url, json=body, headers=_headers(endpoint)
-        ) as response:
+        async with self.client.stream("POST", url, json=body, headers=_headers(endpoint)) as response:
             async for piece in response.aiter_bytes():
                 content += piece
                 if len(content) > MAX_ANSWER_BYTES:

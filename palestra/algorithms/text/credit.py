@@ -46,6 +46,54 @@ def group_advantages(
     return (centred / spread if scale == "std" else centred).tolist()
 
 
+def process_advantages(
+    rewards: Sequence[Sequence[float]],
+    *,
+    gamma: float = 1.0,
+    baseline: GroupBaseline = "mean",
+    scale: Literal["std", "none"] = "std",
+) -> list[list[float]]:
+    """Returns the advantage of each turn of each sibling, from the `rewards` of the turns: all rewards of the group are
+    normalised together, and a turn's advantage is the sum of its own and the later ones (process supervision, Shao et
+    al., 2024, sec. 4.1.3), discounted by `gamma` per turn.
+
+    Rewards [0, 1] and [0, 0] have the mean 1/4 and the deviation sqrt(3)/4; advantages are [1.15, 1.73] and [-1.15,
+    -0.58]. Siblings of equal rewards have advantages too if their turns differ.
+    """
+    flat = [reward for own in rewards for reward in own]
+    normalised = iter(group_advantages(flat, baseline=baseline, scale=scale)) if flat else iter(())
+    return [returns_to_go([next(normalised) for _ in own], gamma) for own in rewards]
+
+
+def turn_advantages(
+    rewards: Sequence[Sequence[float]],
+    *,
+    gamma: float = 1.0,
+    baseline: GroupBaseline = "mean",
+    scale: Literal["std", "none"] = "std",
+) -> list[list[float]]:
+    """Returns the advantage of each turn of each sibling: its discounted return to go, compared with those of the
+    siblings' turns of the same number. The only sibling with a turn of some number has 0 there, unless the baseline is
+    `none`."""
+    returns = [returns_to_go(own, gamma) for own in rewards]
+    advantages: list[list[float]] = [[] for _ in returns]
+    for turn in range(max(map(len, returns), default=0)):
+        there = [number for number, own in enumerate(returns) if len(own) > turn]
+        own = group_advantages([returns[number][turn] for number in there], baseline=baseline, scale=scale)
+        for number, advantage in zip(there, own, strict=True):
+            advantages[number].append(advantage)
+    return advantages
+
+
+def returns_to_go(rewards: Sequence[float], gamma: float = 1.0) -> list[float]:
+    """Returns, for each turn, its reward and the later ones, discounted by `gamma` per turn."""
+    returns, later = [], 0.0
+    for reward in reversed(rewards):
+        later = float(reward) + gamma * later
+        returns.append(later)
+    return returns[::-1]
+
+
 def batch_advantages(groups: Sequence[Sequence[float]]) -> list[list[float]]:
     """Returns each value's difference from the mean over all groups (REINFORCE++, Hu et al., 2025; `batch_spread` is
     the standard deviation it is divided by). Values need no siblings. All zero if no values differ."""

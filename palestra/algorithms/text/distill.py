@@ -5,13 +5,16 @@ Thinking Machines Lab).
 The advantage of a token is the teacher's log-probability minus the student's: in expectation over the student's tokens
 its policy gradient is that of -KL(student || teacher) at each prefix, with the prefixes held fixed. Rewards of the env
 are not used.
+
+The teacher may read another seat's prompt of the same joint step, one with a hint or more context: self-distillation
+between seats, of two policies or of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from pydantic import Field
@@ -26,10 +29,11 @@ from palestra.types import AlgorithmState, Episode, Metrics, Node, Sample, Seat
 
 @dataclass(kw_only=True)
 class DistillSample(Sample):
-    """A sample with the node and seat of its answer."""
+    """A sample with the node and seat of its answer, and the prompt [P] int32 that the teacher reads."""
 
     node: Node
     seat: Seat
+    teacher_prompt_ids: np.ndarray
 
 
 class Distill(TextAlgorithm):
@@ -42,6 +46,9 @@ class Distill(TextAlgorithm):
     """Selects on-policy distillation."""
     group_size: int = Field(4, ge=1, le=4096)
     """Trajectories per start."""
+    teacher_seats: dict[Seat, Seat] = {}
+    """For each seat that learns, the seat whose prompt of the same joint step the teacher reads: one with a hint or
+    more context. Empty: all seats learn, and the teacher reads their own prompts."""
 
     @property
     def branching(self) -> Branching:
@@ -58,15 +65,40 @@ class Distill(TextAlgorithm):
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
     ) -> tuple[list[Sample], Metrics]:
-        """Returns every answer of `policy` once, without advantages, which `finalize_samples` adds."""
+        """Returns every answer of `policy` at the seats that learn once, without advantages, which `finalize_samples`
+        adds. Raises ValueError if the seat that the teacher is to read does not act in the same joint step, or its
+        policy reads no tokens."""
         found: dict[int, Sample] = {}
         for episode in episodes:
             for node in episode.nodes if episode.error is None else []:
                 for seat, answer in node.answers.items():
-                    if member_name(answer.policy) == policy and len(answer.token_ids):
+                    if member_name(answer.policy) == policy and len(answer.token_ids) and self._learns(seat):
                         plain = build_sample(answer, np.zeros(len(answer.token_ids), np.float32))
-                        found.setdefault(id(answer), DistillSample(**vars(plain), node=node, seat=seat))
+                        more: dict[str, Any] = {
+                            "node": node,
+                            "seat": seat,
+                            "teacher_prompt_ids": self._teacher_prompt(node, seat),
+                        }
+                        found.setdefault(id(answer), DistillSample(**vars(plain), **more))
         return list(found.values()), {}
+
+    def _learns(self, seat: Seat) -> bool:
+        return not self.teacher_seats or seat in self.teacher_seats
+
+    def _teacher_prompt(self, node: Node, seat: Seat) -> np.ndarray:
+        read = self.teacher_seats.get(seat, seat)
+        if read not in node.answers:
+            raise ValueError(
+                f'teacher_seats has the teacher of seat "{seat}" read what seat "{read}" reads in the same joint step, '
+                f"in which {', '.join(node.answers)} act: name a seat that acts at the same time"
+            )
+        prompt = node.answers[read].prompt_ids
+        if not len(prompt):
+            raise ValueError(
+                f'teacher_seats has the teacher of seat "{seat}" read the prompt of seat "{read}", whose policy has no '
+                "tokens: seat a language model there"
+            )
+        return prompt
 
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
@@ -76,9 +108,10 @@ class Distill(TextAlgorithm):
         if not samples:
             return samples, {}
         credited: list[Sample] = []
-        for sample, logp in zip(samples, await learner.teacher_logprobs(samples), strict=True):
-            own = cast(DistillSample, sample)
-            advantages = (logp - sample.logprobs).astype(np.float32)
+        students = cast("list[DistillSample]", samples)
+        read: list[Sample] = [replace(own, prompt_ids=own.teacher_prompt_ids) for own in students]
+        for own, logp in zip(students, await learner.teacher_logprobs(read), strict=True):
+            advantages = (logp - own.logprobs).astype(np.float32)
             own.node.advantages[own.seat] = float(advantages.mean())
-            credited.append(replace(sample, advantages=advantages))
+            credited.append(replace(own, advantages=advantages))
         return credited, {"teacher_kl": -float(np.concatenate([s.advantages for s in credited]).mean())}

@@ -8,6 +8,7 @@ difference has no effect, only its sign.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import Any, Literal, Self
 
@@ -84,6 +85,10 @@ class DPO(PairAlgorithm):
     `orpo`."""
     reference_free: bool = False
     """Leave the reference policy out: it is taken to give both sides the same probability."""
+    margin: Literal["seat", "joint"] = "seat"
+    """Margin of a pair: of the `seat`'s own answer, or of the `joint` answer of all seats that act in the step, with
+    the other seats' log-probabilities as they were sampled (MADPO of CoMLRL). `joint` needs `branch_at: turn`,
+    `reference_free: true` and `loss_type: sigmoid` or `hinge`."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -96,9 +101,20 @@ class DPO(PairAlgorithm):
             raise ValueError(f"target_margin is of loss_type: simpo, and {self.loss_type} has none: leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _joined(self) -> Self:
+        if self.margin == "joint" and (
+            self.branch_at == "root" or not self.reference_free or self.loss_type not in ("sigmoid", "hinge")
+        ):
+            raise ValueError(
+                "margin: joint is of the answers of one step, without a reference and without means over tokens: set "
+                "branch_at: turn, reference_free: true and loss_type: sigmoid or hinge"
+            )
+        return self
+
     @property
     def needs_old_logprobs(self) -> bool:
-        return False
+        return self.margin == "joint"
 
     @property
     def loss(self) -> Callable:
@@ -106,7 +122,8 @@ class DPO(PairAlgorithm):
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reference_free": self.reference_free}
+        alone = self.reference_free and self.margin == "seat"  # a joint margin has the others' part as its reference
+        options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "reference_free": alone}
         options |= {"target_margin": self.target_margin if self.loss_type == "simpo" else 0.0}
         beta = self.beta or (2.0 if self.loss_type == "simpo" else 0.1)
         return {"kind": self.loss_type, "beta": beta} | {name: value for name, value in options.items() if value}
@@ -120,7 +137,10 @@ class DPO(PairAlgorithm):
         samples: list[Sample] = []
         for number, (group, better, worse) in enumerate(pairs):
             sides = answered_sides(groups[group])
-            samples += _pair(sides[better], sides[worse], number, mean=self.loss_type in MEAN_KINDS)
+            pair = _pair(sides[better], sides[worse], number, mean=self.loss_type in MEAN_KINDS)
+            if self.margin == "joint":
+                pair = _with_offset(pair, _partners_margin(groups[group], better, worse))
+            samples += pair
         return samples, metrics
 
     @property
@@ -149,6 +169,27 @@ def _pair(chosen: Sequence[Answer], rejected: Sequence[Answer], number: int, *, 
             weights = np.full(len(answer.token_ids), sign / length if mean else sign, np.float32)
             samples.append(build_sample(answer, weights, weight=1 / sum(lengths), group=number))
     return samples
+
+
+def _partners_margin(group: SiblingGroup, better: int, worse: int) -> float:
+    """Returns the log-probability of the other seats' answers in the better joint answer less that in the worse."""
+
+    def logp(sibling: int) -> float:
+        (node,) = group.nodes[sibling]
+        return float(sum(answer.logprobs.sum() for seat, answer in node.answers.items() if seat != group.seat))
+
+    return logp(better) - logp(worse)
+
+
+def _with_offset(pair: Sequence[Sample], offset: float) -> list[Sample]:
+    """Returns a pair of single answers whose margin has `offset` added: the loss subtracts the log-probabilities of a
+    reference, and the chosen side's are taken to sum to `-offset`."""
+    chosen, rejected = pair
+    share = np.full(len(chosen.token_ids), -offset / len(chosen.token_ids), np.float32)
+    return [
+        replace(chosen, reference_logprobs=share),
+        replace(rejected, reference_logprobs=np.zeros(len(rejected.token_ids), np.float32)),
+    ]
 
 
 def _annotate(group: SiblingGroup, pairs: Sequence[tuple[int, int]]) -> None:

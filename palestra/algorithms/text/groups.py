@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -17,11 +17,13 @@ from palestra.types import Episode, Node, Seat
 
 @dataclass(frozen=True)
 class SiblingGroup:
-    """Siblings of one seat: `values` [K], and per sibling the nodes that receive its advantage."""
+    """Siblings of one seat: `values` [K], and per sibling the nodes that receive its advantage. With `branch_at: root`
+    also what each of these nodes earned, until the seat's next one."""
 
     seat: Seat
     values: list[float]
     nodes: list[list[Node]]
+    turn_rewards: list[list[float]] = field(default_factory=list)
 
 
 class GroupAlgorithm(TextAlgorithm):
@@ -81,7 +83,19 @@ class GroupAlgorithm(TextAlgorithm):
             kept = [i for i, own in enumerate(nodes) if own]
             if kept:
                 values = [sum(self.reward(node, seat) for node in lines[i]) for i in kept]
-                yield SiblingGroup(seat, values, [nodes[i] for i in kept])
+                rewards = [self._turn_rewards(lines[i], seat) for i in kept]
+                yield SiblingGroup(seat, values, [nodes[i] for i in kept], rewards)
+
+    def _turn_rewards(self, line: Sequence[Node], seat: Seat) -> list[float]:
+        """Returns what each of a seat's turns earned until its next. What it earned before its first is dropped, since
+        no answer of it caused that."""
+        rewards: list[float] = []
+        for node in line:
+            if seat in node.answers:
+                rewards.append(0.0)
+            if rewards:
+                rewards[-1] += self.reward(node, seat)
+        return rewards
 
     def _turns(self, episode: Episode) -> Iterator[SiblingGroup]:
         """Yields one group per branching point and seat. In full trees (`continue_from: all`) a sibling's value

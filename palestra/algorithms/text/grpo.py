@@ -16,7 +16,16 @@ from typing import Literal, cast
 import numpy as np
 
 from palestra.algorithms.text.base import add_reference_logprobs, build_sample, skip_at_reference
-from palestra.algorithms.text.credit import FLAT, batch_advantages, batch_spread, group_advantages, role_advantages
+from palestra.algorithms.text.credit import (
+    FLAT,
+    GroupBaseline,
+    batch_advantages,
+    batch_spread,
+    group_advantages,
+    process_advantages,
+    role_advantages,
+    turn_advantages,
+)
 from palestra.algorithms.text.groups import SiblingGroup
 from palestra.algorithms.text.grpo_config import GRPOConfig
 from palestra.algorithms.text.importance import add_old_logprobs
@@ -49,11 +58,16 @@ class GRPO(GRPOConfig):
     """Selects GRPO."""
 
     def has_signal(self, episode: Episode) -> bool:
-        """True if the siblings of some group of model answers differ in reward (without the overlong penalty), or the
-        episode failed."""
+        """True if the siblings of some group of model answers differ in reward (without the overlong penalty), or have
+        advantages by their turns, or the episode failed."""
         plain = self.model_copy(update={"overlong": "keep"})
         groups = (group for group in plain.groups(episode) if _has_tokens(group))
-        return episode.error is not None or any(np.std(group.values) >= FLAT for group in groups)
+        return episode.error is not None or any(plain._differs(group) for group in groups)
+
+    def _differs(self, group: SiblingGroup) -> bool:
+        if self.supervision == "outcome":
+            return bool(np.std(group.values) >= FLAT)
+        return any(map(any, self._by_turn(group, group.values)))
 
     def reward(self, node: Node, seat: Seat) -> float:
         """Returns what a node adds to the value of a seat's answers, minus the penalties of `overlong: penalty` and
@@ -96,10 +110,14 @@ class GRPO(GRPOConfig):
         advantages = self._advantages(groups, flat, memory)
         spread = batch_spread(advantages) if self.scale == "batch" and not all(flat) else 1.0
         samples: list[Sample] = []
-        for (_, group), own in zip(groups, advantages, strict=True):
-            added = self._annotate(group, [value / spread for value in own], gaps, spread)
-            samples += [] if self._is_skipped(own) else added
-        without = sum(not any(own) for own in advantages)
+        by_turn = [
+            self._by_turn(group, [value / spread for value in own])
+            for (_, group), own in zip(groups, advantages, strict=True)
+        ]
+        for (_, group), turns in zip(groups, by_turn, strict=True):
+            added = self._annotate(group, turns, gaps, spread)
+            samples += [] if self._is_skipped(turns) else added
+        without = sum(not any(map(any, turns)) for turns in by_turn)
         metrics = {"groups": float(len(groups)), "zero_std_fraction": without / len(groups) if groups else 0.0}
         return samples, metrics | (self._contributions(episodes, policy) if self._crossed else {})
 
@@ -140,9 +158,17 @@ class GRPO(GRPOConfig):
             return [bool(len(rewards) and rewards.std() < FLAT)] * len(groups)
         return [bool(np.std(group.values) < FLAT) for group in plain]
 
-    def _is_skipped(self, advantages: Sequence[float]) -> bool:
-        """True if a group with these advantages is left out of the mean."""
-        return self.flat_groups != "count" and len(advantages) > 1 and not any(advantages)
+    def _by_turn(self, group: SiblingGroup, advantages: Sequence[float]) -> list[list[float]]:
+        """Returns the advantage of each node of each sibling; `advantages` [K] are those of the siblings' values."""
+        if self.supervision == "outcome":
+            return [[value] * len(nodes) for value, nodes in zip(advantages, group.nodes, strict=True)]
+        estimate = process_advantages if self.supervision == "process" else turn_advantages
+        baseline, scale = cast("GroupBaseline", self.baseline), cast('Literal["std", "none"]', self.scale)
+        return estimate(group.turn_rewards, gamma=self.gamma, baseline=baseline, scale=scale)
+
+    def _is_skipped(self, advantages: Sequence[Sequence[float]]) -> bool:
+        """True if a group with these advantages, by sibling and turn, is left out of the mean."""
+        return self.flat_groups != "count" and len(advantages) > 1 and not any(map(any, advantages))
 
     def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
         """Yields the groups of an episode, every answer once; none if it failed."""
@@ -164,17 +190,20 @@ class GRPO(GRPOConfig):
             for (_, group), even in zip(groups, flat, strict=True)
         ]
 
-    def _annotate(self, group: SiblingGroup, advantages: Sequence[float], gaps: Gaps, spread: float) -> list[Sample]:
+    def _annotate(
+        self, group: SiblingGroup, by_turn: Sequence[Sequence[float]], gaps: Gaps, spread: float
+    ) -> list[Sample]:
         """Writes the advantages to the group's nodes; returns a sample of each answer that has tokens. With `gaps` and
         `baseline: batch` or `role` tokens get back the KL penalty of those before them, divided by `spread`."""
         samples = []
-        for nodes, advantage in zip(group.nodes, advantages, strict=True):
-            for node in nodes:
-                node.advantages[group.seat] = advantage
+        for nodes, advantages in zip(group.nodes, by_turn, strict=True):
+            credit: dict[int, float] = {}
+            for node, advantage in zip(nodes, advantages, strict=True):
+                node.advantages[group.seat] = credit[id(node.answers[group.seat])] = advantage
             answers = {id(node.answers[group.seat]): node.answers[group.seat] for node in nodes}.values()
             answered = [answer for answer in answers if len(answer.token_ids)]
             whole = sum(len(answer.token_ids) for answer in answered)
-            added = [self._sample(answer, advantage, whole) for answer in answered]
+            added = [self._sample(answer, credit[id(answer)], whole) for answer in answered]
             if gaps and self.baseline in ("batch", "role"):
                 pasts = earlier_penalties(answered, gaps, self.kl_coef)
                 added = [

@@ -36,6 +36,13 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     scale: Scale = "std"
     """Divisor of advantages: the group's `std`, `none` (Dr. GRPO, Liu et al., 2025), or the deviation over the policy's
     whole `batch` (REINFORCE++)."""
+    supervision: Literal["outcome", "process", "turn"] = "outcome"
+    """What the rewards of turns are credited to, with `branch_at: root`. `outcome`: a trajectory's return to all its
+    turns. `process`: rewards of all turns of a group are normalised together, and a turn's advantage is their sum from
+    it on (Shao et al., 2024, sec. 4.1.3). `turn`: the return from a turn on is compared with those of the siblings'
+    turns of the same number."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of later rewards per turn of the seat, with `supervision: process` or `turn`."""
     loss_aggregation: Literal["token", "sequence", "trajectory", "constant"] = "token"
     """Loss aggregation: `token` gives every token the same weight (DAPO), `sequence` every answer (Shao et al., 2024),
     `trajectory` every sibling, all turns of a trajectory together; `constant` divides the sum over an answer's tokens
@@ -141,6 +148,28 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
             raise ValueError(
                 "crossed joints are of single steps: set branch_at: turn, or joints: paired and credit: group"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _supervised(self) -> Self:
+        if self.supervision == "outcome":
+            if self.gamma != 1:
+                raise ValueError("gamma discounts the rewards of turns: set supervision: process or turn, or gamma: 1")
+            return self
+        chosen = f"supervision: {self.supervision}"
+        if self.branch_at == "turn":
+            raise ValueError(
+                f"{chosen} is of whole trajectories, and branch_at: turn compares the answers of a turn already: set "
+                "branch_at: root"
+            )
+        fitting = ("mean", "none") if self.supervision == "process" else ("mean", "others", "max", "none")
+        if self.baseline not in fitting or self.scale == "batch":
+            raise ValueError(
+                f"{chosen} compares rewards within a group: set baseline: {' or '.join(fitting)}, and scale: std or "
+                "none"
+            )
+        if self.kl_in_reward:
+            raise ValueError(f"{chosen} takes the env's rewards alone: set kl_in_reward: false, for a KL in the loss")
         return self
 
     @model_validator(mode="after")

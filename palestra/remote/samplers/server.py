@@ -34,6 +34,7 @@ from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter
 from palestra.engine.request import Completion, Request, max_positions
 from palestra.engine.sampler import Sampler
+from palestra.engine.scoring import ScoreRequest, score_prompts
 from palestra.remote.samplers import wire as wire
 from palestra.web.limits import MIB, AdmissionMiddleware, AsgiApp, HttpLimits, bearer_token, cancel_on_disconnect
 from palestra.web.listen import open_listener, url_host
@@ -204,6 +205,10 @@ async def create_completions(call: Call) -> Response:
     )
     try:
         answers = await cancel_on_disconnect(call.receive, state.engine_thread.run_async(state.sampler.sample(request)))
+        scored: dict[str, Any] = {}
+        if asked.prompt_logprobs is not None:
+            scores = await cancel_on_disconnect(call.receive, state.engine_thread.run_async(_score(state, request)))
+            scored = {"prompt_logprobs": scores}
     except ValueError as error:
         _refuse(400, str(error))
     except Exception as error:
@@ -216,10 +221,19 @@ async def create_completions(call: Call) -> Response:
             "object": "text_completion",
             "created": int(time.time()),
             "model": asked.model,
-            "choices": [_choice(i, answer, asked, state) for i, answer in enumerate(answers)],
+            "choices": [_choice(i, answer, asked, state) | scored for i, answer in enumerate(answers)],
             "usage": usage | {"total_tokens": sum(usage.values())},
         }
     )
+
+
+async def _score(state: SamplerState, request: Request) -> list[dict[str, Any] | None]:
+    """JSON of the log-probability of each prompt token, at temperature 1; null for the first, which has none."""
+    engine, ids = state.sampler.engine, request.prompt_ids
+    (score,) = score_prompts(engine, [ScoreRequest(ids, request.adapter)])
+    texts = engine.tokenizer.convert_ids_to_tokens(ids[1:].tolist())
+    rows = zip(ids[1:].tolist(), score.logprobs.tolist(), texts, strict=True)
+    return [None, *({str(token): {"logprob": logp, "decoded_token": text}} for token, logp, text in rows)]
 
 
 def _choice(index: int, answer: Completion, asked: wire.CompletionBody, state: SamplerState) -> dict[str, Any]:

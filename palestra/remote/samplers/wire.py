@@ -37,7 +37,8 @@ class RequestBody(BaseModel):
 class CompletionBody(RequestBody):
     """Body of /v1/completions for `n` completions.
 
-    `keep` is a palestra extension: keep their KV cache for a later turn.
+    `prompt_logprobs: 0` also returns the log-probability of each prompt token, at temperature 1. `keep` is a palestra
+    extension: keep their KV cache for a later turn.
     """
 
     model: Name
@@ -52,6 +53,7 @@ class CompletionBody(RequestBody):
     stop_token_ids: TokenIds = Field([], max_length=1024)
     ignore_eos: bool = False
     logprobs: Literal[0, 1] | None = None
+    prompt_logprobs: Literal[0] | None = None
     return_token_ids: bool = False
     skip_special_tokens: Literal[True] = True
     min_p: Literal[0] = 0

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from samplers import serving
 from tolerances import LOGPROB_ATOL
 
 from palestra.algorithms.text.distill import Distill
@@ -11,9 +12,12 @@ from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
 from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
 from palestra.engine.scoring import answer_logprobs
 from palestra.engine.trainer import Trainer
 from palestra.losses.policy import importance_sampling_loss
+from palestra.policies.endpoint import EndpointConfig
+from palestra.policies.endpoint_scores import answer_logprobs_at
 from palestra.runs import Run, list_checkpoints, read_lines
 from palestra.testing import tiny_lm
 from palestra.training.loop import run_training
@@ -92,6 +96,72 @@ def test_a_student_without_a_teacher_that_can_score_says_so(base):
     for policies, message in (
         ({}, "policies.guide is to be distilled and has no teacher"),
         ({"old": {"type": "random"}, "guide": {"teacher": "old"}}, "old cannot score tokens"),
+        ({"guide": {"teacher": "guide"}, "walker": {"teacher": "guide"}}, "set algorithm.teacher_seats"),
     ):
         with pytest.raises(ValueError, match=message):
             build(validate(TextConfig, tree(base, {"type": "distill"}, policies, 1)))
+
+
+def test_the_teacher_reads_another_seats_prompt():
+    """Seat "b" does not learn. The scores depend on the prompt that is read: -0.1 times its first token."""
+
+    class Reader:
+        async def teacher_logprobs(self, samples):
+            return [np.full(len(s.token_ids), -0.1 * s.prompt_ids[0], np.float32) for s in samples]
+
+    answers = {
+        "a": Answer("", "p@0", np.array([1]), np.array([5, 6]), np.array([-1.0, -1.0], np.float32)),
+        "b": Answer("", "p@0", np.array([30, 1]), np.array([7]), np.array([-1.0], np.float32)),
+    }
+    episode = Episode("hand", 0, {"a": "p", "b": "p"}, [Node(0, None, 0, {}, answers, done=True)])
+    config = Distill(teacher_seats={"a": "b"})
+    samples, _ = config.build_samples([episode], "p")
+    (sample,), metrics = asyncio.run(config.finalize_samples(samples, Reader(), {}))
+    assert sample.prompt_ids.tolist() == [1] and sample.advantages == pytest.approx([-2.0, -2.0])
+    assert metrics["teacher_kl"] == pytest.approx(2.0)
+    with pytest.raises(ValueError, match='what seat "c" reads in the same joint step, in which a, b act'):
+        Distill(teacher_seats={"a": "c"}).build_samples([episode], "p")
+    answers["b"].prompt_ids = np.zeros(0, np.int32)
+    with pytest.raises(ValueError, match="whose policy has no tokens"):
+        config.build_samples([episode], "p")
+
+
+@pytest.mark.parametrize("teacher", ["old", "learner"])
+def test_a_seat_comes_to_answer_as_one_with_a_hint(base, tmp_path, teacher):
+    """The teacher is a frozen policy, or the student itself."""
+    speech = {"base": str(base), "sampling": {"max_tokens": 1}}
+    settings = {
+        "steps": 16,
+        "env": {"type": "toys:Peek"},
+        "policies": {
+            "learner": {"type": "lora", "lr": 5e-3, "teacher": teacher} | speech,
+            "old": {"type": "frozen"} | speech,
+        },
+        "seats": {"solver": "learner", "peeker": teacher},
+        "algorithm": {"type": "distill", "group_size": 8, "teacher_seats": {"solver": "peeker"}},
+    }
+    lines = read_lines(run_of(tmp_path, settings) / "metrics.jsonl")
+    distances = [line["teacher_kl"] for line in lines if "teacher_kl" in line]
+    assert distances[0] > 0.02 and np.mean(distances[-3:]) < 0.3 * distances[0]
+
+
+def test_a_teacher_behind_an_endpoint_scores_as_in_this_process(tmp_path):
+    """The endpoint is `palestra serve-sampler`, over HTTP; the student's own base is the teacher, so nothing is to be
+    learned from it."""
+    engine, rng = Engine.load("tiny"), np.random.default_rng(0)
+    blank = np.zeros(3, np.float32)
+    samples = [Sample(rng.integers(5, 250, n), rng.integers(5, 250, 3), blank, blank) for n in (1, 7)]
+    with serving("--base", "tiny") as (url, _):
+        config = EndpointConfig(url=f"{url}/v1", model="tiny")
+        found = asyncio.run(answer_logprobs_at(config, samples))
+        for ours, theirs in zip(found, answer_logprobs(engine, None, samples), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=LOGPROB_ATOL)
+        settings = tree("tiny", {"type": "distill", "group_size": 4}, {}, 1) | {"episodes": 2, "evals": {}}
+        settings["policies"]["far"] = {"type": "endpoint", "url": f"{url}/v1", "model": "tiny"}
+        for name in ("guide", "walker"):
+            settings["policies"][name] = settings["policies"][name] | {"teacher": "far"}
+        lines = read_lines(run_of(tmp_path, settings) / "metrics.jsonl")
+        distances = [line["teacher_kl"] for line in lines if "teacher_kl" in line]
+        assert len(distances) == 2 and np.allclose(distances, 0, atol=LOGPROB_ATOL)
+        with pytest.raises(ValueError, match=r"a teacher does not score: nobody at .* HTTP 404"):
+            asyncio.run(answer_logprobs_at(EndpointConfig(url=f"{url}/v1", model="nobody"), samples))

@@ -544,7 +544,7 @@ TABLE_OF_NAMES = Path(__file__).parents[3] / "docs" / "algorithms" / "grpo.md"
 def test_every_documented_preset_is_a_config():
     rows = re.findall(r"^\| ([^|]+) \| `(\{[^`]+\})`", TABLE_OF_NAMES.read_text(encoding="utf-8"), re.MULTILINE)
     found = {name.split(" (")[0]: GRPO.model_validate(yaml.safe_load(config)) for name, config in rows}
-    assert len(found) == 19
+    assert len(found) == 20 and found["GRPO, process supervision"].supervision == "process"
     assert found["RAE"].baseline == "role" and found["RLOO"].scale == "none"
     assert found["GSPO"].loss_options == pytest.approx(
         {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004, "importance_cap": 2.0}
