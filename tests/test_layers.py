@@ -120,6 +120,7 @@ OPTIONAL = (
         "aiohttp",
         "datasets",
         "math_verify",
+        "prometheus_client",
         "sympy",  # comes with either of the two
         "reasoning_gym",
         "sandlock",

@@ -43,6 +43,7 @@ def serve(
     kv_cache_gib: Annotated[
         float | None, typer.Option(min=0.001, help="memory of a base's KV cache in GiB; unset: half of the free memory")
     ] = None,
+    metrics: Annotated[bool, typer.Option("--metrics", help="metrics for Prometheus at /metrics")] = False,
     poll: Annotated[float, typer.Option(min=0, max=40, help="maximum seconds that a poll for a result blocks")] = 30.0,
     queue: Annotated[int, typer.Option(min=1, help="maximum pending requests per key")] = 20_000,
     queue_bytes: Annotated[int, typer.Option(min=1, help="maximum bytes of pending requests per key")] = 2**29,
@@ -65,6 +66,8 @@ def serve(
     """
     with user_errors():
         require_service()
+        if metrics:
+            require_packages("--metrics", "metrics", "prometheus_client")
         from palestra.service.api.state import ClientLimits
         from palestra.service.serve import ServeOptions
         from palestra.service.serve import serve as run_server
@@ -85,6 +88,7 @@ def serve(
             threads=threads,
             max_rows=max_rows,
             kv_cache_gib=kv_cache_gib,
+            metrics=metrics,
             limits=ClientLimits(
                 poll=poll, queue=queue, queue_bytes=queue_bytes, answer_tokens=answer_tokens, models=models
             ),

@@ -77,6 +77,8 @@ class ServeOptions(BaseModel):
     """Sequences that the worker samples in one batch, at most."""
     kv_cache_gib: float | None = None
     """Memory of a base's KV cache in GiB; None is half of the memory that is free when the base is loaded."""
+    metrics: bool = False
+    """Serves metrics for Prometheus at /metrics."""
     limits: ClientLimits = ClientLimits()
     """Limits on what one client may request."""
 
@@ -96,7 +98,7 @@ def serve(options: ServeOptions, say: Say = print) -> None:
         settings = WorkerSettings(store=url, **options.model_dump(include=same))
         worker = None if options.front_only else WorkerProcess(settings, context, say)
         with open_listener(options.host, options.port) as door:
-            app = create_app(context, root_path=options.root_path, origins=origins)
+            app = create_app(context, root_path=options.root_path, origins=origins, with_metrics=options.metrics)
             asyncio.run(_serve(options, app, worker, door, say))
         context.store.close()
 

@@ -37,14 +37,18 @@ ROUTERS = [
 ]
 
 
-def create_app(context: ServiceContext, *, root_path: str = "", origins: OriginPolicy | None = None) -> FastAPI:
-    """Builds the app.
+def create_app(
+    context: ServiceContext, *, root_path: str = "", origins: OriginPolicy | None = None, with_metrics: bool = False
+) -> FastAPI:
+    """Builds the app, `with_metrics` at /metrics.
 
     Under `root_path` ("/train") it serves requests with the prefix and, behind a proxy that strips it, without.
     `origins` lists the web pages that may send requests.
     """
     origins = origins or OriginPolicy()
     app = FastAPI(title="palestra", docs_url=None, redoc_url=None)
+    if with_metrics:
+        _add_metrics(app, context)
     app.add_middleware(MountPrefix, prefix=root_path.rstrip("/"))
     if origins.allowed_origins:
         app.add_middleware(
@@ -64,6 +68,14 @@ def create_app(context: ServiceContext, *, root_path: str = "", origins: OriginP
         app.add_exception_handler(error, _away)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
+
+
+def _add_metrics(app: FastAPI, context: ServiceContext) -> None:
+    from palestra.service.api.metrics import MetricsMiddleware, ServiceMetrics, router
+
+    app.state.metrics = ServiceMetrics(context.store)
+    app.add_middleware(MetricsMiddleware, metrics=app.state.metrics)  # inside of all others: it sees what answers
+    app.include_router(router)
 
 
 class MountPrefix:

@@ -193,6 +193,17 @@ class Store:
         assert row is not None
         return QueueDepth(int(row[0]), int(row[1]))
 
+    def oldest_request(self) -> float | None:
+        """Returns the time at which the oldest unanswered request came, in seconds since 1970; None if there is
+        none."""
+        unanswered = requests.c.state.in_(("queued", "taken"))
+        found: float | None = self._value(sql.select(sql.func.min(requests.c.created)).where(unanswered))
+        return found
+
+    def num_models(self) -> int:
+        """Returns the number of models in training, of all owners."""
+        return int(self._value(sql.select(sql.func.count()).where(models.c.state == "live")))
+
     def last_seq(self, model: str) -> int:
         """Returns the highest sequence number of a model's answered requests, or -1. The model's creation is number 0;
         clients number from 1."""
