@@ -7,6 +7,7 @@ through targets.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -16,9 +17,21 @@ def td_target(reward: Tensor, discount: Tensor, value: Tensor) -> Tensor:
     return reward + discount * value
 
 
-def value_loss(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Half the weighted mean squared error of state values, a scalar; all arguments have the same shape."""
-    return 0.5 * (weight * (value - target).square()).sum()
+def value_loss(
+    value: Tensor, target: Tensor, weight: Tensor, old_value: Tensor | None = None, clip: float | None = None
+) -> Tensor:
+    """Half the weighted mean squared error of state values, a scalar; all tensors have the same shape.
+
+    With `clip` the error is the larger of that of the value and that of the value clipped to within `clip` of
+    `old_value`, the value before the update: a value that has moved further has no gradient if it moved towards its
+    target (OpenAI Baselines' PPO; Yu et al., 2022, appendix A). Raises ValueError for `clip` without `old_value`.
+    """
+    error = (value - target).square()
+    if clip is not None:
+        if old_value is None:
+            raise ValueError("value clipping needs the values from before the update")
+        error = torch.maximum(error, (old_value + (value - old_value).clamp(-clip, clip) - target).square())
+    return 0.5 * (weight * error).sum()
 
 
 def critic_loss(q_KPR: Tensor, target_PR: Tensor, weight_PR: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ SumOverProcesses = Callable[[Tensor], Tensor]  # sums a tensor over all training
 
 class RunningNorm(nn.Module):
     """Running mean and variance (float64) for each of P members and D numbers (Chan et al., 1983, for merging parts).
-    With `decay` below 1 older rows fade, for returns that change with the policy (van Hasselt et al., 2016, PopArt,
-    without its correction of the last layer). Normalised values are clamped to `clip` deviations."""
+    With `decay` below 1 older rows fade, for returns that change with the policy (van Hasselt et al., 2016; PopArt's
+    correction of the last layer is `rescale_outputs`). Normalised values are clamped to `clip` deviations."""
 
     def __init__(self, members: int, size: int, decay: float = 1.0, clip: float = math.inf) -> None:
         super().__init__()
@@ -61,3 +61,12 @@ class RunningNorm(nn.Module):
     def _like(statistic: Tensor, x: Tensor) -> Tensor:
         """Broadcasts a statistic to x: [P, D] -> [P, 1, ..., D] in x's dtype."""
         return statistic.to(x.dtype).view(len(statistic), *[1] * (x.dim() - 2), statistic.shape[-1])
+
+
+@torch.no_grad()
+def rescale_outputs(weight: Tensor, bias: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
+    """Changes a last layer (weight [P, H, D], bias [P, 1, D]) in place so that its denormalised outputs stay as they
+    are when mean and deviation ([P, D] each) move from `old` to `new` (PopArt; Hessel et al., 2019, eq. 9)."""
+    (old_mean, old_std), (new_mean, new_std) = ([x[:, None] for x in pair] for pair in (old, new))
+    weight.copy_(weight * (old_std / new_std))
+    bias.copy_((old_std * bias + old_mean - new_mean) / new_std)

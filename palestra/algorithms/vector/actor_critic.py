@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from palestra.algorithms.vector.critics import ValueCritic
+from palestra.algorithms.vector.critics import CriticRows, ValueCritic
 from palestra.algorithms.vector.minibatches import MiniBatch, iterate_minibatches, normalise_weights, standardise
 from palestra.envs.vector.base import Arrays
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
@@ -64,8 +64,12 @@ class ActorCriticConfig(AlgorithmConfig):
     seat."""
     critics: Literal["each", "one"] = "each"
     """A critic for `each` policy, or `one` for all."""
-    value_norm: bool = False
-    """Train the critic on returns normalised by their running mean and deviation (Yu et al., 2022)."""
+    value_norm: bool | Literal["popart"] = False
+    """Train the critic on returns normalised by their running mean and deviation (Yu et al., 2022). With `popart` its
+    last layer follows them, so that its values stay as they are when they move (Hessel et al., 2019)."""
+    value_clip: float | None = Field(None, gt=0)
+    """Clipping distance of the critic's value from that before the update, in the critic's units (normalised ones with
+    `value_norm`); null does not clip."""
     aux_value_coef: float = Field(0.0, ge=0)
     """Coefficient of a value loss on the policy network, through a last layer of its own (Cobbe et al., 2021). Useful
     on pixels with a central critic: the critic's targets teach the policy's features. 0 turns it off."""
@@ -140,7 +144,8 @@ class ActorCriticLearner(NetLearner):
         seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seat_mapping.names]
         net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds))
         norm = RunningNorm(len(seat_mapping.names), 1, 0.99) if self.config.value_norm else None
-        return ValueCritic(seat_mapping, net, StackedAdam(net, seat_mapping.names, config, self.gradient_sync), norm)
+        optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
+        return ValueCritic(seat_mapping, net, optimizer, norm, self.config.value_norm == "popart")
 
     def _critic_input_shape(self, seat_mapping: SeatMapping) -> tuple[int, ...]:
         """Returns the shape of a critic's input."""
@@ -231,27 +236,18 @@ class ActorCriticLearner(NetLearner):
         self, critic: ValueCritic, batch: RolloutBatch, targets: Tensor, known: Tensor, progress: float
     ) -> float:
         """Trains a critic on its targets; returns the mean loss."""
-        P, take = len(critic.seat_mapping.names), critic.seat_mapping.select_seats
+        take = critic.seat_mapping.select_seats
         target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
-        if critic.norm:
-            critic.norm.update(target.flatten(1)[..., None], weight.flatten(1), self.gradient_sync.all_reduce)
-            target = critic.norm.normalise(target[..., None])[..., 0]
-        observations = self._critic_observations(critic, batch)[:, :-1]
-        is_first, memory = critic.seat_mapping.repeat_games(batch.is_first), critic.recurrent_states.get(batch.worker)
-        losses = []
-        for minibatch in self._minibatches(weight, bool(critic.net.gru_units)):
-            out, _ = critic.net.unroll(
-                minibatch(observations), minibatch.column_recurrent_states(memory), minibatch(is_first[:, :-1])
-            )
-            loss = value_loss(out[..., 0], minibatch(target), normalise_weights(minibatch(weight)))
-            critic.optimizer.step(loss, progress)
-            losses.append(loss.item() / P)
-        if critic.net.gru_units:  # with the weights that evaluate the next batch
-            with torch.no_grad():
-                memories = critic.net.unroll(observations, memory, is_first[:, :-1])[1]
-            assert memories is not None
-            critic.recurrent_states[batch.worker] = memories[:, -1]
-        return float(np.mean(losses))
+        critic.update_norm(target, weight, self.gradient_sync.all_reduce)
+        rows = CriticRows(
+            self._critic_observations(critic, batch)[:, :-1],
+            critic.seat_mapping.repeat_games(batch.is_first)[:, :-1],
+            critic.normalise(target),
+            weight,
+            batch.worker,
+        )
+        minibatches = self._minibatches(weight, bool(critic.net.gru_units))
+        return critic.train(rows, minibatches, self.config.value_clip, progress)
 
     def _aims(self, targets: Tensor) -> Tensor:
         """Returns the critics' targets [T, B, N] in the units of their outputs (normalised with `value_norm`)."""
@@ -259,8 +255,8 @@ class ActorCriticLearner(NetLearner):
         for critic in self.critics:
             if critic.norm:
                 own = critic.seat_mapping.select_seats(targets, 2).flatten(2, 3)  # [P, T, B*S]
-                scaled = critic.norm.normalise(own[..., None])[..., 0]
-                aims[..., critic.seat_mapping.all_seats] = critic.seat_mapping.by_seat(scaled)
+                scaled = critic.seat_mapping.by_seat(critic.normalise(own))
+                aims[..., critic.seat_mapping.all_seats] = scaled
         return aims
 
     def _train_policies(

@@ -1,38 +1,94 @@
 """Critics: of state values, and of action values with target networks.
 
-Shapes: `K` critics, `P` members of a stack, `R` rows, `A` numbers of an encoded action, `O` outputs.
+Shapes: `K` critics, `P` members of a stack, `R` rows, `A` numbers of an encoded action, `O` outputs,
+`T` steps, `C` columns (a seat of a parallel game each).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from palestra.algorithms.vector.minibatches import MiniBatch, normalise_weights
 from palestra.learners.policy_stack import StackedAdam
+from palestra.losses.critics import value_loss
 from palestra.nets.layers import Net
-from palestra.nets.normalise import RunningNorm
+from palestra.nets.normalise import RunningNorm, SumOverProcesses, rescale_outputs
 from palestra.nets.seat_mapping import SeatMapping
 
 
 @dataclass
 class ValueCritic:
     """Critic networks for the seats of a stack. `recurrent_states` maps each batch source to the state [P, C, H] at the
-    start of its next batch, for recurrent critics."""
+    start of its next batch, for recurrent critics. With `preserve_outputs` the last layer follows the statistics of
+    `norm`, so that values stay as they are (PopArt)."""
 
     seat_mapping: SeatMapping
     net: Net
     optimizer: StackedAdam
     norm: RunningNorm | None
+    preserve_outputs: bool = False
     recurrent_states: dict[int, Tensor] = field(default_factory=dict)
 
     def values(self, out: Tensor) -> Tensor:
         """Returns state values [...] in units of reward from the network's outputs [..., 1]."""
         return (self.norm.denormalise(out) if self.norm else out)[..., 0]
+
+    def normalise(self, target: Tensor) -> Tensor:
+        """Returns targets [P, ...] in the units of the network's outputs."""
+        return self.norm.normalise(target[..., None])[..., 0] if self.norm else target
+
+    def update_norm(self, target: Tensor, weight: Tensor, all_reduce: SumOverProcesses) -> None:
+        """Adds targets of weights `weight` [P, T, C] to the statistics."""
+        if self.norm is None:
+            return
+        before = self.norm.mean.clone(), self.norm.std()
+        self.norm.update(target.flatten(1)[..., None], weight.flatten(1), all_reduce)
+        if self.preserve_outputs:
+            head = self.net.head
+            rescale_outputs(head.weight, head.bias, before, (self.norm.mean, self.norm.std()))
+
+    def train(self, rows: CriticRows, minibatches: Iterable[MiniBatch], clip: float | None, progress: float) -> float:
+        """Trains the networks on normalised targets, with value clipping at a distance of `clip` outputs (None: none);
+        returns the mean loss of a member. Recurrent states then go on after the last step."""
+        inputs = rows.observations, self.recurrent_states.get(rows.worker), rows.is_first
+        old, losses = None if clip is None else self._unroll(*inputs)[0][..., 0], []
+        for minibatch in minibatches:
+            out, _ = self.net.unroll(
+                minibatch(rows.observations), minibatch.column_recurrent_states(inputs[1]), minibatch(rows.is_first)
+            )
+            weight = normalise_weights(minibatch(rows.weight))
+            before = None if old is None else minibatch(old)
+            loss = value_loss(out[..., 0], minibatch(rows.target), weight, before, clip)
+            self.optimizer.step(loss, progress)
+            losses.append(loss.item() / len(self.seat_mapping.names))
+        if self.net.gru_units:  # with the weights that evaluate the next batch
+            memories = self._unroll(*inputs)[1]
+            assert memories is not None
+            self.recurrent_states[rows.worker] = memories[:, -1]
+        return float(np.mean(losses))
+
+    @torch.no_grad()
+    def _unroll(self, obs: Tensor, state: Tensor | None, is_first: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.net.unroll(obs, state, is_first)
+
+
+class CriticRows(NamedTuple):
+    """What a critic learns from: observations [P, T, C, ...], first steps `is_first`, normalised targets and their
+    weights [P, T, C] each, and the number of the rollout worker."""
+
+    observations: Tensor
+    is_first: Tensor
+    target: Tensor
+    weight: Tensor
+    worker: int
 
 
 @dataclass

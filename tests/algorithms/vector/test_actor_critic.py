@@ -250,6 +250,7 @@ SMALL = NetPolicyConfig(hidden=[6], normalize_observations=True, lr_schedule="li
         PPO(rollout_length=9, epochs=2, minibatches=3),
         A2C(rollout_length=9),
         PPO(rollout_length=9, epochs=2, minibatches=2, sequential=True),
+        PPO(rollout_length=9, epochs=2, minibatches=2, value_norm="popart", value_clip=0.1),
     ],
 )
 def test_resume_from_state_arrays_is_bit_identical(config: ActorCriticConfig, memory: int) -> None:

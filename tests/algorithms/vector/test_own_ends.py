@@ -40,6 +40,7 @@ ALONE = {
     "ppo": PPO(**ON),
     "ppo one step": PPO(**ON, gae_lambda=0),
     "mappo": PPO(**ON, critic="central", critics="one", value_norm=True),
+    "popart": PPO(**ON, value_norm="popart", value_clip=0.2),
     "vtrace": PPO(**ON, off_policy_correction="vtrace"),
     "a2c": A2C(**ON | {"rollout_length": 7}),
     "coma": COMA(**ON, target_interval=1),
