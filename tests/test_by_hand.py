@@ -271,7 +271,7 @@ def test_ppo_by_hand_has_the_advantages_losses_and_gradients_of_the_library() ->
     assert value_loss.item() == pytest.approx(metrics["value_loss"], rel=1e-5)
     assert entropy.item() == pytest.approx(metrics["entropy"], rel=1e-5)
     for net, optimizer in ((agent.actor, stack.optimizer), (agent.critic, critic.optimizer)):
-        wanted = optimizer.flat.grad[0]  # not clipped: the norm may be as large as it is
+        wanted = optimizer.exp_avg[0] / 0.1  # after one step, of a gradient that is not clipped: its norm may be large
         assert wanted.abs().max() > 0
         torch.testing.assert_close(flat_gradient(net), wanted, rtol=1e-4, atol=1e-6)
 

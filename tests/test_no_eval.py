@@ -53,6 +53,7 @@ REVIEWED = {
     ("envs/text/code/test_runner.py", "compile"): (1, "compiles our own file harness.py and runs nothing"),
     ("envs/text/tools/toolbox.py", "import_module"): (1, "tools named by the config"),
     ("envs/text/adapters/workflow.py", "import_module"): (1, "a workflow named by the config"),
+    ("policies/context.py", "import_module"): (1, "a function named by the config"),
     ("envs/text/tools/repl_driver.py", "eval"): (1, "runs in the sandbox"),
     ("envs/text/tools/repl_driver.py", "exec"): (1, "runs in the sandbox"),
     ("envs/text/tools/repl_driver.py", "compile"): (2, "runs in the sandbox"),
