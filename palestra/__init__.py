@@ -18,7 +18,7 @@ _NAMES = {  # module: names that it gives to `import palestra`
     "api.train": ["train"],
     "api.trained_run": ["TrainedRun", "evaluate", "load_run"],
     "api.configs": ["Frozen", "Full", "Lora"],
-    "api.vector": ["A2C", "BC", "COMA", "DDPG", "DQN", "GAIL", "NFSP", "Net", "QMIX", "SAC", "TD3"],
+    "api.vector": ["A2C", "BC", "COMA", "DDPG", "DQN", "GAIL", "NFSP", "Net", "PQN", "QMIX", "SAC", "TD3"],
     "algorithms.text.distill": ["Distill"],
     "algorithms.text.dpo": ["DPO"],
     "algorithms.text.grpo": ["GRPO"],

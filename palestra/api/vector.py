@@ -7,6 +7,7 @@ from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.imitation import BC, GAIL
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.pqn import PQN
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
 from palestra.builders.vector_config import FrozenNetConfig as Frozen
@@ -23,6 +24,7 @@ __all__ = [
     "GAIL",
     "NFSP",
     "PPO",
+    "PQN",
     "QMIX",
     "SAC",
     "TD3",

@@ -15,6 +15,7 @@ from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.imitation import BC, GAIL
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.pqn import PQN
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
 from palestra.builders.run_config import EvalConfig, PolicyRunConfig
@@ -60,7 +61,7 @@ VectorPolicyConfig = Annotated[
     TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
 ]
 VectorAlgorithmConfig = Annotated[
-    PPO | A2C | DQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL,
+    PPO | A2C | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL,
     Field(discriminator="type"),
     BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
 ]

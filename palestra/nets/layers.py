@@ -29,6 +29,9 @@ class NetConfig(StrictModel):
     """Units of each hidden layer."""
     activation: Activation = "tanh"
     """Activation function of the hidden layers."""
+    layer_norm: bool | None = None
+    """Layer normalisation (Ba et al., 2016) of the hidden layers, before the activation function. null: on for `pqn`,
+    which needs it, otherwise off."""
     gru_units: int = Field(0, ge=0, le=65_536)
     """Units of a GRU after the hidden layers; 0 for a feed-forward network."""
     convolutions: Literal["nature", "small"] = "nature"
@@ -60,9 +63,21 @@ class Linear(nn.Module):
         return out
 
 
+class LayerNorm(nn.Module):
+    """P layer normalisations (Ba et al., 2016): rows [P, R, H] with mean 0 and deviation 1, then scaled and shifted."""
+
+    def __init__(self, units: int, members: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(members, 1, units))
+        self.shift = nn.Parameter(torch.zeros(members, 1, units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:]) * self.scale + self.shift
+
+
 class MLP(nn.Module):
     """P multilayer perceptrons [P, R, in] -> [P, R, out]: every layer has the activation, except an optional last one
-    of `outputs`."""
+    of `outputs`; with `layer_norm` its inputs are normalised."""
 
     def __init__(
         self,
@@ -72,17 +87,23 @@ class MLP(nn.Module):
         generators: Sequence[torch.Generator],
         outputs: int | None = None,
         gain: float = 1.0,
+        layer_norm: bool = False,
     ) -> None:
         super().__init__()
         widths = [inputs, *hidden]
         self.layers = nn.ModuleList(Linear(a, b, GAIN[activation], generators) for a, b in itertools.pairwise(widths))
         if outputs is not None:
             self.layers.append(Linear(widths[-1], outputs, gain, generators))
+        self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for units in hidden if layer_norm)
         self.active, self.activation = len(hidden), activation
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = layer(x, self.activation if number < self.active else None)
+            if number < len(self.norms):
+                x = self.norms[number](layer(x))
+                x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
+            else:
+                x = layer(x, self.activation if number < self.active else None)
         return x
 
 
@@ -180,7 +201,7 @@ class Net(nn.Module):
         small = config.convolutions == "small"
         self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None
         inputs = self.pixels.units if self.pixels else math.prod(observation_shape)
-        self.body = MLP(inputs, config.hidden, config.activation, generators)
+        self.body = MLP(inputs, config.hidden, config.activation, generators, layer_norm=bool(config.layer_norm))
         self.gru = GRU(config.hidden[-1], config.gru_units, generators) if config.gru_units else None
         features = config.gru_units or config.hidden[-1]
         self.head = Linear(features, outputs, gain, generators)

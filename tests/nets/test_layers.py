@@ -44,6 +44,19 @@ def jitter(module: nn.Module, seed: int = 0) -> None:
 # ---- against PyTorch
 
 
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_layer_norm_equals_torch(activation: Activation) -> None:
+    """Normalised before the activation, each member with its own scale and shift."""
+    mlp = MLP(4, [6], activation, make_generators([3, 4]), outputs=2, layer_norm=True)
+    jitter(mlp)
+    x = noise(2, 5, 4)
+    for p in range(2):
+        weights, norm = member_weights(mlp, p), nn.LayerNorm(6)
+        norm.load_state_dict({"weight": weights["norms.0.scale"][0], "bias": weights["norms.0.shift"][0]})
+        hidden = getattr(torch, activation)(norm(x[p] @ weights["layers.0.weight"] + weights["layers.0.bias"]))
+        torch.testing.assert_close(mlp(x)[p], hidden @ weights["layers.1.weight"] + weights["layers.1.bias"])
+
+
 def test_gru_cell_equals_torch() -> None:
     gru, cell = GRU(4, 5, make_generators([3])), nn.GRUCell(4, 5)
     jitter(gru)

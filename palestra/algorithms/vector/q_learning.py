@@ -35,7 +35,22 @@ from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
 
-class QLearningConfig(AlgorithmConfig):
+class EpsilonGreedyConfig(AlgorithmConfig):
+    """Base config of algorithms that explore epsilon-greedily."""
+
+    epsilon: float = Field(1.0, ge=0, le=1)
+    """Share of random actions at the start of the run."""
+    epsilon_end: float = Field(0.05, ge=0, le=1)
+    """Share of random actions after the decay."""
+    epsilon_share: float = Field(0.5, gt=0, le=1)
+    """Share of the run over which epsilon decays, linearly."""
+
+    def epsilon_at(self, progress: float) -> float:
+        """Returns the share of random actions at `progress` in [0, 1]."""
+        return self.epsilon + (self.epsilon_end - self.epsilon) * min(1.0, progress / self.epsilon_share)
+
+
+class QLearningConfig(EpsilonGreedyConfig):
     """Base config of Q-learning: collect `rollout_length` steps, add them to the replay buffer, then take
     `gradient_steps` gradient steps.
 
@@ -61,12 +76,6 @@ class QLearningConfig(AlgorithmConfig):
     """Double Q-learning: the online network selects the next action, the target network evaluates it."""
     duelling: bool = False
     """Compute action values as a state value plus advantages (Wang et al., 2016)."""
-    epsilon: float = Field(1.0, ge=0, le=1)
-    """Share of random actions at the start of the run."""
-    epsilon_end: float = Field(0.05, ge=0, le=1)
-    """Share of random actions after the decay."""
-    epsilon_share: float = Field(0.5, gt=0, le=1)
-    """Share of the run over which epsilon decays, linearly."""
     tau: float = Field(0.005, gt=0, le=1)
     """Polyak coefficient: how far the target networks move to the online networks per target update. `tau: 1` with
     `target_interval: 200` copies them every 200 steps."""
@@ -88,10 +97,6 @@ class QLearningConfig(AlgorithmConfig):
                 "nothing would be left to learn from: lower the one or raise the other"
             )
         return self
-
-    def epsilon_at(self, progress: float) -> float:
-        """Returns the share of random actions at `progress` in [0, 1]."""
-        return self.epsilon + (self.epsilon_end - self.epsilon) * min(1.0, progress / self.epsilon_share)
 
 
 class ValueHead(ActionHead):
@@ -292,7 +297,7 @@ class QLearner(NetLearner):
         self.steps, self.env_steps_seen = int(arrays["steps"][0]), int(arrays["seen"][0])
 
 
-def check_action_spaces(config: QLearningConfig, env: VectorEnv) -> None:
+def check_action_spaces(config: AlgorithmConfig, env: VectorEnv) -> None:
     """Raises ValueError if the env has a seat without discrete actions."""
     if not all(isinstance(space, Discrete) for space in env.action_spaces):
         kind = getattr(config, "type", "this algorithm")

@@ -15,6 +15,7 @@ from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.pqn import PQN, PQNLearner
 from palestra.algorithms.vector.q_learning import QLearner
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
@@ -46,6 +47,7 @@ ALONE = {
     "coma": COMA(**ON, target_interval=1),
     "dqn": DQN(**OFF),
     "dqn three steps": DQN(**OFF, n_step=3, priority_exponent=0.5),
+    "pqn": PQN(**ON, epochs=16, minibatches=1),
     "nfsp": NFSP(**OFF, eta=1.0),
     "sac": SAC(**OFF),
     "masac": SAC(**OFF, critic="central"),
@@ -76,6 +78,8 @@ def said(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]
         scene = learner._credit(batch)[0]
         q = learner._values([judge.net for judge in learner.critics], scene)
         return float(q[first][:, 0].mean())
+    if isinstance(learner, PQNLearner):
+        return float(learner._best_values(batch)[0][first][:, 0].mean())
     if isinstance(learner, QLearner) and not learner.counts_env_steps:
         stack = learner.stacks[0]
         return float(learner.heads[0].values(stack.net.unroll(stack.observations(batch.obs))[0]).detach()[0, 0].mean())
