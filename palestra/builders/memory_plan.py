@@ -50,10 +50,15 @@ class MemoryPlan:
         return peak_bytes(self.parts)
 
 
-def plan_memory(config: TextConfig, *, prompt_tokens: int = 512, free: int | None = None) -> MemoryPlan:
-    """Returns the memory plan of a run whose prompts have at most `prompt_tokens` tokens. `free` is the free memory in
-    bytes (None: that of the config's device). Raises ValueError for a base whose config cannot be read."""
-    free = free_memory(resolve_device(config.device)) if free is None else free
+def plan_memory(
+    config: TextConfig, *, prompt_tokens: int = 512, free: int | None = None, device: str | None = None
+) -> MemoryPlan:
+    """Returns the memory plan of a run whose prompts have at most `prompt_tokens` tokens, on `device` (None: the
+    config's), which need not exist if `free`, its free memory in bytes, is given (None: what is free now). Raises
+    ValueError for a base whose config cannot be read."""
+    device = device or resolve_device(config.device)
+    config = config.model_copy(update={"device": device})  # all below read the device from here
+    free = free_memory(device) if free is None else free
     shapes = {policy.base: model_shape(policy.base) for policy in _models(config).values()}
 
     def parts_of(candidate: TextConfig) -> list[MemoryPart]:
@@ -68,8 +73,7 @@ def _models(config: TextConfig) -> dict[str, LMPolicyConfig]:
 
 
 def _parts(config: TextConfig, shapes: dict[str, ModelShape], prompt_tokens: int, free: int) -> Iterator[MemoryPart]:
-    device = resolve_device(config.device)
-    if device == "cpu":
+    if config.device == "cpu":
         yield MemoryPart("process", PROCESS, "Python, torch and transformers")
     shared: set[tuple[str, str, str | None]] = set()
     for name, policy in _models(config).items():
@@ -105,7 +109,7 @@ def _engine_parts(
         held = (shape.params - packed) * size + quantized_bytes(packed, policy.quantize)
         detail = f"{packed / 1e6:,.1f} M in {policy.quantize}, others of {size} bytes; while it is loaded, all"
     yield MemoryPart(f"weights of {policy.base}", held, detail)
-    on_cpu, is_frozen = resolve_device(config.device) == "cpu", not isinstance(policy, FullPolicyConfig)
+    on_cpu, is_frozen = config.device == "cpu", not isinstance(policy, FullPolicyConfig)
     if on_cpu and is_frozen and size == FLOAT32 and not policy.quantize and (packed := packed_copy_bytes(shape)):
         yield MemoryPart(f"packed weights of {policy.base}", packed, "copies for faster sampling")
     cache_size = _product_size(config, policy)
@@ -172,13 +176,12 @@ def _weight_size(config: TextConfig, policy: LMPolicyConfig) -> int:
     """Returns the bytes of a stored weight."""
     if policy.dtype != "auto":
         return DTYPE_SIZES[policy.dtype]
-    cpu = resolve_device(config.device) == "cpu"
-    return DTYPE_SIZES["float32" if cpu or isinstance(policy, FullPolicyConfig) else "bfloat16"]
+    return DTYPE_SIZES["float32" if config.device == "cpu" or isinstance(policy, FullPolicyConfig) else "bfloat16"]
 
 
 def _product_size(config: TextConfig, policy: LMPolicyConfig) -> int:
     """Returns the bytes of an activation, and of a key or value in the cache."""
-    if isinstance(policy, FullPolicyConfig) and autocast_dtype(policy, resolve_device(config.device)) is not None:
+    if isinstance(policy, FullPolicyConfig) and autocast_dtype(policy, config.device) is not None:
         return 2
     return _weight_size(config, policy)
 

@@ -18,6 +18,9 @@ def info(
     config: Annotated[Path | None, typer.Option(help="config of that run (default: a LoRA adapter, GRPO)")] = None,
     settings: Settings = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="tokens of the longest prompt")] = 512,
+    gpu_gib: Annotated[
+        float | None, typer.Option(min=1, help="plan for a GPU with so many GiB free instead of this machine")
+    ] = None,
 ) -> None:
     """Show versions, the device, and the available envs, bases, algorithms and sandbox.
 
@@ -27,18 +30,19 @@ def info(
         palestra info --base Qwen/Qwen3-0.6B
 
         palestra info --config configs/demo.yaml --set policies.planner.micro_batch_tokens=4096
+
+        palestra info --base Qwen/Qwen3-4B --gpu-gib 22
     """
     if base is None and config is None:
         return _show_installation()
     with user_errors():
-        from palestra.builders.memory_plan import plan_memory
         from palestra.engine.models import describe_base
 
         planned = _planned_config(base, config, settings or [])
         for name in dict.fromkeys(policy.base for policy in planned.policies.values() if hasattr(policy, "base")):
             for line in describe_base(name):
                 print_line(line)
-        plan = plan_memory(planned, prompt_tokens=prompt_tokens)
+        plan = _plan(planned, prompt_tokens, gpu_gib)
         table = Table("memory", "GiB", "when", "what for")
         for part in plan.parts:
             table.add_row(part.name, f"{part.bytes / 2**30:.2f}", part.phase or "always", part.detail)
@@ -50,6 +54,15 @@ def info(
             )
         elif plan.changes:
             print_line("it does not fit. It fits with: " + " ".join(f"--set {change}" for change in plan.changes))
+
+
+def _plan(config: Any, prompt_tokens: int, gpu_gib: float | None) -> Any:
+    """Returns the memory plan of a run on the config's device, or on a GPU with `gpu_gib` GiB of free memory."""
+    from palestra.builders.memory_plan import plan_memory
+
+    if gpu_gib is None:
+        return plan_memory(config, prompt_tokens=prompt_tokens)
+    return plan_memory(config, prompt_tokens=prompt_tokens, free=int(gpu_gib * 2**30), device="cuda")
 
 
 def _planned_config(base: str | None, path: Path | None, settings: list[str]) -> Any:

@@ -135,3 +135,13 @@ def test_planned_cache_is_limited_by_its_budget(folder):
     plan = plan_memory(config_of(folder, "kv_cache_gib=0.01"), free=64 * GIB)
     (cache,) = [part for part in plan.parts if part.name == "KV cache"]
     assert cache.bytes == int(0.01 * GIB) and "wait" in cache.detail
+
+
+def test_plan_of_a_gpu_that_is_not_here(folder):
+    """Weights and cache of two bytes, nothing of the process, and no copies that only a CPU samples from."""
+    here, there = (plan_memory(config_of(folder), free=64 * GIB, device=device) for device in ("cpu", "cuda"))
+    sizes = [{part.name: part.bytes for part in plan.parts} for plan in (here, there)]
+    assert {*sizes[0]} - {*sizes[1]} == {"process", f"packed weights of {folder}"}
+    for name in (f"weights of {folder}", "KV cache", "activations default"):
+        assert sizes[0][name] == 2 * sizes[1][name]
+    assert sizes[0]["adapter default"] == sizes[1]["adapter default"]

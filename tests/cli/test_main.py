@@ -271,6 +271,8 @@ def test_info_of_a_base_plans_the_memory_of_a_run(tmp_path, base):
     assert "weights of tiny" in plain(invoke("info", "--base", "tiny").output)
     huge = invoke("info", "--base", "tiny", "--set", "policies.default.micro_batch_tokens=1000000000")
     assert "--set policies.default.gradient_checkpointing=true" in plain(huge.output).replace("\n", " ")
+    there = plain(invoke("info", "--base", "tiny", "--gpu-gib", 22).output)
+    assert "22.0 GiB are free" in there and "of 2 bytes" in there and "packed weights" not in there
     lost = invoke("info", "--base", "./no-such-folder")
     assert lost.exit_code == 2 and "no model at" in plain(lost.output)
 
