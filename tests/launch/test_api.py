@@ -110,10 +110,12 @@ class Interrupts(pl.Callback):
 
 
 @pytest.mark.parametrize("inside_loop", [False, True])
-def test_interrupted_run_can_be_resumed(base, tmp_path, inside_loop):
+def test_interrupted_run_can_be_resumed(base, tmp_path, request, inside_loop):
     async def cell():  # as in a notebook, whose loop leaves the signal as it is
         return whisper(base, tmp_path, steps=1000, callbacks=[Interrupts()])
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     if inside_loop:
         loop = asyncio.new_event_loop()
         run = loop.run_until_complete(cell())
