@@ -25,6 +25,7 @@ OWN, OTHER, OWN_FACING, OTHER_FACING = 0, 1, 2, 6
 POT_CHANNEL, COUNTER_CHANNEL, ONIONS_CHANNEL, PLATES_CHANNEL, SERVING_CHANNEL = 10, 11, 12, 14, 15
 IN_POT, IN_SOUP, TIME_LEFT, READY, PLATE_CHANNEL, ONION_CHANNEL, URGENT = 16, 18, 20, 21, 22, 23, 25
 NUM_CHANNELS = 26
+TILE_CHANNEL = (-1, COUNTER_CHANNEL, ONIONS_CHANNEL, PLATES_CHANNEL, POT_CHANNEL, SERVING_CHANNEL)  # floor: none
 
 
 class OvercookedParams(NamedTuple):
@@ -121,47 +122,36 @@ def _move(cooks: np.ndarray, kitchen: Kitchen, b: int, chosen_N: np.ndarray, to_
 
 
 @jit
-def _cook(g: OvercookedArrays, b: int) -> None:
-    for pot in range(g.cooking.shape[1]):
-        if g.cooking[b, pot] > 0:
-            g.cooking[b, pot] -= 1
-
-
-@jit
-def _write_item(g: OvercookedArrays, b: int, cell: int, item: int) -> None:
+def _write_item(obs: np.ndarray, b: int, cell: int, item: int) -> None:
     for n in range(2):
-        row = g.obs[b, n, cell]
         if item == ONION:
-            row[ONION_CHANNEL] = 1
+            obs[b, n, cell, ONION_CHANNEL] = 1
         elif item == PLATE:
-            row[PLATE_CHANNEL] = 1
+            obs[b, n, cell, PLATE_CHANNEL] = 1
         elif item == SOUP:
-            row[IN_SOUP], row[READY] = ONIONS_IN_SOUP, 1
+            obs[b, n, cell, IN_SOUP], obs[b, n, cell, READY] = ONIONS_IN_SOUP, 1
 
 
 @jit
-def _write_floor(g: OvercookedArrays, b: int, cell: int) -> None:
+def _write_floor(obs: np.ndarray, cooks: np.ndarray, b: int, cell: int) -> None:
     for n in range(2):
-        if g.cooks[b, n, CELL] == cell:
-            own, other, facing = g.obs[b, n, cell], g.obs[b, 1 - n, cell], g.cooks[b, n, FACING]
-            own[OWN], own[OWN_FACING + facing] = 1, 1
-            other[OTHER], other[OTHER_FACING + facing] = 1, 1
-            _write_item(g, b, cell, g.cooks[b, n, HELD])
+        if cooks[b, n, CELL] == cell:
+            facing = cooks[b, n, FACING]
+            obs[b, n, cell, OWN], obs[b, n, cell, OWN_FACING + facing] = 1, 1
+            obs[b, 1 - n, cell, OTHER], obs[b, 1 - n, cell, OTHER_FACING + facing] = 1, 1
+            _write_item(obs, b, cell, cooks[b, n, HELD])
 
 
 @jit
-def _write_pot(g: OvercookedArrays, b: int, cell: int, pot: int) -> None:
+def _write_pot(obs: np.ndarray, b: int, cell: int, onions: int, left: int) -> None:
     """A pot shows its onions until it cooks, then those of its soup and the time left. In the game as JaxMARL has it a
     pot cooks from the step in which its third onion comes."""
-    onions, left = g.onions[b, pot], g.cooking[b, pot]
     cooks = onions == ONIONS_IN_SOUP and left < COOKING_STEPS
     for n in range(2):
-        row = g.obs[b, n, cell]
-        row[POT_CHANNEL] = 1
-        row[IN_POT] = 0 if cooks else onions
-        row[IN_SOUP] = onions if cooks else 0
-        row[TIME_LEFT] = left if cooks else 0
-        row[READY] = cooks and left == 0
+        obs[b, n, cell, IN_POT] = 0 if cooks else onions
+        obs[b, n, cell, IN_SOUP] = onions if cooks else 0
+        obs[b, n, cell, TIME_LEFT] = left if cooks else 0
+        obs[b, n, cell, READY] = cooks and left == 0
 
 
 @jit
@@ -169,18 +159,18 @@ def _write_cell(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, 
     """Writes all channels of a cell, as both seats see them."""
     urgent, tile = rules.max_steps - g.steps[b] < URGENT_STEPS, kitchen.tile_C[cell]
     for n in range(2):
-        row = g.obs[b, n, cell]
         for channel in range(NUM_CHANNELS):
-            row[channel] = 0
-        row[URGENT] = urgent
-        row[ONIONS_CHANNEL], row[PLATES_CHANNEL], row[SERVING_CHANNEL] = tile == ONIONS, tile == PLATES, tile == SERVING
-        row[COUNTER_CHANNEL] = tile == COUNTER and g.counters[b, cell] == NOTHING
+            g.obs[b, n, cell, channel] = 0
+        g.obs[b, n, cell, URGENT] = urgent
+        if TILE_CHANNEL[tile] >= 0:
+            g.obs[b, n, cell, TILE_CHANNEL[tile]] = tile != COUNTER or g.counters[b, cell] == NOTHING
     if tile == FLOOR:
-        _write_floor(g, b, cell)
+        _write_floor(g.obs, g.cooks, b, cell)
     elif tile == POT:
-        _write_pot(g, b, cell, kitchen.pot_C[cell])
+        pot = kitchen.pot_C[cell]
+        _write_pot(g.obs, b, cell, g.onions[b, pot], g.cooking[b, pot])
     elif tile == COUNTER:
-        _write_item(g, b, cell, g.counters[b, cell])
+        _write_item(g.obs, b, cell, g.counters[b, cell])
 
 
 @jit
@@ -190,19 +180,25 @@ def _write_all(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, b
 
 
 @jit
+def _cook(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, b: int) -> None:
+    """Lets the full pots cook for a step, and writes them."""
+    for pot in range(len(kitchen.pots_P)):
+        if g.cooking[b, pot] > 0:
+            g.cooking[b, pot] -= 1
+            _write_cell(g, kitchen, rules, b, kitchen.pots_P[pot])
+
+
+@jit
 def _write_changes(
     g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, b: int, chosen_N: np.ndarray, from_N: np.ndarray
 ) -> None:
-    """Writes the cells that a step may have changed: pots, where the cooks were and are, and what they used."""
-    if rules.max_steps - g.steps[b] == URGENT_STEPS - 1:
-        _write_all(g, kitchen, rules, b)
-        return
-    for pot in range(len(kitchen.pots_P)):
-        _write_cell(g, kitchen, rules, b, kitchen.pots_P[pot])
+    """Writes the cells that actions may have changed: where the cooks were and are, and what they used."""
     for n in range(2):
         cell = g.cooks[b, n, CELL]
-        _write_cell(g, kitchen, rules, b, from_N[n])
-        _write_cell(g, kitchen, rules, b, cell)
+        if chosen_N[n] != STAY:
+            _write_cell(g, kitchen, rules, b, cell)
+        if cell != from_N[n]:
+            _write_cell(g, kitchen, rules, b, from_N[n])
         if chosen_N[n] == INTERACT:
             _write_cell(g, kitchen, rules, b, cell + kitchen.ahead_D[g.cooks[b, n, FACING]])
 
@@ -269,12 +265,14 @@ def step_all(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, act
             if chosen_N[n] == INTERACT:
                 delivered += _interact(g, kitchen, b, n)
         _move(g.cooks, kitchen, b, chosen_N, to_N)
-        _cook(g, b)
         _pay(g, rules, b, delivered)
         g.steps[b] += 1
         g.played[b] += 1
         g.truncated[b] = g.steps[b] >= rules.max_steps
+        _cook(g, kitchen, rules, b)
         _write_changes(g, kitchen, rules, b, chosen_N, from_N)
+        if rules.max_steps - g.steps[b] == URGENT_STEPS - 1:
+            _write_all(g, kitchen, rules, b)
         if g.truncated[b]:
             _store_final(g, b)
             _begin_game(g, kitchen, rules, b)
