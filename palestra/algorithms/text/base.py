@@ -85,6 +85,7 @@ class TextAlgorithm(StrictModel):
 
 def build_sample(answer: Answer, weights: np.ndarray, **more: Any) -> Sample:
     """Returns the training sample of an answer; `weights` [T] float32 are the advantages of its tokens."""
+    more = {"sampling_mask": answer.sampling_mask, **more}
     return Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, weights, answer.temperature, **more)
 
 

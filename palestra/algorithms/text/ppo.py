@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import TextAlgorithm
+from palestra.algorithms.text.base import TextAlgorithm, build_sample
 from palestra.algorithms.text.gae import explained_variance, gae, standardise
 from palestra.algorithms.text.importance import ImportanceSampling, add_old_logprobs
 from palestra.learners.base import Learner
@@ -135,9 +135,8 @@ class PPO(ImportanceSampling, TextAlgorithm):
         for node in line:
             answer = node.answers.get(seat)
             if answer is not None and member_name(answer.policy) == policy and len(answer.token_ids):
-                ids, rewards = answer.token_ids, np.zeros(len(answer.token_ids), np.float32)
-                more: dict[str, Any] = {"temperature": answer.temperature, "node": node, "seat": seat}
-                sequence.append(PPOSample(answer.prompt_ids, ids, answer.logprobs, rewards, **more))
+                rewards = np.zeros(len(answer.token_ids), np.float32)
+                sequence.append(PPOSample(**vars(build_sample(answer, rewards)), node=node, seat=seat))
             if sequence:
                 sequence[-1].advantages[-1] += node.reward(seat, self.team_weight)
         return sequence
