@@ -180,7 +180,9 @@ class Sample:
     Samples of one `group` (-1: none) are adjacent and are never split over micro-batches: their loss compares them.
     Some losses need more, [T] each: `reference_logprobs`, log-probabilities of the reference policy of a KL penalty;
     `values`, the critic's value of the state before each token; `returns`, the value target. With a `sampling_mask` all
-    log-probabilities and entropies are of the distribution over the tokens that it keeps.
+    log-probabilities and entropies are of the distribution over the tokens that it keeps. `critic_ids` [P] are what a
+    separate critic reads before the answer, whose value is that of the whole answer (None: what the policy reads, with
+    a value of each token).
     """
 
     prompt_ids: np.ndarray
@@ -197,6 +199,7 @@ class Sample:
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     sampling_mask: SamplingMask | None = None
+    critic_ids: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from palestra.builders.critics import critic_kind
 from palestra.builders.engines import Engines, build_engines
 from palestra.builders.learned_reward import learned_reward_source
 from palestra.builders.sampling_masks import biased_sampling_notes, check_sampling_masks
@@ -61,8 +62,9 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     for part in parts:
         seen = {name: policy for name, policy in part.policies.items() if name in used}
         engines.check_supported(part.algorithm.loss, part.algorithm.loss_options, seen)
+    critic = critic_kind(parts, used)
     learners = {
-        name: engines.build_learner(name, policy, derive_seed(config.seed, "adapter", name), critic=_critic(parts))
+        name: engines.build_learner(name, policy, derive_seed(config.seed, "adapter", name), **critic)
         for name, policy in parts[0].policies.items()
         if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
     }
@@ -296,10 +298,6 @@ def _used(part: TextConfig, seats: Mapping[Seat, str]) -> set[str]:
 
 def _teachers(part: TextConfig) -> dict[str, str]:
     return {name: teacher for name, p in part.policies.items() if (teacher := getattr(p, "teacher", None))}
-
-
-def _critic(parts: Sequence[TextConfig]) -> bool:
-    return any(part.algorithm.needs_critic for part in parts)
 
 
 def _only_seat(config: TextConfig) -> Seat | None:

@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from actor_critic_runs import run_of, whisper
 
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
@@ -130,3 +131,13 @@ def test_training_on_a_server_is_refused(base):
     engines = client.RemoteEngines(None)
     with pytest.raises(ValueError, match=r"guide.sampling.keep_sampling_mask needs .* no field for them"):
         engines.check_supported(tree.algorithm.loss, tree.algorithm.loss_options, tree.policies)
+
+
+@pytest.mark.slow
+def test_two_agents_learn_from_truncated_samples(base, tmp_path):
+    """Held-out games, won one time in four by chance where answers are digits."""
+    sampling = {"max_tokens": 1, "top_k": 20, "top_p": 0.8, "keep_sampling_mask": True}
+    algorithm = {"type": "grpo", "branch_at": "root", "group_size": 4, "scale": "none"}
+    path = run_of(whisper(base, steps=16, episodes=24, algorithm=algorithm, policy={"sampling": sampling}), tmp_path)
+    before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
+    assert before < 0.4 and after > 0.7

@@ -48,11 +48,17 @@ class RemoteEngines:
                 )
 
     def build_learner(
-        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
+        self,
+        name: str,
+        config: LoraPolicyConfig | FullPolicyConfig,
+        seed: int,
+        *,
+        critic: bool = False,
+        separate_critic: bool = False,
     ) -> LanguageLearner:
         """Returns a learner whose adapter is trained on the server. Raises ValueError if a critic or a full model is
         requested."""
-        if critic:
+        if critic or separate_critic:
             raise ValueError(NO_CRITIC)
         if isinstance(config, FullPolicyConfig):
             raise ValueError(f"policies.{name} is a full model, and servers train adapters: set type: lora")
