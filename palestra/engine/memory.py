@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from palestra.engine.bases import resolve_base
 from palestra.engine.kv_cache import pages_of
@@ -58,7 +58,12 @@ def model_shape(base: str) -> ModelShape:
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         raise ValueError(f'cannot read the config of the base "{base}": {error}') from error
-    text = config.get_text_config()
+    return shape_of(model)
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """Returns the sizes of a decoder, whose weights are not read."""
+    text = model.config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     experts = getattr(text, "num_experts_per_tok", None) or 1

@@ -1,0 +1,327 @@
+"""What `palestra plan` predicts beside what runs measure: 1M to 135M parameters, 1 to 16 adapters, waiting envs.
+
+    python bench/capacity.py             sixteen runs, about half an hour of CPU time
+    python bench/capacity.py --quick     twelve runs of fewer steps, about ten minutes
+    python bench/capacity.py --simulate  the simulated cluster alone: leagues on 1 to 1,000 workers (cluster.py)
+    python bench/capacity.py --rows 1M-1 20M-8 --markdown rows.md
+
+Before each run the machine is measured again (builders/calibration.py, some seconds on two small models, none of them a
+base here), since its cores may be shared: a prediction is of the machine as it was just then. Models have random
+weights, and answers all have their full length. Seconds are medians over steps, without the first.
+
+Compared are CPU seconds of a step, of all processes together, and where envs wait the wall seconds of a step, too. Wall
+seconds are predicted with what the probe took in wall seconds for each CPU second: other programs may use the cores.
+Figures, a ratio being predicted over measured:
+
+    within_25     share of the runs whose ratio lies within 25 % (|ratio - 1| <= 0.25), of both kinds where envs wait
+    runs          their number
+    median_ratio  median of the ratios of CPU seconds
+    worst_ratio   the ratio that lies farthest from 1
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from cluster import simulate
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
+
+from palestra.backends.episode_tasks import DistributedSource
+from palestra.builders.calibration import Calibration, noise_config
+from palestra.builders.capacity import Machine
+from palestra.builders.capacity_phases import StepTime, step_time
+from palestra.builders.capacity_plan import layout_of
+from palestra.builders.capacity_workload import build_workload, probe_episodes
+from palestra.builders.text_config import TextConfig
+from palestra.config import dump
+from palestra.engine.bases import resolve_base
+from palestra.launch.distributed import build
+from palestra.runs import Run
+from palestra.training.loop import Callback, run_training
+from palestra.training.text import TextTrainer
+from palestra.types import Metrics
+
+TARGETS = {"within_25": 0.9, "runs": 12}
+TOLERANCE = 0.25
+CORES, REPEATS = 2, 2  # of this machine; of each probe
+WORKERS = (1, 3, 10, 30, 100, 300, 1000)  # of the simulated cluster
+SHAPES = {  # hidden, inner, layers, query heads, key heads, width of a head, vocabulary
+    "1M": (128, 384, 5, 4, 2, 32, 512),
+    "5M": (256, 768, 6, 8, 4, 32, 2048),
+    "20M": (384, 1152, 10, 12, 4, 32, 8192),
+    "60M": (512, 1536, 16, 8, 4, 64, 16384),
+    "135M": (576, 1536, 30, 9, 3, 64, 49152),  # SmolLM2's, and of its kind
+}
+console = Console(width=130)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run to measure: the size of its base, adapters (a seat each), worker processes (0: none), steps that play is
+    ahead, joint steps of an episode, seconds that an env step waits, episodes and answers of each prompt, and
+    their lengths."""
+
+    name: str
+    size: str
+    adapters: int = 1
+    workers: int = 0
+    staleness: int = 0
+    turns: int = 1
+    wait_s: float = 0.0
+    episodes: int = 16
+    group: int = 8
+    letters: int = 48
+    tokens: int = 16
+    steps: int = 6
+
+
+ROWS = (
+    Row("1M-1", "1M"),
+    Row("1M-4", "1M", adapters=4, episodes=8),
+    Row("1M-16", "1M", adapters=16, episodes=4),
+    Row("5M-1", "5M", letters=96),
+    Row("5M-4", "5M", adapters=4, episodes=4),
+    Row("20M-1", "20M", episodes=8),
+    Row("20M-8", "20M", adapters=8, episodes=2, steps=4),
+    Row("60M-1", "60M", episodes=8, steps=4),
+    Row("135M-1", "135M", episodes=4, steps=4),
+    Row("135M-2", "135M", adapters=2, episodes=2, steps=4, tokens=12),
+    Row("1M-1-wait-0.5", "1M", turns=2, wait_s=0.5, episodes=8),
+    Row("1M-4-wait-2", "1M", adapters=4, wait_s=2.0, episodes=4),
+    Row("5M-1-wait-1-ahead", "5M", staleness=1, wait_s=1.0, episodes=8),
+    Row("1M-1-workers-1", "1M", workers=1),
+    Row("20M-1-workers-2", "20M", workers=2, episodes=8, steps=5),
+    Row("5M-2-workers-2-wait-0.2", "5M", adapters=2, workers=2, wait_s=0.2, turns=2, episodes=4, steps=5),
+)
+LEFT_OUT_OF_QUICK = {"5M-4", "60M-1", "135M-2", "1M-4-wait-2"}
+
+
+def random_base(size: str, folder: Path) -> Path:
+    """Saves a model of this size with random weights, with the tokenizer of the shipped base; returns its folder."""
+    path = folder / size
+    if path.exists():
+        return path
+    hidden, inner, layers, heads, kv_heads, width, vocab = SHAPES[size]
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": width,
+        "vocab_size": vocab,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "eos_token_id": 4,
+    }
+    torch.manual_seed(0)
+    config: PreTrainedConfig = LlamaConfig(**sizes) if size == "135M" else Qwen3Config(**sizes)
+    model = LlamaForCausalLM(config) if size == "135M" else Qwen3ForCausalLM(config)
+    model.save_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_base("tiny"))
+    tokenizer.add_tokens([f"w{i}" for i in range(len(tokenizer), vocab)])  # so that answers differ, and have a gradient
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def config_of(row: Row, base: Path, *, wait: bool = True) -> TextConfig:
+    """The config of a row's run; without `wait`, its envs do not wait."""
+    env = {"turns": row.turns, "seconds": row.wait_s if wait else 0.0, "letters": row.letters}
+    return noise_config(
+        {"base": str(base), "sampling": {"max_tokens": row.tokens, "stop_at_eos": False}},
+        row.episodes,
+        row.group,
+        adapters=row.adapters,
+        env=env,
+        steps=row.steps,
+        staleness=row.staleness,
+        backend={"type": "local", "workers": row.workers} if row.workers else {"type": "inline"},
+        device="cpu",
+    )
+
+
+def predict(config: TextConfig, row: Row, base: Path, machine: Machine) -> StepTime:
+    """Seconds of a step as the plan has them."""
+    episode = replace(probe_episodes(config_of(row, base, wait=False)), env_cpu_s=0.0, env_wait_s=row.wait_s)
+    workload = build_workload(config, episode, device="cpu", cache_bytes=machine.cache_bytes)
+    return step_time(workload, machine, layout_of(config, CORES))
+
+
+class Stopwatch(Callback):
+    """Wall and CPU seconds at the end of each step: of this process, and of workers."""
+
+    def __init__(self, trainer: TextTrainer) -> None:
+        source = trainer.stages[0].source
+        self.workers = source.dispatcher if isinstance(source, DistributedSource) else None
+        self.wall, self.cpu = [], []
+
+    def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        self.wall.append(time.perf_counter())
+        self.cpu.append(time.process_time() + (self.workers.cpu_s if self.workers else 0.0))
+
+
+def measure(config: TextConfig) -> tuple[float, float]:
+    """CPU and wall seconds of a step."""
+    with tempfile.TemporaryDirectory() as root, Run.create(root, dump(config)) as run:
+        trainer = build(config)
+        watch = Stopwatch(trainer)
+        run_training(trainer, run, watch)
+    return tuple(statistics.median(b - a for a, b in itertools.pairwise(times)) for times in (watch.cpu, watch.wall))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Predicted and measured seconds of a row."""
+
+    row: Row
+    predicted: StepTime
+    slowdown: float
+    cpu_s: float
+    wall_s: float
+
+    @property
+    def cpu_ratio(self) -> float:
+        return self.predicted.busy_s / self.cpu_s
+
+    @property
+    def wall_ratio(self) -> float:
+        return self.predicted.wall_s / self.wall_s
+
+    @property
+    def compared_ratios(self) -> list[float]:
+        """The ratios that count: of CPU seconds, and of wall seconds where envs wait."""
+        return [self.cpu_ratio, *([self.wall_ratio] if self.row.wait_s else [])]
+
+    @property
+    def hit(self) -> bool:
+        return all(abs(ratio - 1) <= TOLERANCE for ratio in self.compared_ratios)
+
+
+def compare(rows: Sequence[Row], folder: Path) -> Iterator[Compared]:
+    """Calibrates, predicts and measures, a row after the other."""
+    calibration = Calibration("cpu")
+    for row in rows:
+        base = random_base(row.size, folder)
+        config = config_of(row, base)
+        machine = calibration.measure(REPEATS)
+        found = Compared(row, predict(config, row, base, machine), machine.slowdown, *measure(config))
+        console.print(
+            f"{row.name}: CPU {found.predicted.busy_s:.3f} / {found.cpu_s:.3f} = {found.cpu_ratio:.2f}, wall "
+            f"{found.predicted.wall_s:.3f} / {found.wall_s:.3f} = {found.wall_ratio:.2f}"
+        )
+        yield found
+
+
+HEADS = (
+    "run",
+    "base",
+    "adapters",
+    "processes",
+    "ahead",
+    "wait s",
+    "wall per CPU s",
+    "CPU s: plan",
+    "run",
+    "ratio",
+    "wall s: plan",
+    "run",
+    "ratio",
+    "",
+)
+
+
+def cells(found: Compared) -> tuple[str, ...]:
+    row, plan = found.row, found.predicted
+    numbers = (plan.busy_s, found.cpu_s, found.cpu_ratio, plan.wall_s, found.wall_s, found.wall_ratio)
+    setting = (
+        row.name,
+        row.size,
+        row.adapters,
+        1 + row.workers,
+        row.staleness,
+        row.turns * row.wait_s,
+        f"{found.slowdown:.1f}",
+    )
+    return (*map(str, setting), *(f"{n:.2f}" for n in numbers), "hit" if found.hit else "miss")
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def figures(found: Sequence[Compared]) -> dict[str, float]:
+    ratios = [ratio for each in found for ratio in each.compared_ratios]
+    return {
+        "within_25": sum(each.hit for each in found) / len(found),
+        "runs": len(found),
+        "median_ratio": statistics.median(each.cpu_ratio for each in found),
+        "worst_ratio": max(ratios, key=lambda ratio: abs(math.log(ratio))),
+    }
+
+
+def simulated(workers: Sequence[int]) -> list[tuple[str, ...]]:
+    """Leagues on simulated clusters: each has a node lost every 60,000 s of its workers' time, and eight slices for
+    each learner."""
+    rows = []
+    for count in workers:
+        line = simulate(count, max(3, count * 5 // 4), 8, False)
+        shown = (line["tasks"], line["tasks_per_s"], 100 * line["worker_use"], 100 * line["lost_share"])
+        driver = (line["restart_delay_s"], line["cpu_ms_first"], line["cpu_ms_last"], line["rss_mb"])
+        rows.append((str(count), *(f"{number:.4g}" for number in (*shown, *driver))))
+        console.print(" ".join(rows[-1]))
+    return rows
+
+
+SIMULATED_HEADS = (
+    "workers", "tasks", "tasks/s", "use %", "lost %", "restart s", "driver ms/task, first", "last quarter", "driver MB",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="twelve runs of fewer steps")
+    parser.add_argument("--simulate", action="store_true", help="the simulated cluster alone")
+    parser.add_argument("--rows", nargs="*", default=[], help="names of runs (default: all)")
+    parser.add_argument("--workers", type=int, nargs="*", default=WORKERS, help="of the simulated cluster")
+    parser.add_argument("--markdown", type=Path, help="write the table for a page, too")
+    args = parser.parse_args()
+    if args.simulate:
+        text, shown = markdown(SIMULATED_HEADS, rows := simulated(args.workers)), (SIMULATED_HEADS, rows)
+        last = {"tasks_per_s": float(rows[-1][2]), "worker_use": float(rows[-1][3]) / 100}
+        line = {"bench": "capacity_simulated", "figures": last}
+    else:
+        chosen = [row for row in ROWS if (row.name in args.rows if args.rows else True)]
+        if args.quick and not args.rows:
+            chosen = [replace(row, steps=4) for row in chosen if row.name not in LEFT_OUT_OF_QUICK]
+        with tempfile.TemporaryDirectory() as folder:
+            found = list(compare(chosen, Path(folder)))
+        text, shown = markdown(HEADS, [cells(each) for each in found]), (HEADS, [cells(each) for each in found])
+        line = {"bench": "capacity", "figures": figures(found), "targets": TARGETS}
+    table = Table(*shown[0])
+    for cell in shown[1]:
+        table.add_row(*cell)
+    console.print(table)
+    if args.markdown:
+        args.markdown.write_text(text)
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

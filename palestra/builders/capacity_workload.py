@@ -1,0 +1,289 @@
+"""What a training step of a config consists of: rounds of prompts and answers, and the passes that train on them.
+
+What the config does not say (joint steps of an episode, seats that act at once, length of prompts, seconds of an env
+step) is taken from a few episodes that random agents play, unless it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from palestra.builders.capacity import DecoderLoad, TrainingLoad
+from palestra.builders.memory_plan import DTYPE_SIZES
+from palestra.builders.text import make_episode_runner, seat_policies
+from palestra.builders.text_config import TextConfig
+from palestra.chat import Chat
+from palestra.engine.bases import resolve_base
+from palestra.engine.lora import target_names
+from palestra.engine.lora_config import LoraConfig
+from palestra.engine.memory import ModelShape, adapter_params, model_shape
+from palestra.learners.lm import FullPolicyConfig, LMLearnerConfig, LMPolicyConfig, LoraPolicyConfig
+from palestra.policies.base import Query
+from palestra.policies.lm import ChatEncoder
+from palestra.policies.scripted import RandomPolicy
+from palestra.rollouts.tree_rollout import Branching, EpisodeSpec
+from palestra.types import Episode
+
+PROBED_EPISODES = 4
+MAX_CONCURRENT = 1024  # episodes of an `EpisodeRunner`
+ENV_THREADS = 256  # of `tree_rollout`, for envs that block
+
+
+@dataclass(frozen=True)
+class EpisodeShape:
+    """What an episode asks for: joint steps, seats that act in each, tokens of a prompt, seconds of an env step: of
+    computing and of waiting; and how many env steps may wait at once."""
+
+    turns: int
+    seats_per_turn: float
+    prompt_tokens: int
+    env_cpu_s: float = 0.0
+    env_wait_s: float = 0.0
+    concurrent: int = MAX_CONCURRENT
+
+
+@dataclass(frozen=True)
+class Round:
+    """One joint step of all episodes of a training step: `prompts` prompts of `prompt_tokens` new tokens after
+    `context` earlier ones, `group` answers to each, and `env_steps` steps of envs."""
+
+    prompts: float
+    group: int
+    prompt_tokens: float
+    context: float = 0.0
+    env_steps: float = 0.0
+
+    @property
+    def answers(self) -> float:
+        """Answers of the round."""
+        return self.prompts * self.group
+
+
+@dataclass(frozen=True)
+class PolicyLoad:
+    """A policy that is a language model: its name, the engine that samples it (equal for policies that share one), its
+    passes, the share of all answers that are its own, mean and largest number of their tokens, and how it trains:
+    `updates` optimizer steps of `epochs` passes and `scoring` forward passes (0 updates: it does not train)."""
+
+    name: str
+    engine: str
+    load: DecoderLoad
+    share: float
+    answer_tokens: float
+    max_tokens: int
+    updates: int = 0
+    epochs: int = 1
+    scoring: int = 0
+    micro_batch_tokens: int = 16384
+    checkpointing: bool = False
+
+    @property
+    def trains_whole_model(self) -> bool:
+        """True if the policy trains all weights, and not an adapter."""
+        return bool(self.updates) and not self.load.adapter_params
+
+    def training_load(self, rounds: Sequence[Round], trained: float = 1.0) -> TrainingLoad:
+        """Returns the samples of one pass over the policy's answers, of which the share `trained` has a gradient."""
+        prompts = trained * self.share * sum(each.prompts for each in rounds)
+        answers = trained * self.share * sum(each.answers for each in rounds)
+        tokens = sum(each.prompts * each.prompt_tokens for each in rounds) / max(1e-9, sum(r.prompts for r in rounds))
+        whole = sum(each.answers * (each.prompt_tokens + each.context + self.answer_tokens) for each in rounds)
+        passes = max(1, math.ceil(trained * self.share * whole / self.micro_batch_tokens))
+        return TrainingLoad(prompts, answers, tokens, self.answer_tokens, max(passes, -(-self.updates // self.epochs)))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step: its rounds, its policies, what an episode asks for, the most rows of a sampler, and the share of
+    answers that have a gradient."""
+
+    rounds: tuple[Round, ...]
+    policies: tuple[PolicyLoad, ...]
+    episode: EpisodeShape
+    max_rows: int = 512
+    trained: float = 1.0
+
+    @property
+    def answer_tokens(self) -> float:
+        """Mean tokens of an answer of a language model."""
+        return mean_tokens(self.policies)
+
+    @property
+    def answers(self) -> float:
+        """Answers of a step."""
+        return sum(each.answers for each in self.rounds)
+
+    @property
+    def tokens(self) -> float:
+        """Sampled tokens of a step."""
+        return self.answers * self.answer_tokens
+
+    @property
+    def env_steps(self) -> float:
+        """Steps of envs of a training step."""
+        return sum(each.env_steps for each in self.rounds)
+
+    @property
+    def trained_policies(self) -> list[PolicyLoad]:
+        """The policies that train."""
+        return [policy for policy in self.policies if policy.updates]
+
+    def slice(self, parts: float) -> Workload:
+        """Returns the part of the rollout that one of `parts` equal slices of the episodes makes."""
+        rounds = tuple(replace(r, prompts=r.prompts / parts, env_steps=r.env_steps / parts) for r in self.rounds)
+        return replace(self, rounds=rounds)
+
+
+def build_workload(
+    config: TextConfig,
+    shape: EpisodeShape,
+    *,
+    device: str,
+    cache_bytes: float = 0.0,
+    answer_tokens: float | None = None,
+    trained: float = 1.0,
+) -> Workload:
+    """Returns the work of a step of the run's first stage on `device`. `answer_tokens` is the mean length of an answer
+    (None: the limit of the config)."""
+    part = next(iter(config.stage_configs()))
+    models = {n: p for n, p in part.policies.items() if isinstance(p, LMPolicyConfig)}
+    if not models:
+        raise ValueError("this run has no language model: its capacity is not planned")
+    lengths = {name: min(answer_tokens or math.inf, policy.sampling.max_tokens) for name, policy in models.items()}
+    talks = any(policy.history == "conversation" for policy in models.values())
+    mean = sum(lengths.values()) / len(lengths)
+    rounds = rounds_of(part.algorithm.branching, part.episodes, shape, answer_tokens=mean, conversation=talks)
+    seats = list(seat_policies(part).values())
+    policies = tuple(
+        _policy_load(part, name, seats.count(name) / len(seats), lengths[name], rounds, device, cache_bytes)
+        for name in models
+        if name in seats
+    )
+    return Workload(rounds, policies, shape, part.max_num_seqs, trained)
+
+
+def mean_tokens(policies: Sequence[PolicyLoad]) -> float:
+    """Returns the mean number of tokens of the policies' answers."""
+    return sum(p.share * p.answer_tokens for p in policies) / max(1e-9, sum(p.share for p in policies))
+
+
+def rounds_of(
+    branching: Branching, episodes: int, shape: EpisodeShape, *, answer_tokens: float = 0.0, conversation: bool = False
+) -> tuple[Round, ...]:
+    """Returns the rounds of `episodes` episodes: with `at: root` siblings go their own ways after the first, with
+    `at: turn` each joint step has siblings and one of them (with `keep: all` every one) goes on."""
+    rounds, lines, context = [], float(episodes), 0.0
+    for turn in range(shape.turns):
+        width = branching.width(turn)
+        rounds.append(Round(lines * shape.seats_per_turn, width, shape.prompt_tokens, context, lines * width))
+        if branching.at == "root" or branching.keep == "all":
+            lines *= width
+        context += shape.prompt_tokens + answer_tokens if conversation else 0.0
+    return tuple(rounds)
+
+
+def _policy_load(
+    config: TextConfig,
+    name: str,
+    share: float,
+    tokens: float,
+    rounds: Sequence[Round],
+    device: str,
+    cache_bytes: float,
+) -> PolicyLoad:
+    policy = config.policies[name]
+    assert isinstance(policy, LMPolicyConfig)
+    limit = policy.sampling.max_tokens
+    size = DTYPE_SIZES["float32" if device == "cpu" else "bfloat16"]
+    size = DTYPE_SIZES[policy.dtype] if policy.dtype != "auto" else size
+    load = decoder_load(model_shape(policy.base), policy.lora if isinstance(policy, LoraPolicyConfig) else None, size)
+    load = replace(load, cache_bytes=cache_bytes)
+    engine = name if isinstance(policy, FullPolicyConfig) else f"{policy.base} {policy.dtype} {policy.quantize}"
+    if not isinstance(policy, LMLearnerConfig):
+        return PolicyLoad(name, engine, load, share, tokens, limit)
+    samples = share * sum(each.answers for each in rounds)
+    batches = math.ceil(samples / policy.batch_size) if policy.batch_size else 1
+    return PolicyLoad(
+        name,
+        engine,
+        load,
+        share,
+        tokens,
+        limit,
+        updates=batches * policy.epochs,
+        epochs=policy.epochs,
+        scoring=_scoring_passes(config, batches * policy.epochs),
+        micro_batch_tokens=policy.micro_batch_tokens,
+        checkpointing=policy.gradient_checkpointing,
+    )
+
+
+def _scoring_passes(config: TextConfig, updates: int) -> int:
+    """Returns the forward passes over a step's samples: under the reference, the teacher, the critic, and the weights
+    before an update of several optimizer steps."""
+    algorithm = config.algorithm
+    old = algorithm.needs_old_logprobs and getattr(algorithm, "old_logprobs", "") == "trainer" and updates > 1
+    return sum((algorithm.needs_reference, algorithm.needs_teacher, algorithm.needs_critic, old))
+
+
+def decoder_load(shape: ModelShape, lora: LoraConfig | None, size: int) -> DecoderLoad:
+    """Returns the load of a base of `shape`, with an adapter if `lora` describes one."""
+    if lora is None:
+        return DecoderLoad(shape, size)
+    names = target_names(shape.linears, lora.target_modules)
+    merge = sum(2.0 * lora.rank_of(name) * shape.linears[name][0] * shape.linears[name][1] for name in names)
+    return DecoderLoad(shape, size, adapter_params(shape, lora), merge, len(names))
+
+
+def probe_episodes(config: TextConfig, episodes: int = PROBED_EPISODES) -> EpisodeShape:
+    """Returns what episodes of the run's first env ask for, as random agents play them: means over `episodes`. Raises
+    ValueError if all of them fail."""
+    env = config.env_config()
+    runner, policy = make_episode_runner(env, "probe"), RandomPolicy()
+    seats = [seat for seat in seat_policies(config)]
+    specs = [EpisodeSpec(number, dict.fromkeys(seats, policy), number) for number in range(episodes)]
+    wall, cpu = time.perf_counter(), time.process_time()
+    played = asyncio.run(runner.play_all(specs, Branching()))
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    ended = [episode for episode in played if episode.error is None and episode.nodes]
+    if not ended:
+        raise ValueError(
+            f"the env fails with random answers, so that nothing is known of its episodes: {played[0].error}"
+        )
+    nodes = sum(len(episode.nodes) for episode in ended)
+    longest = max(len(episode.nodes) for episode in ended)
+    return EpisodeShape(
+        concurrent=ENV_THREADS if runner.make_env().blocking else MAX_CONCURRENT,
+        turns=max(1, round(nodes / len(ended))),
+        seats_per_turn=sum(len(node.answers) for episode in ended for node in episode.nodes) / nodes,
+        prompt_tokens=_prompt_tokens(config, ended),
+        env_cpu_s=cpu / nodes,
+        env_wait_s=max(0.0, wall - cpu) / longest,  # episodes are played at once
+    )
+
+
+def _prompt_tokens(config: TextConfig, episodes: Sequence[Episode]) -> int:
+    """Returns the mean number of tokens of the episodes' prompts under the first language model of the config."""
+    policy = next(p for p in config.policies.values() if isinstance(p, LMPolicyConfig))
+    encoder = ChatEncoder(AutoTokenizer.from_pretrained(resolve_base(policy.base)), policy.chat_template_kwargs)
+    roles: Mapping[str, str] = make_episode_runner(config.env_config(), "probe").make_env().roles
+    lengths = [
+        len(_encoded(encoder, roles.get(seat, ""), seen, policy.system))
+        for episode in episodes
+        for node in episode.nodes
+        for seat, seen in node.observations.items()
+    ]
+    return max(1, round(sum(lengths) / len(lengths)))
+
+
+def _encoded(encoder: ChatEncoder, role: str, seen: Any, system: str | None) -> Sequence[int]:
+    if isinstance(seen, Chat):
+        return encoder.encode_conversation(seen, system).tolist()
+    return encoder.encode_first_turn(Query(role, seen), system).tolist()
