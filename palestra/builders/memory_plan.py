@@ -139,8 +139,8 @@ def _trained_parts(name: str, policy: LMPolicyConfig, shape: ModelShape, *, crit
         detail = f"{trained / 1e6:,.1f} M of rank {policy.rank}, with reference and snapshot"
         yield MemoryPart(f"adapter {name}", 3 * FLOAT32 * trained, detail)
         if critic:
-            held = 2 * FLOAT32 * trained + state_bytes(policy.optimizer, trained)
-            yield MemoryPart(f"critic {name}", held, "an adapter, its gradients and optimizer")
+            state = 2 * FLOAT32 * trained + state_bytes(policy.optimizer, trained)
+            yield MemoryPart(f"critic {name}", state, "an adapter, its gradients and optimizer")
     elif isinstance(policy, FullPolicyConfig):
         trained = shape.params
         if policy.reference == "copy":
