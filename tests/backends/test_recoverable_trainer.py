@@ -63,6 +63,7 @@ def samples(seed: int) -> list[Sample]:
             rng.integers(10, 50, 3).astype(np.int32),
             rng.normal(-3, 1, 3).astype(np.float32),
             rng.normal(0, 1, 3).astype(np.float32),
+            returns=rng.normal(0, 1, 3).astype(np.float32),
         )
         for _ in range(4)
     ]
@@ -82,12 +83,16 @@ def lesson(weights: Any, step: int) -> list[Any]:
 
 def specs(base: Path) -> dict[str, LearnerArgs]:
     config = LoraPolicyConfig(base=str(base), rank=4)
-    return {"guide": LearnerArgs(config, 1, False), "walker": LearnerArgs(config, 2, True)}
+    return {
+        "guide": LearnerArgs(config, 1, False),
+        "walker": LearnerArgs(config, 2, True),
+        "herald": LearnerArgs(config, 3, True, separate_critic=True),
+    }
 
 
 @pytest.fixture(scope="module")
 def undisturbed(base: Path) -> tuple[dict[str, list[Any]], dict[str, dict[str, bytes]]]:
-    """What comes of four steps of both, and what they then are."""
+    """What comes of four steps of each, and what they then are."""
     weights: dict[str, LocalWeights] = dict(open_weight_host("cpu", 8, specs(base)).weights)
     results = {name: [lesson(own, step) for step in range(4)] for name, own in weights.items()}
     return results, {name: written(own) for name, own in weights.items()}
@@ -105,14 +110,15 @@ def test_recovery_from_a_kill_at_any_call_is_bit_identical(
     base: Path, undisturbed: Any, copy_every: int, late: bool
 ) -> None:
     """Trainer processes are killed at random calls, also during recovery."""
-    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(2, 400, 17)), late)
+    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(2, 400, 29)), late)
     bench = RecoverableTrainer(lambda: holder, copy_every)
-    both = {name: HostedWeights(bench, name) for name in ("guide", "walker")}
-    results: dict[str, list[Any]] = {name: [] for name in both}
+    hosted = {name: HostedWeights(bench, name) for name in specs(base)}
+    results: dict[str, list[Any]] = {name: [] for name in hosted}
     for step in range(4):
-        for name, weights in both.items():
+        for name, weights in hosted.items():
             results[name].append(lesson(weights, step))
-    assert (results, {name: written(weights) for name, weights in both.items()}) == undisturbed
+    assert (results, {name: written(weights) for name, weights in hosted.items()}) == undisturbed
+    assert "critic/critic.safetensors" in undisturbed[1]["herald"]
     assert bench.num_losses >= 2 and holder.starts == bench.num_losses + 1
 
 
