@@ -49,7 +49,11 @@ class PPOSample(Sample):
 
 
 class PPO(ImportanceSampling, TextAlgorithm):
-    """PPO with a value head, on `group_size` trajectories per start. Epochs and batch sizes are settings of the policy.
+    """PPO with a critic, on `group_size` trajectories per start. Epochs and batch sizes are settings of the policy.
+
+    With `surrogate: policy_gradient` it is advantage actor-critic (Mnih et al., 2016), with `action_level: turn` too
+    independent actor-critic of a team's policies, and with `critic: central` that with a centralised critic (IAC and
+    MAAC of CoMLRL, Liu et al., 2025).
 
     The KL penalty is part of the rewards: -kl * (log-probability minus reference log-probability) for every token
     (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is kept in memory and
@@ -179,14 +183,19 @@ class PPO(ImportanceSampling, TextAlgorithm):
             answer = node.answers.get(seat)
             if answer is not None and member_name(answer.policy) == policy and len(answer.token_ids):
                 rewards = np.zeros(len(answer.token_ids), np.float32)
-                more: dict[str, Any] = {"denominator": 1.0} if self.action_level == "turn" else {}
-                if self.action_level == "turn" and self.has_separate_critic:
-                    joint = self.reads_joint_prompts
-                    more["critic_ids"] = joint_prompt(line[: i + 1], seats, seat) if joint else answer.prompt_ids
-                sequence.append(PPOSample(**vars(build_sample(answer, rewards, **more)), node=node, seat=seat))
+                plain = build_sample(answer, rewards, **self._as_action(line[: i + 1], seats, seat))
+                sequence.append(PPOSample(**vars(plain), node=node, seat=seat))
             if sequence:
                 sequence[-1].advantages[-1] += node.reward(seat, self.team_weight)
         return sequence
+
+    def _as_action(self, nodes: Sequence[Node], seats: Sequence[Seat], seat: Seat) -> dict[str, Any]:
+        """Returns the fields that make the answer of `seat` at the last of `nodes` one action: it counts as one in the
+        mean, and has what a separate critic reads before it."""
+        if self.action_level == "token":
+            return {}
+        read = joint_prompt(nodes, seats, seat) if self.reads_joint_prompts else nodes[-1].answers[seat].prompt_ids
+        return {"denominator": 1.0, "critic_ids": read if self.has_separate_critic else None}
 
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
