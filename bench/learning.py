@@ -156,6 +156,14 @@ TASKS = [
         held_out("return", 2.0),
     ),
     Task(
+        "overcooked_ppo",
+        "return",
+        200.0,
+        "ten soups of 20 in the 400 steps of a game in cramped_room, cooks drawing their moves; the bar set for this "
+        "project",
+        held_out("return"),
+    ),
+    Task(
         "spread_maddpg",
         "team return",
         -141.7,

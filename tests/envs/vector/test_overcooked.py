@@ -7,12 +7,14 @@ them where the package is installed.
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from envs.vector.overcooked_games import LAYOUTS, RECORDED, Recording, read_recordings, replay
 
+import palestra as pl
 from palestra.envs.vector.base import VectorStep
 from palestra.envs.vector.canvas import GREEN, RED
 from palestra.envs.vector.check import check_vector_env
@@ -32,6 +34,8 @@ from palestra.envs.vector.overcooked_rules import (
     UP,
     URGENT,
 )
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +212,15 @@ def test_kitchen_is_drawn() -> None:
     assert picture.shape == (240, 240, 3)
     assert colour(6) == AMBER == colour(5) and colour(13) == RED == colour(2) and colour(18) == GREEN
     assert tuple(picture[24 + 48 + 24, 48 + 24 + 14]) == env.seat_colours[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)  # a minute where nothing else runs
+def test_shipped_config_learns_to_serve(tmp_path: Path) -> None:
+    """Random play serves a soup in 20 to 30 games; the bar is ten soups a game, counted without shaped rewards."""
+    run = pl.train(ROOT / "configs/games/overcooked_ppo.yaml", seed=1, root=tmp_path)
+    first, *_, last = run.evals["return"].tolist()
+    assert first < 5 and last >= 200
 
 
 @pytest.mark.parametrize(
