@@ -1,5 +1,5 @@
 """How many steps per second palestra and its peers make of one game: three agents, three landmarks, 25 steps;
-and of Atari's Pong for two.
+of Atari's Pong for two, of Overcooked and of Hanabi.
 
     python bench/throughput.py            about 40 minutes; the peers' virtual environments are made on the first run
     python bench/throughput.py --quick    about 4 minutes; --peers jaxmarl leaves out all others
@@ -16,6 +16,8 @@ steps, two passes over it in four minibatches. Everybody runs alone, in turn, se
     overhead_over_unchecked    the same, the bare loop without PettingZoo's checking wrappers, which palestra takes off
     workers2_vs_1        two processes that train on palestra's own simple_spread, over one, at 1024 games
     pong_vs_*            training on Atari's Pong for two
+    overcooked_*         Overcooked's cramped room, training and random moves, palestra's own over JaxMARL's
+    hanabi_vs_raw        random moves in OpenSpiel's Hanabi, in one process, over a bare loop
 
 An update of 6000 steps has fixed costs that two processes both pay; `workers2_vs_1_small` is the same ratio there.
 """
@@ -52,6 +54,7 @@ AT_MOST = {"overhead_over_raw"}
 NAMES = {
     "ours": "palestra",
     "raw": "no framework",
+    "raw_spiel": "OpenSpiel alone",
     "jaxmarl": "JaxMARL, IPPO",
     "benchmarl": "BenchMARL, IPPO",
     "rllib": "RLlib, PPO",
@@ -61,6 +64,7 @@ HOME = {"jaxmarl": "JaxMARL's", "benchmarl": "VMAS's", "rllib": "mpe2", "sample_
 NO_RANDOM = {"sample_factory"}  # its policies always act
 PONG = {"rllib", "sample_factory"}  # measured on Atari's Pong, too
 WHATS = ("train", "sample", "random")
+OVERCOOKED_WHATS = ("train", "random")
 SIZES = (1, 4, 16, 64, 256, 1024)
 BATCH, STEPS = 6000, 25
 console = Console(width=120)
@@ -89,7 +93,9 @@ def main_jobs(peers: Sequence[str], whats: Sequence[str]) -> list[Job]:
     for what in whats:
         jobs += native(what)
         jobs += [theirs(peer, what) for peer in peers if what != "random" or peer not in NO_RANDOM]
-    jobs += [*on_python_env(), RAW, UNCHECKED]
+    jobs += [*on_python_env(), RAW, UNCHECKED, *on_hanabi(), RAW_HANABI]
+    if "jaxmarl" in peers:
+        jobs += [job for what in OVERCOOKED_WHATS for job in (*overcooked(what), theirs_on_overcooked(what))]
     of_pong = [theirs_on_pong(peer) for peer in peers if peer in PONG]
     return [*jobs, *on_pong(), *of_pong, RAW_PONG] if of_pong else jobs
 
@@ -109,6 +115,20 @@ def on_pong() -> list[Job]:
     return [Job("ours", "train", "atari_pong", workers, games=16, horizon=BATCH // 16) for workers in (1, 2)]
 
 
+def overcooked(what: str) -> list[Job]:
+    """palestra on its own Overcooked."""
+    return [Job("ours", what, "overcooked", workers) for workers in (1, 2)]
+
+
+def on_hanabi() -> list[Job]:
+    """palestra on OpenSpiel's Hanabi, random moves and training in one process."""
+    return [Job("ours", what, "hanabi", 1, games=60, horizon=BATCH // 60) for what in ("random", "train")]
+
+
+def theirs_on_overcooked(what: str) -> Job:
+    return Job("jaxmarl", what, "overcooked")
+
+
 def theirs_on_pong(peer: str) -> Job:
     return Job(peer, "train", "atari_pong")
 
@@ -120,6 +140,7 @@ def theirs(peer: str, what: str) -> Job:
 RAW = Job("raw", "random", "mpe2", 1, games=1)
 UNCHECKED = Job("raw", "unchecked", "mpe2", 1, games=1)
 RAW_PONG = Job("raw", "random", "atari_pong", 1, games=1)
+RAW_HANABI = Job("raw_spiel", "random", "hanabi", 1, games=1)
 
 
 def growth_jobs(sizes: Sequence[int]) -> list[Job]:
@@ -193,6 +214,13 @@ def figures(results: Results) -> dict[str, float | None]:
         "overhead_over_unchecked": overhead(UNCHECKED),
         "workers2_vs_1": large,
         "workers2_vs_1_small": small,
+        **{
+            f"overcooked_{what}_vs_jaxmarl": ratio(
+                results.best(overcooked(what)), results.rate(theirs_on_overcooked(what))
+            )
+            for what in OVERCOOKED_WHATS
+        },
+        "hanabi_vs_raw": ratio(results.rate(on_hanabi()[0]), results.rate(RAW_HANABI)),
         **{f"pong_vs_{peer}": ratio(pong, results.rate(theirs_on_pong(peer))) for peer in sorted(PONG)},
     }
 
@@ -224,7 +252,8 @@ def sheets(results: Results, peers: Sequence[str]) -> list[Sheet]:
     python = python_envs(results, "mpe2's env", RAW, on_mpe2)
     atari = [*on_pong(), *(theirs_on_pong(peer) for peer in peers if peer in PONG)]
     pong = python_envs(results, "Atari's Pong", RAW_PONG, atari)
-    return [own_envs(results, peers), python, *([pong] if PONG & set(peers) else []), growth(results)]
+    others = [*([pong] if PONG & set(peers) else []), *([overcooked_env(results)] if "jaxmarl" in peers else [])]
+    return [own_envs(results, peers), python, *others, hanabi(results), growth(results)]
 
 
 def own_envs(results: Results, peers: Sequence[str]) -> Sheet:
@@ -247,6 +276,23 @@ def python_envs(results: Results, env: str, bare: Job, jobs: Sequence[Job]) -> S
         share = ratio(results.rate(job), raw)
         rows.append([name(job), number(results, job), f"{share:.2f}" if share else "", notes(results, job)])
     return Sheet(f"Steps per second in training on {env}", ("", "training", "of the bare loop", "set up"), rows)
+
+
+def overcooked_env(results: Results) -> Sheet:
+    """palestra's Overcooked beside JaxMARL's."""
+    rows = []
+    for train, random in zip(*([*overcooked(w), theirs_on_overcooked(w)] for w in OVERCOOKED_WHATS), strict=True):
+        rows.append([name(train), number(results, train), number(results, random), notes(results, train)])
+    title = "Steps per second in Overcooked's cramped room, everybody on its own"
+    return Sheet(title, ("", "training", "random moves", "set up"), rows)
+
+
+def hanabi(results: Results) -> Sheet:
+    """palestra on OpenSpiel's Hanabi beside a bare loop."""
+    random, train = on_hanabi()
+    rows = [[name(random), number(results, train), number(results, random), notes(results, random)]]
+    rows.append([name(RAW_HANABI), "", number(results, RAW_HANABI), notes(results, RAW_HANABI)])
+    return Sheet("Steps per second in OpenSpiel's Hanabi", ("", "training", "random moves", "set up"), rows)
 
 
 def growth(results: Results) -> Sheet:

@@ -6,6 +6,7 @@ tokenised again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,6 +44,25 @@ class Step:
         return not self.observations
 
 
+@dataclass(frozen=True)
+class SamplingMask:
+    """The tokens that top-k and top-p kept at each of T positions: `ids` [K] int32, position after position, and the
+    number of them at each, `counts` [T] int32 (0: all tokens of the vocabulary)."""
+
+    ids: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def join(cls, kept_ids: Sequence[np.ndarray]) -> SamplingMask:
+        """Returns the mask from the ids of each position."""
+        counts = np.array([len(ids) for ids in kept_ids], np.int32)
+        return cls(np.concatenate([np.zeros(0, np.int32), *kept_ids]), counts)
+
+    def rows(self) -> list[list[int]]:
+        """Returns the ids of each position, as lists."""
+        return [part.tolist() for part in np.split(self.ids, np.cumsum(self.counts)[:-1])]
+
+
 @dataclass
 class Answer:
     """The answer of one policy at one seat. Policies without tokens (scripted, human) leave the arrays empty.
@@ -50,7 +70,7 @@ class Answer:
     `prompt_ids [P]` and `token_ids [T]` are int32; `logprobs [T]` is float32: the log-probabilities of the sampled
     tokens under the policy that sampled them, at `temperature`. `stop` is "stop" (an end token, which is included in
     `token_ids`) or "length". `versions [T]` int32 are the versions of the policy that sampled each token, empty if it
-    is that in the name `policy` for all of them.
+    is that in the name `policy` for all of them. With a `sampling_mask`, `logprobs` are of the truncated distribution.
     """
 
     text: str
@@ -61,6 +81,7 @@ class Answer:
     stop_reason: str = "stop"
     temperature: float = 1.0
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass
@@ -158,7 +179,10 @@ class Sample:
     advantage is 0, or that is masked) only adds to it; no pass is made for it.
     Samples of one `group` (-1: none) are adjacent and are never split over micro-batches: their loss compares them.
     Some losses need more, [T] each: `reference_logprobs`, log-probabilities of the reference policy of a KL penalty;
-    `values`, the critic's value of the state before each token; `returns`, the value target.
+    `values`, the critic's value of the state before each token; `returns`, the value target. With a `sampling_mask` all
+    log-probabilities and entropies are of the distribution over the tokens that it keeps. `critic_ids` [P] are what a
+    separate critic reads before the answer, whose value is that of the whole answer (None: what the policy reads, with
+    a value of each token).
     """
 
     prompt_ids: np.ndarray
@@ -174,6 +198,8 @@ class Sample:
     reference_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    sampling_mask: SamplingMask | None = None
+    critic_ids: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""JaxMARL: its simple_spread, and IPPO in the shape of its scripts, where play and learning are one compiled function.
+"""JaxMARL: its simple_spread or Overcooked, and IPPO in the shape of its scripts: play and learning are one function.
 
 The scripts are no part of its package, so the training is written anew here: parameters shared by all seats, two
 networks under one Adam with a clipped gradient, advantages by GAE, losses clipped on both sides. Compiling is not
@@ -7,7 +7,9 @@ counted. XLA uses all cores.
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -17,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import jaxmarl
 import optax
-from jaxmarl.wrappers.baselines import MPELogWrapper
+from jaxmarl.wrappers.baselines import LogWrapper, MPELogWrapper
 from peers.timing import Spec, measure, print_result, read_spec
 
 GAMMA, LAM, CLIP, ENTROPY, VALUE = 0.99, 0.95, 0.2, 0.01, 0.5
@@ -58,12 +60,19 @@ def logp_of(logits: jax.Array, action: jax.Array) -> jax.Array:
     return jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
 
 
+def make_env(name: str) -> LogWrapper:
+    if name != "overcooked":
+        return MPELogWrapper(jaxmarl.make("MPE_simple_spread_v3"))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # about a second version of the env
+        return LogWrapper(jaxmarl.make("overcooked"))
+
+
 class Ippo:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.env = MPELogWrapper(jaxmarl.make("MPE_simple_spread_v3"))
+        self.env = make_env(spec.env)
         first = self.env.agents[0]
-        self.views, self.actions = self.env.observation_space(first).shape[0], self.env.action_space(first).n
+        self.views, self.actions = math.prod(self.env.observation_space(first).shape), self.env.action_space(first).n
         self.adam = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-4, eps=1e-5))
 
     def begin(self, key: jax.Array) -> tuple[Any, ...]:
@@ -81,6 +90,11 @@ class Ippo:
         """[G, ...] of each seat -> [seats * G, ...]."""
         return jnp.concatenate([by_seat[agent] for agent in self.env.agents])
 
+    def seen_rows(self, seen: dict[str, jax.Array]) -> jax.Array:
+        """Views as rows of numbers, [seats * G, V]."""
+        rows = self.columns(seen)
+        return rows.reshape(len(rows), -1).astype(jnp.float32)
+
     def step(self, games: Any, action: jax.Array, key: jax.Array) -> tuple[Any, ...]:
         """Plays one joint step; an action for each column."""
         by_seat = dict(zip(self.env.agents, action.reshape(self.env.num_agents, -1), strict=True))
@@ -89,7 +103,7 @@ class Ippo:
     def play(self, params: Any, state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], Move]:
         games, seen, key = state
         key, choose, go = jax.random.split(key, 3)
-        obs = self.columns(seen)
+        obs = self.seen_rows(seen)
         logits, value = mlp(params["policy"], obs), mlp(params["critic"], obs)[:, 0]
         action = jax.random.categorical(choose, logits)
         seen, games, reward, done, _ = self.step(games, action, go)
@@ -147,7 +161,7 @@ class Ippo:
         (games, seen, key), moves = jax.lax.scan(
             partial(self.play, params), (games, seen, key), None, self.spec.horizon
         )
-        advantages, targets = self.credit(moves, mlp(params["critic"], self.columns(seen))[:, 0])
+        advantages, targets = self.credit(moves, mlp(params["critic"], self.seen_rows(seen))[:, 0])
         rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (moves, advantages, targets))
         key, order = jax.random.split(key)
         (params, adam), _ = jax.lax.scan(
@@ -189,7 +203,8 @@ def main() -> None:
         return CALL * spec.batch
 
     figures = measure(advance, spec.seconds) | {"compile_s": compile_s}
-    notes = f"own env MPE_simple_spread_v3, equal batch, float32; {compile_s:.1f} s of compiling not counted"
+    own = "overcooked, cramped_room" if spec.env == "overcooked" else "MPE_simple_spread_v3"
+    notes = f"own env {own}, equal batch, float32; {compile_s:.1f} s of compiling not counted"
     print_result(figures, ("jaxmarl", "jax"), notes)
 
 

@@ -32,6 +32,10 @@ def env_of(spec: Spec) -> dict[str, Any]:
     """Ours, or one of PettingZoo through our adapter."""
     if spec.env == "simple_spread":
         return {"type": "simple_spread", "max_cycles": CYCLES}
+    if spec.env == "overcooked":
+        return {"type": "overcooked"}
+    if spec.env == "hanabi":
+        return {"type": "openspiel", "game": "hanabi"}
     adapter = "palestra.envs.vector.pettingzoo.games:PettingZooEnv"
     return {"type": adapter, "env": zoo.FUNCTIONS[spec.env], "options": zoo.options(spec.env)}
 

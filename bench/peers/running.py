@@ -19,7 +19,7 @@ from typing import Any, Protocol
 HERE = Path(__file__).parent
 VENVS = HERE.parent.parent / ".cache" / "peers"
 PEERS = ("jaxmarl", "benchmarl", "rllib", "sample_factory")
-OURS = ("ours", "raw")  # run where palestra does
+OURS = ("ours", "raw", "raw_spiel")  # run where palestra does
 VENV_OF = {"jaxmarl_qmix": "jaxmarl"}  # scripts that run where another does
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

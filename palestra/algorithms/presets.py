@@ -35,6 +35,14 @@ TEXT_PRESETS: dict[str, Preset] = {
     "marloo": COMLRL | {"baseline": "others", "scale": "none"},
     "mareinforce": COMLRL | {"baseline": "none", "scale": "none"},
     "maremax": COMLRL | {"baseline": "max", "scale": "none"},
+    "iac": {"type": "ppo", "action_level": "turn", "surrogate": "policy_gradient", "gae_lambda": 0.0},
+    "maac": {
+        "type": "ppo",
+        "action_level": "turn",
+        "surrogate": "policy_gradient",
+        "gae_lambda": 0.0,
+        "critic": "central",
+    },
     "madpo": {"type": "dpo", "branch_at": "turn", "margin": "joint", "reference_free": True},
 }
 VECTOR_PRESETS: dict[str, Preset] = {

@@ -2,9 +2,11 @@
 
 from palestra.algorithms.vector.a2c import A2C
 from palestra.algorithms.vector.coma import COMA
+from palestra.algorithms.vector.cql import CQL
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.imitation import BC, GAIL
+from palestra.algorithms.vector.iql import IQL
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN
@@ -19,9 +21,11 @@ __all__ = [
     "A2C",
     "BC",
     "COMA",
+    "CQL",
     "DDPG",
     "DQN",
     "GAIL",
+    "IQL",
     "NFSP",
     "PPO",
     "PQN",

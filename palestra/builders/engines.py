@@ -26,6 +26,7 @@ from palestra.learners.lm import (
     LoraPolicyConfig,
     autocast_dtype,
 )
+from palestra.learners.separate_critic import SeparateCriticWeights
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, SamplerProtocol
 from palestra.remote.samplers.config import SamplerProcessesConfig, SamplerServersConfig
 from palestra.remote.samplers.remote_samplers import RemoteSamplers
@@ -132,10 +133,16 @@ class Engines:
         """Accepts every loss and policy: local engines can train all of them, servers only some."""
 
     def build_learner(
-        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
+        self,
+        name: str,
+        config: LoraPolicyConfig | FullPolicyConfig,
+        seed: int,
+        *,
+        critic: bool = False,
+        separate_critic: bool = False,
     ) -> LanguageLearner:
-        """Returns a new learner for policy `name`. Raises ValueError for a full model with remote samplers: only
-        adapters are sent to them."""
+        """Returns a new learner for policy `name`, with a value head if it needs a `critic`, or a critic of its own.
+        Raises ValueError for a full model with remote samplers: only adapters are sent to them."""
         full = isinstance(config, FullPolicyConfig)
         if full and self.remote_samplers:
             raise ValueError(
@@ -143,7 +150,11 @@ class Engines:
                 "leave sampler: out"
             )
         engine, sampler = self.load_own_engine(config) if full else self.shared_engine(config)
-        weights = LocalWeights(config, engine, seed=seed, critic=critic, group=self.ranks)
+        weights = (
+            SeparateCriticWeights(config, engine, seed=seed, group=self.ranks)
+            if separate_critic
+            else LocalWeights(config, engine, seed=seed, critic=critic, group=self.ranks)
+        )
         self._agree(name, config, weights.trainer.adapter, engine, sampler)
         return LanguageLearner(name, config, weights, sampler, engine.tokenizer)
 

@@ -76,6 +76,7 @@ def _parts(config: TextConfig, shapes: dict[str, ModelShape], prompt_tokens: int
     if config.device == "cpu":
         yield MemoryPart("process", PROCESS, "Python, torch and transformers")
     shared: set[tuple[str, str, str | None]] = set()
+    critic = any(part.algorithm.has_separate_critic for part in config.stage_configs())
     for name, policy in _models(config).items():
         shape, full = shapes[policy.base], isinstance(policy, FullPolicyConfig)
         if (
@@ -91,7 +92,7 @@ def _parts(config: TextConfig, shapes: dict[str, ModelShape], prompt_tokens: int
             yield from _engine_parts(config, name, policy, shape, prompt_tokens, free)
         if not full:
             shared.add((policy.base, policy.dtype, policy.quantize))
-        yield from _trained_parts(name, policy, shape)
+        yield from _trained_parts(name, policy, shape, critic=critic)
     learners = {n: p for n, p in _models(config).items() if isinstance(p, LMLearnerConfig)}
     passes = [_training_parts(config, n, p, shapes[p.base], prompt_tokens) for n, p in learners.items()]
     if passes:  # learners train one after the other
@@ -130,12 +131,16 @@ def _engine_parts(
     yield MemoryPart("logits", logits_bytes(shape, answers, trained=False), f"at most {answers} rows", "sampling")
 
 
-def _trained_parts(name: str, policy: LMPolicyConfig, shape: ModelShape) -> Iterator[MemoryPart]:
-    """Yields the memory of a policy's own weights, their gradients and optimizer state."""
+def _trained_parts(name: str, policy: LMPolicyConfig, shape: ModelShape, *, critic: bool) -> Iterator[MemoryPart]:
+    """Yields the memory of a policy's own weights, their gradients and optimizer state, and of those of an adapter that
+    is its `critic`."""
     if isinstance(policy, LoraPolicyConfig):
         trained = adapter_params(shape, policy.lora)
         detail = f"{trained / 1e6:,.1f} M of rank {policy.rank}, with reference and snapshot"
         yield MemoryPart(f"adapter {name}", 3 * FLOAT32 * trained, detail)
+        if critic:
+            state = 2 * FLOAT32 * trained + state_bytes(policy.optimizer, trained)
+            yield MemoryPart(f"critic {name}", state, "an adapter, its gradients and optimizer")
     elif isinstance(policy, FullPolicyConfig):
         trained = shape.params
         if policy.reference == "copy":

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from palestra.builders.critics import critic_kind
 from palestra.builders.engines import Engines, build_engines
 from palestra.builders.learned_reward import learned_reward_source
+from palestra.builders.sampling_masks import biased_sampling_notes, check_sampling_masks
 from palestra.builders.seats import resolve_seats
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
@@ -60,14 +62,16 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     for part in parts:
         seen = {name: policy for name, policy in part.policies.items() if name in used}
         engines.check_supported(part.algorithm.loss, part.algorithm.loss_options, seen)
+    critic = critic_kind(parts, used)
     learners = {
-        name: engines.build_learner(name, policy, derive_seed(config.seed, "adapter", name), critic=_critic(parts))
+        name: engines.build_learner(name, policy, derive_seed(config.seed, "adapter", name), **critic)
         for name, policy in parts[0].policies.items()
         if name in used and isinstance(policy, LoraPolicyConfig | FullPolicyConfig)
     }
     fixed = {n: make_policy(n, p, engines) for n, p in config.policies.items() if n in used and n not in learners}
     cast = PolicyResolver(learners, fixed, engines, in_flight_policies(config, learners))
     learning = {name: learner for name, learner in learners.items() if name in seated.values()}
+    check_sampling_masks(parts, learning)
     _assign_teachers(parts, cast)
     labels = [stage.name for stage in config.stages] or [""]
     table = _table(engines)
@@ -90,7 +94,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
         record_every=config.save_episodes_every,
         max_failed=config.max_failed,
         worker_metrics=pop_metrics,
-        notes=engines.notes() if isinstance(engines, Engines) else (),
+        notes=[*(engines.notes() if isinstance(engines, Engines) else ()), *biased_sampling_notes(parts, learning)],
     )
 
 
@@ -296,10 +300,6 @@ def _teachers(part: TextConfig) -> dict[str, str]:
     return {name: teacher for name, p in part.policies.items() if (teacher := getattr(p, "teacher", None))}
 
 
-def _critic(parts: Sequence[TextConfig]) -> bool:
-    return any(part.algorithm.needs_critic for part in parts)
-
-
 def _only_seat(config: TextConfig) -> Seat | None:
     """Returns the seat of dataset rows if there is only one: that of the envs or, without envs, of the only policy."""
     played = {seat for env in config.named_envs.values() for seat in make_env(**env).seats}
@@ -363,4 +363,8 @@ def make_policy(name: str, config: Any, engines: Engines | RemoteEngines) -> Pol
 
 
 def _examined(policy: Policy, changes: dict[str, Any]) -> Policy:
-    return policy.with_sampling(changes) if changes and isinstance(policy, LanguagePolicy) else policy
+    """Returns the policy with the sampling of evaluations, which record no masks."""
+    if not isinstance(policy, LanguagePolicy):
+        return policy
+    changes = changes | ({"keep_sampling_mask": False} if policy.sampling.keep_sampling_mask else {})
+    return policy.with_sampling(changes) if changes else policy

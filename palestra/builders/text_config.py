@@ -6,7 +6,6 @@ The schema of each part stands beside the code that it configures; this module j
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -30,7 +29,7 @@ from palestra.algorithms.text.sft import SFT
 from palestra.backends.config import RolloutBackendConfig
 from palestra.builders.run_config import EvalConfig, PolicyRunConfig
 from palestra.builders.text_policies import HumanConfig, PolicyConfig
-from palestra.config import StrictModel, validate
+from palestra.config import StrictModel, load_object, validate
 from palestra.engine.sampler import SamplingConfig
 from palestra.learners.lm import FullPolicyConfig
 from palestra.remote.samplers.config import SamplerConfig
@@ -54,11 +53,7 @@ def _own_algorithm(tree: Any, known: ValidatorFunctionWrapHandler) -> Any:
 
 
 def _algorithm_class(path: str) -> type[TextAlgorithm]:
-    module, _, name = path.partition(":")
-    try:
-        cls = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"the algorithm cannot be loaded from {path}: {error}") from error
+    cls = load_object(path, "algorithm")
     if not (isinstance(cls, type) and issubclass(cls, TextAlgorithm)):
         raise ValueError(f"{path} is not a subclass of palestra.algorithms.text.base.TextAlgorithm")
     return cls

@@ -10,9 +10,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from palestra.algorithms.presets import VECTOR_PRESETS, expand_preset
 from palestra.algorithms.vector.a2c import A2C
 from palestra.algorithms.vector.coma import COMA
+from palestra.algorithms.vector.cql import CQL
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.imitation import BC, GAIL
+from palestra.algorithms.vector.iql import IQL
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN
@@ -61,7 +63,7 @@ VectorPolicyConfig = Annotated[
     TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
 ]
 VectorAlgorithmConfig = Annotated[
-    PPO | A2C | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL,
+    PPO | A2C | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL | IQL | CQL,
     Field(discriminator="type"),
     BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
 ]

@@ -25,7 +25,7 @@ from palestra.launch.console import console, print_line, user_errors
 
 def collect(
     what: TargetArgument,
-    out: Annotated[Path, typer.Option(help="the file to write: .parquet, or .npz of a vectorised game")],
+    out: Annotated[Path, typer.Option(help="the Parquet file to write")],
     seats: SeatsOption = None,
     env: EnvOption = None,
     episodes: Annotated[
@@ -42,8 +42,8 @@ def collect(
     seed: int = 0,
     in_process: InProcessOption = False,
 ) -> None:
-    """Record episodes: as Parquet with tokens, log-probabilities and rewards by seat, or as demonstrations for bc and
-    gail.
+    """Record episodes as Parquet: with tokens, log-probabilities and rewards by seat, or of a vectorised game with
+    observations, actions and rewards by seat, for bc, gail, iql and cql.
 
     Examples:
 
@@ -53,15 +53,15 @@ def collect(
 
         palestra collect configs/demo.yaml --seats planner=https://api.example.org/v1#big --out big.parquet
 
-        palestra collect runs/spread_mappo --out expert.npz
+        palestra collect runs/spread_mappo --out expert.parquet
 
-        palestra collect configs/games/combat_vdn.yaml --seats 'unit_*=script:focus' --out focus.npz
+        palestra collect configs/games/combat_vdn.yaml --seats 'unit_*=script:focus' --out focus.parquet
     """
     with user_errors():
         from palestra.evaluation.target import find_target
 
         if find_target(what, step=step).is_vector:
-            from palestra.evaluation.vector import collect_demonstrations as record_games
+            from palestra.evaluation.vector import collect_vector_episodes as record_games
 
             options: dict[str, Any] = {"num_envs": num_envs, "steps": steps, "step": step, "seed": seed}
             policy_names = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)

@@ -6,6 +6,7 @@ from palestra.config.model import (
     check_folder_name,
     check_policy_names,
     dump,
+    load_object,
     type_choices,
     validate,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "check_policy_names",
     "dump",
     "load",
+    "load_object",
     "override",
     "parse",
     "type_choices",

@@ -6,6 +6,7 @@ Schemas stand beside the code they configure; this module handles models in gene
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 import types
 from collections.abc import Iterable, Sequence
@@ -227,3 +228,13 @@ def type_choices(model: type[BaseModel], field: str) -> list[str]:
         else:
             waiting += get_args(part)
     return found
+
+
+def load_object(path: str, what: str) -> Any:
+    """Returns the object at "module:name", which a config names; importing the module runs it. Raises ValueError, which
+    calls the object `what`, if there is none."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f'{what} "{path}" cannot be loaded ({error}): write module:name') from error

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from palestra.engine.flat_row import AdapterRoute
+from palestra.engine.kept_tokens import KeptTokens
 from palestra.engine.logits import fits_at_once, row_chunks, widen
 from palestra.engine.models import Engine
 
@@ -64,24 +65,32 @@ class LMHead:
 
 
 class ScoredTokens(NamedTuple):
-    """Tokens to score, each [M]: the row of each in the hidden states and its id, int64, and the temperature at which
-    it was sampled, float32."""
+    """Tokens to score, each [M]: the row of each in the hidden states and its id, int64, the temperature at which it
+    was sampled, float32, and the tokens that were kept when it was sampled (None: all)."""
 
     row_M: Tensor
     token_M: Tensor
     temperature_M: Tensor | None
+    kept: KeptTokens | None = None
 
-    def at(self, rows: slice) -> ScoredTokens:
+    def at(self, index: slice | Tensor) -> ScoredTokens:
         """Returns some of the tokens."""
-        temperature_M = None if self.temperature_M is None else self.temperature_M[rows]
-        return ScoredTokens(self.row_M[rows], self.token_M[rows], temperature_M)
+        temperature_M = None if self.temperature_M is None else self.temperature_M[index]
+        kept = None if self.kept is None else self.kept.at(index)
+        return ScoredTokens(self.row_M[index], self.token_M[index], temperature_M, kept)
 
 
-def scored_tokens(engine: Engine, row_M: np.ndarray, token_M: np.ndarray, temperature_M: np.ndarray) -> ScoredTokens:
+def scored_tokens(
+    engine: Engine,
+    row_M: np.ndarray,
+    token_M: np.ndarray,
+    temperature_M: np.ndarray,
+    kept: KeptTokens | None = None,
+) -> ScoredTokens:
     """Returns the tokens as tensors on the engine's device."""
     warm = bool((temperature_M != 1).any())
     temperature = engine.tensor(temperature_M, torch.float32) if warm else None
-    return ScoredTokens(engine.tensor(row_M), engine.tensor(token_M), temperature)
+    return ScoredTokens(engine.tensor(row_M), engine.tensor(token_M), temperature, kept)
 
 
 def score_tokens(head: LMHead, hidden_RH: Tensor, wanted: ScoredTokens, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
@@ -101,8 +110,7 @@ def score_tokens(head: LMHead, hidden_RH: Tensor, wanted: ScoredTokens, *, entro
 def _score_by_row(head: LMHead, hidden_RH: Tensor, wanted: ScoredTokens, entropy_grad: bool) -> tuple[Tensor, Tensor]:
     """Scores tokens with logits that are recomputed in the backward pass, each row's once for all of its tokens."""
     row_M, order_M = wanted.row_M.sort(stable=True)
-    temperature_M = None if wanted.temperature_M is None else wanted.temperature_M[order_M]
-    ordered = ScoredTokens(row_M, wanted.token_M[order_M], temperature_M)
+    ordered = wanted.at(order_M)
 
     def read(logits_CV: Tensor, rows: slice) -> Tensor:
         ends = torch.tensor([rows.start, rows.stop], device=row_M.device)
@@ -136,20 +144,23 @@ def _score(logits_MV: Tensor, wanted: ScoredTokens, entropy_grad: bool) -> tuple
 def _log_softmax(logits_MV: Tensor, wanted: ScoredTokens) -> Tensor:
     if wanted.temperature_M is not None:
         logits_MV = logits_MV / wanted.temperature_M[:, None]
+    if wanted.kept is not None:
+        logits_MV = wanted.kept.mask_removed(logits_MV)
     return torch.log_softmax(logits_MV, -1)
 
 
 def _distinct(wanted: ScoredTokens, vocab_size: int) -> tuple[ScoredTokens, Tensor]:
     """Returns the distinct tokens in the order of their rows, and the index of each token among them: answers with a
-    common beginning are scored once."""
+    common beginning are scored once. With kept sets, which are not compared, tokens stay as they are."""
+    if wanted.kept is not None:
+        return wanted, torch.arange(len(wanted.row_M), device=wanted.row_M.device)
     key_M = wanted.row_M * vocab_size + wanted.token_M
     if wanted.temperature_M is not None:
         levels, level_M = wanted.temperature_M.unique(return_inverse=True)
         key_M = key_M * len(levels) + level_M
     keys, index_M = key_M.unique(return_inverse=True)
     first = index_M.new_empty(len(keys)).scatter_(0, index_M, torch.arange(len(index_M), device=index_M.device))
-    temperature_M = None if wanted.temperature_M is None else wanted.temperature_M[first]
-    return ScoredTokens(wanted.row_M[first], wanted.token_M[first], temperature_M), index_M
+    return wanted.at(first), index_M
 
 
 class FrozenHeadScore(torch.autograd.Function):

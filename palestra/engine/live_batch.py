@@ -112,7 +112,7 @@ class LiveBatch(ABC):
         seeds = np.array([row.group.seed for row in rows], np.uint64)
         siblings = np.array([row.sibling for row in rows], np.uint64)
         steps = np.array([len(row.token_ids) for row in rows], np.uint64)
-        tokens_R, logps_R = sample_tokens(logits_RV, settings, counter_uniform(seeds, siblings, steps))
+        tokens_R, logps_R, kept_ids = sample_tokens(logits_RV, settings, counter_uniform(seeds, siblings, steps))
         if np.isnan(logps_R).any():
             raise ValueError(
                 "the weights give no probabilities (NaN): they grew without bound. Lower the learning rate."
@@ -123,9 +123,11 @@ class LiveBatch(ABC):
         drawn = [self._stops(row, token, end) for row, token, end in zip(rows, tokens, is_end, strict=True)]
         self.counts["sampled_tokens"] += len(rows)
         live = []
-        for row, token, logp, (stops, tail) in zip(rows, tokens, logps_R.tolist(), drawn, strict=True):
+        columns = rows, tokens, logps_R.tolist(), kept_ids, drawn
+        for row, token, logp, kept, (stops, tail) in zip(*columns, strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logp)
+            row.kept_ids.append(kept)
             row.tail = tail
             if row in top:
                 row.top_tokens.append(top[row])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from palestra.engine.head import LMHead, score_logits, score_tokens, scored_tokens, select_rows
+from palestra.engine.kept_tokens import KeptTokens, kept_tokens
 from palestra.engine.logits import widen
 from palestra.engine.lora import Adapter
 from palestra.engine.lora_routes import SingleAdapterRoute
@@ -40,21 +41,23 @@ class TokenOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Samples packed for a pass: the flat rows that predict the `M` answer tokens (int64), the tokens (int64), and the
-    temperatures (float32)."""
+    """Samples packed for a pass: the flat rows that predict the `M` answer tokens (int64), the tokens (int64), the
+    temperatures (float32), and the tokens that were kept in sampling (None: all)."""
 
     forest: Forest
     layout: TreeLayout
     rows_M: np.ndarray
     targets_M: np.ndarray
     temperature_M: np.ndarray
+    kept: KeptTokens | None = None
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], engine: Engine) -> PackedBatch:
         """Packs `samples`."""
         forest, rows_M, targets_M = pack_samples(samples)
         temperature_M = _spread([s.temperature or 1.0 for s in samples], samples)
-        return cls(forest, TreeLayout(forest, engine.device), rows_M, targets_M, temperature_M)
+        kept = kept_tokens(samples, engine.device)
+        return cls(forest, TreeLayout(forest, engine.device), rows_M, targets_M, temperature_M, kept)
 
     def run_model(
         self, engine: Engine, adapter: Adapter | None, *, entropy_grad: bool = False, dropout: Dropout | None = None
@@ -63,7 +66,7 @@ class PackedBatch:
         once; with `entropy_grad`, entropies have gradients."""
         keep, of_token_M = np.unique(self.rows_M, return_inverse=True)
         tensor, route = engine.tensor, SingleAdapterRoute(adapter, dropout) if adapter else None
-        wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M)
+        wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M, self.kept)
         flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
         if engine.sharded_params:  # their head is gathered in a pass of the whole model only
             logits, features = engine.logits_and_features(*flat)

@@ -20,6 +20,7 @@ from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampling import SamplingConfig
 from palestra.policies.base import ContextLengthExceeded
+from palestra.types import SamplingMask
 
 MAX_MERGED_CHARS = 4  # characters that a tokenizer's normaliser may merge into one
 
@@ -52,6 +53,7 @@ class Completion:
     If the request asked for them, `top_ids` [T, k] int32 are the most likely tokens, best first, and `top_logprobs` [T,
     k] float32 their log-probabilities. `adapters` are the names of the snapshots that sampled, each with the index of
     its first token: more than one if the adapter was replaced while the answer was sampled; none if not recorded.
+    `sampling_mask` is there if the sampling records it; `logprobs` are then of the distribution that it leaves.
     """
 
     token_ids: np.ndarray
@@ -60,6 +62,7 @@ class Completion:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     adapters: tuple[tuple[int, str], ...] = ()
+    sampling_mask: SamplingMask | None = None
 
 
 SamplingOutcome = list[Completion] | Exception
@@ -166,15 +169,16 @@ class SequenceGroup:
 
 @dataclass(eq=False)
 class LiveSequence:
-    """A live answer, sibling `sibling` of `group`: tokens, log-probabilities, the most likely tokens if asked for, the
-    tail searched for stop strings, the cache slot, and the names of the adapters that sampled it, each with the index
-    of its first token."""
+    """A live answer, sibling `sibling` of `group`: tokens, log-probabilities, the most likely tokens and those that
+    top-k and top-p kept if asked for, the tail searched for stop strings, the cache slot, and the names of the adapters
+    that sampled it, each with the index of its first token."""
 
     group: SequenceGroup
     sibling: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_tokens: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    kept_ids: list[np.ndarray] = field(default_factory=list)
     tail: deque[int] = field(default_factory=deque)
     slot: CacheSlot | None = None
     adapters: list[tuple[int, str]] = field(default_factory=list)
@@ -200,11 +204,13 @@ class LiveSequence:
     def to_completion(self, stop_reason: str) -> Completion:
         """Returns the completion, with the stop reason `stop_reason`."""
         ids, logps = np.array(self.token_ids, np.int32), np.array(self.logprobs, np.float32)
-        adapters = tuple(self.adapters)
+        more: dict[str, Any] = {"adapters": tuple(self.adapters)}
+        if self.group.request.sampling.records_mask:
+            more["sampling_mask"] = SamplingMask.join(self.kept_ids)
         if not self.group.request.top_logprobs:
-            return Completion(ids, logps, stop_reason, adapters=adapters)
+            return Completion(ids, logps, stop_reason, **more)
         top_ids, top_logps = (np.stack(column) for column in zip(*self.top_tokens, strict=True))
-        return Completion(ids, logps, stop_reason, top_ids.astype(np.int32), top_logps.astype(np.float32), adapters)
+        return Completion(ids, logps, stop_reason, top_ids.astype(np.int32), top_logps.astype(np.float32), **more)
 
 
 def max_positions(engine: Engine) -> int | None:

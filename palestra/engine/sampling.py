@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ MIN_TEMPERATURE = 1e-6  # minimum temperature above 0: with lower ones, scaled l
 MAX_CANDIDATES = 1024  # top-k and top-p look among this many tokens first: sorting all takes longer than the model
 MAX_UTF8_BYTES = 4  # maximum bytes, and so tokens, of one UTF-8 character
 REPLACEMENT_CHAR = "\ufffd"  # decoders' replacement for the rest of a cut character
+NO_IDS = np.zeros(0, np.int32)
 
 
 class SamplingConfig(StrictModel):
@@ -45,6 +46,30 @@ class SamplingConfig(StrictModel):
     """Token ids that end an answer."""
     stop_at_eos: bool = True
     """True if the model's end token ends an answer. Set it to false to sample up to `max_tokens`."""
+    keep_sampling_mask: bool = False
+    """Records the tokens that top-k and top-p kept, with log-probabilities of the distribution that they leave, and
+    trains that distribution too (DeepSeek-V3.2, 2025, "Keep Sampling Mask"). Without it log-probabilities are of all
+    tokens, and the policy gradient of truncated samples is biased."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if top-k or top-p removes tokens from what is sampled."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def records_mask(self) -> bool:
+        """True if answers have sampling masks."""
+        return self.keep_sampling_mask and self.is_truncated
+
+
+class SampledTokens(NamedTuple):
+    """Sampled tokens [R] int64, and their log-probabilities [R] float32: of the truncated distribution for rows that
+    record masks, else before top-k and top-p. `kept_ids` are the tokens that top-k and top-p kept, int32 for each row;
+    empty for rows without a mask."""
+
+    tokens_R: np.ndarray
+    logps_R: np.ndarray
+    kept_ids: list[np.ndarray]
 
 
 def counter_uniform(seeds_R: np.ndarray, siblings_R: np.ndarray, steps_R: np.ndarray) -> np.ndarray:
@@ -62,29 +87,32 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def sample_tokens(
-    logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Samples tokens [R] int64 by inverse CDF at `u_R`; returns them and their log-probabilities [R] float32 before
-    top-k and top-p."""
+def sample_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray) -> SampledTokens:
+    """Samples a token of each row by inverse CDF at `u_R`."""
     chunks = row_chunks(*logits_RV.shape)
     found = [_sample_chunk(logits_RV[rows], settings[rows], u_R[rows]) for rows in chunks]
-    tokens_R, logps_R = (np.concatenate(column) for column in zip(*found, strict=True))
-    return tokens_R, logps_R
+    tokens, logps, kept_ids = zip(*found, strict=True)
+    return SampledTokens(np.concatenate(tokens), np.concatenate(logps), [ids for part in kept_ids for ids in part])
 
 
-def _sample_chunk(
-    logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _sample_chunk(logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray) -> SampledTokens:
     logp_RV = _at_temperature(logits_RV, settings)
+    kept_RV = _restrict(logp_RV, settings)
     # the sum is in double: u close to 1 stays below the total
-    cdf_RV = _restrict(logp_RV, settings).exp().cumsum(-1, dtype=torch.float64)
+    cdf_RV = kept_RV.exp().cumsum(-1, dtype=torch.float64)
     target_R1 = torch.as_tensor(u_R, device=cdf_RV.device, dtype=cdf_RV.dtype)[:, None] * cdf_RV[:, -1:]
     tokens_R = torch.searchsorted(cdf_RV, target_R1, right=True)[:, 0].clamp_(max=logp_RV.shape[1] - 1)
     greedy = [i for i, s in enumerate(settings) if s.temperature == 0]
     if greedy:
         tokens_R[greedy] = logp_RV[greedy].argmax(-1)
-    return tokens_R.cpu().numpy(), logp_RV.gather(1, tokens_R[:, None])[:, 0].cpu().numpy()
+    logps_R = logp_RV.gather(1, tokens_R[:, None])[:, 0]
+    kept_ids = [NO_IDS] * len(settings)
+    masked = [i for i, s in enumerate(settings) if s.records_mask]
+    if masked:
+        logps_R[masked] -= kept_RV[masked].logsumexp(-1)
+        for i, row_V in zip(masked, kept_RV[masked], strict=True):
+            kept_ids[i] = (row_V > -torch.inf).nonzero()[:, 0].int().cpu().numpy()
+    return SampledTokens(tokens_R.cpu().numpy(), logps_R.cpu().numpy(), kept_ids)
 
 
 def top_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -72,6 +72,7 @@ VECTOR_ENVS: dict[str, str] = {  # vector envs
     "two_step": "palestra.envs.vector.matrix:TwoStepGame",
     "foraging": "palestra.envs.vector.foraging:Foraging",
     "combat": "palestra.envs.vector.combat:Combat",
+    "overcooked": "palestra.envs.vector.overcooked:Overcooked",
     "pong": "palestra.envs.vector.pong:Pong",
     "pettingzoo": "palestra.envs.vector.pettingzoo.games:PettingZooEnv",
     "gymnasium": "palestra.envs.vector.gymnasium:GymnasiumEnv",

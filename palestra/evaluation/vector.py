@@ -1,4 +1,4 @@
-"""Plays evaluations of networks in vectorised envs, and records demonstrations."""
+"""Plays evaluations of networks in vectorised envs, and records episodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from palestra.algorithms.vector.imitation import record_demonstrations
 from palestra.builders.vector import make_fixed_player, policy_by_seat
 from palestra.builders.vector_config import ScriptConfig, VectorConfig
 from palestra.builders.vector_envs import make_vector_env
@@ -20,6 +19,7 @@ from palestra.evaluation.game_policy import nash_conv_of, policy_table
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
 from palestra.learners.policy_stack import read_policy
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
+from palestra.rollouts.vector_episodes import record_vector_episodes
 from palestra.seeding import derive_seed
 from palestra.training.vector import play_eval
 from palestra.types import Seat
@@ -83,7 +83,7 @@ def open_vector_eval(
         made.close()
 
 
-def collect_demonstrations(
+def collect_vector_episodes(
     what: str | Path,
     out: Path,
     seats: Mapping[str, str],
@@ -94,12 +94,12 @@ def collect_demonstrations(
     step: int | None,
     seed: int,
 ) -> dict[Seat, str]:
-    """Records `steps` joint steps of `num_envs` parallel games as demonstrations for `bc` and `gail`; returns the
-    policy at each seat. Seeds differ from those of evaluations. See `evaluate` for the other arguments and errors."""
+    """Records `steps` joint steps of `num_envs` parallel games as Parquet, for imitation and offline learning; returns
+    the policy at each seat. Seeds differ from those of evaluations. See `evaluate` for other arguments and errors."""
     with open_vector_eval(find_target(what, None, step), {}, seats, num_envs=num_envs, greedy=greedy) as setup:
         players = setup.players(setup.policy_names)
         first_seed = derive_seed(seed, "collect") >> 1 | 1 << 33
-        record_demonstrations(setup.env, players, steps, out, seed=first_seed)
+        record_vector_episodes(setup.env, players, steps, out, seed=first_seed)
         return player_names(setup.env, players)
 
 

@@ -166,6 +166,7 @@ class LearnerArgs(NamedTuple):
     config: LoraPolicyConfig | FullPolicyConfig
     seed: int
     critic: bool
+    separate_critic: bool = False
 
 
 class RayEngines(DriverEngines):
@@ -181,11 +182,17 @@ class RayEngines(DriverEngines):
         self._learners = 0
 
     def build_learner(
-        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
+        self,
+        name: str,
+        config: LoraPolicyConfig | FullPolicyConfig,
+        seed: int,
+        *,
+        critic: bool = False,
+        separate_critic: bool = False,
     ) -> LanguageLearner:
         place = self._learners % len(self.trainers)
         self._learners += 1
-        self.specs[place][name] = LearnerArgs(config, seed, critic)
+        self.specs[place][name] = LearnerArgs(config, seed, critic, separate_critic)
         return LanguageLearner(
             name, config, HostedWeights(self.trainers[place], name), NoSampler(), load_tokenizer(config.base)
         )
@@ -203,7 +210,8 @@ def open_weight_host(device: str, max_rows: int, specs: Mapping[str, LearnerArgs
     engines = Engines(device, max_rows)
     weights = {}
     for name, spec in specs.items():
-        made = engines.build_learner(name, spec.config, spec.seed, critic=spec.critic).weights
+        critic = {"critic": spec.critic, "separate_critic": spec.separate_critic}
+        made = engines.build_learner(name, spec.config, spec.seed, **critic).weights
         assert isinstance(made, LocalWeights)
         weights[name] = made
     return WeightHost(weights)

@@ -170,42 +170,83 @@ def importance_weight(
 def actor_critic_loss(
     tokens: LossInputs,
     *,
-    clip: Bound = 0.2,
-    clip_high: Bound | None = None,
-    dual_clip: float | None = None,
+    surrogate: Literal["clipped", "policy_gradient"] = "clipped",
     value_coef: float = 0.5,
     value_clip: float | None = None,
-    entropy: float = 0.0,
-    **importance: Any,
+    value_per_answer: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, TensorMetrics]:
     """PPO's clipped surrogate plus `value_coef` times half the squared error of values against returns (Schulman et
-    al., 2017, eq. 9).
+    al., 2017, eq. 9), or the plain policy gradient (advantage actor-critic, Mnih et al., 2016) in place of the
+    surrogate; `options` are those of `clipped_policy_loss` or `policy_gradient_loss`. For the error see
+    `value_function_loss`. Raises ValueError without values and returns."""
+    policy_loss = clipped_policy_loss if surrogate == "clipped" else policy_gradient_loss
+    value_loss, value_metrics = value_function_loss(
+        tokens, value_coef=value_coef, value_clip=value_clip, value_per_answer=value_per_answer
+    )
+    loss, metrics = policy_loss(tokens, **options)
+    return loss + value_loss, metrics | value_metrics
+
+
+def value_function_loss(
+    tokens: LossInputs, *, value_coef: float = 0.5, value_clip: float | None = None, value_per_answer: bool = False
+) -> tuple[Tensor, TensorMetrics]:
+    """`value_coef` times half the squared error of values against returns.
 
     With `value_clip`, the error is the larger of that of the value and that of the value clipped to within `value_clip`
     of the old value (as in PPO2 of OpenAI's baselines): a value that has already moved that far towards its return gets
-    no gradient. The metric `value_clip_fraction` is the share of such tokens. Raises ValueError without values and
-    returns, and for `value_clip` without `old_value_M`.
+    no gradient. The metric `value_clip_fraction` is the share of such tokens.
+
+    `value_per_answer` counts the error at the first token of each sequence only, which is that of the state before the
+    answer; the metrics then are of it at each token. Raises ValueError without values and returns, and for `value_clip`
+    without `old_value_M`.
     """
     if tokens.value_M is None or tokens.return_M is None:
         raise ValueError("an actor-critic loss needs values and returns: the policy was built without a critic")
-    bounds: dict[str, Any] = {"clip": clip, "clip_high": clip_high, "dual_clip": dual_clip}
-    loss, metrics = clipped_policy_loss(tokens, **bounds, entropy=entropy, **importance)
+    share_M = tokens.weight_M
+    if value_per_answer:
+        tokens, share_M = _of_answers(tokens)
+    error_M, clipped_M = _value_errors(tokens, value_clip)
+    metrics = {"value_loss": 0.5 * (tokens.weight_M * error_M).sum().detach()}
+    if clipped_M is not None:
+        metrics |= {"value_clip_fraction": (tokens.weight_M * clipped_M).sum()}
+    return value_coef * 0.5 * (share_M * error_M).sum(), metrics
+
+
+def _value_errors(tokens: LossInputs, value_clip: float | None) -> tuple[Tensor, Tensor | None]:
+    """Returns squared errors [M] of values against returns, and with `value_clip` where they are of clipped values."""
+    assert tokens.value_M is not None and tokens.return_M is not None
     error_M = (tokens.value_M - tokens.return_M).square()
-    if value_clip is not None:
-        if tokens.old_value_M is None:
-            raise ValueError("value_clip needs the values from before the update")
-        near_M = tokens.old_value_M + (tokens.value_M - tokens.old_value_M).clamp(-value_clip, value_clip)
-        near_error_M = (near_M - tokens.return_M).square()
-        metrics |= {"value_clip_fraction": (tokens.weight_M * (near_error_M > error_M)).sum()}
-        error_M = torch.maximum(error_M, near_error_M)
-    value_loss = 0.5 * (tokens.weight_M * error_M).sum()
-    return loss + value_coef * value_loss, metrics | {"value_loss": value_loss.detach()}
+    if value_clip is None:
+        return error_M, None
+    if tokens.old_value_M is None:
+        raise ValueError("value_clip needs the values from before the update")
+    near_M = tokens.old_value_M + (tokens.value_M - tokens.old_value_M).clamp(-value_clip, value_clip)
+    near_error_M = (near_M - tokens.return_M).square()
+    return torch.maximum(error_M, near_error_M), near_error_M > error_M
 
 
-def policy_gradient_loss(tokens: LossInputs) -> tuple[Tensor, TensorMetrics]:
-    """Plain policy gradient loss, -logp * advantage (Williams, 1992; Sutton et al., 2000)."""
+def _of_answers(tokens: LossInputs) -> tuple[LossInputs, Tensor]:
+    """Returns the tokens, each with the value and return of the first of its sequence, and the weight of the first ones
+    [M], 0 for others."""
+    assert tokens.sequence_M is not None and tokens.value_M is not None and tokens.return_M is not None
+    is_first_M = torch.ones_like(tokens.sequence_M, dtype=torch.bool)
+    is_first_M[1:] = tokens.sequence_M[1:] != tokens.sequence_M[:-1]
+    first_M = is_first_M.nonzero()[:, 0][is_first_M.cumsum(0) - 1]
+    old_M = None if tokens.old_value_M is None else tokens.old_value_M[first_M]
+    same = tokens._replace(value_M=tokens.value_M[first_M], return_M=tokens.return_M[first_M], old_value_M=old_M)
+    return same, torch.where(is_first_M, tokens.weight_M, 0.0)
+
+
+def policy_gradient_loss(
+    tokens: LossInputs, *, entropy: float = 0.0, **importance: Any
+) -> tuple[Tensor, TensorMetrics]:
+    """Plain policy gradient loss, -logp * advantage (Williams, 1992; Sutton et al., 2000), with an optional entropy
+    bonus; for `importance` see `correct_mismatch`."""
+    tokens, mismatch = correct_mismatch(tokens, **importance)
     loss = -(tokens.weight_M * tokens.logp_M * tokens.advantage_M).sum()
-    return loss, {"entropy": (tokens.weight_M * tokens.entropy_M).sum().detach()}
+    metrics = {"entropy": (tokens.weight_M * tokens.entropy_M).sum().detach()}
+    return add_kl_and_entropy(tokens, loss, metrics | mismatch, 0.0, entropy)
 
 
 def cross_entropy_loss(tokens: LossInputs) -> tuple[Tensor, TensorMetrics]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from palestra.envs.vector.base import Continuous
-from palestra.nets.heads import ActionHead
+from palestra.nets.heads import ActionHead, GaussianHead
 from palestra.nets.seat_mapping import SeatMapping
 
 LOG_2 = math.log(2)
@@ -185,7 +185,7 @@ class ActionEncoder:
 
 def encode_action(head: ActionHead, action: Tensor) -> Tensor:
     """Returns encoded actions: [M, ...] -> [M, A], without padding."""
-    if isinstance(head, BoundedHead):
+    if isinstance(head, (BoundedHead, GaussianHead)):
         return head.to_unit(action[:, : head.width])
     return one_hot(action, head.outputs)
 

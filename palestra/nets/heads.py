@@ -98,9 +98,14 @@ class GaussianHead(ActionHead):
         self.width = len(space.low)
         self.outputs = 2 * self.width
         low, high = torch.tensor(space.low), torch.tensor(space.high)
-        bounded = torch.isfinite(high - low)
-        self.middle = torch.where(bounded, (low + high) / 2, 0.0)
-        self.half_width = torch.where(bounded, (high - low) / 2, 1.0)
+        self.bounded = torch.isfinite(high - low)
+        self.middle = torch.where(self.bounded, (low + high) / 2, 0.0)
+        self.half_width = torch.where(self.bounded, (high - low) / 2, 1.0)
+
+    def to_unit(self, action: Tensor) -> Tensor:
+        """Returns actions of the space [..., D] as half-widths around its middle, clamped to its bounds."""
+        unit = (action - self.middle) / self.half_width
+        return torch.where(self.bounded, unit.clamp(-1, 1), unit)
 
     def mean_and_log_std(self, out: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean and log standard deviation [..., D], both in half-widths."""

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 from pydantic import Field, field_validator
 
 from palestra.chat import Json
-from palestra.config import StrictModel
+from palestra.config import StrictModel, load_object
 
 CountTokens = Callable[[Sequence[Json]], int]
 Compressor = Callable[[Sequence[Json], int, CountTokens], Sequence[Json] | Awaitable[Sequence[Json]]]
@@ -56,14 +55,7 @@ def load_compressor(path: str) -> Compressor:
     """Returns the function that `path` names. Raises ValueError if there is none."""
     if path in COMPRESSORS:
         return COMPRESSORS[path]
-    module, _, name = path.partition(":")
-    try:
-        found: Compressor = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"context.compress: {path!r} cannot be loaded ({error}): write one of {', '.join(COMPRESSORS)}, or "
-            "module:function"
-        ) from error
+    found: Compressor = load_object(path, f"context.compress: not one of {', '.join(COMPRESSORS)}, and the function")
     if not callable(found):
         raise ValueError(f"context.compress: {path} is a {type(found).__name__}, not a function")
     return found

@@ -189,6 +189,7 @@ class LanguagePolicy:
                 stop_reason=s.stop_reason,
                 temperature=self.sampling.temperature,
                 versions=token_versions(s, self.name),
+                sampling_mask=s.sampling_mask,
             )
             for s, text in zip(sampled, self.decode_completions(sampled), strict=True)
         ]

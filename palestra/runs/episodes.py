@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from palestra.chat import Chat
-from palestra.types import Answer, Episode, Node, Seat
+from palestra.types import Answer, Episode, Node, SamplingMask, Seat
 
 SCHEMA = pa.schema(
     [
@@ -55,9 +55,11 @@ SCHEMA = pa.schema(
         ("draw", pa.int32()),  # index among the seat's answers to this observation
         ("picture", pa.string()),  # kind of picture of the observations (Env.picture); null for text
         ("versions", pa.list_(pa.int32())),  # of the policy, by token; null if `policy` names the version of all
+        ("mask_ids", pa.list_(pa.int32())),  # tokens that top-k and top-p kept, token after token; null if not recorded
+        ("mask_counts", pa.list_(pa.int32())),  # their numbers, by token
     ]
 )
-OPTIONAL_COLUMNS = ("draw", "traceback", "picture", "versions")  # optional columns
+OPTIONAL_COLUMNS = ("draw", "traceback", "picture", "versions", "mask_ids", "mask_counts")  # optional columns
 
 
 def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
@@ -170,7 +172,11 @@ def _answer_row(answer: Answer) -> dict[str, Any]:
         "stop": answer.stop_reason,
         "temperature": answer.temperature,
     }
-    return said | arrays | ({"versions": answer.versions} if len(answer.versions) else {})
+    if len(answer.versions):
+        arrays["versions"] = answer.versions
+    if answer.sampling_mask:
+        arrays |= {"mask_ids": answer.sampling_mask.ids, "mask_counts": answer.sampling_mask.counts}
+    return said | arrays
 
 
 def _json(value: Any) -> str:
@@ -225,7 +231,8 @@ def _add(episode: Episode, row: dict[str, Any]) -> Node:
     if row["answer"] is not None:
         arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
         said = (row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])
-        node.answers[seat] = Answer(*said, versions=row["versions"])
+        mask = SamplingMask(row["mask_ids"], row["mask_counts"]) if len(row["mask_counts"]) else None
+        node.answers[seat] = Answer(*said, versions=row["versions"], sampling_mask=mask)
     if row["reward"] is not None:
         node.rewards[seat] = row["reward"]
     if row["advantage"] is not None:

@@ -131,6 +131,18 @@ def test_reference_of_a_full_model_takes_memory_only_as_a_copy(folder):
     assert copied == pytest.approx(4 * 26e6, rel=0.2) and reference("disk") == reference("none") == []
 
 
+def test_separate_critic_takes_an_adapter_with_its_optimizer(folder):
+    """16 bytes a weight: itself, its gradient and two moments. The policy's adapter has 12 without its optimizer."""
+
+    def parts(critic: str) -> dict[str, int]:
+        ppo = config_of(folder, f"algorithm={{type: ppo, critic: {critic}}}")
+        return {part.name: part.bytes for part in plan_memory(ppo, free=64 * GIB).parts}
+
+    separate = parts("separate")
+    assert separate["critic default"] == separate["adapter default"] * 16 // 12 > 0
+    assert "critic default" not in parts("shared")
+
+
 def test_planned_cache_is_limited_by_its_budget(folder):
     plan = plan_memory(config_of(folder, "kv_cache_gib=0.01"), free=64 * GIB)
     (cache,) = [part for part in plan.parts if part.name == "KV cache"]

@@ -40,6 +40,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]  # the first of th
 
 HERE = Path(__file__).parent.parent.parent
 EVIL = "<img src=x onerror=\"window.hacked='{}'\"><script>window.hacked='{}'<" + "\\/script>"
+DRAWN_GAMES = ("combat", "simple_tag", "pong", "foraging", "overcooked")
+GAMES_AS_TEXT = ("kuhn_poker", "leduc_poker", "liars_dice")
 EVIL_NAME = "<img src=x onerror=window.hacked=1> \"'&amp;#?%2f"
 
 
@@ -122,7 +124,7 @@ def write_games(root: Path) -> None:
     """Replays of several envs in one run, an evaluation each: random players, and in combat the script of the env."""
     config = "name: games\nenv: {type: combat}\nenv_steps: 1\npolicies: {one: {type: net}}\n"
     with Run.create(root, config, "games") as run:
-        for name in ("combat", "simple_tag", "pong", "kuhn_poker", "leduc_poker", "liars_dice", "foraging"):
+        for name in (*DRAWN_GAMES, *GAMES_AS_TEXT):
             env = make_vector_env({"type": name}, 2)
             players: list[Any] = [UniformVectorPolicy(env, range(len(env.seats)))]
             if name == "combat":
@@ -400,7 +402,7 @@ def test_a_game_is_played_step_by_step(look):
     expect(picture).not_to_have_attribute("src", first)
 
 
-@pytest.mark.parametrize("env", ["combat", "simple_tag", "pong", "foraging"])
+@pytest.mark.parametrize("env", DRAWN_GAMES)
 def test_envs_draw_their_games(look, env):
     page = look(f"#/run/games/replays?eval={env}")
     picture = page.locator(".replay img")
@@ -410,7 +412,7 @@ def test_envs_draw_their_games(look, env):
     shot(page, f"replay-{env}")
 
 
-@pytest.mark.parametrize("env", ["kuhn_poker", "leduc_poker", "liars_dice"])
+@pytest.mark.parametrize("env", GAMES_AS_TEXT)
 def test_games_of_cards_and_dice_are_texts_with_their_moves(look, env):
     page = look(f"#/run/games/replays?eval={env}")
     expect(page.locator(".replay pre")).to_contain_text("player_0  ")

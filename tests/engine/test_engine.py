@@ -242,7 +242,7 @@ def test_training_raises_the_probability_of_rewarded_answers():
 def test_sample_tokens_matches_the_truncated_distribution():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     u = counter_uniform(np.arange(4000, dtype=np.uint64), np.zeros(4000, np.uint64), np.zeros(4000, np.uint64))
-    tokens, logps = sample_tokens(logits, [SamplingConfig()] * 4000, u)
+    tokens, logps, _ = sample_tokens(logits, [SamplingConfig()] * 4000, u)
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 4000, [0.5, 0.3, 0.15, 0.05], atol=0.03)
     np.testing.assert_allclose(np.exp(logps), np.array([0.5, 0.3, 0.15, 0.05])[tokens], atol=LOGPROB_ATOL)
     assert set(sample_tokens(logits, [SamplingConfig(top_k=2)] * 4000, u)[0]) == {0, 1}

@@ -194,14 +194,17 @@ def test_chunked_sampling_equals_whole_logits(monkeypatch):
     rng = np.random.default_rng(0)
     logits = torch.randn(20, VOCAB, generator=torch.Generator().manual_seed(0))
     settings = [
-        SamplingConfig(temperature=t, top_p=p) for t, p in zip(rng.uniform(0, 2, 20), [1.0, 0.8] * 10, strict=True)
+        SamplingConfig(temperature=t, top_p=p, keep_sampling_mask=i % 3 == 0)
+        for i, (t, p) in enumerate(zip(rng.uniform(0, 2, 20), [1.0, 0.8] * 10, strict=True))
     ]
     zeros = np.zeros(20, np.uint64)
     u = counter_uniform(zeros, np.arange(20, dtype=np.uint64), zeros)
     expected = sample_tokens(logits, settings, u)
     monkeypatch.setattr(chunks, "MAX_LOGITS", CHUNKED)
-    for ours, theirs in zip(sample_tokens(logits, settings, u), expected, strict=True):
-        assert ours.tolist() == theirs.tolist()
+    found = sample_tokens(logits, settings, u)
+    assert found.tokens_R.tolist() == expected.tokens_R.tolist() and found.logps_R.tolist() == expected.logps_R.tolist()
+    kept = [[ids.tolist() for ids in each.kept_ids] for each in (found, expected)]
+    assert kept[0] == kept[1] and any(kept[0]) and not all(kept[0])
 
 
 MEASURE = """

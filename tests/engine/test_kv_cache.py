@@ -154,23 +154,29 @@ from palestra.engine.malloc import keep_freed_memory
 def resident():
     return 1024 * int(pathlib.Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
 
-keep_freed_memory()
-cache, before = KVCache(8, 8, 128, torch.device("cpu"), torch.float32), resident()
-blocks = []
-for count in range(8, 80, 8):  # pools grow, and other tensors that live on are made between
-    slots = cache.allocate_answers([64] * 8)
+def filled(cache, answers):
+    slots = cache.allocate_answers([64] * answers)
     for slot in slots:
         slot.length = 64
         cache.write(slot, 0, torch.ones(8, 2, 8, 64, 128))
+    return slots
+
+keep_freed_memory()
+cache = KVCache(8, 8, 128, torch.device("cpu"), torch.float32)
+cache.free(filled(cache, 1))  # reads the parts of the libraries that it needs
+cache.free_empty_pools()
+before, blocks = resident(), []
+for count in range(8, 80, 8):  # pools grow, and other tensors that live on are made between
+    slots = filled(cache, 8)
     blocks.append(torch.ones(2**18))
 live = resident() - before - sum(block.nbytes for block in blocks)
 bytes = cache.bytes
-del slots, slot
+del slots
 for pool in list(cache._pools.values()):
     pool.remove(list(dict.fromkeys(owner for owner, _ in pool._owners)))
 del pool
 cache.free_empty_pools()
-print(live, bytes, resident() - before)
+print(live, bytes, resident() - before - sum(block.nbytes for block in blocks))
 """
 
 
@@ -178,5 +184,6 @@ print(live, bytes, resident() - before)
 def test_large_pools_take_the_memory_that_they_hold_and_give_it_back():
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
     live, held, after = map(int, done.stdout.split())
-    assert held > 2**28 and live < 1.1 * held + 2**25
-    assert after < 2**26  # the blocks between, and rests
+    # From the heap, pools of several sizes would take 1.7 times what they hold, and give nothing back; it keeps up to
+    # 64 MiB for the temporary tensors.
+    assert held > 2**28 and live < 1.4 * held and after < 0.35 * held

@@ -19,12 +19,12 @@ def test_tokens_are_those_of_a_full_sort(monkeypatch, spread, most):
         for i in range(24)
     ]
     u_R = np.random.default_rng(0).random(24)
-    exact, exact_logps = sample_tokens(logits_RV, settings, u_R)
+    exact, exact_logps, _ = sample_tokens(logits_RV, settings, u_R)
     sorted_widths = []
     sort = torch.Tensor.sort
     monkeypatch.setattr(torch.Tensor, "sort", lambda t, *a, **k: sorted_widths.append(t.shape[1]) or sort(t, *a, **k))
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", 200)
-    tokens, logps = sample_tokens(logits_RV, settings, u_R)
+    tokens, logps, _ = sample_tokens(logits_RV, settings, u_R)
     assert tokens.tolist() == exact.tolist() and logps.tolist() == exact_logps.tolist()
     assert bool(sorted_widths) == (most == 1400)
 

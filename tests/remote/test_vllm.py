@@ -151,15 +151,18 @@ def test_palestra_sampler_server_equals_the_engine(there: There, engine: Engine,
         pytest.skip("vLLM draws from another generator")
     cut = SamplingConfig(max_tokens=6, temperature=0.7, top_k=20, top_p=0.9, stop=(" down",))
     red = strong(engine, "red@1")
+    kept = cut.model_copy(update={"keep_sampling_mask": True})
     asked = [
         Request(prompt(engine), 4, sampling, adapter, seed, keep_kv=seed == 1)
-        for seed, (sampling, adapter) in enumerate([(WORDS, None), (cut, red), (WORDS, red)])
+        for seed, (sampling, adapter) in enumerate([(WORDS, None), (cut, red), (WORDS, red), (kept, red)])
     ]
     here, elsewhere = Sampler(engine).sample_all(asked), together(sampler, *asked)
     assert [tokens(answers) for answers in elsewhere] == [tokens(answers) for answers in here]
     for ours, theirs in zip(here, elsewhere, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert b.stop_reason == a.stop_reason and b.logprobs == pytest.approx(a.logprobs, abs=LOGPROB_ATOL)
+            masks = [own.sampling_mask and own.sampling_mask.rows() for own in (a, b)]
+            assert masks[0] == masks[1] and bool(masks[0]) == (ours is here[-1])
 
 
 def test_stop_token_is_part_of_the_answer(there: There, engine: Engine, sampler: VllmSampler) -> None:
@@ -184,6 +187,16 @@ def test_trainer_and_sampler_agree_on_base_and_adapters_in_one_batch(
     ]
     check_logprobs(sampler, engine, claims, None)
     assert sampler.zero_adapter is not None
+
+
+def test_sampling_masks_are_checked_and_refused_of_vllm(there: There, engine: Engine, sampler: VllmSampler) -> None:
+    cut = SamplingConfig(top_k=20, top_p=0.9, temperature=0.7, keep_sampling_mask=True)
+    policies = [SampledPolicy("red", LoraConfig(rank=4), cut)]
+    if there.ours:
+        check_logprobs(sampler, engine, policies, None)
+    sampler.servers[0].is_palestra = False
+    with pytest.raises(ValueError, match=rf"policies.red.sampling.keep_sampling_mask needs .* at {there.url} returns"):
+        check_logprobs(sampler, engine, policies, None)
 
 
 def test_sampler_with_other_weights_is_refused(there: There, engine: Engine, sampler: VllmSampler) -> None:

@@ -21,6 +21,7 @@ from palestra.envs.vector.leduc import LeducPoker
 from palestra.envs.vector.liars_dice import LiarsDice
 from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpeakerListener, SimpleSpread, SimpleTag
+from palestra.envs.vector.overcooked import Overcooked
 from palestra.envs.vector.pong import Pong
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts import replay_recorder
@@ -29,7 +30,8 @@ from palestra.runs import Run
 from palestra.runs.replays import GameReplay, list_replays, read_replays, replay_file
 from palestra.training.vector import play_eval
 
-ENVS = [SimpleSpread, SimpleTag, SimpleSpeakerListener, Combat, Foraging, Pong, KuhnPoker, LeducPoker, LiarsDice]
+ENVS = [SimpleSpread, SimpleTag, SimpleSpeakerListener, Combat, Foraging, Overcooked, Pong]
+ENVS += [KuhnPoker, LeducPoker, LiarsDice]
 
 
 def record(env: VectorEnv, num_episodes: int = 2, seed: int = 3) -> tuple[ReplayRecorder, dict[str, Any]]:

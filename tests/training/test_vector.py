@@ -230,17 +230,49 @@ def test_behaviour_cloning_of_recorded_play_wins(tmp_path: Path, monkeypatch: py
         env_steps=8 * 16 * 40,
         env={"type": "combat", "map": "3m", "num_envs": 8},
         policies={"unit": {"type": "net", "lr": 3e-3, "seat_one_hot": True}},
-        algorithm={"type": "bc", "demonstrations": "focus.npz", "gradient_steps": 60},
+        algorithm={"type": "bc", "demonstrations": "focus.parquet", "gradient_steps": 60},
         evals={"held_out": {"episodes": 50}},
         log_every=0,
     )
     path = write(tmp_path, tree)
     missing = runner.invoke(app, ["train", str(path)])
-    assert missing.exit_code == 2 and "focus.npz" in missing.stderr
+    assert missing.exit_code == 2 and "focus.parquet" in missing.stderr
     script = ["--seats", "unit_*=script:focus", "--num-envs", "32", "--steps", "400"]
     expert = write(tmp_path, tree | {"name": "expert", "algorithm": {"type": "ppo"}})
-    done = runner.invoke(app, ["collect", str(expert), "--out", "focus.npz", *script])
+    done = runner.invoke(app, ["collect", str(expert), "--out", "focus.parquet", *script])
     assert done.exit_code == 0 and "12800 joint steps of unit_0=script:focus" in done.stdout, done.output
     assert runner.invoke(app, ["train", str(path)]).exit_code == 0
     before, after = (line["success"] for line in read_lines(tmp_path / "runs/clone/evals.jsonl"))
     assert before < 0.1 and after > 0.5
+
+
+def test_offline_run_learns_from_files_and_resumes_on_the_same_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded by two commands, trained on both files, extended bit for bit as if never stopped; other data refused."""
+    monkeypatch.chdir(tmp_path)
+    tree = config(
+        env_steps=2 * 8 * 16,
+        env={"type": "simple_spread", "num_envs": 8, "max_cycles": 7},
+        policies={"agent": {"type": "net", "hidden": [16], "normalize_observations": True}},
+        algorithm={"type": "iql", "data": ["a.parquet", "b.parquet"], "gradient_steps": 4, "critic": "central"},
+        evals={},
+    )
+    path = write(tmp_path, tree)
+    missing = runner.invoke(app, ["train", str(path)])
+    assert missing.exit_code == 2 and "a.parquet does not hold episodes" in missing.stderr
+    random_play = ["--seats", "agent_*=random", "--num-envs", "4", "--steps", "20"]
+    for seed, name in enumerate(("a", "b")):
+        arguments = ["collect", str(path), "--out", f"{name}.parquet", "--seed", str(seed), *random_play]
+        done = runner.invoke(app, arguments)
+        assert done.exit_code == 0 and "80 joint steps of agent_0=random/agent_0" in done.stdout, done.output
+    for name, updates in (("parts", 2), ("whole", 4)):
+        path = write(tmp_path, tree | {"name": name, "env_steps": updates * 8 * 16})
+        assert runner.invoke(app, ["train", str(path)]).exit_code == 0
+    done = runner.invoke(app, ["train", "--resume", "runs/parts", "--set", f"env_steps={4 * 8 * 16}"])
+    assert done.exit_code == 0, done.output
+    lines = [read_lines(Path("runs") / name / "metrics.jsonl") for name in ("whole", "parts")]
+    assert len(lines[0]) == 8 and lines[0] == lines[1] and lines[0][0]["policy_loss"] != 0
+    Path("b.parquet").write_bytes(Path("a.parquet").read_bytes())
+    refused = runner.invoke(app, ["train", "--resume", "runs/whole", "--set", f"env_steps={6 * 8 * 16}"])
+    assert refused.exit_code == 2 and "not those that the checkpoint was trained on" in refused.stderr, refused.output

@@ -46,6 +46,16 @@ class TextAlgorithm(StrictModel):
         return False
 
     @property
+    def has_separate_critic(self) -> bool:
+        """True if the critic has an adapter of its own, and no value head on the policy's features."""
+        return False
+
+    @property
+    def reads_joint_prompts(self) -> bool:
+        """True if a critic reads the prompts of all seats, whose policies then have one vocabulary."""
+        return False
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """True if the loss reads the log-probabilities under the policy that sampled the answers."""
         return True
@@ -85,6 +95,7 @@ class TextAlgorithm(StrictModel):
 
 def build_sample(answer: Answer, weights: np.ndarray, **more: Any) -> Sample:
     """Returns the training sample of an answer; `weights` [T] float32 are the advantages of its tokens."""
+    more = {"sampling_mask": answer.sampling_mask, **more}
     return Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, weights, answer.temperature, **more)
 
 

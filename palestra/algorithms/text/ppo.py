@@ -1,9 +1,9 @@
-"""Proximal policy optimisation with a critic (Schulman et al., 2017), token by token, for language agents.
+"""Actor-critic for language agents: proximal policy optimisation (Schulman et al., 2017) and the plain policy gradient.
 
-A seat's answers along one trajectory, in order, form one sequence of tokens: each token is an action, and a value head
-on the policy's own features estimates the value of the state before it. Rewards of the team and of the seat that fall
-between two of its decisions are added to the last token of the earlier one. Rewards before a seat's first decision are
-dropped, since no token of it caused them.
+A seat's answers along one trajectory, in order, form one sequence: each token is an action, or each answer. A value
+head on the policy's own features, or a critic with an adapter of its own, estimates the value of the state before an
+action. Rewards of the team and of the seat that fall between two of its decisions are added to the last token of the
+earlier one. Rewards before a seat's first decision are dropped, since no token of it caused them.
 
 The value after the end of a trajectory is 0, also if the env truncated it: a text env's turn limit is part of its task.
 """
@@ -18,11 +18,19 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.algorithms.text.base import TextAlgorithm
+from palestra.algorithms.text.answer_critic import (
+    ActionLevel,
+    action_counts,
+    action_sums,
+    action_values,
+    by_token,
+    joint_prompt,
+)
+from palestra.algorithms.text.base import TextAlgorithm, build_sample
 from palestra.algorithms.text.gae import explained_variance, gae, standardise
 from palestra.algorithms.text.importance import ImportanceSampling, add_old_logprobs
 from palestra.learners.base import Learner
-from palestra.losses.policy import LOSSES
+from palestra.losses.policy import LOSSES, clipped_policy_loss, policy_gradient_loss
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.tree_rollout import Branching
 from palestra.types import AlgorithmState, Episode, Metrics, Node, Sample, Seat
@@ -57,12 +65,20 @@ class PPO(ImportanceSampling, TextAlgorithm):
     """Trajectories per start."""
     team_weight: float = Field(1.0, ge=0)
     """Weight of the team's reward: rewards are alpha * team + local."""
+    action_level: ActionLevel = "token"
+    """What an action is: a `token`, or the whole answer of a `turn`, whose log-probability is the sum over its tokens
+    and whose value is that of the state after its prompt."""
+    critic: Literal["shared", "separate", "central"] = "shared"
+    """The critic: a value head on the policy's features (`shared`), an adapter of its own on the same base with a value
+    head (`separate`), or such an adapter that reads the prompts of all seats (`central`, with `action_level: turn`)."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount per action."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """GAE lambda per token: 0 trusts the critic, 1 the rewards."""
+    """GAE lambda per action: 0 trusts the critic, 1 the rewards."""
     normalize_advantages: bool = True
-    """Standardise advantages over all tokens of the policy in a step (mean 0, deviation 1)."""
+    """Standardise advantages over all actions of the policy in a step (mean 0, deviation 1)."""
+    surrogate: Literal["clipped", "policy_gradient"] = "clipped"
+    """`clipped` is PPO's; `policy_gradient` is the log-probability times the advantage, without a ratio (A2C)."""
     clip: float = Field(0.2, gt=0)
     """Clipping distance of the probability ratio below 1 (and above, if `clip_high` is null)."""
     clip_high: float | None = Field(None, gt=0)
@@ -90,6 +106,19 @@ class PPO(ImportanceSampling, TextAlgorithm):
             )
         return self
 
+    @model_validator(mode="after")
+    def _reads_answers(self) -> Self:
+        if self.critic == "central" and self.action_level == "token":
+            raise ValueError(
+                "critic: central reads the prompts of all seats before an answer, and has no value of each of its "
+                "tokens: set action_level: turn"
+            )
+        if self.surrogate == "policy_gradient" and (self.clip_high is not None or self.dual_clip is not None):
+            raise ValueError(
+                "clip_high and dual_clip bound a ratio, and surrogate: policy_gradient has none: leave them out"
+            )
+        return self
+
     @property
     def branching(self) -> Branching:
         return Branching("root", self.group_size)
@@ -99,17 +128,31 @@ class PPO(ImportanceSampling, TextAlgorithm):
         return True
 
     @property
+    def has_separate_critic(self) -> bool:
+        return self.critic != "shared"
+
+    @property
+    def reads_joint_prompts(self) -> bool:
+        return self.critic == "central"
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
     @property
     def loss(self) -> Callable:
-        return LOSSES["actor_critic"]
+        if not self.has_separate_critic:
+            return LOSSES["actor_critic"]
+        return clipped_policy_loss if self.surrogate == "clipped" else policy_gradient_loss
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        fields = {"clip", "clip_high", "dual_clip", "value_coef", "value_clip"}
+        fields = {"value_coef", "value_clip"}
+        fields |= {"clip", "clip_high", "dual_clip"} if self.surrogate == "clipped" else set()
         own = self.model_dump(include=fields, exclude_none=True) | {"entropy": self.entropy_coef}
+        if not self.has_separate_critic:
+            own |= {"surrogate": self.surrogate} if self.surrogate != "clipped" else {}
+            own |= {"value_per_answer": True} if self.action_level == "turn" else {}
         return own | self.importance_options
 
     def build_samples(
@@ -127,17 +170,20 @@ class PPO(ImportanceSampling, TextAlgorithm):
         """Yields the policy's samples at each seat of each trajectory; none if the episode failed."""
         for leaf in episode.leaves() if episode.error is None else []:
             for seat in episode.seats:
-                if sequence := self._sequence(episode.trajectory(leaf), seat, policy):
+                if sequence := self._sequence(episode.trajectory(leaf), list(episode.seats), seat, policy):
                     yield sequence
 
-    def _sequence(self, line: Sequence[Node], seat: Seat, policy: str) -> list[PPOSample]:
+    def _sequence(self, line: Sequence[Node], seats: Sequence[Seat], seat: Seat, policy: str) -> list[PPOSample]:
         sequence: list[PPOSample] = []
-        for node in line:
+        for i, node in enumerate(line):
             answer = node.answers.get(seat)
             if answer is not None and member_name(answer.policy) == policy and len(answer.token_ids):
-                ids, rewards = answer.token_ids, np.zeros(len(answer.token_ids), np.float32)
-                more: dict[str, Any] = {"temperature": answer.temperature, "node": node, "seat": seat}
-                sequence.append(PPOSample(answer.prompt_ids, ids, answer.logprobs, rewards, **more))
+                rewards = np.zeros(len(answer.token_ids), np.float32)
+                more: dict[str, Any] = {"denominator": 1.0} if self.action_level == "turn" else {}
+                if self.action_level == "turn" and self.has_separate_critic:
+                    joint = self.reads_joint_prompts
+                    more["critic_ids"] = joint_prompt(line[: i + 1], seats, seat) if joint else answer.prompt_ids
+                sequence.append(PPOSample(**vars(build_sample(answer, rewards, **more)), node=node, seat=seat))
             if sequence:
                 sequence[-1].advantages[-1] += node.reward(seat, self.team_weight)
         return sequence
@@ -154,16 +200,15 @@ class PPO(ImportanceSampling, TextAlgorithm):
         """
         if not samples:
             return samples, {}
-        turns, metrics = cast("list[PPOSample]", samples), Metrics()
-        values_M = np.concatenate(await learner.values(turns))
-        rewards_M = np.concatenate([turn.advantages for turn in turns]).astype(np.float64)
+        turns, metrics, level = cast("list[PPOSample]", samples), Metrics(), self.action_level
+        values_M = action_values(await learner.values(turns), level)
+        rewards_M = action_sums([turn.advantages for turn in turns], level)
         if self.kl_coef:
-            gaps_M = await _reference_gaps(turns, learner)
+            gaps_M = action_sums(await _reference_gaps(turns, learner), level)
             penalty, metrics = self._penalty(gaps_M, len({turn.group for turn in turns}), memory)
             rewards_M -= penalty * gaps_M
-        cuts = _cuts(
-            [sum(len(turn.token_ids) for turn in sequence) for _, sequence in groupby(turns, lambda t: t.group)]
-        )
+        sequences = [[len(turn.token_ids) for turn in part] for _, part in groupby(turns, lambda t: t.group)]
+        cuts = _cuts([sum(action_counts(lengths, level)) for lengths in sequences])
         parts = zip(np.split(rewards_M, cuts), np.split(values_M, cuts), strict=True)
         advantages_M = np.concatenate([gae(*part, gamma=self.gamma, gae_lambda=self.gae_lambda) for part in parts])
         returns_M = advantages_M + values_M
@@ -171,7 +216,7 @@ class PPO(ImportanceSampling, TextAlgorithm):
         metrics |= {} if share is None else {"explained_variance": share}
         if self.normalize_advantages:
             advantages_M = standardise(advantages_M)
-        taught = _with_credit(turns, advantages_M, values_M, returns_M)
+        taught = _with_credit(turns, advantages_M, values_M, returns_M, level)
         return (await add_old_logprobs(taught, learner) if self.old_logprobs == "trainer" else taught), metrics
 
     def _penalty(self, gaps_M: np.ndarray, sequences: int, memory: AlgorithmState) -> tuple[float, Metrics]:
@@ -185,13 +230,14 @@ class PPO(ImportanceSampling, TextAlgorithm):
         return now, {"kl_sequence": kl, "kl_coef": now}
 
 
-async def _reference_gaps(turns: Sequence[PPOSample], learner: Learner) -> np.ndarray:
-    """Returns log-probability minus that of the reference of every token [M] float64. Exactly 0 while the policy is its
-    reference: rounding would be the only reward of a step without any, and normalisation would make it a large one."""
-    logp_M = np.concatenate([turn.logprobs for turn in turns]).astype(np.float64)
+async def _reference_gaps(turns: Sequence[PPOSample], learner: Learner) -> list[np.ndarray]:
+    """Returns log-probability minus that of the reference of each answer's tokens [T] float64. Exactly 0 while the
+    policy is its reference: rounding would be the only reward of a step without any, and normalisation would make it a
+    large one."""
     if learner.is_at_reference:
-        return np.zeros_like(logp_M)
-    return logp_M - np.concatenate(await learner.logprobs(turns, reference=True))
+        return [np.zeros(len(turn.logprobs)) for turn in turns]
+    known = await learner.logprobs(turns, reference=True)
+    return [turn.logprobs.astype(np.float64) - own for turn, own in zip(turns, known, strict=True)]
 
 
 def adapt_kl_coef(coefficient: float, kl: float, *, target: float, sequences: int, horizon: int) -> float:
@@ -208,12 +254,16 @@ def _cuts(lengths: Sequence[int]) -> np.ndarray:
 
 
 def _with_credit(
-    turns: Sequence[PPOSample], advantages_M: np.ndarray, values_M: np.ndarray, returns_M: np.ndarray
+    turns: Sequence[PPOSample],
+    advantages_M: np.ndarray,
+    values_M: np.ndarray,
+    returns_M: np.ndarray,
+    level: ActionLevel,
 ) -> list[Sample]:
     """Returns the samples with their advantages, values and returns (float32), no longer grouped by sequence; writes
     mean advantages to their nodes."""
-    cuts = _cuts([len(turn.token_ids) for turn in turns])
-    columns = (np.split(column.astype(np.float32), cuts) for column in (advantages_M, values_M, returns_M))
+    lengths = [len(turn.token_ids) for turn in turns]
+    columns = (by_token(column, lengths, level) for column in (advantages_M, values_M, returns_M))
     taught: list[Sample] = []
     for turn, advantages, values, returns in zip(turns, *columns, strict=True):
         turn.node.advantages[turn.seat] = float(advantages.mean())

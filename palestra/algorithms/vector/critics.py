@@ -109,9 +109,9 @@ class CriticEnsemble:
         x = seen if self.value_per_action else torch.cat([seen, code], -1)
         return net(x.expand(self.num_critics, *x.shape).flatten(0, 1)).unflatten(0, (self.num_critics, -1))
 
-    def taken_q_values(self, seen: Tensor, code: Tensor) -> Tensor:
-        """Returns the values [K, P, R] of the encoded actions `code` [P, R, A]."""
-        q = self.q_values(self.net, seen, code)
+    def taken_q_values(self, seen: Tensor, code: Tensor, net: Net | None = None) -> Tensor:
+        """Returns the values [K, P, R] of the encoded actions `code` [P, R, A] by `net` (None: the online network)."""
+        q = self.q_values(net or self.net, seen, code)
         return (q * code).sum(-1) if self.value_per_action else q[..., 0]
 
 

@@ -12,8 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from palestra.algorithms.vector.action_values import UpdateBatch
 from palestra.algorithms.vector.critics import frozen_copy
-from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput, UpdateBatch
+from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput
 from palestra.envs.vector.base import Continuous, Discrete, Space
 from palestra.learners.nets import NetLearner
 from palestra.learners.policy_stack import PolicyStack

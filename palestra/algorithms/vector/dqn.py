@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig
+from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, legal_rows
 from palestra.learners.nets import NetLearner
 from palestra.losses.policy import TensorMetrics
-from palestra.losses.q import q_loss, q_target
+from palestra.losses.q import gather_values, next_value, q_loss, q_target
 from palestra.nets.replay import TransitionBatch
 from palestra.nets.sequence_replay import SequenceBatch
 
@@ -45,16 +45,26 @@ class DQNLearner(QLearner):
     ) -> tuple[list[TensorMetrics], Tensor, Tensor]:
         lines, errors, known = [], [], []
         for i, stack in enumerate(self.stacks):
-            taken, following = self.online_and_target_values(i, drawn)
+            q, target_q, chooser_q = self.action_values(i, drawn)
+            taken = gather_values(q, stack.rows(drawn.actions))
+            following = next_value(target_q, chooser_q, legal_rows(stack, drawn.next_action_mask))
             target = q_target(stack.rows(drawn.rewards), stack.rows(drawn.discounts), following)
             weight = stack.rows(drawn.weight)
             count = (weight > 0).sum((1, 2), keepdim=True).clamp(min=1)
             loss, error = q_loss(taken, target, weight / count)
-            norms = stack.optimizer.step(loss, progress)
+            penalty, more = self.penalty(i, q, taken, drawn, weight / count)
+            norms = stack.optimizer.step(loss + penalty, progress)
             sums = 0.5 * (weight / count * error.square()).sum((1, 2))
             mean = ((weight > 0) * taken.detach() / count).sum((1, 2))
-            lines.append({"q_loss": sums, "q": mean, "grad_norm": norms})
+            lines.append({"q_loss": sums, "q": mean, "grad_norm": norms} | more)
             errors.append(stack.seat_mapping.by_seat(error.abs() * (weight > 0)))
             known.append(stack.seat_mapping.by_seat(weight > 0))
         counts = torch.cat(known, -1).sum(-1)
         return lines, torch.cat(errors, -1).sum(-1) / counts.clamp(min=1), counts > 0
+
+    def penalty(
+        self, i: int, q: Tensor, taken: Tensor, drawn: TransitionBatch | SequenceBatch, share: Tensor
+    ) -> tuple[Tensor, TensorMetrics]:
+        """Returns a further loss (a scalar) of stack i, and metrics [P]; none here. `q` [P, T, R, A] are the values of
+        all actions, `taken` [P, T, R] those of the actions in the batch, `share` [P, T, R] the weights of the rows."""
+        return q.new_zeros(()), {}

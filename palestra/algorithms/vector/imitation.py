@@ -1,8 +1,8 @@
 """Learning from demonstrations: behaviour cloning, and generative adversarial imitation learning (GAIL, Ho & Ermon,
 2016).
 
-Demonstrations are recorded transitions of players of any kind, in a file written by `record_demonstrations`. A policy
-imitates the actions at its own seats. Rewards of the env are not used.
+Demonstrations are recorded episodes of players of any kind (see `palestra.rollouts.vector_episodes`). A policy imitates
+the actions at its own seats. Rewards of the env are not used.
 
 Shapes: `P` members of a stack, `T` steps, `B` parallel games, `S` seats of a member, `C` = B*S columns, `N` seats, `A`
 actions, `L` steps of a sequence, `M` transitions or sequences.
@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-from zipfile import BadZipFile
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,10 +27,9 @@ from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, 
 from palestra.learners.policy_stack import PolicyStack, StackedAdam
 from palestra.losses.imitation import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.losses.policy import LossInputs, TensorMetrics, clipped_policy_loss, cross_entropy_loss
-from palestra.nets.heads import GaussianHead, make_head
+from palestra.nets.heads import GaussianHead
 from palestra.nets.layers import Net, make_generators
-from palestra.policies.vector import VectorPolicy
-from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.rollouts.vector_episodes import EpisodeFiles, read_vector_episodes
 from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
@@ -49,56 +47,16 @@ class Demonstrations:
     action_mask: np.ndarray | None = None
 
 
-def record_demonstrations(
-    env: VectorEnv, players: Sequence[VectorPolicy], steps: int, path: str | Path, *, seed: int = 0
-) -> None:
-    """Plays `steps` joint steps of every parallel game and writes them as demonstrations to an .npz file. The games
-    have consecutive seeds from `seed` on."""
-    batch = VectorRollout(env, seed + np.arange(env.num_envs)).collect(players, steps, seed)
-    kept: dict[str, Any] = {key: value for key, value in vars(to_demonstrations(batch)).items() if value is not None}
-    with Path(path).open("wb") as file:  # NumPy would append .npz to a path
-        np.savez_compressed(file, **kept)
-
-
 def to_demonstrations(batch: RolloutBatch) -> Demonstrations:
     """Returns the transitions of a batch as demonstrations that share its arrays."""
     action_mask = None if batch.action_mask is None else batch.action_mask[:-1]
     return Demonstrations(batch.obs[:-1], batch.actions, batch.agent_mask[:-1], batch.is_first[:-1], action_mask)
 
 
-def read_demonstrations(path: str | Path, env: VectorEnv) -> Demonstrations:
-    """Returns the demonstrations in a file that `record_demonstrations` wrote. Raises ValueError if it holds none or
-    belongs to another env."""
-    fix = "record them with palestra collect"
-    other = f"the demonstrations in {path} are of another env"
-    try:
-        with Path(path).open("rb") as opened, np.load(opened) as file:  # NumPy does not close a broken file
-            found = Demonstrations(**{name: file[name] for name in file.files})
-    except (OSError, TypeError, ValueError, BadZipFile) as error:
-        raise ValueError(f"{path} does not hold demonstrations ({error}): {fix}") from error
-    shapes = {
-        "obs": [len(env.seats), *np.max(env.observation_shapes, axis=0)],
-        "actions": [len(env.seats), *_action_shape(env)],
-    }
-    for name, want in shapes.items():
-        have = list(getattr(found, name).shape[2:])
-        if have != want:
-            raise ValueError(
-                f'{other}: {name} of a moment is {have}, and in env "{env.name}" {[int(size) for size in want]}; {fix}'
-            )
-    for seat, space in enumerate(env.action_spaces):
-        done = found.actions[:, :, seat][found.agent_mask[:, :, seat]]
-        if isinstance(space, Discrete) and done.size and done.max() >= space.n:
-            raise ValueError(
-                f'{other}: action {done.max()} of seat {env.seats[seat]}, which has {space.n} in "{env.name}"; {fix}'
-            )
-    return found
-
-
-def _action_shape(env: VectorEnv) -> list[int]:
-    """Returns the shape of a seat's recorded action: that of the seat with the longest."""
-    widths = [make_head(space).width for space in env.action_spaces]
-    return [max(widths)] if any(widths) else []
+def read_demonstrations(paths: Sequence[str | Path], env: VectorEnv) -> Demonstrations:
+    """Returns the recorded episodes in files, one after another as those of one game. Raises ValueError if a file holds
+    none or belongs to another env."""
+    return to_demonstrations(read_vector_episodes(paths, env))
 
 
 def encode_actions(space: Space, actions: Tensor) -> Tensor:
@@ -109,9 +67,8 @@ def encode_actions(space: Space, actions: Tensor) -> Tensor:
     if isinstance(space, MultiDiscrete):
         parts = [encode_actions(Discrete(size), actions[..., i]) for i, size in enumerate(space.sizes)]
         return torch.cat(parts, -1)
-    head, bounded = GaussianHead(space), torch.isfinite(torch.tensor(space.high) - torch.tensor(space.low))
-    unit = (actions[..., : head.width] - head.middle) / head.half_width
-    return torch.where(bounded, unit.clamp(-1, 1), unit)
+    head = GaussianHead(space)
+    return head.to_unit(actions[..., : head.width])
 
 
 def encoding_size(space: Space) -> int:
@@ -173,19 +130,19 @@ class DemoBatch:
         return torch.cat([self.network_inputs(at).flatten(3).float(), code], -1)[:, 0]
 
 
-def load_demonstrations(path: str, learner: NetLearner, *, memory: bool) -> list[DemoBatch]:
+def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bool) -> list[DemoBatch]:
     """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in them, or if a recurrent
     policy has no first step of a game."""
-    transitions = read_demonstrations(path, learner.env)
+    transitions, where = read_demonstrations(paths, learner.env), ", ".join(paths)
     found = [DemoBatch(stack, transitions, memory and bool(stack.config.gru_units)) for stack in learner.stacks]
     for demos in found:
         if demos.policies_without_actions:
             raise ValueError(
-                f"in {path} no step has an action of policy {demos.policies_without_actions[0]}: record more steps"
+                f"in {where} no step has an action of policy {demos.policies_without_actions[0]}: record more steps"
             )
         if not all(map(len, demos.starts)):
             raise ValueError(
-                f"in {path} no game begins, and a policy with memory learns from the start of games: record more steps"
+                f"in {where} no game begins, and a policy with memory learns from the start of games: record more steps"
             )
     return found
 
@@ -194,13 +151,13 @@ def load_demonstrations(path: str, learner: NetLearner, *, memory: bool) -> list
 
 
 class BC(AlgorithmConfig):
-    """Behaviour cloning: maximises the likelihood of the actions in a demonstrations file (see
-    `record_demonstrations`). Play in the env only measures the policy."""
+    """Behaviour cloning: maximises the likelihood of the actions in recorded episodes. Play in the env only measures
+    the policy."""
 
     type: Literal["bc"] = "bc"
     """Selects behaviour cloning."""
-    demonstrations: str
-    """Path of the demonstrations file (.npz)."""
+    demonstrations: EpisodeFiles
+    """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them."""
     rollout_length: int = Field(16, ge=1)
     """Env steps between updates, of every parallel game; they measure the policy and are not trained on."""
     gradient_steps: int = Field(8, ge=1)
@@ -264,13 +221,13 @@ class BCLearner(NetLearner):
 
 
 class GAIL(ActorCriticConfig):
-    """GAIL: PPO (see there) on the rewards of a discriminator that separates the policy's transitions from those in a
-    demonstrations file (see `record_demonstrations`)."""
+    """GAIL: PPO (see there) on the rewards of a discriminator that separates the policy's transitions from those in
+    recorded episodes."""
 
     type: Literal["gail"] = "gail"
     """Selects GAIL."""
-    demonstrations: str
-    """Path of the demonstrations file (.npz)."""
+    demonstrations: EpisodeFiles
+    """Path of a file of episodes (.parquet) that `palestra collect` wrote, or a list of them."""
     reward: ImitationReward = "positive"
     """Reward of a transition: `positive` is -log(1 - D), which favours long games; `logit` may be negative."""
     discriminator_steps: int = Field(16, ge=1)

@@ -50,13 +50,8 @@ class EpsilonGreedyConfig(AlgorithmConfig):
         return self.epsilon + (self.epsilon_end - self.epsilon) * min(1.0, progress / self.epsilon_share)
 
 
-class QLearningConfig(EpsilonGreedyConfig):
-    """Base config of Q-learning: collect `rollout_length` steps, add them to the replay buffer, then take
-    `gradient_steps` gradient steps.
-
-    Recurrent policies train on sequences of `rollout_length` steps, `batch_size` / `rollout_length` of them per
-    gradient step.
-    """
+class DeepQConfig(AlgorithmConfig):
+    """Base config of Q-networks with target networks: `gradient_steps` gradient steps follow each rollout."""
 
     rollout_length: int = Field(8, ge=1)
     """Rollout length: steps of every parallel game between updates; also the sequence length of recurrent policies."""
@@ -64,10 +59,6 @@ class QLearningConfig(EpsilonGreedyConfig):
     """Gradient steps per rollout."""
     batch_size: int = Field(256, ge=1)
     """Joint transitions per gradient step."""
-    learning_starts: int = Field(1000, ge=0)
-    """Joint steps collected with random actions before training starts."""
-    buffer_size: int = Field(100_000, ge=1)
-    """Size of the replay buffer, in joint transitions."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount per decision of a seat (per env step for QMIX)."""
     n_step: int = Field(1, ge=1)
@@ -81,6 +72,20 @@ class QLearningConfig(EpsilonGreedyConfig):
     `target_interval: 200` copies them every 200 steps."""
     target_interval: int = Field(1, ge=1)
     """Gradient steps between target updates."""
+
+
+class QLearningConfig(DeepQConfig, EpsilonGreedyConfig):
+    """Base config of Q-learning: collect `rollout_length` steps, add them to the replay buffer, then take
+    `gradient_steps` gradient steps.
+
+    Recurrent policies train on sequences of `rollout_length` steps, `batch_size` / `rollout_length` of them per
+    gradient step.
+    """
+
+    learning_starts: int = Field(1000, ge=0)
+    """Joint steps collected with random actions before training starts."""
+    buffer_size: int = Field(100_000, ge=1)
+    """Size of the replay buffer, in joint transitions."""
     priority_exponent: float = Field(0.0, ge=0)
     """Exponent of TD errors in prioritised replay (Schaul et al., 2016); 0 samples uniformly."""
     priority_beta: float = Field(0.4, ge=0, le=1)
@@ -147,10 +152,11 @@ class QLearner(NetLearner):
         self.target_nets = [copy.deepcopy(stack.net).requires_grad_(False) for stack in self.stacks]
         self.heads = [stack.head for stack in self.stacks if isinstance(stack.head, ValueHead)]
         self.seats = [seat for stack in self.stacks for seat in stack.seat_mapping.all_seats]
-        self.replay = self._memory()
         self.steps, self.env_steps_seen = 0, 0
+        self.replay = self.build_replay()
 
-    def _memory(self) -> ReplayBuffer | SequenceReplay:
+    def build_replay(self) -> ReplayBuffer | SequenceReplay:
+        """Builds the replay buffer."""
         config = self.config
         remembered = ["+".join(stack.seat_mapping.names) for stack in self.stacks if stack.net.gru_units]
         if not remembered:
@@ -186,21 +192,33 @@ class QLearner(NetLearner):
     # ---- play
 
     def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
-        warm = self.env_steps_seen >= self.config.learning_starts
-        epsilon = self.config.epsilon_at(progress) if warm else 1.0
+        epsilon = self.epsilon_at(progress)
         return [
             stack.build_policy(head.epsilon_greedy(epsilon))
             for stack, head in zip(self.stacks, self.heads, strict=True)
         ]
 
+    def epsilon_at(self, progress: float) -> float:
+        """Returns the share of random actions in training."""
+        return self.config.epsilon_at(progress) if self.is_warm else 1.0
+
     # ---- learning
 
-    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        """Adds the batch to the replay buffer, then takes `gradient_steps` gradient steps once `learning_starts` is
-        over; returns metrics by policy."""
+    @property
+    def is_warm(self) -> bool:
+        """True if training has started."""
+        return self.env_steps_seen >= self.config.learning_starts
+
+    def remember(self, batch: RolloutBatch) -> None:
+        """Adds a rollout to the replay buffer and the running norms."""
         self.replay.add(batch)
         self.env_steps_seen += batch.terminated.size
         self.update_norms(batch)
+
+    def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
+        """Remembers the rollout, then takes `gradient_steps` gradient steps once training has started; returns metrics
+        by policy."""
+        self.remember(batch)
         lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
         if self._ready():
             rng = np.random.default_rng(derive_seed(self.seeds[self.names[0]], "moments", self.steps))
@@ -215,16 +233,14 @@ class QLearner(NetLearner):
 
     def _ready(self) -> bool:
         """Returns True if all processes can train."""
-        return self.gradient_sync.all_ready(
-            self.env_steps_seen >= self.config.learning_starts and self.replay.ring.can_sample
-        )
+        return self.gradient_sync.all_ready(self.is_warm and self.replay.ring.can_sample)
 
     def _step(self, rng: np.random.Generator, progress: float) -> list[TensorMetrics]:
         """Takes one gradient step; returns metrics by stack."""
         config = self.config
         recurrent = isinstance(self.replay, SequenceReplay)
         count = max(1, config.batch_size // config.rollout_length) if recurrent else config.batch_size
-        drawn = self.replay.sample(count, rng, config.priority_beta + (1 - config.priority_beta) * progress)
+        drawn = self.replay.sample(count, rng, self.priority_beta_at(progress))
         lines, error, known = self.train_step(
             drawn if isinstance(drawn, SequenceBatch) else as_sequences(drawn), progress
         )
@@ -236,6 +252,10 @@ class QLearner(NetLearner):
             for net, target in self.polyak_pairs():
                 polyak_update(net, target, config.tau)
         return lines
+
+    def priority_beta_at(self, progress: float) -> float:
+        """Returns the exponent of the importance weights of prioritised replay."""
+        return self.config.priority_beta + (1 - self.config.priority_beta) * progress
 
     @abstractmethod
     def train_step(

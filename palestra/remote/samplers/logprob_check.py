@@ -51,6 +51,7 @@ def check_logprobs(
     log-probabilities exceeds `tolerance` (None: 1e-3 in float32, 0.05 otherwise) or is NaN.
     """
     limit = tolerance or (1e-3 if engine.dtype == torch.float32 else 0.05)
+    _check_masks(sampler, policies)
     adapters = [_random(engine, claim.lora, seed) if claim.lora else None for seed, claim in enumerate(policies)]
     if sampler.zero_adapter is None and any(adapters):
         sampler.use_zero_adapter(_zero(engine).snapshot("base", engine.dtype))
@@ -62,6 +63,18 @@ def check_logprobs(
             gaps = _gaps(engine, claim, adapter, requests[part], answers[part])
             if not gaps.mean() <= limit:  # also true for NaN
                 raise ValueError(_disagreement(server, engine, claim, gaps, limit))
+
+
+def _check_masks(sampler: VllmSampler, policies: Sequence[SampledPolicy]) -> None:
+    """Raises ValueError if a policy records sampling masks and a server cannot return them."""
+    asking = [policy.name for policy in policies if policy.sampling.records_mask]
+    without = [server.url for server in sampler.servers if not server.is_palestra]
+    if asking and without:
+        raise ValueError(
+            f"policies.{asking[0]}.sampling.keep_sampling_mask needs the tokens that top_k and top_p kept, and vLLM's "
+            f"/v1/completions at {without[0]} returns none: sample in this process, or with sampler: {{type: "
+            "processes}, or set top_p: 1.0 and top_k: 0"
+        )
 
 
 def _requests(engine: Engine, claim: SampledPolicy, adapter: Adapter | None) -> list[Request]:
@@ -110,7 +123,7 @@ def _scored(
     """Log-probabilities [T] of each completion's tokens after its prompt, computed as in training."""
     zeros = [np.zeros(len(answer.token_ids), np.float32) for _, answer in pairs]
     samples = [
-        Sample(prompt, answer.token_ids, none, none, temperature)
+        Sample(prompt, answer.token_ids, none, none, temperature, sampling_mask=answer.sampling_mask)
         for (prompt, answer), none in zip(pairs, zeros, strict=True)
     ]
     return Trainer(engine, adapter or _zero(engine)).logprobs(samples)

@@ -250,7 +250,7 @@ def _choice(index: int, answer: Completion, asked: wire.CompletionBody, state: S
         "stop_reason": None,
         "logprobs": None if asked.logprobs is None else logprobs,
         "token_ids": ids if asked.return_token_ids else None,
-    }
+    } | ({"sampling_mask": answer.sampling_mask.rows()} if answer.sampling_mask else {})
 
 
 def _sampler_state(call: Call) -> SamplerState:

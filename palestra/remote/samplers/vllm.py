@@ -29,6 +29,7 @@ from palestra.remote.samplers import wire as wire
 from palestra.remote.samplers.adapter_store import AdapterStore
 from palestra.remote.samplers.processes import SamplerProcesses
 from palestra.runs.worker_stats import worker_stats
+from palestra.types import SamplingMask
 from palestra.web.loop_thread import LoopThread
 from palestra.web.retry import RETRY_STATUSES, RetryPolicy
 
@@ -354,10 +355,15 @@ def _answers(server: SamplerServer, said: Any, request: Request) -> list[Complet
             np.array(choice["token_ids"], np.int32),
             np.array(choice["logprobs"]["token_logprobs"], np.float32),
             "stop" if choice["finish_reason"] == "stop" else "length",
+            sampling_mask=_sampling_mask(choice) if request.sampling.records_mask else None,
         )
         for choice in choices
     ]
     return answers * (request.n // count)
+
+
+def _sampling_mask(choice: dict[str, Any]) -> SamplingMask:
+    return SamplingMask.join([np.array(ids, np.int32) for ids in choice["sampling_mask"]])
 
 
 def _message(content: bytes) -> str:

@@ -38,7 +38,9 @@ class CompletionBody(RequestBody):
     """Body of /v1/completions for `n` completions.
 
     `prompt_logprobs: 0` also returns the log-probability of each prompt token, at temperature 1. `keep` is a palestra
-    extension: keep their KV cache for a later turn.
+    extension: keep their KV cache for a later turn. `return_sampling_mask`, another, returns the tokens that top-k and
+    top-p kept at each position as `sampling_mask`, a list of lists as in vLLM's engine, and log-probabilities of the
+    distribution that they leave.
     """
 
     model: Name
@@ -60,6 +62,7 @@ class CompletionBody(RequestBody):
     repetition_penalty: Literal[1] = 1
     stream: Literal[False] = False
     keep: bool = False
+    return_sampling_mask: bool = False
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -71,6 +74,7 @@ class CompletionBody(RequestBody):
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             stop_at_eos=not self.ignore_eos,
+            keep_sampling_mask=self.return_sampling_mask,
         )
 
 
@@ -110,6 +114,7 @@ def build_completion_body(request: Request, model: str, *, keep: bool) -> dict[s
         "logprobs": 0,
         "return_token_ids": True,
     }
+    fields |= {"return_sampling_mask": True} if sampling.records_mask else {}
     return fields | ({"keep": True} if keep else {})
 
 

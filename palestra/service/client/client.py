@@ -35,18 +35,30 @@ class RemoteEngines:
         self._samplers: dict[str, RemoteSampler] = {}
 
     def check_supported(self, loss: Callable, options: Mapping[str, Any], policies: Mapping[str, Any]) -> None:
-        """Raises ValueError if the server cannot train the loss, or if a policy's sampling temperature is not 1."""
+        """Raises ValueError if the server cannot train the loss, or if a policy's sampling temperature is not 1 or it
+        keeps sampling masks."""
         supported_wire_loss(self.connection, loss, options)
         for name, policy in policies.items():
             if isinstance(policy, LoraPolicyConfig) and policy.sampling.temperature != 1:
                 raise ValueError(f"policies.{name}.sampling.temperature must be 1: servers train at temperature 1")
+            if isinstance(policy, LoraPolicyConfig) and policy.sampling.records_mask:
+                raise ValueError(
+                    f"policies.{name}.sampling.keep_sampling_mask needs the tokens that top_k and top_p kept, and the "
+                    "protocol of servers has no field for them: set top_p: 1.0 and top_k: 0, or train without engine:"
+                )
 
     def build_learner(
-        self, name: str, config: LoraPolicyConfig | FullPolicyConfig, seed: int, *, critic: bool = False
+        self,
+        name: str,
+        config: LoraPolicyConfig | FullPolicyConfig,
+        seed: int,
+        *,
+        critic: bool = False,
+        separate_critic: bool = False,
     ) -> LanguageLearner:
         """Returns a learner whose adapter is trained on the server. Raises ValueError if a critic or a full model is
         requested."""
-        if critic:
+        if critic or separate_critic:
             raise ValueError(NO_CRITIC)
         if isinstance(config, FullPolicyConfig):
             raise ValueError(f"policies.{name} is a full model, and servers train adapters: set type: lora")

@@ -1,4 +1,4 @@
-"""Imitation: losses by hand, demonstrations in files, and experts that are imitated from few games."""
+"""Imitation: losses by hand, and experts that are imitated from few games."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
-from palestra.algorithms.vector.imitation import BC, GAIL, encode_actions, read_demonstrations, record_demonstrations
+from palestra.algorithms.vector.imitation import BC, GAIL, encode_actions, read_demonstrations
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
 from palestra.learners.nets import NetLearner
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
 from palestra.nets.heads import make_head
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
+from palestra.rollouts.vector_episodes import record_vector_episodes
 from palestra.rollouts.vector_rollout import VectorRollout
 
 POLICY = NetPolicyConfig(hidden=[16], lr=1e-2)
@@ -42,7 +44,7 @@ def steady(env: VectorEnv, seat: int) -> np.ndarray:
 
 def shown(env: VectorEnv, script: Callable[[VectorEnv, int], np.ndarray], steps: int, path: Path) -> str:
     """A file of what a script does at all seats."""
-    record_demonstrations(env, [ScriptedVectorPolicy(env, range(len(env.seats)), script)], steps, path)
+    record_vector_episodes(env, [ScriptedVectorPolicy(env, range(len(env.seats)), script)], steps, path)
     return str(path)
 
 
@@ -116,61 +118,12 @@ def test_actions_are_encoded_as_numbers() -> None:
     assert encode_actions(open_ended, torch.tensor([[3.0, 9.0]])).tolist() == [[3, 1]]
 
 
-# ---- files
-
-
-@pytest.mark.parametrize("turns", [False, True])
-def test_demonstrations_survive_a_write_and_read(turns: bool, tmp_path: Path) -> None:
-    env = Countdown(4, turns=turns)
-    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1])], 9, tmp_path / "moves.npz", seed=3)
-    batch = VectorRollout(env, 3 + np.arange(4)).collect([UniformVectorPolicy(env, [0, 1])], 9, 3)
-    found = read_demonstrations(tmp_path / "moves.npz", env)
-    assert len(list(tmp_path.iterdir())) == 1
-    for name in ("obs", "agent_mask", "is_first", "action_mask"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(batch, name)[:-1])
-    np.testing.assert_array_equal(found.actions, batch.actions)
-
-
-def test_demonstration_file_keeps_its_name(tmp_path: Path) -> None:
-    env = Track(2)
-    record_demonstrations(env, [UniformVectorPolicy(env, [0])], 3, tmp_path / "moves")
-    assert read_demonstrations(tmp_path / "moves", env).action_mask is None
-
-
-def test_files_without_demonstrations_are_refused(tmp_path: Path) -> None:
-    env = Cues(2)
-    with pytest.raises(ValueError, match=r"none\.npz does not hold demonstrations \(.*No such file"):
-        learner(BC(demonstrations=str(tmp_path / "none.npz")), env, {"a": [0, 1]})
-    (tmp_path / "text.npz").write_text("obs")
-    np.savez(tmp_path / "other.npz", views=np.zeros(3))
-    np.save(tmp_path / "array.npy", np.zeros(3))
-    (tmp_path / "broken.npz").write_bytes((tmp_path / "other.npz").read_bytes()[:-30])
-    for name in ("text.npz", "other.npz", "array.npy", "broken.npz"):
-        with pytest.raises(ValueError, match=r"does not hold demonstrations .* record them with"):
-            read_demonstrations(tmp_path / name, env)
-
-
-def test_demonstrations_of_another_env_are_refused(tmp_path: Path) -> None:
-    path = shown(Track(2), steady, 4, tmp_path / "moves.npz")
-    with pytest.raises(ValueError, match=r'of another env: obs of a moment is \[1, 2\], and in env "cues" \[2, 4\]'):
-        read_demonstrations(path, Cues(2))
-    with pytest.raises(ValueError, match=r"another env: actions of a moment is \[1, 1\], and in env .* \[1\]"):
-        read_demonstrations(path, _one_choice())
-    three = Countdown(4, space=Discrete(3))
-    record_demonstrations(three, [UniformVectorPolicy(three, [0, 1])], 20, path)
-    with pytest.raises(ValueError, match=r'action 2 of seat seat0, which has 2 in "countdown"'):
-        read_demonstrations(path, Countdown(4, space=Discrete(2)))
-
-
-def _one_choice() -> VectorEnv:
-    env: VectorEnv = Track(2)
-    env.action_spaces = (Discrete(3),)
-    return env
+# ---- data
 
 
 def test_policy_without_demonstrated_actions_is_refused(tmp_path: Path) -> None:
     env = Cues(2, turns=True)
-    path = shown(env, right, 1, tmp_path / "moves.npz")
+    path = shown(env, right, 1, tmp_path / "moves.parquet")
     with pytest.raises(ValueError, match="no step has an action of policy b"):
         learner(BC(demonstrations=path), env, {"a": [0], "b": [1]})
 
@@ -182,10 +135,12 @@ def test_clone_matches_the_expert_frequencies(tmp_path: Path) -> None:
     """The likelihood is highest at the frequencies: here of answers to each cue, with probabilities 1/2, 1/4, 1/4."""
     env = Cues(64, seats=1)
     rng = np.random.default_rng(0)
-    drawn = shown(env, lambda env, seat: (right(env, 0) + rng.integers(0, 4, 64) % 3) % 3, 40, tmp_path / "moves.npz")
+    drawn = shown(
+        env, lambda env, seat: (right(env, 0) + rng.integers(0, 4, 64) % 3) % 3, 40, tmp_path / "moves.parquet"
+    )
     made = learner(BC(demonstrations=drawn, batch_size=2048), env, {"a": [0]})
     figures = train(made, VectorRollout(env, np.arange(64)), 16, 15)
-    moves = read_demonstrations(drawn, env)
+    moves = read_demonstrations([drawn], env)
     for cue in range(3):
         own = moves.obs[:, :, 0, cue] == 1
         counts = np.bincount(moves.actions[:, :, 0][own], minlength=3) / own.sum()
@@ -198,7 +153,7 @@ def test_clone_matches_the_expert_frequencies(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", [False, True])
 def test_behaviour_cloning_learns_from_few_games(turns: bool, tmp_path: Path) -> None:
     env = Cues(16, seats=2, turns=turns)
-    path = shown(env, right, 2 if turns else 1, tmp_path / "moves.npz")  # 16 games of one move a seat
+    path = shown(env, right, 2 if turns else 1, tmp_path / "moves.parquet")  # 16 games of one move a seat
     made = learner(BC(demonstrations=path, batch_size=64), env, {"a": [0], "b": [1]})
     assert mean_return(env, [UniformVectorPolicy(env, [0, 1])], 100).mean() == pytest.approx(1 / 3, abs=0.05)
     train(made, VectorRollout(env, np.arange(16)), 4, 10)
@@ -207,7 +162,7 @@ def test_behaviour_cloning_learns_from_few_games(turns: bool, tmp_path: Path) ->
 
 def test_recurrent_clone_solves_a_memory_task(tmp_path: Path) -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
-    path = shown(env, right, 10, tmp_path / "moves.npz")  # the third game of each is cut short
+    path = shown(env, right, 10, tmp_path / "moves.parquet")  # the third game of each is cut short
     for memory in (16, 0):
         policy = NetPolicyConfig(hidden=[16], lr=1e-2, gru_units=memory)
         made = learner(BC(demonstrations=path, sequence_length=6, batch_size=384), env, {"a": [0]}, policy)
@@ -219,7 +174,7 @@ def test_recurrent_clone_solves_a_memory_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize("normalise", [False, True])
 def test_behaviour_cloning_of_continuous_actions(normalise: bool, tmp_path: Path) -> None:
     env = Track(8)
-    path = shown(env, steady, 20, tmp_path / "moves.npz")  # 8 games
+    path = shown(env, steady, 20, tmp_path / "moves.parquet")  # 8 games
     expert, chance = (
         mean_return(env, [p], 60).item()
         for p in (ScriptedVectorPolicy(env, [0], steady), UniformVectorPolicy(env, [0]))
@@ -238,12 +193,11 @@ def test_behaviour_cloning_uses_the_action_masks(tmp_path: Path) -> None:
     """Where only one action was legal, choosing it says nothing: a clone of such moves alone has nothing to learn."""
     env = Countdown(4, space=Discrete(2))
     env.reset(np.arange(4))
-    path = tmp_path / "moves.npz"
-    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1])], 30, path)
-    with np.load(path) as file:
-        kept = dict(file)
-    kept["agent_mask"] &= ~kept["action_mask"][..., 1]
-    np.savez(path, **kept)
+    path = tmp_path / "moves.parquet"
+    record_vector_episodes(env, [UniformVectorPolicy(env, [0, 1])], 30, path)
+    table = pq.read_table(path)
+    acts = [row["acts"] and row["action_mask"] is not None and not row["action_mask"][1] for row in table.to_pylist()]
+    pq.write_table(table.set_column(table.column_names.index("acts"), "acts", [acts]), path)
     figures = learner(BC(demonstrations=str(path)), env, {"a": [0, 1]}).update(None, 0.0)
     assert figures["a"]["nll"] == figures["a"]["grad_norm"] == 0
 
@@ -261,7 +215,7 @@ def test_seats_may_have_action_spaces_of_different_sizes(spaces: tuple[Space, Sp
         own = first * (np.arange(width) < make_head(spaces[seat]).width)
         return np.tile(own, (4, 1)).astype(first.dtype)
 
-    path = shown(env, script, 5, tmp_path / "moves.npz")
+    path = shown(env, script, 5, tmp_path / "moves.parquet")
     made = learner(BC(demonstrations=path, batch_size=16), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(4)), 1, 30)
     played = VectorRollout(env, np.arange(4)).collect(made.greedy_policies(), 1, 0).actions[0, 0]
@@ -275,8 +229,8 @@ def test_seats_may_have_action_spaces_of_different_sizes(spaces: tuple[Space, Sp
 @pytest.mark.parametrize("memory", [0, 5])
 def test_clone_resume_from_state_arrays_is_bit_identical(memory: int, tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
-    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1, 2])], 12, tmp_path / "moves.npz")
-    config = BC(demonstrations=str(tmp_path / "moves.npz"), batch_size=32, sequence_length=4)
+    record_vector_episodes(env, [UniformVectorPolicy(env, [0, 1, 2])], 12, tmp_path / "moves.parquet")
+    config = BC(demonstrations=str(tmp_path / "moves.parquet"), batch_size=32, sequence_length=4)
     policy = NetPolicyConfig(hidden=[6], gru_units=memory, normalize_observations=True)
     made, again = (learner(config, env, {"a": [0], "b": [1, 2]}, policy) for _ in range(2))
     made.update(None, 0.0)
@@ -293,8 +247,8 @@ def test_clone_resume_from_state_arrays_is_bit_identical(memory: int, tmp_path: 
 
 def test_env_rewards_are_not_used(tmp_path: Path) -> None:
     env = Countdown(4, turns=True)
-    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1])], 20, tmp_path / "moves.npz")
-    config = GAIL(demonstrations=str(tmp_path / "moves.npz"), discriminator_batch_size=16)
+    record_vector_episodes(env, [UniformVectorPolicy(env, [0, 1])], 20, tmp_path / "moves.parquet")
+    config = GAIL(demonstrations=str(tmp_path / "moves.parquet"), discriminator_batch_size=16)
     made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
     batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 8, 0)
     first = made.update(batch, 0.0)
@@ -307,8 +261,8 @@ def test_env_rewards_are_not_used(tmp_path: Path) -> None:
 
 def test_gail_resume_from_state_arrays_is_bit_identical(tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
-    record_demonstrations(env, [UniformVectorPolicy(env, [0, 1, 2])], 20, tmp_path / "moves.npz")
-    config = GAIL(demonstrations=str(tmp_path / "moves.npz"), discriminator_batch_size=16, reward="logit")
+    record_vector_episodes(env, [UniformVectorPolicy(env, [0, 1, 2])], 20, tmp_path / "moves.parquet")
+    config = GAIL(demonstrations=str(tmp_path / "moves.parquet"), discriminator_batch_size=16, reward="logit")
     policy = NetPolicyConfig(hidden=[6], gru_units=4, normalize_observations=True, seat_one_hot=True)
     made, again = (learner(config, env, {"a": [0], "b": [1, 2]}, policy) for _ in range(2))
     sweeper = VectorRollout(env, np.arange(4))
@@ -326,7 +280,7 @@ def test_gail_resume_from_state_arrays_is_bit_identical(tmp_path: Path) -> None:
 
 def test_policies_without_actions_in_a_step_are_skipped(tmp_path: Path) -> None:
     env = Cues(3, turns=True, steps=2)
-    path = shown(env, right, 8, tmp_path / "moves.npz")
+    path = shown(env, right, 8, tmp_path / "moves.parquet")
     made = learner(GAIL(demonstrations=path, rollout_length=1), env, {"a": [0], "b": [1]})
     sweeper = VectorRollout(env, np.arange(3))
     reported = []
@@ -347,7 +301,7 @@ def test_pixel_observations_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reward", ["positive", "logit"])
 def test_gail_learns_from_few_games(reward: Any, tmp_path: Path) -> None:
     env = Cues(32, seats=2, steps=2)
-    path = shown(env, right, 2, tmp_path / "moves.npz")  # 32 games
+    path = shown(env, right, 2, tmp_path / "moves.parquet")  # 32 games
     made = learner(GAIL(demonstrations=path, rollout_length=8, gamma=0.9, reward=reward), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(32)), 8, 40)
     assert (mean_return(env, made.greedy_policies(), 40) > 0.95).all()  # the expert's is 1, by chance a third
@@ -355,7 +309,7 @@ def test_gail_learns_from_few_games(reward: Any, tmp_path: Path) -> None:
 
 def test_gail_of_continuous_actions(tmp_path: Path) -> None:
     env = Track(32)
-    path = shown(Track(8), steady, 20, tmp_path / "moves.npz")
+    path = shown(Track(8), steady, 20, tmp_path / "moves.parquet")
     others: list[VectorPolicy] = [ScriptedVectorPolicy(env, [0], steady), UniformVectorPolicy(env, [0])]
     expert, chance = (mean_return(env, [player], 40).item() for player in others)
     made = learner(GAIL(demonstrations=path, rollout_length=20, gamma=0.9), env, {"a": [0]})

@@ -462,7 +462,7 @@ def test_invalid_task_files_are_refused(tmp_path, line, message):
         ({"documents": "x", "task_source": "drills"}, "leave documents and tasks out"),
         ({"tasks": "x", "kinds": ["files"]}, "one or the other"),
         ({"max_turns": 0}, "max_turns=0 is out of range"),
-        ({"tools": ["nowhere:convert"]}, "cannot load tool"),
+        ({"tools": ["nowhere:convert"]}, "cannot be loaded"),
         (
             {"kinds": ["compute"], "built_in": ["calculator"], "team": "researcher_solver"},
             "the researcher has no tools",

@@ -176,7 +176,7 @@ def test_invalid_model_calls_are_refused():
     [
         ({}, "either function"),
         ({"function": "toy_workflows:relay", "command": ["x"]}, "either function"),
-        ({"function": "toy_workflows:gone"}, "cannot load"),
+        ({"function": "toy_workflows:gone"}, "cannot be loaded"),
         ({"function": "nowhere"}, "write module:name"),
         ({"function": "toy_workflows:relay", "timeout": 0}, "timeout=0.0 is out of range: give 0.001 to 86400"),
     ],

@@ -21,6 +21,7 @@ from palestra.envs.vector.sync_vector import SyncVectorEnv
         "matrix_pd",
         "goofspiel(num_cards=4,points_order=random,returns_type=total_points)",
         "markov_soccer(horizon=30)",
+        "hanabi",
     ],
 )
 def test_games_pass_the_vector_env_check(game: str) -> None:
@@ -43,7 +44,12 @@ def rebuilt(name: str, state: pyspiel.State) -> pyspiel.State:
 
 @pytest.mark.parametrize(
     ("name", "view"),
-    [("leduc_poker", "information_state"), ("leduc_poker", "observation"), ("oshi_zumo(coins=6)", "observation")],
+    [
+        ("leduc_poker", "information_state"),
+        ("leduc_poker", "observation"),
+        ("oshi_zumo(coins=6)", "observation"),
+        ("hanabi", "observation"),
+    ],
 )
 def test_observations_equal_openspiel_at_the_same_history(name: str, view: str) -> None:
     """Rebuilt by OpenSpiel from each game's own history; returns are the rewards added up."""
@@ -113,6 +119,23 @@ def test_tic_tac_toe_win_by_hand() -> None:
     )
     frame = env.step(np.array([[0, 0]], np.int32))  # taken: the first legal place, 2, instead, which wins
     assert frame.rewards.tolist() == [[1, -1]] and frame.terminated[0] and frame.agent_mask[0].tolist() == [True, False]
+
+
+def test_hanabi_pays_every_card_to_all_and_takes_it_back_when_lives_run_out() -> None:
+    """One colour of cards 1, 1, 1, 2, 2, 3, 3, 4, 4, 5; hands of two, one life. Actions 2 and 3 play a card. The first
+    players who play a card that fits have 1 each; a card that does not fit ends the game, for 0 in all."""
+    env = OpenSpielEnv(400, game="hanabi(players=2,colors=1,hand_size=2,max_life_tokens=1)")
+    frame, paid, returns = env.reset(np.arange(400)), np.zeros(400), []
+    for _ in range(3):
+        before = frame.agent_mask.copy()
+        frame = env.step(np.full((400, 2), 2, np.int32))
+        assert (frame.rewards[:, 0] == frame.rewards[:, 1]).all()
+        assert (before.sum(1) == 1).all() and (frame.agent_mask != before)[~frame.done].all()
+        assert (frame.rewards[~frame.done] == 1).all() and (frame.rewards[frame.done, 0] == -paid[frame.done]).all()
+        paid += frame.rewards[:, 0]
+        returns += paid[frame.done].tolist()
+        paid[frame.done] = 0
+    assert len(returns) > 200 and not any(returns) and paid.max() >= 2
 
 
 def test_intermediate_rewards_are_paid_when_earned() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import inspect
 import json
 import math
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from palestra.chat import same_message
+from palestra.config import load_object
 from palestra.envs.base import Env
 from palestra.envs.text.options import check_range
 from palestra.envs.text.splits import Split
@@ -279,11 +279,7 @@ class _ProgramRun:
 
 
 def _load_function(function: str) -> Callable[[WorkflowContext], Any]:
-    module, _, name = function.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot load function: {function} ({error}); write module:name") from error
+    found = load_object(function, "function")
     if not callable(found):
         raise ValueError(f"function: {function} is not a function")
     return found

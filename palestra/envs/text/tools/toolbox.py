@@ -15,7 +15,6 @@ Every call returns a readable text result, whatever its arguments.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import re
@@ -30,6 +29,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 
 from palestra.chat import Json, ToolCall
+from palestra.config import load_object
 from palestra.envs.text.tools.timeouts import ToolCallFailed, call_with_timeout
 from palestra.envs.text.tools.tool_state import ToolState
 
@@ -200,11 +200,7 @@ def make_tool(function: Callable[..., Any], *, is_built_in: bool = False) -> Too
 
 def load_tool(path: str) -> Tool:
     """Loads the tool at "module:function". Raises ValueError if there is none."""
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot load tool {path!r} ({error}); write module:function") from error
+    function = load_object(path, "tool")
     return function if isinstance(function, Tool) else _made(function)
 
 

@@ -1,0 +1,44 @@
+"""A game of OpenSpiel with no framework around it: one process, one game after the other, random legal moves and chance
+outcomes. The mover's observation tensor is made for each move."""
+
+from __future__ import annotations
+
+import random
+
+import pyspiel
+from peers.timing import measure, print_result, read_spec
+
+spec = read_spec()
+random.seed(0)
+game = pyspiel.load_game(spec.env)
+
+
+def begin() -> pyspiel.State:
+    state = game.new_initial_state()
+    draw(state)
+    return state
+
+
+def draw(state: pyspiel.State) -> None:
+    """Samples chance outcomes until a player must move."""
+    while state.is_chance_node():
+        outcomes, chances = zip(*state.chance_outcomes(), strict=True)
+        state.apply_action(random.choices(outcomes, chances)[0])
+
+
+state = begin()
+
+
+def advance() -> int:
+    """500 moves."""
+    global state
+    for _ in range(500):
+        state.observation_tensor(state.current_player())
+        state.apply_action(random.choice(state.legal_actions()))
+        draw(state)
+        if state.is_terminal():
+            state = begin()
+    return 500
+
+
+print_result(measure(advance, spec.seconds), ("open_spiel",), "one process, random moves, nothing learns")

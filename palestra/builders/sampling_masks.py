@@ -1,0 +1,45 @@
+"""Whether training fits how policies sample: with top-k or top-p, the sampled distribution is not the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from palestra.builders.text_config import TextConfig
+from palestra.engine.sampling import SamplingConfig
+from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig
+
+
+def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) -> None:
+    """Raises ValueError if a policy of `trained` keeps sampling masks in a stage whose loss is not of the sampled
+    distribution."""
+    for part in parts:
+        for name, sampling in _truncated(part, trained):
+            if sampling.keep_sampling_mask and not part.algorithm.needs_old_logprobs:
+                raise ValueError(
+                    f"policies.{name}.sampling.keep_sampling_mask trains the distribution that top_k and top_p leave, "
+                    f"and the loss of type: {part.algorithm.type} is of all tokens: set keep_sampling_mask: false"
+                )
+
+
+def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str]) -> list[str]:
+    """Returns a line for each policy of `trained` whose policy gradient is biased by top-k or top-p."""
+    biased = [
+        f"biased: {name} samples with {_cuts(sampling)}, and its gradient is taken as if from all tokens: set "
+        f"policies.{name}.sampling.keep_sampling_mask: true, or top_p: 1.0 and top_k: 0"
+        for part in parts
+        if part.algorithm.needs_old_logprobs and not part.data
+        for name, sampling in _truncated(part, trained)
+        if not sampling.keep_sampling_mask
+    ]
+    return list(dict.fromkeys(biased))
+
+
+def _truncated(part: TextConfig, trained: Collection[str]) -> Iterator[tuple[str, SamplingConfig]]:
+    for name, policy in part.policies.items():
+        if isinstance(policy, LoraPolicyConfig | FullPolicyConfig) and name in trained and policy.sampling.is_truncated:
+            yield name, policy.sampling
+
+
+def _cuts(sampling: SamplingConfig) -> str:
+    cuts = [f"top_k: {sampling.top_k}"] * (sampling.top_k > 0) + [f"top_p: {sampling.top_p:g}"] * (sampling.top_p < 1)
+    return " and ".join(cuts)

@@ -1,0 +1,397 @@
+"""IAC and MAAC: answers as actions by hand, what a central critic reads, a critic's own adapter, and CoMLRL's numbers.
+
+comlrl_iac_1.4.3.jsonl has values and losses of its trainers; comlrl_actor_critic.py writes them, in a virtual
+environment with the package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from actor_critic_runs import FixedValuesLearner, credited, lists, play, played, run_of, steps_of, whisper
+from tolerances import LOGPROB_ATOL
+
+from palestra.algorithms.presets import TEXT_PRESETS, expand_preset
+from palestra.algorithms.text.answer_critic import joint_prompt
+from palestra.algorithms.text.ppo import PPO
+from palestra.builders.engines import Engines
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.config import dump, parse, validate
+from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
+from palestra.learners.separate_critic import SeparateCriticWeights
+from palestra.losses.policy import LossInputs, actor_critic_loss, policy_gradient_loss, value_function_loss
+from palestra.runs import Run, list_checkpoints, read_lines
+from palestra.training.loop import restore_checkpoint, run_training
+from palestra.training.text import update_learner
+from palestra.types import Answer, Episode, Node, Sample
+
+CASES = [json.loads(line) for line in Path(__file__).with_name("comlrl_iac_1.4.3.jsonl").read_text().splitlines()]
+SEATS = ("a", "b")
+TURNS = (  # a says two tokens, b one, a one; a's first answer earns 2.5 until its second one, which earns 1
+    ({"a": 2}, {"a": 2.0}, 0.0),
+    ({"b": 1}, {"a": 0.5, "b": 3.0}, 0.0),
+    ({"a": 1}, {"a": 1.0}, 0.0),
+)
+
+
+def preset(name: str, **options: Any) -> PPO:
+    return PPO.model_validate(expand_preset({"type": name, **options}, TEXT_PRESETS))
+
+
+# ---- answers as actions
+
+
+def test_advantages_of_answers_by_hand():
+    """Values 1 and 4 of the states before the answers: 2.5 + 0.5 * 4 - 1 = 3.5 and 1 - 4 = -3, at each token of an
+    answer; with lambda 1 the first is 3.5 + 0.5 * -3 = 2. Values after an answer's first token do not count."""
+    options = {"gamma": 0.5, "normalize_advantages": False}
+    samples, _ = credited(preset("iac", **options), [play(TURNS)], FixedValuesLearner([[1, 99], [4]]))
+    assert lists(samples, "advantages") == [[3.5, 3.5], [-3.0]]
+    assert lists(samples, "returns") == [[4.5, 4.5], [1.0]] and lists(samples, "values") == [[1.0, 1.0], [4.0]]
+    assert [sample.denominator for sample in samples] == [1.0, 1.0]  # answers count, whatever their lengths
+    further = PPO(action_level="turn", gae_lambda=1.0, **options)
+    samples, _ = credited(further, [play(TURNS)], FixedValuesLearner([[1, 99], [4]]))
+    assert lists(samples, "advantages") == [[2.0, 2.0], [-3.0]]
+
+
+def test_advantages_of_answers_are_standardised_over_answers():
+    """3.5 and -3 become 1 and -1, though three tokens have them."""
+    samples, _ = credited(preset("iac", gamma=0.5), [play(TURNS)], FixedValuesLearner([[1, 99], [4]]))
+    assert lists(samples, "advantages") == [[1.0, 1.0], [-1.0]]
+
+
+def test_penalty_of_an_answer_is_the_sum_over_its_tokens():
+    """Log-ratios to the reference of 1 and 2 take 0.5 * 3 from the first answer's reward, and 0.5 * 1 from the
+    second's."""
+    reference = [[-2.0, -3.0], [-2.0]]
+    learner = FixedValuesLearner([[0, 0], [0]], reference=reference)
+    algorithm = preset("iac", normalize_advantages=False, kl_coef=0.5)
+    samples, metrics = credited(algorithm, [play(TURNS)], learner)
+    assert lists(samples, "advantages") == [[1.0, 1.0], [0.5]]
+    assert metrics["kl_sequence"] == pytest.approx(4.0)
+
+
+def tokens_of(values: list[float], returns: list[float], old: list[float] | None = None) -> LossInputs:
+    """Three tokens of two answers, the first of two tokens; a weight of 1/2 each: two answers, two terms of a mean."""
+    logp = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    tensors = [torch.tensor(part) if part is not None else None for part in (values, old, returns)]
+    value = tensors[0].requires_grad_()
+    weight, advantage = torch.full((3,), 0.5), torch.tensor([2.0, 2.0, -1.0])
+    sequence = torch.tensor([0, 0, 1])
+    plain = (logp, torch.zeros(3), torch.zeros(3), None, advantage, weight, sequence, sequence)
+    return LossInputs(*plain, value, tensors[1], tensors[2])
+
+
+def test_loss_of_answers_by_hand():
+    """-(2 * (-1 - 2) - (-3)) / 2 = 1.5 for the policy, and for the critic the errors (1 - 2)^2 and (5 - 1)^2 at the
+    first tokens: 1.2 / 2 * 17 / 2 = 5.1."""
+    inputs = tokens_of([1.0, 77.0, 5.0], [2.0, 2.0, 1.0])
+    loss, metrics = actor_critic_loss(inputs, surrogate="policy_gradient", value_coef=1.2, value_per_answer=True)
+    assert loss.item() == pytest.approx(1.5 + 5.1)
+    loss.backward()
+    assert inputs.value_M.grad.tolist() == pytest.approx([-0.6, 0.0, 2.4])
+    assert inputs.logp_M.grad.tolist() == pytest.approx([-1.0, -1.0, 0.5])
+    assert metrics["value_loss"].item() == pytest.approx((1 + 1 + 16) / 4)  # each token has its answer's error
+
+
+def test_values_of_answers_are_clipped():
+    """From 0, a value of 1 on its way to 2 has moved beyond 0.2 and has no gradient; 5 is beyond its return."""
+    inputs = tokens_of([1.0, 77.0, 5.0], [2.0, 2.0, 1.0], old=[0.0, 0.0, 0.0])
+    loss, metrics = value_function_loss(inputs, value_coef=1.0, value_clip=0.2, value_per_answer=True)
+    assert loss.item() == pytest.approx(((0.2 - 2) ** 2 + 16) / 4)
+    loss.backward()
+    assert inputs.value_M.grad.tolist() == pytest.approx([0.0, 0.0, 2.0])
+    assert metrics["value_clip_fraction"].item() == pytest.approx(1.0)  # two tokens of a half each, of the first answer
+
+
+def test_policy_gradient_of_stale_samples_is_corrected():
+    """Ratios of 1/2 and 4 to the sampler, the second of which is cut to 2."""
+    logp = torch.tensor([-1.0, -1.0], requires_grad=True)
+    sampler = logp.detach() + torch.tensor([2.0, 0.25]).log()
+    inputs = LossInputs(logp, torch.ones(2), logp.detach(), None, torch.ones(2), torch.full((2,), 0.5))
+    loss, metrics = policy_gradient_loss(inputs._replace(sampler_logp_M=sampler), importance_cap=2.0, entropy=0.1)
+    assert loss.item() == pytest.approx((0.5 + 2) / 2 - 0.1)
+    assert metrics["importance_cap_fraction"].item() == pytest.approx(0.5)
+
+
+# ---- what a central critic reads
+
+
+def said(prompt: list[int], ids: list[int]) -> Answer:
+    return Answer("x", "p@0", np.array(prompt, np.int32), np.array(ids, np.int32), np.zeros(len(ids), np.float32))
+
+
+def nodes_of(*steps: dict[str, Answer]) -> list[Node]:
+    return [Node(i, i - 1 if i else None, i, {}, answers) for i, answers in enumerate(steps)]
+
+
+def test_seats_that_act_at_once_are_read_by_their_prompts():
+    """The others in their order, the seat's own last, and no answer: these are what is to be judged."""
+    answers = {"a": said([1, 2], [9]), "b": said([3], [8]), "c": said([4], [7])}
+    nodes = nodes_of(answers)
+    assert joint_prompt(nodes, ["a", "b", "c"], "b").tolist() == [1, 2, 4, 3]
+    assert joint_prompt(nodes, ["a", "b", "c"], "c").tolist() == [1, 2, 3, 4]
+
+
+def test_earlier_answers_of_others_are_read():
+    """b acts after a, and a again: their newest prompts, with the answers that were given. c has not spoken yet, and
+    d's policy has no tokens."""
+    nodes = nodes_of({"a": said([1], [9]), "d": Answer("x", "d")}, {"b": said([2], [8, 8])}, {"a": said([3], [7])})
+    seats = ["a", "b", "c", "d"]
+    assert joint_prompt(nodes[:2], seats, "b").tolist() == [1, 9, 2]
+    assert joint_prompt(nodes, seats, "a").tolist() == [2, 8, 8, 3]
+
+
+def test_samples_have_what_the_critic_reads():
+    episode = play((({"a": 2, "b": 1}, {}, 1.0),))
+    (own,), _ = preset("maac").build_samples([episode], "p")
+    assert own.critic_ids.tolist() == [1, 2, 1, 2]
+    (own,), _ = preset("iac", critic="separate").build_samples([episode], "p")
+    assert own.critic_ids.tolist() == [1, 2]
+    for shared in (preset("iac"), PPO(), PPO(critic="separate")):
+        assert shared.build_samples([episode], "p")[0][0].critic_ids is None
+
+
+# ---- CoMLRL's trainers
+
+
+def learner_of(case: dict[str, Any], seat: str) -> LanguageLearner:
+    """A learner at CoMLRL's weights: the tiny base, with the same value head. A critic of its own is an adapter that
+    has not moved."""
+    shared = case["critic"] == "shared"
+    config = FullPolicyConfig(base="tiny") if shared else LoraPolicyConfig(base="tiny")
+    learner = Engines("cpu", 8).build_learner(seat, config, 0, critic=True, separate_critic=not shared)
+    head = critic_trainer(learner).critic
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-0.1, 0.1, head.in_features))
+        head.bias.fill_(0.1)
+    return learner
+
+
+def critic_trainer(learner: LanguageLearner) -> Any:
+    return learner.weights.critic if isinstance(learner.weights, SeparateCriticWeights) else learner.weights.trainer
+
+
+def episode_of(case: dict[str, Any]) -> Episode:
+    """The joint answers: siblings of one turn, or one trajectory of two."""
+    episode, turns = Episode("toy", 0, {seat: seat for seat in SEATS}), case["turns"]
+    for number, reward in enumerate(case["rewards"]):
+        answers = {}
+        for seat, own in zip(SEATS, case["agents"], strict=True):
+            one = own["samples"][number]
+            ids, zeros = np.array(one["token_ids"], np.int32), np.zeros(len(one["token_ids"]), np.float32)
+            answers[seat] = Answer("", f"{seat}@0", np.array(one["prompt_ids"], np.int32), ids, zeros)
+        parent = number - 1 if turns > 1 and number else None
+        depth = number if turns > 1 else 0
+        episode.nodes.append(Node(number, parent, depth, {}, answers, {}, reward, done=depth + 1 == turns))
+    return episode
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, list(c.values())[:5])))
+def test_values_and_losses_are_those_of_comlrl(case: dict[str, Any]) -> None:
+    """Its joint prompts have labels between them, so that they are given to our critic as they are."""
+    options = {} if case["critic"] == "central" else {"critic": case["critic"]}
+    algorithm = preset(
+        case["name"],
+        **options,
+        group_size=case["generations"],
+        gamma=0.9,
+        normalize_advantages=case["normalised"],
+        value_coef=2 * case["value_loss_coef"],
+        old_logprobs="sampler",
+    )
+    for seat, theirs in zip(SEATS, case["agents"], strict=True):
+        learner = learner_of(case, seat)
+        samples, _ = algorithm.build_samples([episode_of(case)], seat)
+        for sample, one in zip(samples, theirs["samples"], strict=True):
+            if one["critic_ids"]:
+                sample.critic_ids = np.array(one["critic_ids"], np.int32)
+        samples, _ = asyncio.run(algorithm.finalize_samples(samples, learner, {}))
+        logps = asyncio.run(learner.logprobs(samples))
+        for sample, logp, one in zip(samples, logps, theirs["samples"], strict=True):
+            assert logp.sum() == pytest.approx(one["logprob"], abs=LOGPROB_ATOL)
+            assert sample.values[0] == pytest.approx(one["value"], abs=LOGPROB_ATOL)
+            assert sample.returns[0] == pytest.approx(one["target"], abs=LOGPROB_ATOL)
+            assert sample.advantages[0] == pytest.approx(one["advantage"], abs=1e-3)
+        metrics = asyncio.run(learner.forward_backward(samples, algorithm.loss, **algorithm.loss_options))
+        value_loss = case["value_loss_coef"] * theirs["value_error"]
+        expected = theirs["policy_loss"] + (value_loss if case["critic"] == "shared" else 0.0)
+        assert metrics["loss"] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+        assert float(critic_trainer(learner).critic.bias.grad) == pytest.approx(theirs["head_gradient"], abs=1e-3)
+        if case["critic"] == "shared":
+            gradients = [p.grad for p in learner.weights.trainer.policy_parameters if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            assert norm == pytest.approx(theirs["policy_gradient_norm"], rel=2e-3)
+        else:
+            assert metrics["value_loss"] == pytest.approx(theirs["value_error"] / 2, abs=1e-3)
+
+
+# ---- a critic of its own
+
+
+def test_a_separate_critic_does_not_move_the_policy(base):
+    """The policy's gradient is that without a value loss, however large that is; the critic's adapter and head have
+    one, and its step has a rate and a clip of its own."""
+    found = {}
+    for coef in (0.0, 1e3):
+        algorithm = {"type": "maac", "value_coef": coef, "normalize_advantages": False}
+        setup = build(whisper(base, steps=1, episodes=6, algorithm=algorithm, policy={"critic_lr": 0.02}))
+        learner = setup.learners["guide"]
+        samples, _ = setup.stages[0].algorithm.build_samples(played(setup), "guide")
+        samples, _ = asyncio.run(setup.stages[0].algorithm.finalize_samples(samples, learner, {}))
+        algorithm = setup.stages[0].algorithm
+        asyncio.run(learner.forward_backward(samples, algorithm.loss, **algorithm.loss_options))
+        found[coef] = [p.grad.clone() for p in learner.weights.trainer.parameters]
+        assert learner.weights.trainer.critic is None
+        before = [p.detach().clone() for p in learner.weights.critic.parameters]
+        metrics = asyncio.run(learner.optim_step())
+        moved = [
+            float((a - b).detach().abs().max()) for a, b in zip(before, learner.weights.critic.parameters, strict=True)
+        ]
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+    assert any(gradient.abs().max() > 0 for gradient in found[0.0])
+    trainer = learner.weights.critic
+    averages = [trainer.optimizer.state[p]["exp_avg"] for p in trainer.critic_parameters]
+    assert metrics["critic_grad_norm"] > 100  # before it is clipped to 1, of which Adam's average takes a tenth
+    assert float(torch.nn.utils.get_total_norm(averages)) == pytest.approx(0.1, rel=1e-3)
+    assert moved[-1] == pytest.approx(0.02, rel=1e-3)  # the first step of Adam is the learning rate
+
+
+@pytest.mark.parametrize("critic", ["separate", "central"])
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_separate_critic_converges_to_the_return(base, critic, level):
+    """Where every line earns 2 in the end, a critic alone comes to say 2 at both turns."""
+    if (critic, level) == ("central", "token"):
+        pytest.skip("refused")
+    env = {"type": "toys:Chant", "turns": 2}
+    algorithm = {"normalize_advantages": False, "gae_lambda": 1.0, "critic": critic, "action_level": level}
+    config = whisper(base, steps=1, episodes=4, evals={}, algorithm=algorithm)
+    tree = config.model_dump() | {"env": env, "seats": {"caller": "guide", "herald": "walker", "walker": "walker"}}
+    setup = build(validate(TextConfig, tree))
+    learner, algorithm = setup.learners["guide"], setup.stages[0].algorithm
+    episodes = played(setup)
+    for episode in episodes:
+        for node in episode.nodes:
+            node.rewards, node.team_reward = {}, 2.0 * node.done
+    for _ in range(60):
+        asyncio.run(update_learner(algorithm, learner, episodes, 0.0))
+    samples, _ = algorithm.build_samples(episodes, "guide")
+    values = np.concatenate(asyncio.run(learner.values(samples)))
+    assert len(samples) == 8
+    np.testing.assert_allclose(values, 2.0, atol=0.3)
+
+
+def secret_games(setup, step):
+    """The games of a step, which pay for a secret of 1, whatever is said: the guide's prompt ends with it, and the
+    walker's has noise and the guide's word."""
+    moment = setup.position_of(step)
+    branching = moment.stage.algorithm.branching
+    episodes = asyncio.run(moment.stage.source.play(moment.episode_numbers, branching, setup.algorithm_state))
+    for episode in episodes:
+        secret = str(episode.nodes[0].observations["guide"])[-1]
+        for node in episode.nodes:
+            node.rewards, node.team_reward = {}, float(secret == "1") * node.done
+    return episodes
+
+
+def test_central_critic_sees_what_the_policy_does_not(base):
+    """The guide's prompt tells the critic of the walker what its games, which it has not seen, will pay."""
+    shares = {}
+    for critic in ("separate", "central"):
+        algorithm = {"action_level": "turn", "critic": critic, "gae_lambda": 0.0, "value_coef": 1.0}
+        policy = {"lr": 0.0, "critic_lr": 1e-2}
+        setup = build(whisper(base, steps=25, episodes=32, env={"turns": 1}, algorithm=algorithm, policy=policy))
+        learner, config = setup.learners["walker"], setup.stages[0].algorithm
+        updates = (update_learner(config, learner, secret_games(setup, step), 0.0) for step in range(25))
+        metrics = [asyncio.run(update) for update in updates]
+        shares[critic] = np.mean([line["explained_variance"] for line in metrics[-8:]])
+    assert shares["separate"] < 0.3 and shares["central"] > 0.7
+
+
+def test_resume_after_stop_is_bit_identical(base, tmp_path):
+    config = whisper(
+        base,
+        steps=4,
+        episodes=8,
+        algorithm={"type": "maac", "group_size": 2, "kl_coef": 0.05, "value_clip": 0.2},
+        policy={"epochs": 2, "batch_size": 20, "history": "conversation"},
+        evals={"test": {"episodes": 4, "every": 2}},
+    )
+    whole = run_of(config, tmp_path)
+    with Run.create(tmp_path, dump(config), config.name) as run:
+        assert not run_training(build(config), run, should_stop=lambda: len(steps_of(run.path)) == 2)
+    with Run.open(run.path) as run:
+        setup = build(validate(TextConfig, parse(run.config)))
+        assert restore_checkpoint(setup, run) == 2
+        assert run_training(setup, run)
+    assert (whole / "metrics.jsonl").read_bytes() == (run.path / "metrics.jsonl").read_bytes()
+    one, other = list_checkpoints(whole)[-1].path, list_checkpoints(run.path)[-1].path
+    files = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
+    assert "guide/critic/critic.safetensors" in [file.as_posix() for file in files]
+    for file in files:
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["iac", "maac"])
+def test_two_agents_learn_to_cooperate(base, tmp_path, name):
+    """Two secrets a game, held-out instances, won one time in four by chance."""
+    path = run_of(whisper(base, steps=30, episodes=96, algorithm={"type": name}), tmp_path)
+    before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
+    assert before < 0.4 and after > 0.75
+
+
+# ---- what cannot be
+
+
+def test_central_critic_of_tokens_is_refused():
+    with pytest.raises(ValueError, match="no value of each of its tokens: set action_level: turn"):
+        PPO(critic="central")
+    with pytest.raises(ValueError, match="surrogate: policy_gradient has none"):
+        preset("iac", dual_clip=3.0)
+    with pytest.raises(ValueError, match="type: maac is type: ppo with critic: central"):
+        preset("maac", critic="separate")
+
+
+def test_full_model_with_a_separate_critic_is_refused(base):
+    full = {"type": "full", "base": str(base), "sampling": {"max_tokens": 1}}
+    policies = {"guide": full, "walker": {"type": "scripted", "answers": ["0"]}}
+    with pytest.raises(ValueError, match=r"which a full model trains: set type: lora, or critic: shared"):
+        build(whisper(base, steps=1, policies=policies, algorithm={"critic": "separate"}))
+
+
+def test_central_critic_of_two_bases_is_refused(base, other_base):
+    config = whisper(base, steps=1, algorithm={"type": "maac"})
+    tree = config.model_dump(mode="json")
+    tree["policies"]["walker"]["base"] = str(other_base)
+    with pytest.raises(ValueError, match="guide and walker are on different bases"):
+        build(validate(TextConfig, tree))
+
+
+def test_stages_with_different_critics_are_refused(base):
+    stages = [{"name": "one"}, {"name": "two", "algorithm": {"type": "iac", "critic": "separate"}}]
+    with pytest.raises(ValueError, match="a policy has one critic for the whole run"):
+        build(whisper(base, steps=1, stages=[{**stage, "steps": 1} for stage in stages]))
+
+
+def test_joint_prompt_longer_than_the_base_is_refused(base):
+    setup = build(whisper(base, steps=1, algorithm={"type": "maac"}))
+    limit = setup.learners["guide"].weights.trainer.engine.model.config.max_position_embeddings
+    ids, zeros = np.array([1], np.int32), np.zeros(1, np.float32)
+    long = Sample(ids, ids, zeros, zeros, critic_ids=np.ones(limit + 1, np.int32))
+    with pytest.raises(ValueError, match=f"here {limit + 1} tokens, and the base has {limit}"):
+        setup.learners["guide"].weights.values([long])
+
+
+def test_checkpoint_without_a_separate_critic_is_refused(base, tmp_path):
+    build(whisper(base, steps=1)).learners["guide"].save(tmp_path)
+    setup = build(whisper(base, steps=1, algorithm={"type": "maac"}))
+    with pytest.raises(ValueError, match="holds no separate critic"):
+        setup.learners["guide"].load(tmp_path)
