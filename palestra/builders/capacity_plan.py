@@ -13,8 +13,8 @@ from palestra.builders.text_config import TextConfig
 from palestra.engine.memory import peak_bytes
 from palestra.remote.samplers.config import SamplerServersConfig
 
-CHARACTERS_PER_TOKEN = 4  # of a text, in episodes
-ANSWER_BYTES = 300  # of an answer's record beside its tokens
+CHARACTERS_PER_TOKEN = 4  # of a text, as tokenizers of large models have
+ANSWER_BYTES = 200  # of an answer's record beside its tokens
 ENV_SERVER_USE = 0.7  # share of its time in which an env server steps envs
 MIN_ENV_SHARE = 0.1  # of a step's seconds that envs compute, from which servers of their own are suggested
 SUGGESTED = 5

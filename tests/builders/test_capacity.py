@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import pickle
 import statistics
 import time
 from dataclasses import replace
@@ -173,7 +175,7 @@ def test_a_step_is_over_when_rollout_and_training_are():
 def test_traffic_staleness_and_env_servers():
     sent = traffic(workload())
     assert sent.weights == 160
-    assert sent.episodes == 2 * 3 * 8 + 8 * (300 + 12 * 5)
+    assert sent.episodes == 2 * 3 * 8 + 8 * (200 + 12 * 5)
     costs = machine(answers=0.5, trained_layers=1.0)
     step = step_time(workload(), costs, Layout(staleness=2))  # 4 s of rollout, a step of 6
     assert expected_staleness(step, in_flight=False) == 2
@@ -237,6 +239,21 @@ def test_suggested_layouts_use_the_fleet():
     assert "train: {workers: 2, num_gpus: 1}, play: {workers: 6, num_gpus: 1}" in placed
     with pytest.raises(ValueError, match="server"):
         plan_capacity(config.model_copy(update={"engine": "http://localhost:1"}), plan.machine, EPISODE)
+
+
+def test_planned_traffic_matches_what_a_run_sends(tmp_path):
+    """The test's tokens are single characters, of which the plan counts four."""
+    policy = {"base": "tiny", "sampling": {"max_tokens": 12, "stop_at_eos": False}}
+    config = noise_config(policy, 12, 4, adapters=2, device="cpu")
+    trainer = build(config)
+    stage = trainer.stages[0]
+    episodes = asyncio.run(stage.source.play(range(12), stage.algorithm.branching, {}))
+    for name, learner in trainer.learners.items():
+        learner.export(tmp_path / name)
+    planned = traffic(build_workload(config, probe_episodes(config), device="cpu"))
+    sent = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert planned.weights == pytest.approx(sent, rel=0.05)
+    assert 0.9 < planned.episodes / len(pickle.dumps(episodes)) < 1.6
 
 
 class CpuClock(Callback):
