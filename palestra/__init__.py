@@ -33,6 +33,7 @@ _NAMES = {  # module: names that it gives to `import palestra`
         "QMIX",
         "SAC",
         "TD3",
+        "TRPO",
     ],
     "algorithms.text.distill": ["Distill"],
     "algorithms.text.dpo": ["DPO"],

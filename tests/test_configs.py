@@ -77,16 +77,18 @@ def playable(path):
 
 
 def shown(path, folder, monkeypatch):
-    """Settings for a config that learns from demonstrations, recorded by the command that its first lines name."""
-    if "demonstrations" not in load(path)["algorithm"]:
+    """Settings for a config that learns from episodes, recorded by the commands that its first lines name."""
+    keys = {"demonstrations", "data"} & load(path)["algorithm"].keys()
+    if not keys:
         return []
     monkeypatch.chdir(ROOT)
-    (command,) = [line for line in path.read_text().splitlines() if line.startswith("#   palestra collect")]
-    arguments = shlex.split(command)[2:]
-    file = folder / Path(arguments[-1]).name
-    result = CliRunner().invoke(app, [*arguments[:-1], str(file), "--steps", "64"])
-    assert result.exit_code == 0, result.output
-    return [f"algorithm.demonstrations={file}"]
+    files = []
+    for command in [line for line in path.read_text().splitlines() if line.startswith("#   palestra collect")]:
+        arguments = shlex.split(command)[2:]
+        files.append(str(folder / Path(arguments[-1]).name))
+        result = CliRunner().invoke(app, [*arguments[:-1], files[-1], "--steps", "64"])
+        assert result.exit_code == 0, result.output
+    return [f"algorithm.{keys.pop()}=[{', '.join(files)}]"]
 
 
 @pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))

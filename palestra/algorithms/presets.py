@@ -48,6 +48,7 @@ TEXT_PRESETS: dict[str, Preset] = {
 VECTOR_PRESETS: dict[str, Preset] = {
     "ippo": {"type": "ppo", "critic": "own"},  # de Witt et al., 2020
     "mappo": {"type": "ppo", "critic": "central"},  # Yu et al., 2022
+    "hatrpo": {"type": "trpo", "critic": "central", "sequential": True},  # Kuba et al., 2022
     "happo": {"type": "ppo", "critic": "central", "sequential": True},  # Kuba et al., 2022
     "pqn_vdn": {"type": "pqn", "mixer": "vdn"},  # Gallici et al., 2024
     "maddpg": {"type": "ddpg", "critic": "central"},  # Lowe et al., 2017

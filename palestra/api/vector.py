@@ -12,6 +12,7 @@ from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
+from palestra.algorithms.vector.trpo import TRPO
 from palestra.builders.vector_config import FrozenNetConfig as Frozen
 from palestra.builders.vector_config import RandomActionsConfig as Random
 from palestra.builders.vector_config import ScriptConfig as Script
@@ -32,6 +33,7 @@ __all__ = [
     "QMIX",
     "SAC",
     "TD3",
+    "TRPO",
     "Frozen",
     "Net",
     "Random",

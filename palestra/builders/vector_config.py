@@ -20,6 +20,7 @@ from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
+from palestra.algorithms.vector.trpo import TRPO
 from palestra.builders.run_config import EvalConfig, PolicyRunConfig
 from palestra.config import StrictModel
 from palestra.learners.policy_stack import NetPolicyConfig
@@ -63,7 +64,7 @@ VectorPolicyConfig = Annotated[
     TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
 ]
 VectorAlgorithmConfig = Annotated[
-    PPO | A2C | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL | IQL | CQL,
+    PPO | A2C | TRPO | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL | IQL | CQL,
     Field(discriminator="type"),
     BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
 ]

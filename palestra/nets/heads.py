@@ -73,18 +73,19 @@ class MultiCategoricalHead(ActionHead):
         self.parts = [CategoricalHead(Discrete(size)) for size in space.sizes]
         self.outputs, self.width = sum(space.sizes), len(space.sizes)
 
-    def _parts(self, out: Tensor) -> list[tuple[CategoricalHead, Tensor]]:
+    def split(self, out: Tensor) -> list[tuple[CategoricalHead, Tensor]]:
+        """Returns the parts and their outputs."""
         return list(zip(self.parts, out.split([part.outputs for part in self.parts], -1), strict=True))
 
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        drawn = [part.sample(x, None, generator) for part, x in self._parts(out)]
+        drawn = [part.sample(x, None, generator) for part, x in self.split(out)]
         return torch.stack([action for action, _ in drawn], -1), torch.stack([logp for _, logp in drawn]).sum(0)
 
     def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
-        return torch.stack([part.mode(x, None) for part, x in self._parts(out)], -1)
+        return torch.stack([part.mode(x, None) for part, x in self.split(out)], -1)
 
     def evaluate_actions(self, out: Tensor, action: Tensor, action_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        scores = [part.evaluate_actions(x, action[..., i], None) for i, (part, x) in enumerate(self._parts(out))]
+        scores = [part.evaluate_actions(x, action[..., i], None) for i, (part, x) in enumerate(self.split(out))]
         return torch.stack([logp for logp, _ in scores]).sum(0), torch.stack([entropy for _, entropy in scores]).sum(0)
 
 
@@ -136,3 +137,19 @@ def make_head(space: Space) -> ActionHead:
     if isinstance(space, Discrete):
         return CategoricalHead(space)
     return MultiCategoricalHead(space) if isinstance(space, MultiDiscrete) else GaussianHead(space)
+
+
+def kl_divergence(head: ActionHead, old: Tensor, new: Tensor, action_mask: Tensor | None) -> Tensor:
+    """Returns the Kullback-Leibler divergence [...] in nats from the distribution with outputs `old` [..., O] to that
+    with outputs `new`. Raises ValueError for a head without one in closed form."""
+    if isinstance(head, CategoricalHead):
+        before, after = head.logits(old, action_mask), head.logits(new, action_mask)
+        return (before.exp() * (before - after)).sum(-1)
+    if isinstance(head, MultiCategoricalHead):
+        pairs = zip(head.split(old), head.split(new), strict=True)
+        return torch.stack([kl_divergence(part, x, y, None) for (part, x), (_, y) in pairs]).sum(0)
+    if isinstance(head, GaussianHead):
+        (mean, log_std), (new_mean, new_log_std) = head.mean_and_log_std(old), head.mean_and_log_std(new)
+        spread = (2 * (log_std - new_log_std)).exp() + ((mean - new_mean) / new_log_std.exp()).square()
+        return (new_log_std - log_std + 0.5 * (spread - 1)).sum(-1)
+    raise ValueError(f"the divergence of {type(head).__name__} has no closed form")

@@ -22,7 +22,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.vector.critics import CriticRows, ValueCritic
-from palestra.algorithms.vector.minibatches import MiniBatch, iterate_minibatches, normalise_weights, standardise
+from palestra.algorithms.vector.minibatches import (
+    MiniBatch,
+    PolicyRows,
+    iterate_minibatches,
+    normalise_weights,
+    standardise,
+)
 from palestra.envs.vector.base import Arrays
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.learners.policy_stack import PolicyStack, StackedAdam, strip_prefix
@@ -271,40 +277,25 @@ class ActorCriticLearner(NetLearner):
     ) -> dict[str, Metrics]:
         """Trains the policies of a stack on advantages [T, B, N], normalised and then times `factor` [T, B, N]; returns
         metrics by policy."""
-        names = stack.seat_mapping.names
-        advantage, aim, weight = stack.rows(advantages), stack.rows(aims), stack.rows(known.float())
-        if self.config.normalize_advantages:
-            advantage = standardise(advantage, weight, self.gradient_sync.all_reduce)
-        advantage = advantage * stack.rows(factor)
-        observations = stack.observations(batch.obs)[:, :-1]
-        is_first = stack.seat_mapping.repeat_games(batch.is_first)[:, :-1]
-        actions, logp = stack.actions(batch), stack.rows(batch.logp)
-        action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
-        memory = batch.recurrent_state.get("+".join(names))
+        names, aim = stack.seat_mapping.names, stack.rows(aims)
+        rows = self.policy_rows(stack, batch, advantages, factor, known)
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
         bonus = self.config.entropy_at(progress)
-        for minibatch in self._minibatches(weight, bool(stack.net.gru_units)):
-            out, value = stack.net.unroll_with_values(
-                minibatch(observations), minibatch.column_recurrent_states(memory), minibatch(is_first)
-            )
-            score = stack.head.evaluate_actions(
-                out, minibatch(actions), None if action_mask is None else minibatch(action_mask)
-            )
-            inputs = [
-                x.flatten(1).unbind()
-                for x in (*score, minibatch(logp), minibatch(advantage), normalise_weights(minibatch(weight)))
-            ]
+        for minibatch in self._minibatches(rows.weight, bool(stack.net.gru_units)):
+            part = rows.minibatch(minibatch)
+            out, value = stack.net.unroll_with_values(part.observations, part.recurrent_state, part.is_first)
+            share = normalise_weights(part.weight)
+            score = stack.head.evaluate_actions(out, part.actions, part.action_mask)
+            inputs = [x.flatten(1).unbind() for x in (*score, part.logp, part.advantage, share)]
             total = out.new_zeros(())
             for p in range(len(names)):
-                new, entropy, old, credit, share = (x[p] for x in inputs)
-                loss, metrics = self.config.loss(LossInputs(new, entropy, old, None, credit, share))
-                total = total + loss - (bonus * (share * entropy).sum() if bonus else 0.0)
+                new, entropy, old, credit, own = (x[p] for x in inputs)
+                loss, metrics = self.config.loss(LossInputs(new, entropy, old, None, credit, own))
+                total = total + loss - (bonus * (own * entropy).sum() if bonus else 0.0)
                 lines[p].append({"policy_loss": loss.detach(), **metrics})
             if value is not None:
-                for line, value_p, aim_p, share in zip(
-                    lines, value, minibatch(aim), normalise_weights(minibatch(weight)), strict=True
-                ):
-                    missed = value_loss(value_p, aim_p, share)
+                for line, value_p, aim_p, own in zip(lines, value, minibatch(aim), share, strict=True):
+                    missed = value_loss(value_p, aim_p, own)
                     total = total + self.config.aux_value_coef * missed
                     line[-1]["auxiliary_loss"] = missed.detach()
             norms = stack.optimizer.step(total, progress)
@@ -312,6 +303,16 @@ class ActorCriticLearner(NetLearner):
                 lines[p][-1]["grad_norm"] = norms[p]
         stack.version += len(lines[0])
         return {name: mean_metrics(own) for name, own in zip(names, lines, strict=True)}
+
+    def policy_rows(
+        self, stack: PolicyStack, batch: RolloutBatch, advantages: Tensor, factor: Tensor, known: Tensor
+    ) -> PolicyRows:
+        """Returns what the policies of a stack learn from: `advantages` [T, B, N], normalised and then times `factor`
+        [T, B, N], where they are `known` [T, B, N]."""
+        advantage, weight = stack.rows(advantages), stack.rows(known.float())
+        if self.config.normalize_advantages:
+            advantage = standardise(advantage, weight, self.gradient_sync.all_reduce)
+        return PolicyRows.of(stack, batch, advantage * stack.rows(factor), weight)
 
     def _logp(self, batch: RolloutBatch) -> np.ndarray:
         """Returns the log-probability of each action under the current policies [T, B, N]; the recorded one where no

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from palestra.learners.policy_stack import PolicyStack
+from palestra.types import RolloutBatch
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,49 @@ class MiniBatch:
     def column_recurrent_states(self, recurrent_state: Tensor | None) -> Tensor | None:
         """Returns the initial recurrent states [P, M, H] of the minibatch's columns; None for single transitions."""
         return None if recurrent_state is None or not self.columns else recurrent_state.index_select(1, self.index)
+
+
+class PolicyRows(NamedTuple):
+    """What policies learn from: observations [P, T, C, ...], first steps, actions, their log-probabilities when they
+    were played, action masks (None: all actions are legal), advantages and weights [P, T, C, ...] each, and the
+    recurrent states [P, C, H] before the first step (None: none)."""
+
+    observations: Tensor
+    is_first: Tensor
+    actions: Tensor
+    logp: Tensor
+    action_mask: Tensor | None
+    advantage: Tensor
+    weight: Tensor
+    recurrent_state: Tensor | None
+
+    @classmethod
+    def of(cls, stack: PolicyStack, batch: RolloutBatch, advantage: Tensor, weight: Tensor) -> PolicyRows:
+        """Returns the rows of a rollout that the policies of a stack learn from, with advantages and weights [P, T,
+        C]."""
+        return cls(
+            stack.observations(batch.obs)[:, :-1],
+            stack.seat_mapping.repeat_games(batch.is_first)[:, :-1],
+            stack.actions(batch),
+            stack.rows(batch.logp),
+            None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1],
+            advantage,
+            weight,
+            batch.recurrent_state.get("+".join(stack.seat_mapping.names)),
+        )
+
+    def minibatch(self, minibatch: MiniBatch) -> PolicyRows:
+        """Returns the minibatch's part of everything."""
+        return PolicyRows(
+            minibatch(self.observations),
+            minibatch(self.is_first),
+            minibatch(self.actions),
+            minibatch(self.logp),
+            None if self.action_mask is None else minibatch(self.action_mask),
+            minibatch(self.advantage),
+            minibatch(self.weight),
+            minibatch.column_recurrent_states(self.recurrent_state),
+        )
 
 
 def normalise_weights(weight: Tensor) -> Tensor:
