@@ -1,12 +1,12 @@
 """What `palestra plan` predicts beside what runs measure: 1M to 135M parameters, 1 to 16 adapters, waiting envs.
 
-    python bench/capacity.py             sixteen runs, about half an hour of CPU time
-    python bench/capacity.py --quick     twelve runs of fewer steps, about ten minutes
+    python bench/capacity.py             sixteen runs, about ten minutes of CPU time
+    python bench/capacity.py --quick     twelve runs of fewer steps, about six minutes
     python bench/capacity.py --simulate  the simulated cluster alone: leagues on 1 to 1,000 workers (cluster.py)
     python bench/capacity.py --rows 1M-1 20M-8 --markdown rows.md
 
-Before each run the machine is measured again (builders/calibration.py, some seconds on two small models, none of them a
-base here), since its cores may be shared: a prediction is of the machine as it was just then. Models have random
+Before each run the machine is measured again (builders/calibration.py, some seconds on three small models, none of them
+a base here), since its cores may be shared: a prediction is of the machine as it was just then. Models have random
 weights, and answers all have their full length. Seconds are medians over steps, without the first.
 
 Compared are CPU seconds of a step, of all processes together, and where envs wait the wall seconds of a step, too. Wall
