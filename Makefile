@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 SCREENSHOTS := .cache/screenshots
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo real test test-all test-browser test-clients test-envs test-sinks test-trl test-bitsandbytes lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real test test-all test-browser test-clients test-envs test-sinks test-s3 test-trl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +126,18 @@ $(SINKS)/.installed: pyproject.toml constraints.txt
 
 test-sinks: $(SINKS)/.installed ## send runs to Weights & Biases, MLflow and Trackio, offline
 	$(SINKS)/bin/python -m pytest -m peers tests/sinks
+
+# A server of S3's protocol and its client, whose botocore wants an older dateutil than the other tests have.
+S3 := .cache/s3
+$(S3)/.installed: pyproject.toml constraints.txt
+	test -x $(S3)/bin/python || $(PYTHON) -m venv $(S3)
+	$(S3)/bin/pip install --quiet torch==2.13.0
+	grep -vE '^(python-dateutil|multidict)==' constraints.txt > $(S3)/constraints.txt
+	$(S3)/bin/pip install --quiet -c $(S3)/constraints.txt -e '.[s3,games]' s3fs==2026.9.0 'moto[server]==5.2.5' pytest pytest-timeout hypothesis
+	touch $@
+
+test-s3: $(S3)/.installed ## mirror runs to a server of S3's protocol, kill them, and resume them elsewhere
+	$(S3)/bin/python -m pytest -m peers tests/mirror
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .

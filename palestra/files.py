@@ -266,10 +266,12 @@ def read_checksummed(path: Path) -> list[dict[str, Any]]:
     written.
     """
     lines = check_is_file(path).read_bytes().split(b"\n")[:-1]
-    return [_unsealed(path, number, line) for number, line in enumerate(lines, start=1)]
+    return [parse_checksummed(path, number, line) for number, line in enumerate(lines, start=1)]
 
 
-def _unsealed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def parse_checksummed(path: Path | str, number: int, line: bytes) -> dict[str, Any]:
+    """Returns line `number` of a file of lines that were written with `with_checksum`, without the checksum. Raises
+    DamagedFile if it differs from what was written."""
     found = CHECKSUM_PATTERN.search(line)
     bare = line[: found.start()] + b"}" if found else b""
     if not found or _seal(bare) != found[1].decode():
@@ -303,7 +305,7 @@ def check_is_file(path: Path) -> Path:
     return path
 
 
-def parse_line(path: Path, number: int, line: bytes, hint: str) -> dict[str, Any]:
+def parse_line(path: Path | str, number: int, line: bytes, hint: str) -> dict[str, Any]:
     """Returns the JSON object of line `number` of a .jsonl file.
 
     Raises ValueError, with `hint` as the likely cause, if the line is not a JSON object.

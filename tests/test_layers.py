@@ -39,7 +39,7 @@ LAYERS = [
     {"palestra.training"},
     {"palestra.backends"},
     {"palestra.service", "palestra.remote"},
-    {"palestra.sinks"},
+    {"palestra.sinks", "palestra.mirror"},
     {"palestra.builders"},
     {"palestra.workers"},
     {"palestra.launch"},

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from palestra.config import RunName, StrictModel, check_policy_names
+from palestra.mirror.config import OptionalMirror
 from palestra.sinks.base import SinkConfigs
 from palestra.types import TEAM, Seat
 
@@ -38,6 +39,9 @@ class RunConfig(StrictModel):
     copies."""
     sinks: SinkConfigs = []
     """Trackers that receive the run's metrics, such as TensorBoard or Weights & Biases."""
+    mirror: OptionalMirror = None
+    """Object store that receives the run's checkpoints and logs while it trains, by URL (`s3://bucket/runs`) or with
+    settings (`{url: s3://bucket/runs, final_wait_s: 600}`). Null: none."""
 
     @property
     def env_label(self) -> str:

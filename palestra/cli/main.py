@@ -19,6 +19,7 @@ from palestra.cli.evaluate import evaluate
 from palestra.cli.grid import grid
 from palestra.cli.info import info
 from palestra.cli.league import league
+from palestra.cli.mirror import fetch
 from palestra.cli.plan import plan
 from palestra.cli.play import play
 from palestra.cli.report import plot, report, sync
@@ -61,7 +62,7 @@ def _add(panel: str, **commands: Callable[..., None]) -> None:
 
 
 _add(TRAIN, demo=demo, init=init, train=train, grid=grid, tune=tune)
-_add(RESULTS, runs=runs, eval=evaluate, dashboard=dashboard, report=report, plot=plot, sync=sync)
+_add(RESULTS, runs=runs, eval=evaluate, dashboard=dashboard, report=report, plot=plot, sync=sync, fetch=fetch)
 app.add_typer(league, name="league", rich_help_panel=RESULTS)
 _add(AGENTS, play=play, collect=collect, publish=publish, serve_agent=serve_agent)
 _add(SERVERS, serve=serve, serve_envs=serve_envs, serve_sampler=serve_sampler)

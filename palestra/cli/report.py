@@ -1,4 +1,4 @@
-"""`palestra report`, `plot` and `send_logs`: a run as an HTML page, as a figure, or sent to trackers."""
+"""`palestra report`, `plot` and `sync`: a run as an HTML page, as a figure, or sent to trackers and stores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from palestra.cli.mirror import send_to_store
 from palestra.launch.console import console, print_line, styled_text, user_errors
+from palestra.mirror import is_store_url
 
 RunPath = Annotated[Path, typer.Argument(help="a run")]
 
@@ -77,20 +79,24 @@ def plot(
 
 def sync(
     run: RunPath,
-    to: Annotated[str, typer.Option(help="tensorboard, wandb, mlflow or trackio")],
+    to: Annotated[str, typer.Option(help="tensorboard, wandb, mlflow, trackio, or a store: s3://bucket/runs")],
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="setting of the sink: `--set project=games`")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="follow the run until Ctrl-C")] = False,
 ) -> None:
-    """Send a run's metrics to a tracker. Lines that were sent before are not sent again.
+    """Send a run's metrics to a tracker, or all of it to an object store. What was sent before is not sent again.
 
     Examples:
 
         palestra sync runs/demo --to tensorboard
 
         palestra sync runs/demo --to wandb --set project=games --set mode=offline --follow
+
+        palestra sync runs/demo --to s3://bucket/runs
     """
+    if is_store_url(to):
+        return send_to_store(run, to, settings or [], follow)
     with user_errors():
         from palestra.config import override, validate
         from palestra.sinks import log_tailer as sinks

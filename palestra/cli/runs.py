@@ -9,7 +9,9 @@ import typer
 from rich import box
 from rich.table import Table
 
+from palestra.cli.mirror import print_mirrored
 from palestra.launch.console import console, print_line, styled_text
+from palestra.mirror import is_store_url
 
 if TYPE_CHECKING:
     from palestra.dashboard.catalog import CatalogRun
@@ -17,12 +19,19 @@ if TYPE_CHECKING:
 Root = Annotated[Path, typer.Option(help="the folder that holds runs")]
 
 
-def runs(root: Root = Path("runs")) -> None:
+def runs(
+    root: Annotated[
+        str, typer.Option(help="the folder that holds runs, here or in a store (s3://bucket/runs)")
+    ] = "runs",
+) -> None:
     """List the runs in a folder: status, env, algorithm, newest held-out result and alarms.
 
     The held-out result is the newest of the evaluation `test`, or of the first one; that of a population is NashConv.
+    Of a folder in an object store, the newest whole state of each run is listed.
     """
-    from palestra.dashboard.run_status import held_locks, list_entry, metric_alarms
+    if is_store_url(root):
+        return print_mirrored(root)
+    from palestra.dashboard.run_status import held_locks, list_entry, run_alarms
     from palestra.runs import list_runs
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # narrow: eight columns in 80 letters
@@ -35,7 +44,7 @@ def runs(root: Root = Path("runs")) -> None:
             continue
         run = _open(found.path)
         entry = list_entry(run, locks)
-        alarms = dict.fromkeys(alarm.name for alarm in metric_alarms(run))
+        alarms = dict.fromkeys(alarm.name for alarm in run_alarms(run))
         table.add_row(
             run.name,
             found.created[:10],
@@ -56,10 +65,10 @@ def _progress(entry: dict[str, Any]) -> str:
 
 
 def print_alarms(path: Path) -> None:
-    """Prints the alarms that a run's metrics raise, as in the dashboard."""
-    from palestra.dashboard.run_status import metric_alarms
+    """Prints the alarms of a run, as in the dashboard."""
+    from palestra.dashboard.run_status import run_alarms
 
-    for alarm in metric_alarms(_open(path)):
+    for alarm in run_alarms(_open(path)):
         about = f" ({alarm.policy})" if alarm.policy else ""
         console.print(styled_text((f"alarm: {alarm.name}{about}:", "yellow"), f" {alarm.message}"), soft_wrap=True)
 

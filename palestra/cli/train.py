@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from palestra.cli.mirror import fetch_and_print
 from palestra.cli.report import print_cycles
 from palestra.cli.runs import Root, print_alarms
 from palestra.launch.console import RANK, console, print_line, user_errors
@@ -27,7 +29,10 @@ def train(
         typer.Argument(help="a YAML config, whose keys `palestra config` describes; not needed with --resume"),
     ] = None,
     settings: Settings = None,
-    resume: Annotated[Path | None, typer.Option(help="resume this run from its last checkpoint")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="resume this run from its last checkpoint; the URL of a mirror is brought into --root first"),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="name of the run (default: the config's)")] = None,
     root: Root = Path("runs"),
     engine: Annotated[
@@ -42,6 +47,12 @@ def train(
     workers: Annotated[int | None, typer.Option(min=1, help="number of parallel workers")] = None,
     address: Annotated[
         str | None, typer.Option(help="address of a Ray cluster; without it a local one is started")
+    ] = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option(
+            help="folder of runs in an object store, to which the run is mirrored: s3://bucket/runs (none: not at all)"
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check the config, print it resolved, and stop")] = False,
 ) -> None:
@@ -63,6 +74,10 @@ def train(
 
         palestra train --resume runs/demo --set steps=200    # with more steps than it had
 
+        palestra train configs/demo.yaml --mirror s3://bucket/runs
+
+        palestra train --resume s3://bucket/runs/demo    # on another machine
+
         torchrun --nproc-per-node 4 -m palestra train configs/demo.yaml
 
     `palestra config` describes every key of a config: `palestra config text` those of a run, `palestra config grpo`
@@ -72,13 +87,17 @@ def train(
     """
     places = [("type", backend), ("workers", workers), ("address", address)]
     changes = [*(settings or []), *([f"engine={engine}"] if engine else [])]
-    with user_errors(), _interruptible(resume):
+    with user_errors(), _interruptible(None):
+        path, found_mirror = _resumed(resume, root) if resume else (None, None)
+    with user_errors(), _interruptible(path):
         from palestra.config import dump
-        from palestra.launch.run import place_tree, run_request
+        from palestra.launch.run import mirror_tree, place_tree, run_request
 
-        tree = _config_tree(config, resume, changes)
+        tree = _config_tree(config, path, changes)
         placed = place_tree(tree, [f"backend.{key}={value}" for key, value in places if value])
-        request = run_request(placed, resume=resume, name=name, root=root, stored=tree if changes else None)
+        if url := mirror or found_mirror:
+            placed = mirror_tree(placed, url)
+        request = run_request(placed, resume=path, name=name, root=root, stored=tree if changes else None)
         if not dry_run:
             return _train(request)
         request.check()
@@ -92,6 +111,21 @@ def train_tree(tree: Tree, *, name: str, root: Path) -> None:
 
     with _interruptible(None):
         _train(run_request(tree, name=name, root=root))
+
+
+def _resumed(resume: str, root: Path) -> tuple[Path, str | None]:
+    """Returns the folder of the run to resume, which is brought from a store if `resume` is a URL, and the folder of
+    runs in that store (None: a path was given)."""
+    from palestra.mirror import is_store_url
+
+    if not is_store_url(resume):
+        return Path(resume), None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"torchrun starts several processes, and one must bring the run: palestra fetch {resume} --root {root}, "
+            "then --resume the folder"
+        )
+    return fetch_and_print(resume, root), resume.rstrip("/").rpartition("/")[0]
 
 
 def _config_tree(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:

@@ -92,8 +92,14 @@ RULES = {
         "in some group of members each is beaten by another of it, by more than two standard errors",
         "do not pick a best member by rating: play the mixture of the meta-strategy, and look at NashConv",
     ),
+    "mirror is behind": AlarmRule(
+        "the object store to which the run is mirrored fails, or another process writes the run's copy there",
+        "see that the store is up, that its credentials are in the environment and that one process trains the run: "
+        "what the copy lacks is sent once the store answers, or by `palestra sync RUN --to URL`",
+    ),
 }
-POPULATION_RULES = ("cyclic population",)  # judged by payoffs; all others by logged metrics
+POPULATION_RULES = ("cyclic population",)  # judged by payoffs
+MIRROR_RULES = ("mirror is behind",)  # judged by the status of the mirror, in runs of every kind; others by metrics
 
 
 @dataclass(frozen=True)
@@ -125,9 +131,9 @@ def rules_for(is_population: bool, num_lines: int) -> list[dict[str, Any]]:
     False for as long as there are fewer than `MIN_LINES` lines."""
     judged = is_population or num_lines >= MIN_LINES
     return [
-        {"name": name, **rule._asdict(), "is_judged": judged}
+        {"name": name, **rule._asdict(), "is_judged": judged or name in MIRROR_RULES}
         for name, rule in RULES.items()
-        if (name in POPULATION_RULES) == is_population
+        if name in MIRROR_RULES or (name in POPULATION_RULES) == is_population
     ]
 
 
@@ -253,6 +259,14 @@ def cyclic_alarms(found: Cyclicity) -> list[Alarm]:
     if not found.groups:
         return []
     return [Alarm("cyclic population", "; ".join(", ".join(group) for group in found.groups), found.warning)]
+
+
+def mirror_alarms(status: Mapping[str, Any]) -> list[Alarm]:
+    """Alarm if the mirror fails; `status` is its mirror.json, {} if the run has none."""
+    if not status.get("failing_since"):
+        return []
+    message = f"since {status['failing_since']}; its newest state is that after {status.get('state')}"
+    return [Alarm("mirror is behind", "", f"{message}: {status.get('error')}")]
 
 
 # ---- metrics

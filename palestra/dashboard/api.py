@@ -57,7 +57,7 @@ class DashboardApi:
         known = self._listed_alarms.get(name)
         if line["status"] != "unreadable" and (known is None or known[0] != changed) and time.monotonic() < deadline:
             try:
-                found = run_status.metric_alarms(self._refreshed_run(name))
+                found = run_status.run_alarms(self._refreshed_run(name))
                 known = changed, list(dict.fromkeys(alarm.name for alarm in found))
             except (NotFound, OSError, ValueError, *PARSE_ERRORS):
                 known = changed, []
@@ -234,7 +234,7 @@ class DashboardApi:
 
     def _alarms(self, run: CatalogRun) -> list[Alarm]:
         if not run.file("tasks.jsonl").exists():
-            return run_status.metric_alarms(run)
+            return run_status.run_alarms(run)
         try:
             return cyclic_alarms(cyclicity(*self._record(run).payoffs.pairwise_scores()))
         except ValueError:  # no games yet, or more than two players

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from palestra.dashboard.alarms import Alarm, find_alarms
+from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
 from palestra.dashboard.catalog import CatalogRun, Tree
 from palestra.dashboard.logs import MetricLog, last_lines
 from palestra.files import file_size
+from palestra.mirror.follow import mirror_status
 from palestra.runs.headline import eval_interval, format_eval, headline_eval, training_success_label
 from palestra.runs.settings import flatten_tree
 from palestra.types import TEAM
@@ -108,6 +109,11 @@ def metric_alarms(run: CatalogRun) -> list[Alarm]:
     policies = {name: metric_columns(run.metrics, name) for name in run.metrics.names() if name != TEAM}
     evals = {name: metric_columns(run.evals, name) for name in run.evals.names()}
     return find_alarms(policies, metric_columns(run.metrics, TEAM), evals)
+
+
+def run_alarms(run: CatalogRun) -> list[Alarm]:
+    """Returns the alarms of an open, refreshed run: that of its mirror, then those of its metrics."""
+    return mirror_alarms(mirror_status(run.path)) + metric_alarms(run)
 
 
 def metric_columns(log: MetricLog, name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -20,6 +21,8 @@ from palestra.files import read_lines
 from palestra.launch.console import RANK, console, print_line, styled_text
 from palestra.launch.extend import complete_message, extend_config
 from palestra.launch.progress import PopulationBar, ProgressBar, format_summary
+from palestra.mirror.follow import mirror_run
+from palestra.mirror.store import check_store_url
 from palestra.populations.scheduler import PlanCallback
 from palestra.populations.task_json import TASKS_FILE
 from palestra.populations.tasks import TaskResult
@@ -88,6 +91,8 @@ def run_request(
     kind = run_kind(tree)
     config = validate_config(kind, tree)
     check_sinks(config.sinks)
+    if config.mirror:
+        check_store_url(config.mirror.url)
     _check_env_is_importable(config)
     return LaunchRequest(kind, config, tree, resume, name, Path(root), stored)
 
@@ -113,8 +118,8 @@ def _check_env_is_importable(config: Any) -> None:
 
 @contextmanager
 def open_run(request: LaunchRequest) -> Iterator[OpenRun]:
-    """Context that builds everything, creates or resumes the run and feeds its sinks. An exception inside is also
-    written to the run's error.txt."""
+    """Context that builds everything, creates or resumes the run, mirrors it and feeds its sinks. An exception inside
+    is also written to the run's error.txt."""
     kind, config = request.kind, request.config
     setup = kind.build(config)
     for note in getattr(setup, "notes", ()):
@@ -124,7 +129,8 @@ def open_run(request: LaunchRequest) -> Iterator[OpenRun]:
         kind.open_context(partial(_run_folder, request)) as run,
         explain_disk_errors(run.path),
         nullcontext() if RANK else write_error_file(run.path),
-        follow_run(run.path, [] if RANK else config.sinks, print_line),
+        mirror_run(run.path, None if RANK else config.mirror, print_line),
+        follow_run(run.path, [] if RANK else config.sinks, print_line),  # ends first: its offsets are mirrored too
     ):
         yield OpenRun(kind, run, partial(kind.execute, setup, run, config))
 
@@ -160,6 +166,12 @@ def place_tree(tree: Tree, places: Sequence[str]) -> Tree:
             "this config has neither"
         )
     return override(tree, places)
+
+
+def mirror_tree(tree: Tree, url: str) -> Tree:
+    """Returns the config with the store of its mirror changed, which may be done at every resume; "none": without."""
+    key = "mirror.url" if isinstance(tree.get("mirror"), dict) and url != "none" else "mirror"
+    return override(tree, [f"{key}={'null' if url == 'none' else json.dumps(url)}"])
 
 
 # ---- kinds of runs

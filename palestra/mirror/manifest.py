@@ -1,0 +1,91 @@
+"""The manifest of a run's copy: which objects make up which files, as of one whole state."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from palestra.files import DamagedFile, parse_checksummed, path_inside, to_json_line, with_checksum
+
+FORMAT = 1
+MIB = 2**20
+BLOCK_BYTES = 32 * MIB  # size of an object; a file of several blocks sends those that changed
+LOG_BLOCK_BYTES = MIB  # of a .jsonl file, whose last block is sent again whenever it has grown
+SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
+
+
+class FileEntry(NamedTuple):
+    """Size of a file in bytes, and the SHA-256 of each of its blocks; none if it is empty."""
+
+    num_bytes: int
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A whole state of a run.
+
+    `generation` counts the manifests of a run's copy from 1; `writer` names the process that wrote this one. `run` is
+    the time of creation in the run's meta.json, which tells runs of one name apart. `progress` counts the `unit` done:
+    training steps up to the newest checkpoint, or tasks of a population. `time` is that of writing, in ISO 8601.
+    """
+
+    generation: int
+    writer: str
+    run: str
+    progress: int
+    unit: str
+    time: str
+    files: dict[str, FileEntry]
+
+    @property
+    def state(self) -> str:
+        """The state in words: "20 steps"."""
+        return f"{self.progress:,} {self.unit}"
+
+    @property
+    def blocks(self) -> set[str]:
+        """SHA-256 of all objects that it names."""
+        return {block for entry in self.files.values() for block in entry.blocks}
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together, in bytes."""
+        return sum(entry.num_bytes for entry in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """Returns the manifest as a line of JSON with a checksum."""
+        return to_json_line(with_checksum({"format": FORMAT, **asdict(self), "files": self.files}))
+
+    @classmethod
+    def from_bytes(cls, url: str, data: bytes) -> Manifest:
+        """Returns the manifest that was read from `url`.
+
+        Raises DamagedFile if it is incomplete, differs from what was written, or names a path outside a run.
+        """
+        line = parse_checksummed(url, 1, data.removesuffix(b"\n"))
+        if line.pop("format", None) != FORMAT:
+            raise DamagedFile(f"{url} is of another version of palestra: update this one")
+        try:
+            files = {name: _entry(name, *value) for name, value in line.pop("files").items()}
+            made = cls(files=files, **line)
+            if not all(isinstance(number, int) for number in (made.generation, made.progress)):
+                raise TypeError("generation and progress are numbers")
+            return made
+        except (TypeError, AttributeError, KeyError, DamagedFile) as error:
+            raise DamagedFile(f"{url} is not a manifest ({error}): bring it back from a copy") from error
+
+
+def _entry(name: str, num_bytes: Any, blocks: Any) -> FileEntry:
+    path_inside("/", name)
+    if any(part.startswith(".") for part in name.split("/")):
+        raise DamagedFile(f"{name} is no file of a run")
+    if not isinstance(num_bytes, int) or not all(SHA256_PATTERN.fullmatch(str(block)) for block in blocks):
+        raise DamagedFile(f"{name} has no valid size and blocks")
+    return FileEntry(num_bytes, tuple(blocks))
+
+
+def block_bytes(name: str) -> int:
+    """Returns the size of the blocks of a file, in bytes."""
+    return LOG_BLOCK_BYTES if name.endswith(".jsonl") else BLOCK_BYTES

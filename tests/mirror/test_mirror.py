@@ -1,0 +1,420 @@
+"""Runs mirrored to stores in memory and in folders: what a crash leaves, what is sent, and what is refused."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from command_line import invoke, palestra, refused
+from mirror.stores import FlakyFileSystem, contents, new_run, train
+
+from palestra.cli.runs import print_alarms
+from palestra.files import DamagedFile
+from palestra.launch.run import open_run, run_request
+from palestra.mirror.config import MirrorConfig
+from palestra.mirror.fetch import fetch_run
+from palestra.mirror.follow import Mirror, MirrorFailed, mirror_run, mirror_status, send_state
+from palestra.mirror.snapshot import STAGING_FOLDER, stage, take_snapshot
+from palestra.mirror.store import RunStore, StoreError, check_store_url
+from palestra.mirror.uploader import MirrorTaken, Uploader
+from palestra.runs import Run, read_lines
+from palestra.training.loop import Callback
+from palestra.web.retry import RetryPolicy
+
+URL = "flaky://bucket/runs"
+
+
+@pytest.fixture(autouse=True)
+def store():
+    FlakyFileSystem.reset()
+    yield FlakyFileSystem
+    FlakyFileSystem.reset()
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Retries within milliseconds."""
+    monkeypatch.setattr("palestra.mirror.follow.RETRY", RetryPolicy(0.02, 0.05))
+    monkeypatch.setattr("palestra.mirror.follow.OPEN_RETRY", RetryPolicy(0.02, 0.02, timeout_s=0.1))
+    monkeypatch.setattr("palestra.mirror.follow.POLL_INTERVAL_S", 0.02)
+
+
+def opened(path):
+    uploader = Uploader(path, f"{URL}/{path.name}")
+    uploader.open()
+    return uploader
+
+
+def wait_until(condition):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# ---- whole states
+
+
+def test_a_crash_before_any_write_leaves_a_whole_state(tmp_path, store):
+    """The sending of a new state ends before its first write, before its second, ...: the copy is the old or the new
+    state, and a new writer completes it."""
+    with new_run(tmp_path / "runs") as run:
+        train(run, 1)
+        uploader = opened(run.path)
+        states = {1: contents(run.path)}
+        train(run, 1)
+        states[2] = contents(run.path)
+    before, store.num_writes = {key: bytes(file.getvalue()) for key, file in store.store.items()}, 0
+    assert uploader.sync()
+    num_writes, found = store.num_writes, []
+    for writes in range(num_writes + 1):
+        store.reset()
+        fs = store()
+        for key, data in before.items():
+            fs.pipe_file(key, data)
+        store.writes_left = writes
+        crashed = Uploader(run.path, uploader.store.url)
+        crashed.writer, crashed.manifest = uploader.writer, uploader.store.read_manifest(1)
+        crashed._kept, crashed._stored = [crashed.manifest], crashed.manifest.blocks
+        if writes < num_writes:
+            with pytest.raises(StoreError, match="killed before this write"):
+                crashed.sync()
+        else:
+            crashed.sync()
+        store.writes_left = None
+        fetched = fetch_run(uploader.store.url, tmp_path / f"fetched-{writes}")
+        assert contents(fetched.path) == states[fetched.manifest.progress]
+        found.append(fetched.manifest.progress)
+        opened(run.path).sync()
+        assert contents(fetch_run(uploader.store.url, tmp_path / f"again-{writes}").path) == states[2]
+        named = {block for number in RunStore(uploader.store.url).generations() for block in _blocks(uploader, number)}
+        assert RunStore(uploader.store.url).objects() == named  # what the crashed one left is deleted
+    assert num_writes >= 5 and found == [1] * num_writes + [2]
+
+
+def _blocks(uploader, number):
+    return uploader.store.read_manifest(number).blocks
+
+
+def test_only_what_changed_is_sent_and_old_states_are_deleted(tmp_path):
+    with new_run(tmp_path) as run:
+        uploader = opened(run.path)
+        sent = []
+        for _ in range(4):
+            train(run, 1)
+            before = uploader.sent_bytes
+            assert uploader.sync() and not uploader.sync()
+            sent.append(uploader.sent_bytes - before)
+        assert sent[0] > 400_000 and max(sent[1:]) < 20_000  # the base is sent once
+        assert uploader.store.generations() == [5, 4]
+        checkpoints = {name.split("/")[1] for name in uploader.manifest.files if name.startswith("checkpoints/")}
+        assert checkpoints == {"step-000002", "step-000003"}  # as the run itself keeps
+        kept = uploader.store.read_manifest(4).blocks | uploader.store.read_manifest(5).blocks
+        assert uploader.store.objects() == kept
+
+
+def test_a_grown_log_sends_its_last_block(tmp_path, monkeypatch):
+    monkeypatch.setattr("palestra.mirror.manifest.LOG_BLOCK_BYTES", 1000)
+    with new_run(tmp_path) as run:
+        train(run, 1)
+        uploader = opened(run.path)
+        for step in range(200):
+            run.log_metrics(1, "other", {"loss": step})
+        train(run, 1)
+        uploader.sync()
+        first = uploader.manifest.files["metrics.jsonl"].blocks
+        train(run, 1)
+        uploader.sync()
+        second = uploader.manifest.files["metrics.jsonl"].blocks
+    assert len(first) == len(second) > 5 and first[:-1] == second[:-1] and first != second
+    fetched = fetch_run(uploader.store.url, tmp_path / "fetched").path
+    assert (fetched / "metrics.jsonl").read_bytes() == (run.path / "metrics.jsonl").read_bytes()
+
+
+def test_logs_after_the_checkpoint_are_not_mirrored(tmp_path):
+    with new_run(tmp_path) as run:
+        train(run, 2)
+        run.log_metrics(2, "planner", {"loss": 9.0})
+        run.write_episodes(1, [])
+        run.write_episodes(2, [])
+        (run.path / ".tmp-half").write_text("half")
+        opened(run.path)
+    fetched = fetch_run(f"{URL}/demo", tmp_path / "fetched").path
+    assert [line["step"] for line in read_lines(fetched / "metrics.jsonl")] == [0, 1]
+    assert [path.name for path in (fetched / "episodes").iterdir()] == ["step-000001.parquet"]
+    assert not list(fetched.glob(".*"))
+    with Run.open(fetched) as again:
+        assert again.resume().step == 1
+
+
+def test_a_checkpoint_is_sent_although_the_run_prunes_it(tmp_path):
+    with new_run(tmp_path) as run:
+        train(run, 1)
+        staged = stage(run.path, take_snapshot(run.path))
+        train(run, 3)
+        assert not (run.path / "checkpoints" / "step-000000").exists()
+        weights = [source for source in staged.sources if source.name.startswith("checkpoints/")]
+        assert len(weights) == 2 and all(len(source.path.read_bytes()) == source.num_bytes for source in weights)
+        uploader = opened(run.path)
+        uploader.sync()
+        assert not (run.path / STAGING_FOLDER).exists()
+
+
+def test_a_damaged_checkpoint_is_not_mirrored(tmp_path):
+    with new_run(tmp_path) as run:
+        uploader = opened(run.path)
+        train(run, 1)
+        weights = run.path / "checkpoints" / "step-000000" / "planner" / "weights.safetensors"
+        weights.write_bytes(b"x" * weights.stat().st_size)
+        with pytest.raises(DamagedFile, match="differs from what was written, and is not mirrored"):
+            uploader.sync()
+    assert fetch_run(f"{URL}/demo", tmp_path / "fetched").manifest.progress == 0
+
+
+# ---- what is refused
+
+
+def test_a_damaged_object_names_the_whole_generation_before_it(tmp_path, store):
+    with new_run(tmp_path / "runs") as run:
+        train(run, 1)
+        uploader = opened(run.path)
+        train(run, 1)
+        uploader.sync()
+    (new,) = uploader.manifest.files["checkpoints/step-000001/planner/weights.safetensors"].blocks
+    store().pipe_file(f"bucket/runs/demo/objects/{new}", b"bad")
+    said = invoke("fetch", f"{URL}/demo", "--root", tmp_path / "b")
+    assert said.exit_code == 1, said.output
+    message = " ".join(said.stderr.split())
+    assert f"objects/{new} is damaged" in message and "checkpoints/step-000001/planner/weights.safetensors" in message
+    assert f"palestra fetch {URL}/demo --generation 1" in message and "after 1 steps" in message
+    assert not (tmp_path / "b" / "demo").exists()
+
+    palestra("fetch", f"{URL}/demo", "--root", tmp_path / "b", "--generation", 1)
+    with Run.open(tmp_path / "b" / "demo") as again:  # goes on from there, and mends the copy
+        assert again.resume().step == 0
+        mended = opened(again.path)
+        train(again, 1)
+        mended.sync()
+    assert contents(fetch_run(f"{URL}/demo", tmp_path / "c").path).keys() == contents(again.path).keys()
+
+
+def test_a_missing_object_is_refused_where_no_generation_is_whole(tmp_path, store):
+    with new_run(tmp_path / "runs") as run:
+        train(run, 1)
+        uploader = opened(run.path)
+    (block,) = uploader.manifest.files["config.yaml"].blocks
+    store().rm_file(f"bucket/runs/demo/objects/{block}")
+    with pytest.raises(DamagedFile, match=r"is missing; it is a part of config\.yaml\. No earlier generation is whole"):
+        fetch_run(f"{URL}/demo", tmp_path / "b")
+
+
+def test_a_torn_manifest_is_passed_over(tmp_path, store):
+    with new_run(tmp_path / "runs") as run:
+        train(run, 1)
+        uploader = opened(run.path)
+        train(run, 1)
+        uploader.sync()
+    data = store().cat_file("bucket/runs/demo/manifests/00000002")
+    store().pipe_file("bucket/runs/demo/manifests/00000002", data[:100])
+    said = palestra("fetch", f"{URL}/demo", "--root", tmp_path / "b")
+    assert "generation 2 is passed over" in said and "the run after 1 steps" in said
+
+
+def test_a_manifest_that_leads_out_of_the_run_is_refused(tmp_path, store):
+    with new_run(tmp_path / "runs") as run:
+        uploader = opened(run.path)
+    for name in ("../outside", "/etc/passwd", ".lock", "a/../../b"):
+        uploader.manifest.files[name] = uploader.manifest.files["config.yaml"]
+        uploader.store.write_manifest(uploader.manifest)
+        with pytest.raises(ValueError, match="has no copy of a run"):
+            fetch_run(f"{URL}/demo", tmp_path / "b")
+        del uploader.manifest.files[name]
+
+
+def test_a_second_writer_takes_the_copy_over(tmp_path):
+    with new_run(tmp_path / "runs") as run:
+        train(run, 1)
+        first = opened(run.path)
+    fetched = fetch_run(f"{URL}/demo", tmp_path / "b").path
+    second = opened(fetched)
+    with Run.open(run.path) as run:
+        train(run, 1)
+    with pytest.raises(MirrorTaken, match=rf"{second.writer} has taken over .*Stop one of the two"):
+        first.sync()
+    with new_run(tmp_path / "c") as other, pytest.raises(MirrorTaken, match="is the copy of another run"):
+        opened(other.path)
+
+
+def test_an_older_folder_does_not_replace_a_newer_copy(tmp_path):
+    with new_run(tmp_path / "runs") as run:
+        train(run, 1)
+        uploader = opened(run.path)
+        old = fetch_run(f"{URL}/demo", tmp_path / "old").path
+        train(run, 1)
+        uploader.sync()
+    with pytest.raises(MirrorTaken, match=r"has this run after 2 steps, and .* after 1 only: move that folder away"):
+        opened(old)
+    said = refused("fetch", f"{URL}/demo", "--root", tmp_path / "old")
+    assert "is an older copy of this run, after 1 steps" in said
+    assert "is there already" in palestra("fetch", f"{URL}/demo", "--root", tmp_path / "runs")
+    new_run(tmp_path / "other").close()
+    assert "is another run of that name" in refused("fetch", f"{URL}/demo", "--root", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("runs", "is not the URL of a store"),
+        ("s3://key:secret@host/runs", "holds credentials or options"),
+        ("nowhere://x", "fsspec knows no stores of the kind"),
+        ("gs://bucket/runs", "needs a package"),
+    ],
+)
+def test_urls_that_are_refused(url, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        check_store_url(url)
+    assert "secret" not in str(caught.value)
+
+
+# ---- a store that fails during training
+
+
+def test_training_goes_on_while_the_store_is_down_and_the_copy_catches_up(tmp_path, store, soon, capsys):
+    said = []
+    config = MirrorConfig(url=URL, min_interval_s=0.0)
+    with new_run(tmp_path) as run, mirror_run(run.path, config, said.append):
+        train(run, 1)
+        wait_until(lambda: mirror_status(run.path)["state"] == "1 steps")
+        store.is_down = True
+        train(run, 1)
+        wait_until(lambda: mirror_status(run.path)["failing_since"])
+        (line,) = said
+        assert line.startswith(f"alarm: the mirror {URL}/demo is behind, training goes on without it:")
+        assert "the store is down" in line
+        print_alarms(run.path)
+        assert "alarm: mirror is behind: since" in capsys.readouterr().out
+        train(run, 1)
+        store.is_down = False
+        wait_until(lambda: mirror_status(run.path)["state"] == "3 steps")
+        wait_until(lambda: said[1:] == [f"the mirror {URL}/demo has caught up"])
+        assert not mirror_status(run.path)["failing_since"]
+    assert contents(fetch_run(f"{URL}/demo", tmp_path / "b").path) == contents(run.path)
+
+
+def test_a_store_that_fails_at_the_end_fails_the_run(tmp_path, store, soon):
+    config = MirrorConfig(url=URL, final_wait_s=0.1)
+    with new_run(tmp_path) as run:
+        with (
+            pytest.raises(
+                MirrorFailed, match=r"its last state is not in its mirror; it has that after 0 steps:"
+            ) as error,
+            mirror_run(run.path, config, print),
+        ):
+            store.is_down = True
+            train(run, 1)
+        assert f"palestra sync {run.path} --to {URL}" in str(error.value)
+        store.is_down = False
+        assert send_state(run.path, MirrorConfig(url=URL)) == "1 steps"
+
+
+def test_an_error_of_the_run_is_not_hidden_by_that_of_its_mirror(tmp_path, store, soon):
+    said = []
+    with new_run(tmp_path) as run:
+        with pytest.raises(KeyError, match="the env"), mirror_run(run.path, MirrorConfig(url=URL), said.append):
+            store.is_down = True
+            raise KeyError("the env")
+        assert "does not have the run's last state" in said[-1]
+
+
+def test_a_store_that_fails_at_the_beginning_stops_before_training(tmp_path, store, soon):
+    store.is_down = True
+    with new_run(tmp_path) as run:
+        with pytest.raises(StoreError, match=r"does not answer: OSError: the store is down; is it up") as error:
+            mirror_run(run.path, MirrorConfig(url=URL), print).__enter__()
+        assert f"palestra train --resume {run.path}" in error.value.__notes__[0]
+        store.is_down = False
+        mirror = Mirror(run.path, MirrorConfig(url=URL))
+        with pytest.raises(ValueError, match="is writing the mirror of"):
+            Mirror(run.path, MirrorConfig(url=URL))
+        mirror.close()
+
+
+# ---- the commands, on a store that is a folder
+
+GAMES = {
+    "name": "games",
+    "env": {"type": "kuhn_poker", "num_envs": 4},
+    "policies": {"default": {"type": "net", "hidden": [4]}},
+    "algorithm": {"type": "ppo", "rollout_length": 8},
+    "env_steps": 640,
+    "log_every": 32,
+    "checkpoint_every": 64,
+}
+
+
+class StopAfter(Callback):
+    """Ends the run after a log line."""
+
+    def __init__(self, step):
+        self.last = step
+
+    def on_step(self, step, metrics):
+        if step >= self.last:
+            self.stop()
+
+
+def trained(tree, root, *callbacks):
+    """The folder of a run that is trained in this process, without pictures."""
+    with open_run(run_request(tree, root=root)) as opened:
+        opened.train(callbacks)
+    return opened.run.path
+
+
+def test_a_run_goes_on_from_a_folder_on_another_machine_bit_for_bit(tmp_path):
+    url = f"file://{tmp_path}/store"
+    whole = trained(GAMES, tmp_path / "whole")
+    stopped = trained(GAMES | {"mirror": {"url": url, "min_interval_s": 0}}, tmp_path / "a", StopAfter(9))
+    assert len(read_lines(stopped / "metrics.jsonl")) < len(read_lines(whole / "metrics.jsonl"))
+    assert " games " in palestra("runs", "--root", url)
+    said = palestra("train", "--resume", f"{url}/games", "--root", tmp_path / "b")
+    assert f"fetched {tmp_path}/b/games: the run after" in said
+    run = tmp_path / "b" / "games"
+    assert_same_training(run, whole)
+    assert "not behind its mirror" in palestra("fetch", f"{url}/games", "--root", tmp_path / "b")
+    back = fetch_run(f"{url}/games", tmp_path / "c").path
+    assert_same_training(back, whole)
+    assert mirror_status(run)["failing_since"] is None and not mirror_status(back)
+
+
+def test_a_finished_run_is_sent_by_sync(tmp_path):
+    url = f"file://{tmp_path}/store"
+    with new_run(tmp_path) as run:
+        train(run, 2)
+    for _ in range(2):
+        assert f"{url}/demo has the run after 2 steps" in palestra("sync", run.path, "--to", url)
+    assert len(list((tmp_path / "store" / "demo" / "manifests").iterdir())) == 2  # each process claims the copy
+    assert contents(fetch_run(f"{url}/demo", tmp_path / "b").path) == contents(run.path)
+
+
+def assert_same_training(run, whole):
+    ours, theirs = contents(run), contents(whole)
+    last = max(name.split("/")[1] for name in theirs if name.startswith("checkpoints/"))
+    same = ["metrics.jsonl", *(name for name in theirs if last in name)]
+    assert len(same) > 2 and all(ours[name] == theirs[name] for name in same)
+
+
+def test_a_population_goes_on_from_its_mirror(tmp_path):
+    tree = {
+        "name": "psro",
+        "env": {"type": "kuhn_poker"},
+        "population": {"type": "psro", "iterations": 2},
+        "oracle": {"type": "exact"},
+    }
+    whole, url = trained(tree, tmp_path / "whole"), f"file://{tmp_path}/store"
+    trained(tree | {"mirror": url}, tmp_path / "a", StopAfter(4))
+    fetched = fetch_run(f"{url}/psro", tmp_path / "b").path
+    assert 4 < len(read_lines(fetched / "tasks.jsonl")) < len(read_lines(whole / "tasks.jsonl"))
+    with open_run(run_request(tree, resume=fetched)) as opened:
+        assert opened.train()
+    for log in ("metrics.jsonl", "tasks.jsonl", "payoffs.csv"):
+        assert (fetched / log).read_bytes() == (whole / log).read_bytes(), log
