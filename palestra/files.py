@@ -95,7 +95,7 @@ def remove_path(folder: Path) -> None:
     """Removes a folder, file or symbolic link if it exists; of a link, never its target. A folder is renamed first, so
     that a half-deleted one never passes for a complete one."""
     if folder.is_symlink() or folder.is_file():
-        folder.unlink()
+        folder.unlink(missing_ok=True)  # a thread that wrote it may have renamed it since
     elif folder.exists():
         doomed = folder.with_name(f"{TEMPORARY_PREFIX}old-{folder.name.removeprefix(TEMPORARY_PREFIX)}")
         if doomed.is_symlink() or doomed.is_file():

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from palestra.files import file_size, remove_path
+from palestra.files import file_size
 from palestra.mirror.manifest import Manifest
 from palestra.populations.task_json import TASKS_FILE
 from palestra.runs import Checkpoint, list_checkpoints
 from palestra.runs.checkpoints import CHECKPOINTS_FILE, CHECKPOINTS_FOLDER, TRUNCATED_LOGS, is_after
-from palestra.runs.settings import CONFIG_FILE, META_FILE, read_meta
+from palestra.runs.settings import META_FILE, read_meta
 
 STATUS_FILE = "mirror.json"  # in the run's folder: what the mirror has, and why it fails; not mirrored itself
-STAGING_FOLDER = ".tmp-mirror"  # in the run's folder: links to the checkpoint that is being sent
+STAGING_FOLDER = ".mirror-links"  # in the run: links to checkpoints being sent; no .tmp-*, which a resume removes
 TIMINGS_FILE = "timings.jsonl"
 
 
@@ -151,7 +152,7 @@ def stage(run: Path, snapshot: Snapshot) -> Snapshot:
     """Returns the snapshot with links to the files of checkpoints, so that they can be read although the run prunes
     them meanwhile. Where the file system has no links, they are read in place. Raises Changed if they are gone."""
     staging = run / STAGING_FOLDER
-    remove_path(staging)
+    shutil.rmtree(staging, ignore_errors=True)
     return snapshot._replace(sources=[_linked(staging, source) for source in snapshot.sources])
 
 
@@ -184,6 +185,3 @@ def has_state_of(run: Path, manifest: Manifest) -> bool:
             f"{manifest.state}: move it away, or choose another folder with --root"
         )
     return True
-
-
-__all__ = ["CONFIG_FILE", "STATUS_FILE", "Changed", "Snapshot", "SourceFile", "has_state_of", "run_progress", "stage"]

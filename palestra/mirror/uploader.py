@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from palestra.files import DamagedFile, remove_path
+from palestra.files import DamagedFile
 from palestra.mirror.manifest import FileEntry, Manifest, block_bytes
 from palestra.mirror.snapshot import STAGING_FOLDER, Changed, Snapshot, SourceFile, stage, take_snapshot
 from palestra.mirror.store import MissingObject, RunStore, newest_manifest
@@ -46,6 +47,7 @@ class Uploader:
 
         Raises MirrorTaken if the copy is of another run, or ahead of this folder. Deletes what unfinished uploads left.
         """
+        shutil.rmtree(self.run / STAGING_FOLDER, ignore_errors=True)
         own = take_snapshot(self.run)
         newest, _ = newest_manifest(self.store)
         generations = self.store.generations()
@@ -72,7 +74,7 @@ class Uploader:
                 if not left:
                     raise
             finally:
-                remove_path(self.run / STAGING_FOLDER)
+                shutil.rmtree(self.run / STAGING_FOLDER, ignore_errors=True)
         return False
 
     def _continues(self, own: Snapshot, newest: Manifest) -> bool:
