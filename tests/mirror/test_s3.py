@@ -25,7 +25,7 @@ STORE = "s3://bucket/runs"
 GAMES = {
     "name": "run",
     "env": {"type": "kuhn_poker", "num_envs": 4},
-    "policies": {"default": {"type": "net", "hidden": [300, 300]}},
+    "policies": {"default": {"type": "net", "hidden": [128, 128]}},
     "algorithm": {"type": "ppo", "rollout_length": 8},
     "env_steps": 3200,
     "log_every": 32,
@@ -144,11 +144,11 @@ def train_killed(folder, proxy, tree, point):
     config = written(folder, tree, mirror={"url": STORE, "min_interval_s": 0})
     process = start(folder, "train", config)
     wait_until(lambda: generation(proxy) >= 3, process)
-    proxy.bytes_per_s = 40_000  # all connections together send several times that
+    proxy.bytes_per_s = 20_000  # all connections together send several times that
     at, objects = generation(proxy), names(proxy, "objects")
     if point == "object":
         sent = proxy.sent_bytes
-        wait_until(lambda: proxy.sent_bytes > sent + 30_000, process)
+        wait_until(lambda: proxy.sent_bytes > sent + 15_000, process)
     else:
         wait_until(lambda: names(proxy, "objects") - objects, process)
     process.kill()
@@ -181,7 +181,7 @@ def test_killed_in_an_upload_and_resumed_on_another_machine(kind, point, proxy, 
 
 
 def test_a_store_that_is_down_for_a_while_is_caught_up_with(proxy, tmp_path):
-    tree = GAMES | {"env_steps": 16_000}
+    tree = GAMES | {"env_steps": 6400}
     process = start(tmp_path, "train", written(tmp_path, tree, mirror={"url": STORE, "min_interval_s": 0}))
     run = tmp_path / "runs" / "run"
     wait_until(lambda: generation(proxy) >= 2, process)
