@@ -41,7 +41,7 @@ from palestra.runs import read_lines
 MEASURED, RUNS = Path("bench/measured/real"), Path("runs/reproduce-real")
 EPISODES = 300
 SEEDS = (0, 1, 2)
-TWO_AGENTS = ["--lr", "5e-4", "--epochs", "6", "--questions", "24"]  # options of examples/mint_two_agents.py
+TWO_AGENTS = ["--lr", "5e-4", "--epochs", "4", "--questions", "8"]  # options of examples/mint_two_agents.py
 DEBATE = ["--lr", "5e-4", "--epochs", "8", "--debates", "48", "--passes", "2"]  # and of mint_debate.py
 
 

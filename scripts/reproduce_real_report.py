@@ -29,9 +29,10 @@ expert's. CPU minutes are of training, mean over seeds, on the machine and under
 takes more of them for the same work."""
 KUHN_TITLE = "Kuhn poker by self-play (`text_kuhn`, configs/real/kuhn_self_play.yaml)"
 KUHN_HEAD = """Two adapters, one for each player, learn in slices against the history of the other. NashConv (0 at an
-equilibrium) and what is won a game, as the mean over both seats, are exact: from the probabilities of the two words at
-each of the twelve information states. The opponents were not trained against, except that at random, with which each
-history begins. Answers that are neither word are replaced by one drawn at random."""
+equilibrium) and what is won a game against each opponent (the columns after it; mean over both seats) are exact: from
+the probabilities of the two words at each of the twelve information states. The opponents were not trained against,
+except the one at random, with which each history begins. Answers that are neither word are replaced by one drawn at
+random."""
 SERVICE_TITLE = "Programs on the service"
 SERVICE_HEAD = """Programs with an official client of Tinker or MinT, on a server:
 `palestra serve --base smollm2 --alias Qwen/Qwen3-0.6B=smollm2`."""
@@ -86,14 +87,14 @@ def kuhn_section(results: Sequence[Result]) -> list[str]:
         return []
     names = list(results[0]["payoffs"])
     slices = len(results[0]["nash_conv"])
-    before = [f"{results[0]['payoffs_untrained'].get(name, 0.0):+.3f}" for name in names]
+    before = [signed(results[0]["payoffs_untrained"].get(name, 0.0)) for name in names]
     rows = [["untrained", "–", f"{results[0]['nash_conv_untrained']:.3f}", *before, "–"]]
     rows += [
         [
             f"average of {slices} slices",
             str(r["seed"]),
             f"{r['nash_conv'][-1]:.3f}",
-            *(f"{r['payoffs'][name]:+.3f}" for name in names),
+            *(signed(r["payoffs"][name]) for name in names),
             f"{r['train_cpu_minutes']:.0f}",
         ]
         for r in results
@@ -101,7 +102,7 @@ def kuhn_section(results: Sequence[Result]) -> list[str]:
     bets = [f"{text} {share:.2f}" for text, share in results[0]["bets"].items()]
     return [
         *["", f"## {KUHN_TITLE}", "", *KUHN_HEAD.splitlines(), ""],
-        *table(["", "seed", "NashConv", *(f"against {name}" for name in names), "CPU minutes"], rows),
+        *table(["", "seed", "NashConv", *names, "CPU minutes"], rows),
         *["", *(f"NashConv by slice, seed {r['seed']}: {series(r['nash_conv'], 3)}." for r in results)],
         *["", f"Probability of a bet, seed {results[0]['seed']}:", "", *(f"- {line}" for line in bets)],
     ]
@@ -119,6 +120,10 @@ def service_section(results: Sequence[Result]) -> list[str]:
             lines.append(f"- {name}: right before {right(before, r)}, after {right(after, r)}")
         lines += [f"- loss of the first, by epoch: {series(first, 3)}", f"- of the second: {series(second, 3)}"]
     return lines
+
+
+def signed(value: float) -> str:
+    return f"{round(value, 3) + 0.0:+.3f}"  # the sum turns -0.0 into 0.0
 
 
 def series(values: Sequence[float], digits: int) -> str:
