@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--api-key", default=os.environ.get("MINT_API_KEY") or os.environ.get("TINKER_API_KEY"))
     parser.add_argument("--base-model", default=os.environ.get("MINT_BASE_MODEL", "Qwen/Qwen3-0.6B"))
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--questions", type=int, default=64, help="of each epoch")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -118,7 +119,7 @@ def main() -> None:
     before = [accuracy(turn, held_out) for turn in rollout(agents, tokenizer, held_out)]
     losses: list[list[float]] = []
     for epoch in range(args.epochs):
-        batch = trained[64 * epoch : 64 * (epoch + 1)]
+        batch = trained[args.questions * epoch : args.questions * (epoch + 1)]
         turns = rollout(agents, tokenizer, batch)
         data = [[datum(tokenizer, p, w[-1]) for (p, _), w in zip(turn, batch, strict=True)] for turn in turns]
         losses.append(learn(agents, data, adam))

@@ -71,6 +71,8 @@ class Answer:
     tokens under the policy that sampled them, at `temperature`. `stop` is "stop" (an end token, which is included in
     `token_ids`) or "length". `versions [T]` int32 are the versions of the policy that sampled each token, empty if it
     is that in the name `policy` for all of them. With a `sampling_mask`, `logprobs` are of the truncated distribution.
+    `routed_experts` [P + T - 1, L, K] int32 are the experts that the sampler used in each of L layers, for all tokens
+    but the last (None: not recorded).
     """
 
     text: str
@@ -82,6 +84,7 @@ class Answer:
     temperature: float = 1.0
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     sampling_mask: SamplingMask | None = None
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass
@@ -182,7 +185,7 @@ class Sample:
     `values`, the critic's value of the state before each token; `returns`, the value target. With a `sampling_mask` all
     log-probabilities and entropies are of the distribution over the tokens that it keeps. `critic_ids` [P] are what a
     separate critic reads before the answer, whose value is that of the whole answer (None: what the policy reads, with
-    a value of each token).
+    a value of each token). With `routed_experts`, as in `Answer`, passes use these experts.
     """
 
     prompt_ids: np.ndarray
@@ -200,6 +203,7 @@ class Sample:
     returns: np.ndarray | None = None
     sampling_mask: SamplingMask | None = None
     critic_ids: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

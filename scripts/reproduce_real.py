@@ -2,7 +2,7 @@
 
     python scripts/reproduce.py real                   every row; what is finished is skipped, a killed row goes on
     python scripts/reproduce.py real --list            the rows, and which are finished
-    python scripts/reproduce.py real --only story/     the rows whose name begins so
+    python scripts/reproduce.py real --only story/     the rows whose name begins so; also kuhn/ and service/
     python scripts/reproduce.py real --report          only rewrite the page and its plot
 
 A row is a method on a task with a seed: at most 40 minutes of one CPU core. Its result is a JSON file in
@@ -20,12 +20,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from real_results import BASE, GREEDY, Row, measure
+from reproduce_real_games import kuhn_self_play, service_debate, service_two_agents
 from reproduce_real_report import write_report
 
 import palestra
@@ -39,6 +41,8 @@ from palestra.runs import read_lines
 MEASURED, RUNS = Path("bench/measured/real"), Path("runs/reproduce-real")
 EPISODES = 300
 SEEDS = (0, 1, 2)
+TWO_AGENTS = ["--lr", "5e-4", "--epochs", "4", "--questions", "8"]  # options of examples/mint_two_agents.py
+DEBATE = ["--lr", "5e-4", "--epochs", "8", "--debates", "48", "--passes", "2"]  # and of mint_debate.py
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,16 @@ class TableRow:
 
     @property
     def slug(self) -> str:
-        words = "".join(c if c.isalnum() else " " for c in self.name.replace("+", "")).lower().split()
-        return "-".join(words)
+        return slug(self.name)
 
-    @property
-    def file(self) -> Path:
-        return MEASURED / f"{self.slug}.json"
+
+def slug(name: str) -> str:
+    """Returns a row's name as that of a file or run."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
+
+
+def result_file(name: str) -> Path:
+    return MEASURED / f"{slug(name)}.json"
 
 
 def table_rows() -> Iterator[TableRow]:
@@ -126,6 +134,17 @@ def table_rows() -> Iterator[TableRow]:
             for name, method in METHODS.items():
                 if task in method.tasks and (seed == 0 or method.algorithm is not None):
                     yield TableRow(task, name, seed)
+
+
+def all_rows() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Returns the function that measures each row, by name."""
+    rows: dict[str, Callable[[], dict[str, Any]]] = {row.name: partial(run, row) for row in table_rows()}
+    rows |= {f"kuhn/self-play/{seed}": partial(kuhn_self_play, seed, RUNS) for seed in SEEDS}
+    served = RUNS / "served"
+    return rows | {
+        "service/two agents": partial(service_two_agents, TWO_AGENTS, served / "two-agents"),
+        "service/debate": partial(service_debate, DEBATE, served / "debate"),
+    }
 
 
 def config_of(row: TableRow) -> Tree:
@@ -194,20 +213,27 @@ def training_figures(path: Path) -> dict[str, Any]:
     }
 
 
+def summary(result: dict[str, Any]) -> str:
+    """Returns the main figure of a result."""
+    if "success" in result:
+        return f"{result['success']:.1%}"
+    return f"NashConv {result['nash_conv'][-1]:.3f}" if "nash_conv" in result else f"{result['minutes']} minutes"
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="the rows whose name begins so")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args(arguments)
-    rows = [row for row in table_rows() if row.name.startswith(options.only)]
+    rows = {name: run_row for name, run_row in all_rows().items() if name.startswith(options.only)}
     if options.list:
-        print("\n".join(f"{'finished' if row.file.exists() else 'open    '} {row.name}" for row in rows))
+        print("\n".join(f"{'finished' if result_file(name).exists() else 'open    '} {name}" for name in rows))
         return
     MEASURED.mkdir(parents=True, exist_ok=True)
-    for row in rows:
-        if not options.report and not row.file.exists():
-            result = run(row)
-            row.file.write_text(json.dumps(result, indent=1) + "\n")
-            print(f"{row.name}: {result['success']:.1%}", flush=True)
+    for name, run_row in rows.items():
+        if not options.report and not result_file(name).exists():
+            result = run_row()
+            result_file(name).write_text(json.dumps(result, indent=1) + "\n")
+            print(f"{name}: {summary(result)}", flush=True)
     write_report(MEASURED, list(METHODS), Path("docs/results-real.md"))

@@ -27,6 +27,19 @@ instances, greedy answers. One seed: the 95 % Wilson interval over instances. Se
 last answer has a number in it; *right if readable* is skill beside form. *Answers* are those trained on, of SFT the
 expert's. CPU minutes are of training, mean over seeds, on the machine and under the load of that day: a busy machine
 takes more of them for the same work."""
+KUHN_TITLE = "Kuhn poker by self-play (`text_kuhn`, configs/real/kuhn_self_play.yaml)"
+KUHN_HEAD = """Two adapters, one for each player, learn in slices against the history of the other. NashConv (0 at an
+equilibrium) and what is won a game against each opponent (the columns after it; mean over both seats) are exact: from
+the probabilities of the two words at each of the twelve information states. The opponents were not trained against,
+except the one at random, with which each history begins. Answers that are neither word are replaced by one drawn at
+random."""
+SERVICE_TITLE = "Programs on the service"
+SERVICE_HEAD = """Programs with an official client of Tinker or MinT, on a server:
+`palestra serve --base smollm2 --alias Qwen/Qwen3-0.6B=smollm2`."""
+PROGRAMS = {
+    "two agents": "`examples/mint_two_agents.py`, two agents that name the last of three words",
+    "debate": "`examples/mint_debate.py`, two debaters and a judge, by PPO",
+}
 COLUMNS = ["", "seeds", "success", "by seed", "readable", "right if readable", "answers", "CPU minutes"]
 
 
@@ -37,20 +50,23 @@ PLOTS = (("", "curve", "Success in rollouts, mean of 5 steps"), ("-dev", "dev", 
 def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
     """Writes the tables, with methods in `order`, to `target` and, beside it, the plot; appends the notes."""
     results: list[Result] = [json.loads(file.read_text()) for file in sorted(measured.glob("*.json"))]
-    if not results:
+    scored = [r for r in results if r["task"] in TITLES]
+    if not scored:
         raise SystemExit(f"{measured} has no results: run `python scripts/reproduce.py real` first")
-    lines = HEAD.format(episodes=results[0]["episodes"]).splitlines()
+    lines = HEAD.format(episodes=scored[0]["episodes"]).splitlines()
     for task, title in TITLES.items():
-        own = {method: [r for r in results if (r["task"], r["method"]) == (task, method)] for method in order}
+        own = {method: [r for r in scored if (r["task"], r["method"]) == (task, method)] for method in order}
         rows = [[method, *figures(found)] for method, found in own.items() if found]
         lines += ["", f"## {title}", "", *table(COLUMNS, rows)] if rows else []
     lines += ["", "## Over training", ""]
     for name, values, title in PLOTS:
         picture = target.with_name(f"{target.stem}{name}.png")
         if draw(
-            [r for r in results if bool(r.get("dev")) == (values == "dev") and r.get("curve")], values, title, picture
+            [r for r in scored if bool(r.get("dev")) == (values == "dev") and r.get("curve")], values, title, picture
         ):
             lines.append(f"![{title}, by training step]({picture.name})")
+    lines += kuhn_section([r for r in results if r["task"] == "kuhn"])
+    lines += service_section([r for r in results if r["task"] == "service"])
     target.write_text("\n".join([*lines, "", NOTES.read_text().strip()]) + "\n")
 
 
@@ -63,6 +79,61 @@ def figures(results: Sequence[Result]) -> list[str]:
     seeds = " ".join(f"{r['success']:.1%}" for r in results) if len(results) > 1 else "–"
     spent = [f"{costs[0]:,.0f}", f"{costs[1]:.0f}"] if costs else ["–", "–"]
     return [str(len(results)) if trained else "–", success(results), seeds, f"{readable:.1%}", f"{right:.1%}", *spent]
+
+
+def kuhn_section(results: Sequence[Result]) -> list[str]:
+    """Lines about self-play in Kuhn poker: NashConv and payoffs before and after, NashConv by slice, and the play."""
+    if not results:
+        return []
+    names = list(results[0]["payoffs"])
+    slices = len(results[0]["nash_conv"])
+    before = [signed(results[0]["payoffs_untrained"].get(name, 0.0)) for name in names]
+    rows = [["untrained", "–", f"{results[0]['nash_conv_untrained']:.3f}", *before, "–"]]
+    rows += [
+        [
+            f"average of {slices} slices",
+            str(r["seed"]),
+            f"{r['nash_conv'][-1]:.3f}",
+            *(signed(r["payoffs"][name]) for name in names),
+            f"{r['train_cpu_minutes']:.0f}",
+        ]
+        for r in results
+    ]
+    bets = [f"{text} {share:.2f}" for text, share in results[0]["bets"].items()]
+    return [
+        *["", f"## {KUHN_TITLE}", "", *KUHN_HEAD.splitlines(), ""],
+        *table(["", "seed", "NashConv", *names, "CPU minutes"], rows),
+        *["", *(f"NashConv by slice, seed {r['seed']}: {series(r['nash_conv'], 3)}." for r in results)],
+        *["", f"Probability of a bet, seed {results[0]['seed']}:", "", *(f"- {line}" for line in bets)],
+    ]
+
+
+def service_section(results: Sequence[Result]) -> list[str]:
+    """Lines about the programs of examples/ that trained on a server: losses and shares, by epoch."""
+    lines = ["", f"## {SERVICE_TITLE}", "", *SERVICE_HEAD.splitlines()] if results else []
+    for r in results:
+        first, second = ([pair[i] for pair in r["losses"]] for i in (0, 1))
+        lines += ["", f"{PROGRAMS[r['method']]} (`{' '.join(r['options'])}`, {r['minutes']:.0f} minutes):", ""]
+        if "wins" in r:
+            lines.append(f"- debates won by the one that knows, by epoch: {series(r['wins'], 2)}")
+        for name, (before, after) in r.get("right", {}).items():
+            lines.append(f"- {name}: right before {right(before, r)}, after {right(after, r)}")
+        lines += [f"- loss of the first, by epoch: {series(first, 3)}", f"- of the second: {series(second, 3)}"]
+    return lines
+
+
+def signed(value: float) -> str:
+    return f"{round(value, 3) + 0.0:+.3f}"  # the sum turns -0.0 into 0.0
+
+
+def series(values: Sequence[float], digits: int) -> str:
+    return " ".join(f"{value:.{digits}f}" for value in values)
+
+
+def right(share: float, result: Result) -> str:
+    """A share of right answers with its 95 % Wilson interval."""
+    low, high = wilson_interval(share * result["questions"], result["questions"])
+    return f"{share:.0%} [{low:.0%}, {high:.0%}]"
 
 
 def success(results: Sequence[Result]) -> str:

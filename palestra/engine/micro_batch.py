@@ -17,6 +17,7 @@ from palestra.engine.lora import Adapter
 from palestra.engine.lora_routes import SingleAdapterRoute
 from palestra.engine.lora_variants import Dropout
 from palestra.engine.models import Engine
+from palestra.engine.routing_replay import packed_experts
 from palestra.engine.tree_attention import Forest, TreeLayout, build_forest
 from palestra.losses.policy import LossInputs
 from palestra.types import Sample
@@ -42,7 +43,8 @@ class TokenOutputs(NamedTuple):
 @dataclass(frozen=True)
 class PackedBatch:
     """Samples packed for a pass: the flat rows that predict the `M` answer tokens (int64), the tokens (int64), the
-    temperatures (float32), and the tokens that were kept in sampling (None: all)."""
+    temperatures (float32), the tokens that were kept in sampling (None: all), and the experts [S, L, K] that were used
+    in sampling (None: not recorded)."""
 
     forest: Forest
     layout: TreeLayout
@@ -50,14 +52,18 @@ class PackedBatch:
     targets_M: np.ndarray
     temperature_M: np.ndarray
     kept: KeptTokens | None = None
+    experts_SLK: np.ndarray | None = None
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], engine: Engine) -> PackedBatch:
         """Packs `samples`."""
         forest, rows_M, targets_M = pack_samples(samples)
         temperature_M = _spread([s.temperature or 1.0 for s in samples], samples)
-        kept = kept_tokens(samples, engine.device)
-        return cls(forest, TreeLayout(forest, engine.device), rows_M, targets_M, temperature_M, kept)
+        kept, experts_SLK = kept_tokens(samples, engine.device), None
+        if any(s.routed_experts is not None for s in samples):
+            layers = engine.model.config.get_text_config().num_hidden_layers
+            experts_SLK = packed_experts(samples, forest, engine.routers, layers)
+        return cls(forest, TreeLayout(forest, engine.device), rows_M, targets_M, temperature_M, kept, experts_SLK)
 
     def run_model(
         self, engine: Engine, adapter: Adapter | None, *, entropy_grad: bool = False, dropout: Dropout | None = None
@@ -68,11 +74,14 @@ class PackedBatch:
         tensor, route = engine.tensor, SingleAdapterRoute(adapter, dropout) if adapter else None
         wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M, self.kept)
         flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
+        replayed = None if self.experts_SLK is None else tensor(self.experts_SLK)
         if engine.sharded_params:  # their head is gathered in a pass of the whole model only
-            logits, features = engine.logits_and_features(*flat)
+            with engine.use_experts(replayed, flat[-1]):
+                logits, features = engine.logits_and_features(*flat)
             scores = score_logits(widen(logits), wanted, entropy_grad=entropy_grad)
         else:
-            features = engine.hidden_states(*flat)
+            with engine.use_experts(replayed, flat[-1]):
+                features = engine.hidden_states(*flat)
             scores = score_tokens(LMHead(engine, route), features, wanted, entropy_grad=entropy_grad)
         return TokenOutputs(*scores, select_rows(features, wanted.row_M))
 

@@ -40,6 +40,7 @@ from palestra.engine.norms import fuse_norms
 from palestra.engine.plain import PlainPath
 from palestra.engine.probe import AttentionShape, probe_attention, set_attention
 from palestra.engine.quantized import Quantization, quantize_model
+from palestra.engine.routing_replay import ReplayedExperts, Router, find_routers, replay_experts
 from palestra.engine.self_check import choose_engine, small_verdict
 from palestra.engine.tree_attention import TreeLayout
 
@@ -77,6 +78,8 @@ class Engine:
         self.plain_path: PlainPath | None = None
         self._route: AdapterRoute | None = None
         self._kept: AdapterRoute | None = None
+        self._experts: ReplayedExperts | None = None
+        self._routers: list[Router] | None = None
         self._features: Tensor | None = None
         self._decoder_output: Any = BaseModelOutputWithPast  # of the last pass: models read fields of their own from it
         self._recompute = False
@@ -202,15 +205,15 @@ class Engine:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (self._recompute and torch.is_grad_enabled()):
                 return whole(*args, **kwargs)
-            routes = self._route, self._kept  # they change before the backward pass
+            state = self._route, self._kept, self._experts  # they change before the backward pass
 
             def again(*args: Any, **kwargs: Any) -> Any:
-                before = self._route, self._kept
-                self._route, self._kept = routes
+                before = self._route, self._kept, self._experts
+                self._route, self._kept, self._experts = state
                 try:
                     return whole(*args, **kwargs)
                 finally:
-                    self._route, self._kept = before
+                    self._route, self._kept, self._experts = before
 
             return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
@@ -253,6 +256,30 @@ class Engine:
             yield
         finally:
             self._route, self._kept = before
+
+    @property
+    def routers(self) -> list[Router]:
+        """The routers of a mixture of experts, which from now on use the experts of `use_experts`. Raises ValueError if
+        they cannot, or the base is on the plain path."""
+        if self._routers is None:
+            if self.plain_path:
+                raise ValueError(
+                    "the sampler returned routed experts, which a base on the plain path cannot use: start vLLM "
+                    "without --enable-return-routed-experts"
+                )
+            self._routers = find_routers(self.model)
+            replay_experts(self._routers, lambda: self._experts)
+        return self._routers
+
+    @contextlib.contextmanager
+    def use_experts(self, experts_SLK: Tensor | None, keep_M: Tensor) -> Iterator[None]:
+        """Context of a pass in which the routers use these experts (None: their own)."""
+        if experts_SLK is not None:
+            self._experts = ReplayedExperts(experts_SLK, experts_SLK[keep_M])
+        try:
+            yield
+        finally:
+            self._experts = None
 
     def logits(
         self, ids_S: Tensor, positions_S: Tensor, layout: AttentionLayout, route: AdapterRoute | None, keep_M: Tensor

@@ -54,6 +54,7 @@ class Completion:
     k] float32 their log-probabilities. `adapters` are the names of the snapshots that sampled, each with the index of
     its first token: more than one if the adapter was replaced while the answer was sampled; none if not recorded.
     `sampling_mask` is there if the sampling records it; `logprobs` are then of the distribution that it leaves.
+    `routed_experts` [P + T - 1, L, K] int32 are there if a server returns them (routing_replay.py).
     """
 
     token_ids: np.ndarray
@@ -63,6 +64,7 @@ class Completion:
     top_logprobs: np.ndarray | None = None
     adapters: tuple[tuple[int, str], ...] = ()
     sampling_mask: SamplingMask | None = None
+    routed_experts: np.ndarray | None = None
 
 
 SamplingOutcome = list[Completion] | Exception

@@ -136,4 +136,5 @@ def _first_token(sample: Sample) -> Sample:
         values=cut(sample.values),
         returns=cut(sample.returns),
         sampling_mask=None,
+        routed_experts=None,
     )

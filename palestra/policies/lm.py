@@ -190,6 +190,7 @@ class LanguagePolicy:
                 temperature=self.sampling.temperature,
                 versions=token_versions(s, self.name),
                 sampling_mask=s.sampling_mask,
+                routed_experts=s.routed_experts,
             )
             for s, text in zip(sampled, self.decode_completions(sampled), strict=True)
         ]

@@ -57,9 +57,20 @@ SCHEMA = pa.schema(
         ("versions", pa.list_(pa.int32())),  # of the policy, by token; null if `policy` names the version of all
         ("mask_ids", pa.list_(pa.int32())),  # tokens that top-k and top-p kept, token after token; null if not recorded
         ("mask_counts", pa.list_(pa.int32())),  # their numbers, by token
+        ("experts", pa.list_(pa.int32())),  # of a sampler's routers, token after token; null if not recorded
+        ("experts_shape", pa.list_(pa.int32())),  # tokens, layers, experts of a token
     ]
 )
-OPTIONAL_COLUMNS = ("draw", "traceback", "picture", "versions", "mask_ids", "mask_counts")  # optional columns
+OPTIONAL_COLUMNS = (
+    "draw",
+    "traceback",
+    "picture",
+    "versions",
+    "mask_ids",
+    "mask_counts",
+    "experts",
+    "experts_shape",
+)  # optional columns
 
 
 def to_table(step: int, episodes: list[Episode], *, first: int = 0) -> pa.Table:
@@ -176,6 +187,9 @@ def _answer_row(answer: Answer) -> dict[str, Any]:
         arrays["versions"] = answer.versions
     if answer.sampling_mask:
         arrays |= {"mask_ids": answer.sampling_mask.ids, "mask_counts": answer.sampling_mask.counts}
+    if answer.routed_experts is not None:
+        shape = np.array(answer.routed_experts.shape, np.int32)
+        arrays |= {"experts": answer.routed_experts.ravel(), "experts_shape": shape}
     return said | arrays
 
 
@@ -232,7 +246,9 @@ def _add(episode: Episode, row: dict[str, Any]) -> Node:
         arrays = (row["prompt_ids"], row["token_ids"], row["logprobs"])
         said = (row["answer"], row["policy"], *arrays, row["stop"], row["temperature"])
         mask = SamplingMask(row["mask_ids"], row["mask_counts"]) if len(row["mask_counts"]) else None
-        node.answers[seat] = Answer(*said, versions=row["versions"], sampling_mask=mask)
+        experts = row["experts"].reshape(row["experts_shape"]) if len(row["experts_shape"]) else None
+        more = {"versions": row["versions"], "sampling_mask": mask, "routed_experts": experts}
+        node.answers[seat] = Answer(*said, **more)
     if row["reward"] is not None:
         node.rewards[seat] = row["reward"]
     if row["advantage"] is not None:

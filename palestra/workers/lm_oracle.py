@@ -111,13 +111,17 @@ class LanguageWorker:
             return asyncio.run(self._train(task, members, out))
         if isinstance(task, PlayTask) and self.config.payoffs == "simulated":
             return asyncio.run(self._play(task, members))
-        if self.exact is None or self.action_reader is None:
+        if self.exact is None:
             raise ValueError(
                 f'task {task.name} ({task.kind}) needs the rules of env "{self.config.env.get("type")}", which has '
                 "none here: use simulated payoffs, and no assessment (nash_conv_every: 0)"
             )
-        reader = self.action_reader
-        return self.exact.run_task(task, lambda name: reader.policy(name, self._member(name, members)), None)
+        return self.exact.run_task(task, lambda name: self.action_probabilities(name, members), None)
+
+    def action_probabilities(self, name: str, members: Mapping[str, Path]) -> np.ndarray:
+        """Returns what a member plays in an env with rules, float64 [I, A]."""
+        assert self.action_reader is not None
+        return self.action_reader.policy(name, self._member(name, members))
 
     # ---- learning
 

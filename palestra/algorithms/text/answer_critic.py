@@ -1,7 +1,8 @@
 """Answers as actions: rewards, values and advantages of one entry for each answer, and what a central critic reads.
 
 With tokens as actions a value is that of the state before each token. With answers as actions it is that of the state
-before the answer, after its prompt, and the log-probability of an answer is the sum over its tokens.
+before the answer, after its prompt (or, of a critic of actions, after the answer), and the log-probability of an
+answer is the sum over its tokens.
 
 Shapes: `T` tokens of an answer, `M` actions of several sequences.
 """
@@ -13,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from palestra.types import Node, Seat
+from palestra.types import Answer, Node, Seat
 
 ActionLevel = Literal["token", "turn"]
 
@@ -41,20 +42,28 @@ def by_token(actions_M: np.ndarray, lengths: Sequence[int], level: ActionLevel) 
     return [np.broadcast_to(own, length).copy() for own, length in zip(parts, lengths, strict=True)]
 
 
-def joint_prompt(nodes: Sequence[Node], seats: Sequence[Seat], seat: Seat) -> np.ndarray:
-    """Returns the tokens [P] int32 that a central critic reads before `seat` answers at the last of `nodes`, the
+def critic_input(
+    nodes: Sequence[Node], seats: Sequence[Seat], seat: Seat, *, joint: bool, with_answers: bool = False
+) -> np.ndarray:
+    """Returns the tokens [P] int32 that a critic reads about the answer of `seat` at the last of `nodes`, the
     trajectory up to then.
 
-    These are the newest prompts of the other seats in their order, with the answer to it if that was given in an
-    earlier step, and at the end the seat's own prompt. Seats whose policies have no tokens are not in it.
+    These are the seat's own prompt, and before it, if `joint`, the newest prompts of the other seats in their order,
+    with the answer to it if that was given in an earlier step. `with_answers`: also the answers of this step, each
+    after its prompt, so that the critic's value is that of the state and the (joint) action. Seats whose policies have
+    no tokens are not in it.
     """
-    parts = [_newest(nodes, other) for other in seats if other != seat]
-    return np.concatenate([*parts, nodes[-1].answers[seat].prompt_ids]).astype(np.int32)
+    others = [_newest(nodes, other, with_answers) for other in seats if other != seat] if joint else []
+    return np.concatenate([*others, _read(nodes[-1].answers[seat], with_answers)]).astype(np.int32)
 
 
-def _newest(nodes: Sequence[Node], seat: Seat) -> np.ndarray:
+def _newest(nodes: Sequence[Node], seat: Seat, with_answers: bool) -> np.ndarray:
     now = nodes[-1].answers.get(seat)
     if now is not None:
-        return now.prompt_ids
+        return _read(now, with_answers)
     earlier = [node.answers[seat] for node in nodes if seat in node.answers]
-    return np.concatenate([earlier[-1].prompt_ids, earlier[-1].token_ids]) if earlier else np.zeros(0, np.int32)
+    return _read(earlier[-1], with_answer=True) if earlier else np.zeros(0, np.int32)
+
+
+def _read(answer: Answer, with_answer: bool) -> np.ndarray:
+    return np.concatenate([answer.prompt_ids, answer.token_ids]) if with_answer else answer.prompt_ids

@@ -95,7 +95,7 @@ class TextAlgorithm(StrictModel):
 
 def build_sample(answer: Answer, weights: np.ndarray, **more: Any) -> Sample:
     """Returns the training sample of an answer; `weights` [T] float32 are the advantages of its tokens."""
-    more = {"sampling_mask": answer.sampling_mask, **more}
+    more = {"sampling_mask": answer.sampling_mask, "routed_experts": answer.routed_experts, **more}
     return Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, weights, answer.temperature, **more)
 
 

@@ -109,7 +109,7 @@ class Distill(TextAlgorithm):
             return samples, {}
         credited: list[Sample] = []
         students = cast("list[DistillSample]", samples)
-        read: list[Sample] = [replace(own, prompt_ids=own.teacher_prompt_ids) for own in students]
+        read: list[Sample] = [replace(own, prompt_ids=own.teacher_prompt_ids, routed_experts=None) for own in students]
         for own, logp in zip(students, await learner.teacher_logprobs(read), strict=True):
             advantages = (logp - own.logprobs).astype(np.float32)
             own.node.advantages[own.seat] = float(advantages.mean())

@@ -24,7 +24,7 @@ from palestra.algorithms.text.answer_critic import (
     action_sums,
     action_values,
     by_token,
-    joint_prompt,
+    critic_input,
 )
 from palestra.algorithms.text.base import TextAlgorithm, build_sample
 from palestra.algorithms.text.gae import explained_variance, gae, standardise
@@ -75,6 +75,10 @@ class PPO(ImportanceSampling, TextAlgorithm):
     critic: Literal["shared", "separate", "central"] = "shared"
     """The critic: a value head on the policy's features (`shared`), an adapter of its own on the same base with a value
     head (`separate`), or such an adapter that reads the prompts of all seats (`central`, with `action_level: turn`)."""
+    critic_type: Literal["v", "q"] = "v"
+    """What the critic values: the state before an answer (`v`), or the state and the answer (`q`, with `action_level:
+    turn` and a `separate` or `central` critic, which reads all seats' answers). The advantage is then the value
+    itself."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per action."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
@@ -116,6 +120,11 @@ class PPO(ImportanceSampling, TextAlgorithm):
             raise ValueError(
                 "critic: central reads the prompts of all seats before an answer, and has no value of each of its "
                 "tokens: set action_level: turn"
+            )
+        if self.critic_type == "q" and (self.critic == "shared" or self.action_level == "token"):
+            raise ValueError(
+                "critic_type: q reads a whole answer, which the policy's own head does not before it is given: set "
+                "action_level: turn, and critic: separate or central"
             )
         if self.surrogate == "policy_gradient" and (self.clip_high is not None or self.dual_clip is not None):
             raise ValueError(
@@ -194,8 +203,10 @@ class PPO(ImportanceSampling, TextAlgorithm):
         mean, and has what a separate critic reads before it."""
         if self.action_level == "token":
             return {}
-        read = joint_prompt(nodes, seats, seat) if self.reads_joint_prompts else nodes[-1].answers[seat].prompt_ids
-        return {"denominator": 1.0, "critic_ids": read if self.has_separate_critic else None}
+        if not self.has_separate_critic:
+            return {"denominator": 1.0}
+        read = critic_input(nodes, seats, seat, joint=self.reads_joint_prompts, with_answers=self.critic_type == "q")
+        return {"denominator": 1.0, "critic_ids": read}
 
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
@@ -223,6 +234,8 @@ class PPO(ImportanceSampling, TextAlgorithm):
         returns_M = advantages_M + values_M
         share = explained_variance(values_M, returns_M)
         metrics |= {} if share is None else {"explained_variance": share}
+        if self.critic_type == "q":  # the residual would have mean 0 at an exact critic, and teach nothing
+            advantages_M = values_M
         if self.normalize_advantages:
             advantages_M = standardise(advantages_M)
         taught = _with_credit(turns, advantages_M, values_M, returns_M, level)

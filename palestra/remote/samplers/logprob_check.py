@@ -123,7 +123,15 @@ def _scored(
     """Log-probabilities [T] of each completion's tokens after its prompt, computed as in training."""
     zeros = [np.zeros(len(answer.token_ids), np.float32) for _, answer in pairs]
     samples = [
-        Sample(prompt, answer.token_ids, none, none, temperature, sampling_mask=answer.sampling_mask)
+        Sample(
+            prompt,
+            answer.token_ids,
+            none,
+            none,
+            temperature,
+            sampling_mask=answer.sampling_mask,
+            routed_experts=answer.routed_experts,
+        )
         for (prompt, answer), none in zip(pairs, zeros, strict=True)
     ]
     return Trainer(engine, adapter or _zero(engine)).logprobs(samples)

@@ -11,6 +11,8 @@ there or on another server. An adapter is unloaded when its snapshot is garbage-
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import time
 import weakref
@@ -356,6 +358,7 @@ def _answers(server: SamplerServer, said: Any, request: Request) -> list[Complet
             np.array(choice["logprobs"]["token_logprobs"], np.float32),
             "stop" if choice["finish_reason"] == "stop" else "length",
             sampling_mask=_sampling_mask(choice) if request.sampling.records_mask else None,
+            routed_experts=_routed_experts(choice.get("routed_experts")),
         )
         for choice in choices
     ]
@@ -364,6 +367,16 @@ def _answers(server: SamplerServer, said: Any, request: Request) -> list[Complet
 
 def _sampling_mask(choice: dict[str, Any]) -> SamplingMask:
     return SamplingMask.join([np.array(ids, np.int32) for ids in choice["sampling_mask"]])
+
+
+def _routed_experts(encoded: str | None) -> np.ndarray | None:
+    """Returns the experts [P + T - 1, L, K] int32 of vLLM's --enable-return-routed-experts, which since 0.22 are a
+    NumPy file in base64; None if the server returns none. Raises ValueError for the lists of 0.21."""
+    if encoded is None:
+        return None
+    if not isinstance(encoded, str):
+        raise ValueError("routed experts of vLLM 0.21 cannot be read: install vLLM 0.22 or newer")
+    return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False).astype(np.int32)
 
 
 def _message(content: bytes) -> str:

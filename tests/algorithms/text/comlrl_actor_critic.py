@@ -1,4 +1,4 @@
-"""Values and losses of CoMLRL's IACTrainer and MAACTrainer, a JSON object per case, for test_iac.py.
+"""Values and losses of CoMLRL's IACTrainer and MAACTrainer, a JSON object per case, for test_iac_comlrl.py.
 
     python -m venv VENV && VENV/bin/pip install torch==2.13.0 comlrl==1.4.3
     cd tests/algorithms/text && WANDB_MODE=disabled VENV/bin/python comlrl_actor_critic.py > comlrl_iac_1.4.3.jsonl
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 DISCOUNT = 0.9
 
 
-def case(name: str, critic: str, turns: int, generations: int, normalised: bool) -> dict[str, Any]:
+def case(name: str, critic: str, critic_type: str, turns: int, generations: int, normalised: bool) -> dict[str, Any]:
     """Returns each agent's samples in the order of their play, and the losses and gradients of their batch."""
     torch.manual_seed(0)
     rng, rewards = np.random.default_rng(1), []
@@ -45,6 +45,7 @@ def case(name: str, critic: str, turns: int, generations: int, normalised: bool)
         "num_turns": turns,
         "num_generations": generations,
         "discount": DISCOUNT,
+        "critic_type": critic_type,
         "early_termination_threshold": None,
     }
     trainer_class, config_class = (IACTrainer, IACConfig) if name == "iac" else (MAACTrainer, MAACConfig)
@@ -65,7 +66,8 @@ def case(name: str, critic: str, turns: int, generations: int, normalised: bool)
             set_head(network.value_head.value_projection)
     rollouts = trainer._collect_rollouts({"prompt": "1 2 3"})
     agents = [one_agent(trainer, agent, rollouts) for agent in range(AGENTS)]
-    settings = {"name": name, "critic": critic, "turns": turns, "generations": generations, "normalised": normalised}
+    settings = {"name": name, "critic": critic, "critic_type": critic_type}
+    settings |= {"turns": turns, "generations": generations, "normalised": normalised}
     return settings | {"value_loss_coef": trainer.args.value_loss_coef, "rewards": rewards, "agents": agents}
 
 
@@ -134,13 +136,17 @@ def told(sample: Any) -> dict[str, Any]:
 
 
 CASES = [
-    ("iac", "shared", 1, 3, False),
-    ("iac", "shared", 1, 3, True),
-    ("iac", "shared", 2, 1, False),
-    ("iac", "separate", 1, 3, True),
-    ("iac", "separate", 2, 1, False),
-    ("maac", "central", 1, 3, True),
-    ("maac", "central", 2, 1, False),
+    ("iac", "shared", "v", 1, 3, False),
+    ("iac", "shared", "v", 1, 3, True),
+    ("iac", "shared", "v", 2, 1, False),
+    ("iac", "separate", "v", 1, 3, True),
+    ("iac", "separate", "v", 2, 1, False),
+    ("maac", "central", "v", 1, 3, True),
+    ("maac", "central", "v", 2, 1, False),
+    ("iac", "separate", "q", 1, 3, False),
+    ("iac", "separate", "q", 2, 1, False),
+    ("maac", "central", "q", 1, 3, False),
+    ("maac", "central", "q", 2, 1, False),
 ]
 
 if __name__ == "__main__":
