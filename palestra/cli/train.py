@@ -29,6 +29,14 @@ def train(
     settings: Settings = None,
     resume: Annotated[Path | None, typer.Option(help="resume this run from its last checkpoint")] = None,
     name: Annotated[str | None, typer.Option(help="name of the run (default: the config's)")] = None,
+    auto_resume: Annotated[
+        bool,
+        typer.Option(
+            "--auto-resume",
+            help="resume the run of this name in --root if it is there, with this config; else start it: for jobs that "
+            "a cluster starts again",
+        ),
+    ] = False,
     root: Root = Path("runs"),
     engine: Annotated[
         str | None,
@@ -63,6 +71,8 @@ def train(
 
         palestra train --resume runs/demo --set steps=200    # with more steps than it had
 
+        palestra train configs/demo.yaml --name demo --auto-resume    # starts it, or goes on with it
+
         torchrun --nproc-per-node 4 -m palestra train configs/demo.yaml
 
     `palestra config` describes every key of a config: `palestra config text` those of a run, `palestra config grpo`
@@ -74,11 +84,14 @@ def train(
     changes = [*(settings or []), *([f"engine={engine}"] if engine else [])]
     with user_errors(), _interruptible(resume):
         from palestra.config import dump
-        from palestra.launch.run import place_tree, run_request
+        from palestra.launch.run import place_tree, resumed_tree, run_request, run_to_resume
 
+        settings_of_places = [f"backend.{key}={value}" for key, value in places if value]
         tree = _config_tree(config, resume, changes)
-        placed = place_tree(tree, [f"backend.{key}={value}" for key, value in places if value])
+        placed = place_tree(tree, settings_of_places)
         request = run_request(placed, resume=resume, name=name, root=root, stored=tree if changes else None)
+        if auto_resume and not resume and (found := run_to_resume(request)):
+            request = run_request(place_tree(resumed_tree(found, []), settings_of_places), resume=found)
         if not dry_run:
             return _train(request)
         request.check()

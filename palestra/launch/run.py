@@ -24,7 +24,7 @@ from palestra.populations.scheduler import PlanCallback
 from palestra.populations.task_json import TASKS_FILE
 from palestra.populations.tasks import TaskResult
 from palestra.rollouts.failures import write_error_file
-from palestra.runs import Run, check_config, explain_disk_errors
+from palestra.runs import Run, check_config, diff_settings, explain_disk_errors
 from palestra.sinks.factory import check_sinks
 from palestra.sinks.log_tailer import follow_run
 from palestra.training.loop import Callback
@@ -150,6 +150,24 @@ def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
     """
     tree = parse(check_config(path), str(path / "config.yaml"))
     return extend_config(tree, settings, is_vector_config(tree)) if settings else tree
+
+
+def run_to_resume(request: LaunchRequest) -> Path | None:
+    """Returns the run with the name of a new one, for a job that is started again; None if there is none.
+
+    Raises ValueError if its config is another, save for `backend`, which may change at every resume.
+    """
+    path = request.root / check_folder_name(request.name or request.config.name)
+    if not (path / "config.yaml").is_file():
+        return None
+    trees = [parse(text, str(path / "config.yaml")) for text in (check_config(path), dump(request.config))]
+    stored, new = ({key: value for key, value in tree.items() if key != "backend"} for tree in trees)
+    if changed := diff_settings(stored, new):
+        raise ValueError(
+            f"--auto-resume: the run {path} has another config ({'; '.join(changed[:3])}): give the new one another "
+            f"--name, or go on with the old one by --resume {path}"
+        )
+    return path
 
 
 def place_tree(tree: Tree, places: Sequence[str]) -> Tree:
