@@ -51,6 +51,12 @@ def train(
     address: Annotated[
         str | None, typer.Option(help="address of a Ray cluster; without it a local one is started")
     ] = None,
+    traces: Annotated[
+        str | None,
+        typer.Option(
+            help="send OpenTelemetry traces to the collector at this URL: http://localhost:4318 (OTLP over HTTP)"
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check the config, print it resolved, and stop")] = False,
 ) -> None:
     """Train the agents of a config.
@@ -85,6 +91,7 @@ def train(
     with user_errors(), _interruptible(resume):
         from palestra.config import dump
         from palestra.launch.run import place_tree, resumed_tree, run_request, run_to_resume
+        from palestra.tracing import tracing_to
 
         settings_of_places = [f"backend.{key}={value}" for key, value in places if value]
         tree = _config_tree(config, resume, changes)
@@ -93,7 +100,8 @@ def train(
         if auto_resume and not resume and (found := run_to_resume(request)):
             request = run_request(place_tree(resumed_tree(found, []), settings_of_places), resume=found)
         if not dry_run:
-            return _train(request)
+            with tracing_to(traces):
+                return _train(request)
         request.check()
         if RANK == 0:
             print(dump(request.config), end="")
