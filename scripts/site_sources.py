@@ -17,6 +17,7 @@ LANGUAGES = {
     ".py": "python",
     ".proto": "protobuf",
     ".yaml": "yaml",
+    ".sbatch": "bash",
     ".toml": "toml",
     ".json": "json",
     ".jsonl": "json",

@@ -1,13 +1,25 @@
-"""The command line, run in this process: torch is loaded once for all tests."""
+"""The command line, run in this process: torch is loaded once for all tests; and whether it takes a command as it is
+written in a document or a script."""
 
 from __future__ import annotations
 
+import itertools
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
 from palestra.cli.main import app
+from palestra.config import load, override, validate
+from palestra.launch.run import run_kind
+
+ROOT = Path(__file__).parent.parent
+GROUP: Any = typer.main.get_command(app)
+UsageError: Any = typer.BadParameter.__base__  # Click's, whose copy typer has
 
 
 def invoke(*arguments: object, **options: Any) -> Result:
@@ -27,3 +39,34 @@ def refused(*arguments: object) -> str:
     done = invoke(*arguments)
     assert done.exit_code == 2 and "Traceback" not in done.output, done.output
     return " ".join(done.stderr.split())
+
+
+def refusal(line: str) -> str | None:
+    """Why a line of a shell would be refused by `palestra`, if it calls it; not where something is left open, as in
+    `<host>`, `$seed` or `...`."""
+    lexer = shlex.shlex(re.sub(r"(^|\s)#.*", "", line), posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words = list(lexer)
+    open_ended = any("..." in word or "$" in word or word in ("<", "cd") for word in words)
+    if "palestra" not in words or open_ended:
+        return None
+    called = words[words.index("palestra") + 1 :]
+    called = list(itertools.takewhile(lambda word: not set(word) <= set("|&;>()"), called))
+    try:
+        understood(called)
+    except (UsageError, ValueError) as error:
+        return f"{line}: {error}"
+    return None
+
+
+def understood(words: list[str]) -> None:
+    """Raises UsageError or ValueError for a command that would be refused."""
+    command, context, name = GROUP, None, "palestra"
+    while hasattr(command, "commands"):
+        context = command.make_context(name, list(words), parent=context)
+        found, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        name = str(found)
+    given = command.make_context(name, words, parent=context).params
+    if name == "train" and given["config"] and (ROOT / given["config"]).exists():
+        tree = override(load(ROOT / given["config"]), given["settings"] or [])
+        validate(run_kind(tree).config, tree)

@@ -16,24 +16,16 @@ All runnable blocks of one document run in order, in one temporary folder that h
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import typer
+from command_line import GROUP, refusal
 
-from palestra.cli.main import app
-from palestra.config import load, override, validate
-from palestra.launch.run import run_kind
-
-GROUP: Any = typer.main.get_command(app)
-UsageError: Any = typer.BadParameter.__base__  # Click's, whose copy typer has
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("bench/*.md")]
@@ -166,37 +158,6 @@ def commands(group: Any) -> list[Any]:
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.replace("\\\n", " ").split("\n")]
-
-
-def refusal(line: str) -> str | None:
-    """Why a line of a shell would be refused by `palestra`, if it calls it; not where something is left open, as in
-    `<host>`, `$seed` or `...`."""
-    lexer = shlex.shlex(re.sub(r"(^|\s)#.*", "", line), posix=True, punctuation_chars=True)
-    lexer.whitespace_split, lexer.commenters = True, ""
-    words = list(lexer)
-    open_ended = any("..." in word or "$" in word or word in ("<", "cd") for word in words)
-    if "palestra" not in words or open_ended:
-        return None
-    called = words[words.index("palestra") + 1 :]
-    called = list(itertools.takewhile(lambda word: not set(word) <= set("|&;>()"), called))
-    try:
-        understood(called)
-    except (UsageError, ValueError) as error:
-        return f"{line}: {error}"
-    return None
-
-
-def understood(words: list[str]) -> None:
-    """Raises UsageError or ValueError for a command that would be refused."""
-    command, context, name = GROUP, None, "palestra"
-    while hasattr(command, "commands"):
-        context = command.make_context(name, list(words), parent=context)
-        found, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
-        name = str(found)
-    given = command.make_context(name, words, parent=context).params
-    if name == "train" and given["config"] and (ROOT / given["config"]).exists():
-        tree = override(load(ROOT / given["config"]), given["settings"] or [])
-        validate(run_kind(tree).config, tree)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)

@@ -27,6 +27,7 @@ LAYERS = [
         "palestra.processes",
         "palestra.seeding",
         "palestra.tinker_compat",
+        "palestra.tracing",
     },
     {"palestra.chat", "palestra.sandbox"},
     {"palestra.web", "palestra.runs.worker_stats"},
@@ -80,6 +81,7 @@ HEAVY = (
     "httpx2",
     "aiohttp",
     "http.client",
+    "opentelemetry",
     "urllib.request",
 )
 # Not in `dependencies`: at most one module of ours may import each, but for those of the `service` extra, which belong
@@ -96,6 +98,7 @@ SERVICE = {
     "zstandard",
 }
 WEB = {"starlette", "uvicorn"}
+PROMETHEUS = ("palestra.service.api.metrics", "palestra.sinks.prometheus")  # what a server and what a run measures
 WHOLE_PACKAGES = ("palestra.backends.ray", "palestra.envs.vector.pettingzoo")  # packages that count as one module
 GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the package `palestra.remote`
 TALKS_HTTP = (
@@ -106,6 +109,7 @@ TALKS_HTTP = (
     "palestra.remote.samplers.vllm",
     "palestra.remote.samplers.server",
 )
+SHARED = ("palestra.testing", *TALKS_HTTP, *PROMETHEUS)
 SERVERS = {"palestra.agents.serve"}  # loaded by the command that it is, alone
 OPTIONAL = (
     SERVICE
@@ -132,6 +136,7 @@ OPTIONAL = (
         "gymnasium",
         "mcp",
         "mlflow",
+        "opentelemetry",
         "numba",
         "openai",
         "openskill",
@@ -304,7 +309,7 @@ def test_optional_dependencies_are_imported_by_one_module() -> None:
     users: dict[str, set[str]] = {}
     for found in imports():
         dependency = found.target.split(".")[0]
-        if found.extra and dependency not in SERVICE | GRPC and found.importer not in ("palestra.testing", *TALKS_HTTP):
+        if found.extra and dependency not in SERVICE | GRPC and found.importer not in SHARED:
             users.setdefault(dependency, set()).add(_whole(found.importer))
     assert {dependency: names for dependency, names in users.items() if len(names) > 1} == {}
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from palestra.populations.tasks import Backend, Task, TaskResult
+from palestra.tracing import TraceContext, continue_trace, trace_context
 
 POLL_INTERVAL_S = 0.02  # seconds between two checks of the queue while tasks run: the longest delay of a submitted task
 
@@ -50,7 +51,8 @@ class AsyncBackend:
         with self._lock:
             self._check()
             self._open[task.name] = (loop, future)
-        self._wish(lambda backend: backend.submit(task))
+        trace = trace_context()
+        self._wish(lambda backend: _submit(backend, task, trace))
         return await future
 
     def add_member(self, name: str, folder: Path) -> None:
@@ -111,6 +113,11 @@ class AsyncBackend:
             self._open.clear()
         for each in waiting:
             _tell(each, error)
+
+
+def _submit(backend: Backend, task: Task, trace: TraceContext | None) -> None:
+    with continue_trace(trace):
+        backend.submit(task)
 
 
 def _tell(waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[TaskResult]], what: TaskResult | Exception) -> None:

@@ -28,6 +28,7 @@ from palestra.populations.tasks import Result, Task
 from palestra.rollouts.sources import STATE_KEYS, EnvSource, EpisodeCallback
 from palestra.rollouts.tree_rollout import Branching
 from palestra.runs.worker_stats import worker_stats
+from palestra.tracing import TraceContext, continue_trace, trace_context
 from palestra.training.text import TextEval
 from palestra.types import AlgorithmState, Episode, Metrics
 
@@ -183,12 +184,13 @@ class PendingEpisodes:
     def __init__(self, dispatcher: EpisodeDispatcher, versions: PolicyVersions, task: EpisodesTask, size: int) -> None:
         self.dispatcher, self.versions, self.task, self.size = dispatcher, versions, task, size
         self._asked: dict[int, tuple[asyncio.Future[Episode], EpisodeCallback]] = {}
+        self._traces: dict[int, TraceContext | None] = {}
         dispatcher.acquire(versions)
 
     def add(self, number: int, on_episode: EpisodeCallback) -> asyncio.Future[Episode]:
         """Adds an episode by number and returns its future."""
         future: asyncio.Future[Episode] = asyncio.get_running_loop().create_future()
-        self._asked[number] = (future, on_episode)
+        self._asked[number], self._traces[number] = (future, on_episode), trace_context()
         return future
 
     async def play(self) -> None:
@@ -201,7 +203,8 @@ class PendingEpisodes:
     async def _slice(self, numbers: Sequence[int]) -> None:
         waiting = [self._asked[number] for number in numbers]
         try:
-            episodes = await self.dispatcher.play(self.versions, replace(self.task, numbers=tuple(numbers)))
+            with continue_trace(self._traces[numbers[0]]):  # of its step: those of several may be requested together
+                episodes = await self.dispatcher.play(self.versions, replace(self.task, numbers=tuple(numbers)))
         except Exception as error:
             for future, _ in waiting:
                 if not future.done():

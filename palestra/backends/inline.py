@@ -41,9 +41,10 @@ class InlineBackend:
         out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.output_member else None
         members = self._members.folders_for(task)
         try:
-            result, seconds = run_timed(self._worker, task, members, out)
+            result, seconds = run_timed(self._worker, task, members, out, self._waiting.traces.get(task.name))
         except Exception as error:
             raise task_error(task, describe_error(error)) from error
+        self._waiting.finish(task)
         return TaskResult(task, result, out, seconds)
 
     def cancel_pending(self) -> int:

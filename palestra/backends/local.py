@@ -31,8 +31,10 @@ from palestra.populations.tasks import Task, TaskResult, WorkerFactory
 from palestra.processes import PipeProcess, exit_with_parent
 from palestra.rollouts.failures import ErrorText, describe_error
 from palestra.runs.worker_stats import process_label, worker_stats
+from palestra.tracing import export_wait_s, stop_tracing
 
 WORKER_KIND = "local worker"
+END_TIMEOUT_S = 1.0  # seconds that processes have to end once their pipes are closed
 
 
 # ---- in the worker's process
@@ -54,6 +56,7 @@ def _work(pipe: Connection, make: bytes, threads: int, scratch: str) -> None:
         pipe.send(None)
         while True:
             pipe.send(run_or_fault(worker, *pipe.recv()))
+    stop_tracing()
 
 
 # ---- in the parent
@@ -127,7 +130,7 @@ class LocalBackend:
                 process.task = task
                 process.out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.output_member else None
                 with suppress(ConnectionError):  # the worker died: `_hear` will find its pipe closed
-                    process.pipe.send((task, members, process.out))
+                    process.pipe.send((task, members, process.out, self._waiting.traces.get(task.name)))
 
     def _hear(self, process: _Process) -> TaskResult | None:
         """Reads a worker's message: a finished task, "ready" (None), or the end of its pipe, if it died."""
@@ -145,6 +148,7 @@ class LocalBackend:
         assert process.task is not None
         worker_stats.count(WORKER_KIND, process.where, done=1, seconds=answer[1])
         done = TaskResult(process.task, answer[0], process.out, answer[1])
+        self._waiting.finish(process.task)
         process.task = process.out = None
         return done
 
@@ -171,7 +175,7 @@ class LocalBackend:
 def _release(pool: list[_Process], scratch: str) -> None:
     for process in pool:
         process.pipe.close()
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + END_TIMEOUT_S + export_wait_s()
     for process in pool:
         process.stop(end - time.monotonic())
     pool.clear()

@@ -22,6 +22,7 @@ from palestra.backends.task_queue import MAX_ATTEMPTS
 from palestra.engine.lora import Snapshot
 from palestra.engine.trainer import AdamConfig
 from palestra.learners.lm import LocalWeights
+from palestra.tracing import span
 from palestra.types import Metrics, Sample
 
 READ_ONLY_METHODS = ("logprobs", "values", "export", "save")  # methods that do not change the weights
@@ -56,7 +57,8 @@ class WeightHost:
         if call.method == "load":
             self._load(weights, *call.arguments)
             return None, None
-        result = getattr(weights, call.method)(*call.arguments, **call.options)
+        with span(call.method, policy=name):
+            result = getattr(weights, call.method)(*call.arguments, **call.options)
         return result, _written(weights.save) if copy else None
 
     def _load(self, weights: LocalWeights, files: FileBundle) -> None:

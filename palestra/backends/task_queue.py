@@ -10,6 +10,7 @@ from pathlib import Path
 from palestra.populations.task_json import through_json
 from palestra.populations.tasks import Result, Task, TaskWorker
 from palestra.rollouts.failures import ErrorText, RunFailed, describe_error
+from palestra.tracing import TraceContext, continue_trace, span, trace_context
 
 MAX_ATTEMPTS = 3  # worker deaths at one task, or in a row before a worker is ready, that end the run
 
@@ -20,9 +21,17 @@ class TaskQueue:
     def __init__(self) -> None:
         self.tasks: deque[Task] = deque()
         self.deaths: dict[str, list[str]] = {}  # by task name: the nodes on which workers died at it
+        self.traces: dict[str, TraceContext] = {}  # by task name: the span that was current when it was submitted
 
     def add(self, task: Task) -> None:
         self.tasks.append(task)
+        if trace := trace_context():
+            self.traces[task.name] = trace
+
+    def finish(self, task: Task) -> None:
+        """Forgets what is known of a task that is done."""
+        self.deaths.pop(task.name, None)
+        self.traces.pop(task.name, None)
 
     def pop(self) -> Task | None:
         """Removes and returns the first task; None if the queue is empty."""
@@ -72,18 +81,22 @@ def pickling_error(error: Exception) -> ValueError:
     return ValueError(f"what makes a worker cannot be sent to another process ({error}): {fix}")
 
 
-def run_timed(worker: TaskWorker, task: Task, members: Mapping[str, Path], out: Path | None) -> tuple[Result, float]:
-    """Runs a task; returns its result, after a round trip through JSON, and the seconds it took."""
+def run_timed(
+    worker: TaskWorker, task: Task, members: Mapping[str, Path], out: Path | None, trace: TraceContext | None = None
+) -> tuple[Result, float]:
+    """Runs a task, below the span `trace`; returns its result, after a round trip through JSON, and the seconds it
+    took."""
     start = time.perf_counter()
-    result = through_json(worker.run_task(task, members, out), task)
+    with continue_trace(trace), span("work", task=task.name, kind=task.kind):
+        result = through_json(worker.run_task(task, members, out), task)
     return result, time.perf_counter() - start
 
 
 def run_or_fault(
-    worker: TaskWorker, task: Task, members: Mapping[str, Path], out: Path | None
+    worker: TaskWorker, task: Task, members: Mapping[str, Path], out: Path | None, trace: TraceContext | None = None
 ) -> tuple[Result, float] | ErrorText:
     """Like `run_timed`, but returns an exception as a `ErrorText`, which can always be pickled."""
     try:
-        return run_timed(worker, task, members, out)
+        return run_timed(worker, task, members, out, trace)
     except Exception as error:
         return describe_error(error)

@@ -34,6 +34,14 @@ def train(
         typer.Option(help="resume this run from its last checkpoint; the URL of a mirror is brought into --root first"),
     ] = None,
     name: Annotated[str | None, typer.Option(help="name of the run (default: the config's)")] = None,
+    auto_resume: Annotated[
+        bool,
+        typer.Option(
+            "--auto-resume",
+            help="resume the run of this name in --root if it is there, with this config; else start it: for jobs that "
+            "a cluster starts again",
+        ),
+    ] = False,
     root: Root = Path("runs"),
     engine: Annotated[
         str | None,
@@ -52,6 +60,12 @@ def train(
         str | None,
         typer.Option(
             help="folder of runs in an object store, to which the run is mirrored: s3://bucket/runs (none: not at all)"
+        ),
+    ] = None,
+    traces: Annotated[
+        str | None,
+        typer.Option(
+            help="send OpenTelemetry traces to the collector at this URL: http://localhost:4318 (OTLP over HTTP)"
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check the config, print it resolved, and stop")] = False,
@@ -78,6 +92,8 @@ def train(
 
         palestra train --resume s3://bucket/runs/demo    # on another machine
 
+        palestra train configs/demo.yaml --name demo --auto-resume    # starts it, or goes on with it
+
         torchrun --nproc-per-node 4 -m palestra train configs/demo.yaml
 
     `palestra config` describes every key of a config: `palestra config text` those of a run, `palestra config grpo`
@@ -91,15 +107,24 @@ def train(
         path, found_mirror = _resumed(resume, root) if resume else (None, None)
     with user_errors(), _interruptible(path):
         from palestra.config import dump
-        from palestra.launch.run import mirror_tree, place_tree, run_request
+        from palestra.launch.run import place_tree, resumed_tree, run_request, run_to_resume
+        from palestra.tracing import tracing_to
+
+        def placed(tree: Tree) -> Tree:
+            """Returns the config with the places and the mirror of the options."""
+            return place_tree(
+                tree, [f"backend.{key}={value}" for key, value in places if value], mirror or found_mirror
+            )
 
         tree = _config_tree(config, path, changes)
-        placed = place_tree(tree, [f"backend.{key}={value}" for key, value in places if value])
-        if url := mirror or found_mirror:
-            placed = mirror_tree(placed, url)
-        request = run_request(placed, resume=path, name=name, root=root, stored=tree if changes else None)
+        request = run_request(placed(tree), resume=path, name=name, root=root, stored=tree if changes else None)
+        if auto_resume and not resume:
+            _bring_mirrored(request)
+            if found := run_to_resume(request):
+                request = run_request(placed(resumed_tree(found, [])), resume=found)
         if not dry_run:
-            return _train(request)
+            with tracing_to(traces):
+                return _train(request)
         request.check()
         if RANK == 0:
             print(dump(request.config), end="")
@@ -126,6 +151,18 @@ def _resumed(resume: str, root: Path) -> tuple[Path, str | None]:
             "then --resume the folder"
         )
     return fetch_and_print(resume, root), resume.rstrip("/").rpartition("/")[0]
+
+
+def _bring_mirrored(request: LaunchRequest) -> None:
+    """Brings the run of a request's name from its mirror, if that has one and the request's folder of runs has none."""
+    mirror, path = request.config.mirror, request.root / (request.name or request.config.name)
+    if mirror is None or path.exists() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return
+    from palestra.mirror.store import RunStore, newest_manifest
+
+    url = f"{mirror.url.rstrip('/')}/{path.name}"
+    if newest_manifest(RunStore(url)) != (None, []):
+        fetch_and_print(url, request.root)
 
 
 def _config_tree(path: Path | None, resume: Path | None, settings: list[str]) -> dict[str, Any]:

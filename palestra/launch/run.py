@@ -27,7 +27,7 @@ from palestra.populations.scheduler import PlanCallback
 from palestra.populations.task_json import TASKS_FILE
 from palestra.populations.tasks import TaskResult
 from palestra.rollouts.failures import write_error_file
-from palestra.runs import Run, check_config, explain_disk_errors
+from palestra.runs import Run, check_config, diff_settings, explain_disk_errors
 from palestra.sinks.factory import check_sinks
 from palestra.sinks.log_tailer import follow_run
 from palestra.training.loop import Callback
@@ -158,20 +158,36 @@ def resumed_tree(path: Path, settings: Sequence[str]) -> Tree:
     return extend_config(tree, settings, is_vector_config(tree)) if settings else tree
 
 
-def place_tree(tree: Tree, places: Sequence[str]) -> Tree:
-    """Returns the config with settings of `backend`, which may change at every resume."""
+def run_to_resume(request: LaunchRequest) -> Path | None:
+    """Returns the run with the name of a new one, for a job that is started again; None if there is none.
+
+    Raises ValueError if its config is another, save for `backend` and `mirror`, which may change at every resume.
+    """
+    path = request.root / check_folder_name(request.name or request.config.name)
+    if not (path / "config.yaml").is_file():
+        return None
+    trees = [parse(text, str(path / "config.yaml")) for text in (check_config(path), dump(request.config))]
+    stored, new = ({key: value for key, value in tree.items() if key not in ("backend", "mirror")} for tree in trees)
+    if changed := diff_settings(stored, new):
+        raise ValueError(
+            f"--auto-resume: the run {path} has another config ({'; '.join(changed[:3])}): give the new one another "
+            f"--name, or go on with the old one by --resume {path}"
+        )
+    return path
+
+
+def place_tree(tree: Tree, places: Sequence[str], mirror: str | None = None) -> Tree:
+    """Returns the config with settings of `backend`, and with the URL of `mirror` changed ("none": no mirror); both may
+    change at every resume."""
     if places and "population" not in tree and is_vector_config(tree):
         raise ValueError(
             "--backend, --workers and --address place the tasks of a population or the episodes of language agents; "
             "this config has neither"
         )
+    if mirror:
+        key = "mirror.url" if isinstance(tree.get("mirror"), dict) and mirror != "none" else "mirror"
+        places = [*places, f"{key}={'null' if mirror == 'none' else json.dumps(mirror)}"]
     return override(tree, places)
-
-
-def mirror_tree(tree: Tree, url: str) -> Tree:
-    """Returns the config with the store of its mirror changed, which may be done at every resume; "none": without."""
-    key = "mirror.url" if isinstance(tree.get("mirror"), dict) and url != "none" else "mirror"
-    return override(tree, [f"{key}={'null' if url == 'none' else json.dumps(url)}"])
 
 
 # ---- kinds of runs

@@ -36,12 +36,14 @@ from palestra.files import (
     with_checksum,
 )
 from palestra.populations.task_json import TASKS_FILE, TaskRecord, task_record
-from palestra.populations.tasks import Backend, Plan, Result, Task, TaskResult
+from palestra.populations.tasks import Backend, Plan, Result, Task, TaskResult, TrainTask
 from palestra.runs import Run
 from palestra.runs.checkpoints import RECOVERY_HINT, are_checksums
+from palestra.tracing import end_shared_span, is_tracing, shared_span
 from palestra.types import TEAM, Metrics
 
 MEMBERS_DIR = "members"
+MAX_NAMED = 8  # members that the span of a task names
 STOP_POLL_INTERVAL_S = 0.2  # seconds between two checks of `stop`
 
 
@@ -83,7 +85,7 @@ def run_plan(
     for name in course.replay():
         backend.add_member(name, run.path / MEMBERS_DIR / name)
     for task in list(course.open_tasks.values()):
-        backend.submit(task)
+        _submit(backend, task)
     while course.open_tasks:
         if stop():
             _finish(course, backend, callback, grace_s)
@@ -91,13 +93,24 @@ def run_plan(
         if done := backend.wait(STOP_POLL_INTERVAL_S):
             for ready in course.in_order(done):
                 for task in _take(course, backend, callback, ready):
-                    backend.submit(task)
+                    _submit(backend, task)
     return True
+
+
+def _submit(backend: Backend, task: Task) -> None:
+    """Submits a task, whose span lasts until its result is recorded and names who plays."""
+    names: Sequence[str] = ()
+    if is_tracing():
+        names = task.opponents.names() if isinstance(task, TrainTask) else task.members
+    members = ", ".join([*names[:MAX_NAMED], *(["..."] if len(names) > MAX_NAMED else [])])
+    with shared_span(f"task {task.name}", "task", task=task.name, kind=task.kind, members=members):
+        backend.submit(task)
 
 
 def _take(course: PlanRun, backend: Backend, watcher: PlanCallback, done: TaskResult) -> Sequence[Task]:
     number = course.num_done
     new, lines = course.record(done)
+    end_shared_span(f"task {done.task.name}")
     if done.task.output_member:
         backend.add_member(done.task.output_member, course.run.path / MEMBERS_DIR / done.task.output_member)
     watcher.on_task_done(number, done, lines)

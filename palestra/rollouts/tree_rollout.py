@@ -28,6 +28,7 @@ from palestra.policies.base import ContextLengthExceeded, Policy, Query
 from palestra.rollouts.failures import describe_error
 from palestra.rollouts.metrics import CONTEXT_FULL_KEY
 from palestra.seeding import derive_seed
+from palestra.tracing import span
 from palestra.types import Answer, Episode, Node, Seat, Step
 
 Keep = Literal["best", "random", "epsilon", "all"]
@@ -124,7 +125,10 @@ class EpisodeRunner:
 
         async def one(match: EpisodeSpec) -> Episode:
             async with gate:
-                episode = await self.play(match, branching)
+                with span("episode", env=self.name, instance=match.instance) as own:
+                    episode = await self.play(match, branching)
+                    if own and episode.error:
+                        own.set_attribute("error", episode.error)
             if on_episode:
                 on_episode(episode)
             return episode

@@ -79,11 +79,24 @@ class TrackioConfig(StrictModel):
     """Hugging Face Space that shows the metrics. Null: they stay in a database on this machine."""
 
 
+class PrometheusConfig(StrictModel):
+    """Prometheus."""
+
+    type: Literal["prometheus"] = "prometheus"
+    """Kind of sink: Prometheus, which reads the newest values from the run's process."""
+    port: int = Field(9464, ge=1, le=65535)
+    """Port of /metrics."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 accepts other machines, without a key."""
+
+
 def _typed(value: Any) -> Any:
     return [{"type": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
 
 
-SinkConfig = Annotated[TensorBoardConfig | WandbConfig | MLflowConfig | TrackioConfig, Field(discriminator="type")]
+SinkConfig = Annotated[
+    TensorBoardConfig | WandbConfig | MLflowConfig | TrackioConfig | PrometheusConfig, Field(discriminator="type")
+]
 SinkConfigs = Annotated[list[SinkConfig], BeforeValidator(_typed)]
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 from palestra.sinks.base import Sink, SinkConfigs
 
+PACKAGES = {"prometheus": "prometheus_client"}  # of kinds that are not called like theirs
+
 
 def check_sinks(sinks: SinkConfigs) -> None:
     """Raises ValueError if a sink's package is not installed or a kind of sink is listed twice."""
     kinds = [sink.type for sink in sinks]
     for kind in kinds:
-        if find_spec(kind) is None:
+        if find_spec(PACKAGES.get(kind, kind)) is None:
             raise ValueError(f"the sink {kind} needs its package: pip install 'palestra[{kind}]'")
         if kinds.count(kind) > 1:
             raise ValueError(f"sinks: names {kind} twice: a run has one sink of a kind")
@@ -33,6 +35,10 @@ def open_sink(config: Any, run: Path, folder: Path) -> Sink:
         from palestra.sinks.mlflow import MLflowSink
 
         return MLflowSink(config, run, folder)
+    if config.type == "prometheus":
+        from palestra.sinks.prometheus import PrometheusSink
+
+        return PrometheusSink(config, run, folder)
     from palestra.sinks.trackio import TrackioSink
 
     return TrackioSink(config, run, folder)

@@ -31,7 +31,7 @@ from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.token_versions import token_staleness_metrics
 from palestra.runs import NUM_KEPT, list_checkpoints
-from palestra.training.loop import Callback, PhaseTimer, RunProtocol, read_clocks
+from palestra.training.loop import Callback, PhaseTimer, RunProtocol, read_clocks, step_span
 from palestra.training.text import CollectedStep, Stage, TextTrainer
 from palestra.types import Metrics
 
@@ -66,9 +66,9 @@ class AsyncTextTrainer(TextTrainer):
             self.rollouts = AsyncRollouts(self, buffer)
             try:
                 yield
-                self.event_loop.run(self.rollouts.drain())
+                self.run_async(self.rollouts.drain())
             finally:
-                self.event_loop.run(self.rollouts.cancel())
+                self.run_async(self.rollouts.cancel())
             if run.next_step == self.steps:
                 buffer.close()
             else:
@@ -81,9 +81,9 @@ class AsyncTextTrainer(TextTrainer):
         position = self.enter_step(step)
         self._update_in_flight()
         self._note_versions(step)
-        self.event_loop.run(self.rollouts.start_episodes(step))
+        self.run_async(self.rollouts.start_episodes(step))
         timer, start = PhaseTimer(), read_clocks()
-        finished = self.event_loop.run(self.rollouts.collect(position.episode_numbers))
+        finished = self.run_async(self.rollouts.collect(position.episode_numbers))
         timer.add_since("wait", start)
         episodes = [each.episode for each in finished]
         stale = {name: staleness_metrics(finished, name, step) for name in self.policy_names}
@@ -141,9 +141,12 @@ class AsyncRollouts:
         of them have started, with the current weights."""
         position = self.trainer.position_of(step)
         steps = min(self.trainer.staleness + 1, position.stage.steps - position.stage_step)
-        for number in range(position.first_episode, position.first_episode + steps * position.stage.episodes):
-            if number not in self.tasks and number not in self.buffer:
-                self.tasks[number] = asyncio.create_task(self._play(number, step, position.stage))
+        for ahead in range(steps):
+            first = position.first_episode + ahead * position.stage.episodes
+            with step_span(step + ahead):  # the trace of the step that will train on them
+                for number in range(first, first + position.stage.episodes):
+                    if number not in self.tasks and number not in self.buffer:
+                        self.tasks[number] = asyncio.create_task(self._play(number, step, position.stage))
         await asyncio.sleep(0)
 
     async def collect(self, numbers: Sequence[int]) -> list[StoredEpisode]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from palestra.runs import Checkpoint
 from palestra.runs.replays import GameReplay, ReplayHeader
+from palestra.tracing import end_shared_span, shared_span, span
 from palestra.types import Episode, Metrics
 
 
@@ -166,8 +167,12 @@ def run_training(
         if run.next_step == 0:
             play_evals(trainer, run, -1, callback)
         for step in range(run.next_step, trainer.steps):
-            trainer.collect(step)
-            trainer.update(step)
+            with step_span(step):
+                with span("collect"):
+                    trainer.collect(step)
+                with span("update"):
+                    trainer.update(step)
+            end_shared_span(f"step {step}")
             done = step + 1
             last = done == trainer.steps
             if done % trainer.log_every and not last:
@@ -184,6 +189,11 @@ def run_training(
     return True
 
 
+def step_span(step: int) -> AbstractContextManager[Any]:
+    """Context in which the span of `step` is current; it begins with the first episode that the step trains on."""
+    return shared_span(f"step {step}", "step", step=step)
+
+
 def play_evals(
     trainer: TrainerProtocol, run: RunProtocol, step: int, callback: Callback, *, due_only: bool = True
 ) -> None:
@@ -191,7 +201,8 @@ def play_evals(
     run."""
     for evaluation in trainer.evals:
         if not due_only or evaluation.is_due(step, trainer.steps):
-            metrics = trainer.evaluate(evaluation)
+            with span("evaluate", evaluation=evaluation.name, step=step):
+                metrics = trainer.evaluate(evaluation)
             run.log_eval(step, evaluation.name, metrics)
             callback.on_eval(step, evaluation.name, metrics)
 
@@ -199,7 +210,8 @@ def play_evals(
 def save_checkpoint(trainer: TrainerProtocol, run: RunProtocol, step: int, *, keep: bool) -> None:
     """Writes a checkpoint after `step`. With `keep` it is never pruned."""
     names = {name: name for name in trainer.policy_names}
-    run.checkpoint(step, lambda folder: trainer.save(step, folder), {"names": names}, keep=keep)
+    with span("checkpoint", step=step):
+        run.checkpoint(step, lambda folder: trainer.save(step, folder), {"names": names}, keep=keep)
 
 
 def restore_checkpoint(trainer: TrainerProtocol, run: RunProtocol) -> int:

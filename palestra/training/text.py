@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from palestra.learners.base import Learner
 from palestra.policies.base import Policy
@@ -21,8 +22,11 @@ from palestra.rollouts.sources import EpisodeSource
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Checkpoint
 from palestra.seeding import derive_seed
+from palestra.tracing import span
 from palestra.training.loop import Callback, Evaluation, PhaseTimer, RunProtocol, read_clocks, save_checkpoint
 from palestra.types import TEAM, AlgorithmState, Episode, Metrics, Sample, Seat
+
+T = TypeVar("T")
 
 STATE_FILE = "algorithm_state.json"  # file in a checkpoint: state that algorithms and curricula keep between steps
 
@@ -192,6 +196,10 @@ class TextTrainer:
                 self.position_of(run.next_step).stage.configure_learners()
             yield
 
+    def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the event loop, below the caller's span."""
+        return self.event_loop.run(coroutine, context=copy_context())
+
     def position_of(self, step: int) -> StepPosition:
         """Returns the position of `step` in the run. Raises ValueError if the run has no such step."""
         first = number = 0
@@ -223,7 +231,7 @@ class TextTrainer:
         playing = play_refilled(
             stage.source, stage.algorithm, position.episode_numbers, self.algorithm_state, self.callback.on_episode
         )
-        episodes = self.event_loop.run(playing)
+        episodes = self.run_async(playing)
         timer.add_since("rollout", start)
         self.current = CollectedStep(position, episodes, timer)
 
@@ -232,7 +240,7 @@ class TextTrainer:
         failed."""
         self._check_failures(step)
         now = self.current
-        learned = self.event_loop.run(self._update_learners())
+        learned = self.run_async(self._update_learners())
         for name, metrics in learned.items():
             now.metrics[name] = policy_metrics(now.episodes, name) | metrics | now.metrics.get(name, {})
         mixture = now.position.stage.source.observe(now.episodes, self.algorithm_state)
@@ -255,7 +263,7 @@ class TextTrainer:
 
     def evaluate(self, evaluation: TextEval) -> dict[str, Any]:
         """Plays an evaluation and returns its metrics. Raises RunFailed if too many of its episodes failed."""
-        episodes = self.event_loop.run(evaluation.play(self.seed))
+        episodes = self.run_async(evaluation.play(self.seed))
         check_failures(episodes, self.max_failed, f"evaluation {evaluation.name}")
         return {
             **episode_metrics(episodes),
@@ -328,7 +336,13 @@ async def update_learner(
 
     `progress` is the elapsed share of the stage, for learning-rate schedules.
     """
-    state = {} if state is None else state
+    with span("train", policy=learner.name):
+        return await _update(algorithm, learner, episodes, progress, {} if state is None else state)
+
+
+async def _update(
+    algorithm: Algorithm, learner: Learner, episodes: Sequence[Episode], progress: float, state: AlgorithmState
+) -> Metrics:
     samples, credit = algorithm.build_samples(episodes, learner.name, state)
     samples, more = await algorithm.finalize_samples(samples, learner, state)
     batches = learner.batches(samples)

@@ -33,6 +33,7 @@ from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.vector_rollout import VectorRollout, nonfinite_loss_advice
 from palestra.seeding import derive_seed
 from palestra.tabular.game_tree import GameTree
+from palestra.tracing import span
 from palestra.workers.exact import ExactSolver, seats_by_player
 from palestra.workers.member_loader import MemberLoader, tree_of_env
 from palestra.workers.opponent_sampling import MemberRegistry, OpponentStats, opponent_sampler
@@ -126,9 +127,11 @@ class NetWorker:
         self.training_rollout.restart(self._seeds(task))
         for step in range(sweeps):
             players: list[vector.VectorPolicy] = [*learner.rollout_policies(step / sweeps), mixture]
-            batch = self.training_rollout.collect(players, horizon, derive_seed(self.seed, task.name, step))
+            with span("rollout"):
+                batch = self.training_rollout.collect(players, horizon, derive_seed(self.seed, task.name, step))
             try:
-                metrics = learner.update(batch, step / sweeps)[name]
+                with span("train", policy=name):
+                    metrics = learner.update(batch, step / sweeps)[name]
             except FloatingPointError as error:
                 raise RunFailed(
                     f"task {task.name}, after {step * horizon * games:,} of {sweeps * horizon * games:,} env steps: "

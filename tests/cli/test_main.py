@@ -209,6 +209,27 @@ def test_resume_of_a_finished_run_prints_its_summary(run):
     assert (run[0] / "metrics.jsonl").read_bytes() == before
 
 
+def test_auto_resume_goes_on_with_the_run_of_that_name(run):
+    """A job that is started again has the same command; another config is another run."""
+    config, root = run[0].parents[1] / "short.yaml", run[0].parent
+    again = ("train", config, "--root", root, "--auto-resume")
+    done = invoke(*again)
+    assert done.exit_code == 0 and "already complete" in plain(done.output)
+    assert [path.name for path in root.iterdir()] == ["short"]
+    message = refused(*again, "--set", "seed=3")
+    assert f"the run {root / 'short'} has another config (seed: 0 -> 3): give the new one another --name" in message
+
+
+def test_auto_resume_brings_the_run_from_its_mirror(run, tmp_path):
+    """A job that starts again on a machine without the first one's disk."""
+    config, store, root = run[0].parents[1] / "short.yaml", f"file://{tmp_path}/store", tmp_path / "other"
+    assert invoke("sync", run[0], "--to", store).exit_code == 0
+    done = invoke("train", config, "--root", root, "--auto-resume", "--mirror", store)
+    assert done.exit_code == 0 and "already complete" in plain(done.output), done.output
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        assert (root / "short" / name).read_bytes() == (run[0] / name).read_bytes()
+
+
 def test_episode_failure_is_printed_and_training_continues(base, tmp_path, monkeypatch):
     (tmp_path / "shaky_cli.py").write_text(
         "from toys import Whisper\n\n\n"

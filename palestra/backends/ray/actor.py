@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from palestra.backends.ray import cluster
 from palestra.backends.ray.cluster import ActorResources, placement_error, put_factory
 from palestra.backends.recoverable_trainer import ProcessLost
+from palestra.tracing import TraceContext, continue_trace, export_wait_s, stop_tracing, trace_context
 
 
 class _Actor:
@@ -26,8 +27,13 @@ class _Actor:
             return traceback.format_exc()
         return None
 
-    def ask(self, verb: str, arguments: tuple[Any, ...]) -> Any:
-        return getattr(self._held, verb)(*arguments)
+    def ask(self, verb: str, arguments: tuple[Any, ...], trace: TraceContext | None) -> Any:
+        with continue_trace(trace):
+            return getattr(self._held, verb)(*arguments)
+
+    def end(self) -> None:
+        """Exports the last spans."""
+        stop_tracing()
 
 
 class RayActorHandle:
@@ -49,7 +55,7 @@ class RayActorHandle:
         try:
             if self._made is not None:
                 self._ready()
-            return ray.get(self._actor.ask.remote(verb, arguments))
+            return ray.get(self._actor.ask.remote(verb, arguments, trace_context()))
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else ValueError(str(error)) from error
         except RayError as error:
@@ -68,5 +74,7 @@ class RayActorHandle:
         """Kills the actor."""
         if self._actor is not None and ray.is_initialized():
             with suppress(RayError):
+                if wait_s := export_wait_s():
+                    ray.wait([self._actor.end.remote()], timeout=wait_s)
                 ray.kill(self._actor)
         self._actor = None

@@ -38,8 +38,10 @@ from palestra.backends.task_queue import (
 from palestra.populations.tasks import Result, Task, TaskResult, WorkerFactory
 from palestra.rollouts.failures import ErrorText, describe_error
 from palestra.runs.worker_stats import process_label, worker_stats
+from palestra.tracing import TraceContext, export_wait_s, stop_tracing
 
 WORKER_KIND = "Ray worker"
+END_TIMEOUT_S = 1.0  # seconds that actors have to remove their files
 
 # ---- in the actor's process
 
@@ -59,13 +61,15 @@ class _Actor:
             return describe_error(error)
         return process_label(), ray.get_runtime_context().get_node_id()
 
-    def do(self, task: Task, members: Mapping[str, ray.ObjectRef]) -> tuple[Result, float, FileBundle] | ErrorText:
+    def do(
+        self, task: Task, members: Mapping[str, ray.ObjectRef], trace: TraceContext | None
+    ) -> tuple[Result, float, FileBundle] | ErrorText:
         """Fetches missing members, runs the task and returns result, seconds and output files, or the fault."""
         for name, files in members.items():
             if name not in self._members:
                 self._members[name] = unpack_folder(ray.get(files), Path(self._scratch, "members", name))
         out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.output_member else None
-        answer = run_or_fault(self._worker, task, self._members.folders_for(task), out)
+        answer = run_or_fault(self._worker, task, self._members.folders_for(task), out, trace)
         made = pack_folder(out) if out else {}
         if out:
             shutil.rmtree(out)
@@ -80,7 +84,8 @@ class _Actor:
             shutil.rmtree(folder, ignore_errors=True)
 
     def end(self) -> None:
-        """Removes all files of this actor."""
+        """Removes all files of this actor, and exports its last spans."""
+        stop_tracing()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
@@ -198,7 +203,11 @@ class RayBackend:
     def close(self) -> None:
         hands = [*self._idle, *self._busy.values()]
         if hands and ray.is_initialized():
-            ray.wait([hand.actor.end.remote() for hand in hands], num_returns=len(hands), timeout=1.0)
+            ray.wait(
+                [hand.actor.end.remote() for hand in hands],
+                num_returns=len(hands),
+                timeout=END_TIMEOUT_S + export_wait_s(),
+            )
             for hand in hands:
                 ray.kill(hand.actor)
         if self._owner:
@@ -219,7 +228,7 @@ class RayBackend:
                 }
                 self._idle.remove(hand)
                 hand.task = task
-                self._busy[hand.actor.do.remote(task, members)] = hand
+                self._busy[hand.actor.do.remote(task, members, hand.group.queue.traces.get(task.name))] = hand
 
     def _fetchable(self, name: str, folder: Path) -> ray.ObjectRef:
         """Returns a member's files in the object store, where they are put when a task first needs them."""
@@ -244,6 +253,7 @@ class RayBackend:
         self._idle.append(hand)
         if task:
             worker_stats.count(WORKER_KIND, hand.where, done=1, seconds=answer[1])
+            hand.group.queue.finish(task)
             return self._done(task, *answer)
         if answer:  # the reply to `make`; that to `greet` is None
             hand.where, hand.node = answer
