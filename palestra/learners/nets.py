@@ -87,15 +87,7 @@ class NetLearner(ABC):
         """Builds networks, optimizer and norm of policies of one shape."""
         config = self.policies[seat_mapping.names[0]]
         head = make_head(seat_mapping.action_space)
-        seeds = [self.seeds[name] for name in seat_mapping.names]
-        net = Net(
-            seat_mapping.input_shape,
-            self.output_size(head),
-            config,
-            make_generators(seeds),
-            self.output_gain,
-            self.has_value_output,
-        )
+        net = self.build_net(seat_mapping, head, config)
         optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
         normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
         norm = (
@@ -104,6 +96,18 @@ class NetLearner(ABC):
             else None
         )
         return PolicyStack(seat_mapping, config, head, net, optimizer, norm)
+
+    def build_net(self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+        """Builds the networks of policies of one shape."""
+        return Net(
+            seat_mapping.input_shape,
+            self.output_size(head),
+            config,
+            make_generators([self.seeds[name] for name in seat_mapping.names]),
+            self.output_gain,
+            self.has_value_output,
+            len(seat_mapping.seats[0]),
+        )
 
     output_gain = 0.01  # initialisation gain of the last layer
     has_value_output = False  # whether the policy networks also predict values

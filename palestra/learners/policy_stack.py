@@ -21,9 +21,10 @@ from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.files import read_arrays, write_arrays
 from palestra.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
-from palestra.nets.layers import Net, NetConfig, make_generators, member_weights, set_member_weights
+from palestra.nets.layers import Net, NetConfig, Team, make_generators, member_weights, set_member_weights
 from palestra.nets.normalise import RunningNorm, SumOverProcesses
 from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
+from palestra.nets.transformer import MultiAgentTransformer
 from palestra.policies.frozen import NetMember
 from palestra.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector, sampling_selector
 from palestra.types import RolloutBatch
@@ -182,8 +183,10 @@ class PolicyStack:
         is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
         memory = batch.recurrent_state.get("+".join(self.seat_mapping.names))
         action_mask = None if batch.action_mask is None else self.rows(batch.action_mask)[:, :-1]
-        out, _ = self.net.unroll(self.observations(batch.obs)[:, :-1], memory, is_first)
-        logp, _ = self.head.evaluate_actions(out, self.actions(batch), action_mask)
+        actions, acts = self.actions(batch), self.rows(batch.agent_mask)[:, :-1]
+        observations = self.observations(batch.obs)[:, :-1]
+        out, _ = self.net.unroll_with_values(observations, memory, is_first, Team(acts, actions))
+        logp, _ = self.head.evaluate_actions(out, actions, action_mask)
         return self.seat_mapping.by_seat(logp)
 
     def build_policy(self, selector: ActionSelector) -> NetVectorPolicy:
@@ -212,6 +215,8 @@ def write_policy(stack: PolicyStack, p: int, folder: Path) -> None:
     facts = {
         "name": stack.seat_mapping.names[p],
         "head": type(stack.head).__name__,
+        "network": type(stack.net).__name__,
+        "plays_team": stack.net.plays_team,
         "version": stack.version,
         "seat_id": stack.seat_mapping.seat_id,
         "config": stack.config.model_dump(),
@@ -232,7 +237,7 @@ def read_frozen_member(
     (alone,) = group_into_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
     seat_mapping = replace(alone, seat_id=facts["seat_id"])
     head = HEADS[facts["head"]](seat_mapping.action_space)
-    net = Net(seat_mapping.input_shape, head.outputs, config, make_generators([0]))
+    net = _empty_net(facts.get("network", "Net"), seat_mapping, head, config)
     arrays = read_arrays(folder / "policy.safetensors")
     set_member_weights(net, 0, arrays)
     norm = None
@@ -240,6 +245,19 @@ def read_frozen_member(
         norm = RunningNorm(1, seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT)
         norm.load_state_dict({key: torch.from_numpy(value[None].copy()) for key, value in kept.items()})
     return NetMember(seat_mapping, net, head, norm, best or facts["head"] == "ValueHead"), facts["version"]
+
+
+def plays_team(folder: Path) -> bool:
+    """Returns whether the policy that `write_policy` wrote must play all seats of its team together."""
+    return bool(json.loads((folder / "member.json").read_text()).get("plays_team"))
+
+
+def _empty_net(network: str, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+    """Returns a network of the class `network` for the seats of a policy, with any weights."""
+    shape, generators, team_size = seat_mapping.input_shape, make_generators([0]), len(seat_mapping.seats[0])
+    if network == MultiAgentTransformer.__name__:
+        return MultiAgentTransformer(shape, seat_mapping.action_space, config, generators, team_size=team_size)
+    return Net(shape, head.outputs, config, generators, team_size=team_size)
 
 
 def read_policy(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetVectorPolicy:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -34,6 +34,10 @@ class NetConfig(StrictModel):
     which needs it, otherwise off."""
     gru_units: int = Field(0, ge=0, le=65_536)
     """Units of a GRU after the hidden layers; 0 for a feed-forward network."""
+    attention_blocks: int = Field(1, ge=1, le=64)
+    """Blocks of attention layers: of the encoder and of the decoder of `mat`."""
+    attention_heads: int = Field(1, ge=1, le=1024)
+    """Heads of every attention layer; they must divide the units of the last hidden layer."""
     convolutions: Literal["nature", "small"] = "nature"
     """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
     2013), which takes half the time on a CPU."""
@@ -181,10 +185,19 @@ class GRU(nn.Module):
         return torch.stack(outputs, 1)
 
 
+class Team(NamedTuple):
+    """What a network that plays all seats of a team gets besides their observations: the seats that act `acts` [P, T,
+    R] bool, and where it must know them the actions `actions` [P, T, R, ...]. The seats of a team are consecutive
+    rows."""
+
+    acts: Tensor
+    actions: Tensor | None = None
+
+
 class Net(nn.Module):
     """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
     policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `with_value_head` a second last layer
-    outputs a value."""
+    outputs a value. `team_size` consecutive rows are the seats of a team."""
 
     def __init__(
         self,
@@ -194,9 +207,10 @@ class Net(nn.Module):
         generators: Sequence[torch.Generator],
         gain: float = 1.0,
         with_value_head: bool = False,
+        team_size: int = 1,
     ) -> None:
         super().__init__()
-        self.observation_shape, self.gru_units = observation_shape, config.gru_units
+        self.observation_shape, self.gru_units, self.team_size = observation_shape, config.gru_units, team_size
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         small = config.convolutions == "small"
         self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None
@@ -207,13 +221,22 @@ class Net(nn.Module):
         self.head = Linear(features, outputs, gain, generators)
         self.value_head = Linear(features, 1, 1.0, generators) if with_value_head else None
 
+    @property
+    def plays_team(self) -> bool:
+        """True if outputs of a row depend on those of its team, so that teams must not be split."""
+        return False
+
     def forward(self, obs: Tensor) -> Tensor:
         """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs], for feed-forward networks."""
         out: Tensor = self.head(self._seen(obs))
         return out
 
     def unroll(
-        self, obs: Tensor, recurrent_state: Tensor | None = None, is_first: Tensor | None = None
+        self,
+        obs: Tensor,
+        recurrent_state: Tensor | None = None,
+        is_first: Tensor | None = None,
+        team: Team | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs over time, [P, T, R, *view] -> [P, T, R, outputs], and the recurrent state after each step
         [P, T, R, H] (None for feed-forward networks)."""
@@ -221,7 +244,11 @@ class Net(nn.Module):
         return _rowwise(self.head, features), memories
 
     def unroll_with_values(
-        self, obs: Tensor, recurrent_state: Tensor | None = None, is_first: Tensor | None = None
+        self,
+        obs: Tensor,
+        recurrent_state: Tensor | None = None,
+        is_first: Tensor | None = None,
+        team: Team | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `value_head`)."""
         features, _ = self.features(obs, recurrent_state, is_first)

@@ -115,7 +115,7 @@ class TRPOLearner(ActorCriticLearner):
     ) -> Surrogate:
         """Returns the surrogate of a stack's policies as they are; `old_outputs` [P, T, C, O] are those of the policies
         before the step (None: these)."""
-        out, _ = stack.net.unroll(rows.observations, rows.recurrent_state, rows.is_first)
+        out, _ = stack.net.unroll(rows.observations, rows.recurrent_state, rows.is_first, rows.team)
         logp, entropy = stack.head.evaluate_actions(out, rows.actions, rows.action_mask)
         divergence = kl_divergence(
             stack.head, out.detach() if old_outputs is None else old_outputs, out, rows.action_mask
