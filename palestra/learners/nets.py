@@ -75,6 +75,11 @@ class NetLearner(ABC):
     def __init__(self, spec: NetLearnerSpec) -> None:
         self.env, seats, self.policies, self.seeds, self.gradient_sync = spec
         self.names = list(seats)
+        if not self.trains_teams and any(policy.communication_rounds for policy in self.policies.values()):
+            raise ValueError(
+                "communication_rounds: seats that communicate are trained together, which only ppo, a2c and trpo do: "
+                "use one of these, or leave communication_rounds out"
+            )
         self.stacks = [self.build_stack(seat_mapping) for seat_mapping in self.seat_mappings(seats)]
         scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
         self.global_norm = RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT) if scaled else None
@@ -109,6 +114,7 @@ class NetLearner(ABC):
             len(seat_mapping.seats[0]),
         )
 
+    trains_teams = False  # whether all seats of a team are in one minibatch
     output_gain = 0.01  # initialisation gain of the last layer
     has_value_output = False  # whether the policy networks also predict values
 

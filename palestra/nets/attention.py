@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from palestra.nets.dense import Activation
-from palestra.nets.layers import GAIN, LayerNorm, Linear
+from palestra.nets.dense import GAIN, Activation, LayerNorm, Linear
 
 
 class Attention(nn.Module):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from palestra.envs.vector.base import Space
 from palestra.nets.attention import Attention, FeedForward, SelfAttentionBlock, rowwise
-from palestra.nets.dense import Activation
+from palestra.nets.dense import GAIN, Activation, LayerNorm, Linear
 from palestra.nets.heads import encode_actions, encoding_size, make_head
-from palestra.nets.layers import GAIN, LayerNorm, Linear, Net, NetConfig, Team
+from palestra.nets.layers import Net, NetConfig, Team
 
 # outputs [P, G, O] and the number of a seat within the team -> its actions [P, G, ...] and log-probabilities [P, G]
 SeatSelector = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
@@ -50,7 +50,7 @@ class DecoderBlock(nn.Module):
 class MultiAgentTransformer(Net):
     """P transformers of teams of `team_size` seats: from observations to each seat's outputs, given
     the actions of the seats before it, and to values. The hidden layers of `config` embed observations; the last one
-    has as many units as the transformer. Raises ValueError for recurrent networks."""
+    has as many units as the transformer. Raises ValueError for a memory or rounds of communication."""
 
     def __init__(
         self,
@@ -61,8 +61,11 @@ class MultiAgentTransformer(Net):
         gain: float = 1.0,
         team_size: int = 1,
     ) -> None:
-        if config.gru_units:
-            raise ValueError("gru_units: the transformer of algorithm mat has no memory: leave gru_units out")
+        if config.gru_units or config.communication_rounds:
+            raise ValueError(
+                "gru_units, communication_rounds: the transformer of algorithm mat has no memory, and its seats attend "
+                "to each other: leave these settings out"
+            )
         super().__init__(observation_shape, make_head(space).outputs, config, generators, gain, True, team_size)
         units, heads, activation = config.hidden[-1], config.attention_heads, config.activation
         self.action_space, self.activation = space, activation

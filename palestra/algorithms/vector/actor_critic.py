@@ -112,6 +112,7 @@ class ActorCriticLearner(NetLearner):
         super().__init__(spec)
         self.critics = [self._critic(seat_mapping) for seat_mapping in self._critic_seat_mappings(spec.seats)]
 
+    trains_teams = True
     value_output_metric = "auxiliary_loss"  # the loss of the value output of policies' networks
 
     @property
@@ -149,6 +150,7 @@ class ActorCriticLearner(NetLearner):
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
         config = self.policies[seat_mapping.names[0] if seat_mapping.names[0] in self.policies else self.names[0]]
+        config = config.model_copy(update={"communication_rounds": 0})  # a critic that sees more is a central one
         seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seat_mapping.names]
         net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds))
         norm = RunningNorm(len(seat_mapping.names), 1, 0.99) if self.config.value_norm else None

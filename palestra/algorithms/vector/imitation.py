@@ -260,7 +260,7 @@ class GAILLearner(ActorCriticLearner):
     def _discriminator(self, stack: PolicyStack) -> Discriminator:
         seat_mapping = stack.seat_mapping
         lr = self.imitation.discriminator_lr or stack.config.lr
-        config = stack.config.model_copy(update={"gru_units": 0, "lr": lr})
+        config = stack.config.model_copy(update={"gru_units": 0, "communication_rounds": 0, "lr": lr})
         seeds = [derive_seed(self.seeds[name], "discriminator") for name in seat_mapping.names]
         net = Net(
             (int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space),),

@@ -19,8 +19,9 @@ from palestra.algorithms.vector.critics import ValueCritic
 from palestra.algorithms.vector.ppo import PPO
 from palestra.learners.nets import NetLearner
 from palestra.learners.policy_stack import NetPolicyConfig, StackedAdam
+from palestra.nets.dense import Linear
 from palestra.nets.heads import ActionHead
-from palestra.nets.layers import Linear, Net, Team, make_generators
+from palestra.nets.layers import Net, Team, make_generators
 from palestra.nets.normalise import RunningNorm
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.transformer import MultiAgentTransformer

@@ -191,7 +191,7 @@ def test_policy_loss_equals_a_reference_implementation(turns: bool) -> None:
     assert figures["clip_fraction"] > 0.2 and figures["value_loss"] > 0
 
 
-@pytest.mark.parametrize("normed", [False, True, "popart"])
+@pytest.mark.parametrize("normed", [False, "popart"])
 def test_resume_from_state_arrays_is_bit_identical(normed: Any) -> None:
     env = Countdown(4, seats=4, turns=True)
     policy = NetPolicyConfig(hidden=[6], normalize_observations=True)
