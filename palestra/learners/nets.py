@@ -112,6 +112,7 @@ class NetLearner(ABC):
             self.output_gain,
             self.has_value_output,
             len(seat_mapping.seats[0]),
+            seat_mapping.entities,
         )
 
     trains_teams = False  # whether all seats of a team are in one minibatch

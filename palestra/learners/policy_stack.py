@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
@@ -52,6 +52,15 @@ class NetPolicyConfig(NetConfig):
     deviation."""
     seat_one_hot: bool = False
     """Add the seat as a one-hot vector to the observations of a policy that plays several seats."""
+
+    @model_validator(mode="after")
+    def _entities_look_alike(self) -> Self:
+        if self.encoder == "attention" and self.normalize_observations:
+            raise ValueError(
+                "normalize_observations: encoder: attention embeds all entities of a kind alike, and takes zeros for "
+                "absent ones, so their columns are not scaled one by one: leave normalize_observations out"
+            )
+        return self
 
 
 class NonFiniteGradient(FloatingPointError):
@@ -255,9 +264,11 @@ def plays_team(folder: Path) -> bool:
 def _empty_net(network: str, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
     """Returns a network of the class `network` for the seats of a policy, with any weights."""
     shape, generators, team_size = seat_mapping.input_shape, make_generators([0]), len(seat_mapping.seats[0])
+    entities = seat_mapping.entities
     if network == MultiAgentTransformer.__name__:
-        return MultiAgentTransformer(shape, seat_mapping.action_space, config, generators, team_size=team_size)
-    return Net(shape, head.outputs, config, generators, team_size=team_size)
+        space = seat_mapping.action_space
+        return MultiAgentTransformer(shape, space, config, generators, team_size=team_size, entities=entities)
+    return Net(shape, head.outputs, config, generators, team_size=team_size, entities=entities)
 
 
 def read_policy(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetVectorPolicy:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from palestra.config import StrictModel
 from palestra.nets.communication import Communication
 from palestra.nets.dense import GAIN, MLP, Activation, Dense, Linear, orthogonal
+from palestra.nets.entities import EntityEncoder, EntityLayout
 
 
 class NetConfig(StrictModel):
@@ -35,8 +36,12 @@ class NetConfig(StrictModel):
     communication_rounds: int = Field(0, ge=0, le=64)
     """Rounds in which the seats that a policy plays send each other the mean of their hidden features before they act
     (CommNet; Sukhbaatar et al., 2016); 0: none. For `ppo`, `a2c` and `trpo`."""
+    encoder: Literal["flat", "attention"] = "flat"
+    """How an observation enters the hidden layers: all its numbers at once (`flat`), or after attention between the
+    seat and the entities that it sees (`attention`), whose order then does not matter and whose number may differ
+    between seats; the env must say where they are."""
     attention_blocks: int = Field(1, ge=1, le=64)
-    """Blocks of attention layers: of the encoder and of the decoder of `mat`."""
+    """Blocks of attention layers: of `encoder: attention`, and of the encoder and the decoder of `mat`."""
     attention_heads: int = Field(1, ge=1, le=1024)
     """Heads of every attention layer; they must divide the units of the last hidden layer."""
     convolutions: Literal["nature", "small"] = "nature"
@@ -133,7 +138,8 @@ class Team(NamedTuple):
 class Net(nn.Module):
     """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
     policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `with_value_head` a second last layer
-    outputs a value. `team_size` consecutive rows are the seats of a team."""
+    outputs a value. `team_size` consecutive rows are the seats of a team.
+    `entities` is the arrangement of observations for attention (None: flat)."""
 
     def __init__(
         self,
@@ -144,6 +150,7 @@ class Net(nn.Module):
         gain: float = 1.0,
         with_value_head: bool = False,
         team_size: int = 1,
+        entities: EntityLayout | None = None,
     ) -> None:
         super().__init__()
         self.observation_shape, self.gru_units, self.team_size = observation_shape, config.gru_units, team_size
@@ -151,6 +158,11 @@ class Net(nn.Module):
         small = config.convolutions == "small"
         self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None
         inputs = self.pixels.units if self.pixels else math.prod(observation_shape)
+        self.entity_encoder: EntityEncoder | None = None
+        if entities is not None:
+            units, blocks, heads = config.hidden[-1], config.attention_blocks, config.attention_heads
+            self.entity_encoder = EntityEncoder(entities, inputs, units, blocks, heads, config.activation, generators)
+            inputs = units
         self.body = MLP(inputs, config.hidden, config.activation, generators, layer_norm=bool(config.layer_norm))
         self.communication = (
             Communication(config.hidden[-1], config.communication_rounds, config.activation, generators)
@@ -216,6 +228,7 @@ class Net(nn.Module):
     def _seen(self, obs: Tensor) -> Tensor:
         """Returns the output of the feed-forward layers: [P, R, *view] -> [P, R, H]."""
         x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
+        x = self.entity_encoder(x) if self.entity_encoder else x
         seen: Tensor = self.body(x)
         return seen
 

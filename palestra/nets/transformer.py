@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from palestra.envs.vector.base import Space
 from palestra.nets.attention import Attention, FeedForward, SelfAttentionBlock, rowwise
 from palestra.nets.dense import GAIN, Activation, LayerNorm, Linear
+from palestra.nets.entities import EntityLayout
 from palestra.nets.heads import encode_actions, encoding_size, make_head
 from palestra.nets.layers import Net, NetConfig, Team
 
@@ -60,13 +61,16 @@ class MultiAgentTransformer(Net):
         generators: Sequence[torch.Generator],
         gain: float = 1.0,
         team_size: int = 1,
+        entities: EntityLayout | None = None,
     ) -> None:
         if config.gru_units or config.communication_rounds:
             raise ValueError(
                 "gru_units, communication_rounds: the transformer of algorithm mat has no memory, and its seats attend "
                 "to each other: leave these settings out"
             )
-        super().__init__(observation_shape, make_head(space).outputs, config, generators, gain, True, team_size)
+        super().__init__(
+            observation_shape, make_head(space).outputs, config, generators, gain, True, team_size, entities
+        )
         units, heads, activation = config.hidden[-1], config.attention_heads, config.activation
         self.action_space, self.activation = space, activation
         self.encoder = nn.ModuleList(

@@ -23,7 +23,7 @@ TREE = {
     "name": "team",
     "env_steps": 64 * 20,
     "env": {"type": "simple_spread", "num_envs": 16, "max_cycles": 5},
-    "policies": {"squad": {"type": "net", "hidden": [8], "lr": 1e-2}},
+    "policies": {"squad": {"type": "net", "hidden": [8], "lr": 1e-2, "encoder": "attention"}},
     "algorithm": {"type": "mat", "rollout_length": 20},
     "evals": {"held_out": {"episodes": 16, "every": 10_000, "replays": 0}},
 }
@@ -54,6 +54,12 @@ def test_evaluation_of_a_saved_team_equals_that_of_its_run(run: Path) -> None:
 def test_saved_team_plays_with_others(run: Path) -> None:
     found = evaluate(run, seats={"agent_1": "random"}, episodes=4)
     assert found.policy_names["agent_1"] == "random/agent_1" and found.policy_names["agent_2"].startswith("squad@")
+
+
+def test_saved_team_plays_with_more_seats(run: Path) -> None:
+    """It attends to entities, so that observations may be longer."""
+    found = evaluate(run, env={"agents": 5}, episodes=4)
+    assert len(found.policy_names) == 5 and all(name.startswith("squad@") for name in found.policy_names.values())
 
 
 def test_saved_team_is_one_frozen_player(run: Path, tmp_path: Path) -> None:

@@ -152,7 +152,8 @@ class ActorCriticLearner(NetLearner):
         config = self.policies[seat_mapping.names[0] if seat_mapping.names[0] in self.policies else self.names[0]]
         config = config.model_copy(update={"communication_rounds": 0})  # a critic that sees more is a central one
         seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seat_mapping.names]
-        net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds))
+        entities = seat_mapping.entities if self.config.critic == "own" else None
+        net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds), entities=entities)
         norm = RunningNorm(len(seat_mapping.names), 1, 0.99) if self.config.value_norm else None
         optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
         return ValueCritic(seat_mapping, net, optimizer, norm, self.config.value_norm == "popart")

@@ -85,6 +85,7 @@ class MATLearner(ActorCriticLearner):
             make_generators([self.seeds[name] for name in seat_mapping.names]),
             self.output_gain,
             len(seat_mapping.seats[0]),
+            seat_mapping.entities,
         )
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
