@@ -46,7 +46,7 @@ ALONE = {
     "popart": PPO(**ON, value_norm="popart", value_clip=0.2),
     "vtrace": PPO(**ON, off_policy_correction="vtrace"),
     "a2c": A2C(**ON | {"rollout_length": 7}),
-    "mat": MAT(**ON, value_norm=True),
+    "mat": MAT(**ON, minibatches=1, value_norm=True),
     "coma": COMA(**ON, target_interval=1),
     "dqn": DQN(**OFF),
     "dqn three steps": DQN(**OFF, n_step=3, priority_exponent=0.5),
