@@ -27,6 +27,7 @@ _NAMES = {  # module: names that it gives to `import palestra`
         "DQN",
         "GAIL",
         "IQL",
+        "MAT",
         "NFSP",
         "Net",
         "PQN",

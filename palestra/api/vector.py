@@ -7,6 +7,7 @@ from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.imitation import BC, GAIL
 from palestra.algorithms.vector.iql import IQL
+from palestra.algorithms.vector.mat import MAT
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN
@@ -27,6 +28,7 @@ __all__ = [
     "DQN",
     "GAIL",
     "IQL",
+    "MAT",
     "NFSP",
     "PPO",
     "PQN",

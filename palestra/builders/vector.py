@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from palestra.builders.vector_envs import check_memory, make_own_envs, make_vect
 from palestra.engine.malloc import keep_freed_memory
 from palestra.envs import VectorEnv
 from palestra.learners.nets import NetLearner
-from palestra.learners.policy_stack import NetPolicyConfig, read_policy
+from palestra.learners.policy_stack import NetPolicyConfig, plays_team, read_policy
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.actors import ActorPool
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -129,7 +129,7 @@ def build_players(config: VectorConfig, env: VectorEnv, rank: ProcessRank) -> tu
     seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
     together = rank.gradient_sync() if rank.world_size > 1 else None
     learner = config.algorithm.build_learner(env, seats, policies, seeds, together)
-    return learner, [make_fixed_player(config, env, seat, name) for seat, name in named.items() if _fixed(config, name)]
+    return learner, make_fixed_players(config, env, named)
 
 
 def policy_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
@@ -185,7 +185,7 @@ def _build_eval(
         seat for seat, policy in named.items() if not _fixed(config, policy) and training_seats[seat] != policy
     ]:
         raise ValueError(f"evals.{name}.seats moves a learning policy to {moved[0]}: `palestra eval --seats` can")
-    others = [make_fixed_player(config, env, seat, policy) for seat, policy in named.items() if _fixed(config, policy)]
+    others = make_fixed_players(config, env, named)
 
     def players() -> Sequence[VectorPolicy]:
         own = learner.greedy_policies() if evaluation.greedy else learner.sampling_policies()
@@ -202,16 +202,40 @@ def _build_eval(
     )
 
 
-def make_fixed_player(config: VectorConfig, env: VectorEnv, seat: Seat, name: str) -> VectorPolicy:
-    """Returns the player `script` for one seat, for a policy that is not trained."""
-    policy, number = config.policies[name], env.seats.index(seat)
-    label = f"{name}/{seat}"
+def make_fixed_players(config: VectorConfig, env: VectorEnv, named: dict[Seat, str]) -> list[VectorPolicy]:
+    """Returns the players of the seats whose policies are not trained."""
+    fixed = {seat: name for seat, name in named.items() if _fixed(config, name)}
+
+    def folder_of(name: str) -> Path | None:
+        policy = config.policies[name]
+        return member_folder(policy.path) if isinstance(policy, FrozenNetConfig) else None
+
+    return [make_fixed_player(config, env, seats, name) for name, seats in group_teams(fixed, folder_of)]
+
+
+def group_teams(
+    named: Mapping[Seat, str], folder_of: Callable[[str], Path | None]
+) -> list[tuple[str, tuple[Seat, ...]]]:
+    """Returns the policy and the seats of each player: one for each seat, or for all seats of a saved policy whose
+    network plays a team. `folder_of` returns the folder of a policy (None: it has none)."""
+    found: dict[object, tuple[str, tuple[Seat, ...]]] = {}
+    teams = {name for name in set(named.values()) if (folder := folder_of(name)) and plays_team(folder)}
+    for seat, name in named.items():
+        key = name if name in teams else (name, seat)
+        found[key] = (name, (*found.get(key, (name, ()))[1], seat))
+    return list(found.values())
+
+
+def make_fixed_player(config: VectorConfig, env: VectorEnv, seats: Sequence[Seat], name: str) -> VectorPolicy:
+    """Returns the player of some seats by a policy that is not trained."""
+    policy, numbers = config.policies[name], [env.seats.index(seat) for seat in seats]
+    label = f"{name}/{'+'.join(seats)}"
     if isinstance(policy, RandomActionsConfig):
-        return UniformVectorPolicy(env, [number], label)
+        return UniformVectorPolicy(env, numbers, label)
     if isinstance(policy, ScriptConfig):
-        return ScriptedVectorPolicy(env, [number], policy.script, label)
+        return ScriptedVectorPolicy(env, numbers, policy.script, label)
     assert isinstance(policy, FrozenNetConfig)
-    player = read_policy(member_folder(policy.path), env, [number], best=policy.greedy)
+    player = read_policy(member_folder(policy.path), env, numbers, best=policy.greedy)
     player.name = label
     return player
 

@@ -15,6 +15,7 @@ from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.imitation import BC, GAIL
 from palestra.algorithms.vector.iql import IQL
+from palestra.algorithms.vector.mat import MAT
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN
@@ -64,7 +65,7 @@ VectorPolicyConfig = Annotated[
     TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
 ]
 VectorAlgorithmConfig = Annotated[
-    PPO | A2C | TRPO | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL | IQL | CQL,
+    PPO | A2C | TRPO | MAT | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL | IQL | CQL,
     Field(discriminator="type"),
     BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
 ]

@@ -61,14 +61,13 @@ def learn_best_responses(
         raise ValueError(f"{what} is an env in words: learned responses are for networks in vectorised games")
     results = []
     with open_vector_eval(target, env or {}, seats or {}, num_envs=NUM_ENVS, greedy=greedy) as setup:
-        profile = setup.players(setup.policy_names)
-        own = _mean_returns(setup.env, profile, episodes, seed)
+        own = _mean_returns(setup.env, setup.players(setup.policy_names), episodes, seed)
         for number, seat in enumerate(setup.env.seats):
             response = _train_response(setup, seat, steps, derive_seed(seed, "response", number))
-            players = [*profile[:number], response, *profile[number + 1 :]]
+            players = [*setup.players(_others(setup, seat)), response]
             mean, stderr = _mean_returns(setup.env, players, episodes, seed)[number]
             results.append(ExploitResult(seat, 1, mean, math.hypot(stderr, own[number][1]), own[number][0]))
-            on_progress(f"{seat} has learned; {number + 1} of {len(profile)}")
+            on_progress(f"{seat} has learned; {number + 1} of {len(setup.env.seats)}")
     return results
 
 
@@ -95,23 +94,28 @@ def _train_response(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) -
         return read_policy(newest.path / newest.names[RESPONSE], setup.env, [setup.env.seats.index(seat)])
 
 
+def _others(setup: VectorEvalSetup, seat: Seat) -> dict[Seat, str]:
+    """Returns the policies of the seats other than `seat`."""
+    return {other: name for other, name in setup.policy_names.items() if other != seat}
+
+
 def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) -> Tree:
     """Returns the config of a run that trains a response at `seat`."""
     kept = validate(VectorConfig, setup.target.tree)
     nets = [policy for policy in kept.policies.values() if isinstance(policy, TrainedNetConfig)]
     trained_config = kept.policies.get(setup.policy_names[seat].rpartition(":")[2])
     net = trained_config if isinstance(trained_config, TrainedNetConfig) else (nets or [TrainedNetConfig()])[0]
-    others = {f"other_{other}": _frozen_tree(setup, other, name) for other, name in setup.policy_names.items()}
-    places = {other: f"other_{other}" for other, name in setup.policy_names.items()} | {seat: RESPONSE}
+    groups = {f"other_{seats[0]}": (name, seats) for name, seats in setup.groups(_others(setup, seat))}
+    others = {label: _frozen_tree(setup, seats[0], name) for label, (name, seats) in groups.items()}
+    places = {other: label for label, (_, seats) in groups.items() for other in seats} | {seat: RESPONSE}
     algorithm = kept.algorithm.model_dump(exclude_unset=True) if kept.algorithm.type in ONE_LEARNER else {"type": "ppo"}
-    policies = {name: tree for name, tree in others.items() if name in places.values()}
     return {
         "name": RESPONSE,
         "seed": seed % 2**31,
         "env": dict(setup.env_config),
         "env_steps": steps,
         "checkpoint_every": steps,
-        "policies": {RESPONSE: net.model_dump(exclude_unset=True) | {"type": "net"}, **policies},
+        "policies": {RESPONSE: net.model_dump(exclude_unset=True) | {"type": "net"}, **others},
         "seats": places,
         "algorithm": {"type": kept.algorithm.type} | algorithm,
     }

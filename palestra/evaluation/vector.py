@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from palestra.builders.vector import make_fixed_player, policy_by_seat
+from palestra.builders.vector import group_teams, make_fixed_player, policy_by_seat
 from palestra.builders.vector_config import ScriptConfig, VectorConfig
 from palestra.builders.vector_envs import make_vector_env
 from palestra.config import validate
@@ -40,9 +40,21 @@ class VectorEvalSetup:
     policy_names: dict[Seat, str]
     greedy: bool
 
+    def groups(self, names: Mapping[Seat, str]) -> list[tuple[str, tuple[Seat, ...]]]:
+        """Returns the policy and the seats of each player: one for each seat of `names`, or for all seats of a policy
+        whose network plays a team."""
+
+        def folder_of(name: str) -> Path | None:
+            if name == "random" or name.startswith("script:"):
+                return None
+            target, own = self.target.find_policy(name)
+            return target.weights(own)
+
+        return group_teams({seat: names[seat] for seat in self.env.seats if seat in names}, folder_of)
+
     def players(self, names: Mapping[Seat, str]) -> list[VectorPolicy]:
-        """Loads the player of each seat, in seat order, by name."""
-        return [load_player(self.target, self.env, seat, names[seat], self.greedy) for seat in self.env.seats]
+        """Loads the players of `groups` by name."""
+        return [load_player(self.target, self.env, seats, name, self.greedy) for name, seats in self.groups(names)]
 
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
@@ -114,25 +126,26 @@ def collect_vector_episodes(
 
 def player_names(env: VectorEnv, players: list[VectorPolicy]) -> dict[Seat, str]:
     """Returns the versioned policy name at each seat."""
-    return {seat: player.names[0] for seat, player in zip(env.seats, players, strict=True)}
+    played = {number: player.names[0] for player in players for number in player.seats}
+    return {seat: played[number] for number, seat in enumerate(env.seats)}
 
 
-def load_player(target: Target, env: VectorEnv, seat: Seat, name: str, greedy: bool) -> VectorPolicy:
-    """Returns the player of a seat by name: a policy of the target, "random", "script:NAME", or "RUN:NAME" of another
-    run. Raises ValueError for an unknown name."""
-    label, number = f"{name}/{seat}", env.seats.index(seat)
+def load_player(target: Target, env: VectorEnv, seats: Sequence[Seat], name: str, greedy: bool) -> VectorPolicy:
+    """Returns the player of some seats by name: a policy of the target, "random", "script:NAME", or "RUN:NAME" of
+    another run. Raises ValueError for an unknown name."""
+    label, numbers = f"{name}/{'+'.join(seats)}", [env.seats.index(seat) for seat in seats]
     if name == "random":
-        return UniformVectorPolicy(env, [number], f"random/{seat}")
+        return UniformVectorPolicy(env, numbers, label)
     if name.startswith("script:"):
         config = validate(VectorConfig, target.tree)
         script = config.model_copy(update={"policies": {name: ScriptConfig(script=name.removeprefix("script:"))}})
-        return make_fixed_player(script, env, seat, name)
+        return make_fixed_player(script, env, seats, name)
     target, name = target.find_policy(name)
     if folder := target.weights(name):
-        player = read_policy(folder, env, [number], best=greedy)
+        player = read_policy(folder, env, numbers, best=greedy)
         player.name = label
         return player
     config = validate(VectorConfig, target.tree)
     if name not in config.policies or config.policies[name].type == "net":
         target.refuse_policy(name, OTHER_NAMES)
-    return make_fixed_player(config, env, seat, name)
+    return make_fixed_player(config, env, seats, name)

@@ -75,6 +75,11 @@ class NetLearner(ABC):
     def __init__(self, spec: NetLearnerSpec) -> None:
         self.env, seats, self.policies, self.seeds, self.gradient_sync = spec
         self.names = list(seats)
+        if not self.trains_teams and any(policy.communication_rounds for policy in self.policies.values()):
+            raise ValueError(
+                "communication_rounds: seats that communicate are trained together, which only ppo, a2c and trpo do: "
+                "use one of these, or leave communication_rounds out"
+            )
         self.stacks = [self.build_stack(seat_mapping) for seat_mapping in self.seat_mappings(seats)]
         scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
         self.global_norm = RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT) if scaled else None
@@ -87,15 +92,7 @@ class NetLearner(ABC):
         """Builds networks, optimizer and norm of policies of one shape."""
         config = self.policies[seat_mapping.names[0]]
         head = make_head(seat_mapping.action_space)
-        seeds = [self.seeds[name] for name in seat_mapping.names]
-        net = Net(
-            seat_mapping.input_shape,
-            self.output_size(head),
-            config,
-            make_generators(seeds),
-            self.output_gain,
-            self.has_value_output,
-        )
+        net = self.build_net(seat_mapping, head, config)
         optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
         normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
         norm = (
@@ -105,6 +102,20 @@ class NetLearner(ABC):
         )
         return PolicyStack(seat_mapping, config, head, net, optimizer, norm)
 
+    def build_net(self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+        """Builds the networks of policies of one shape."""
+        return Net(
+            seat_mapping.input_shape,
+            self.output_size(head),
+            config,
+            make_generators([self.seeds[name] for name in seat_mapping.names]),
+            self.output_gain,
+            self.has_value_output,
+            len(seat_mapping.seats[0]),
+            seat_mapping.entities,
+        )
+
+    trains_teams = False  # whether all seats of a team are in one minibatch
     output_gain = 0.01  # initialisation gain of the last layer
     has_value_output = False  # whether the policy networks also predict values
 

@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim.adam import adam
 
@@ -21,9 +21,10 @@ from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.files import read_arrays, write_arrays
 from palestra.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
-from palestra.nets.layers import Net, NetConfig, make_generators, member_weights, set_member_weights
+from palestra.nets.layers import Net, NetConfig, Team, make_generators, member_weights, set_member_weights
 from palestra.nets.normalise import RunningNorm, SumOverProcesses
 from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
+from palestra.nets.transformer import MultiAgentTransformer
 from palestra.policies.frozen import NetMember
 from palestra.policies.nets import ActionSelector, NetVectorPolicy, greedy_selector, sampling_selector
 from palestra.types import RolloutBatch
@@ -51,6 +52,15 @@ class NetPolicyConfig(NetConfig):
     deviation."""
     seat_one_hot: bool = False
     """Add the seat as a one-hot vector to the observations of a policy that plays several seats."""
+
+    @model_validator(mode="after")
+    def _entities_look_alike(self) -> Self:
+        if self.encoder == "attention" and self.normalize_observations:
+            raise ValueError(
+                "normalize_observations: encoder: attention embeds all entities of a kind alike, and takes zeros for "
+                "absent ones, so their columns are not scaled one by one: leave normalize_observations out"
+            )
+        return self
 
 
 class NonFiniteGradient(FloatingPointError):
@@ -182,8 +192,10 @@ class PolicyStack:
         is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
         memory = batch.recurrent_state.get("+".join(self.seat_mapping.names))
         action_mask = None if batch.action_mask is None else self.rows(batch.action_mask)[:, :-1]
-        out, _ = self.net.unroll(self.observations(batch.obs)[:, :-1], memory, is_first)
-        logp, _ = self.head.evaluate_actions(out, self.actions(batch), action_mask)
+        actions, acts = self.actions(batch), self.rows(batch.agent_mask)[:, :-1]
+        observations = self.observations(batch.obs)[:, :-1]
+        out, _ = self.net.unroll_with_values(observations, memory, is_first, Team(acts, actions))
+        logp, _ = self.head.evaluate_actions(out, actions, action_mask)
         return self.seat_mapping.by_seat(logp)
 
     def build_policy(self, selector: ActionSelector) -> NetVectorPolicy:
@@ -212,6 +224,8 @@ def write_policy(stack: PolicyStack, p: int, folder: Path) -> None:
     facts = {
         "name": stack.seat_mapping.names[p],
         "head": type(stack.head).__name__,
+        "network": type(stack.net).__name__,
+        "plays_team": stack.net.plays_team,
         "version": stack.version,
         "seat_id": stack.seat_mapping.seat_id,
         "config": stack.config.model_dump(),
@@ -232,7 +246,7 @@ def read_frozen_member(
     (alone,) = group_into_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
     seat_mapping = replace(alone, seat_id=facts["seat_id"])
     head = HEADS[facts["head"]](seat_mapping.action_space)
-    net = Net(seat_mapping.input_shape, head.outputs, config, make_generators([0]))
+    net = _empty_net(facts.get("network", "Net"), seat_mapping, head, config)
     arrays = read_arrays(folder / "policy.safetensors")
     set_member_weights(net, 0, arrays)
     norm = None
@@ -240,6 +254,21 @@ def read_frozen_member(
         norm = RunningNorm(1, seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT)
         norm.load_state_dict({key: torch.from_numpy(value[None].copy()) for key, value in kept.items()})
     return NetMember(seat_mapping, net, head, norm, best or facts["head"] == "ValueHead"), facts["version"]
+
+
+def plays_team(folder: Path) -> bool:
+    """Returns whether the policy that `write_policy` wrote must play all seats of its team together."""
+    return bool(json.loads((folder / "member.json").read_text()).get("plays_team"))
+
+
+def _empty_net(network: str, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+    """Returns a network of the class `network` for the seats of a policy, with any weights."""
+    shape, generators, team_size = seat_mapping.input_shape, make_generators([0]), len(seat_mapping.seats[0])
+    entities = seat_mapping.entities
+    if network == MultiAgentTransformer.__name__:
+        space = seat_mapping.action_space
+        return MultiAgentTransformer(shape, space, config, generators, team_size=team_size, entities=entities)
+    return Net(shape, head.outputs, config, generators, team_size=team_size, entities=entities)
 
 
 def read_policy(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetVectorPolicy:

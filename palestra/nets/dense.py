@@ -1,19 +1,23 @@
-"""Dense layers of several networks of one shape, as one autograd node; by oneDNN where that is faster.
+"""Dense layers of several networks of one shape, each one autograd node, computed by oneDNN where that is faster; and
+multilayer perceptrons of them.
 
-Shapes: `P` members, `R` rows.
+Shapes: `P` members, `R` rows, `H` units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from palestra.onednn import Product, onednn_product
 
 Activation = Literal["tanh", "relu"]
+GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}  # of initial weights, by activation function
 MIN_PRODUCTS = 2**19  # multiplications of a member; oneDNN's fixed cost, 12 us, counts more in smaller layers
 MIN_WIDTH = 64  # of the wider side of a layer; narrower ones keep the numbers of PyTorch's products to the last bit
 
@@ -83,3 +87,71 @@ def _each(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Returns the batched product of [P, n, m] and [P, m, k]."""
     return torch.mm(a.squeeze(0), b.squeeze(0)).unsqueeze(0) if len(a) == 1 else torch.bmm(a, b)
+
+
+# ---- layers
+
+
+def orthogonal(shape: tuple[int, ...], gain: float, generators: Sequence[torch.Generator]) -> Tensor:
+    """Returns weights [P, *shape]: an orthogonal matrix (Saxe et al., 2014) for each generator, scaled by `gain`."""
+    weights = torch.empty(len(generators), *shape)
+    for weight, generator in zip(weights, generators, strict=True):
+        nn.init.orthogonal_(weight, gain, generator=generator)
+    return weights
+
+
+class Linear(nn.Module):
+    """P linear layers: [P, R, in] -> [P, R, out]."""
+
+    def __init__(self, inputs: int, outputs: int, gain: float, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(orthogonal((inputs, outputs), gain, generators))
+        self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
+
+    def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
+        out: Tensor = Dense.apply(x, self.weight, self.bias, activation)
+        return out
+
+
+class LayerNorm(nn.Module):
+    """P layer normalisations (Ba et al., 2016): rows [P, R, H] with mean 0 and deviation 1, then scaled and shifted."""
+
+    def __init__(self, units: int, members: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(members, 1, units))
+        self.shift = nn.Parameter(torch.zeros(members, 1, units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:]) * self.scale + self.shift
+
+
+class MLP(nn.Module):
+    """P multilayer perceptrons [P, R, in] -> [P, R, out]: every layer has the activation, except an optional last one
+    of `outputs`; with `layer_norm` its inputs are normalised."""
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: Sequence[int],
+        activation: Activation,
+        generators: Sequence[torch.Generator],
+        outputs: int | None = None,
+        gain: float = 1.0,
+        layer_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        widths = [inputs, *hidden]
+        self.layers = nn.ModuleList(Linear(a, b, GAIN[activation], generators) for a, b in itertools.pairwise(widths))
+        if outputs is not None:
+            self.layers.append(Linear(widths[-1], outputs, gain, generators))
+        self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for units in hidden if layer_norm)
+        self.active, self.activation = len(hidden), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number < len(self.norms):
+                x = self.norms[number](layer(x))
+                x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
+            else:
+                x = layer(x, self.activation if number < self.active else None)
+        return x

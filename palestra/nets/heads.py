@@ -139,6 +139,25 @@ def make_head(space: Space) -> ActionHead:
     return MultiCategoricalHead(space) if isinstance(space, MultiDiscrete) else GaussianHead(space)
 
 
+def encode_actions(space: Space, actions: Tensor) -> Tensor:
+    """Returns actions [...] as float32 vectors [..., A']: one-hot, or for continuous ones half-widths around the middle
+    of the space, clamped to its bounds."""
+    if isinstance(space, Discrete):
+        return torch.nn.functional.one_hot(actions.long(), space.n).float()
+    if isinstance(space, MultiDiscrete):
+        parts = [encode_actions(Discrete(size), actions[..., i]) for i, size in enumerate(space.sizes)]
+        return torch.cat(parts, -1)
+    head = GaussianHead(space)
+    return head.to_unit(actions[..., : head.width])
+
+
+def encoding_size(space: Space) -> int:
+    """Returns the length of the vectors that `encode_actions` returns."""
+    if isinstance(space, Continuous):
+        return len(space.low)
+    return space.n if isinstance(space, Discrete) else sum(space.sizes)
+
+
 def kl_divergence(head: ActionHead, old: Tensor, new: Tensor, action_mask: Tensor | None) -> Tensor:
     """Returns the Kullback-Leibler divergence [...] in nats from the distribution with outputs `old` [..., O] to that
     with outputs `new`. Raises ValueError for a head without one in closed form."""

@@ -6,19 +6,18 @@ from its own generator, so that it is the same network in any stack. Floats are 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.config import StrictModel
-from palestra.nets.dense import Activation, Dense
-
-GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}
+from palestra.nets.communication import Communication
+from palestra.nets.dense import GAIN, MLP, Activation, Dense, Linear, orthogonal
+from palestra.nets.entities import EntityEncoder, EntityLayout
 
 
 class NetConfig(StrictModel):
@@ -34,77 +33,23 @@ class NetConfig(StrictModel):
     which needs it, otherwise off."""
     gru_units: int = Field(0, ge=0, le=65_536)
     """Units of a GRU after the hidden layers; 0 for a feed-forward network."""
+    communication_rounds: int = Field(0, ge=0, le=64)
+    """Rounds in which the seats that a policy plays send each other the mean of their hidden features before they act
+    (CommNet; Sukhbaatar et al., 2016); 0: none. For `ppo`, `a2c` and `trpo`."""
+    encoder: Literal["flat", "attention"] = "flat"
+    """How an observation enters the hidden layers: all its numbers at once (`flat`), or after attention between the
+    seat and the entities that it sees (`attention`), whose order then does not matter and whose number may differ
+    between seats; the env must say where they are."""
+    attention_blocks: int = Field(1, ge=1, le=64)
+    """Blocks of attention layers: of `encoder: attention`, and of the encoder and the decoder of `mat`."""
+    attention_heads: int = Field(1, ge=1, le=1024)
+    """Heads of every attention layer; they must divide the units of the last hidden layer."""
     convolutions: Literal["nature", "small"] = "nature"
     """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
     2013), which takes half the time on a CPU."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision in which convolutions are computed; weights stay fp32. `bf16` is two to three times as fast on CPUs
     with bf16 matrix instructions (AMX)."""
-
-
-def orthogonal(shape: tuple[int, ...], gain: float, generators: Sequence[torch.Generator]) -> Tensor:
-    """Returns weights [P, *shape]: an orthogonal matrix (Saxe et al., 2014) for each generator, scaled by `gain`."""
-    weights = torch.empty(len(generators), *shape)
-    for weight, generator in zip(weights, generators, strict=True):
-        nn.init.orthogonal_(weight, gain, generator=generator)
-    return weights
-
-
-class Linear(nn.Module):
-    """P linear layers: [P, R, in] -> [P, R, out]."""
-
-    def __init__(self, inputs: int, outputs: int, gain: float, generators: Sequence[torch.Generator]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(orthogonal((inputs, outputs), gain, generators))
-        self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
-
-    def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        out: Tensor = Dense.apply(x, self.weight, self.bias, activation)
-        return out
-
-
-class LayerNorm(nn.Module):
-    """P layer normalisations (Ba et al., 2016): rows [P, R, H] with mean 0 and deviation 1, then scaled and shifted."""
-
-    def __init__(self, units: int, members: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(members, 1, units))
-        self.shift = nn.Parameter(torch.zeros(members, 1, units))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.layer_norm(x, x.shape[-1:]) * self.scale + self.shift
-
-
-class MLP(nn.Module):
-    """P multilayer perceptrons [P, R, in] -> [P, R, out]: every layer has the activation, except an optional last one
-    of `outputs`; with `layer_norm` its inputs are normalised."""
-
-    def __init__(
-        self,
-        inputs: int,
-        hidden: Sequence[int],
-        activation: Activation,
-        generators: Sequence[torch.Generator],
-        outputs: int | None = None,
-        gain: float = 1.0,
-        layer_norm: bool = False,
-    ) -> None:
-        super().__init__()
-        widths = [inputs, *hidden]
-        self.layers = nn.ModuleList(Linear(a, b, GAIN[activation], generators) for a, b in itertools.pairwise(widths))
-        if outputs is not None:
-            self.layers.append(Linear(widths[-1], outputs, gain, generators))
-        self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for units in hidden if layer_norm)
-        self.active, self.activation = len(hidden), activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if number < len(self.norms):
-                x = self.norms[number](layer(x))
-                x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
-            else:
-                x = layer(x, self.activation if number < self.active else None)
-        return x
 
 
 class Convolutions(nn.Module):
@@ -181,10 +126,20 @@ class GRU(nn.Module):
         return torch.stack(outputs, 1)
 
 
+class Team(NamedTuple):
+    """What a network that plays all seats of a team gets besides their observations: the seats that act `acts` [P, T,
+    R] bool, and where it must know them the actions `actions` [P, T, R, ...]. The seats of a team are consecutive
+    rows."""
+
+    acts: Tensor
+    actions: Tensor | None = None
+
+
 class Net(nn.Module):
     """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
     policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `with_value_head` a second last layer
-    outputs a value."""
+    outputs a value. `team_size` consecutive rows are the seats of a team.
+    `entities` is the arrangement of observations for attention (None: flat)."""
 
     def __init__(
         self,
@@ -194,48 +149,77 @@ class Net(nn.Module):
         generators: Sequence[torch.Generator],
         gain: float = 1.0,
         with_value_head: bool = False,
+        team_size: int = 1,
+        entities: EntityLayout | None = None,
     ) -> None:
         super().__init__()
-        self.observation_shape, self.gru_units = observation_shape, config.gru_units
+        self.observation_shape, self.gru_units, self.team_size = observation_shape, config.gru_units, team_size
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         small = config.convolutions == "small"
         self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None
         inputs = self.pixels.units if self.pixels else math.prod(observation_shape)
+        self.entity_encoder: EntityEncoder | None = None
+        if entities is not None:
+            units, blocks, heads = config.hidden[-1], config.attention_blocks, config.attention_heads
+            self.entity_encoder = EntityEncoder(entities, inputs, units, blocks, heads, config.activation, generators)
+            inputs = units
         self.body = MLP(inputs, config.hidden, config.activation, generators, layer_norm=bool(config.layer_norm))
+        self.communication = (
+            Communication(config.hidden[-1], config.communication_rounds, config.activation, generators)
+            if config.communication_rounds
+            else None
+        )
         self.gru = GRU(config.hidden[-1], config.gru_units, generators) if config.gru_units else None
         features = config.gru_units or config.hidden[-1]
         self.head = Linear(features, outputs, gain, generators)
         self.value_head = Linear(features, 1, 1.0, generators) if with_value_head else None
 
-    def forward(self, obs: Tensor) -> Tensor:
+    @property
+    def plays_team(self) -> bool:
+        """True if outputs of a row depend on the other rows of its team, so that teams must not be split."""
+        return self.communication is not None
+
+    def forward(self, obs: Tensor, team: Team | None = None) -> Tensor:
         """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs], for feed-forward networks."""
-        out: Tensor = self.head(self._seen(obs))
+        out: Tensor = self.head(self._communicated(self._seen(obs), team))
         return out
 
     def unroll(
-        self, obs: Tensor, recurrent_state: Tensor | None = None, is_first: Tensor | None = None
+        self,
+        obs: Tensor,
+        recurrent_state: Tensor | None = None,
+        is_first: Tensor | None = None,
+        team: Team | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs over time, [P, T, R, *view] -> [P, T, R, outputs], and the recurrent state after each step
         [P, T, R, H] (None for feed-forward networks)."""
-        features, memories = self.features(obs, recurrent_state, is_first)
+        features, memories = self.features(obs, recurrent_state, is_first, team)
         return _rowwise(self.head, features), memories
 
     def unroll_with_values(
-        self, obs: Tensor, recurrent_state: Tensor | None = None, is_first: Tensor | None = None
+        self,
+        obs: Tensor,
+        recurrent_state: Tensor | None = None,
+        is_first: Tensor | None = None,
+        team: Team | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `value_head`)."""
-        features, _ = self.features(obs, recurrent_state, is_first)
+        features, _ = self.features(obs, recurrent_state, is_first, team)
         return _rowwise(self.head, features), None if self.value_head is None else _rowwise(self.value_head, features)[
             ..., 0
         ]
 
     def features(
-        self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None
+        self,
+        obs: Tensor,
+        recurrent_state: Tensor | None,
+        is_first: Tensor | None,
+        team: Team | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the inputs of the last layers [P, T, R, H], and the recurrent state after each step (None for
         feed-forward networks)."""
         P, T, R = obs.shape[:3]
-        x = self._seen(obs.reshape(P, T * R, *obs.shape[3:])).view(P, T, R, -1)
+        x = self._communicated(self._seen(obs.reshape(P, T * R, *obs.shape[3:])), team).view(P, T, R, -1)
         if self.gru is None:
             return x, None
         x = self.gru(x, self.initial_state(P, R) if recurrent_state is None else recurrent_state, is_first)
@@ -244,8 +228,17 @@ class Net(nn.Module):
     def _seen(self, obs: Tensor) -> Tensor:
         """Returns the output of the feed-forward layers: [P, R, *view] -> [P, R, H]."""
         x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
+        x = self.entity_encoder(x) if self.entity_encoder else x
         seen: Tensor = self.body(x)
         return seen
+
+    def _communicated(self, x: Tensor, team: Team | None) -> Tensor:
+        """Returns features [P, R, H] after the rounds of communication, if there are any."""
+        if self.communication is None:
+            return x
+        acts = None if team is None else team.acts.reshape(x.shape[:2])
+        out: Tensor = self.communication(x, acts, self.team_size)
+        return out
 
     def initial_state(self, members: int, rows: int) -> Tensor:
         """Returns the recurrent state at the start of a game, zeros [P, R, H]."""

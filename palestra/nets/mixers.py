@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from palestra.nets.layers import MLP, Linear, make_generators
+from palestra.nets.dense import MLP, Linear
+from palestra.nets.layers import make_generators
 
 SMALLEST_WEIGHT = 1e-10  # keeps weights positive
 

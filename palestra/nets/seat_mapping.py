@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from palestra.envs.vector.base import Space, VectorEnv
+from palestra.nets.entities import EntityLayout, entity_layout
 
 
 @dataclass(frozen=True)
 class SeatMapping:
     """`P` members (`names`), each at `S` of `num_seats` = N seats: `seats[p]`. All these seats have the same
     observation shape `observation_shape` and action space `action_space`. With `seat_id` a one-hot seat is appended to
-    the observation."""
+    the observation. With `entities` observations are arranged by it, and `observation_shape` is the shape after
+    that."""
 
     names: tuple[str, ...]
     seats: tuple[tuple[int, ...], ...]
@@ -23,6 +25,7 @@ class SeatMapping:
     observation_shape: tuple[int, ...]
     action_space: Space
     seat_id: bool = False
+    entities: EntityLayout | None = None
 
     @property
     def all_seats(self) -> list[int]:
@@ -46,7 +49,9 @@ class SeatMapping:
     def network_inputs(self, obs: np.ndarray | Tensor, leading_dims: int) -> Tensor:
         """Returns network inputs from observations: [..., N, *padded] -> [P, ..., S, *inputs]."""
         x = self.select_seats(obs, leading_dims)
-        if len(self.observation_shape) == 1 and x.shape[-1] != self.observation_shape[0]:
+        if self.entities:
+            x = self.entities.arrange(x, torch.tensor(self.seats).view(len(x), *[1] * (x.dim() - 3), -1))
+        elif len(self.observation_shape) == 1 and x.shape[-1] != self.observation_shape[0]:
             x = x[..., : self.observation_shape[0]]
         if not self.seat_id:
             return x
@@ -75,14 +80,18 @@ def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict
     Raises ValueError if a policy's seats differ in observation shape or action space.
     """
     stacks: dict[tuple, list[str]] = {}
+    layouts: dict[str, EntityLayout | None] = {}
     for name, own in seats.items():
-        kinds = {(env.observation_shapes[seat], env.action_spaces[seat]) for seat in own}
+        layout = entity_layout(env, own) if getattr(configs[name], "encoder", "flat") == "attention" else None
+        layouts[name] = layout
+        kinds = {((layout.size,) if layout else env.observation_shapes[seat], env.action_spaces[seat]) for seat in own}
         if len(kinds) > 1:
             raise ValueError(
                 f"policy {name} plays {', '.join(env.seats[s] for s in own)}, which differ in what they see or may do "
                 f"({'; '.join(map(str, kinds))}): give each kind of seat a policy of its own"
             )
-        stacks.setdefault((*kinds.pop(), len(own), repr(configs[name])), []).append(name)
+        arranged = layout and (layout.own, layout.counts, layout.widths)
+        stacks.setdefault((*kinds.pop(), len(own), repr(configs[name]), arranged), []).append(name)
     return [
         SeatMapping(
             tuple(names),
@@ -91,6 +100,7 @@ def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict
             view,
             space,
             bool(getattr(configs[names[0]], "seat_one_hot", False)) and len(seats[names[0]]) > 1 and len(view) == 1,
+            layouts[names[0]],
         )
-        for (view, space, _, _), names in stacks.items()
+        for (view, space, *_), names in stacks.items()
     ]

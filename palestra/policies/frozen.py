@@ -49,6 +49,7 @@ class NetMember:
             self.seat_mapping.observation_shape,
             self.seat_mapping.action_space,
             self.seat_mapping.seat_id,
+            self.seat_mapping.entities,
             self.norm is None,
         )
         return sizes, self.net.body.activation, type(self.head), self.greedy, seen
@@ -172,7 +173,9 @@ class NetGroup:
     def _views(self, rows: ActBatch) -> Tensor:
         """Returns the networks' inputs [R, *inputs]."""
         obs = torch.from_numpy(rows.frame.obs[rows.env_index, rows.seat_index])
-        if len(self.seat_mapping.observation_shape) == 1:
+        if self.seat_mapping.entities:
+            obs = self.seat_mapping.entities.arrange(obs, torch.from_numpy(rows.seat_index))
+        elif len(self.seat_mapping.observation_shape) == 1:
             obs = obs[:, : self.seat_mapping.observation_shape[0]]
         if not self.seat_mapping.seat_id:
             return obs

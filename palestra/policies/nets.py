@@ -11,8 +11,9 @@ from torch import Tensor
 from palestra.envs.vector.base import VectorStep
 from palestra.nets.continuous_heads import LOG_2, BoundedHead
 from palestra.nets.heads import ActionHead
-from palestra.nets.layers import Net
+from palestra.nets.layers import Net, Team
 from palestra.nets.seat_mapping import SeatMapping
+from palestra.nets.transformer import MultiAgentTransformer, SeatSelector
 
 # outputs [P, R, O], legal [P, R, A] or None, a generator -> actions [P, R, ...] and their log-probabilities [P, R]
 ActionSelector = Callable[[Tensor, Tensor | None, torch.Generator], tuple[Tensor, Tensor | None]]
@@ -50,24 +51,46 @@ class NetVectorPolicy:
     ) -> tuple[np.ndarray, np.ndarray | None, Tensor | None]:
         obs = self.seat_mapping.network_inputs(vector_step.obs, 1)  # [P, B, S, *view]
         obs = self.normalise(obs) if self.normalise else obs
+        masks = None if vector_step.action_mask is None else self.seat_mapping.select_seats(vector_step.action_mask, 1)
+        acts = self.seat_mapping.select_seats(vector_step.agent_mask, 1)  # [P, B, S]
+        if isinstance(self.net, MultiAgentTransformer):
+            actions, logp = self.net.play(obs, acts, self._seat_selector(masks))
+        else:
+            actions, logp, recurrent_state = self._act_at_once(obs, acts, masks, recurrent_state, is_first)
+        put = self.seat_mapping.to_array
+        return put(actions), None if logp is None else put(logp), recurrent_state
+
+    def _act_at_once(
+        self,
+        obs: Tensor,
+        acts: Tensor,
+        masks: Tensor | None,
+        recurrent_state: Tensor | None,
+        is_first: np.ndarray,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the actions of all seats [P, B, S, ...], their log-probabilities and the new recurrent state."""
         P, B, S = obs.shape[:3]
         rows = obs.reshape(P, B * S, *obs.shape[3:])
+        team = Team(acts.reshape(P, 1, B * S))
         if recurrent_state is None:
-            out = self.net(rows)
+            out = self.net(rows, team)
         else:
             anew = torch.from_numpy(is_first).repeat_interleave(S).expand(P, 1, B * S)
-            unrolled, memories = self.net.unroll(rows[:, None], recurrent_state, anew)
+            unrolled, memories = self.net.unroll(rows[:, None], recurrent_state, anew, team)
             assert memories is not None
             out, recurrent_state = unrolled[:, 0], memories[:, 0]
-        action_mask = (
-            None
-            if vector_step.action_mask is None
-            else self.seat_mapping.select_seats(vector_step.action_mask, 1).reshape(P, B * S, -1)
-        )
+        action_mask = None if masks is None else masks.reshape(P, B * S, -1)
         actions, logp = self.selector(out, action_mask, self.generator)
-        put = self.seat_mapping.to_array
-        logp_by_seat = None if logp is None else put(logp.view(P, B, S))
-        return put(actions.view(P, B, S, *actions.shape[2:])), logp_by_seat, recurrent_state
+        by_seat = None if logp is None else logp.view(P, B, S)
+        return actions.view(P, B, S, *actions.shape[2:]), by_seat, recurrent_state
+
+    def _seat_selector(self, masks: Tensor | None) -> SeatSelector:
+        """Returns the selector of the actions of one seat of each team; `masks` [P, B, S, A] are action masks."""
+
+        def choose(out: Tensor, seat: int) -> tuple[Tensor, Tensor | None]:
+            return self.selector(out, None if masks is None else masks[:, :, seat], self.generator)
+
+        return choose
 
 
 def sampling_selector(head: ActionHead) -> ActionSelector:

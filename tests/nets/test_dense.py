@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from palestra.nets import dense
-from palestra.nets.dense import Activation, Dense
-from palestra.nets.layers import MLP, make_generators
+from palestra.nets.dense import MLP, Activation, Dense
+from palestra.nets.layers import make_generators
 from palestra.onednn import Product, is_right, onednn_product
 
 needs_onednn = pytest.mark.skipif(onednn_product() is None, reason="no oneDNN product on this machine")

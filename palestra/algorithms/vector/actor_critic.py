@@ -112,6 +112,9 @@ class ActorCriticLearner(NetLearner):
         super().__init__(spec)
         self.critics = [self._critic(seat_mapping) for seat_mapping in self._critic_seat_mappings(spec.seats)]
 
+    trains_teams = True
+    value_output_metric = "auxiliary_loss"  # the loss of the value output of policies' networks
+
     @property
     def uses_global_features(self) -> bool:
         return self.config.critic == "central"
@@ -147,8 +150,10 @@ class ActorCriticLearner(NetLearner):
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
         config = self.policies[seat_mapping.names[0] if seat_mapping.names[0] in self.policies else self.names[0]]
+        config = config.model_copy(update={"communication_rounds": 0})  # a critic that sees more is a central one
         seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seat_mapping.names]
-        net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds))
+        entities = seat_mapping.entities if self.config.critic == "own" else None
+        net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds), entities=entities)
         norm = RunningNorm(len(seat_mapping.names), 1, 0.99) if self.config.value_norm else None
         optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
         return ValueCritic(seat_mapping, net, optimizer, norm, self.config.value_norm == "popart")
@@ -169,9 +174,9 @@ class ActorCriticLearner(NetLearner):
         now = replace(batch, logp=self._logp(batch)) if self.config.off_policy_correction == "vtrace" else batch
         advantages, targets, known = self._credit(batch, now.logp, progress)
         for critic in self.critics:
-            losses = self._train_critic(critic, batch, targets, known, progress)
+            line = self._train_critic(critic, batch, targets, known, progress)
             for name in self.names if self.config.critics == "one" else critic.seat_mapping.names:
-                metrics[name].append({"value_loss": losses})
+                metrics[name].append(line)
         lines = {name: mean_metrics(own) for name, own in metrics.items()}
         aims = self._aims(targets) if self.has_value_output else targets
         factor = torch.ones_like(advantages)
@@ -218,42 +223,30 @@ class ActorCriticLearner(NetLearner):
         times, games = (torch.from_numpy(index) for index in batch.end_index)
         cut = ~torch.from_numpy(batch.seats_terminated)[times, games]  # [F, N]
         for critic in self.critics:
-            P, S = len(critic.seat_mapping.names), len(critic.seat_mapping.seats[0])
-            observations = self._critic_observations(critic, batch)  # [P, T+1, B*S, ...]
-            out, memories = critic.net.unroll(
-                observations,
-                critic.recurrent_states.get(batch.worker),
-                critic.seat_mapping.repeat_games(batch.is_first),
+            seats = torch.tensor(critic.seat_mapping.all_seats)
+            values[..., seats], ends = critic.evaluate(
+                self._critic_observations(critic, batch), self._final_critic_observations(critic, batch), batch
             )
-            values[..., critic.seat_mapping.all_seats] = critic.seat_mapping.by_seat(critic.values(out))
-            if len(times):
-                last = self._final_critic_observations(critic, batch)  # [P, F, S, ...]
-                at_end = None
-                if memories is not None:
-                    at_end = memories.unflatten(2, (-1, S))[:, times, games].flatten(1, 2)
-                ends, _ = critic.net.unroll(last.flatten(1, 2)[:, None], at_end)
-                value = critic.values(ends[:, 0]).view(P, -1, S)
-                seats = torch.tensor(critic.seat_mapping.all_seats)
-                here = torch.where(cut[:, seats], value.permute(1, 0, 2).flatten(1), 0.0)
-                bootstrap[times[:, None], games[:, None], seats[None]] = here
+            bootstrap[times[:, None], games[:, None], seats] = torch.where(cut[:, seats], ends, 0.0)
         return values, bootstrap
 
     def _train_critic(
         self, critic: ValueCritic, batch: RolloutBatch, targets: Tensor, known: Tensor, progress: float
-    ) -> float:
-        """Trains a critic on its targets; returns the mean loss."""
+    ) -> Metrics:
+        """Trains a critic on its targets; returns its metrics."""
         take = critic.seat_mapping.select_seats
         target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
         critic.update_norm(target, weight, self.gradient_sync.all_reduce)
         rows = CriticRows(
             self._critic_observations(critic, batch)[:, :-1],
             critic.seat_mapping.repeat_games(batch.is_first)[:, :-1],
+            take(batch.agent_mask, 2).flatten(2, 3)[:, :-1],
             critic.normalise(target),
             weight,
             batch.worker,
         )
-        minibatches = self._minibatches(weight, bool(critic.net.gru_units))
-        return critic.train(rows, minibatches, self.config.value_clip, progress)
+        loss = critic.train(rows, self._minibatches(weight, critic.net), self.config.value_clip, progress)
+        return {"value_loss": loss}
 
     def _aims(self, targets: Tensor) -> Tensor:
         """Returns the critics' targets [T, B, N] in the units of their outputs (normalised with `value_norm`)."""
@@ -281,9 +274,9 @@ class ActorCriticLearner(NetLearner):
         rows = self.policy_rows(stack, batch, advantages, factor, known)
         lines: list[list[dict[str, Any]]] = [[] for _ in names]
         bonus = self.config.entropy_at(progress)
-        for minibatch in self._minibatches(rows.weight, bool(stack.net.gru_units)):
+        for minibatch in self._minibatches(rows.weight, stack.net):
             part = rows.minibatch(minibatch)
-            out, value = stack.net.unroll_with_values(part.observations, part.recurrent_state, part.is_first)
+            out, value = stack.net.unroll_with_values(part.observations, part.recurrent_state, part.is_first, part.team)
             share = normalise_weights(part.weight)
             score = stack.head.evaluate_actions(out, part.actions, part.action_mask)
             inputs = [x.flatten(1).unbind() for x in (*score, part.logp, part.advantage, share)]
@@ -297,7 +290,7 @@ class ActorCriticLearner(NetLearner):
                 for line, value_p, aim_p, own in zip(lines, value, minibatch(aim), share, strict=True):
                     missed = value_loss(value_p, aim_p, own)
                     total = total + self.config.aux_value_coef * missed
-                    line[-1]["auxiliary_loss"] = missed.detach()
+                    line[-1][self.value_output_metric] = missed.detach()
             norms = stack.optimizer.step(total, progress)
             for p in range(len(names)):
                 lines[p][-1]["grad_norm"] = norms[p]
@@ -353,14 +346,15 @@ class ActorCriticLearner(NetLearner):
         shape = (P, *whole.shape[:lead], S)
         return torch.cat([whole[None, ..., None, :].expand(*shape, -1), ids.expand(*shape, N)], -1)
 
-    def _minibatches(self, weight: Tensor, recurrent: bool) -> Iterator[MiniBatch]:
+    def _minibatches(self, weight: Tensor, net: Net) -> Iterator[MiniBatch]:
         config = self.config
         return iterate_minibatches(
             weight,
             epochs=config.epochs,
             minibatches=config.minibatches,
-            recurrent=recurrent,
+            recurrent=bool(net.gru_units),
             generator=self.shuffle,
+            team_size=net.team_size if net.plays_team else 1,
         )
 
     # ---- state

@@ -19,9 +19,10 @@ from torch import Tensor
 from palestra.algorithms.vector.minibatches import MiniBatch, normalise_weights
 from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.critics import value_loss
-from palestra.nets.layers import Net
+from palestra.nets.layers import Net, Team
 from palestra.nets.normalise import RunningNorm, SumOverProcesses, rescale_outputs
 from palestra.nets.seat_mapping import SeatMapping
+from palestra.types import RolloutBatch
 
 
 @dataclass
@@ -41,6 +42,24 @@ class ValueCritic:
         """Returns state values [...] in units of reward from the network's outputs [..., 1]."""
         return (self.norm.denormalise(out) if self.norm else out)[..., 0]
 
+    @torch.no_grad()
+    def evaluate(self, observations: Tensor, final_observations: Tensor, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """Returns the values of all seats at every step [T+1, B, P*S], from observations [P, T+1, B*S, ...], and at the
+        ends of games [F, P*S], from `final_observations` [P, F, S, ...]."""
+        mapping, (times, games) = self.seat_mapping, (torch.from_numpy(index) for index in batch.end_index)
+        acts = mapping.select_seats(batch.agent_mask, 2)  # [P, T+1, B, S]
+        state, is_first = self.recurrent_states.get(batch.worker), mapping.repeat_games(batch.is_first)
+        out, memories = self.net.unroll(observations, state, is_first, Team(acts.flatten(2, 3)))
+        values = mapping.by_seat(self.values(out))
+        if not len(times):
+            return values, values[0, :0]
+        gone = mapping.select_seats(batch.seat_terminated, 2) if batch.seat_terminated is not None else None
+        last = acts[:, times, games] if gone is None else acts[:, times, games] & ~gone[:, times, games]
+        at_end = None if memories is None else memories.unflatten(2, acts.shape[2:])[:, times, games].flatten(1, 2)
+        team = Team(last.flatten(1)[:, None])
+        ends, _ = self.net.unroll(final_observations.flatten(1, 2)[:, None], at_end, None, team)
+        return values, self.values(ends[:, 0]).view(last.shape).movedim(0, 1).flatten(1)
+
     def normalise(self, target: Tensor) -> Tensor:
         """Returns targets [P, ...] in the units of the network's outputs."""
         return self.norm.normalise(target[..., None])[..., 0] if self.norm else target
@@ -58,11 +77,14 @@ class ValueCritic:
     def train(self, rows: CriticRows, minibatches: Iterable[MiniBatch], clip: float | None, progress: float) -> float:
         """Trains the networks on normalised targets, with value clipping at a distance of `clip` outputs (None: none);
         returns the mean loss of a member. Recurrent states then go on after the last step."""
-        inputs = rows.observations, self.recurrent_states.get(rows.worker), rows.is_first
+        inputs = rows.observations, self.recurrent_states.get(rows.worker), rows.is_first, Team(rows.acts)
         old, losses = None if clip is None else self._unroll(*inputs)[0][..., 0], []
         for minibatch in minibatches:
             out, _ = self.net.unroll(
-                minibatch(rows.observations), minibatch.column_recurrent_states(inputs[1]), minibatch(rows.is_first)
+                minibatch(rows.observations),
+                minibatch.column_recurrent_states(inputs[1]),
+                minibatch(rows.is_first),
+                Team(minibatch(rows.acts)),
             )
             weight = normalise_weights(minibatch(rows.weight))
             before = None if old is None else minibatch(old)
@@ -76,16 +98,17 @@ class ValueCritic:
         return float(np.mean(losses))
 
     @torch.no_grad()
-    def _unroll(self, obs: Tensor, state: Tensor | None, is_first: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.net.unroll(obs, state, is_first)
+    def _unroll(self, obs: Tensor, state: Tensor | None, is_first: Tensor, team: Team) -> tuple[Tensor, Tensor | None]:
+        return self.net.unroll(obs, state, is_first, team)
 
 
 class CriticRows(NamedTuple):
-    """What a critic learns from: observations [P, T, C, ...], first steps `is_first`, normalised targets and their
-    weights [P, T, C] each, and the number of the rollout worker."""
+    """What a critic learns from: observations [P, T, C, ...], first steps `is_first`, seats that act `acts`, normalised
+    targets and their weights [P, T, C] each, and the number of the rollout worker."""
 
     observations: Tensor
     is_first: Tensor
+    acts: Tensor
     target: Tensor
     weight: Tensor
     worker: int

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.algorithms.vector.minibatches import normalise_weights
-from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
+from palestra.envs.vector.base import VectorEnv
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.learners.policy_stack import PolicyStack, StackedAdam
 from palestra.losses.imitation import ImitationReward, discriminator_loss, gradient_penalty, imitation_reward
 from palestra.losses.policy import LossInputs, TensorMetrics, clipped_policy_loss, cross_entropy_loss
-from palestra.nets.heads import GaussianHead
+from palestra.nets.heads import encode_actions, encoding_size
 from palestra.nets.layers import Net, make_generators
 from palestra.rollouts.vector_episodes import EpisodeFiles, read_vector_episodes
 from palestra.seeding import derive_seed
@@ -57,25 +57,6 @@ def read_demonstrations(paths: Sequence[str | Path], env: VectorEnv) -> Demonstr
     """Returns the recorded episodes in files, one after another as those of one game. Raises ValueError if a file holds
     none or belongs to another env."""
     return to_demonstrations(read_vector_episodes(paths, env))
-
-
-def encode_actions(space: Space, actions: Tensor) -> Tensor:
-    """Returns actions [...] as float32 vectors [..., A']: one-hot, or for continuous ones half-widths around the middle
-    of the space, clamped to its bounds."""
-    if isinstance(space, Discrete):
-        return nn.functional.one_hot(actions.long(), space.n).float()
-    if isinstance(space, MultiDiscrete):
-        parts = [encode_actions(Discrete(size), actions[..., i]) for i, size in enumerate(space.sizes)]
-        return torch.cat(parts, -1)
-    head = GaussianHead(space)
-    return head.to_unit(actions[..., : head.width])
-
-
-def encoding_size(space: Space) -> int:
-    """Returns the length of the vectors that `encode_actions` returns."""
-    if isinstance(space, Continuous):
-        return len(space.low)
-    return space.n if isinstance(space, Discrete) else sum(space.sizes)
 
 
 class DemoBatch:
@@ -279,7 +260,7 @@ class GAILLearner(ActorCriticLearner):
     def _discriminator(self, stack: PolicyStack) -> Discriminator:
         seat_mapping = stack.seat_mapping
         lr = self.imitation.discriminator_lr or stack.config.lr
-        config = stack.config.model_copy(update={"gru_units": 0, "lr": lr})
+        config = stack.config.model_copy(update={"gru_units": 0, "communication_rounds": 0, "lr": lr})
         seeds = [derive_seed(self.seeds[name], "discriminator") for name in seat_mapping.names]
         net = Net(
             (int(np.prod(seat_mapping.input_shape)) + encoding_size(seat_mapping.action_space),),

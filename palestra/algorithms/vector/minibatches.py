@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from palestra.learners.policy_stack import PolicyStack
+from palestra.nets.layers import Team
 from palestra.types import RolloutBatch
 
 
@@ -38,7 +39,7 @@ class MiniBatch:
 class PolicyRows(NamedTuple):
     """What policies learn from: observations [P, T, C, ...], first steps, actions, their log-probabilities when they
     were played, action masks (None: all actions are legal), advantages and weights [P, T, C, ...] each, and the
-    recurrent states [P, C, H] before the first step (None: none)."""
+    recurrent states [P, C, H] before the first step (None: none). `acts` [P, T, C] are the seats that act."""
 
     observations: Tensor
     is_first: Tensor
@@ -48,6 +49,12 @@ class PolicyRows(NamedTuple):
     advantage: Tensor
     weight: Tensor
     recurrent_state: Tensor | None
+    acts: Tensor
+
+    @property
+    def team(self) -> Team:
+        """What networks get that play all seats of a team."""
+        return Team(self.acts, self.actions)
 
     @classmethod
     def of(cls, stack: PolicyStack, batch: RolloutBatch, advantage: Tensor, weight: Tensor) -> PolicyRows:
@@ -62,6 +69,7 @@ class PolicyRows(NamedTuple):
             advantage,
             weight,
             batch.recurrent_state.get("+".join(stack.seat_mapping.names)),
+            stack.rows(batch.agent_mask[:-1]),
         )
 
     def minibatch(self, minibatch: MiniBatch) -> PolicyRows:
@@ -75,6 +83,7 @@ class PolicyRows(NamedTuple):
             minibatch(self.advantage),
             minibatch(self.weight),
             minibatch.column_recurrent_states(self.recurrent_state),
+            minibatch(self.acts),
         )
 
 
@@ -94,23 +103,25 @@ def standardise(advantage: Tensor, weight: Tensor, all_reduce: Callable[[Tensor]
 
 
 def iterate_minibatches(
-    weight: Tensor, *, epochs: int, minibatches: int, recurrent: bool, generator: torch.Generator
+    weight: Tensor, *, epochs: int, minibatches: int, recurrent: bool, generator: torch.Generator, team_size: int = 1
 ) -> Iterator[MiniBatch]:
     """Yields the minibatches of all epochs over transitions of weights `weight` [P, T, C], each epoch in a new random
     order. Recurrent networks get whole columns of time; others single transitions (with one member, only those whose
-    weight is not 0)."""
-    P, T, C = weight.shape
+    weight is not 0). The `team_size` consecutive columns of a team stay together, those of weight 0 too."""
+    P, _, C = weight.shape
+    seats = torch.arange(team_size)
     for _ in range(epochs):
         if recurrent:
-            order, columns = torch.randperm(C, generator=generator), True
+            order, columns = torch.randperm(C // team_size, generator=generator), True
         else:
-            flat = weight.reshape(P, -1)
-            some = flat[0].nonzero()[:, 0] if P == 1 and not bool(flat.all()) else None
-            count = T * C if some is None else len(some)
+            known = weight.reshape(P, -1, team_size).any(2)
+            some = known[0].nonzero()[:, 0] if P == 1 and not bool(known.all()) else None
+            count = known.shape[1] if some is None else len(some)
             order, columns = torch.randperm(count, generator=generator), False
             order = order if some is None else some[order]
         # With few transitions some minibatches are empty: they repeat one (or take one of weight 0), since other
         # processes may be waiting for this one's gradients.
         spare = order[:1] if len(order) else torch.zeros(1, dtype=torch.long)
-        for index in order.tensor_split(minibatches):
-            yield MiniBatch(index if len(index) else spare, columns)
+        for teams in order.tensor_split(minibatches):
+            chosen = teams if len(teams) else spare
+            yield MiniBatch((chosen[:, None] * team_size + seats).flatten(), columns)

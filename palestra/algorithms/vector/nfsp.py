@@ -112,7 +112,14 @@ class NFSPLearner(DQNLearner):
         seat_mapping, head = stack.seat_mapping, make_head(stack.seat_mapping.action_space)
         config = stack.config.model_copy(update={"lr": self.config.average_lr})
         seeds = [derive_seed(self.seeds[name], "average") for name in seat_mapping.names]
-        net = Net(seat_mapping.input_shape, head.outputs, config, make_generators(seeds), self.output_gain)
+        net = Net(
+            seat_mapping.input_shape,
+            head.outputs,
+            config,
+            make_generators(seeds),
+            self.output_gain,
+            entities=seat_mapping.entities,
+        )
         return PolicyStack(
             seat_mapping,
             config,

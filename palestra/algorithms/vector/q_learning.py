@@ -376,6 +376,7 @@ def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
         head.num_actions,
         stack.config,
         make_generators([0] * len(stack.seat_mapping.names)),
+        entities=stack.seat_mapping.entities,
     )
     weights = stack.net.state_dict()
     for name in ("head.weight", "head.bias"):

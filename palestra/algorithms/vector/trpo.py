@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.algorithms.vector.minibatches import PolicyRows, normalise_weights
@@ -115,7 +116,8 @@ class TRPOLearner(ActorCriticLearner):
     ) -> Surrogate:
         """Returns the surrogate of a stack's policies as they are; `old_outputs` [P, T, C, O] are those of the policies
         before the step (None: these)."""
-        out, _ = stack.net.unroll(rows.observations, rows.recurrent_state, rows.is_first)
+        with sdpa_kernel(SDPBackend.MATH):  # the only kernel of attention that has second derivatives
+            out, _ = stack.net.unroll(rows.observations, rows.recurrent_state, rows.is_first, rows.team)
         logp, entropy = stack.head.evaluate_actions(out, rows.actions, rows.action_mask)
         divergence = kl_divergence(
             stack.head, out.detach() if old_outputs is None else old_outputs, out, rows.action_mask

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -125,6 +125,19 @@ def empty_step(
     )
 
 
+class Entities(NamedTuple):
+    """Entities of one kind in an observation, such as other agents or landmarks: each is `width` numbers, at the
+    `columns` of the observation that are listed for it. An entity whose numbers are all 0 counts as absent."""
+
+    width: int
+    columns: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def in_a_row(cls, start: int, count: int, width: int) -> Self:
+        """Returns `count` entities that follow each other from column `start` on."""
+        return cls(width, tuple(tuple(range(start + i * width, start + (i + 1) * width)) for i in range(count)))
+
+
 class VectorEnv(ABC):
     """B parallel games (`num_envs`) with the same `seats`; a deterministic function of the seeds and the actions.
 
@@ -134,6 +147,8 @@ class VectorEnv(ABC):
     `state_size` is the length of the global state (0: none). `scripted_policies` names the scripted players that the
     env offers (see `scripted_actions`). `action_names` names discrete actions, for people who look at a game (empty:
     their numbers are shown), and `seat_colours` are the RGB colours in which `render` draws the seats (empty: none).
+    `observation_entities` are the kinds of entities in each seat's observation (empty: unknown), which
+    `encoder: attention` attends to; all other numbers describe the seat itself.
     """
 
     name: ClassVar[str] = ""
@@ -145,6 +160,7 @@ class VectorEnv(ABC):
     scripted_policies: tuple[str, ...] = ()
     action_names: tuple[str, ...] = ()
     seat_colours: tuple[tuple[int, int, int], ...] = ()
+    observation_entities: tuple[tuple[Entities, ...], ...] = ()
 
     @abstractmethod
     def reset(self, seeds: np.ndarray) -> VectorStep:

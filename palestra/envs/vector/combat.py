@@ -22,7 +22,7 @@ from typing import ClassVar, get_args
 
 import numpy as np
 
-from palestra.envs.vector.base import Discrete, empty_step
+from palestra.envs.vector.base import Discrete, Entities, empty_step
 from palestra.envs.vector.canvas import GREY, LIGHT_GREY, RED, Canvas, seat_colour
 from palestra.envs.vector.combat_maps import (
     FIELD_SIZE,
@@ -88,6 +88,8 @@ class Combat(NativeEnv):
         )
         self.num_envs, self.seats = num_envs, tuple(f"unit_{n}" for n in range(seats))
         self.observation_shapes = ((4 + enemies * (enemy + 2) + (seats - 1) * (ally + 1) + ally - 3,),) * seats
+        # Of the other units only allies are entities: attacks name enemies by their place in the observation.
+        self.observation_entities = ((Entities.in_a_row(4 + enemies * (enemy + 2), seats - 1, ally + 1),),) * seats
         self.action_spaces = (Discrete(actions),) * seats
         self.action_names = ("no-op", "stop", "north", "south", "east", "west")
         self.action_names += tuple(f"attack enemy {e}" for e in range(enemies))

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from palestra.envs.vector.base import Discrete, empty_step
+from palestra.envs.vector.base import Discrete, Entities, empty_step
 from palestra.envs.vector.canvas import GREEN, LIGHT_GREY, Canvas, seat_colour
 from palestra.envs.vector.foraging_rules import ForagingArrays, ForagingParams, begin_all, step_all
 from palestra.envs.vector.native import NativeEnv
@@ -73,6 +73,8 @@ class Foraging(NativeEnv):
         self.num_envs, self.state_size = num_envs, 3 * (agents + food) + 1
         self.seats = tuple(f"agent_{n}" for n in range(agents))
         self.observation_shapes = ((3 * (food + agents),),) * agents
+        others = Entities.in_a_row(3 * food + 3, agents - 1, 3)
+        self.observation_entities = ((Entities.in_a_row(0, food, 3), others),) * agents
         self.action_spaces = (Discrete(len(ACTIONS)),) * agents
         self.action_names, self.seat_colours = ACTIONS, tuple(seat_colour(n) for n in range(agents))
         self.params = ForagingParams(

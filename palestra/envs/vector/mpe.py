@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from palestra.envs.vector.base import Continuous, Discrete, Space, empty_step
+from palestra.envs.vector.base import Continuous, Discrete, Entities, Space, empty_step
 from palestra.envs.vector.canvas import GREEN, GREY, LIGHT_GREY, Canvas, seat_colour
 from palestra.envs.vector.mpe_physics import build_world, empty_world_arrays, step_arrays
 from palestra.envs.vector.mpe_rules import (
@@ -146,6 +146,9 @@ class SimpleSpread(_Particles):
             radius=(0.15,) * agents,
         )
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
+        places, words = 4 + 2 * agents, 4 * agents + 2  # of the first other agent and of its message
+        others = tuple((places + i, places + i + 1, words + i, words + i + 1) for i in range(0, 2 * agents - 2, 2))
+        self.observation_entities = ((Entities.in_a_row(4, agents, 2), Entities(4, others)),) * agents
 
     def _begin(self) -> None:
         begin_spread(self._world, self._view, self._all)
@@ -222,6 +225,8 @@ class SimpleTag(_Particles):
         )
         self.hunters = num_adversaries
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
+        seats = [(num_adversaries - 1, num_good)] * num_adversaries + [(num_adversaries, num_good - 1)] * num_good
+        self.observation_entities = tuple(_tag_entities(num_obstacles, *others) for others in seats)
 
     def _begin(self) -> None:
         begin_tag(self._world, self._view, self._all, self.hunters)
@@ -258,6 +263,14 @@ class SimpleSpeakerListener(_Particles):
 
     def _play(self, actions_BND: np.ndarray) -> None:
         advance_speaker_listener(self._world, self._view, self._all, actions_BND, self.continuous, self.max_cycles)
+
+
+def _tag_entities(obstacles: int, hunters: int, good: int) -> tuple[Entities, ...]:
+    """Returns the entities that a seat of simple_tag sees: obstacles, adversaries, and good agents with velocities."""
+    first = 4 + 2 * obstacles
+    places = first + 2 * hunters
+    seen = tuple((at, at + 1, at + 2 * good, at + 2 * good + 1) for at in range(places, places + 2 * good, 2))
+    return Entities.in_a_row(4, obstacles, 2), Entities.in_a_row(first, hunters, 2), Entities(4, seen)
 
 
 def _numbered(role: str, count: int) -> tuple[Seat, ...]:

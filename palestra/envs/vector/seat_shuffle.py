@@ -41,6 +41,7 @@ class SeatShuffledEnv(VectorEnv):
             env.action_spaces,
             env.state_size,
         )
+        self.observation_entities = env.observation_entities
         self.rng = np.zeros((env.num_envs, RNG_WORDS), np.uint64)
         self.env_seats = np.tile(np.arange(len(env.seats)), (env.num_envs, 1))
 

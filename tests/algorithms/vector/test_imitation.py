@@ -13,12 +13,12 @@ import pytest
 import torch
 from vector_toys import Countdown, Cues, Push, Track, mean_return, train
 
-from palestra.algorithms.vector.imitation import BC, GAIL, encode_actions, read_demonstrations
+from palestra.algorithms.vector.imitation import BC, GAIL, read_demonstrations
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space, VectorEnv
 from palestra.learners.nets import NetLearner
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.losses.imitation import discriminator_loss, gradient_penalty, imitation_reward
-from palestra.nets.heads import make_head
+from palestra.nets.heads import encode_actions, make_head
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.vector_episodes import record_vector_episodes
 from palestra.rollouts.vector_rollout import VectorRollout

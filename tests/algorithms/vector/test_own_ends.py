@@ -13,6 +13,7 @@ from palestra.algorithms.vector.actor_critic import ActorCriticLearner
 from palestra.algorithms.vector.coma import COMA, COMALearner
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.mat import MAT
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN, PQNLearner
@@ -36,6 +37,7 @@ OFF: dict[str, Any] = {
     "tau": 0.2,
 }
 SEATS = {"early": [0], "late": [1]}
+TEAM = {"team": [0, 1]}
 
 ALONE = {
     "ppo": PPO(**ON),
@@ -44,6 +46,7 @@ ALONE = {
     "popart": PPO(**ON, value_norm="popart", value_clip=0.2),
     "vtrace": PPO(**ON, off_policy_correction="vtrace"),
     "a2c": A2C(**ON | {"rollout_length": 7}),
+    "mat": MAT(**ON, minibatches=1, value_norm=True),
     "coma": COMA(**ON, target_interval=1),
     "dqn": DQN(**OFF),
     "dqn three steps": DQN(**OFF, n_step=3, priority_exponent=0.5),
@@ -58,11 +61,17 @@ ALONE = {
 MEMORY = {"ppo": ALONE["ppo"], "dqn": ALONE["dqn"]}
 
 
-def worth_to_early(config: Any, options: dict[str, Any], updates: int = 30, memory: int = 0) -> float:
+def worth_to_early(
+    config: Any,
+    options: dict[str, Any],
+    updates: int = 30,
+    memory: int = 0,
+    seats: dict[str, list[int]] = SEATS,
+) -> float:
     """What training makes the first view of agent "early" worth."""
     env = PettingZooEnv(4, env="mortal_games:parting", options=options)
     policy = NetPolicyConfig(hidden=[16], lr=2e-2, gru_units=memory)
-    learner = config.build_learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
+    learner = config.build_learner(env, seats, dict.fromkeys(seats, policy), dict(zip(seats, (1, 2), strict=False)))
     sweeper = VectorRollout(env, np.arange(4))
     for i in range(updates):
         batch = sweeper.collect(learner.rollout_policies(0.0), config.rollout_length, i)
@@ -97,7 +106,13 @@ def test_terminated_seat_does_not_bootstrap(kind: str) -> None:
     assert worth_to_early(ALONE[kind], {}) == pytest.approx(1.0, abs=within)
 
 
-@pytest.mark.parametrize("kind", ["ppo", "coma", "dqn", "sac", "td3", "maddpg"])
+@pytest.mark.parametrize("options", [{}, {"flags": "terminated truncated", "length": 1}])
+def test_terminated_seat_of_a_team_does_not_bootstrap(options: dict[str, Any]) -> None:
+    """One transformer plays both: the one that goes on no longer attends to the one that has terminated."""
+    assert worth_to_early(ALONE["mat"], options, seats=TEAM) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "mat", "coma", "dqn", "sac", "td3", "maddpg"])
 def test_terminated_seat_does_not_bootstrap_if_others_are_truncated(kind: str) -> None:
     """Both ends in one step, and both flags on one agent: it has terminated."""
     assert worth_to_early(ALONE[kind], {"flags": "terminated truncated", "length": 1}) == pytest.approx(1.0, abs=0.05)

@@ -14,7 +14,7 @@ from palestra.builders.vector_config import VectorConfig
 from palestra.envs.vector.base import Continuous, VectorEnv
 from palestra.envs.vector.matrix import TwoStepGame
 from palestra.learners.policy_stack import NetPolicyConfig, read_policy
-from palestra.nets.layers import LayerNorm
+from palestra.nets.dense import LayerNorm
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch

@@ -1,0 +1,112 @@
+"""The multi-agent transformer (MAT; Wen et al., 2022): PPO of teams whose seats act one after another.
+
+The advantage of a joint action is the sum over its seats of the advantages of their actions given those of the seats
+before them (the multi-agent advantage decomposition theorem; Wen et al., 2022, theorem 1). So the probability of a
+seat's action is conditioned on them, and each seat's ratio of new to old probabilities is clipped and multiplied with
+its advantage. The critic is the encoder of the policy's transformer, which sees the observations of the whole team.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Self, cast
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from palestra.algorithms.vector.actor_critic import ActorCriticLearner
+from palestra.algorithms.vector.critics import ValueCritic
+from palestra.algorithms.vector.ppo import PPO
+from palestra.learners.nets import NetLearner
+from palestra.learners.policy_stack import NetPolicyConfig, StackedAdam
+from palestra.nets.dense import Linear
+from palestra.nets.heads import ActionHead
+from palestra.nets.layers import Net, Team, make_generators
+from palestra.nets.normalise import RunningNorm
+from palestra.nets.seat_mapping import SeatMapping
+from palestra.nets.transformer import MultiAgentTransformer
+from palestra.types import Metrics, RolloutBatch
+
+
+class MAT(PPO):
+    """MAT: PPO with a transformer for each team, the seats of one policy, that chooses their actions in order. The
+    hidden layers of the policy embed observations; `attention_blocks` and `attention_heads` shape the transformer."""
+
+    type: Literal["mat"] = "mat"  # type: ignore[assignment]
+    """Selects MAT."""
+    aux_value_coef: float = Field(1.0, gt=0)
+    """Coefficient of the value loss; policy and values have the encoder in common."""
+
+    @model_validator(mode="after")
+    def _own_critic(self) -> Self:
+        if self.critic != "own" or self.critics != "each" or self.sequential or self.value_clip is not None:
+            raise ValueError(
+                "critic, critics, sequential, value_clip: the critic of mat is its own encoder, which sees the whole "
+                "team, and its seats learn together: leave these settings out, or use type: mappo or happo"
+            )
+        return self
+
+    def learner_class(self) -> Callable[..., NetLearner]:
+        return MATLearner
+
+
+class EncoderValues(nn.Module):
+    """The values of a transformer as a critic network."""
+
+    gru_units = 0
+
+    def __init__(self, net: MultiAgentTransformer) -> None:
+        super().__init__()
+        self.net = net
+
+    @property
+    def head(self) -> Linear:
+        """The last layer of the values."""
+        assert self.net.value_head is not None
+        return self.net.value_head
+
+    def unroll(
+        self, obs: Tensor, recurrent_state: Tensor | None, is_first: Tensor | None, team: Team
+    ) -> tuple[Tensor, None]:
+        """Returns values [P, T, R, 1] of observations [P, T, R, *view]."""
+        return self.net.unroll_values(obs, team)[..., None], None
+
+
+class MATLearner(ActorCriticLearner):
+    """Learner of MAT."""
+
+    value_output_metric = "value_loss"
+
+    def build_net(self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
+        return MultiAgentTransformer(
+            seat_mapping.input_shape,
+            seat_mapping.action_space,
+            config,
+            make_generators([self.seeds[name] for name in seat_mapping.names]),
+            self.output_gain,
+            len(seat_mapping.seats[0]),
+            seat_mapping.entities,
+        )
+
+    def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
+        stack = next(stack for stack in self.stacks if stack.seat_mapping == seat_mapping)
+        norm = RunningNorm(len(seat_mapping.names), 1, 0.99) if self.config.value_norm else None
+        values = cast(Net, EncoderValues(cast(MultiAgentTransformer, stack.net)))
+        return ValueCritic(seat_mapping, values, stack.optimizer, norm, self.config.value_norm == "popart")
+
+    def _train_critic(
+        self, critic: ValueCritic, batch: RolloutBatch, targets: Tensor, known: Tensor, progress: float
+    ) -> Metrics:
+        """Updates the statistics of returns; values are trained with the policy."""
+        take = critic.seat_mapping.select_seats
+        target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
+        critic.update_norm(target, weight, self.gradient_sync.all_reduce)
+        return {}
+
+    # ---- state: the critics have none of their own but the statistics
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in super().modules().items() if not name.startswith("critic.")}
+
+    def optimizers(self) -> dict[str, StackedAdam]:
+        return {name: one for name, one in super().optimizers().items() if not name.startswith("critic_adam.")}

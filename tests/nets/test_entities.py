@@ -1,0 +1,218 @@
+"""Attention over entities: arrangements by hand, order and numbers that do not matter, and learners that use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from vector_toys import Countdown, mean_return, train
+
+from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.mat import MAT
+from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.sac import SAC
+from palestra.algorithms.vector.trpo import TRPO
+from palestra.envs.vector.base import Discrete, Entities, VectorEnv, VectorStep, empty_step
+from palestra.envs.vector.combat import Combat
+from palestra.envs.vector.foraging import Foraging
+from palestra.envs.vector.mpe import SimpleSpread, SimpleTag
+from palestra.learners.policy_stack import NetPolicyConfig, read_policy
+from palestra.nets.entities import EntityEncoder, EntityLayout, entity_layout
+from palestra.nets.layers import make_generators
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_rollout import VectorRollout
+
+POLICY = NetPolicyConfig(hidden=[8], encoder="attention", attention_heads=2, lr=1e-2)
+ENVS: dict[str, Any] = {
+    "spread": lambda: SimpleSpread(4, agents=4),
+    "tag": lambda: SimpleTag(4, num_good=2, num_adversaries=3),
+    "foraging": lambda: Foraging(4, agents=3, food=2),
+    "combat": lambda: Combat(4, map="3m"),
+}
+
+
+def played(env: VectorEnv, steps: int = 6) -> np.ndarray:
+    """Observations of random play [T, B, N, D]."""
+    policy = UniformVectorPolicy(env, range(len(env.seats)))
+    return VectorRollout(env, np.arange(env.num_envs)).collect([policy], steps, 0).obs
+
+
+# ---- where entities are
+
+
+def test_arrangement_by_hand() -> None:
+    """Of two seats with one and two entities of width 2, at columns in any order; own numbers come first."""
+    layout = EntityLayout(1, (2,), (2,), ((4, 0, 2, 3, 1), (2, 1, 0, -1, -1), None))
+    obs = torch.tensor([[10.0, 11, 12, 13, 14], [20, 21, 22, 0, 0]])
+    assert layout.arrange(obs, torch.tensor([0, 1])).tolist() == [[14, 10, 12, 13, 11], [22, 21, 20, 0, 0]]
+    assert layout.arrange(obs[1], torch.tensor(1)).tolist() == [22, 21, 20, 0, 0]
+
+
+def test_entities_of_spread_and_tag_are_where_they_say() -> None:
+    """Relative to the agents, from the places of all in the env's state."""
+    env = SimpleSpread(4, agents=3)
+    obs = played(env)[-1]
+    landmarks, others = env.observation_entities[0]
+    pos = env.internal_state["pos"]
+    for i, columns in enumerate(landmarks.columns):
+        np.testing.assert_allclose(obs[:, 0][:, columns], pos[:, 3 + i] - pos[:, 0], atol=1e-6)
+    for i, columns in enumerate(others.columns):
+        expected = np.concatenate([pos[:, 1 + i] - pos[:, 0], np.zeros((4, 2))], 1)
+        np.testing.assert_allclose(obs[:, 0][:, columns], expected, atol=1e-6)
+    tag = SimpleTag(4, num_good=2, num_adversaries=3)
+    obs, pos, vel = played(tag)[-1], tag.internal_state["pos"], tag.internal_state["vel"]
+    for seat in (1, 4):
+        obstacles, hunters, good = tag.observation_entities[seat]
+        for kind, first, members in ((obstacles, 5, range(2)), (hunters, 0, range(3)), (good, 3, range(2))):
+            seen = [first + member for member in members if first + member != seat]
+            assert len(kind.columns) == len(seen)
+            for entity, columns in zip(seen, kind.columns, strict=True):
+                there = [pos[:, entity] - pos[:, seat]] + ([vel[:, entity]] if kind is good else [])
+                np.testing.assert_allclose(obs[:, seat][:, columns], np.concatenate(there, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_all_columns_are_used_once(name: str) -> None:
+    env = ENVS[name]()
+    for seat in range(len(env.seats)):
+        columns = entity_layout(env, [seat]).columns[seat]
+        assert columns is not None and sorted(columns) == list(range(env.observation_shapes[seat][0]))
+
+
+# ---- the encoder
+
+
+def outputs(env: VectorEnv, seats: dict[str, list[int]], obs: np.ndarray, policy: NetPolicyConfig = POLICY) -> Tensor:
+    """Outputs of the first stack [P, T, B*S, O]."""
+    made = PPO().build_learner(env, seats, dict.fromkeys(seats, policy), dict.fromkeys(seats, 3))
+    made.stacks[0].net.head.weight.data.mul_(100)
+    found: Tensor = made.stacks[0].net.unroll(made.stacks[0].observations(obs))[0].detach()
+    return found
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_outputs_do_not_depend_on_the_order_of_entities(name: str) -> None:
+    """Those of a flat network do."""
+    env, rng = ENVS[name](), np.random.default_rng(0)
+    obs = played(env)
+    shuffled = obs.copy()
+    for kind in env.observation_entities[0]:
+        order = rng.permutation(len(kind.columns))[::-1]
+        order = np.roll(order, 1) if (order == np.arange(len(order))).all() else order
+        for old, new in enumerate(order):
+            shuffled[:, :, 0, list(kind.columns[old])] = obs[:, :, 0, list(kind.columns[new])]
+    assert np.abs(shuffled - obs).max() > 0.1
+    seats = {"a": [0]}
+    before, after = outputs(env, seats, obs), outputs(env, seats, shuffled)
+    torch.testing.assert_close(before, after, atol=1e-4, rtol=1e-4)
+    assert np.ptp(before.numpy(), axis=(1, 2)).max() > 0.1
+    flat = NetPolicyConfig(hidden=[8])
+    assert (outputs(env, seats, obs, flat) - outputs(env, seats, shuffled, flat)).abs().max() > 1e-2
+
+
+def test_absent_entities_change_nothing() -> None:
+    torch.manual_seed(0)
+    few, many = (EntityLayout(2, (count, 1), (3, 2), ()) for count in (1, 4))
+    net = EntityEncoder(many, many.size, 8, 2, 2, "tanh", make_generators([0]))
+    obs = torch.randn(1, 5, many.size)
+    obs[..., 5:14] = 0
+    smaller = torch.cat([obs[..., :5], obs[..., 14:]], -1)
+    before = net(obs)
+    net.layout = few
+    torch.testing.assert_close(net(smaller), before)
+
+
+def test_one_policy_plays_seats_with_different_numbers_of_entities() -> None:
+    """Adversaries and agents of simple_tag, whose observations differ in length; each seat's outputs are those that a
+    policy of its own with the same weights has."""
+    env = SimpleTag(4, num_good=2, num_adversaries=3)
+    assert len(set(env.observation_shapes)) == 2
+    obs = played(env)
+    together = outputs(env, {"all": [0, 1, 2, 3, 4]}, obs).unflatten(2, (4, 5))
+    for seat in range(5):
+        torch.testing.assert_close(outputs(env, {"all": [seat]}, obs), together[:, :, :, seat])
+
+
+def test_saved_policy_plays_with_more_agents(tmp_path: Path) -> None:
+    env = SimpleSpread(4, agents=3)
+    made = PPO().build_learner(env, {"a": [0, 1, 2]}, {"a": POLICY}, {"a": 3})
+    made.member_writers()["a"](tmp_path)
+    larger = SimpleSpread(4, agents=5)
+    player = read_policy(tmp_path, larger, [0, 1, 2, 3, 4])
+    player.reset_rng(0)
+    actions = player.act(larger.reset(np.arange(4)), None, np.ones(4, bool))[0]
+    assert actions.shape == (4, 5)
+
+
+# ---- learners
+
+
+@pytest.mark.parametrize("kind", ["ppo", "mappo", "a seat each", "trpo", "mat", "dqn", "sac", "memory"])
+def test_learners_take_the_encoder(kind: str) -> None:
+    """Every layer of the encoder is trained, and what is played is what is trained."""
+    config: Any = {
+        "mappo": PPO(critic="central", rollout_length=8),
+        "trpo": TRPO(rollout_length=8),
+        "mat": MAT(rollout_length=8),
+        "dqn": DQN(rollout_length=8, learning_starts=1, batch_size=8),
+        "sac": SAC(rollout_length=8, learning_starts=1, batch_size=8),
+    }.get(kind, PPO(rollout_length=8))
+    env = SimpleTag(4, num_good=2, num_adversaries=2)
+    seats = {f"seat{i}": [i] for i in range(4)} if kind == "a seat each" else {"all": [0, 1, 2, 3]}
+    policy = POLICY.model_copy(update={"gru_units": 4, "seat_one_hot": True} if kind == "memory" else {})
+    made = config.build_learner(env, seats, dict.fromkeys(seats, policy), dict.fromkeys(seats, 3))
+    (net,) = {stack.net for stack in made.stacks} if kind != "a seat each" else {made.stacks[0].net}
+    before = {name: value.clone() for name, value in net.entity_encoder.named_parameters()}
+    train(made, VectorRollout(env, np.arange(4)), 8, 3)
+    for name, value in net.entity_encoder.named_parameters():
+        assert not torch.equal(value, before[name]) or "bias" in name, name
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match='env "countdown" does not say where they are'):
+        PPO().build_learner(Countdown(2), {"a": [0, 1]}, {"a": POLICY}, {"a": 0})
+    with pytest.raises(ValueError, match="normalize_observations: encoder: attention embeds all entities"):
+        NetPolicyConfig(encoder="attention", normalize_observations=True)
+
+
+class Marked(VectorEnv):
+    """One of four entities in random order is marked; the seat is paid 1 for saying whether its number is positive."""
+
+    name = "marked"
+    seats = ("seat",)
+    observation_entities = ((Entities.in_a_row(1, 4, 2),),)
+
+    def __init__(self, num_envs: int = 64) -> None:
+        self.num_envs, self.observation_shapes, self.action_spaces = num_envs, ((9,),), (Discrete(2),)
+        self.vector_step = empty_step(num_envs, 1, (9,))
+        self.vector_step.agent_mask[:] = True
+
+    def reset(self, seeds: np.ndarray) -> VectorStep:
+        self.rng = np.random.default_rng(seeds)
+        self.vector_step.rewards[:], self.vector_step.terminated[:] = 0, False
+        return self.draw()
+
+    def draw(self) -> VectorStep:
+        numbers = self.rng.choice([-1.0, 1.0], size=(self.num_envs, 4))
+        marked = self.rng.integers(4, size=self.num_envs)
+        self.answer = numbers[np.arange(self.num_envs), marked] > 0
+        self.vector_step.obs[:, 0, 0] = 1
+        self.vector_step.obs[:, 0, 1::2], self.vector_step.obs[:, 0, 2::2] = numbers, np.eye(4)[marked]
+        return self.vector_step
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        self.vector_step.rewards[:], self.vector_step.terminated[:] = actions == self.answer[:, None], True
+        self.vector_step.final_obs[:] = self.vector_step.obs
+        return self.draw()
+
+
+def test_attention_learns_which_entity_counts() -> None:
+    env, config = Marked(), PPO(rollout_length=4, gamma=0.0, minibatches=2)
+    policy = NetPolicyConfig(hidden=[16], encoder="attention", lr=1e-2)
+    made = config.build_learner(env, {"a": [0]}, {"a": policy}, {"a": 3})
+    train(made, VectorRollout(env, np.arange(64)), 4, 30)
+    assert mean_return(env, made.greedy_policies(), 8).mean() > 0.9
