@@ -60,7 +60,8 @@ def evaluate(
     """Plays `episodes` held-out episodes and returns the result.
 
     `what` is a run, RUN:NAME, whose policy NAME then plays every seat, a config, or an env. `env` changes options of
-    the env; text envs are played on split "test" unless it names another. `seats` maps seats (`*` and `?` are
+    the env; text envs are played on split "test" unless it names another, games of a run with the env options that its
+    own evaluations share. `seats` maps seats (`*` and `?` are
     wildcards) to names of policies: one of the run's, RUN:NAME, "random", for language agents also "base" (the
     untrained base of the first policy), "expert", "human" or an endpoint as URL#MODEL, for networks "script:NAME".
     `swap` exchanges the policies of two seats. `on_progress` is called with the number of episodes played and the

@@ -71,16 +71,23 @@ class VectorEvalSetup:
 def open_vector_eval(
     target: Target, env: Mapping[str, Any], seats: Mapping[str, str], *, num_envs: int, greedy: bool
 ) -> Iterator[VectorEvalSetup]:
-    """Context with an evaluation setup of `num_envs` parallel copies of the target's env. See `evaluate` for the
-    arguments and errors."""
+    """Context with an evaluation setup of `num_envs` parallel copies of the target's env, with the options of the run's
+    own evaluations unless `env` changes them. See `evaluate` for the arguments and errors."""
     config = validate(VectorConfig, target.tree)
     torch.set_num_threads(config.torch_threads)  # more of them wait for each other longer than these networks take
-    made = make_vector_env(config.env | dict(env), num_envs)
+    env_config = config.env | common_eval_options(config) | dict(env)
+    made = make_vector_env(env_config, num_envs)
     try:
         names = assign_seats(policy_by_seat(config, made), target, seats, made.name)
-        yield VectorEvalSetup(target, config.env | dict(env), made, names, greedy)
+        yield VectorEvalSetup(target, env_config, made, names, greedy)
     finally:
         made.close()
+
+
+def common_eval_options(config: VectorConfig) -> dict[str, Any]:
+    """Returns the env options that all evaluations of the config set to the same value."""
+    first, *others = [evaluation.env for evaluation in config.evals.values()] or [{}]
+    return {k: value for k, value in first.items() if all(k in other and other[k] == value for other in others)}
 
 
 def collect_vector_episodes(
@@ -95,8 +102,10 @@ def collect_vector_episodes(
     seed: int,
 ) -> dict[Seat, str]:
     """Records `steps` joint steps of `num_envs` parallel games as Parquet, for imitation and offline learning; returns
-    the policy at each seat. Seeds differ from those of evaluations. See `evaluate` for other arguments and errors."""
-    with open_vector_eval(find_target(what, None, step), {}, seats, num_envs=num_envs, greedy=greedy) as setup:
+    the policy at each seat. Env options are those of training, seeds differ from those of evaluations. See `evaluate`
+    for other arguments and errors."""
+    target = find_target(what, None, step)
+    with open_vector_eval(target, target.tree["env"], seats, num_envs=num_envs, greedy=greedy) as setup:
         players = setup.players(setup.policy_names)
         first_seed = derive_seed(seed, "collect") >> 1 | 1 << 33
         record_vector_episodes(setup.env, players, steps, out, seed=first_seed)

@@ -14,6 +14,7 @@ from palestra.builders.vector_config import VectorConfig
 from palestra.config import dump, validate
 from palestra.evaluation.evaluate import cross_play, evaluate
 from palestra.evaluation.target import find_target
+from palestra.evaluation.vector import common_eval_options
 from palestra.runs import Run
 from palestra.training.loop import restore_checkpoint, run_training
 
@@ -83,6 +84,20 @@ def test_env_without_run_is_played_by_the_given_policies() -> None:
     assert found.metrics["episodes"] == 20 and sum(found.metrics["returns"].values()) == pytest.approx(0)
     with pytest.raises(ValueError, match=r'no policy "default".*or say random, script:NAME or RUN:NAME'):
         evaluate("kuhn_poker", episodes=1)
+
+
+def test_games_have_the_env_options_that_the_evaluations_of_the_run_share(tmp_path: Path) -> None:
+    path = tmp_path / "cooks.yaml"
+    evals = {"one": {"env": {"max_steps": 4, "layout": "coord_ring"}}, "two": {"env": {"max_steps": 4}}}
+    env = {"type": "overcooked", "max_steps": 9, "num_envs": 2}
+    policies = {"cook": {"type": "net"}}
+    path.write_text(yaml.safe_dump({"env": env, "policies": policies, "evals": evals}))
+
+    def steps(**changes: Any) -> float:
+        return evaluate(path, changes, {"*": "random"}, episodes=2).metrics["steps_per_episode"]
+
+    assert steps() == 4 and steps(max_steps=6) == 6
+    assert common_eval_options(validate(VectorConfig, yaml.safe_load(path.read_text()))) == {"max_steps": 4}
 
 
 def test_all_seat_assignments_use_the_same_instances(vector: Path) -> None:
