@@ -25,6 +25,7 @@ _NAMES = {  # module: names that it gives to `import palestra`
         "CQL",
         "DDPG",
         "DQN",
+        "FACMAC",
         "GAIL",
         "IQL",
         "MAT",

@@ -5,6 +5,7 @@ from palestra.algorithms.vector.coma import COMA
 from palestra.algorithms.vector.cql import CQL
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.facmac import FACMAC
 from palestra.algorithms.vector.imitation import BC, GAIL
 from palestra.algorithms.vector.iql import IQL
 from palestra.algorithms.vector.mat import MAT
@@ -26,6 +27,7 @@ __all__ = [
     "CQL",
     "DDPG",
     "DQN",
+    "FACMAC",
     "GAIL",
     "IQL",
     "MAT",

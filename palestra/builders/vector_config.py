@@ -13,6 +13,7 @@ from palestra.algorithms.vector.coma import COMA
 from palestra.algorithms.vector.cql import CQL
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.facmac import FACMAC
 from palestra.algorithms.vector.imitation import BC, GAIL
 from palestra.algorithms.vector.iql import IQL
 from palestra.algorithms.vector.mat import MAT
@@ -65,7 +66,7 @@ VectorPolicyConfig = Annotated[
     TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
 ]
 VectorAlgorithmConfig = Annotated[
-    PPO | A2C | TRPO | MAT | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | BC | GAIL | IQL | CQL,
+    PPO | A2C | TRPO | MAT | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | FACMAC | BC | GAIL | IQL | CQL,
     Field(discriminator="type"),
     BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
 ]

@@ -44,14 +44,15 @@ def fill_bias(net: nn.Module, value: float) -> None:
 class QMIXMixer(nn.Module):
     """QMIX mixer (Rashid et al., 2018, section 4): a network with one hidden layer of `units` ELUs whose weights are
     generated from the state. The weights are nonnegative, so the team value never decreases in a seat's value and each
-    seat's best action is the team's. Biases may be any number; the last one comes from a ReLU layer.
+    seat's best action is the team's. Biases may be any number; the last one comes from a ReLU layer. With
+    `monotonic=False` the weights may be any number too (FACMAC-nonmonotonic, Peng et al., 2021, section 4.2).
 
     Parameters have a leading dimension of one member, as in stacks.
     """
 
-    def __init__(self, seats: int, state: int, units: int, seed: int) -> None:
+    def __init__(self, seats: int, state: int, units: int, seed: int, monotonic: bool = True) -> None:
         super().__init__()
-        self.seats, self.units = seats, units
+        self.seats, self.units, self.monotonic = seats, units, monotonic
         own = make_generators([seed])
         self.weights = nn.ModuleList([MLP(state, [], "relu", own, seats * units), MLP(state, [], "relu", own, units)])
         self.bias = MLP(state, [], "relu", own, units)
@@ -61,7 +62,9 @@ class QMIXMixer(nn.Module):
 
     def forward(self, values: SeatValues, state: Tensor) -> Tensor:
         """Returns team values [R] in states [R, S]."""
-        first, second = (make(state[None])[0].abs() for make in self.weights)
+        first, second = (make(state[None])[0] for make in self.weights)
+        if self.monotonic:
+            first, second = first.abs(), second.abs()
         hidden = torch.einsum("rj,rje->re", values.q, first.view(-1, self.seats, self.units))
         hidden = torch.nn.functional.elu(hidden + self.bias(state[None])[0])
         return (hidden * second).sum(-1) + self.last(state[None])[0, :, 0]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from palestra.algorithms.vector.minibatches import MiniBatch, normalise_weights
 from palestra.learners.policy_stack import StackedAdam
@@ -144,7 +144,7 @@ def frozen_copy(net: Net) -> Net:
 
 
 @torch.no_grad()
-def polyak_update(net: Net, target: Net, tau: float) -> None:
+def polyak_update(net: nn.Module, target: nn.Module, tau: float) -> None:
     """Polyak update: moves the parameters of `target` towards those of `net` by a share of `tau`."""
     for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
         slow.lerp_(fast, tau)

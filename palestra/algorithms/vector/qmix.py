@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, legal_rows
+from palestra.algorithms.vector.team_mixing import check_mixer_sees_state, mix_values
 from palestra.learners.nets import NetLearner, NetLearnerSpec
 from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.policy import TensorMetrics
@@ -66,15 +67,10 @@ class QMIXLearner(QLearner):
         self.mixer_adam = StackedAdam(self.mixer, names, first, self.gradient_sync) if learns else None
 
     def _mixer(self) -> nn.Module:
-        env = self.env
         config = self.config
         if config.mixer == "vdn":
             return VDNMixer()
-        if not env.state_size and any(len(shape) > 1 for shape in env.observation_shapes):
-            raise ValueError(
-                f'the mixer of {config.mixer} cannot see the pixels of env "{env.name}", which has no state beside '
-                "them: set mixer: vdn"
-            )
+        check_mixer_sees_state(config.mixer, self.env)
         seed, seats, state = derive_seed(self.seeds[self.names[0]], "mixer"), len(self.seats), self.global_size
         if config.mixer == "qmix":
             return QMIXMixer(seats, state, config.mixer_units, seed)
@@ -138,21 +134,7 @@ class QMIXLearner(QLearner):
 
     def _mixed(self, mixer: nn.Module, values: list[SeatValues], agent_mask: Tensor, state: Tensor) -> Tensor:
         """Returns the team's value [T, M] from the stacks' values; 0 for seats that do not act."""
-        acts = agent_mask[..., self.seats]
-
-        def joint(parts: list[Tensor]) -> Tensor:
-            """Returns [T*M, J, ...] from the stacks' [P, T, R, ...], with zeros for seats that do not act."""
-            seats = torch.cat(
-                [stack.seat_mapping.by_seat(own) for stack, own in zip(self.stacks, parts, strict=True)], 2
-            )
-            return (seats * acts.view(*acts.shape, *[1] * (seats.dim() - 3))).flatten(0, 1)
-
-        inputs = SeatValues(joint([own.q for own in values]))
-        if self.config.mixer == "qplex":
-            best, actions = ([getattr(own, name) for own in values] for name in ("best", "actions"))
-            inputs = replace(inputs, best=joint(best), actions=joint(actions).flatten(1))
-        mixed: Tensor = mixer(inputs, state.flatten(0, 1)).view(acts.shape[:2])
-        return mixed
+        return mix_values(mixer, self.stacks, values, agent_mask, state)
 
     def _states(self, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor]:
         """Returns the mixer's state inputs, current and next [T, M, G]."""

@@ -65,29 +65,41 @@ UNIT_TYPES = {
     "s": UnitType(80, 80, 1, True, 13, 5, 1, 1.34, 6.0, 0.625, 4.13),
     "z": UnitType(100, 50, 1, False, 8, 0, 2, 0.86, 0.1, 0.5, 3.15),
 }
-TYPE_BIT_ORDER = "sz"  # the order of the bits of unit type
+TYPE_ORDER = "szm"  # types by number; in observations a map's types have bits in this order
+TYPE_NAMES = {"marine": "m", "stalker": "s", "zealot": "z"}
+RANDOM_STEPS = 200  # step limit of battles of random types, as in SMACv2
+
+
+FULL_HEALTH, FULL_SHIELD, RELOAD, SPEED, ARMOUR, HITS, TYPE_BIT = range(7)  # columns of `stats_KF`
 
 
 class CombatParams(NamedTuple):
-    """A map as numbers, for the kernels. U is all units, allies first. `damage_UU` is the damage of each hit of a shot,
-    `reach_UU` the weapon range from centre to centre."""
+    """A map as numbers, for the kernels of a step. K is the unit types in the order of `TYPE_ORDER`.
+
+    `stats_KF` has their numbers: health and shield when full, loops between shots, distance per step, armour, hits per
+    shot, and the index of the type's bit in observations (-1: none). `damage_KK` is the damage of each hit of a shot,
+    `reach_KK` the weapon range from centre to centre. Few arrays: kernels whose arguments are many are not inlined,
+    which makes a step half as fast again.
+    """
 
     allies: int
     max_steps: int
-    max_raw_return: float  # total reward of a won game, before scaling
     num_type_bits: int
     allies_have_shields: bool
     enemies_have_shields: bool
-    start_U2: np.ndarray
+    has_cone: bool  # units see and attack a quarter of the circle around them
+    stats_KF: np.ndarray
+    damage_KK: np.ndarray
+    reach_KK: np.ndarray
+
+
+class StartParams(NamedTuple):
+    """How battles of a map begin. U is all units, allies first."""
+
+    start: int  # number of the kind of start, see combat_start
+    place_U2: np.ndarray  # places of `columns`
     type_U: np.ndarray
-    health_U: np.ndarray
-    shield_U: np.ndarray
-    reload_U: np.ndarray
-    speed_U: np.ndarray
-    armour_U: np.ndarray
-    hits_U: np.ndarray
-    damage_UU: np.ndarray
-    reach_UU: np.ndarray
+    type_share_K: np.ndarray  # cumulative shares of the types; of length 0: each unit has its `type_U`
 
 
 def _army(text: str) -> list[str]:
@@ -113,32 +125,64 @@ def _columns(size: int, front: float, back: float) -> list[tuple[float, float]]:
     return places
 
 
-def combat_params(name: str, max_steps: int | None) -> CombatParams:
-    """Returns the parameters of map `name`, with a limit of `max_steps` steps (None: the map's own limit)."""
-    allies, enemies = _army(MAPS[name][0]), _army(MAPS[name][1])
-    letters = allies + enemies
-    kinds = [UNIT_TYPES[letter] for letter in letters]
-    mixed = len(set(allies)) > 1
-    reach_UU = [[one.range + one.radius + other.radius for other in kinds] for one in kinds]
-    damage_UU = [[one.damage + one.bonus_damage * other.is_armoured for other in kinds] for one in kinds]
-    foes = kinds[len(allies) :]
-    return CombatParams(
+@dataclass(frozen=True)
+class BattleOptions:
+    """What differs from a map's battle: see `Combat`."""
+
+    max_steps: int | None = None
+    type_weights: dict[str, float] | None = None
+    allies: int | None = None
+    enemies: int | None = None
+    start: int = 0
+    has_cone: bool = False
+
+
+def combat_params(name: str, options: BattleOptions) -> tuple[CombatParams, StartParams]:
+    """Returns the parameters of map `name` with these options, of a step and of the start."""
+    allies, enemies, max_steps = _army(MAPS[name][0]), _army(MAPS[name][1]), MAPS[name][2]
+    types = sorted({*allies}, key=TYPE_ORDER.index)
+    bits, share = "sz" if len(types) > 1 else "", np.zeros(0)
+    if options.type_weights:
+        weights = {TYPE_NAMES[kind]: weight for kind, weight in options.type_weights.items()}
+        types = [letter for letter in TYPE_ORDER if weights.get(letter)]
+        bits, share = "".join(types) if len(types) > 1 else "", type_shares(weights)
+        allies, enemies = types[:1] * (options.allies or len(allies)), types[:1] * (options.enemies or len(enemies))
+        max_steps = RANDOM_STEPS
+    drawn = types if options.type_weights else []
+    kinds = [UNIT_TYPES[letter] for letter in TYPE_ORDER]
+    reach_KK = [[one.range + one.radius + other.radius for other in kinds] for one in kinds]
+    damage_KK = [[one.damage + one.bonus_damage * other.is_armoured for other in kinds] for one in kinds]
+    stats_KF = [
+        [
+            kind.health,
+            kind.shield,
+            kind.reload_s * LOOPS_PER_SECOND,
+            kind.speed * LOOPS_PER_STEP / LOOPS_PER_SECOND,
+            kind.armour,
+            kind.hits_per_shot,
+            bits.find(letter),
+        ]
+        for letter, kind in zip(TYPE_ORDER, kinds, strict=True)
+    ]
+    step = CombatParams(
         allies=len(allies),
-        max_steps=MAPS[name][2] if max_steps is None else max_steps,
-        max_raw_return=sum(foe.health + foe.shield + KILL_REWARD for foe in foes) + WIN_REWARD,
-        num_type_bits=len(TYPE_BIT_ORDER) if mixed else 0,
-        allies_have_shields=kinds[0].shield > 0,
-        enemies_have_shields=foes[0].shield > 0,
-        start_U2=np.array(
-            _columns(len(allies), FRONT_COLUMN_X[0], -1.0) + _columns(len(enemies), FRONT_COLUMN_X[1], 1.0)
-        ),
-        type_U=np.array([TYPE_BIT_ORDER.find(letter) for letter in letters]),
-        health_U=np.array([kind.health for kind in kinds], float),
-        shield_U=np.array([kind.shield for kind in kinds], float),
-        reload_U=np.array([kind.reload_s * LOOPS_PER_SECOND for kind in kinds]),
-        speed_U=np.array([kind.speed * LOOPS_PER_STEP / LOOPS_PER_SECOND for kind in kinds]),
-        armour_U=np.array([kind.armour for kind in kinds], float),
-        hits_U=np.array([kind.hits_per_shot for kind in kinds]),
-        damage_UU=np.array(damage_UU, float),
-        reach_UU=np.array(reach_UU, float),
+        max_steps=max_steps if options.max_steps is None else options.max_steps,
+        num_type_bits=len(bits),
+        allies_have_shields=any(UNIT_TYPES[letter].shield > 0 for letter in drawn or allies),
+        enemies_have_shields=any(UNIT_TYPES[letter].shield > 0 for letter in drawn or enemies),
+        has_cone=options.has_cone,
+        stats_KF=np.array(stats_KF, float),
+        damage_KK=np.array(damage_KK, float),
+        reach_KK=np.array(reach_KK, float),
     )
+    places = _columns(len(allies), FRONT_COLUMN_X[0], -1.0) + _columns(len(enemies), FRONT_COLUMN_X[1], 1.0)
+    types_U = np.array([TYPE_ORDER.index(letter) for letter in allies + enemies])
+    return step, StartParams(options.start, np.array(places), types_U, share)
+
+
+def type_shares(weights: dict[str, float]) -> np.ndarray:
+    """Returns cumulative shares of the types [K] from their weights by letter; the last type with a weight has 1."""
+    weight_K = np.array([weights.get(letter, 0.0) for letter in TYPE_ORDER])
+    share_K = np.cumsum(weight_K) / weight_K.sum()
+    share_K[np.flatnonzero(weight_K)[-1] :] = 1.0
+    return share_K

@@ -8,20 +8,26 @@ from typing import NamedTuple
 import numpy as np
 
 from palestra.envs.vector.combat_maps import (
+    ARMOUR,
     FIELD_SIZE,
+    FULL_HEALTH,
+    FULL_SHIELD,
+    HITS,
     KILL_REWARD,
     LOOPS_PER_STEP,
     MIN_HIT_DAMAGE,
+    RELOAD,
+    SPEED,
+    TYPE_BIT,
     WIN_REWARD,
     CombatParams,
+    StartParams,
 )
-from palestra.envs.vector.rng import uniform
-from palestra.jit import jit
+from palestra.envs.vector.combat_start import COOLDOWN, HEALTH, SHIELD, Battle, X, Y, begin_battle
+from palestra.jit import jit, jit_inline
 
 NOOP, STOP, NORTH, SOUTH, EAST, WEST, ATTACK = range(7)
-HEALTH, SHIELD, X, Y, COOLDOWN = range(5)
 SIGHT_RANGE, ATTACK_RANGE = 9.0, 6.0
-START_JITTER = 0.25
 WON_GAME_RETURN = 20.0  # return of a won game
 
 
@@ -30,6 +36,9 @@ class CombatArrays(NamedTuple):
 
     rng: np.ndarray
     units: np.ndarray  # [B, U, 5] health, shield, x, y, loops until the next shot; a unit without health is dead
+    types: np.ndarray  # [B, U] unit types
+    max_return: np.ndarray  # [B] total reward of a won game, before scaling
+    facing: np.ndarray  # [B, N] the move whose direction each ally looks in
     target: np.ndarray  # [B, E] unit that each enemy attacks, -1: none yet
     last: np.ndarray  # [B, N] last actions, -1 before the first
     steps: np.ndarray  # [B]
@@ -58,19 +67,24 @@ def _distance(units: np.ndarray, b: int, u: int, v: int) -> float:
 
 
 @jit
-def _begin_game(g: CombatArrays, rules: CombatParams, b: int) -> None:
-    for u in range(g.units.shape[1]):
-        g.units[b, u, HEALTH], g.units[b, u, SHIELD], g.units[b, u, COOLDOWN] = rules.health_U[u], rules.shield_U[u], 0
-        g.units[b, u, X] = rules.start_U2[u, 0] + uniform(g.rng[b], -START_JITTER, START_JITTER)
-        g.units[b, u, Y] = rules.start_U2[u, 1] + uniform(g.rng[b], -START_JITTER, START_JITTER)
-    g.target[b], g.last[b] = -1, -1
+def _begin_game(g: CombatArrays, rules: CombatParams, start: StartParams, b: int) -> None:
+    begin_battle(Battle(g.rng, g.units, g.types, g.max_return), start, rules.stats_KF, rules.allies, b)
+    g.target[b], g.last[b], g.facing[b] = -1, -1, EAST
     g.steps[b] = 0
 
 
-@jit
-def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: int) -> None:
+@jit_inline
+def _in_cone(units: np.ndarray, b: int, n: int, v: int, facing: int) -> bool:
+    """True if unit v is within 45 degrees of the direction of the move `facing` from ally n."""
+    x, y = units[b, v, X] - units[b, n, X], units[b, v, Y] - units[b, n, Y]
+    along = x if facing == EAST else -x if facing == WEST else y if facing == NORTH else -y
+    return along >= abs(y if facing in (EAST, WEST) else x)  # type: ignore[no-any-return]
+
+
+@jit_inline
+def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: int, facing: int, has_cone: bool) -> None:
     """Action mask of unit n: dead units can only do nothing; living units can stop, move in directions where half a
-    move stays on the field, and attack living enemies within `ATTACK_RANGE`."""
+    move stays on the field, and attack living enemies within `ATTACK_RANGE` (and in the cone)."""
     alive, x, y = units[b, n, HEALTH] > 0, units[b, n, X], units[b, n, Y]
     action_mask[b, n, NOOP], action_mask[b, n, STOP] = not alive, alive
     action_mask[b, n, NORTH], action_mask[b, n, SOUTH] = alive and y + 1 < FIELD_SIZE, alive and y >= 1
@@ -78,24 +92,33 @@ def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: in
     allies = action_mask.shape[1]
     for v in range(allies, units.shape[1]):
         near = _squared(units, b, n, v) <= ATTACK_RANGE * ATTACK_RANGE
-        action_mask[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
+        in_sight = near and (not has_cone or _in_cone(units, b, n, v, facing))
+        action_mask[b, n, ATTACK + v - allies] = alive and in_sight and units[b, v, HEALTH] > 0
 
 
-@jit
-def _write_body(row: np.ndarray, at: int, shield: float, kind: int, shields: bool, bits: int) -> None:
-    """Writes the shield (if this side has shields on this map) and the unit-type bits from index `at` on."""
+@jit_inline
+def _write_body(row: np.ndarray, at: int, shield: float, stats_F: np.ndarray, shields: bool, bits: int) -> None:
+    """Writes the share of its shield that a unit has left (if its side has shields) and the unit-type bits from index
+    `at` on."""
     if shields:
-        row[at] = shield
+        row[at] = shield / stats_F[FULL_SHIELD] if stats_F[FULL_SHIELD] else 0.0
         at += 1
     for bit in range(bits):
-        row[at + bit] = 1.0 if kind == bit else 0.0
+        row[at + bit] = 1.0 if stats_F[TYPE_BIT] == bit else 0.0
 
 
-@jit
+@jit_inline
+def _write_facing(row: np.ndarray, at: int, facing: int) -> None:
+    row[at] = (facing == EAST) - (facing == WEST)
+    row[at + 1] = (facing == NORTH) - (facing == SOUTH)
+
+
+@jit_inline
 def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
     """Writes the observations: possible moves of the unit, each enemy in sight, each other ally in sight, the unit
     itself; zeros for dead units."""
-    units, action_mask, allies = g.units, g.action_mask, rules.allies
+    units, action_mask, types, allies, bits = g.units, g.action_mask, g.types, rules.allies, rules.num_type_bits
+    stats_KF, cone = rules.stats_KF, rules.has_cone
     enemies = units.shape[1] - allies
     for n in range(allies):
         row, at = g.obs[b, n], 4
@@ -104,55 +127,59 @@ def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
             continue
         for move in range(4):
             row[move] = action_mask[b, n, NORTH + move]
+        facing = g.facing[b, n]
         for i in range(enemies + allies):
             v = allies + i if i < enemies else i - enemies
             if v == n:
                 continue
             shields = rules.enemies_have_shields if v >= allies else rules.allies_have_shields
             far = _distance(units, b, n, v)
-            if far < SIGHT_RANGE and units[b, v, HEALTH] > 0:
+            if far < SIGHT_RANGE and units[b, v, HEALTH] > 0 and (not cone or _in_cone(units, b, n, v, facing)):
                 row[at] = action_mask[b, n, ATTACK + i] if i < enemies else 1
                 row[at + 1] = far / SIGHT_RANGE
                 row[at + 2] = (units[b, v, X] - units[b, n, X]) / SIGHT_RANGE
                 row[at + 3] = (units[b, v, Y] - units[b, n, Y]) / SIGHT_RANGE
-                row[at + 4] = units[b, v, HEALTH] / rules.health_U[v]
-                _write_body(
-                    row, at + 5, units[b, v, SHIELD] / rules.shield_U[v], rules.type_U[v], shields, rules.num_type_bits
-                )
-            at += 5 + shields + rules.num_type_bits
-        row[at] = units[b, n, HEALTH] / rules.health_U[n]
-        shield = units[b, n, SHIELD] / rules.shield_U[n]
-        _write_body(row, at + 1, shield, rules.type_U[n], rules.allies_have_shields, rules.num_type_bits)
+                row[at + 4] = units[b, v, HEALTH] / stats_KF[types[b, v], FULL_HEALTH]
+                _write_body(row, at + 5, units[b, v, SHIELD], stats_KF[types[b, v]], shields, bits)
+            at += 5 + shields + bits
+        shields = rules.allies_have_shields
+        row[at] = units[b, n, HEALTH] / stats_KF[types[b, n], FULL_HEALTH]
+        _write_body(row, at + 1, units[b, n, SHIELD], stats_KF[types[b, n]], shields, bits)
+        if cone:
+            _write_facing(row, at + 1 + shields + bits, facing)
 
 
-@jit
+@jit_inline
 def _write_state(g: CombatArrays, rules: CombatParams, b: int) -> None:
     """Writes the global state: all allies, all enemies (zeros if dead), then the last action of each ally, one-hot."""
-    row, at = g.state[b], 0
+    row, at, units, bits = g.state[b], 0, g.units, rules.num_type_bits
     row[:] = 0
-    for u in range(g.units.shape[1]):
+    for u in range(units.shape[1]):
         ally = u < rules.allies
         shields = rules.allies_have_shields if ally else rules.enemies_have_shields
-        if g.units[b, u, HEALTH] > 0:
-            row[at] = g.units[b, u, HEALTH] / rules.health_U[u]
+        end = at + 3 + ally + shields + bits
+        if units[b, u, HEALTH] > 0:
+            stats_F = rules.stats_KF[g.types[b, u]]
+            row[at] = units[b, u, HEALTH] / stats_F[FULL_HEALTH]
             if ally:
-                row[at + 1] = g.units[b, u, COOLDOWN] / rules.reload_U[u]
-            row[at + 1 + ally] = (g.units[b, u, X] - FIELD_SIZE / 2) / FIELD_SIZE
-            row[at + 2 + ally] = (g.units[b, u, Y] - FIELD_SIZE / 2) / FIELD_SIZE
-            shield = g.units[b, u, SHIELD] / rules.shield_U[u]
-            _write_body(row, at + 3 + ally, shield, rules.type_U[u], shields, rules.num_type_bits)
-        at += 3 + ally + shields + rules.num_type_bits
+                row[at + 1] = units[b, u, COOLDOWN] / stats_F[RELOAD]
+            row[at + 1 + ally] = (units[b, u, X] - FIELD_SIZE / 2) / FIELD_SIZE
+            row[at + 2 + ally] = (units[b, u, Y] - FIELD_SIZE / 2) / FIELD_SIZE
+            _write_body(row, at + 3 + ally, units[b, u, SHIELD], stats_F, shields, bits)
+            if ally and rules.has_cone:
+                _write_facing(row, end, g.facing[b, u])
+        at = end + (2 if ally and rules.has_cone else 0)
     actions = g.action_mask.shape[2]
     for n in range(rules.allies):
         if g.last[b, n] >= 0:
             row[at + n * actions + g.last[b, n]] = 1
 
 
-@jit
+@jit_inline
 def _write(g: CombatArrays, rules: CombatParams, b: int) -> None:
     for n in range(rules.allies):
         g.agent_mask[b, n] = g.units[b, n, HEALTH] > 0
-        _write_action_mask(g.action_mask, g.units, b, n)
+        _write_action_mask(g.action_mask, g.units, b, n, g.facing[b, n], rules.has_cone)
     _write_observations(g, rules, b)
     _write_state(g, rules, b)
 
@@ -181,19 +208,19 @@ def _nearest(units: np.ndarray, b: int, u: int, start: int, stop: int) -> int:
     return nearest
 
 
-@jit
+@jit_inline
 def _order(
     g: CombatArrays, rules: CombatParams, b: int, actions: np.ndarray, walk_U2: np.ndarray, shot_U: np.ndarray
 ) -> None:
     """Sets the walk and the target (-1: none) of every unit for this step."""
-    units, allies = g.units, rules.allies
+    units, types, allies, reach_KK = g.units, g.types, rules.allies, rules.reach_KK
     for u in range(units.shape[1]):
         walk_U2[u, 0], walk_U2[u, 1], shot_U[u] = 0.0, 0.0, -1
-        alive, speed, v = units[b, u, HEALTH] > 0, rules.speed_U[u], -1
+        alive, kind, speed, v = units[b, u, HEALTH] > 0, types[b, u], rules.stats_KF[types[b, u], SPEED], -1
         if u >= allies:
             if alive:
                 v = g.target[b, u - allies]
-                if v < 0 or units[b, v, HEALTH] <= 0 or _distance(units, b, u, v) > rules.reach_UU[u, v]:
+                if v < 0 or units[b, v, HEALTH] <= 0 or _distance(units, b, u, v) > reach_KK[kind, types[b, v]]:
                     v = _nearest(units, b, u, 0, allies)
                     g.target[b, u - allies] = v
         else:
@@ -201,12 +228,14 @@ def _order(
             if not (0 <= action < g.action_mask.shape[2] and g.action_mask[b, u, action]):
                 action = STOP if alive else NOOP
             g.last[b, u] = action
+            if NORTH <= action <= WEST:
+                g.facing[b, u] = action
             walk_U2[u, 0] = speed * ((action == EAST) - (action == WEST))
             walk_U2[u, 1] = speed * ((action == NORTH) - (action == SOUTH))
             if action >= ATTACK:
                 v = allies + action - ATTACK
         if v >= 0:
-            shot_U[u] = _engage(units, b, u, v, rules.reach_UU[u, v], speed, walk_U2)
+            shot_U[u] = _engage(units, b, u, v, reach_KK[kind, types[b, v]], speed, walk_U2)
 
 
 @jit
@@ -220,21 +249,22 @@ def _hit(units: np.ndarray, b: int, v: int, damage: float, armour: float) -> flo
     return absorbed + wound
 
 
-@jit
+@jit_inline
 def _shoot(g: CombatArrays, rules: CombatParams, b: int, shot_U: np.ndarray) -> float:
     """Applies all shots of a step, also of units that die in it. Returns the damage to enemies plus `KILL_REWARD` for
     each kill."""
-    units, earned = g.units.shape[1], 0.0
+    units, types, earned = g.units.shape[1], g.types, 0.0
     for u in range(units):
+        kind = types[b, u]
         wait = g.units[b, u, COOLDOWN] - LOOPS_PER_STEP
         if shot_U[u] >= 0:
             v = shot_U[u]
             lived, damage = g.units[b, v, HEALTH] > 0, 0.0
-            for _ in range(rules.hits_U[u]):
-                damage += _hit(g.units, b, v, rules.damage_UU[u, v], rules.armour_U[v])
+            for _ in range(int(rules.stats_KF[kind, HITS])):
+                damage += _hit(g.units, b, v, rules.damage_KK[kind, types[b, v]], rules.stats_KF[types[b, v], ARMOUR])
             if u < rules.allies:
                 earned += damage + (KILL_REWARD if lived and g.units[b, v, HEALTH] <= 0 else 0.0)
-            wait += rules.reload_U[u]
+            wait += rules.stats_KF[kind, RELOAD]
         g.units[b, u, COOLDOWN] = max(wait, 0.0)
     return earned
 
@@ -266,14 +296,19 @@ def _store_final(g: CombatArrays, b: int) -> None:
 
 
 @jit
-def begin_all(g: CombatArrays, rules: CombatParams) -> None:
-    for b in range(len(g.steps)):
-        _begin_game(g, rules, b)
-        _write(g, rules, b)
+def _restart(g: CombatArrays, rules: CombatParams, start: StartParams, b: int) -> None:
+    _begin_game(g, rules, start, b)
+    _write(g, rules, b)
 
 
 @jit
-def step_all(g: CombatArrays, rules: CombatParams, actions: np.ndarray) -> None:
+def begin_all(g: CombatArrays, rules: CombatParams, start: StartParams) -> None:
+    for b in range(len(g.steps)):
+        _restart(g, rules, start, b)
+
+
+@jit
+def step_all(g: CombatArrays, rules: CombatParams, start: StartParams, actions: np.ndarray) -> None:
     units = g.units.shape[1]
     walk_U2, shot_U = np.zeros((units, 2)), np.zeros(units, np.int64)
     for b in range(len(g.steps)):
@@ -288,12 +323,11 @@ def step_all(g: CombatArrays, rules: CombatParams, actions: np.ndarray) -> None:
         if g.success[b]:
             earned += WIN_REWARD
         for n in range(rules.allies):
-            g.rewards[b, n] = earned * WON_GAME_RETURN / rules.max_raw_return
+            g.rewards[b, n] = earned * WON_GAME_RETURN / g.max_return[b]
         _write(g, rules, b)
         if g.terminated[b] or g.truncated[b]:
             _store_final(g, b)
-            _begin_game(g, rules, b)
-            _write(g, rules, b)
+            _restart(g, rules, start, b)
 
 
 @jit
@@ -320,8 +354,11 @@ def choose_focus_actions(g: CombatArrays, rules: CombatParams, seat: int, chosen
         v = -1
         for n in range(seat + 1):
             v = _weakest(g, rules, b, n, left_U) if g.agent_mask[b, n] else -1
-            if v >= 0 and units[b, n, COOLDOWN] < LOOPS_PER_STEP and _distance(units, b, n, v) <= rules.reach_UU[n, v]:
-                left_U[v] -= rules.hits_U[n] * (rules.damage_UU[n, v] - rules.armour_U[v])
+            if v < 0 or units[b, n, COOLDOWN] >= LOOPS_PER_STEP:
+                continue
+            kind, other = g.types[b, n], g.types[b, v]
+            if _distance(units, b, n, v) <= rules.reach_KK[kind, other]:
+                left_U[v] -= rules.stats_KF[kind, HITS] * (rules.damage_KK[kind, other] - rules.stats_KF[other, ARMOUR])
         if not g.agent_mask[b, seat]:
             chosen[b] = NOOP
         elif v >= 0:

@@ -114,7 +114,7 @@ def _moved_inside(rows: np.ndarray, share: np.ndarray, inside: np.ndarray) -> np
     beyond = (far > CONSTRAINT_TOLERANCE) & (near < most)
     if not beyond.any():
         return share
-    step = float(((far - most) / (far - near))[beyond].max())
+    step = float(((far - most)[beyond] / (far - near)[beyond]).max())
     return share + step * (inside - share)
 
 

@@ -13,6 +13,7 @@ from palestra.algorithms.vector.actor_critic import ActorCriticLearner
 from palestra.algorithms.vector.coma import COMA, COMALearner
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.facmac import FACMAC
 from palestra.algorithms.vector.mat import MAT
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
@@ -92,7 +93,7 @@ def said(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]
     if isinstance(learner, QLearner) and not learner.counts_env_steps:
         stack = learner.stacks[0]
         return float(learner.heads[0].values(stack.net.unroll(stack.observations(batch.obs))[0]).detach()[0, 0].mean())
-    if learner.config.type == "qmix" or learner.config.critic == "central":  # the mean over all steps of a game
+    if learner.config.type in ("qmix", "facmac") or learner.config.critic == "central":  # a mean over steps
         return figures["early"]["q"] * learner.env.inner.single_envs[0].env.length
     return figures["early"]["q"]
 
@@ -123,11 +124,26 @@ def test_terminated_seat_does_not_bootstrap_with_recurrence(kind: str) -> None:
     assert worth_to_early(MEMORY[kind], {}, 15, memory=4) == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("mixer", ["vdn", "qmix"])
-def test_team_value_equals_the_team_return(mixer: str) -> None:
+TEAM = {
+    "vdn": QMIX(**OFF | {"gamma": 0.9}, mixer="vdn"),
+    "qmix": QMIX(**OFF | {"gamma": 0.9}),
+    "facmac": FACMAC(**OFF | {"gamma": 0.9}),
+    "facmac nonmonotonic": FACMAC(**OFF | {"gamma": 0.9}, mixer="nonmonotonic"),
+}
+
+
+@pytest.mark.parametrize("kind", TEAM)
+def test_team_value_equals_the_team_return(kind: str) -> None:
     """The team earns the mean of 1 and 0 at its first step, and nothing after."""
-    config = QMIX(**OFF | {"gamma": 0.9}, mixer=mixer)
-    assert worth_to_early(config, {}, updates=30) == pytest.approx(0.5, abs=0.3)
+    assert worth_to_early(TEAM[kind], {}, updates=30) == pytest.approx(0.5, abs=0.3)
+
+
+@pytest.mark.parametrize("kind", ["qmix", "facmac"])
+def test_team_value_does_not_bootstrap_if_all_seats_terminate(kind: str) -> None:
+    """One agent terminates and is truncated in the same step, in which the other terminates: worth the mean of 1 and
+    0."""
+    options = {"flags": "terminated truncated", "length": 1, "dies": True}
+    assert worth_to_early(TEAM[kind], options, updates=15) == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("flags", ["terminated", "truncated"])

@@ -10,8 +10,8 @@ import pytest
 from palestra.envs.vector.base import Discrete
 from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.combat import Combat
-from palestra.envs.vector.combat_maps import MAPS, CombatMap
-from palestra.envs.vector.combat_rules import COOLDOWN, HEALTH, SHIELD, X, Y
+from palestra.envs.vector.combat_maps import FULL_HEALTH, FULL_SHIELD, MAPS, RELOAD, TYPE_BIT, CombatMap
+from palestra.envs.vector.combat_start import COOLDOWN, HEALTH, SHIELD, X, Y
 from palestra.envs.vector.pettingzoo.export import to_parallel
 
 STOP, EAST, ATTACK = 1, 4, 6
@@ -47,6 +47,24 @@ def test_env_passes_the_vector_env_check(name: CombatMap) -> None:
     check_vector_env(lambda games: Combat(games, map=name), num_envs=4, steps=130)
 
 
+def stats(env: Combat, b: int, u: int) -> np.ndarray:
+    """The numbers of the unit's type."""
+    row: np.ndarray = env.params.stats_KF[env.internal_state["types"][b, u]]
+    return row
+
+
+def shield_and_type(env: Combat, b: int, u: int, shields: bool) -> list[float]:
+    full = stats(env, b, u)[FULL_SHIELD]
+    left = [env.internal_state["units"][b, u, SHIELD] / max(full, 1)] * shields
+    return left + [float(stats(env, b, u)[TYPE_BIT] == bit) for bit in range(env.params.num_type_bits)]
+
+
+def direction(env: Combat, b: int, n: int) -> list[float]:
+    """Where the ally looks, as (x, y), if it has a cone of sight."""
+    by_move = {2: [0.0, 1.0], 3: [0.0, -1.0], 4: [1.0, 0.0], 5: [-1.0, 0.0]}
+    return by_move[env.internal_state["facing"][b, n]] if env.params.has_cone else []
+
+
 def view_of(env: Combat, b: int, n: int) -> list[float]:
     """What seat n sees by SMAC's definition, from the units themselves."""
     units, rules, allies = env.internal_state["units"][b], env.params, len(env.seats)
@@ -55,19 +73,19 @@ def view_of(env: Combat, b: int, n: int) -> list[float]:
         return [0.0] * env.observation_shapes[n][0]
 
     def body(u: int, shields: bool) -> list[float]:
-        bits = [float(rules.type_U[u] == bit) for bit in range(rules.num_type_bits)]
-        return [units[u, HEALTH] / rules.health_U[u], *(units[u, [SHIELD] * shields] / rules.shield_U[u]), *bits]
+        return [units[u, HEALTH] / stats(env, b, u)[FULL_HEALTH], *shield_and_type(env, b, u, shields)]
 
     view = [float(0 <= mine[Y] + 1 < 32), float(mine[Y] - 1 >= 0), float(mine[X] + 1 < 32), float(mine[X] - 1 >= 0)]
     for u in [*range(allies, len(units)), *(m for m in range(allies) if m != n)]:
         shields = rules.allies_have_shields if u < allies else rules.enemies_have_shields
         off = units[u, [X, Y]] - mine[[X, Y]]
         far = float(np.hypot(*off))
-        if far < 9 and units[u, HEALTH] > 0:
+        angle = np.dot(off, direction(env, b, n)) >= far * np.sqrt(0.5) if env.params.has_cone else True
+        if far < 9 and units[u, HEALTH] > 0 and angle:
             view += [float(u < allies or far <= 6), far / 9, *(off / 9), *body(u, shields)]
         else:
             view += [0.0] * (5 + shields + rules.num_type_bits)
-    return view + body(n, rules.allies_have_shields)
+    return view + body(n, rules.allies_have_shields) + direction(env, b, n)
 
 
 def state_of(env: Combat, b: int) -> list[float]:
@@ -75,10 +93,9 @@ def state_of(env: Combat, b: int) -> list[float]:
     state: list[float] = []
     for u, unit in enumerate(units):
         shields = rules.allies_have_shields if u < allies else rules.enemies_have_shields
-        cooldown = [unit[COOLDOWN] / rules.reload_U[u]] if u < allies else []
-        one = [unit[HEALTH] / rules.health_U[u], *cooldown, (unit[X] - 16) / 32, (unit[Y] - 16) / 32]
-        one += [*(unit[[SHIELD] * shields] / rules.shield_U[u])]
-        one += [float(rules.type_U[u] == bit) for bit in range(rules.num_type_bits)]
+        cooldown = [unit[COOLDOWN] / stats(env, b, u)[RELOAD]] if u < allies else []
+        one = [unit[HEALTH] / stats(env, b, u)[FULL_HEALTH], *cooldown, (unit[X] - 16) / 32, (unit[Y] - 16) / 32]
+        one += shield_and_type(env, b, u, shields) + (direction(env, b, u) if u < allies else [])
         state += one if unit[HEALTH] > 0 else [0.0] * len(one)
     last = np.zeros((allies, ATTACK + len(units) - allies))
     for n, action in enumerate(env.internal_state["last"][b]):
@@ -87,9 +104,15 @@ def state_of(env: Combat, b: int) -> list[float]:
     return state + last.ravel().tolist()
 
 
-@pytest.mark.parametrize("name", ["3m", "2s3z", "3s_vs_4z"])
-def test_observations_state_and_masks_equal_smac(name: CombatMap) -> None:
-    env, rng, seen = Combat(3, map=name), np.random.default_rng(0), 0.0  # seen: the first enemy, within 6
+ALL_TYPES = {"marine": 1.0, "stalker": 1.0, "zealot": 1.0}
+RANDOM: dict[str, Any] = {"map": "2s3z", "type_weights": ALL_TYPES, "enemies": 6, "start": "surround_and_reflect"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"map": "3m"}, {"map": "2s3z"}, {"map": "3s_vs_4z"}, RANDOM, RANDOM | {"sight": "cone"}]
+)
+def test_observations_state_and_masks_equal_smac(options: dict[str, Any]) -> None:
+    env, rng, seen = Combat(3, **options), np.random.default_rng(0), 0.0  # seen: the first enemy, within 6
     frame = env.reset(np.arange(3))
     for _ in range(60):
         assert frame.action_mask is not None and frame.state is not None
@@ -300,6 +323,76 @@ def test_kiting_stalkers_beat_zealots() -> None:
     assert won_B.all()
 
 
+@pytest.mark.parametrize("sight", ["circle", "cone"])
+def test_random_battles_pass_the_vector_env_check(sight: Any) -> None:
+    check_vector_env(lambda games: Combat(games, **RANDOM, sight=sight), num_envs=4, steps=230)
+
+
+def starts(env: Combat) -> tuple[np.ndarray, np.ndarray]:
+    """Types [B, U] and places [B, U, 2] at the start of as many battles as the env has copies."""
+    env.reset(np.arange(env.num_envs))
+    return env.internal_state["types"].copy(), env.internal_state["units"][:, :, [X, Y]].copy()
+
+
+def test_types_are_drawn_by_their_weights_and_enemies_have_the_same() -> None:
+    weights = {"marine": 1.0, "stalker": 3.0, "zealot": 0.0}
+    env = Combat(4000, type_weights=weights, allies=5, enemies=7)
+    types, _ = starts(env)
+    assert np.array_equal(types[:, :5], types[:, 5:10])
+    shares = [(types[:, units] == "szm".index("s")).mean() for units in (slice(0, 5), slice(10, 12))]
+    assert shares == pytest.approx([0.75, 0.75], abs=0.02) and not (types == "szm".index("z")).any()
+    assert env.params.num_type_bits == 2 and env.params.max_steps == 200
+    full = np.where(types == 0, 160.0, 45.0)
+    assert np.array_equal(env.internal_state["units"][:, :, [HEALTH, SHIELD]].sum(2), full)
+    assert np.array_equal(env.internal_state["max_return"], full[:, 5:].sum(1) + 7 * 10 + 200)
+
+
+def test_reflected_armies_are_mirror_images() -> None:
+    _, places = starts(Combat(2000, type_weights=ALL_TYPES, allies=3, enemies=4, start="reflect"))
+    allies, mirrored, extra = places[:, :3], places[:, 3:6], places[:, 6]
+    assert np.allclose(allies[..., 0] + mirrored[..., 0], 32) and np.array_equal(allies[..., 1], mirrored[..., 1])
+    assert allies[..., 0].max() < 15 < 17 < extra[:, 0].min() and allies[..., 0].mean() == pytest.approx(7.5, abs=0.2)
+    assert allies[..., 1].std() == pytest.approx(32 / np.sqrt(12), abs=0.2)
+
+
+def test_surrounded_allies_stand_in_the_middle_of_one_to_four_groups() -> None:
+    _, places = starts(Combat(2000, type_weights=ALL_TYPES, allies=5, enemies=20, start="surround"))
+    assert np.abs(places[:, :5] - 16).max() <= 1
+    off = places[:, 5:] - 16
+    assert np.abs(np.abs(off[..., 0]) - np.abs(off[..., 1])).max() <= 2 and np.abs(off).max() <= 16
+    corners = (off[..., 0] > 0) * 2 + (off[..., 1] > 0)
+    groups = np.array([len(set(row)) for row in corners[np.abs(off).min(axis=(1, 2)) > 1]])
+    assert set(groups) == {1, 2, 3, 4}  # of groups that keep off the middle, one to a corner
+
+
+def test_either_start_is_drawn_half_of_the_time() -> None:
+    _, places = starts(Combat(2000, type_weights=ALL_TYPES, start="surround_and_reflect"))
+    reflected = np.isclose(places[:, 0, 0] + places[:, 3, 0], 32) & (places[:, 0, 1] == places[:, 3, 1])
+    assert reflected.mean() == pytest.approx(0.5, abs=0.04)
+
+
+def test_units_of_a_cone_see_and_attack_where_they_walked() -> None:
+    env = field("3m", [(10, 16), (1, 1), (1, 30), (15, 16), (5, 16), (10, 21)], sight="cone")
+    env.internal_state["units"][0, 3:, COOLDOWN] = 1e9
+    assert env.vector_step.action_mask is not None
+    for move, targets in ((4, [True, False, False]), (5, [False, True, False]), (2, [False, False, True])):
+        env.internal_state["units"][0, :, [X, Y]] = np.array([(10, 16), (1, 1), (1, 30), (15, 16), (5, 16), (10, 21)]).T
+        env.internal_state["target"][0] = 0
+        frame = env.step(np.array([[move, STOP, STOP]]))
+        assert frame.action_mask is not None and frame.action_mask[0, 0, ATTACK:].tolist() == targets
+        seen = frame.obs[0, 0, 4:19].reshape(3, 5).any(axis=1)
+        assert seen.tolist() == targets
+        frame = env.step(np.array([[STOP, STOP, STOP]]))  # who stops goes on looking there
+        assert frame.action_mask is not None and frame.action_mask[0, 0, ATTACK:].tolist() == targets
+
+
+def test_random_battles_are_won_by_focus_fire_more_often_than_at_random() -> None:
+    env = Combat(200, **RANDOM | {"enemies": 5})
+    won, earned_B = battles(env, scripted=True)
+    assert won > 0.4 and earned_B.max() == pytest.approx(20)
+    assert battles(env, scripted=False)[0] < 0.05
+
+
 def test_unknown_options_and_scripts_are_refused() -> None:
     with pytest.raises(ValueError, match='map: there is no "4m"; use one of 3m, 8m'):
         Combat(map="4m")  # type: ignore[arg-type]
@@ -307,5 +400,17 @@ def test_unknown_options_and_scripts_are_refused() -> None:
         Combat(max_steps=0)
     with pytest.raises(ValueError, match="num_envs: 0 is too small"):
         Combat(0)
+    with pytest.raises(ValueError, match="allies: 5 units have no types; set type_weights"):
+        Combat(allies=5)
+    with pytest.raises(ValueError, match="enemies: 0 is too small"):
+        Combat(type_weights=ALL_TYPES, enemies=0)
+    with pytest.raises(ValueError, match='there is no unit "colossus"; use marine, stalker, zealot'):
+        Combat(type_weights={"colossus": 1})
+    with pytest.raises(ValueError, match="are no weights"):
+        Combat(type_weights={"marine": 0})
+    with pytest.raises(ValueError, match='start: there is no "circle"; use one of columns'):
+        Combat(start="circle")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='sight: there is no "fog"; use circle or cone'):
+        Combat(sight="fog")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='no scripted player "rush"; it has: focus'):
         Combat(1).scripted_actions("rush", 0)
