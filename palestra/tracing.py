@@ -60,9 +60,9 @@ class _Tracing:
                 f"traces need OpenTelemetry's SDK ({error}): pip install 'palestra[otel]', on every node"
             ) from error
         self.url = url
-        facts = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "palestra")}
-        process = {"host.name": socket.gethostname(), "process.pid": os.getpid()}
-        self.provider = TracerProvider(resource=Resource.create(facts | process), shutdown_on_exit=False)
+        facts: dict[str, str | int] = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "palestra")}
+        facts |= {"host.name": socket.gethostname(), "process.pid": os.getpid()}
+        self.provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces")
         self.provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL_S * 1000))
         self.tracer = self.provider.get_tracer("palestra")

@@ -188,6 +188,19 @@ def imports() -> list[Import]:
     return [found for name, path in modules().items() for found in _imports(name, path)]
 
 
+def imports_of(module: str) -> list[Import]:
+    """Returns what one module imports."""
+    return _by_importer().get(module, [])
+
+
+@cache
+def _by_importer() -> dict[str, list[Import]]:
+    found: dict[str, list[Import]] = {}
+    for one in imports():
+        found.setdefault(one.importer, []).append(one)
+    return found
+
+
 def _imports(name: str, path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     typing_only = _inside(tree, _is_type_checking)
@@ -216,10 +229,12 @@ def _targets(node: ast.AST, name: str, is_package: bool) -> Iterator[str]:
             yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules() else base
 
 
+@cache
 def ours() -> list[Import]:
     return [found for found in imports() if found.target.split(".")[0] == "palestra"]
 
 
+@cache
 def level(module: str) -> int:
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
@@ -239,13 +254,14 @@ def allowed(found: Import) -> bool:
     return below < above or package_of(found.importer) == package_of(found.target) or pair in WITHIN_ROW
 
 
+@cache
 def reached(start: str) -> dict[str, list[str]]:
     """Every module, ours or not, that loading `start` imports, with the chain of ours that leads to it."""
     chains, waiting = {start: [start]}, [start]
     while waiting:
         module = waiting.pop()
-        for found in imports():
-            if found.importer == module and found.at_load:
+        for found in imports_of(module):
+            if found.at_load:
                 for target in _with_parents(found.target):
                     if target not in chains:
                         chains[target] = [*chains[module], target]
@@ -358,6 +374,7 @@ def test_compiled_extras_are_not_loaded_by_default() -> None:
     assert compiled() & set(WITHOUT_EXTRAS) == set()
 
 
+@cache
 def compiled() -> set[str]:
     """The modules that cannot be loaded without a compiler."""
     return {name for name in modules() if "palestra.jit" in reached(name)}
@@ -373,5 +390,5 @@ def _may_delay(found: Import) -> bool:
     that need an extra, and for what runs inside a sandbox, which loads as little as it can."""
     if found.importer.startswith("palestra.sandbox."):
         return True
-    over_an_extra = any(below.extra for below in imports() if below.importer == found.target)
+    over_an_extra = any(below.extra for below in imports_of(found.target))
     return over_an_extra or level(found.importer) >= level("palestra.builders")

@@ -78,7 +78,7 @@ def _in_cone(units: np.ndarray, b: int, n: int, v: int, facing: int) -> bool:
     """True if unit v is within 45 degrees of the direction of the move `facing` from ally n."""
     x, y = units[b, v, X] - units[b, n, X], units[b, v, Y] - units[b, n, Y]
     along = x if facing == EAST else -x if facing == WEST else y if facing == NORTH else -y
-    return along >= abs(y if facing in (EAST, WEST) else x)  # type: ignore[no-any-return]
+    return bool(along >= abs(y if facing in (EAST, WEST) else x))
 
 
 @jit_inline

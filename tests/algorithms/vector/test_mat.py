@@ -226,7 +226,7 @@ def test_saved_policies_play_on_as_a_team(tmp_path: Any) -> None:
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="the critic of mat is its own encoder"):
         MAT(critic="central")
-    with pytest.raises(ValueError, match="gru_units: the transformer"):
+    with pytest.raises(ValueError, match="gru_units, communication_rounds: the transformer"):
         learner(Countdown(2), {"a": [0, 1]}, NetPolicyConfig(gru_units=4))
     with pytest.raises(ValueError, match="attention_heads: 3 heads do not divide 8 units"):
         learner(Countdown(2), {"a": [0, 1]}, NetPolicyConfig(hidden=[8], attention_heads=3))

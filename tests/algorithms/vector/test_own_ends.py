@@ -124,7 +124,7 @@ def test_terminated_seat_does_not_bootstrap_with_recurrence(kind: str) -> None:
     assert worth_to_early(MEMORY[kind], {}, 15, memory=4) == pytest.approx(1.0, abs=0.05)
 
 
-TEAM = {
+MIXED = {
     "vdn": QMIX(**OFF | {"gamma": 0.9}, mixer="vdn"),
     "qmix": QMIX(**OFF | {"gamma": 0.9}),
     "facmac": FACMAC(**OFF | {"gamma": 0.9}),
@@ -132,10 +132,10 @@ TEAM = {
 }
 
 
-@pytest.mark.parametrize("kind", TEAM)
+@pytest.mark.parametrize("kind", MIXED)
 def test_team_value_equals_the_team_return(kind: str) -> None:
     """The team earns the mean of 1 and 0 at its first step, and nothing after."""
-    assert worth_to_early(TEAM[kind], {}, updates=30) == pytest.approx(0.5, abs=0.3)
+    assert worth_to_early(MIXED[kind], {}, updates=30) == pytest.approx(0.5, abs=0.3)
 
 
 @pytest.mark.parametrize("kind", ["qmix", "facmac"])
@@ -143,7 +143,7 @@ def test_team_value_does_not_bootstrap_if_all_seats_terminate(kind: str) -> None
     """One agent terminates and is truncated in the same step, in which the other terminates: worth the mean of 1 and
     0."""
     options = {"flags": "terminated truncated", "length": 1, "dies": True}
-    assert worth_to_early(TEAM[kind], options, updates=15) == pytest.approx(0.5, abs=0.05)
+    assert worth_to_early(MIXED[kind], options, updates=15) == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("flags", ["terminated", "truncated"])
