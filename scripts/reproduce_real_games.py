@@ -30,7 +30,7 @@ from palestra.tabular.game_tree import GameTree, expected_returns, mixture_polic
 from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker
 from palestra.workers.member_loader import UNIFORM_MEMBER
 
-KUHN = Path("configs/real/kuhn_self_play.yaml")
+KUHN = Path("configs/real/text_kuhn_self_play.yaml")
 SEATS = ("player_0", "player_1")
 PUBLIC = "Qwen/Qwen3-0.6B"  # the name that the programs ask for
 Result = dict[str, Any]

@@ -27,7 +27,7 @@ instances, greedy answers. One seed: the 95 % Wilson interval over instances. Se
 last answer has a number in it; *right if readable* is skill beside form. *Answers* are those trained on, of SFT the
 expert's. CPU minutes are of training, mean over seeds, on the machine and under the load of that day: a busy machine
 takes more of them for the same work."""
-KUHN_TITLE = "Kuhn poker by self-play (`text_kuhn`, configs/real/kuhn_self_play.yaml)"
+KUHN_TITLE = "Kuhn poker by self-play (`text_kuhn`, configs/real/text_kuhn_self_play.yaml)"
 KUHN_HEAD = """Two adapters, one for each player, learn in slices against the history of the other. NashConv (0 at an
 equilibrium) and what is won a game against each opponent (the columns after it; mean over both seats) are exact: from
 the probabilities of the two words at each of the twelve information states. The opponents were not trained against,

@@ -25,7 +25,7 @@ from palestra.training.loop import Callback, run_training
 
 ROOT = Path(__file__).parent.parent
 GAMES = sorted((ROOT / "configs/games").rglob("*.yaml"))
-POPULATIONS = sorted((ROOT / "configs/populations").rglob("*.yaml"))
+POPULATIONS = [*sorted((ROOT / "configs/populations").rglob("*.yaml")), ROOT / "configs/real/text_kuhn_self_play.yaml"]
 GRIDS = sorted((ROOT / "configs/grids").rglob("*.yaml"))
 SEARCHES = sorted((ROOT / "configs/tuning").rglob("*.yaml"))
 CONFIGS = sorted(

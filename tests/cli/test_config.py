@@ -63,7 +63,7 @@ def test_type_without_model_is_shown_as_key():
 
 def test_one_key_is_shown_for_every_algorithm_that_has_it():
     text = shown("algorithm", "clip")
-    assert text.count("clip: number, > 0; default `0.2`") == 4
+    assert text.count("clip: number, > 0; default `0.2`") == 5
     assert "type: grpo, in a run of language agents" in text and "type: ppo, in a run in a vectorised env" in text
     assert "type: dpo" not in text and "group_size" not in text
 
