@@ -266,6 +266,7 @@ class CpuClock(Callback):
         self.ends.append(time.process_time())
 
 
+@pytest.mark.slow
 def test_a_plan_matches_a_run_within_a_factor(tmp_path):
     """Shared cores make timings vary: a factor of 2.5 catches a phase that is left out, and no more."""
     policy = {"base": "tiny", "sampling": {"max_tokens": 12, "stop_at_eos": False}}

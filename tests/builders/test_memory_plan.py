@@ -82,7 +82,7 @@ def config_of(folder: Path, *changes: str) -> TextConfig:
 @pytest.mark.parametrize(
     "changes",
     [
-        (),
+        pytest.param((), marks=pytest.mark.slow),
         ("policies.default.type=full", "policies.default.micro_batch_tokens=1024"),
     ],
 )

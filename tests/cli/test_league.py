@@ -82,6 +82,7 @@ def test_exploit_of_a_league_plays_games(run):
     assert least == pytest.approx(2 * max(0, line["gain"]), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_two_populations_are_compared(run, tmp_path):
     """With itself a population is worth nothing, to the accuracy of games; one of another game is refused."""
     done = invoke("league", "compare", run, run, "--games", 200, "--backend", "inline")

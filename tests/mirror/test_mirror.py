@@ -403,6 +403,7 @@ def assert_same_training(run, whole):
     assert len(same) > 2 and all(ours[name] == theirs[name] for name in same)
 
 
+@pytest.mark.slow
 def test_a_population_goes_on_from_its_mirror(tmp_path):
     tree = {
         "name": "psro",

@@ -93,6 +93,7 @@ def test_other_owners_weights_are_refused_as_reference(shared: Front) -> None:
     assert shared.post(PATH, call(shared.model(of="ada"), theirs), of="ada").status_code == 404
 
 
+@pytest.mark.slow
 def test_student_converges_to_its_reference(tmp_path: Path) -> None:
     """Unnumbered passes and numbered steps take turns, as MinT's client sends them."""
     with serving(tmp_path / "data") as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http:

@@ -139,6 +139,7 @@ def test_resume_after_kill_is_bit_identical(whole: Path, tmp_path: Path) -> None
     assert contents(kill_at_random(tmp_path / "killed", config(), kills=1)) == contents(whole)
 
 
+@pytest.mark.slow
 def test_finished_run_is_extended_to_more_steps(whole: Path, tmp_path: Path) -> None:
     """As one that was to go that far, but for learning rates that fall: this one's stays."""
     run = train(tmp_path / "short", config(env_steps=16 * 5 * 24))

@@ -75,6 +75,7 @@ def run_of(root, tree):
         return run.path
 
 
+@pytest.mark.slow
 def test_a_student_comes_to_play_as_its_teacher(base, tmp_path):
     """Held out; one in four by chance. The student never sees a reward."""
     taught = run_of(tmp_path / "teacher", tree(base, {"type": "dpo"}, {}, 20))

@@ -98,6 +98,7 @@ def test_recurrent_networks_are_refused() -> None:
         learner(KuhnPoker(4), NetPolicyConfig(hidden=[8], gru_units=8))
 
 
+@pytest.mark.slow
 def test_average_policies_approach_a_nash_equilibrium(tmp_path: Path) -> None:
     """Uniform play in Kuhn poker has a NashConv of 11/12; the best responses themselves stay far from 0."""
     env = KuhnPoker(64)
