@@ -156,6 +156,8 @@ def main() -> None:
     workers = 100 if args.quick else 1000
     learners = workers * 5 // 4  # each trains one slice at a time, and the games of frozen copies need workers too
     sizes = args.members or ([250, 500, 1000] if args.quick else [2500, 5000, 10_000])
+    if min(sizes) < learners:
+        parser.error(f"--members: {min(sizes)} are fewer than the {learners} that train on {workers} workers")
     rows = [simulate(workers, learners, size // learners, args.whole) for size in sizes]
     table = Table("", *(str(row["members"]) for row in rows), title=f"{workers} workers", title_justify="left")
     for key in list(rows[0])[1:]:
