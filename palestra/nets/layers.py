@@ -138,8 +138,8 @@ class Team(NamedTuple):
 class Net(nn.Module):
     """P networks from observations to `outputs` numbers. `gain` scales the last layer's initial weights: small for
     policies, so that they start nearly uniform (Andrychowicz et al., 2021). With `with_value_head` a second last layer
-    outputs a value. `team_size` consecutive rows are the seats of a team.
-    `entities` is the arrangement of observations for attention (None: flat)."""
+    outputs a value. `team_size` consecutive rows are the seats of a team. `entities` is the arrangement of observations
+    for attention (None: flat)."""
 
     def __init__(
         self,

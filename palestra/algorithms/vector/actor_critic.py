@@ -234,19 +234,24 @@ class ActorCriticLearner(NetLearner):
         self, critic: ValueCritic, batch: RolloutBatch, targets: Tensor, known: Tensor, progress: float
     ) -> Metrics:
         """Trains a critic on its targets; returns its metrics."""
-        take = critic.seat_mapping.select_seats
-        target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
-        critic.update_norm(target, weight, self.gradient_sync.all_reduce)
+        target, weight = self._update_norm(critic, targets, known)
         rows = CriticRows(
             self._critic_observations(critic, batch)[:, :-1],
             critic.seat_mapping.repeat_games(batch.is_first)[:, :-1],
-            take(batch.agent_mask, 2).flatten(2, 3)[:, :-1],
+            critic.seat_mapping.select_seats(batch.agent_mask, 2).flatten(2, 3)[:, :-1],
             critic.normalise(target),
             weight,
             batch.worker,
         )
         loss = critic.train(rows, self._minibatches(weight, critic.net), self.config.value_clip, progress)
         return {"value_loss": loss}
+
+    def _update_norm(self, critic: ValueCritic, targets: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Updates the statistics of returns of a critic; returns its targets and their weights [P, T, B*S]."""
+        take = critic.seat_mapping.select_seats
+        target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
+        critic.update_norm(target, weight, self.gradient_sync.all_reduce)
+        return target, weight
 
     def _aims(self, targets: Tensor) -> Tensor:
         """Returns the critics' targets [T, B, N] in the units of their outputs (normalised with `value_norm`)."""

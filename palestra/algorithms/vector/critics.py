@@ -103,7 +103,7 @@ class ValueCritic:
 
 
 class CriticRows(NamedTuple):
-    """What a critic learns from: observations [P, T, C, ...], first steps `is_first`, seats that act `acts`, normalised
+    """Training rows of a critic: observations [P, T, C, ...], first steps `is_first`, seats that act `acts`, normalised
     targets and their weights [P, T, C] each, and the number of the rollout worker."""
 
     observations: Tensor

@@ -98,9 +98,7 @@ class MATLearner(ActorCriticLearner):
         self, critic: ValueCritic, batch: RolloutBatch, targets: Tensor, known: Tensor, progress: float
     ) -> Metrics:
         """Updates the statistics of returns; values are trained with the policy."""
-        take = critic.seat_mapping.select_seats
-        target, weight = take(targets, 2).flatten(2, 3), take(known.float(), 2).flatten(2, 3)
-        critic.update_norm(target, weight, self.gradient_sync.all_reduce)
+        self._update_norm(critic, targets, known)
         return {}
 
     # ---- state: the critics have none of their own but the statistics

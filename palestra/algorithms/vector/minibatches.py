@@ -53,7 +53,7 @@ class PolicyRows(NamedTuple):
 
     @property
     def team(self) -> Team:
-        """What networks get that play all seats of a team."""
+        """Masks [P, T, C] and actions of the rows, as input of networks that play all seats of a team."""
         return Team(self.acts, self.actions)
 
     @classmethod
