@@ -45,6 +45,9 @@ from palestra.engine.self_check import choose_engine, small_verdict
 from palestra.engine.tree_attention import TreeLayout
 
 
+LARGE_MODEL_BYTES = 2**28  # of weights: a phase takes so long that page faults at its beginning do not count
+
+
 class ShardedParams(Protocol):
     """Weights that are sharded over the ranks (fsdp.py)."""
 
@@ -136,6 +139,12 @@ class Engine:
         engine = choose_engine(model, base, lambda of, plain: cls(of, tokenizer, base, plain=plain))
         release_freed_memory()  # what loading took beside the weights
         return engine
+
+    def release_freed_memory(self) -> None:
+        """Returns the freed memory of a large model's phase to the system: its pieces do not fit what the next phase
+        allocates, so that it would take new memory beside them."""
+        if sum(p.nbytes for p in self.model.parameters()) >= LARGE_MODEL_BYTES:
+            release_freed_memory()
 
     def notes(self) -> list[str]:
         """Returns what a user should know about how the base runs, a line each: that it is on the plain path, and that
