@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 MAX_LOGITS = 2**23  # logits of a chunk: 32 MiB in float32, of which training holds two (frozen head) to five copies
-MAX_DRAWN_LOGITS = (
-    2**19
-)  # of a chunk in sampling on CPU: its copies stay in the cache, and are made 2 to 5 times faster
+MAX_DRAWN_LOGITS = 2**19  # of a chunk in sampling on CPU: its copies fit the processor's cache
 
 
 def fits_at_once(rows: int, vocab_size: int) -> bool:
