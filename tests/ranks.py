@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from palestra.engine import logits
 from palestra.engine.checkpoints import load_trainer, save_trainer
 from palestra.engine.distributed import ProcessGroup, join_process_group, leave_process_group
 from palestra.engine.fsdp import full_tensor, local_shard, shard_engine
+from palestra.engine.head import LMHead
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.trainer import AUTOCAST_DTYPES, AdamConfig, Trainer
 from palestra.losses.policy import actor_critic_loss
@@ -126,6 +128,19 @@ def steps(out: str, count: str, groups: str, *cases: str) -> None:
         found = state(learner, train(learner, range(int(count)), int(groups)))
         if ranks.is_rank_zero:
             np.savez(Path(out) / f"{case}.npz", **found)
+
+
+def chunked(*arguments: str) -> None:
+    """As `steps`, with logits of at most four rows at a time."""
+    logits.MAX_LOGITS = 4 * 271
+    whole = LMHead.logits
+
+    def few_rows(self: LMHead, hidden_RH: torch.Tensor) -> torch.Tensor:
+        assert len(hidden_RH) <= 4
+        return whole(self, hidden_RH)
+
+    LMHead.logits = few_rows
+    steps(*arguments)
 
 
 def half(out: str, *cases: str) -> None:

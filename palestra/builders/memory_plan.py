@@ -128,7 +128,8 @@ def _engine_parts(
     yield MemoryPart("KV cache", min(wanted, budget), detail, "sampling")
     rows = min(PREFILL_TOKENS, prompts * prompt_tokens)
     yield MemoryPart("passes", pass_bytes(shape, rows, size=cache_size), f"one layer of {rows:,} tokens", "sampling")
-    yield MemoryPart("logits", logits_bytes(shape, answers, trained=False), f"at most {answers} rows", "sampling")
+    logits = logits_bytes(shape, answers, trained=False, on_cpu=on_cpu)
+    yield MemoryPart("logits", logits, f"at most {answers} rows", "sampling")
 
 
 def _trained_parts(name: str, policy: LMPolicyConfig, shape: ModelShape, *, critic: bool) -> Iterator[MemoryPart]:
@@ -163,7 +164,7 @@ def _training_parts(
     how = "recomputed by layer" if policy.gradient_checkpointing else "kept for the backward pass"
     return [
         MemoryPart(f"activations {name}", kept, f"{tokens:,} tokens, {how}", "training"),
-        MemoryPart(f"logits {name}", logits_bytes(shape, answered, trained=True), "a chunk", "training"),
+        MemoryPart(f"logits {name}", logits_bytes(shape, answered, trained=True, on_cpu=False), "a chunk", "training"),
     ]
 
 

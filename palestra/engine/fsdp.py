@@ -15,7 +15,7 @@ called as before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from palestra.engine.decoder import decoder_of
 from palestra.engine.distributed import ProcessGroup
@@ -47,6 +48,15 @@ class FSDPParams:
             self.reshard()
             for module in self.modules:
                 module.set_reshard_after_forward(module is not self.root, recurse=False)
+
+    def in_pass(self, compute: Callable[[], Any]) -> Any:
+        """Returns `compute()`, called in place of the model's own forward: the weights outside the layers, such as the
+        head's, are gathered, and in the backward pass of the tensors that it returns they are again."""
+        self.root.forward = lambda: tree_map_only(Tensor, _without_view, compute())
+        try:
+            return self.root()
+        finally:
+            del self.root.forward
 
     def reshard(self) -> None:
         """Keeps only this rank's shard. A pass without gradients leaves the root's weights gathered, and an optimizer
@@ -76,6 +86,12 @@ def shard_engine(
     engine.dtype = autocast_dtype or engine.dtype
     with engine.sharded_params.gathered():
         pass  # gather once, so that the shards reach their final memory locations
+
+
+def _without_view(tensor: Tensor) -> Tensor:
+    """Returns a tensor that is not a view of another: an operation in place on a view would lose the hook that gathers
+    the weights."""
+    return tensor.clone() if tensor._is_view() else tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -230,4 +230,5 @@ def _exp_and_entropy(logp_CV: Tensor, prob_CV: Tensor) -> Tensor:
 
 
 def _few_rows(logits_CV: Tensor) -> Iterator[slice]:
-    return row_chunks(*logits_CV.shape, MAX_DRAWN_LOGITS if logits_CV.device.type == "cpu" else None)
+    rows, vocabulary = logits_CV.shape
+    return row_chunks(rows, vocabulary, MAX_DRAWN_LOGITS if logits_CV.device.type == "cpu" else None)

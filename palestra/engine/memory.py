@@ -135,14 +135,16 @@ def pass_bytes(shape: ModelShape, tokens: int, *, size: int) -> int:
     return tokens * size * (3 * shape.width + max(3 * shape.query + 4 * shape.kv, 3 * shape.inner))
 
 
-def logits_bytes(shape: ModelShape, tokens: int, *, trained: bool) -> int:
+def logits_bytes(shape: ModelShape, tokens: int, *, trained: bool, on_cpu: bool) -> int:
     """Returns the logits that exist at a time in a pass that reads those of `tokens` tokens: in training, those of a
     chunk that autograd keeps and their gradients; in sampling, all in float32 and, for a chunk, their probabilities and
     float64 cumulative sums."""
     logits = tokens * shape.vocab
     if trained:
         return TRAINED_LOGITS_BYTES * min(logits, MAX_LOGITS)
-    return FLOAT32 * logits + DRAWN_LOGITS_BYTES * min(logits, MAX_DRAWN_LOGITS)
+    if on_cpu:
+        return FLOAT32 * logits + DRAWN_LOGITS_BYTES * min(logits, MAX_DRAWN_LOGITS)
+    return (FLOAT32 + DRAWN_LOGITS_BYTES) * min(logits, MAX_LOGITS)
 
 
 @dataclass(frozen=True)

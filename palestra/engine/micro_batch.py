@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.engine.head import LMHead, score_logits, score_tokens, scored_tokens, select_rows
+from palestra.engine.head import LMHead, score_tokens, scored_tokens, select_rows
 from palestra.engine.kept_tokens import KeptTokens, kept_tokens
-from palestra.engine.logits import widen
 from palestra.engine.lora import Adapter
 from palestra.engine.lora_routes import SingleAdapterRoute
 from palestra.engine.lora_variants import Dropout
@@ -75,15 +74,17 @@ class PackedBatch:
         wanted = scored_tokens(engine, of_token_M, self.targets_M, self.temperature_M, self.kept)
         flat = tensor(self.forest.ids_S), tensor(self.forest.positions_S), self.layout, route, tensor(keep)
         replayed = None if self.experts_SLK is None else tensor(self.experts_SLK)
-        if engine.sharded_params:  # their head is gathered in a pass of the whole model only
-            with engine.use_experts(replayed, flat[-1]):
-                logits, features = engine.logits_and_features(*flat)
-            scores = score_logits(widen(logits), wanted, entropy_grad=entropy_grad)
-        else:
+
+        def compute() -> TokenOutputs:
             with engine.use_experts(replayed, flat[-1]):
                 features = engine.hidden_states(*flat)
+            engine.release_freed_memory()
             scores = score_tokens(LMHead(engine, route), features, wanted, entropy_grad=entropy_grad)
-        return TokenOutputs(*scores, select_rows(features, wanted.row_M))
+            return TokenOutputs(*scores, select_rows(features, wanted.row_M))
+
+        outputs: TokenOutputs = engine.sharded_params.in_pass(compute) if engine.sharded_params else compute()
+        engine.release_freed_memory()
+        return outputs
 
 
 def pack_samples(samples: Sequence[Sample]) -> tuple[Forest, np.ndarray, np.ndarray]:

@@ -50,6 +50,10 @@ class ShardedParams(Protocol):
         """Returns a context in which all weights are gathered on this rank."""
         ...
 
+    def in_pass(self, compute: Callable[[], Any]) -> Any:
+        """Returns `compute()`, called inside a pass of the whole model."""
+        ...
+
     def reshard(self) -> None:
         """Drops all weights but this rank's own shard."""
         ...
@@ -78,7 +82,6 @@ class Engine:
         self._kept: AdapterRoute | None = None
         self._experts: ReplayedExperts | None = None
         self._routers: list[Router] | None = None
-        self._features: Tensor | None = None
         self._decoder_output: Any = BaseModelOutputWithPast  # of the last pass: models read fields of their own from it
         self._recompute = False
         if plain:
@@ -140,9 +143,9 @@ class Engine:
         return engine
 
     def release_freed_memory(self) -> None:
-        """Returns the freed memory of a large model's phase to the system: its pieces do not fit what the next phase
-        allocates, so that it would take new memory beside them."""
-        if sum(p.nbytes for p in self.model.parameters()) >= LARGE_MODEL_BYTES:
+        """Returns the freed memory of a large model to the system, between the parts of a step: its pieces do not fit
+        what the next part allocates, which would take new memory beside them."""
+        if self.device.type == "cpu" and sum(p.nbytes for p in self.model.parameters()) >= LARGE_MODEL_BYTES:
             release_freed_memory()
 
     def notes(self) -> list[str]:
@@ -160,8 +163,6 @@ class Engine:
     def _forward_of(self, name: str, layer: Any, is_head: bool) -> Any:
         def forward(x: Tensor) -> Tensor:
             route = self._kept if is_head else self._route
-            if is_head:
-                self._features = x
             if route is not None:
                 return route.linear(name, x, layer)
             return own_output(layer, x)
@@ -294,20 +295,12 @@ class Engine:
     ) -> Tensor:
         """Returns next-token logits [M, V] at the flat indices `keep_M` int64, which must rise. `ids_S` and
         `positions_S` are int64."""
-        return self.logits_and_features(ids_S, positions_S, layout, route, keep_M)[0]
-
-    def logits_and_features(
-        self, ids_S: Tensor, positions_S: Tensor, layout: AttentionLayout, route: AdapterRoute | None, keep_M: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns next-token logits [M, V] at the flat indices `keep_M` int64, which must rise, and the inputs [M,
-        width] of the model's output head."""
         fewer = len(keep_M) < len(ids_S)
         narrow = self._narrows and fewer
         with self.use_route(route, keep_M if fewer else None), self._autocast():
             if self.plain_path:
                 assert isinstance(layout, TreeLayout)
-                hidden_MH = self.plain_path.hidden_states(layout, keep_M)
-                return self.plain_path.head_logits(hidden_MH), hidden_MH
+                return self.plain_path.head_logits(self.plain_path.hidden_states(layout, keep_M))
             out = self.model(
                 input_ids=ids_S[None],
                 position_ids=positions_S[None],
@@ -316,9 +309,8 @@ class Engine:
                 layout=layout,
                 keep_M=keep_M if narrow else None,
             )
-        features, self._features = self._features, None  # release the activations after the pass
-        assert features is not None
-        return out.logits[0], features[0]
+        logits_MV: Tensor = out.logits[0]
+        return logits_MV
 
     @property
     def vocab_size(self) -> int:
@@ -329,7 +321,7 @@ class Engine:
         self, ids_S: Tensor, positions_S: Tensor, layout: AttentionLayout, route: AdapterRoute | None, keep_M: Tensor
     ) -> Tensor:
         """Returns the last hidden states [M, width] at the flat indices `keep_M` int64, which must rise: the inputs of
-        `head_logits`. Not for sharded models, which are gathered in a pass of the whole model only."""
+        `head_logits`. Both need the weights of a sharded model gathered (`in_pass`)."""
         fewer = len(keep_M) < len(ids_S)
         narrow = self._narrows and fewer
         with self.use_route(route, keep_M if fewer else None), self._autocast():
@@ -355,9 +347,10 @@ class Engine:
             ids = torch.zeros(1, len(hidden_MH), dtype=torch.long, device=hidden_MH.device)  # some look at its shape
             try:
                 # a squeezed tensor's gradient is a view, that of [0] is not
-                logits: Tensor = self.model(input_ids=ids, use_cache=False).logits.squeeze(0)
+                # the class's forward: a sharded model's hooks are those of the pass around this
+                logits: Tensor = type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits.squeeze(0)
             finally:
-                decoder.forward, self._features = whole, None
+                decoder.forward = whole
         return logits
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -118,9 +118,10 @@ class PlainPath:
         try:
             # an id for each row: some models look at the shape of their input
             ids = torch.zeros(1, len(hidden_MH), dtype=torch.long, device=hidden_MH.device)
-            logits: Tensor = self.engine.model(input_ids=ids, use_cache=False).logits.squeeze(0)
+            model = self.engine.model  # the class's forward: see Engine.head_logits
+            logits: Tensor = type(model).forward(model, input_ids=ids, use_cache=False).logits.squeeze(0)
         finally:
-            self._known, self.engine._features = None, None
+            self._known = None
         return logits
 
     # -- sampling ------------------------------------------------------------------------------------------------------

@@ -89,8 +89,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def sample_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray) -> SampledTokens:
     """Samples a token of each row by inverse CDF at `u_R`."""
-    chunks = row_chunks(*logits_RV.shape, MAX_DRAWN_LOGITS if logits_RV.device.type == "cpu" else None)
-    found = [_sample_chunk(logits_RV[rows], settings[rows], u_R[rows]) for rows in chunks]
+    rows, vocabulary = logits_RV.shape
+    chunks = row_chunks(rows, vocabulary, MAX_DRAWN_LOGITS if logits_RV.device.type == "cpu" else None)
+    found = [_sample_chunk(logits_RV[few], settings[few], u_R[few]) for few in chunks]
     tokens, logps, kept_ids = zip(*found, strict=True)
     return SampledTokens(np.concatenate(tokens), np.concatenate(logps), [ids for part in kept_ids for ids in part])
 

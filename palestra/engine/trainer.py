@@ -188,6 +188,7 @@ class Trainer:
 
     def _backward(self, value: Tensor) -> None:
         (value * self.loss_scale.value if self.loss_scale else value).backward()
+        self.engine.release_freed_memory()
 
     def optim_step(self, adam: AdamConfig, *, lr: float | None = None) -> Metrics:
         """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and apart
@@ -212,7 +213,6 @@ class Trainer:
         self._passes = 0
         for tensor in [*self.parameters, *self.local_parameters]:
             tensor.grad = None
-        self.engine.release_freed_memory()
         if not fits and not self.loss_scale:
             raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
         metrics = self.loss_scale.update(fits) if self.loss_scale else {}

@@ -27,15 +27,17 @@ def assert_close(path, expected, atol=2e-5, rtol=1e-4, names=""):
             np.testing.assert_allclose(found[name], expected[name], atol=atol, rtol=rtol, err_msg=f"{path.stem} {name}")
 
 
-def assert_steps(tmp_path, ranks, steps, cases, groups=5):
-    together(ranks, "steps", tmp_path, steps, groups, *cases)
+def assert_steps(tmp_path, ranks, steps, cases, groups=5, work="steps"):
+    together(ranks, work, tmp_path, steps, groups, *cases)
     for case in cases:
         kind, _, _, tied = case.split(",")
         assert_close(tmp_path / f"{case}.npz", alone(kind, steps, groups=groups, tied=tied == "tied"))
 
 
-def test_two_ranks_equal_one_process(tmp_path):
-    assert_steps(tmp_path, 2, 2, ["lora,ddp,keep,tied", "full,fsdp,again,tied"])
+def test_two_ranks_equal_one_process_that_has_all_logits_at_once(tmp_path):
+    assert_steps(
+        tmp_path, 2, 2, ["lora,ddp,keep,tied", "full,fsdp,again,tied", "lora,fsdp,keep,untied"], work="chunked"
+    )
 
 
 @pytest.mark.slow
