@@ -1,5 +1,5 @@
-"""Dense layers of several networks of one shape, each one autograd node, computed by oneDNN where that is faster; and
-multilayer perceptrons of them.
+"""Dense layers of several networks of one shape, one autograd node for all layers in a row, computed by oneDNN where
+that is faster; and multilayer perceptrons of them.
 
 Shapes: `P` members, `R` rows, `H` units.
 """
@@ -22,71 +22,135 @@ MIN_PRODUCTS = 2**19  # multiplications of a member; oneDNN's fixed cost, 12 us,
 MIN_WIDTH = 64  # of the wider side of a layer; narrower ones keep the numbers of PyTorch's products to the last bit
 
 
-class Dense(torch.autograd.Function):
-    """activation(x W + b) for P members: [P, R, in], [P, in, out], [P, 1, out] -> [P, R, out]. One autograd node where
-    PyTorch creates five with copies; a single member uses plain matrix products, which are faster."""
+def dense_layers(x: Tensor, activations: Sequence[Activation | None], *parameters: Tensor) -> Tensor:
+    """Returns the output of dense layers, activation(x W + b) one after another, for P members: [P, R, in], then a
+    weight [P, in, out] and a bias [P, 1, out] of every layer -> [P, R, out]."""
+    if not torch.is_grad_enabled():
+        return _stacked(_outputs(x, activations, parameters, _products(x, parameters[::2]))[-1])
+    out: Tensor = DenseLayers.apply(x, activations, *parameters)[-1]
+    return out
+
+
+class DenseLayers(torch.autograd.Function):
+    """`dense_layers` as one autograd node, where PyTorch creates five with copies for every layer. Returns the outputs
+    of all layers; those of inner ones are for second derivatives, and without a member dimension if P is 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation | None) -> Tensor:
-        ctx.product = _faster_product(x, weight)
-        if ctx.product is not None:
-            out = _by_onednn(ctx.product, x, weight, bias, activation)
-        else:
-            out = _product(x, weight).add_(bias)
-            if activation is not None:
-                out = out.tanh_() if activation == "tanh" else out.relu_()
-        ctx.save_for_backward(x, weight, out)
-        ctx.activation = activation
-        return out
+    def forward(
+        ctx: Any, x: Tensor, activations: Sequence[Activation | None], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.activations, ctx.products = activations, _products(x, parameters[::2])
+        *inner, last = _outputs(x, activations, parameters, ctx.products)
+        outputs = (*inner, _stacked(last))
+        ctx.save_for_backward(x, *parameters[::2], *outputs)
+        ctx.set_materialize_grads(False)
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
-        x, weight, out = ctx.saved_tensors
-        if ctx.activation == "tanh":
-            g = torch.ops.aten.tanh_backward(g, out)
-        elif ctx.activation == "relu":
-            g = torch.ops.aten.threshold_backward(g, out, 0)
-        shift = g.sum(1, keepdim=True)
-        product: Product | None = ctx.product
-        if product is None or torch.is_grad_enabled():  # oneDNN's product has no gradient for a second derivative
-            below = _product(g, weight.transpose(1, 2)) if ctx.needs_input_grad[0] else None
-            return below, _product(x.transpose(1, 2), g), shift, None
-        g = g.contiguous()
-        below = _each(lambda g, w: product(g, w, None), g, weight) if ctx.needs_input_grad[0] else None
-        return below, _each(lambda x, g: _weight_gradient(product, x, g), x, g), shift, None
+    def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
+        depth, (x, *saved) = len(outer), [_unstacked(tensor) for tensor in ctx.saved_tensors]
+        weights, outputs = saved[:depth], saved[depth:]
+        gradients: list[Tensor | None] = [None] * (2 * depth)
+        g: Tensor | None = None
+        for i in reversed(range(depth)):
+            if (own := outer[i]) is not None:
+                g = _unstacked(own) if g is None else g + own
+            if g is None:
+                continue
+            g = _before_activation(g, outputs[i], ctx.activations[i])
+            # oneDNN's product has no gradient for a second derivative
+            product = None if torch.is_grad_enabled() else ctx.products[i]
+            if ctx.needs_input_grad[2 + 2 * i]:
+                below = x if i == 0 else outputs[i - 1]
+                gradients[2 * i] = _stacked(_weight_gradient(product, below, g))
+                gradients[2 * i + 1] = _stacked(g.sum(-2, keepdim=True))
+            g = _input_gradient(product, g, weights[i]) if i > 0 or ctx.needs_input_grad[0] else None
+        return None if g is None else _stacked(g), None, *gradients
 
 
-def _faster_product(x: Tensor, weight: Tensor) -> Product | None:
-    """Returns oneDNN's product where it is faster than PyTorch's own, otherwise None."""
-    _, inputs, outputs = weight.shape
-    large = x.shape[1] * inputs * outputs >= MIN_PRODUCTS and max(inputs, outputs) >= MIN_WIDTH
-    fits = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    return onednn_product() if large and fits and not torch.is_autocast_enabled("cpu") else None
+def _outputs(
+    x: Tensor,
+    activations: Sequence[Activation | None],
+    parameters: Sequence[Tensor],
+    products: Sequence[Product | None],
+) -> list[Tensor]:
+    """Returns the outputs of all layers; without the member dimension if P is 1, since plain matrix products are faster
+    than batched ones."""
+    outputs = [_unstacked(x)]
+    for weight, bias, activation, product in zip(parameters[::2], parameters[1::2], activations, products, strict=True):
+        layer = outputs[-1], _unstacked(weight), _unstacked(bias)
+        outputs.append(_layer(product, activation, *layer))
+    return outputs[1:]
 
 
-def _by_onednn(product: Product, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation | None) -> Tensor:
+def _layer(product: Product | None, activation: Activation | None, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Returns activation(x W + b), [R, out] or [P, R, out]."""
+    if product is None:
+        out = _product(x, weight).add_(bias)
+        return out if activation is None else out.tanh_() if activation == "tanh" else out.relu_()
     fused: Literal["none", "tanh"] = "tanh" if activation == "tanh" else "none"
     out = _each(lambda x, w, b: product(x, w.T, b[0], fused), x.contiguous(), weight, bias)
     return out.relu_() if activation == "relu" else out
 
 
-def _weight_gradient(product: Product, x: Tensor, g: Tensor) -> Tensor:
-    """Returns x' g [in, out] of [R, in] and [R, out]. oneDNN takes twice as long if the first factor of a product is a
-    transposed view, so the narrower one is copied."""
-    if x.shape[1] <= g.shape[1]:
-        return product(x.T.contiguous(), g.T, None)
-    return product(g.T.contiguous(), x.T, None).T
+def _before_activation(g: Tensor, out: Tensor, activation: Activation | None) -> Tensor:
+    """Returns the gradient before the activation function from that after it."""
+    if activation is None:
+        return g
+    backward = torch.ops.aten.tanh_backward if activation == "tanh" else torch.ops.aten.threshold_backward
+    found: Tensor = backward(g, out) if activation == "tanh" else backward(g, out, 0)
+    return found
+
+
+def _input_gradient(product: Product | None, g: Tensor, weight: Tensor) -> Tensor:
+    """Returns g W' [..., R, in]."""
+    if product is None:
+        return _product(g, weight.mT)
+    return _each(lambda g, w: product(g, w, None), g.contiguous(), weight)
+
+
+def _weight_gradient(product: Product | None, x: Tensor, g: Tensor) -> Tensor:
+    """Returns x' g [..., in, out]. oneDNN takes twice as long if the first factor of a product is a transposed view, so
+    the narrower one is copied."""
+    if product is None:
+        return _product(x.mT, g)
+    if x.shape[-1] <= g.shape[-1]:
+        return _each(lambda x, g: product(x.T.contiguous(), g.T, None), x, g.contiguous())
+    return _each(lambda x, g: product(g.T.contiguous(), x.T, None).T, x, g.contiguous())
+
+
+def _products(x: Tensor, weights: Sequence[Tensor]) -> list[Product | None]:
+    """Returns for every layer oneDNN's product where it is faster than PyTorch's own, otherwise None."""
+    found = onednn_product() if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") else None
+    return [found if found and _is_large(x, weight) else None for weight in weights]
+
+
+def _is_large(x: Tensor, weight: Tensor) -> bool:
+    _, inputs, outputs = weight.shape
+    large = x.shape[1] * inputs * outputs >= MIN_PRODUCTS and max(inputs, outputs) >= MIN_WIDTH
+    return large and x.dtype == weight.dtype == torch.float32
 
 
 def _each(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
-    """Returns the results of a function of each member as a stack; of a single member without a copy."""
-    results = [function(*members) for members in zip(*stacks, strict=True)]
-    return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
+    """Returns the result of a function of matrices; of stacks [P, ...] a stack of the results of each member."""
+    if stacks[0].dim() == 2:
+        return function(*stacks)
+    members = zip(*(stack.unbind() for stack in stacks), strict=True)
+    return torch.stack([function(*member) for member in members])
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the batched product of [P, n, m] and [P, m, k]."""
-    return torch.mm(a.squeeze(0), b.squeeze(0)).unsqueeze(0) if len(a) == 1 else torch.bmm(a, b)
+    return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+
+
+def _unstacked(x: Tensor) -> Tensor:
+    """Returns a stack of one without its member dimension; others as they are."""
+    return x.squeeze(0) if x.dim() == 3 else x
+
+
+def _stacked(x: Tensor) -> Tensor:
+    """Returns a matrix as a stack of one; stacks as they are."""
+    return x.unsqueeze(0) if x.dim() == 2 else x
 
 
 # ---- layers
@@ -109,8 +173,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        out: Tensor = Dense.apply(x, self.weight, self.bias, activation)
-        return out
+        return dense_layers(x, (activation,), self.weight, self.bias)
 
 
 class LayerNorm(nn.Module):
@@ -148,10 +211,10 @@ class MLP(nn.Module):
         self.active, self.activation = len(hidden), activation
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if number < len(self.norms):
-                x = self.norms[number](layer(x))
-                x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
-            else:
-                x = layer(x, self.activation if number < self.active else None)
-        return x
+        for norm, layer in zip(self.norms, self.layers, strict=False):  # the last layer has no norm
+            x = norm(layer(x))
+            x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
+        rest = self.layers[len(self.norms) :]
+        activations = [self.activation] * (self.active - len(self.norms)) + [None] * (len(self.layers) - self.active)
+        parameters = [parameter for layer in rest for parameter in (layer.weight, layer.bias)]
+        return dense_layers(x, activations, *parameters) if parameters else x

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from palestra.config import StrictModel
 from palestra.nets.communication import Communication
-from palestra.nets.dense import GAIN, MLP, Activation, Dense, Linear, orthogonal
+from palestra.nets.dense import GAIN, MLP, Activation, Linear, dense_layers, orthogonal
 from palestra.nets.entities import EntityEncoder, EntityLayout
 
 
@@ -88,7 +88,7 @@ class Convolutions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = torch.stack([self._member(p, pixels) for p, pixels in enumerate(x)])
         weight, bias = self.last.weight.to(self.dtype), self.last.bias.to(self.dtype)
-        return Dense.apply(features, weight, bias, "relu").float()
+        return dense_layers(features, ("relu",), weight, bias).float()
 
     def _member(self, p: int, x: Tensor) -> Tensor:
         scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # applied to the first kernel: smaller than x
