@@ -210,11 +210,15 @@ class MLP(nn.Module):
         self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for units in hidden if layer_norm)
         self.active, self.activation = len(hidden), activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, layer in zip(self.norms, self.layers, strict=False):  # the last layer has no norm
+    def forward(self, x: Tensor, last: Linear | None = None) -> Tensor:
+        """Returns the output [P, R, out]; with `last` that of another layer after these, without activation."""
+        layers, norms = list(self.layers), list(self.norms)
+        for norm, layer in zip(norms, layers, strict=False):  # the last layer may have no norm
             x = norm(layer(x))
             x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
-        rest = self.layers[len(self.norms) :]
-        activations = [self.activation] * (self.active - len(self.norms)) + [None] * (len(self.layers) - self.active)
+        activations: list[Activation | None] = [self.activation] * self.active + [None] * (len(layers) - self.active)
+        if last is not None:
+            layers, activations = [*layers, last], [*activations, None]
+        rest = layers[len(norms) :]
         parameters = [parameter for layer in rest for parameter in (layer.weight, layer.bias)]
-        return dense_layers(x, activations, *parameters) if parameters else x
+        return dense_layers(x, activations[len(norms) :], *parameters) if rest else x
