@@ -126,8 +126,8 @@ class StackedAdam:
 
     @torch.no_grad()
     def _adam_step(self, gradient: Tensor, lr: float) -> None:
-        """One step of `torch.optim.Adam`, by the operation that it calls. Its class imports the compiler, which takes two
-        seconds of every process, and its function takes five times as long as the operation."""
+        """One step of `torch.optim.Adam`, by the operation that it calls: its class imports the compiler, which takes
+        two seconds of every process, and its function takes five times as long as the operation."""
         self.step_count += 1
         torch._fused_adam_(
             [self.flat],

@@ -27,6 +27,7 @@ from palestra.algorithms.vector.minibatches import (
     PolicyRows,
     iterate_minibatches,
     normalise_weights,
+    rows_by_member,
     standardise,
 )
 from palestra.envs.vector.base import Arrays
@@ -284,10 +285,9 @@ class ActorCriticLearner(NetLearner):
             out, value = stack.net.unroll_with_values(part.observations, part.recurrent_state, part.is_first, part.team)
             share = normalise_weights(part.weight)
             score = stack.head.evaluate_actions(out, part.actions, part.action_mask)
-            inputs = [x.flatten(1).unbind() for x in (*score, part.logp, part.advantage, share)]
-            total = out.new_zeros(())
-            for p in range(len(names)):
-                new, entropy, old, credit, own = (x[p] for x in inputs)
+            members = zip(*map(rows_by_member, (*score, part.logp, part.advantage, share)), strict=True)
+            total: Tensor | float = 0.0
+            for p, (new, entropy, old, credit, own) in enumerate(members):
                 loss, metrics = self.config.loss(LossInputs(new, entropy, old, None, credit, own))
                 total = total + loss - (bonus * (own * entropy).sum() if bonus else 0.0)
                 lines[p].append({"policy_loss": loss.detach(), **metrics})

@@ -88,7 +88,7 @@ class ValueCritic:
             )
             weight = normalise_weights(minibatch(rows.weight))
             before = None if old is None else minibatch(old)
-            loss = value_loss(out[..., 0], minibatch(rows.target), weight, before, clip)
+            loss = value_loss(out.squeeze(-1), minibatch(rows.target), weight, before, clip)
             self.optimizer.step(loss, progress)
             losses.append(loss.item() / len(self.seat_mapping.names))
         if self.net.gru_units:  # with the weights that evaluate the next batch

@@ -5,7 +5,7 @@ Shapes: `P` members, `T` steps, `C` columns (a seat of a parallel game each), `M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,6 +85,11 @@ class PolicyRows(NamedTuple):
             minibatch.column_recurrent_states(self.recurrent_state),
             minibatch(self.acts),
         )
+
+
+def rows_by_member(x: Tensor) -> Sequence[Tensor]:
+    """Returns the rows [T*M] of each member of [P, T, M]; of a single one as a view, whose gradient needs no copy."""
+    return (x.flatten(),) if len(x) == 1 else x.flatten(1).unbind()
 
 
 def normalise_weights(weight: Tensor) -> Tensor:
