@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,10 @@ from palestra.onednn import Product, onednn_product
 
 Activation = Literal["tanh", "relu"]
 GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}  # of initial weights, by activation function
-MIN_PRODUCTS = 2**19  # multiplications of a member; oneDNN's fixed cost, 12 us, counts more in smaller layers
+# Multiplications of a member's layer from which oneDNN computes it: its fixed cost, 12 us, counts more in smaller ones.
+# A hyperbolic tangent counts like 64, and up to 16 columns alike, since PyTorch takes as long for them.
+MIN_PRODUCTS = 2**19
+TANH_PRODUCTS, SMALLEST_COLUMNS = 64, 16
 MIN_WIDTH = 64  # of the wider side of a layer; narrower ones keep the numbers of PyTorch's products to the last bit
 
 
@@ -26,7 +29,7 @@ def dense_layers(x: Tensor, activations: Sequence[Activation | None], *parameter
     """Returns the output of dense layers, activation(x W + b) one after another, for P members: [P, R, in], then a
     weight [P, in, out] and a bias [P, 1, out] of every layer -> [P, R, out]."""
     if not torch.is_grad_enabled():
-        return _stacked(_outputs(x, activations, parameters, _products(x, parameters[::2]))[-1])
+        return _outputs(x, activations, parameters)[-1]
     out: Tensor = DenseLayers.apply(x, activations, *parameters)[-1]
     return out
 
@@ -39,12 +42,11 @@ class DenseLayers(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, activations: Sequence[Activation | None], *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.activations, ctx.products = activations, _products(x, parameters[::2])
-        *inner, last = _outputs(x, activations, parameters, ctx.products)
-        outputs = (*inner, _stacked(last))
+        outputs = _outputs(x, activations, parameters)
+        ctx.activations = activations
         ctx.save_for_backward(x, *parameters[::2], *outputs)
         ctx.set_materialize_grads(False)
-        return outputs
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -58,38 +60,45 @@ class DenseLayers(torch.autograd.Function):
             if g is None:
                 continue
             g = _before_activation(g, outputs[i], ctx.activations[i])
-            # oneDNN's product has no gradient for a second derivative
-            product = None if torch.is_grad_enabled() else ctx.products[i]
             if ctx.needs_input_grad[2 + 2 * i]:
-                below = x if i == 0 else outputs[i - 1]
-                gradients[2 * i] = _stacked(_weight_gradient(product, below, g))
+                gradients[2 * i] = _stacked(_weight_gradient(outputs[i - 1] if i else x, g))
                 gradients[2 * i + 1] = _stacked(g.sum(-2, keepdim=True))
-            g = _input_gradient(product, g, weights[i]) if i > 0 or ctx.needs_input_grad[0] else None
+            g = _product(g, weights[i].mT) if i or ctx.needs_input_grad[0] else None
         return None if g is None else _stacked(g), None, *gradients
 
 
-def _outputs(
-    x: Tensor,
-    activations: Sequence[Activation | None],
-    parameters: Sequence[Tensor],
-    products: Sequence[Product | None],
-) -> list[Tensor]:
-    """Returns the outputs of all layers; without the member dimension if P is 1, since plain matrix products are faster
-    than batched ones."""
-    outputs = [_unstacked(x)]
-    for weight, bias, activation, product in zip(parameters[::2], parameters[1::2], activations, products, strict=True):
-        layer = outputs[-1], _unstacked(weight), _unstacked(bias)
-        outputs.append(_layer(product, activation, *layer))
-    return outputs[1:]
+def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the outputs of all layers; of inner ones without the member dimension if P is 1, since plain matrix
+    products are faster than batched ones."""
+    product = onednn_product() if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") else None
+    x, outputs = _unstacked(x), []
+    for weight, bias, activation in zip(parameters[::2], parameters[1::2], activations, strict=True):
+        if product is not None and _is_large(x, weight, activation):
+            x = _by_onednn(product, x, _unstacked(weight), _unstacked(bias), activation)
+        else:
+            x = _product(x, _unstacked(weight)).add_(_unstacked(bias))
+            x = x if activation is None else x.tanh_() if activation == "tanh" else x.relu_()
+        outputs.append(x)
+    outputs[-1] = _stacked(x)
+    return outputs
 
 
-def _layer(product: Product | None, activation: Activation | None, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Returns activation(x W + b), [R, out] or [P, R, out]."""
-    if product is None:
-        out = _product(x, weight).add_(bias)
-        return out if activation is None else out.tanh_() if activation == "tanh" else out.relu_()
+def _is_large(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
+    """Returns whether oneDNN computes a layer faster than PyTorch: its products are faster if there are few columns
+    (but for a single one), and so are its tangents."""
+    _, inputs, outputs = weight.shape
+    each = max(inputs, TANH_PRODUCTS) if activation == "tanh" else inputs
+    large = x.shape[-2] * each * max(outputs, SMALLEST_COLUMNS) >= MIN_PRODUCTS and max(inputs, outputs) >= MIN_WIDTH
+    return large and outputs > 1 and x.dtype == weight.dtype == torch.float32
+
+
+def _by_onednn(product: Product, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation | None) -> Tensor:
     fused: Literal["none", "tanh"] = "tanh" if activation == "tanh" else "none"
-    out = _each(lambda x, w, b: product(x, w.T, b[0], fused), x.contiguous(), weight, bias)
+    if x.dim() == 2:
+        out = product(x.contiguous(), weight.T, bias[0], fused)
+    else:
+        members = zip(x.contiguous(), weight.mT, bias[:, 0], strict=True)
+        out = torch.stack([product(*member, fused) for member in members])
     return out.relu_() if activation == "relu" else out
 
 
@@ -97,46 +106,14 @@ def _before_activation(g: Tensor, out: Tensor, activation: Activation | None) ->
     """Returns the gradient before the activation function from that after it."""
     if activation is None:
         return g
-    backward = torch.ops.aten.tanh_backward if activation == "tanh" else torch.ops.aten.threshold_backward
-    found: Tensor = backward(g, out) if activation == "tanh" else backward(g, out, 0)
-    return found
+    if activation == "tanh":
+        return torch.ops.aten.tanh_backward(g, out)  # type: ignore[no-any-return]
+    return torch.ops.aten.threshold_backward(g, out, 0)  # type: ignore[no-any-return]
 
 
-def _input_gradient(product: Product | None, g: Tensor, weight: Tensor) -> Tensor:
-    """Returns g W' [..., R, in]."""
-    if product is None:
-        return _product(g, weight.mT)
-    return _each(lambda g, w: product(g, w, None), g.contiguous(), weight)
-
-
-def _weight_gradient(product: Product | None, x: Tensor, g: Tensor) -> Tensor:
-    """Returns x' g [..., in, out]. oneDNN takes twice as long if the first factor of a product is a transposed view, so
-    the narrower one is copied."""
-    if product is None:
-        return _product(x.mT, g)
-    if x.shape[-1] <= g.shape[-1]:
-        return _each(lambda x, g: product(x.T.contiguous(), g.T, None), x, g.contiguous())
-    return _each(lambda x, g: product(g.T.contiguous(), x.T, None).T, x, g.contiguous())
-
-
-def _products(x: Tensor, weights: Sequence[Tensor]) -> list[Product | None]:
-    """Returns for every layer oneDNN's product where it is faster than PyTorch's own, otherwise None."""
-    found = onednn_product() if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") else None
-    return [found if found and _is_large(x, weight) else None for weight in weights]
-
-
-def _is_large(x: Tensor, weight: Tensor) -> bool:
-    _, inputs, outputs = weight.shape
-    large = x.shape[1] * inputs * outputs >= MIN_PRODUCTS and max(inputs, outputs) >= MIN_WIDTH
-    return large and x.dtype == weight.dtype == torch.float32
-
-
-def _each(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
-    """Returns the result of a function of matrices; of stacks [P, ...] a stack of the results of each member."""
-    if stacks[0].dim() == 2:
-        return function(*stacks)
-    members = zip(*(stack.unbind() for stack in stacks), strict=True)
-    return torch.stack([function(*member) for member in members])
+def _weight_gradient(x: Tensor, g: Tensor) -> Tensor:
+    """Returns x' g [..., in, out], as the product with more columns: PyTorch takes five times as long for a few."""
+    return _product(x.mT, g) if x.shape[-1] <= g.shape[-1] else _product(g.mT, x).mT
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def test_outputs_and_gradients_are_those_of_float64(monkeypatch, members, activa
     outer = normal(members, ROWS, shape[1], seed=3).masked_fill(before.abs() < 1e-5, 0.0)
     out = dense_layers(parts[0], (activation,), *parts[1:])
     found = [out, *torch.autograd.grad(out, parts, outer)]
-    assert len(seen) == 3 * members  # the layer, and the gradients of its inputs and its weights
+    assert len(seen) == (members if shape[1] > 1 else 0)
     for mine, right in zip(found, exact(parts, activation, outer), strict=True):
         # sums of up to 8200 products in float32: rounding gives about 1e-6 of the largest
         torch.testing.assert_close(mine.detach().double(), right, rtol=0, atol=1e-5 * float(right.abs().max()))
@@ -75,7 +75,7 @@ def test_columns_and_expanded_gradients_are_computed_as_copies(monkeypatch):
         right = exact([apart, weight, bias], activation, torch.ones(1, ROWS, 64))[1:]
         for mine, one in zip(found, right, strict=True):
             torch.testing.assert_close(mine.double(), one, rtol=0, atol=1e-5 * float(one.abs().max()))
-    assert len(seen) == 6
+    assert len(seen) == 2
 
 
 @needs_onednn
