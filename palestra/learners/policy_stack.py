@@ -116,11 +116,12 @@ class StackedAdam:
         gradient = torch.cat([part.flatten(1) for part in parts], 1)
         if self.gradient_sync.num_processes > 1:
             gradient = self.gradient_sync.all_reduce(gradient) / self.gradient_sync.num_processes
-        norms = torch.linalg.vector_norm(gradient, dim=1)
+        norms, scales = torch.linalg.vector_norm(gradient, dim=1), []
         for name, norm in zip(self.names, norms.tolist(), strict=True):
             if not math.isfinite(norm):
                 raise NonFiniteGradient(name)
-        gradient *= (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)[:, None]
+            scales.append(min(self.config.max_grad_norm / (norm + 1e-6), 1.0))
+        gradient *= torch.tensor(scales)[:, None]
         self._adam_step(gradient, self.config.lr * (1 - progress if self.config.lr_schedule == "linear" else 1.0))
         return norms
 

@@ -55,11 +55,12 @@ class DenseLayers(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * (2 * depth)
         g: Tensor | None = None
         for i in reversed(range(depth)):
+            in_place = g is not None and not torch.is_grad_enabled()
             if (own := outer[i]) is not None:
                 g = _unstacked(own) if g is None else g + own
             if g is None:
                 continue
-            g = _before_activation(g, outputs[i], ctx.activations[i])
+            g = _before_activation(g, outputs[i], ctx.activations[i], in_place)
             if ctx.needs_input_grad[2 + 2 * i]:
                 gradients[2 * i] = _stacked(_weight_gradient(outputs[i - 1] if i else x, g))
                 gradients[2 * i + 1] = _stacked(g.sum(-2, keepdim=True))
@@ -102,13 +103,14 @@ def _by_onednn(product: Product, x: Tensor, weight: Tensor, bias: Tensor, activa
     return out.relu_() if activation == "relu" else out
 
 
-def _before_activation(g: Tensor, out: Tensor, activation: Activation | None) -> Tensor:
-    """Returns the gradient before the activation function from that after it."""
+def _before_activation(g: Tensor, out: Tensor, activation: Activation | None, in_place: bool) -> Tensor:
+    """Returns the gradient before the activation function from that after it, which `in_place` overwrites."""
     if activation is None:
         return g
-    if activation == "tanh":
-        return torch.ops.aten.tanh_backward(g, out)  # type: ignore[no-any-return]
-    return torch.ops.aten.threshold_backward(g, out, 0)  # type: ignore[no-any-return]
+    operation: Any = torch.ops.aten.tanh_backward if activation == "tanh" else torch.ops.aten.threshold_backward
+    arguments = (g, out) if activation == "tanh" else (g, out, 0)
+    found: Tensor = operation.grad_input(*arguments, grad_input=g) if in_place else operation(*arguments)
+    return found
 
 
 def _weight_gradient(x: Tensor, g: Tensor) -> Tensor:
