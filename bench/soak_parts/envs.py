@@ -1,7 +1,7 @@
 """Many gRPC sessions of an env whose steps wait 20 ms, on a server of its own with two workers.
 
-Each session is a coroutine of one client: it opens an env, steps as soon as it is answered, closes it after 50 steps and
-opens the next.
+Each session is a coroutine of one client: it opens an env, steps as soon as it is answered, closes it after 50 steps
+and opens the next.
 """
 
 from __future__ import annotations

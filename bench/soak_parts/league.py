@@ -1,9 +1,9 @@
 """A league of small networks over Ray whose workers are killed, and the same league on one worker.
 
-Rock, paper, scissors, one step a game; each slice of training freezes a copy, which plays 64 earlier ones, so that members
-are added as long as there is time. Now and then a worker that has a task in hand is killed (SIGKILL). A lost task is
-one that was submitted, did not wait when time was up, and is in tasks.jsonl not exactly once. In the end the run's
-records are replayed, as a resume does.
+Rock, paper, scissors, one step a game; each slice of training freezes a copy, which plays 64 earlier ones, so that
+members are added as long as there is time. Now and then a worker that has a task in hand is killed (SIGKILL). A lost
+task is one that was submitted, did not wait when time was up, and is in tasks.jsonl not exactly once. In the end the
+run's records are replayed, as a resume does.
 """
 
 from __future__ import annotations

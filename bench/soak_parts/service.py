@@ -1,8 +1,8 @@
 """The service under the load of many clients: 64 adapters of eight API keys, sampled and trained at once.
 
-Each key has eight adapters, and each adapter a client that trains it: gradients of a batch, an optimizer step, a sampler
-of the new weights. All other clients sample, from the newest weights of one of their key's adapters; the first key has
-more of them than the others. A client waits for its answer, then for an exponential time, and asks again.
+Each key has eight adapters, and each adapter a client that trains it: gradients of a batch, an optimizer step, a
+sampler of the new weights. All other clients sample, from the newest weights of one of their key's adapters; the first
+key has more of them than the others. A client waits for its answer, then for an exponential time, and asks again.
 """
 
 from __future__ import annotations
