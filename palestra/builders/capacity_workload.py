@@ -196,7 +196,8 @@ def _policy_load(
     size = DTYPE_SIZES[policy.dtype] if policy.dtype != "auto" else size
     load = decoder_load(model_shape(policy.base), policy.lora if isinstance(policy, LoraPolicyConfig) else None, size)
     load = replace(load, cache_bytes=cache_bytes)
-    engine = name if isinstance(policy, FullPolicyConfig) else f"{policy.base} {policy.dtype} {policy.quantize}"
+    shared = (policy.base, policy.dtype, policy.quantize, policy.long_context)
+    engine = name if isinstance(policy, FullPolicyConfig) else " ".join(map(str, shared))
     if not isinstance(policy, LMLearnerConfig):
         return PolicyLoad(name, engine, load, share, tokens, limit)
     samples = share * sum(each.answers for each in rounds)
