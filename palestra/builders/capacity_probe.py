@@ -62,7 +62,9 @@ def plays_itself(config: TextConfig) -> bool:
     """True if the run's policies can play for a plan: their bases are folders of this machine, and small."""
     bases = {policy.base for policy in config.policies.values() if isinstance(policy, LMPolicyConfig)}
     here = [base for base in bases if Path(resolve_base(base)).is_dir()]
-    return not config.sampler and len(here) == len(bases) and all(model_shape(b).params <= MAX_PARAMS for b in here)
+    if config.sampler or config.engine or len(here) < len(bases):
+        return False
+    return all(model_shape(base).params <= MAX_PARAMS for base in here)
 
 
 def _as_played(config: TextConfig, shape: EpisodeShape) -> EpisodeShape:
