@@ -56,14 +56,14 @@ class Engines:
         self.device, self.max_rows, self.ranks, self.sharded = device, max_rows, ranks, sharded
         self.kv_cache_gib = kv_cache_gib
         self.remote_samplers = RemoteSamplers(sampler) if sampler else None
-        self._shared: dict[tuple[str, str, str | None], tuple[Engine, SamplerProtocol]] = {}
+        self._shared: dict[tuple[str, str, str | None, bool], tuple[Engine, SamplerProtocol]] = {}
         self.loaded_engines: list[Engine] = []
         self._samplers: list[SamplerProtocol] = []
 
     def shared_engine(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
         """Returns the shared engine and sampler of the base, dtype and sampling that `config` asks for; loads them on
         first use."""
-        key = (config.base, config.dtype, config.quantize)
+        key = (config.base, config.dtype, config.quantize, config.long_context)
         if key not in self._shared:
             self._shared[key] = self._apart(config) if self.remote_samplers else self.load_own_engine(config)
         return self._shared[key]
@@ -82,6 +82,11 @@ class Engines:
             raise ValueError(
                 f"quantize: {config.quantize} is for bases in this process, and sampler: has others answer with whole "
                 "weights: leave one of them out"
+            )
+        if config.long_context:
+            raise ValueError(
+                "long_context is for bases in this process, and sampler: has others answer, which choose LongRoPE's "
+                "factors themselves: leave one of them out"
             )
         opening = self.remote_samplers.open(
             config.base,
@@ -107,7 +112,9 @@ class Engines:
             )
         # sharded on the way to the device, which need not have room for the whole model
         place = "cpu" if self.sharded else device
-        engine = Engine.load(config.base, device=place, dtype=dtype, quantize=config.quantize)
+        engine = Engine.load(
+            config.base, device=place, dtype=dtype, quantize=config.quantize, long_context=config.long_context
+        )
         mixed = autocast_dtype(config, device) if isinstance(config, FullPolicyConfig) else None
         if self.sharded:
             shard_engine(engine, self.ranks, device, train=train, autocast_dtype=mixed)

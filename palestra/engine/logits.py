@@ -1,4 +1,4 @@
-"""Limit of the number of logits that exist at a time: rows of vocabulary size, the largest tensors of a pass."""
+"""Limits of the number of logits that exist at a time: rows of vocabulary size, the largest tensors of a pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-MAX_LOGITS = 2**23  # logits of a chunk: 32 MiB in float32, of which a pass holds five (training) or seven copies
+MAX_LOGITS = 2**23  # logits of a chunk: 32 MiB in float32, of which training holds two (frozen head) to five copies
+MAX_DRAWN_LOGITS = 2**19  # of a chunk in sampling on CPU: its copies fit the processor's cache
 
 
 def fits_at_once(rows: int, vocab_size: int) -> bool:
@@ -15,9 +16,9 @@ def fits_at_once(rows: int, vocab_size: int) -> bool:
     return rows * vocab_size <= MAX_LOGITS
 
 
-def row_chunks(rows: int, vocab_size: int) -> Iterator[slice]:
-    """Yields slices of `rows` rows with at most `MAX_LOGITS` logits each (at least one row)."""
-    step = max(1, MAX_LOGITS // vocab_size)
+def row_chunks(rows: int, vocab_size: int, most: int | None = None) -> Iterator[slice]:
+    """Yields slices of `rows` rows with at most `most` and at most `MAX_LOGITS` logits each (at least one row)."""
+    step = max(1, min(MAX_LOGITS, most or MAX_LOGITS) // vocab_size)
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
 

@@ -20,13 +20,14 @@ from palestra.engine.bases import resolve_base
 from palestra.engine.kv_cache import pages_of
 from palestra.engine.kv_pages import PAGE_TOKENS, SLACK_DIVISOR
 from palestra.engine.linear import packed_bytes
-from palestra.engine.logits import MAX_LOGITS
+from palestra.engine.logits import MAX_DRAWN_LOGITS, MAX_LOGITS
 from palestra.engine.lora import target_names
 from palestra.engine.lora_config import LoraConfig
 from palestra.engine.lora_variants import stacked_parameters
 
 FLOAT32 = 4
-TRAINED_LOGITS_BYTES, SAMPLED_LOGITS_BYTES = 20, 28  # per logit of a chunk, measured
+TRAINED_LOGITS_BYTES = 20  # per logit of a chunk with a trained head, measured; a frozen head takes half of that
+DRAWN_LOGITS_BYTES = 24  # per logit of a chunk in sampling, beside the logits themselves, measured
 PROCESS = 550 * 2**20  # Python, torch and transformers without a model
 
 
@@ -135,9 +136,13 @@ def pass_bytes(shape: ModelShape, tokens: int, *, size: int) -> int:
 
 
 def logits_bytes(shape: ModelShape, tokens: int, *, trained: bool) -> int:
-    """Returns the logits that exist at a time in a pass that reads those of `tokens` tokens: float32 and, in sampling,
-    their float64 cumulative sums; in training, those that autograd keeps and their gradients."""
-    return (TRAINED_LOGITS_BYTES if trained else SAMPLED_LOGITS_BYTES) * min(tokens * shape.vocab, MAX_LOGITS)
+    """Returns the logits that exist at a time in a pass that reads those of `tokens` tokens: in training, those of a
+    chunk that autograd keeps and their gradients; in sampling, all in float32 and, for a chunk, their probabilities and
+    float64 cumulative sums."""
+    logits = tokens * shape.vocab
+    if trained:
+        return TRAINED_LOGITS_BYTES * min(logits, MAX_LOGITS)
+    return FLOAT32 * logits + DRAWN_LOGITS_BYTES * min(logits, MAX_DRAWN_LOGITS)
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
 from palestra.engine.bases import SHIPPED_BASES_DIR, expert_notes, model_class, plain_note, resolve_base, resolve_device
 from palestra.engine.decoder import decoder_of
 from palestra.engine.flat_row import AdapterRoute, AttentionLayout, KVFirstLayout, StopAfterKV, select_rows
-from palestra.engine.length_limit import limit_length
+from palestra.engine.length_limit import limit_length, use_long_factors
 from palestra.engine.lora import find_linear_layers, own_output
 from palestra.engine.lora_variants import call_by_blocks, replaceable_modules
 from palestra.engine.malloc import keep_freed_memory, release_freed_memory
@@ -43,6 +39,8 @@ from palestra.engine.quantized import Quantization, quantize_model
 from palestra.engine.routing_replay import ReplayedExperts, Router, find_routers, replay_experts
 from palestra.engine.self_check import choose_engine, small_verdict
 from palestra.engine.tree_attention import TreeLayout
+
+LARGE_MODEL_BYTES = 2**28  # of weights: a phase takes so long that page faults at its beginning do not count
 
 
 class ShardedParams(Protocol):
@@ -106,13 +104,15 @@ class Engine:
         dtype: str = "auto",
         threads: int = 1,
         quantize: Quantization | None = None,
+        long_context: bool = False,
     ) -> Engine:
         """Loads the base `base`: the name of a shipped one ("tiny") or a packaged one ("smollm2"), a local folder,
         a GGUF file, or a Hugging Face hub name.
 
         `device` "auto" uses CUDA if available; `dtype` "auto" is bfloat16 on CUDA and float32 on CPU; `quantize`
-        quantises the linear layers after loading (quantized.py). Raises ValueError
-        if the base cannot be loaded, or if its results here are not those of transformers (self_check.py).
+        quantises the linear layers after loading (quantized.py); `long_context` uses LongRoPE's long factors
+        (length_limit.py). Raises ValueError if the base cannot be loaded, or if its results here are not those of
+        transformers (self_check.py).
         """
         torch.set_num_threads(threads)
         keep_freed_memory()
@@ -123,7 +123,9 @@ class Engine:
         path = resolve_base(base)
         try:
             config = AutoConfig.from_pretrained(path)
-            model = model_class(config, base).from_pretrained(path, dtype=torch_dtype, attn_implementation="eager")
+            changed = {"config": use_long_factors(config, base)} if long_context else {}
+            kind = model_class(config, base)
+            model = kind.from_pretrained(path, dtype=torch_dtype, attn_implementation="eager", **changed)
             tokenizer = AutoTokenizer.from_pretrained(path)
         except OSError as error:
             shipped = ", ".join(sorted(p.parent.name for p in SHIPPED_BASES_DIR.glob("*/config.json"))) or "none"
@@ -136,6 +138,12 @@ class Engine:
         engine = choose_engine(model, base, lambda of, plain: cls(of, tokenizer, base, plain=plain))
         release_freed_memory()  # what loading took beside the weights
         return engine
+
+    def release_freed_memory(self) -> None:
+        """Returns the freed memory of a large model's phase to the system: its pieces do not fit what the next phase
+        allocates, so that it would take new memory beside them."""
+        if sum(p.nbytes for p in self.model.parameters()) >= LARGE_MODEL_BYTES:
+            release_freed_memory()
 
     def notes(self) -> list[str]:
         """Returns what a user should know about how the base runs, a line each: that it is on the plain path, and that

@@ -168,6 +168,7 @@ class Sampler:
     def _rest(self) -> None:
         if not self.has_requests:
             self.batch.rest()
+            self.engine.release_freed_memory()
 
     def clear_cache(self) -> None:
         """Drops the stored prefixes and adapter stacks of earlier snapshots."""

@@ -212,6 +212,7 @@ class Trainer:
         self._passes = 0
         for tensor in [*self.parameters, *self.local_parameters]:
             tensor.grad = None
+        self.engine.release_freed_memory()
         if not fits and not self.loss_scale:
             raise ValueError(f"the gradient's norm is {float(norm)}. Lower the learning rate, or look for bad rewards.")
         metrics = self.loss_scale.update(fits) if self.loss_scale else {}

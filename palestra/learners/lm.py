@@ -1,5 +1,4 @@
-"""Learners of language models: one adapter on a shared base, or a separate full model, in this process or on a
-server."""
+"""Learners of language models: an adapter on a shared base, or a separate full model, here or on a server."""
 
 from __future__ import annotations
 
@@ -55,8 +54,9 @@ class LMPolicyConfig(AdamConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. "auto": bfloat16 on CUDA and float32 on CPU; float32 for a full model in training."""
     quantize: Quantization | None = None
-    """Quantises the linear layers of the base, on which adapters are trained (QLoRA): "nf4" takes 4.5 bits a weight,
-    "int8" 8. Slower; null: not."""
+    """Quantises the base's linear layers, under adapters (QLoRA): "nf4" 4.5 bits a weight, "int8" 8. null: not."""
+    long_context: bool = False
+    """LongRoPE's long factors for sequences of every length, which may then exceed the base's original length."""
 
     @property
     def prompt_options(self) -> dict[str, Any]:

@@ -130,6 +130,43 @@ def test_longrope_is_exact_up_to_its_limit_and_refused_beyond():
         Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([long])
 
 
+def test_long_factors_are_exact_beyond_the_original_length(tmp_path):
+    """Sequences of 80, 100 and 30 tokens in one pack, and answers that cross 64 tokens with keys in the cache."""
+    rope = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "sliding_window": None}
+    own = architectures.random_model("phi3", **rope)
+    own.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    engine = Engine.load(str(tmp_path), device="cpu", long_context=True)
+    assert engine.plain_path is None
+    rng, zeros = np.random.default_rng(0), np.zeros(15, np.float32)
+    ids = [rng.integers(5, 250, size) for size in (80, 100, 30)]
+    samples = [Sample(each[:-15], each[-15:], zeros, zeros) for each in ids]
+    ids[2] = np.concatenate([ids[2], rng.integers(5, 250, 40)])  # as the beginning of a long sequence
+
+    def check(found: np.ndarray, whole: np.ndarray, first: int) -> None:
+        with torch.no_grad():
+            logp_TV = torch.log_softmax(own(input_ids=torch.as_tensor(whole)[None]).logits[0], -1)
+        next_T = torch.as_tensor(whole[first : first + len(found)])
+        expected = logp_TV[first - 1 : first - 1 + len(found)].gather(1, next_T[:, None])[:, 0]
+        np.testing.assert_allclose(found, expected, atol=LOGPROB_ATOL)
+
+    trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
+    for sample, whole, found in zip(samples, ids, trainer.logprobs(samples), strict=True):
+        check(found, whole, len(sample.prompt_ids))
+    prompts = [ids[0][:size].astype(np.int32) for size in (50, 70)]
+    settings = SamplingConfig(max_tokens=30, stop_at_eos=False)
+    for prompt, answers in zip(
+        prompts, Sampler(engine).sample_all([Request(p, 2, settings) for p in prompts]), strict=True
+    ):
+        for answer in answers:
+            check(answer.logprobs, np.concatenate([prompt, answer.token_ids]), len(prompt))
+
+
+def test_long_factors_are_refused_where_there_are_none():
+    with pytest.raises(ValueError, match=r"'tiny' has no short and long factors \(LongRoPE\) to choose"):
+        Engine.load("tiny", device="cpu", long_context=True)
+
+
 # ---- the plain path
 
 

@@ -93,6 +93,11 @@ class RemoteWeights:
                 f"servers load their bases themselves, but the policy sets quantize: {self.config.quantize}: leave "
                 "that out, or train in this process (engine: null)"
             )
+        if self.config.long_context:
+            raise ValueError(
+                "servers load their bases themselves, but the policy sets long_context: leave that out, or train in "
+                "this process (engine: null)"
+            )
         if self.config.optimizer != "adamw":
             raise ValueError(
                 f"servers train with AdamW, but the policy sets optimizer: {self.config.optimizer}: leave that out, or "
