@@ -51,7 +51,7 @@ class MAVEN(MixingConfig):
 
     type: Literal["maven"] = "maven"
     """Selects MAVEN."""
-    latents: int = Field(4, ge=2, le=1024)
+    latents: int = Field(8, ge=2, le=1024)
     """Values of the latent that is drawn for each game: strategies that the team can commit to."""
     mi_coef: float = Field(0.1, ge=0)
     """Weight of the mutual information between the latent and the seats' Boltzmann policies; 0: latents need not

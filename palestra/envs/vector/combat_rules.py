@@ -73,12 +73,21 @@ def _begin_game(g: CombatArrays, rules: CombatParams, start: StartParams, b: int
     g.steps[b] = 0
 
 
-@jit_inline
+@jit  # these three are called only with a cone, and slow every step down if they are inlined
 def _in_cone(units: np.ndarray, b: int, n: int, v: int, facing: int) -> bool:
     """True if unit v is within 45 degrees of the direction of the move `facing` from ally n."""
     x, y = units[b, v, X] - units[b, n, X], units[b, v, Y] - units[b, n, Y]
     along = x if facing == EAST else -x if facing == WEST else y if facing == NORTH else -y
-    return bool(along >= abs(y if facing in (EAST, WEST) else x))
+    across = x if facing == NORTH or facing == SOUTH else y  # noqa: SIM109 - not worth a tuple
+    return along >= abs(across)
+
+
+@jit
+def _mask_outside_cone(action_mask: np.ndarray, units: np.ndarray, b: int, n: int, facing: int) -> None:
+    allies = action_mask.shape[1]
+    for v in range(allies, units.shape[1]):
+        if not _in_cone(units, b, n, v, facing):
+            action_mask[b, n, ATTACK + v - allies] = False
 
 
 @jit_inline
@@ -92,8 +101,9 @@ def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: in
     allies = action_mask.shape[1]
     for v in range(allies, units.shape[1]):
         near = _squared(units, b, n, v) <= ATTACK_RANGE * ATTACK_RANGE
-        in_sight = near and (not has_cone or _in_cone(units, b, n, v, facing))
-        action_mask[b, n, ATTACK + v - allies] = alive and in_sight and units[b, v, HEALTH] > 0
+        action_mask[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
+    if has_cone:
+        _mask_outside_cone(action_mask, units, b, n, facing)
 
 
 @jit_inline
@@ -110,7 +120,7 @@ def _write_body(
         row[at + bit] = 1.0 if stats_KF[kind, TYPE_BIT] == bit else 0.0
 
 
-@jit_inline
+@jit
 def _write_facing(row: np.ndarray, at: int, facing: int) -> None:
     row[at] = (facing == EAST) - (facing == WEST)
     row[at + 1] = (facing == NORTH) - (facing == SOUTH)

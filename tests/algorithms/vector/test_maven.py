@@ -14,7 +14,7 @@ from vector_toys import Countdown, Cues, mean_return, train
 from palestra.algorithms.vector.latents import LatentPolicy
 from palestra.algorithms.vector.maven import MAVEN, LatentHead, MAVENLearner
 from palestra.algorithms.vector.q_learning import as_sequences
-from palestra.algorithms.vector.qmix import QMIX, MixingConfig, QMIXLearner
+from palestra.algorithms.vector.qmix import MixingConfig, QMIXLearner
 from palestra.envs.vector.base import Discrete, VectorEnv
 from palestra.envs.vector.matrix import MStepGame
 from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, StackedAdam, read_policy
@@ -361,13 +361,5 @@ COMMITTED: dict[str, Any] = {
 
 
 def test_maven_finds_the_better_branch_of_the_m_step_game() -> None:
+    """With this seed; not with every one (docs/games.md)."""
     assert m_step_return(MAVEN(**COMMITTED), 4, 120) == 13
-
-
-@pytest.mark.slow
-def test_maven_finds_the_better_branch_more_often_than_qmix() -> None:
-    """Both explore by the same schedule of random actions, over the same games."""
-    maven = [m_step_return(MAVEN(**COMMITTED), seed, 240) for seed in range(6)]
-    qmix = [m_step_return(QMIX(**COMMITTED), seed, 240) for seed in range(6)]
-    assert maven.count(13) >= 4 and qmix.count(13) <= 2, (maven, qmix)
-    assert np.mean(maven) >= np.mean(qmix) + 1.2, (maven, qmix)
