@@ -40,7 +40,7 @@ real: $(INSTALLED) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU,
 	$(BIN)/palestra train configs/real/story_team.yaml --name $$name
 
 test: lint ## lint, types and the fast tests (CPU), on as many cores as there are
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-all: lint ## the same with the slow tests
 	$(BIN)/python -m pytest -m "not gpu and not clients and not peers and not browser"

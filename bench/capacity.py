@@ -4,6 +4,7 @@
     python bench/capacity.py --quick     twelve runs of fewer steps, about six minutes
     python bench/capacity.py --simulate  the simulated cluster alone: leagues on 1 to 1,000 workers (cluster.py)
     python bench/capacity.py --rows 1M-1 20M-8 --markdown rows.md
+    python bench/capacity.py --config palestra/configs/demo.yaml    a run of a config, with what its policies do
 
 Before each run the machine is measured again (builders/calibration.py, some seconds on three small models, none of them
 a base here), since its cores may be shared: a prediction is of the machine as it was just then. Models have random
@@ -47,9 +48,10 @@ from palestra.builders.calibration import Calibration, noise_config
 from palestra.builders.capacity import Machine
 from palestra.builders.capacity_phases import StepTime, step_time
 from palestra.builders.capacity_plan import layout_of
-from palestra.builders.capacity_workload import build_workload, probe_episodes
+from palestra.builders.capacity_probe import probe_episodes
+from palestra.builders.capacity_workload import build_workload
 from palestra.builders.text_config import TextConfig
-from palestra.config import dump
+from palestra.config import dump, load, override, validate
 from palestra.engine.bases import resolve_base
 from palestra.launch.distributed import build
 from palestra.runs import Run
@@ -176,6 +178,18 @@ class Stopwatch(Callback):
         self.cpu.append(time.process_time() + (self.workers.cpu_s if self.workers else 0.0))
 
 
+def compare_config(path: Path) -> Iterator[Compared]:
+    """Predicts and measures six steps of the run of a config, without its evaluations; lengths of episodes and answers
+    are those of its untrained policies."""
+    config = validate(TextConfig, override(load(path), ["steps=6", "evals={}"]))
+    machine = Calibration("cpu").measure(REPEATS)
+    episode = probe_episodes(config, own_policies=True)
+    workload = build_workload(config, episode, device="cpu", cache_bytes=machine.cache_bytes)
+    planned = step_time(workload, machine, layout_of(config, CORES))
+    row = Row(path.stem, "-", adapters=len(config.policies), turns=episode.turns, episodes=config.episodes)
+    yield Compared(row, planned, machine.slowdown, *measure(config))
+
+
 def measure(config: TextConfig) -> tuple[float, float]:
     """CPU and wall seconds of a step."""
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(config)) as run:
@@ -299,6 +313,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="twelve runs of fewer steps")
     parser.add_argument("--simulate", action="store_true", help="the simulated cluster alone")
     parser.add_argument("--rows", nargs="*", default=[], help="names of runs (default: all)")
+    parser.add_argument("--config", type=Path, help="the run of a config in place of these")
     parser.add_argument("--workers", type=int, nargs="*", default=WORKERS, help="of the simulated cluster")
     parser.add_argument("--markdown", type=Path, help="write the table for a page, too")
     args = parser.parse_args()
@@ -311,7 +326,7 @@ def main() -> None:
         if args.quick and not args.rows:
             chosen = [replace(row, steps=4) for row in chosen if row.name not in LEFT_OUT_OF_QUICK]
         with tempfile.TemporaryDirectory() as folder:
-            found = list(compare(chosen, Path(folder)))
+            found = list(compare_config(args.config) if args.config else compare(chosen, Path(folder)))
         text, shown = markdown(HEADS, [cells(each) for each in found]), (HEADS, [cells(each) for each in found])
         line = {"bench": "capacity", "figures": figures(found), "targets": TARGETS}
     table = Table(*shown[0])

@@ -3,6 +3,7 @@
     python bench/cluster.py            1,000 workers, leagues of up to 10,000 members, a node lost every minute
     python bench/cluster.py --quick    100 workers, a tenth of the members, a node lost every ten minutes
     python bench/cluster.py --whole    without sampled opponents: what breaks first
+    python bench/cluster.py --results  only what the league itself takes for a result of training, in some seconds
 
 Prints, for growing numbers of members: throughput and use of the workers (slices take a log-normal time, so some are
 stragglers), work lost with nodes and how long its tasks wait for another worker, and what the driver pays: CPU
@@ -140,6 +141,38 @@ def simulate(workers: int, learners: int, slices: int, whole: bool) -> dict[str,
     }
 
 
+def result_ms(members: int, results: int = 150) -> float:
+    """Returns CPU milliseconds in which a league of 125 learners and so many members takes a result of training and
+    makes the next task, without log and files; the games of new copies are left out."""
+    config = LeagueConfig(
+        main_agents=12,
+        main_exploiters=12,
+        league_exploiters=101,
+        slices=1_000_000,
+        min_slices=1,
+        max_slices=1,
+        rated_opponents=128,
+        opponents_per_slice=512,
+    )
+    population = Population(("player",))
+    population.add(Member("uniform", "player"))
+    league, rng = League(config, population), np.random.default_rng(0)
+    learners = list(league.learners.values())
+    for number in range(members):
+        name = f"copy{number}-1"
+        population.add(Member(name, "player", f"members/{name}"))
+        learners[number % len(learners)].frozen_copies.append(name)
+    tasks, spent = list(league.initial_tasks()), 0.0
+    for _ in range(results):
+        task = tasks.pop(0)
+        result = outcome(task, rng)
+        start = time.process_time()
+        new = league.on_result(task, result)
+        spent += time.process_time() - start
+        tasks += [each for each in new if isinstance(each, TrainTask)]
+    return 1e3 * spent / results
+
+
 def _rss_mb() -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS"):
@@ -152,7 +185,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of everything")
     parser.add_argument("--whole", action="store_true", help="without sampling, to see what breaks first")
     parser.add_argument("--members", type=int, nargs="*", help="sizes of the league")
+    parser.add_argument("--results", action="store_true", help="the league's cost of a result at 100 to 10,000 members")
     args = parser.parse_args()
+    if args.results:
+        found = {
+            f"result_ms_{members}": round(result_ms(members), 3) for members in args.members or (100, 1000, 10_000)
+        }
+        print(json.dumps({"bench": "league_results", "figures": found}))
+        return
     workers = 100 if args.quick else 1000
     learners = workers * 5 // 4  # each trains one slice at a time, and the games of frozen copies need workers too
     sizes = args.members or ([250, 500, 1000] if args.quick else [2500, 5000, 10_000])

@@ -76,9 +76,9 @@ HEADINGS = ("steps/s", "p50 ms", "p99 ms", "CPU µs here", "CPU µs there")
 
 
 @contextmanager
-def servers(number: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Env servers on free ports, each a process; their addresses are in `address`."""
-    command = [Path(sys.executable).parent / "palestra", "serve-envs", "--envs", GAME, "--port", "0"]
+def servers(number: int, envs: str = GAME, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Servers of `envs` on free ports, each a process; their addresses are in `address`."""
+    command = [Path(sys.executable).parent / "palestra", "serve-envs", "--envs", envs, "--port", "0", *options]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
     try:
         for process in processes:

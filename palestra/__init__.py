@@ -29,6 +29,7 @@ _NAMES = {  # module: names that it gives to `import palestra`
         "GAIL",
         "IQL",
         "MAT",
+        "MAVEN",
         "NFSP",
         "Net",
         "PQN",

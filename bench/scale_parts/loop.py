@@ -13,6 +13,8 @@ Figures, WAY one of `inline`, `local_1`, `local_2`, `ray_1` and `ray_2` (as many
     WAY_driver_s     seconds of a step in which this process computed
     WAY_busy         share of the rollout's seconds in which a worker played, a mean over workers
     WAY_worker_s     seconds of a step in which workers computed, all together (the learners' actors on Ray not counted)
+    WAY_sent_mb      on Ray, MB of adapters that a step puts into the object store for all workers
+    WAY_returned_mb  on Ray, MB of episodes that workers return in a step
     WAY_start_s      from the beginning until the first step is over, processes and bases included
     ahead_step_s     wall seconds of a step on two local workers that play one step ahead (staleness: 1)
 """
@@ -37,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from palestra.backends.episode_tasks import DistributedSource
+from palestra.backends.ray.workers import traffic
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
 from palestra.launch.distributed import build
@@ -52,7 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ray_1": {"type": "ray", "workers": 1},
     "ray_2": {"type": "ray", "workers": 2},
 }
-FIGURES = ("step_s", "rollout_s", "train_s", "driver_s", "worker_s", "busy", "start_s")
+FIGURES = ("step_s", "rollout_s", "train_s", "driver_s", "worker_s", "busy", "start_s", "sent_mb", "returned_mb")
 
 
 def config(backend: dict[str, Any], quick: bool, staleness: int = 0) -> TextConfig:
@@ -80,11 +83,15 @@ class Stopwatch(Callback):
         self.ends: list[float] = []
         self.wall: list[float] = []
         self.cpu: list[float] = []
+        self.sent: list[float] = []
+        self.returned: list[float] = []
 
     def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
         self.ends.append(time.perf_counter() - self.start)
         self.wall.append(self.troupe.wall_s if self.troupe else 0.0)
         self.cpu.append(self.troupe.cpu_s if self.troupe else 0.0)
+        self.sent.append(traffic["put_bytes"] / 1e6)
+        self.returned.append(traffic["returned_bytes"] / 1e6)
 
 
 def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, float]:
@@ -107,6 +114,8 @@ def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, f
         "worker_s": statistics.median(between(watcher.cpu)),
         "busy": statistics.median(shares) if watcher.troupe else 1.0,
         "start_s": watcher.start - began + watcher.ends[0],
+        "sent_mb": statistics.median(between(watcher.sent)),
+        "returned_mb": statistics.median(between(watcher.returned)),
     }
 
 

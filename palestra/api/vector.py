@@ -9,6 +9,7 @@ from palestra.algorithms.vector.facmac import FACMAC
 from palestra.algorithms.vector.imitation import BC, GAIL
 from palestra.algorithms.vector.iql import IQL
 from palestra.algorithms.vector.mat import MAT
+from palestra.algorithms.vector.maven import MAVEN
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN
@@ -31,6 +32,7 @@ __all__ = [
     "GAIL",
     "IQL",
     "MAT",
+    "MAVEN",
     "NFSP",
     "PPO",
     "PQN",

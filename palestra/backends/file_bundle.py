@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,20 @@ def pack_folder(folder: Path) -> FileBundle:
     """Returns all files of `folder` and its subfolders: relative path -> uint8 array [bytes]."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): np.fromfile(path, np.uint8) for path in files}
+
+
+def content_hash(files: FileBundle) -> str:
+    """Returns the SHA-256 of the files' paths and contents, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{len(name)} {name} {files[name].nbytes} ".encode())
+        digest.update(files[name].data)
+    return digest.hexdigest()
+
+
+def num_bytes(files: FileBundle) -> int:
+    """Returns the bytes of all files."""
+    return sum(data.nbytes for data in files.values())
 
 
 def unpack_folder(files: FileBundle, folder: Path) -> Path:

@@ -34,7 +34,8 @@ from palestra.builders.capacity import (
     training_work,
 )
 from palestra.builders.capacity_phases import step_work
-from palestra.builders.capacity_workload import build_workload, decoder_load, probe_episodes
+from palestra.builders.capacity_probe import probe_episodes
+from palestra.builders.capacity_workload import build_workload, decoder_load
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate

@@ -1,45 +1,32 @@
 """What a training step of a config consists of: rounds of prompts and answers, and the passes that train on them.
 
-What the config does not say (joint steps of an episode, seats that act at once, length of prompts, seconds of an env
-step) is taken from a few episodes that random agents play, unless it is given.
+What the config does not say of an episode (`EpisodeShape`) is found by capacity_probe.py, or given.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from transformers import AutoTokenizer
 
 from palestra.builders.capacity import DecoderLoad, TrainingLoad
 from palestra.builders.memory_plan import DTYPE_SIZES
-from palestra.builders.text import make_episode_runner, seat_policies
+from palestra.builders.text import seat_policies
 from palestra.builders.text_config import TextConfig
-from palestra.chat import Chat
-from palestra.engine.bases import resolve_base
 from palestra.engine.lora import target_names
 from palestra.engine.lora_config import LoraConfig
 from palestra.engine.memory import ModelShape, adapter_params, model_shape
 from palestra.learners.lm import FullPolicyConfig, LMLearnerConfig, LMPolicyConfig, LoraPolicyConfig
-from palestra.policies.base import Query
-from palestra.policies.lm import ChatEncoder
-from palestra.policies.scripted import RandomPolicy
-from palestra.rollouts.tree_rollout import Branching, EpisodeSpec
-from palestra.types import Episode
+from palestra.rollouts.tree_rollout import Branching
 
-PROBED_EPISODES = 4
 MAX_CONCURRENT = 1024  # episodes of an `EpisodeRunner`
-ENV_THREADS = 256  # of `tree_rollout`, for envs that block
 
 
 @dataclass(frozen=True)
 class EpisodeShape:
-    """What an episode asks for: joint steps, seats that act in each, tokens of a prompt, seconds of an env step: of
-    computing and of waiting; and how many env steps may wait at once."""
+    """What an episode asks for: joint steps of the longest, seats that act in each, tokens of a prompt, seconds of an
+    env step: of computing and of waiting; how many env steps may wait at once; the share of trajectories that still go
+    on at each joint step (empty: all of them); mean tokens of an answer (None: the limit of the config)."""
 
     turns: int
     seats_per_turn: float
@@ -47,6 +34,8 @@ class EpisodeShape:
     env_cpu_s: float = 0.0
     env_wait_s: float = 0.0
     concurrent: int = MAX_CONCURRENT
+    going_on: tuple[float, ...] = ()
+    answer_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +80,8 @@ class PolicyLoad:
 
     def training_load(self, rounds: Sequence[Round], trained: float = 1.0) -> TrainingLoad:
         """Returns the samples of one pass over the policy's answers, of which the share `trained` has a gradient."""
-        prompts = trained * self.share * sum(each.prompts for each in rounds)
+        batches = max(1, self.updates // self.epochs)  # siblings are dealt out: a batch has some of each prompt's
+        prompts = trained * self.share * sum(each.prompts * min(batches, each.group) for each in rounds)
         answers = trained * self.share * sum(each.answers for each in rounds)
         tokens = sum(each.prompts * each.prompt_tokens for each in rounds) / max(1e-9, sum(r.prompts for r in rounds))
         whole = sum(each.answers * (each.prompt_tokens + each.context + self.answer_tokens) for each in rounds)
@@ -151,12 +141,13 @@ def build_workload(
     trained: float = 1.0,
 ) -> Workload:
     """Returns the work of a step of the run's first stage on `device`. `answer_tokens` is the mean length of an answer
-    (None: the limit of the config)."""
+    (None: that of `shape`)."""
     part = next(iter(config.stage_configs()))
     models = {n: p for n, p in part.policies.items() if isinstance(p, LMPolicyConfig)}
     if not models:
         raise ValueError("this run has no language model: its capacity is not planned")
-    lengths = {name: min(answer_tokens or math.inf, policy.sampling.max_tokens) for name, policy in models.items()}
+    mean = answer_tokens or shape.answer_tokens or math.inf
+    lengths = {name: min(mean, policy.sampling.max_tokens) for name, policy in models.items()}
     talks = any(policy.history == "conversation" for policy in models.values())
     mean = sum(lengths.values()) / len(lengths)
     rounds = rounds_of(part.algorithm.branching, part.episodes, shape, answer_tokens=mean, conversation=talks)
@@ -181,8 +172,8 @@ def rounds_of(
     `at: turn` each joint step has siblings and one of them (with `keep: all` every one) goes on."""
     rounds, lines, context = [], float(episodes), 0.0
     for turn in range(shape.turns):
-        width = branching.width(turn)
-        rounds.append(Round(lines * shape.seats_per_turn, width, shape.prompt_tokens, context, lines * width))
+        width, alive = branching.width(turn), lines * (shape.going_on[turn] if shape.going_on else 1.0)
+        rounds.append(Round(alive * shape.seats_per_turn, width, shape.prompt_tokens, context, alive * width))
         if branching.at == "root" or branching.keep == "all":
             lines *= width
         context += shape.prompt_tokens + answer_tokens if conversation else 0.0
@@ -241,50 +232,3 @@ def decoder_load(shape: ModelShape, lora: LoraConfig | None, size: int) -> Decod
     names = target_names(shape.linears, lora.target_modules)
     merge = sum(2.0 * lora.rank_of(name) * shape.linears[name][0] * shape.linears[name][1] for name in names)
     return DecoderLoad(shape, size, adapter_params(shape, lora), merge, len(names))
-
-
-def probe_episodes(config: TextConfig, episodes: int = PROBED_EPISODES) -> EpisodeShape:
-    """Returns what episodes of the run's first env ask for, as random agents play them: means over `episodes`. Raises
-    ValueError if all of them fail."""
-    env = config.env_config()
-    runner, policy = make_episode_runner(env, "probe"), RandomPolicy()
-    seats = [seat for seat in seat_policies(config)]
-    specs = [EpisodeSpec(number, dict.fromkeys(seats, policy), number) for number in range(episodes)]
-    wall, cpu = time.perf_counter(), time.process_time()
-    played = asyncio.run(runner.play_all(specs, Branching()))
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    ended = [episode for episode in played if episode.error is None and episode.nodes]
-    if not ended:
-        raise ValueError(
-            f"the env fails with random answers, so that nothing is known of its episodes: {played[0].error}"
-        )
-    nodes = sum(len(episode.nodes) for episode in ended)
-    longest = max(len(episode.nodes) for episode in ended)
-    return EpisodeShape(
-        concurrent=ENV_THREADS if runner.make_env().blocking else MAX_CONCURRENT,
-        turns=max(1, round(nodes / len(ended))),
-        seats_per_turn=sum(len(node.answers) for episode in ended for node in episode.nodes) / nodes,
-        prompt_tokens=_prompt_tokens(config, ended),
-        env_cpu_s=cpu / nodes,
-        env_wait_s=max(0.0, wall - cpu) / longest,  # episodes are played at once
-    )
-
-
-def _prompt_tokens(config: TextConfig, episodes: Sequence[Episode]) -> int:
-    """Returns the mean number of tokens of the episodes' prompts under the first language model of the config."""
-    policy = next(p for p in config.policies.values() if isinstance(p, LMPolicyConfig))
-    encoder = ChatEncoder(AutoTokenizer.from_pretrained(resolve_base(policy.base)), policy.chat_template_kwargs)
-    roles: Mapping[str, str] = make_episode_runner(config.env_config(), "probe").make_env().roles
-    lengths = [
-        len(_encoded(encoder, roles.get(seat, ""), seen, policy.system))
-        for episode in episodes
-        for node in episode.nodes
-        for seat, seen in node.observations.items()
-    ]
-    return max(1, round(sum(lengths) / len(lengths)))
-
-
-def _encoded(encoder: ChatEncoder, role: str, seen: Any, system: str | None) -> Sequence[int]:
-    if isinstance(seen, Chat):
-        return encoder.encode_conversation(seen, system).tolist()
-    return encoder.encode_first_turn(Query(role, seen), system).tolist()

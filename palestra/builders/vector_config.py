@@ -17,6 +17,7 @@ from palestra.algorithms.vector.facmac import FACMAC
 from palestra.algorithms.vector.imitation import BC, GAIL
 from palestra.algorithms.vector.iql import IQL
 from palestra.algorithms.vector.mat import MAT
+from palestra.algorithms.vector.maven import MAVEN
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN
@@ -66,7 +67,7 @@ VectorPolicyConfig = Annotated[
     TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
 ]
 VectorAlgorithmConfig = Annotated[
-    PPO | A2C | TRPO | MAT | DQN | PQN | QMIX | NFSP | COMA | SAC | DDPG | TD3 | FACMAC | BC | GAIL | IQL | CQL,
+    PPO | A2C | TRPO | MAT | DQN | PQN | QMIX | MAVEN | NFSP | COMA | SAC | DDPG | TD3 | FACMAC | BC | GAIL | IQL | CQL,
     Field(discriminator="type"),
     BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
 ]

@@ -40,7 +40,8 @@ def plan(
     turns: Annotated[int | None, typer.Option(min=1, help="joint steps of an episode")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of a prompt")] = None,
     answer_tokens: Annotated[
-        float | None, typer.Option(min=1, help="mean tokens of an answer (default: the limit of the config)")
+        float | None,
+        typer.Option(min=1, help="mean tokens of an answer (default: as the untrained policies answer)"),
     ] = None,
     env_wait: Annotated[float | None, typer.Option(min=0, help="seconds that an env step waits")] = None,
     env_cpu: Annotated[float | None, typer.Option(min=0, help="CPU seconds that an env step computes")] = None,
@@ -49,7 +50,8 @@ def plan(
 ) -> None:
     """Plan a run: seconds of a step by phase, memory, traffic, staleness, the bottleneck, and how to share devices.
 
-    Nothing is trained. What the config does not say of episodes is taken from a few that random agents play.
+    Nothing is trained. What the config does not say of episodes is taken from a few that its untrained policies play
+    or, if their bases are not here or large, random agents.
 
         palestra plan configs/demo.yaml
 
@@ -57,7 +59,7 @@ def plan(
     """
     with user_errors():
         from palestra.builders.capacity_plan import Fleet, plan_capacity, with_network
-        from palestra.builders.capacity_workload import probe_episodes
+        from palestra.builders.capacity_probe import plays_itself, probe_episodes
         from palestra.builders.text_config import TextConfig
         from palestra.config import load, override, validate
 
@@ -65,7 +67,9 @@ def plan(
         costs = with_network(_machine(machine, gpus, flops, bandwidth, gpu_gib), network and network * 1e9)
         given = {"turns": turns, "prompt_tokens": prompt_tokens, "env_wait_s": env_wait, "env_cpu_s": env_cpu}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        episode = dataclasses.replace(probe_episodes(planned), **changes)
+        changes |= {} if turns is None else {"going_on": ()}  # of so many joint steps, nothing else is known
+        probed = probe_episodes(planned, own_policies=plays_itself(planned))
+        episode = dataclasses.replace(probed, **changes)
         fleet = Fleet(nodes, gpus, processes or os.cpu_count() or 1)
         found = plan_capacity(planned, costs, episode, fleet, answer_tokens=answer_tokens, trained=trained)
         if as_json:

@@ -70,6 +70,7 @@ VECTOR_ENVS: dict[str, str] = {  # vector envs
     "liars_dice": "palestra.envs.vector.liars_dice:LiarsDice",
     "matrix": "palestra.envs.vector.matrix:MatrixGame",
     "two_step": "palestra.envs.vector.matrix:TwoStepGame",
+    "m_step": "palestra.envs.vector.matrix:MStepGame",
     "foraging": "palestra.envs.vector.foraging:Foraging",
     "combat": "palestra.envs.vector.combat:Combat",
     "overcooked": "palestra.envs.vector.overcooked:Overcooked",

@@ -355,11 +355,15 @@ def _clipped_surrogate(
 ) -> tuple[Tensor, TensorMetrics]:
     """Returns the loss -min(ratio * advantage, clipped ratio * advantage) and its metrics. `dual_clip` limits the loss
     of a token with negative advantage to that many times its advantage."""
-    plain, clipped = ratio * tokens.advantage_M, _between(ratio, low, high) * tokens.advantage_M
-    worth, silenced = torch.minimum(plain, clipped), clipped < plain
-    if dual_clip is not None:
-        floor = torch.where(tokens.advantage_M < 0, dual_clip * tokens.advantage_M, -torch.inf)
-        worth, silenced = torch.maximum(worth, floor), silenced | (worth < floor)
+    worth = ratio * tokens.advantage_M
+    with torch.no_grad():  # a token that a bound changes has no gradient: autograd needs not know the bounds
+        bounded = torch.minimum(worth, _between(ratio, low, high) * tokens.advantage_M)
+        if dual_clip is not None:
+            bounded = torch.maximum(
+                bounded, torch.where(tokens.advantage_M < 0, dual_clip * tokens.advantage_M, -torch.inf)
+            )
+        silenced = bounded != worth
+    worth = torch.where(silenced, bounded, worth)
     loss = -(tokens.weight_M * worth).sum()
     return loss, {"clip_fraction": (tokens.weight_M * silenced).sum(), **_policy_drift(tokens)}
 

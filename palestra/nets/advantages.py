@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from palestra.jit import jit
 
 
 @dataclass
@@ -57,18 +60,38 @@ def _backwards(inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: 
     own decision; a mask of the known ones; and the action targets reward + gamma * (V' + x')."""
     corrections, known = torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.agent_mask[:-1])
     after = torch.zeros_like(inputs.rewards)
-    value, certain = inputs.values[-1], inputs.agent_mask[-1]
-    correction, reward = torch.zeros_like(value), torch.zeros_like(value)
-    for t in range(len(inputs.rewards) - 1, -1, -1):
-        over, agent_mask = inputs.done[t], inputs.agent_mask[t]
-        value = torch.where(over, inputs.bootstrap[t], value)
-        correction, reward = correction.masked_fill(over, 0.0), reward.masked_fill(over, 0.0) + inputs.rewards[t]
-        certain = certain | over
-        now = inputs.values[t]
-        step = weights[t] * (reward + gamma * value - now) + gamma * traces[t] * correction
-        corrections[t], known[t] = step, agent_mask & certain
-        after[t] = reward + gamma * (value + correction)
-        value = torch.where(agent_mask, now, value)
-        correction = torch.where(agent_mask, torch.where(certain, step, 0.0), correction)  # unknown ones end a chain
-        reward, certain = reward.masked_fill(agent_mask, 0.0), certain | agent_mask
+    given = inputs.rewards, inputs.values, inputs.bootstrap, inputs.done, inputs.agent_mask, weights, traces
+    columns = [x.reshape(len(x), -1).numpy() for x in (*given, corrections, known, after)]
+    _scan_backwards(*columns, columns[0].dtype.type(gamma))
     return corrections, known, after
+
+
+@jit
+def _scan_backwards(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    bootstrap: np.ndarray,
+    done: np.ndarray,
+    agent_mask: np.ndarray,
+    weights: np.ndarray,
+    traces: np.ndarray,
+    corrections: np.ndarray,
+    known: np.ndarray,
+    after: np.ndarray,
+    gamma: np.floating,
+) -> None:
+    """Writes the results of `_backwards`. All arrays are [T, C] (`values` and `agent_mask` [T+1, C])."""
+    value, certain = values[-1].copy(), agent_mask[-1].copy()
+    correction, reward = np.zeros_like(value), np.zeros_like(value)
+    for t in range(len(rewards) - 1, -1, -1):
+        for c in range(len(value)):
+            if done[t, c]:
+                value[c], correction[c], reward[c], certain[c] = bootstrap[t, c], 0, 0, True
+            reward[c] += rewards[t, c]
+            error = reward[c] + gamma * value[c] - values[t, c]
+            step = weights[t, c] * error + gamma * traces[t, c] * correction[c]
+            corrections[t, c], known[t, c] = step, agent_mask[t, c] and certain[c]
+            after[t, c] = reward[c] + gamma * (value[c] + correction[c])
+            if agent_mask[t, c]:  # an unknown correction ends a chain
+                value[c], correction[c], reward[c] = values[t, c], step if certain[c] else 0, 0
+                certain[c] = True

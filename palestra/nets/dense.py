@@ -1,5 +1,5 @@
-"""Dense layers of several networks of one shape, each one autograd node, computed by oneDNN where that is faster; and
-multilayer perceptrons of them.
+"""Dense layers of several networks of one shape, one autograd node for all layers in a row, computed by oneDNN where
+that is faster; and multilayer perceptrons of them.
 
 Shapes: `P` members, `R` rows, `H` units.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,75 +18,118 @@ from palestra.onednn import Product, onednn_product
 
 Activation = Literal["tanh", "relu"]
 GAIN = {"tanh": 5 / 3, "relu": math.sqrt(2)}  # of initial weights, by activation function
-MIN_PRODUCTS = 2**19  # multiplications of a member; oneDNN's fixed cost, 12 us, counts more in smaller layers
+# Multiplications of a member's layer from which oneDNN computes it: its fixed cost, 12 us, counts more in smaller ones.
+# A hyperbolic tangent counts like 64, and up to 16 columns alike, since PyTorch takes as long for them.
+MIN_PRODUCTS = 2**19
+TANH_PRODUCTS, SMALLEST_COLUMNS = 64, 16
 MIN_WIDTH = 64  # of the wider side of a layer; narrower ones keep the numbers of PyTorch's products to the last bit
 
 
-class Dense(torch.autograd.Function):
-    """activation(x W + b) for P members: [P, R, in], [P, in, out], [P, 1, out] -> [P, R, out]. One autograd node where
-    PyTorch creates five with copies; a single member uses plain matrix products, which are faster."""
+def dense_layers(x: Tensor, activations: Sequence[Activation | None], *parameters: Tensor) -> Tensor:
+    """Returns the output of dense layers, activation(x W + b) one after another, for P members: [P, R, in], then a
+    weight [P, in, out] and a bias [P, 1, out] of every layer -> [P, R, out]."""
+    if not torch.is_grad_enabled():
+        return _outputs(x, activations, parameters)[-1]
+    out: Tensor = DenseLayers.apply(x, activations, *parameters)[-1]
+    return out
+
+
+class DenseLayers(torch.autograd.Function):
+    """`dense_layers` as one autograd node, where PyTorch creates five with copies for every layer. Returns the outputs
+    of all layers; those of inner ones are for second derivatives, and without a member dimension if P is 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation | None) -> Tensor:
-        ctx.product = _faster_product(x, weight)
-        if ctx.product is not None:
-            out = _by_onednn(ctx.product, x, weight, bias, activation)
+    def forward(
+        ctx: Any, x: Tensor, activations: Sequence[Activation | None], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = _outputs(x, activations, parameters)
+        ctx.activations = activations
+        ctx.save_for_backward(x, *parameters[::2], *outputs)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
+        depth, (x, *saved) = len(outer), [_unstacked(tensor) for tensor in ctx.saved_tensors]
+        weights, outputs = saved[:depth], saved[depth:]
+        gradients: list[Tensor | None] = [None] * (2 * depth)
+        g: Tensor | None = None
+        for i in reversed(range(depth)):
+            in_place = g is not None and not torch.is_grad_enabled()
+            if (own := outer[i]) is not None:
+                g = _unstacked(own) if g is None else g + own
+            if g is None:
+                continue
+            g = _before_activation(g, outputs[i], ctx.activations[i], in_place)
+            if ctx.needs_input_grad[2 + 2 * i]:
+                gradients[2 * i] = _stacked(_weight_gradient(outputs[i - 1] if i else x, g))
+                gradients[2 * i + 1] = _stacked(g.sum(-2, keepdim=True))
+            g = _product(g, weights[i].mT) if i or ctx.needs_input_grad[0] else None
+        return None if g is None else _stacked(g), None, *gradients
+
+
+def _outputs(x: Tensor, activations: Sequence[Activation | None], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the outputs of all layers; of inner ones without the member dimension if P is 1, since plain matrix
+    products are faster than batched ones."""
+    product = onednn_product() if x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") else None
+    x, outputs = _unstacked(x), []
+    for weight, bias, activation in zip(parameters[::2], parameters[1::2], activations, strict=True):
+        if product is not None and _is_large(x, weight, activation):
+            x = _by_onednn(product, x, _unstacked(weight), _unstacked(bias), activation)
         else:
-            out = _product(x, weight).add_(bias)
-            if activation is not None:
-                out = out.tanh_() if activation == "tanh" else out.relu_()
-        ctx.save_for_backward(x, weight, out)
-        ctx.activation = activation
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
-        x, weight, out = ctx.saved_tensors
-        if ctx.activation == "tanh":
-            g = torch.ops.aten.tanh_backward(g, out)
-        elif ctx.activation == "relu":
-            g = torch.ops.aten.threshold_backward(g, out, 0)
-        shift = g.sum(1, keepdim=True)
-        product: Product | None = ctx.product
-        if product is None or torch.is_grad_enabled():  # oneDNN's product has no gradient for a second derivative
-            below = _product(g, weight.transpose(1, 2)) if ctx.needs_input_grad[0] else None
-            return below, _product(x.transpose(1, 2), g), shift, None
-        g = g.contiguous()
-        below = _each(lambda g, w: product(g, w, None), g, weight) if ctx.needs_input_grad[0] else None
-        return below, _each(lambda x, g: _weight_gradient(product, x, g), x, g), shift, None
+            x = _product(x, _unstacked(weight)).add_(_unstacked(bias))
+            x = x if activation is None else x.tanh_() if activation == "tanh" else x.relu_()
+        outputs.append(x)
+    outputs[-1] = _stacked(x)
+    return outputs
 
 
-def _faster_product(x: Tensor, weight: Tensor) -> Product | None:
-    """Returns oneDNN's product where it is faster than PyTorch's own, otherwise None."""
+def _is_large(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
+    """Returns whether oneDNN computes a layer faster than PyTorch: its products are faster if there are few columns
+    (but for a single one), and so are its tangents."""
     _, inputs, outputs = weight.shape
-    large = x.shape[1] * inputs * outputs >= MIN_PRODUCTS and max(inputs, outputs) >= MIN_WIDTH
-    fits = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    return onednn_product() if large and fits and not torch.is_autocast_enabled("cpu") else None
+    each = max(inputs, TANH_PRODUCTS) if activation == "tanh" else inputs
+    large = x.shape[-2] * each * max(outputs, SMALLEST_COLUMNS) >= MIN_PRODUCTS and max(inputs, outputs) >= MIN_WIDTH
+    return large and outputs > 1 and x.dtype == weight.dtype == torch.float32
 
 
 def _by_onednn(product: Product, x: Tensor, weight: Tensor, bias: Tensor, activation: Activation | None) -> Tensor:
     fused: Literal["none", "tanh"] = "tanh" if activation == "tanh" else "none"
-    out = _each(lambda x, w, b: product(x, w.T, b[0], fused), x.contiguous(), weight, bias)
+    if x.dim() == 2:
+        out = product(x.contiguous(), weight.T, bias[0], fused)
+    else:
+        members = zip(x.contiguous(), weight.mT, bias[:, 0], strict=True)
+        out = torch.stack([product(*member, fused) for member in members])
     return out.relu_() if activation == "relu" else out
 
 
-def _weight_gradient(product: Product, x: Tensor, g: Tensor) -> Tensor:
-    """Returns x' g [in, out] of [R, in] and [R, out]. oneDNN takes twice as long if the first factor of a product is a
-    transposed view, so the narrower one is copied."""
-    if x.shape[1] <= g.shape[1]:
-        return product(x.T.contiguous(), g.T, None)
-    return product(g.T.contiguous(), x.T, None).T
+def _before_activation(g: Tensor, out: Tensor, activation: Activation | None, in_place: bool) -> Tensor:
+    """Returns the gradient before the activation function from that after it, which `in_place` overwrites."""
+    if activation is None:
+        return g
+    operation: Any = torch.ops.aten.tanh_backward if activation == "tanh" else torch.ops.aten.threshold_backward
+    arguments = (g, out) if activation == "tanh" else (g, out, 0)
+    found: Tensor = operation.grad_input(*arguments, grad_input=g) if in_place else operation(*arguments)
+    return found
 
 
-def _each(function: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
-    """Returns the results of a function of each member as a stack; of a single member without a copy."""
-    results = [function(*members) for members in zip(*stacks, strict=True)]
-    return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
+def _weight_gradient(x: Tensor, g: Tensor) -> Tensor:
+    """Returns x' g [..., in, out], as the product with more columns: PyTorch takes five times as long for a few."""
+    return _product(x.mT, g) if x.shape[-1] <= g.shape[-1] else _product(g.mT, x).mT
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the batched product of [P, n, m] and [P, m, k]."""
-    return torch.mm(a.squeeze(0), b.squeeze(0)).unsqueeze(0) if len(a) == 1 else torch.bmm(a, b)
+    return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+
+
+def _unstacked(x: Tensor) -> Tensor:
+    """Returns a stack of one without its member dimension; others as they are."""
+    return x.squeeze(0) if x.dim() == 3 else x
+
+
+def _stacked(x: Tensor) -> Tensor:
+    """Returns a matrix as a stack of one; stacks as they are."""
+    return x.unsqueeze(0) if x.dim() == 2 else x
 
 
 # ---- layers
@@ -109,8 +152,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
-        out: Tensor = Dense.apply(x, self.weight, self.bias, activation)
-        return out
+        return dense_layers(x, (activation,), self.weight, self.bias)
 
 
 class LayerNorm(nn.Module):
@@ -147,11 +189,15 @@ class MLP(nn.Module):
         self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for units in hidden if layer_norm)
         self.active, self.activation = len(hidden), activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            if number < len(self.norms):
-                x = self.norms[number](layer(x))
-                x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
-            else:
-                x = layer(x, self.activation if number < self.active else None)
-        return x
+    def forward(self, x: Tensor, last: Linear | None = None) -> Tensor:
+        """Returns the output [P, R, out]; with `last` that of another layer after these, without activation."""
+        layers, norms = list(self.layers), list(self.norms)
+        for norm, layer in zip(norms, layers, strict=False):  # the last layer may have no norm
+            x = norm(layer(x))
+            x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)
+        activations: list[Activation | None] = [self.activation] * self.active + [None] * (len(layers) - self.active)
+        if last is not None:
+            layers, activations = [*layers, last], [*activations, None]
+        rest = layers[len(norms) :]
+        parameters = [parameter for layer in rest for parameter in (layer.weight, layer.bias)]
+        return dense_layers(x, activations[len(norms) :], *parameters) if rest else x

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from palestra.config import StrictModel
 from palestra.nets.communication import Communication
-from palestra.nets.dense import GAIN, MLP, Activation, Dense, Linear, orthogonal
+from palestra.nets.dense import GAIN, MLP, Activation, Linear, dense_layers, orthogonal
 from palestra.nets.entities import EntityEncoder, EntityLayout
 
 
@@ -88,7 +88,7 @@ class Convolutions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = torch.stack([self._member(p, pixels) for p, pixels in enumerate(x)])
         weight, bias = self.last.weight.to(self.dtype), self.last.bias.to(self.dtype)
-        return Dense.apply(features, weight, bias, "relu").float()
+        return dense_layers(features, ("relu",), weight, bias).float()
 
     def _member(self, p: int, x: Tensor) -> Tensor:
         scale = 1 / 255 if x.dtype == torch.uint8 else 1.0  # applied to the first kernel: smaller than x
@@ -181,8 +181,7 @@ class Net(nn.Module):
 
     def forward(self, obs: Tensor, team: Team | None = None) -> Tensor:
         """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs], for feed-forward networks."""
-        out: Tensor = self.head(self._communicated(self._seen(obs), team))
-        return out
+        return self._feed_forward(obs, team)
 
     def unroll(
         self,
@@ -193,6 +192,9 @@ class Net(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs over time, [P, T, R, *view] -> [P, T, R, outputs], and the recurrent state after each step
         [P, T, R, H] (None for feed-forward networks)."""
+        if self.gru is None:
+            P, T, R = obs.shape[:3]
+            return self._feed_forward(obs.reshape(P, T * R, *obs.shape[3:]), team).view(P, T, R, -1), None
         features, memories = self.features(obs, recurrent_state, is_first, team)
         return _rowwise(self.head, features), memories
 
@@ -204,10 +206,10 @@ class Net(nn.Module):
         team: Team | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns outputs [P, T, R, outputs] and values [P, T, R] (None without `value_head`)."""
+        if self.value_head is None:
+            return self.unroll(obs, recurrent_state, is_first, team)[0], None
         features, _ = self.features(obs, recurrent_state, is_first, team)
-        return _rowwise(self.head, features), None if self.value_head is None else _rowwise(self.value_head, features)[
-            ..., 0
-        ]
+        return _rowwise(self.head, features), _rowwise(self.value_head, features)[..., 0]
 
     def features(
         self,
@@ -225,12 +227,24 @@ class Net(nn.Module):
         x = self.gru(x, self.initial_state(P, R) if recurrent_state is None else recurrent_state, is_first)
         return x, x
 
+    def _feed_forward(self, obs: Tensor, team: Team | None) -> Tensor:
+        """Returns outputs without a recurrent state: [P, R, *view] -> [P, R, outputs]."""
+        out: Tensor
+        if self.communication is None:
+            out = self.body(self._body_inputs(obs), self.head)
+        else:
+            out = self.head(self._communicated(self._seen(obs), team))
+        return out
+
     def _seen(self, obs: Tensor) -> Tensor:
         """Returns the output of the feed-forward layers: [P, R, *view] -> [P, R, H]."""
-        x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
-        x = self.entity_encoder(x) if self.entity_encoder else x
-        seen: Tensor = self.body(x)
+        seen: Tensor = self.body(self._body_inputs(obs))
         return seen
+
+    def _body_inputs(self, obs: Tensor) -> Tensor:
+        """Returns the inputs of the fully connected layers: [P, R, *view] -> [P, R, in]."""
+        x = self.pixels(obs) if self.pixels else obs.reshape(*obs.shape[:2], -1).float()
+        return self.entity_encoder(x) if self.entity_encoder else x
 
     def _communicated(self, x: Tensor, team: Team | None) -> Tensor:
         """Returns features [P, R, H] after the rounds of communication, if there are any."""

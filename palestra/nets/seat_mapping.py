@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,10 +28,15 @@ class SeatMapping:
     seat_id: bool = False
     entities: EntityLayout | None = None
 
-    @property
+    @cached_property
     def all_seats(self) -> list[int]:
         """The seats of all members, in order."""
         return [seat for own in self.seats for seat in own]
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """True if the members play all seats in order."""
+        return self.all_seats == list(range(self.num_seats))
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -41,7 +47,7 @@ class SeatMapping:
         """Selects the members' seats: [..., N, *rest] with `leading_dims` dimensions before the seats -> [P, ..., S,
         *rest]; no copy if one member plays all seats in order."""
         x = torch.as_tensor(array)
-        if self.all_seats != list(range(self.num_seats)):
+        if not self._in_order:
             x = x.index_select(leading_dims, torch.tensor(self.all_seats))
         shape = (*x.shape[:leading_dims], len(self.names), len(self.seats[0]), *x.shape[leading_dims + 1 :])
         return x.reshape(shape).movedim(leading_dims, 0)

@@ -52,8 +52,10 @@ class NetVectorPolicy:
         obs = self.seat_mapping.network_inputs(vector_step.obs, 1)  # [P, B, S, *view]
         obs = self.normalise(obs) if self.normalise else obs
         masks = None if vector_step.action_mask is None else self.seat_mapping.select_seats(vector_step.action_mask, 1)
-        acts = self.seat_mapping.select_seats(vector_step.agent_mask, 1)  # [P, B, S]
+        # [P, B, S]; only networks that play teams read it
+        acts = self.seat_mapping.select_seats(vector_step.agent_mask, 1) if self.net.plays_team else None
         if isinstance(self.net, MultiAgentTransformer):
+            assert acts is not None
             actions, logp = self.net.play(obs, acts, self._seat_selector(masks))
         else:
             actions, logp, recurrent_state = self._act_at_once(obs, acts, masks, recurrent_state, is_first)
@@ -63,7 +65,7 @@ class NetVectorPolicy:
     def _act_at_once(
         self,
         obs: Tensor,
-        acts: Tensor,
+        acts: Tensor | None,
         masks: Tensor | None,
         recurrent_state: Tensor | None,
         is_first: np.ndarray,
@@ -71,7 +73,7 @@ class NetVectorPolicy:
         """Returns the actions of all seats [P, B, S, ...], their log-probabilities and the new recurrent state."""
         P, B, S = obs.shape[:3]
         rows = obs.reshape(P, B * S, *obs.shape[3:])
-        team = Team(acts.reshape(P, 1, B * S))
+        team = None if acts is None else Team(acts.reshape(P, 1, B * S))
         if recurrent_state is None:
             out = self.net(rows, team)
         else:

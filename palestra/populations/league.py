@@ -13,12 +13,11 @@ would never be measured again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from palestra.populations.league_rules import LeagueConfig, LeagueLearner, LeagueLogic
-from palestra.populations.matchmaking import combine_mixes
+from palestra.populations.league_rules import LeagueConfig, LeagueLearner, LeagueLogic, OpponentWeights
 from palestra.populations.population import Member, Mix, Player, Population
 from palestra.populations.slices import slice_task
 from palestra.populations.tasks import (
@@ -109,29 +108,35 @@ class League:
         return played if over else [*played, self._slice(learner)]
 
     def _slice(self, learner: LeagueLearner) -> TrainTask:
-        mix = self.logic.mixture(learner)
-        self_play = mix.pop(learner.name, 0.0)
-        rest = sum(mix.values())
-        names = {name: self.learners[name].latest if name in self.learners else name for name in mix}
-        members = combine_mixes(*((p / rest, {names[name]: 1.0}) for name, p in mix.items())) or {
-            self.logic.initial_members[0]: 1.0
-        }
-        members = self._draw_opponents(learner, members)
+        weights = self.logic.opponent_weights(learner)
+        self_play = weights.current.pop(learner.name, 0.0)
+        latest = {name: self.learners[name].latest for name in weights.current}
+        members = self._draw_opponents(learner, weights, latest)
         task = slice_task(self.config, self.population, learner, members, start=learner.start, self_play=self_play)
-        by_member: dict[str, list[str]] = {}
-        for name, member in names.items():
-            by_member.setdefault(member, []).append(name)
-        self.opponents[task.name] = {member: by_member.get(member, []) for member in members}
+        numbers = self.logic.number_of
+        names = {m: [m] if m in numbers and weights.frozen[numbers[m]] else [] for m in members}
+        for name, member in latest.items():
+            if member in names:
+                names[member].append(name)
+        self.opponents[task.name] = names
         return task
 
-    def _draw_opponents(self, learner: LeagueLearner, mix: Mix) -> Mix:
-        """Returns the empirical distribution of `opponents_per_slice` draws from `mix`; 0: `mix` itself."""
-        if not (draws := self.config.opponents_per_slice) or len(mix) == 1:
-            return mix
-        rng = np.random.default_rng(derive_seed(self.seed, "opponents", learner.name, learner.slices))
-        shares = np.array(list(mix.values()))
-        counts = rng.multinomial(draws, shares / shares.sum())
-        return {name: int(count) / draws for name, count in zip(mix, counts, strict=True) if count}
+    def _draw_opponents(self, learner: LeagueLearner, weights: OpponentWeights, latest: Mapping[str, str]) -> Mix:
+        """Returns the distribution of a slice's opponents, with the `latest` member of each learner in place of it:
+        `opponents_per_slice` draws from `weights`; 0: all of it."""
+        history, shares = self.logic.history(), np.append(weights.frozen, list(weights.current.values()))
+        if not shares.any():  # nothing but self-play
+            return {self.logic.initial_members[0]: 1.0}
+        shares /= shares.sum()
+        if draws := self.config.opponents_per_slice:
+            rng = np.random.default_rng(derive_seed(self.seed, "opponents", learner.name, learner.slices))
+            shares = rng.multinomial(draws, shares) / draws
+        mix: Mix = {}
+        others = list(latest.values())
+        for number in np.flatnonzero(shares):
+            name = history[number] if number < len(history) else others[number - len(history)]
+            mix[name] = mix.get(name, 0.0) + float(shares[number])
+        return mix
 
     def _note(self, learner: LeagueLearner, task: TrainTask, result: TrainResult) -> None:
         for member, names in self.opponents.pop(task.name).items():
@@ -142,9 +147,11 @@ class League:
         learner.slices += 1
         learner.slices_since_freeze += 1
         learner.start = learner.latest = task.output_member
-        rates = self.logic.win_rates_against(learner, self.logic.judges(learner))
+        rates = self.logic.judge_rates(learner)
         metrics = {"iteration": learner.slices, "env_steps": self.env_steps, "return": result.return_metric}
-        self._metrics = {learner.name: {**metrics, "win_rate": float(np.mean(rates)), "worst_win_rate": min(rates)}}
+        self._metrics = {
+            learner.name: {**metrics, "win_rate": float(rates.mean()), "worst_win_rate": float(rates.min())}
+        }
 
     def _freeze(self, learner: LeagueLearner) -> list[Task]:
         """Adds the last slice's member to the history; returns its games against the earlier members and its

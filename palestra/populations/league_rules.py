@@ -3,14 +3,15 @@ published pseudocode)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, get_args
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from palestra.populations.matchmaking import PFSPWeighting, WinRates, combine_mixes, pfsp
+from palestra.populations.matchmaking import UNPLAYED_WIN_RATE, PFSPWeighting, WinRates, pfsp
 from palestra.populations.population import Mix, Population
 from palestra.populations.slices import SliceConfig
 
@@ -116,67 +117,128 @@ class LeagueLearner:
     frozen_copies: list[str] = field(default_factory=list)
 
 
+@dataclass
+class OpponentWeights:
+    """Weights of opponents: of the members of the history, float64 [history], oldest first, and of learners with their
+    current weights, by name."""
+
+    frozen: np.ndarray
+    current: Mix = field(default_factory=dict)
+
+    def add(self, weight: float, other: OpponentWeights) -> None:
+        """Adds `weight` times another mixture."""
+        self.frozen += weight * other.frozen
+        for name, share in other.current.items() if weight else ():
+            self.current[name] = self.current.get(name, 0.0) + weight * share
+
+
 class LeagueLogic:
     """The league's decisions, from the current win rates. The past of a main agent starts with the population's initial
-    members."""
+    members.
+
+    A decision is arithmetic on arrays over the history: a league of thousands of members decides after every slice.
+    """
 
     def __init__(self, config: LeagueConfig, learners: Sequence[LeagueLearner], population: Population) -> None:
         self.config, self.population = config, population
         self.win_rates = WinRates(config.win_rate_decay)
         self.learners = {learner.name: learner for learner in learners}
-        self.initial_members = [member.name for member in population]
+        self._history: list[str] = []
+        self.number_of: dict[str, int] = {}
+        self.initial_members = list(self.history())
 
     def mixture(self, learner: LeagueLearner) -> Mix:
         """Returns the mixture of opponents for a learner's next slice: frozen members, and learners with their current
         weights. Its own name stands for self-play."""
+        weights = self.opponent_weights(learner)
+        names = self.history()
+        frozen = {names[i]: float(weights.frozen[i]) for i in np.flatnonzero(weights.frozen)}
+        return frozen | weights.current
+
+    def opponent_weights(self, learner: LeagueLearner) -> OpponentWeights:
+        """Returns `mixture` with the members of the history by number."""
         rules = {"main": self._main, "main_exploiter": self._main_exploiter, "league_exploiter": self._league_exploiter}
-        explore = self.config.explore_share
-        return combine_mixes((1 - explore, rules[learner.role](learner)), (explore, uniform_mix(self.judges(learner))))
+        rates, explore = self.history_rates(learner), self.config.explore_share
+        weights = OpponentWeights(np.zeros(len(rates)))
+        weights.add(1 - explore, rules[learner.role](learner, rates))
+        if learner.role != "main_exploiter":
+            weights.frozen += explore / len(rates)
+        else:
+            weights.add(explore, self._uniform(self.judges(learner)))
+        return weights
 
-    def _main(self, learner: LeagueLearner) -> Mix:
+    def _main(self, learner: LeagueLearner, rates: np.ndarray) -> OpponentWeights:
         config, mains = self.config, self.learners_of("main")
-        parts = [(config.pfsp_share, self._prioritised(learner, self.history(), "squared"))]
+        weights = OpponentWeights(config.pfsp_share * pfsp(rates, "squared"))
+        exploiters = self._numbers(name for rival in self.learners_of("main_exploiter") for name in rival.frozen_copies)
         for other in mains:
-            now = self._current(learner, other, config.weak_win_rate)
-            parts.append((config.verification_share / len(mains), self._verification(learner, other) or now))
-            parts.append(((1 - config.pfsp_share - config.verification_share) / len(mains), now))
-        return combine_mixes(*parts)
+            now = self._current(learner, other, config.weak_win_rate, rates)
+            verified = self._verification(other, exploiters, rates) or now
+            weights.add(config.verification_share / len(mains), verified)
+            weights.add((1 - config.pfsp_share - config.verification_share) / len(mains), now)
+        return weights
 
-    def _verification(self, learner: LeagueLearner, other: LeagueLearner) -> Mix:
-        """Returns earlier exploiters that beat the learner; else past opponents that it no longer beats; else {}."""
-        exploiters = [name for rival in self.learners_of("main_exploiter") for name in rival.frozen_copies]
-        if min(self.win_rates_against(learner, exploiters), default=1.0) < self.config.weak_win_rate:
-            return self._prioritised(learner, exploiters, "squared")
-        past = self.past(other)
-        rates = self.win_rates_against(learner, past)
-        kept = without_monotone_suffix(rates)
-        if min(rates[:kept], default=1.0) < self.config.strong_win_rate:
-            return self._prioritised(learner, past[:kept], "squared")
-        return {}
+    def _verification(self, other: LeagueLearner, exploiters: np.ndarray, rates: np.ndarray) -> OpponentWeights | None:
+        """Returns earlier exploiters that beat the learner; else past opponents that it no longer beats; else None.
+        `rates` are the learner's against the history."""
+        if len(exploiters) and rates[exploiters].min() < self.config.weak_win_rate:
+            return self._prioritised(exploiters, rates, "squared")
+        past = self._numbers(self.past(other))
+        past = past[: without_monotone_suffix(rates[past].tolist())]
+        if len(past) and rates[past].min() < self.config.strong_win_rate:
+            return self._prioritised(past, rates, "squared")
+        return None
 
-    def _main_exploiter(self, learner: LeagueLearner) -> Mix:
-        mains = self.learners_of("main")
-        return combine_mixes(
-            *((1 / len(mains), self._current(learner, main, self.config.lost_win_rate)) for main in mains)
-        )
+    def _main_exploiter(self, learner: LeagueLearner, rates: np.ndarray) -> OpponentWeights:
+        mains, weights = self.learners_of("main"), OpponentWeights(np.zeros(len(rates)))
+        for main in mains:
+            weights.add(1 / len(mains), self._current(learner, main, self.config.lost_win_rate, rates))
+        return weights
 
-    def _league_exploiter(self, learner: LeagueLearner) -> Mix:
-        return self._prioritised(learner, self.history(), "capped")
+    def _league_exploiter(self, learner: LeagueLearner, rates: np.ndarray) -> OpponentWeights:
+        return OpponentWeights(pfsp(rates, "capped"))
 
-    def _current(self, learner: LeagueLearner, main: LeagueLearner, bar: float) -> Mix:
+    def _current(self, learner: LeagueLearner, main: LeagueLearner, bar: float, rates: np.ndarray) -> OpponentWeights:
         """Returns main agent `main` with its current weights if the learner's win rate against it is above `bar`; else
         its past."""
         met = main is learner or main.latest  # a main agent that has not trained yet has no current weights
         if met and self.win_rates.rate(learner.name, main.name) > bar:
-            return {main.name: 1.0}
-        return self._prioritised(learner, self.past(main), "variance")
+            return OpponentWeights(np.zeros(len(rates)), {main.name: 1.0})
+        return self._prioritised(self._numbers(self.past(main)), rates, "variance")
 
-    def _prioritised(self, learner: LeagueLearner, names: Sequence[str], weighting: PFSPWeighting) -> Mix:
-        return dict(zip(names, pfsp(np.array(self.win_rates_against(learner, names)), weighting).tolist(), strict=True))
+    def _prioritised(self, numbers: np.ndarray, rates: np.ndarray, weighting: PFSPWeighting) -> OpponentWeights:
+        weights = OpponentWeights(np.zeros(len(rates)))
+        weights.frozen[numbers] = pfsp(rates[numbers], weighting)
+        return weights
 
-    def win_rates_against(self, learner: LeagueLearner, names: Sequence[str]) -> list[float]:
-        """Returns a learner's win rates against these opponents."""
-        return [self.win_rates.rate(learner.name, name) for name in names]
+    def _uniform(self, names: Sequence[str]) -> OpponentWeights:
+        """Returns the uniform mixture of learners, or of frozen members."""
+        weights = OpponentWeights(np.zeros(len(self.history())))
+        for name, share in uniform_mix(names).items():
+            if name in self.learners:
+                weights.current[name] = share
+            else:
+                weights.frozen[self.number_of[name]] = share
+        return weights
+
+    def history_rates(self, learner: LeagueLearner) -> np.ndarray:
+        """Returns a learner's win rates against all frozen members, float64 [history]."""
+        rates = np.full(len(self.history()), UNPLAYED_WIN_RATE)
+        for name, rate in self.win_rates.rates_of(learner.name).items():
+            if (number := self.number_of.get(name)) is not None:
+                rates[number] = rate
+        return rates
+
+    def judge_rates(self, learner: LeagueLearner) -> np.ndarray:
+        """Returns a learner's win rates against its judges, float64 [judges]."""
+        if learner.role != "main_exploiter":
+            return self.history_rates(learner)
+        return np.array([self.win_rates.rate(learner.name, name) for name in self.judges(learner)])
+
+    def _numbers(self, names: Iterable[str]) -> np.ndarray:
+        """Returns the numbers of frozen members in the history, int64."""
+        self.history()
+        return np.array([self.number_of[name] for name in names], np.int64)
 
     def learners_of(self, role: Role) -> list[LeagueLearner]:
         """Returns the learners with this role."""
@@ -187,8 +249,12 @@ class LeagueLogic:
         return [*self.initial_members, *learner.frozen_copies]
 
     def history(self) -> list[str]:
-        """Returns all frozen members, oldest first."""
-        return [member.name for member in self.population]
+        """Returns all frozen members, oldest first: a list that grows with the population."""
+        if len(self._history) < len(self.population):
+            for name in islice(self.population.members, len(self._history), None):
+                self.number_of[name] = len(self._history)
+                self._history.append(name)
+        return self._history
 
     def judges(self, learner: LeagueLearner) -> list[str]:
         """Returns the opponents that a learner must beat to be frozen early: the main agents for a main exploiter, else
@@ -201,5 +267,5 @@ class LeagueLogic:
         """True if the learner should be frozen now."""
         if learner.slices_since_freeze < self.config.min_slices:
             return False
-        strong = min(self.win_rates_against(learner, self.judges(learner))) > self.config.strong_win_rate
+        strong = bool(self.judge_rates(learner).min() > self.config.strong_win_rate)
         return strong or learner.slices_since_freeze >= self.config.max_slices

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -18,6 +18,9 @@ from palestra.config import StrictModel
 from palestra.populations.population import Mix
 
 PFSPWeighting = Literal["squared", "variance", "linear", "capped"]
+
+
+UNPLAYED_WIN_RATE = 0.5  # assumed of a pair without games
 
 
 class WinRates:
@@ -30,8 +33,11 @@ class WinRates:
 
     def rate(self, home: str, away: str) -> float:
         """Returns the share of their games that `home` won, a draw counting half; 0.5 if there were none."""
-        games, wins = self._counts.get(home, {}).get(away, (0.0, 0.0))
-        return min(wins / games, 1.0) if games else 0.5  # rounding may exceed 1
+        return _rate(*self._counts.get(home, {}).get(away, (0.0, 0.0)))
+
+    def rates_of(self, home: str) -> dict[str, float]:
+        """Returns `rate` of `home` against everyone it has played, by name."""
+        return {away: _rate(*counts) for away, counts in self._counts.get(home, {}).items()}
 
     def add(self, home: str, away: str, games: int, points: float) -> None:
         """Adds `games` games, of which `home` won `points` (a draw is half of one), as if wins were spread evenly over
@@ -49,6 +55,10 @@ class WinRates:
         """Removes all results of `name`."""
         for other in self._counts.pop(name, {}):
             self._counts.get(other, {}).pop(name, None)
+
+
+def _rate(games: float, wins: float) -> float:
+    return min(wins / games, 1.0) if games else UNPLAYED_WIN_RATE  # rounding may exceed 1
 
 
 def combine_mixes(*parts: tuple[float, Mix]) -> Mix:
@@ -136,11 +146,9 @@ class PFSPMatchmaker(Matchmaker):
     weighting: PFSPWeighting = "squared"
     """Weight of an opponent at win rate p: `squared` (1 - p)^2, `variance` p (1 - p), `linear` 1 - p, `capped` min(0.5,
     1 - p)."""
-    unplayed_win_rate: ClassVar[float] = 0.5
-    """Win rate assumed against opponents without games."""
 
     def mix(self, names: Sequence[str], win_rates: Mapping[str, float], solution: Mix) -> Mix:
-        rates = np.array([win_rates.get(name, self.unplayed_win_rate) for name in _some(names)])
+        rates = np.array([win_rates.get(name, UNPLAYED_WIN_RATE) for name in _some(names)])
         shares = pfsp(rates, self.weighting)
         return {name: float(share) for name, share in zip(names, shares, strict=True) if share > 0}
 

@@ -27,7 +27,8 @@ from palestra.processes import exit_reason, join_or_kill, start_process
 from palestra.service.api.api_keys import ApiKeys
 from palestra.service.api.app import create_app
 from palestra.service.api.state import BaseInfo, ClientLimits, ServiceContext
-from palestra.service.engine.worker import WorkerSettings, run_worker
+from palestra.service.engine.worker import WorkerSettings
+from palestra.service.engine.worker_process import run_worker
 from palestra.service.storage.store import Store
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore

@@ -21,7 +21,7 @@ import ray_cluster  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from palestra.backends.ray import cluster as clusters  # noqa: E402
-from palestra.backends.ray.workers import RayBackend, _is_node_lost  # noqa: E402
+from palestra.backends.ray.workers import RayBackend, _is_node_lost, traffic  # noqa: E402
 
 
 @pytest.fixture
@@ -47,6 +47,31 @@ def start(backend: RayBackend, begun: Path) -> None:
         number += backend.workers
     for file in begun.iterdir():
         file.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_members_of_equal_content_are_sent_once(cluster: Cluster, tmp_path: Path) -> None:
+    """Three members, of which two have equal files: each content passes the object store once for all workers, and is
+    there as long as one member has it."""
+    for name, number in {"one": "7", "same": "7", "other": "80"}.items():
+        (tmp_path / name / "deep").mkdir(parents=True)
+        (tmp_path / name / "deep" / "number").write_text(number)
+    before = traffic.copy()
+    with closing(RayBackend(Adder, 4)) as backend:
+        for name in ("one", "same", "other"):
+            backend.add_member(name, tmp_path / name)
+        names = [("one", "same"), ("same", "other"), ("one", "other")] * 4
+        found = run_tasks(backend, *(LookTask(f"play/{i}", members=each) for i, each in enumerate(names)))
+        assert [found[f"play/{i}"].value for i in range(3)] == [14, 87, 87]
+        assert traffic["puts"] - before["puts"] == 2 and traffic["put_bytes"] - before["put_bytes"] == 3
+        backend.remove_member("one")
+        found = run_tasks(backend, *(LookTask(f"again/{i}", members=("same",)) for i in range(8)))
+        assert {result.value for result in found.values()} == {7}
+        backend.remove_member("same")
+        backend.add_member("one", tmp_path / "one")  # it is gone from the workers, and put again
+        assert run_tasks(backend, LookTask("last", members=("one",)))["last"].value == 7
+    assert traffic["puts"] - before["puts"] == 3
 
 
 class LoseNode(PlanCallback):

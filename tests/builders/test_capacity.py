@@ -34,13 +34,13 @@ from palestra.builders.capacity_plan import (
     plan_capacity,
     traffic,
 )
+from palestra.builders.capacity_probe import plays_itself, probe_episodes
 from palestra.builders.capacity_workload import (
     EpisodeShape,
     PolicyLoad,
     Round,
     Workload,
     build_workload,
-    probe_episodes,
     rounds_of,
 )
 from palestra.builders.machines import DATA_SHEETS, published_machine
@@ -151,6 +151,49 @@ def test_rounds_of_an_episode():
     talk = rounds_of(Branching("root", 4), 5, shape, answer_tokens=3, conversation=True)
     assert [r.context for r in talk] == [0, 10, 20]
     assert [r.env_steps for r in talk] == [20, 20, 20]
+
+
+def test_trajectories_that_end_leave_fewer_prompts():
+    shape = EpisodeShape(turns=3, seats_per_turn=1, prompt_tokens=7, going_on=(1.0, 0.5, 0.25))
+    prompts = [[r.prompts, r.answers, r.env_steps] for r in rounds_of(Branching("turn", 4, "best"), 8, shape)]
+    assert prompts == [[8, 32, 32], [4, 16, 16], [2, 8, 8]]
+
+
+def test_each_optimizer_batch_computes_its_prompts():
+    """Siblings are dealt out over batches: with 3 batches and 4 siblings each prompt is in all 3, with 8 in 4."""
+    policy = workload().policies[0]
+    rounds = (Round(2, 4, 3),)
+    assert policy.training_load(rounds).prompts == 2
+    assert replace(policy, updates=3).training_load(rounds).prompts == 6
+    assert replace(policy, updates=6, epochs=2).training_load(rounds).prompts == 6
+    assert replace(policy, updates=8).training_load(rounds).prompts == 8
+    assert replace(policy, updates=3).training_load(rounds).answers == 8
+
+
+def test_prompts_of_batches_are_those_that_a_learner_is_given():
+    """What the plan counts are the distinct prompts of the batches that a learner makes of such samples."""
+    config = noise_config({"base": "tiny", "batch_size": 12, "sampling": {"max_tokens": 4}}, 5, 8)
+    trainer = build(config)
+    stage = trainer.stages[0]
+    episodes = asyncio.run(stage.source.play(range(5), stage.algorithm.branching, {}))
+    samples, _ = stage.algorithm.build_samples(episodes, "agent0")
+    batches = trainer.learners["agent0"].batches(samples)
+    distinct = sum(len({sample.prompt_ids.tobytes() for sample in batch}) for batch in batches)
+    found = build_workload(config, EpisodeShape(1, 1, 24), device="cpu")
+    (planned,) = found.policies
+    assert planned.updates == len(batches) == 4
+    assert planned.training_load(found.rounds).prompts == distinct
+
+
+def test_untrained_policies_tell_lengths():
+    sampling = {"max_tokens": 6, "stop_at_eos": False}
+    config = noise_config({"base": "tiny", "sampling": sampling}, 4, 2, env={"turns": 3}, device="cpu")
+    assert plays_itself(config)
+    shape = probe_episodes(config, own_policies=True)
+    assert (shape.turns, shape.going_on, shape.answer_tokens) == (3, (1.0, 1.0, 1.0), 6)
+    assert shape.prompt_tokens == pytest.approx(probe_episodes(config).prompt_tokens, abs=2)
+    elsewhere = noise_config({"base": "someone/large-model", "sampling": sampling}, 4, 2, device="cpu")
+    assert not plays_itself(elsewhere)
 
 
 def test_a_step_is_over_when_rollout_and_training_are():

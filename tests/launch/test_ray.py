@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ ray = pytest.importorskip("ray")
 
 import ray_cluster  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+
+from palestra.backends.ray.workers import traffic  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,6 +61,28 @@ def test_run_survives_killed_workers_and_learners(cluster: Cluster, base: Path, 
     assert [bench.num_losses for bench in benches] == ([2] if actors == 1 else [1, 1])
     assert_same(run, whole(tmp_path, asked))
     assert ray.available_resources()["CPU"] == 4  # nobody is left
+
+
+class PutBytes(Callback):
+    """What had been put into the object store for workers at the end of each step."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[int, int]] = []
+
+    def on_step(self, step: int, metrics: Any) -> None:
+        self.ends.append((traffic["puts"], traffic["put_bytes"]))
+
+
+def test_adapter_passes_the_object_store_once_a_version(cluster: Cluster, base: Path, tmp_path: Path) -> None:
+    """A step on three slices and two workers sends each of the two new adapters once, and nothing else."""
+    asked = on_ray(base, steps=4, evals={})
+    steps = PutBytes()
+    run = run_of(build(asked), tmp_path, asked, steps)
+    (checkpoint,) = (run / "checkpoints").glob("step-*3")
+    adapters = sum((checkpoint / name / "adapter_model.safetensors").stat().st_size for name in ("guide", "walker"))
+    for (puts, sent), (puts_after, sent_after) in pairwise(steps.ends):
+        assert puts_after - puts == 2
+        assert adapters <= sent_after - sent < adapters + 4096  # and what says how the adapters are made
 
 
 def test_async_rollouts_and_stages_are_the_same_on_ray(cluster: Cluster, base: Path, tmp_path: Path) -> None:

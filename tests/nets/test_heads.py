@@ -189,3 +189,13 @@ def test_unbounded_spaces_are_supported_or_refused() -> None:
         return
     action, logp = head.sample(torch.zeros(5, 4), None, generator())
     assert torch.isfinite(action).all() and torch.isfinite(logp).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_categorical_scores_are_those_of_finite_differences(masked):
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(2, 6, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    action = torch.randint(4, (2, 6), generator=generator)
+    mask = (torch.rand(2, 6, 4, generator=generator) < 0.6).scatter_(-1, action[..., None], True) if masked else None
+    head = CategoricalHead(Discrete(4))
+    assert torch.autograd.gradcheck(lambda x: head.evaluate_actions(x, action, mask), out)

@@ -1,6 +1,8 @@
 """AlphaStar's rules, each by an answer worked by hand; then the league as a whole, in any order of events."""
 
+import cProfile
 import itertools
+import pstats
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +14,7 @@ from palestra.config import validate
 from palestra.populations.league import League, LeagueConfig
 from palestra.populations.league_rules import without_monotone_suffix
 from palestra.populations.population import Member, Population
-from palestra.populations.tasks import AssessResult, OpponentResult, PlayResult, TrainResult
+from palestra.populations.tasks import AssessResult, OpponentResult, PlayResult, TrainResult, TrainTask
 
 ME = "main_0"
 
@@ -345,6 +347,25 @@ def test_without_monotone_suffix_by_hand():
     assert without_monotone_suffix([0.9, 0.8, 0.7]) == 0
     assert without_monotone_suffix([0.5, 0.6]) == 2
     assert without_monotone_suffix([0.5]) == without_monotone_suffix([]) == 0
+
+
+def calls_of_a_slice(members):
+    """Python calls in which a league of this size takes a result of a slice and makes the next task, a mean of 20."""
+    names = [f"{learner}-{i + 10}" for i in range(members // 4) for learner in (ME, "main_exploiter_0")]
+    names += [f"league_exploiter_{n}-{i + 10}" for i in range(members // 4) for n in (0, 1)]
+    made = league(*names, opponents_per_slice=64, rated_opponents=16, games_per_cell=8, min_slices=1, max_slices=1)
+    tasks, profile = made.initial_tasks(), cProfile.Profile()
+    for number in range(20):
+        result = answer(tasks[number % 4])
+        profile.enable()
+        new = made.on_result(tasks[number % 4], result)
+        profile.disable()
+        tasks[number % 4] = next(task for task in new if isinstance(task, TrainTask))
+    return pstats.Stats(profile).total_calls / 20
+
+
+def test_work_of_a_result_does_not_grow_with_the_league():
+    assert calls_of_a_slice(4000) < 2 * calls_of_a_slice(400)
 
 
 def test_invalid_leagues_are_refused():

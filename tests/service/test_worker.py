@@ -19,7 +19,8 @@ from tolerances import LOGPROB_ATOL
 from palestra.service.api import codec
 from palestra.service.api import wire_pb2 as pb
 from palestra.service.engine.jobs import LoadJob, LoraSettings, OptimJob, SampleJob, SaveJob
-from palestra.service.engine.worker import DatabaseRetry, Worker, WorkerSettings, load_base
+from palestra.service.engine.worker import Worker, WorkerSettings, load_base
+from palestra.service.engine.worker_process import DatabaseRetry
 from palestra.service.storage.store import MAX_TAKES, Store
 from palestra.service.storage.tables import checkpoints, models, requests, samplers, sessions
 from palestra.service.storage.wakeup import WakeupSocket
@@ -330,6 +331,24 @@ def test_stopping_worker_finishes_a_long_request(open_desk: Callable[..., Desk])
     assert desk.row(long).state == "taken"
     desk.worker.shut_down()
     assert desk.answer(long)
+
+
+class SlowTraining(Worker):
+    """A worker whose every micro-batch of training takes a second, as those of many models do."""
+
+    def _train(self) -> bool:
+        time.sleep(1.0)
+        return super()._train()
+
+
+def test_answer_waits_for_no_micro_batch_at_each_token(open_desk: Callable[..., Desk]) -> None:
+    """Sampling has as much time as training: all tokens of an answer follow one micro-batch."""
+    desk = open_desk()
+    desk.worker = SlowTraining(desk.settings, desk.store, desk.bells[0])
+    asked = desk.sample(None, sampling={"max_tokens": 6, "stop_at_eos": False})
+    desk.worker.step()
+    desk.worker.step()
+    assert all(len(each["tokens"]) == 6 for each in desk.answer(asked)["sequences"])
 
 
 def test_many_samples_of_one_key_do_not_block_another(open_desk: Callable[..., Desk]) -> None:
@@ -695,7 +714,7 @@ def test_stopping_worker_gives_up_on_a_locked_database(
     locked: tuple[Desk, sqlite3.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk, other = locked
-    monkeypatch.setattr("palestra.service.engine.worker.MIN_STOP_ATTEMPTS", 1)
+    monkeypatch.setattr("palestra.service.engine.worker_process.MIN_STOP_ATTEMPTS", 1)
     waits = desk.sample(None)
     desk.worker._take()
     other.execute("BEGIN IMMEDIATE")

@@ -27,6 +27,7 @@ from palestra.algorithms.vector.minibatches import (
     PolicyRows,
     iterate_minibatches,
     normalise_weights,
+    rows_by_member,
     standardise,
 )
 from palestra.envs.vector.base import Arrays
@@ -35,6 +36,7 @@ from palestra.learners.policy_stack import PolicyStack, StackedAdam, strip_prefi
 from palestra.losses.critics import value_loss
 from palestra.losses.policy import LossInputs, TensorMetrics
 from palestra.nets.advantages import AdvantageInputs, gae, vtrace
+from palestra.nets.heads import ActionHead
 from palestra.nets.layers import Net, make_generators
 from palestra.nets.normalise import RunningNorm
 from palestra.nets.seat_mapping import SeatMapping
@@ -99,6 +101,20 @@ class ActorCriticConfig(AlgorithmConfig):
     def loss(self, rows: LossInputs) -> tuple[Tensor, TensorMetrics]:
         """Returns the policy loss (a scalar) over transitions, and metrics."""
 
+    def policy_loss(
+        self, head: ActionHead, out: Tensor, rows: PolicyRows, weight: Tensor, bonus: float
+    ) -> tuple[Tensor, list[dict[str, Any]]]:
+        """Returns the policy loss minus `bonus` times the entropy, summed over members (a scalar), and the metrics of
+        each, from outputs [P, T, M, O] and the normalised weights [P, T, M] of rows."""
+        score = head.evaluate_actions(out, rows.actions, rows.action_mask)
+        inputs = map(rows_by_member, (*score, rows.logp, rows.advantage, weight))
+        total, lines = out.new_zeros(()), []
+        for logp, entropy, old_logp, advantage, own in zip(*inputs, strict=True):
+            loss, metrics = self.loss(LossInputs(logp, entropy, old_logp, None, advantage, own))
+            total = total + loss - (bonus * (own * entropy).sum() if bonus else 0.0)
+            lines.append({"policy_loss": loss.detach(), **metrics})
+        return total, lines
+
     def learner_class(self) -> Callable[..., NetLearner]:
         return ActorCriticLearner
 
@@ -121,9 +137,7 @@ class ActorCriticLearner(NetLearner):
 
     def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         groups = [{name: own} for name, own in seats.items()] if self.config.sequential else [dict(seats)]
-        return [
-            seat_mapping for group in groups for seat_mapping in super(ActorCriticLearner, self).seat_mappings(group)
-        ]
+        return [mapping for group in groups for mapping in super(ActorCriticLearner, self).seat_mappings(group)]
 
     def _critic_seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each critic: which seats share its networks."""
@@ -137,16 +151,8 @@ class ActorCriticLearner(NetLearner):
                 "critics: one needs seats that see alike, and these do not: set critic: central, or critics: each"
             )
         flat = tuple(seat for own in seats.values() for seat in own)
-        first = flat[0]
-        return [
-            SeatMapping(
-                ("critic",),
-                (flat,),
-                len(self.env.seats),
-                self.env.observation_shapes[first],
-                self.env.action_spaces[first],
-            )
-        ]
+        shape, space = self.env.observation_shapes[flat[0]], self.env.action_spaces[flat[0]]
+        return [SeatMapping(("critic",), (flat,), len(self.env.seats), shape, space)]
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
         config = self.policies[seat_mapping.names[0] if seat_mapping.names[0] in self.policies else self.names[0]]
@@ -235,15 +241,16 @@ class ActorCriticLearner(NetLearner):
     ) -> Metrics:
         """Trains a critic on its targets; returns its metrics."""
         target, weight = self._update_norm(critic, targets, known)
+        mapping, net = critic.seat_mapping, critic.net
         rows = CriticRows(
             self._critic_observations(critic, batch)[:, :-1],
-            critic.seat_mapping.repeat_games(batch.is_first)[:, :-1],
-            critic.seat_mapping.select_seats(batch.agent_mask, 2).flatten(2, 3)[:, :-1],
+            mapping.repeat_games(batch.is_first)[:, :-1] if net.gru_units else None,
+            mapping.select_seats(batch.agent_mask[:-1], 2).flatten(2, 3) if net.plays_team else None,
             critic.normalise(target),
             weight,
             batch.worker,
         )
-        loss = critic.train(rows, self._minibatches(weight, critic.net), self.config.value_clip, progress)
+        loss = critic.train(rows, self._minibatches(weight, net), self.config.value_clip, progress)
         return {"value_loss": loss}
 
     def _update_norm(self, critic: ValueCritic, targets: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,22 +290,15 @@ class ActorCriticLearner(NetLearner):
             part = rows.minibatch(minibatch)
             out, value = stack.net.unroll_with_values(part.observations, part.recurrent_state, part.is_first, part.team)
             share = normalise_weights(part.weight)
-            score = stack.head.evaluate_actions(out, part.actions, part.action_mask)
-            inputs = [x.flatten(1).unbind() for x in (*score, part.logp, part.advantage, share)]
-            total = out.new_zeros(())
-            for p in range(len(names)):
-                new, entropy, old, credit, own = (x[p] for x in inputs)
-                loss, metrics = self.config.loss(LossInputs(new, entropy, old, None, credit, own))
-                total = total + loss - (bonus * (own * entropy).sum() if bonus else 0.0)
-                lines[p].append({"policy_loss": loss.detach(), **metrics})
+            total, metrics = self.config.policy_loss(stack.head, out, part, share, bonus)
             if value is not None:
-                for line, value_p, aim_p, own in zip(lines, value, minibatch(aim), share, strict=True):
+                for line, value_p, aim_p, own in zip(metrics, value, minibatch(aim), share, strict=True):
                     missed = value_loss(value_p, aim_p, own)
                     total = total + self.config.aux_value_coef * missed
-                    line[-1][self.value_output_metric] = missed.detach()
+                    line[self.value_output_metric] = missed.detach()
             norms = stack.optimizer.step(total, progress)
-            for p in range(len(names)):
-                lines[p][-1]["grad_norm"] = norms[p]
+            for own_lines, line, norm in zip(lines, metrics, norms.tolist(), strict=True):
+                own_lines.append(line | {"grad_norm": norm})
         stack.version += len(lines[0])
         return {name: mean_metrics(own) for name, own in zip(names, lines, strict=True)}
 

@@ -77,18 +77,19 @@ class ValueCritic:
     def train(self, rows: CriticRows, minibatches: Iterable[MiniBatch], clip: float | None, progress: float) -> float:
         """Trains the networks on normalised targets, with value clipping at a distance of `clip` outputs (None: none);
         returns the mean loss of a member. Recurrent states then go on after the last step."""
-        inputs = rows.observations, self.recurrent_states.get(rows.worker), rows.is_first, Team(rows.acts)
+        team = None if rows.acts is None else Team(rows.acts)
+        inputs = rows.observations, self.recurrent_states.get(rows.worker), rows.is_first, team
         old, losses = None if clip is None else self._unroll(*inputs)[0][..., 0], []
         for minibatch in minibatches:
             out, _ = self.net.unroll(
                 minibatch(rows.observations),
                 minibatch.column_recurrent_states(inputs[1]),
-                minibatch(rows.is_first),
-                Team(minibatch(rows.acts)),
+                None if rows.is_first is None else minibatch(rows.is_first),
+                None if rows.acts is None else Team(minibatch(rows.acts)),
             )
             weight = normalise_weights(minibatch(rows.weight))
             before = None if old is None else minibatch(old)
-            loss = value_loss(out[..., 0], minibatch(rows.target), weight, before, clip)
+            loss = value_loss(out.squeeze(-1), minibatch(rows.target), weight, before, clip)
             self.optimizer.step(loss, progress)
             losses.append(loss.item() / len(self.seat_mapping.names))
         if self.net.gru_units:  # with the weights that evaluate the next batch
@@ -98,17 +99,20 @@ class ValueCritic:
         return float(np.mean(losses))
 
     @torch.no_grad()
-    def _unroll(self, obs: Tensor, state: Tensor | None, is_first: Tensor, team: Team) -> tuple[Tensor, Tensor | None]:
+    def _unroll(
+        self, obs: Tensor, state: Tensor | None, is_first: Tensor | None, team: Team | None
+    ) -> tuple[Tensor, Tensor | None]:
         return self.net.unroll(obs, state, is_first, team)
 
 
 class CriticRows(NamedTuple):
-    """Training rows of a critic: observations [P, T, C, ...], first steps `is_first`, seats that act `acts`, normalised
-    targets and their weights [P, T, C] each, and the number of the rollout worker."""
+    """Training rows of a critic: observations [P, T, C, ...], first steps `is_first` (None: the networks are
+    feed-forward), seats that act `acts` (None: they play no teams), normalised targets and their weights [P, T, C]
+    each, and the number of the rollout worker."""
 
     observations: Tensor
-    is_first: Tensor
-    acts: Tensor
+    is_first: Tensor | None
+    acts: Tensor | None
     target: Tensor
     weight: Tensor
     worker: int

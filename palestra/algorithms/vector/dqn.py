@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig, legal_rows
+from palestra.algorithms.vector.q_learning import QLearner, QLearningConfig
 from palestra.learners.nets import NetLearner
 from palestra.losses.policy import TensorMetrics
-from palestra.losses.q import gather_values, next_value, q_loss, q_target
+from palestra.losses.q import q_loss, q_target
 from palestra.nets.replay import TransitionBatch
 from palestra.nets.sequence_replay import SequenceBatch
 
@@ -45,9 +45,7 @@ class DQNLearner(QLearner):
     ) -> tuple[list[TensorMetrics], Tensor, Tensor]:
         lines, errors, known = [], [], []
         for i, stack in enumerate(self.stacks):
-            q, target_q, chooser_q = self.action_values(i, drawn)
-            taken = gather_values(q, stack.rows(drawn.actions))
-            following = next_value(target_q, chooser_q, legal_rows(stack, drawn.next_action_mask))
+            q, taken, following = self.online_and_target_values(i, drawn)
             target = q_target(stack.rows(drawn.rewards), stack.rows(drawn.discounts), following)
             weight = stack.rows(drawn.weight)
             count = (weight > 0).sum((1, 2), keepdim=True).clamp(min=1)

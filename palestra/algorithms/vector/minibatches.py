@@ -5,7 +5,7 @@ Shapes: `P` members, `T` steps, `C` columns (a seat of a parallel game each), `M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,22 +39,23 @@ class MiniBatch:
 class PolicyRows(NamedTuple):
     """What policies learn from: observations [P, T, C, ...], first steps, actions, their log-probabilities when they
     were played, action masks (None: all actions are legal), advantages and weights [P, T, C, ...] each, and the
-    recurrent states [P, C, H] before the first step (None: none). `acts` [P, T, C] are the seats that act."""
+    recurrent states [P, C, H] before the first step (None: none). `is_first` is None for feed-forward networks. `acts`
+    [P, T, C] are the seats that act (None: the networks play no teams)."""
 
     observations: Tensor
-    is_first: Tensor
+    is_first: Tensor | None
     actions: Tensor
     logp: Tensor
     action_mask: Tensor | None
     advantage: Tensor
     weight: Tensor
     recurrent_state: Tensor | None
-    acts: Tensor
+    acts: Tensor | None
 
     @property
-    def team(self) -> Team:
+    def team(self) -> Team | None:
         """Masks [P, T, C] and actions of the rows, as input of networks that play all seats of a team."""
-        return Team(self.acts, self.actions)
+        return None if self.acts is None else Team(self.acts, self.actions)
 
     @classmethod
     def of(cls, stack: PolicyStack, batch: RolloutBatch, advantage: Tensor, weight: Tensor) -> PolicyRows:
@@ -62,29 +63,25 @@ class PolicyRows(NamedTuple):
         C]."""
         return cls(
             stack.observations(batch.obs)[:, :-1],
-            stack.seat_mapping.repeat_games(batch.is_first)[:, :-1],
+            stack.seat_mapping.repeat_games(batch.is_first)[:, :-1] if stack.net.gru_units else None,
             stack.actions(batch),
             stack.rows(batch.logp),
             None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1],
             advantage,
             weight,
             batch.recurrent_state.get("+".join(stack.seat_mapping.names)),
-            stack.rows(batch.agent_mask[:-1]),
+            stack.rows(batch.agent_mask[:-1]) if stack.net.plays_team else None,
         )
 
     def minibatch(self, minibatch: MiniBatch) -> PolicyRows:
         """Returns the minibatch's part of everything."""
-        return PolicyRows(
-            minibatch(self.observations),
-            minibatch(self.is_first),
-            minibatch(self.actions),
-            minibatch(self.logp),
-            None if self.action_mask is None else minibatch(self.action_mask),
-            minibatch(self.advantage),
-            minibatch(self.weight),
-            minibatch.column_recurrent_states(self.recurrent_state),
-            minibatch(self.acts),
-        )
+        parts = (None if x is None else minibatch(x) for x in self._replace(recurrent_state=None))
+        return PolicyRows(*parts)._replace(recurrent_state=minibatch.column_recurrent_states(self.recurrent_state))
+
+
+def rows_by_member(x: Tensor) -> Sequence[Tensor]:
+    """Returns the rows [T*M] of each member of [P, T, M]; of a single one as a view, whose gradient needs no copy."""
+    return (x.flatten(),) if len(x) == 1 else x.flatten(1).unbind()
 
 
 def normalise_weights(weight: Tensor) -> Tensor:

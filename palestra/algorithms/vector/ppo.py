@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from palestra.algorithms.vector.actor_critic import ActorCriticConfig
+from palestra.algorithms.vector.minibatches import PolicyRows
+from palestra.losses.clipped_categorical import CategoricalInputs, clipped_categorical_loss
 from palestra.losses.policy import LossInputs, TensorMetrics, clipped_policy_loss
+from palestra.nets.heads import ActionHead, CategoricalHead
 
 
 class PPO(ActorCriticConfig):
@@ -27,3 +31,12 @@ class PPO(ActorCriticConfig):
 
     def loss(self, rows: LossInputs) -> tuple[Tensor, TensorMetrics]:
         return clipped_policy_loss(rows, clip=self.clip)
+
+    def policy_loss(
+        self, head: ActionHead, out: Tensor, rows: PolicyRows, weight: Tensor, bonus: float
+    ) -> tuple[Tensor, list[dict[str, Any]]]:
+        if not isinstance(head, CategoricalHead) or out.device.type != "cpu" or out.dtype != torch.float32:
+            return super().policy_loss(head, out, rows, weight, bonus)
+        tensors = (out, rows.actions, rows.action_mask, rows.logp, rows.advantage, weight)
+        inputs = CategoricalInputs(*(None if x is None else x.flatten(1, 2) for x in tensors))
+        return clipped_categorical_loss(inputs, clip=self.clip, entropy=bonus)

@@ -211,9 +211,13 @@ class QLearner(NetLearner):
 
     def remember(self, batch: RolloutBatch) -> None:
         """Adds a rollout to the replay buffer and the running norms."""
-        self.replay.add(batch)
+        self.replay.add(self.replay_rows(batch))
         self.env_steps_seen += batch.terminated.size
         self.update_norms(batch)
+
+    def replay_rows(self, batch: RolloutBatch) -> RolloutBatch:
+        """Returns the rollout as the replay buffer stores it."""
+        return batch
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Remembers the rollout, then takes `gradient_steps` gradient steps once training has started; returns metrics
@@ -264,13 +268,13 @@ class QLearner(NetLearner):
         """Trains the policies on a replay batch; returns metrics by stack, mean absolute TD errors [T, M], and a mask
         of the known ones [T, M]."""
 
-    def online_and_target_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor]:
-        """Returns the online values of stack i for the actions taken and the target values of the following decisions,
-        both [P, T, R]."""
+    def online_and_target_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the online values of stack i for all actions [P, T, R, A] and for those taken, and the target values
+        of the following decisions, both [P, T, R]."""
         stack = self.stacks[i]
         q, target_q, chooser_q = self.action_values(i, drawn)
         following = next_value(target_q, chooser_q, legal_rows(stack, drawn.next_action_mask))
-        return gather_values(q, stack.rows(drawn.actions)), following
+        return q, gather_values(q, stack.rows(drawn.actions)), following
 
     def action_values(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns values of all actions by stack i, [P, T, R, A] each: the online network's, and for the following
@@ -365,21 +369,25 @@ def polyak_update(fast: nn.Module, slow: nn.Module, tau: float) -> None:
         target.lerp_(source, tau)
 
 
-@torch.no_grad()
 def without_duelling(stack: PolicyStack, head: ValueHead) -> Net:
     """Returns networks whose outputs are the action values themselves. Duelling values are linear in the outputs, so
     the last layer can absorb them."""
-    if not head.duelling:
-        return stack.net
+    return with_last_layer(stack, head.num_actions, dueling_values) if head.duelling else stack.net
+
+
+@torch.no_grad()
+def with_last_layer(stack: PolicyStack, outputs: int, convert: Callable[[Tensor], Tensor]) -> Net:
+    """Returns copies of a stack's networks with `outputs` outputs: `convert` is applied to weights and biases of the
+    last layer, whose last dimension are its outputs."""
     net = Net(
         stack.seat_mapping.input_shape,
-        head.num_actions,
+        outputs,
         stack.config,
         make_generators([0] * len(stack.seat_mapping.names)),
         entities=stack.seat_mapping.entities,
     )
     weights = stack.net.state_dict()
     for name in ("head.weight", "head.bias"):
-        weights[name] = dueling_values(weights[name])
+        weights[name] = convert(weights[name])
     net.load_state_dict(weights)
     return net

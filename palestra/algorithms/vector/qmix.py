@@ -33,11 +33,9 @@ from palestra.nets.sequence_replay import SequenceBatch
 from palestra.seeding import derive_seed
 
 
-class QMIX(QLearningConfig):
-    """QMIX, VDN and QPLEX: Q-learning with a value mixer."""
+class MixingConfig(QLearningConfig):
+    """Base config of Q-learning with a value mixer."""
 
-    type: Literal["qmix"] = "qmix"
-    """Selects QMIX."""
     mixer: Literal["vdn", "qmix", "qplex"] = "qmix"
     """`vdn` adds the seats' values; `qmix` mixes them with a network generated from the env's global state (from all
     observations together if it has none); `qplex` adds the values, and the advantages with weights from state and joint
@@ -47,6 +45,13 @@ class QMIX(QLearningConfig):
     mixer_heads: int = Field(4, ge=1, le=1_024)
     """Attention heads of `mixer: qplex`."""
 
+
+class QMIX(MixingConfig):
+    """QMIX, VDN and QPLEX: Q-learning with a value mixer."""
+
+    type: Literal["qmix"] = "qmix"
+    """Selects QMIX."""
+
     def learner_class(self) -> Callable[..., NetLearner]:
         return QMIXLearner
 
@@ -55,10 +60,10 @@ class QMIXLearner(QLearner):
     """Learner of QMIX, VDN and QPLEX. Raises ValueError for a mixer other than `vdn` on pixel observations without a
     global state."""
 
-    config: QMIX
+    config: MixingConfig
     counts_env_steps = True
 
-    def __init__(self, config: QMIX, spec: NetLearnerSpec) -> None:
+    def __init__(self, config: MixingConfig, spec: NetLearnerSpec) -> None:
         super().__init__(config, spec)
         self.mixer = self._mixer()
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
@@ -71,10 +76,15 @@ class QMIXLearner(QLearner):
         if config.mixer == "vdn":
             return VDNMixer()
         check_mixer_sees_state(config.mixer, self.env)
-        seed, seats, state = derive_seed(self.seeds[self.names[0]], "mixer"), len(self.seats), self.global_size
+        seed, seats, state = derive_seed(self.seeds[self.names[0]], "mixer"), len(self.seats), self.mixer_state_size
         if config.mixer == "qmix":
             return QMIXMixer(seats, state, config.mixer_units, seed)
         return QPLEXMixer(seats, self._num_actions, state, config.mixer_units, config.mixer_heads, seed)
+
+    @property
+    def mixer_state_size(self) -> int:
+        """Returns the numbers of the mixer's state."""
+        return self.global_size
 
     @property
     def _num_actions(self) -> int:
@@ -91,33 +101,44 @@ class QMIXLearner(QLearner):
         self, drawn: TransitionBatch | SequenceBatch, progress: float
     ) -> tuple[list[TensorMetrics], Tensor, Tensor]:
         judged = [self._online_and_next(i, drawn) for i in range(len(self.stacks))]
-        leaves = [now.q.detach().requires_grad_() for now, _ in judged]  # for gradients of the mixer's inputs
-        online = [replace(now, q=leaf) for (now, _), leaf in zip(judged, leaves, strict=True)]
-        state, next_state = self._states(drawn)
+        leaves = [now.q.detach().requires_grad_() for now, _, _ in judged]  # for gradients of the mixer's inputs
+        online = [replace(now, q=leaf) for (now, _, _), leaf in zip(judged, leaves, strict=True)]
+        state, next_state = self.states(drawn)
         total = self._mixed(self.mixer, online, drawn.agent_mask, state)
         with torch.no_grad():
-            after = self._mixed(self.target_mixer, [then for _, then in judged], drawn.next_agent_mask, next_state)
+            after = self._mixed(self.target_mixer, [then for _, then, _ in judged], drawn.next_agent_mask, next_state)
         # with joint time all seats have the same discount and weight
         discount, weight = drawn.discounts[..., self.seats[0]], drawn.weight[..., self.seats[0]]
         target = q_target(drawn.rewards[..., self.seats].mean(-1), discount, after)
         known = weight > 0
-        loss, error = q_loss(total, target, weight / known.sum().clamp(min=1))
+        share = weight / known.sum().clamp(min=1)
+        loss, error = q_loss(total, target, share)
         slopes = torch.autograd.grad(loss, leaves, retain_graph=True)
         if self.mixer_adam:
             self.mixer_adam.step(loss, progress)
+        penalties, more = self.penalties([q for _, _, q in judged], drawn, share, progress)
         lines: list[TensorMetrics] = []
         mean = (known * total.detach()).sum() / known.sum().clamp(min=1)
-        for stack, (now, _), slope in zip(self.stacks, judged, slopes, strict=True):
-            norms = stack.optimizer.step((now.q * slope).sum(), progress)  # the chain rule, member by member
-            lines.append({"q_loss": loss.detach().expand(len(norms)), "q": mean.expand(len(norms)), "grad_norm": norms})
+        for stack, (now, _, _), slope, penalty in zip(self.stacks, judged, slopes, penalties, strict=True):
+            norms = stack.optimizer.step((now.q * slope).sum() + penalty, progress)  # the chain rule
+            line = {"q_loss": loss.detach(), "q": mean} | more
+            lines.append({name: value.expand(len(norms)) for name, value in line.items()} | {"grad_norm": norms})
         return lines, error.abs() * known, known
 
-    def _online_and_next(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[SeatValues, SeatValues]:
+    def penalties(
+        self, q: list[Tensor], drawn: TransitionBatch | SequenceBatch, share: Tensor, progress: float
+    ) -> tuple[list[Tensor], TensorMetrics]:
+        """Returns a further loss of each stack (scalars), and metrics (scalars); zeros here. `q` [P, T, R, A] are the
+        stacks' values of all actions, `share` [T, M] the weights of the steps."""
+        return [values.new_zeros(()) for values in q], {}
+
+    def _online_and_next(self, i: int, drawn: TransitionBatch | SequenceBatch) -> tuple[SeatValues, SeatValues, Tensor]:
         """Returns the mixer's inputs from stack i (`q` and `best` [P, T, R], `actions [P, T, R, A]`): of the actions
-        taken by the online network, and of the following decisions by the target network."""
+        taken by the online network, and of the following decisions by the target network; then the online network's
+        values of all actions [P, T, R, A]."""
         if self.config.mixer != "qplex":
-            taken, following = self.online_and_target_values(i, drawn)
-            return SeatValues(taken), SeatValues(following)
+            q, taken, following = self.online_and_target_values(i, drawn)
+            return SeatValues(taken), SeatValues(following), q
         stack = self.stacks[i]
         q, target_q, chooser_q = self.action_values(i, drawn)
         next_mask = legal_rows(stack, drawn.next_action_mask)
@@ -125,6 +146,7 @@ class QMIXLearner(QLearner):
         return (
             self._seat_values(q, stack.rows(drawn.actions), legal_rows(stack, drawn.action_mask)),
             self._seat_values(target_q, chosen, next_mask),
+            q,
         )
 
     def _seat_values(self, q: Tensor, action: Tensor, action_mask: Tensor | None) -> SeatValues:
@@ -136,7 +158,7 @@ class QMIXLearner(QLearner):
         """Returns the team's value [T, M] from the stacks' values; 0 for seats that do not act."""
         return mix_values(mixer, self.stacks, values, agent_mask, state)
 
-    def _states(self, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor]:
+    def states(self, drawn: TransitionBatch | SequenceBatch) -> tuple[Tensor, Tensor]:
         """Returns the mixer's state inputs, current and next [T, M, G]."""
         if drawn.state is not None and drawn.next_state is not None:
             return self.global_features(drawn.obs, drawn.state, 2), self.global_features(drawn.obs, drawn.next_state, 2)

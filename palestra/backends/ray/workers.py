@@ -9,15 +9,16 @@ import shutil
 import tempfile
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from palestra.backends.file_bundle import FileBundle, pack_folder, unpack_folder
+from palestra.backends.file_bundle import FileBundle, content_hash, num_bytes, pack_folder, unpack_folder
 from palestra.backends.ray import cluster
 from palestra.backends.ray.cluster import (
     ActorResources,
@@ -43,15 +44,25 @@ from palestra.tracing import TraceContext, export_wait_s, stop_tracing
 WORKER_KIND = "Ray worker"
 END_TIMEOUT_S = 1.0  # seconds that actors have to remove their files
 
+traffic: Counter[str] = Counter()  # `puts` of folders into the object store, `put_bytes`, `returned_bytes`
+
+
+class _Package(NamedTuple):
+    """A member's files in the object store, and the hash of their content."""
+
+    content: str
+    files: ray.ObjectRef
+
+
 # ---- in the actor's process
 
 
 class _Actor:
-    """One worker and the members it has fetched, each once."""
+    """One worker and the folders it has fetched, each content once."""
 
     def __init__(self) -> None:
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
-        self._members = MemberFolders()
+        self._folders: dict[str, Path] = {}  # by hash of the content
 
     def make(self, make: WorkerFactory) -> tuple[str, str] | ErrorText:
         """Builds the worker and returns its location and its node's id, or the fault if that raises."""
@@ -62,14 +73,16 @@ class _Actor:
         return process_label(), ray.get_runtime_context().get_node_id()
 
     def do(
-        self, task: Task, members: Mapping[str, ray.ObjectRef], trace: TraceContext | None
+        self, task: Task, members: Mapping[str, _Package], trace: TraceContext | None
     ) -> tuple[Result, float, FileBundle] | ErrorText:
         """Fetches missing members, runs the task and returns result, seconds and output files, or the fault."""
-        for name, files in members.items():
-            if name not in self._members:
-                self._members[name] = unpack_folder(ray.get(files), Path(self._scratch, "members", name))
+        for package in members.values():
+            if package.content not in self._folders:
+                folder = Path(self._scratch, "members", package.content)
+                self._folders[package.content] = unpack_folder(ray.get(package.files), folder)
         out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.output_member else None
-        answer = run_or_fault(self._worker, task, self._members.folders_for(task), out, trace)
+        folders = {name: self._folders[package.content] for name, package in members.items()}
+        answer = run_or_fault(self._worker, task, folders, out, trace)
         made = pack_folder(out) if out else {}
         if out:
             shutil.rmtree(out)
@@ -78,9 +91,9 @@ class _Actor:
     def greet(self) -> None:
         """Does nothing; the reply shows that the actor is alive."""
 
-    def forget(self, name: str) -> None:
-        """Removes a member's files."""
-        if folder := self._members.pop(name, None):
+    def forget(self, content: str) -> None:
+        """Removes files that no member has any more."""
+        if folder := self._folders.pop(content, None):
             shutil.rmtree(folder, ignore_errors=True)
 
     def end(self) -> None:
@@ -155,7 +168,9 @@ class RayBackend:
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self._members = MemberFolders()
-        self._packed: dict[str, ray.ObjectRef] = {}
+        self._packed: dict[str, _Package] = {}  # by name of the member
+        self._stored: dict[str, _Package] = {}  # by hash of the content
+        self._users: Counter[str] = Counter()  # members of a content
         self._stillborn = 0  # workers in a row that died before they were ready
         self._idle: list[_RayWorkerHandle] = []
         self._busy: dict[ray.ObjectRef, _RayWorkerHandle] = {}
@@ -172,9 +187,13 @@ class RayBackend:
 
     def remove_member(self, name: str) -> None:
         del self._members[name]
-        if self._packed.pop(name, None) is not None:
+        if (package := self._packed.pop(name, None)) is None:
+            return
+        self._users[package.content] -= 1
+        if not self._users[package.content]:
+            del self._users[package.content], self._stored[package.content]
             for hand in [*self._idle, *self._busy.values()]:
-                hand.actor.forget.remote(name)  # actors run calls in order, so this runs after the current task
+                hand.actor.forget.remote(package.content)  # actors run calls in order: after the current task
 
     def submit(self, task: Task) -> None:
         group = self._apart.get(task.kind, self._common)
@@ -230,10 +249,17 @@ class RayBackend:
                 hand.task = task
                 self._busy[hand.actor.do.remote(task, members, hand.group.queue.traces.get(task.name))] = hand
 
-    def _fetchable(self, name: str, folder: Path) -> ray.ObjectRef:
-        """Returns a member's files in the object store, where they are put when a task first needs them."""
+    def _fetchable(self, name: str, folder: Path) -> _Package:
+        """Returns a member's files in the object store, where they are put when a task first needs them, unless files
+        of equal content are there."""
         if name not in self._packed:
-            self._packed[name] = ray.put(pack_folder(folder))
+            files = pack_folder(folder)
+            content = content_hash(files)
+            if content not in self._stored:
+                traffic.update(puts=1, put_bytes=num_bytes(files))
+                self._stored[content] = _Package(content, ray.put(files))
+            self._users[content] += 1
+            self._packed[name] = self._stored[content]
         return self._packed[name]
 
     def _hear(self, ref: ray.ObjectRef) -> TaskResult | None:
@@ -260,6 +286,7 @@ class RayBackend:
         return None
 
     def _done(self, task: Task, result: Result, seconds: float, files: FileBundle) -> TaskResult:
+        traffic["returned_bytes"] += num_bytes(files)
         out = unpack_folder(files, Path(tempfile.mkdtemp(dir=self._scratch))) if task.output_member else None
         return TaskResult(task, result, out, seconds)
 

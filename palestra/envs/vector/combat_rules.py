@@ -73,12 +73,21 @@ def _begin_game(g: CombatArrays, rules: CombatParams, start: StartParams, b: int
     g.steps[b] = 0
 
 
-@jit_inline
+@jit  # these three are called only with a cone, and slow every step down if they are inlined
 def _in_cone(units: np.ndarray, b: int, n: int, v: int, facing: int) -> bool:
     """True if unit v is within 45 degrees of the direction of the move `facing` from ally n."""
     x, y = units[b, v, X] - units[b, n, X], units[b, v, Y] - units[b, n, Y]
     along = x if facing == EAST else -x if facing == WEST else y if facing == NORTH else -y
-    return bool(along >= abs(y if facing in (EAST, WEST) else x))
+    across = x if facing == NORTH or facing == SOUTH else y  # noqa: SIM109 - not worth a tuple
+    return along >= abs(across)
+
+
+@jit
+def _mask_outside_cone(action_mask: np.ndarray, units: np.ndarray, b: int, n: int, facing: int) -> None:
+    allies = action_mask.shape[1]
+    for v in range(allies, units.shape[1]):
+        if not _in_cone(units, b, n, v, facing):
+            action_mask[b, n, ATTACK + v - allies] = False
 
 
 @jit_inline
@@ -92,22 +101,26 @@ def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: in
     allies = action_mask.shape[1]
     for v in range(allies, units.shape[1]):
         near = _squared(units, b, n, v) <= ATTACK_RANGE * ATTACK_RANGE
-        in_sight = near and (not has_cone or _in_cone(units, b, n, v, facing))
-        action_mask[b, n, ATTACK + v - allies] = alive and in_sight and units[b, v, HEALTH] > 0
+        action_mask[b, n, ATTACK + v - allies] = alive and near and units[b, v, HEALTH] > 0
+    if has_cone:
+        _mask_outside_cone(action_mask, units, b, n, facing)
 
 
 @jit_inline
-def _write_body(row: np.ndarray, at: int, shield: float, stats_F: np.ndarray, shields: bool, bits: int) -> None:
+def _write_body(
+    row: np.ndarray, at: int, shield: float, stats_KF: np.ndarray, kind: int, shields: bool, bits: int
+) -> None:
     """Writes the share of its shield that a unit has left (if its side has shields) and the unit-type bits from index
     `at` on."""
     if shields:
-        row[at] = shield / stats_F[FULL_SHIELD] if stats_F[FULL_SHIELD] else 0.0
+        full = stats_KF[kind, FULL_SHIELD]
+        row[at] = shield / full if full else 0.0
         at += 1
     for bit in range(bits):
-        row[at + bit] = 1.0 if stats_F[TYPE_BIT] == bit else 0.0
+        row[at + bit] = 1.0 if stats_KF[kind, TYPE_BIT] == bit else 0.0
 
 
-@jit_inline
+@jit
 def _write_facing(row: np.ndarray, at: int, facing: int) -> None:
     row[at] = (facing == EAST) - (facing == WEST)
     row[at + 1] = (facing == NORTH) - (facing == SOUTH)
@@ -133,18 +146,20 @@ def _write_observations(g: CombatArrays, rules: CombatParams, b: int) -> None:
             if v == n:
                 continue
             shields = rules.enemies_have_shields if v >= allies else rules.allies_have_shields
-            far = _distance(units, b, n, v)
-            if far < SIGHT_RANGE and units[b, v, HEALTH] > 0 and (not cone or _in_cone(units, b, n, v, facing)):
+            x, y = units[b, v, X] - units[b, n, X], units[b, v, Y] - units[b, n, Y]
+            squared = x * x + y * y
+            near = squared < SIGHT_RANGE * SIGHT_RANGE
+            if near and units[b, v, HEALTH] > 0 and (not cone or _in_cone(units, b, n, v, facing)):
                 row[at] = action_mask[b, n, ATTACK + i] if i < enemies else 1
-                row[at + 1] = far / SIGHT_RANGE
-                row[at + 2] = (units[b, v, X] - units[b, n, X]) / SIGHT_RANGE
-                row[at + 3] = (units[b, v, Y] - units[b, n, Y]) / SIGHT_RANGE
+                row[at + 1] = math.sqrt(squared) / SIGHT_RANGE
+                row[at + 2] = x / SIGHT_RANGE
+                row[at + 3] = y / SIGHT_RANGE
                 row[at + 4] = units[b, v, HEALTH] / stats_KF[types[b, v], FULL_HEALTH]
-                _write_body(row, at + 5, units[b, v, SHIELD], stats_KF[types[b, v]], shields, bits)
+                _write_body(row, at + 5, units[b, v, SHIELD], stats_KF, types[b, v], shields, bits)
             at += 5 + shields + bits
         shields = rules.allies_have_shields
         row[at] = units[b, n, HEALTH] / stats_KF[types[b, n], FULL_HEALTH]
-        _write_body(row, at + 1, units[b, n, SHIELD], stats_KF[types[b, n]], shields, bits)
+        _write_body(row, at + 1, units[b, n, SHIELD], stats_KF, types[b, n], shields, bits)
         if cone:
             _write_facing(row, at + 1 + shields + bits, facing)
 
@@ -159,13 +174,13 @@ def _write_state(g: CombatArrays, rules: CombatParams, b: int) -> None:
         shields = rules.allies_have_shields if ally else rules.enemies_have_shields
         end = at + 3 + ally + shields + bits
         if units[b, u, HEALTH] > 0:
-            stats_F = rules.stats_KF[g.types[b, u]]
-            row[at] = units[b, u, HEALTH] / stats_F[FULL_HEALTH]
+            kind = g.types[b, u]
+            row[at] = units[b, u, HEALTH] / rules.stats_KF[kind, FULL_HEALTH]
             if ally:
-                row[at + 1] = units[b, u, COOLDOWN] / stats_F[RELOAD]
+                row[at + 1] = units[b, u, COOLDOWN] / rules.stats_KF[kind, RELOAD]
             row[at + 1 + ally] = (units[b, u, X] - FIELD_SIZE / 2) / FIELD_SIZE
             row[at + 2 + ally] = (units[b, u, Y] - FIELD_SIZE / 2) / FIELD_SIZE
-            _write_body(row, at + 3 + ally, units[b, u, SHIELD], stats_F, shields, bits)
+            _write_body(row, at + 3 + ally, units[b, u, SHIELD], rules.stats_KF, kind, shields, bits)
             if ally and rules.has_cone:
                 _write_facing(row, end, g.facing[b, u])
         at = end + (2 if ally and rules.has_cone else 0)

@@ -1,4 +1,4 @@
-"""Matrix games, one-shot or repeated, and the two-step game of QMIX."""
+"""Matrix games, one-shot or repeated, the two-step game of QMIX and the m-step game of MAVEN."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TWO_STEP_PAYOFFS = np.array([[[0, 0], [0, 0]], [[7, 7], [7, 7]], [[0, 1], [1, 8]
 class MatrixArrays(NamedTuple):
     """The arrays that the kernels change: first the env's own state, then the arrays of the frame."""
 
-    place: np.ndarray  # [B] rounds played; in the two-step game START, CERTAIN or RISKY
+    place: np.ndarray  # [B] rounds played; in games of several states the number of the state
     obs: np.ndarray
     state: np.ndarray
     rewards: np.ndarray
@@ -94,7 +94,7 @@ def _play_two(t: MatrixArrays, actions: np.ndarray) -> None:
 @jit
 def _write_place(place: np.ndarray, obs: np.ndarray, state: np.ndarray) -> None:
     for b in range(len(place)):
-        for at in range(3):
+        for at in range(state.shape[1]):
             here = place[b] == at
             obs[b, 0, at], obs[b, 1, at], state[b, at] = here, here, here
 
@@ -102,6 +102,30 @@ def _write_place(place: np.ndarray, obs: np.ndarray, state: np.ndarray) -> None:
 @jit
 def _step_two(t: MatrixArrays, actions: np.ndarray) -> None:
     _play_two(t, actions)
+    store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
+    _write_place(t.place, t.obs, t.state)
+
+
+@jit
+def _play_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
+    """State 0 is the start, then come the steps - 1 states of the left branch and those of the right one."""
+    place, rewards, over = t.place, t.rewards, t.terminated
+    for b in range(len(place)):
+        first, second, at = int(actions[b, 0] == 1), int(actions[b, 1] == 1), place[b]
+        branch = first if at == START else int(at >= steps)
+        last = at in (steps - 1, 2 * steps - 2)
+        reward = int(first == branch and second == branch)
+        if last and branch == 0:
+            reward = 4 if first and second else 1
+        rewards[b, 0], rewards[b, 1] = reward, reward
+        over[b] = last or not reward
+        following = at + 1 if at != START else 1 + branch * (steps - 1)
+        place[b] = START if over[b] else following
+
+
+@jit
+def _step_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
+    _play_m(t, steps, actions)
     store_final(t.obs, t.final_obs, t.state, t.final_state, t.terminated)
     _write_place(t.place, t.obs, t.state)
 
@@ -181,6 +205,33 @@ class TwoStepGame(_Tabular):
 
     def _advance(self, actions: np.ndarray) -> None:
         _step_two(self._table, actions.astype(np.int32, copy=False))
+
+
+class MStepGame(_Tabular):
+    """The cooperative m-step game of Mahajan et al. (2019; the rules are those of their code with two good branches),
+    which needs committed exploration.
+
+    The first joint action chooses a branch: both 0 the left, both 1 the right; repeating it earns 1 in each of `steps`
+    steps, any other joint action 0 and the end. Only the last step of the left branch differs: both 1 earns 4, anything
+    else 1. The best return is `steps` + 3, that of the right branch `steps`. Each seat gets the whole reward.
+    Observation of both seats and state: which of the 2 `steps` - 1 states the game is in, one-hot; the start, the left
+    branch, the right one. An action out of range is 0. Raises ValueError for fewer than 2 steps.
+    """
+
+    name: ClassVar[str] = "m_step"
+
+    def __init__(self, num_envs: int = 64, *, steps: int = 10) -> None:
+        if steps < 2:
+            raise ValueError(f"steps: {steps} is too small, a branch is chosen in the first step; use 2 or more")
+        self.steps = steps
+        super().__init__(num_envs, (2, 2), 2 * steps - 1, 2 * steps - 1)
+
+    def _begin(self) -> None:
+        super()._begin()
+        _write_place(self._table.place, self._table.obs, self._table.state)
+
+    def _advance(self, actions: np.ndarray) -> None:
+        _step_m(self._table, self.steps, actions.astype(np.int32, copy=False))
 
 
 def _padded(choices: tuple[int, int]) -> int | None:

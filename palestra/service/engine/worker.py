@@ -1,21 +1,20 @@
 """The engine worker: the process that takes requests from the store, runs them, and writes their answers.
 
-Each iteration of its loop takes new requests, runs one micro-batch of training, and samples one token for every active
-row. Requests of one model run in the order of their sequence numbers; requests of different models, and all samples,
-share batches. A request that fails is answered with its error and does not affect others.
+Each iteration of its loop takes new requests, runs one micro-batch of training, and samples for as long as that took,
+at least one token for every active row. Requests of one model run in the order of their sequence numbers; requests of
+different models, and all samples, share batches. A request that fails is answered with its error and does not affect
+others.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import sqlalchemy as sql
@@ -28,7 +27,6 @@ from palestra.engine.models import Engine
 from palestra.engine.multi_adapter import Job, JobResult
 from palestra.engine.sampler import Sampler
 from palestra.engine.trainer import AdamConfig
-from palestra.files import acquire_lock
 from palestra.service.api import codec
 from palestra.service.api.encoding import reverse_kl_answer
 from palestra.service.api.validation import WEIGHTED_ONLY
@@ -38,13 +36,12 @@ from palestra.service.engine.live_models import LiveModel, LiveModels, LoadedBas
 from palestra.service.engine.losses import build_loss
 from palestra.service.engine.pending_samples import SampleScheduler
 from palestra.service.engine.training import GRADIENT_KINDS, TrainRequest, TrainScheduler
-from palestra.service.storage.database import OUTAGE_ERRORS, first_line
+from palestra.service.storage.database import OUTAGE_ERRORS
 from palestra.service.storage.outbox import Outbox
 from palestra.service.storage.store import Store, StoredAnswer
 from palestra.service.storage.tables import RowUpdate, models
 from palestra.service.storage.wakeup import WakeupSocket
 from palestra.service.storage.weight_store import WeightStore
-from palestra.web.retry import RetryPolicy
 
 BATCHED_KINDS = (*GRADIENT_KINDS, "sample")  # kinds that share batches with other requests
 SWEEP_INTERVAL_S = 60.0  # seconds between two maintenance runs
@@ -52,8 +49,6 @@ MEMORY_RELEASE_DELAY_S = 1.0  # seconds without work after which memory is relea
 BURST_GAP_S = 0.005  # seconds without a new request that end a burst
 MAX_BURST_S = 0.1  # longest duration of a burst in seconds
 SAMPLE_GRACE_S = 60.0  # seconds for running samples to end on shutdown
-MIN_STOP_ATTEMPTS = 3  # attempts to reach the database before giving up on shutdown
-DATABASE_RETRY = RetryPolicy(0.5, 15.0)  # pauses between attempts to reach the database
 
 
 class WorkerSettings(BaseModel):
@@ -141,11 +136,25 @@ class Worker:
     def step(self) -> bool:
         """Runs one iteration of the loop. Returns False if there was nothing to do."""
         moved = self._take()
+        start = time.monotonic()
         moved |= self._train()
-        moved |= self.sample_scheduler.advance()
-        self.flush()
+        moved |= self._sample(time.monotonic() - start)
         if time.monotonic() - self._swept > SWEEP_INTERVAL_S:
             self._sweep()
+        return moved
+
+    def _sample(self, seconds: float) -> bool:
+        """Samples a token for every active row, and further tokens for up to `seconds`: a training micro-batch of many
+        models takes as long as hundreds of tokens, and an answer would wait for one of them at each token. Returns
+        False if there was nothing to do."""
+        until, moved = time.monotonic() + seconds, False
+        while self.sample_scheduler.advance():
+            moved = True
+            self.flush()
+            if time.monotonic() >= until or self.stopping:
+                break
+            self._take()
+        self.flush()
         return moved
 
     def flush(self) -> None:
@@ -336,65 +345,8 @@ class Worker:
             traceback.print_exc()
 
 
-class DatabaseRetry:
-    """Error handler of the worker's database: logs the error and retries with growing pauses.
-
-    During shutdown, or if the front end has exited, it raises the error after `MIN_STOP_ATTEMPTS` attempts.
-    """
-
-    def __init__(self, bell: WakeupSocket) -> None:
-        self.wakeup, self.stopping, self.failing_since = bell, False, 0.0
-
-    def __call__(self, error: Exception, attempt: int) -> None:
-        self.failing_since = self.failing_since if attempt else time.monotonic()
-        self.wakeup.wait(0)  # updates `peer_gone`
-        if (self.stopping or self.wakeup.peer_gone) and attempt >= MIN_STOP_ATTEMPTS:
-            raise error
-        pause = DATABASE_RETRY.wait_s(attempt + 1)
-        lasted = time.monotonic() - self.failing_since
-        what = f"the database does not answer ({first_line(error)}), for {lasted:.0f} s now"
-        print(f"{what}: trying again in {pause:.1f} s", file=sys.stderr, flush=True)
-        time.sleep(pause)
-
-
 def load_base(name: str, path: str, settings: WorkerSettings) -> LoadedBase:
     """Loads a base model, with an engine and a sampler for it."""
     engine = Engine.load(path, device=settings.device, dtype=settings.dtype, threads=settings.threads)
     sampler = Sampler(engine, max_rows=settings.max_rows, cache_bytes=budget_bytes(settings.kv_cache_gib))
     return LoadedBase(name, engine, sampler)
-
-
-def run_worker(settings: WorkerSettings, bell: WakeupSocket) -> None:
-    """Entry point of the worker process: runs until SIGTERM or until its front end exits. Exits with a message if the
-    database does not answer during shutdown."""
-    with _lock(settings.data):
-        patience = DatabaseRetry(bell)
-        worker = Worker(settings, Store.open(settings.store, patience), bell)
-
-        def stop(*_: object) -> None:
-            worker.stop()
-            patience.stopping = True
-
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end ends the worker
-        bell.wake()
-        try:
-            worker.run()
-        except OUTAGE_ERRORS as error:
-            sys.exit(
-                f"the engine's worker stopped while the database did not answer ({first_line(error)}): answers that "
-                "were not written, and what models learned after they were last saved, are lost"
-            )
-
-
-def _lock(data: Path) -> BinaryIO:
-    """Acquires the lock that admits one worker per server, waiting for a worker that still saves models after its front
-    end was killed. Raises ValueError if the lock stays taken for twice `SAMPLE_GRACE_S` seconds."""
-    until = time.monotonic() + 2 * SAMPLE_GRACE_S
-    while True:
-        try:
-            return acquire_lock(data / "worker.lock", f"the server's data in {data}")
-        except ValueError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.1)

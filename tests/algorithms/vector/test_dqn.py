@@ -165,7 +165,7 @@ def test_recurrent_values_equal_step_by_step_play(turns: bool) -> None:
     made = learner(config, env, {"one": [0], "two": [1]}, NetPolicyConfig(hidden=[8], gru_units=5, lr=1e-2))
     played(made, env, 3)
     drawn = stretches_of(made)
-    taken, following = made.online_and_target_values(0, drawn)
+    _, taken, following = made.online_and_target_values(0, drawn)
     stack, head, slow = made.stacks[0], made.heads[0], made.target_nets[0]
     checked = cut = 0
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_sequences_and_transitions_agree_without_memory() -> None:
     stretches, moves = (kept.sample(0, np.random.default_rng(0)) for kept in (segments, replay))
     assert isinstance(moves, TransitionBatch)
     for i, stack in enumerate(made.stacks):
-        long, short = made.online_and_target_values(i, stretches), made.online_and_target_values(i, as_sequences(moves))
+        long, short = (made.online_and_target_values(i, drawn)[1:] for drawn in (stretches, as_sequences(moves)))
         known = stack.rows(stretches.weight) * stack.rows(stretches.discounts) > 0
         assert known.sum() > 5
         for a, b in zip(long, short, strict=True):

@@ -15,6 +15,7 @@ from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.facmac import FACMAC
 from palestra.algorithms.vector.mat import MAT
+from palestra.algorithms.vector.maven import MAVEN
 from palestra.algorithms.vector.nfsp import NFSP
 from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN, PQNLearner
@@ -93,7 +94,7 @@ def said(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]
     if isinstance(learner, QLearner) and not learner.counts_env_steps:
         stack = learner.stacks[0]
         return float(learner.heads[0].values(stack.net.unroll(stack.observations(batch.obs))[0]).detach()[0, 0].mean())
-    if learner.config.type in ("qmix", "facmac") or learner.config.critic == "central":  # a mean over steps
+    if learner.config.type in ("qmix", "maven", "facmac") or learner.config.critic == "central":  # a mean over steps
         return figures["early"]["q"] * learner.env.inner.single_envs[0].env.length
     return figures["early"]["q"]
 
@@ -127,6 +128,7 @@ def test_terminated_seat_does_not_bootstrap_with_recurrence(kind: str) -> None:
 MIXED = {
     "vdn": QMIX(**OFF | {"gamma": 0.9}, mixer="vdn"),
     "qmix": QMIX(**OFF | {"gamma": 0.9}),
+    "maven": MAVEN(**OFF | {"gamma": 0.9}, latents=2, mi_coef=0.01),
     "facmac": FACMAC(**OFF | {"gamma": 0.9}),
     "facmac nonmonotonic": FACMAC(**OFF | {"gamma": 0.9}, mixer="nonmonotonic"),
 }
@@ -138,7 +140,7 @@ def test_team_value_equals_the_team_return(kind: str) -> None:
     assert worth_to_early(MIXED[kind], {}, updates=30) == pytest.approx(0.5, abs=0.3)
 
 
-@pytest.mark.parametrize("kind", ["qmix", "facmac"])
+@pytest.mark.parametrize("kind", ["qmix", "maven", "facmac"])
 def test_team_value_does_not_bootstrap_if_all_seats_terminate(kind: str) -> None:
     """One agent terminates and is truncated in the same step, in which the other terminates: worth the mean of 1 and
     0."""

@@ -156,9 +156,9 @@ def test_mixer_sees_all_observations_without_a_state() -> None:
         kept.ring.sample = lambda count, rng, beta, many=many: (np.arange(many), np.ones(many))  # type: ignore
     stretches, moves = (kept.sample(0, np.random.default_rng(0)) for kept in (segments, replay))
     assert isinstance(moves, TransitionBatch)
-    state, next_state = made._states(as_sequences(moves))
+    state, next_state = made.states(as_sequences(moves))
     assert torch.equal(state[0], moves.obs.flatten(1)) and torch.equal(next_state[0], moves.next_obs.flatten(1))
-    long_state, long_next = made._states(stretches)
+    long_state, long_next = made.states(stretches)
     known = (stretches.weight * stretches.discounts)[..., 0] > 0
     assert known.sum() > 10
     assert torch.equal(long_state.flatten(0, 1), state[0])

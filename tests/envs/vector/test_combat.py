@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, get_args
 
 import numpy as np
@@ -45,6 +46,31 @@ def test_every_map_option_exists() -> None:
 @pytest.mark.parametrize("name", ["3m", "2s3z", "3s_vs_4z"])
 def test_env_passes_the_vector_env_check(name: CombatMap) -> None:
     check_vector_env(lambda games: Combat(games, map=name), num_envs=4, steps=130)
+
+
+DIGESTS = {  # computed by the version before there were options of random battles
+    "3m": "2af51bf940fed58e",
+    "2s3z": "885428000d895696",
+    "3s5z": "205b698383219545",
+    "3s_vs_4z": "333b1ea849ff040f",
+    "10m_vs_11m": "ed9d8c7f0864e190",
+}
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_steps_without_options_are_those_before_there_were_any(name: CombatMap) -> None:
+    """Every array of 150 steps of eight games with random legal actions, bit for bit."""
+    env, found, rng = Combat(8, map=name), hashlib.sha256(), np.random.default_rng(0)
+    frame = env.reset(np.arange(8))
+    mask = frame.action_mask
+    assert mask is not None
+    for _ in range(150):
+        seen = (frame.obs, frame.state, mask, frame.agent_mask, frame.rewards, frame.terminated, frame.truncated)
+        for array in (*seen, frame.final_obs, frame.final_state):
+            assert array is not None
+            found.update(array.tobytes())
+        frame = env.step((rng.random(mask.shape) * mask).argmax(-1).astype(np.int32))
+    assert found.hexdigest()[:16] == DIGESTS[name]
 
 
 def stats(env: Combat, b: int, u: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import pyspiel
 import pytest
 
 from palestra.envs.vector.check import check_vector_env
-from palestra.envs.vector.matrix import MatrixGame, TwoStepGame
+from palestra.envs.vector.matrix import MatrixGame, MStepGame, TwoStepGame
 
 THEIRS = {
     "rock_paper_scissors": "matrix_rps",
@@ -113,10 +113,49 @@ def test_two_step_game_maps_out_of_range_actions_to_zero() -> None:
 
 
 @pytest.mark.parametrize(
+    ("actions", "rewards"),
+    [
+        ("00 00 00 11", [1, 1, 1, 4]),
+        ("00 00 00 00", [1, 1, 1, 1]),
+        ("00 00 00 01", [1, 1, 1, 1]),
+        ("00 00 11", [1, 1, 0]),
+        ("00 10", [1, 0]),
+        ("01", [0]),
+        ("10", [0]),
+        ("11 11 11 11", [1, 1, 1, 1]),
+        ("11 11 11 00", [1, 1, 1, 0]),
+        ("11 11 11 01", [1, 1, 1, 0]),
+        ("11 00", [1, 0]),
+    ],
+)
+def test_m_step_game_by_hand(actions: str, rewards: list[int]) -> None:
+    env = MStepGame(1, steps=4)
+    frame = env.reset(np.array([0]))
+    assert frame.state is not None and frame.final_state is not None
+    branch, joint = int(actions[0]), actions.split()
+    for step, pair in enumerate(joint):
+        at = step if branch == 0 or step == 0 else 3 + step
+        here = [float(n == at) for n in range(7)]
+        assert frame.obs[0].tolist() == [here] * 2 and frame.state[0].tolist() == here
+        env.step(np.array([[int(pair[0]), int(pair[1])]]))
+        assert frame.rewards[0].tolist() == [rewards[step]] * 2
+        assert frame.terminated[0] == (step + 1 == len(joint)) and not frame.truncated[0]
+    assert frame.final_obs[0].tolist() == [here] * 2 and frame.final_state[0].tolist() == here
+    assert frame.obs[0].tolist() == [[1.0] + [0.0] * 6] * 2
+
+
+def test_m_step_game_refuses_one_step() -> None:
+    with pytest.raises(ValueError, match="steps: 1 is too small"):
+        MStepGame(1, steps=1)
+
+
+@pytest.mark.parametrize(
     "make",
     [
         MatrixGame,
         TwoStepGame,
+        MStepGame,
+        lambda games: MStepGame(games, steps=2),
         lambda games: MatrixGame(games, game="penalty", rounds=3),
         lambda games: MatrixGame(games, payoff=[[(1, 2), 0, 3]], rounds=5),
     ],

@@ -1,0 +1,177 @@
+"""A league of small networks over Ray whose workers are killed, and the same league on one worker.
+
+Rock, paper, scissors, one step a game; each slice of training freezes a copy, which plays 64 earlier ones, so that
+members are added as long as there is time. Now and then a worker that has a task in hand is killed (SIGKILL). A lost
+task is one that was submitted, did not wait when time was up, and is in tasks.jsonl not exactly once. In the end the
+run's records are replayed, as a resume does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from soak_parts.memory import MemoryWatch, SoakResult, process_tree
+
+from palestra.backends.ray.workers import RayBackend
+from palestra.config import dump, validate
+from palestra.launch.population import PopulationConfig, PopulationRecorder, PopulationSetup, build_population
+from palestra.populations.scheduler import PlanCallback, PlanRun, run_plan
+from palestra.populations.tasks import PlayResult, Task, TaskResult, TrainResult
+from palestra.runs import Run, read_lines
+
+GRACE_S = 120.0  # seconds that running tasks have to end, once time is up
+WARM_UP = 0.1  # share of the time whose games do not count
+
+
+def config(workers: int) -> PopulationConfig:
+    """A league with more learners than workers, so that none is idle."""
+    learners = max(4, workers + workers // 4)
+    tree = {
+        "env": {"type": "matrix", "game": "rock_paper_scissors", "num_envs": 256},
+        "population": {
+            "type": "league",
+            "main_agents": 1 + learners // 10,
+            "main_exploiters": 1 + learners // 10,
+            "league_exploiters": learners - 2 * (1 + learners // 10),
+            "slices": 1_000_000,
+            "env_steps": 20_480,
+            "min_slices": 1,
+            "max_slices": 1,
+            "games_per_cell": 512,
+            "rated_opponents": 64,
+            "opponents_per_slice": 64,
+        },
+        "oracle": {
+            "type": "net",
+            "policy": {"hidden": [32], "lr": 1e-3},
+            "algorithm": {"type": "ppo", "rollout_length": 1, "epochs": 2, "minibatches": 1, "gamma": 1.0},
+        },
+        "backend": {"type": "ray", "workers": workers, "as_completed": True},
+    }
+    return validate(PopulationConfig, tree)
+
+
+class CountedBackend(RayBackend):
+    """A Ray backend that remembers the tasks it was given, and those that waited when the run stopped."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.submitted: set[str] = set()
+        self.pending: set[str] = set()
+        super().__init__(*arguments)
+
+    def submit(self, task: Task) -> None:
+        self.submitted.add(task.name)
+        super().submit(task)
+
+    def cancel_pending(self) -> int:
+        self.pending = {task.name for group in self._groups for task in group.queue.tasks}
+        return super().cancel_pending()
+
+
+class GameCounter(PlanCallback):
+    """Games at each finished task, with its time."""
+
+    def __init__(self) -> None:
+        self.games: list[tuple[float, int]] = []
+
+    def on_task_done(self, number: int, done: TaskResult, lines: Any) -> None:
+        result = done.result
+        games = sum(cell.games for cell in result.payoffs) if isinstance(result, PlayResult) else 0
+        games += result.env_steps if isinstance(result, TrainResult) else 0  # a step is a game
+        self.games.append((time.monotonic(), games))
+
+    def per_second(self, start: float, end: float) -> float:
+        """Games per second between two times."""
+        return sum(games for when, games in self.games if start <= when <= end) / (end - start)
+
+
+def busy_workers() -> list[int]:
+    """Returns the Ray workers of this process that have a task in hand."""
+    found = []
+    for pid in process_tree(os.getpid()):
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if title.startswith(b"ray::_Actor.do"):
+            found.append(pid)
+    return found
+
+
+def kill_workers(every_s: float, ended: threading.Event, killed: list[int]) -> None:
+    """Kills a busy worker every so many seconds."""
+    rng = random.Random(0)
+    while not ended.wait(every_s):
+        if busy := busy_workers():
+            killed.append(rng.choice(busy))
+            os.kill(killed[-1], signal.SIGKILL)
+
+
+def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict[str, float], MemoryWatch]:
+    """Runs the league for `seconds` from when all workers are there; returns its figures and memory."""
+    described = config(workers)
+    setup = build_population(described)
+    counter, ended, killed = GameCounter(), threading.Event(), list[int]()
+    with tempfile.TemporaryDirectory() as root, Run.create(root, dump(described)) as run:
+        with closing(CountedBackend(setup.make_worker, workers)) as backend:
+            until = [float("inf")]
+
+            def stop() -> bool:
+                if until[0] == float("inf") and len(counter.games) >= 4 * workers:  # all workers are there
+                    until[0] = time.monotonic() + seconds
+                return time.monotonic() >= until[0]
+
+            watch = MemoryWatch(lambda: {"league driver": [os.getpid()], "league workers": busy_workers()})
+            killer = threading.Thread(target=kill_workers, args=[kill_every_s or 1e9, ended, killed], daemon=True)
+            killer.start()
+            recorder = PopulationRecorder(setup.plan, run, counter)
+            with watch:
+                run_plan(setup.plan, backend, run, callback=recorder, stop=stop, grace_s=GRACE_S, as_completed=True)
+            ended.set()
+        done = Counter(line["task"]["name"] for line in read_lines(run.path / "tasks.jsonl"))
+        end = until[0]
+        figures = {
+            "games_per_s": counter.per_second(end - seconds * (1 - WARM_UP), end),
+            "tasks": done.total(),
+            "members": len(setup.plan.population),
+            "kills": len(killed),
+            "lost_tasks": len(backend.submitted - set(done) - backend.pending) + done.total() - len(done),
+            "replayed": replayed(build_population(described), run),
+        }
+    return figures, watch
+
+
+def replayed(setup: PopulationSetup, run: Run) -> int:
+    """Returns the number of members that a resume finds."""
+    return len(PlanRun(setup.plan, run, True).replay())
+
+
+def soak(minutes: float, quick: bool) -> SoakResult:
+    """Plays the league on one worker for a sixth of the time, then on many that are killed."""
+    workers, kill_every_s = (4, 20.0) if quick else (16, 60.0)
+    alone, _ = play(1, 10 * minutes, None)
+    many, memory = play(workers, 50 * minutes, kill_every_s)
+    heads = ("league", "games/s", "tasks", "members", "kills", "lost tasks")
+    rows = [
+        (
+            f"{n} workers",
+            f"{f['games_per_s']:,.0f}",
+            *(f"{f[k]:.0f}" for k in ("tasks", "members", "kills", "lost_tasks")),
+        )
+        for n, f in ((1, alone), (workers, many))
+    ]
+    figures = {
+        "league_games_per_s_vs_one_worker": many["games_per_s"] / alone["games_per_s"],
+        "lost_tasks": alone["lost_tasks"] + many["lost_tasks"],
+        **{f"league_{name}": many[name] for name in ("games_per_s", "tasks", "members", "kills", "replayed")},
+    }
+    return SoakResult(figures, heads, rows, memory.curves)

@@ -1,0 +1,87 @@
+"""Memory of processes over time, from /proc (Linux): what a soak watches, and by how much it grew."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+Curve = list[tuple[float, float]]  # seconds since the start, MB of a process
+
+
+@dataclass
+class SoakResult:
+    """What a part of the soak found: figures for the JSON line, rows of a table, and memory curves by process group."""
+
+    figures: dict[str, float]
+    heads: Sequence[str]
+    rows: list[tuple[str, ...]]
+    curves: dict[str, Curve] = field(default_factory=dict)
+
+
+class MemoryWatch:
+    """Context manager whose thread reads the memory of process groups every `interval_s` seconds.
+
+    `groups` returns the process ids of each group, by its name; a curve has the mean over the processes of its group.
+    Memory is anonymous: pages of files and of Ray's object store, which processes share, do not count.
+    """
+
+    def __init__(self, groups: Callable[[], Mapping[str, Sequence[int]]], interval_s: float = 1.0) -> None:
+        self.groups, self.interval_s = groups, interval_s
+        self.curves: dict[str, Curve] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._start = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.interval_s):
+            now = time.monotonic() - self._start
+            for name, pids in self.groups().items():
+                if sizes := [size for pid in pids if (size := anonymous_mb(pid))]:
+                    self.curves.setdefault(name, []).append((now, float(np.mean(sizes))))
+
+
+def anonymous_mb(pid: int) -> float:
+    """Returns the resident anonymous memory of a process in MB; 0 if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon")), 0.0)
+
+
+def process_tree(pid: int) -> list[int]:
+    """Returns the ids of a process and all that descend from it."""
+    found = [pid]
+    for parent in found:  # grows while it is read
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                found += map(int, children.read_text().split())
+            except OSError:
+                continue  # it has just ended
+    return found
+
+
+def growth(curve: Curve) -> float:
+    """Returns the relative growth over the last two thirds of a curve: the median of their last quarter over that of
+    their first, less 1; 0 for a curve with too few points."""
+    sizes = [size for _, size in curve][len(curve) // 3 :]
+    part = len(sizes) // 4
+    return float(np.median(sizes[-part:]) / np.median(sizes[:part])) - 1 if part else 0.0
+
+
+def at_tenths(curve: Curve) -> list[float]:
+    """Returns the MB at 0, 10, ..., 100 % of a curve."""
+    return [curve[round(i / 10 * (len(curve) - 1))][1] for i in range(11)] if curve else []
