@@ -154,9 +154,9 @@ def test_loss_of_the_policy_of_latents_by_hand() -> None:
     """Returns 1 and 3 have mean 2 and deviation 1, so advantages of -1 and 1; uniform probabilities of 1/2."""
     policy = LatentPolicy(state=3, latents=2, units=4, seed=0)
     with torch.no_grad():
-        for layer in policy.net.layers:
-            layer.weight.zero_()
-    bias = policy.net.layers[-1].bias
+        for parameter in policy.net.parameters():
+            parameter.zero_()
+    bias = policy.net.get_parameter("layers.1.bias")
     starts, returns = torch.zeros(2, 3), torch.tensor([1.0, 3.0])
     loss = policy.loss(starts, torch.tensor([0, 1]), returns, 0.5, lambda x: x)
     assert loss.item() == pytest.approx(-0.5 * math.log(2))  # the advantages cancel, the entropy stays
@@ -310,7 +310,7 @@ def test_saved_policies_play_the_preferred_latent(tmp_path: Path, memory: int, d
         both = []
         for players in (made.greedy_policies(), loaded):
             both.append(VectorRollout(Countdown(games=4), np.arange(4)).collect(players, 20, 1).actions.copy())
-        assert np.array_equal(*both)
+        assert np.array_equal(both[0], both[1])
         actions.append(both[0])
     assert not np.array_equal(actions[0], actions[1]) or not np.array_equal(actions[1], actions[2])
 
