@@ -51,8 +51,8 @@ class _ClippedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, np.ndarray]:
         gradient, metrics = torch.empty_like(out), np.zeros((len(out), len(METRICS)))
         mask = torch.empty(len(out), 0, 0, dtype=torch.bool) if action_mask is None else action_mask
-        arrays = (x.detach().numpy() for x in (out, action, mask, *rest, gradient))
-        _clipped_loss(*arrays, metrics, np.float32(1 - clip), np.float32(1 + clip), np.float32(entropy))
+        arrays = [x.detach().numpy() for x in (out, action, mask, *rest, gradient)]
+        _clipped_loss(np.float32(1 - clip), np.float32(1 + clip), np.float32(entropy), metrics, *arrays)
         ctx.save_for_backward(gradient)
         return out.new_tensor((metrics[:, 0] - entropy * metrics[:, 3]).sum()), metrics
 
@@ -64,6 +64,10 @@ class _ClippedLoss(torch.autograd.Function):
 
 @jit
 def _clipped_loss(
+    low: np.float32,
+    high: np.float32,
+    bonus: np.float32,
+    metrics: np.ndarray,
     out: np.ndarray,
     action: np.ndarray,
     action_mask: np.ndarray,
@@ -71,10 +75,6 @@ def _clipped_loss(
     advantage: np.ndarray,
     weight: np.ndarray,
     gradient: np.ndarray,
-    metrics: np.ndarray,
-    low: np.float32,
-    high: np.float32,
-    bonus: np.float32,
 ) -> None:
     """Writes the gradient of the loss with respect to `out`, and adds the metrics of each member."""
     members, rows, actions = out.shape

@@ -62,12 +62,13 @@ def _backwards(inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: 
     after = torch.zeros_like(inputs.rewards)
     given = inputs.rewards, inputs.values, inputs.bootstrap, inputs.done, inputs.agent_mask, weights, traces
     columns = [x.reshape(len(x), -1).numpy() for x in (*given, corrections, known, after)]
-    _scan_backwards(*columns, columns[0].dtype.type(gamma))
+    _scan_backwards(columns[0].dtype.type(gamma), *columns)
     return corrections, known, after
 
 
 @jit
 def _scan_backwards(
+    gamma: np.floating,
     rewards: np.ndarray,
     values: np.ndarray,
     bootstrap: np.ndarray,
@@ -78,7 +79,6 @@ def _scan_backwards(
     corrections: np.ndarray,
     known: np.ndarray,
     after: np.ndarray,
-    gamma: np.floating,
 ) -> None:
     """Writes the results of `_backwards`. All arrays are [T, C] (`values` and `agent_mask` [T+1, C])."""
     value, certain = values[-1].copy(), agent_mask[-1].copy()

@@ -191,7 +191,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, last: Linear | None = None) -> Tensor:
         """Returns the output [P, R, out]; with `last` that of another layer after these, without activation."""
-        layers, norms = list(self.layers), list(self.norms)
+        layers: list[Any] = list(self.layers)
+        norms = list(self.norms)
         for norm, layer in zip(norms, layers, strict=False):  # the last layer may have no norm
             x = norm(layer(x))
             x = torch.tanh(x) if self.activation == "tanh" else torch.relu(x)

@@ -117,3 +117,17 @@ def test_ppo_gets_the_loss_of_every_other_actor_critic(masked):
     assert gradient == pytest.approx(right_gradient, rel=1e-4, abs=1e-5)
     for line, right_line in zip(metrics, right_metrics, strict=True):
         assert line == pytest.approx({key: float(value) for key, value in right_line.items()}, rel=1e-4, abs=1e-5)
+
+
+def test_the_loss_of_a_subclass_is_not_replaced():
+    class Halved(PPO):
+        def loss(self, rows: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, metrics = super().loss(rows)
+            return loss / 2, metrics
+
+    drawn = inputs(1, 12, 4, False, 3)
+    out, action, mask, old_logp, advantage, weight = (None if x is None else x[:, None] for x in drawn)
+    rows = PolicyRows(out, None, action, old_logp, mask, advantage, weight, None, None)
+    head = CategoricalHead(Discrete(4))
+    whole, half = (method(clip=0.3).policy_loss(head, out, rows, weight, 0.0)[0].item() for method in (PPO, Halved))
+    assert half == pytest.approx(whole / 2, rel=1e-5)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class PolicyRows(NamedTuple):
 
     def minibatch(self, minibatch: MiniBatch) -> PolicyRows:
         """Returns the minibatch's part of everything."""
-        parts = (None if x is None else minibatch(x) for x in self._replace(recurrent_state=None))
+        parts: list[Any] = [None if x is None else minibatch(x) for x in self._replace(recurrent_state=None)]
         return PolicyRows(*parts)._replace(recurrent_state=minibatch.column_recurrent_states(self.recurrent_state))
 
 
