@@ -13,6 +13,7 @@ import pytest
 from palestra.backends.simulated import SimulatedBackend, SimulatedCluster, TaskRng
 from palestra.backends.task_queue import MAX_ATTEMPTS, TaskQueue
 from palestra.populations.league import League, LeagueConfig
+from palestra.populations.league_rules import OpponentWeights
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Member, Population
 from palestra.populations.scheduler import run_plan
@@ -138,9 +139,11 @@ def test_sampled_opponents_bound_the_tasks_of_a_large_league(tmp_path: Path) -> 
 def test_sampled_opponents_are_drawn_from_the_whole_distribution(tmp_path: Path) -> None:
     """Over many slices, an opponent's mean share is its probability."""
     population = Population(("player",))
-    population.add(Member("uniform", "player"))
+    for name in ("a", "b", "c"):
+        population.add(Member(name, "player"))
     plan = League(LeagueConfig(opponents_per_slice=4), population)
-    learner, mix, mean = next(iter(plan.learners.values())), {"a": 0.5, "b": 0.4, "c": 0.1}, Counter[str]()
+    learner, shares, mean = next(iter(plan.learners.values())), np.array([0.5, 0.4, 0.1]), Counter[str]()
     for learner.slices in range(1000):
-        mean.update({name: p / 1000 for name, p in plan._draw_opponents(learner, mix).items()})
-    assert np.allclose([mean[name] for name in mix], list(mix.values()), atol=0.03)  # 4 standard errors
+        drawn = plan._draw_opponents(learner, OpponentWeights(shares.copy()), {})
+        mean.update({name: p / 1000 for name, p in drawn.items()})
+    assert np.allclose([mean[name] for name in "abc"], shares, atol=0.03)  # 4 standard errors

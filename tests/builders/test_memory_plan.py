@@ -79,13 +79,8 @@ def config_of(folder: Path, *changes: str) -> TextConfig:
     return validate(TextConfig, override(tree, changes))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param((), marks=pytest.mark.slow),
-        ("policies.default.type=full", "policies.default.micro_batch_tokens=1024"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [(), ("policies.default.type=full", "policies.default.micro_batch_tokens=1024")])
 def test_planned_peak_memory_matches_a_run(folder, changes):
     config = config_of(folder, *changes)
     plan = plan_memory(config, prompt_tokens=PROMPT_TOKENS)

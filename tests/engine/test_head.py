@@ -234,7 +234,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-@pytest.mark.parametrize("what", ["adapter", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["adapter", "full"])
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(what):
     """2,048 more tokens at 32,768 words would be 256 MiB of logits, several times over."""
 

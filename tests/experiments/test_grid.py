@@ -124,6 +124,7 @@ def test_interrupted_grid_goes_on(tmp_path: Path, how: signal.Signals) -> None:
         assert ours == theirs
 
 
+@pytest.mark.slow
 def test_failed_cell_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     bad = write_bad_env(tmp_path)
     tasks = {"two": GRID["tasks"]["two"], "bad": {"config": "bad.yaml"}}

@@ -69,6 +69,7 @@ def trials(folder: Path) -> list[tuple[Any, ...]]:
     return [(line["number"], line["params"], line["values"], line["score"]) for line in lines]
 
 
+@pytest.mark.slow
 def test_search_scores_its_trials_and_writes_the_best_config(tmp_path: Path) -> None:
     write(tmp_path)
     code, printed = run(tmp_path, "tune", "tune.yaml", "--dry-run")
