@@ -125,6 +125,7 @@ def test_every_population_config_trains(path, tmp_path):
         assert setup.plan.summary()["members"] >= 3
 
 
+@pytest.mark.slow
 def test_demo_team_learns_in_a_few_steps(tmp_path):
     """A fifth of the demo: 16 of its steps, fewer episodes."""
     settings = ["steps=16", "episodes=24", "evals.dev.episodes=1", "evals.dev.every=0", "evals.test.episodes=150"]

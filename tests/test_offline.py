@@ -55,6 +55,7 @@ def cloned(tmp_path_factory):
     return folder / "runs" / "cloned", folder / "expert.parquet", output
 
 
+@pytest.mark.slow
 def test_imitation_of_recorded_expert_play_generalises(cloned):
     path, _, output = cloned
     before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
@@ -64,6 +65,7 @@ def test_imitation_of_recorded_expert_play_generalises(cloned):
     assert lines[0]["target_fraction"] == 1 and lines[-1]["nll"] < 0.75 * lines[0]["nll"]
 
 
+@pytest.mark.slow
 def test_training_samples_are_recorded_as_the_runs_episodes(cloned):
     path, source, _ = cloned
     expert = {episode.seed: episode for episode in load_episodes(source)}
@@ -76,6 +78,7 @@ def test_training_samples_are_recorded_as_the_runs_episodes(cloned):
             assert len(answer.token_ids) and not len(said.token_ids) and node.advantages == {"guesser": 1.0}
 
 
+@pytest.mark.slow
 def test_run_folder_is_accepted_as_data(cloned, tmp_path):
     """Its folder stands for its episodes, whose tokens are taken as they are."""
     path, _, _ = cloned
@@ -88,6 +91,7 @@ def test_run_folder_is_accepted_as_data(cloned, tmp_path):
 # ---- what does not fit
 
 
+@pytest.mark.slow
 def test_incompatible_data_is_refused_before_training(cloned, tmp_path):
     _, source, _ = cloned
     config = write(tmp_path / "x.yaml", GUESSER | {"data": str(source)})
