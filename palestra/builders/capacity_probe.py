@@ -1,4 +1,4 @@
-"""What episodes ask for (`EpisodeShape`), from a few that are played before a plan.
+"""Measures lengths, prompts and env steps of episodes (`EpisodeShape`) on a few that are played before a plan.
 
 Seconds of env steps are those of random agents. How long episodes and answers are is taken from the run's own policies,
 untrained, if their bases are here and small enough to be asked in some seconds: random agents seldom end an episode,
@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from palestra.builders.capacity_workload import MAX_CONCURRENT, EpisodeShape
+from palestra.builders.capacity_workload import MAX_CONCURRENT, EpisodeShape, full_trajectories
 from palestra.builders.text import build, make_episode_runner, seat_policies
 from palestra.builders.text_config import TextConfig
 from palestra.chat import Chat
@@ -36,11 +36,12 @@ ENV_THREADS = 256  # of `tree_rollout`, for envs that block
 
 
 def probe_episodes(config: TextConfig, *, own_policies: bool = False) -> EpisodeShape:
-    """Returns what episodes of the run's first env ask for, as random agents play them or, with `own_policies`, the
-    run's own, with its branching. Raises ValueError if all of them fail."""
+    """Returns the shape of episodes of the run's first env, played by random agents or, with `own_policies`, by the
+    run's policies with its branching. Raises ValueError if all of them fail."""
     runner, policy = make_episode_runner(config.env_config(), "probe"), RandomPolicy()
-    seats = [seat for seat in seat_policies(config)]
-    specs = [EpisodeSpec(number, dict.fromkeys(seats, policy), number) for number in range(RANDOM_EPISODES)]
+    specs = [
+        EpisodeSpec(number, dict.fromkeys(seat_policies(config), policy), number) for number in range(RANDOM_EPISODES)
+    ]
     wall, cpu = time.perf_counter(), time.process_time()
     played = asyncio.run(runner.play_all(specs, Branching()))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -75,24 +76,15 @@ def _as_played(config: TextConfig, shape: EpisodeShape) -> EpisodeShape:
     ended = _without_failed(played, "the run's own policies")
     depths = Counter(node.depth for episode in ended for node in episode.nodes)
     lengths = [len(a.token_ids) for e in ended for node in e.nodes for a in node.answers.values() if len(a.token_ids)]
+    lines = full_trajectories(branching, len(ended), len(depths))
     return replace(
         shape,
         turns=len(depths),
-        going_on=tuple(depths[depth] / full for depth, full in enumerate(_full_widths(branching, ended, len(depths)))),
+        going_on=tuple(depths[depth] / (lines[depth] * branching.width(depth)) for depth in range(len(depths))),
         seats_per_turn=_seats_per_turn(ended),
         prompt_tokens=_prompt_tokens(config, ended),
         answer_tokens=sum(lengths) / max(1, len(lengths)) or None,
     )
-
-
-def _full_widths(branching: Branching, episodes: Sequence[Episode], depths: int) -> list[int]:
-    """Returns the nodes at each depth of trees in which no trajectory ends."""
-    found, lines = [], len(episodes)
-    for depth in range(depths):
-        width = branching.width(depth)
-        found.append(lines * width)
-        lines *= width if branching.at == "root" or branching.keep == "all" else 1
-    return found
 
 
 def _without_failed(played: Sequence[Episode], agents: str) -> list[Episode]:

@@ -24,9 +24,9 @@ MAX_CONCURRENT = 1024  # episodes of an `EpisodeRunner`
 
 @dataclass(frozen=True)
 class EpisodeShape:
-    """What an episode asks for: joint steps of the longest, seats that act in each, tokens of a prompt, seconds of an
-    env step: of computing and of waiting; how many env steps may wait at once; the share of trajectories that still go
-    on at each joint step (empty: all of them); mean tokens of an answer (None: the limit of the config)."""
+    """Lengths and costs of episodes: joint steps of the longest, seats that act in each, tokens of a prompt, seconds of
+    an env step (of computing and of waiting), env steps that may wait at once, the share of trajectories that have not
+    ended at each joint step (empty: 1), and mean tokens of an answer (None: the limit of the config)."""
 
     turns: int
     seats_per_turn: float
@@ -165,17 +165,24 @@ def mean_tokens(policies: Sequence[PolicyLoad]) -> float:
     return sum(p.share * p.answer_tokens for p in policies) / max(1e-9, sum(p.share for p in policies))
 
 
+def full_trajectories(branching: Branching, episodes: int, turns: int) -> list[int]:
+    """Returns the trajectories before each joint step of `episodes` trees in which none ends."""
+    found = [episodes]
+    for turn in range(turns - 1):
+        goes_on = branching.width(turn) if branching.at == "root" or branching.keep == "all" else 1
+        found.append(found[-1] * goes_on)
+    return found[:turns]
+
+
 def rounds_of(
     branching: Branching, episodes: int, shape: EpisodeShape, *, answer_tokens: float = 0.0, conversation: bool = False
 ) -> tuple[Round, ...]:
     """Returns the rounds of `episodes` episodes: with `at: root` siblings go their own ways after the first, with
     `at: turn` each joint step has siblings and one of them (with `keep: all` every one) goes on."""
-    rounds, lines, context = [], float(episodes), 0.0
-    for turn in range(shape.turns):
+    rounds, context = [], 0.0
+    for turn, lines in enumerate(full_trajectories(branching, episodes, shape.turns)):
         width, alive = branching.width(turn), lines * (shape.going_on[turn] if shape.going_on else 1.0)
         rounds.append(Round(alive * shape.seats_per_turn, width, shape.prompt_tokens, context, alive * width))
-        if branching.at == "root" or branching.keep == "all":
-            lines *= width
         context += shape.prompt_tokens + answer_tokens if conversation else 0.0
     return tuple(rounds)
 

@@ -13,7 +13,7 @@ Shapes: `M` tokens, `R` rows of hidden states, `C` rows of a chunk, `H` width of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from palestra.engine.flat_row import AdapterRoute
 from palestra.engine.kept_tokens import KeptTokens
-from palestra.engine.logits import MAX_DRAWN_LOGITS, fits_at_once, row_chunks, widen
+from palestra.engine.logits import cached_chunks, fits_at_once, row_chunks, widen
 from palestra.engine.models import Engine
 
 MAX_TOKENS_PER_ROW = 1.5  # with more, computing each row twice costs less than each token once
@@ -206,7 +206,7 @@ def _score_and_grad(
     logp_C = logp_CV.gather(1, wanted.token_M[:, None])[:, 0]
     # without gradients of entropies, logp_CV is not read again
     prob_CV = torch.empty_like(logp_CV) if len(grads) == 2 else logp_CV
-    entropy_C = torch.cat([_exp_and_entropy(logp_CV[few], prob_CV[few]) for few in _few_rows(logp_CV)])
+    entropy_C = torch.cat([_exp_and_entropy(logp_CV[few], prob_CV[few]) for few in cached_chunks(logp_CV)])
 
     def write(grad_CH: Tensor, grad_CV: Tensor, *, last: bool) -> None:
         if wanted.temperature_M is not None:
@@ -227,8 +227,3 @@ def _exp_and_entropy(logp_CV: Tensor, prob_CV: Tensor) -> Tensor:
     entropy_C = -torch.linalg.vecdot(found, logp_CV)
     prob_CV.copy_(found)
     return entropy_C
-
-
-def _few_rows(logits_CV: Tensor) -> Iterator[slice]:
-    rows, vocabulary = logits_CV.shape
-    return row_chunks(rows, vocabulary, MAX_DRAWN_LOGITS if logits_CV.device.type == "cpu" else None)

@@ -23,6 +23,12 @@ def row_chunks(rows: int, vocab_size: int, most: int | None = None) -> Iterator[
         yield slice(first, min(first + step, rows))
 
 
+def cached_chunks(logits_RV: Tensor) -> Iterator[slice]:
+    """Yields slices of rows whose copies fit the processor's cache (on a GPU, slices of `row_chunks`)."""
+    rows, vocab_size = logits_RV.shape
+    return row_chunks(rows, vocab_size, MAX_DRAWN_LOGITS if logits_RV.device.type == "cpu" else None)
+
+
 def widen(logits: Tensor) -> Tensor:
     """Returns `logits` in float32, or in their own dtype if it is wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

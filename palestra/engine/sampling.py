@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from palestra.config import StrictModel
-from palestra.engine.logits import MAX_DRAWN_LOGITS, row_chunks
+from palestra.engine.logits import cached_chunks
 
 MIN_TEMPERATURE = 1e-6  # minimum temperature above 0: with lower ones, scaled logits overflow to NaN
 MAX_CANDIDATES = 1024  # top-k and top-p look among this many tokens first: sorting all takes longer than the model
@@ -89,9 +89,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def sample_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray) -> SampledTokens:
     """Samples a token of each row by inverse CDF at `u_R`."""
-    rows, vocabulary = logits_RV.shape
-    chunks = row_chunks(rows, vocabulary, MAX_DRAWN_LOGITS if logits_RV.device.type == "cpu" else None)
-    found = [_sample_chunk(logits_RV[few], settings[few], u_R[few]) for few in chunks]
+    found = [_sample_chunk(logits_RV[few], settings[few], u_R[few]) for few in cached_chunks(logits_RV)]
     tokens, logps, kept_ids = zip(*found, strict=True)
     return SampledTokens(np.concatenate(tokens), np.concatenate(logps), [ids for part in kept_ids for ids in part])
 
