@@ -65,7 +65,7 @@ class QMIXLearner(QLearner):
 
     def __init__(self, config: MixingConfig, spec: NetLearnerSpec) -> None:
         super().__init__(config, spec)
-        self.mixer = self._mixer()
+        self.mixer = self._mixer().to(self.device)
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
         names, first = ["+".join(self.names)], self.policies[self.names[0]]
         learns = any(True for _ in self.mixer.parameters())
