@@ -86,8 +86,8 @@ def all_known(mask: Tensor) -> bool:
 
 
 def make_generator(device: torch.device, seed: int) -> torch.Generator:
-    """Returns a seeded generator on a device. Those of CPUs and of GPUs draw other numbers from one seed."""
-    return torch.Generator(device).manual_seed(seed)
+    """Returns a seeded generator: of a GPU for tensors there, else of the CPU. Both draw other numbers from a seed."""
+    return torch.Generator(device if device.type == "cuda" else CPU).manual_seed(seed)
 
 
 def normal_like(x: Tensor, generator: torch.Generator) -> Tensor:

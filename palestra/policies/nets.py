@@ -12,7 +12,7 @@ from palestra.envs.vector.base import VectorStep
 from palestra.nets.continuous_heads import LOG_2, BoundedHead
 from palestra.nets.heads import ActionHead
 from palestra.nets.layers import Net, Team
-from palestra.nets.on_device import as_tensor, to_arrays
+from palestra.nets.on_device import as_tensor, make_generator, to_arrays
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.transformer import MultiAgentTransformer, SeatSelector
 
@@ -38,7 +38,7 @@ class NetVectorPolicy:
         versions = versions or [0] * len(seat_mapping.names)
         self.names = [f"{name}@{version}" for name, version in zip(seat_mapping.names, versions, strict=True)]
         self.device = net.head.weight.device
-        self.generator = torch.Generator(self.device)
+        self.generator = make_generator(self.device, 0)
 
     def reset_rng(self, seed: int) -> None:
         self.generator.manual_seed(seed)

@@ -204,7 +204,7 @@ class ActorCriticLearner(NetLearner):
         """Returns the stacks in the order in which they are trained."""
         if not self.config.sequential:
             return self.stacks
-        order = torch.randperm(len(self.stacks), generator=self.shuffle, device=self.device)
+        order = torch.randperm(len(self.stacks), generator=self.shuffle, device=self.shuffle.device)
         return [self.stacks[i] for i in order.tolist()]
 
     def _credit(self, batch: RolloutTensors, logp: Tensor, progress: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,7 +269,7 @@ class ActorCriticLearner(NetLearner):
             if critic.norm:
                 own = critic.seat_mapping.select_seats(targets, 2).flatten(2, 3)  # [P, T, B*S]
                 scaled = critic.seat_mapping.by_seat(critic.normalise(own))
-                aims[..., critic.seat_mapping.all_seats] = scaled
+                aims[..., critic.seat_mapping.seat_index(self.device)] = scaled
         return aims
 
     def _train_policies(
@@ -319,13 +319,13 @@ class ActorCriticLearner(NetLearner):
         learning seat acts."""
         found = batch.logp.clone()
         for stack in self.stacks:
-            found[..., stack.seat_mapping.all_seats] = stack.action_logp(batch)
+            found[..., stack.seat_mapping.seat_index(self.device)] = stack.action_logp(batch)
         return torch.where(batch.agent_mask[:-1], found, batch.logp)
 
     def _joint_ratio(self, stack: PolicyStack, batch: RolloutTensors) -> Tensor:
         """Returns the probability of the stack's actions at each step under its current policies, over that under the
         policies that played [T, B]; seats that do not act count as 1."""
-        seats = stack.seat_mapping.all_seats
+        seats = stack.seat_mapping.seat_index(self.device)
         change = stack.action_logp(batch) - batch.logp[..., seats]
         acts = batch.agent_mask[:-1][..., seats]
         return torch.where(acts, change, 0.0).sum(-1).exp()

@@ -30,7 +30,7 @@ from palestra.losses.policy import LossInputs, policy_gradient_loss
 from palestra.nets.advantages import AdvantageInputs, gae
 from palestra.nets.heads import CategoricalHead
 from palestra.nets.layers import Net, make_generators
-from palestra.nets.on_device import RolloutTensors, exponential_like, identity, make_generator
+from palestra.nets.on_device import RolloutTensors, constant, exponential_like, identity, make_generator
 from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
@@ -102,7 +102,7 @@ class COMALearner(NetLearner):
         super().__init__(spec)
         self.config, self.num_actions, self.updates = config, max(sizes), 0
         self.learns = torch.zeros(len(env.seats), dtype=torch.bool, device=spec.device)
-        self.learns[[seat for own in spec.seats.values() for seat in own]] = True
+        self.learns[constant(tuple(seat for own in spec.seats.values() for seat in own), spec.device)] = True
         self.critics = [self._critic(stack) for stack in self.stacks]
 
     def _critic(self, stack: PolicyStack) -> CentralCritic:
@@ -218,7 +218,7 @@ class COMALearner(NetLearner):
         (T, B, N), A, F = batch.rewards.shape, self.num_actions, len(batch.final_obs)
         policy, last = (torch.zeros(*shape, N, A, device=self.device) for shape in ((T + 1, B), (F,)))
         for stack in self.stacks:
-            seats, choices = stack.seat_mapping.all_seats, stack.head.outputs
+            seats, choices = stack.seat_mapping.seat_index(self.device), stack.head.outputs
             moments, ends = self._probabilities(stack, batch)
             policy[:, :, seats, :choices], last[:, seats, :choices] = moments, ends
         (times, games), agent_mask = batch.end_index, batch.agent_mask
@@ -276,7 +276,8 @@ class COMALearner(NetLearner):
         for stack, net in zip(self.stacks, nets, strict=True):
             rows = stack.seat_mapping.select_seats(critic_inputs.inputs, lead)  # [P, ..., S, D]
             out = net(rows.flatten(1, -2)).unflatten(1, rows.shape[1:-1])
-            q[..., stack.seat_mapping.all_seats, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
+            seats = stack.seat_mapping.seat_index(self.device)
+            q[..., seats, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
         return q
 
     # ---- state

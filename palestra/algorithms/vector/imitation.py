@@ -285,7 +285,8 @@ class GAILLearner(ActorCriticLearner):
             idle = self.gradient_sync.all_reduce(torch.tensor([float(len(played.policies_without_actions))]))
             if not idle.item():  # in any process: a rollout may be too short for every policy to act
                 lines |= self._train_discriminators(discriminator, demos, played, progress)
-            rewards[..., seat_mapping.all_seats] = seat_mapping.by_seat(self._earned(discriminator, played))
+            earned = seat_mapping.by_seat(self._earned(discriminator, played))
+            rewards[..., seat_mapping.seat_index(self.device)] = earned
         learned = self.train(replace(rollout, rewards=rewards), progress)
         return {name: lines[name] | line for name, line in learned.items()}
 

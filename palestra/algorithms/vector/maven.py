@@ -173,7 +173,7 @@ class MAVENLearner(QMIXLearner):
 
     def _preferred(self) -> list[tuple[PolicyStack, ValueHead]]:
         """Returns copies of the stacks as plain Q-networks of the preferred latent, and their heads."""
-        latent = torch.tensor(self.latent_policy.preferred(), device=self.device)
+        latent = torch.tensor(self.latent_policy.preferred()).to(self.device)
 
         def own(head: LatentHead, weights: Tensor) -> Tensor:
             return head.single.values(head.select(weights, latent.expand(weights.shape[:-1])))

@@ -26,7 +26,7 @@ from palestra.learners.policy_stack import PolicyStack
 from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import best_action, gather_values
 from palestra.nets.advantages import AdvantageInputs, gae
-from palestra.nets.on_device import RolloutTensors, make_generator
+from palestra.nets.on_device import RolloutTensors, constant, make_generator
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.policies.nets import NetVectorPolicy
 from palestra.seeding import derive_seed
@@ -105,7 +105,7 @@ class PQNLearner(NetLearner):
         rows = [self._rows(stack, rollout, targets, known) for stack in self.stacks]
         seed = derive_seed(self.seeds[self.names[0]], "pqn", sum(stack.version for stack in self.stacks))
         minibatches = iterate_minibatches(
-            known[..., self.seats].any(-1)[None].float(),
+            known[..., constant(tuple(self.seats), self.device)].any(-1)[None].float(),
             epochs=self.config.epochs,
             minibatches=self.config.minibatches,
             recurrent=any(stack.net.gru_units for stack in self.stacks),
@@ -126,7 +126,7 @@ class PQNLearner(NetLearner):
         values, bootstrap = self._best_values(batch)
         rewards, done, acts = batch.rewards, batch.seats_done, batch.agent_mask
         if self.config.mixer == "vdn":
-            team = self.seats
+            team = constant(tuple(self.seats), self.device)
             values = (values * acts)[..., team].sum(-1, keepdim=True)
             bootstrap = (bootstrap * acts[:-1])[..., team].sum(-1, keepdim=True)
             rewards, done = rewards[..., team].mean(-1, keepdim=True), done[..., team].all(-1, keepdim=True)
@@ -144,7 +144,7 @@ class PQNLearner(NetLearner):
         times, games = batch.end_index
         cut = ~batch.seats_terminated[times, games]  # [F, N]
         for stack in self.stacks:
-            seats, S = stack.seat_mapping.all_seats, len(stack.seat_mapping.seats[0])
+            seats, S = stack.seat_mapping.seat_index(self.device), len(stack.seat_mapping.seats[0])
             is_first = stack.seat_mapping.repeat_games(batch.is_first)
             memory = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
             q, memories = stack.net.unroll(stack.observations(batch.obs), memory, is_first)
@@ -156,7 +156,7 @@ class PQNLearner(NetLearner):
                 legal = None if batch.action_mask is None else stack.rows(last_action_masks(batch), 1)[:, None]
                 ends = stack.seat_mapping.by_seat(gather_values(q, best_action(q, legal)))[0]  # [F, P*S]
                 here = torch.where(cut[:, seats], ends, 0.0)
-                bootstrap[times[:, None], games[:, None], stack.seat_mapping.seat_index(self.device)] = here
+                bootstrap[times[:, None], games[:, None], seats] = here
         return values, bootstrap
 
     def _rows(self, stack: PolicyStack, batch: RolloutTensors, targets: Tensor, known: Tensor) -> StackRows:

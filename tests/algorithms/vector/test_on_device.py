@@ -1,0 +1,142 @@
+"""Every algorithm on another device than the CPU: on a pretended one (pretended_device.py) its numbers are those of the
+CPU, nothing mixes tensors of both, and neither acting nor an update waits for the device more often than it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretended_device import DEVICE, PretendedDevice, pretended_device
+from vector_toys import Countdown
+
+from palestra.algorithms.vector.a2c import A2C
+from palestra.algorithms.vector.coma import COMA
+from palestra.algorithms.vector.cql import CQL
+from palestra.algorithms.vector.ddpg import DDPG, TD3
+from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.facmac import FACMAC
+from palestra.algorithms.vector.imitation import BC, GAIL
+from palestra.algorithms.vector.iql import IQL
+from palestra.algorithms.vector.mat import MAT
+from palestra.algorithms.vector.maven import MAVEN
+from palestra.algorithms.vector.nfsp import NFSP
+from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.pqn import PQN
+from palestra.algorithms.vector.qmix import QMIX
+from palestra.algorithms.vector.sac import SAC
+from palestra.algorithms.vector.trpo import TRPO
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.envs.vector.mpe import SimpleSpread
+from palestra.learners.nets import AlgorithmConfig, NetLearner
+from palestra.learners.policy_stack import NetPolicyConfig
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_episodes import record_vector_episodes
+from palestra.rollouts.vector_rollout import VectorRollout
+
+ALL = ("one", "two")
+STARTS = {"learning_starts": 1, "buffer_size": 64, "batch_size": 16, "gradient_steps": 3}
+STEPS = 8  # of a rollout
+
+# algorithm, env, settings of the policies
+CASES: dict[str, tuple[AlgorithmConfig, str, dict[str, Any]]] = {
+    "ppo": (PPO(), "turns", {}),
+    "mappo": (PPO(critic="central", critics="one", value_norm="popart"), "discrete", {"normalize_observations": True}),
+    "ppo with memory": (PPO(minibatches=2, aux_value_coef=0.5, value_clip=0.2), "turns", {"gru_units": 4}),
+    "ppo, continuous": (PPO(off_policy_correction="vtrace"), "continuous", {}),
+    "ppo, several choices": (PPO(), "vectors", {}),
+    "ppo, attention": (PPO(), "spread", {"encoder": "attention", "seat_one_hot": True}),
+    "happo": (PPO(sequential=True), "discrete", {}),
+    "commnet": (A2C(), "turns", {"communication_rounds": 1}),
+    "trpo": (TRPO(), "discrete", {}),
+    "trpo, continuous": (TRPO(sequential=True), "continuous", {}),
+    "mat": (MAT(value_norm=True), "turns", {}),
+    "coma": (COMA(), "turns", {"normalize_observations": True}),
+    "dqn": (DQN(**STARTS, priority_exponent=0.6), "turns", {"normalize_observations": True}),
+    "dqn with memory": (DQN(**STARTS, burn_in=2), "discrete", {"gru_units": 4}),
+    "qmix": (QMIX(**STARTS), "turns", {}),
+    "qmix with memory": (QMIX(**STARTS), "discrete", {"gru_units": 4}),
+    "vdn": (QMIX(mixer="vdn", **STARTS), "discrete", {}),
+    "qplex": (QMIX(mixer="qplex", **STARTS), "discrete", {}),
+    "maven": (MAVEN(**STARTS), "discrete", {}),
+    "nfsp": (NFSP(**STARTS, eta=0.5), "turns", {}),
+    "pqn": (PQN(), "turns", {"gru_units": 4}),
+    "pqn, team": (PQN(mixer="vdn"), "turns", {}),
+    "sac": (SAC(**STARTS), "turns", {"normalize_observations": True}),
+    "sac, continuous": (SAC(**STARTS, critic="central"), "continuous", {}),
+    "maddpg": (DDPG(**STARTS, critic="central"), "turns", {}),
+    "td3": (TD3(**STARTS), "continuous", {}),
+    "facmac": (FACMAC(**STARTS), "discrete", {}),
+    "bc": (BC(demonstrations=["FILE"], sequence_length=4), "turns", {"gru_units": 4}),
+    "gail": (GAIL(demonstrations=["FILE"], discriminator_steps=2), "turns", {}),
+    "iql": (IQL(data=["FILE"], gradient_steps=2, critic="central"), "turns", {}),
+    "cql": (CQL(data=["FILE"], gradient_steps=2), "turns", {}),
+}
+
+
+@pytest.fixture
+def device() -> Iterator[PretendedDevice]:
+    with pretended_device() as mode:
+        yield mode
+
+
+def make_env(kind: str) -> VectorEnv:
+    if kind == "spread":
+        return SimpleSpread(6, max_cycles=5)
+    spaces = {"vectors": MultiDiscrete((3, 2)), "continuous": Continuous((-1.0, 0.0), (1.0, 3.0))}
+    return Countdown(6, turns=kind == "turns", space=spaces.get(kind, Discrete(3)))
+
+
+def make(
+    config: AlgorithmConfig, kind: str, settings: dict[str, Any], device: torch.device, shared: bool = False
+) -> NetLearner:
+    """A learner of two policies, or of one that all seats share."""
+    env = make_env(kind)
+    policy = NetPolicyConfig(hidden=[8], lr=1e-2, **settings)
+    numbers = list(range(len(env.seats)))
+    seats = {"one": numbers} if shared or settings else {"one": numbers[:1], "two": numbers[1:]}
+    learner: NetLearner = config.build_learner(
+        env, seats, dict.fromkeys(seats, policy), {name: i + 3 for i, name in enumerate(seats)}, device=device
+    )
+    return learner
+
+
+def trained(learner: NetLearner, updates: int = 3) -> list[dict[str, dict[str, float]]]:
+    """The metrics of some updates."""
+    rollout = VectorRollout(learner.env, np.arange(learner.env.num_envs))
+    found = []
+    for i in range(updates):
+        batch = rollout.collect(learner.rollout_policies(i / updates), STEPS, i)
+        found.append(learner.update(batch, i / updates))
+        learner.check_finite()
+    return found
+
+
+def with_file(config: AlgorithmConfig, kind: str, folder: Path) -> AlgorithmConfig:
+    """The config, with a file of recorded episodes if it learns from one."""
+    key = next((key for key in ("demonstrations", "data") if hasattr(config, key)), None)
+    if key is None:
+        return config
+    env, path = make_env(kind), folder / "episodes.parquet"
+    record_vector_episodes(env, [UniformVectorPolicy(env, range(len(env.seats)))], 40, path)
+    return config.model_copy(update={key: [str(path)]})
+
+
+@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
+    config, kind, settings = CASES[name]
+    config = with_file(config, kind, tmp_path)
+    here, there = (make(config, kind, settings, torch.device(each)) for each in ("cpu", DEVICE))
+    expected, found = trained(here), trained(there)
+    assert [list(line) for line in found] == [list(line) for line in expected]
+    for line, other in zip(found, expected, strict=True):
+        for policy in line:
+            assert line[policy] == pytest.approx(other[policy], rel=1e-3, abs=1e-4)
+    kept, wanted = there.state_arrays(), here.state_arrays()
+    assert kept.keys() == wanted.keys() and all(type(array) is np.ndarray for array in kept.values())
+    for key, array in wanted.items():
+        np.testing.assert_allclose(kept[key], array, rtol=1e-3, atol=2e-4, err_msg=key)
