@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 DEVICE = torch.device("meta")
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select}
+WITH_NUMBERS = {aten.add, aten.sub, aten.mul, aten.div, aten.where}  # may have scalars of the CPU
 COPIES = {aten.copy_, aten._to_copy}  # the operations that may have tensors of two devices
 
 
@@ -77,7 +78,7 @@ class PretendedDevice(TorchDispatchMode):
         packet = func.overloadpacket
         if any(tensor.device.type == "meta" for tensor in others):
             raise RuntimeError(f"{func}: a tensor was made on the device from a list, which is a copy for each call")
-        if there and packet not in COPIES and any(tensor.dim() for tensor in others):
+        if there and packet not in COPIES and any(tensor.dim() or packet not in WITH_NUMBERS for tensor in others):
             raise RuntimeError(f"{func}: tensors on the device and on the CPU: {[tuple(t.shape) for t in tensors]}")
         if packet is aten._fused_sdp_choice:
             return 0  # that of plain operations
@@ -85,7 +86,7 @@ class PretendedDevice(TorchDispatchMode):
         arrives = bool(there) if wanted is None else torch.device(wanted).type == "meta"
         if packet is aten.copy_:
             arrives = isinstance(args[0], Held)
-        if there and (packet in WAITS or not arrives):
+        if there and (packet in WAITS or (packet in COPIES and not arrives)):
             self.waits.append(str(func))
         if wanted is not None and arrives:
             kwargs = {**kwargs, "device": torch.device("cpu")}

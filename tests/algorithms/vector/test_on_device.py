@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pretended_device import DEVICE, PretendedDevice, pretended_device
+from pretended_device import DEVICE, PretendedDevice, pretended_device, waits_of
 from vector_toys import Countdown
 
 from palestra.algorithms.vector.a2c import A2C
@@ -32,7 +32,7 @@ from palestra.algorithms.vector.trpo import TRPO
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.learners.nets import AlgorithmConfig, NetLearner
-from palestra.learners.policy_stack import NetPolicyConfig
+from palestra.learners.policy_stack import NetPolicyConfig, NonFiniteGradient, read_policy
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_episodes import record_vector_episodes
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -40,6 +40,7 @@ from palestra.rollouts.vector_rollout import VectorRollout
 ALL = ("one", "two")
 STARTS = {"learning_starts": 1, "buffer_size": 64, "batch_size": 16, "gradient_steps": 3}
 STEPS = 8  # of a rollout
+FAST = ("mappo", "ppo with memory", "qmix", "sac, continuous", "coma")  # the others are slow tests
 
 # algorithm, env, settings of the policies
 CASES: dict[str, tuple[AlgorithmConfig, str, dict[str, Any]]] = {
@@ -104,7 +105,7 @@ def make(
     return learner
 
 
-def trained(learner: NetLearner, updates: int = 3) -> list[dict[str, dict[str, float]]]:
+def trained(learner: NetLearner, updates: int = 2) -> list[dict[str, dict[str, float]]]:
     """The metrics of some updates."""
     rollout = VectorRollout(learner.env, np.arange(learner.env.num_envs))
     found = []
@@ -126,7 +127,7 @@ def with_file(config: AlgorithmConfig, kind: str, folder: Path) -> AlgorithmConf
 
 
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES])
 def test_numbers_are_those_of_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
     config, kind, settings = CASES[name]
     config = with_file(config, kind, tmp_path)
@@ -140,3 +141,70 @@ def test_numbers_are_those_of_the_cpu(name: str, device: PretendedDevice, tmp_pa
     assert kept.keys() == wanted.keys() and all(type(array) is np.ndarray for array in kept.values())
     for key, array in wanted.items():
         np.testing.assert_allclose(kept[key], array, rtol=1e-3, atol=2e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo with memory", "ppo, continuous", "mat", "dqn"])
+def test_acting_waits_once_per_step(name: str, device: PretendedDevice) -> None:
+    config, kind, settings = CASES[name]
+    learner = make(config, kind, settings, DEVICE, shared=True)
+    (player,) = learner.rollout_policies(0.0)
+    step, first = learner.env.reset(np.arange(6)), np.ones(6, bool)
+    player.reset_rng(0)
+    state = player.initial_state(6)
+    player.act(step, state, first)  # makes the constants
+    assert waits_of(device, lambda: player.act(step, state, first)) == 1
+
+
+@pytest.mark.parametrize("name", ["ppo", "mappo", "ppo with memory", "mat", "coma", "qmix", "sac"])
+def test_waits_of_an_update_do_not_grow_with_its_gradient_steps(name: str, device: PretendedDevice) -> None:
+    config, kind, settings = CASES[name]
+    found = []
+    for few in (True, False):
+        if hasattr(config, "minibatches"):
+            config = config.model_copy(update={"minibatches": 2 if few else 6})
+        else:
+            config = config.model_copy(update={"gradient_steps": 2 if few else 6})
+        learner = make(config, kind, settings, DEVICE, shared=True)
+        batch = VectorRollout(learner.env, np.arange(6)).collect(learner.rollout_policies(0.0), STEPS, 0)
+        found.append(waits_of(device, lambda learner=learner, batch=batch: learner.update(batch, 0.0)))  # type: ignore[misc]
+    assert found[0] == found[1] <= 8
+
+
+def test_gradients_that_are_not_finite_change_nothing_and_raise_after_the_update(device: PretendedDevice) -> None:
+    learner = make(PPO(), "discrete", {}, DEVICE)
+    batch = VectorRollout(learner.env, np.arange(6)).collect(learner.rollout_policies(0.0), STEPS, 0)
+    before = learner.state_arrays()
+    batch.rewards[3, 2, 1] = np.inf
+    learner.update(batch, 0.0)
+    after = learner.state_arrays()
+    assert all(np.array_equal(after[key], before[key]) for key in before if "/0." not in key and key.startswith("net"))
+    with pytest.raises(NonFiniteGradient, match="policy two"):
+        learner.check_finite()
+
+
+@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
+@pytest.mark.parametrize("name", ["ppo with memory", "qmix with memory"])
+def test_checkpoint_goes_on_on_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
+    """The state, the saved policies and the running games."""
+    config, kind, settings = CASES[name]
+    here, there, again = (make(config, kind, settings, torch.device(each)) for each in ("cpu", DEVICE, "cpu"))
+    trained(here)
+    trained(there)
+    there.write_state(tmp_path)
+    again.read_state(tmp_path)
+    for line, other in zip(trained(again), trained(here), strict=True):
+        for policy in line:
+            assert line[policy] == pytest.approx(other[policy], rel=2e-3, abs=2e-4)
+    there.member_writers()["one"](tmp_path / "one")
+    seats, step, first = [0, 1], there.env.reset(np.arange(6)), np.ones(6, bool)
+    players = [
+        read_policy(tmp_path / "one", there.env, seats, best=True, device=d) for d in (torch.device("cpu"), DEVICE)
+    ]
+    actions = [player.act(step, player.initial_state(6), first)[0] for player in players]
+    assert np.array_equal(*actions) and players[1].device == DEVICE
+    rollout = VectorRollout(there.env, np.arange(6))
+    rollout.collect(there.rollout_policies(0.0), STEPS, 0)
+    kept = rollout.save()
+    assert kept is not None and all(type(array) is np.ndarray for array in kept.values())
+    rollout.load(kept, again.rollout_policies(0.0))
+    rollout.collect(again.rollout_policies(0.0), STEPS, 1)
