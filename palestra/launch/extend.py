@@ -19,6 +19,7 @@ def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree
     may_change = {length, "device"} if vectorised and "population" not in tree else {length}
     if other := next((setting for setting in settings if setting.partition("=")[0].strip() not in may_change), None):
         may = f"only its length may change: --set {length}=N" if length else "this kind cannot be made longer"
+        may += " (or its device: --set device=cpu)" if "device" in may_change else ""
         raise ValueError(f"{other}: a resumed run keeps its config, {may}. Start a new one instead.")
     changed = override(tree, settings)
     if not length:
