@@ -129,8 +129,9 @@ def main() -> None:
     options = parser.parse_args()
     seconds, cuda = 0.5 if options.quick else 8.0, torch.cuda.is_available()
     console.print(f"GPU: {torch.cuda.get_device_name()}" if cuda else "no CUDA here: the CPU alone is measured")
-    for env in options.envs:  # compiles the env
-        measure(Setting(env, 8, 8, 2), "cuda" if cuda else "cpu", 1, 0.0, options.quick)
+    for env in options.envs:  # compiles the env, and what only the CPU compiles; starts CUDA
+        for device in ("cpu", "cuda") if cuda else ("cpu",):
+            measure(Setting(env, 8, 8, 2), device, 1, 0.0, options.quick)
     table, figures = Table("env", "units", "games", title="env steps per second"), {}
     for column in ("CPU", "in rollouts", "CUDA", "in rollouts", "CUDA / CPU")[: 5 if cuda else 2]:
         table.add_column(column, justify="right")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from palestra.algorithms.presets import VECTOR_PRESETS, expand_preset
-from palestra.builders.vector import check_vector_run
+from palestra.builders.vector import build_vector_run, check_vector_run
 from palestra.builders.vector_config import VectorConfig
 from palestra.config import dump, validate
 from palestra.evaluation.evaluate import evaluate
@@ -60,7 +60,9 @@ def run_of(config: dict[str, Any], root: Path) -> Path:
     """Trains a run to its end; returns its folder."""
     checked = validate(VectorConfig, config)
     with Run.create(root, dump(checked), "run", {"seed": checked.seed}) as run:
-        assert run_training(check_vector_run(checked), run)
+        trainer = build_vector_run(checked)
+        restore_checkpoint(trainer, run)  # of all processes
+        assert run_training(trainer, run)
         return run.path
 
 
@@ -152,3 +154,11 @@ def test_learns_on_the_gpu(algorithm: str, tmp_path: Path) -> None:
     path = run_of(config, tmp_path)
     before, after = [line["return"] for line in read_lines(path / "evals.jsonl")]
     assert after > 18, f"return of {after:.1f} after training, {before:.1f} before"
+
+
+@pytest.mark.parametrize("processes", [{"num_processes": 2}, {"num_actors": 1}], ids=["processes", "actors"])
+def test_several_processes_train_on_one_gpu(processes: dict[str, int], tmp_path: Path) -> None:
+    algorithm = {"type": "ppo", **WHOLE, "off_policy_correction": "vtrace" if "num_actors" in processes else "none"}
+    config = tree(algorithm, {}, MEMORY, device="cuda", env_steps=960, log_every=1, **processes)
+    found = returns_of(run_of(config, tmp_path))
+    assert len(found) == 3 and np.isfinite(found).all()

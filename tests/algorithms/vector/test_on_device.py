@@ -4,6 +4,7 @@ CPU, nothing mixes tensors of both, and neither acting nor an update waits for t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from palestra.algorithms.vector.trpo import TRPO
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.learners.nets import AlgorithmConfig, NetLearner
-from palestra.learners.policy_stack import NetPolicyConfig, NonFiniteGradient, read_policy
+from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, NonFiniteGradient, read_policy
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_episodes import record_vector_episodes
 from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.training.gradient_sync import SharedMemoryAllReduce
 
 ALL = ("one", "two")
 STARTS = {"learning_starts": 1, "buffer_size": 64, "batch_size": 16, "gradient_steps": 3}
@@ -92,15 +94,22 @@ def make_env(kind: str) -> VectorEnv:
 
 
 def make(
-    config: AlgorithmConfig, kind: str, settings: dict[str, Any], device: torch.device, shared: bool = False
+    config: AlgorithmConfig,
+    kind: str,
+    settings: dict[str, Any],
+    device: torch.device,
+    *,
+    shared: bool = False,
+    gradient_sync: GradientSync | None = None,
 ) -> NetLearner:
     """A learner of two policies, or of one that all seats share."""
     env = make_env(kind)
     policy = NetPolicyConfig(hidden=[8], lr=1e-2, **settings)
     numbers = list(range(len(env.seats)))
     seats = {"one": numbers} if shared or settings else {"one": numbers[:1], "two": numbers[1:]}
+    seeds = {name: i + 3 for i, name in enumerate(seats)}
     learner: NetLearner = config.build_learner(
-        env, seats, dict.fromkeys(seats, policy), {name: i + 3 for i, name in enumerate(seats)}, device=device
+        env, seats, dict.fromkeys(seats, policy), seeds, gradient_sync, device=device
     )
     return learner
 
@@ -180,6 +189,18 @@ def test_gradients_that_are_not_finite_change_nothing_and_raise_after_the_update
     assert all(np.array_equal(after[key], before[key]) for key in before if "/0." not in key and key.startswith("net"))
     with pytest.raises(NonFiniteGradient, match="policy two"):
         learner.check_finite()
+
+
+def test_gradients_are_summed_over_processes_from_any_device(device: PretendedDevice) -> None:
+    """Each learner is one of two processes, of which the other has gradients and statistics of 0."""
+    config, kind, settings = CASES["mappo"]
+    found = []
+    for each in (torch.device("cpu"), DEVICE):
+        together = GradientSync(partial(SharedMemoryAllReduce(1).all_reduce, rank=0), 2)
+        found.append(trained(make(config, kind, settings, each, gradient_sync=together)))
+    for line, other in zip(*found, strict=True):
+        for policy in line:
+            assert line[policy] == pytest.approx(other[policy], rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
