@@ -11,6 +11,7 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,17 @@ class AdapterStack:
         self.device = next(next(iter(linears.values())).parameters()).device
         self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
         self._merged: dict[str, Tensor | None] = {}
+
+    @cached_property
+    def adapted_layers(self) -> frozenset[str]:
+        """Names of the layers that a snapshot adapts."""
+        return frozenset(name for snapshot in self.snapshots for name in snapshot.weights)
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Number of columns of the stacked matrices side by side: the largest rank, for each snapshot."""
+        ranks = [len(a) for snapshot in self.snapshots for a, _ in snapshot.weights.values()]
+        return len(self.snapshots) * max(ranks, default=0)
 
     def merged_weight(self, name: str) -> Tensor | None:
         """Returns the layer's weight with the only snapshot added; None for layers that are large or not in float32."""
