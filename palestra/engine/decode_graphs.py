@@ -13,9 +13,10 @@ and outputs of a layer, `V` vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -306,23 +307,50 @@ class ColumnRoute:
 
 
 class CudaRecorder:
-    """Records a computation as a CUDA graph. All graphs share one pool of memory: no two run at a time, and the results
+    """Records computations as CUDA graphs. All graphs share one pool of memory: no two run at a time, and the results
     of one are read before the next."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] | None = None
+        self._anchor: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # the pool ends with the last graph in it
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Records `compute`. Raises RuntimeError if it waits for the GPU, which cannot be recorded."""
+        if self._anchor is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._anchor = self._capture(lambda: torch.zeros(1, device="cuda"))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            compute()  # compiles kernels and makes workspaces, which cannot be recorded
+            compute()  # compiles kernels and makes workspaces, which may wait
+            with waiting_forbidden():  # a capture that fails leaves torch's allocator and generators in disorder
+                compute()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # other threads may use the GPU meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = compute()
+        graph, result = self._capture(compute)
         return graph.replay, result
+
+    def _capture(self, compute: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # other threads may use the GPU meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = compute()
+        except Exception:
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())  # it would wait for the capture's end
+            raise
+        return graph, result
+
+
+@contextlib.contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Context in which torch raises RuntimeError where the CPU would wait for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _next_size(rows: int) -> int:

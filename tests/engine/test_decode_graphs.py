@@ -258,3 +258,18 @@ def test_graphs_on_a_gpu(family, dtype):
     graphs = sampler.batch.graphs
     assert not graphs.refusal
     assert graphs.num_repeated > 60
+
+
+@pytest.mark.gpu
+def test_a_model_that_waits_for_the_gpu_is_not_recorded():
+    """And torch's random numbers and allocator go on working."""
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"], attn_implementation="eager")
+    model = model.to("cuda").eval().requires_grad_(False)
+    engine = choose_engine(model, "llama", lambda of, plain: Engine(of, tiny_tokenizer(), "llama", plain=plain))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
+    asked = requests([None])
+    with pytest.warns(UserWarning, match="not recorded as CUDA graphs"):
+        answers = Sampler(engine).sample_all(asked)
+    assert [len(group) for group in answers] == [request.n for request in asked]
+    assert torch.randn(1000, device="cuda").std() > 0.8
+    torch.cuda.empty_cache()
