@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -311,7 +311,7 @@ class CudaRecorder:
     of one are read before the next."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._anchor: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # the pool ends with the last graph in it
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
