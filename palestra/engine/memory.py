@@ -110,13 +110,13 @@ def packed_copy_bytes(shape: ModelShape) -> int:
 
 
 def cache_bytes(
-    shape: ModelShape, answers: int, prompts: int, *, max_tokens: int, prompt_tokens: int, size: int
+    shape: ModelShape, answers: int, prompts: int, *, max_tokens: int, prompt_tokens: int, size: int, on_cpu: bool
 ) -> int:
     """Returns the KV cache of `answers` answers of `max_tokens` tokens to `prompts` prompts, in elements of `size`
-    bytes."""
+    bytes, with what is spare after it has grown: on a GPU up to as much again."""
     page_bytes = 2 * shape.layers * shape.kv * size * PAGE_TOKENS
     pages = answers * pages_of(max_tokens) + prompts * pages_of(prompt_tokens)
-    return page_bytes * (pages + pages // SLACK_DIVISOR)
+    return page_bytes * (pages + pages // (SLACK_DIVISOR if on_cpu else 1))
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, size: int, checkpointing: bool) -> int:
