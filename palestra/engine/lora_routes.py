@@ -132,9 +132,9 @@ class LowRankLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, inner = ctx.saved_tensors
         rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
-        grad_inner = (grad_rows @ b).mul_(ctx.scale)
+        grad_inner = torch.empty_like(inner).addmm_(grad_rows, b, beta=0, alpha=ctx.scale)
         grad_a = (grad_inner.T @ rows).to(ctx.dtypes[0])
-        grad_b = (grad_rows.T @ inner).to(ctx.dtypes[1]).mul_(ctx.scale)
+        grad_b = torch.empty_like(b).addmm_(grad_rows.T, inner, beta=0, alpha=ctx.scale).to(ctx.dtypes[1])
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = matmul(grad_rows, weight).addmm_(grad_inner, a).view_as(x)
