@@ -346,11 +346,17 @@ class CudaRecorder:
 def waiting_forbidden() -> Iterator[None]:
     """Context in which torch raises RuntimeError where the CPU would wait for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        _set_sync_debug_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _next_size(rows: int) -> int:
