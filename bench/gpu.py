@@ -75,10 +75,10 @@ class Ours:
         self.trainer = Trainer(self.engine, self.adapter)
         self.prompts = [np.array(prompt, np.int32) for prompt in random_prompts(GROUPS, PROMPT)]
 
-    def sample(self) -> list[list]:
+    def sample(self, new: int = NEW) -> list[list]:
         snapshot = self.adapter.snapshot()
         return self.sampler.sample_all(
-            [Request(p, K, SamplingConfig(max_tokens=NEW), snapshot, seed=i) for i, p in enumerate(self.prompts)]
+            [Request(p, K, SamplingConfig(max_tokens=new), snapshot, seed=i) for i, p in enumerate(self.prompts)]
         )
 
     def train(self, groups: list[list]) -> None:
@@ -90,6 +90,14 @@ class Ours:
                 samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(NEW, a, np.float32)))
         self.trainer.forward_backward(samples, clipped_policy_loss)
         self.trainer.optim_step(AdamConfig(lr=1e-5))
+
+
+def busy_share(run: Callable[[], object]) -> float:
+    """The share of the seconds of `run` in which a kernel runs on the GPU (the profiler slows the rest)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        seconds = clock(run, 1)
+    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.time_range.elapsed_us() for e in kernels) / 1e6 / seconds
 
 
 def copy_rate() -> float:
@@ -128,10 +136,14 @@ def measured(shape: str, folder: str, *, repeats: int) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated() / 2**30
     graphs = ours.sampler.batch.graphs
     repeated, reason = graphs.num_repeated, graphs.refusal
+    busy = busy_share(lambda: ours.sample(16)), busy_share(lambda: ours.train(groups))
     graphs.refusal = "switched off"
-    plain = clock(ours.sample, 1)
+    plain = 2 * clock(lambda: ours.sample(NEW // 2), 1)
     flops = shared_prefix_step_flops(config, PROMPT, NEW, K, GROUPS, RANK)
-    console.print(f"{shape}: {repeated} steps repeated from graphs {reason}")
+    shares = f"kernels run {busy[0]:.0%} of the time in sampling and {busy[1]:.0%} in training"
+    console.print(
+        f"{shape}: {repeated} steps repeated from graphs {reason}; {shares}; {GROUPS * K * NEW / plain:.0f} plain"
+    )
     return {
         "sample_s": sample,
         "train_s": train,
@@ -184,6 +196,7 @@ def main() -> None:
                     key = f"{name}_{'s' if name == 'step' else 'gib'}"
                     ratio = found["TRL"][key] / found["palestra"][key]
                     figures[f"{name}_vs_trl_{shape}"] = ratio if name == "step" else 1 / ratio
+        console.print(f"{shape}: {json.dumps(found)}")
         for who, row in found.items():
             cells = [f"{row[name]:.2f}" for name in ("sample_s", "train_s", "step_s", "peak_gib")]
             table.add_row(f"{shape} {who}", *cells)
