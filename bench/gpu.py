@@ -187,6 +187,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_random(SHAPES[shape], folder)
             found = {"palestra": measured(shape, folder, repeats=2 if given.quick else 4)}
+            console.print(f"{shape}: {json.dumps(found)}")  # at once: TRL takes long
             names = ("sample_tokens_per_s", "sample_of_limit", "graphs_vs_plain", "train_of_limit")
             figures |= {f"{name}_{shape}": found["palestra"][name] for name in names}
             if not given.alone and find_spec("trl"):
@@ -196,7 +197,6 @@ def main() -> None:
                     key = f"{name}_{'s' if name == 'step' else 'gib'}"
                     ratio = found["TRL"][key] / found["palestra"][key]
                     figures[f"{name}_vs_trl_{shape}"] = ratio if name == "step" else 1 / ratio
-        console.print(f"{shape}: {json.dumps(found)}")
         for who, row in found.items():
             cells = [f"{row[name]:.2f}" for name in ("sample_s", "train_s", "step_s", "peak_gib")]
             table.add_row(f"{shape} {who}", *cells)
