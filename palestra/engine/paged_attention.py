@@ -65,9 +65,7 @@ def _by_gathered_pages(
     of_answer_RW1 = before_RW1 >= table.pages_of_prompts(page_tokens)[:, None, None] * page_tokens
     into_answer = before_RW1 + in_page_P - table.pages_of_prompts(page_tokens)[:, None, None] * page_tokens
     position = torch.where(of_answer_RW1, table.prompt_R[:, None, None] + into_answer, before_RW1 + in_page_P)
-    end = torch.where(
-        of_answer_RW1, table.prompt_R[:, None, None] + table.answer_R[:, None, None], table.prompt_R[:, None, None]
-    )
+    end = torch.where(of_answer_RW1, table.length_R[:, None, None], table.prompt_R[:, None, None])
     seen = ((position < end) & (position >= first_R[:, None, None])).flatten(1)[:, None, None]
     pages = table.page_RW.clamp(0, kv_2NhPD.shape[1] - 1)
     k, v = (kv[pages].transpose(1, 2).reshape(rows, h, width * page_tokens, -1) for kv in kv_2NhPD)
@@ -77,28 +75,31 @@ def _by_gathered_pages(
 def _by_kernels(
     q_RHD: Tensor, kv_2NhPD: Tensor, table: PageTable, first_R: Tensor, scale: float, terms: AttentionTerms
 ) -> Tensor:
-    import triton
-
     from palestra.engine.paged_kernels import attend_to_share, combine_shares
 
     (rows, heads, width), (_, _, h, page_tokens, _) = q_RHD.shape, kv_2NhPD.shape
     q_RHD = q_RHD.contiguous()
-    shares = min(MAX_SHARES, table.page_RW.shape[1], max(1, triton.cdiv(MIN_PROGRAMS, rows * h)))
+    shares = min(MAX_SHARES, table.page_RW.shape[1], max(1, -(-MIN_PROGRAMS // (rows * h))))
     partial = q_RHD.new_empty(rows, heads, shares, width, dtype=torch.float32)
     top, total = q_RHD.new_empty(2, rows, heads, shares, dtype=torch.float32)
     out = torch.empty_like(q_RHD)
-    groups, padded = heads // h, max(16, triton.next_power_of_2(width))
+    groups, padded = heads // h, max(16, _power_of_2(width))
     attend_to_share[rows, h, shares](
         q_RHD, kv_2NhPD[0], kv_2NhPD[1], table.page_RW, table.prompt_R, table.answer_R, first_R,
         partial, top, total,
         scale, terms.softcap or 0.0, table.page_RW.stride(0), shares,
         HAS_CAP=terms.softcap is not None, HEADS=heads, GROUPS=groups, WIDTH=width, PAGE=page_tokens,
-        PADDED_GROUPS=max(16, triton.next_power_of_2(groups)), PADDED_WIDTH=padded,
+        PADDED_GROUPS=max(16, _power_of_2(groups)), PADDED_WIDTH=padded,
     )  # fmt: skip
     sinks = top if terms.sinks_H is None else terms.sinks_H.float()
     combine_shares[rows, heads](
         partial, top, total, sinks, out, shares,
         HAS_SINKS=terms.sinks_H is not None, HEADS=heads, WIDTH=width, PADDED_WIDTH=padded,
-        PADDED_SHARES=triton.next_power_of_2(shares),
+        PADDED_SHARES=_power_of_2(shares),
     )  # fmt: skip
     return out
+
+
+def _power_of_2(least: int) -> int:
+    """Returns the first power of 2 that is at least `least`."""
+    return 1 << (least - 1).bit_length()
