@@ -36,6 +36,7 @@ from palestra.engine.self_check import HALF_TOLERANCE, TOLERANCE
 
 MIN_USES = 4  # steps of a size that run plainly before one is recorded, which takes as long as some of them
 MAX_COLUMNS = 512  # all rows are multiplied with the columns of all adapters
+MAX_STEPS = 64  # recorded steps that are kept: each takes some megabytes
 MIN_TABLE_WIDTH = 16
 NUM_SCALARS = 4  # of a row, before its page table: token, lengths of prompt and answer, number of its adapter
 NO_ADAPTER = -1
@@ -154,6 +155,8 @@ class DecodeGraphs:
                 stacklevel=2,
             )
         else:
+            while len(self._steps) >= MAX_STEPS:
+                self._steps.pop(next(iter(self._steps)))
             self._steps[shape] = recorded
 
     def _compare(self, found_RV: Tensor, own_RV: Tensor) -> None:

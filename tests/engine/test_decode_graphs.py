@@ -11,6 +11,7 @@ import torch
 from tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
 
+from palestra.engine import decode_graphs
 from palestra.engine.attention_terms import AttentionTerms
 from palestra.engine.batch import CachedBatch
 from palestra.engine.decode_graphs import DecodeGraphs
@@ -168,6 +169,19 @@ def test_a_record_that_differs_is_not_used():
             answers = sampler.sample_all(asked)
         assert graphs.num_repeated == 0
         assert_equal_answers(answers, expected)
+
+
+def test_the_oldest_records_are_dropped(monkeypatch):
+    engine = tiny_lm(4, initializer_range=0.2)
+    asked = requests([None])
+    repeated = []
+    for most in (64, 1):
+        monkeypatch.setattr(decode_graphs, "MAX_STEPS", most)
+        sampler, graphs = recording(engine)
+        for _ in range(2):
+            assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
+        repeated.append(graphs.num_repeated)
+    assert repeated[1] < repeated[0]
 
 
 def test_out_of_memory_while_recording_goes_on_plainly():
