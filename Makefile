@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 SCREENSHOTS := .cache/screenshots
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo real test test-all test-browser test-clients test-envs test-sinks test-s3 test-trl test-bitsandbytes lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real test test-all test-gpu test-browser test-clients test-envs test-sinks test-s3 test-trl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ test: lint ## lint, types and the fast tests (CPU), on as many cores as there ar
 
 test-all: lint ## the same with the slow tests
 	$(BIN)/python -m pytest -m "not gpu and not clients and not peers and not browser"
+
+test-gpu: $(INSTALLED) ## the tests that need a CUDA device, with a torch that has CUDA
+	$(BIN)/python -m pytest -m gpu
 
 test-browser: $(INSTALLED) ## see the dashboard and the report in a headless Chromium (CHROMIUM=its path)
 	@rm -rf $(SCREENSHOTS)

@@ -140,14 +140,17 @@ def qwen3_06b_config(layers: int = 28) -> Qwen3Config:
     return qwen3_config(151936, hidden=1024, layers=layers, heads=16, head_dim=128, mlp=3072)
 
 
-def qwen3_config(vocabulary: int, *, hidden: int, layers: int, heads: int, head_dim: int, mlp: int) -> Qwen3Config:
-    """Qwen3's architecture with tied embeddings and two query heads for each key head; token 0 pads, 1 ends."""
+def qwen3_config(
+    vocabulary: int, *, hidden: int, layers: int, heads: int, head_dim: int, mlp: int, kv_heads: int | None = None
+) -> Qwen3Config:
+    """Qwen3's architecture with tied embeddings and by default two query heads for each key head; token 0 pads, 1
+    ends."""
     return Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
+        num_key_value_heads=kv_heads or heads // 2,
         head_dim=head_dim,
         intermediate_size=mlp,
         max_position_embeddings=1024,

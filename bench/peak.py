@@ -65,7 +65,8 @@ def peak_mib() -> float:
 
 def peak_of(python: Path | str, script: str, *arguments: str) -> dict:
     """What a process printed in its last line."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    path = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run(
         [str(python), str(HERE / script), *arguments], env=environment, capture_output=True, text=True
     )

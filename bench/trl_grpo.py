@@ -1,4 +1,4 @@
-"""Whole GRPO steps with TRL on one CPU thread: the peer that palestra's engine is measured against.
+"""Whole GRPO steps with TRL on one CPU thread, or on a GPU: the peer that palestra's engine is measured against.
 
 Runs in a virtual environment of its own, so that TRL and its dependencies stay out of palestra's:
 
@@ -13,7 +13,8 @@ the tried micro-batches, with all of them under "tried".
 Tuned for speed as far as TRL's own settings go: float32, no KL term and so no reference model, no gradient
 checkpointing, logging, evaluation, saving or data workers, one optimizer step per generation batch, which spares the
 second forward pass for the old log-probabilities. What it leaves out: vLLM, and transformers' continuous batching,
-which took eight times the CPU seconds of plain `generate` at this size.
+which took eight times the CPU seconds of plain `generate` at this size. With `device` "cuda" weights are bfloat16, and
+seconds are those of the clock.
 """
 
 import os
@@ -73,6 +74,7 @@ class Spec:
     """Rows generated at once; 0 is the whole step."""
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
+    device: str = "cpu"
 
 
 def even_share(completion_ids: list[list[int]], **_: object) -> list[float]:
@@ -80,29 +82,37 @@ def even_share(completion_ids: list[list[int]], **_: object) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
+def seconds() -> float:
+    """CPU seconds of this process, or seconds of the clock once it uses a GPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
 class TimedTrainer(GRPOTrainer):
-    """TRL's trainer; also sums the CPU seconds spent in generation and counts the sampled tokens."""
+    """TRL's trainer; also sums the seconds spent in generation and counts the sampled tokens."""
 
     generation_s = 0.0
     sampled = 0
 
     def _generate_single_turn(self, *args, **kwargs):
-        start = time.process_time()
+        start = seconds()
         completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
-        self.generation_s += time.process_time() - start
+        self.generation_s += seconds() - start
         self.sampled += sum(map(len, completion_ids))
         return completion_ids, logprobs
 
 
 class StepClock(TrainerCallback):
-    """Reads `(CPU seconds, CPU seconds in generation, tokens sampled)` after every optimizer step."""
+    """Reads `(seconds, seconds in generation, tokens sampled)` after every optimizer step."""
 
     def __init__(self) -> None:
         self.trainer: TimedTrainer | None = None
         self.readings: list[tuple[float, float, int]] = []
 
     def on_step_end(self, *args, **kwargs) -> None:
-        self.readings.append((time.process_time(), self.trainer.generation_s, self.trainer.sampled))
+        self.readings.append((seconds(), self.trainer.generation_s, self.trainer.sampled))
 
 
 def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -126,8 +136,8 @@ def build_config(spec: Spec, micro_batch: int, output_dir: str) -> GRPOConfig:
     rows = spec.prompts_per_step * spec.K
     return GRPOConfig(
         output_dir=output_dir,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=spec.device == "cpu",
+        bf16=spec.device != "cpu",
         seed=spec.seed,
         beta=0.0,
         learning_rate=spec.lr,
@@ -155,7 +165,8 @@ def build_config(spec: Spec, micro_batch: int, output_dir: str) -> GRPOConfig:
 def build_trainer(spec: Spec, micro_batch: int, clock: StepClock, output_dir: str) -> TimedTrainer:
     """A trainer over as many prompts as the run needs, the file's prompts repeated in order."""
     tokenizer = AutoTokenizer.from_pretrained(spec.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32, attn_implementation=spec.attention)
+    dtype = torch.float32 if spec.device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, attn_implementation=spec.attention)
     prompts = read_prompts(spec.prompts, tokenizer)
     needed = (spec.warmup + spec.steps) * spec.prompts_per_step
     rows = [{"prompt": prompts[i % len(prompts)]} for i in range(needed)]
@@ -194,6 +205,7 @@ def run_steps(spec: Spec, micro_batch: int) -> dict[str, float]:
         "cpu_s": total,
         "cpu_s_generation": generation,
         "cpu_s_rest": total - generation,
+        "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if spec.device != "cpu" else 0.0,
         "peak_rss_mb": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024,
     }
 

@@ -165,13 +165,17 @@ def config_of(row: TableRow) -> Tree:
 def train(row: TableRow) -> Path:
     """Trains the row's run, or goes on with it; returns its folder.
 
-    A run in which nothing was learned is a result, too: raises RunFailed only for one that did not end."""
+    A run in which nothing was learned is a result, too: raises RunFailed only for one that did not end, and
+    KeyboardInterrupt for one that was stopped."""
     path = RUNS / row.slug
+    failure = None
     try:
         palestra.train(resume=path) if path.exists() else palestra.train(config_of(row), root=RUNS)
-    except RunFailed as failure:
-        if len(training_figures(path)["curve"]) < num_steps(config_of(row)):
-            raise
+    except RunFailed as error:
+        failure = error
+    if len(training_figures(path)["curve"]) < num_steps(config_of(row)):
+        raise failure or KeyboardInterrupt(f"{row.name} was stopped: the same command goes on with it")
+    if failure:
         print(f"{row.name}: {failure}", flush=True)
     return path
 

@@ -18,6 +18,13 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 collect_ignore = [] if find_spec("envpool") else ["envs/vector/peers"]
 collect_ignore += [] if find_spec("tensorboard") else ["sinks/test_follow.py"]  # in the venv of `make test-sinks`
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides the GPU from tests that are not made for it: their numbers are those of a CPU."""
+    if "not gpu" in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 settings.register_profile("palestra", deadline=None)  # a busy machine is not a failure
 settings.load_profile("palestra")
 

@@ -133,6 +133,7 @@ OPTIONAL = (
         "websockets",
         "gguf",
         "bitsandbytes",
+        "triton",  # comes with torch for CUDA
         "gymnasium",
         "mcp",
         "mlflow",

@@ -10,9 +10,8 @@ import asyncio
 import os
 import time
 
-import numpy as np
 from scale import servers
-from soak_parts.memory import MemoryWatch, SoakResult, process_tree
+from soak_parts.memory import Durations, MemoryWatch, SoakResult, process_tree
 
 from palestra.builders.calibration import NoiseEnv
 from palestra.remote.envs.address import counters
@@ -29,7 +28,7 @@ class Sessions:
     def __init__(self, address: str, start: float, until: float) -> None:
         self.make = env_factory({"type": KIND, "seconds": STEP_S, "turns": TURNS, "at": [address]})
         self.start, self.until = start, until
-        self.took: list[float] = []
+        self.took = Durations()
         self.episodes, self.failed = 0, list[str]()
 
     async def play(self, seed: int) -> None:
@@ -47,7 +46,7 @@ class Sessions:
             asked = time.monotonic()
             step = await env.step({"agent0": "abc"})
             if asked >= self.start:
-                self.took.append(time.monotonic() - asked)
+                self.took.add(time.monotonic() - asked)
         await env.close()
 
 
@@ -67,7 +66,7 @@ def soak(minutes: float, quick: bool) -> SoakResult:
 
         with MemoryWatch(groups) as memory:
             asyncio.run(all_sessions())
-    p50, p99 = np.percentile(play.took, (50, 99)) * 1e3
+    p50, p99 = (1e3 * play.took.percentile(share) for share in (50, 99))
     rate = len(play.took) / (60 * minutes * (1 - WARM_UP))
     figures = {
         "envs_steps_per_s": rate,

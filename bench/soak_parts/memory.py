@@ -1,7 +1,8 @@
-"""Memory of processes over time, from /proc (Linux): what a soak watches, and by how much it grew."""
+"""Memory of processes over time, from /proc (Linux): what a soak watches, and by how much it grew; and durations."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,28 @@ class SoakResult:
     heads: Sequence[str]
     rows: list[tuple[str, ...]]
     curves: dict[str, Curve] = field(default_factory=dict)
+
+
+class Durations:
+    """Counts of durations in steps of half a percent, from a microsecond to a day: of a size that does not grow with
+    them, as a list of them would beside the memory that is watched."""
+
+    LEAST, STEP = 1e-6, 1.005
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(1 + math.ceil(math.log(86_400 / self.LEAST, self.STEP)), np.int64)
+
+    def add(self, seconds: float) -> None:
+        place = math.log(max(seconds, self.LEAST) / self.LEAST, self.STEP)
+        self._counts[min(round(place), len(self._counts) - 1)] += 1
+
+    def __len__(self) -> int:
+        return int(self._counts.sum())
+
+    def percentile(self, share: float) -> float:
+        """Returns the duration in seconds that `share` percent of all do not exceed, within half a percent."""
+        place = np.searchsorted(np.cumsum(self._counts), len(self) * share / 100)
+        return float(self.LEAST * self.STEP**place)
 
 
 class MemoryWatch:

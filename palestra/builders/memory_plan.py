@@ -120,7 +120,8 @@ def _engine_parts(
     group = _group_size(config)
     answers = min(config.max_num_seqs, config.episodes * group)
     prompts, tokens = -(-answers // group), policy.sampling.max_tokens
-    wanted = cache_bytes(shape, answers, prompts, max_tokens=tokens, prompt_tokens=prompt_tokens, size=cache_size)
+    lengths = {"max_tokens": tokens, "prompt_tokens": prompt_tokens}
+    wanted = cache_bytes(shape, answers, prompts, **lengths, size=cache_size, on_cpu=on_cpu)
     budget = budget_bytes(config.kv_cache_gib) or default_cache_bytes(free)
     detail = f"{answers} answers of {tokens} tokens, {prompts} prompts of {prompt_tokens}"
     if wanted > budget:

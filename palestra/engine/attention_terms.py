@@ -9,11 +9,13 @@ Shapes: `n` sequences, `Q` queries and `K` keys of each, `H` query heads, `h` ke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Positions = TypeVar("Positions", np.ndarray, Tensor)
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,11 @@ class KeySpan:
     size: int
     chunked: bool = False
 
-    def first_key(self, positions: np.ndarray) -> np.ndarray:
+    def first_key(self, positions: Positions) -> Positions:
         """Returns the position of the first key that a query at each of `positions` (int) attends to."""
         if self.chunked:
             return positions // self.size * self.size
-        return np.maximum(positions - self.size + 1, 0)
+        return (positions - self.size + 1).clip(0)
 
 
 class AttentionTerms(NamedTuple):

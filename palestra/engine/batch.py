@@ -12,16 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.engine.cached_attention import DecodeLayout, PrefillLayout
+from palestra.engine.cached_attention import PrefillLayout
+from palestra.engine.decode_graphs import DecodeGraphs, DecodeStep
 from palestra.engine.kv_cache import KVCache
 from palestra.engine.kv_pages import CacheFull, CacheMemory, CacheSlot
 from palestra.engine.live_batch import LiveBatch, without
 from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute
+from palestra.engine.malloc import free_memory
 from palestra.engine.models import Engine
 from palestra.engine.prefix_store import PrefixStore, StoredPart
 from palestra.engine.request import CachedPrompt, LiveSequence, SequenceGroup
 
 KEPT_CACHE_BYTES = 2**26  # empty pools of a batch at rest may keep 64 MiB
+KEPT_FREE_DIVISOR = 4  # where steps are recorded: or a quarter of what is free beside them
 ADMITTED_TOKENS = 64  # an answer is admitted if there is room for its first 64 tokens
 
 
@@ -30,14 +33,24 @@ class CachedBatch(LiveBatch):
     conversations.
 
     `keep_tokens` is the capacity of the prefix store in tokens, `cache_bytes` the budget of the cache and the store,
-    `prefill_tokens` the maximum number of prompt tokens of a pass.
+    `prefill_tokens` the maximum number of prompt tokens of a pass. `graphs` records the decoding steps (None: on CUDA
+    such of its own, elsewhere none).
     """
 
-    def __init__(self, engine: Engine, *, keep_tokens: int, cache_bytes: int | None, prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        keep_tokens: int,
+        cache_bytes: int | None,
+        prefill_tokens: int,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         super().__init__(engine)
         self.cache_bytes, self.prefill_tokens = cache_bytes, prefill_tokens
         self.memory = CacheMemory(cache_bytes)
         self.prefix_store = PrefixStore(keep_tokens, self.memory)
+        self.graphs = DecodeGraphs(self.engine) if graphs is None and engine.device.type == "cuda" else graphs
         self.cache = self._new_cache()
         self._stacks: OrderedDict[tuple[int, ...], AdapterStack] = OrderedDict()
 
@@ -57,6 +70,7 @@ class CachedBatch(LiveBatch):
             self.engine.dtype,
             memory=self.memory,
             store=self.prefix_store,
+            one_pool=self.graphs is not None,
         )
 
     def clear_cache(self) -> None:
@@ -183,8 +197,15 @@ class CachedBatch(LiveBatch):
 
     def rest(self) -> None:
         self.memory.limit = self.cache_bytes
-        if self.cache.bytes > KEPT_CACHE_BYTES:
+        if self.cache.bytes > self._kept_bytes():
             self.cache.free_empty_pools()
+
+    def _kept_bytes(self) -> int:
+        """Returns how many bytes of empty pools a batch at rest keeps. Where steps are recorded, moving the pool costs
+        recording them again."""
+        if self.graphs is None:
+            return KEPT_CACHE_BYTES
+        return max(KEPT_CACHE_BYTES, free_memory(str(self.engine.device)) // KEPT_FREE_DIVISOR)
 
     def release_idle(self, keep: Sequence[SequenceGroup] = ()) -> bool:
         live = {row.group for row in self.rows} | set(keep)
@@ -280,11 +301,9 @@ class CachedBatch(LiveBatch):
         answers = [_slot(row) for row in rows]
         for row, slot in zip(rows, answers, strict=True):
             slot.length = len(row.token_ids)
-        layout = DecodeLayout([_prompt(row).slot for row in rows], answers)
-        ids = self.engine.tensor([row.token_ids[-1] for row in rows])
-        positions = self.engine.tensor([row.group.prompt_length + len(row.token_ids) - 1 for row in rows])
         route = self._route([row.group for row in rows], [1] * len(rows))
-        logits_RV = self.engine.logits(ids, positions, layout, route, self.engine.tensor(range(len(rows))))
+        step = DecodeStep([_prompt(row).slot for row in rows], answers, [row.token_ids[-1] for row in rows], route)
+        logits_RV = self.graphs.logits(step) if self.graphs else step.logits(self.engine)
         self._over += without(rows, self._draw(rows, logits_RV))
 
     def _route(self, groups: Sequence[SequenceGroup], tokens: Sequence[int]) -> MultiAdapterRoute | None:

@@ -114,7 +114,7 @@ class PrefillLayout:
     ) -> Tensor:
         """Writes the new keys and values [h, S, D] of a layer to the cache; returns the attention output [M, H, D]."""
         out_width = v_HSD.shape[-1]
-        q_HSD, k_HSD, v_HSD = _as_wide_as_cache(self.writes[0][0], q_HSD, k_HSD, v_HSD)
+        q_HSD, k_HSD, v_HSD = as_wide_as_cache(self.writes[0][0], q_HSD, k_HSD, v_HSD)
         width = q_HSD.shape[-1]
         for pool, token_M, rows_hM in self.writes:
             for kept, new_HSD in zip(pool.kv[layer], (k_HSD, v_HSD), strict=True):
@@ -218,7 +218,7 @@ class DecodeLayout:
     ) -> Tensor:
         """Writes the new keys and values [h, R, D] of a layer to the cache; returns the attention output [R, H, D]."""
         out_width = v_HSD.shape[-1]
-        q_HSD, k_HSD, v_HSD = _as_wide_as_cache(self.pool, q_HSD, k_HSD, v_HSD)
+        q_HSD, k_HSD, v_HSD = as_wide_as_cache(self.pool, q_HSD, k_HSD, v_HSD)
         (heads, rows, width), h = q_HSD.shape, k_HSD.shape[0]
         for kept, new_HSD in zip(self.pool.kv[layer], (k_HSD, v_HSD), strict=True):
             kept.view(-1, width).index_copy_(0, self.writes, new_HSD.transpose(0, 1).reshape(-1, width))
@@ -328,7 +328,7 @@ def _parts(slots: Sequence[CacheSlot], first_R: np.ndarray) -> list[PagesOfPool]
     return [PagesOfPool([slots[r] for r in row_M], np.array(row_M), first_R[row_M]) for row_M in rows.values()]
 
 
-def _as_wide_as_cache(pool: PagePool, *tensors: Tensor) -> list[Tensor]:
+def as_wide_as_cache(pool: PagePool, *tensors: Tensor) -> list[Tensor]:
     """Returns `tensors` filled up with zeros to the width of the cache, where values are narrower than keys (MLA)."""
     width = pool.kv[0].shape[-1]
     return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]

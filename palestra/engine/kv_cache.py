@@ -2,6 +2,8 @@
 
 Sequences are stored in pages (kv_pages.py), in one pool of answers and one of prompts for each number of answers (1,
 up to 4, up to 16, ...), since attention pads each prompt of a pool to the largest number of answers of one of them.
+With `one_pool` all are in one pool, which stays at its place as long as possible: recorded decoding steps
+(decode_graphs.py) read the pages of each row by a table.
 
 All pools and the prefix store together stay within a budget in bytes, also while pools are copied. An allocation beyond
 the budget first takes unused memory from other pools and from the prefix store, and then raises `CacheFull`; what is in
@@ -45,8 +47,8 @@ def pages_of(tokens: int) -> int:
 
 
 class KVCache:
-    """KV cache: pools of prompts, by number of answers, and a pool of answers. `memory` is its budget (None: no limit),
-    which `store` shares (None: an empty store)."""
+    """KV cache: pools of prompts, by number of answers, and a pool of answers, or `one_pool` of all. `memory` is its
+    budget (None: no limit), which `store` shares (None: an empty store)."""
 
     def __init__(
         self,
@@ -58,8 +60,9 @@ class KVCache:
         *,
         memory: CacheMemory | None = None,
         store: PrefixStore | None = None,
+        one_pool: bool = False,
     ) -> None:
-        self.memory = memory or CacheMemory()
+        self.memory, self.one_pool = memory or CacheMemory(), one_pool
         self.store = store or PrefixStore(0, self.memory)
         self.layers, self.token_bytes = layers, layers * 2 * kv_heads * width * dtype.itemsize
         self._empty = torch.zeros(2, 0, kv_heads, PAGE_TOKENS, width, device=device, dtype=dtype)
@@ -84,7 +87,7 @@ class KVCache:
     def allocate_prompts(self, lengths: Sequence[int], answer_counts: Sequence[int]) -> list[CacheSlot]:
         """Allocates slots for prompts of `lengths` tokens with `answer_counts` answers each. Raises CacheFull if there
         is no room for all of them."""
-        slots = self._allocate([_prompt_key(k) for k in answer_counts], lengths)
+        slots = self._allocate([self._prompt_key(k) for k in answer_counts], lengths)
         for slot, length in zip(slots, lengths, strict=True):
             slot.length = length
         return slots
@@ -108,8 +111,8 @@ class KVCache:
         time only."""
         moves: dict[tuple[PagePool, int], list[CacheSlot]] = defaultdict(list)
         for slot, k in zip(prompts, answer_counts, strict=True):
-            if slot.pool is not self._pools.get(_prompt_key(k)):
-                moves[slot.pool, _prompt_key(k)].append(slot)
+            if slot.pool is not self._pools.get(self._prompt_key(k)):
+                moves[slot.pool, self._prompt_key(k)].append(slot)
         for (_, key), slots in moves.items():
             try:
                 self._reclaiming(partial(self._move, slots, key))
@@ -146,9 +149,17 @@ class KVCache:
             for kv in slot.pool.kv:
                 kv[:, slot.pages] = 0
 
+    def _prompt_key(self, answers: int) -> int:
+        """Returns the key of the pool of prompts with `answers` answers: the first of 1, 4, 16, ... that is at least
+        that."""
+        key = ANSWERS if self.one_pool else 1
+        while 0 < key < answers:
+            key *= 4
+        return key
+
     def _pool(self, key: int) -> PagePool:
         if key not in self._pools:
-            self._pools[key] = PagePool(self.memory, self.layers, self._empty)
+            self._pools[key] = PagePool(self.memory, self.layers, self._empty, stays=self.one_pool)
         return self._pools[key]
 
     def _move(self, slots: Sequence[CacheSlot], key: int) -> None:
@@ -190,14 +201,6 @@ def _by_pool(slots: Sequence[CacheSlot]) -> dict[PagePool, list[CacheSlot]]:
     for slot in slots:
         groups[slot.pool].append(slot)
     return groups
-
-
-def _prompt_key(answers: int) -> int:
-    """Returns the first of 1, 4, 16, ... that is at least `answers`."""
-    key = 1
-    while key < answers:
-        key *= 4
-    return key
 
 
 def _rows(slot: CacheSlot, positions_T: np.ndarray) -> Tensor:

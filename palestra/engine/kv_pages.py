@@ -3,7 +3,8 @@
 A page holds the keys and values of `PAGE_TOKENS` successive tokens of one sequence. A pool is dense: when sequences
 leave, its last pages move into the gaps. Its memory follows what is in use: it grows by an eighth, and shrinks when a
 third is free. It is then copied layer by layer, so that a copy takes the memory of one layer only. An empty pool keeps
-its memory, for later sequences.
+its memory, for later sequences. A pool that `stays` doubles and does not shrink, so that its memory rarely moves: CUDA
+graphs are recorded for where it is.
 
 Shapes: `N` pages of a pool, `P` tokens of a page, `h` key-value heads, `D` head width.
 """
@@ -76,9 +77,9 @@ class PagePool:
     """Keys and values `kv[layer] [2, N, h, P, D]` of pages, in the engine's dtype; the first `num_used` belong to
     sequences."""
 
-    def __init__(self, memory: CacheMemory, layers: int, empty: Tensor) -> None:
+    def __init__(self, memory: CacheMemory, layers: int, empty: Tensor, *, stays: bool = False) -> None:
         """`empty` [2, 0, h, P, D] has the pool's shape, device and dtype."""
-        self.memory, self.kv = memory, [empty] * layers
+        self.memory, self.kv, self.stays = memory, [empty] * layers, stays
         self._owners: list[tuple[CacheSlot, int]] = []  # of each page in use: its sequence, and which page of it
 
     @property
@@ -117,10 +118,10 @@ class PagePool:
         need = self.num_used + count
         if need <= self.num_pages:
             return
-        try:
-            self._resize(need + need // SLACK_DIVISOR)
-        except CacheFull:
-            self._resize(need)
+        for spare in [*([need] if self.stays else []), need // SLACK_DIVISOR]:
+            with contextlib.suppress(CacheFull):
+                return self._resize(need + spare)
+        self._resize(need)
 
     def add(self, slot: CacheSlot, count: int) -> None:
         """Appends `count` pages to `slot`, for which there must be room."""
@@ -169,7 +170,7 @@ class PagePool:
             slot.pages = []
 
     def _shrink(self) -> None:
-        if 0 < 3 * self.num_used <= 2 * self.num_pages:
+        if not self.stays and 0 < 3 * self.num_used <= 2 * self.num_pages:
             with contextlib.suppress(CacheFull):
                 self._resize(self.num_used + self.num_used // SLACK_DIVISOR)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 MAX_LOGITS = 2**23  # logits of a chunk: 32 MiB in float32, of which training holds two (frozen head) to five copies
 MAX_DRAWN_LOGITS = 2**19  # of a chunk in sampling on CPU: its copies fit the processor's cache
+MAX_DRAWN_LOGITS_GPU = 2**25  # of a chunk in sampling on a GPU, whose memory and launches cost more than its cache
 
 
 def fits_at_once(rows: int, vocab_size: int) -> bool:
@@ -17,16 +18,16 @@ def fits_at_once(rows: int, vocab_size: int) -> bool:
 
 
 def row_chunks(rows: int, vocab_size: int, most: int | None = None) -> Iterator[slice]:
-    """Yields slices of `rows` rows with at most `most` and at most `MAX_LOGITS` logits each (at least one row)."""
-    step = max(1, min(MAX_LOGITS, most or MAX_LOGITS) // vocab_size)
+    """Yields slices of `rows` rows with at most `most` (None: `MAX_LOGITS`) logits each (at least one row)."""
+    step = max(1, (most or MAX_LOGITS) // vocab_size)
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
 
 
 def cached_chunks(logits_RV: Tensor) -> Iterator[slice]:
-    """Yields slices of rows whose copies fit the processor's cache (on a GPU, slices of `row_chunks`)."""
+    """Yields slices of rows whose copies fit the processor's cache (on a GPU, slices that keep it busy)."""
     rows, vocab_size = logits_RV.shape
-    return row_chunks(rows, vocab_size, MAX_DRAWN_LOGITS if logits_RV.device.type == "cpu" else None)
+    return row_chunks(rows, vocab_size, MAX_DRAWN_LOGITS if logits_RV.device.type == "cpu" else MAX_DRAWN_LOGITS_GPU)
 
 
 def widen(logits: Tensor) -> Tensor:

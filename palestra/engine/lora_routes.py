@@ -11,6 +11,7 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,10 @@ class SingleAdapterRoute:
         pair = self.adapter.weights.get(name)
         if pair is None:
             return own_output(layer, x)
-        mergeable = type(layer) is nn.Linear and layer.weight.dtype == torch.float32
-        if mergeable and not torch.is_autocast_enabled(x.device.type):
-            return MergedLinear.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale_of(name))
-        # a merged weight in half precision would lose the adapter to rounding
+        if type(layer) is nn.Linear and not torch.is_autocast_enabled(x.device.type):
+            # a merged weight in half precision would lose the adapter to rounding
+            product = MergedLinear if layer.weight.dtype == torch.float32 else LowRankLinear
+            return product.apply(x, layer.weight, layer.bias, *pair, self.adapter.scale_of(name))
         a, b = (w.to(x.dtype) for w in pair)
         return own_output(layer, x) + self.adapter.scale_of(name) * F.linear(F.linear(x, a), b)
 
@@ -109,6 +110,35 @@ class MergedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = matmul(grad, torch.addmm(weight, b, a, alpha=ctx.scale))
         return grad_x, None, None, grad_a.mul_(ctx.scale), grad_b.mul(ctx.scale), None
+
+
+class LowRankLinear(torch.autograd.Function):
+    """`x W' + bias + scale * (x A') B'` with a frozen `W`, in the dtype of `x`; the gradients of A and B are in theirs.
+
+    A third of the kernels of these products as separate nodes: on a GPU, launching them takes longer than running them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        a_x, b_x = a.to(x.dtype), b.to(x.dtype)
+        rows = x.flatten(0, -2)
+        inner = rows @ a_x.T
+        out = linear(rows, weight, bias).addmm_(inner, b_x.T, alpha=scale)
+        ctx.save_for_backward(x, weight, a_x, b_x, inner)
+        ctx.scale, ctx.dtypes = scale, (a.dtype, b.dtype)
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, inner = ctx.saved_tensors
+        rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
+        grad_inner = torch.empty_like(inner).addmm_(grad_rows, b, beta=0, alpha=ctx.scale)
+        grad_a = (grad_inner.T @ rows).to(ctx.dtypes[0])
+        grad_b = torch.empty_like(b).addmm_(grad_rows.T, inner, beta=0, alpha=ctx.scale).to(ctx.dtypes[1])
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul(grad_rows, weight).addmm_(grad_inner, a).view_as(x)
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 def count_kept_rows(counts: Sequence[int], keep_M: Tensor) -> list[int]:
@@ -185,6 +215,17 @@ class AdapterStack:
         self.device = next(next(iter(linears.values())).parameters()).device
         self._pairs: dict[str, tuple[Tensor, Tensor] | None] = {}
         self._merged: dict[str, Tensor | None] = {}
+
+    @cached_property
+    def adapted_layers(self) -> frozenset[str]:
+        """Names of the layers that a snapshot adapts."""
+        return frozenset(name for snapshot in self.snapshots for name in snapshot.weights)
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Number of columns of the stacked matrices side by side: the largest rank, for each snapshot."""
+        ranks = [len(a) for snapshot in self.snapshots for a, _ in snapshot.weights.values()]
+        return len(self.snapshots) * max(ranks, default=0)
 
     def merged_weight(self, name: str) -> Tensor | None:
         """Returns the layer's weight with the only snapshot added; None for layers that are large or not in float32."""

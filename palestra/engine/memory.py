@@ -20,7 +20,7 @@ from palestra.engine.bases import resolve_base
 from palestra.engine.kv_cache import pages_of
 from palestra.engine.kv_pages import PAGE_TOKENS, SLACK_DIVISOR
 from palestra.engine.linear import packed_bytes
-from palestra.engine.logits import MAX_DRAWN_LOGITS, MAX_LOGITS
+from palestra.engine.logits import MAX_DRAWN_LOGITS, MAX_DRAWN_LOGITS_GPU, MAX_LOGITS
 from palestra.engine.lora import target_names
 from palestra.engine.lora_config import LoraConfig
 from palestra.engine.lora_variants import stacked_parameters
@@ -110,13 +110,13 @@ def packed_copy_bytes(shape: ModelShape) -> int:
 
 
 def cache_bytes(
-    shape: ModelShape, answers: int, prompts: int, *, max_tokens: int, prompt_tokens: int, size: int
+    shape: ModelShape, answers: int, prompts: int, *, max_tokens: int, prompt_tokens: int, size: int, on_cpu: bool
 ) -> int:
     """Returns the KV cache of `answers` answers of `max_tokens` tokens to `prompts` prompts, in elements of `size`
-    bytes."""
+    bytes, with what is spare after it has grown: on a GPU up to as much again."""
     page_bytes = 2 * shape.layers * shape.kv * size * PAGE_TOKENS
     pages = answers * pages_of(max_tokens) + prompts * pages_of(prompt_tokens)
-    return page_bytes * (pages + pages // SLACK_DIVISOR)
+    return page_bytes * (pages + pages // (SLACK_DIVISOR if on_cpu else 1))
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, size: int, checkpointing: bool) -> int:
@@ -142,9 +142,8 @@ def logits_bytes(shape: ModelShape, tokens: int, *, trained: bool, on_cpu: bool)
     logits = tokens * shape.vocab
     if trained:
         return TRAINED_LOGITS_BYTES * min(logits, MAX_LOGITS)
-    if on_cpu:
-        return FLOAT32 * logits + DRAWN_LOGITS_BYTES * min(logits, MAX_DRAWN_LOGITS)
-    return (FLOAT32 + DRAWN_LOGITS_BYTES) * min(logits, MAX_LOGITS)
+    most = MAX_DRAWN_LOGITS if on_cpu else MAX_DRAWN_LOGITS_GPU
+    return FLOAT32 * logits + DRAWN_LOGITS_BYTES * min(logits, most)
 
 
 @dataclass(frozen=True)

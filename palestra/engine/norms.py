@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class RMSNorm(torch.autograd.Function):
@@ -52,6 +53,8 @@ def _fused(module: Any) -> Any:
         return None
 
     def forward(hidden_states: Tensor) -> Tensor:
+        if hidden_states.is_cuda and hidden_states.dtype == module.weight.dtype:
+            return F.rms_norm(hidden_states, module.weight.shape, module.weight, eps)  # one kernel
         return RMSNorm.apply(hidden_states, module.weight, eps)
 
     probe = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -91,10 +92,13 @@ def sample_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np
     """Samples a token of each row by inverse CDF at `u_R`."""
     found = [_sample_chunk(logits_RV[few], settings[few], u_R[few]) for few in cached_chunks(logits_RV)]
     tokens, logps, kept_ids = zip(*found, strict=True)
-    return SampledTokens(np.concatenate(tokens), np.concatenate(logps), [ids for part in kept_ids for ids in part])
+    # one transfer of all chunks: each would wait for the device
+    return SampledTokens(torch.cat(tokens).cpu().numpy(), torch.cat(logps).cpu().numpy(), list(chain(*kept_ids)))
 
 
-def _sample_chunk(logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray) -> SampledTokens:
+def _sample_chunk(
+    logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np.ndarray
+) -> tuple[Tensor, Tensor, list[np.ndarray]]:
     logp_RV = _at_temperature(logits_RV, settings)
     kept_RV = _restrict(logp_RV, settings)
     # the sum is in double: u close to 1 stays below the total
@@ -111,7 +115,7 @@ def _sample_chunk(logits_RV: Tensor, settings: Sequence[SamplingConfig], u_R: np
         logps_R[masked] -= kept_RV[masked].logsumexp(-1)
         for i, row_V in zip(masked, kept_RV[masked], strict=True):
             kept_ids[i] = (row_V > -torch.inf).nonzero()[:, 0].int().cpu().numpy()
-    return SampledTokens(tokens_R.cpu().numpy(), logps_R.cpu().numpy(), kept_ids)
+    return tokens_R, logps_R, kept_ids
 
 
 def top_tokens(logits_RV: Tensor, settings: Sequence[SamplingConfig], k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -145,10 +145,12 @@ def test_planned_cache_is_limited_by_its_budget(folder):
 
 
 def test_plan_of_a_gpu_that_is_not_here(folder):
-    """Weights and cache of two bytes, nothing of the process, and no copies that only a CPU samples from."""
+    """Weights and cache of two bytes, the cache with as much again to spare (on a CPU an eighth), nothing of the
+    process, and no copies that only a CPU samples from."""
     here, there = (plan_memory(config_of(folder), free=64 * GIB, device=device) for device in ("cpu", "cuda"))
     sizes = [{part.name: part.bytes for part in plan.parts} for plan in (here, there)]
     assert {*sizes[0]} - {*sizes[1]} == {"process", f"packed weights of {folder}"}
-    for name in (f"weights of {folder}", "KV cache", "activations default"):
+    for name in (f"weights of {folder}", "activations default"):
         assert sizes[0][name] == 2 * sizes[1][name]
+    assert sizes[1]["KV cache"] == pytest.approx(sizes[0]["KV cache"] / 2 * 2 / (1 + 1 / 8), rel=0.02)
     assert sizes[0]["adapter default"] == sizes[1]["adapter default"]

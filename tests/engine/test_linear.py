@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from palestra.engine import linear as linear_module
 from palestra.engine.linear import OneDNNLinear, PackedWeight, linear, matmul, pack_weights
 from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.lora_routes import LowRankLinear
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import Trainer
@@ -182,3 +183,28 @@ def test_small_weights_are_not_packed():
     small = nn.Linear(64, 64)
     pack_weights([small])
     assert "packed_weight" not in vars(small)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_of_low_rank_products_in_half_precision(bias):
+    """In float64 against finite differences; in bfloat16 near those of float64."""
+    x, weight, a, b = normal(2, 5, 24), normal(16, 24), normal(4, 24), normal(16, 4)
+    offset = normal(16) if bias else None
+    double = [t.double().requires_grad_(t is not weight) for t in (x, weight, a, b)]
+    wide = None if offset is None else offset.double()
+
+    def out(x, weight, a, b, offset):
+        return LowRankLinear.apply(x, weight, offset, a, b, 0.7)
+
+    assert torch.autograd.gradcheck(lambda x, a, b: out(x, double[1], a, b, wide), (double[0], double[2], double[3]))
+    expected = F.linear(double[0], double[1] + 0.7 * double[3] @ double[2], wide)
+    torch.testing.assert_close(out(*double, wide), expected)
+
+    half = [x.bfloat16().requires_grad_(), weight.bfloat16(), a.clone().requires_grad_(), b.clone().requires_grad_()]
+    found = out(*half, None if offset is None else offset.bfloat16())
+    assert found.dtype == torch.bfloat16
+    (found * found).sum().backward()
+    (expected * expected).sum().backward()
+    for ours, theirs in ((half[i].grad, double[i].grad) for i in (0, 2, 3)):
+        assert ours.dtype == (torch.bfloat16 if ours is half[0].grad else torch.float32)
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=0.05 * float(theirs.abs().max()))

@@ -282,7 +282,7 @@ def judged(name: str, options: dict[str, float], **inputs: list[float]) -> tuple
     loss, figures = build_loss(name, options)(predicted)
     loss.backward()
     assert logp.grad is not None
-    return float(loss), logp.grad.tolist(), {key: float(value) for key, value in figures.items()}
+    return loss.item(), logp.grad.tolist(), {key: value.item() for key, value in figures.items()}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import re
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -37,6 +38,7 @@ class DocumentIndex:
         self._by_title = {document.title.casefold(): document for document in documents}
         self._lock = threading.Lock()
         self._table = sqlite3.connect(":memory:", check_same_thread=False)
+        weakref.finalize(self, self._table.close)
         self._table.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')")
         self._table.executemany("INSERT INTO documents VALUES (?, ?)", [(d.title, d.text) for d in documents])
         self._table.execute("PRAGMA query_only = 1")

@@ -1,0 +1,209 @@
+"""Whole GRPO steps on a GPU beside TRL, and what the GPU's arithmetic and memory allow.
+
+    python bench/gpu.py            SmolLM2-135M's and Qwen3-0.6B's shapes (random weights), about 5 minutes
+    python bench/gpu.py --quick    the same with fewer steps and one size of TRL's micro-batches
+    python bench/gpu.py --shapes 1.7b --alone    another shape, without TRL
+
+16 prompts of 96 tokens, 8 answers of 128 each, one LoRA adapter of rank 16, bfloat16, seconds of the clock, the best of
+some steps. TRL runs in this Python if it is installed, with transformers' `generate`, no reference model, and
+micro-batches of 32 and 128 answers. Figures, by shape:
+
+    sample_tokens_per_s    sampled tokens per second
+    sample_of_limit        the least seconds of reading weights, cache and logits at the GPU's own copy rate, over those
+                           taken
+    graphs_vs_plain        sampled tokens per second with decoding steps recorded as CUDA graphs, over those without
+    train_of_limit         the least FLOPs of forward and backward pass (limit.py) at the GPU's own rate, over the time
+    step_vs_trl            whole steps per second over TRL's
+    peak_vs_trl            peak GPU memory over TRL's
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from limit import layer_matrices, qwen3_06b_config, qwen3_config, random_prompts, save_random, shared_prefix_step_flops
+from peak import peak_of
+from rich.console import Console
+from rich.table import Table
+
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.trainer import AdamConfig, Trainer
+from palestra.losses.policy import clipped_policy_loss
+from palestra.types import Sample
+
+PROMPT, NEW, K, RANK, GROUPS = 96, 128, 8, 16, 16
+SHAPES = {
+    "135m": qwen3_config(49152, hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536),
+    "0.6b": qwen3_06b_config(),
+    "1.7b": qwen3_config(151936, hidden=2048, layers=28, heads=16, head_dim=128, mlp=6144),
+}
+TARGETS = {"graphs_vs_plain": 1.0, "step_vs_trl": 3.5, "peak_vs_trl": 0.33}
+console = Console(width=120)
+
+
+def clock(run: Callable[[], object], repeats: int) -> float:
+    """The least seconds of `repeats` runs."""
+    best = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+class Ours:
+    """palestra's engine on the GPU; no token ends an answer."""
+
+    def __init__(self, folder: str) -> None:
+        self.engine = Engine.load(folder, device="cuda")
+        self.sampler = Sampler(self.engine)
+        self.sampler.batch.end_ids = np.array([], np.int64)
+        self.adapter = Adapter(self.engine.linear_layers, LoraConfig(rank=RANK), seed=0)
+        self.trainer = Trainer(self.engine, self.adapter)
+        self.prompts = [np.array(prompt, np.int32) for prompt in random_prompts(GROUPS, PROMPT)]
+
+    def sample(self, new: int = NEW) -> list[list]:
+        snapshot = self.adapter.snapshot()
+        return self.sampler.sample_all(
+            [Request(p, K, SamplingConfig(max_tokens=new), snapshot, seed=i) for i, p in enumerate(self.prompts)]
+        )
+
+    def train(self, groups: list[list]) -> None:
+        """The update from sampled `groups`; rewards are the share of even tokens."""
+        samples = []
+        for prompt, siblings in zip(self.prompts, groups, strict=True):
+            rewards = np.array([np.mean(s.token_ids % 2 == 0) for s in siblings])
+            for s, a in zip(siblings, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True):
+                samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(NEW, a, np.float32)))
+        self.trainer.forward_backward(samples, clipped_policy_loss)
+        self.trainer.optim_step(AdamConfig(lr=1e-5))
+
+
+def busy_share(run: Callable[[], object]) -> float:
+    """The share of the seconds of `run` in which a kernel runs on the GPU (the profiler slows the rest)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        seconds = clock(run, 1)
+    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(e.time_range.elapsed_us() for e in kernels) / 1e6 / seconds
+
+
+def copy_rate() -> float:
+    """Bytes per second of a copy within the GPU, those read and those written."""
+    a = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / clock(lambda: b.copy_(a), 10)
+
+
+def matmul_rate() -> float:
+    """FLOP per second of a large bfloat16 product."""
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return 2 * 8192**3 / clock(lambda: a @ b, 10)
+
+
+def least_sampling_seconds(config: object, rate: float) -> float:
+    """Seconds of what each decoding step must read: all weights, the keys and values of the live tokens (a prompt's
+    once), and the logits, written and read."""
+    layer = sum(inputs * outputs for inputs, outputs in layer_matrices(config).values())
+    weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    live = GROUPS * (PROMPT + K * NEW / 2)
+    return 2 * (weights + token * live + 2 * GROUPS * K * config.vocab_size) * (NEW - 1) / rate
+
+
+def measured(shape: str, folder: str, *, repeats: int) -> dict[str, float]:
+    """Seconds, peak memory and shares of the limits of palestra's steps."""
+    config = SHAPES[shape]
+    ours = Ours(folder)
+    for _ in range(2):
+        ours.train(ours.sample())  # steps of each size are recorded from their fourth use on
+    torch.cuda.reset_peak_memory_stats()
+    sample, groups = clock(ours.sample, repeats), ours.sample()
+    train = clock(lambda: ours.train(groups), repeats)
+    step = clock(lambda: ours.train(ours.sample()), repeats)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    graphs = ours.sampler.batch.graphs
+    repeated, reason = graphs.num_repeated, graphs.refusal
+    busy = busy_share(lambda: ours.sample(16)), busy_share(lambda: ours.train(groups))
+    graphs.refusal = "switched off"
+    plain = 2 * clock(lambda: ours.sample(NEW // 2), 1)
+    flops = shared_prefix_step_flops(config, PROMPT, NEW, K, GROUPS, RANK)
+    shares = f"kernels run {busy[0]:.0%} of the time in sampling and {busy[1]:.0%} in training"
+    console.print(
+        f"{shape}: {repeated} steps repeated from graphs {reason}; {shares}; {GROUPS * K * NEW / plain:.0f} plain"
+    )
+    return {
+        "sample_s": sample,
+        "train_s": train,
+        "step_s": step,
+        "peak_gib": peak,
+        "sample_tokens_per_s": GROUPS * K * NEW / sample,
+        "sample_of_limit": least_sampling_seconds(config, copy_rate()) / sample,
+        "graphs_vs_plain": plain / sample,
+        "train_of_limit": (flops.forward + flops.backward) / matmul_rate() / train,
+    }
+
+
+def trl_steps(folder: str, *, quick: bool) -> dict[str, float]:
+    """TRL's fastest steps."""
+    prompts = Path(folder) / "prompts.json"
+    prompts.write_text(json.dumps(random_prompts(GROUPS, PROMPT)))
+    spec = {"model": folder, "prompts": str(prompts), "K": K, "new_tokens": NEW, "prompts_per_step": GROUPS}
+    spec |= {"rank": RANK, "steps": 2, "warmup": 1, "micro_batches": [128] if quick else [32, 128], "device": "cuda"}
+    found = peak_of(sys.executable, "trl_grpo.py", json.dumps(spec))
+    return {
+        "step_s": GROUPS * K / found["samples_per_cpu_s"],
+        "sample_s": found["cpu_s_generation"] / 2,
+        "train_s": found["cpu_s_rest"] / 2,
+        "peak_gib": min(each["peak_gpu_gib"] for each in found["tried"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135m", "0.6b"])
+    parser.add_argument("--alone", action="store_true", help="without TRL")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this bench needs a CUDA device; bench/lm.py is the one for a CPU")
+    table = Table(title=f"{torch.cuda.get_device_name()}: seconds of a GRPO step, {GROUPS} x {K} answers")
+    for heading in ("", "sampling", "training", "whole step", "peak GiB"):
+        table.add_column(heading, justify="right" if heading else "left")
+    figures: dict[str, float] = {}
+    for shape in given.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            save_random(SHAPES[shape], folder)
+            found = {"palestra": measured(shape, folder, repeats=2 if given.quick else 4)}
+            console.print(f"{shape}: {json.dumps(found)}")  # at once: TRL takes long
+            names = ("sample_tokens_per_s", "sample_of_limit", "graphs_vs_plain", "train_of_limit")
+            figures |= {f"{name}_{shape}": found["palestra"][name] for name in names}
+            if not given.alone and find_spec("trl"):
+                torch.cuda.empty_cache()
+                found["TRL"] = trl_steps(folder, quick=given.quick)
+                for name in ("step", "peak"):
+                    key = f"{name}_{'s' if name == 'step' else 'gib'}"
+                    ratio = found["TRL"][key] / found["palestra"][key]
+                    figures[f"{name}_vs_trl_{shape}"] = ratio if name == "step" else 1 / ratio
+        for who, row in found.items():
+            cells = [f"{row[name]:.2f}" for name in ("sample_s", "train_s", "step_s", "peak_gib")]
+            table.add_row(f"{shape} {who}", *cells)
+    console.print(table)
+    targets = {f"{name}_{shape}": value for name, value in TARGETS.items() for shape in given.shapes}
+    print(json.dumps({"bench": "gpu", "figures": {k: round(v, 3) for k, v in figures.items()}, "targets": targets}))
+
+
+if __name__ == "__main__":
+    main()

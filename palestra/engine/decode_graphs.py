@@ -1,0 +1,369 @@
+"""Decoding steps as CUDA graphs: one launch for all the kernels of a step, which the CPU takes longer to launch one by
+one than the GPU to run.
+
+A graph repeats the same kernels on the same memory. A step is therefore recorded for a number of rows and a width of
+page tables, padded up to the next of a few sizes; tokens, lengths, page tables and the adapter of each row are copied
+into tensors that it reads; and adapters into matrices that lie side by side, of which each row uses the columns of its
+own. A graph is used only after it has given the logits of the plain step (cached_attention.py); if it differs, or the
+model cannot be recorded, steps run plainly from then on, with a warning.
+
+Shapes: `R` rows, `W` width of the page tables, `T` columns: the sum of the adapters' ranks, padded; `i` and `o` inputs
+and outputs of a layer, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from palestra.engine.attention_terms import NO_TERMS, AttentionTerms, KeySpan
+from palestra.engine.cached_attention import DecodeLayout, as_wide_as_cache
+from palestra.engine.kv_cache import pages_of
+from palestra.engine.kv_pages import PAGE_TOKENS, CacheSlot, PagePool
+from palestra.engine.lora import own_output
+from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute
+from palestra.engine.models import Engine
+from palestra.engine.paged_attention import MAX_WIDTH, PageTable, paged_attention
+from palestra.engine.self_check import HALF_TOLERANCE, TOLERANCE
+
+MIN_USES = 4  # steps of a size that run plainly before one is recorded, which takes as long as some of them
+MAX_COLUMNS = 512  # all rows are multiplied with the columns of all adapters
+MAX_STEPS = 64  # recorded steps that are kept: each takes some megabytes
+MIN_TABLE_WIDTH = 16
+NUM_SCALARS = 4  # of a row, before its page table: token, lengths of prompt and answer, number of its adapter
+NO_ADAPTER = -1
+
+Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+
+
+class DecodeStep(NamedTuple):
+    """One decoding step: the cache slots of each row's prompt and answer, its last token, and the adapters."""
+
+    prompts: Sequence[CacheSlot]
+    answers: Sequence[CacheSlot]
+    tokens: Sequence[int]
+    route: MultiAdapterRoute | None
+
+    def logits(self, engine: Engine) -> Tensor:
+        """Returns the logits [R, V] of the plain step."""
+        layout = DecodeLayout(self.prompts, self.answers)
+        every = engine.tensor(range(len(self.tokens)))
+        positions = engine.tensor(layout.position_R)
+        return engine.logits(engine.tensor(self.tokens), positions, layout, self.route, every)
+
+
+class StepShape(NamedTuple):
+    """What a recorded step depends on: its numbers of rows, of places in page tables and of adapter columns, the
+    adapted layers, and whether rows differ in their adapter."""
+
+    rows: int
+    width: int
+    columns: int
+    layers: frozenset[str]
+    mixed: bool
+
+
+class DecodeGraphs:
+    """Records the decoding steps of an engine whose cache has one pool, and repeats them. `record(compute)` runs
+    `compute` and returns a function that runs it again, and its result, which that function overwrites."""
+
+    def __init__(self, engine: Engine, record: Record | None = None) -> None:
+        self.engine, self._record = engine, record or CudaRecorder()
+        self.refusal = ""  # why steps run plainly
+        self.num_repeated = 0  # steps that were repeated
+        self._steps: dict[StepShape, RecordedStep] = {}
+        self._uses: Counter[StepShape] = Counter()
+        self._columns: dict[tuple[int, frozenset[str]], AdapterColumns] = {}
+        self._weights = list(engine.model.parameters())
+        self._memory: tuple[int, ...] = ()  # addresses of the weights and of the cache
+
+    def logits(self, step: DecodeStep) -> Tensor:
+        """Returns the logits [R, V] of a step, which the next call may overwrite."""
+        shape = None if self.refusal else self._shape(step)
+        if shape is None:
+            return step.logits(self.engine)
+        self._follow_memory(step.answers[0].pool)
+        if shape in self._steps:
+            self.num_repeated += 1
+            return self._steps[shape](step)
+        own_RV = step.logits(self.engine)
+        self._uses[shape] += 1
+        if self._uses[shape] >= MIN_USES:
+            self._add(shape, step, own_RV)
+        return own_RV
+
+    def clear(self) -> None:
+        """Drops all recorded steps, with their memory."""
+        self._steps.clear()
+        self._columns.clear()
+
+    def _follow_memory(self, pool: PagePool) -> None:
+        """Drops the recorded steps if weights or cache are no longer where they were."""
+        memory = (*(w.data_ptr() for w in self._weights), *(kv.data_ptr() for kv in pool.kv), pool.num_pages)
+        if memory != self._memory:
+            self.clear()
+            self._memory = memory
+
+    def _shape(self, step: DecodeStep) -> StepShape | None:
+        """Returns the shape to record a step for; None if it is not to be recorded."""
+        if step.answers[0].pool.kv[0].shape[-1] > MAX_WIDTH or self.engine.sharded_params:
+            return None
+        pages = max(
+            pages_of(prompt.length) + pages_of(answer.length)
+            for prompt, answer in zip(step.prompts, step.answers, strict=True)
+        )
+        width = max(MIN_TABLE_WIDTH, 1 << (pages - 1).bit_length())
+        rows = _next_size(len(step.tokens))
+        if step.route is None:
+            return StepShape(rows, width, 0, frozenset(), False)
+        stack = step.route.stack
+        columns = stack.num_columns
+        if not stack.mergeable or columns > MAX_COLUMNS:
+            return None
+        mixed = len(stack.snapshots) > 1 or step.route.rows < len(step.tokens)
+        return StepShape(rows, width, -(-columns // 16) * 16, stack.adapted_layers, mixed)
+
+    def _add(self, shape: StepShape, step: DecodeStep, own_RV: Tensor) -> None:
+        """Records a step, whose logits are `own_RV`."""
+        if step.route is None:
+            columns = None
+        else:
+            key = shape.columns, shape.layers
+            if key not in self._columns:
+                self._columns[key] = AdapterColumns(step.route.stack, shape.columns)
+            columns = self._columns[key]
+        recorded = RecordedStep(self.engine, shape, step.answers[0].pool, columns)
+        try:
+            recorded.record(step, self._record)
+            self._compare(recorded(step), own_RV)
+        except torch.OutOfMemoryError:
+            self._uses[shape] = 0
+            self.clear()
+        except Exception as error:  # any code of any architecture
+            self.refusal = f"{type(error).__name__}: {error!s:.300}"
+            self.clear()
+            warnings.warn(
+                f"decoding of {self.engine.name} is not recorded as CUDA graphs, and takes longer: {self.refusal}",
+                stacklevel=2,
+            )
+        else:
+            while len(self._steps) >= MAX_STEPS:
+                self._steps.pop(next(iter(self._steps)))
+            self._steps[shape] = recorded
+
+    def _compare(self, found_RV: Tensor, own_RV: Tensor) -> None:
+        """Raises ValueError unless the logits give the same log-probabilities."""
+        gaps = (torch.log_softmax(found_RV.float(), -1) - torch.log_softmax(own_RV.float(), -1)).abs()
+        half = self.engine.dtype.itemsize < 4
+        gap, limit = (float(gaps.mean()), HALF_TOLERANCE) if half else (float(gaps.max()), TOLERANCE)
+        if not gap <= limit:
+            raise ValueError(f"a recorded step differs by {gap:.2g} nats from the plain one")
+
+
+class RecordedStep:
+    """A step of one shape, recorded, with the tensors that it reads."""
+
+    def __init__(self, engine: Engine, shape: StepShape, pool: PagePool, columns: AdapterColumns | None) -> None:
+        self.engine, self.shape, self.pool, self.columns = engine, shape, pool, columns
+        cuda = engine.device.type == "cuda"
+        self._host = torch.zeros(shape.rows, NUM_SCALARS + shape.width, dtype=torch.long, pin_memory=cuda)
+        self._inputs = self._host.to(engine.device)
+        self._every = torch.arange(shape.rows, device=engine.device)
+
+    def record(self, step: DecodeStep, record: Record) -> None:
+        """Records the step."""
+        self._load(step)
+        self._repeat, self._logits_RV = record(self._compute)
+
+    def __call__(self, step: DecodeStep) -> Tensor:
+        """Returns the logits [R, V] of a step, which the next call overwrites."""
+        self._load(step)
+        self._repeat()
+        return self._logits_RV[: len(step.tokens)]
+
+    def _load(self, step: DecodeStep) -> None:
+        """Copies a step to where the recorded one reads. Rows beyond its own repeat the last one, and write the same to
+        the cache."""
+        rows, values = len(step.tokens), self._host.numpy()
+        values[:rows, 0] = step.tokens
+        values[:rows, 1] = [slot.length for slot in step.prompts]
+        values[:rows, 2] = [slot.length for slot in step.answers]
+        for row, (prompt, answer) in enumerate(zip(step.prompts, step.answers, strict=True)):
+            pages = prompt.pages[: pages_of(prompt.length)] + answer.pages[: pages_of(answer.length)]
+            values[row, NUM_SCALARS : NUM_SCALARS + len(pages)] = pages
+        if step.route is not None and self.columns is not None:
+            self.columns.load(step.route.stack)
+            counts = step.route.counts
+            values[:rows, 3] = np.repeat([*range(len(counts)), NO_ADAPTER], [*counts, rows - sum(counts)])
+        values[rows:] = values[rows - 1]
+        self._inputs.copy_(self._host, non_blocking=True)
+
+    def _compute(self) -> Tensor:
+        """Returns the logits [R, V] of the step that was loaded last."""
+        token_R, prompt_R, answer_R, adapter_R = self._inputs[:, :NUM_SCALARS].T.contiguous()
+        layout = PagedLayout(self.pool, PageTable(self._inputs[:, NUM_SCALARS:], prompt_R, answer_R))
+        route = self.columns.route(adapter_R if self.shape.mixed else None) if self.columns else None
+        return self.engine.logits(token_R, layout.position_R, layout, route, self._every)
+
+
+class PagedLayout:
+    """The attention layout of a decoding step whose shapes are known before it: see DecodeLayout."""
+
+    def __init__(self, pool: PagePool, table: PageTable) -> None:
+        self.pool, self.table = pool, table
+        self.position_R = table.length_R - 1
+        last_R = table.answer_R - 1
+        place_R = table.pages_of_prompts(PAGE_TOKENS) + last_R // PAGE_TOKENS
+        page_R = table.page_RW.gather(1, place_R[:, None])
+        heads = torch.arange(pool.kv_heads, device=page_R.device)
+        self._writes = ((page_R * pool.kv_heads + heads) * PAGE_TOKENS + (last_R % PAGE_TOKENS)[:, None]).ravel()
+        self._first: dict[KeySpan | None, Tensor] = {None: torch.zeros_like(last_R)}
+
+    def attend(
+        self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, terms: AttentionTerms = NO_TERMS
+    ) -> Tensor:
+        """Writes the new keys and values [h, R, D] of a layer to the cache; returns the attention output [R, H, D]."""
+        out_width = v_HSD.shape[-1]
+        q_HSD, k_HSD, v_HSD = as_wide_as_cache(self.pool, q_HSD, k_HSD, v_HSD)
+        width = q_HSD.shape[-1]
+        for kept, new_HSD in zip(self.pool.kv[layer], (k_HSD, v_HSD), strict=True):
+            kept.view(-1, width).index_copy_(0, self._writes, new_HSD.transpose(0, 1).reshape(-1, width))
+        if terms.span not in self._first:
+            assert terms.span is not None
+            self._first[terms.span] = terms.span.first_key(self.position_R)
+        first_R = self._first[terms.span]
+        return paged_attention(q_HSD.transpose(0, 1), self.pool.kv[layer], self.table, first_R, scale, terms)[
+            ..., :out_width
+        ]
+
+
+class AdapterColumns:
+    """The low-rank matrices of several adapters side by side, at a fixed place: `A [i, T]` and `B [T, o]` of each
+    layer. Columns that no adapter uses are 0."""
+
+    def __init__(self, stack: AdapterStack, columns: int) -> None:
+        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        for name in stack.adapted_layers:
+            a_nir, b_nro = stack.stacked_pair(name) or (None, None)
+            if a_nir is not None and b_nro is not None:
+                self.pairs[name] = (
+                    a_nir.new_zeros(a_nir.shape[1], columns),
+                    b_nro.new_zeros(columns, b_nro.shape[2]),
+                )
+        self._owner_T = torch.full((columns,), NO_ADAPTER - 1, device=stack.device)
+        self._loaded: AdapterStack | None = None
+
+    def load(self, stack: AdapterStack) -> None:
+        """Copies the adapters of `stack` here, each to as many columns as the largest rank."""
+        if stack is self._loaded:
+            return
+        n, used = len(stack.snapshots), stack.num_columns
+        torch._foreach_zero_([matrix for pair in self.pairs.values() for matrix in pair])
+        targets, sources = [], []
+        for name, (a_iT, b_To) in self.pairs.items():
+            own = stack.stacked_pair(name)
+            assert own is not None
+            rank = own[0].shape[2]
+            targets += [a_iT[:, :used].unflatten(1, (n, -1))[..., :rank], b_To[:used].unflatten(0, (n, -1))[:, :rank]]
+            sources += [own[0].transpose(0, 1), own[1]]
+        torch._foreach_copy_(targets, sources)
+        self._owner_T.fill_(NO_ADAPTER - 1)
+        self._owner_T[:used] = torch.arange(n, device=self._owner_T.device).repeat_interleave(used // n)
+        self._loaded = stack
+
+    def route(self, adapter_R: Tensor | None) -> ColumnRoute:
+        """Returns the route of rows that use the adapters of these numbers (None: all use the only one)."""
+        return ColumnRoute(self, None if adapter_R is None else adapter_R[:, None] == self._owner_T)
+
+
+@dataclass(frozen=True)
+class ColumnRoute:
+    """The route of a recorded step: each row uses the columns `own_RT` (None: all)."""
+
+    columns: AdapterColumns
+    own_RT: Tensor | None
+
+    def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
+        y = own_output(layer, x)
+        pair = self.columns.pairs.get(name)
+        if pair is None:
+            return y
+        inner_RT = x.flatten(0, -2) @ pair[0]
+        if self.own_RT is not None:
+            inner_RT = inner_RT * self.own_RT
+        y.flatten(0, -2).addmm_(inner_RT, pair[1])
+        return y
+
+    def narrow(self, keep_M: Tensor) -> ColumnRoute:
+        return ColumnRoute(self.columns, None if self.own_RT is None else self.own_RT[keep_M])
+
+    def blocks(self, rows: int) -> list[tuple[None, int]]:
+        return [(None, rows)]  # adapters of other kinds are not recorded
+
+
+class CudaRecorder:
+    """Records computations as CUDA graphs. All graphs share one pool of memory: no two run at a time, and the results
+    of one are read before the next."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._anchor: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # the pool ends with the last graph in it
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Records `compute`. Raises RuntimeError if it waits for the GPU, which cannot be recorded."""
+        if self._anchor is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._anchor = self._capture(lambda: torch.zeros(1, device="cuda"))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            compute()  # compiles kernels and makes workspaces, which may wait
+            with waiting_forbidden():  # a capture that fails leaves torch's allocator and generators in disorder
+                compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph, result = self._capture(compute)
+        return graph.replay, result
+
+    def _capture(self, compute: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # other threads may use the GPU meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = compute()
+        except Exception:
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())  # it would wait for the capture's end
+            raise
+        return graph, result
+
+
+@contextlib.contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Context in which torch raises RuntimeError where the CPU would wait for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        _set_sync_debug_mode("error")
+        yield
+    finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _next_size(rows: int) -> int:
+    """Returns the first of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `rows`."""
+    power = 1 << (rows - 1).bit_length()
+    between = power // 4 * 3
+    return between if rows <= between else power

@@ -1,0 +1,85 @@
+"""Triton kernels of paged_attention.py. Imported on CUDA only: Triton comes with torch for CUDA.
+
+A program of `attend_to_share` attends to one share of the pages of a row, for the query heads of one key-value head; a
+program of `combine_shares` makes the output of one head of a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_to_share(
+    q_ptr, k_ptr, v_ptr, page_ptr, prompt_ptr, answer_ptr, first_ptr, partial_ptr, top_ptr, total_ptr,
+    scale, cap, page_stride, shares,
+    HAS_CAP: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    prompt, answer = tl.load(prompt_ptr + row), tl.load(answer_ptr + row)
+    first = tl.load(first_ptr + row)
+    prompt_pages = (prompt + PAGE - 1) // PAGE
+    pages = prompt_pages + (answer + PAGE - 1) // PAGE
+    each = (pages + shares - 1) // shares
+    begin = part * each
+    end = tl.minimum(begin + each, pages)
+
+    group, width, key = tl.arange(0, PADDED_GROUPS), tl.arange(0, PADDED_WIDTH), tl.arange(0, PAGE)
+    real = (group[:, None] < GROUPS) & (width[None, :] < WIDTH)
+    head = kv_head * GROUPS + group
+    q = tl.load(q_ptr + (row * HEADS + head[:, None]) * WIDTH + width[None, :], mask=real, other=0.0)
+    top = tl.full([PADDED_GROUPS], -1e30, tl.float32)
+    total = tl.zeros([PADDED_GROUPS], tl.float32)
+    out = tl.zeros([PADDED_GROUPS, PADDED_WIDTH], tl.float32)
+    for i in range(begin, end):
+        page = tl.load(page_ptr + row * page_stride + i)
+        in_answer = i >= prompt_pages
+        offset = tl.where(in_answer, (i - prompt_pages) * PAGE, i * PAGE)
+        length = tl.where(in_answer, answer, prompt)
+        position = tl.where(in_answer, prompt, 0) + offset + key
+        seen = (offset + key < length) & (position >= first)
+        at = ((page * (HEADS // GROUPS) + kv_head) * PAGE + key)[:, None] * WIDTH + width[None, :]
+        there = seen[:, None] & (width[None, :] < WIDTH)
+        k = tl.load(k_ptr + at, mask=there, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_CAP:
+            score = cap * (2.0 / (1.0 + tl.exp(-2.0 * score / cap)) - 1.0)
+        score = tl.where(seen[None, :], score, -1e30)
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.where(seen[None, :], tl.exp(score - higher[:, None]), 0.0)
+        decay = tl.exp(top - higher)
+        v = tl.load(v_ptr + at, mask=there, other=0.0)
+        out = out * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        total = total * decay + tl.sum(weight, 1)
+        top = higher
+    place = (row * HEADS + head) * shares + part
+    tl.store(top_ptr + place, top, mask=group < GROUPS)
+    tl.store(total_ptr + place, total, mask=group < GROUPS)
+    tl.store(partial_ptr + place[:, None] * WIDTH + width[None, :], out, mask=real)
+
+
+@triton.jit
+def combine_shares(
+    partial_ptr, top_ptr, total_ptr, sinks_ptr, out_ptr, shares,
+    HAS_SINKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
+    PADDED_SHARES: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    part, width = tl.arange(0, PADDED_SHARES), tl.arange(0, PADDED_WIDTH)
+    place = (row * HEADS + head) * shares + part
+    top = tl.load(top_ptr + place, mask=part < shares, other=-1e30)
+    total = tl.load(total_ptr + place, mask=part < shares, other=0.0)
+    highest = tl.max(top, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head)
+        highest = tl.maximum(highest, sink)
+    share = tl.exp(top - highest)
+    norm = tl.sum(total * share, 0)
+    if HAS_SINKS:
+        norm += tl.exp(sink - highest)
+    there = (part[:, None] < shares) & (width[None, :] < WIDTH)
+    values = tl.load(partial_ptr + place[:, None] * WIDTH + width[None, :], mask=there, other=0.0)
+    out = tl.sum(values * share[:, None], 0) / norm
+    tl.store(out_ptr + (row * HEADS + head) * WIDTH + width, out.to(out_ptr.dtype.element_ty), mask=width < WIDTH)

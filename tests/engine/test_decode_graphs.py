@@ -1,0 +1,289 @@
+"""Recorded decoding steps: what is recorded gives the plain step's answers, and what differs is not used.
+
+On a CPU nothing is recorded: a step is computed again where a GPU would replay it, on the same tensors.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tolerances import LOGPROB_ATOL
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
+
+from palestra.engine import decode_graphs
+from palestra.engine.attention_terms import AttentionTerms
+from palestra.engine.batch import CachedBatch
+from palestra.engine.decode_graphs import DecodeGraphs
+from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.models import Engine
+from palestra.engine.paged_attention import PageTable, paged_attention
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.self_check import choose_engine
+from palestra.engine.trainer import Trainer
+from palestra.testing import tiny_lm, tiny_tokenizer
+from palestra.types import Sample
+
+SHAPE = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": 4,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=16),
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=16, attn_logit_softcapping=5.0),
+    "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+}
+
+
+def compute_again(compute):
+    """Records nothing: repeats the computation, into the same result."""
+    result = compute().clone()
+    return lambda: result.copy_(compute()), result
+
+
+def recording(engine, record=compute_again, **options):
+    """A sampler that records its steps, and their records."""
+    sampler = Sampler(engine, **options)
+    graphs = DecodeGraphs(engine, record)
+    limits = {"keep_tokens": 65536, "prefill_tokens": 8192}
+    batch = CachedBatch(engine, cache_bytes=options.get("cache_bytes"), graphs=graphs, **limits)
+    sampler.batch = sampler.scheduler.batch = batch
+    return sampler, graphs
+
+
+def snapshots(engine, *ranks):
+    found = []
+    for seed, rank in enumerate(ranks):
+        adapter = Adapter(engine.linear_layers, LoraConfig(rank=rank), seed=seed)
+        with torch.no_grad():
+            for _, b in adapter.weights.values():
+                b.normal_(0, 0.3)
+        found.append(adapter.snapshot(f"adapter-{seed}"))
+    return found
+
+
+def requests(adapters, count=6, tokens=40, **sampling):
+    rng = np.random.default_rng(0)
+    return [
+        Request(
+            rng.integers(5, 250, 5 + 23 * i).astype(np.int32),
+            1 + i % 3,
+            SamplingConfig(max_tokens=tokens - 5 * (i % 2), **sampling),
+            adapters[i % len(adapters)],
+            seed=i,
+        )
+        for i in range(count)
+    ]
+
+
+def assert_equal_answers(found, expected, atol=LOGPROB_ATOL):
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_steps_give_the_answers_of_plain_ones(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager").eval().requires_grad_(False)
+    engine = choose_engine(model, family, lambda of, plain: Engine(of, tiny_tokenizer(), family, plain=plain))
+    assert engine.plain_path is None
+    asked = requests([*snapshots(engine, 4), None])
+    sampler, graphs = recording(engine)
+    answers = sampler.sample_all(asked)
+    assert graphs.num_repeated > 10
+    assert not graphs.refusal
+    assert_equal_answers(answers, Sampler(engine).sample_all(asked))
+
+
+@pytest.mark.parametrize("ranks", [(8,), (4, 8, 2)])
+def test_rows_use_their_own_adapters_of_several_ranks(ranks):
+    engine = tiny_lm(1, initializer_range=0.2)
+    adapters = snapshots(engine, *ranks)
+    sampler, graphs = recording(engine)
+    for asked in (requests(adapters), requests([*adapters[::-1], None]), requests(adapters[:1])):
+        answers = sampler.sample_all(asked)
+        assert_equal_answers(answers, Sampler(engine).sample_all(asked))
+    assert graphs.num_repeated > 30
+
+
+def test_adapters_of_other_layers_and_new_weights_are_not_mixed_up():
+    engine = tiny_lm(2, initializer_range=0.2)
+    sampler, graphs = recording(engine)
+    for targets in (["q_proj"], ["v_proj", "down_proj"], ["q_proj"]):
+        adapter = Adapter(engine.linear_layers, LoraConfig(rank=4, target_modules=targets), seed=1)
+        with torch.no_grad():
+            for _, b in adapter.weights.values():
+                b.normal_(0, 0.3)
+        asked = requests([adapter.snapshot()])
+        assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
+    before = graphs.num_repeated
+    with torch.no_grad():
+        for weight in engine.model.parameters():
+            weight.mul_(0.9)  # trained in place
+    asked = requests([None])
+    assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
+    assert graphs.num_repeated > before
+    for weight in engine.model.parameters():
+        weight.data = weight.data * 0.9  # replaced by others
+    assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
+
+
+def test_a_small_budget_preempts_and_gives_equal_answers():
+    engine = tiny_lm(3, initializer_range=0.2)
+    asked = requests([None], tokens=60)
+    page = 2 * 2 * 2 * 16 * 32 * 4  # layers, keys and values, heads, width, tokens, bytes
+    sampler, graphs = recording(engine, cache_bytes=24 * page)
+    answers = sampler.sample_all(asked)
+    assert sampler.batch.counts["preempted_answers"] > 0
+    assert graphs.num_repeated > 10
+    assert_equal_answers(answers, Sampler(engine).sample_all(asked))
+
+
+def test_a_record_that_differs_is_not_used():
+    engine = tiny_lm(4, initializer_range=0.2)
+
+    def wrong(compute):
+        result = compute().clone()
+        return lambda: result.copy_(compute()).mul_(1.01), result
+
+    def fails(compute):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    asked = requests([None])
+    expected = Sampler(engine).sample_all(asked)
+    for record, message in ((wrong, "nats"), (fails, "not permitted")):
+        sampler, graphs = recording(engine, record)
+        with pytest.warns(UserWarning, match=message):
+            answers = sampler.sample_all(asked)
+        assert graphs.num_repeated == 0
+        assert_equal_answers(answers, expected)
+
+
+def test_the_oldest_records_are_dropped(monkeypatch):
+    engine = tiny_lm(4, initializer_range=0.2)
+    asked = requests([None])
+    repeated = []
+    for most in (64, 1):
+        monkeypatch.setattr(decode_graphs, "MAX_STEPS", most)
+        sampler, graphs = recording(engine)
+        for _ in range(2):
+            assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
+        repeated.append(graphs.num_repeated)
+    assert repeated[1] < repeated[0]
+
+
+def test_out_of_memory_while_recording_goes_on_plainly():
+    engine = tiny_lm(4, initializer_range=0.2)
+
+    def full(compute):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    sampler, graphs = recording(engine, full)
+    asked = requests([None])
+    assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
+    assert not graphs.refusal
+
+
+def one_by_one(q_RHD, kv_2NhPD, table, first_R, scale, terms):
+    """Softmax attention of each row and head alone, in float64."""
+    out = torch.empty(q_RHD.shape, dtype=torch.float64)
+    for r, (prompt, answer) in enumerate(zip(table.prompt_R.tolist(), table.answer_R.tolist(), strict=True)):
+        pages_2hTD = kv_2NhPD.double().cpu()[:, table.page_RW[r].cpu()].transpose(1, 2).flatten(2, 3)
+        start = -(-prompt // 32) * 32  # of the answer
+        k_hTD, v_hTD = torch.cat([pages_2hTD[:, :, :prompt], pages_2hTD[:, :, start : start + answer]], 2)
+        for head in range(q_RHD.shape[1]):
+            group = head // (q_RHD.shape[1] // len(k_hTD))
+            score_T = k_hTD[group] @ q_RHD[r, head].double().cpu() * scale
+            if terms.softcap is not None:
+                score_T = terms.softcap * torch.tanh(score_T / terms.softcap)
+            score_T[: int(first_R[r])] = -torch.inf
+            sink = score_T[:0] if terms.sinks_H is None else terms.sinks_H[head : head + 1].double().cpu()
+            out[r, head] = torch.softmax(torch.cat([score_T, sink]), 0)[: len(score_T)] @ v_hTD[group]
+    return out
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 16), (9, 3, 64), (16, 8, 128), (2, 2, 80), (40, 1, 32)])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cuda bf16", marks=pytest.mark.gpu)]
+)
+def test_attention_by_page_tables(shape, device):
+    """Heads of any number, groups and width; a window, a cap and sinks; lengths around the ends of pages."""
+    heads, kv_heads, width = shape
+    kind, _, half = device.partition(" ")
+    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if half else torch.float32
+    kv = torch.randn(2, 30, kv_heads, 32, width, generator=generator).to(kind, dtype)
+    q = torch.randn(5, heads, width, generator=generator).to(kind, dtype)
+    sinks = torch.randn(heads, generator=generator).to(kind)
+    pages = torch.stack([torch.randperm(30, generator=generator)[:8] for _ in range(5)])
+    prompt, answer = torch.tensor([1, 32, 33, 90, 100]), torch.tensor([1, 2, 32, 33, 64])
+    table = PageTable(*(x.to(kind) for x in (pages, prompt, answer)))
+    begin = torch.zeros(5, dtype=torch.long, device=kind)
+    window = (table.length_R - 40).clip(0)
+    for first, terms in (
+        (begin, AttentionTerms()),
+        (window, AttentionTerms()),
+        (begin, AttentionTerms(softcap=2.0)),
+        (window, AttentionTerms(None, 3.0, sinks)),
+    ):
+        found = paged_attention(q, kv, table, first, width**-0.5, terms)
+        expected = one_by_one(q, kv, table, first, width**-0.5, terms)
+        torch.testing.assert_close(found.double().cpu(), expected, atol=2e-2 if half else 1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
+def test_graphs_on_a_gpu(family, dtype):
+    """Log-probabilities of sampled tokens, two batches of several adapters each, are those of a training pass."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager")
+    model = model.to("cuda", getattr(torch, dtype)).eval().requires_grad_(False)
+    engine = choose_engine(model, family, lambda of, plain: Engine(of, tiny_tokenizer(), family, plain=plain))
+    adapters = [Adapter(engine.linear_layers, LoraConfig(rank=rank), seed=rank) for rank in (4, 8)]
+    with torch.no_grad():
+        for adapter in adapters:
+            for _, b in adapter.weights.values():
+                b.normal_(0, 0.3)
+    sampler = Sampler(engine)
+    for length in (60, 61):
+        asked = requests([adapter.snapshot() for adapter in adapters], count=8, tokens=length)
+        answers = sampler.sample_all(asked)
+        for number, adapter in enumerate(adapters):
+            samples = [
+                Sample(request.prompt_ids, a.token_ids, a.logprobs, np.ones(len(a.token_ids), np.float32))
+                for request, group in zip(asked[number::2], answers[number::2], strict=True)
+                for a in group
+            ]
+            trained = np.concatenate(Trainer(engine, adapter).logprobs(samples))
+            gaps = np.abs(trained - np.concatenate([sample.logprobs for sample in samples]))
+            assert gaps.max() < 1e-3 if dtype == "float32" else gaps.mean() < 0.1
+    graphs = sampler.batch.graphs
+    assert not graphs.refusal
+    assert graphs.num_repeated > 60
+
+
+@pytest.mark.gpu
+def test_a_model_that_waits_for_the_gpu_is_not_recorded():
+    """And torch's random numbers and allocator go on working."""
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"], attn_implementation="eager")
+    model = model.to("cuda").eval().requires_grad_(False)
+    engine = choose_engine(model, "llama", lambda of, plain: Engine(of, tiny_tokenizer(), "llama", plain=plain))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
+    asked = requests([None])
+    with pytest.warns(UserWarning, match="not recorded as CUDA graphs"):
+        answers = Sampler(engine).sample_all(asked)
+    assert [len(group) for group in answers] == [request.n for request in asked]
+    assert torch.randn(1000, device="cuda").std() > 0.8
+    torch.cuda.empty_cache()
