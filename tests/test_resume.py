@@ -146,6 +146,7 @@ def test_ctrl_c_writes_a_checkpoint_and_prints_the_resume_command(base, whole, t
     assert_same(run, whole(STEPS))
 
 
+@pytest.mark.slow
 def test_finished_run_is_extended_to_more_steps(base, whole, tmp_path):
     steps = STEPS * 3 // 5
     process, run = new_run(tmp_path / "a", base, steps)

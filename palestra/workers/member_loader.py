@@ -6,10 +6,11 @@ Shapes: `I` information states, `A` actions, `U` distinct observations, `V` numb
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +24,10 @@ from palestra.learners.policy_stack import read_frozen_member
 from palestra.policies.frozen import FrozenMember, InfoStateIndex, NetMember, TableMember, UniformMember
 from palestra.tabular.game_tree import MAX_NODES, GameTree, build_game_tree, uniform_policy
 
+K, V = TypeVar("K", bound=Hashable), TypeVar("V")
 UNIFORM_MEMBER = "uniform"  # the member without files
 TABLE_FILE = "table.safetensors"
+MAX_MEMBERS = 1024  # members in memory, those used last; a league goes on to add members, and to play old ones rarely
 
 
 def rules_of_env(env: Mapping[str, Any]) -> Rules[Any] | None:
@@ -60,7 +63,7 @@ def write_table(folder: Path, policy: np.ndarray) -> None:
 
 
 class MemberLoader:
-    """Loads members of one game, each once; a name stands for one policy.
+    """Loads members of one game, and keeps those used last; a name stands for one policy.
 
     Given a `tree`, a network is evaluated once for all information states and plays from that table, because a lookup
     takes less time than a forward pass (`tables=False` turns this off). With `greedy`, networks play their most likely
@@ -71,17 +74,15 @@ class MemberLoader:
         self, env: VectorEnv, tree: GameTree | None = None, *, greedy: bool = False, tables: bool = True
     ) -> None:
         self.env, self.tree, self.greedy, self.tables = env, tree, greedy, tables and tree is not None
-        self._members: dict[tuple[str, tuple[int, ...]], FrozenMember] = {}
-        self._policies: dict[str, np.ndarray] = {}
+        self._members: OrderedDict[tuple[str, tuple[int, ...]], FrozenMember] = OrderedDict()
+        self._policies: OrderedDict[str, np.ndarray] = OrderedDict()
         self._seen_by: dict[tuple[int, ...], tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def member(self, name: str, members: Mapping[str, Path], seats: Sequence[int]) -> FrozenMember:
         """Returns a member as it plays in vectorised games at any of `seats`, which must have equal observations and
         actions."""
         key = (name, tuple(seats))
-        if key not in self._members:
-            self._members[key] = self._read(name, members, key[1])
-        return self._members[key]
+        return _kept(self._members, key, lambda: self._read(name, members, key[1]))
 
     def _read(self, name: str, members: Mapping[str, Path], seats: tuple[int, ...]) -> FrozenMember:
         folder = members.get(name)
@@ -134,15 +135,15 @@ class MemberLoader:
 
         Raises ValueError for a game without rules, and for a network with memory.
         """
-        if name not in self._policies:
-            folder = members.get(name)
-            if name == UNIFORM_MEMBER and folder is None:
-                self._policies[name] = uniform_policy(self._tree)
-            elif (_folder(name, members) / TABLE_FILE).exists():
-                self._policies[name] = read_arrays(_folder(name, members) / TABLE_FILE)["policy"]
-            else:
-                self._policies[name] = self._asked(name, _folder(name, members))
-        return self._policies[name]
+        return _kept(self._policies, name, lambda: self._read_policy(name, members))
+
+    def _read_policy(self, name: str, members: Mapping[str, Path]) -> np.ndarray:
+        if name == UNIFORM_MEMBER and name not in members:
+            return uniform_policy(self._tree)
+        folder = _folder(name, members)
+        return (
+            read_arrays(folder / TABLE_FILE)["policy"] if (folder / TABLE_FILE).exists() else self._asked(name, folder)
+        )
 
     def _asked(self, name: str, folder: Path) -> np.ndarray:
         """Returns a network's action probabilities at every information state."""
@@ -172,6 +173,16 @@ def action_probabilities(member: NetMember, tree: GameTree) -> np.ndarray:
             * legal
         )
     return (table / table.sum(1, keepdim=True)).numpy()
+
+
+def _kept(kept: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+    """Returns `kept[key]`, made if it is not there; drops what was used longest ago."""
+    if key not in kept:
+        kept[key] = make()
+        while len(kept) > MAX_MEMBERS:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]
 
 
 def _folder(name: str, members: Mapping[str, Path]) -> Path:

@@ -98,6 +98,7 @@ def kill_at_random(folder: Path, tree: dict[str, Any], kills: int) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_run_learns_and_its_reports_work(tmp_path: Path) -> None:
     tree = config(
         env_steps=250_000,

@@ -14,6 +14,7 @@ from palestra.envs.vector.kuhn import KuhnPoker
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.policies.frozen import NetMember, TableMember, UniformMember
 from palestra.tabular.game_tree import build_game_tree, uniform_policy
+from palestra.workers import member_loader
 from palestra.workers.member_loader import UNIFORM_MEMBER, MemberLoader, rules_of_env, write_table
 
 ENV = KuhnPoker(4)
@@ -65,6 +66,22 @@ def test_members_load_as_tables_or_networks(tmp_path: Path) -> None:
     assert isinstance(reader.member(UNIFORM_MEMBER, {}, [0]), TableMember)
     assert isinstance(MemberLoader(ENV).member(UNIFORM_MEMBER, {}, [0]), UniformMember)
     np.testing.assert_array_equal(reader.policy("table", table), uniform_policy(TREE))
+
+
+def test_members_used_longest_ago_are_dropped_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_loader, "MAX_MEMBERS", 2)
+    members = {}
+    for number, name in enumerate("abc"):
+        write_table(tmp_path / name, np.tile([number / 4, 1 - number / 4], (len(uniform_policy(TREE)), 1)))
+        members[name] = tmp_path / name
+    reader = MemberLoader(ENV, TREE)
+    first = {name: reader.member(name, members, [1]) for name in "ab"}
+    assert reader.member("a", members, [1]) is first["a"]
+    reader.member("c", members, [1])
+    assert reader.member("a", members, [1]) is first["a"]
+    again = reader.member("b", members, [1])
+    assert again is not first["b"]
+    assert [reader.policy(name, members)[0, 0] for name in "abca"] == [0, 0.25, 0.5, 0]
 
 
 def test_members_without_table_are_refused(tmp_path: Path) -> None:
