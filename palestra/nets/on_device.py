@@ -92,11 +92,15 @@ def make_generator(device: torch.device, seed: int) -> torch.Generator:
 
 def normal_like(x: Tensor, generator: torch.Generator) -> Tensor:
     """Returns standard normal numbers in the shape of x."""
+    if x.is_cpu:
+        return torch.empty_like(x).normal_(generator=generator)
     return torch.empty_like(x, device=generator.device).normal_(generator=generator).to(x.device)
 
 
 def exponential_like(x: Tensor, generator: torch.Generator) -> Tensor:
     """Returns standard exponential numbers in the shape of x."""
+    if x.is_cpu:
+        return torch.empty_like(x).exponential_(generator=generator)
     return torch.empty_like(x, device=generator.device).exponential_(generator=generator).to(x.device)
 
 
