@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 DEVICE = torch.device("meta")
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select}
+INDEXING = {aten.index, aten.index_put, aten.index_put_}  # wait if an index is a mask
 WITH_NUMBERS = {aten.add, aten.sub, aten.mul, aten.div, aten.where}  # may have scalars of the CPU
 COPIES = {aten.copy_, aten._to_copy}  # the operations that may have tensors of two devices
 
@@ -86,7 +87,8 @@ class PretendedDevice(TorchDispatchMode):
         arrives = bool(there) if wanted is None else torch.device(wanted).type == "meta"
         if packet is aten.copy_:
             arrives = isinstance(args[0], Held)
-        if there and (packet in WAITS or (packet in COPIES and not arrives)):
+        masks = packet in INDEXING and any(index.dtype == torch.bool for index in args[1] if index is not None)
+        if there and (packet in WAITS or masks or (packet in COPIES and not arrives)):
             self.waits.append(str(func))
         if wanted is not None and arrives:
             kwargs = {**kwargs, "device": torch.device("cpu")}

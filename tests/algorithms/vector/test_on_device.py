@@ -135,6 +135,19 @@ def with_file(config: AlgorithmConfig, kind: str, folder: Path) -> AlgorithmConf
     return config.model_copy(update={key: [str(path)]})
 
 
+def test_pretended_device_refuses_mixed_tensors_and_counts_waits(device: PretendedDevice) -> None:
+    there, here = torch.arange(3.0).to(DEVICE), torch.ones(3)
+    assert (
+        (there + 1).device == DEVICE and (there + 1).tolist() == [1, 2, 3] and (there * 2).cpu().tolist() == [0, 2, 4]
+    )
+    assert waits_of(device, lambda: bool((there > 1).any())) == waits_of(device, lambda: there[there > 1]) == 1
+    for mixed in (lambda: there + here, lambda: torch.stack([there[0], here[0]]), lambda: there[[0, 1]]):
+        with pytest.raises(RuntimeError, match="on the device"):
+            mixed()
+    with pytest.raises(TypeError):
+        there.numpy()
+
+
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES])
 def test_numbers_are_those_of_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
