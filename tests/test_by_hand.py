@@ -28,6 +28,7 @@ from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.learners.lm import LanguageLearner, LoraPolicyConfig
 from palestra.learners.policy_stack import NetPolicyConfig
+from palestra.nets.on_device import RolloutTensors
 from palestra.policies.base import Policy, Query
 from palestra.rollouts.tree_rollout import EpisodeRunner, EpisodeSpec
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -258,7 +259,9 @@ def test_ppo_by_hand_has_the_advantages_losses_and_gradients_of_the_library() ->
     assert len(batch.final_obs) == 16
 
     advantages, returns = ppo.advantages_and_returns(agent, rollout)
-    wanted_advantages, wanted_returns, known = learner._credit(batch, batch.logp, 0.0)
+    wanted_advantages, wanted_returns, known = learner._credit(
+        RolloutTensors.of(batch), torch.from_numpy(batch.logp), 0.0
+    )
     assert known.all()
     torch.testing.assert_close(advantages, wanted_advantages, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(returns, wanted_returns, rtol=1e-5, atol=1e-5)

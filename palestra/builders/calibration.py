@@ -39,7 +39,8 @@ from palestra.builders.capacity_workload import build_workload, decoder_load
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
-from palestra.engine.bases import resolve_base, resolve_device
+from palestra.engine.bases import resolve_base
+from palestra.engine.devices import resolve_device
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.memory import shape_of
 from palestra.engine.models import Engine

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
-from palestra.engine.bases import resolve_device
 from palestra.engine.checkpoints import load_full_model
+from palestra.engine.devices import resolve_device
 from palestra.engine.distributed import SINGLE_PROCESS, ProcessGroup, join_process_group
 from palestra.engine.fsdp import shard_engine
 from palestra.engine.kv_cache import budget_bytes

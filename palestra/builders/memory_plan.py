@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
 from palestra.config import override, validate
-from palestra.engine.bases import resolve_device
+from palestra.engine.devices import resolve_device
 from palestra.engine.kv_cache import budget_bytes, default_cache_bytes
 from palestra.engine.malloc import free_memory
 from palestra.engine.memory import (

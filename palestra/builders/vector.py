@@ -22,10 +22,12 @@ from palestra.builders.vector_config import (
     VectorEvalConfig,
 )
 from palestra.builders.vector_envs import check_memory, make_own_envs, make_vector_env
+from palestra.engine.devices import network_device
 from palestra.engine.malloc import keep_freed_memory
 from palestra.envs import VectorEnv
 from palestra.learners.nets import NetLearner
 from palestra.learners.policy_stack import NetPolicyConfig, plays_team, read_policy
+from palestra.nets.on_device import CPU, pinned_zeros
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.actors import ActorPool
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -89,7 +91,8 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
     nets = [policy for policy in config.policies.values() if isinstance(policy, TrainedNetConfig)]
     check_memory(config.env, nets, config.algorithm)
     env, share = make_own_envs(config, rank.world_size)
-    learner, others = build_players(config, env, rank)
+    device = network_device(config.device)
+    learner, others = build_players(config, env, rank, device)
     sweep = config.algorithm.rollout_length * share
     log_every = max(1, math.ceil((config.log_every or config.env_steps / DEFAULT_LOG_LINES) / sweep))
 
@@ -97,7 +100,7 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
         return math.ceil(env_steps / sweep / log_every) * log_every
 
     trainer = VectorTrainer(
-        rollout=_actors(config, learner) if config.num_actors else VectorRollout(env, np.arange(env.num_envs)),
+        rollout=_actors(config, learner) if config.num_actors else _rollout(env, device),
         learner=learner,
         fixed_players=others,
         evals=[]
@@ -121,15 +124,22 @@ def build_process(config: VectorConfig, rank: ProcessRank) -> VectorTrainer:
     return trainer
 
 
-def build_players(config: VectorConfig, env: VectorEnv, rank: ProcessRank) -> tuple[NetLearner, list[VectorPolicy]]:
-    """Returns the learner of the trained policies, and the players of the other seats."""
+def _rollout(env: VectorEnv, device: torch.device) -> VectorRollout:
+    """Returns the rollout in this process; for a GPU its arrays are in pinned memory, which is copied there faster."""
+    return VectorRollout(env, np.arange(env.num_envs), pinned_zeros if device.type == "cuda" else np.zeros)
+
+
+def build_players(
+    config: VectorConfig, env: VectorEnv, rank: ProcessRank, device: torch.device = CPU
+) -> tuple[NetLearner, list[VectorPolicy]]:
+    """Returns the learner of the trained policies, and the players of the other seats, on `device`."""
     named = seat_policies(config, env)
     seats = trained_seats(config, env, named)
     policies = {name: _net(config.policies[named[env.seats[own[0]]]]) for name, own in seats.items()}
     seeds = {name: derive_seed(config.seed, "net", name) for name in seats}
     together = rank.gradient_sync() if rank.world_size > 1 else None
-    learner = config.algorithm.build_learner(env, seats, policies, seeds, together)
-    return learner, make_fixed_players(config, env, named)
+    learner = config.algorithm.build_learner(env, seats, policies, seeds, together, device)
+    return learner, make_fixed_players(config, env, named, device)
 
 
 def policy_by_seat(config: VectorConfig, env: VectorEnv) -> dict[Seat, str]:
@@ -185,7 +195,7 @@ def _build_eval(
         seat for seat, policy in named.items() if not _fixed(config, policy) and training_seats[seat] != policy
     ]:
         raise ValueError(f"evals.{name}.seats moves a learning policy to {moved[0]}: `palestra eval --seats` can")
-    others = make_fixed_players(config, env, named)
+    others = make_fixed_players(config, env, named, learner.device)
 
     def players() -> Sequence[VectorPolicy]:
         own = learner.greedy_policies() if evaluation.greedy else learner.sampling_policies()
@@ -202,7 +212,9 @@ def _build_eval(
     )
 
 
-def make_fixed_players(config: VectorConfig, env: VectorEnv, named: dict[Seat, str]) -> list[VectorPolicy]:
+def make_fixed_players(
+    config: VectorConfig, env: VectorEnv, named: dict[Seat, str], device: torch.device = CPU
+) -> list[VectorPolicy]:
     """Returns the players of the seats whose policies are not trained."""
     fixed = {seat: name for seat, name in named.items() if _fixed(config, name)}
 
@@ -210,7 +222,7 @@ def make_fixed_players(config: VectorConfig, env: VectorEnv, named: dict[Seat, s
         policy = config.policies[name]
         return member_folder(policy.path) if isinstance(policy, FrozenNetConfig) else None
 
-    return [make_fixed_player(config, env, seats, name) for name, seats in group_teams(fixed, folder_of)]
+    return [make_fixed_player(config, env, seats, name, device) for name, seats in group_teams(fixed, folder_of)]
 
 
 def group_teams(
@@ -226,8 +238,10 @@ def group_teams(
     return list(found.values())
 
 
-def make_fixed_player(config: VectorConfig, env: VectorEnv, seats: Sequence[Seat], name: str) -> VectorPolicy:
-    """Returns the player of some seats by a policy that is not trained."""
+def make_fixed_player(
+    config: VectorConfig, env: VectorEnv, seats: Sequence[Seat], name: str, device: torch.device = CPU
+) -> VectorPolicy:
+    """Returns the player of some seats by a policy that is not trained; a network acts on `device`."""
     policy, numbers = config.policies[name], [env.seats.index(seat) for seat in seats]
     label = f"{name}/{'+'.join(seats)}"
     if isinstance(policy, RandomActionsConfig):
@@ -235,7 +249,7 @@ def make_fixed_player(config: VectorConfig, env: VectorEnv, seats: Sequence[Seat
     if isinstance(policy, ScriptConfig):
         return ScriptedVectorPolicy(env, numbers, policy.script, label)
     assert isinstance(policy, FrozenNetConfig)
-    player = read_policy(member_folder(policy.path), env, numbers, best=policy.greedy)
+    player = read_policy(member_folder(policy.path), env, numbers, best=policy.greedy, device=device)
     player.name = label
     return player
 

@@ -98,6 +98,10 @@ class VectorConfig(PolicyRunConfig):
     log_every: int = Field(0, ge=0)
     """Joint steps between log lines, rounded up to whole rollouts. 0: about 500 lines in the run."""
     checkpoint_every: int = Field(1_000_000, ge=1)
+    device: str = "cpu"
+    """Torch device of networks, optimizers and minibatches: `cpu`, `cuda`, `cuda:1`, or `auto`, which is `cuda` where
+    there is one. Envs run on the CPU. A GPU is faster for wide networks and thousands of env copies, and no
+    faster for small ones."""
     torch_threads: int = Field(1, ge=1, le=1024)
     """Torch threads per process. More than one usually slows training down on few cores."""
     num_processes: int = Field(1, ge=1, le=1024)

@@ -81,7 +81,7 @@ def plan(
 def _machine(name: str, gpus: int, flops: float | None, bandwidth: float | None, gib: float | None) -> Machine:
     """Returns the machine of the options. Raises ValueError if they do not fit together."""
     from palestra.builders.machines import machine_of_rates, published_machine
-    from palestra.engine.bases import resolve_device
+    from palestra.engine.devices import resolve_device
 
     if not gpus and (name != HERE or flops or bandwidth):
         raise ValueError("--machine, --flops and --bandwidth are of GPUs: say how many each node has, --gpus 1")

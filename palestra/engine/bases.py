@@ -1,4 +1,4 @@
-"""Names of base models and devices: what they resolve to, and notes on how a base runs."""
+"""Names of base models: what they resolve to, and notes on how a base runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -49,23 +48,6 @@ def expert_notes(name: str, model: PreTrainedModel) -> list[str]:
         f"{name}: {share:.0%} of its weights are experts, stacked in tensors; they stay as they are, unless an "
         "adapter's target_parameters names them"
     ]
-
-
-def resolve_device(device: str) -> str:
-    """Resolves "auto" to cuda if available, else cpu. Raises ValueError if the device is unknown or not available."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = device.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (number and not number.isdecimal()):
-        raise ValueError(f"unknown device {device!r:.40}: write auto, cpu, cuda, cuda:1 or mps")
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(kind, 1)
-    if int(number or 0) >= there:
-        built = "" if kind != "cuda" or torch.version.cuda else ", and this torch is built without CUDA"
-        raise ValueError(
-            f"device: {device} is not there: torch sees {there} {kind} devices{built}. Set device: cpu, or install a "
-            "torch for your GPU (https://pytorch.org/get-started)"
-        )
-    return device
 
 
 def resolve_base(base: str) -> str:

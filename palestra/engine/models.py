@@ -25,8 +25,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.logging import disable_progress_bar
 
-from palestra.engine.bases import SHIPPED_BASES_DIR, expert_notes, model_class, plain_note, resolve_base, resolve_device
+from palestra.engine.bases import SHIPPED_BASES_DIR, expert_notes, model_class, plain_note, resolve_base
 from palestra.engine.decoder import decoder_of
+from palestra.engine.devices import resolve_device
 from palestra.engine.flat_row import AdapterRoute, AttentionLayout, KVFirstLayout, StopAfterKV, select_rows
 from palestra.engine.length_limit import limit_length, use_long_factors
 from palestra.engine.lora import find_linear_layers, own_output

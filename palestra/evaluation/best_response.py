@@ -84,14 +84,15 @@ def _mean_returns(
 def _train_response(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) -> VectorPolicy:
     """Returns a policy for one seat, trained against the setup's policies at the other seats."""
     config = validate(VectorConfig, _response_tree(setup, seat, steps, seed))
-    with tempfile.TemporaryDirectory(prefix="palestra-response-") as folder:
-        with Run.create(folder, dump(config)) as run:
+    with tempfile.TemporaryDirectory(prefix="palestra-response-") as root:
+        with Run.create(root, dump(config)) as run:
             trainer = build_vector_run(config)
             restore_checkpoint(trainer, run)
             run_training(trainer, run)
             path = run.path
         newest = list_checkpoints(path)[-1]
-        return read_policy(newest.path / newest.names[RESPONSE], setup.env, [setup.env.seats.index(seat)])
+        number, folder = setup.env.seats.index(seat), newest.path / newest.names[RESPONSE]
+        return read_policy(folder, setup.env, [number], device=setup.device)
 
 
 def _others(setup: VectorEvalSetup, seat: Seat) -> dict[Seat, str]:
@@ -118,6 +119,7 @@ def _response_tree(setup: VectorEvalSetup, seat: Seat, steps: int, seed: int) ->
         "policies": {RESPONSE: net.model_dump(exclude_unset=True) | {"type": "net"}, **others},
         "seats": places,
         "algorithm": {"type": kept.algorithm.type} | algorithm,
+        "device": str(setup.device),
     }
 
 

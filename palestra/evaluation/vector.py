@@ -14,10 +14,12 @@ from palestra.builders.vector import group_teams, make_fixed_player, policy_by_s
 from palestra.builders.vector_config import ScriptConfig, VectorConfig
 from palestra.builders.vector_envs import make_vector_env
 from palestra.config import validate
+from palestra.engine.devices import network_device
 from palestra.envs import VectorEnv
 from palestra.evaluation.game_policy import nash_conv_of, policy_table
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
 from palestra.learners.policy_stack import read_policy
+from palestra.nets.on_device import CPU
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.vector_episodes import record_vector_episodes
 from palestra.seeding import derive_seed
@@ -32,13 +34,14 @@ OTHER_NAMES = "random, script:NAME or RUN:NAME"
 @dataclass(frozen=True)
 class VectorEvalSetup:
     """An env and its seat assignment: `policy_names` maps seats to policy names. With `greedy`, policies take their
-    most probable action. Metrics of games that can be enumerated include `nash_conv`."""
+    most probable action. Networks act on `device`. Metrics of games that can be enumerated include `nash_conv`."""
 
     target: Target
     env_config: Mapping[str, Any]
     env: VectorEnv
     policy_names: dict[Seat, str]
     greedy: bool
+    device: torch.device = CPU
 
     def groups(self, names: Mapping[Seat, str]) -> list[tuple[str, tuple[Seat, ...]]]:
         """Returns the policy and the seats of each player: one for each seat of `names`, or for all seats of a policy
@@ -54,7 +57,10 @@ class VectorEvalSetup:
 
     def players(self, names: Mapping[Seat, str]) -> list[VectorPolicy]:
         """Loads the players of `groups` by name."""
-        return [load_player(self.target, self.env, seats, name, self.greedy) for name, seats in self.groups(names)]
+        return [
+            load_player(self.target, self.env, seats, name, self.greedy, self.device)
+            for name, seats in self.groups(names)
+        ]
 
     def play(
         self, assignments: Sequence[Mapping[Seat, str]], episodes: int, seed: int, on_progress: OnProgress
@@ -84,14 +90,15 @@ def open_vector_eval(
     target: Target, env: Mapping[str, Any], seats: Mapping[str, str], *, num_envs: int, greedy: bool
 ) -> Iterator[VectorEvalSetup]:
     """Context with an evaluation setup of `num_envs` parallel copies of the target's env, with the options of the run's
-    own evaluations unless `env` changes them. See `evaluate` for the arguments and errors."""
+    own evaluations unless `env` changes them. Networks act on the run's device where this machine has it, otherwise on
+    the CPU. See `evaluate` for the arguments and errors."""
     config = validate(VectorConfig, target.tree)
     torch.set_num_threads(config.torch_threads)  # more of them wait for each other longer than these networks take
     env_config = config.env | common_eval_options(config) | dict(env)
     made = make_vector_env(env_config, num_envs)
     try:
         names = assign_seats(policy_by_seat(config, made), target, seats, made.name)
-        yield VectorEvalSetup(target, env_config, made, names, greedy)
+        yield VectorEvalSetup(target, env_config, made, names, greedy, network_device(config.device, else_cpu=True))
     finally:
         made.close()
 
@@ -130,7 +137,9 @@ def player_names(env: VectorEnv, players: list[VectorPolicy]) -> dict[Seat, str]
     return {seat: played[number] for number, seat in enumerate(env.seats)}
 
 
-def load_player(target: Target, env: VectorEnv, seats: Sequence[Seat], name: str, greedy: bool) -> VectorPolicy:
+def load_player(
+    target: Target, env: VectorEnv, seats: Sequence[Seat], name: str, greedy: bool, device: torch.device = CPU
+) -> VectorPolicy:
     """Returns the player of some seats by name: a policy of the target, "random", "script:NAME", or "RUN:NAME" of
     another run. Raises ValueError for an unknown name."""
     label, numbers = f"{name}/{'+'.join(seats)}", [env.seats.index(seat) for seat in seats]
@@ -142,10 +151,10 @@ def load_player(target: Target, env: VectorEnv, seats: Sequence[Seat], name: str
         return make_fixed_player(script, env, seats, name)
     target, name = target.find_policy(name)
     if folder := target.weights(name):
-        player = read_policy(folder, env, numbers, best=greedy)
+        player = read_policy(folder, env, numbers, best=greedy, device=device)
         player.name = label
         return player
     config = validate(VectorConfig, target.tree)
     if name not in config.policies or config.policies[name].type == "net":
         target.refuse_policy(name, OTHER_NAMES)
-    return make_fixed_player(config, env, seats, name)
+    return make_fixed_player(config, env, seats, name, device)

@@ -1,4 +1,5 @@
-"""Resuming a run with a larger step count. Any other config change of a resumed run is rejected."""
+"""Resuming a run with a larger step count, or networks on another device. Any other config change of a resumed run is
+rejected."""
 
 from __future__ import annotations
 
@@ -12,13 +13,17 @@ EXTENDABLE_PLANS = {"psro": "population.iterations", "xdo": "population.iteratio
 
 
 def extend_config(tree: Tree, settings: Sequence[str], vectorised: bool) -> Tree:
-    """Returns the config of a run, extended by settings such as "steps=200". Raises ValueError if the settings change
-    anything but the length, or make the run shorter."""
+    """Returns the config of a run, extended by settings such as "steps=200", and for networks "device=cpu". Raises
+    ValueError if the settings change anything else, or make the run shorter."""
     length = length_setting(tree, vectorised)
-    if other := next((setting for setting in settings if setting.partition("=")[0].strip() != length), None):
+    may_change = {length, "device"} if vectorised and "population" not in tree else {length}
+    if other := next((setting for setting in settings if setting.partition("=")[0].strip() not in may_change), None):
         may = f"only its length may change: --set {length}=N" if length else "this kind cannot be made longer"
+        may += " (or its device: --set device=cpu)" if "device" in may_change else ""
         raise ValueError(f"{other}: a resumed run keeps its config, {may}. Start a new one instead.")
     changed = override(tree, settings)
+    if not length:
+        return changed
     before, now = _at(tree, length), _at(changed, length)
     if not isinstance(now, int) or now < before:
         raise ValueError(f"{length}={now}: the run was to go to {before}, and can only be made longer")

@@ -31,6 +31,7 @@ from palestra.learners.policy_stack import (
 from palestra.nets.heads import ActionHead, make_head
 from palestra.nets.layers import Net, make_generators
 from palestra.nets.normalise import RunningNorm
+from palestra.nets.on_device import CPU, RolloutTensors, numbers_of
 from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
 from palestra.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
 from palestra.policies.vector import VectorPolicy
@@ -51,29 +52,32 @@ class AlgorithmConfig(StrictModel, ABC):
         policies: Mapping[str, NetPolicyConfig],
         seeds: Mapping[str, int],
         gradient_sync: GradientSync | None = None,
+        device: torch.device = CPU,
     ) -> Any:
-        """Creates the learner. `seats` are the seat numbers of each policy, `policies` their settings, `seeds` their
-        seeds. Raises ValueError if they do not fit the env."""
+        """Creates the learner on `device`. `seats` are the seat numbers of each policy, `policies` their settings,
+        `seeds` their seeds. Raises ValueError if they do not fit the env."""
         return self.learner_class()(
-            self, NetLearnerSpec(env, dict(seats), policies, seeds, gradient_sync or GradientSync())
+            self, NetLearnerSpec(env, dict(seats), policies, seeds, gradient_sync or GradientSync(), device)
         )
 
 
 class NetLearnerSpec(NamedTuple):
-    """Specification of the policies in training: env, seat numbers, settings, seeds, and gradient synchronisation."""
+    """Specification of the policies in training: env, seat numbers, settings, seeds, gradient synchronisation, and the
+    device of networks and their training."""
 
     env: VectorEnv
     seats: dict[str, list[int]]
     policies: Mapping[str, NetPolicyConfig]
     seeds: Mapping[str, int]
     gradient_sync: GradientSync
+    device: torch.device = CPU
 
 
 class NetLearner(ABC):
     """Policies of one env in training by one algorithm. `names` are the policies that learn."""
 
     def __init__(self, spec: NetLearnerSpec) -> None:
-        self.env, seats, self.policies, self.seeds, self.gradient_sync = spec
+        self.env, seats, self.policies, self.seeds, self.gradient_sync, self.device = spec
         self.names = list(seats)
         if not self.trains_teams and any(policy.communication_rounds for policy in self.policies.values()):
             raise ValueError(
@@ -82,7 +86,9 @@ class NetLearner(ABC):
             )
         self.stacks = [self.build_stack(seat_mapping) for seat_mapping in self.seat_mappings(seats)]
         scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
-        self.global_norm = RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT) if scaled else None
+        self.global_norm = (
+            RunningNorm(1, self.global_size, clip=MAX_NORMALISED_INPUT).to(self.device) if scaled else None
+        )
 
     def seat_mappings(self, seats: dict[str, list[int]]) -> list[SeatMapping]:
         """Returns the seat mapping of each stack: which policies are trained in one pass."""
@@ -91,12 +97,12 @@ class NetLearner(ABC):
     def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
         """Builds networks, optimizer and norm of policies of one shape."""
         config = self.policies[seat_mapping.names[0]]
-        head = make_head(seat_mapping.action_space)
-        net = self.build_net(seat_mapping, head, config)
+        head = make_head(seat_mapping.action_space).to(self.device)
+        net = self.build_net(seat_mapping, head, config).to(self.device)
         optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
         normalised = config.normalize_observations and len(seat_mapping.observation_shape) == 1
         norm = (
-            RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT)
+            RunningNorm(len(seat_mapping.names), seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT).to(self.device)
             if normalised
             else None
         )
@@ -146,8 +152,13 @@ class NetLearner(ABC):
             found = torch.as_tensor(state).float()
         return found if self.global_norm is None else self.global_norm.normalise(found[None])[0]
 
-    def update_norms(self, batch: RolloutBatch) -> None:
-        """Updates the running norms."""
+    @property
+    def has_norms(self) -> bool:
+        """True if there are running norms of observations."""
+        return self.global_norm is not None or any(stack.norm for stack in self.stacks)
+
+    def update_norms(self, batch: RolloutTensors) -> None:
+        """Updates the running norms of observations."""
         for stack in self.stacks:
             if stack.norm:
                 rows = stack.seat_mapping.network_inputs(batch.obs, 2)[:, :-1].flatten(1, 3)
@@ -157,7 +168,7 @@ class NetLearner(ABC):
         if self.global_norm:
             world, self.global_norm = self.global_norm, None  # update the norm with unnormalised features
             rows = self.global_features(batch.obs, batch.state, 2)[:-1].flatten(0, 1)[None]
-            world.update(rows, torch.ones(rows.shape[:2]), self.gradient_sync.all_reduce)
+            world.update(rows, rows.new_ones(rows.shape[:2]), self.gradient_sync.all_reduce)
             self.global_norm = world
 
     def output_size(self, head: ActionHead) -> int:
@@ -167,6 +178,12 @@ class NetLearner(ABC):
     @abstractmethod
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains on a rollout; returns metrics by policy. `progress` in [0, 1] is the finished share of the run."""
+
+    def check_finite(self) -> None:
+        """Raises FloatingPointError if a gradient since the last call was not finite, on a device where `update` does
+        not wait for them."""
+        for optimizer in self.optimizers().values():
+            optimizer.check_finite()
 
     def rollout_policies(self, progress: float) -> Sequence[VectorPolicy]:
         """Returns the policies as they play in training, with exploration."""
@@ -216,7 +233,7 @@ class NetLearner(ABC):
         """Returns the full training state; `load_arrays` restores it."""
         found: Arrays = {"versions": np.array([stack.version for stack in self.stacks])}
         for name, module in self.modules().items():
-            found |= {f"{name}/{key}": value.numpy() for key, value in module.state_dict().items()}
+            found |= {f"{name}/{key}": value.cpu().numpy() for key, value in module.state_dict().items()}
         for name, optimizer in self.optimizers().items():
             found |= {f"{name}/{key}": value for key, value in optimizer.arrays().items()}
         return found
@@ -232,5 +249,6 @@ class NetLearner(ABC):
 
 
 def mean_metrics(lines: Sequence[Mapping[str, Any]]) -> Metrics:
-    """Returns the mean of each metric over `lines`."""
+    """Returns the mean of each metric over `lines`: numbers, or tensors of one number on any device."""
+    lines = numbers_of(lines)
     return {key: float(sum(float(line[key]) for line in lines) / len(lines)) for key in (lines[0] if lines else {})}

@@ -23,6 +23,7 @@ from palestra.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
 from palestra.nets.layers import Net, NetConfig, Team, make_generators, member_weights, set_member_weights
 from palestra.nets.normalise import RunningNorm, SumOverProcesses
+from palestra.nets.on_device import CPU, RolloutTensors
 from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
 from palestra.nets.transformer import MultiAgentTransformer
 from palestra.policies.frozen import NetMember
@@ -94,6 +95,7 @@ class StackedAdam:
 
     All parameters are stored in one float32 array [P, D], of which the module's parameters are views: a step takes a
     handful of operations for any number of layers. For small networks the number of operations determines the cost.
+    It works on the module's device. On a GPU a step does not wait for its norms: see `check_finite`.
     """
 
     def __init__(
@@ -104,26 +106,48 @@ class StackedAdam:
         self.flat = torch.cat([p.detach().flatten(1) for p in self.parameters], 1)
         for p, own in zip(self.parameters, self.flat.split([p[0].numel() for p in self.parameters], 1), strict=True):
             p.data = own.view(p.shape)
-        self.step_count = torch.zeros(())
+        self.step_count = self.flat.new_zeros(())
+        self.failed = torch.zeros(len(names), dtype=torch.bool, device=self.flat.device)  # set on other devices only
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
 
     def step(self, loss: Tensor, progress: float) -> Tensor:
         """Makes one step on the sum of the members' losses; returns the norms of their gradients [P] float32.
 
-        Raises `NonFiniteGradient` if a gradient is not finite, before anything is changed.
+        Raises `NonFiniteGradient` if a gradient is not finite, before anything is changed; on a GPU nothing is changed
+        either, and `check_finite` raises.
         """
         parts = torch.autograd.grad(loss, self.parameters, materialize_grads=True)
         gradient = torch.cat([part.flatten(1) for part in parts], 1)
         if self.gradient_sync.num_processes > 1:
             gradient = self.gradient_sync.all_reduce(gradient) / self.gradient_sync.num_processes
-        norms, scales = torch.linalg.vector_norm(gradient, dim=1), []
+        norms = torch.linalg.vector_norm(gradient, dim=1)
+        gradient *= (self._scales(norms) if norms.is_cpu else self._scales_on_device(norms))[:, None]
+        self._adam_step(gradient, self.config.lr * (1 - progress if self.config.lr_schedule == "linear" else 1.0))
+        return norms
+
+    def _scales(self, norms: Tensor) -> Tensor:
+        """Returns the factors [P] that clip gradients of norms [P]."""
+        scales = []
         for name, norm in zip(self.names, norms.tolist(), strict=True):
             if not math.isfinite(norm):
                 raise NonFiniteGradient(name)
             scales.append(min(self.config.max_grad_norm / (norm + 1e-6), 1.0))
-        gradient *= torch.tensor(scales)[:, None]
-        self._adam_step(gradient, self.config.lr * (1 - progress if self.config.lr_schedule == "linear" else 1.0))
-        return norms
+        return torch.tensor(scales)
+
+    def _scales_on_device(self, norms: Tensor) -> Tensor:
+        """Returns the factors [P] that clip gradients of norms [P], without waiting for them; notes which are not
+        finite."""
+        self.failed |= ~torch.isfinite(norms)
+        return (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+
+    def check_finite(self) -> None:
+        """Raises `NonFiniteGradient` if a gradient of an earlier step was not finite, on a device where steps do not
+        wait for their norms."""
+        if self.failed.is_cpu:
+            return
+        for name, failed in zip(self.names, self.failed.tolist(), strict=True):
+            if failed:
+                raise NonFiniteGradient(name)
 
     @torch.no_grad()
     def _adam_step(self, gradient: Tensor, lr: float) -> None:
@@ -144,11 +168,12 @@ class StackedAdam:
             weight_decay=0.0,
             eps=self.config.adam_eps,
             maximize=False,
+            found_inf=None if self.failed.is_cpu else self.failed.any().float(),  # 1: the operation changes nothing
         )
 
     def arrays(self) -> Arrays:
         """Returns Adam's moments and step counts."""
-        return {f"0.{key}": value.numpy() for key, value in self._state.items()}
+        return {f"0.{key}": value.cpu().numpy() for key, value in self._state.items()}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Restores what `arrays` returned."""
@@ -182,14 +207,14 @@ class PolicyStack:
         x = self.seat_mapping.network_inputs(obs, lead).flatten(lead, lead + 1)
         return self.norm.normalise(x) if self.norm else x
 
-    def actions(self, batch: RolloutBatch) -> Tensor:
+    def actions(self, batch: RolloutBatch | RolloutTensors) -> Tensor:
         """Returns the members' actions [P, T, B*S, ...], int64 or float32."""
         taken = self.rows(batch.actions)
         taken = taken[..., : self.head.width] if self.head.width else taken
         return taken if taken.is_floating_point() else taken.long()
 
     @torch.no_grad()
-    def action_logp(self, batch: RolloutBatch) -> Tensor:
+    def action_logp(self, batch: RolloutTensors) -> Tensor:
         """Returns the log-probability of the actions of the members' seats under the current policies, [T, B, P*S] with
         seats in the order of `seat_mapping.all_seats`."""
         is_first = self.seat_mapping.repeat_games(batch.is_first)[:, :-1]
@@ -221,8 +246,8 @@ HEADS: dict[str, Callable[[Any], ActionHead]] = {
 
 def write_policy(stack: PolicyStack, p: int, folder: Path) -> None:
     """Writes one policy of a stack: weights to policy.safetensors; shape, config and version to member.json."""
-    weights = {name: value.numpy() for name, value in member_weights(stack.net, p).items()}
-    norm = {} if stack.norm is None else {f"norm/{k}": v[p].numpy() for k, v in stack.norm.state_dict().items()}
+    weights = {name: value.cpu().numpy() for name, value in member_weights(stack.net, p).items()}
+    norm = {} if stack.norm is None else {f"norm/{k}": v[p].cpu().numpy() for k, v in stack.norm.state_dict().items()}
     write_arrays(folder / "policy.safetensors", weights | norm)
     facts = {
         "name": stack.seat_mapping.names[p],
@@ -274,12 +299,15 @@ def _empty_net(network: str, seat_mapping: SeatMapping, head: ActionHead, config
     return Net(shape, head.outputs, config, generators, team_size=team_size, entities=entities)
 
 
-def read_policy(folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False) -> NetVectorPolicy:
-    """Loads a policy like `read_frozen_member`, as a separate player."""
+def read_policy(
+    folder: Path, env: VectorEnv, seats: Sequence[int], *, best: bool = False, device: torch.device = CPU
+) -> NetVectorPolicy:
+    """Loads a policy like `read_frozen_member`, as a separate player that acts on `device`."""
     member, version = read_frozen_member(folder, env, seats, best=best)
-    choose = greedy_selector(member.head) if member.greedy else sampling_selector(member.head)
-    normalise = member.norm.normalise if member.norm else None
-    return NetVectorPolicy(member.seat_mapping, member.net, choose, [version], normalise)
+    head, norm = member.head.to(device), member.norm.to(device) if member.norm else None
+    choose = greedy_selector(head) if member.greedy else sampling_selector(head)
+    normalise = norm.normalise if norm else None
+    return NetVectorPolicy(member.seat_mapping, member.net.to(device), choose, [version], normalise)
 
 
 def strip_prefix(arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:

@@ -60,9 +60,33 @@ def _backwards(inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: 
     own decision; a mask of the known ones; and the action targets reward + gamma * (V' + x')."""
     corrections, known = torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.agent_mask[:-1])
     after = torch.zeros_like(inputs.rewards)
+    if not inputs.rewards.is_cpu:
+        return _backwards_on_device(inputs, weights, traces, gamma)
     given = inputs.rewards, inputs.values, inputs.bootstrap, inputs.done, inputs.agent_mask, weights, traces
     columns = [x.reshape(len(x), -1).numpy() for x in (*given, corrections, known, after)]
     _scan_backwards(columns[0].dtype.type(gamma), *columns)
+    return corrections, known, after
+
+
+def _backwards_on_device(
+    inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `_backwards` by operations of PyTorch, all games and seats at once: for GPUs, where the compiled scan
+    over columns would wait for the values and send the results back."""
+    value, certain = inputs.values[-1], inputs.agent_mask[-1]
+    correction = reward = torch.zeros_like(value)
+    found = []
+    for t in range(len(inputs.rewards) - 1, -1, -1):
+        done, acts = inputs.done[t], inputs.agent_mask[t]
+        value, certain = torch.where(done, inputs.bootstrap[t], value), certain | done
+        correction, reward = correction.masked_fill(done, 0), reward.masked_fill(done, 0) + inputs.rewards[t]
+        error = reward + gamma * value - inputs.values[t]
+        step = weights[t] * error + gamma * traces[t] * correction
+        found.append((step, acts & certain, reward + gamma * (value + correction)))
+        value = torch.where(acts, inputs.values[t], value)
+        correction = torch.where(acts, torch.where(certain, step, 0.0), correction)
+        reward, certain = reward.masked_fill(acts, 0), certain | acts
+    corrections, known, after = (torch.stack(column[::-1]) for column in zip(*found, strict=True))
     return corrections, known, after
 
 

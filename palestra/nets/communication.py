@@ -33,7 +33,7 @@ class Communication(nn.Module):
 def mean_of_others(x: Tensor, acts: Tensor | None, team_size: int) -> Tensor:
     """Returns for each row the mean of the other acting rows of its team [P, R, H]; 0 where there are none."""
     by_team = x.unflatten(1, (-1, team_size))  # [P, G, S, H]
-    sends = torch.ones(by_team.shape[:3]) if acts is None else acts.view(by_team.shape[:3]).float()
+    sends = by_team.new_ones(by_team.shape[:3]) if acts is None else acts.view(by_team.shape[:3]).float()
     sent = by_team * sends[..., None]
     others = (sends.sum(2, keepdim=True) - sends).clamp(min=1)[..., None]
     return ((sent.sum(2, keepdim=True) - sent) / others).flatten(1, 2)

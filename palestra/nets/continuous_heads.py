@@ -16,6 +16,7 @@ from torch import Tensor
 
 from palestra.envs.vector.base import Continuous
 from palestra.nets.heads import ActionHead, GaussianHead
+from palestra.nets.on_device import constant, exponential_like, normal_like
 from palestra.nets.seat_mapping import SeatMapping
 
 LOG_2 = math.log(2)
@@ -67,7 +68,7 @@ class SquashedHead(BoundedHead):
     def sample_units(self, out: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Returns sampled units [..., D], differentiable (Kingma & Welling, 2014), and their log-densities [...]."""
         mean, log_std = self.mean_and_log_std(out)
-        noise = torch.empty_like(mean).normal_(generator=generator)
+        noise = normal_like(mean, generator)
         raw = mean + noise * log_std.exp()
         return torch.tanh(raw), self._logp(raw, noise, log_std)
 
@@ -106,7 +107,7 @@ class TanhHead(BoundedHead):
 
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Returns noisy actions and log-densities of the noise before clipping; 0 without noise."""
-        noise = torch.empty_like(out).normal_(generator=generator)
+        noise = normal_like(out, generator)
         unit = torch.tanh(out) + self.noise * noise
         return self.from_unit(unit.clamp(-1, 1)), self._logp(noise)
 
@@ -133,7 +134,7 @@ def _log_slope(raw: Tensor) -> Tensor:
 def gumbel_softmax(logits: Tensor, generator: torch.Generator, *, temperature: float = 1.0) -> Tensor:
     """Returns one-hot samples [..., A] of softmax(logits) with the gradient of a softmax of the same noisy logits:
     straight-through Gumbel-softmax (Jang et al., 2017, eq. 2 and section 2.2). A logit of NEVER is never sampled."""
-    noise = -torch.empty_like(logits).exponential_(generator=generator).log()  # Gumbel noise
+    noise = -exponential_like(logits, generator).log()  # Gumbel noise
     noisy = logits + noise
     soft = torch.softmax(noisy / temperature, -1)
     return one_hot(torch.argmax(noisy, -1), logits.shape[-1]) + (soft - soft.detach())
@@ -161,26 +162,28 @@ class ActionEncoder:
         """Encodes recorded actions [M, N, ...] with agent mask `agent_mask` [M, N] (bool) -> [M, J] float32."""
         codes = []
         for seat, head in self.heads.items():
-            codes.append(torch.where(agent_mask[:, seat, None], encode_action(head, actions[:, seat]), idle_code(head)))
+            code = encode_action(head, actions[:, seat])
+            codes.append(torch.where(agent_mask[:, seat, None], code, idle_code(head, code.device)))
         return torch.cat(codes, -1)
 
     def own_actions(self, joint: Tensor, seat_mapping: SeatMapping) -> Tensor:
         """Returns each seat's own encoded action: [M, J] -> [P, R, A]."""
-        return joint[:, self._at(seat_mapping)].movedim(1, 0).flatten(1, 2)
+        return joint[:, self._at(seat_mapping, joint.device)].movedim(1, 0).flatten(1, 2)
 
     def other_actions(self, joint: Tensor, seat_mapping: SeatMapping) -> Tensor:
         """Returns the other seats' encoded actions, with zeros for the seat itself: [M, J] -> [P, M, S, J]."""
-        at = self._at(seat_mapping)
-        mask = torch.ones(*at.shape[:2], self.size).scatter(2, at, 0.0)
+        at = self._at(seat_mapping, joint.device)
+        mask = joint.new_ones(*at.shape[:2], self.size).scatter(2, at, 0.0)
         return joint[None, :, None] * mask[:, None]
 
     def write(self, joint: Tensor, seat_mapping: SeatMapping, code: Tensor) -> None:
         """Writes the encoded actions of a stack's seats [P, R, A] to their columns of `joint` [M, J]."""
-        at = self._at(seat_mapping)
+        at = self._at(seat_mapping, joint.device)
         joint[:, at] = code.unflatten(1, (-1, at.shape[1])).movedim(0, 1)
 
-    def _at(self, seat_mapping: SeatMapping) -> Tensor:
-        return torch.tensor([[self.columns[seat] for seat in own] for own in seat_mapping.seats])  # [P, S, A]
+    def _at(self, seat_mapping: SeatMapping, device: torch.device) -> Tensor:
+        """Returns the columns of the seats' encoded actions [P, S, A]."""
+        return constant(tuple(tuple(tuple(self.columns[seat]) for seat in own) for own in seat_mapping.seats), device)
 
 
 def encode_action(head: ActionHead, action: Tensor) -> Tensor:
@@ -190,6 +193,9 @@ def encode_action(head: ActionHead, action: Tensor) -> Tensor:
     return one_hot(action, head.outputs)
 
 
-def idle_code(head: ActionHead) -> Tensor:
+def idle_code(head: ActionHead, device: torch.device) -> Tensor:
     """Returns the encoded action of a seat that does not act [A]."""
-    return torch.eye(head.outputs)[0] if not head.width else torch.zeros(head.width)
+    code = torch.zeros(head.width or head.outputs, device=device)
+    if not head.width:
+        code[0] = 1.0
+    return code

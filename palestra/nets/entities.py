@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from palestra.envs.vector.base import VectorEnv
 from palestra.nets.attention import SelfAttentionBlock
 from palestra.nets.dense import GAIN, Activation, Linear
+from palestra.nets.on_device import all_known, constant, identity
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class EntityLayout:
         """Returns observations [..., *seats.shape, any] of the seats with numbers `seats` as [..., *seats.shape, D],
         with zeros for entities that are missing."""
         lost = (-1,) * self.size
-        columns = torch.tensor([lost if own is None else own for own in self.columns])[seats]
+        columns = constant(tuple(lost if own is None else own for own in self.columns), obs.device)[seats]
         padded = nn.functional.pad(obs, (0, 1))
         index = torch.where(columns < 0, obs.shape[-1], columns)
         return padded.gather(-1, index.expand(*obs.shape[:-1], self.size))
@@ -111,14 +112,14 @@ class EntityEncoder(nn.Module):
         layout, (P, R, _) = self.layout, obs.shape
         own, entities, more = obs.split([layout.own, layout.size - layout.own, obs.shape[2] - layout.size], 2)
         tokens = [self.own(torch.cat([own, more], -1), self.activation)[:, :, None]]
-        present = [torch.ones(P, R, 1, dtype=torch.bool)]
+        present = [torch.ones(P, R, 1, dtype=torch.bool, device=obs.device)]
         sizes = [count * width for count, width in zip(layout.counts, layout.widths, strict=True)]
         for kind, part, width in zip(self.kinds, entities.split(sizes, 2), layout.widths, strict=True):
             each = part.unflatten(2, (-1, width))  # [P, R, E, width]
             tokens.append(kind(each.flatten(1, 2), self.activation).view(*each.shape[:3], self.units))
             present.append((each != 0).any(-1))
         x, seen = torch.cat(tokens, 2), torch.cat(present, 2)
-        mask = (seen[:, :, None] | torch.eye(seen.shape[2], dtype=torch.bool)) if not bool(seen.all()) else None
+        mask = None if all_known(seen) else seen[:, :, None] | identity(seen.shape[2], seen.device).bool()
         for block in self.blocks:
             x = block(x, mask)
         return x[:, :, 0]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
+from palestra.nets.on_device import exponential_like, normal_like
 
 MASKED_LOGIT = -1e9  # logit of masked actions: finite, so that products with a zero probability are not nan
 
@@ -25,6 +26,13 @@ class ActionHead(ABC):
 
     outputs: int
     width: int
+
+    def to(self, device: torch.device) -> Self:
+        """Moves the head's own tensors to a device; returns the head."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        return self
 
     @abstractmethod
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -56,7 +64,7 @@ class CategoricalHead(ActionHead):
 
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         logp = self.logits(out, action_mask)
-        race = torch.empty_like(logp).exponential_(generator=generator)  # exponential clocks: the first is a sample
+        race = exponential_like(logp, generator)  # exponential clocks: the first is a sample
         action = torch.argmax(logp.exp() / race, -1)
         return action, logp.gather(-1, action[..., None])[..., 0]
 
@@ -141,7 +149,7 @@ class GaussianHead(ActionHead):
 
     def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         mean, log_std = self.mean_and_log_std(out)
-        noise = torch.empty_like(mean).normal_(generator=generator)
+        noise = normal_like(mean, generator)
         raw = mean + noise * log_std.exp()
         return self.middle + self.half_width * raw, self._logp(noise, log_std)
 
@@ -173,7 +181,7 @@ def encode_actions(space: Space, actions: Tensor) -> Tensor:
     if isinstance(space, MultiDiscrete):
         parts = [encode_actions(Discrete(size), actions[..., i]) for i, size in enumerate(space.sizes)]
         return torch.cat(parts, -1)
-    head = GaussianHead(space)
+    head = GaussianHead(space).to(actions.device)
     return head.to_unit(actions[..., : head.width])
 
 

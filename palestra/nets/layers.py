@@ -256,7 +256,7 @@ class Net(nn.Module):
 
     def initial_state(self, members: int, rows: int) -> Tensor:
         """Returns the recurrent state at the start of a game, zeros [P, R, H]."""
-        return torch.zeros(members, rows, self.gru_units)
+        return self.head.weight.new_zeros(members, rows, self.gru_units)
 
 
 def _rowwise(layer: Linear, x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ of the ring buffer, `F` ended games, `E` events, `n_step` decisions of lookahead
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -51,6 +51,22 @@ class ReplayBatch:
     state: Tensor | None
     next_state: Tensor | None
     index: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        """Returns the batch on a device, but for `index`, which the buffer reads; on the CPU the batch itself."""
+        if device.type == "cpu":
+            return self
+        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "index"}
+        return replace(self, **{name: _moved(value, device) for name, value in kept.items()})
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Returns tensors, alone or in a tuple or dict, on a device; None stays None."""
+    if isinstance(value, dict):
+        return {key: _moved(part, device) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_moved(part, device) for part in value)
+    return None if value is None else value.to(device, non_blocking=True)
 
 
 @dataclass
@@ -158,7 +174,8 @@ class ReplayBuffer:
 
     def update_priorities(self, index: Tensor, td_errors: Tensor) -> None:
         """Sets the priorities of sampled transitions from their TD errors [M], of any sign."""
-        self.ring.update_priorities(index.numpy(), td_errors.detach().numpy())
+        if self.ring.tree is not None:
+            self.ring.update_priorities(index.numpy(), td_errors.detach().cpu().numpy())
 
     def arrays(self) -> Arrays:
         """Returns everything that `load` needs to continue exactly. The arrays are views that change with `add`: copy

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from palestra.envs.vector.base import Space, VectorEnv
 from palestra.nets.entities import EntityLayout, entity_layout
+from palestra.nets.on_device import constant, identity
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,18 @@ class SeatMapping:
         return [seat for own in self.seats for seat in own]
 
     @cached_property
+    def _flat(self) -> tuple[int, ...]:
+        return tuple(self.all_seats)
+
+    def seat_index(self, device: torch.device) -> Tensor:
+        """Returns the seats of all members, in order, int64 [P*S]."""
+        return constant(self._flat, device)
+
+    def one_hot_seats(self, device: torch.device) -> Tensor:
+        """Returns the seats of each member as one-hot vectors [P, S, N] float32."""
+        return identity(self.num_seats, device)[constant(self.seats, device)]
+
+    @cached_property
     def _in_order(self) -> bool:
         """True if the members play all seats in order."""
         return self.all_seats == list(range(self.num_seats))
@@ -48,7 +61,7 @@ class SeatMapping:
         *rest]; no copy if one member plays all seats in order."""
         x = torch.as_tensor(array)
         if not self._in_order:
-            x = x.index_select(leading_dims, torch.tensor(self.all_seats))
+            x = x.index_select(leading_dims, constant(self._flat, x.device))
         shape = (*x.shape[:leading_dims], len(self.names), len(self.seats[0]), *x.shape[leading_dims + 1 :])
         return x.reshape(shape).movedim(leading_dims, 0)
 
@@ -56,12 +69,12 @@ class SeatMapping:
         """Returns network inputs from observations: [..., N, *padded] -> [P, ..., S, *inputs]."""
         x = self.select_seats(obs, leading_dims)
         if self.entities:
-            x = self.entities.arrange(x, torch.tensor(self.seats).view(len(x), *[1] * (x.dim() - 3), -1))
+            x = self.entities.arrange(x, constant(self.seats, x.device).view(len(x), *[1] * (x.dim() - 3), -1))
         elif len(self.observation_shape) == 1 and x.shape[-1] != self.observation_shape[0]:
             x = x[..., : self.observation_shape[0]]
         if not self.seat_id:
             return x
-        ids = torch.eye(self.num_seats)[torch.tensor(self.seats)]  # [P, S, N]
+        ids = self.one_hot_seats(x.device)
         ids = ids.view(len(self.names), *[1] * (x.dim() - 3), len(self.seats[0]), self.num_seats)
         return torch.cat([x, ids.expand(*x.shape[:-1], self.num_seats)], -1)
 
@@ -69,14 +82,14 @@ class SeatMapping:
         """Reorders rows, [P, T, B*S, ...] -> [T, B, P*S, ...], whose seats are in the order of `all_seats`."""
         return rows.unflatten(2, (-1, len(self.seats[0]))).movedim(0, 2).flatten(2, 3)
 
-    def repeat_games(self, x: np.ndarray) -> Tensor:
+    def repeat_games(self, x: Tensor) -> Tensor:
         """Repeats what is known of each game for every row: [T, B] -> [P, T, B*S]."""
-        rows = torch.from_numpy(x).repeat_interleave(len(self.seats[0]), 1)
+        rows = x.repeat_interleave(len(self.seats[0]), 1)
         return rows.expand(len(self.names), *rows.shape)
 
-    def to_array(self, rows: Tensor) -> np.ndarray:
-        """Returns rows in the order of `all_seats`: [P, B, S, *rest] -> [B, P*S, *rest] as an array."""
-        return rows.movedim(0, 1).flatten(1, 2).numpy()
+    def in_seat_order(self, rows: Tensor) -> Tensor:
+        """Returns rows in the order of `all_seats`: [P, B, S, *rest] -> [B, P*S, *rest]."""
+        return rows.movedim(0, 1).flatten(1, 2)
 
 
 def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict[str, object]) -> list[SeatMapping]:

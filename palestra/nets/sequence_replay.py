@@ -153,7 +153,8 @@ class SequenceReplay:
 
     def update_priorities(self, index: Tensor, td_errors: Tensor) -> None:
         """Sets the priorities of sampled sequences from their errors [M], of any sign."""
-        self.ring.update_priorities(index.numpy(), td_errors.detach().numpy())
+        if self.ring.tree is not None:
+            self.ring.update_priorities(index.numpy(), td_errors.detach().cpu().numpy())
 
     def arrays(self) -> Arrays:
         """Returns everything that `load` needs to continue exactly. The arrays are views that change with `add`: copy
@@ -168,4 +169,4 @@ class SequenceReplay:
 
 def _by_game(memory: Tensor, games: int) -> np.ndarray:
     """Reorders recurrent states: [P, B*S, H] -> [B, P, S, H]."""
-    return memory.unflatten(1, (games, -1)).movedim(1, 0).numpy()
+    return memory.unflatten(1, (games, -1)).movedim(1, 0).cpu().numpy()

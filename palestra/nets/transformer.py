@@ -21,6 +21,7 @@ from palestra.nets.dense import GAIN, Activation, LayerNorm, Linear
 from palestra.nets.entities import EntityLayout
 from palestra.nets.heads import encode_actions, encoding_size, make_head
 from palestra.nets.layers import Net, NetConfig, Team
+from palestra.nets.on_device import all_known, identity
 
 # outputs [P, G, O] and the number of a seat within the team -> its actions [P, G, ...] and log-probabilities [P, G]
 SeatSelector = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
@@ -137,7 +138,7 @@ class MultiAgentTransformer(Net):
     def _previous(self, codes: Tensor, acts: Tensor) -> Tensor:
         """Returns for each seat the encoded action of the last acting seat before it, and a 0; or the start token
         [P, G, S, A+1]."""
-        numbers = torch.arange(codes.shape[2])
+        numbers = torch.arange(codes.shape[2], device=codes.device)
         last = torch.where(acts, numbers, -1).cummax(2).values.roll(1, 2)  # the last acting seat up to each, shifted
         last[:, :, 0] = -1
         taken = nn.functional.pad(codes.gather(2, last.clamp(min=0)[..., None].expand(codes.shape)), (0, 1))
@@ -161,7 +162,7 @@ class MultiAgentTransformer(Net):
 
     def forward(self, obs: Tensor, team: Team | None = None) -> Tensor:
         """Returns the outputs of seats without a team: [P, R, *view] -> [P, R, O]; those of a team are `play`'s."""
-        alone = torch.ones(*obs.shape[:2], 1, dtype=torch.bool)
+        alone = torch.ones(*obs.shape[:2], 1, dtype=torch.bool, device=obs.device)
         encoded = self.encode(obs[:, :, None], alone)
         x = self._embed(self._start(encoded))
         for block in self.decoder:
@@ -197,7 +198,7 @@ def _mask(acts: Tensor, causal: bool) -> Tensor | None:
     """Returns whom each seat may attend to [P, G, S, S]: itself and the seats that act, with `causal` those before it;
     None for everyone."""
     S = acts.shape[2]
-    if bool(acts.all()):
+    if all_known(acts):
         return torch.ones(S, S, dtype=torch.bool).tril().expand(*acts.shape, S) if causal else None
-    allowed = acts[:, :, None] | torch.eye(S, dtype=torch.bool)
+    allowed = acts[:, :, None] | identity(S, acts.device).bool()
     return allowed.tril() if causal else allowed

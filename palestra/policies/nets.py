@@ -12,6 +12,7 @@ from palestra.envs.vector.base import VectorStep
 from palestra.nets.continuous_heads import LOG_2, BoundedHead
 from palestra.nets.heads import ActionHead
 from palestra.nets.layers import Net, Team
+from palestra.nets.on_device import as_tensor, make_generator, to_arrays
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.transformer import MultiAgentTransformer, SeatSelector
 
@@ -22,7 +23,7 @@ ActionSelector = Callable[[Tensor, Tensor | None, torch.Generator], tuple[Tensor
 class NetVectorPolicy:
     """A stack of networks at its seats. `selector` converts outputs to actions: `sampling_selector(head)`,
     `greedy_selector(head)`, or an algorithm's own exploration. `normalise` is applied to observations before the
-    networks."""
+    networks. It acts on the device of the network: observations go there and actions come back in one copy each."""
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class NetVectorPolicy:
         self.seats, self.name = seat_mapping.all_seats, "+".join(seat_mapping.names)
         versions = versions or [0] * len(seat_mapping.names)
         self.names = [f"{name}@{version}" for name, version in zip(seat_mapping.names, versions, strict=True)]
-        self.generator = torch.Generator()
+        self.device = net.head.weight.device
+        self.generator = make_generator(self.device, 0)
 
     def reset_rng(self, seed: int) -> None:
         self.generator.manual_seed(seed)
@@ -49,18 +51,20 @@ class NetVectorPolicy:
     def act(
         self, vector_step: VectorStep, recurrent_state: Tensor | None, is_first: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None, Tensor | None]:
-        obs = self.seat_mapping.network_inputs(vector_step.obs, 1)  # [P, B, S, *view]
+        mapping, device = self.seat_mapping, self.device
+        obs = mapping.network_inputs(as_tensor(vector_step.obs, device), 1)  # [P, B, S, *view]
         obs = self.normalise(obs) if self.normalise else obs
-        masks = None if vector_step.action_mask is None else self.seat_mapping.select_seats(vector_step.action_mask, 1)
+        mask = vector_step.action_mask
+        masks = None if mask is None else mapping.select_seats(as_tensor(mask, device), 1)
         # [P, B, S]; only networks that play teams read it
-        acts = self.seat_mapping.select_seats(vector_step.agent_mask, 1) if self.net.plays_team else None
+        acts = mapping.select_seats(as_tensor(vector_step.agent_mask, device), 1) if self.net.plays_team else None
         if isinstance(self.net, MultiAgentTransformer):
             assert acts is not None
             actions, logp = self.net.play(obs, acts, self._seat_selector(masks))
         else:
             actions, logp, recurrent_state = self._act_at_once(obs, acts, masks, recurrent_state, is_first)
-        put = self.seat_mapping.to_array
-        return put(actions), None if logp is None else put(logp), recurrent_state
+        by_seat = mapping.in_seat_order(actions), None if logp is None else mapping.in_seat_order(logp)
+        return *to_arrays(*by_seat), recurrent_state
 
     def _act_at_once(
         self,
@@ -77,7 +81,7 @@ class NetVectorPolicy:
         if recurrent_state is None:
             out = self.net(rows, team)
         else:
-            anew = torch.from_numpy(is_first).repeat_interleave(S).expand(P, 1, B * S)
+            anew = as_tensor(is_first, self.device).repeat_interleave(S).expand(P, 1, B * S)
             unrolled, memories = self.net.unroll(rows[:, None], recurrent_state, anew, team)
             assert memories is not None
             out, recurrent_state = unrolled[:, 0], memories[:, 0]
@@ -114,8 +118,8 @@ def uniform_selector(head: ActionHead) -> ActionSelector:
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, BoundedHead):
-            unit = torch.empty(*out.shape[:-1], head.width).uniform_(-1, 1, generator=generator)
-            return head.from_unit(unit), torch.full(unit.shape[:-1], -head.width * LOG_2)
+            unit = out.new_empty(*out.shape[:-1], head.width).uniform_(-1, 1, generator=generator)
+            return head.from_unit(unit), unit.new_full(unit.shape[:-1], -head.width * LOG_2)
         return head.sample(torch.zeros_like(out), action_mask, generator)
 
     return choose

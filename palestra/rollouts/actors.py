@@ -179,7 +179,7 @@ class ActorPool:
     def _publish(self) -> None:
         """Writes the current weights for all actors; starts the actors that do not run yet."""
         self.version += 1
-        flat = torch.cat([w.detach().flatten().float() for w in self.weights]).numpy()
+        flat = torch.cat([w.detach().flatten().float() for w in self.weights]).cpu().numpy()
         for i, buffers in enumerate(self.all_buffers):
             if i == len(self.actors):
                 buffers.weights[:], buffers.version[:] = flat, self.version

@@ -3,7 +3,8 @@ batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,16 @@ from palestra.rollouts.failures import RunFailed, describe_error
 from palestra.seeding import derive_seed
 from palestra.types import RolloutBatch
 
+MakeZeros = Callable[[tuple[int, ...], Any], np.ndarray]  # of a shape and a dtype
 LARGE_REWARD = 1e6  # rewards above this are a likely cause of non-finite losses
 
 
 class VectorRollout:
     """Collects rollouts in one vector env: each `collect` continues where the last one stopped. The returned batch is
-    valid until the next sweep."""
+    valid until the next sweep; `zeros` makes its arrays."""
 
-    def __init__(self, env: VectorEnv, seeds: np.ndarray) -> None:
-        self.env = env
+    def __init__(self, env: VectorEnv, seeds: np.ndarray, zeros: MakeZeros = np.zeros) -> None:
+        self.env, self.zeros = env, zeros
         self.recurrent_states: dict[str, Any] = {}
         self.restart(seeds)
         self._batch: RolloutBatch | None = None
@@ -45,8 +47,9 @@ class VectorRollout:
         batch.recurrent_state = dict(self.recurrent_states)
         for t in range(steps):
             self._note(batch, t)
+            seen = self.vector_step if self.zeros is np.zeros else seen_in_batch(self.vector_step, batch, t)
             for player in players:
-                self._act(player, batch, t)
+                self._act(player, seen, batch, t)
             self.vector_step = self._step(batch.actions[t])
             batch.rewards[t] = self.vector_step.rewards
             batch.terminated[t], batch.truncated[t] = self.vector_step.terminated, self.vector_step.truncated
@@ -78,9 +81,9 @@ class VectorRollout:
         if batch.state is not None:
             batch.state[t] = vector_step.state
 
-    def _act(self, player: VectorPolicy, batch: RolloutBatch, t: int) -> None:
+    def _act(self, player: VectorPolicy, seen: VectorStep, batch: RolloutBatch, t: int) -> None:
         actions, logp, self.recurrent_states[player.name] = player.act(
-            self.vector_step, self.recurrent_states[player.name], self.is_first
+            seen, self.recurrent_states[player.name], self.is_first
         )
         if actions.ndim == 3:  # may be shorter than other seats' actions
             batch.actions[t][:, player.seats, : actions.shape[2]] = actions
@@ -91,7 +94,7 @@ class VectorRollout:
 
     def _buffers(self, steps: int) -> RolloutBatch:
         if self._batch is None or len(self._batch.rewards) != steps:
-            self._batch = empty_batch(self.env, self.vector_step, steps)
+            self._batch = empty_batch(self.env, self.vector_step, steps, self.zeros)
         return self._batch
 
     def close(self) -> None:
@@ -109,7 +112,7 @@ class VectorRollout:
             "rollout/lengths": self.episode_stats.lengths,
         }
         memory = {
-            f"remembered/{name}": kept.numpy() for name, kept in self.recurrent_states.items() if kept is not None
+            f"remembered/{name}": kept.cpu().numpy() for name, kept in self.recurrent_states.items() if kept is not None
         }
         return {name: array.copy() for name, array in (games | own | memory).items()}
 
@@ -178,6 +181,13 @@ class FinalObservations:
             batch.final_state = np.concatenate([batch.state[0, :0], *self.states])
 
 
+def seen_in_batch(vector_step: VectorStep, batch: RolloutBatch, t: int) -> VectorStep:
+    """Returns a step with the observations and action masks that a batch holds of it at `t`: the same numbers, in
+    arrays that another device copies faster."""
+    action_mask = None if batch.action_mask is None else batch.action_mask[t]
+    return replace(vector_step, obs=batch.obs[t], action_mask=action_mask)
+
+
 def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:
     """Raises RunFailed, with seat and game, if one of `rewards` [T, B, N] is not finite."""
     if not np.isfinite(rewards).all():
@@ -202,29 +212,28 @@ def _name(env: VectorEnv) -> str:
     return env.name or type(env).__name__
 
 
-def empty_batch(env: VectorEnv, vector_step: VectorStep, steps: int) -> RolloutBatch:
-    """Returns a batch of zeros for a rollout of `steps`, with actions in int32 or float32."""
+def empty_batch(env: VectorEnv, vector_step: VectorStep, steps: int, zeros: MakeZeros = np.zeros) -> RolloutBatch:
+    """Returns a batch of zeros, made by `zeros`, for a rollout of `steps`, with actions in int32 or float32."""
     B, N = env.num_envs, len(env.seats)
     first = env.action_spaces[0]
     if isinstance(first, Continuous):
-        actions = np.zeros(
-            (steps, B, N, max(len(s.low) for s in env.action_spaces if isinstance(s, Continuous))), np.float32
-        )
+        width = max(len(s.low) for s in env.action_spaces if isinstance(s, Continuous))
+        actions = zeros((steps, B, N, width), np.float32)
     elif isinstance(first, MultiDiscrete):
         width = max(len(s.sizes) for s in env.action_spaces if isinstance(s, MultiDiscrete))
-        actions = np.zeros((steps, B, N, width), np.int32)
+        actions = zeros((steps, B, N, width), np.int32)
     else:
-        actions = np.zeros((steps, B, N), np.int32)
+        actions = zeros((steps, B, N), np.int32)
 
     def moments(array: np.ndarray | None) -> np.ndarray | None:
-        return None if array is None else np.zeros((steps + 1, *array.shape), array.dtype)
+        return None if array is None else zeros((steps + 1, *array.shape), array.dtype)
 
     return RolloutBatch(
-        obs=np.zeros((steps + 1, *vector_step.obs.shape), vector_step.obs.dtype),
-        agent_mask=np.zeros((steps + 1, B, N), bool),
+        obs=zeros((steps + 1, *vector_step.obs.shape), vector_step.obs.dtype),
+        agent_mask=zeros((steps + 1, B, N), bool),
         actions=actions,
-        logp=np.zeros((steps, B, N), np.float32),
-        rewards=np.zeros((steps, B, N), np.float32),
+        logp=zeros((steps, B, N), np.float32),
+        rewards=zeros((steps, B, N), np.float32),
         terminated=np.zeros((steps, B), bool),
         truncated=np.zeros((steps, B), bool),
         is_first=np.zeros((steps + 1, B), bool),

@@ -46,14 +46,14 @@ class SharedMemoryAllReduce:
         self.num_chunks = 0
 
     def all_reduce(self, x: Tensor, rank: int) -> Tensor:
-        """Returns the sum of all processes' `x`, of the same shape and dtype, summed in float64 in rank order:
+        """Returns the sum of all processes' `x`, of the same shape, dtype and device, summed in float64 in rank order:
         bit-identical in every process.
 
         Raises RuntimeError if another process has ended.
         """
         flat = x.flatten()
         parts = [self._sum(part, rank) for part in flat.split(CHUNK_ELEMENTS)]
-        return torch.cat(parts).view_as(x).to(x.dtype)
+        return torch.cat(parts).view_as(x).to(x)
 
     def _sum(self, part: Tensor, rank: int) -> Tensor:
         self.num_chunks += 1

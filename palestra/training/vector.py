@@ -48,6 +48,10 @@ class VectorLearner(Protocol):
         """Trains on one rollout. Returns metrics by policy. Raises FloatingPointError if a loss is not finite."""
         ...
 
+    def check_finite(self) -> None:
+        """Raises FloatingPointError for a loss that was not finite, if `update` did not wait for it."""
+        ...
+
     def member_writers(self) -> dict[str, Callable[[Path], None]]:
         """Functions that write each policy's acting weights to a folder, by name."""
         ...
@@ -160,6 +164,7 @@ class VectorTrainer:
         start = read_clocks()
         try:
             metrics = self.learner.update(self.batch, step / self.steps)
+            self.learner.check_finite()
         except FloatingPointError as error:
             raise RunFailed(self._explain_divergence(step, error)) from error
         self.totals.add(self.batch, metrics)

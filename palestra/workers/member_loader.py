@@ -24,7 +24,8 @@ from palestra.learners.policy_stack import read_frozen_member
 from palestra.policies.frozen import FrozenMember, InfoStateIndex, NetMember, TableMember, UniformMember
 from palestra.tabular.game_tree import MAX_NODES, GameTree, build_game_tree, uniform_policy
 
-K, V = TypeVar("K", bound=Hashable), TypeVar("V")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 UNIFORM_MEMBER = "uniform"  # the member without files
 TABLE_FILE = "table.safetensors"
 MAX_MEMBERS = 1024  # members in memory, those used last; a league goes on to add members, and to play old ones rarely

@@ -104,7 +104,7 @@ def test_stack_rows_map_to_member_seats(order: list[int], members: int, lead: in
             np.testing.assert_array_equal(taken[p, ..., s, :], array[..., seat, :])
     if lead == 1:
         put = np.zeros_like(array)
-        put[:, seating.all_seats] = seating.to_array(taken)
+        put[:, seating.all_seats] = seating.in_seat_order(taken)
         np.testing.assert_array_equal(put, array)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from palestra.algorithms.vector.critics import CriticEnsemble, frozen_copy
 from palestra.envs.vector.base import Arrays, MultiDiscrete, Space, VectorEnv
-from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec
+from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.learners.policy_stack import NetPolicyConfig, PolicyStack, StackedAdam, strip_prefix
 from palestra.losses.critics import critic_loss
 from palestra.losses.policy import TensorMetrics
@@ -135,7 +135,7 @@ class ActionValueLearner(NetLearner):
         seeds = [
             derive_seed(self.seeds[name], "critic", k) for k in range(self.num_critics) for name in seat_mapping.names
         ]
-        net = Net(observation, width if branches else 1, stack.config, make_generators(seeds))
+        net = Net(observation, width if branches else 1, stack.config, make_generators(seeds)).to(self.device)
         config = stack.config.model_copy(update={"lr": self.config.critic_lr or stack.config.lr})
         return CriticEnsemble(
             net,
@@ -160,12 +160,12 @@ class ActionValueLearner(NetLearner):
             rng = np.random.default_rng(derive_seed(self.seeds[self.names[0]], "moments", self.steps))
             generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
             for _ in range(self.config.gradient_steps):
-                transitions = self.replay.sample(self.config.batch_size, rng)
+                transitions = self.replay.sample(self.config.batch_size, rng).to(self.device)
                 for own, line in zip(lines, self.train_step(transitions, generator, progress), strict=True):
                     own.append(line)
-        means = [mean_metrics(own) for own in lines]
+        means = [mean_tensors(own) for own in lines]
         return {
-            name: {key: float(value[p]) for key, value in line.items()}
+            name: mean_metrics([{key: value[p] for key, value in line.items()}])
             for stack, line in zip(self.stacks, means, strict=True)
             for p, name in enumerate(stack.seat_mapping.names)
         }
@@ -201,7 +201,7 @@ class ActionValueLearner(NetLearner):
         seat_mapping, N = stack.seat_mapping, len(self.env.seats)
         whole = torch.cat([self.global_features(obs, state, 1), agent_mask.float()], -1)[None, :, None]
         others = self.action_encoder.other_actions(joint, seat_mapping)
-        ids = torch.eye(N)[torch.tensor(seat_mapping.seats)][:, None]  # [P, 1, S, N]
+        ids = seat_mapping.one_hot_seats(self.device)[:, None]  # [P, 1, S, N]
         shape = others.shape[:3]
         seen = torch.cat([whole.expand(*shape, -1), ids.expand(*shape, N), others], -1)
         return seen.flatten(1, 2)
@@ -258,7 +258,7 @@ def optional_rows(stack: PolicyStack, x: Tensor | None) -> Tensor | None:
     return None if x is None else stack.rows(x, 1)
 
 
-def mean_metrics(lines: Sequence[TensorMetrics]) -> TensorMetrics:
+def mean_tensors(lines: Sequence[TensorMetrics]) -> TensorMetrics:
     """Returns the mean of each metric over the dicts that contain it."""
     found: dict[str, list[Tensor]] = {}
     for line in lines:

@@ -39,6 +39,7 @@ from palestra.nets.advantages import AdvantageInputs, gae, vtrace
 from palestra.nets.heads import ActionHead
 from palestra.nets.layers import Net, make_generators
 from palestra.nets.normalise import RunningNorm
+from palestra.nets.on_device import RolloutTensors, make_generator
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.types import Metrics, RolloutBatch
 
@@ -160,7 +161,8 @@ class ActorCriticLearner(NetLearner):
         seeds = [self.seeds[name if name in self.seeds else self.names[0]] ^ 1 for name in seat_mapping.names]
         entities = seat_mapping.entities if self.config.critic == "own" else None
         net = Net(self._critic_input_shape(seat_mapping), 1, config, make_generators(seeds), entities=entities)
-        norm = RunningNorm(len(seat_mapping.names), 1, 0.99) if self.config.value_norm else None
+        net.to(self.device)
+        norm = RunningNorm(len(seat_mapping.names), 1, 0.99).to(self.device) if self.config.value_norm else None
         optimizer = StackedAdam(net, seat_mapping.names, config, self.gradient_sync)
         return ValueCritic(seat_mapping, net, optimizer, norm, self.config.value_norm == "popart")
 
@@ -175,8 +177,12 @@ class ActorCriticLearner(NetLearner):
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains critics, then policies, for `epochs` passes over the batch in `minibatches`; returns metrics by
         policy."""
+        return self.train(RolloutTensors.of(batch, self.device), progress)
+
+    def train(self, batch: RolloutTensors, progress: float) -> dict[str, Metrics]:
+        """Trains like `update`, on the tensors of a rollout."""
         metrics: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
-        self.shuffle = torch.Generator().manual_seed(int(sum(s.version for s in self.stacks)) * 7919 + 1)
+        self.shuffle = make_generator(self.device, int(sum(s.version for s in self.stacks)) * 7919 + 1)
         now = replace(batch, logp=self._logp(batch)) if self.config.off_policy_correction == "vtrace" else batch
         advantages, targets, known = self._credit(batch, now.logp, progress)
         for critic in self.critics:
@@ -198,22 +204,18 @@ class ActorCriticLearner(NetLearner):
         """Returns the stacks in the order in which they are trained."""
         if not self.config.sequential:
             return self.stacks
-        return [self.stacks[i] for i in torch.randperm(len(self.stacks), generator=self.shuffle).tolist()]
+        order = torch.randperm(len(self.stacks), generator=self.shuffle, device=self.shuffle.device)
+        return [self.stacks[i] for i in order.tolist()]
 
-    def _credit(self, batch: RolloutBatch, logp: np.ndarray, progress: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _credit(self, batch: RolloutTensors, logp: Tensor, progress: float) -> tuple[Tensor, Tensor, Tensor]:
         """Returns advantages, critic targets (float32) and a mask of the actions that have them, [T, B, N] each. `logp`
         [T, B, N] are log-probabilities under the current policies, for V-trace."""
         values, bootstrap = self._values(batch)
-        advantage_inputs = AdvantageInputs(
-            torch.from_numpy(batch.rewards),
-            values,
-            bootstrap,
-            torch.from_numpy(batch.seats_done),
-            torch.from_numpy(batch.agent_mask),
-        )
+        advantage_inputs = AdvantageInputs(batch.rewards, values, bootstrap, batch.seats_done, batch.agent_mask)
         gamma, lam = self.config.gamma_at(progress), self.config.gae_lambda
         if self.config.off_policy_correction == "vtrace":
-            ratio = torch.from_numpy(np.exp(logp - batch.logp))
+            gap = logp - batch.logp
+            ratio = torch.from_numpy(np.exp(gap.numpy())) if gap.is_cpu else gap.exp()
             advantages, targets, known = vtrace(advantage_inputs, ratio, gamma=gamma, gae_lambda=lam)
         else:
             advantages, known = gae(advantage_inputs, gamma=gamma, gae_lambda=lam)
@@ -221,15 +223,15 @@ class ActorCriticLearner(NetLearner):
         return advantages, targets, known
 
     @torch.no_grad()
-    def _values(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    def _values(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns the critics' values at every step [T+1, B, N], and the bootstrap value where a game ended [T, B, N]:
         0 for seats that terminated, whatever ended the game for the others."""
-        values = torch.zeros(batch.agent_mask.shape)
-        bootstrap = torch.zeros(batch.rewards.shape)
-        times, games = (torch.from_numpy(index) for index in batch.end_index)
-        cut = ~torch.from_numpy(batch.seats_terminated)[times, games]  # [F, N]
+        values = torch.zeros(batch.agent_mask.shape, device=self.device)
+        bootstrap = torch.zeros_like(batch.rewards)
+        times, games = batch.end_index
+        cut = ~batch.seats_terminated[times, games]  # [F, N]
         for critic in self.critics:
-            seats = torch.tensor(critic.seat_mapping.all_seats)
+            seats = critic.seat_mapping.seat_index(self.device)
             values[..., seats], ends = critic.evaluate(
                 self._critic_observations(critic, batch), self._final_critic_observations(critic, batch), batch
             )
@@ -237,7 +239,7 @@ class ActorCriticLearner(NetLearner):
         return values, bootstrap
 
     def _train_critic(
-        self, critic: ValueCritic, batch: RolloutBatch, targets: Tensor, known: Tensor, progress: float
+        self, critic: ValueCritic, batch: RolloutTensors, targets: Tensor, known: Tensor, progress: float
     ) -> Metrics:
         """Trains a critic on its targets; returns its metrics."""
         target, weight = self._update_norm(critic, targets, known)
@@ -267,13 +269,13 @@ class ActorCriticLearner(NetLearner):
             if critic.norm:
                 own = critic.seat_mapping.select_seats(targets, 2).flatten(2, 3)  # [P, T, B*S]
                 scaled = critic.seat_mapping.by_seat(critic.normalise(own))
-                aims[..., critic.seat_mapping.all_seats] = scaled
+                aims[..., critic.seat_mapping.seat_index(self.device)] = scaled
         return aims
 
     def _train_policies(
         self,
         stack: PolicyStack,
-        batch: RolloutBatch,
+        batch: RolloutTensors,
         advantages: Tensor,
         factor: Tensor,
         aims: Tensor,
@@ -297,13 +299,13 @@ class ActorCriticLearner(NetLearner):
                     total = total + self.config.aux_value_coef * missed
                     line[self.value_output_metric] = missed.detach()
             norms = stack.optimizer.step(total, progress)
-            for own_lines, line, norm in zip(lines, metrics, norms.tolist(), strict=True):
+            for own_lines, line, norm in zip(lines, metrics, norms.unbind(), strict=True):
                 own_lines.append(line | {"grad_norm": norm})
         stack.version += len(lines[0])
         return {name: mean_metrics(own) for name, own in zip(names, lines, strict=True)}
 
     def policy_rows(
-        self, stack: PolicyStack, batch: RolloutBatch, advantages: Tensor, factor: Tensor, known: Tensor
+        self, stack: PolicyStack, batch: RolloutTensors, advantages: Tensor, factor: Tensor, known: Tensor
     ) -> PolicyRows:
         """Returns what the policies of a stack learn from: `advantages` [T, B, N], normalised and then times `factor`
         [T, B, N], where they are `known` [T, B, N]."""
@@ -312,33 +314,33 @@ class ActorCriticLearner(NetLearner):
             advantage = standardise(advantage, weight, self.gradient_sync.all_reduce)
         return PolicyRows.of(stack, batch, advantage * stack.rows(factor), weight)
 
-    def _logp(self, batch: RolloutBatch) -> np.ndarray:
+    def _logp(self, batch: RolloutTensors) -> Tensor:
         """Returns the log-probability of each action under the current policies [T, B, N]; the recorded one where no
         learning seat acts."""
-        found = torch.from_numpy(batch.logp.copy())
+        found = batch.logp.clone()
         for stack in self.stacks:
-            found[..., stack.seat_mapping.all_seats] = stack.action_logp(batch)
-        return np.where(batch.agent_mask[:-1], found.numpy(), batch.logp)
+            found[..., stack.seat_mapping.seat_index(self.device)] = stack.action_logp(batch)
+        return torch.where(batch.agent_mask[:-1], found, batch.logp)
 
-    def _joint_ratio(self, stack: PolicyStack, batch: RolloutBatch) -> Tensor:
+    def _joint_ratio(self, stack: PolicyStack, batch: RolloutTensors) -> Tensor:
         """Returns the probability of the stack's actions at each step under its current policies, over that under the
         policies that played [T, B]; seats that do not act count as 1."""
-        seats = stack.seat_mapping.all_seats
-        change = stack.action_logp(batch) - torch.from_numpy(batch.logp[..., seats])
-        acts = torch.from_numpy(batch.agent_mask[:-1][..., seats])
+        seats = stack.seat_mapping.seat_index(self.device)
+        change = stack.action_logp(batch) - batch.logp[..., seats]
+        acts = batch.agent_mask[:-1][..., seats]
         return torch.where(acts, change, 0.0).sum(-1).exp()
 
     # ---- observations, rows, minibatches
 
-    def _critic_observations(self, critic: ValueCritic, batch: RolloutBatch) -> Tensor:
+    def _critic_observations(self, critic: ValueCritic, batch: RolloutTensors) -> Tensor:
         """Returns a critic's inputs at every step [P, T+1, B*S, ...]."""
         return self._critic_input(critic, batch.obs, batch.state, 2).flatten(2, 3)
 
-    def _final_critic_observations(self, critic: ValueCritic, batch: RolloutBatch) -> Tensor:
+    def _final_critic_observations(self, critic: ValueCritic, batch: RolloutTensors) -> Tensor:
         """Returns a critic's inputs at the ends of games [P, F, S, ...]."""
         return self._critic_input(critic, batch.final_obs, batch.final_state, 1)
 
-    def _critic_input(self, critic: ValueCritic, obs: np.ndarray, state: np.ndarray | None, lead: int) -> Tensor:
+    def _critic_input(self, critic: ValueCritic, obs: Tensor, state: Tensor | None, lead: int) -> Tensor:
         """Returns a critic's inputs: [..., N, *view] -> [P, ..., S, *input]."""
         seat_mapping = critic.seat_mapping
         if self.config.critic == "own":
@@ -347,7 +349,7 @@ class ActorCriticLearner(NetLearner):
             return norm.normalise(x) if norm else x
         whole = self.global_features(obs, state, lead)
         N, P, S = len(self.env.seats), len(seat_mapping.names), len(seat_mapping.seats[0])
-        ids = torch.eye(N)[torch.tensor(seat_mapping.seats)].view(P, *[1] * lead, S, N)
+        ids = seat_mapping.one_hot_seats(self.device).view(P, *[1] * lead, S, N)
         shape = (P, *whole.shape[:lead], S)
         return torch.cat([whole[None, ..., None, :].expand(*shape, -1), ids.expand(*shape, N)], -1)
 
@@ -373,7 +375,7 @@ class ActorCriticLearner(NetLearner):
 
     def state_arrays(self) -> Arrays:
         memories = {
-            f"critic_memory.{i}/{source}": memory.numpy()
+            f"critic_memory.{i}/{source}": memory.cpu().numpy()
             for i, critic in enumerate(self.critics)
             for source, memory in critic.recurrent_states.items()
         }
@@ -384,7 +386,7 @@ class ActorCriticLearner(NetLearner):
         for i, critic in enumerate(self.critics):
             kept = strip_prefix(arrays, f"critic_memory.{i}")
             critic.recurrent_states = {
-                int(source): torch.from_numpy(np.array(memory)) for source, memory in kept.items()
+                int(source): torch.from_numpy(np.array(memory)).to(self.device) for source, memory in kept.items()
             }
 
 

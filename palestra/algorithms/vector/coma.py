@@ -30,6 +30,7 @@ from palestra.losses.policy import LossInputs, policy_gradient_loss
 from palestra.nets.advantages import AdvantageInputs, gae
 from palestra.nets.heads import CategoricalHead
 from palestra.nets.layers import Net, make_generators
+from palestra.nets.on_device import RolloutTensors, constant, exponential_like, identity, make_generator
 from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
@@ -100,8 +101,8 @@ class COMALearner(NetLearner):
             )
         super().__init__(spec)
         self.config, self.num_actions, self.updates = config, max(sizes), 0
-        self.learns = torch.zeros(len(env.seats), dtype=torch.bool)
-        self.learns[[seat for own in spec.seats.values() for seat in own]] = True
+        self.learns = torch.zeros(len(env.seats), dtype=torch.bool, device=spec.device)
+        self.learns[constant(tuple(seat for own in spec.seats.values() for seat in own), spec.device)] = True
         self.critics = [self._critic(stack) for stack in self.stacks]
 
     def _critic(self, stack: PolicyStack) -> CentralCritic:
@@ -110,6 +111,7 @@ class COMALearner(NetLearner):
         lr = self.config.critic_lr or stack.config.lr
         config = stack.config.model_copy(update={"gru_units": 0, "lr": lr})
         net = Net((self.global_size + N * self.num_actions + N,), stack.head.outputs, config, make_generators(seeds))
+        net.to(self.device)
         target = copy.deepcopy(net).requires_grad_(False)
         return CentralCritic(net, target, StackedAdam(net, stack.seat_mapping.names, config, self.gradient_sync))
 
@@ -122,24 +124,25 @@ class COMALearner(NetLearner):
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains the critics for `epochs` passes over the batch, then takes one step with the policies; returns metrics
         by policy."""
-        self.random = torch.Generator().manual_seed(derive_seed(self.seeds[self.names[0]], "coma", self.updates))
-        critic_inputs, targets, known = self._credit(batch)
+        self.random = make_generator(self.device, derive_seed(self.seeds[self.names[0]], "coma", self.updates))
+        rollout = RolloutTensors.of(batch, self.device)
+        critic_inputs, targets, known = self._credit(rollout)
         lines: dict[str, Metrics] = {}
         losses = [self._train_critics(i, critic_inputs, targets, known, progress) for i in range(len(self.stacks))]
         q = self._values([critic.net for critic in self.critics], critic_inputs)
         advantages = counterfactual_advantages(q, critic_inputs.action_probs, critic_inputs.actions)[:-1]
         for stack, loss in zip(self.stacks, losses, strict=True):
-            for name, line in self._train_policies(stack, batch, advantages, progress).items():
+            for name, line in self._train_policies(stack, rollout, advantages, progress).items():
                 lines[name] = {"value_loss": loss} | line
         self.updates += 1
         if self.updates % self.config.target_interval == 0:
             for critic in self.critics:
                 critic.target.load_state_dict(critic.net.state_dict())
-        self.update_norms(batch)
+        self.update_norms(rollout)
         return lines
 
     @torch.no_grad()
-    def _credit(self, batch: RolloutBatch) -> tuple[CriticInputs, Tensor, Tensor]:
+    def _credit(self, batch: RolloutTensors) -> tuple[CriticInputs, Tensor, Tensor]:
         """Returns the critic inputs of the batch [T+1, B], the critics' targets and a mask of the actions that have
         them, [T, B, N] each.
 
@@ -152,14 +155,13 @@ class COMALearner(NetLearner):
         q = self._values(targets, critic_inputs)
         values = q.gather(-1, critic_inputs.actions[..., None])[..., 0]
         values[-1] = (critic_inputs.action_probs * q).sum(-1)[-1]
-        bootstrap = torch.zeros(batch.rewards.shape)
-        times, games = _ends(batch)
+        bootstrap = torch.zeros_like(batch.rewards)
+        times, games = batch.end_index
         if len(times):
-            cut = ~torch.from_numpy(batch.seats_terminated)[times, games]  # [F, N]
+            cut = ~batch.seats_terminated[times, games]  # [F, N]
             value = (ends.action_probs * self._values(targets, ends)).sum(-1)
             bootstrap[times, games] = torch.where(cut, value, 0.0)
-        rewards, over, agent_mask = (torch.from_numpy(x) for x in (batch.rewards, batch.seats_done, batch.agent_mask))
-        advantage_inputs = AdvantageInputs(rewards, values, bootstrap, over, agent_mask)
+        advantage_inputs = AdvantageInputs(batch.rewards, values, bootstrap, batch.seats_done, batch.agent_mask)
         advantages, known = gae(advantage_inputs, gamma=self.config.gamma, gae_lambda=self.config.td_lambda)
         return critic_inputs, advantages + values[:-1], known
 
@@ -176,18 +178,19 @@ class COMALearner(NetLearner):
             taken = q.gather(-1, part(actions)[..., None])[..., 0]
             loss = value_loss(taken, part(target), normalise_weights(part(weight)))
             critic.optimizer.step(loss, progress)
-            losses.append(loss.item() / len(q))
-        return float(np.mean(losses))
+            losses.append(loss.detach())
+        members = len(stack.seat_mapping.names)
+        return float(np.mean([loss / members for loss in torch.stack(losses).tolist()]))
 
     def _parts(self, transitions: int) -> Iterator[MiniBatch]:
         """Yields the minibatches of all epochs."""
         for _ in range(self.config.epochs):
-            order = torch.randperm(transitions, generator=self.random)
+            order = torch.randperm(transitions, generator=self.random, device=self.random.device).to(self.device)
             for index in order.chunk(self.config.minibatches):
                 yield MiniBatch(index, columns=False)
 
     def _train_policies(
-        self, stack: PolicyStack, batch: RolloutBatch, advantages: Tensor, progress: float
+        self, stack: PolicyStack, batch: RolloutTensors, advantages: Tensor, progress: float
     ) -> dict[str, Metrics]:
         """Takes one step with the policies of a stack; returns metrics by policy."""
         names = stack.seat_mapping.names
@@ -209,35 +212,32 @@ class COMALearner(NetLearner):
 
     # ---- critic inputs
 
-    def _critic_inputs(self, batch: RolloutBatch) -> tuple[CriticInputs, CriticInputs]:
+    def _critic_inputs(self, batch: RolloutTensors) -> tuple[CriticInputs, CriticInputs]:
         """Returns critic inputs of the batch [T+1, B], with sampled actions at the last step, and of the ends of games
         [F], with all actions sampled."""
         (T, B, N), A, F = batch.rewards.shape, self.num_actions, len(batch.final_obs)
-        policy, last = torch.zeros(T + 1, B, N, A), torch.zeros(F, N, A)
+        policy, last = (torch.zeros(*shape, N, A, device=self.device) for shape in ((T + 1, B), (F,)))
         for stack in self.stacks:
-            seats, choices = stack.seat_mapping.all_seats, stack.head.outputs
+            seats, choices = stack.seat_mapping.seat_index(self.device), stack.head.outputs
             moments, ends = self._probabilities(stack, batch)
             policy[:, :, seats, :choices], last[:, seats, :choices] = moments, ends
-        times, games = _ends(batch)
-        agent_mask = torch.from_numpy(batch.agent_mask)
-        actions = torch.cat([torch.from_numpy(batch.actions).long() * self.learns, self._draw(policy[-1:])])
+        (times, games), agent_mask = batch.end_index, batch.agent_mask
+        actions = torch.cat([batch.actions.long() * self.learns, self._draw(policy[-1:])])
         drawn = self._draw(last)
         seen = self._seen(batch.obs, batch.state, actions, agent_mask)
-        alive = agent_mask[times, games] & ~torch.from_numpy(batch.seats_terminated)[times, games]
+        alive = agent_mask[times, games] & ~batch.seats_terminated[times, games]
         final = self._seen(batch.final_obs, batch.final_state, drawn, alive)
         return CriticInputs(seen, policy, actions), CriticInputs(final, last, drawn)
 
-    def _policy_inputs(self, stack: PolicyStack, batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _policy_inputs(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the inputs of a stack's policies at every step: observations [P, T+1, C, ...], a mask of first steps,
         and action masks."""
-        P, S = len(stack.seat_mapping.names), len(stack.seat_mapping.seats[0])
-        is_first = torch.from_numpy(batch.is_first).repeat_interleave(S, 1)
         action_mask = None if batch.action_mask is None else stack.rows(batch.action_mask)
-        return stack.observations(batch.obs), is_first.expand(P, *is_first.shape), action_mask
+        return stack.observations(batch.obs), stack.seat_mapping.repeat_games(batch.is_first), action_mask
 
-    def _probabilities(self, stack: PolicyStack, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    def _probabilities(self, stack: PolicyStack, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns action probabilities at every step [T+1, B, P*S, A'] and at the ends of games [F, P*S, A']."""
-        S, times, games = len(stack.seat_mapping.seats[0]), *_ends(batch)
+        S, (times, games) = len(stack.seat_mapping.seats[0]), batch.end_index
         observations, is_first, action_mask = self._policy_inputs(stack, batch)
         out, memories = stack.net.unroll(
             observations, batch.recurrent_state.get("+".join(stack.seat_mapping.names)), is_first
@@ -255,28 +255,29 @@ class COMALearner(NetLearner):
 
     def _draw(self, policy: Tensor) -> Tensor:
         """Returns an action sampled from each row of probabilities [..., A]; 0 where all are zero."""
-        race = torch.empty_like(policy).exponential_(generator=self.random)
+        race = exponential_like(policy, self.random)
         return torch.argmax(policy / race, -1)
 
-    def _seen(self, obs: np.ndarray, state: np.ndarray | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
+    def _seen(self, obs: Tensor, state: Tensor | None, actions: Tensor, agent_mask: Tensor) -> Tensor:
         """Returns the critic input of each seat [..., N, D]: state or all observations, the others' actions (one-hot),
         and the seat."""
-        N, A = len(self.env.seats), self.num_actions
+        N, A, ids = len(self.env.seats), self.num_actions, identity(len(self.env.seats), self.device)
         whole = self.global_features(obs, state, actions.dim() - 1)
         done = nn.functional.one_hot(actions, A) * (agent_mask & self.learns)[..., None]
-        others = (done[..., None, :, :] * (1 - torch.eye(N))[..., None]).flatten(-2)
+        others = (done[..., None, :, :] * (1 - ids)[..., None]).flatten(-2)
         shape = (*actions.shape[:-1], N)
-        return torch.cat([whole[..., None, :].expand(*shape, -1), others, torch.eye(N).expand(*shape, N)], -1)
+        return torch.cat([whole[..., None, :].expand(*shape, -1), others, ids.expand(*shape, N)], -1)
 
     @torch.no_grad()
     def _values(self, nets: list[Net], critic_inputs: CriticInputs) -> Tensor:
         """Returns a value for each action of each seat [..., N, A] from the critics `nets`; 0 for actions that a seat
         lacks."""
-        q, lead = torch.zeros(critic_inputs.action_probs.shape), critic_inputs.action_probs.dim() - 2
+        q, lead = torch.zeros_like(critic_inputs.action_probs), critic_inputs.action_probs.dim() - 2
         for stack, net in zip(self.stacks, nets, strict=True):
             rows = stack.seat_mapping.select_seats(critic_inputs.inputs, lead)  # [P, ..., S, D]
             out = net(rows.flatten(1, -2)).unflatten(1, rows.shape[1:-1])
-            q[..., stack.seat_mapping.all_seats, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
+            seats = stack.seat_mapping.seat_index(self.device)
+            q[..., seats, : stack.head.outputs] = out.movedim(0, lead).flatten(lead, lead + 1)
         return q
 
     # ---- state
@@ -294,12 +295,6 @@ class COMALearner(NetLearner):
     def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         super().load_arrays(arrays)
         self.updates = int(arrays["updates"][0])
-
-
-def _ends(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Returns step and game of every end, [F] int64 each."""
-    times, games = batch.end_index
-    return torch.from_numpy(times), torch.from_numpy(games)
 
 
 def _logits(stack: PolicyStack, out: Tensor, action_mask: Tensor | None) -> Tensor:

@@ -21,8 +21,8 @@ from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.critics import value_loss
 from palestra.nets.layers import Net, Team
 from palestra.nets.normalise import RunningNorm, SumOverProcesses, rescale_outputs
+from palestra.nets.on_device import RolloutTensors
 from palestra.nets.seat_mapping import SeatMapping
-from palestra.types import RolloutBatch
 
 
 @dataclass
@@ -43,10 +43,12 @@ class ValueCritic:
         return (self.norm.denormalise(out) if self.norm else out)[..., 0]
 
     @torch.no_grad()
-    def evaluate(self, observations: Tensor, final_observations: Tensor, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    def evaluate(
+        self, observations: Tensor, final_observations: Tensor, batch: RolloutTensors
+    ) -> tuple[Tensor, Tensor]:
         """Returns the values of all seats at every step [T+1, B, P*S], from observations [P, T+1, B*S, ...], and at the
         ends of games [F, P*S], from `final_observations` [P, F, S, ...]."""
-        mapping, (times, games) = self.seat_mapping, (torch.from_numpy(index) for index in batch.end_index)
+        mapping, (times, games) = self.seat_mapping, batch.end_index
         acts = mapping.select_seats(batch.agent_mask, 2)  # [P, T+1, B, S]
         state, is_first = self.recurrent_states.get(batch.worker), mapping.repeat_games(batch.is_first)
         out, memories = self.net.unroll(observations, state, is_first, Team(acts.flatten(2, 3)))
@@ -91,12 +93,13 @@ class ValueCritic:
             before = None if old is None else minibatch(old)
             loss = value_loss(out.squeeze(-1), minibatch(rows.target), weight, before, clip)
             self.optimizer.step(loss, progress)
-            losses.append(loss.item() / len(self.seat_mapping.names))
+            losses.append(loss.detach())
         if self.net.gru_units:  # with the weights that evaluate the next batch
             memories = self._unroll(*inputs)[1]
             assert memories is not None
             self.recurrent_states[rows.worker] = memories[:, -1]
-        return float(np.mean(losses))
+        members = len(self.seat_mapping.names)
+        return float(np.mean([loss / members for loss in torch.stack(losses).tolist()]))
 
     @torch.no_grad()
     def _unroll(

@@ -23,6 +23,7 @@ from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import TanhHead, gumbel_softmax
 from palestra.nets.heads import ActionHead, CategoricalHead
 from palestra.nets.layers import Net
+from palestra.nets.on_device import normal_like
 from palestra.policies.nets import ActionSelector, sampling_selector
 
 
@@ -96,7 +97,8 @@ class DDPGLearner(OffPolicyLearner):
 
     def exploration(self, stack: PolicyStack, progress: float) -> ActionSelector:
         if isinstance(stack.seat_mapping.action_space, Continuous):
-            return sampling_selector(TanhHead(stack.seat_mapping.action_space, self.config.noise_at(progress)))
+            head = TanhHead(stack.seat_mapping.action_space, self.config.noise_at(progress))
+            return sampling_selector(head.to(self.device))
         return sampling_selector(stack.head)
 
     def policy_output(
@@ -155,6 +157,6 @@ class TD3Learner(DDPGLearner):
         """Returns the actions of the target policies with clipped noise, which smooths sharp peaks of the critics."""
         answer, clip = super().target_actions(i, observations, action_mask, generator), self.config.target_noise_clip
         if isinstance(self.stacks[i].head, TanhHead):
-            noise = self.config.target_noise * torch.empty_like(answer.action_codes).normal_(generator=generator)
+            noise = self.config.target_noise * normal_like(answer.action_codes, generator)
             answer.action_codes = (answer.action_codes + noise.clamp(-clip, clip)).clamp(-1, 1)
         return answer

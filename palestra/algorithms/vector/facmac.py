@@ -27,6 +27,7 @@ from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import q_loss, q_target
 from palestra.nets.mixers import QMIXMixer, SeatValues, VDNMixer
+from palestra.nets.on_device import constant
 from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.seeding import derive_seed
 
@@ -63,6 +64,7 @@ class FACMACLearner(DDPGLearner):
         self.mixer_adam: StackedAdam | None = None
         if config.mixer != "vdn":
             self.mixer = QMIXMixer(seats, self.global_size, config.mixer_units, seed, config.mixer == "qmix")
+            self.mixer.to(self.device)
             settings = self.policies[self.names[0]]
             settings = settings.model_copy(update={"lr": config.critic_lr or settings.lr})
             self.mixer_adam = StackedAdam(self.mixer, ["+".join(self.names)], settings, self.gradient_sync)
@@ -109,7 +111,8 @@ class FACMACLearner(DDPGLearner):
         state = self._mixer_state(transitions.next_obs, transitions.next_state)
         after = self._team_value(self.target_mixer, values, transitions.next_agent_mask, state)
         seats = sorted(self.action_encoder.heads)  # all have the same discount and weight
-        return q_target(transitions.rewards[:, seats].mean(-1), transitions.discounts[:, seats[0]], after)
+        rewards = transitions.rewards[:, constant(tuple(seats), self.device)].mean(-1)
+        return q_target(rewards, transitions.discounts[:, seats[0]], after)
 
     def _train_mixed_critic(
         self, transitions: TransitionBatch, batches: list[UpdateBatch], target: Tensor, progress: float

@@ -29,6 +29,7 @@ from palestra.losses.imitation import ImitationReward, discriminator_loss, gradi
 from palestra.losses.policy import LossInputs, TensorMetrics, clipped_policy_loss, cross_entropy_loss
 from palestra.nets.heads import encode_actions, encoding_size
 from palestra.nets.layers import Net, make_generators
+from palestra.nets.on_device import CPU, RolloutTensors, uniform
 from palestra.rollouts.vector_episodes import EpisodeFiles, read_vector_episodes
 from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
@@ -40,23 +41,23 @@ class Demonstrations:
     agent mask `agent_mask [T, B, N]` bool, first steps of games (`is_first [T, B]` bool), and action masks `action_mask
     [T, B, N, A]` bool if the env has them."""
 
-    obs: np.ndarray
-    actions: np.ndarray
-    agent_mask: np.ndarray
-    is_first: np.ndarray
-    action_mask: np.ndarray | None = None
+    obs: Tensor
+    actions: Tensor
+    agent_mask: Tensor
+    is_first: Tensor
+    action_mask: Tensor | None = None
 
 
-def to_demonstrations(batch: RolloutBatch) -> Demonstrations:
-    """Returns the transitions of a batch as demonstrations that share its arrays."""
+def to_demonstrations(batch: RolloutTensors) -> Demonstrations:
+    """Returns the transitions of a batch as demonstrations that share its tensors."""
     action_mask = None if batch.action_mask is None else batch.action_mask[:-1]
     return Demonstrations(batch.obs[:-1], batch.actions, batch.agent_mask[:-1], batch.is_first[:-1], action_mask)
 
 
-def read_demonstrations(paths: Sequence[str | Path], env: VectorEnv) -> Demonstrations:
+def read_demonstrations(paths: Sequence[str | Path], env: VectorEnv, device: torch.device = CPU) -> Demonstrations:
     """Returns the recorded episodes in files, one after another as those of one game. Raises ValueError if a file holds
     none or belongs to another env."""
-    return to_demonstrations(read_vector_episodes(paths, env))
+    return to_demonstrations(RolloutTensors.of(read_vector_episodes(paths, env), device))
 
 
 class DemoBatch:
@@ -72,7 +73,7 @@ class DemoBatch:
         self.actions = self.actions if self.actions.is_floating_point() else self.actions.long()
         self.action_mask = None if transitions.action_mask is None else stack.rows(transitions.action_mask)
         seats = len(stack.seat_mapping.seats[0])
-        self.is_first = torch.from_numpy(transitions.is_first).repeat_interleave(seats, 1).expand(self.agent_mask.shape)
+        self.is_first = transitions.is_first.repeat_interleave(seats, 1).expand(self.agent_mask.shape)
         begin = self.is_first if memory else self.agent_mask
         self.starts = [own.flatten().nonzero()[:, 0] for own in begin]  # t * C + c, where sequences may start
 
@@ -89,8 +90,10 @@ class DemoBatch:
         """Samples `count` sequences of `length` steps: returns their indices t * C + c (int64) and a mask of the
         actions to imitate, [P, L, M] each."""
         _, T, C = self.agent_mask.shape
-        first = torch.stack([own[torch.randint(len(own), (count,), generator=generator)] for own in self.starts])
-        at = first[:, None] + C * torch.arange(length)[:, None]
+        device = self.agent_mask.device
+        places = [torch.randint(len(own), (count,), generator=generator).to(device) for own in self.starts]
+        first = torch.stack([own[place] for own, place in zip(self.starts, places, strict=True)])
+        at = first[:, None] + C * torch.arange(length, device=device)[:, None]
         inside = at < T * C
         at = at.clamp(max=T * C - 1)
         return at, inside & self.gather(self.agent_mask, at)
@@ -98,7 +101,7 @@ class DemoBatch:
     @staticmethod
     def gather(x: Tensor, at: Tensor) -> Tensor:
         """Gathers indices from an array: [P, T, C, ...] -> [P, L, M, ...]."""
-        return x.flatten(1, 2)[torch.arange(len(x))[:, None, None], at]
+        return x.flatten(1, 2)[torch.arange(len(x), device=x.device)[:, None, None], at]
 
     def network_inputs(self, at: Tensor) -> Tensor:
         """Returns the network inputs at the indices [P, L, M], normalised if the stack does so."""
@@ -114,7 +117,7 @@ class DemoBatch:
 def load_demonstrations(paths: Sequence[str], learner: NetLearner, *, memory: bool) -> list[DemoBatch]:
     """Returns the demonstrations of each stack. Raises ValueError if a policy has no action in them, or if a recurrent
     policy has no first step of a game."""
-    transitions, where = read_demonstrations(paths, learner.env), ", ".join(paths)
+    transitions, where = read_demonstrations(paths, learner.env, learner.device), ", ".join(paths)
     found = [DemoBatch(stack, transitions, memory and bool(stack.config.gru_units)) for stack in learner.stacks]
     for demos in found:
         if demos.policies_without_actions:
@@ -267,23 +270,24 @@ class GAILLearner(ActorCriticLearner):
             1,
             config,
             make_generators(seeds),
-        )
+        ).to(self.device)
         return Discriminator(net, StackedAdam(net, seat_mapping.names, config, self.gradient_sync))
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Trains the discriminators, replaces the rewards by theirs, and trains the policies on them; returns metrics
         by policy."""
-        rewards = np.zeros_like(batch.rewards)
+        rollout = RolloutTensors.of(batch, self.device)
+        rewards = torch.zeros_like(rollout.rewards)
         lines: dict[str, Metrics] = {name: {} for name in self.names}
         for demos, discriminator in zip(self.demos, self.discriminators, strict=True):
             seat_mapping = demos.stack.seat_mapping
-            played = DemoBatch(demos.stack, to_demonstrations(batch), memory=False)
+            played = DemoBatch(demos.stack, to_demonstrations(rollout), memory=False)
             idle = self.gradient_sync.all_reduce(torch.tensor([float(len(played.policies_without_actions))]))
             if not idle.item():  # in any process: a rollout may be too short for every policy to act
                 lines |= self._train_discriminators(discriminator, demos, played, progress)
             earned = seat_mapping.by_seat(self._earned(discriminator, played))
-            rewards[..., seat_mapping.all_seats] = earned.numpy()
-        learned = super().update(replace(batch, rewards=rewards), progress)
+            rewards[..., seat_mapping.seat_index(self.device)] = earned
+        learned = self.train(replace(rollout, rewards=rewards), progress)
         return {name: lines[name] | line for name, line in learned.items()}
 
     def _train_discriminators(
@@ -301,7 +305,7 @@ class GAILLearner(ActorCriticLearner):
             )
             loss, metrics = discriminator_loss(discriminator(theirs), discriminator(ours))
             if config.gradient_penalty:
-                mix = torch.rand(*theirs.shape[:2], 1, generator=generator)
+                mix = uniform((*theirs.shape[:2], 1), generator, self.device)
                 loss = loss + config.gradient_penalty * gradient_penalty(discriminator, theirs, ours, mix)
             discriminator.optimizer.step(loss.sum(), progress)
             lines.append(metrics)
@@ -313,7 +317,9 @@ class GAILLearner(ActorCriticLearner):
     def _earned(self, discriminator: Discriminator, played: DemoBatch) -> Tensor:
         """Returns the discriminator's reward of every transition [P, T, C]; 0 where a seat did not act."""
         P, T, C = played.agent_mask.shape
-        logit = discriminator(played.encoded_transitions(torch.arange(T * C).expand(P, 1, -1))).view(P, T, C)
+        logit = discriminator(
+            played.encoded_transitions(torch.arange(T * C, device=self.device).expand(P, 1, -1))
+        ).view(P, T, C)
         return imitation_reward(logit, self.imitation.reward) * played.agent_mask
 
     # ---- state

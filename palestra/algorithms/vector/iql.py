@@ -76,7 +76,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
 
     def _value_net(self, stack: PolicyStack) -> Net:
         seeds = [derive_seed(self.seeds[name], "value") for name in stack.seat_mapping.names]
-        return Net(self.critic_input_shape(stack), 1, stack.config, make_generators(seeds))
+        return Net(self.critic_input_shape(stack), 1, stack.config, make_generators(seeds)).to(self.device)
 
     def train_step(
         self, transitions: TransitionBatch, generator: torch.Generator, progress: float
@@ -105,7 +105,7 @@ class IQLLearner(OfflineLearner, ActionValueLearner):
         """Returns the values [P, R] of the states in which actions were taken, or of those that followed."""
         t = transitions
         seen = (t.next_obs, t.next_state, t.next_agent_mask) if after else (t.obs, t.state, t.agent_mask)
-        nothing = torch.zeros(len(t.rewards), self.action_encoder.size)  # a state's value depends on no action
+        nothing = t.rewards.new_zeros(len(t.rewards), self.action_encoder.size)  # a state's value depends on no action
         return self.value_nets[i](self.critic_inputs(self.stacks[i], *seen, nothing))[..., 0]
 
     def _train_values(

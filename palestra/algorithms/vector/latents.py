@@ -18,6 +18,7 @@ from palestra.learners.policy_stack import PolicyStack
 from palestra.nets.dense import MLP
 from palestra.nets.layers import make_generators
 from palestra.nets.normalise import RunningNorm, SumOverProcesses
+from palestra.nets.on_device import CPU, as_tensor
 from palestra.policies.nets import ActionSelector, NetVectorPolicy
 from palestra.types import RolloutBatch
 
@@ -57,12 +58,12 @@ class LatentPolicy:
     the games' initial states and `returns [B]` their rewards so far (float64); empty before the first step.
     """
 
-    def __init__(self, state: int, latents: int, units: int, seed: int) -> None:
-        self.net = MLP(state, [units], "relu", make_generators([seed]), latents, OUTPUT_GAIN)
-        self.norm = RunningNorm(1, 1, decay=RETURN_DECAY)
+    def __init__(self, state: int, latents: int, units: int, seed: int, device: torch.device = CPU) -> None:
+        self.net = MLP(state, [units], "relu", make_generators([seed]), latents, OUTPUT_GAIN).to(device)
+        self.norm, self.device = RunningNorm(1, 1, decay=RETURN_DECAY).to(device), device
         self.drawn: list[np.ndarray] = []
         self.current: np.ndarray = np.zeros(0, np.int64)
-        self.starts, self.returns = torch.zeros(0, state), np.zeros(0)
+        self.starts, self.returns = torch.zeros(0, state, device=device), np.zeros(0)
 
     @torch.no_grad()
     def draw(self, features: Tensor, is_first: np.ndarray, generator: torch.Generator) -> None:
@@ -70,8 +71,9 @@ class LatentPolicy:
         if len(self.current) != len(is_first):
             self.current = np.zeros(len(is_first), np.int64)
         if is_first.any():
-            chances = self.net(features[torch.from_numpy(is_first)][None])[0].softmax(-1)
-            self.current[is_first] = torch.multinomial(chances, 1, generator=generator)[:, 0].numpy()
+            chances = self.net(features[as_tensor(is_first, self.device)][None])[0].softmax(-1)
+            drawn = torch.multinomial(chances.to(generator.device), 1, generator=generator)
+            self.current[is_first] = drawn[:, 0].cpu().numpy()
         self.drawn.append(self.current.copy())
 
     def latents_of(self, batch: RolloutBatch) -> np.ndarray:
@@ -88,14 +90,14 @@ class LatentPolicy:
         states `features` [T+1, B, G] and the team's rewards [T, B]; keeps those of the other games."""
         latent, games = self.latents_of(batch), len(self.current)
         if len(self.returns) != games:
-            self.starts, self.returns = torch.zeros(games, features.shape[-1]), np.zeros(games)
+            self.starts, self.returns = features.new_zeros(games, features.shape[-1]), np.zeros(games)
         ended: list[tuple[Tensor, Tensor, Tensor]] = []
         for t, done in enumerate(batch.done):
-            first = torch.from_numpy(batch.is_first[t])
+            first = as_tensor(batch.is_first[t], self.device)
             self.starts = torch.where(first[:, None], features[t], self.starts)
             self.returns = np.where(batch.is_first[t], 0.0, self.returns) + rewards[t]
-            over = torch.from_numpy(done)
-            ended.append((self.starts[over], torch.from_numpy(latent[t][done]), torch.from_numpy(self.returns[done])))
+            over, drawn = as_tensor(done, self.device), as_tensor(latent[t][done], self.device)
+            ended.append((self.starts[over], drawn, as_tensor(self.returns[done], self.device)))
         starts, latents, returns = (torch.cat(parts) for parts in zip(*ended, strict=True))
         return starts, latents, returns.float()
 
@@ -104,7 +106,7 @@ class LatentPolicy:
     ) -> Tensor:
         """Returns the loss of policy gradients on ended games (Williams, 1992), whose returns are normalised by running
         statistics, with an entropy bonus; 0 without games."""
-        self.norm.update(returns[None, :, None], torch.ones(1, len(returns)), total)
+        self.norm.update(returns[None, :, None], returns.new_ones(1, len(returns)), total)
         advantages = self.norm.normalise(returns[None, :, None])[0, :, 0]
         logp = self.net(starts[None])[0].log_softmax(-1)
         gains = advantages * logp.gather(1, latents[:, None])[:, 0] + entropy_coef * categorical_entropy(logp)
@@ -125,9 +127,9 @@ class LatentPolicy:
 
     def arrays(self) -> Arrays:
         """Returns the state of the games that `load` needs."""
-        return {"current": self.current, "starts": self.starts.numpy(), "returns": self.returns}
+        return {"current": self.current, "starts": self.starts.cpu().numpy(), "returns": self.returns}
 
     def load(self, arrays: Mapping[str, Any]) -> None:
         """Restores what `arrays` returned."""
         self.current, self.returns = np.array(arrays["current"]), np.array(arrays["returns"])
-        self.starts = torch.from_numpy(np.array(arrays["starts"]))
+        self.starts = torch.from_numpy(np.array(arrays["starts"])).to(self.device)

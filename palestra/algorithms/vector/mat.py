@@ -23,9 +23,10 @@ from palestra.nets.dense import Linear
 from palestra.nets.heads import ActionHead
 from palestra.nets.layers import Net, Team, make_generators
 from palestra.nets.normalise import RunningNorm
+from palestra.nets.on_device import RolloutTensors
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.transformer import MultiAgentTransformer
-from palestra.types import Metrics, RolloutBatch
+from palestra.types import Metrics
 
 
 class MAT(PPO):
@@ -90,12 +91,12 @@ class MATLearner(ActorCriticLearner):
 
     def _critic(self, seat_mapping: SeatMapping) -> ValueCritic:
         stack = next(stack for stack in self.stacks if stack.seat_mapping == seat_mapping)
-        norm = RunningNorm(len(seat_mapping.names), 1, 0.99) if self.config.value_norm else None
+        norm = RunningNorm(len(seat_mapping.names), 1, 0.99).to(self.device) if self.config.value_norm else None
         values = cast(Net, EncoderValues(cast(MultiAgentTransformer, stack.net)))
         return ValueCritic(seat_mapping, values, stack.optimizer, norm, self.config.value_norm == "popart")
 
     def _train_critic(
-        self, critic: ValueCritic, batch: RolloutBatch, targets: Tensor, known: Tensor, progress: float
+        self, critic: ValueCritic, batch: RolloutTensors, targets: Tensor, known: Tensor, progress: float
     ) -> Metrics:
         """Updates the statistics of returns; values are trained with the policy."""
         self._update_norm(critic, targets, known)

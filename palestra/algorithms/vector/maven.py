@@ -38,6 +38,7 @@ from palestra.losses.q import ILLEGAL_VALUE
 from palestra.nets.dense import MLP
 from palestra.nets.heads import ActionHead
 from palestra.nets.layers import make_generators
+from palestra.nets.on_device import RolloutTensors, as_tensor
 from palestra.nets.replay import TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.sequence_replay import SequenceBatch
@@ -101,12 +102,12 @@ class MAVENLearner(QMIXLearner):
         own, seed, adam = self.policies[name], self.seeds[name], partial(StackedAdam, names=["+".join(self.names)])
         draws = own.model_copy(update={"lr": config.latent_lr or own.lr})
         self.latent_policy = LatentPolicy(
-            self.global_size, config.latents, config.mixer_units, derive_seed(seed, "latents")
+            self.global_size, config.latents, config.mixer_units, derive_seed(seed, "latents"), self.device
         )
         self.latent_adam = adam(self.latent_policy.net, config=draws, gradient_sync=self.gradient_sync)
         inputs = self.global_size + len(self.seats) * self._num_actions
         generators = make_generators([derive_seed(seed, "variational")])
-        self.variational = MLP(inputs, [config.mixer_units], "relu", generators, config.latents)
+        self.variational = MLP(inputs, [config.mixer_units], "relu", generators, config.latents).to(self.device)
         self.variational_adam = adam(self.variational, config=own, gradient_sync=self.gradient_sync)
 
     # ---- networks
@@ -149,7 +150,7 @@ class MAVENLearner(QMIXLearner):
         """Returns a selector that chooses by the outputs of each game's latent."""
 
         def select(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-            rows = torch.from_numpy(self.latent_policy.current).repeat_interleave(seats)
+            rows = as_tensor(self.latent_policy.current, out.device).repeat_interleave(seats)
             return choose(head.select(out, rows.expand(out.shape[:-1])), action_mask, generator)
 
         return select
@@ -157,7 +158,9 @@ class MAVENLearner(QMIXLearner):
     def _draw(
         self, obs: np.ndarray, state: np.ndarray | None, is_first: np.ndarray, generator: torch.Generator
     ) -> None:
-        self.latent_policy.draw(self.global_features(obs, state, 1), is_first, generator)
+        seen = as_tensor(obs if state is None else state, self.device)
+        features = self.global_features(seen, None if state is None else seen, 1)
+        self.latent_policy.draw(features, is_first, generator)
 
     def sampling_policies(self) -> Sequence[NetVectorPolicy]:
         """Returns epsilon-greedy players of the preferred latent."""
@@ -170,7 +173,7 @@ class MAVENLearner(QMIXLearner):
 
     def _preferred(self) -> list[tuple[PolicyStack, ValueHead]]:
         """Returns copies of the stacks as plain Q-networks of the preferred latent, and their heads."""
-        latent = torch.tensor(self.latent_policy.preferred())
+        latent = torch.tensor(self.latent_policy.preferred()).to(self.device)
 
         def own(head: LatentHead, weights: Tensor) -> Tensor:
             return head.single.values(head.select(weights, latent.expand(weights.shape[:-1])))
@@ -197,7 +200,8 @@ class MAVENLearner(QMIXLearner):
         )
 
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
-        features = self.global_features(batch.obs, batch.state, 2)
+        rollout = RolloutTensors.of(batch, self.device)
+        features = self.global_features(rollout.obs, rollout.state, 2)
         starts, latents, returns = self.latent_policy.ended_games(
             batch, features, batch.rewards[..., self.seats].mean(-1)
         )

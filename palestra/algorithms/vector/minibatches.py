@@ -14,7 +14,7 @@ from torch import Tensor
 
 from palestra.learners.policy_stack import PolicyStack
 from palestra.nets.layers import Team
-from palestra.types import RolloutBatch
+from palestra.nets.on_device import RolloutTensors
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PolicyRows(NamedTuple):
         return None if self.acts is None else Team(self.acts, self.actions)
 
     @classmethod
-    def of(cls, stack: PolicyStack, batch: RolloutBatch, advantage: Tensor, weight: Tensor) -> PolicyRows:
+    def of(cls, stack: PolicyStack, batch: RolloutTensors, advantage: Tensor, weight: Tensor) -> PolicyRows:
         """Returns the rows of a rollout that the policies of a stack learn from, with advantages and weights [P, T,
         C]."""
         return cls(
@@ -106,19 +106,18 @@ def iterate_minibatches(
     order. Recurrent networks get whole columns of time; others single transitions (with one member, only those whose
     weight is not 0). The `team_size` consecutive columns of a team stay together, those of weight 0 too."""
     P, _, C = weight.shape
-    seats = torch.arange(team_size)
+    device = weight.device
+    seats, some, count = torch.arange(team_size, device=device), None, C // team_size
+    if not recurrent:
+        known = weight.reshape(P, -1, team_size).any(2)
+        some = known[0].nonzero()[:, 0] if P == 1 and not bool(known.all()) else None
+        count = known.shape[1] if some is None else len(some)
     for _ in range(epochs):
-        if recurrent:
-            order, columns = torch.randperm(C // team_size, generator=generator), True
-        else:
-            known = weight.reshape(P, -1, team_size).any(2)
-            some = known[0].nonzero()[:, 0] if P == 1 and not bool(known.all()) else None
-            count = known.shape[1] if some is None else len(some)
-            order, columns = torch.randperm(count, generator=generator), False
-            order = order if some is None else some[order]
+        order = torch.randperm(count, generator=generator, device=generator.device).to(device)
+        order = order if some is None else some[order]
         # With few transitions some minibatches are empty: they repeat one (or take one of weight 0), since other
         # processes may be waiting for this one's gradients.
-        spare = order[:1] if len(order) else torch.zeros(1, dtype=torch.long)
+        spare = order[:1] if len(order) else torch.zeros(1, dtype=torch.long, device=device)
         for teams in order.tensor_split(minibatches):
             chosen = teams if len(teams) else spare
-            yield MiniBatch((chosen[:, None] * team_size + seats).flatten(), columns)
+            yield MiniBatch((chosen[:, None] * team_size + seats).flatten(), recurrent)

@@ -27,6 +27,7 @@ from palestra.learners.policy_stack import PolicyStack, StackedAdam, strip_prefi
 from palestra.losses.policy import LossInputs, cross_entropy_loss
 from palestra.nets.heads import make_head
 from palestra.nets.layers import Net, make_generators
+from palestra.nets.on_device import as_tensor
 from palestra.nets.reservoir import Reservoir
 from palestra.policies.nets import NetVectorPolicy, greedy_selector, sampling_selector
 from palestra.seeding import derive_seed
@@ -119,11 +120,11 @@ class NFSPLearner(DQNLearner):
             make_generators(seeds),
             self.output_gain,
             entities=seat_mapping.entities,
-        )
+        ).to(self.device)
         return PolicyStack(
             seat_mapping,
             config,
-            head,
+            head.to(self.device),
             net,
             StackedAdam(net, seat_mapping.names, config, self.gradient_sync),
             stack.norm,
@@ -178,7 +179,7 @@ class NFSPLearner(DQNLearner):
         """Takes one gradient step of the average strategies; returns their losses [P]."""
         names, count = stack.seat_mapping.names, self.config.batch_size
         drawn = [self.reservoirs[name].sample(count, rng) for name in names]
-        rows = {key: torch.from_numpy(np.stack([own[key] for own in drawn])) for key in drawn[0]}
+        rows = {key: as_tensor(np.stack([own[key] for own in drawn]), self.device) for key in drawn[0]}
         obs = stack.norm.normalise(rows["obs"]) if stack.norm else rows["obs"]
         logp, entropy = stack.head.evaluate_actions(stack.net(obs), rows["actions"], rows.get("action_mask"))
         losses = []

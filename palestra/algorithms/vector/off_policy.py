@@ -22,6 +22,7 @@ from palestra.losses.critics import td_target
 from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import idle_code
 from palestra.nets.heads import MASKED_LOGIT, ActionHead
+from palestra.nets.on_device import RolloutTensors
 from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.policies.nets import ActionSelector, NetVectorPolicy, sampling_selector, uniform_selector
@@ -100,7 +101,7 @@ class OffPolicyLearner(ActionValueLearner):
 
     def build_stack(self, seat_mapping: SeatMapping) -> PolicyStack:
         made = super().build_stack(seat_mapping)
-        made.head = self.make_head(seat_mapping.action_space)
+        made.head = self.make_head(seat_mapping.action_space).to(self.device)
         return made
 
     def build_replay(self) -> ReplayBuffer:
@@ -132,7 +133,8 @@ class OffPolicyLearner(ActionValueLearner):
 
     def remember(self, batch: RolloutBatch) -> None:
         self.replay.add(batch)
-        self.update_norms(batch)
+        if self.has_norms:
+            self.update_norms(RolloutTensors.of(batch, self.device))
 
     def train_step(
         self, transitions: TransitionBatch, generator: torch.Generator, progress: float
@@ -155,7 +157,7 @@ class OffPolicyLearner(ActionValueLearner):
     def targets(self, transitions: TransitionBatch, generator: torch.Generator) -> list[Tensor]:
         """Returns the critics' targets [P, R] for each stack."""
         answers = [self._next(i, transitions, generator) for i in range(len(self.stacks))]
-        joint = torch.zeros(len(transitions.rewards), self.action_encoder.size)
+        joint = transitions.rewards.new_zeros(len(transitions.rewards), self.action_encoder.size)
         for stack, answer in zip(self.stacks, answers, strict=True):
             self.action_encoder.write(joint, stack.seat_mapping, answer.action_codes)
         targets = []
@@ -179,10 +181,11 @@ class OffPolicyLearner(ActionValueLearner):
         )
         if self.config.critic == "own":  # the next step is the seat's own next decision
             return answer
-        agent_mask, nothing = stack.rows(transitions.next_agent_mask, 1)[..., None], idle_code(stack.head)
+        agent_mask = stack.rows(transitions.next_agent_mask, 1)[..., None]
+        nothing = idle_code(stack.head, self.device)
         answer.action_codes = torch.where(agent_mask, answer.action_codes, nothing)
         if answer.logp is not None:
-            certain = (1 - nothing) * MASKED_LOGIT if answer.logp.dim() > 2 else torch.zeros(1)
+            certain = (1 - nothing) * MASKED_LOGIT if answer.logp.dim() > 2 else nothing.new_zeros(1)
             logp = answer.logp if answer.logp.dim() > 2 else answer.logp[..., None]
             answer.logp = torch.where(agent_mask, logp, certain).view_as(answer.logp)
         return answer

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from palestra.envs.vector.base import Arrays
 from palestra.learners.nets import AlgorithmConfig, NetLearner
+from palestra.nets.on_device import RolloutTensors
 from palestra.nets.replay import ReplayBuffer
 from palestra.rollouts.vector_episodes import EpisodeFiles, digest, read_vector_episodes
 from palestra.types import RolloutBatch
@@ -66,7 +67,7 @@ class OfflineLearner(NetLearner):
                         f"in {', '.join(self.config.data)} no step has an action of policy {name} and what followed: "
                         "record more steps"
                     )
-        self.update_norms(batch)
+        self.update_norms(RolloutTensors.of(batch, self.device))
         return found
 
     @property

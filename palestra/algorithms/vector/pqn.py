@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -27,6 +26,7 @@ from palestra.learners.policy_stack import PolicyStack
 from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import best_action, gather_values
 from palestra.nets.advantages import AdvantageInputs, gae
+from palestra.nets.on_device import RolloutTensors, constant, make_generator
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.policies.nets import NetVectorPolicy
 from palestra.seeding import derive_seed
@@ -100,51 +100,51 @@ class PQNLearner(NetLearner):
     def update(self, batch: RolloutBatch, progress: float) -> dict[str, Metrics]:
         """Takes `epochs` passes over the batch in `minibatches` of joint transitions (of whole games for recurrent
         policies); returns metrics by policy."""
-        targets, known = self.targets(batch)
-        rows = [self._rows(stack, batch, targets, known) for stack in self.stacks]
+        rollout = RolloutTensors.of(batch, self.device)
+        targets, known = self.targets(rollout)
+        rows = [self._rows(stack, rollout, targets, known) for stack in self.stacks]
         seed = derive_seed(self.seeds[self.names[0]], "pqn", sum(stack.version for stack in self.stacks))
         minibatches = iterate_minibatches(
-            known[..., self.seats].any(-1)[None].float(),
+            known[..., constant(tuple(self.seats), self.device)].any(-1)[None].float(),
             epochs=self.config.epochs,
             minibatches=self.config.minibatches,
             recurrent=any(stack.net.gru_units for stack in self.stacks),
-            generator=torch.Generator().manual_seed(seed),
+            generator=make_generator(self.device, seed),
         )
         lines: dict[str, list[TensorMetrics]] = {name: [] for name in self.names}
         for minibatch in minibatches:
             for stack, line in zip(self.stacks, self._step(rows, minibatch, progress), strict=True):
                 for p, name in enumerate(stack.seat_mapping.names):
                     lines[name].append({key: value[p] for key, value in line.items()})
-        self.update_norms(batch)
+        self.update_norms(rollout)
         return {name: mean_metrics(own) for name, own in lines.items()}
 
-    def targets(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    def targets(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns Q(lambda) targets (Gallici et al., 2024, eq. 14) and a mask of the actions that have them, [T, B, N]
         each: reward + gamma * (lambda * the next target + (1 - lambda) * the next best value). Of a team, all seats
         that act have its target."""
         values, bootstrap = self._best_values(batch)
-        rewards, done = torch.from_numpy(batch.rewards), torch.from_numpy(batch.seats_done)
-        acts = torch.from_numpy(batch.agent_mask)
+        rewards, done, acts = batch.rewards, batch.seats_done, batch.agent_mask
         if self.config.mixer == "vdn":
-            team = self.seats
+            team = constant(tuple(self.seats), self.device)
             values = (values * acts)[..., team].sum(-1, keepdim=True)
             bootstrap = (bootstrap * acts[:-1])[..., team].sum(-1, keepdim=True)
             rewards, done = rewards[..., team].mean(-1, keepdim=True), done[..., team].all(-1, keepdim=True)
             acts = acts[..., team].any(-1, keepdim=True)
         inputs = AdvantageInputs(rewards, values, bootstrap, done, acts)
         error, known = gae(inputs, gamma=self.config.gamma, gae_lambda=self.config.q_lambda)
-        own = torch.from_numpy(batch.agent_mask[:-1])
+        own = batch.agent_mask[:-1]
         return (error + values[:-1]).expand(own.shape), known & own
 
     @torch.no_grad()
-    def _best_values(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    def _best_values(self, batch: RolloutTensors) -> tuple[Tensor, Tensor]:
         """Returns the value of each seat's best legal action at every step [T+1, B, N], and at the last observation
         where a game ended [T, B, N]: 0 for seats that terminated. Legal there is what was at a seat's last decision."""
-        values, bootstrap = torch.zeros(batch.agent_mask.shape), torch.zeros(batch.rewards.shape)
-        times, games = (torch.from_numpy(index) for index in batch.end_index)
-        cut = ~torch.from_numpy(batch.seats_terminated)[times, games]  # [F, N]
+        values, bootstrap = torch.zeros(batch.agent_mask.shape, device=self.device), torch.zeros_like(batch.rewards)
+        times, games = batch.end_index
+        cut = ~batch.seats_terminated[times, games]  # [F, N]
         for stack in self.stacks:
-            seats, S = stack.seat_mapping.all_seats, len(stack.seat_mapping.seats[0])
+            seats, S = stack.seat_mapping.seat_index(self.device), len(stack.seat_mapping.seats[0])
             is_first = stack.seat_mapping.repeat_games(batch.is_first)
             memory = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
             q, memories = stack.net.unroll(stack.observations(batch.obs), memory, is_first)
@@ -156,10 +156,10 @@ class PQNLearner(NetLearner):
                 legal = None if batch.action_mask is None else stack.rows(last_action_masks(batch), 1)[:, None]
                 ends = stack.seat_mapping.by_seat(gather_values(q, best_action(q, legal)))[0]  # [F, P*S]
                 here = torch.where(cut[:, seats], ends, 0.0)
-                bootstrap[times[:, None], games[:, None], torch.tensor(seats)] = here
+                bootstrap[times[:, None], games[:, None], seats] = here
         return values, bootstrap
 
-    def _rows(self, stack: PolicyStack, batch: RolloutBatch, targets: Tensor, known: Tensor) -> StackRows:
+    def _rows(self, stack: PolicyStack, batch: RolloutTensors, targets: Tensor, known: Tensor) -> StackRows:
         """Returns what a stack learns from."""
         shape = (-1, len(stack.seat_mapping.seats[0]))
         memory = batch.recurrent_state.get("+".join(stack.seat_mapping.names))
@@ -213,12 +213,12 @@ class PQNLearner(NetLearner):
         return weight / known.sum().clamp(min=1)
 
 
-def last_action_masks(batch: RolloutBatch) -> Tensor:
+def last_action_masks(batch: RolloutTensors) -> Tensor:
     """Returns the action masks [F, N, A] of each seat's last decision before the ends of games; of a seat without one
     in the batch, those of its first step."""
     assert batch.action_mask is not None
-    steps = np.arange(len(batch.agent_mask))[:, None, None]
-    last = np.maximum.accumulate(np.where(batch.agent_mask, steps, 0), 0)
     times, games = batch.end_index
-    masks = torch.from_numpy(batch.action_mask)
-    return masks[torch.from_numpy(last[times, games]), torch.from_numpy(games)[:, None], torch.arange(last.shape[-1])]
+    steps = torch.arange(len(batch.agent_mask), device=times.device)[:, None, None]
+    last = torch.where(batch.agent_mask, steps, 0).cummax(0).values
+    seats = torch.arange(last.shape[-1], device=times.device)
+    return batch.action_mask[last[times, games], games[:, None], seats]

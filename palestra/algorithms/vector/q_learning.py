@@ -27,6 +27,7 @@ from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import best_action, dueling_values, gather_values, next_value, sequence_priority
 from palestra.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.nets.layers import Net, make_generators
+from palestra.nets.on_device import RolloutTensors, uniform
 from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
@@ -132,8 +133,8 @@ class ValueHead(ActionHead):
 
         def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
             action = self.mode(out, action_mask)
-            dice = torch.rand(action.shape, generator=generator)
-            lots = torch.rand(*action.shape, self.num_actions, generator=generator)
+            dice = uniform(action.shape, generator, out.device)
+            lots = uniform((*action.shape, self.num_actions), generator, out.device)
             return torch.where(dice < epsilon, best_action(lots, action_mask), action), None
 
         return choose
@@ -213,7 +214,8 @@ class QLearner(NetLearner):
         """Adds a rollout to the replay buffer and the running norms."""
         self.replay.add(self.replay_rows(batch))
         self.env_steps_seen += batch.terminated.size
-        self.update_norms(batch)
+        if self.has_norms:
+            self.update_norms(RolloutTensors.of(batch, self.device))
 
     def replay_rows(self, batch: RolloutBatch) -> RolloutBatch:
         """Returns the rollout as the replay buffer stores it."""
@@ -244,7 +246,7 @@ class QLearner(NetLearner):
         config = self.config
         recurrent = isinstance(self.replay, SequenceReplay)
         count = max(1, config.batch_size // config.rollout_length) if recurrent else config.batch_size
-        drawn = self.replay.sample(count, rng, self.priority_beta_at(progress))
+        drawn = self.replay.sample(count, rng, self.priority_beta_at(progress)).to(self.device)
         lines, error, known = self.train_step(
             drawn if isinstance(drawn, SequenceBatch) else as_sequences(drawn), progress
         )
@@ -385,7 +387,7 @@ def with_last_layer(stack: PolicyStack, outputs: int, convert: Callable[[Tensor]
         stack.config,
         make_generators([0] * len(stack.seat_mapping.names)),
         entities=stack.seat_mapping.entities,
-    )
+    ).to(stack.net.head.weight.device)
     weights = stack.net.state_dict()
     for name in ("head.weight", "head.bias"):
         weights[name] = convert(weights[name])

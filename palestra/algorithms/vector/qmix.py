@@ -28,6 +28,7 @@ from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.policy import TensorMetrics
 from palestra.losses.q import best_action, gather_values, next_value, q_loss, q_target
 from palestra.nets.mixers import QMIXMixer, QPLEXMixer, SeatValues, VDNMixer
+from palestra.nets.on_device import constant
 from palestra.nets.replay import TransitionBatch
 from palestra.nets.sequence_replay import SequenceBatch
 from palestra.seeding import derive_seed
@@ -65,7 +66,7 @@ class QMIXLearner(QLearner):
 
     def __init__(self, config: MixingConfig, spec: NetLearnerSpec) -> None:
         super().__init__(config, spec)
-        self.mixer = self._mixer()
+        self.mixer = self._mixer().to(self.device)
         self.target_mixer = copy.deepcopy(self.mixer).requires_grad_(False)
         names, first = ["+".join(self.names)], self.policies[self.names[0]]
         learns = any(True for _ in self.mixer.parameters())
@@ -109,7 +110,7 @@ class QMIXLearner(QLearner):
             after = self._mixed(self.target_mixer, [then for _, then, _ in judged], drawn.next_agent_mask, next_state)
         # with joint time all seats have the same discount and weight
         discount, weight = drawn.discounts[..., self.seats[0]], drawn.weight[..., self.seats[0]]
-        target = q_target(drawn.rewards[..., self.seats].mean(-1), discount, after)
+        target = q_target(drawn.rewards[..., constant(tuple(self.seats), self.device)].mean(-1), discount, after)
         known = weight > 0
         share = weight / known.sum().clamp(min=1)
         loss, error = q_loss(total, target, share)

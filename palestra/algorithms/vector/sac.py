@@ -67,7 +67,9 @@ class SACLearner(OffPolicyLearner):
                 f'target_entropy is {wanted}, but actions of env "{self.env.name}" are discrete, and of them it is a '
                 "share of what is possible: give a number from 0 to 1"
             )
-        self.alphas = [Temperature(len(stack.seat_mapping.names), self.config.alpha) for stack in self.stacks]
+        self.alphas = [
+            Temperature(len(stack.seat_mapping.names), self.config.alpha).to(self.device) for stack in self.stacks
+        ]
         self.alpha_adams = [
             StackedAdam(alpha, stack.seat_mapping.names, stack.config, self.gradient_sync)
             for alpha, stack in zip(self.alphas, self.stacks, strict=True)
@@ -127,11 +129,10 @@ class SACLearner(OffPolicyLearner):
         """Returns the target entropy [P, R] in nats."""
         head, set_to = self.stacks[i].head, self.config.target_entropy
         if isinstance(head, SquashedHead):
-            return torch.full(
-                batch.policy_weights.shape, (DEFAULT_ENTROPY_PER_DIM if set_to is None else set_to) * head.width
-            )
+            each = DEFAULT_ENTROPY_PER_DIM if set_to is None else set_to
+            return torch.full_like(batch.policy_weights, each * head.width)
         share = DEFAULT_ENTROPY_SHARE if set_to is None else set_to
-        choices = torch.full(batch.policy_weights.shape, float(head.outputs))
+        choices = torch.full_like(batch.policy_weights, float(head.outputs))
         choices = choices if batch.action_mask is None else batch.action_mask.sum(-1).clamp(min=1)
         return share * torch.log(choices)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from palestra.envs.vector.base import VectorEnv
 from palestra.learners.policy_stack import PolicyStack
 from palestra.nets.mixers import SeatValues
+from palestra.nets.on_device import constant
 
 
 def mix_values(
@@ -21,8 +22,8 @@ def mix_values(
 ) -> Tensor:
     """Returns the team's value [T, M] from the inputs of each stack's seats (`q` and `best` [P, T, R], `actions`
     [P, T, R, A]), the agent mask [T, M, N] and the state [T, M, G]. A seat that does not act adds zeros."""
-    seats = [seat for stack in stacks for seat in stack.seat_mapping.all_seats]
-    acts = agent_mask[..., seats]
+    seats = tuple(seat for stack in stacks for seat in stack.seat_mapping.all_seats)
+    acts = agent_mask[..., constant(seats, agent_mask.device)]
 
     def joint(parts: list[Tensor]) -> Tensor:
         """Returns [T*M, J, ...] from the stacks' [P, T, R, ...]."""

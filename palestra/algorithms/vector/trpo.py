@@ -21,12 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner
 from palestra.algorithms.vector.minibatches import PolicyRows, normalise_weights
-from palestra.learners.nets import NetLearner
+from palestra.learners.nets import NetLearner, mean_metrics
 from palestra.learners.policy_stack import NonFiniteGradient, PolicyStack
 from palestra.losses.policy import LossInputs, TensorMetrics, importance_sampling_loss
 from palestra.nets.heads import kl_divergence
 from palestra.nets.natural_gradient import conjugate_gradient, dot, fisher_product, flat_gradient
-from palestra.types import Metrics, RolloutBatch
+from palestra.nets.on_device import RolloutTensors
+from palestra.types import Metrics
 
 
 class TRPO(ActorCriticConfig):
@@ -82,7 +83,7 @@ class TRPOLearner(ActorCriticLearner):
     def _train_policies(
         self,
         stack: PolicyStack,
-        batch: RolloutBatch,
+        batch: RolloutTensors,
         advantages: Tensor,
         factor: Tensor,
         aims: Tensor,
@@ -107,7 +108,7 @@ class TRPOLearner(ActorCriticLearner):
             "grad_norm": norms,
         }
         return {
-            name: {key: float(value[p]) for key, value in metrics.items()}
+            name: mean_metrics([{key: value[p] for key, value in metrics.items()}])
             for p, name in enumerate(stack.seat_mapping.names)
         }
 
@@ -147,7 +148,7 @@ class TRPOLearner(ActorCriticLearner):
         """Moves each member by the largest of the shares 1, `backtrack`, ... of its step that improves the surrogate
         within the bound; returns the surrogate there, and the shares [P]."""
         weights, start = stack.optimizer.flat, stack.optimizer.flat.clone()
-        share, open_members = torch.ones(len(start)), torch.ones(len(start), dtype=torch.bool)
+        share, open_members = torch.ones_like(before.value), torch.ones_like(before.value, dtype=torch.bool)
         base = self._mean(before.value)
         for _ in range(self.config.line_search_steps):
             weights.copy_(start + share[:, None] * step)

@@ -18,6 +18,7 @@ from palestra.envs.vector.base import Discrete, VectorEnv, VectorStep, empty_ste
 from palestra.learners.policy_stack import NetPolicyConfig, read_policy
 from palestra.nets.communication import Communication, mean_of_others
 from palestra.nets.layers import make_generators
+from palestra.nets.on_device import RolloutTensors
 from palestra.rollouts.vector_rollout import VectorRollout
 
 
@@ -90,9 +91,9 @@ def test_log_probabilities_of_training_equal_those_of_acting(kind: str) -> None:
     made = learner(config, env, {"a": [0, 2, 4], "b": [1, 3, 5]}, gru_units=4 if kind == "memory" else 0)
     batch = VectorRollout(env, np.arange(6)).collect(made.rollout_policies(0), 12, 0)
     acts = batch.agent_mask[:-1]
-    np.testing.assert_allclose(made._logp(batch)[acts], batch.logp[acts], atol=1e-5)
+    np.testing.assert_allclose(made._logp(RolloutTensors.of(batch))[acts], batch.logp[acts], atol=1e-5)
     (stack,), ones = made.stacks, torch.ones(12, 6, 6)
-    rows = made.policy_rows(stack, batch, ones, ones, torch.from_numpy(acts.copy()))
+    rows = made.policy_rows(stack, RolloutTensors.of(batch), ones, ones, torch.from_numpy(acts.copy()))
     made.shuffle = torch.Generator().manual_seed(0)
     for minibatch in made._minibatches(rows.weight, stack.net):
         part = rows.minibatch(minibatch)

@@ -143,7 +143,7 @@ def test_clone_matches_the_expert_frequencies(tmp_path: Path) -> None:
     moves = read_demonstrations([drawn], env)
     for cue in range(3):
         own = moves.obs[:, :, 0, cue] == 1
-        counts = np.bincount(moves.actions[:, :, 0][own], minlength=3) / own.sum()
+        counts = np.bincount(moves.actions[:, :, 0][own], minlength=3) / int(own.sum())
         view = torch.tensor([*np.eye(3)[cue], 1.0], dtype=torch.float32)
         np.testing.assert_allclose(made.stacks[0].net(view[None, None])[0, 0].softmax(0).detach(), counts, atol=0.04)
     assert figures["a"]["nll"] == pytest.approx(1.5 * math.log(2), abs=0.03)

@@ -19,6 +19,7 @@ from palestra.envs.vector.matrix import MatrixGame
 from palestra.envs.vector.mpe import SimpleSpread
 from palestra.learners.policy_stack import NetPolicyConfig, read_policy
 from palestra.nets.layers import NetConfig, make_generators
+from palestra.nets.on_device import RolloutTensors
 from palestra.nets.transformer import MultiAgentTransformer
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -65,7 +66,7 @@ def test_parallel_and_sequential_decoding_agree(kind: str) -> None:
     acts = batch.agent_mask[:-1]
     if kind in ("turns", "dead"):
         assert not acts.all()
-    np.testing.assert_allclose(made._logp(batch)[acts], batch.logp[acts], atol=1e-5)
+    np.testing.assert_allclose(made._logp(RolloutTensors.of(batch))[acts], batch.logp[acts], atol=1e-5)
     assert np.ptp(batch.logp[..., own][acts[..., own]]) > 0.1
 
 
@@ -159,7 +160,7 @@ def loss_by_hand(made: MATLearner, batch: Any) -> float:
     (stack,) = made.stacks
     net, old = stack.net, torch.from_numpy(batch.logp)
     assert isinstance(net, MultiAgentTransformer)
-    advantages, _, known = made._credit(batch, batch.logp, 0.0)
+    advantages, _, known = made._credit(RolloutTensors.of(batch), old, 0.0)
     advantages = (advantages - advantages[known].mean()) / (advantages[known].std(correction=0) + 1e-8)
     losses = []
     for t, b in np.ndindex(*batch.rewards.shape[:2]):

@@ -24,6 +24,7 @@ from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
 from palestra.envs.vector.pettingzoo.games import PettingZooEnv
 from palestra.learners.policy_stack import NetPolicyConfig
+from palestra.nets.on_device import RolloutTensors
 from palestra.nets.replay import ReplayBuffer
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -84,13 +85,13 @@ def worth_to_early(
 def said(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]) -> float:
     first = torch.from_numpy(batch.is_first)
     if isinstance(learner, ActorCriticLearner):
-        return float(learner._values(batch)[0][first][:, 0].mean())
+        return float(learner._values(RolloutTensors.of(batch))[0][first][:, 0].mean())
     if isinstance(learner, COMALearner):
-        scene = learner._credit(batch)[0]
+        scene = learner._credit(RolloutTensors.of(batch))[0]
         q = learner._values([judge.net for judge in learner.critics], scene)
         return float(q[first][:, 0].mean())
     if isinstance(learner, PQNLearner):
-        return float(learner._best_values(batch)[0][first][:, 0].mean())
+        return float(learner._best_values(RolloutTensors.of(batch))[0][first][:, 0].mean())
     if isinstance(learner, QLearner) and not learner.counts_env_steps:
         stack = learner.stacks[0]
         return float(learner.heads[0].values(stack.net.unroll(stack.observations(batch.obs))[0]).detach()[0, 0].mean())
@@ -175,6 +176,6 @@ def test_last_action_of_a_seat_is_credited_before_the_game_ends() -> None:
     learner = PPO(**ON).build_learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
     batch = VectorRollout(env, np.arange(4)).collect(learner.rollout_policies(0.0), 3, 0)
     assert not batch.done.any()
-    _, targets, known = learner._credit(batch, batch.logp, 0.0)
+    _, targets, known = learner._credit(RolloutTensors.of(batch), torch.from_numpy(batch.logp), 0.0)
     assert known[:, :, 0].tolist() == [[True] * 4] + [[False] * 4] * 2
     assert targets[0, :, 0].tolist() == pytest.approx([1.0] * 4)

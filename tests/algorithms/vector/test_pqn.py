@@ -15,6 +15,7 @@ from palestra.envs.vector.base import Continuous, VectorEnv
 from palestra.envs.vector.matrix import TwoStepGame
 from palestra.learners.policy_stack import NetPolicyConfig, read_policy
 from palestra.nets.dense import LayerNorm
+from palestra.nets.on_device import RolloutTensors
 from palestra.policies.vector import UniformVectorPolicy, VectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch
@@ -94,7 +95,7 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
     assert [stack.seat_mapping.names for stack in made.stacks] == [("one", "three"), ("two",)]
     players: list[VectorPolicy] = [*made.rollout_policies(0.0), UniformVectorPolicy(env, [2])]
     batch = VectorRollout(env, np.arange(5)).collect(players, 12, 0)
-    targets, known = made.targets(batch)
+    targets, known = made.targets(RolloutTensors.of(batch))
     losses: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for team in [(0, 1, 3)] if mixer == "vdn" else [(0,), (1,), (3,)]:
         losses[team] = []

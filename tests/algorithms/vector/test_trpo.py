@@ -22,6 +22,7 @@ from palestra.envs.vector.mpe import SimpleSpread
 from palestra.learners.policy_stack import NetPolicyConfig, PolicyStack
 from palestra.nets.heads import CategoricalHead, GaussianHead, MultiCategoricalHead, kl_divergence
 from palestra.nets.natural_gradient import conjugate_gradient, dot, fisher_product
+from palestra.nets.on_device import RolloutTensors
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch
@@ -111,7 +112,7 @@ def test_fisher_product_equals_the_fisher_matrix(turns: bool) -> None:
     (stack,) = made.stacks
     batch = VectorRollout(env, np.arange(3)).collect(made.rollout_policies(0), 6, 0)
     ones = torch.from_numpy(batch.agent_mask[:-1].copy())
-    rows = made.policy_rows(stack, batch, ones.float(), torch.ones_like(ones.float()), ones)
+    rows = made.policy_rows(stack, RolloutTensors.of(batch), ones.float(), torch.ones_like(ones.float()), ones)
     before = made.surrogate(stack, rows, 0.0)
     product, D = fisher_product(before.divergence, stack.optimizer.parameters), stack.optimizer.flat.shape[1]
     assert before.divergence.abs().max() < 1e-6
@@ -182,7 +183,7 @@ def test_sequential_update_equals_a_reference_implementation(turns: bool) -> Non
     env = Countdown(4, turns=turns)
     made = learner(hatrpo(gamma=0.9, cg_steps=60, kl_bound=0.02), env, {"a": [0], "b": [1]})
     batch = VectorRollout(env, np.array([1, 5, 9, 13])).collect(made.rollout_policies(0), 8, 0)
-    advantages, _, known = made._credit(batch, batch.logp, 0.0)
+    advantages, _, known = made._credit(RolloutTensors.of(batch), torch.from_numpy(batch.logp), 0.0)
     for seat in range(2):
         own = advantages[..., seat][known[..., seat]]
         advantages[..., seat] = (advantages[..., seat] - own.mean()) / (own.std(correction=0) + 1e-8)
@@ -225,7 +226,7 @@ def test_divergence_stays_within_the_bound(kind: str) -> None:
                 stack.observations(batch.obs)[:, :-1],
                 batch.recurrent_state.get("+".join(stack.seat_mapping.names)),
             )
-            first = stack.seat_mapping.repeat_games(batch.is_first)[:, :-1]
+            first = stack.seat_mapping.repeat_games(torch.from_numpy(batch.is_first))[:, :-1]
             masks = None if batch.action_mask is None else stack.rows(batch.action_mask)[:, :-1]
             was, now = (net.unroll(views, memory, first)[0] for net in (old, stack.net))
             acts = stack.rows(batch.agent_mask[:-1]).float()

@@ -15,6 +15,7 @@ from palestra.envs.vector.base import VectorStep
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.losses.critics import value_loss
 from palestra.nets.normalise import rescale_outputs
+from palestra.nets.on_device import RolloutTensors
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch
 
@@ -29,7 +30,7 @@ def learner(config: PPO, env: Any, policy: NetPolicyConfig = POLICY) -> ActorCri
 
 def values(made: ActorCriticLearner, batch: RolloutBatch) -> torch.Tensor:
     """The critics' values of every step, in units of reward."""
-    return made._values(batch)[0]
+    return made._values(RolloutTensors.of(batch))[0]
 
 
 def test_rescaled_layer_by_hand() -> None:

@@ -1,0 +1,244 @@
+"""Every algorithm on another device than the CPU: on a pretended one (pretended_device.py) its numbers are those of the
+CPU, nothing mixes tensors of both, and neither acting nor an update waits for the device more often than it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pretended_device import DEVICE, PretendedDevice, pretended_device, waits_of
+from vector_toys import Countdown
+
+from palestra.algorithms.vector.a2c import A2C
+from palestra.algorithms.vector.coma import COMA
+from palestra.algorithms.vector.cql import CQL
+from palestra.algorithms.vector.ddpg import DDPG, TD3
+from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.facmac import FACMAC
+from palestra.algorithms.vector.imitation import BC, GAIL
+from palestra.algorithms.vector.iql import IQL
+from palestra.algorithms.vector.mat import MAT
+from palestra.algorithms.vector.maven import MAVEN
+from palestra.algorithms.vector.nfsp import NFSP
+from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.pqn import PQN
+from palestra.algorithms.vector.qmix import QMIX
+from palestra.algorithms.vector.sac import SAC
+from palestra.algorithms.vector.trpo import TRPO
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, VectorEnv
+from palestra.envs.vector.mpe import SimpleSpread
+from palestra.learners.nets import AlgorithmConfig, NetLearner
+from palestra.learners.policy_stack import GradientSync, NetPolicyConfig, NonFiniteGradient, read_policy
+from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.vector_episodes import record_vector_episodes
+from palestra.rollouts.vector_rollout import VectorRollout
+from palestra.training.gradient_sync import SharedMemoryAllReduce
+
+ALL = ("one", "two")
+STARTS = {"learning_starts": 1, "buffer_size": 64, "batch_size": 16, "gradient_steps": 3}
+STEPS = 8  # of a rollout
+FAST = ("mappo", "ppo with memory", "qmix", "sac, continuous", "coma")  # the others are slow tests
+
+# algorithm, env, settings of the policies
+CASES: dict[str, tuple[AlgorithmConfig, str, dict[str, Any]]] = {
+    "ppo": (PPO(), "turns", {}),
+    "mappo": (PPO(critic="central", critics="one", value_norm="popart"), "discrete", {"normalize_observations": True}),
+    "ppo with memory": (PPO(minibatches=2, aux_value_coef=0.5, value_clip=0.2), "turns", {"gru_units": 4}),
+    "ppo, continuous": (PPO(off_policy_correction="vtrace"), "continuous", {}),
+    "ppo, several choices": (PPO(), "vectors", {}),
+    "ppo, attention": (PPO(), "spread", {"encoder": "attention", "seat_one_hot": True}),
+    "happo": (PPO(sequential=True), "discrete", {}),
+    "commnet": (A2C(), "turns", {"communication_rounds": 1}),
+    "trpo": (TRPO(), "discrete", {}),
+    "trpo, continuous": (TRPO(sequential=True), "continuous", {}),
+    "mat": (MAT(value_norm=True), "turns", {}),
+    "coma": (COMA(), "turns", {"normalize_observations": True}),
+    "dqn": (DQN(**STARTS, priority_exponent=0.6), "turns", {"normalize_observations": True}),
+    "dqn with memory": (DQN(**STARTS, burn_in=2), "discrete", {"gru_units": 4}),
+    "qmix": (QMIX(**STARTS), "turns", {}),
+    "qmix with memory": (QMIX(**STARTS), "discrete", {"gru_units": 4}),
+    "vdn": (QMIX(mixer="vdn", **STARTS), "discrete", {}),
+    "qplex": (QMIX(mixer="qplex", **STARTS), "discrete", {}),
+    "maven": (MAVEN(**STARTS), "discrete", {}),
+    "nfsp": (NFSP(**STARTS, eta=0.5), "turns", {}),
+    "pqn": (PQN(), "turns", {"gru_units": 4}),
+    "pqn, team": (PQN(mixer="vdn"), "turns", {}),
+    "sac": (SAC(**STARTS), "turns", {"normalize_observations": True}),
+    "sac, continuous": (SAC(**STARTS, critic="central"), "continuous", {}),
+    "maddpg": (DDPG(**STARTS, critic="central"), "turns", {}),
+    "td3": (TD3(**STARTS), "continuous", {}),
+    "facmac": (FACMAC(**STARTS), "discrete", {}),
+    "bc": (BC(demonstrations=["FILE"], sequence_length=4), "turns", {"gru_units": 4}),
+    "gail": (GAIL(demonstrations=["FILE"], discriminator_steps=2), "turns", {}),
+    "iql": (IQL(data=["FILE"], gradient_steps=2, critic="central"), "turns", {}),
+    "cql": (CQL(data=["FILE"], gradient_steps=2), "turns", {}),
+}
+
+
+@pytest.fixture
+def device() -> Iterator[PretendedDevice]:
+    with pretended_device() as mode:
+        yield mode
+
+
+def make_env(kind: str) -> VectorEnv:
+    if kind == "spread":
+        return SimpleSpread(6, max_cycles=5)
+    spaces = {"vectors": MultiDiscrete((3, 2)), "continuous": Continuous((-1.0, 0.0), (1.0, 3.0))}
+    return Countdown(6, turns=kind == "turns", space=spaces.get(kind, Discrete(3)))
+
+
+def make(
+    config: AlgorithmConfig,
+    kind: str,
+    settings: dict[str, Any],
+    device: torch.device,
+    *,
+    shared: bool = False,
+    gradient_sync: GradientSync | None = None,
+) -> NetLearner:
+    """A learner of two policies, or of one that all seats share."""
+    env = make_env(kind)
+    policy = NetPolicyConfig(hidden=[8], lr=1e-2, **settings)
+    numbers = list(range(len(env.seats)))
+    seats = {"one": numbers} if shared or settings else {"one": numbers[:1], "two": numbers[1:]}
+    seeds = {name: i + 3 for i, name in enumerate(seats)}
+    learner: NetLearner = config.build_learner(
+        env, seats, dict.fromkeys(seats, policy), seeds, gradient_sync, device=device
+    )
+    return learner
+
+
+def trained(learner: NetLearner, updates: int = 2) -> list[dict[str, dict[str, float]]]:
+    """The metrics of some updates."""
+    rollout = VectorRollout(learner.env, np.arange(learner.env.num_envs))
+    found = []
+    for i in range(updates):
+        batch = rollout.collect(learner.rollout_policies(i / updates), STEPS, i)
+        found.append(learner.update(batch, i / updates))
+        learner.check_finite()
+    return found
+
+
+def with_file(config: AlgorithmConfig, kind: str, folder: Path) -> AlgorithmConfig:
+    """The config, with a file of recorded episodes if it learns from one."""
+    key = next((key for key in ("demonstrations", "data") if hasattr(config, key)), None)
+    if key is None:
+        return config
+    env, path = make_env(kind), folder / "episodes.parquet"
+    record_vector_episodes(env, [UniformVectorPolicy(env, range(len(env.seats)))], 40, path)
+    return config.model_copy(update={key: [str(path)]})
+
+
+def test_pretended_device_refuses_mixed_tensors_and_counts_waits(device: PretendedDevice) -> None:
+    there, here = torch.arange(3.0).to(DEVICE), torch.ones(3)
+    assert (
+        (there + 1).device == DEVICE and (there + 1).tolist() == [1, 2, 3] and (there * 2).cpu().tolist() == [0, 2, 4]
+    )
+    assert waits_of(device, lambda: bool((there > 1).any())) == waits_of(device, lambda: there[there > 1]) == 1
+    for mixed in (lambda: there + here, lambda: torch.stack([there[0], here[0]]), lambda: there[[0, 1]]):
+        with pytest.raises(RuntimeError, match="on the device"):
+            mixed()
+    with pytest.raises(RuntimeError, match="numpy"):
+        there.numpy()
+
+
+@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES])
+def test_numbers_are_those_of_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
+    config, kind, settings = CASES[name]
+    config = with_file(config, kind, tmp_path)
+    here, there = (make(config, kind, settings, torch.device(each)) for each in ("cpu", DEVICE))
+    expected, found = trained(here), trained(there)
+    assert [list(line) for line in found] == [list(line) for line in expected]
+    for line, other in zip(found, expected, strict=True):
+        for policy in line:
+            assert line[policy] == pytest.approx(other[policy], rel=1e-3, abs=1e-4)
+    kept, wanted = there.state_arrays(), here.state_arrays()
+    assert kept.keys() == wanted.keys() and all(type(array) is np.ndarray for array in kept.values())
+    for key, array in wanted.items():
+        np.testing.assert_allclose(kept[key], array, rtol=1e-3, atol=2e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo with memory", "ppo, continuous", "mat", "dqn"])
+def test_acting_waits_once_per_step(name: str, device: PretendedDevice) -> None:
+    config, kind, settings = CASES[name]
+    learner = make(config, kind, settings, DEVICE, shared=True)
+    (player,) = learner.rollout_policies(0.0)
+    step, first = learner.env.reset(np.arange(6)), np.ones(6, bool)
+    player.reset_rng(0)
+    state = player.initial_state(6)
+    player.act(step, state, first)  # makes the constants
+    assert waits_of(device, lambda: player.act(step, state, first)) == 1
+
+
+@pytest.mark.parametrize("name", ["ppo", "mappo", "ppo with memory", "mat", "coma", "qmix", "sac"])
+def test_waits_of_an_update_do_not_grow_with_its_gradient_steps(name: str, device: PretendedDevice) -> None:
+    config, kind, settings = CASES[name]
+    found = []
+    for few in (True, False):
+        if hasattr(config, "minibatches"):
+            config = config.model_copy(update={"minibatches": 2 if few else 6})
+        else:
+            config = config.model_copy(update={"gradient_steps": 2 if few else 6})
+        learner = make(config, kind, settings, DEVICE, shared=True)
+        batch = VectorRollout(learner.env, np.arange(6)).collect(learner.rollout_policies(0.0), STEPS, 0)
+        found.append(waits_of(device, lambda learner=learner, batch=batch: learner.update(batch, 0.0)))  # type: ignore[misc]
+    assert found[0] == found[1] <= 8
+
+
+def test_gradients_that_are_not_finite_change_nothing_and_raise_after_the_update(device: PretendedDevice) -> None:
+    learner = make(PPO(), "discrete", {}, DEVICE)
+    batch = VectorRollout(learner.env, np.arange(6)).collect(learner.rollout_policies(0.0), STEPS, 0)
+    before = learner.state_arrays()
+    batch.rewards[3, 2, 1] = np.inf
+    learner.update(batch, 0.0)
+    after = learner.state_arrays()
+    assert all(np.array_equal(after[key], before[key]) for key in before if "/0." not in key and key.startswith("net"))
+    with pytest.raises(NonFiniteGradient, match="policy two"):
+        learner.check_finite()
+
+
+def test_gradients_are_summed_over_processes_from_any_device(device: PretendedDevice) -> None:
+    """Each learner is one of two processes, of which the other has gradients and statistics of 0."""
+    config, kind, settings = CASES["mappo"]
+    found = []
+    for each in (torch.device("cpu"), DEVICE):
+        together = GradientSync(partial(SharedMemoryAllReduce(1).all_reduce, rank=0), 2)
+        found.append(trained(make(config, kind, settings, each, gradient_sync=together)))
+    for line, other in zip(*found, strict=True):
+        for policy in line:
+            assert line[policy] == pytest.approx(other[policy], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
+@pytest.mark.parametrize("name", ["ppo with memory", "qmix with memory"])
+def test_checkpoint_goes_on_on_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
+    """The state, the saved policies and the running games."""
+    config, kind, settings = CASES[name]
+    here, there, again = (make(config, kind, settings, torch.device(each)) for each in ("cpu", DEVICE, "cpu"))
+    trained(here)
+    trained(there)
+    there.write_state(tmp_path)
+    again.read_state(tmp_path)
+    for line, other in zip(trained(again), trained(here), strict=True):
+        for policy in line:
+            assert line[policy] == pytest.approx(other[policy], rel=2e-3, abs=2e-4)
+    there.member_writers()["one"](tmp_path / "one")
+    seats, step, first = [0, 1], there.env.reset(np.arange(6)), np.ones(6, bool)
+    players = [
+        read_policy(tmp_path / "one", there.env, seats, best=True, device=d) for d in (torch.device("cpu"), DEVICE)
+    ]
+    actions = [player.act(step, player.initial_state(6), first)[0] for player in players]
+    assert np.array_equal(*actions) and players[1].device == DEVICE
+    rollout = VectorRollout(there.env, np.arange(6))
+    rollout.collect(there.rollout_policies(0.0), STEPS, 0)
+    kept = rollout.save()
+    assert kept is not None and all(type(array) is np.ndarray for array in kept.values())
+    rollout.load(kept, again.rollout_policies(0.0))
+    rollout.collect(again.rollout_policies(0.0), STEPS, 1)
