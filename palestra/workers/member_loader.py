@@ -28,7 +28,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 UNIFORM_MEMBER = "uniform"  # the member without files
 TABLE_FILE = "table.safetensors"
-MAX_MEMBERS = 1024  # members in memory, those used last; a league goes on to add members, and to play old ones rarely
+MAX_MEMBERS = 256  # members in memory, those used last; a league goes on to add members, and to play old ones rarely
 
 
 def rules_of_env(env: Mapping[str, Any]) -> Rules[Any] | None:
