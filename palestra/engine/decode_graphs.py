@@ -31,8 +31,8 @@ from palestra.engine.kv_pages import PAGE_TOKENS, CacheSlot, PagePool
 from palestra.engine.lora import own_output
 from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute
 from palestra.engine.models import Engine
-from palestra.engine.paged_attention import MAX_WIDTH, PageTable, paged_attention
-from palestra.engine.self_check import HALF_TOLERANCE, TOLERANCE
+from palestra.engine.paged_attention import MAX_WIDTH, PageTable, paged_attention, power_of_2
+from palestra.engine.self_check import compare_gaps
 
 MIN_USES = 4  # steps of a size that run plainly before one is recorded, which takes as long as some of them
 MAX_COLUMNS = 512  # all rows are multiplied with the columns of all adapters
@@ -61,8 +61,8 @@ class DecodeStep(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What a recorded step depends on: its numbers of rows, of places in page tables and of adapter columns, the
-    adapted layers, and whether rows differ in their adapter."""
+    """Shape of a recorded step: numbers of rows, of places in a page table and of adapter columns, names of the adapted
+    layers, and whether rows differ in their adapter."""
 
     rows: int
     width: int
@@ -120,7 +120,7 @@ class DecodeGraphs:
             pages_of(prompt.length) + pages_of(answer.length)
             for prompt, answer in zip(step.prompts, step.answers, strict=True)
         )
-        width = max(MIN_TABLE_WIDTH, 1 << (pages - 1).bit_length())
+        width = max(MIN_TABLE_WIDTH, power_of_2(pages))
         rows = _next_size(len(step.tokens))
         if step.route is None:
             return StepShape(rows, width, 0, frozenset(), False)
@@ -162,9 +162,8 @@ class DecodeGraphs:
     def _compare(self, found_RV: Tensor, own_RV: Tensor) -> None:
         """Raises ValueError unless the logits give the same log-probabilities."""
         gaps = (torch.log_softmax(found_RV.float(), -1) - torch.log_softmax(own_RV.float(), -1)).abs()
-        half = self.engine.dtype.itemsize < 4
-        gap, limit = (float(gaps.mean()), HALF_TOLERANCE) if half else (float(gaps.max()), TOLERANCE)
-        if not gap <= limit:
+        gap, agrees = compare_gaps(gaps, self.engine.dtype)
+        if not agrees:
             raise ValueError(f"a recorded step differs by {gap:.2g} nats from the plain one")
 
 
@@ -252,12 +251,10 @@ class AdapterColumns:
     def __init__(self, stack: AdapterStack, columns: int) -> None:
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
         for name in stack.adapted_layers:
-            a_nir, b_nro = stack.stacked_pair(name) or (None, None)
-            if a_nir is not None and b_nro is not None:
-                self.pairs[name] = (
-                    a_nir.new_zeros(a_nir.shape[1], columns),
-                    b_nro.new_zeros(columns, b_nro.shape[2]),
-                )
+            pair = stack.stacked_pair(name)
+            assert pair is not None
+            a_nir, b_nro = pair
+            self.pairs[name] = a_nir.new_zeros(a_nir.shape[1], columns), b_nro.new_zeros(columns, b_nro.shape[2])
         self._owner_T = torch.full((columns,), NO_ADAPTER - 1, device=stack.device)
         self._loaded: AdapterStack | None = None
 
@@ -364,6 +361,6 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 
 def _next_size(rows: int) -> int:
     """Returns the first of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `rows`."""
-    power = 1 << (rows - 1).bit_length()
+    power = power_of_2(rows)
     between = power // 4 * 3
     return between if rows <= between else power

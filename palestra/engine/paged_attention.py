@@ -83,23 +83,23 @@ def _by_kernels(
     partial = q_RHD.new_empty(rows, heads, shares, width, dtype=torch.float32)
     top, total = q_RHD.new_empty(2, rows, heads, shares, dtype=torch.float32)
     out = torch.empty_like(q_RHD)
-    groups, padded = heads // h, max(16, _power_of_2(width))
+    groups, padded = heads // h, max(16, power_of_2(width))
     attend_to_share[rows, h, shares](
         q_RHD, kv_2NhPD[0], kv_2NhPD[1], table.page_RW, table.prompt_R, table.answer_R, first_R,
         partial, top, total,
         scale, terms.softcap or 0.0, table.page_RW.stride(0), shares,
         HAS_CAP=terms.softcap is not None, HEADS=heads, GROUPS=groups, WIDTH=width, PAGE=page_tokens,
-        PADDED_GROUPS=max(16, _power_of_2(groups)), PADDED_WIDTH=padded,
+        PADDED_GROUPS=max(16, power_of_2(groups)), PADDED_WIDTH=padded,
     )  # fmt: skip
     sinks = top if terms.sinks_H is None else terms.sinks_H.float()
     combine_shares[rows, heads](
         partial, top, total, sinks, out, shares,
         HAS_SINKS=terms.sinks_H is not None, HEADS=heads, WIDTH=width, PADDED_WIDTH=padded,
-        PADDED_SHARES=_power_of_2(shares),
+        PADDED_SHARES=power_of_2(shares),
     )  # fmt: skip
     return out
 
 
-def _power_of_2(least: int) -> int:
+def power_of_2(least: int) -> int:
     """Returns the first power of 2 that is at least `least`."""
     return 1 << (least - 1).bit_length()

@@ -210,13 +210,19 @@ def _match(engine: Engine, what: str, found: Iterator[tuple[int, np.ndarray, Ten
     for number, positions, logits in found:
         own = expected.logp_TV[number][engine.tensor(positions)]
         differences.append((torch.log_softmax(logits.float(), -1) - own).abs().flatten())
-    gaps = torch.cat(differences)
-    half = engine.dtype.itemsize < 4
-    gap, limit = (float(gaps.mean()), HALF_TOLERANCE) if half else (float(gaps.max()), TOLERANCE)
-    if not gap <= limit:
+    gap, agrees = compare_gaps(torch.cat(differences), engine.dtype)
+    if not agrees:
         kinds = getattr(engine.model.config.get_text_config(), "layer_types", None)
         layers = f" (layers: {', '.join(sorted(set(kinds)))})" if kinds else ""
         raise Mismatch(f"{what} differs by {gap:.2g} nats{layers}")
+
+
+def compare_gaps(gaps: Tensor, dtype: torch.dtype) -> tuple[float, bool]:
+    """Returns the difference that counts among `gaps` of log-probabilities, in nats: the largest, in half precision the
+    mean; and whether it is within its tolerance."""
+    half = dtype.itemsize < 4
+    gap, limit = (float(gaps.mean()), HALF_TOLERANCE) if half else (float(gaps.max()), TOLERANCE)
+    return gap, gap <= limit
 
 
 def _trained(

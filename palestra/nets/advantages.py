@@ -58,10 +58,10 @@ def vtrace(
 def _backwards(inputs: AdvantageInputs, weights: Tensor, traces: Tensor, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns corrections x[t] = weights * (reward + gamma V' - V) + gamma * traces * x', where ' is the seat's next
     own decision; a mask of the known ones; and the action targets reward + gamma * (V' + x')."""
-    corrections, known = torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.agent_mask[:-1])
-    after = torch.zeros_like(inputs.rewards)
     if not inputs.rewards.is_cpu:
         return _backwards_on_device(inputs, weights, traces, gamma)
+    corrections, known = torch.zeros_like(inputs.rewards), torch.zeros_like(inputs.agent_mask[:-1])
+    after = torch.zeros_like(inputs.rewards)
     given = inputs.rewards, inputs.values, inputs.bootstrap, inputs.done, inputs.agent_mask, weights, traces
     columns = [x.reshape(len(x), -1).numpy() for x in (*given, corrections, known, after)]
     _scan_backwards(columns[0].dtype.type(gamma), *columns)
