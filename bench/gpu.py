@@ -28,19 +28,14 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import torch
 from limit import layer_matrices, qwen3_06b_config, qwen3_config, random_prompts, save_random, shared_prefix_step_flops
+from lm import Ours, ids
 from peak import peak_of
 from rich.console import Console
 from rich.table import Table
 
-from palestra.engine.lora import Adapter, LoraConfig
-from palestra.engine.models import Engine
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.losses.policy import clipped_policy_loss
-from palestra.types import Sample
+from palestra.engine.trainer import Trainer
 
 PROMPT, NEW, K, RANK, GROUPS = 96, 128, 8, 16, 16
 SHAPES = {
@@ -64,32 +59,20 @@ def clock(run: Callable[[], object], repeats: int) -> float:
     return best
 
 
-class Ours:
-    """palestra's engine on the GPU; no token ends an answer."""
+class OnGpu:
+    """palestra's engine on a device with one adapter in training."""
 
-    def __init__(self, folder: str) -> None:
-        self.engine = Engine.load(folder, device="cuda")
-        self.sampler = Sampler(self.engine)
-        self.sampler.batch.end_ids = np.array([], np.int64)
-        self.adapter = Adapter(self.engine.linear_layers, LoraConfig(rank=RANK), seed=0)
-        self.trainer = Trainer(self.engine, self.adapter)
-        self.prompts = [np.array(prompt, np.int32) for prompt in random_prompts(GROUPS, PROMPT)]
+    def __init__(self, folder: str, device: str = "cuda") -> None:
+        self.ours = Ours(folder, RANK, device=device)
+        (adapter,) = self.ours.adapters(1)
+        self.adapter, self.trainer = adapter, Trainer(self.ours.engine, adapter)
+        self.prompts = ids(GROUPS, PROMPT)
 
     def sample(self, new: int = NEW) -> list[list]:
-        snapshot = self.adapter.snapshot()
-        return self.sampler.sample_all(
-            [Request(p, K, SamplingConfig(max_tokens=new), snapshot, seed=i) for i, p in enumerate(self.prompts)]
-        )
+        return self.ours.sample(self.prompts, K, new, [self.adapter.snapshot()])
 
     def train(self, groups: list[list]) -> None:
-        """The update from sampled `groups`; rewards are the share of even tokens."""
-        samples = []
-        for prompt, siblings in zip(self.prompts, groups, strict=True):
-            rewards = np.array([np.mean(s.token_ids % 2 == 0) for s in siblings])
-            for s, a in zip(siblings, (rewards - rewards.mean()) / (rewards.std() + 1e-6), strict=True):
-                samples.append(Sample(prompt, s.token_ids, s.logprobs, np.full(NEW, a, np.float32)))
-        self.trainer.forward_backward(samples, clipped_policy_loss)
-        self.trainer.optim_step(AdamConfig(lr=1e-5))
+        self.ours.train(self.trainer, self.prompts, groups)
 
 
 def busy_share(run: Callable[[], object]) -> float:
@@ -126,7 +109,7 @@ def least_sampling_seconds(config: object, rate: float) -> float:
 def measured(shape: str, folder: str, *, repeats: int) -> dict[str, float]:
     """Seconds, peak memory and shares of the limits of palestra's steps."""
     config = SHAPES[shape]
-    ours = Ours(folder)
+    ours = OnGpu(folder)
     for _ in range(2):
         ours.train(ours.sample())  # steps of each size are recorded from their fourth use on
     torch.cuda.reset_peak_memory_stats()
@@ -134,7 +117,7 @@ def measured(shape: str, folder: str, *, repeats: int) -> dict[str, float]:
     train = clock(lambda: ours.train(groups), repeats)
     step = clock(lambda: ours.train(ours.sample()), repeats)
     peak = torch.cuda.max_memory_allocated() / 2**30
-    graphs = ours.sampler.batch.graphs
+    graphs = ours.ours.sampler.batch.graphs
     repeated, reason = graphs.num_repeated, graphs.refusal
     busy = busy_share(lambda: ours.sample(16)), busy_share(lambda: ours.train(groups))
     graphs.refusal = "switched off"

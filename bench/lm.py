@@ -59,8 +59,8 @@ console = Console(width=110)
 class Ours:
     """palestra's engine on the benchmark's model; no token ends an answer, so that each has exactly `new` tokens."""
 
-    def __init__(self, path: str, rank: int = RANK, cache_bytes: int | None = None) -> None:
-        self.engine, self.rank = Engine.load(path, device="cpu"), rank
+    def __init__(self, path: str, rank: int = RANK, cache_bytes: int | None = None, *, device: str = "cpu") -> None:
+        self.engine, self.rank = Engine.load(path, device=device), rank
         self.sampler = Sampler(self.engine, cache_bytes=cache_bytes)
         self.sampler.batch.end_ids = np.array([], np.int64)
 
