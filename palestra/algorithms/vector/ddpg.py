@@ -21,10 +21,11 @@ from palestra.learners.policy_stack import PolicyStack
 from palestra.losses.critics import actor_loss
 from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import TanhHead, gumbel_softmax
+from palestra.nets.exploration_noise import CorrelatedNoise
 from palestra.nets.heads import ActionHead, CategoricalHead
 from palestra.nets.layers import Net
 from palestra.nets.on_device import normal_like
-from palestra.policies.nets import ActionSelector, sampling_selector
+from palestra.policies.nets import ActionSelector, noisy_selector, sampling_selector
 
 
 class DeterministicConfig(OffPolicyConfig, ABC):
@@ -95,10 +96,10 @@ class DDPGLearner(OffPolicyLearner):
     def output_size(self, head: ActionHead) -> int:
         return head.width or head.outputs
 
-    def exploration(self, stack: PolicyStack, progress: float) -> ActionSelector:
+    def exploration(self, stack: PolicyStack, noise: CorrelatedNoise, progress: float) -> ActionSelector:
         if isinstance(stack.seat_mapping.action_space, Continuous):
-            head = TanhHead(stack.seat_mapping.action_space, self.config.noise_at(progress))
-            return sampling_selector(head.to(self.device))
+            head = TanhHead(stack.seat_mapping.action_space, self.config.noise_at(progress)).to(self.device)
+            return noisy_selector(head, noise)
         return sampling_selector(stack.head)
 
     def policy_output(
