@@ -31,9 +31,9 @@ from palestra.policies.nets import ActionSelector, noisy_selector, sampling_sele
 class DeterministicConfig(OffPolicyConfig, ABC):
     """Base config of DDPG and TD3. Continuous actions explore with Gaussian noise; discrete actions are sampled."""
 
-    exploration_noise: float = Field(0.1, ge=0)
+    exploration_noise: float = Field(0.5, ge=0)
     """Standard deviation of the exploration noise, in half-widths of the action bounds."""
-    exploration_noise_end: float | None = Field(None, ge=0)
+    exploration_noise_end: float | None = Field(0.1, ge=0)
     """Exploration noise after the decay; null keeps `exploration_noise`."""
     exploration_noise_share: float = Field(1.0, gt=0, le=1)
     """Share of the run over which the noise decays, linearly."""
