@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 from tolerances import LOGPROB_ATOL
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from palestra.engine import decode_graphs
 from palestra.engine.attention_terms import AttentionTerms
@@ -242,36 +252,70 @@ def test_attention_by_page_tables(shape, device):
         torch.testing.assert_close(found.double().cpu(), expected, atol=2e-2 if half else 1e-5, rtol=0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
-def test_graphs_on_a_gpu(family, dtype):
-    """Log-probabilities of sampled tokens, two batches of several adapters each, are those of a training pass."""
+def on_a_gpu(config, dtype="float32"):
+    """The engine of a random model on the GPU."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.to("cuda", getattr(torch, dtype)).eval().requires_grad_(False)
-    engine = choose_engine(model, family, lambda of, plain: Engine(of, tiny_tokenizer(), family, plain=plain))
+    family = config.model_type
+    return choose_engine(model, family, lambda of, plain: Engine(of, tiny_tokenizer(), family, plain=plain))
+
+
+def gaps_to_training(engine, sampler, tokens):
+    """Gaps between the log-probabilities of sampled tokens and those of a training pass, of two adapters."""
     adapters = [Adapter(engine.linear_layers, LoraConfig(rank=rank), seed=rank) for rank in (4, 8)]
     with torch.no_grad():
         for adapter in adapters:
             for _, b in adapter.weights.values():
                 b.normal_(0, 0.3)
+    asked = requests([adapter.snapshot() for adapter in adapters], count=8, tokens=tokens)
+    answers = sampler.sample_all(asked)
+    gaps = []
+    for number, adapter in enumerate(adapters):
+        samples = [
+            Sample(request.prompt_ids, a.token_ids, a.logprobs, np.ones(len(a.token_ids), np.float32))
+            for request, group in zip(asked[number::2], answers[number::2], strict=True)
+            for a in group
+        ]
+        trained = np.concatenate(Trainer(engine, adapter).logprobs(samples))
+        gaps.append(np.abs(trained - np.concatenate([sample.logprobs for sample in samples])))
+    return np.concatenate(gaps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
+def test_graphs_on_a_gpu(family, dtype):
+    """Log-probabilities of sampled tokens, two batches of several adapters each, are those of a training pass."""
+    engine = on_a_gpu(FAMILIES[family], dtype)
     sampler = Sampler(engine)
-    for length in (60, 61):
-        asked = requests([adapter.snapshot() for adapter in adapters], count=8, tokens=length)
-        answers = sampler.sample_all(asked)
-        for number, adapter in enumerate(adapters):
-            samples = [
-                Sample(request.prompt_ids, a.token_ids, a.logprobs, np.ones(len(a.token_ids), np.float32))
-                for request, group in zip(asked[number::2], answers[number::2], strict=True)
-                for a in group
-            ]
-            trained = np.concatenate(Trainer(engine, adapter).logprobs(samples))
-            gaps = np.abs(trained - np.concatenate([sample.logprobs for sample in samples]))
-            assert gaps.max() < 1e-3 if dtype == "float32" else gaps.mean() < 0.1
+    for tokens in (60, 61):
+        gaps = gaps_to_training(engine, sampler, tokens)
+        assert gaps.max() < 1e-3 if dtype == "float32" else gaps.mean() < 0.1
     graphs = sampler.batch.graphs
     assert not graphs.refusal
     assert graphs.num_repeated > 60
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+OTHERS = {
+    "gpt_oss": FAMILIES["gpt_oss"],
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=4, **EXPERTS),
+    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),  # by the model's own forward
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*not recorded as CUDA graphs")
+@pytest.mark.parametrize("family", OTHERS)
+def test_mixtures_of_experts_and_convolutions_on_a_gpu(family):
+    """Log-probabilities of sampled tokens are those of a training pass, whether steps are recorded or not."""
+    engine = on_a_gpu(OTHERS[family])
+    sampler = Sampler(engine)
+    assert gaps_to_training(engine, sampler, 60).max() < 1e-3
+    graphs = getattr(sampler.batch, "graphs", None)
+    print(f"{family}: {graphs.num_repeated} steps repeated {graphs.refusal}" if graphs else f"{family}: plain path")
 
 
 @pytest.mark.gpu
