@@ -57,4 +57,5 @@ def test_a_run_that_fails_is_reported_and_does_not_stop_the_others(tmp_path):
     done = run_bench(tmp_path, script=FAILING)
     assert done.returncode == 0, done.stderr
     assert 'failed: duel, unheard of, lr 0.002, seed 0: ValueError: no method "unheard of"' in done.stdout
-    assert [json.loads(line)["method"] for line in (tmp_path / "ledger.jsonl").open()] == ["untrained", "GRPO"]
+    lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    assert [json.loads(line)["method"] for line in lines] == ["untrained", "GRPO"]
