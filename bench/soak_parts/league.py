@@ -102,7 +102,7 @@ def busy_workers() -> list[int]:
             title = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if title.startswith(b"ray::_Actor.do"):
+        if title.startswith(b"ray::WorkerActor.do"):
             found.append(pid)
     return found
 
