@@ -66,9 +66,7 @@ class WeightHost:
     def __init__(self, weights: Mapping[str, LocalWeights]) -> None:
         self.weights = weights
 
-    def do(
-        self, name: str, call: WeightsCall, copy: bool, known: Collection[str] = ()
-    ) -> tuple[Any, SentFiles | None]:
+    def do(self, name: str, call: WeightsCall, copy: bool, known: Collection[str] = ()) -> tuple[Any, SentFiles | None]:
         """Returns the result of a call and, if `copy`, the learner's state after it (else None). Files whose hashes are
         `known` are not sent."""
         weights = self.weights[name]
@@ -149,9 +147,8 @@ class RecoveryLog:
 class RecoverableTrainer:
     """One shop and the recovery logs of its learners. Thread-safe: calls run one after the other.
 
-    What is written as a checkpoint is a state copy; without one, a copy is taken every `copy_every` optimizer steps, and
-    where a stage begins. Raises ValueError if `MAX_ATTEMPTS` processes in a row die
-    at a call.
+    What is written as a checkpoint is a state copy; without one, a copy is taken every `copy_every` optimizer steps,
+    and where a stage begins. Raises ValueError if `MAX_ATTEMPTS` processes in a row die at a call.
     """
 
     def __init__(self, holder: Callable[[], ProcessHandle], copy_every: int = COPY_EVERY) -> None:

@@ -254,9 +254,8 @@ class RayBackend:
     def _hear(self, ref: ray.ObjectRef) -> TaskResult | None:
         """Reads an actor's reply: a finished task, "ready", or (on a Ray error) that it died."""
         hand = self._busy.pop(ref)
-        files: FileBundle = {}
         try:
-            answer, files = ray.get([ref, hand.output]) if hand.task else (ray.get(ref), files)
+            answer, files = ray.get(ref), {} if hand.output is None else ray.get(hand.output)
         except RayTaskError as error:
             answer = describe_error(error)
         except RayError as error:
@@ -273,9 +272,10 @@ class RayBackend:
                 hand.held.pop(content, None)
             hand.group.queue.tasks.appendleft(task)
         elif task:
-            worker_stats.count(WORKER_KIND, hand.where, done=1, seconds=answer[1])
+            result, seconds = answer
+            worker_stats.count(WORKER_KIND, hand.where, done=1, seconds=seconds)
             hand.group.queue.finish(task)
-            return self._done(task, *answer, files, output)
+            return self._done(task, result, seconds, files, output)
         elif answer:  # the reply to `make`; that to `greet` is None
             hand.where, hand.node = answer
         return None
