@@ -254,9 +254,8 @@ def test_an_h200_plans_the_step_that_was_measured_there(tmp_path):
     """docs/scaling/gpu.md: the shape of SmolLM2-135M, 16 prompts of 96 tokens, 8 answers of 128 each, rank 16; with
     decoding steps as CUDA graphs, and without them, by which the prices of layers were fitted."""
     sizes = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
-    LlamaConfig(
-        hidden_size=576, intermediate_size=1536, head_dim=64, tie_word_embeddings=True, **sizes
-    ).save_pretrained(tmp_path)
+    shape = LlamaConfig(hidden_size=576, intermediate_size=1536, head_dim=64, tie_word_embeddings=True, **sizes)
+    shape.save_pretrained(tmp_path)
     sampling = {"max_tokens": 128, "stop_at_eos": False}
     policy = {"base": str(tmp_path), "rank": 16, "dtype": "bfloat16", "sampling": sampling}
     config, gpu = noise_config(policy, 16, 8), published_machine("h200")
