@@ -1,0 +1,140 @@
+"""Which runs there are, in which order, and how several run at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+from algorithms_parts.methods import UNTRAINED, Method, Task, tuned_rates
+from algorithms_parts.runs import TUNING, Job, Line, Place, keep, known, measure, teacher_of
+
+
+def chosen_rate(task: Task, method: Method, have: dict[Job, Line]) -> float | None:
+    """Returns the learning rate of a method: the tuned one, the only one, or the one with the highest score on dev.
+    None if some were not tried yet."""
+    if (rate := tuned_rates().get(task.name, {}).get(method.name)) is not None:
+        return rate
+    tried = {rate: have.get(Job(task.name, method.name, rate, TUNING)) for rate in task.rates}
+    if len(tried) == 1:
+        return task.rates[0]
+    found = {rate: line["dev"] for rate, line in tried.items() if line}
+    return max(found, key=lambda rate: found[rate]) if len(found) == len(tried) else None
+
+
+@dataclass
+class Schedule:
+    """The runs still to be made, in their order. `take` waits until one can begin: one with a rate that is still being
+    tuned, or a teacher that is still in training, comes after these."""
+
+    tasks: Sequence[Task]
+    methods: Sequence[Method]
+    seeds: int
+    place: Place
+    tune: bool
+    have: dict[Job, Line] = field(default_factory=dict)
+    failed: dict[Job, str] = field(default_factory=dict)
+    running: set[Job] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.have = known(self.place.ledger)
+        self.changed = threading.Condition()
+
+    def pairs(self) -> list[tuple[Task, Method]]:
+        return [(task, method) for method in self.methods for task in self.tasks if task.name in method.tasks]
+
+    def first(self) -> list[Job]:
+        """Returns the runs that others wait for, and the scores of the untrained bases."""
+        jobs = [Job(task.name, UNTRAINED.name, 0.0, 0) for task in self.tasks]
+        for task, method in self.pairs():
+            if method.teacher:
+                jobs.append(teacher_of(Job(task.name, method.name, 0.0, 0)))
+            if self.tune and len(task.rates) > 1 and method.name not in tuned_rates().get(task.name, {}):
+                jobs += [Job(task.name, method.name, rate, TUNING) for rate in task.rates]
+        return list(dict.fromkeys(jobs))
+
+    def rate(self, task: Task, method: Method) -> float | None:
+        return chosen_rate(task, method, self.have) if self.tune else task.rates[0]
+
+    def open_jobs(self) -> tuple[list[Job], bool]:
+        """Returns the runs that can begin now, and whether others cannot yet."""
+        done = self.have.keys() | self.failed.keys() | self.running
+        jobs = [job for job in self.first() if job not in done]
+        waiting = False
+        for seed in range(self.seeds):
+            for task, method in self.pairs():
+                if (rate := self.rate(task, method)) is None:
+                    waiting = waiting or not self._lost(task, method)
+                    continue
+                job = Job(task.name, method.name, rate, seed)
+                if job not in done:
+                    ready = not method.teacher or teacher_of(job) in self.have
+                    waiting = waiting or (not ready and teacher_of(job) not in self.failed)
+                    jobs += [job] if ready else []
+        return jobs, waiting
+
+    def _lost(self, task: Task, method: Method) -> bool:
+        """True if tuning failed: the method has no rate and never will."""
+        return any(Job(task.name, method.name, rate, TUNING) in self.failed for rate in task.rates)
+
+    def take(self) -> Job | None:
+        """Returns the next run; None if there is none left."""
+        with self.changed:
+            while True:
+                jobs, waiting = self.open_jobs()
+                if jobs:
+                    self.running.add(jobs[0])
+                    return jobs[0]
+                if not waiting:
+                    return None
+                self.changed.wait()
+
+    def end(self, job: Job, line: Line | None, error: str = "") -> None:
+        """Notes the line of a run, or why it failed."""
+        with self.changed:
+            self.running.discard(job)
+            if line:
+                keep(self.place.ledger, line)
+                self.have[job] = line
+            else:
+                self.failed[job] = error
+            left = len(self.open_jobs()[0]) + len(self.running)
+            told = f"FAILED: {error}" if error else f"{line.get('dev', line.get('score', 0.0)):.3f}"  # type: ignore[union-attr]
+            print(f"{time.strftime('%H:%M:%S')}  {job}: {told}  ({left} open)", flush=True)
+            self.changed.notify_all()
+
+
+def run_all(schedule: Schedule, processes: int) -> None:
+    """Makes all runs, `processes` at once, each in a process with one torch thread. One that fails does not end the
+    others; nor does a process that dies."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    threads = [threading.Thread(target=work, args=(schedule,), daemon=True) for _ in range(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for job, error in schedule.failed.items():
+        print(f"failed: {job}: {error}", flush=True)
+
+
+def work(schedule: Schedule) -> None:
+    """Runs one after the other in a process of its own."""
+    pool = _process()
+    while job := schedule.take():
+        try:
+            schedule.end(job, pool.submit(measure, job, schedule.place).result())
+        except BrokenProcessPool:
+            pool = _process()
+            schedule.end(job, None, "its process died (out of memory?)")
+        except Exception as error:  # a run may fail in any way, and is reported
+            schedule.end(job, None, f"{type(error).__name__}: {error}"[:500])
+    pool.shutdown()
+
+
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, get_context("spawn"))

@@ -1,0 +1,160 @@
+"""Tasks and methods of the comparison, and the whole config of a run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from palestra.config import Tree, load
+
+CONFIGS = Path(__file__).parents[2] / "configs/algorithms"
+RATES = Path(__file__).parent / "rates.yaml"  # learning rates that were chosen by tuning
+GROUP = 8  # siblings of most methods
+
+
+@dataclass(frozen=True)
+class Task:
+    """A config and its score: the mean over `sides` of an evaluation metric. Each side is an evaluation on split dev,
+    and the seats that others take in it; `seat` None scores success, else that seat's return.
+
+    `rates` are the learning rates that are tried. `greedy`: scored by greedy answers. `on_device`: runs on the device
+    that the user names; others run on the CPU."""
+
+    name: str
+    scored: str
+    sides: dict[str, tuple[dict[str, str], str | None]]
+    bar: float
+    learners: Sequence[str]
+    rates: Sequence[float]
+    base: str = "tasks"
+    greedy: bool = False
+    on_device: bool = False
+
+    @property
+    def config(self) -> Path:
+        return CONFIGS / f"{self.name}.yaml"
+
+    def score(self, side: str, metrics: dict[str, Any]) -> float:
+        seat = self.sides[side][1]
+        return float(metrics["success"] if seat is None else metrics["returns"][seat])
+
+
+@dataclass(frozen=True)
+class Method:
+    """A known name, and the settings it stands for. `lines` is how many lines of play grow from one instance: a step
+    plays that many fewer instances than methods with one. `policies` are further settings of the learners, and
+    `teacher` is the method whose run on the same task with the seed of tuning is the teacher."""
+
+    name: str
+    algorithm: dict[str, Any]
+    lines: int = GROUP
+    policies: dict[str, Any] = field(default_factory=dict)
+    teacher: str | None = None
+    tasks: Sequence[str] = ("sums", "duel")
+
+
+TASKS = [
+    Task("sums", "success", {"dev": ({}, None)}, 0.3, ("reasoner", "tool"), (5e-3, 1e-2)),
+    Task(
+        "duel",
+        "payoff against the untrained base, mean of both sides",
+        {"as_pro": ({"con": "untrained"}, "pro"), "as_con": ({"pro": "untrained"}, "con")},
+        0.15,
+        ("speaker",),
+        (2e-3, 5e-3),
+    ),
+    Task("real", "success", {"dev": ({}, None)}, 0.5, ("reasoner",), (5e-4,), "smollm2", True, True),
+]
+
+
+def group(**options: Any) -> dict[str, Any]:
+    return {"type": "grpo", "branch_at": "root", "group_size": GROUP, "entropy_coef": 0.01} | options
+
+
+def turns(**options: Any) -> dict[str, Any]:
+    return group(branch_at="turn", continue_from="best", scale="none") | options
+
+
+def pairs(**options: Any) -> dict[str, Any]:
+    return {"type": "dpo", "branch_at": "root", "group_size": GROUP} | options
+
+
+ALL = ("sums", "duel", "real")
+CRITIC = {"entropy_coef": 0.01, "critic": "separate"}
+DAPO = group(clip_high=0.28, flat_groups="refill", refill_attempts=3, overlong="penalty")
+METHODS = [
+    Method("GRPO", group(), tasks=ALL),
+    Method("Dr. GRPO", group(scale="none", loss_aggregation="constant"), tasks=ALL),
+    Method("DAPO", DAPO, tasks=("sums",)),
+    Method(
+        "DAPO", DAPO, lines=18, tasks=("duel",)
+    ),  # refilling doubles its answers there (18,080 for 8,192 in one run)
+    Method("GSPO", group(surrogate="gspo", clip=3e-4, clip_high=4e-4), tasks=ALL),
+    Method("CISPO", group(surrogate="cispo", clip_high=3.0), tasks=ALL),
+    Method("RLOO", group(baseline="others", scale="none"), tasks=ALL),
+    Method("REINFORCE++", group(group_size=1, baseline="batch", scale="batch"), lines=1, tasks=ALL),
+    Method("RAE", group(group_size=1, baseline="role", scale="none"), lines=1, tasks=("duel",)),
+    Method("AT-GRPO", turns(), tasks=("sums",)),
+    Method("Shapley", turns(credit="shapley")),
+    Method("PPO", {"type": "ppo", "entropy_coef": 0.01, "gae_lambda": 1.0}, lines=1, tasks=ALL),
+    Method("IAC", {"type": "iac"} | CRITIC, lines=1, tasks=("sums",)),
+    Method("MAAC", {"type": "maac", "entropy_coef": 0.01}, lines=1, tasks=("sums",)),
+    Method("MAGRPO", {"type": "magrpo", "group_size": GROUP, "entropy_coef": 0.01}, tasks=("duel",)),
+    # 4 joint answers of the first turn, 16 of the second: 40 answers, of which 8 lines have 32
+    Method("MAGRPO", {"type": "magrpo", "group_size": 4, "entropy_coef": 0.01}, lines=10, tasks=("sums",)),
+    Method("online DPO", pairs(beta=0.1), tasks=ALL),
+    Method("online IPO", pairs(beta=0.1, loss_type="ipo"), tasks=("duel",)),
+    Method("online SimPO", pairs(beta=2.0, loss_type="simpo"), tasks=("duel",)),
+    Method("online ORPO", pairs(beta=0.1, loss_type="orpo"), tasks=("duel",)),
+    Method("online KTO", {"type": "kto", "branch_at": "root", "group_size": GROUP}, tasks=ALL),
+    Method("SFT, best of 8", {"type": "sft", "group_size": GROUP, "imitate": "best"}),
+    Method("SFT, own successes", {"type": "sft", "group_size": GROUP}, tasks=("sums", "real")),
+    Method("SFT, own wins", {"type": "sft", "group_size": GROUP, "imitate": "all", "min_return": 0.5}, tasks=("duel",)),
+    Method("SFT, expert", {"type": "sft", "imitate": "all"}, 1, {"teacher": "expert"}, tasks=ALL),
+    Method("distillation", {"type": "distill", "group_size": GROUP}, teacher="GRPO", tasks=("duel",)),
+]
+UNTRAINED = Method("untrained", {}, tasks=ALL)
+
+
+def find_method(task: Task, name: str) -> Method:
+    """Returns the method of this name on a task. Raises ValueError if there is none."""
+    for own in [*METHODS, UNTRAINED]:
+        if own.name == name and task.name in own.tasks:
+            return own
+    raise ValueError(f'no method "{name}" on {task.name}: METHODS in bench/algorithms_parts/methods.py has them')
+
+
+def slug(method: Method) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in method.name.lower())
+
+
+@cache
+def tuned_rates() -> dict[str, dict[str, float]]:
+    """Returns the learning rate of each task and method that was tuned before."""
+    return yaml.safe_load(RATES.read_text()) or {}
+
+
+def settings_of(task: Task, method: Method, rate: float, seed: int) -> Tree:
+    """Returns the whole config of a run, without the path of a teacher."""
+    tree = copy.deepcopy(load(task.config))
+    tree |= {"seed": seed, "name": f"{task.name}-{slug(method)}-{rate:g}-{seed}", "algorithm": method.algorithm}
+    tree["episodes"] = max(1, tree["episodes"] * GROUP // method.lines)
+    for name in task.learners:
+        tree["policies"][name] |= {"lr": rate} | method.policies
+    if method.teacher:
+        for name in task.learners:
+            tree["policies"][f"teacher_of_{name}"] = {"type": "frozen", "base": task.base}
+            tree["policies"][name]["teacher"] = f"teacher_of_{name}"
+    return tree
+
+
+def shorten(tree: Tree) -> Tree:
+    """Returns a run of two small steps with small evaluations, to see whether all of it holds."""
+    short = {key: value | {"episodes": 10} for key, value in tree["evals"].items()}
+    return tree | {"steps": 2, "episodes": max(2, tree["episodes"] // 16), "evals": short}

@@ -1,0 +1,125 @@
+"""Tables and a picture of what was measured. Intervals are those of `palestra grid`: percentiles of a bootstrap that
+draws seeds anew within each task (palestra/experiments/statistics.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from algorithms_parts.jobs import chosen_rate
+from algorithms_parts.methods import METHODS, TASKS, UNTRAINED, Method, Task, find_method
+from algorithms_parts.runs import TUNING, Job, Line
+
+from palestra.experiments.statistics import Estimate, estimate, estimate_improvement, mean_score
+
+Ledger = dict[Job, Line]
+HEAD = (
+    "| | seeds | mean | 95 % | above untrained | answers to the bar | KL | entropy | answers | CPU-s | clock-s | lr |"
+)
+
+
+def counted(task: Task, method: Method, have: Ledger) -> list[Line]:
+    """Returns the runs that count, by seed, without that of tuning: those at the chosen learning rate, or where nothing
+    was tuned at the lowest."""
+    runs = [have[job] for job in sorted(have) if job[:2] == (task.name, method.name) and job.seed != TUNING]
+    for rate in (chosen_rate(task, method, have), task.rates[0]):
+        if own := [line for line in runs if line["rate"] == rate]:
+            return own
+    return []
+
+
+def untrained(task: Task, have: Ledger) -> float:
+    return float(have[Job(task.name, UNTRAINED.name, 0.0, 0)]["score"])
+
+
+def scores(lines: Sequence[Line]) -> np.ndarray:
+    return np.asarray([line["score"] for line in lines])
+
+
+def bounds(value: Estimate, digits: int = 3) -> str:
+    return "–" if value.interval is None else "[{:.{d}f}, {:.{d}f}]".format(*value.interval, d=digits)
+
+
+def row(task: Task, method: Method, have: Ledger) -> str:
+    lines = counted(task, method, have)
+    value = estimate(mean_score, [scores(lines)])
+    better = "–" if value.interval is None else "yes" if value.interval[0] > untrained(task, have) else "**no**"
+    reached = [line["to_bar"] for line in lines if line["to_bar"] is not None]
+    to_bar = f"{np.mean(reached):,.0f} ({len(reached)} of {len(lines)})" if reached else "never"
+    cells = [method.name, str(len(lines)), f"{value.value:.3f}", bounds(value), better, to_bar]
+    cells += [_mean(lines, "kl", 2), _mean(lines, "entropy", 2), _mean(lines, "answers", 0)]
+    cells += [_mean(lines, "cpu", 0), _mean(lines, "clock", 0)]
+    return f"| {' | '.join([*cells, format(lines[0]['rate'], 'g')])} |"
+
+
+def _mean(lines: Sequence[Line], key: str, digits: int) -> str:
+    values = [line[key] for line in lines if key in line]
+    return f"{np.mean(values):,.{digits}f}" if values else "–"
+
+
+def table(task: Task, have: Ledger) -> str:
+    """Returns the table of a task, the highest mean first; "" without runs."""
+    own = [method for method in METHODS if task.name in method.tasks and counted(task, method, have)]
+    if not own:
+        return ""
+    own.sort(key=lambda method: -float(scores(counted(task, method, have)).mean()))
+    start = f"Untrained: {untrained(task, have):.3f}. The bar on dev: {task.bar:g}."
+    title = f"### {task.name}: {task.scored}"
+    return "\n".join([title, "", start, "", HEAD, f"|{'---|' * 12}", *(row(task, method, have) for method in own), ""])
+
+
+def over_tasks(have: Ledger) -> str:
+    """Returns the table of methods that have runs on all tasks: their scores between the untrained base (0) and the
+    best method of the task (1), and the chance that a run of theirs is above one of GRPO."""
+    tasks = [task for task in TASKS if counted(task, find_method(task, "GRPO"), have)]
+    every = [name for name in _names() if all(_runs(task, name, have) for task in tasks)]
+    if len(tasks) < 2:
+        return ""
+    scaled = {name: [_scaled(task, scores(_runs(task, name, have)), have) for task in tasks] for name in every}
+    rows = []
+    for name in sorted(every, key=lambda name: -mean_score(scaled[name])):
+        mean, chance = estimate(mean_score, scaled[name]), estimate_improvement(scaled[name], scaled["GRPO"])
+        against = "–" if name == "GRPO" else f"{chance.value:.2f} {bounds(chance, 2)}"
+        rows.append(f"| {name} | {mean.value:.2f} {bounds(mean, 2)} | {against} |")
+    title = f"### Over {', '.join(task.name for task in tasks)}"
+    return "\n".join([title, "", "| | mean of normalised scores | above GRPO |", "|---|---|---|", *rows, ""])
+
+
+def _names() -> list[str]:
+    return list(dict.fromkeys(method.name for method in METHODS))
+
+
+def _runs(task: Task, name: str, have: Ledger) -> list[Line]:
+    own = [method for method in METHODS if method.name == name and task.name in method.tasks]
+    return counted(task, own[0], have) if own else []
+
+
+def _scaled(task: Task, values: np.ndarray, have: Ledger) -> np.ndarray:
+    best = max(float(scores(runs).mean()) for name in _names() if (runs := _runs(task, name, have)))
+    start = untrained(task, have)
+    return (values - start) / (best - start)
+
+
+def draw(have: Ledger, target: Path) -> None:
+    """Draws the score on dev over answers sampled, the mean over seeds, a panel for each task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    tasks = [task for task in TASKS if any(counted(task, m, have) for m in METHODS if task.name in m.tasks)]
+    figure, axes = plt.subplots(1, len(tasks), figsize=(6.5 * len(tasks), 5.2), constrained_layout=True, squeeze=False)
+    colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for task, axis in zip(tasks, axes[0], strict=True):
+        for number, name in enumerate(_names()):
+            if runs := _runs(task, name, have):
+                points = np.mean([line["curve"] for line in runs], 0)
+                style = "-" if number < len(colours) else "--"
+                axis.plot(points[:, 0], points[:, 1], style, color=colours[number % len(colours)], label=name)
+        axis.axhline(task.bar, color="black", linewidth=0.6, linestyle=":")
+        axis.set(title=task.name, xlabel="answers sampled in training", ylabel=f"{task.scored}, on dev")
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=7, ncol=2)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,195 @@
+"""One run: trains it, scores it, and returns its line of the ledger. And the ledger."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from algorithms_parts.methods import TASKS, UNTRAINED, Task, find_method, settings_of, shorten, slug, tuned_rates
+
+import palestra
+from palestra.config import Tree
+from palestra.config.tree import to_yaml
+from palestra.engine.models import Engine
+from palestra.engine.trainer import Trainer
+from palestra.evaluation.evaluate import evaluate
+from palestra.rollouts.metrics import member_name
+from palestra.runs import list_checkpoints, read_lines
+from palestra.types import Episode, Sample
+
+TUNING = 100  # the seed of runs that choose a learning rate
+Line = dict[str, Any]
+
+
+class Job(NamedTuple):
+    """A run: the names of its task and method, its learning rate and its seed."""
+
+    task: str
+    method: str
+    rate: float
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.method}, lr {self.rate:g}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs are kept, the device of tasks that are `on_device`, and whether runs are only tried."""
+
+    root: Path
+    ledger: Path
+    device: str = "cpu"
+    quick: bool = False
+
+    def folder(self, job: Job) -> Path:
+        return self.root / settings_of(*_parts(job), job.rate, job.seed)["name"]
+
+
+def _parts(job: Job) -> tuple[Task, Any]:
+    task = next(task for task in TASKS if task.name == job.task)
+    return task, find_method(task, job.method)
+
+
+def known(ledger: Path) -> dict[Job, Line]:
+    """Returns the lines of a ledger, by run."""
+    lines = read_lines(ledger) if ledger.exists() else []
+    return {Job(line["task"], line["method"], line["rate"], line["seed"]): line for line in lines}
+
+
+def keep(ledger: Path, line: Line) -> None:
+    """Appends a line in one write, so that several programs may keep theirs in one ledger."""
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, (json.dumps(line) + "\n").encode())
+    finally:
+        os.close(file)
+
+
+def measure(job: Job, place: Place) -> Line:
+    """Trains and scores a run in this process; returns its line. What the run prints is in a log beside its folder. One
+    that was broken off goes on."""
+    task, method = _parts(job)
+    place.root.mkdir(parents=True, exist_ok=True)
+    with place.folder(job).with_suffix(".log").open("a") as log, contextlib.redirect_stdout(log):
+        line = score_untrained(task, place) if method is UNTRAINED else train_and_score(task, job, place)
+    gc.collect()  # the models of this run, before the next
+    return line | {"device": place.device if task.on_device else "cpu"}
+
+
+def config_of(job: Job, place: Place) -> Tree:
+    """Returns the run's whole config."""
+    task, method = _parts(job)
+    tree = settings_of(task, method, job.rate, job.seed)
+    if task.on_device:
+        tree["device"] = place.device
+    if method.teacher:
+        weights = list_checkpoints(place.folder(teacher_of(job)))[-1].path
+        for name in task.learners:
+            tree["policies"][f"teacher_of_{name}"]["path"] = str(weights / name)
+    return shorten(tree) if place.quick else tree
+
+
+def teacher_of(job: Job) -> Job:
+    """Returns the run whose policy is the teacher."""
+    task, method = _parts(job)
+    return Job(job.task, method.teacher, tuned_rates()[task.name][method.teacher], TUNING)
+
+
+def train_and_score(task: Task, job: Job, place: Place) -> Line:
+    path = place.folder(job)
+    if path.exists():
+        palestra.train(resume=path)
+    else:
+        palestra.train(config_of(job, place), root=place.root)
+    points = curve(task, path)
+    line: Line = job._asdict() | {"run": path.name, "dev": points[-1][1], "answers": points[-1][0], "curve": points}
+    line |= {"cpu": seconds(path, "_cpu_s"), "clock": seconds(path, "_s")}
+    line["to_bar"] = next((count for count, score in points if score >= task.bar), None)
+    return line if job.seed == TUNING else line | score(task, path, place)
+
+
+def curve(task: Task, run: Path) -> list[tuple[float, float]]:
+    """Returns the answers sampled in training until then, and the score on dev."""
+    answers = np.cumsum(list(sampled(run)))
+    points: dict[int, list[float]] = {}
+    for line in read_lines(run / "evals.jsonl"):
+        if line["name"] in task.sides:
+            points.setdefault(line["step"], []).append(task.score(line["name"], line))
+    return [(float(answers[step]) if step >= 0 else 0.0, float(np.mean(own))) for step, own in sorted(points.items())]
+
+
+def sampled(run: Path) -> Iterator[float]:
+    """Yields the answers sampled in each step, with those of instances that were replaced (taken for as long as the
+    others)."""
+    replaced = {line["step"]: line.get("redraws", 0.0) for line in read_lines(run / "metrics.jsonl") if is_team(line)}
+    episodes = palestra.load_run(run).config["episodes"]
+    for line in read_lines(run / "timings.jsonl"):
+        if is_team(line):
+            yield line["answers"] * (1 + replaced.get(line["step"], 0.0) / episodes)
+
+
+def is_team(line: Line) -> bool:
+    return bool(line["policy"] == "team")
+
+
+def seconds(run: Path, ending: str) -> float:
+    """Returns the seconds of rollouts and of learning, without evaluations: `_cpu_s` of this process, `_s` of the
+    clock."""
+    phases = [f"{phase}{ending}" for phase in ("rollout", "train")]
+    lines = [line for line in read_lines(run / "timings.jsonl") if is_team(line)]
+    return float(sum(line.get(phase, 0.0) for line in lines for phase in phases))
+
+
+def score(task: Task, run: Path, place: Place) -> dict[str, float]:
+    """Returns the score on split test; how far from the base the learners are there, and how undecided, by token.
+
+    Both are of sampled answers, also where greedy ones are scored."""
+    episodes, scores, answers = (10 if place.quick else 300), [], []
+    for side, (seats, _) in task.sides.items():
+        scored = play(task, run, seats, episodes)
+        scores.append(task.score(side, scored.metrics))
+        if task.greedy:
+            scored = evaluate(run, {}, seats, episodes=min(100, episodes), sampling={"temperature": 1.0})
+        answers += samples(scored.episodes, task.learners)
+    device = place.device if task.on_device else "cpu"
+    base = Trainer(Engine.load(task.base, device=device, dtype="float32"), None).logprobs(answers)
+    own = np.concatenate([sample.logprobs for sample in answers])
+    kl, entropy = float((own - np.concatenate(base)).mean()), -float(own.mean())
+    return {"score": float(np.mean(scores)), "kl": kl, "entropy": entropy}
+
+
+def play(task: Task, what: Path, seats: dict[str, str], episodes: int) -> Any:
+    sampling = {"temperature": 0.0} if task.greedy else None
+    return evaluate(what, {}, seats, episodes=episodes, sampling=sampling)
+
+
+def samples(episodes: Sequence[Episode], learners: Sequence[str]) -> list[Sample]:
+    """Returns what learners said."""
+    said = [answer for episode in episodes for node in episode.nodes for answer in node.answers.values()]
+    return [
+        Sample(a.prompt_ids, a.token_ids, a.logprobs, np.zeros(len(a.token_ids)))
+        for a in said
+        if member_name(a.policy) in learners and len(a.token_ids)
+    ]
+
+
+def score_untrained(task: Task, place: Place) -> Line:
+    """Returns the line of the base's score on split test: of 300 instances if answers are greedy, else of 1,000."""
+    episodes = 10 if place.quick else 300 if task.greedy else 1000
+    job = Job(task.name, UNTRAINED.name, 0.0, 0)
+    tree = settings_of(task, UNTRAINED, 0.0, 0) | {"algorithm": {"type": "grpo"}}
+    tree |= {"device": place.device} if task.on_device else {}
+    config = place.root / f"{task.name}-{slug(UNTRAINED)}.yaml"
+    config.write_text(to_yaml(tree))
+    everywhere = dict.fromkeys(tree.get("seats") or task.learners, "base")
+    scores = [task.score(side, play(task, config, everywhere, episodes).metrics) for side in task.sides]
+    return job._asdict() | {"score": float(np.mean(scores)), "episodes": episodes}
