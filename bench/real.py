@@ -1,20 +1,23 @@
 """Training SmolLM2-135M-Instruct to add, beside TRL and CoMLRL: samples per CPU second, peak memory, held-out success.
 
-    python bench/real.py            the learning curves too: about an hour on one core
-    python bench/real.py --quick    speed and memory alone: two steps of each, within ten minutes on one core
-    python bench/real.py --peers DIR    a virtual environment that has bench/peers/real.txt; else one is made
+    python bench/real.py                 the learning curves too: about an hour on one core
+    python bench/real.py --quick         speed and memory alone: two steps of each, ten CPU minutes
+    python bench/real.py --only comlrl   beside one of the peers: trl or comlrl
+    python bench/real.py --device cuda   everything on a GPU
+    python bench/real.py --peers DIR     a virtual environment that has bench/peers/real.txt, or one to make
+    python bench/real.py --peers here    this Python has the peers
 
 One LoRA adapter of rank 16 answers sums of two numbers below 100 with three examples as earlier turns, by GRPO in
 groups of 8, in float32 with one thread; beside it TRL's GRPOTrainer (real_trl.py) with the same prompts, reward,
-learning rate and samples. Two adapters, a reasoner and a checker, are measured beside CoMLRL's MAGRPO with two agents
-(real_comlrl.py); its agents answer at once, so that this compares speed alone. Everything runs in processes of its
-own, one after another.
-Figures:
+learning rate and samples, which samples by transformers' `generate`. Two adapters, a reasoner and a checker, are
+measured beside CoMLRL's MAGRPO with two agents (real_comlrl.py); its agents answer at once, so that this compares speed
+alone. Everything runs in processes of its own, one after another.
+Figures, of CPU seconds and resident memory on a CPU, of seconds of the clock and allocated GPU memory on a GPU:
 
-    samples_vs_trl, samples_vs_comlrl   samples per CPU second of whole steps after the first, over the peer's
-    peak_vs_trl                         peak resident memory of the process, over TRL's
-    success_minutes_vs_trl              CPU minutes until TRL's final success on 200 held-out sums (greedy answers, all
-                                        adapters played by palestra), over TRL's; null if it is not reached
+    samples_vs_trl, samples_vs_comlrl   samples per second of whole steps after the first, over the peer's
+    peak_vs_trl                         peak memory of the process, over TRL's
+    success_minutes_vs_trl              minutes of training until TRL's final success on 200 held-out sums (greedy
+                                        answers, all adapters played by palestra), over TRL's; null if not reached
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoTokenizer
 
 from palestra.config.tree import to_yaml
@@ -58,21 +63,32 @@ class Size(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """CPU seconds after each step, peak memory in MB, and samples a step."""
+    """Seconds after each step, peak memory in MB, and samples a step; on a GPU seconds of the clock and GPU memory."""
 
-    cpu_s: list[float]
+    seconds: list[float]
     peak_mb: float
     samples: int
 
     @property
     def rate(self) -> float:
-        """Samples per CPU second of the steps after the first."""
-        return self.samples * (len(self.cpu_s) - 1) / (self.cpu_s[-1] - self.cpu_s[0])
+        """Samples per second of the steps after the first."""
+        return self.samples * (len(self.seconds) - 1) / (self.seconds[-1] - self.seconds[0])
+
+
+class Curve(NamedTuple):
+    """Held-out success of palestra and TRL after a number of steps, and the minutes of training so far."""
+
+    step: int
+    minutes: float
+    success: float
+    trl_minutes: float
+    trl_success: float
 
 
 def run_child(command: Sequence[str | Path], folder: Path) -> tuple[str, float]:
     """Runs a command; returns its standard output and its peak resident memory in MB. Raises SystemExit if it fails."""
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "HF_HUB_OFFLINE": "1"}
+    paths = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     out, errors = folder / "out", folder / "errors"
     with out.open("w") as stdout, errors.open("w") as stderr:
         child = subprocess.Popen(list(map(str, command)), stdout=stdout, stderr=stderr, env=environment)
@@ -83,9 +99,10 @@ def run_child(command: Sequence[str | Path], folder: Path) -> tuple[str, float]:
     return out.read_text(), usage.ru_maxrss / 1024
 
 
-def run_ours(env: dict[str, Any], size: Size, folder: Path, name: str, seed: int) -> Measured:
+def run_ours(env: dict[str, Any], size: Size, folder: Path, name: str, device: str, seed: int) -> Measured:
     """Trains a run of palestra called `name` in `folder`."""
-    lora = {"type": "lora", "base": BASE, "rank": RANK, "lr": LR, "sampling": {"max_tokens": MAX_TOKENS}}
+    lora = {"type": "lora", "base": BASE, "dtype": "float32", "rank": RANK, "lr": LR}
+    lora |= {"sampling": {"max_tokens": MAX_TOKENS}}
     seats = make_env(**env).seats
     tree = {
         "seed": seed,
@@ -98,25 +115,28 @@ def run_ours(env: dict[str, Any], size: Size, folder: Path, name: str, seed: int
         "checkpoint_every": size.eval_every or size.steps,
         "keep_every": size.eval_every,
         "max_num_seqs": 64,
+        "device": device,
     }
     config = folder / f"{name}.yaml"
     config.write_text(to_yaml(tree))
     _, peak = run_child([sys.executable, "-m", "palestra", "train", config, "--name", name, "--root", folder], folder)
     steps = [line for line in read_lines(folder / name / "timings.jsonl") if line["policy"] == "team"]
-    spent = [line["rollout_cpu_s"] + line["train_cpu_s"] for line in steps]
-    return Measured([sum(spent[: n + 1]) for n in range(len(spent))], peak, size.prompts * GROUP_SIZE * len(seats))
+    clock = "cpu_s" if device == "cpu" else "s"
+    seconds = list(accumulate(line[f"rollout_{clock}"] + line[f"train_{clock}"] for line in steps))
+    peak = peak if device == "cpu" else steps[-1]["gpu_memory_gib"] * 1024
+    return Measured(seconds, peak, size.prompts * GROUP_SIZE * len(seats))
 
 
-def run_peer(python: Path, script: str, size: Size, folder: Path, agents: int, seed: int) -> Measured:
+def run_peer(python: Path, script: str, size: Size, folder: Path, agents: int, device: str, seed: int) -> Measured:
     """Trains a peer's run; its adapters are saved in `folder`/peer."""
     problems = folder / "problems.json"
     problems.write_text(json.dumps(make_problems(size.steps * size.prompts)))
     task = {"model": resolve_base(BASE), "problems": str(problems), "folder": str(folder / "peer"), "seed": seed}
     task |= {"group_size": GROUP_SIZE, "prompts_per_step": size.prompts, "max_tokens": MAX_TOKENS}
-    task |= {"steps": size.steps, "rank": RANK, "lr": LR, "save_every": size.eval_every}
+    task |= {"steps": size.steps, "rank": RANK, "lr": LR, "save_every": size.eval_every, "device": device}
     said, peak = run_child([python, HERE / script, json.dumps(task)], folder)
-    seconds = json.loads(said.strip().splitlines()[-1])["cpu_s"]
-    return Measured(seconds, peak, size.prompts * GROUP_SIZE * agents)
+    found = json.loads(said.strip().splitlines()[-1])
+    return Measured(found["seconds"], found["gpu_mb"] or peak, size.prompts * GROUP_SIZE * agents)
 
 
 def make_problems(count: int) -> list[dict[str, str]]:
@@ -136,66 +156,86 @@ def held_out_success(target: Target) -> float:
     return setup.play([setup.policy_names], HELD_OUT, 0, lambda played, of: None)[0].metrics["success"]
 
 
-def peer_target(adapter: Path, folder: Path) -> Target:
+def peer_target(adapter: Path, folder: Path, device: str) -> Target:
     """Returns the evaluation target of an adapter in PEFT's format."""
-    frozen = {"type": "frozen", "base": BASE, "path": str(adapter), "sampling": {"max_tokens": MAX_TOKENS}}
+    frozen = {"type": "frozen", "base": BASE, "dtype": "float32", "path": str(adapter)}
+    frozen |= {"sampling": {"max_tokens": MAX_TOKENS}}
     config = folder / "peer.yaml"
-    config.write_text(to_yaml({"env": ALONE, "policies": {"reasoner": frozen}, "max_num_seqs": 64}))
+    config.write_text(to_yaml({"env": ALONE, "policies": {"reasoner": frozen}, "max_num_seqs": 64, "device": device}))
     return find_target(config)
 
 
-def compare_learning(ours: Measured, trl: Measured, size: Size, folder: Path) -> float | None:
-    """Prints both curves; returns CPU minutes until TRL's final success, over TRL's, or None if it is not reached."""
-    steps = range(size.eval_every, size.steps + 1, size.eval_every)
-    mine = [held_out_success(find_target(folder / "alone", step=step)) for step in steps]
-    peers = [held_out_success(peer_target(folder / "peer" / str(step), folder)) for step in steps]
-    for step, own, peer in zip(steps, mine, peers, strict=True):
-        minutes = [f"{measured.cpu_s[step - 1] / 60:.1f} CPU min" for measured in (ours, trl)]
-        print(f"step {step}: palestra {own:.1%} after {minutes[0]}, TRL {peer:.1%} after {minutes[1]}", flush=True)
-    reached = [ours.cpu_s[step - 1] for step, own in zip(steps, mine, strict=True) if own >= peers[-1]]
-    return reached[0] / trl.cpu_s[-1] if reached else None
+def learning_curves(ours: Measured, trl: Measured, size: Size, folder: Path, device: str) -> list[Curve]:
+    """Plays the held-out sums with the adapters of both; prints and returns the curves."""
+    curves = []
+    for step in range(size.eval_every, size.steps + 1, size.eval_every):
+        own = held_out_success(find_target(folder / "alone", step=step))
+        peer = held_out_success(peer_target(folder / "peer" / str(step), folder, device))
+        minutes, trl_minutes = (measured.seconds[step - 1] / 60 for measured in (ours, trl))
+        curves.append(Curve(step, minutes, own, trl_minutes, peer))
+        told = f"palestra {own:.1%} after {minutes:.2f} min, TRL {peer:.1%} after {trl_minutes:.2f} min"
+        print(f"step {step}: {told}", flush=True)
+    return curves
 
 
-def install_peers(venv: Path) -> None:
-    """Makes the peers' virtual environment, once."""
-    if (venv / "bin/python").exists():
-        return
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    packages = REQUIREMENTS.read_text().split()
-    for some in (packages[:1], packages[1:]):  # torch first and alone, so that pip keeps the build chosen here
-        subprocess.run([str(venv / "bin/pip"), "install", "--quiet", *some], check=True)
+def compare_learning(curves: Sequence[Curve]) -> float | None:
+    """Returns palestra's minutes until TRL's final success, over TRL's, or None if it is not reached."""
+    last = curves[-1]
+    reached = [curve.minutes for curve in curves if curve.success >= last.trl_success]
+    return reached[0] / last.trl_minutes if reached else None
+
+
+def peers_python(peers: str) -> Path:
+    """Returns the Python that has the peers: this one for "here", else that of a virtual environment, which is made
+    if it does not exist."""
+    if peers == "here":
+        return Path(sys.executable)
+    python = Path(peers) / "bin/python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", peers], check=True)
+        packages = REQUIREMENTS.read_text().split()
+        for some in (packages[:1], packages[1:]):  # torch first and alone, so that pip keeps the build chosen here
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *some], check=True)
+    return python
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="speed and memory alone")
-    parser.add_argument("--peers", type=Path, default=HERE / ".venv-real")
+    parser.add_argument("--only", choices=["trl", "comlrl"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--peers", default=str(HERE / ".venv-real"), help="a virtual environment, or: here")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    install_peers(given.peers)
-    python, seed = given.peers / "bin/python", given.seed
+    python, device, seed = peers_python(given.peers), given.device, given.seed
     size, short = (Size(2, 2, 0),) * 2 if given.quick else (Size(20, 8, 4), Size(4, 8, 0))
     figures: dict[str, float | None] = {}
+    curves: list[Curve] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ours = run_ours(ALONE, size, folder, "alone", seed)
-        trl = run_peer(python, "real_trl.py", size, folder, 1, seed)
-        figures["samples_vs_trl"], figures["peak_vs_trl"] = ours.rate / trl.rate, ours.peak_mb / trl.peak_mb
-        print_line("palestra, one agent", ours)
-        print_line("TRL GRPOTrainer", trl)
-        team = run_ours(TEAM, short, folder, "team", seed)
-        comlrl = run_peer(python, "real_comlrl.py", short, folder, 2, seed)
-        figures["samples_vs_comlrl"] = team.rate / comlrl.rate
-        print_line("palestra, two agents", team)
-        print_line("CoMLRL MAGRPO", comlrl)
-        if size.eval_every:
-            figures["success_minutes_vs_trl"] = compare_learning(ours, trl, size, folder)
+        if given.only != "comlrl":
+            ours = run_ours(ALONE, size, folder, "alone", device, seed)
+            print_line("palestra, one agent", ours)
+            trl = run_peer(python, "real_trl.py", size, folder, 1, device, seed)
+            print_line("TRL GRPOTrainer", trl)
+            figures |= {"samples_vs_trl": ours.rate / trl.rate, "peak_vs_trl": ours.peak_mb / trl.peak_mb}
+            if size.eval_every:
+                curves = learning_curves(ours, trl, size, folder, device)
+                figures["success_minutes_vs_trl"] = compare_learning(curves)
+        if given.only != "trl":
+            team = run_ours(TEAM, short, folder, "team", device, seed)
+            print_line("palestra, two agents", team)
+            comlrl = run_peer(python, "real_comlrl.py", short, folder, 2, device, seed)
+            print_line("CoMLRL MAGRPO", comlrl)
+            figures["samples_vs_comlrl"] = team.rate / comlrl.rate
     rounded = {key: value if value is None else round(value, 3) for key, value in figures.items()}
-    print(json.dumps({"bench": "real", "figures": rounded, "targets": TARGETS}))
+    used = {"device": "cpu" if device == "cpu" else torch.cuda.get_device_name(), "seed": seed}
+    targets = {key: TARGETS[key] for key in figures}
+    print(json.dumps({"bench": "real", "figures": rounded, "targets": targets, **used, "curves": curves}))
 
 
 def print_line(name: str, measured: Measured) -> None:
-    print(f"{name}: {measured.rate:.2f} samples per CPU s, {measured.peak_mb:,.0f} MB at most", flush=True)
+    print(f"{name}: {measured.rate:.2f} samples per second, {measured.peak_mb:,.0f} MB at most", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ their answers earn. One update of each agent per step.
 
 import json
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -30,15 +29,15 @@ def reward(first: list[str], second: list[str], *, batch_items: list[dict]) -> l
 
 
 class TimedTrainer(MAGRPOTrainer):
-    """CoMLRL's trainer; also reads the CPU seconds after each problem's answers and updates."""
+    """CoMLRL's trainer; also reads the seconds of `task` after each problem's answers and updates."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.start, self.seconds = time.process_time(), []
+    def __init__(self, task: Task, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.task, self.start, self.seconds = task, task.seconds(), []
 
     def _train_step_returns(self, *args, **kwargs):
         result = super()._train_step_returns(*args, **kwargs)
-        self.seconds.append(time.process_time() - self.start)
+        self.seconds.append(self.task.seconds() - self.start)
         return result
 
 
@@ -49,12 +48,13 @@ def agent(task: Task) -> torch.nn.Module:
 
 
 def train(task: Task) -> list[float]:
-    """Trains; returns the CPU seconds after each step."""
+    """Trains; returns the seconds after each step."""
     problems = json.loads(Path(task.problems).read_text())[: task.steps * task.prompts_per_step]
     config = MAGRPOConfig(
         num_train_epochs=1,
         agent_learning_rate=task.lr,
         num_agents=AGENTS,
+        agent_devices=task.device,
         num_generations=task.group_size,
         max_new_tokens=task.max_tokens,
         temperature=1.0,
@@ -66,6 +66,7 @@ def train(task: Task) -> list[float]:
         advantage_normalization=False,
     )
     trainer = TimedTrainer(
+        task,
         agents=[agent(task) for _ in range(AGENTS)],
         tokenizer=AutoTokenizer.from_pretrained(task.model, padding_side="left"),
         reward_func=reward,
@@ -81,7 +82,7 @@ def main() -> None:
     keep_freed_memory()
     warnings.filterwarnings("ignore")
     task = Task(**json.loads(sys.argv[1]))
-    print(json.dumps({"cpu_s": train(task)}))
+    print(json.dumps({"seconds": train(task), "gpu_mb": task.gpu_mb()}))
 
 
 if __name__ == "__main__":

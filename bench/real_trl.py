@@ -1,8 +1,8 @@
 """GRPO with TRL on SmolLM2: the single agent of bench/real.py, in TRL's own virtual environment.
 
 The argument is a JSON object with the fields of `Task`; one JSON line comes back. LoRA through PEFT, float32, one
-thread; settings as in trl_grpo.py, but answers end where the model ends them. With `save_every`, adapters are saved in
-`folder`, by number of steps; the CPU seconds are without that.
+thread; settings as in trl_grpo.py, but answers end where the model ends them. On a GPU a whole step is one micro-batch.
+With `save_every`, adapters are saved in `folder`, by number of steps; the seconds are without that.
 """
 
 import json
@@ -41,6 +41,18 @@ class Task:
     lr: float
     seed: int = 0
     save_every: int = 0
+    device: str = "cpu"
+
+    def seconds(self) -> float:
+        """CPU seconds of this process; on a GPU seconds of the clock, once its work is done."""
+        if self.device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def gpu_mb(self) -> float | None:
+        """The most GPU memory that this process had allocated, in MB; None on a CPU."""
+        return None if self.device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
 
 
 def is_right(completion: str, gold: str) -> bool:
@@ -54,33 +66,43 @@ def reward(completions: list[str], gold: list[str], **_: object) -> list[float]:
 
 
 class Recorder(TrainerCallback):
-    """CPU seconds after each step since the first began, without those of saving adapters."""
+    """Seconds after each step since the first began, without those of saving adapters."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.seconds, self.start = task, [], 0.0
 
     def on_train_begin(self, *args, **kwargs) -> None:
-        self.start = time.process_time()
+        self.start = self.task.seconds()
 
     def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
-        self.seconds.append(time.process_time() - self.start)
+        self.seconds.append(self.task.seconds() - self.start)
         if self.task.save_every and state.global_step % self.task.save_every == 0:
             model.save_pretrained(Path(self.task.folder) / str(state.global_step))
-        self.start = time.process_time() - self.seconds[-1]
+        self.start = self.task.seconds() - self.seconds[-1]
 
 
 def train(task: Task) -> list[float]:
-    """Trains; returns the CPU seconds after each step."""
-    # Every prompt is drawn once; a step has one optimizer update, and two groups share a pass.
+    """Trains; returns the seconds after each step."""
+    # Every prompt is drawn once; a step has one optimizer update. Two groups share a pass, on a GPU all of them.
     spec = Spec(
-        task.model, task.problems, task.group_size, task.max_tokens, task.prompts_per_step, task.steps, 0, lr=task.lr
+        model=task.model,
+        prompts=task.problems,
+        K=task.group_size,
+        new_tokens=task.max_tokens,
+        prompts_per_step=task.prompts_per_step,
+        steps=task.steps,
+        warmup=0,
+        lr=task.lr,
+        device=task.device,
+        dtype="float32",
     )
+    groups = task.prompts_per_step if task.device == "cuda" else min(2, task.prompts_per_step)
     tokenizer = AutoTokenizer.from_pretrained(task.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32, attn_implementation="sdpa")
     lora = LoraConfig(r=task.rank, lora_alpha=task.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     recorder = Recorder(task)
     with tempfile.TemporaryDirectory() as output:
-        config = build_config(spec, 2 * task.group_size, output)
+        config = build_config(spec, groups * task.group_size, output)
         config.generation_kwargs, config.seed, config.scale_rewards = {}, task.seed, "none"
         trainer = GRPOTrainer(
             model=model,
@@ -102,7 +124,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     task = Task(**json.loads(sys.argv[1]))
-    print(json.dumps({"cpu_s": train(task)}))
+    print(json.dumps({"seconds": train(task), "gpu_mb": task.gpu_mb()}))
 
 
 if __name__ == "__main__":

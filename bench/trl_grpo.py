@@ -13,8 +13,8 @@ the tried micro-batches, with all of them under "tried".
 Tuned for speed as far as TRL's own settings go: float32, no KL term and so no reference model, no gradient
 checkpointing, logging, evaluation, saving or data workers, one optimizer step per generation batch, which spares the
 second forward pass for the old log-probabilities. What it leaves out: vLLM, and transformers' continuous batching,
-which took eight times the CPU seconds of plain `generate` at this size. With `device` "cuda" weights are bfloat16, and
-seconds are those of the clock.
+which took eight times the CPU seconds of plain `generate` at this size. With `device` "cuda" weights are bfloat16 (or
+float32: `dtype`), and seconds are those of the clock.
 """
 
 import os
@@ -75,6 +75,12 @@ class Spec:
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
     device: str = "cpu"
+    dtype: str = ""
+    """Of the weights and of all arithmetic; empty: float32 on a CPU, bfloat16 on a GPU."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype or ("float32" if self.device == "cpu" else "bfloat16"))
 
 
 def even_share(completion_ids: list[list[int]], **_: object) -> list[float]:
@@ -137,7 +143,7 @@ def build_config(spec: Spec, micro_batch: int, output_dir: str) -> GRPOConfig:
     return GRPOConfig(
         output_dir=output_dir,
         use_cpu=spec.device == "cpu",
-        bf16=spec.device != "cpu",
+        bf16=spec.torch_dtype == torch.bfloat16,
         seed=spec.seed,
         beta=0.0,
         learning_rate=spec.lr,
@@ -165,8 +171,7 @@ def build_config(spec: Spec, micro_batch: int, output_dir: str) -> GRPOConfig:
 def build_trainer(spec: Spec, micro_batch: int, clock: StepClock, output_dir: str) -> TimedTrainer:
     """A trainer over as many prompts as the run needs, the file's prompts repeated in order."""
     tokenizer = AutoTokenizer.from_pretrained(spec.model, padding_side="left")
-    dtype = torch.float32 if spec.device == "cpu" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, attn_implementation=spec.attention)
+    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=spec.torch_dtype, attn_implementation=spec.attention)
     prompts = read_prompts(spec.prompts, tokenizer)
     needed = (spec.warmup + spec.steps) * spec.prompts_per_step
     rows = [{"prompt": prompts[i % len(prompts)]} for i in range(needed)]

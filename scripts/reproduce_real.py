@@ -4,6 +4,7 @@
     python scripts/reproduce.py real --list            the rows, and which are finished
     python scripts/reproduce.py real --only story/     the rows whose name begins so; also kuhn/ and service/
     python scripts/reproduce.py real --report          only rewrite the page and its plot
+    python scripts/reproduce.py real --device cuda --processes 4 --only story/    on a GPU, in float32, four at once
 
 A row is a method on a task with a seed: at most 40 minutes of one CPU core. Its result is a JSON file in
 bench/measured/real/, its run a folder of runs/reproduce-real/. Every trained method samples as many answers as any
@@ -20,12 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import copy
 import json
+import multiprocessing
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from real_results import BASE, GREEDY, Row, measure
 from reproduce_real_games import kuhn_self_play, service_debate, service_two_agents
 from reproduce_real_report import write_report
@@ -136,9 +142,9 @@ def table_rows() -> Iterator[TableRow]:
                     yield TableRow(task, name, seed)
 
 
-def all_rows() -> dict[str, Callable[[], dict[str, Any]]]:
-    """Returns the function that measures each row, by name."""
-    rows: dict[str, Callable[[], dict[str, Any]]] = {row.name: partial(run, row) for row in table_rows()}
+def all_rows(device: str = "cpu") -> dict[str, Callable[[], dict[str, Any]]]:
+    """Returns the function that measures each row, by name. Those of the table run on `device`."""
+    rows: dict[str, Callable[[], dict[str, Any]]] = {row.name: partial(run, row, device) for row in table_rows()}
     rows |= {f"kuhn/self-play/{seed}": partial(kuhn_self_play, seed, RUNS) for seed in SEEDS}
     served = RUNS / "served"
     return rows | {
@@ -147,8 +153,17 @@ def all_rows() -> dict[str, Callable[[], dict[str, Any]]]:
     }
 
 
-def config_of(row: TableRow) -> Tree:
-    """The row's config: that of its task with the method's changes, without evaluations, which come after training."""
+def config_of(row: TableRow, device: str = "cpu") -> Tree:
+    """The row's config on a device, in float32 on any."""
+    tree = method_config(row) | {"device": device}
+    for policy in tree["policies"].values():
+        if policy["type"] == "lora":
+            policy["dtype"] = "float32"
+    return tree
+
+
+def method_config(row: TableRow) -> Tree:
+    """The config of the row's task with the method's changes, without evaluations, which come after training."""
     task, method = TASKS[row.task], METHODS[row.method]
     if method.config:
         return load(method.config) | {"name": row.slug, "seed": row.seed, "checkpoint_every": 4}
@@ -162,7 +177,7 @@ def config_of(row: TableRow) -> Tree:
     return tree
 
 
-def train(row: TableRow) -> Path:
+def train(row: TableRow, device: str) -> Path:
     """Trains the row's run, or goes on with it; returns its folder.
 
     A run in which nothing was learned is a result, too: raises RunFailed only for one that did not end, and
@@ -170,7 +185,7 @@ def train(row: TableRow) -> Path:
     path = RUNS / row.slug
     failure = None
     try:
-        palestra.train(resume=path) if path.exists() else palestra.train(config_of(row), root=RUNS)
+        palestra.train(resume=path) if path.exists() else palestra.train(config_of(row, device), root=RUNS)
     except RunFailed as error:
         failure = error
     if len(training_figures(path)["curve"]) < num_steps(config_of(row)):
@@ -185,33 +200,36 @@ def num_steps(tree: Tree) -> int:
     return sum(stage["steps"] for stage in tree["stages"]) if "stages" in tree else tree["steps"]
 
 
-def run(row: TableRow) -> dict[str, Any]:
+def run(row: TableRow, device: str) -> dict[str, Any]:
     """Trains the row unless its method is untrained, and scores it; returns its result."""
     is_trained = METHODS[row.method].algorithm is not None
-    target = train(row) if is_trained else write_config(row)
+    target = train(row, device) if is_trained else write_config(row, device)
     setup = open_text_eval(find_target(target), {}, {}, sampling=GREEDY, in_process=True)
     seats = {} if is_trained else dict.fromkeys(setup.policy_names, BASE)
     measured = measure(setup, config_of(row)["env"], Row(row.name, {}, seats), EPISODES)
     trained = training_figures(target) if is_trained else {}
-    return {"task": row.task, "method": row.method, "seed": row.seed} | measured | trained
+    where = {"device": "cpu" if device == "cpu" else torch.cuda.get_device_name()}
+    return {"task": row.task, "method": row.method, "seed": row.seed} | where | measured | trained
 
 
-def write_config(row: TableRow) -> Path:
+def write_config(row: TableRow, device: str) -> Path:
     """Writes the row's config to a file, in place of a run; returns its path."""
     path = RUNS / f"{row.slug}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_yaml(config_of(row)))
+    path.write_text(to_yaml(config_of(row, device)))
     return path
 
 
 def training_figures(path: Path) -> dict[str, Any]:
-    """Answers sampled, CPU minutes of training, success in rollouts by step, and on split dev after steps, of a run."""
+    """Answers sampled, minutes of training (of a CPU, and of the clock), success in rollouts by step, and on split dev
+    after steps, of a run."""
     evals = read_lines(path / "evals.jsonl") if (path / "evals.jsonl").exists() else []
     metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
-    spent = [line["rollout_cpu_s"] + line["train_cpu_s"] for line in timings if line["policy"] == "team"]
+    steps = [line for line in timings if line["policy"] == "team"]
     return {
         "answers": sum(line.get("answers", 0) for line in metrics),
-        "train_cpu_minutes": round(sum(spent) / 60, 1),
+        "train_cpu_minutes": round(sum(line["rollout_cpu_s"] + line["train_cpu_s"] for line in steps) / 60, 1),
+        "train_minutes": round(sum(line["rollout_s"] + line["train_s"] for line in steps) / 60, 2),
         "curve": [line["success"] for line in metrics if line["policy"] == "team"],
         "dev": [[line["step"] + 1, line["success"]] for line in evals if line["name"] == "dev"],
     }
@@ -224,20 +242,48 @@ def summary(result: dict[str, Any]) -> str:
     return f"NashConv {result['nash_conv'][-1]:.3f}" if "nash_conv" in result else f"{result['minutes']} minutes"
 
 
+def measure_row(name: str, device: str) -> str:
+    """Measures a row and writes its result; returns a line that says so."""
+    result = all_rows(device)[name]()
+    temporary = result_file(name).with_suffix(".part")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.replace(result_file(name))
+    return f"{name}: {summary(result)}"
+
+
+def measure_rows(names: Sequence[str], device: str, processes: int) -> int:
+    """Measures rows, `processes` at once, each in a process of its own; returns how many failed. One at a time, they
+    are measured in this process, and the first that fails ends it."""
+    if processes == 1:
+        for name in names:
+            print(measure_row(name, device), flush=True)
+        return 0
+    context, failed = multiprocessing.get_context("spawn"), 0
+    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
+        for done in as_completed([pool.submit(measure_row, name, device) for name in names]):
+            if error := done.exception():
+                failed += 1
+                traceback.print_exception(error)
+            else:
+                print(done.result(), flush=True)
+    return failed
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="the rows whose name begins so")
+    parser.add_argument("--only", nargs="+", default=[""], help="the rows whose names begin so")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--device", default="cpu", help="device of the table's rows: cpu (the default) or cuda")
+    parser.add_argument("--processes", type=int, default=1, help="rows that are measured at once (default: 1)")
     options = parser.parse_args(arguments)
-    rows = {name: run_row for name, run_row in all_rows().items() if name.startswith(options.only)}
+    rows = [name for name in all_rows() if name.startswith(tuple(options.only))]
     if options.list:
         print("\n".join(f"{'finished' if result_file(name).exists() else 'open    '} {name}" for name in rows))
         return
     MEASURED.mkdir(parents=True, exist_ok=True)
-    for name, run_row in rows.items():
-        if not options.report and not result_file(name).exists():
-            result = run_row()
-            result_file(name).write_text(json.dumps(result, indent=1) + "\n")
-            print(f"{name}: {summary(result)}", flush=True)
+    open_rows = [] if options.report else [name for name in rows if not result_file(name).exists()]
+    failed = measure_rows(open_rows, options.device, options.processes) if open_rows else 0
     write_report(MEASURED, list(METHODS), Path("docs/results-real.md"))
+    if failed:
+        sys.exit(f"{failed} of {len(open_rows)} rows failed: the same command tries them again")

@@ -25,8 +25,12 @@ those that are not. SmolLM2-135M-Instruct, LoRA rank 16, learning rate 5e-4 (not
 instances, greedy answers. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its
 95 % interval (Student's t, a spread between runs), and each seed's score. *Readable*: the share of episodes whose
 last answer has a number in it; *right if readable* is skill beside form. *Answers* are those trained on, of SFT the
-expert's. CPU minutes are of training, mean over seeds, on the machine and under the load of that day: a busy machine
-takes more of them for the same work."""
+expert's. CPU minutes are of training, mean over the seeds that ran on a CPU, on the machine and under the load of that
+day: a busy machine takes more of them for the same work.{gpu}"""
+GPU = """
+
+{number} of {all} training runs were on a GPU ({name}), in float32 as on the CPU, several at once; they have no CPU
+minutes. The column *CPU / GPU* counts the seeds of each."""
 KUHN_TITLE = "Kuhn poker by self-play (`text_kuhn`, configs/real/text_kuhn_self_play.yaml)"
 KUHN_HEAD = """Two adapters, one for each player, learn in slices against the history of the other. NashConv (0 at an
 equilibrium) and what is won a game against each opponent (the columns after it; mean over both seats) are exact: from
@@ -40,7 +44,7 @@ PROGRAMS = {
     "two agents": "`examples/mint_two_agents.py`, two agents that name the last of three words",
     "debate": "`examples/mint_debate.py`, two debaters and a judge, by PPO",
 }
-COLUMNS = ["", "seeds", "success", "by seed", "readable", "right if readable", "answers", "CPU minutes"]
+COLUMNS = ["", "CPU / GPU", "success", "by seed", "readable", "right if readable", "answers", "CPU minutes"]
 
 
 # Ending of the file's name, key of the results, title. Rows that were evaluated during training are in the second.
@@ -53,7 +57,10 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
     scored = [r for r in results if r["task"] in TITLES]
     if not scored:
         raise SystemExit(f"{measured} has no results: run `python scripts/reproduce.py real` first")
-    lines = HEAD.format(episodes=scored[0]["episodes"]).splitlines()
+    trained = [r for r in scored if r.get("curve")]
+    on_gpu = [r["device"] for r in trained if on_a_gpu(r)]
+    gpu = GPU.format(number=len(on_gpu), all=len(trained), name=", ".join(sorted(set(on_gpu)))) if on_gpu else ""
+    lines = HEAD.format(episodes=scored[0]["episodes"], gpu=gpu).splitlines()
     for task, title in TITLES.items():
         own = {method: [r for r in scored if (r["task"], r["method"]) == (task, method)] for method in order}
         rows = [[method, *figures(found)] for method, found in own.items() if found]
@@ -75,10 +82,17 @@ def figures(results: Sequence[Result]) -> list[str]:
     trained = [r for r in results if r.get("curve")]
     readable = np.mean([r["readable"] for r in results])
     right = np.mean([r["success"] for r in results]) / readable if readable else 0.0
-    costs = [np.mean([r[key] for r in trained]) for key in ("answers", "train_cpu_minutes")] if trained else []
+    on_cpu = [r for r in trained if not on_a_gpu(r)]
     seeds = " ".join(f"{r['success']:.1%}" for r in results) if len(results) > 1 else "–"
-    spent = [f"{costs[0]:,.0f}", f"{costs[1]:.0f}"] if costs else ["–", "–"]
-    return [str(len(results)) if trained else "–", success(results), seeds, f"{readable:.1%}", f"{right:.1%}", *spent]
+    answers = f"{np.mean([r['answers'] for r in trained]):,.0f}" if trained else "–"
+    minutes = f"{np.mean([r['train_cpu_minutes'] for r in on_cpu]):.0f}" if on_cpu else "–"
+    runs = f"{len(on_cpu)} / {len(trained) - len(on_cpu)}" if trained else "–"
+    return [runs, success(results), seeds, f"{readable:.1%}", f"{right:.1%}", answers, minutes]
+
+
+def on_a_gpu(result: Result) -> bool:
+    """True if the result's run was trained on a GPU."""
+    return result.get("device", "cpu") != "cpu"
 
 
 def kuhn_section(results: Sequence[Result]) -> list[str]:

@@ -3,12 +3,11 @@ one than the GPU to run.
 
 A graph repeats the same kernels on the same memory. A step is therefore recorded for a number of rows and a width of
 page tables, padded up to the next of a few sizes; tokens, lengths, page tables and the adapter of each row are copied
-into tensors that it reads; and adapters into matrices that lie side by side, of which each row uses the columns of its
-own. A graph is used only after it has given the logits of the plain step (cached_attention.py); if it differs, or the
-model cannot be recorded, steps run plainly from then on, with a warning.
+into tensors that it reads, and adapters into the matrices of step_routes.py. A graph is used only after it has given
+the logits of the plain step (cached_attention.py); if it differs, or the model cannot be recorded, steps run plainly
+from then on, with a warning.
 
-Shapes: `R` rows, `W` width of the page tables, `T` columns: the sum of the adapters' ranks, padded; `i` and `o` inputs
-and outputs of a layer, `V` vocabulary.
+Shapes: `R` rows, `W` width of the page tables, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from palestra.engine.attention_terms import NO_TERMS, AttentionTerms, KeySpan
 from palestra.engine.cached_attention import DecodeLayout, as_wide_as_cache
+from palestra.engine.flat_row import AdapterRoute
 from palestra.engine.kv_cache import pages_of
 from palestra.engine.kv_pages import PAGE_TOKENS, CacheSlot, PagePool
-from palestra.engine.lora import own_output
-from palestra.engine.lora_routes import AdapterStack, MultiAdapterRoute
+from palestra.engine.lora_routes import MultiAdapterRoute
 from palestra.engine.models import Engine
-from palestra.engine.paged_attention import MAX_WIDTH, PageTable, paged_attention, power_of_2
+from palestra.engine.paged_attention import MAX_WIDTH, PageTable, paged_attention, power_of_2, write_to_pages
+from palestra.engine.rotary import fused_rotary, watched_rotary
 from palestra.engine.self_check import compare_gaps
+from palestra.engine.step_routes import NO_ADAPTER, AdapterColumns, JoinedLayers, WatchedRoute, join_layers
 
 MIN_USES = 4  # steps of a size that run plainly before one is recorded, which takes as long as some of them
 MAX_COLUMNS = 512  # all rows are multiplied with the columns of all adapters
 MAX_STEPS = 64  # recorded steps that are kept: each takes some megabytes
 MIN_TABLE_WIDTH = 16
 NUM_SCALARS = 4  # of a row, before its page table: token, lengths of prompt and answer, number of its adapter
-NO_ADAPTER = -1
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 
@@ -52,12 +51,12 @@ class DecodeStep(NamedTuple):
     tokens: Sequence[int]
     route: MultiAdapterRoute | None
 
-    def logits(self, engine: Engine) -> Tensor:
-        """Returns the logits [R, V] of the plain step."""
+    def logits(self, engine: Engine, route: AdapterRoute | None = None) -> Tensor:
+        """Returns the logits [R, V] of the plain step, with another route than its own if one is given."""
         layout = DecodeLayout(self.prompts, self.answers)
         every = engine.tensor(range(len(self.tokens)))
         positions = engine.tensor(layout.position_R)
-        return engine.logits(engine.tensor(self.tokens), positions, layout, self.route, every)
+        return engine.logits(engine.tensor(self.tokens), positions, layout, route or self.route, every)
 
 
 class StepShape(NamedTuple):
@@ -82,8 +81,9 @@ class DecodeGraphs:
         self._steps: dict[StepShape, RecordedStep] = {}
         self._uses: Counter[StepShape] = Counter()
         self._columns: dict[tuple[int, frozenset[str]], AdapterColumns] = {}
+        self._joined: dict[str, JoinedLayers] | None = None
         self._weights = list(engine.model.parameters())
-        self._memory: tuple[int, ...] = ()  # addresses of the weights and of the cache
+        self._memory: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # addresses of the weights and of the cache
 
     def logits(self, step: DecodeStep) -> Tensor:
         """Returns the logits [R, V] of a step, which the next call may overwrite."""
@@ -107,10 +107,24 @@ class DecodeGraphs:
 
     def _follow_memory(self, pool: PagePool) -> None:
         """Drops the recorded steps if weights or cache are no longer where they were."""
-        memory = (*(w.data_ptr() for w in self._weights), *(kv.data_ptr() for kv in pool.kv), pool.num_pages)
-        if memory != self._memory:
+        weights = tuple(w.data_ptr() for w in self._weights)
+        cache = (*(kv.data_ptr() for kv in pool.kv), pool.num_pages)
+        if weights != self._memory[0]:
+            self._joined = None
+        if (weights, cache) != self._memory:
             self.clear()
-            self._memory = memory
+            self._memory = weights, cache
+
+    def _join(self, step: DecodeStep) -> dict[str, JoinedLayers]:
+        """Joins the layers of the same input, unless that has been done since the weights were moved; returns them."""
+        if self._joined is None:
+            watched = WatchedRoute(step.route)
+            with watched_rotary(self.engine.model):
+                step.logits(self.engine, watched)
+            joined = join_layers(watched.calls)
+            self._follow_memory(step.answers[0].pool)
+            self._joined = joined
+        return self._joined
 
     def _shape(self, step: DecodeStep) -> StepShape | None:
         """Returns the shape to record a step for; None if it is not to be recorded."""
@@ -133,16 +147,14 @@ class DecodeGraphs:
 
     def _add(self, shape: StepShape, step: DecodeStep, own_RV: Tensor) -> None:
         """Records a step, whose logits are `own_RV`."""
-        if step.route is None:
-            columns = None
-        else:
-            key = shape.columns, shape.layers
-            if key not in self._columns:
-                self._columns[key] = AdapterColumns(step.route.stack, shape.columns)
-            columns = self._columns[key]
-        recorded = RecordedStep(self.engine, shape, step.answers[0].pool, columns)
         try:
-            recorded.record(step, self._record)
+            joined, key = self._join(step), (shape.columns, shape.layers)
+            if key not in self._columns:
+                stack = None if step.route is None else step.route.stack
+                self._columns[key] = AdapterColumns(stack, shape.columns, joined)
+            recorded = RecordedStep(self.engine, shape, step.answers[0].pool, self._columns[key])
+            with fused_rotary():
+                recorded.record(step, self._record)
             self._compare(recorded(step), own_RV)
         except torch.OutOfMemoryError:
             self._uses[shape] = 0
@@ -170,7 +182,7 @@ class DecodeGraphs:
 class RecordedStep:
     """A step of one shape, recorded, with the tensors that it reads."""
 
-    def __init__(self, engine: Engine, shape: StepShape, pool: PagePool, columns: AdapterColumns | None) -> None:
+    def __init__(self, engine: Engine, shape: StepShape, pool: PagePool, columns: AdapterColumns) -> None:
         self.engine, self.shape, self.pool, self.columns = engine, shape, pool, columns
         cuda = engine.device.type == "cuda"
         self._host = torch.zeros(shape.rows, NUM_SCALARS + shape.width, dtype=torch.long, pin_memory=cuda)
@@ -198,7 +210,7 @@ class RecordedStep:
         for row, (prompt, answer) in enumerate(zip(step.prompts, step.answers, strict=True)):
             pages = prompt.pages[: pages_of(prompt.length)] + answer.pages[: pages_of(answer.length)]
             values[row, NUM_SCALARS : NUM_SCALARS + len(pages)] = pages
-        if step.route is not None and self.columns is not None:
+        if step.route is not None:
             self.columns.load(step.route.stack)
             counts = step.route.counts
             values[:rows, 3] = np.repeat([*range(len(counts)), NO_ADAPTER], [*counts, rows - sum(counts)])
@@ -209,7 +221,7 @@ class RecordedStep:
         """Returns the logits [R, V] of the step that was loaded last."""
         token_R, prompt_R, answer_R, adapter_R = self._inputs[:, :NUM_SCALARS].T.contiguous()
         layout = PagedLayout(self.pool, PageTable(self._inputs[:, NUM_SCALARS:], prompt_R, answer_R))
-        route = self.columns.route(adapter_R if self.shape.mixed else None) if self.columns else None
+        route = self.columns.route(adapter_R if self.shape.mixed else None)
         return self.engine.logits(token_R, layout.position_R, layout, route, self._every)
 
 
@@ -232,9 +244,7 @@ class PagedLayout:
         """Writes the new keys and values [h, R, D] of a layer to the cache; returns the attention output [R, H, D]."""
         out_width = v_HSD.shape[-1]
         q_HSD, k_HSD, v_HSD = as_wide_as_cache(self.pool, q_HSD, k_HSD, v_HSD)
-        width = q_HSD.shape[-1]
-        for kept, new_HSD in zip(self.pool.kv[layer], (k_HSD, v_HSD), strict=True):
-            kept.view(-1, width).index_copy_(0, self._writes, new_HSD.transpose(0, 1).reshape(-1, width))
+        write_to_pages(self.pool.kv[layer], self._writes, k_HSD, v_HSD)
         if terms.span not in self._first:
             assert terms.span is not None
             self._first[terms.span] = terms.span.first_key(self.position_R)
@@ -242,68 +252,6 @@ class PagedLayout:
         return paged_attention(q_HSD.transpose(0, 1), self.pool.kv[layer], self.table, first_R, scale, terms)[
             ..., :out_width
         ]
-
-
-class AdapterColumns:
-    """The low-rank matrices of several adapters side by side, at a fixed place: `A [i, T]` and `B [T, o]` of each
-    layer. Columns that no adapter uses are 0."""
-
-    def __init__(self, stack: AdapterStack, columns: int) -> None:
-        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        for name in stack.adapted_layers:
-            pair = stack.stacked_pair(name)
-            assert pair is not None
-            a_nir, b_nro = pair
-            self.pairs[name] = a_nir.new_zeros(a_nir.shape[1], columns), b_nro.new_zeros(columns, b_nro.shape[2])
-        self._owner_T = torch.full((columns,), NO_ADAPTER - 1, device=stack.device)
-        self._loaded: AdapterStack | None = None
-
-    def load(self, stack: AdapterStack) -> None:
-        """Copies the adapters of `stack` here, each to as many columns as the largest rank."""
-        if stack is self._loaded:
-            return
-        n, used = len(stack.snapshots), stack.num_columns
-        torch._foreach_zero_([matrix for pair in self.pairs.values() for matrix in pair])
-        targets, sources = [], []
-        for name, (a_iT, b_To) in self.pairs.items():
-            own = stack.stacked_pair(name)
-            assert own is not None
-            rank = own[0].shape[2]
-            targets += [a_iT[:, :used].unflatten(1, (n, -1))[..., :rank], b_To[:used].unflatten(0, (n, -1))[:, :rank]]
-            sources += [own[0].transpose(0, 1), own[1]]
-        torch._foreach_copy_(targets, sources)
-        self._owner_T.fill_(NO_ADAPTER - 1)
-        self._owner_T[:used] = torch.arange(n, device=self._owner_T.device).repeat_interleave(used // n)
-        self._loaded = stack
-
-    def route(self, adapter_R: Tensor | None) -> ColumnRoute:
-        """Returns the route of rows that use the adapters of these numbers (None: all use the only one)."""
-        return ColumnRoute(self, None if adapter_R is None else adapter_R[:, None] == self._owner_T)
-
-
-@dataclass(frozen=True)
-class ColumnRoute:
-    """The route of a recorded step: each row uses the columns `own_RT` (None: all)."""
-
-    columns: AdapterColumns
-    own_RT: Tensor | None
-
-    def linear(self, name: str, x: Tensor, layer: nn.Module) -> Tensor:
-        y = own_output(layer, x)
-        pair = self.columns.pairs.get(name)
-        if pair is None:
-            return y
-        inner_RT = x.flatten(0, -2) @ pair[0]
-        if self.own_RT is not None:
-            inner_RT = inner_RT * self.own_RT
-        y.flatten(0, -2).addmm_(inner_RT, pair[1])
-        return y
-
-    def narrow(self, keep_M: Tensor) -> ColumnRoute:
-        return ColumnRoute(self.columns, None if self.own_RT is None else self.own_RT[keep_M])
-
-    def blocks(self, rows: int) -> list[tuple[None, int]]:
-        return [(None, rows)]  # adapters of other kinds are not recorded
 
 
 class CudaRecorder:

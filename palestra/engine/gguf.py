@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -24,6 +25,8 @@ from palestra.files import DamagedFile, atomic_folder, checksums, find_damage
 
 MANIFEST = "converted.json"  # written last: {"gguf": file name, "files": sizes and checksums of the folder}
 MAGIC = b"GGUF"  # first bytes of every GGUF file
+KNOWN_TO_READ = "transformers 5.23"
+SAMPLE_TEXT = "Two  words, 12 +3,\nCafé."
 
 
 def converted_folder(file: Path) -> Path:
@@ -70,6 +73,8 @@ def _exclusive(path: Path) -> Iterator[None]:
 def _convert(file: Path, folder: Path) -> None:
     """Writes the model of a GGUF file, its tokenizer and the manifest to `folder`."""
     _check_readable(file)
+    from gguf import GGUFReader
+
     disable_progress_bar()
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
@@ -88,20 +93,42 @@ def _convert(file: Path, folder: Path) -> None:
     model.tie_weights()
     model.generation_config = quantized.generation_config
     model.save_pretrained(folder)
-    _split_digits(tokenizer, file)
+    fields = GGUFReader(file)
+    split_digits(tokenizer, fields)
+    check_tokenizer(tokenizer, fields, file)
     tokenizer.save_pretrained(folder)
     (folder / MANIFEST).write_text(json.dumps({"gguf": file.name, "files": checksums(folder)}))
 
 
-def _split_digits(tokenizer: Any, file: Path) -> None:
+def split_digits(tokenizer: Any, fields: Any) -> None:
     """Lets the tokenizer of a SmolLM file treat each digit apart, as the file asks for; transformers 5.23 does not read
     that field, and tokenises spaces before digits differently."""
-    from gguf import GGUFReader
-
-    field = GGUFReader(file).get_field("tokenizer.ggml.pre")
-    if field and field.contents() == "smollm":
+    if _field(fields, "pre") == "smollm":
         digits, words = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, words])
+
+
+def check_tokenizer(tokenizer: Any, fields: Any, file: Path) -> None:
+    """Raises ValueError unless the tokenizer has the end token of the file, and gives back the text that it is given
+    (transformers 5.17 takes another end token, and decodes bytes as characters)."""
+    end = _field(fields, "eos_token_id")
+    fault = ""
+    if end is not None and tokenizer.eos_token_id != end:
+        fault = f"its end token is {tokenizer.eos_token_id}, that of the file {end}"
+    elif _field(fields, "model") == "gpt2":  # by bytes: every text has tokens
+        found = tokenizer.decode(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))
+        fault = "" if found == SAMPLE_TEXT else f"{SAMPLE_TEXT!r} becomes {found!r}"
+    if fault:
+        raise ValueError(
+            f"transformers {transformers.__version__} reads the tokenizer of {file.name} wrongly: {fault}. "
+            f"Install {KNOWN_TO_READ} or newer"
+        )
+
+
+def _field(fields: Any, name: str) -> Any:
+    """Returns a field of the file's tokenizer, or None."""
+    field = fields.get_field(f"tokenizer.ggml.{name}")
+    return field.contents() if field else None
 
 
 def _check_readable(file: Path) -> None:

@@ -56,6 +56,22 @@ def paged_attention(
     return _by_gathered_pages(q_RHD, kv_2NhPD, table, first_R, scale, terms)
 
 
+def write_to_pages(kv_2NhPD: Tensor, place_X: Tensor, k_hRD: Tensor, v_hRD: Tensor) -> None:
+    """Writes the new keys and values of each row and head to its place among the tokens of all pages and heads
+    [N * h * P]; `place_X` int64 [R * h]."""
+    h, rows, width = k_hRD.shape
+    if k_hRD.is_cuda:
+        from palestra.engine.paged_kernels import write_tokens
+
+        write_tokens[rows, h](
+            k_hRD, v_hRD, kv_2NhPD[0], kv_2NhPD[1], place_X,
+            *k_hRD.stride(), *v_hRD.stride(), HEADS=h, WIDTH=width, PADDED_WIDTH=power_of_2(width),
+        )  # fmt: skip
+        return
+    for kept_NhPD, new_hRD in zip(kv_2NhPD, (k_hRD, v_hRD), strict=True):
+        kept_NhPD.view(-1, width).index_copy_(0, place_X, new_hRD.transpose(0, 1).reshape(-1, width))
+
+
 def _by_gathered_pages(
     q_RHD: Tensor, kv_2NhPD: Tensor, table: PageTable, first_R: Tensor, scale: float, terms: AttentionTerms
 ) -> Tensor:

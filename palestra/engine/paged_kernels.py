@@ -1,7 +1,9 @@
-"""Triton kernels of paged_attention.py. Imported on CUDA only: Triton comes with torch for CUDA.
+"""Triton kernels of decoding steps (paged_attention.py, rotary.py). Imported on CUDA only: Triton comes with torch for
+CUDA.
 
 A program of `attend_to_share` attends to one share of the pages of a row, for the query heads of one key-value head; a
-program of `combine_shares` makes the output of one head of a row.
+program of `combine_shares` makes the output of one head of a row; `write_tokens` and `rotate` have one for each head of
+a row.
 """
 
 from __future__ import annotations
@@ -83,3 +85,43 @@ def combine_shares(
     values = tl.load(partial_ptr + place[:, None] * WIDTH + width[None, :], mask=there, other=0.0)
     out = tl.sum(values * share[:, None], 0) / norm
     tl.store(out_ptr + (row * HEADS + head) * WIDTH + width, out.to(out_ptr.dtype.element_ty), mask=width < WIDTH)
+
+
+@triton.jit
+def write_tokens(
+    k_ptr, v_ptr, kept_k_ptr, kept_v_ptr, place_ptr,
+    k_head, k_row, k_step, v_head, v_row, v_step,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, head, width = tl.program_id(0), tl.program_id(1), tl.arange(0, PADDED_WIDTH)
+    there = width < WIDTH
+    at = tl.load(place_ptr + row * HEADS + head) * WIDTH + width
+    k = tl.load(k_ptr + head * k_head + row * k_row + width * k_step, mask=there)
+    v = tl.load(v_ptr + head * v_head + row * v_row + width * v_step, mask=there)
+    tl.store(kept_k_ptr + at, k, mask=there)
+    tl.store(kept_v_ptr + at, v, mask=there)
+
+
+@triton.jit
+def rotate(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, out_q_ptr, out_k_ptr,
+    q_head, q_row, k_head, k_row, cos_row, sin_row,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
+):  # fmt: skip
+    row, head, half = tl.program_id(0), tl.program_id(1), tl.arange(0, PADDED_HALF)
+    there = half < HALF
+    cos_low = tl.load(cos_ptr + row * cos_row + half, mask=there).to(tl.float32)
+    cos_high = tl.load(cos_ptr + row * cos_row + HALF + half, mask=there).to(tl.float32)
+    sin_low = tl.load(sin_ptr + row * sin_row + half, mask=there).to(tl.float32)
+    sin_high = tl.load(sin_ptr + row * sin_row + HALF + half, mask=there).to(tl.float32)
+    if head < HEADS:
+        at = q_ptr + head * q_head + row * q_row + half
+        out = out_q_ptr + (row * HEADS + head) * 2 * HALF + half
+    else:
+        at = k_ptr + (head - HEADS) * k_head + row * k_row + half
+        out = out_k_ptr + (row * KV_HEADS + head - HEADS) * 2 * HALF + half
+    low = tl.load(at, mask=there).to(tl.float32)
+    high = tl.load(at + HALF, mask=there).to(tl.float32)
+    kind = out_q_ptr.dtype.element_ty
+    tl.store(out, (low * cos_low - high * sin_low).to(kind), mask=there)
+    tl.store(out + HALF, (high * cos_high + low * sin_high).to(kind), mask=there)

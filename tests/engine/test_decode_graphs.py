@@ -1,6 +1,6 @@
 """Recorded decoding steps: what is recorded gives the plain step's answers, and what differs is not used.
 
-On a CPU nothing is recorded: a step is computed again where a GPU would replay it, on the same tensors.
+On a CPU a step is computed again where a GPU would replay it (recorded_steps.py).
 """
 
 from __future__ import annotations
@@ -8,34 +8,30 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tolerances import LOGPROB_ATOL
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
+from recorded_steps import SHAPE, assert_equal_answers, recording, requests, snapshots
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from palestra.engine import decode_graphs
 from palestra.engine.attention_terms import AttentionTerms
-from palestra.engine.batch import CachedBatch
-from palestra.engine.decode_graphs import DecodeGraphs
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.paged_attention import PageTable, paged_attention
-from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.engine.sampler import Sampler
 from palestra.engine.self_check import choose_engine
 from palestra.engine.trainer import Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
 from palestra.types import Sample
 
-SHAPE = {
-    "vocab_size": 272,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "eos_token_id": 4,
-}
 FAMILIES = {
     "llama": LlamaConfig(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE),
@@ -43,54 +39,6 @@ FAMILIES = {
     "gemma2": Gemma2Config(**SHAPE, sliding_window=16, attn_logit_softcapping=5.0),
     "gpt_oss": GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }
-
-
-def compute_again(compute):
-    """Records nothing: repeats the computation, into the same result."""
-    result = compute().clone()
-    return lambda: result.copy_(compute()), result
-
-
-def recording(engine, record=compute_again, **options):
-    """A sampler that records its steps, and their records."""
-    sampler = Sampler(engine, **options)
-    graphs = DecodeGraphs(engine, record)
-    limits = {"keep_tokens": 65536, "prefill_tokens": 8192}
-    batch = CachedBatch(engine, cache_bytes=options.get("cache_bytes"), graphs=graphs, **limits)
-    sampler.batch = sampler.scheduler.batch = batch
-    return sampler, graphs
-
-
-def snapshots(engine, *ranks):
-    found = []
-    for seed, rank in enumerate(ranks):
-        adapter = Adapter(engine.linear_layers, LoraConfig(rank=rank), seed=seed)
-        with torch.no_grad():
-            for _, b in adapter.weights.values():
-                b.normal_(0, 0.3)
-        found.append(adapter.snapshot(f"adapter-{seed}"))
-    return found
-
-
-def requests(adapters, count=6, tokens=40, **sampling):
-    rng = np.random.default_rng(0)
-    return [
-        Request(
-            rng.integers(5, 250, 5 + 23 * i).astype(np.int32),
-            1 + i % 3,
-            SamplingConfig(max_tokens=tokens - 5 * (i % 2), **sampling),
-            adapters[i % len(adapters)],
-            seed=i,
-        )
-        for i in range(count)
-    ]
-
-
-def assert_equal_answers(found, expected, atol=LOGPROB_ATOL):
-    for ours, theirs in zip(found, expected, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.token_ids.tolist() == b.token_ids.tolist()
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -135,9 +83,11 @@ def test_adapters_of_other_layers_and_new_weights_are_not_mixed_up():
     asked = requests([None])
     assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
     assert graphs.num_repeated > before
+    before = graphs.num_repeated
     for weight in engine.model.parameters():
         weight.data = weight.data * 0.9  # replaced by others
     assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
+    assert graphs.num_repeated > before and not graphs.refusal
 
 
 def test_a_small_budget_preempts_and_gives_equal_answers():
@@ -242,36 +192,70 @@ def test_attention_by_page_tables(shape, device):
         torch.testing.assert_close(found.double().cpu(), expected, atol=2e-2 if half else 1e-5, rtol=0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
-def test_graphs_on_a_gpu(family, dtype):
-    """Log-probabilities of sampled tokens, two batches of several adapters each, are those of a training pass."""
+def on_a_gpu(config, dtype="float32"):
+    """The engine of a random model on the GPU."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.to("cuda", getattr(torch, dtype)).eval().requires_grad_(False)
-    engine = choose_engine(model, family, lambda of, plain: Engine(of, tiny_tokenizer(), family, plain=plain))
+    family = config.model_type
+    return choose_engine(model, family, lambda of, plain: Engine(of, tiny_tokenizer(), family, plain=plain))
+
+
+def gaps_to_training(engine, sampler, tokens):
+    """Gaps between the log-probabilities of sampled tokens and those of a training pass, of two adapters."""
     adapters = [Adapter(engine.linear_layers, LoraConfig(rank=rank), seed=rank) for rank in (4, 8)]
     with torch.no_grad():
         for adapter in adapters:
             for _, b in adapter.weights.values():
                 b.normal_(0, 0.3)
+    asked = requests([adapter.snapshot() for adapter in adapters], count=8, tokens=tokens)
+    answers = sampler.sample_all(asked)
+    gaps = []
+    for number, adapter in enumerate(adapters):
+        samples = [
+            Sample(request.prompt_ids, a.token_ids, a.logprobs, np.ones(len(a.token_ids), np.float32))
+            for request, group in zip(asked[number::2], answers[number::2], strict=True)
+            for a in group
+        ]
+        trained = np.concatenate(Trainer(engine, adapter).logprobs(samples))
+        gaps.append(np.abs(trained - np.concatenate([sample.logprobs for sample in samples])))
+    return np.concatenate(gaps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
+def test_graphs_on_a_gpu(family, dtype):
+    """Log-probabilities of sampled tokens, two batches of several adapters each, are those of a training pass."""
+    engine = on_a_gpu(FAMILIES[family], dtype)
     sampler = Sampler(engine)
-    for length in (60, 61):
-        asked = requests([adapter.snapshot() for adapter in adapters], count=8, tokens=length)
-        answers = sampler.sample_all(asked)
-        for number, adapter in enumerate(adapters):
-            samples = [
-                Sample(request.prompt_ids, a.token_ids, a.logprobs, np.ones(len(a.token_ids), np.float32))
-                for request, group in zip(asked[number::2], answers[number::2], strict=True)
-                for a in group
-            ]
-            trained = np.concatenate(Trainer(engine, adapter).logprobs(samples))
-            gaps = np.abs(trained - np.concatenate([sample.logprobs for sample in samples]))
-            assert gaps.max() < 1e-3 if dtype == "float32" else gaps.mean() < 0.1
+    for tokens in (60, 61):
+        gaps = gaps_to_training(engine, sampler, tokens)
+        assert gaps.max() < 1e-3 if dtype == "float32" else gaps.mean() < 0.1
     graphs = sampler.batch.graphs
     assert not graphs.refusal
     assert graphs.num_repeated > 60
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+OTHERS = {
+    "gpt_oss": FAMILIES["gpt_oss"],
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=4, **EXPERTS),
+    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),  # by the model's own forward
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*not recorded as CUDA graphs")
+@pytest.mark.parametrize("family", OTHERS)
+def test_mixtures_of_experts_and_convolutions_on_a_gpu(family):
+    """Log-probabilities of sampled tokens are those of a training pass, whether steps are recorded or not."""
+    engine = on_a_gpu(OTHERS[family])
+    sampler = Sampler(engine)
+    assert gaps_to_training(engine, sampler, 60).max() < 1e-3
+    graphs = getattr(sampler.batch, "graphs", None)
+    print(f"{family}: {graphs.num_repeated} steps repeated {graphs.refusal}" if graphs else f"{family}: plain path")
 
 
 @pytest.mark.gpu

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter, LlamaFileType
-from tokenizers import pre_tokenizers
+from gguf import GGUFReader, GGUFWriter, LlamaFileType
+from tokenizers import decoders, pre_tokenizers
 from torch.func import functional_call
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from palestra.dashboard.tokens import Vocabulary
 from palestra.engine import gguf
@@ -156,6 +156,18 @@ def test_unreadable_files_are_refused_with_the_reason(tiny_file: Path, cache: Pa
     with pytest.raises(DamagedFile, match=r"cannot read the GGUF file .*half\.gguf: it is damaged"):
         resolve_base(str(tmp_path / "half.gguf"))
     assert not [path for path in cache.iterdir() if path.is_dir() and not path.name.startswith(".tmp")]
+
+
+def test_a_tokenizer_that_was_read_wrongly_is_refused(tiny_file: Path, cache: Path):
+    folder, fields = resolve_base(str(tiny_file)), GGUFReader(tiny_file)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    gguf.check_tokenizer(tokenizer, fields, tiny_file)
+    tokenizer.backend_tokenizer.decoder = decoders.ByteFallback()  # as transformers 5.17 has it
+    with pytest.raises(ValueError, match="becomes 'TwoĠĠwords"):
+        gguf.check_tokenizer(tokenizer, fields, tiny_file)
+    tokenizer.eos_token = "<|im_start|>"
+    with pytest.raises(ValueError, match=r"tiny\.gguf wrongly: its end token is 1, that of the file 2"):
+        gguf.check_tokenizer(tokenizer, fields, tiny_file)
 
 
 def test_missing_packages_are_named_with_the_install_command(
