@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from algorithms_parts.methods import TASKS, UNTRAINED, Task, find_method, settings_of, shorten, slug, tuned_rates
 
 import palestra
@@ -81,8 +82,15 @@ def measure(job: Job, place: Place) -> Line:
     place.root.mkdir(parents=True, exist_ok=True)
     with place.folder(job).with_suffix(".log").open("a") as log, contextlib.redirect_stdout(log):
         line = score_untrained(task, place) if method is UNTRAINED else train_and_score(task, job, place)
-    gc.collect()  # the models of this run, before the next
+    release_models()
     return line | {"device": place.device if task.on_device else "cpu"}
+
+
+def release_models() -> None:
+    """Frees the models of what just ended, before others are loaded."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def config_of(job: Job, place: Place) -> Tree:
@@ -110,6 +118,7 @@ def train_and_score(task: Task, job: Job, place: Place) -> Line:
         palestra.train(resume=path)
     else:
         palestra.train(config_of(job, place), root=place.root)
+    release_models()
     points = curve(task, path)
     line: Line = job._asdict() | {"run": path.name, "dev": points[-1][1], "answers": points[-1][0], "curve": points}
     line |= {"cpu": seconds(path, "_cpu_s"), "clock": seconds(path, "_s")}
