@@ -104,7 +104,7 @@ class Schedule:
             else:
                 self.failed[job] = error
             left = len(self.open_jobs()[0]) + len(self.running)
-            told = f"FAILED: {error}" if error else f"{line.get('dev', line.get('score', 0.0)):.3f}"  # type: ignore[union-attr]
+            told = f"FAILED: {error}" if error else f"{line.get('dev', line.get('score', 0.0)):.3f}"
             print(f"{time.strftime('%H:%M:%S')}  {job}: {told}  ({left} open)", flush=True)
             self.changed.notify_all()
 

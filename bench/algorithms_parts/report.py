@@ -110,7 +110,7 @@ def draw(have: Ledger, target: Path) -> None:
 
     tasks = [task for task in TASKS if any(counted(task, m, have) for m in METHODS if task.name in m.tasks)]
     figure, axes = plt.subplots(1, len(tasks), figsize=(6.5 * len(tasks), 5.2), constrained_layout=True, squeeze=False)
-    colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colours = plt.get_cmap("tab20").colors
     for task, axis in zip(tasks, axes[0], strict=True):
         for number, name in enumerate(_names()):
             if runs := _runs(task, name, have):
