@@ -43,12 +43,14 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are kept, the device of tasks that are `on_device`, and whether runs are only tried."""
+    """Where runs are kept, the device of tasks that are `on_device`, whether runs are only tried, and whether programs
+    that models write run without a sandbox."""
 
     root: Path
     ledger: Path
     device: str = "cpu"
     quick: bool = False
+    unsafe: bool = False
 
     def folder(self, job: Job) -> Path:
         return self.root / settings_of(*_parts(job), job.rate, job.seed)["name"]
@@ -96,14 +98,21 @@ def release_models() -> None:
 def config_of(job: Job, place: Place) -> Tree:
     """Returns the run's whole config."""
     task, method = _parts(job)
-    tree = settings_of(task, method, job.rate, job.seed)
-    if task.on_device:
-        tree["device"] = place.device
+    tree = placed(task, settings_of(task, method, job.rate, job.seed), place)
     if method.teacher:
         weights = list_checkpoints(place.folder(teacher_of(job)))[-1].path
         for name in task.learners:
             tree["policies"][f"teacher_of_{name}"]["path"] = str(weights / name)
     return shorten(tree) if place.quick else tree
+
+
+def placed(task: Task, tree: Tree, place: Place) -> Tree:
+    """Returns a config with the settings that depend on the machine."""
+    if task.on_device:
+        tree["device"] = place.device
+    if task.runs_programs and place.unsafe:
+        tree["env"]["unsafe"] = True
+    return tree
 
 
 def teacher_of(job: Job) -> Job:
@@ -195,8 +204,7 @@ def score_untrained(task: Task, place: Place) -> Line:
     """Returns the line of the base's score on split test: of 300 instances if answers are greedy, else of 1,000."""
     episodes = 10 if place.quick else 300 if task.greedy else 1000
     job = Job(task.name, UNTRAINED.name, 0.0, 0)
-    tree = settings_of(task, UNTRAINED, 0.0, 0) | {"algorithm": {"type": "grpo"}}
-    tree |= {"device": place.device} if task.on_device else {}
+    tree = placed(task, settings_of(task, UNTRAINED, 0.0, 0), place) | {"algorithm": {"type": "grpo"}}
     config = place.root / f"{task.name}-{slug(UNTRAINED)}.yaml"
     config.write_text(to_yaml(tree))
     everywhere = dict.fromkeys(tree.get("seats") or task.learners, "base")
