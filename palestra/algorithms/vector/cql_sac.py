@@ -44,7 +44,7 @@ class CQLSACLearner(OfflineLearner, SACLearner):
     """Learner of CQL for continuous actions. Raises ValueError for discrete actions, for policies with memory, and for
     data that do not fit the env or its policies."""
 
-    config: CQLSAC  # type: ignore[assignment]
+    config: CQLSAC
 
     def __init__(self, config: CQLSAC, spec: NetLearnerSpec) -> None:
         if not all(isinstance(space, Continuous) for space in spec.env.action_spaces):
