@@ -9,7 +9,8 @@ what it costs.
     python bench/algorithms.py --quick                  two small steps, one seed, no tuning: does the road hold?
 
 `sums` is cooperative, `duel` zero-sum (both a base of a million parameters), `real` a lone agent of
-SmolLM2-135M-Instruct (configs/algorithms/); `--device` is of `real` only. Learning rates that were tuned are in
+SmolLM2-135M-Instruct (configs/algorithms/); `--device` is of `real` only,
+where more than two processes on one GPU slow each other. Learning rates that were tuned are in
 algorithms_parts/rates.yaml; a method without one takes the better of two on instances of split dev, with a seed that is
 not counted. `real` has one rate, which is not tuned. Scores are of split test. One seed of all methods comes after the
 other, so that what is broken off has as many of each. What was measured is a line for each run in the ledger
@@ -44,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=1, help="runs at once")
     parser.add_argument("--device", default="cpu", help="of the task real: cpu or cuda")
     parser.add_argument("--ledger", type=Path, help=f"file of what was measured; {LEDGER} if not given")
+    parser.add_argument("--unsafe", action="store_true", help="sums runs programs of models without a sandbox")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-tune", action="store_true", help="the lowest learning rate of a task for all methods")
     parser.add_argument("--report", action="store_true")
@@ -55,7 +57,7 @@ def main() -> None:
     tasks = [task for task in TASKS if task.name in (options.tasks or [task.name])]
     methods = [method for method in METHODS if method.name in (options.methods or [method.name])]
     root, ledger = (ROOT / "quick", ROOT / "quick.jsonl") if options.quick else (ROOT / "runs", LEDGER)
-    place = Place(root, options.ledger or ledger, options.device, options.quick)
+    place = Place(root, options.ledger or ledger, options.device, options.quick, options.unsafe)
     if options.report:
         from algorithms_parts import report
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,30 @@ def test_runs_at_once_with_a_teacher_and_a_second_start_that_runs_nothing(tmp_pa
     assert report.returncode == 0, report.stderr
     assert "### duel" in report.stdout and "| distillation | 1 |" in report.stdout
     assert (tmp_path / "runs/algorithms/quick.png").stat().st_size > 10_000
+
+
+def test_runs_wait_for_their_teacher_and_their_rate_and_one_seed_comes_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    jobs, methods = import_module("algorithms_parts.jobs"), import_module("algorithms_parts.methods")
+    Job, Place = jobs.Job, jobs.Place
+    duel = methods.TASKS[1]
+    some = [methods.find_method(duel, name) for name in ("GRPO", "distillation")]
+    schedule = jobs.Schedule([duel], some, 2, Place(tmp_path, tmp_path / "ledger.jsonl"), tune=True)
+    rate = methods.tuned_rates()["duel"]["GRPO"]
+    first = [Job("duel", "untrained", 0.0, 0), Job("duel", "GRPO", rate, 100)]
+    grpo = [Job("duel", "GRPO", rate, seed) for seed in (0, 1)]
+    assert schedule.open_jobs() == ([*first, *grpo], True)  # distillation has neither a teacher nor a rate
+
+    schedule.have[first[1]] = {"dev": 0.2}
+    tuning = [Job("duel", "distillation", each, 100) for each in duel.rates]
+    assert schedule.open_jobs() == ([first[0], *tuning, *grpo], True)
+    schedule.have |= {tuning[0]: {"dev": 0.1}, tuning[1]: {"dev": 0.3}}
+    distilled = [Job("duel", "distillation", duel.rates[1], seed) for seed in (0, 1)]
+    assert schedule.open_jobs() == ([first[0], grpo[0], distilled[0], grpo[1], distilled[1]], False)
+
+    del schedule.have[first[1]]  # the teacher's run fails: nothing waits for it any longer
+    schedule.failed[first[1]] = "out of memory"
+    assert schedule.open_jobs() == ([first[0], *grpo], False)
 
 
 FAILING = f"""

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-from algorithms_parts.methods import UNTRAINED, Method, Task, tuned_rates
+from algorithms_parts.methods import UNTRAINED, Method, Task, find_method, tuned_rates
 from algorithms_parts.runs import TUNING, Job, Line, Place, keep, known, measure, teacher_of
 
 
@@ -64,8 +64,12 @@ class Schedule:
     def open_jobs(self) -> tuple[list[Job], bool]:
         """Returns the runs that can begin now, and whether others cannot yet."""
         done = self.have.keys() | self.failed.keys() | self.running
-        jobs = [job for job in self.first() if job not in done]
-        waiting = False
+        jobs, waiting = [], False
+        for job in self.first():
+            if job not in done:
+                ready, may_be = self._has_teacher(job)
+                waiting = waiting or (not ready and may_be)
+                jobs += [job] if ready else []
         for seed in range(self.seeds):
             for task, method in self.pairs():
                 if (rate := self.rate(task, method)) is None:
@@ -73,10 +77,17 @@ class Schedule:
                     continue
                 job = Job(task.name, method.name, rate, seed)
                 if job not in done:
-                    ready = not method.teacher or teacher_of(job) in self.have
-                    waiting = waiting or (not ready and teacher_of(job) not in self.failed)
+                    ready, may_be = self._has_teacher(job)
+                    waiting = waiting or (not ready and may_be)
                     jobs += [job] if ready else []
         return jobs, waiting
+
+    def _has_teacher(self, job: Job) -> tuple[bool, bool]:
+        """Returns whether the teacher of a run is there, if it has one, and whether it still may be."""
+        task = next(task for task in self.tasks if task.name == job.task)
+        if job.method == UNTRAINED.name or not find_method(task, job.method).teacher:
+            return True, True
+        return teacher_of(job) in self.have, teacher_of(job) not in self.failed
 
     def _lost(self, task: Task, method: Method) -> bool:
         """True if tuning failed: the method has no rate and never will."""
@@ -104,7 +115,7 @@ class Schedule:
             else:
                 self.failed[job] = error
             left = len(self.open_jobs()[0]) + len(self.running)
-            told = f"FAILED: {error}" if error else f"{line.get('dev', line.get('score', 0.0)):.3f}"  # type: ignore[union-attr]
+            told = f"FAILED: {error}" if error else f"{line.get('dev', line.get('score', 0.0)):.3f}"
             print(f"{time.strftime('%H:%M:%S')}  {job}: {told}  ({left} open)", flush=True)
             self.changed.notify_all()
 

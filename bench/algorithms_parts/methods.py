@@ -24,7 +24,7 @@ class Task:
     and the seats that others take in it; `seat` None scores success, else that seat's return.
 
     `rates` are the learning rates that are tried. `greedy`: scored by greedy answers. `on_device`: runs on the device
-    that the user names; others run on the CPU."""
+    that the user names; others run on the CPU. `runs_programs`: agents write programs, which need a sandbox."""
 
     name: str
     scored: str
@@ -35,6 +35,7 @@ class Task:
     base: str = "tasks"
     greedy: bool = False
     on_device: bool = False
+    runs_programs: bool = False
 
     @property
     def config(self) -> Path:
@@ -60,7 +61,7 @@ class Method:
 
 
 TASKS = [
-    Task("sums", "success", {"dev": ({}, None)}, 0.3, ("reasoner", "tool"), (5e-3, 1e-2)),
+    Task("sums", "success", {"dev": ({}, None)}, 0.3, ("reasoner", "tool"), (5e-3, 1e-2), runs_programs=True),
     Task(
         "duel",
         "payoff against the untrained base, mean of both sides",

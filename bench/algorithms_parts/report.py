@@ -14,9 +14,8 @@ from algorithms_parts.runs import TUNING, Job, Line
 from palestra.experiments.statistics import Estimate, estimate, estimate_improvement, mean_score
 
 Ledger = dict[Job, Line]
-HEAD = (
-    "| | seeds | mean | 95 % | above untrained | answers to the bar | KL | entropy | answers | CPU-s | clock-s | lr |"
-)
+HEAD = ["", "seeds", "mean", "95 %", "above untrained", "answers to the bar", "KL", "entropy", "answers", "CPU-s", "lr"]
+CLOCK = "clock-s"  # of tasks on a GPU
 
 
 def counted(task: Task, method: Method, have: Ledger) -> list[Line]:
@@ -49,8 +48,12 @@ def row(task: Task, method: Method, have: Ledger) -> str:
     to_bar = f"{np.mean(reached):,.0f} ({len(reached)} of {len(lines)})" if reached else "never"
     cells = [method.name, str(len(lines)), f"{value.value:.3f}", bounds(value), better, to_bar]
     cells += [_mean(lines, "kl", 2), _mean(lines, "entropy", 2), _mean(lines, "answers", 0)]
-    cells += [_mean(lines, "cpu", 0), _mean(lines, "clock", 0)]
-    return f"| {' | '.join([*cells, format(lines[0]['rate'], 'g')])} |"
+    cells += [_mean(lines, "cpu", 0), f"{lines[0]['rate']:g}"]
+    return _line([*cells, _mean(lines, "clock", 0)] if task.on_device else cells)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
 
 
 def _mean(lines: Sequence[Line], key: str, digits: int) -> str:
@@ -66,7 +69,9 @@ def table(task: Task, have: Ledger) -> str:
     own.sort(key=lambda method: -float(scores(counted(task, method, have)).mean()))
     start = f"Untrained: {untrained(task, have):.3f}. The bar on dev: {task.bar:g}."
     title = f"### {task.name}: {task.scored}"
-    return "\n".join([title, "", start, "", HEAD, f"|{'---|' * 12}", *(row(task, method, have) for method in own), ""])
+    head = [*HEAD, CLOCK] if task.on_device else HEAD
+    rows = [row(task, method, have) for method in own]
+    return "\n".join([title, "", start, "", _line(head), f"|{'---|' * len(head)}", *rows, ""])
 
 
 def over_tasks(have: Ledger) -> str:
@@ -110,7 +115,7 @@ def draw(have: Ledger, target: Path) -> None:
 
     tasks = [task for task in TASKS if any(counted(task, m, have) for m in METHODS if task.name in m.tasks)]
     figure, axes = plt.subplots(1, len(tasks), figsize=(6.5 * len(tasks), 5.2), constrained_layout=True, squeeze=False)
-    colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colours = plt.get_cmap("tab20").colors
     for task, axis in zip(tasks, axes[0], strict=True):
         for number, name in enumerate(_names()):
             if runs := _runs(task, name, have):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from algorithms_parts.methods import TASKS, UNTRAINED, Task, find_method, settings_of, shorten, slug, tuned_rates
 
 import palestra
@@ -42,12 +43,14 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are kept, the device of tasks that are `on_device`, and whether runs are only tried."""
+    """Where runs are kept, the device of tasks that are `on_device`, whether runs are only tried, and whether programs
+    that models write run without a sandbox."""
 
     root: Path
     ledger: Path
     device: str = "cpu"
     quick: bool = False
+    unsafe: bool = False
 
     def folder(self, job: Job) -> Path:
         return self.root / settings_of(*_parts(job), job.rate, job.seed)["name"]
@@ -81,21 +84,35 @@ def measure(job: Job, place: Place) -> Line:
     place.root.mkdir(parents=True, exist_ok=True)
     with place.folder(job).with_suffix(".log").open("a") as log, contextlib.redirect_stdout(log):
         line = score_untrained(task, place) if method is UNTRAINED else train_and_score(task, job, place)
-    gc.collect()  # the models of this run, before the next
+    release_models()
     return line | {"device": place.device if task.on_device else "cpu"}
+
+
+def release_models() -> None:
+    """Frees the models of what just ended, before others are loaded."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def config_of(job: Job, place: Place) -> Tree:
     """Returns the run's whole config."""
     task, method = _parts(job)
-    tree = settings_of(task, method, job.rate, job.seed)
-    if task.on_device:
-        tree["device"] = place.device
+    tree = placed(task, settings_of(task, method, job.rate, job.seed), place)
     if method.teacher:
         weights = list_checkpoints(place.folder(teacher_of(job)))[-1].path
         for name in task.learners:
             tree["policies"][f"teacher_of_{name}"]["path"] = str(weights / name)
     return shorten(tree) if place.quick else tree
+
+
+def placed(task: Task, tree: Tree, place: Place) -> Tree:
+    """Returns a config with the settings that depend on the machine."""
+    if task.on_device:
+        tree["device"] = place.device
+    if task.runs_programs and place.unsafe:
+        tree["env"]["unsafe"] = True
+    return tree
 
 
 def teacher_of(job: Job) -> Job:
@@ -110,6 +127,7 @@ def train_and_score(task: Task, job: Job, place: Place) -> Line:
         palestra.train(resume=path)
     else:
         palestra.train(config_of(job, place), root=place.root)
+    release_models()
     points = curve(task, path)
     line: Line = job._asdict() | {"run": path.name, "dev": points[-1][1], "answers": points[-1][0], "curve": points}
     line |= {"cpu": seconds(path, "_cpu_s"), "clock": seconds(path, "_s")}
@@ -186,8 +204,7 @@ def score_untrained(task: Task, place: Place) -> Line:
     """Returns the line of the base's score on split test: of 300 instances if answers are greedy, else of 1,000."""
     episodes = 10 if place.quick else 300 if task.greedy else 1000
     job = Job(task.name, UNTRAINED.name, 0.0, 0)
-    tree = settings_of(task, UNTRAINED, 0.0, 0) | {"algorithm": {"type": "grpo"}}
-    tree |= {"device": place.device} if task.on_device else {}
+    tree = placed(task, settings_of(task, UNTRAINED, 0.0, 0), place) | {"algorithm": {"type": "grpo"}}
     config = place.root / f"{task.name}-{slug(UNTRAINED)}.yaml"
     config.write_text(to_yaml(tree))
     everywhere = dict.fromkeys(tree.get("seats") or task.learners, "base")

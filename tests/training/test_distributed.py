@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from palestra.builders.text_config import TextConfig
 from palestra.config import validate
@@ -144,6 +146,27 @@ def test_sharded_full_models_are_saved_whole(tmp_path):
         text=True,
     )
     assert said.returncode == 0, said.stdout + said.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["type: ppo, critic: separate", "type: maac"])
+def test_ranks_train_a_critic_of_its_own_as_one_process_does(tmp_path, algorithm):
+    """The critic is an adapter beside the policy's, with its own optimizer, learning rate and clip."""
+    rates = ["policies.planner.critic_lr=0.01", "policies.planner.critic_max_grad_norm=0.1"]
+    changes = [f"algorithm={{{algorithm}, group_size: 2}}", "policies.planner.batch_size=10", *rates, "steps=3"]
+    finish(start(tmp_path, 1, *demo(*changes, name="one")))
+    whole = tmp_path / "runs" / "one"
+    learned = load_file(list_checkpoints(whole)[-1].path / "planner/critic/critic.safetensors")
+    assert all(tensor.abs().max() > 0 for tensor in learned.values())
+    for mode in ("ddp", "fsdp"):
+        finish(start(tmp_path, 2, *demo(*changes, f"parallel={mode}", name=mode)))
+        run = tmp_path / "runs" / mode
+        assert_same_run(run, whole)
+        assert read_lines(run / "metrics.jsonl")[0]["critic_grad_norm"] > 0
+        for file in ("critic/critic.safetensors", "critic/adapter_model.safetensors", "adapter_model.safetensors"):
+            ours, theirs = (load_file(list_checkpoints(r)[-1].path / "planner" / file) for r in (run, whole))
+            for name, expected in theirs.items():
+                torch.testing.assert_close(ours[name], expected, atol=2e-4, rtol=2e-3)
 
 
 @pytest.mark.slow
