@@ -15,7 +15,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from palestra.config import load
 from palestra.experiments.grid import GridConfig, cell_name, load_grid
 from palestra.experiments.results import GridResults, draw_results, final_value, results_data, results_section
 from palestra.experiments.schedule import finished_cells
@@ -37,7 +36,7 @@ def collect(grid: GridConfig, runs: Path) -> list[Line]:
             logs, own = RunLogs(run), grid.tasks[task]
             metric, value = final_value(logs, own.eval, own.metric)
             series = series_of(logs.evals[own.eval or headline_eval(list(logs.evals))], metric)
-            steps = (series.x + 1).astype(int) * env_steps_per_step(run)
+            steps = (series.x + 1).astype(int) * env_steps_per_step(logs)
             curve = [[step, float(f"{y:.5g}")] for step, y in zip(steps.tolist(), series.y, strict=True)]
             lines.append(
                 {"task": task, "algorithm": algorithm, "seed": seed, "metric": metric, "value": value}
@@ -46,10 +45,10 @@ def collect(grid: GridConfig, runs: Path) -> list[Line]:
     return lines
 
 
-def env_steps_per_step(run: Path) -> int:
+def env_steps_per_step(logs: RunLogs) -> int:
     """Returns the joint steps of one step of a run."""
-    config = load(run / "config.yaml")
-    return int(config["algorithm"]["rollout_length"]) * int(config["env"]["num_envs"])
+    line = next(line for line in logs.metrics if "env_steps" in line)
+    return round(line["env_steps"] / (line["step"] + 1))
 
 
 def cpu_seconds(run: Path) -> float:
