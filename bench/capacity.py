@@ -4,6 +4,7 @@
     python bench/capacity.py --quick     twelve runs of fewer steps, about six minutes
     python bench/capacity.py --simulate  the simulated cluster alone: leagues on 1 to 1,000 workers (cluster.py)
     python bench/capacity.py --rows 1M-1 20M-8 --markdown rows.md
+    python bench/capacity.py --gpu       the plan of an H200 beside the step that bench/gpu.py measured there
     python bench/capacity.py --config palestra/configs/demo.yaml    a run of a config, with what its policies do
 
 Before each run the machine is measured again (builders/calibration.py, some seconds on three small models, none of them
@@ -47,9 +48,10 @@ from palestra.backends.episode_tasks import DistributedSource
 from palestra.builders.calibration import Calibration, noise_config
 from palestra.builders.capacity import Machine
 from palestra.builders.capacity_phases import StepTime, step_time
-from palestra.builders.capacity_plan import layout_of
+from palestra.builders.capacity_plan import Fleet, layout_of, plan_capacity
 from palestra.builders.capacity_probe import probe_episodes
-from palestra.builders.capacity_workload import build_workload
+from palestra.builders.capacity_workload import EpisodeShape, build_workload
+from palestra.builders.machines import published_machine
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, load, override, validate
 from palestra.engine.bases import resolve_base
@@ -275,6 +277,24 @@ def cells(found: Compared) -> tuple[str, ...]:
     return (*map(str, setting), *(f"{n:.2f}" for n in numbers), "hit" if found.hit else "miss")
 
 
+GPU_HEADS = ("H200, 135M", "plan s", "measured s", "ratio")
+ON_H200 = {"sampling": 0.75, "training": 0.37, "whole step": 1.17}  # seconds by bench/gpu.py: docs/scaling/gpu.md
+
+
+def gpu_rows(folder: Path) -> list[tuple[str, ...]]:
+    """The plan of an H200 by its data sheet for the step of bench/gpu.py: 16 prompts of 96 tokens, 8 answers of 128
+    each, one adapter of rank 16, bfloat16."""
+    sampling = {"max_tokens": 128, "stop_at_eos": False}
+    policy = {"base": str(random_base("135M", folder)), "rank": 16, "dtype": "bfloat16", "sampling": sampling}
+    config = noise_config(policy, 16, 8)
+    found = plan_capacity(config, published_machine("h200"), EpisodeShape(1, 1.0, 96), Fleet(gpus=1), answer_tokens=128)
+    seconds = {phase.name: phase.seconds for phase in found.phases}
+    parts = {"sampling": ("prefill", "decode"), "training": ("forward and backward", "optimizer", "publishing")}
+    planned = {name: sum(seconds[each] for each in phases) for name, phases in parts.items()}
+    planned["whole step"] = found.step.wall_s
+    return [(name, f"{planned[name]:.2f}", f"{s:.2f}", f"{planned[name] / s:.2f}") for name, s in ON_H200.items()]
+
+
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
@@ -312,12 +332,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="twelve runs of fewer steps")
     parser.add_argument("--simulate", action="store_true", help="the simulated cluster alone")
+    parser.add_argument("--gpu", action="store_true", help="the plan of a GPU beside what was measured there")
     parser.add_argument("--rows", nargs="*", default=[], help="names of runs (default: all)")
     parser.add_argument("--config", type=Path, help="the run of a config in place of these")
     parser.add_argument("--workers", type=int, nargs="*", default=WORKERS, help="of the simulated cluster")
     parser.add_argument("--markdown", type=Path, help="write the table for a page, too")
     args = parser.parse_args()
-    if args.simulate:
+    if args.gpu:
+        with tempfile.TemporaryDirectory() as folder:
+            text, shown = markdown(GPU_HEADS, rows := gpu_rows(Path(folder))), (GPU_HEADS, rows)
+        line = {"bench": "capacity_gpu", "figures": {row[0]: float(row[3]) for row in rows}}
+    elif args.simulate:
         text, shown = markdown(SIMULATED_HEADS, rows := simulated(args.workers)), (SIMULATED_HEADS, rows)
         last = {"tasks_per_s": float(rows[-1][2]), "worker_use": float(rows[-1][3]) / 100}
         line = {"bench": "capacity_simulated", "figures": last}

@@ -11,7 +11,9 @@ waits.
     pip install tinker                                   # or mindlab-toolkit
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-any python examples/mint_debate.py
 
-At first both ramble, and nearly all debates are drawn. The one that knows the truth comes to say it, and wins.
+At first both ramble, and nearly all debates are drawn. The one that knows the truth comes to say it, and wins. A model
+that never says one word alone wins nothing and so learns nothing: `--examples 1` shows both debaters the form first, as
+earlier turns of the conversation (instruct models need it).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import math
 import os
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 try:
@@ -37,6 +40,7 @@ class Topic(NamedTuple):
     error: str
 
     def prompts(self) -> list[str]:
+        """What the one that knows is asked, and the other."""
         return [f"say the word {self.truth}", "say the word"]
 
 
@@ -50,9 +54,18 @@ def topics(count: int, rng: random.Random) -> list[Topic]:
     return [Topic(*rng.sample(WORDS, 2)) for _ in range(count)]
 
 
-def chat(tokenizer: Any, text: str) -> list[int]:
-    message = [{"role": "user", "content": text}]
-    return tokenizer.encode(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+def chat(tokenizer: Any, text: str, examples: Sequence[tuple[str, str]] = ()) -> list[int]:
+    """The tokens of a question after some answered ones."""
+    messages = []
+    for question, answer in examples:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": text})
+    return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def examples(debater: int, count: int) -> list[tuple[str, str]]:
+    """Questions of a debater with the answers of one that knows, the same for both."""
+    return [(Topic(word, "").prompts()[debater], word) for word in WORDS[:count]]
 
 
 def speak(sampler: Any, prompts: list[list[int]], seeds: list[int]) -> list[Speech]:
@@ -138,6 +151,7 @@ def main() -> None:
     parser.add_argument("--debates", type=int, default=128, help="of each epoch")
     parser.add_argument("--passes", type=int, default=4, help="PPO steps on each epoch's debates")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--examples", type=int, default=0, help="answered questions before each question")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -152,7 +166,8 @@ def main() -> None:
         debates, speeches = topics(args.debates, rng), []
         for i, agent in enumerate(agents):
             sampler = ready(agent.save_weights_and_get_sampling_client())
-            prompts = [chat(tokenizer, topic.prompts()[i]) for topic in debates]
+            shown = examples(i, args.examples)
+            prompts = [chat(tokenizer, topic.prompts()[i], shown) for topic in debates]
             speeches.append(speak(sampler, prompts, [rng.randrange(2**31) for _ in debates]))
         winners = judge.verdicts(debates, speeches)
         decided = [(pair, winner) for *pair, winner in zip(*speeches, winners, strict=True) if winner is not None]

@@ -23,6 +23,7 @@ _NAMES = {  # module: names that it gives to `import palestra`
         "BC",
         "COMA",
         "CQL",
+        "CQLSAC",
         "DDPG",
         "DQN",
         "FACMAC",

@@ -30,7 +30,7 @@ day: a busy machine takes more of them for the same work.{gpu}"""
 GPU = """
 
 {number} of {all} training runs were on a GPU ({name}), in float32 as on the CPU, several at once; they have no CPU
-minutes. The column *CPU / GPU* counts the seeds of each."""
+minutes. The second column counts the seeds on each."""
 KUHN_TITLE = "Kuhn poker by self-play (`text_kuhn`, configs/real/text_kuhn_self_play.yaml)"
 KUHN_HEAD = """Two adapters, one for each player, learn in slices against the history of the other. NashConv (0 at an
 equilibrium) and what is won a game against each opponent (the columns after it; mean over both seats) are exact: from
@@ -44,7 +44,7 @@ PROGRAMS = {
     "two agents": "`examples/mint_two_agents.py`, two agents that name the last of three words",
     "debate": "`examples/mint_debate.py`, two debaters and a judge, by PPO",
 }
-COLUMNS = ["", "CPU / GPU", "success", "by seed", "readable", "right if readable", "answers", "CPU minutes"]
+COLUMNS = ["", "seeds, CPU / GPU", "success", "by seed", "readable", "right if readable", "answers", "CPU minutes"]
 
 
 # Ending of the file's name, key of the results, title. Rows that were evaluated during training are in the second.

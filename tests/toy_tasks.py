@@ -109,7 +109,8 @@ class Adder:
     """The worker. It takes `seconds` for a task, and as many more as `slow` gives its name.
 
     At a task that `fatal` names it kills its process so many times, of which files in `bodies` keep count; at the task
-    `bad` it raises. The folder `begun` gets a file for each task and the process that began it."""
+    `bad` it raises. The folder `begun` gets a file for each task and the process that began it. What it makes has so
+    many bytes of `ballast`."""
 
     seconds: float = 0.0
     slow: dict[str, float] = field(default_factory=dict)
@@ -117,6 +118,7 @@ class Adder:
     bodies: str = ""
     bad: str = ""
     begun: str = ""
+    ballast: int = 0
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Value:
         if self.begun:
@@ -130,6 +132,7 @@ class Adder:
         if out:
             (out / "deep").mkdir()
             (out / "deep" / "number").write_text(str(value))
+            (out / "ballast").write_bytes(bytes(self.ballast))
         return Value(value)
 
     def _die(self, task: Task) -> None:
@@ -137,6 +140,13 @@ class Adder:
         if died < self.fatal.get(task.name, 0):
             (Path(self.bodies) / f"{task.output_member}.{died}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Shelf:
+    """A worker that counts the folders that lie beside that of a task's member."""
+
+    def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Value:
+        return Value(len(list(members[task.members[0]].parent.iterdir())))
 
 
 @dataclass(frozen=True)

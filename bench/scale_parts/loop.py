@@ -2,6 +2,7 @@
 
     python bench/scale_parts/loop.py            about five minutes on two cores; prints a table, and JSON
     python bench/scale_parts/loop.py --quick    about two: fewer steps of fewer episodes
+    python bench/scale_parts/loop.py --quick --only ray_2 --copy-every 1
 
 Each way trains the same run of two adapters on the base `tiny` for some steps; figures are medians over all but the
 first, which warms up. On Ray a cluster is started here, so that its actors share this machine's cores with all else.
@@ -15,6 +16,7 @@ Figures, WAY one of `inline`, `local_1`, `local_2`, `ray_1` and `ray_2` (as many
     WAY_worker_s     seconds of a step in which workers computed, all together (the learners' actors on Ray not counted)
     WAY_sent_mb      on Ray, MB of adapters that a step puts into the object store for all workers
     WAY_returned_mb  on Ray, MB of episodes that workers return in a step
+    WAY_copied_mb    on Ray, MB that the learners' actors return in a step, a mean: adapters, and copies of states
     WAY_start_s      from the beginning until the first step is over, processes and bases included
     ahead_step_s     wall seconds of a step on two local workers that play one step ahead (staleness: 1)
 """
@@ -38,8 +40,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from palestra.backends.config import COPY_EVERY
 from palestra.backends.episode_tasks import DistributedSource
 from palestra.backends.ray.workers import traffic
+from palestra.backends.recoverable_trainer import trainer_traffic
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
 from palestra.launch.distributed import build
@@ -55,7 +59,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "ray_1": {"type": "ray", "workers": 1},
     "ray_2": {"type": "ray", "workers": 2},
 }
-FIGURES = ("step_s", "rollout_s", "train_s", "driver_s", "worker_s", "busy", "start_s", "sent_mb", "returned_mb")
+SECONDS = ("step_s", "rollout_s", "train_s", "driver_s", "worker_s", "busy", "start_s")
+FIGURES = (*SECONDS, "sent_mb", "returned_mb", "copied_mb")
 
 
 def config(backend: dict[str, Any], quick: bool, staleness: int = 0) -> TextConfig:
@@ -85,6 +90,7 @@ class Stopwatch(Callback):
         self.cpu: list[float] = []
         self.sent: list[float] = []
         self.returned: list[float] = []
+        self.copied: list[float] = []
 
     def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
         self.ends.append(time.perf_counter() - self.start)
@@ -92,6 +98,7 @@ class Stopwatch(Callback):
         self.cpu.append(self.troupe.cpu_s if self.troupe else 0.0)
         self.sent.append(traffic["put_bytes"] / 1e6)
         self.returned.append(traffic["returned_bytes"] / 1e6)
+        self.copied.append(trainer_traffic["returned_bytes"] / 1e6)
 
 
 def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, float]:
@@ -116,6 +123,7 @@ def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, f
         "start_s": watcher.start - began + watcher.ends[0],
         "sent_mb": statistics.median(between(watcher.sent)),
         "returned_mb": statistics.median(between(watcher.returned)),
+        "copied_mb": statistics.mean(between(watcher.copied)),
     }
 
 
@@ -124,14 +132,17 @@ def between(readings: list[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(readings)]
 
 
-def measure(quick: bool) -> dict[str, float]:
-    """All figures; prints a table of them."""
+def measure(quick: bool, only: str | None = None, copy_every: int = COPY_EVERY) -> dict[str, float]:
+    """All figures, or those of `only` one way; prints a table of them."""
     table, found = Table("way", *FIGURES), dict[str, float]()
     for name, backend in WAYS.items():
-        figures = way(backend, quick)
+        if only not in (None, name):
+            continue
+        figures = way({**backend, "copy_every": copy_every}, quick)
         table.add_row(name, *(f"{figures[key]:.2f}" for key in FIGURES))
         found |= {f"{name}_{key}": figures[key] for key in FIGURES}
-    found["ahead_step_s"] = way(WAYS["local_2"], quick, staleness=1)["step_s"]
+    if only is None:
+        found["ahead_step_s"] = way(WAYS["local_2"], quick, staleness=1)["step_s"]
     Console().print(table)
     return found
 
@@ -139,9 +150,11 @@ def measure(quick: bool) -> dict[str, float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=WAYS)
+    parser.add_argument("--copy-every", type=int, default=COPY_EVERY, help="optimizer steps between copies of states")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
-    figures = measure(arguments.quick)
+    figures = measure(arguments.quick, arguments.only, arguments.copy_every)
     print(json.dumps(figures))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures))

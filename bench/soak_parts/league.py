@@ -19,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from soak_parts.memory import MemoryWatch, SoakResult, process_tree
+from soak_parts.memory import MemoryWatch, SoakResult, cpu_seconds, process_tree
 
 from palestra.backends.ray.workers import RayBackend
 from palestra.config import dump, validate
@@ -102,8 +102,23 @@ def busy_workers() -> list[int]:
             title = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if title.startswith(b"ray::_Actor.do"):
+        if title.startswith(b"ray::WorkerActor.do"):
             found.append(pid)
+    return found
+
+
+def cpu_by_part() -> dict[str, float]:
+    """Returns the CPU seconds so far of this process, of the workers, those that ended included, and of Ray's own
+    processes."""
+    found = dict.fromkeys(("driver", "workers", "ray"), 0.0)
+    for pid in process_tree(os.getpid()):
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        own, ended = cpu_seconds(pid)
+        found["driver" if pid == os.getpid() else "workers" if title.startswith(b"ray::") else "ray"] += own
+        found["workers"] += ended if b"raylet" in title.split(b"\0")[0] else 0.0
     return found
 
 
@@ -123,11 +138,12 @@ def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict
     counter, ended, killed = GameCounter(), threading.Event(), list[int]()
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(described)) as run:
         with closing(CountedBackend(setup.make_worker, workers)) as backend:
-            until = [float("inf")]
+            until, cpu = [float("inf")], dict[str, float]()
 
             def stop() -> bool:
                 if until[0] == float("inf") and len(counter.games) >= 4 * workers:  # all workers are there
                     until[0] = time.monotonic() + seconds
+                    cpu.update(cpu_by_part())
                 return time.monotonic() >= until[0]
 
             watch = MemoryWatch(lambda: {"league driver": [os.getpid()], "league workers": busy_workers()})
@@ -137,9 +153,12 @@ def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict
             with watch:
                 run_plan(setup.plan, backend, run, callback=recorder, stop=stop, grace_s=GRACE_S, as_completed=True)
             ended.set()
+            cpu = {part: after - cpu[part] for part, after in cpu_by_part().items()}
         done = Counter(line["task"]["name"] for line in read_lines(run.path / "tasks.jsonl"))
         end = until[0]
+        games = sum(games for when, games in counter.games if when >= end - seconds)
         figures = {
+            **{f"{part}_cpu": 1e6 * own / games for part, own in cpu.items()},
             "games_per_s": counter.per_second(end - seconds * (1 - WARM_UP), end),
             "tasks": done.total(),
             "members": len(setup.plan.population),
@@ -160,18 +179,21 @@ def soak(minutes: float, quick: bool) -> SoakResult:
     workers, kill_every_s = (4, 20.0) if quick else (16, 60.0)
     alone, _ = play(1, 10 * minutes, None)
     many, memory = play(workers, 50 * minutes, kill_every_s)
-    heads = ("league", "games/s", "tasks", "members", "kills", "lost tasks")
+    cpu = ("workers_cpu", "driver_cpu", "ray_cpu")
+    heads = ("league", "games/s", "tasks", "members", "kills", "lost tasks", *(f"{part} s/1M games" for part in cpu))
     rows = [
         (
             f"{n} workers",
             f"{f['games_per_s']:,.0f}",
             *(f"{f[k]:.0f}" for k in ("tasks", "members", "kills", "lost_tasks")),
+            *(f"{f[k]:.2f}" for k in cpu),
         )
         for n, f in ((1, alone), (workers, many))
     ]
     figures = {
         "league_games_per_s_vs_one_worker": many["games_per_s"] / alone["games_per_s"],
         "lost_tasks": alone["lost_tasks"] + many["lost_tasks"],
-        **{f"league_{name}": many[name] for name in ("games_per_s", "tasks", "members", "kills", "replayed")},
+        **{f"league_{name}": many[name] for name in ("games_per_s", "tasks", "members", "kills", "replayed", *cpu)},
+        **{f"league_alone_{name}": alone[name] for name in ("games_per_s", *cpu)},
     }
     return SoakResult(figures, heads, rows, memory.curves)

@@ -1,8 +1,9 @@
-"""Memory of processes over time, from /proc (Linux): what a soak watches, and by how much it grew; and durations."""
+"""Memory and CPU time of processes, from /proc (Linux): what a soak watches, and by how much it grew; and durations."""
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,16 @@ def anonymous_mb(pid: int) -> float:
     except OSError:
         return 0.0
     return next((int(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon")), 0.0)
+
+
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """Returns the CPU seconds of a process, and of its children that have ended; 0 if it is gone."""
+    try:
+        numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0, 0.0
+    own, ended = (sum(map(int, numbers[i : i + 2])) / os.sysconf("SC_CLK_TCK") for i in (11, 13))
+    return own, ended
 
 
 def process_tree(pid: int) -> list[int]:

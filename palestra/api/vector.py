@@ -3,6 +3,7 @@
 from palestra.algorithms.vector.a2c import A2C
 from palestra.algorithms.vector.coma import COMA
 from palestra.algorithms.vector.cql import CQL
+from palestra.algorithms.vector.cql_sac import CQLSAC
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.facmac import FACMAC
@@ -26,6 +27,7 @@ __all__ = [
     "BC",
     "COMA",
     "CQL",
+    "CQLSAC",
     "DDPG",
     "DQN",
     "FACMAC",

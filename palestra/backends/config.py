@@ -13,6 +13,8 @@ from palestra.backends.local import LocalBackend
 from palestra.config import StrictModel
 from palestra.populations.tasks import Backend, WorkerFactory
 
+COPY_EVERY = 16  # optimizer steps between two copies of a learner's state
+
 
 class BackendConfig(StrictModel):
     """The backend that runs tasks."""
@@ -62,9 +64,10 @@ class RolloutBackendConfig(BackendConfig):
     slices: int = Field(0, ge=0, le=1_000_000)
     """Parts into which a step's episodes are divided; free workers take the next one. 0: two for each worker. Runs with
     equal `slices` are equal."""
-    copy_every: int = Field(1, ge=1)
-    """A copy of a learner's state is kept in this process every so many of its optimizer steps. Later steps are
-    repeated if its actor is lost: a larger value copies less often but repeats more."""
+    copy_every: int = Field(COPY_EVERY, ge=1)
+    """A copy of a learner's state (weights and optimizer) is taken into this process at each checkpoint, and otherwise
+    every so many of its optimizer steps. Later steps are repeated if its actor is lost: a larger value copies less
+    often but repeats more."""
 
     @model_validator(mode="after")
     def _placed(self) -> Self:

@@ -51,6 +51,7 @@ class EpisodesTask(Task):
 
     kind = "play"
     result_type = EpisodesResult
+    is_output_member = False
 
     numbers: tuple[int, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)

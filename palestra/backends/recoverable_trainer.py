@@ -1,22 +1,28 @@
 """Weights that are trained in another process and survive its loss.
 
 The remote side is a `WeightHost`: the weights of several learners, which share what they can, such as a resident base.
-This side keeps, for each learner, a copy of its state (weights and optimizer, as in a checkpoint), taken after an
-optimizer step, and a log of the calls since. If the other process dies, a new one loads the copy and replays the log. A
-loss costs only time, because equal state and equal calls give equal results.
+This side keeps, for each learner, a copy of its state (weights and optimizer, as in a checkpoint), taken at a
+checkpoint or after some optimizer steps, and a log of the calls since. If the other process dies, a new one loads the
+copy and replays the log. A loss costs only time, because equal state and equal calls give equal results.
+
+Files come from the other process by the hash of their content: what this side has already, such as the adapter of a
+copy that is then published, is not sent again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from palestra.backends.config import COPY_EVERY
 from palestra.backends.file_bundle import FileBundle, pack_folder, unpack_folder
 from palestra.backends.task_queue import MAX_ATTEMPTS
 from palestra.engine.lora import Snapshot
@@ -25,7 +31,8 @@ from palestra.learners.lm import LocalWeights
 from palestra.tracing import span
 from palestra.types import Metrics, Sample
 
-READ_ONLY_METHODS = ("logprobs", "values", "export", "save")  # methods that do not change the weights
+trainer_traffic: Counter[str] = Counter()  # `returned_bytes` of files from trainers, `known_bytes` that were not sent
+READ_ONLY_METHODS = ("logprobs", "values", "export")  # methods that do not change the weights
 
 
 class ProcessLost(Exception):
@@ -40,6 +47,16 @@ class WeightsCall(NamedTuple):
     options: Mapping[str, Any] = {}
 
 
+class SentFile(NamedTuple):
+    """A file by the SHA-256 of its content, with its bytes (uint8), or None if the receiver has them."""
+
+    digest: str
+    data: np.ndarray | None
+
+
+SentFiles = dict[str, SentFile]  # by relative path
+
+
 # ---- the remote side
 
 
@@ -49,27 +66,30 @@ class WeightHost:
     def __init__(self, weights: Mapping[str, LocalWeights]) -> None:
         self.weights = weights
 
-    def do(self, name: str, call: WeightsCall, copy: bool) -> tuple[Any, FileBundle | None]:
-        """Returns the result of a call and, if `copy`, the learner's state after it (else None)."""
+    def do(self, name: str, call: WeightsCall, copy: bool, known: Collection[str] = ()) -> tuple[Any, SentFiles | None]:
+        """Returns the result of a call and, if `copy`, the learner's state after it (else None). Files whose hashes are
+        `known` are not sent."""
         weights = self.weights[name]
         if call.method in ("save", "export"):
-            return _written(getattr(weights, call.method)), None
+            return _written(getattr(weights, call.method), known), None
         if call.method == "load":
             self._load(weights, *call.arguments)
             return None, None
         with span(call.method, policy=name):
             result = getattr(weights, call.method)(*call.arguments, **call.options)
-        return result, _written(weights.save) if copy else None
+        return result, _written(weights.save, known) if copy else None
 
     def _load(self, weights: LocalWeights, files: FileBundle) -> None:
         with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
             weights.load(unpack_folder(files, Path(folder)))
 
 
-def _written(write: Callable[[Path], None]) -> FileBundle:
+def _written(write: Callable[[Path], None], known: Collection[str]) -> SentFiles:
     with tempfile.TemporaryDirectory(prefix="palestra-") as folder:
         write(Path(folder))
-        return pack_folder(Path(folder))
+        files = pack_folder(Path(folder))
+    digests = {name: hashlib.sha256(data.data).hexdigest() for name, data in files.items()}
+    return {name: SentFile(digest, None if digest in known else files[name]) for name, digest in digests.items()}
 
 
 # ---- this side
@@ -94,11 +114,25 @@ class ProcessHandle(Protocol):
 @dataclass
 class RecoveryLog:
     """Recovery log of one learner: the last state copy (None: initial weights), the calls since, and the number of
-    optimizer steps among them."""
+    optimizer steps among them. `contents` are the last files of each name that came, by hash."""
 
     state: FileBundle | None = None
     calls: list[WeightsCall] = field(default_factory=list)
     steps: int = 0
+    contents: dict[str, tuple[str, np.ndarray]] = field(default_factory=dict)
+
+    def known(self) -> set[str]:
+        """Returns the hashes of the files that are here."""
+        return {digest for digest, _ in self.contents.values()}
+
+    def received(self, sent: SentFiles) -> FileBundle:
+        """Returns files that came, together with those that were not sent because they are here."""
+        here = {digest: data for digest, data in self.contents.values()}
+        new = {name: here[file.digest] if file.data is None else file.data for name, file in sent.items()}
+        for name, file in sent.items():
+            trainer_traffic["known_bytes" if file.data is None else "returned_bytes"] += new[name].nbytes
+            self.contents[name] = file.digest, new[name]
+        return new
 
     def record(self, call: WeightsCall, copy: FileBundle | None) -> None:
         """Adds a call: with a copy of the state, starts the log anew; without, appends the call unless it is
@@ -113,11 +147,11 @@ class RecoveryLog:
 class RecoverableTrainer:
     """One shop and the recovery logs of its learners. Thread-safe: calls run one after the other.
 
-    A state copy is taken every `copy_every` optimizer steps. Raises ValueError if `MAX_ATTEMPTS` processes in a row die
-    at a call.
+    What is written as a checkpoint is a state copy; without one, a copy is taken every `copy_every` optimizer steps,
+    and where a stage begins. Raises ValueError if `MAX_ATTEMPTS` processes in a row die at a call.
     """
 
-    def __init__(self, holder: Callable[[], ProcessHandle], copy_every: int = 1) -> None:
+    def __init__(self, holder: Callable[[], ProcessHandle], copy_every: int = COPY_EVERY) -> None:
         self._open, self.copy_every = holder, copy_every
         self._lock = threading.Lock()
         self._holder: ProcessHandle | None = None
@@ -155,8 +189,11 @@ class RecoverableTrainer:
         holder = self._mended()
         past = self._pasts.setdefault(name, RecoveryLog())
         due = call.method == "start_stage" or (call.method == "optim_step" and past.steps + 1 >= self.copy_every)
-        result, copy = holder.call("do", name, call, due)
-        past.record(call, call.arguments[0] if call.method == "load" else copy)
+        result, sent = holder.call("do", name, call, due, past.known())
+        if call.method in ("save", "export"):
+            result = past.received(result)
+        copy = past.received(sent) if sent is not None else None
+        past.record(call, call.arguments[0] if call.method == "load" else result if call.method == "save" else copy)
         return result
 
     def _started(self) -> ProcessHandle:

@@ -232,7 +232,8 @@ class ProbedModel:
         ]
         self.trainer = Trainer(self.engine, self.adapters[0])
         self.load = decoder_load(shape_of(model), lora, size)
-        self.load = replace(self.load, cache_bytes=CACHE_BYTES if device == "cpu" else 0.0)
+        on_cpu = device == "cpu"
+        self.load = replace(self.load, cache_bytes=CACHE_BYTES if on_cpu else 0.0, graphs=not on_cpu)
         self.rng = np.random.default_rng(0)
 
     def observations(self, repeats: int) -> Iterator[Observation]:

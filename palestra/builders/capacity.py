@@ -39,8 +39,9 @@ class Work:
     """Amounts of work, which add up. `flops` are those of products with large weights, `small_flops` with others, which
     run at a lower rate (engine/linear.py), `attention` those of queries with keys and values. `logits` are drawn from;
     `trained_` is of passes with gradients, forward and backward together. `layers` are those begun in passes with one
-    adapter at most, `mixed_layers` in passes with several; `rows` tokens drawn, `tensors` trained tensors updated or
-    copied, `answers` prompts encoded, answers recorded and credited, `steps` training steps begun and logged."""
+    adapter at most, `mixed_layers` in passes with several, `graph_layers` in decoding steps that a GPU repeats from a
+    CUDA graph; `rows` tokens drawn, `tensors` trained tensors updated or copied, `answers` prompts encoded, answers
+    recorded and credited, `steps` training steps begun and logged."""
 
     flops: float = 0.0
     small_flops: float = 0.0
@@ -55,6 +56,7 @@ class Work:
     trained_passes: float = 0.0
     layers: float = 0.0
     mixed_layers: float = 0.0
+    graph_layers: float = 0.0
     trained_layers: float = 0.0
     rows: float = 0.0
     tensors: float = 0.0
@@ -102,8 +104,8 @@ class Machine:
 @dataclass(frozen=True)
 class DecoderLoad:
     """A base as the work of its passes: its shape, bytes of a weight, adapter weights of one policy (0: none, or a full
-    model), the products of `rank` with the sizes of adapted layers, the number of adapted layers, and bytes of weights
-    that do not stay in a cache."""
+    model), the products of `rank` with the sizes of adapted layers, the number of adapted layers, bytes of weights
+    that do not stay in a cache, and whether decoding steps are CUDA graphs."""
 
     shape: ModelShape
     size: int = 4
@@ -111,6 +113,7 @@ class DecoderLoad:
     merge_flops: float = 0.0
     adapted: int = 0
     cache_bytes: float = 0.0
+    graphs: bool = False
 
     @property
     def decoder_params(self) -> float:
@@ -187,8 +190,7 @@ def decode_work(
         weight_bytes=passes * load.read_bytes,
         activation_bytes=shape.layers * rows * (pass_bytes(shape, 1, size=load.size) + 2 * shape.kv * load.size * keys),
         logits=answers * tokens * shape.vocab,
-        layers=0.0 if mixed else passes * shape.layers,
-        mixed_layers=passes * shape.layers if mixed else 0.0,
+        **{"graph_layers" if load.graphs else "mixed_layers" if mixed else "layers": passes * shape.layers},
         rows=answers * tokens,
     )
 

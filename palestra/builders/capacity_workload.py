@@ -202,7 +202,7 @@ def _policy_load(
     size = DTYPE_SIZES["float32" if device == "cpu" else "bfloat16"]
     size = DTYPE_SIZES[policy.dtype] if policy.dtype != "auto" else size
     load = decoder_load(model_shape(policy.base), policy.lora if isinstance(policy, LoraPolicyConfig) else None, size)
-    load = replace(load, cache_bytes=cache_bytes)
+    load = replace(load, cache_bytes=cache_bytes, graphs=device == "cuda")
     shared = (policy.base, policy.dtype, policy.quantize, policy.long_context)
     engine = name if isinstance(policy, FullPolicyConfig) else " ".join(map(str, shared))
     if not isinstance(policy, LMLearnerConfig):

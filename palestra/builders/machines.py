@@ -1,7 +1,8 @@
 """Machines of data sheets: what a device costs by its published figures, for plans of machines that are not here.
 
-No GPU was measured for these figures. The shares of the published rates that passes reach, and the time to begin a
-layer from Python, are assumptions, in the constants below; calibration.py measures them on a machine that is here.
+The shares of the published rates that passes reach are assumptions. The time to begin a layer is that of one host and
+one small model (docs/scaling/gpu.md), in which launching kernels is what takes time. Both are in the constants below;
+calibration.py measures them on a machine that is here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from palestra.builders.capacity import Machine
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6  # of the published rates
 ATTENTION_FACTOR = 2.0  # its products reach half of the rate of products with weights
-LAYER_S, TRAINED_LAYER_S, PASS_S = 150e-6, 500e-6, 1e-3  # of the host: kernels begun one by one
+LAYER_S, TRAINED_LAYER_S, PASS_S = 2.1e-3, 6e-3, 1e-3  # of the host: kernels begun one by one, from Python
+GRAPH_LAYER_S = 140e-6  # small kernels one after another, begun by the GPU itself
 ROW_S, TENSOR_S = 2e-6, 5e-6  # of the host: a token drawn, a tensor updated
 ANSWER_S, STEP_S = 5e-4, 2e-2  # of the host: an answer recorded, a step logged
 LOGIT_BYTES, TRAINED_LOGIT_BYTES = 28, 20  # as engine/memory.py counts them
@@ -66,6 +68,7 @@ def machine_of_rates(name: str, flops: float, bandwidth: float, *, memory: int |
         "trained_passes": PASS_S,
         "layers": LAYER_S,
         "mixed_layers": LAYER_S,
+        "graph_layers": GRAPH_LAYER_S,
         "trained_layers": TRAINED_LAYER_S,
         "rows": ROW_S,
         "tensors": TENSOR_S,

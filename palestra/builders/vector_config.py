@@ -11,6 +11,7 @@ from palestra.algorithms.presets import VECTOR_PRESETS, expand_preset
 from palestra.algorithms.vector.a2c import A2C
 from palestra.algorithms.vector.coma import COMA
 from palestra.algorithms.vector.cql import CQL
+from palestra.algorithms.vector.cql_sac import CQLSAC
 from palestra.algorithms.vector.ddpg import DDPG, TD3
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.facmac import FACMAC
@@ -67,7 +68,25 @@ VectorPolicyConfig = Annotated[
     TrainedNetConfig | FrozenNetConfig | RandomActionsConfig | ScriptConfig, Field(discriminator="type")
 ]
 VectorAlgorithmConfig = Annotated[
-    PPO | A2C | TRPO | MAT | DQN | PQN | QMIX | MAVEN | NFSP | COMA | SAC | DDPG | TD3 | FACMAC | BC | GAIL | IQL | CQL,
+    PPO
+    | A2C
+    | TRPO
+    | MAT
+    | DQN
+    | PQN
+    | QMIX
+    | MAVEN
+    | NFSP
+    | COMA
+    | SAC
+    | DDPG
+    | TD3
+    | FACMAC
+    | BC
+    | GAIL
+    | IQL
+    | CQL
+    | CQLSAC,
     Field(discriminator="type"),
     BeforeValidator(partial(expand_preset, presets=VECTOR_PRESETS)),
 ]

@@ -43,7 +43,7 @@ def collect(
     in_process: InProcessOption = False,
 ) -> None:
     """Record episodes as Parquet: with tokens, log-probabilities and rewards by seat, or of a vectorised game with
-    observations, actions and rewards by seat, for bc, gail, iql and cql.
+    observations, actions and rewards by seat, for bc, gail, iql, cql and cql_sac.
 
     Examples:
 

@@ -31,8 +31,9 @@ def runs(
     """
     if is_store_url(root):
         return print_mirrored(root)
-    from palestra.dashboard.run_status import held_locks, list_entry, run_alarms
+    from palestra.dashboard.run_status import list_entry, run_alarms
     from palestra.runs import list_runs
+    from palestra.runs.system_metrics import held_locks
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # narrow: eight columns in 80 letters
     for title in ("run", "begun", "status", "env", "algorithm", "done", "held-out", "alarms"):

@@ -20,10 +20,11 @@ from palestra.dashboard import agents as agents_of
 from palestra.dashboard import curve_queries, episode_filter, population, replays, run_status, system, trees
 from palestra.dashboard.alarms import Alarm, cyclic_alarms, rules_for
 from palestra.dashboard.catalog import MAX_TREE_BYTES, CatalogRun, NotFound, RunCatalog
-from palestra.dashboard.logs import PARSE_ERRORS
 from palestra.populations.ratings import cyclicity
 from palestra.report.population_data import PopulationRecord
+from palestra.runs.metric_log import PARSE_ERRORS
 from palestra.runs.replays import REPLAYS_FOLDER
+from palestra.runs.system_metrics import held_locks
 
 ALARM_BUDGET_S = 0.05  # seconds of one request for the list that go into reading logs for alarms
 MAX_LISTED_RUNS = 5_000  # the newest runs of a folder; older ones are not listed
@@ -43,7 +44,7 @@ class DashboardApi:
 
     def runs(self, request: Request) -> Response:
         """Returns the list of runs, newest first, at most `MAX_LISTED_RUNS`."""
-        held = run_status.held_locks()
+        held = held_locks()
         lines = [line for name in self.library.names() if (line := self._entry_or_error(name, held))]
         lines.sort(key=lambda line: (line["created"], line["name"]), reverse=True)
         deadline = time.monotonic() + ALARM_BUDGET_S
@@ -103,7 +104,7 @@ class DashboardApi:
     def run(self, request: Request) -> Response:
         """Returns a run's progress, its metric names and newest values, alarms, and which views have data."""
         run = self._refreshed_run(request.path_params["run"])
-        line = self._entry(run.name, run_status.held_locks())
+        line = self._entry(run.name, held_locks())
         logs = {"metrics": run.metrics, "timings": run.timings, "evals": run.evals}
         return json_response(
             request,

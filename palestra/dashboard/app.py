@@ -28,9 +28,9 @@ from starlette.types import Receive, Scope, Send
 from palestra.dashboard.api import DashboardApi
 from palestra.dashboard.auth import guard
 from palestra.dashboard.catalog import NotFound, RunCatalog
-from palestra.dashboard.logs import PARSE_ERRORS
 from palestra.dashboard.run_status import file_stamp
 from palestra.files import DamagedFile
+from palestra.runs.metric_log import PARSE_ERRORS
 from palestra.web.limits import AsgiApp, HttpLimits
 from palestra.web.listen import open_listener, url_host
 from palestra.web.origin_middleware import is_loopback

@@ -10,8 +10,8 @@ from typing import Any
 
 from palestra.config import load
 from palestra.dashboard.index import EpisodeIndex, cache_file
-from palestra.dashboard.logs import PARSE_ERRORS, MetricLog
 from palestra.files import file_size
+from palestra.runs.metric_log import PARSE_ERRORS, MetricLog
 
 MAX_OPEN_RUNS = 32  # runs whose metrics are kept in memory
 MAX_TREE_BYTES = 2**20  # bytes of the largest config or JSON file that is read

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from palestra.config import StrictModel
 from palestra.dashboard.catalog import CatalogRun
-from palestra.dashboard.logs import MetricLog
 from palestra.dashboard.run_status import experiment_config, step_seconds
+from palestra.runs.metric_log import MetricLog
 from palestra.runs.series import Series, align, clip_x, counter_at, smooth, thin
 from palestra.types import TEAM
 

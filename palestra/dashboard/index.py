@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 
 from palestra.dashboard.episode_columns import EpisodeColumns
 from palestra.dashboard.episode_summary import summarize_episodes
-from palestra.dashboard.logs import PARSE_ERRORS
 from palestra.files import replacing_file
+from palestra.runs.metric_log import PARSE_ERRORS
 
 CHUNK_FILES = 64  # files read at once
 FIRST_WAIT_S, NEXT_WAIT_S = 0.2, 0.02  # seconds: wait while nothing is known; wait when there are rows to show

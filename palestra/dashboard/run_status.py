@@ -13,10 +13,10 @@ import numpy as np
 
 from palestra.dashboard.alarms import Alarm, find_alarms, mirror_alarms
 from palestra.dashboard.catalog import CatalogRun, Tree
-from palestra.dashboard.logs import MetricLog, last_lines
 from palestra.files import file_size
 from palestra.mirror.follow import mirror_status
 from palestra.runs.headline import eval_interval, format_eval, headline_eval, training_success_label
+from palestra.runs.metric_log import MetricLog, last_lines
 from palestra.runs.settings import flatten_tree
 from palestra.types import TEAM
 
@@ -147,16 +147,6 @@ def status(run: CatalogRun, done: float, total: float, locks: Mapping[int, int])
     if total and done >= total:
         return "done"
     return "running" if recent and not locks and not Path("/proc/locks").exists() else "stopped"
-
-
-def held_locks() -> dict[int, int]:
-    """Returns inode -> process id of all locked files; {} if the system does not list locks. Testing a run's lock
-    directly would mean holding it for a moment, in which a starting run would fail."""
-    try:
-        rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
-    except OSError:
-        return {}
-    return {int(row[5].rsplit(":", 1)[1]): int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK"}
 
 
 def time_left(run: CatalogRun, done: float, total: float) -> float | None:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 
 from palestra.dashboard.catalog import CatalogRun
-from palestra.dashboard.logs import MetricLog
-from palestra.dashboard.run_status import disk_usage, held_locks, phase_keys
-from palestra.runs.worker_stats import COUNTERS
+from palestra.dashboard.run_status import disk_usage, phase_keys
+from palestra.runs.system_metrics import descendant_pids, machine_info, process_table, worker_rows, writing_process
 from palestra.types import TEAM
 
 MAX_ERRORS = 20  # distinct errors that are listed, the most frequent first
-SAMPLE_S = 0.1  # seconds over which CPU use is measured
 
 
 def system_status(run: CatalogRun) -> dict[str, Any]:
     """Returns local processes, this machine's load, workers, queues, newest timings, failures, disk use in bytes, and
     meta.json."""
-    lock = run.file(".lock")
-    pid = held_locks().get(lock.stat().st_ino) if lock.exists() else None
+    pid = writing_process(run.file(".lock"))
     table, missing = run.episodes.table()
     return {
         "process": pid,
@@ -46,21 +40,6 @@ def system_status(run: CatalogRun) -> dict[str, Any]:
         "meta": {key: value for key, value in run.meta.items() if key not in ("command", "config", "changed")},
         "command": [str(word) for word in run.meta.get("command") or []],
     }
-
-
-def worker_rows(log: MetricLog) -> list[dict[str, Any]]:
-    """Returns one dict per worker: sums of its counters over the whole run, when it last finished something (`seen`,
-    Unix time in seconds, None for never), and the reason of its last loss."""
-    return [
-        {
-            "kind": str(last.get("kind", "")),
-            "where": str(last.get("where", name)),
-            **{key: float(log.column(name, key)[1].sum()) for key in COUNTERS},
-            "seen": float(seen.max()) if len(seen := log.column(name, "seen")[1]) else None,
-            "why": str(last.get("why", ""))[:2000],
-        }
-        for name, last in log.last_by_name().items()
-    ]
 
 
 def _seconds(line: dict[str, Any]) -> dict[str, Any]:
@@ -92,68 +71,3 @@ def failure_counts(table: Any) -> list[dict[str, Any]]:
         {"error": error[:2000], "count": count, "step": newest[error]["step"], "episode": newest[error]["episode"]}
         for error, count in counts.most_common(MAX_ERRORS)
     ]
-
-
-def process_table(pids: list[int]) -> list[dict[str, Any]]:
-    """Returns `process_info` of each process and, where known, `cpu`: the cores that it used over the last
-    `SAMPLE_S` seconds, during which this call sleeps."""
-    before, began = [cpu_seconds(pid) for pid in pids], time.monotonic()
-    time.sleep(SAMPLE_S)
-    seconds = time.monotonic() - began
-    rows = []
-    for pid, earlier in zip(pids, before, strict=True):
-        now = cpu_seconds(pid)
-        used = {} if now is None or earlier is None else {"cpu": max(0.0, now - earlier) / seconds}
-        rows.append(process_info(pid) | used)
-    return rows
-
-
-def cpu_seconds(pid: int) -> float | None:
-    """Returns the CPU seconds, user and system, that a process has used (field 14 and 15 of /proc/PID/stat); None
-    without /proc or the process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def machine_info() -> dict[str, float | None]:
-    """Returns the machine's cores, load of the last minute, memory and available memory in bytes; None where the system
-    does not tell."""
-    try:
-        rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines() if ":" in row)
-        sizes = {key: int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable")}
-    except (OSError, ValueError, KeyError):
-        sizes = {}
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    memory = {"memory": sizes.get("MemTotal"), "available": sizes.get("MemAvailable")}
-    return {"cores": os.cpu_count(), "load": load, **memory}
-
-
-def process_info(pid: int) -> dict[str, Any]:
-    """Returns name, resident memory (bytes) and number of threads of a process from /proc; only the pid without
-    /proc."""
-    found: dict[str, Any] = {"pid": pid}
-    try:
-        rows = dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in row)
-    except (OSError, ValueError):
-        return found
-    found["name"] = rows.get("Name", "").strip()
-    if "VmRSS" in rows:
-        found["memory"] = int(rows["VmRSS"].split()[0]) * 1024
-    return found | {"threads": int(rows.get("Threads", "1"))}
-
-
-def descendant_pids(pid: int | None) -> list[int]:
-    """Returns the ids of all child processes, recursively, at most about 256."""
-    found: list[int] = []
-    waiting = [pid] if pid else []
-    while waiting and len(found) < 256:
-        try:
-            children = Path(f"/proc/{waiting[0]}/task/{waiting[0]}/children").read_text().split()
-        except OSError:
-            children = []
-        found += map(int, children)
-        waiting = [*waiting[1:], *map(int, children)]
-    return found

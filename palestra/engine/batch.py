@@ -51,6 +51,7 @@ class CachedBatch(LiveBatch):
         self.memory = CacheMemory(cache_bytes)
         self.prefix_store = PrefixStore(keep_tokens, self.memory)
         self.graphs = DecodeGraphs(self.engine) if graphs is None and engine.device.type == "cuda" else graphs
+        self.gathers_prompts = self.graphs is not None
         self.cache = self._new_cache()
         self._stacks: OrderedDict[tuple[int, ...], AdapterStack] = OrderedDict()
 

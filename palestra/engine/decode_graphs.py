@@ -34,7 +34,9 @@ from palestra.engine.rotary import fused_rotary, watched_rotary
 from palestra.engine.self_check import compare_gaps
 from palestra.engine.step_routes import NO_ADAPTER, AdapterColumns, JoinedLayers, WatchedRoute, join_layers
 
-MIN_USES = 4  # steps of a size that run plainly before one is recorded, which takes as long as some of them
+MIN_USES = 2  # a step is recorded at its second use: that takes as long as five plain ones
+MIN_COVERED_USES = 256  # or later, if one with more rows is there: on a GPU, few rows take hardly less time than many
+MAX_COVER = 8  # at most so many times as many rows: each of those beyond its own repeats the last one's attention
 MAX_COLUMNS = 512  # all rows are multiplied with the columns of all adapters
 MAX_STEPS = 64  # recorded steps that are kept: each takes some megabytes
 MIN_TABLE_WIDTH = 16
@@ -91,14 +93,28 @@ class DecodeGraphs:
         if shape is None:
             return step.logits(self.engine)
         self._follow_memory(step.answers[0].pool)
-        if shape in self._steps:
-            self.num_repeated += 1
-            return self._steps[shape](step)
-        own_RV = step.logits(self.engine)
+        found = self._covering(shape)
         self._uses[shape] += 1
-        if self._uses[shape] >= MIN_USES:
+        if found != shape and self._uses[shape] >= (MIN_COVERED_USES if found else MIN_USES):
+            own_RV = step.logits(self.engine)
             self._add(shape, step, own_RV)
-        return own_RV
+            return own_RV
+        if found is None:
+            return step.logits(self.engine)
+        self.num_repeated += 1
+        return self._steps[found](step)
+
+    def _covering(self, shape: StepShape) -> StepShape | None:
+        """Returns the smallest recorded shape with room for a step of `shape`; None if there is none."""
+        fits = [
+            own
+            for own in self._steps
+            if shape.rows <= own.rows <= MAX_COVER * shape.rows
+            and own.width >= shape.width
+            and (own.columns, own.layers) == (shape.columns, shape.layers)
+            and own.mixed >= shape.mixed
+        ]
+        return min(fits, key=lambda own: (own.rows, own.width, own.mixed), default=None)
 
     def clear(self) -> None:
         """Drops all recorded steps, with their memory."""

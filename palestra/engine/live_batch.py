@@ -36,6 +36,7 @@ class LiveBatch(ABC):
         self.groups: dict[SequenceGroup, None] = {}  # in order of admission
         self.rows: list[LiveSequence] = []  # by adapter
         self.counts = {"sampled_tokens": 0, "prefill_tokens": 0, "reused_tokens": 0, "preempted_answers": 0}
+        self.gathers_prompts = False  # a pass over prompts takes as long as many decoding steps, whatever its size
         self._over: list[LiveSequence] = []  # rows that finished since the last `remove_finished`
         self._stop_strings = StopStringMatcher(engine.tokenizer)
 

@@ -8,6 +8,9 @@ A client with few rows is light: it gets extra passes of its own, and for `LIGHT
 had rows, passes of the other clients are cut to 1/`SHORT_PASS_DIVISOR` of the rows, so that it does not wait long for a
 running pass.
 
+Where decoding steps are recorded (decode_graphs.py), a pass over prompts takes as long as many of them: prompts are
+gathered for it until an eighth of the rows are free.
+
 A client alone has its groups started as a whole, if they have at most `MAX_WHOLE_GROUP_ROWS` rows: with `max_rows` of
 one group's size, no two requests ever share a batch, and the answers are the same to the last bit, whenever the
 requests arrive.
@@ -27,6 +30,7 @@ FREE_ROWS_FACTOR = 8
 LIGHT_CLIENT_DIVISOR = 16  # light clients together have at most 1/16 of all rows
 LIGHT_CLIENT_WINDOW_S = 1.0  # seconds
 MAX_WHOLE_GROUP_ROWS = 32  # the rows of a group that starts as a whole
+GATHER_DIVISOR = 8  # with recorded decoding steps, admission waits until 1/8 of the rows are free, or all that wait fit
 SHORT_PASS_DIVISOR = 4  # shortened passes have 1/4 of `max_rows` and 1/8 of `prefill_tokens`
 
 
@@ -51,7 +55,7 @@ class Scheduler:
         for row in self.batch.rows:
             held[row.group.request.client] += row.group.rows_per_answer
         batch: dict[SequenceGroup, None] = {}
-        if self.holds_back and self.batch.rows:
+        if self.batch.rows and (self.holds_back or self._gathers(held.total())):
             return [], False
         free = self.batch.free_bytes
         asked: set[tuple[int, bytes]] = set()
@@ -80,6 +84,14 @@ class Scheduler:
             if not group.num_unadmitted:
                 self.waiting.pop(client)
         return list(batch), False
+
+    def _gathers(self, held: int) -> bool:
+        """True if admission waits until more rows have ended: not all that wait would find room, and few rows are
+        free."""
+        free = self.max_rows - held
+        if not self.batch.gathers_prompts or free >= self.max_rows // GATHER_DIVISOR:
+            return False
+        return sum(group.num_unadmitted * group.rows_per_answer for group in self.waiting) > free
 
     def _starts_whole(self, group: SequenceGroup, held: Counter[str]) -> bool:
         """True if `group` waits until there is room for all of its rows: a small group of the only client."""

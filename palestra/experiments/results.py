@@ -134,9 +134,15 @@ def results_data(results: GridResults) -> dict[str, Any]:
 
 def results_page(results: GridResults, data: dict[str, Any]) -> str:
     """Returns the results as a page in Markdown."""
+    lines = [f"# {results.grid.name}", "", *results_section(results, data, FIGURE_FILE)]
+    return "\n".join(lines) + "\n"
+
+
+def results_section(results: GridResults, data: dict[str, Any], figure: str) -> list[str]:
+    """Returns the lines of the page below its heading; `figure` is the path of the figure relative to the page."""
     grid = results.grid
     seeds = f"{len(grid.seeds)} seeds" if len(grid.seeds) > 1 else "one seed"
-    lines = [f"# {grid.name}", "", f"{len(grid.tasks)} tasks, {len(grid.algorithms)} algorithms, {seeds}."]
+    lines = [f"{len(grid.tasks)} tasks, {len(grid.algorithms)} algorithms, {seeds}."]
     if results.missing:
         lines += ["", f"{len(results.missing)} runs are not finished: {', '.join(results.missing[:8])} ..."]
     if data["aggregates"]:
@@ -145,7 +151,7 @@ def results_page(results: GridResults, data: dict[str, Any]) -> str:
             "Normalised scores (0 and 1 are the ends of each task's `score_range`) over all tasks and seeds, with 95 %",
             "intervals of a stratified bootstrap (Agarwal et al., 2021).",
             "",
-            f"![aggregates and performance profiles]({FIGURE_FILE})",
+            f"![aggregates and performance profiles]({figure})",
             "",
             *markdown_table(
                 ["algorithm", *(LABELS[name] for name in STATISTICS)],
@@ -156,11 +162,16 @@ def results_page(results: GridResults, data: dict[str, Any]) -> str:
             ),
         ]
     if pairs := data["probability_of_improvement"]:
+        complete = list(data["aggregates"])
+        rows = [
+            [ours, *("" if ours == theirs else f"{pairs[f'{ours} > {theirs}']['value']:.2f}" for theirs in complete)]
+            for ours in complete
+        ]
         lines += [
             "",
-            "Probability that a run of the first scores above one of the second, on a task drawn at random:",
+            "Probability that a run of the row's algorithm scores above one of the column's, on a random task:",
             "",
-            *markdown_table(["pair", "probability"], [[pair, format_estimate(own)] for pair, own in pairs.items()]),
+            *markdown_table(["", *complete], rows),
         ]
     heads = [f"{task} ({metric})" for task, metric in results.metrics.items()]
     rows = [
@@ -168,7 +179,7 @@ def results_page(results: GridResults, data: dict[str, Any]) -> str:
         for algorithm in grid.algorithms
     ]
     lines += ["", "Last evaluation of each task, mean and standard deviation over seeds:", ""]
-    return "\n".join([*lines, *markdown_table(["algorithm", *heads], rows)]) + "\n"
+    return [*lines, *markdown_table(["algorithm", *heads], rows)]
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

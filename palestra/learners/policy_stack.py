@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -21,7 +22,7 @@ from palestra.envs.vector.base import Arrays, VectorEnv
 from palestra.files import read_arrays, write_arrays
 from palestra.nets.continuous_heads import SquashedHead, TanhHead
 from palestra.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead
-from palestra.nets.layers import Net, NetConfig, Team, make_generators, member_weights, set_member_weights
+from palestra.nets.layers import Net, NetConfig, Team, make_generators, member_weights, with_member_weights
 from palestra.nets.normalise import RunningNorm, SumOverProcesses
 from palestra.nets.on_device import CPU, RolloutTensors
 from palestra.nets.seat_mapping import SeatMapping, group_into_stacks
@@ -274,9 +275,10 @@ def read_frozen_member(
     (alone,) = group_into_stacks(env, {facts["name"]: list(seats)}, {facts["name"]: config})
     seat_mapping = replace(alone, seat_id=facts["seat_id"])
     head = HEADS[facts["head"]](seat_mapping.action_space)
-    net = _empty_net(facts.get("network", "Net"), seat_mapping, head, config)
+    shape = replace(seat_mapping, names=("",))  # equal for all members that are alike
+    pattern = _pattern(facts.get("network", "Net"), shape, facts["head"], config.model_dump_json())
     arrays = read_arrays(folder / "policy.safetensors")
-    set_member_weights(net, 0, arrays)
+    net = with_member_weights(pattern, arrays)
     norm = None
     if config.normalize_observations and (kept := strip_prefix(arrays, "norm")):
         norm = RunningNorm(1, seat_mapping.input_shape[0], clip=MAX_NORMALISED_INPUT)
@@ -289,14 +291,17 @@ def plays_team(folder: Path) -> bool:
     return bool(json.loads((folder / "member.json").read_text()).get("plays_team"))
 
 
-def _empty_net(network: str, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
-    """Returns a network of the class `network` for the seats of a policy, with any weights."""
-    shape, generators, team_size = seat_mapping.input_shape, make_generators([0]), len(seat_mapping.seats[0])
-    entities = seat_mapping.entities
+@lru_cache(maxsize=16)
+def _pattern(network: str, seat_mapping: SeatMapping, head: str, config_json: str) -> Net:
+    """Returns a network of the class `network` for the seats of a policy, with any weights; made once for each shape,
+    because initialising one takes far longer than reading its weights."""
+    config, generators = NetPolicyConfig.model_validate_json(config_json), make_generators([0])
+    shape, team_size, entities = seat_mapping.input_shape, len(seat_mapping.seats[0]), seat_mapping.entities
     if network == MultiAgentTransformer.__name__:
         space = seat_mapping.action_space
         return MultiAgentTransformer(shape, space, config, generators, team_size=team_size, entities=entities)
-    return Net(shape, head.outputs, config, generators, team_size=team_size, entities=entities)
+    outputs = HEADS[head](seat_mapping.action_space).outputs
+    return Net(shape, outputs, config, generators, team_size=team_size, entities=entities)
 
 
 def read_policy(

@@ -7,6 +7,8 @@ through targets and advantages.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,3 +38,10 @@ def conservative_gap(q: Tensor, taken: Tensor, action_mask: Tensor | None) -> Te
     if action_mask is not None:
         q = q.masked_fill(~action_mask[..., : q.shape[-1]], ILLEGAL_VALUE)
     return torch.logsumexp(q, -1) - taken
+
+
+def sampled_soft_maximum(q_PRS: Tensor, logp_PRS: Tensor) -> Tensor:
+    """Returns estimates [..., P, R] of log of the integral of exp(q) over continuous actions, from the values [..., P,
+    R, S] of S sampled actions and the log-densities [P, R, S] that they were drawn with: importance sampling (Kumar et
+    al., 2020, appendix F). Before the logarithm it is unbiased, also if the actions have several distributions."""
+    return torch.logsumexp(q_PRS - logp_PRS.detach(), -1) - math.log(q_PRS.shape[-1])

@@ -8,6 +8,7 @@ seats, `A` numbers of a seat's encoded action. A unit is an action in half-width
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -44,6 +45,15 @@ class BoundedHead(ActionHead):
         """Returns units from actions of the space [..., D], the inverse of `from_unit`."""
         return (action - self.middle) / self.half_width
 
+    @abstractmethod
+    def perturb(self, out: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns units [..., D] with standard normal `noise` [..., D], and their log-densities [...]."""
+
+    def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Returns actions with independent noise, and log-densities of their units."""
+        unit, logp = self.perturb(out, normal_like(out[..., : self.width], generator))
+        return self.from_unit(unit), logp
+
 
 class SquashedHead(BoundedHead):
     """Independent Gaussians squashed by tanh into the space (Haarnoja et al., 2018, appendix C). Log-probabilities are
@@ -67,14 +77,12 @@ class SquashedHead(BoundedHead):
 
     def sample_units(self, out: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Returns sampled units [..., D], differentiable (Kingma & Welling, 2014), and their log-densities [...]."""
+        return self.perturb(out, normal_like(out[..., : self.width], generator))
+
+    def perturb(self, out: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = self.mean_and_log_std(out)
-        noise = normal_like(mean, generator)
         raw = mean + noise * log_std.exp()
         return torch.tanh(raw), self._logp(raw, noise, log_std)
-
-    def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        unit, logp = self.sample_units(out, generator)
-        return self.from_unit(unit), logp
 
     def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
         """Returns the squashed mean: not the mode of the density, but the usual greedy action."""
@@ -105,11 +113,9 @@ class TanhHead(BoundedHead):
         super().__init__(space)
         self.outputs, self.noise = self.width, noise
 
-    def sample(self, out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns noisy actions and log-densities of the noise before clipping; 0 without noise."""
-        noise = normal_like(out, generator)
-        unit = torch.tanh(out) + self.noise * noise
-        return self.from_unit(unit.clamp(-1, 1)), self._logp(noise)
+    def perturb(self, out: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns noisy units and log-densities of the noise before clipping; 0 without noise."""
+        return (torch.tanh(out) + self.noise * noise).clamp(-1, 1), self._logp(noise)
 
     def mode(self, out: Tensor, action_mask: Tensor | None) -> Tensor:
         return self.from_unit(torch.tanh(out))

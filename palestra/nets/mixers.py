@@ -14,6 +14,7 @@ from palestra.nets.dense import MLP, Linear
 from palestra.nets.layers import make_generators
 
 SMALLEST_WEIGHT = 1e-10  # keeps weights positive
+STATE_SHARE = 0.3  # initial gain of the state in mixing weights, relative to their bias
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,16 @@ class QMIXMixer(nn.Module):
         super().__init__()
         self.seats, self.units, self.monotonic = seats, units, monotonic
         own = make_generators([seed])
-        self.weights = nn.ModuleList([MLP(state, [], "relu", own, seats * units), MLP(state, [], "relu", own, units)])
+        first = second = units**-0.5
+        self.weights = nn.ModuleList(
+            [
+                MLP(state, [], "relu", own, seats * units, gain=STATE_SHARE * first),
+                MLP(state, [], "relu", own, units, gain=STATE_SHARE * second),
+            ]
+        )
         self.bias = MLP(state, [], "relu", own, units)
         self.last = MLP(state, [units], "relu", own, 1)
-        for make, weight in zip(self.weights, (1, 1 / units), strict=True):
+        for make, weight in zip(self.weights, (first, second), strict=True):
             fill_bias(make, weight)
 
     def forward(self, values: SeatValues, state: Tensor) -> Tensor:

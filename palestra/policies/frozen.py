@@ -6,9 +6,9 @@ observation, `I` information states, `A` actions, `H` recurrent units.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from palestra.envs.vector.base import VectorEnv, VectorStep
 from palestra.envs.vector.check import random_actions
 from palestra.jit import jit, jit_inline
 from palestra.nets.heads import ActionHead
-from palestra.nets.layers import Net
+from palestra.nets.layers import Net, member_weights, with_member_weights
 from palestra.nets.normalise import RunningNorm
 from palestra.nets.seat_mapping import SeatMapping
 
@@ -39,12 +39,17 @@ class NetMember:
     greedy: bool = False
     live: bool = False
 
-    @property
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The network's weights by name, without gradients: a mixture of many members asks for them each time."""
+        return {name: parameter.detach() for name, parameter in self.net.named_parameters()}
+
+    @cached_property
     def group_key(self) -> object:
         """Equal for members that can be evaluated in one batch."""
         if self.live:
             return id(self.net)
-        sizes = tuple((name, tuple(p.shape[1:])) for name, p in self.net.named_parameters())
+        sizes = tuple((name, tuple(weight.shape[1:])) for name, weight in self.weights.items())
         seen = (
             self.seat_mapping.observation_shape,
             self.seat_mapping.action_space,
@@ -137,9 +142,8 @@ class NetGroup:
         self.recurrent_units, self.single_member = first.net.gru_units, len(members) == 1
         self.net = first.net
         if not self.single_member:
-            self.net = copy.deepcopy(first.net).requires_grad_(False)
-            parts = [dict(member.net.named_parameters()) for member in members]
-            self.weights = {name: torch.cat([own[name].detach() for own in parts]) for name in parts[0]}
+            self.weights = {name: torch.cat([member.weights[name] for member in members]) for name in first.weights}
+            self.net = with_member_weights(first.net, member_weights(first.net, 0)).requires_grad_(False)
             norms = [member.norm for member in members if member.norm]
             known = zip(*[(norm.mean, norm.std(), torch.tensor([[norm.clip]])) for norm in norms], strict=True)
             self.scales = [torch.cat(kept).float() for kept in known]

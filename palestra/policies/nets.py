@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from palestra.envs.vector.base import VectorStep
 from palestra.nets.continuous_heads import LOG_2, BoundedHead
+from palestra.nets.exploration_noise import CorrelatedNoise
 from palestra.nets.heads import ActionHead
 from palestra.nets.layers import Net, Team
 from palestra.nets.on_device import as_tensor, make_generator, to_arrays
@@ -113,12 +115,23 @@ def greedy_selector(head: ActionHead) -> ActionSelector:
     return choose
 
 
-def uniform_selector(head: ActionHead) -> ActionSelector:
-    """Returns a chooser that samples legal actions uniformly."""
+def noisy_selector(head: BoundedHead, noise: CorrelatedNoise) -> ActionSelector:
+    """Returns a chooser that perturbs the head's actions by `noise`."""
+
+    def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        unit, logp = head.perturb(out, noise.draw(out[..., : head.width], generator))
+        return head.from_unit(unit), logp
+
+    return choose
+
+
+def uniform_selector(head: ActionHead, noise: CorrelatedNoise) -> ActionSelector:
+    """Returns a chooser that samples legal actions uniformly, continuous ones correlated as `noise` is: an action is
+    the quantile of its noise."""
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, BoundedHead):
-            unit = out.new_empty(*out.shape[:-1], head.width).uniform_(-1, 1, generator=generator)
+            unit = torch.erf(noise.draw(out[..., : head.width], generator) / math.sqrt(2))
             return head.from_unit(unit), unit.new_full(unit.shape[:-1], -head.width * LOG_2)
         return head.sample(torch.zeros_like(out), action_mask, generator)
 

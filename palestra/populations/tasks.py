@@ -106,6 +106,8 @@ class Task:
     kind: ClassVar[str]
     """By it, backends reserve workers, and tasks.jsonl names the class."""
     result_type: ClassVar[type[Result]]
+    is_output_member: ClassVar[bool] = True
+    """Whether what the task makes becomes a member as it is, so that a backend may keep it for other tasks."""
 
     name: str
     _: KW_ONLY

@@ -4,19 +4,52 @@ palestra_steps{run}                    completed training steps, or tasks of a p
 palestra_metrics{run,policy,key}       values of metrics.jsonl: policy="planner", key="loss"
 palestra_timings{run,policy,key}       values of timings.jsonl: key="rollout_s"
 palestra_evals{run,policy,key}         values of evals.jsonl; `policy` is the evaluation's name
-process_...                            CPU, memory and open files of the run's process
+palestra_worker_...{run,kind,where}    what workers in other processes did, from workers.jsonl: done, lost, seconds
+palestra_process_...{run,pid,name}     memory, threads and CPU seconds of the run's processes on this machine
+palestra_machine_...{run}              cores, load and memory of this machine
+process_...                            CPU, memory and open files of the process that serves this
+
+Workers, processes and the machine are read at each scrape, by what the dashboard's System page reads them by.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
+from palestra.runs.metric_log import MetricLog
+from palestra.runs.system_metrics import COUNTED, HELP, system_samples
 from palestra.sinks.base import LOG_PREFIXES, Metrics, PrometheusConfig
 
 FAMILIES = {LOG_PREFIXES[f"{name}.jsonl"]: f"palestra_{name}" for name in ("timings", "evals", "metrics")}
+
+
+class SystemCollector(Collector):
+    """Reads a run's workers and processes at each scrape."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.log = run, MetricLog(run / "workers.jsonl", "worker")
+
+    def describe(self) -> list[Metric]:
+        """Returns no metric: registering must not read anything."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields a family for each metric that there is."""
+        samples = sorted(system_samples(self.run, self.log), key=lambda sample: sample.name)
+        for name, own in groupby(samples, key=lambda sample: sample.name):
+            rows = list(own)
+            kind = CounterMetricFamily if name in COUNTED else GaugeMetricFamily
+            family = kind(f"palestra_{name}", HELP[name], labels=["run", *rows[0].labels])
+            for row in rows:
+                family.add_metric([self.run.name, *row.labels.values()], row.value)
+            yield family
 
 
 class PrometheusSink:
@@ -32,6 +65,7 @@ class PrometheusSink:
             )
             for prefix, name in FAMILIES.items()
         }
+        registry.register(SystemCollector(run))
         ProcessCollector(registry=registry)
         self.server, self.thread = start_http_server(config.port, config.host, registry)
 

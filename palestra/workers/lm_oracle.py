@@ -68,6 +68,12 @@ class LanguageOracle(StrictModel):
     """Supervised steps that teach the adapter, before all responses, to answer with legal actions: it imitates
     random players whose action probabilities depend on the observation. Responses with `fresh` weights start there.
     0: none."""
+    imitation_lr: float | None = Field(None, gt=0, le=1_000_000)
+    """Learning rate of `imitation_steps`. Null: that of `policy`. A base that has to learn the form of an answer needs
+    far more than responses do: there all answers pull into one direction, in which Adam's first steps are full ones."""
+    imitation_odds: float = Field(10.0, ge=1)
+    """The largest odds between two actions of those random players, who thus differ between observations. 1: all
+    actions are equally likely. Higher odds teach the adapter to tell observations apart."""
     greedy: bool = False
     """Frozen members sample at temperature 0 instead of `policy.sampling.temperature`."""
     payoffs: Literal["simulated", "exact"] = "simulated"
@@ -161,9 +167,10 @@ class LanguageWorker:
 
     async def _teach(self) -> LanguageLearner:
         """Trains an adapter to answer with legal actions; identical in every worker of a run."""
-        learner, lesson = self._new("words", self.config.policy), SFT(imitate="all")
+        lr = self.config.imitation_lr or self.config.policy.lr
+        learner, lesson = self._new("words", self.config.policy.model_copy(update={"lr": lr})), SFT(imitate="all")
         teacher, count = (
-            ScriptedPolicy(partial(_by_odds, self.seed)),
+            ScriptedPolicy(partial(_by_odds, self.seed, self.config.imitation_odds)),
             self.config.episodes * self.config.algorithm.group_size,
         )
         for step in range(self.config.imitation_steps):
@@ -318,11 +325,11 @@ def _adapter(learner: LanguageLearner) -> Adapter:
     return learner.weights.trainer.adapter
 
 
-def _by_odds(seed: int, query: Query, rng: random.Random) -> str:
-    """Returns a legal action, drawn with odds from 1:10 to 10:1 that depend on the observation."""
+def _by_odds(seed: int, odds: float, query: Query, rng: random.Random) -> str:
+    """Returns a legal action, drawn with odds from 1:`odds` to `odds`:1 that depend on the observation."""
     own = random.Random(derive_seed(seed, "odds", query.role, query.observation))
     words = query.legal_actions or []
-    return str(rng.choices(words, [10 ** own.uniform(0, 1) for _ in words])[0])
+    return str(rng.choices(words, [odds ** own.uniform(0, 1) for _ in words])[0])
 
 
 def _one(rng: random.Random, mix: Mix) -> str:

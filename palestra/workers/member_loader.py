@@ -94,7 +94,8 @@ class MemberLoader:
         net = read_frozen_member(_folder(name, members), self.env, seats[:1], best=self.greedy)[0]
         if not self.tables or net.net.gru_units:
             return net
-        return self._table(name, self.policy(name, members), seats)
+        policy = _kept(self._policies, name, lambda: action_probabilities(net, self._tree))
+        return self._table(name, policy, seats)
 
     def _table(self, name: str, policy: np.ndarray, seats: tuple[int, ...]) -> TableMember:
         """Returns a policy [I, A] as a table over the observations of `seats`.

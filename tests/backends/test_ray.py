@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_tasks import Adder, LookTask, Sums, Teller, TellTask, TellToAssess, TellToTrain, expected
+from toy_tasks import Adder, LookTask, Shelf, Sums, Teller, TellTask, TellToAssess, TellToTrain, expected
 
 from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.tasks import Task, TaskResult
@@ -19,8 +20,10 @@ ray = pytest.importorskip("ray")
 
 import ray_cluster  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray.exceptions import ObjectLostError  # noqa: E402
 
 from palestra.backends.ray import cluster as clusters  # noqa: E402
+from palestra.backends.ray import workers  # noqa: E402
 from palestra.backends.ray.workers import RayBackend, _is_node_lost, traffic  # noqa: E402
 
 
@@ -74,6 +77,65 @@ def test_members_of_equal_content_are_sent_once(cluster: Cluster, tmp_path: Path
     assert traffic["puts"] - before["puts"] == 3
 
 
+def lost_object() -> Any:
+    """An object whose owner, an actor, is gone."""
+
+    class Owner:
+        def put(self) -> list[Any]:
+            return [ray.put(bytes(200_000))]
+
+    owner = ray.remote(Owner).remote()
+    (found,) = ray.get(owner.put.remote())
+    ray.kill(owner)
+    for _ in range(600):
+        try:
+            ray.get(found)
+        except ObjectLostError:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("the object outlives its owner")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_large_outputs_stay_where_they_were_made(tmp_path: Path) -> None:
+    """What a task returned is what later tasks fetch: nothing is sent twice. It is put, from its folder, if the object
+    was lost with a process."""
+    plan, before = Sums(4), traffic.copy()
+    with Run.create(tmp_path, "") as run, closing(RayBackend(partial(Adder, ballast=200_000), 2)) as backend:
+        assert run_plan(plan, backend, run)
+        assert plan.total == expected(4) and traffic["returned_bytes"] - before["returned_bytes"] > 1_400_000
+        assert traffic["puts"] == before["puts"]
+        name, content = next(iter(backend._contents.items()))
+        backend._stored[content] = backend._stored[content]._replace(files=lost_object())
+        for hand in backend._idle:
+            hand.drop(content)
+        number = int((run.path / "members" / name / "deep" / "number").read_text())
+        found = run_tasks(backend, *(LookTask(f"again/{i}", members=(name,)) for i in range(4)))
+        assert {result.value for result in found.values()} == {number}
+    assert 1 <= traffic["puts"] - before["puts"] <= 2  # by each of two workers, if both asked at once
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_actor_drops_the_folders_used_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "MAX_HELD", 3)
+    names = [str(i) for i in range(8)]
+    before = traffic.copy()
+    with closing(RayBackend(Shelf, 1)) as backend:
+        for name in names:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "number").write_text(name)
+            backend.add_member(name, tmp_path / name)
+        found = run_tasks(backend, *(LookTask(f"one/{name}", members=(name,)) for name in names))
+        assert [found[f"one/{name}"].value for name in names] == [1, 2, 3, 3, 3, 3, 3, 3]
+        assert run_tasks(backend, LookTask("all", members=tuple(names)))["all"].value == 8  # whatever a task needs
+        assert run_tasks(backend, LookTask("next", members=("0",)))["next"].value == 3
+        backend.remove_member("0")
+        assert run_tasks(backend, LookTask("last", members=("1",)))["last"].value <= 3
+    assert traffic["puts"] - before["puts"] == 8
+
+
 class LoseNode(PlanCallback):
     """Takes the other node from the cluster, by killing its processes, once some members are made."""
 
@@ -90,11 +152,12 @@ class LoseNode(PlanCallback):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_run_survives_the_loss_of_a_node(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the workers die with their tasks; the others do these again, and all that there is to do."""
+    """Half of the workers die with their tasks and the members that they made; the others do these tasks again, and all
+    that there is to do."""
     plan = Sums(16)
     begun = tmp_path / "begun"
     begun.mkdir()
-    make = partial(Adder, 0.5, begun=str(begun))
+    make = partial(Adder, 0.5, begun=str(begun), ballast=200_000)
     with Run.create(tmp_path, "") as run, closing(RayBackend(make, 4)) as backend:
         start(backend, begun)
         watcher = LoseNode(cluster, run.path / "tasks.jsonl")

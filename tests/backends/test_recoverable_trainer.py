@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palestra.backends.file_bundle import pack_folder
+from palestra.backends.file_bundle import content_hash, num_bytes, pack_folder
 from palestra.backends.recoverable_trainer import (
     HostedWeights,
     ProcessLost,
     RecoverableTrainer,
     WeightHost,
     WeightsCall,
+    trainer_traffic,
 )
 from palestra.engine.trainer import AdamConfig
 from palestra.launch.distributed import LearnerArgs, open_weight_host
@@ -132,6 +133,45 @@ def test_recovery_starts_from_the_last_checkpoint(base: Path, undisturbed: Any, 
     holder.shop = None
     assert [lesson(weights, step) for step in (1, 2, 3)] == undisturbed[0]["guide"][1:]
     assert written(weights) == undisturbed[1]["guide"]
+
+
+def test_recovery_repeats_what_followed_a_checkpoint(base: Path, undisturbed: Any, tmp_path: Path) -> None:
+    """What a checkpoint wrote is the copy from which a new process goes on."""
+    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set())
+    bench = RecoverableTrainer(lambda: holder)
+    weights = HostedWeights(bench, "guide")
+    results = [lesson(weights, 0)]
+    weights.save(tmp_path)
+    results += [lesson(weights, 1)]
+    holder.shop, calls = None, holder.calls
+    assert weights.logprobs(samples(7))
+    assert holder.calls - calls == 6  # the lost call; the load, two gradients and a step; the call again
+    assert [*results, *(lesson(weights, step) for step in (2, 3))] == undisturbed[0]["guide"]
+    assert written(weights) == undisturbed[1]["guide"]
+
+
+@pytest.mark.parametrize("copy_every", [1, 16])
+def test_files_that_are_known_are_not_sent_again(base: Path, copy_every: int, tmp_path: Path) -> None:
+    """A step's copy has the adapter that is then published; where no copy is due, the adapter alone is sent."""
+    host = open_weight_host("cpu", 8, specs(base))
+    weights = HostedWeights(RecoverableTrainer(lambda: Fragile(lambda: host, set()), copy_every), "guide")
+    state, adapter = 0, 0
+    for step in (0, 1, 3):
+        before = trainer_traffic.copy()
+        lesson(weights, step)
+        weights.export(tmp_path / f"{step}")
+        host.weights["guide"].export(tmp_path / "here" / f"{step}")
+        files = pack_folder(tmp_path / f"{step}")
+        assert content_hash(files) == content_hash(pack_folder(tmp_path / "here" / f"{step}"))
+        adapter, state = num_bytes(files), sum(map(len, written(host.weights["guide"]).values()))
+        sent = trainer_traffic["returned_bytes"] - before["returned_bytes"]
+        settings = (tmp_path / f"{step}" / "adapter_config.json").stat().st_size if step else 0  # they do not change
+        assert sent == (state if copy_every == 1 else adapter) - settings
+    assert state > 2.9 * adapter
+    before = trainer_traffic.copy()
+    weights.export(tmp_path / "again")
+    assert trainer_traffic - before == {"known_bytes": adapter}
+    assert content_hash(pack_folder(tmp_path / "again")) == content_hash(files)
 
 
 def test_call_that_kills_every_process_is_given_up(base: Path) -> None:

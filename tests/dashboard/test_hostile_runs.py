@@ -22,7 +22,7 @@ from long_runs import write_long_run
 from starlette.testclient import TestClient
 
 from palestra.dashboard.app import MAX_STREAMS, build_dashboard
-from palestra.dashboard.logs import MAX_LINE_BYTES, MetricLog
+from palestra.runs.metric_log import MAX_LINE_BYTES, MetricLog
 
 HERE = "http://127.0.0.1"
 METRICS = '{"step": 0, "policy": "team", "success": 0.5}\n'

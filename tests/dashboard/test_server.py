@@ -1,19 +1,30 @@
 """`palestra dashboard` as a process of its own, as a person starts it."""
 
 import hashlib
+import os
 import re
 import signal
+import socket
 import subprocess
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 from long_runs import write_long_run
 from processes import PALESTRA
+from toy_tasks import Adder, Sums
 from typer.testing import CliRunner
 
+from palestra.backends.local import LocalBackend
 from palestra.cli.main import app as palestra
+from palestra.config import validate
+from palestra.populations.scheduler import run_plan
 from palestra.runs import Run
+from palestra.runs.worker_stats import COUNTERS
+from palestra.sinks.base import SinksConfig
+from palestra.sinks.log_tailer import SinkCursor
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +101,45 @@ def test_the_page_is_built_from_its_sources():
         found.update(f"{name}\0".encode() + (sources / name).read_bytes() + b"\0")
     stamp = here / "palestra" / "dashboard" / "static" / "sources.sha256"
     assert stamp.read_text().strip() == found.hexdigest(), "the page is older than its sources: make dashboard"
+
+
+def test_system_page_reads_what_prometheus_is_served(tmp_path, start):
+    """A population on two worker processes, of which one dies: the page of a dashboard's server, and a scrape."""
+    parser = pytest.importorskip("prometheus_client.parser", reason="pip install 'palestra[prometheus]'")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = validate(SinksConfig, {"sinks": [{"type": "prometheus", "port": port}]}).sinks
+    backend = LocalBackend(partial(Adder, fatal={"train/sum-0-1": 1}, bodies=str(tmp_path)), 2)
+    with Run.create(tmp_path / "runs", "name: sums\npopulation: {type: toy}\n", "sums") as run:
+        assert run_plan(Sums(4), backend, run)
+        run.log_workers(14, 0.0)
+        _, address, _ = start(tmp_path / "runs")
+        with closing(SinkCursor(run.path, config[0])) as cursor, httpx.Client(base_url=address, timeout=60) as client:
+            cursor.send()
+            page = client.get("/api/runs/sums/system").json()
+            text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
+        families = list(parser.text_string_to_metric_families(text))
+    backend.close()
+    found = {
+        (sample.name.removeprefix("palestra_"), *(v for k, v in sample.labels.items() if k != "run")): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith(("palestra_worker", "palestra_process", "palestra_machine"))
+    }
+    keys = [(one["kind"], one["where"]) for one in page["workers"]]
+    assert {key[1:] for key in found if key[0] == "worker_done_total"} == set(keys) and len(keys) >= 2
+    for one, key in zip(page["workers"], keys, strict=True):
+        for name in COUNTERS:
+            assert found[f"worker_{name}_total", *key] == one[name]
+        assert found.get(("worker_seen_timestamp_seconds", *key)) == one["seen"]
+    assert sum(found["worker_done_total", *key] for key in keys) == 14
+    assert sum(found["worker_lost_total", *key] for key in keys) == 1
+    assert page["process"] == os.getpid() and len(page["processes"]) >= 3  # and the two workers
+    for one in page["processes"]:
+        key = (one["name"], str(one["pid"]))
+        assert found["process_threads", *key] == pytest.approx(one["threads"], abs=4)
+        assert found["process_memory_bytes", *key] == pytest.approx(one["memory"], rel=0.2)
+        assert found["process_cpu_seconds_total", *key] > 0
+    assert found["machine_cores",] == page["machine"]["cores"]
+    assert found["machine_memory_bytes",] == page["machine"]["memory"]
+    assert found["machine_available_bytes",] == pytest.approx(page["machine"]["available"], rel=0.5)

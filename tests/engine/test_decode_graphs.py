@@ -5,6 +5,8 @@ On a CPU a step is computed again where a GPU would replay it (recorded_steps.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ from palestra.engine.attention_terms import AttentionTerms
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.models import Engine
 from palestra.engine.paged_attention import PageTable, paged_attention
-from palestra.engine.sampler import Sampler
+from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.self_check import choose_engine
 from palestra.engine.trainer import Trainer
 from palestra.testing import tiny_lm, tiny_tokenizer
@@ -121,10 +123,48 @@ def test_a_record_that_differs_is_not_used():
         assert_equal_answers(answers, expected)
 
 
+def test_a_step_with_fewer_rows_uses_the_record_of_more(monkeypatch):
+    """Rows end one after the other: at most an eighth of a record's rows are enough."""
+    engine = tiny_lm(4, initializer_range=0.2)
+    sampler, graphs = recording(engine)
+    asked = [
+        replace(request, sampling=SamplingConfig(max_tokens=8 + 3 * i)) for i, request in enumerate(requests([None]))
+    ]
+    assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
+    assert {shape.rows for shape in graphs._steps} == {12}
+    assert graphs.num_repeated == 20  # of 22 steps
+    monkeypatch.setattr(decode_graphs, "MIN_COVERED_USES", 3)
+    assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
+    assert {12} < {shape.rows for shape in graphs._steps}
+    assert not graphs.refusal
+
+
+def test_prompts_are_gathered_for_one_pass():
+    """With answers of many lengths, rows are refilled by the eighth of all rows, and each answer is the same."""
+    engine = tiny_lm(4, initializer_range=0.2)
+    rng = np.random.default_rng(0)
+    asked = [
+        Request(rng.integers(5, 250, 20).astype(np.int32), 1, SamplingConfig(max_tokens=5 + i % 23), None, seed=i)
+        for i in range(120)
+    ]
+    passes = []
+    for sampler in (recording(engine, max_rows=32)[0], Sampler(engine, max_rows=32)):
+        own, count = sampler.batch._prefill, []
+        sampler.batch._prefill = lambda groups, own=own, count=count: count.append(len(groups)) or own(groups)
+        passes.append(count)
+        answers = sampler.sample_all(asked)
+        assert [len(group) for group in answers] == [1] * 120
+        passes.append(answers)
+    gathered, found, plain, expected = passes
+    assert_equal_answers(found, expected)
+    assert min(gathered[:-1]) >= 4 and len(gathered) < 0.6 * len(plain)
+
+
 def test_the_oldest_records_are_dropped(monkeypatch):
     engine = tiny_lm(4, initializer_range=0.2)
     asked = requests([None])
     repeated = []
+    monkeypatch.setattr(decode_graphs, "MIN_COVERED_USES", 1)
     for most in (64, 1):
         monkeypatch.setattr(decode_graphs, "MAX_STEPS", most)
         sampler, graphs = recording(engine)

@@ -22,7 +22,7 @@ from palestra.nets.layers import (
     make_generators,
     member_weights,
     orthogonal,
-    set_member_weights,
+    with_member_weights,
 )
 
 CONFIGS = [NetConfig(hidden=[8, 6]), NetConfig(hidden=[8], activation="relu"), NetConfig(hidden=[8], gru_units=5)]
@@ -202,17 +202,18 @@ def test_nan_member_does_not_affect_others() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_weights_transfer_between_stacks(config: NetConfig) -> None:
-    source, target = Net((4,), 3, config, make_generators([1, 2])), Net((4,), 3, config, make_generators([3, 4, 5]))
+def test_member_of_a_stack_plays_alone_as_in_it(config: NetConfig) -> None:
+    source, pattern = Net((4,), 3, config, make_generators([1, 2])), Net((4,), 3, config, make_generators([3]))
     jitter(source)
-    kept = {p: member_weights(target, p) for p in (0, 1)}
+    kept = member_weights(pattern, 0)
     taken = {name: weight.numpy() for name, weight in member_weights(source, 1).items()}
-    set_member_weights(target, 2, taken)
+    alone = with_member_weights(pattern, taken)
     x = noise(1, 5, 2, 4)
-    out_source, out_target = source.unroll(x.expand(2, -1, -1, -1))[0], target.unroll(x.expand(3, -1, -1, -1))[0]
-    torch.testing.assert_close(out_target[2], out_source[1])
-    for p, weights in kept.items():
-        assert all(torch.equal(weight, member_weights(target, p)[name]) for name, weight in weights.items())
+    torch.testing.assert_close(alone.unroll(x)[0][0], source.unroll(x.expand(2, -1, -1, -1))[0][1])
+    taken["head.weight"][:] = 0.0  # neither the arrays that it was made of
+    jitter(alone)  # nor the network that it is like are its weights
+    assert all(torch.equal(weight, member_weights(pattern, 0)[name]) for name, weight in kept.items())
+    assert not torch.equal(alone.head.weight[0], torch.zeros_like(alone.head.weight[0]))
 
 
 def test_extracted_weights_are_copies() -> None:
@@ -226,9 +227,9 @@ def test_extracted_weights_are_copies() -> None:
 def test_weights_of_another_network_are_refused() -> None:
     net, other = Net((4,), 3, CONFIGS[0], make_generators([1])), Net((5,), 3, CONFIGS[0], make_generators([1]))
     with pytest.raises(ValueError, match=r"layers\.0\.weight should be \(4, 8\) and is \(5, 8\)"):
-        set_member_weights(net, 0, member_weights(other, 0))
+        with_member_weights(net, member_weights(other, 0))
     with pytest.raises(ValueError, match=r"layers\.0\.weight should be \(4, 8\) and is nothing"):
-        set_member_weights(net, 0, {})
+        with_member_weights(net, {})
 
 
 # ---- time

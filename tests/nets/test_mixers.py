@@ -129,3 +129,14 @@ def test_mixing_weights_depend_on_the_state() -> None:
     q = torch.tensor([[1.0, 2.0]]).expand(2, 2)
     a, b = mixer(SeatValues(q), torch.eye(3)[:2])
     assert abs(a - b) > 1e-3
+
+
+@pytest.mark.parametrize("monotonic", [True, False])
+def test_mixing_network_begins_near_the_sum(monotonic: bool) -> None:
+    """In states of many numbers too, a seat's value counts about once: more multiplies every learning rate, and with
+    targets of the mixer's own values these then grow without bound."""
+    mixer = QMIXMixer(seats=3, state=54, units=32, seed=0, monotonic=monotonic)
+    state = torch.randn(500, 54, generator=torch.Generator().manual_seed(0))
+    q = torch.zeros(500, 3, requires_grad=True)
+    (slope,) = torch.autograd.grad(mixer(SeatValues(q), state).sum(), q)
+    assert 0.6 < float(slope.mean()) < 1.4 and float(slope.max()) < 3

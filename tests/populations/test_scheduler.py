@@ -196,7 +196,7 @@ def test_kill_at_every_file_operation_loses_no_task(tmp_path: Path) -> None:
 def kill_again_and_again(root: Path, kind: str, leaves: int, kills: int) -> None:
     """Runs in processes that are killed at random moments, then to the end. With several workers the order of the lines
     may differ, and nothing else."""
-    chance = random.Random(0)
+    chance, killed = random.Random(0), 0
     new_run(root, "killed").close()
     path = root / "killed"
     for kill in range(1, kills + 1):
@@ -206,7 +206,11 @@ def kill_again_and_again(root: Path, kind: str, leaves: int, kills: int) -> None
             time.sleep(0.02)
         time.sleep(chance.uniform(0, 0.02))
         process.kill()
-        assert process.wait() == -signal.SIGKILL
+        if process.wait() == 0:
+            break  # on a busy machine it ended before it was killed
+        assert process.returncode == -signal.SIGKILL
+        killed += 1
+    assert killed
     assert in_another_process(path, kind, leaves).wait() == 0
     whole, ended = contents(done_run(root, leaves, "whole")[0]), contents(path)
     assert as_set(ended.pop("tasks.jsonl")) == as_set(whole.pop("tasks.jsonl"))

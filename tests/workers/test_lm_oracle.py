@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from palestra.config import validate
+from palestra.policies.base import Query
+from palestra.policies.word_probabilities import word_probabilities
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.tasks import (
     AssessResult,
@@ -20,7 +23,7 @@ from palestra.populations.tasks import (
     TrainResult,
     TrainTask,
 )
-from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker
+from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker, _by_odds
 
 VOCABULARY = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
 TREE: dict[str, Any] = {
@@ -143,6 +146,27 @@ def test_responses_are_reproducible_from_task_name_and_seed(shared: LanguageWork
         train(shared if number else worker(), name, out, player="player_1", opponents=opponents, train_steps=1)
         weights.append((out / "adapter_model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_imitation_has_its_own_learning_rate(tmp_path: Path) -> None:
+    """Responses that do not learn (rate 0) have been taught the words, which the base does not say."""
+    still = worker(policy=TREE["policy"] | {"lr": 0.0}, imitation_lr=3e-3)
+    train(still, "taught", tmp_path, player="player_0", opponents=Opponents({"player_1": {"uniform": 1.0}}))
+    reader = still.action_reader
+    assert reader is not None
+    taught: Any = still._member("taught", {"taught": tmp_path})
+    assert word_probabilities(reader.engine, taught, reader.queries, reader.words).sum(1).min() > 0.9
+
+
+@pytest.mark.parametrize(("odds", "least", "most"), [(1.0, 0.4, 0.6), (1e6, 0.0, 1.0)])
+def test_imitated_players_have_the_odds_of_the_config(odds: float, least: float, most: float) -> None:
+    shares = []
+    for card in "JQK":
+        query = Query("kuhn poker", f"You hold {card}.", legal_actions=["pass", "bet"])
+        rng = random.Random(0)
+        shares.append(np.mean([_by_odds(3, odds, query, rng) == "bet" for _ in range(400)]))
+    assert least <= min(shares) <= max(shares) <= most
+    assert (max(shares) - min(shares) > 0.5) == (odds > 1)
 
 
 def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vector_toys import Push
 
+from palestra.algorithms.vector.ddpg import TD3
+from palestra.algorithms.vector.dqn import DQN
+from palestra.algorithms.vector.mat import MAT
 from palestra.algorithms.vector.ppo import PPO
+from palestra.algorithms.vector.sac import SAC
+from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, empty_step
 from palestra.envs.vector.kuhn import KuhnPoker
-from palestra.learners.policy_stack import NetPolicyConfig
+from palestra.envs.vector.mpe import SimpleSpread
+from palestra.learners.policy_stack import NetPolicyConfig, read_frozen_member, read_policy
 from palestra.policies.frozen import NetMember, TableMember, UniformMember
 from palestra.tabular.game_tree import build_game_tree, uniform_policy
 from palestra.workers import member_loader
@@ -51,6 +59,61 @@ def test_network_member_as_a_policy_table(best: bool, norm: bool, seats: tuple[i
     wanted = np.eye(2)[wanted.argmax(1)] if best else wanted
     np.testing.assert_allclose(table, wanted, atol=1e-6)
     assert abs(table - 0.5).max() > 0.2
+
+
+def pictures() -> Push:
+    """An env whose seats see white pictures."""
+    env = Push(4, (Discrete(3),) * 2)
+    env.observation_shapes, env.vector_step = ((20, 20, 3),) * 2, empty_step(4, 2, (20, 20, 3))
+    return env
+
+
+ALIKE: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # algorithm, env, network
+    "tanh": (PPO(), ENV, {}),
+    "relu, layer_norm": (PPO(), ENV, {"activation": "relu", "layer_norm": True}),
+    "norm, seat": (PPO(), ENV, {"normalize_observations": True, "seat_one_hot": True}),
+    "memory": (PPO(), ENV, {"gru_units": 4}),
+    "communication": (PPO(), SimpleSpread(4), {"communication_rounds": 2}),
+    "attention": (PPO(), SimpleSpread(4), {"encoder": "attention", "hidden": [16, 8]}),
+    "transformer": (MAT(), SimpleSpread(4), {}),
+    "pixels": (PPO(), pictures(), {"convolutions": "small", "precision": "bf16"}),
+    "action values": (DQN(duelling=False), ENV, {}),
+    "duelling": (DQN(duelling=True), ENV, {}),
+    "several numbers": (PPO(), Push(4, (MultiDiscrete((2, 3)),) * 2), {}),
+    "real numbers": (SAC(), Push(4, (Continuous((-1.0,), (1.0,)),) * 2), {}),
+    "deterministic": (TD3(), Push(4, (Continuous((-1.0,), (1.0,)),) * 2), {}),
+}
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_members_of_one_shape_have_the_outputs_of_their_networks_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    """Each of two members plays as its learner does, though networks of one shape are built once."""
+    algorithm, env, changes = ALIKE[kind]
+    seats, policy = list(range(len(env.seats))), NetPolicyConfig.model_validate({"hidden": [8], **changes})
+    learners = {name: algorithm.build_learner(env, {name: seats}, {name: policy}, {name: 5}) for name in "ab"}
+    for name, learner in learners.items():
+        noise = torch.Generator().manual_seed(ord(name))
+        for parameter in learner.stacks[0].net.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=noise)
+        if norm := learner.stacks[0].norm:
+            norm.update(torch.randn(1, 50, norm.mean.shape[1], generator=noise) + 1, torch.ones(1, 50))
+        learner.member_writers()[name](tmp_path / name)
+    frame = env.reset(np.arange(env.num_envs))
+    is_first = np.ones(env.num_envs, bool)
+    played = []
+    for name, learner in learners.items():
+        (mine,), theirs = learner.greedy_policies(), read_policy(tmp_path / name, env, seats, best=True)
+        acted = [player.act(frame, player.initial_state(env.num_envs), is_first) for player in (mine, theirs)]
+        np.testing.assert_array_equal(acted[0][0], acted[1][0])
+        found, _ = read_frozen_member(tmp_path / name, env, seats)
+        x = found.seat_mapping.network_inputs(frame.obs, 1).flatten(1, 2)[:, None]
+        assert (found.norm is None) == (learner.stacks[0].norm is None)
+        given = x if found.norm is None else found.norm.normalise(x)
+        own = x if found.norm is None else learner.stacks[0].norm.normalise(x)
+        out, wanted = found.net.unroll(given)[0], learner.stacks[0].net.unroll(own)[0]
+        assert torch.equal(out, wanted[..., : out.shape[-1]]) or kind == "duelling"  # whose streams are saved as one
+        played.append(out)
+    assert not torch.equal(*played)
 
 
 def test_members_load_as_tables_or_networks(tmp_path: Path) -> None:

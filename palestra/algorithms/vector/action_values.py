@@ -15,7 +15,7 @@ numbers of an encoded action, `J` of the encoded actions of all seats that learn
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -183,12 +183,18 @@ class ActionValueLearner(NetLearner):
         )
 
     def train_critics(
-        self, critic: CriticEnsemble, batch: UpdateBatch, target: Tensor, progress: float
+        self,
+        critic: CriticEnsemble,
+        batch: UpdateBatch,
+        target: Tensor,
+        progress: float,
+        penalty: Callable[[Tensor], Tensor] | None = None,
     ) -> TensorMetrics:
-        """Takes a gradient step of a stack's critics towards targets [P, R]; returns metrics."""
+        """Takes a gradient step of a stack's critics towards targets [P, R], plus a `penalty` [P] of the values [K, P,
+        R] of the actions in the batch; returns metrics."""
         q = critic.taken_q_values(batch.critic_inputs, batch.action_codes)
         loss = critic_loss(q, target, batch.critic_weights)
-        critic.optimizer.step(loss.sum(), progress)
+        critic.optimizer.step(loss.sum() if penalty is None else (loss + penalty(q)).sum(), progress)
         seats = batch.critic_weights.sum(1).clamp(min=1e-8)
         return {"critic_loss": loss.detach(), "q": (batch.critic_weights * q[0].detach()).sum(1) / seats}
 

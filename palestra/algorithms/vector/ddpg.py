@@ -21,18 +21,19 @@ from palestra.learners.policy_stack import PolicyStack
 from palestra.losses.critics import actor_loss
 from palestra.losses.policy import TensorMetrics
 from palestra.nets.continuous_heads import TanhHead, gumbel_softmax
+from palestra.nets.exploration_noise import CorrelatedNoise
 from palestra.nets.heads import ActionHead, CategoricalHead
 from palestra.nets.layers import Net
 from palestra.nets.on_device import normal_like
-from palestra.policies.nets import ActionSelector, sampling_selector
+from palestra.policies.nets import ActionSelector, noisy_selector, sampling_selector
 
 
 class DeterministicConfig(OffPolicyConfig, ABC):
     """Base config of DDPG and TD3. Continuous actions explore with Gaussian noise; discrete actions are sampled."""
 
-    exploration_noise: float = Field(0.1, ge=0)
+    exploration_noise: float = Field(0.5, ge=0)
     """Standard deviation of the exploration noise, in half-widths of the action bounds."""
-    exploration_noise_end: float | None = Field(None, ge=0)
+    exploration_noise_end: float | None = Field(0.1, ge=0)
     """Exploration noise after the decay; null keeps `exploration_noise`."""
     exploration_noise_share: float = Field(1.0, gt=0, le=1)
     """Share of the run over which the noise decays, linearly."""
@@ -95,10 +96,10 @@ class DDPGLearner(OffPolicyLearner):
     def output_size(self, head: ActionHead) -> int:
         return head.width or head.outputs
 
-    def exploration(self, stack: PolicyStack, progress: float) -> ActionSelector:
+    def exploration(self, stack: PolicyStack, noise: CorrelatedNoise, progress: float) -> ActionSelector:
         if isinstance(stack.seat_mapping.action_space, Continuous):
-            head = TanhHead(stack.seat_mapping.action_space, self.config.noise_at(progress))
-            return sampling_selector(head.to(self.device))
+            head = TanhHead(stack.seat_mapping.action_space, self.config.noise_at(progress)).to(self.device)
+            return noisy_selector(head, noise)
         return sampling_selector(stack.head)
 
     def policy_output(

@@ -7,45 +7,71 @@ encoded action, `O` outputs.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from palestra.algorithms.vector.action_values import ActionValueConfig, ActionValueLearner, UpdateBatch, optional_rows
 from palestra.algorithms.vector.critics import frozen_parameters, polyak_update
-from palestra.envs.vector.base import Space
-from palestra.learners.policy_stack import PolicyStack
+from palestra.envs.vector.base import Arrays, Space
+from palestra.learners.nets import NetLearnerSpec
+from palestra.learners.policy_stack import PolicyStack, strip_prefix
 from palestra.losses.critics import td_target
 from palestra.losses.policy import TensorMetrics
-from palestra.nets.continuous_heads import idle_code
+from palestra.nets.continuous_heads import BoundedHead, idle_code
+from palestra.nets.exploration_noise import CorrelatedNoise
 from palestra.nets.heads import MASKED_LOGIT, ActionHead
 from palestra.nets.on_device import RolloutTensors
 from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
-from palestra.policies.nets import ActionSelector, NetVectorPolicy, sampling_selector, uniform_selector
+from palestra.policies.nets import (
+    ActionSelector,
+    NetVectorPolicy,
+    noisy_selector,
+    sampling_selector,
+    uniform_selector,
+)
 from palestra.types import RolloutBatch
+
+MOST_RANDOM, RANDOM_SHARE = 10_000, 0.1  # transitions, and share of the run, of random play before training
 
 
 class OffPolicyConfig(ActionValueConfig):
     """Base config of off-policy actor-critics: collect `rollout_length` steps, add them to the replay buffer, then take
     `gradient_steps` gradient steps."""
 
-    learning_starts: int = Field(1000, ge=1)
-    """Joint transitions collected with random actions before training starts; at most `buffer_size`."""
+    gradient_steps: int = Field(32, ge=1)
+    """Gradient steps per rollout."""
+    learning_starts: int | None = Field(None, ge=1)
+    """Joint transitions collected with random actions before training starts; at most `buffer_size`. Null: 10,000, or
+    a tenth of the run if that is less."""
     buffer_size: int = Field(100_000, ge=1)
     """Size of the replay buffer, in joint transitions."""
+    noise_correlation: float = Field(0.9, ge=0, lt=1)
+    """Correlation of the noise of successive decisions in continuous actions, also of the random ones before training
+    starts. Noise that stays on one side for some steps moves a sluggish system, over which independent noise (0)
+    averages out."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
-        if self.learning_starts > self.buffer_size:
+        if self.learning_starts is not None and self.learning_starts > self.buffer_size:
             raise ValueError(
                 f"learning_starts is {self.learning_starts}, but only {self.buffer_size} moments are remembered "
                 "(buffer_size), so learning would never begin: lower the one or raise the other"
             )
         return self
+
+    def is_warm(self, transitions: int, progress: float) -> bool:
+        """Returns whether training starts with this number of transitions in the replay buffer, at `progress` in
+        [0, 1] of the run."""
+        if self.learning_starts is not None:
+            return transitions >= self.learning_starts
+        return transitions >= min(MOST_RANDOM, self.buffer_size) or progress >= RANDOM_SHARE
 
 
 @dataclass
@@ -65,6 +91,11 @@ class OffPolicyLearner(ActionValueLearner):
 
     config: OffPolicyConfig
     policy_delay = 1
+
+    def __init__(self, config: OffPolicyConfig, spec: NetLearnerSpec) -> None:
+        self.progress = 0.0
+        super().__init__(config, spec)
+        self.noises = [CorrelatedNoise(self.noise_correlation) for _ in self.stacks]
 
     # ---- defined by an algorithm
 
@@ -93,6 +124,18 @@ class OffPolicyLearner(ActionValueLearner):
     def loss(self, i: int, q: Tensor, answer: PolicyOutput, batch: UpdateBatch) -> tuple[Tensor, TensorMetrics]:
         """Returns the policies' losses [P] and metrics [P]."""
 
+    def penalty(
+        self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Returns a further loss [P] of the critics of stack i, a function of the values [K, P, R] of the actions in
+        the batch; None here."""
+        return None
+
+    @property
+    def noise_correlation(self) -> float:
+        """Correlation of the noise of successive decisions in play."""
+        return self.config.noise_correlation
+
     def after_policy_step(self, i: int, answer: PolicyOutput, batch: UpdateBatch, progress: float) -> TensorMetrics:
         """Updates anything else after a policy step; returns metrics."""
         return {}
@@ -116,18 +159,26 @@ class OffPolicyLearner(ActionValueLearner):
 
     @property
     def is_warm(self) -> bool:
-        """True if the replay buffer holds at least `learning_starts` transitions."""
-        return len(self.replay) >= self.config.learning_starts
+        """True if training has started."""
+        return self.config.is_warm(len(self.replay), self.progress)
 
     def rollout_policies(self, progress: float) -> list[NetVectorPolicy]:
+        self.progress = progress
         return [
-            stack.build_policy(self.exploration(stack, progress) if self.is_warm else uniform_selector(stack.head))
-            for stack in self.stacks
+            stack.build_policy(
+                self.exploration(stack, noise, progress) if self.is_warm else uniform_selector(stack.head, noise)
+            )
+            for stack, noise in zip(self.stacks, self.noises, strict=True)
         ]
 
-    def exploration(self, stack: PolicyStack, progress: float) -> ActionSelector:
-        """Returns the action function of a stack's policies in training."""
-        return sampling_selector(stack.head)
+    def sampling_policies(self) -> list[NetVectorPolicy]:
+        independent = CorrelatedNoise(0.0)
+        return [stack.build_policy(self.exploration(stack, independent, 1.0)) for stack in self.stacks]
+
+    def exploration(self, stack: PolicyStack, noise: CorrelatedNoise, progress: float) -> ActionSelector:
+        """Returns the action function of a stack's policies in training, with `noise` for continuous actions."""
+        head = stack.head
+        return noisy_selector(head, noise) if isinstance(head, BoundedHead) else sampling_selector(head)
 
     # ---- learning
 
@@ -144,7 +195,12 @@ class OffPolicyLearner(ActionValueLearner):
         targets = self.targets(transitions, generator)
         joint = self.action_encoder.encode(transitions.actions, transitions.agent_mask)
         batches = [self.update_batch(stack, transitions, joint) for stack in self.stacks]
-        lines = [self.train_critics(*judged, progress) for judged in zip(self.critics, batches, targets, strict=True)]
+        lines = [
+            self.train_critics(
+                critic, batches[i], target, progress, self.penalty(i, batches[i], transitions, generator)
+            )
+            for i, (critic, target) in enumerate(zip(self.critics, targets, strict=True))
+        ]
         self.steps += 1
         if self.steps % self.policy_delay == 0:
             for i, batch in enumerate(batches):
@@ -200,3 +256,14 @@ class OffPolicyLearner(ActionValueLearner):
         stack.version += 1
         metrics = {"policy_loss": loss.detach(), "grad_norm": norms} | metrics
         return metrics | self.after_policy_step(i, answer, batch, progress)
+
+    # ---- state
+
+    def state_arrays(self) -> Arrays:
+        noises = {f"noise.{i}/{name}": x for i, own in enumerate(self.noises) for name, x in own.arrays().items()}
+        return super().state_arrays() | noises
+
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().load_arrays(arrays)
+        for i, noise in enumerate(self.noises):
+            noise.load(strip_prefix(arrays, f"noise.{i}"), self.device)

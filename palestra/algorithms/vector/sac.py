@@ -4,6 +4,7 @@ critic it is MASAC."""
 from __future__ import annotations
 
 import math
+from abc import ABC
 from collections.abc import Callable
 from typing import Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from palestra.algorithms.vector.action_values import UpdateBatch
 from palestra.algorithms.vector.off_policy import OffPolicyConfig, OffPolicyLearner, PolicyOutput
 from palestra.envs.vector.base import Continuous, Discrete, Space
-from palestra.learners.nets import NetLearner
+from palestra.learners.nets import AlgorithmConfig, NetLearner
 from palestra.learners.policy_stack import StackedAdam
 from palestra.losses.critics import actor_loss, expected_soft_value, soft_value, temperature_loss
 from palestra.losses.policy import TensorMetrics
@@ -22,11 +23,9 @@ from palestra.nets.continuous_heads import SquashedHead, one_hot
 from palestra.nets.heads import ActionHead, CategoricalHead
 
 
-class SAC(OffPolicyConfig):
-    """SAC: an off-policy actor-critic that maximises reward plus policy entropy."""
+class SoftConfig(AlgorithmConfig, ABC):
+    """Base config of SAC and of offline learning that goes on from it."""
 
-    type: Literal["sac"] = "sac"
-    """Selects SAC."""
     alpha: float = Field(0.2, gt=0)
     """Entropy temperature: the reward of one nat of entropy; the initial one with `learn_alpha`."""
     learn_alpha: bool = True
@@ -35,6 +34,13 @@ class SAC(OffPolicyConfig):
     """Target entropy. Continuous actions: nats per dimension, in half-widths of the bounds (uniform has 0.69); null is
     -1 (Haarnoja et al., 2018b). Discrete actions: share of the maximum, 0 to 1; null is 0.5, since Christodoulou's 0.98
     keeps play nearly uniform, a burden on the other seats."""
+
+
+class SAC(SoftConfig, OffPolicyConfig):
+    """SAC: an off-policy actor-critic that maximises reward plus policy entropy."""
+
+    type: Literal["sac"] = "sac"
+    """Selects SAC."""
 
     def learner_class(self) -> Callable[..., NetLearner]:
         return SACLearner
@@ -58,7 +64,7 @@ class Temperature(nn.Module):
 class SACLearner(OffPolicyLearner):
     """Learner of SAC. Raises ValueError if `target_entropy` is outside 0 to 1 with discrete actions."""
 
-    config: SAC
+    config: SoftConfig  # type: ignore[assignment]  # with the fields of an OffPolicyConfig, or of offline learning
 
     def build_extras(self) -> None:
         wanted = self.config.target_entropy

@@ -9,11 +9,11 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -28,81 +28,25 @@ from palestra.backends.ray.cluster import (
     placement_error,
     put_factory,
 )
+from palestra.backends.ray.worker_actor import FilesLost, Package, WorkerActor
 from palestra.backends.task_queue import (
     MAX_ATTEMPTS,
     MemberFolders,
     TaskQueue,
-    run_or_fault,
     task_error,
     worker_start_error,
 )
 from palestra.populations.tasks import Result, Task, TaskResult, WorkerFactory
 from palestra.rollouts.failures import ErrorText, describe_error
-from palestra.runs.worker_stats import process_label, worker_stats
-from palestra.tracing import TraceContext, export_wait_s, stop_tracing
+from palestra.runs.worker_stats import worker_stats
+from palestra.tracing import export_wait_s
 
 WORKER_KIND = "Ray worker"
 END_TIMEOUT_S = 1.0  # seconds that actors have to remove their files
+MAX_HELD, MAX_HELD_BYTES = 512, 4 * 2**30  # folders that an actor keeps, those used last
+MIN_STORED_BYTES = 128 * 1024  # outputs from which Ray keeps a returned object in the store, not in the driver's memory
 
 traffic: Counter[str] = Counter()  # `puts` of folders into the object store, `put_bytes`, `returned_bytes`
-
-
-class _Package(NamedTuple):
-    """A member's files in the object store, and the hash of their content."""
-
-    content: str
-    files: ray.ObjectRef
-
-
-# ---- in the actor's process
-
-
-class _Actor:
-    """One worker and the folders it has fetched, each content once."""
-
-    def __init__(self) -> None:
-        self._scratch = tempfile.mkdtemp(prefix="palestra-")
-        self._folders: dict[str, Path] = {}  # by hash of the content
-
-    def make(self, make: WorkerFactory) -> tuple[str, str] | ErrorText:
-        """Builds the worker and returns its location and its node's id, or the fault if that raises."""
-        try:
-            self._worker = make()
-        except Exception as error:
-            return describe_error(error)
-        return process_label(), ray.get_runtime_context().get_node_id()
-
-    def do(
-        self, task: Task, members: Mapping[str, _Package], trace: TraceContext | None
-    ) -> tuple[Result, float, FileBundle] | ErrorText:
-        """Fetches missing members, runs the task and returns result, seconds and output files, or the fault."""
-        for package in members.values():
-            if package.content not in self._folders:
-                folder = Path(self._scratch, "members", package.content)
-                self._folders[package.content] = unpack_folder(ray.get(package.files), folder)
-        out = Path(tempfile.mkdtemp(dir=self._scratch)) if task.output_member else None
-        folders = {name: self._folders[package.content] for name, package in members.items()}
-        answer = run_or_fault(self._worker, task, folders, out, trace)
-        made = pack_folder(out) if out else {}
-        if out:
-            shutil.rmtree(out)
-        return answer if isinstance(answer, ErrorText) else (*answer, made)
-
-    def greet(self) -> None:
-        """Does nothing; the reply shows that the actor is alive."""
-
-    def forget(self, content: str) -> None:
-        """Removes files that no member has any more."""
-        if folder := self._folders.pop(content, None):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def end(self) -> None:
-        """Removes all files of this actor, and exports its last spans."""
-        stop_tracing()
-        shutil.rmtree(self._scratch, ignore_errors=True)
-
-
-# ---- in the driver
 
 
 def _is_node_lost(node: str) -> bool:
@@ -124,14 +68,45 @@ class _Group:
 
 @dataclass
 class _RayWorkerHandle:
-    """One actor of a group: `ready` once its worker is built; `task` is None while it is idle."""
+    """One actor of a group: `ready` once its worker is built; `task` is None while it is idle, else `output` are the
+    files that it returns. `held` are the bytes of each content that it has, the one used last at the end; `unused` are
+    to be removed before its next task."""
 
     group: _Group
     actor: Any
     ready: bool = False
     task: Task | None = None
+    output: ray.ObjectRef | None = None
     where: str = ""
     node: str = ""
+    held: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    unused: list[str] = field(default_factory=list)
+
+    def take(self, packages: Sequence[Package]) -> dict[str, ray.ObjectRef]:
+        """Notes that the actor will have `packages`, and drops those used longest ago beyond the limits; returns the
+        files that it lacks, by content."""
+        new = {each.content: each.files for each in packages if each.content not in self.held}
+        for each in packages:
+            self.held[each.content] = each.num_bytes
+            self.held.move_to_end(each.content)
+        needed, total = len({each.content for each in packages}), sum(self.held.values())
+        while len(self.held) > needed and (len(self.held) > MAX_HELD or total > MAX_HELD_BYTES):
+            content, size = self.held.popitem(last=False)
+            self.unused.append(content)
+            total -= size
+        return new
+
+    def drop(self, content: str) -> None:
+        """Notes that nobody needs a content any more."""
+        if self.held.pop(content, None) is not None:
+            self.unused.append(content)
+
+
+def _stored(content: str, files: FileBundle) -> Package:
+    """Puts files into the object store."""
+    size = num_bytes(files)
+    traffic.update(puts=1, put_bytes=size)
+    return Package(content, ray.put(files), size)
 
 
 class RayBackend:
@@ -164,12 +139,13 @@ class RayBackend:
             raise ValueError(f"workers is {workers}, and placement has none: at least one is needed to do the tasks")
         self._owner = join_cluster(address, [group.needs for group in self._groups])
         self._make = put_factory(make_worker)
-        self._actor: Any = ray.remote(_Actor)
+        self._actor: Any = ray.remote(WorkerActor)
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self._members = MemberFolders()
-        self._packed: dict[str, _Package] = {}  # by name of the member
-        self._stored: dict[str, _Package] = {}  # by hash of the content
+        self._contents: dict[str, str] = {}  # by name of the member
+        self._returned: dict[str, Package] = {}  # by name of a member to be: what its task returned
+        self._stored: dict[str, Package] = {}  # by hash of the content
         self._users: Counter[str] = Counter()  # members of a content
         self._stillborn = 0  # workers in a row that died before they were ready
         self._idle: list[_RayWorkerHandle] = []
@@ -187,13 +163,14 @@ class RayBackend:
 
     def remove_member(self, name: str) -> None:
         del self._members[name]
-        if (package := self._packed.pop(name, None)) is None:
+        self._returned.pop(name, None)
+        if (content := self._contents.pop(name, None)) is None:
             return
-        self._users[package.content] -= 1
-        if not self._users[package.content]:
-            del self._users[package.content], self._stored[package.content]
+        self._users[content] -= 1
+        if not self._users[content]:
+            del self._users[content], self._stored[content]
             for hand in [*self._idle, *self._busy.values()]:
-                hand.actor.forget.remote(package.content)  # actors run calls in order: after the current task
+                hand.drop(content)
 
     def submit(self, task: Task) -> None:
         group = self._apart.get(task.kind, self._common)
@@ -242,31 +219,43 @@ class RayBackend:
     def _hand_out(self) -> None:
         for hand in list(self._idle):
             if task := hand.group.queue.pop():
-                members = {
+                packages = {
                     name: self._fetchable(name, folder) for name, folder in self._members.folders_for(task).items()
                 }
                 self._idle.remove(hand)
-                hand.task = task
-                self._busy[hand.actor.do.remote(task, members, hand.group.queue.traces.get(task.name))] = hand
+                hand.task, trace = task, hand.group.queue.traces.get(task.name)
+                new = hand.take(list(packages.values()))
+                contents = {name: package.content for name, package in packages.items()}
+                do = hand.actor.do.options(num_returns=2)
+                answer, hand.output = do.remote(task, contents, new, hand.unused, trace)
+                hand.unused = []
+                self._busy[answer] = hand
 
-    def _fetchable(self, name: str, folder: Path) -> _Package:
-        """Returns a member's files in the object store, where they are put when a task first needs them, unless files
-        of equal content are there."""
-        if name not in self._packed:
-            files = pack_folder(folder)
-            content = content_hash(files)
-            if content not in self._stored:
-                traffic.update(puts=1, put_bytes=num_bytes(files))
-                self._stored[content] = _Package(content, ray.put(files))
-            self._users[content] += 1
-            self._packed[name] = self._stored[content]
-        return self._packed[name]
+    def _fetchable(self, name: str, folder: Path) -> Package:
+        """Returns a member's files in the object store: those that its task returned, or they are put when a task first
+        needs them, unless files of equal content are there."""
+        if name not in self._contents:
+            package = self._returned.pop(name, None)
+            if package is None:
+                files = pack_folder(folder)
+                content = content_hash(files)
+                package = self._stored.get(content) or _stored(content, files)
+            self._stored.setdefault(package.content, package)
+            self._contents[name] = package.content
+            self._users[package.content] += 1
+        return self._stored[self._contents[name]]
+
+    def _put_again(self, task: Task, lost: Sequence[str]) -> None:
+        """Puts the files of a task's members whose contents were lost with a node, from their folders."""
+        for content, folder in {self._contents[name]: self._members[name] for name in task.members}.items():
+            if content in lost:
+                self._stored[content] = _stored(content, pack_folder(folder))
 
     def _hear(self, ref: ray.ObjectRef) -> TaskResult | None:
         """Reads an actor's reply: a finished task, "ready", or (on a Ray error) that it died."""
         hand = self._busy.pop(ref)
         try:
-            answer = ray.get(ref)
+            answer, files = ray.get(ref), {} if hand.output is None else ray.get(hand.output)
         except RayTaskError as error:
             answer = describe_error(error)
         except RayError as error:
@@ -275,18 +264,29 @@ class RayBackend:
         if isinstance(answer, ErrorText):
             raise task_error(hand.task, answer) if hand.task else worker_start_error(answer)
         self._stillborn, hand.ready, hand.group.unready_since = 0, True, None
-        task, hand.task = hand.task, None
+        (task, hand.task), (output, hand.output) = (hand.task, None), (hand.output, None)
         self._idle.append(hand)
-        if task:
-            worker_stats.count(WORKER_KIND, hand.where, done=1, seconds=answer[1])
+        if task and isinstance(answer, FilesLost):
+            self._put_again(task, answer.contents)
+            for content in answer.contents:
+                hand.held.pop(content, None)
+            hand.group.queue.tasks.appendleft(task)
+        elif task:
+            result, seconds = answer
+            worker_stats.count(WORKER_KIND, hand.where, done=1, seconds=seconds)
             hand.group.queue.finish(task)
-            return self._done(task, *answer)
-        if answer:  # the reply to `make`; that to `greet` is None
+            return self._done(task, result, seconds, files, output)
+        elif answer:  # the reply to `make`; that to `greet` is None
             hand.where, hand.node = answer
         return None
 
-    def _done(self, task: Task, result: Result, seconds: float, files: FileBundle) -> TaskResult:
-        traffic["returned_bytes"] += num_bytes(files)
+    def _done(
+        self, task: Task, result: Result, seconds: float, files: FileBundle, output: ray.ObjectRef | None
+    ) -> TaskResult:
+        size = num_bytes(files)
+        traffic["returned_bytes"] += size
+        if output is not None and task.is_output_member and size >= MIN_STORED_BYTES:
+            self._returned[task.output_member] = Package(content_hash(files), output, size)
         out = unpack_folder(files, Path(tempfile.mkdtemp(dir=self._scratch))) if task.output_member else None
         return TaskResult(task, result, out, seconds)
 

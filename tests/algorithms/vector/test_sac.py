@@ -202,7 +202,7 @@ def test_unsupported_settings_are_refused():
     with pytest.raises(ValueError, match="share of what is possible"):
         made(SAC(target_entropy=-1.0), Countdown())
     with pytest.raises(ValueError, match="learning_starts is 1000, but only 10"):
-        SAC(buffer_size=10)
+        SAC(buffer_size=10, learning_starts=1000)
 
 
 def test_pixels_are_supported_with_discrete_actions():

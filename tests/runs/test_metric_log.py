@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from palestra.dashboard.logs import MetricLog, last_lines
+from palestra.runs.metric_log import MetricLog, last_lines
 
 
 @pytest.fixture

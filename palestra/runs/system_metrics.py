@@ -1,0 +1,158 @@
+"""What a run's processes and workers do: the dashboard's System page shows it, and the Prometheus sink serves it.
+
+Processes and the machine are read from /proc, workers from workers.jsonl.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from palestra.runs.metric_log import MetricLog
+from palestra.runs.worker_stats import COUNTERS
+
+SAMPLE_S = 0.1  # seconds over which CPU use is measured
+
+
+class Sample(NamedTuple):
+    """A value of a metric, by its labels. Counters only grow, but for a new process."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+HELP = {  # of all metrics, by name
+    "worker_done": "Tasks, sessions or requests that a worker finished",
+    "worker_seconds": "Seconds that they took",
+    "worker_lost": "Those that were begun and failed",
+    "worker_replays": "Episodes restored at a worker after another one lost them",
+    "worker_seen_timestamp_seconds": "When a worker last finished something",
+    "process_memory_bytes": "Resident memory of a process of the run",
+    "process_threads": "Threads of a process of the run",
+    "process_cpu_seconds": "CPU seconds of a process of the run",
+    "machine_cores": "Cores of the machine",
+    "machine_load": "Load of the machine over the last minute",
+    "machine_memory_bytes": "Memory of the machine",
+    "machine_available_bytes": "Memory of the machine that is available",
+}
+COUNTED = {*(f"worker_{key}" for key in COUNTERS), "process_cpu_seconds"}  # the counters among them
+
+
+def system_samples(path: Path, log: MetricLog) -> Iterator[Sample]:
+    """Yields the samples of the run at `path`, whose workers.jsonl is `log`: those of its workers, of its processes on
+    this machine, and of the machine."""
+    log.refresh()
+    for row in worker_rows(log):
+        labels = {"kind": row["kind"], "where": row["where"]}
+        yield from (Sample(f"worker_{key}", labels, row[key]) for key in COUNTERS)
+        if row["seen"] is not None:
+            yield Sample("worker_seen_timestamp_seconds", labels, row["seen"])
+    pid = writing_process(path / ".lock")
+    for each in [pid, *descendant_pids(pid)] if pid else []:
+        info = process_info(each)
+        labels = {"pid": str(each), "name": str(info.get("name", ""))}
+        known = {"memory_bytes": info.get("memory"), "threads": info.get("threads"), "cpu_seconds": cpu_seconds(each)}
+        yield from (Sample(f"process_{key}", labels, value) for key, value in known.items() if value is not None)
+    units = {"memory": "memory_bytes", "available": "available_bytes"}
+    for key, value in machine_info().items():
+        if value is not None:
+            yield Sample(f"machine_{units.get(key, key)}", {}, value)
+
+
+def worker_rows(log: MetricLog) -> list[dict[str, Any]]:
+    """Returns one dict per worker: sums of its counters over the whole run, when it last finished something (`seen`,
+    Unix time in seconds, None for never), and the reason of its last loss."""
+    return [
+        {
+            "kind": str(last.get("kind", "")),
+            "where": str(last.get("where", name)),
+            **{key: float(log.column(name, key)[1].sum()) for key in COUNTERS},
+            "seen": float(seen.max()) if len(seen := log.column(name, "seen")[1]) else None,
+            "why": str(last.get("why", ""))[:2000],
+        }
+        for name, last in log.last_by_name().items()
+    ]
+
+
+def writing_process(lock: Path) -> int | None:
+    """Returns the id of the process of this machine that holds a run's `.lock`, and so writes it; None if none does."""
+    return held_locks().get(lock.stat().st_ino) if lock.exists() else None
+
+
+def held_locks() -> dict[int, int]:
+    """Returns inode -> process id of all locked files; {} if the system does not list locks. Testing a run's lock
+    directly would mean holding it for a moment, in which a starting run would fail."""
+    try:
+        rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return {}
+    return {int(row[5].rsplit(":", 1)[1]): int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK"}
+
+
+def process_table(pids: list[int]) -> list[dict[str, Any]]:
+    """Returns `process_info` of each process and, where known, `cpu`: the cores that it used over the last
+    `SAMPLE_S` seconds, during which this call sleeps."""
+    before, began = [cpu_seconds(pid) for pid in pids], time.monotonic()
+    time.sleep(SAMPLE_S)
+    seconds = time.monotonic() - began
+    rows = []
+    for pid, earlier in zip(pids, before, strict=True):
+        now = cpu_seconds(pid)
+        used = {} if now is None or earlier is None else {"cpu": max(0.0, now - earlier) / seconds}
+        rows.append(process_info(pid) | used)
+    return rows
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Returns the CPU seconds, user and system, that a process has used (field 14 and 15 of /proc/PID/stat); None
+    without /proc or the process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def machine_info() -> dict[str, float | None]:
+    """Returns the machine's cores, load of the last minute, memory and available memory in bytes; None where the system
+    does not tell."""
+    try:
+        rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines() if ":" in row)
+        sizes = {key: int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable")}
+    except (OSError, ValueError, KeyError):
+        sizes = {}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    memory = {"memory": sizes.get("MemTotal"), "available": sizes.get("MemAvailable")}
+    return {"cores": os.cpu_count(), "load": load, **memory}
+
+
+def process_info(pid: int) -> dict[str, Any]:
+    """Returns name, resident memory (bytes) and number of threads of a process from /proc; only the pid without
+    /proc."""
+    found: dict[str, Any] = {"pid": pid}
+    try:
+        rows = dict(row.split(":", 1) for row in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in row)
+    except (OSError, ValueError):
+        return found
+    found["name"] = rows.get("Name", "").strip()
+    if "VmRSS" in rows:
+        found["memory"] = int(rows["VmRSS"].split()[0]) * 1024
+    return found | {"threads": int(rows.get("Threads", "1"))}
+
+
+def descendant_pids(pid: int | None) -> list[int]:
+    """Returns the ids of all child processes, recursively, at most about 256."""
+    found: list[int] = []
+    waiting = [pid] if pid else []
+    while waiting and len(found) < 256:
+        try:
+            children = Path(f"/proc/{waiting[0]}/task/{waiting[0]}/children").read_text().split()
+        except OSError:
+            children = []
+        found += map(int, children)
+        waiting = [*waiting[1:], *map(int, children)]
+    return found
