@@ -46,7 +46,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from palestra.backends.episode_tasks import DistributedSource
 from palestra.builders.calibration import Calibration, noise_config
-from palestra.builders.capacity import Machine
+from palestra.builders.capacity import Machine, decode_work
 from palestra.builders.capacity_phases import StepTime, step_time
 from palestra.builders.capacity_plan import Fleet, layout_of, plan_capacity
 from palestra.builders.capacity_probe import probe_episodes
@@ -277,22 +277,38 @@ def cells(found: Compared) -> tuple[str, ...]:
     return (*map(str, setting), *(f"{n:.2f}" for n in numbers), "hit" if found.hit else "miss")
 
 
-GPU_HEADS = ("H200, 135M", "plan s", "measured s", "ratio")
-ON_H200 = {"sampling": 0.75, "training": 0.37, "whole step": 1.17}  # seconds by bench/gpu.py: docs/scaling/gpu.md
+GPU_HEADS = ("H200", "plan s", "measured s", "ratio")
+ON_H200 = {  # seconds by bench/gpu.py: docs/scaling/gpu.md
+    "135m": {"sampling": 0.57, "training": 0.53, "whole step": 1.20, "sampling without graphs": 7.4},
+    "0.6b": {"sampling": 0.76, "training": 0.60, "whole step": 1.53, "sampling without graphs": 6.7},
+}
 
 
 def gpu_rows(folder: Path) -> list[tuple[str, ...]]:
-    """The plan of an H200 by its data sheet for the step of bench/gpu.py: 16 prompts of 96 tokens, 8 answers of 128
+    """The plan of an H200 by its data sheet for the steps of bench/gpu.py: 16 prompts of 96 tokens, 8 answers of 128
     each, one adapter of rank 16, bfloat16."""
-    sampling = {"max_tokens": 128, "stop_at_eos": False}
-    policy = {"base": str(random_base("135M", folder)), "rank": 16, "dtype": "bfloat16", "sampling": sampling}
-    config = noise_config(policy, 16, 8)
-    found = plan_capacity(config, published_machine("h200"), EpisodeShape(1, 1.0, 96), Fleet(gpus=1), answer_tokens=128)
-    seconds = {phase.name: phase.seconds for phase in found.phases}
-    parts = {"sampling": ("prefill", "decode"), "training": ("forward and backward", "optimizer", "publishing")}
-    planned = {name: sum(seconds[each] for each in phases) for name, phases in parts.items()}
-    planned["whole step"] = found.step.wall_s
-    return [(name, f"{planned[name]:.2f}", f"{s:.2f}", f"{planned[name] / s:.2f}") for name, s in ON_H200.items()]
+    from gpu import SHAPES as GPU_SHAPES
+
+    gpu, rows = published_machine("h200"), []
+    for shape, measured in ON_H200.items():
+        GPU_SHAPES[shape].save_pretrained(folder / shape)
+        sampling = {"max_tokens": 128, "stop_at_eos": False}
+        policy = {"base": str(folder / shape), "rank": 16, "dtype": "bfloat16", "sampling": sampling}
+        episode = EpisodeShape(1, 1.0, 96)
+        found = plan_capacity(noise_config(policy, 16, 8), gpu, episode, Fleet(gpus=1), answer_tokens=128)
+        seconds = {phase.name: phase.seconds for phase in found.phases}
+        plain = decode_work(replace(found.workload.policies[0].load, graphs=False), 128, 128, prompt=96)
+        planned = {
+            "sampling": seconds["prefill"] + seconds["decode"],
+            "training": seconds["forward and backward"] + seconds["optimizer"] + seconds["publishing"],
+            "whole step": found.step.wall_s,
+            "sampling without graphs": seconds["prefill"] + gpu.seconds(plain),
+        }
+        rows += [
+            (f"{shape}: {name}", f"{planned[name]:.2f}", f"{s:.2f}", f"{planned[name] / s:.2f}")
+            for name, s in measured.items()
+        ]
+    return rows
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

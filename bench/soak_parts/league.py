@@ -22,8 +22,10 @@ from typing import Any
 from soak_parts.memory import MemoryWatch, SoakResult, cpu_seconds, process_tree
 
 from palestra.backends.ray.workers import RayBackend
+from palestra.builders.vector_envs import make_vector_env
 from palestra.config import dump, validate
 from palestra.launch.population import PopulationConfig, PopulationRecorder, PopulationSetup, build_population
+from palestra.learners.policy_stack import read_frozen_member
 from palestra.populations.scheduler import PlanCallback, PlanRun, run_plan
 from palestra.populations.tasks import PlayResult, Task, TaskResult, TrainResult
 from palestra.runs import Run, read_lines
@@ -165,6 +167,7 @@ def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict
             "kills": len(killed),
             "lost_tasks": len(backend.submitted - set(done) - backend.pending) + done.total() - len(done),
             "replayed": replayed(build_population(described), run),
+            "load_us": load_us(run.path),
         }
     return figures, watch
 
@@ -172,6 +175,18 @@ def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict
 def replayed(setup: PopulationSetup, run: Run) -> int:
     """Returns the number of members that a resume finds."""
     return len(PlanRun(setup.plan, run, True).replay())
+
+
+def load_us(run: Path) -> float:
+    """Returns the CPU microseconds in which a network of a league's run is loaded: the least of ten rounds."""
+    env, folders = make_vector_env(config(1).env), list((run / "members").iterdir())[:50]
+    rounds = []
+    for _ in range(10):
+        start = time.process_time()
+        for folder in folders:
+            read_frozen_member(folder, env, [0])
+        rounds.append((time.process_time() - start) / max(1, len(folders)))
+    return 1e6 * min(rounds)
 
 
 def soak(minutes: float, quick: bool) -> SoakResult:
@@ -193,7 +208,10 @@ def soak(minutes: float, quick: bool) -> SoakResult:
     figures = {
         "league_games_per_s_vs_one_worker": many["games_per_s"] / alone["games_per_s"],
         "lost_tasks": alone["lost_tasks"] + many["lost_tasks"],
-        **{f"league_{name}": many[name] for name in ("games_per_s", "tasks", "members", "kills", "replayed", *cpu)},
+        **{
+            f"league_{name}": many[name]
+            for name in ("games_per_s", "tasks", "members", "kills", "replayed", "load_us", *cpu)
+        },
         **{f"league_alone_{name}": alone[name] for name in ("games_per_s", *cpu)},
     }
     return SoakResult(figures, heads, rows, memory.curves)

@@ -27,6 +27,8 @@ DEVICE_UNITS = (
     "logits",
     "trained_activation_bytes",
     "trained_logits",
+    "graph_passes",
+    "graph_layers",
 )
 DRIVER_UNITS = ("answers", "steps")
 ADAM_BYTES = 44  # read and written for each trained weight: clipping, two moments, the weight
@@ -39,9 +41,10 @@ class Work:
     """Amounts of work, which add up. `flops` are those of products with large weights, `small_flops` with others, which
     run at a lower rate (engine/linear.py), `attention` those of queries with keys and values. `logits` are drawn from;
     `trained_` is of passes with gradients, forward and backward together. `layers` are those begun in passes with one
-    adapter at most, `mixed_layers` in passes with several, `graph_layers` in decoding steps that a GPU repeats from a
-    CUDA graph; `rows` tokens drawn, `tensors` trained tensors updated or copied, `answers` prompts encoded, answers
-    recorded and credited, `steps` training steps begun and logged."""
+    adapter at most, `mixed_layers` in passes with several; `graph_passes` are decoding steps that a GPU repeats from a
+    CUDA graph, with the draws between them, and `graph_layers` their layers; `rows` tokens drawn, `tensors` trained
+    tensors updated or copied, `answers` prompts encoded, answers recorded and credited, `steps` training steps begun
+    and logged."""
 
     flops: float = 0.0
     small_flops: float = 0.0
@@ -56,6 +59,7 @@ class Work:
     trained_passes: float = 0.0
     layers: float = 0.0
     mixed_layers: float = 0.0
+    graph_passes: float = 0.0
     graph_layers: float = 0.0
     trained_layers: float = 0.0
     rows: float = 0.0
@@ -183,14 +187,14 @@ def decode_work(
     shape, rows = load.shape, answers * max(0.0, tokens - 1)
     passes = max(0.0, tokens - 1) if passes is None else passes
     keys = prompt + tokens / 2
+    begun = ("graph_passes", "graph_layers") if load.graphs else ("passes", "mixed_layers" if mixed else "layers")
     return load.products(2, rows, rows) + Work(
         small_flops=2 * rows * load.adapter_params,
         attention=4 * shape.query * shape.layers * rows * keys,
-        passes=passes,
         weight_bytes=passes * load.read_bytes,
         activation_bytes=shape.layers * rows * (pass_bytes(shape, 1, size=load.size) + 2 * shape.kv * load.size * keys),
         logits=answers * tokens * shape.vocab,
-        **{"graph_layers" if load.graphs else "mixed_layers" if mixed else "layers": passes * shape.layers},
+        **dict(zip(begun, (passes, passes * shape.layers), strict=True)),
         rows=answers * tokens,
     )
 

@@ -42,6 +42,7 @@ LIMITS = {
     "trained_logits": "softmax over the vocabulary",
     "layers": "beginning the layers of small passes",
     "mixed_layers": "beginning the layers of small passes",
+    "graph_passes": "draws between decoding steps",
     "graph_layers": "launching the small kernels of decoding",
     "trained_layers": "beginning the layers of small passes",
     "rows": "bookkeeping of tokens",

@@ -13,8 +13,8 @@ from palestra.builders.capacity import Machine
 
 FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6  # of the published rates
 ATTENTION_FACTOR = 2.0  # its products reach half of the rate of products with weights
-LAYER_S, TRAINED_LAYER_S, PASS_S = 2.1e-3, 6e-3, 1e-3  # of the host: kernels begun one by one, from Python
-GRAPH_LAYER_S = 140e-6  # small kernels one after another, begun by the GPU itself
+LAYER_S, TRAINED_LAYER_S, PASS_S = 1.9e-3, 8.8e-3, 1e-3  # of the host: kernels begun one by one, from Python
+GRAPH_PASS_S, GRAPH_LAYER_S = 1.5e-3, 65e-6  # of a recorded decoding step: the draws after it; kernels of least size
 ROW_S, TENSOR_S = 2e-6, 5e-6  # of the host: a token drawn, a tensor updated
 ANSWER_S, STEP_S = 5e-4, 2e-2  # of the host: an answer recorded, a step logged
 LOGIT_BYTES, TRAINED_LOGIT_BYTES = 28, 20  # as engine/memory.py counts them
@@ -68,6 +68,7 @@ def machine_of_rates(name: str, flops: float, bandwidth: float, *, memory: int |
         "trained_passes": PASS_S,
         "layers": LAYER_S,
         "mixed_layers": LAYER_S,
+        "graph_passes": GRAPH_PASS_S,
         "graph_layers": GRAPH_LAYER_S,
         "trained_layers": TRAINED_LAYER_S,
         "rows": ROW_S,
