@@ -17,6 +17,7 @@ import pytest
 import yaml
 from mirror.proxy import Proxy
 
+from palestra.mirror.manifest import Manifest
 from palestra.runs import list_checkpoints, read_lines
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
@@ -217,7 +218,8 @@ def test_a_damaged_object_and_a_missing_bucket_are_refused(proxy, tmp_path):
     finish(start(tmp_path, "train", written(tmp_path, tree), "--mirror", STORE))
     finish(start(tmp_path, "train", "--resume", "runs/run", "--set", "env_steps=960"))
     newest, older = sorted(names(proxy, "manifests"))[::-1][:2]
-    new = max(names(proxy, "objects"), key=lambda name: proxy.bucket.info(f"bucket/runs/run/objects/{name}")["size"])
+    manifest = Manifest.from_bytes(newest, proxy.bucket.cat_file(f"bucket/runs/run/manifests/{newest}"))
+    new = max(sorted(manifest.blocks), key=lambda name: proxy.bucket.info(f"bucket/runs/run/objects/{name}")["size"])
     proxy.bucket.pipe_file(f"bucket/runs/run/objects/{new}", b"bad")
     said = finish(start(tmp_path / "b", "train", "--resume", f"{STORE}/run"), code=1)
     assert f"objects/{new} is damaged" in said and "generation" in said and not (tmp_path / "b/runs/run").exists()
