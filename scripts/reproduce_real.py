@@ -48,7 +48,8 @@ MEASURED, RUNS = Path("bench/measured/real"), Path("runs/reproduce-real")
 EPISODES = 300
 SEEDS = (0, 1, 2)
 TWO_AGENTS = ["--lr", "5e-4", "--epochs", "4", "--questions", "8"]  # options of examples/mint_two_agents.py
-DEBATE = ["--lr", "5e-4", "--epochs", "8", "--debates", "48", "--passes", "2"]  # and of mint_debate.py
+# And of mint_debate.py: without an example the model never says one word alone.
+DEBATE = ["--lr", "5e-4", "--epochs", "8", "--debates", "48", "--passes", "2", "--examples", "1"]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from palestra.workers.member_loader import UNIFORM_MEMBER
 KUHN = Path("configs/real/text_kuhn_self_play.yaml")
 SEATS = ("player_0", "player_1")
 PUBLIC = "Qwen/Qwen3-0.6B"  # the name that the programs ask for
-SHOWN = ["--examples", "1"]  # of mint_debate.py: without them the model never says one word alone
 Result = dict[str, Any]
 
 # ---- Kuhn poker
@@ -157,7 +156,7 @@ def service_two_agents(options: list[str], data: Path, base: str = "smollm2") ->
 
 def service_debate(options: list[str], data: Path, base: str = "smollm2") -> Result:
     """Runs examples/mint_debate.py on a server; returns losses and the informed debater's wins, by epoch."""
-    start, options = time.monotonic(), [*options, *SHOWN]
+    start = time.monotonic()
     with serving(base, data) as url:
         out = printed(url, "mint_debate", options)
     lines = re.findall(r"^ +\d+ +(\d+)% +(\S+) +(\S+)$", out, re.MULTILINE)
