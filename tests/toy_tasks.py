@@ -132,7 +132,8 @@ class Adder:
         if out:
             (out / "deep").mkdir()
             (out / "deep" / "number").write_text(str(value))
-            (out / "ballast").write_bytes(bytes(self.ballast))
+            if self.ballast:
+                (out / "ballast").write_bytes(bytes(self.ballast))
         return Value(value)
 
     def _die(self, task: Task) -> None:

@@ -48,24 +48,26 @@ class QMIXMixer(nn.Module):
     seat's best action is the team's. Biases may be any number; the last one comes from a ReLU layer. With
     `monotonic=False` the weights may be any number too (FACMAC-nonmonotonic, Peng et al., 2021, section 4.2).
 
-    Parameters have a leading dimension of one member, as in stacks.
+    It begins near the sum of the seats' values. With `near_sum=False` it begins as steep as the state's numbers are
+    large. Parameters have a leading dimension of one member, as in stacks.
     """
 
-    def __init__(self, seats: int, state: int, units: int, seed: int, monotonic: bool = True) -> None:
+    def __init__(
+        self, seats: int, state: int, units: int, seed: int, *, monotonic: bool = True, near_sum: bool = True
+    ) -> None:
         super().__init__()
         self.seats, self.units, self.monotonic = seats, units, monotonic
         own = make_generators([seed])
-        first = second = units**-0.5
+        biases = (units**-0.5, units**-0.5) if near_sum else (1.0, 1 / units)
+        gains = [STATE_SHARE * bias for bias in biases] if near_sum else [1.0, 1.0]
+        outputs = (seats * units, units)
         self.weights = nn.ModuleList(
-            [
-                MLP(state, [], "relu", own, seats * units, gain=STATE_SHARE * first),
-                MLP(state, [], "relu", own, units, gain=STATE_SHARE * second),
-            ]
+            MLP(state, [], "relu", own, size, gain=gain) for size, gain in zip(outputs, gains, strict=True)
         )
         self.bias = MLP(state, [], "relu", own, units)
         self.last = MLP(state, [units], "relu", own, 1)
-        for make, weight in zip(self.weights, (first, second), strict=True):
-            fill_bias(make, weight)
+        for make, bias in zip(self.weights, biases, strict=True):
+            fill_bias(make, bias)
 
     def forward(self, values: SeatValues, state: Tensor) -> Tensor:
         """Returns team values [R] in states [R, S]."""

@@ -94,7 +94,7 @@ def outputs(env: VectorEnv, seats: dict[str, list[int]], obs: np.ndarray, policy
     return found
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize("name", [pytest.param(e, marks=[pytest.mark.slow] * (e == "combat")) for e in ENVS])
 def test_outputs_do_not_depend_on_the_order_of_entities(name: str) -> None:
     """Those of a flat network do."""
     env, rng = ENVS[name](), np.random.default_rng(0)

@@ -63,7 +63,7 @@ class FACMACLearner(DDPGLearner):
         self.mixer: nn.Module = VDNMixer()
         self.mixer_adam: StackedAdam | None = None
         if config.mixer != "vdn":
-            self.mixer = QMIXMixer(seats, self.global_size, config.mixer_units, seed, config.mixer == "qmix")
+            self.mixer = QMIXMixer(seats, self.global_size, config.mixer_units, seed, monotonic=config.mixer == "qmix")
             self.mixer.to(self.device)
             settings = self.policies[self.names[0]]
             settings = settings.model_copy(update={"lr": config.critic_lr or settings.lr})

@@ -89,6 +89,7 @@ class MAVENLearner(QMIXLearner):
     """Learner of MAVEN. Raises ValueError for pixel observations without a global state."""
 
     config: MAVEN
+    mixer_near_sum = False  # latents change a steep mixer's values more: near the sum they found less (docs/games.md)
 
     def __init__(self, config: MAVEN, spec: NetLearnerSpec) -> None:
         env = spec.env

@@ -63,6 +63,7 @@ class QMIXLearner(QLearner):
 
     config: MixingConfig
     counts_env_steps = True
+    mixer_near_sum = True  # the mixing network of qmix begins near the sum of the seats' values
 
     def __init__(self, config: MixingConfig, spec: NetLearnerSpec) -> None:
         super().__init__(config, spec)
@@ -79,7 +80,7 @@ class QMIXLearner(QLearner):
         check_mixer_sees_state(config.mixer, self.env)
         seed, seats, state = derive_seed(self.seeds[self.names[0]], "mixer"), len(self.seats), self.mixer_state_size
         if config.mixer == "qmix":
-            return QMIXMixer(seats, state, config.mixer_units, seed)
+            return QMIXMixer(seats, state, config.mixer_units, seed, near_sum=self.mixer_near_sum)
         return QPLEXMixer(seats, self._num_actions, state, config.mixer_units, config.mixer_heads, seed)
 
     @property
