@@ -154,6 +154,7 @@ def test_resume_after_twenty_kills_is_bit_identical(tmp_path: Path) -> None:
     assert contents(kill_at_random(tmp_path / "killed", tree, 20)) == contents(train(tmp_path / "whole", tree))
 
 
+@pytest.mark.slow
 def test_processes_train_one_network_and_reproduce(tmp_path: Path) -> None:
     tree = config(num_processes=2, name="two")
     run = train(tmp_path, tree)
