@@ -26,7 +26,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
 def test_documented_older_example_runs(seen: Any) -> None:
     first, second = seen["losses"]
     assert len(first) == len(second) == 4
@@ -34,7 +33,6 @@ def test_documented_older_example_runs(seen: Any) -> None:
     assert first[0] != first[2]  # a step changed the weights in between
 
 
-@pytest.mark.slow
 def test_official_call_shapes_work(seen: Any) -> None:
     loss, again, plain = seen["loss"]
     assert loss == again == pytest.approx(plain, rel=1e-5)
