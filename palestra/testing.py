@@ -37,23 +37,25 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
+# Entries of a config of transformers, of any architecture.
+TINY_SHAPE = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "eos_token_id": 4,
+}
+
+
 def tiny_lm(seed: int = 0, **changes: object) -> Engine:
     """Returns an engine with a small Qwen3 model (about 0.1M parameters) with random weights on the CPU. `changes` are
     entries of Qwen3Config. Sets torch to one thread."""
     torch.set_num_threads(1)
-    shape = {
-        "vocab_size": 272,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "eos_token_id": 4,
-        "attn_implementation": "palestra",
-    }
+    own = {**TINY_SHAPE, "tie_word_embeddings": True, "attn_implementation": "palestra"}
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**shape, **changes}))
+    model = Qwen3ForCausalLM(Qwen3Config(**{**own, **changes}))
     return Engine(model.eval().requires_grad_(False), tiny_tokenizer(), "tiny-random")

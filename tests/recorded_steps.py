@@ -13,19 +13,9 @@ from palestra.engine.batch import CachedBatch
 from palestra.engine.decode_graphs import DecodeGraphs
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
+from palestra.testing import TINY_SHAPE
 
-SHAPE = {
-    "vocab_size": 272,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "eos_token_id": 4,
-}
+SHAPE = TINY_SHAPE | {"initializer_range": 0.2}
 
 
 def compute_again(compute):

@@ -107,7 +107,8 @@ class Task:
     """By it, backends reserve workers, and tasks.jsonl names the class."""
     result_type: ClassVar[type[Result]]
     is_output_member: ClassVar[bool] = True
-    """Whether what the task makes becomes a member as it is, so that a backend may keep it for other tasks."""
+    """True if the files that the task returns are those of its member, unchanged: a backend may then serve them to
+    other tasks without reading the member's folder."""
 
     name: str
     _: KW_ONLY

@@ -1,4 +1,5 @@
-"""What a run's processes and workers do: the dashboard's System page shows it, and the Prometheus sink serves it.
+"""Resource use of a run's processes and machine, and counters of its workers, for the dashboard's System page and the
+Prometheus sink.
 
 Processes and the machine are read from /proc, workers from workers.jsonl.
 """
