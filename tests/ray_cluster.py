@@ -13,11 +13,18 @@ from ray.cluster_utils import Cluster
 
 
 @contextmanager
-def cluster(*nodes: dict[str, Any]) -> Iterator[Cluster]:
-    """A cluster of nodes with these resources, joined; the first is its head."""
+def worker_environment() -> Iterator[None]:
+    """Sets the environment of clusters that are started in this context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # so that actors find toy_tasks
         patch.setenv("RAY_worker_niceness", "0")  # beside other work on the machine, Ray's 15 would starve them
+        yield
+
+
+@contextmanager
+def cluster(*nodes: dict[str, Any]) -> Iterator[Cluster]:
+    """A cluster of nodes with these resources, joined; the first is its head."""
+    with worker_environment():
         found = Cluster(True, head_node_args=nodes[0])
         try:
             for node in nodes[1:]:

@@ -57,7 +57,7 @@ def config(workers: int) -> PopulationConfig:
             "policy": {"hidden": [32], "lr": 1e-3},
             "algorithm": {"type": "ppo", "rollout_length": 1, "epochs": 2, "minibatches": 1, "gamma": 1.0},
         },
-        "backend": {"type": "ray", "workers": workers, "as_completed": True},
+        "backend": {"type": "ray", "workers": workers, "as_completed": True},  # one task at a time for each CPU
     }
     return validate(PopulationConfig, tree)
 
@@ -65,10 +65,10 @@ def config(workers: int) -> PopulationConfig:
 class CountedBackend(RayBackend):
     """A Ray backend that remembers the tasks it was given, and those that waited when the run stopped."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         self.submitted: set[str] = set()
         self.pending: set[str] = set()
-        super().__init__(*arguments)
+        super().__init__(*arguments, **options)
 
     def submit(self, task: Task) -> None:
         self.submitted.add(task.name)
@@ -110,36 +110,36 @@ def busy_workers() -> list[int]:
 
 
 def cpu_by_part() -> dict[str, float]:
-    """Returns the CPU seconds so far of this process, of the workers, those that ended included, and of Ray's own
-    processes."""
+    """Returns the CPU seconds so far of this process, of the workers that are there, and of Ray's own processes."""
     found = dict.fromkeys(("driver", "workers", "ray"), 0.0)
     for pid in process_tree(os.getpid()):
         try:
             title = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        own, ended = cpu_seconds(pid)
-        found["driver" if pid == os.getpid() else "workers" if title.startswith(b"ray::") else "ray"] += own
-        found["workers"] += ended if b"raylet" in title.split(b"\0")[0] else 0.0
+        part = "driver" if pid == os.getpid() else "workers" if title.startswith(b"ray::") else "ray"
+        found[part] += cpu_seconds(pid)
     return found
 
 
-def kill_workers(every_s: float, ended: threading.Event, killed: list[int]) -> None:
-    """Kills a busy worker every so many seconds."""
+def kill_workers(every_s: float, ended: threading.Event, killed: list[float]) -> None:
+    """Kills a busy worker every so many seconds; adds the CPU seconds that each had taken to `killed`."""
     rng = random.Random(0)
     while not ended.wait(every_s):
         if busy := busy_workers():
-            killed.append(rng.choice(busy))
-            os.kill(killed[-1], signal.SIGKILL)
+            pid = rng.choice(busy)
+            killed.append(cpu_seconds(pid))
+            os.kill(pid, signal.SIGKILL)
 
 
 def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict[str, float], MemoryWatch]:
     """Runs the league for `seconds` from when all workers are there; returns its figures and memory."""
     described = config(workers)
     setup = build_population(described)
-    counter, ended, killed = GameCounter(), threading.Event(), list[int]()
+    counter, ended, killed = GameCounter(), threading.Event(), list[float]()
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(described)) as run:
-        with closing(CountedBackend(setup.make_worker, workers)) as backend:
+        at_once = described.backend.ray_tasks_at_once
+        with closing(CountedBackend(setup.make_worker, workers, at_once=at_once)) as backend:
             until, cpu = [float("inf")], dict[str, float]()
 
             def stop() -> bool:
@@ -156,6 +156,7 @@ def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict
                 run_plan(setup.plan, backend, run, callback=recorder, stop=stop, grace_s=GRACE_S, as_completed=True)
             ended.set()
             cpu = {part: after - cpu[part] for part, after in cpu_by_part().items()}
+            cpu["workers"] += sum(killed)
         done = Counter(line["task"]["name"] for line in read_lines(run.path / "tasks.jsonl"))
         end = until[0]
         games = sum(games for when, games in counter.games if when >= end - seconds)

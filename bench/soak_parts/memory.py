@@ -86,14 +86,13 @@ def anonymous_mb(pid: int) -> float:
     return next((int(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon")), 0.0)
 
 
-def cpu_seconds(pid: int) -> tuple[float, float]:
-    """Returns the CPU seconds of a process, and of its children that have ended; 0 if it is gone."""
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU seconds of a process so far; 0 if it is gone."""
     try:
         numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0, 0.0
-    own, ended = (sum(map(int, numbers[i : i + 2])) / os.sysconf("SC_CLK_TCK") for i in (11, 13))
-    return own, ended
+        return 0.0
+    return sum(map(int, numbers[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def process_tree(pid: int) -> list[int]:

@@ -43,6 +43,11 @@ class BackendConfig(StrictModel):
         """Number of workers, without those reserved in `placement`."""
         return 1 if self.type == "inline" else self.workers or os.cpu_count() or 1
 
+    @property
+    def ray_tasks_at_once(self) -> int | None:
+        """Number of tasks that Ray workers run at a time; None: as many as there are workers."""
+        return None
+
 
 class PopulationBackendConfig(BackendConfig):
     """The backend that runs a population's tasks."""
@@ -51,6 +56,23 @@ class PopulationBackendConfig(BackendConfig):
     """False: the plan gets results in the order in which it created the tasks, and a run is identical, byte for byte,
     for any number of workers. True: it gets each result at once; no worker waits for a slower one, but two runs of one
     seed differ where the order of completion decides which policies are trained against each other."""
+    tasks_at_once: int = Field(0, ge=0, le=4096)
+    """Tasks that run at a time on a Ray cluster that is started on this machine; 0: one for each CPU. The other workers
+    wait, because more tasks than CPUs interrupt each other. Set it higher if tasks wait for something else than a CPU,
+    such as a remote endpoint (`ray` without `address` only)."""
+
+    @model_validator(mode="after")
+    def _counts_own_cpus(self) -> Self:
+        if self.tasks_at_once and (self.type != "ray" or self.address):
+            raise ValueError(
+                f"tasks_at_once: {self.tasks_at_once} is for a Ray cluster that is started on this machine (type: ray "
+                "without address); elsewhere it is the number of workers: set workers, and leave tasks_at_once out"
+            )
+        return self
+
+    @property
+    def ray_tasks_at_once(self) -> int | None:
+        return None if self.address else self.tasks_at_once or os.cpu_count() or 1
 
 
 class RolloutBackendConfig(BackendConfig):
@@ -94,7 +116,7 @@ def open_backend(config: BackendConfig, make_worker: WorkerFactory, workers: int
     require_ray()
     from palestra.backends.ray.workers import RayBackend
 
-    return RayBackend(make_worker, workers, config.address, config.placement)
+    return RayBackend(make_worker, workers, config.address, config.placement, at_once=config.ray_tasks_at_once)
 
 
 def require_ray() -> None:

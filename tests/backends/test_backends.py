@@ -30,8 +30,10 @@ from toy_tasks import (
     make,
 )
 
+from palestra.backends.config import PopulationBackendConfig
 from palestra.backends.inline import InlineBackend
 from palestra.backends.local import LocalBackend
+from palestra.config import validate
 from palestra.populations.scheduler import run_plan
 from palestra.populations.tasks import Backend, TaskResult
 from palestra.runs import Run, read_lines
@@ -292,3 +294,14 @@ def test_worker_restarts_are_limited(others: Open) -> None:
 def test_unpicklable_tasks_are_explained(others: Open) -> None:
     with pytest.raises(ValueError, match="cannot be sent to another process"):
         others(partial(Adder, bodies=threading.Lock()))  # type: ignore[arg-type]
+
+
+def test_config_sets_the_tasks_that_run_at_once() -> None:
+    """By default as many as there are CPUs, on a cluster that is started here only."""
+    config = partial(validate, PopulationBackendConfig)
+    assert config({"type": "ray", "workers": 64}).ray_tasks_at_once == os.cpu_count()
+    assert config({"type": "ray", "tasks_at_once": 7}).ray_tasks_at_once == 7
+    assert config({"type": "ray", "address": "auto"}).ray_tasks_at_once is None
+    for other in ({"type": "local"}, {"type": "ray", "address": "auto"}):
+        with pytest.raises(ValueError, match="tasks_at_once: 7 is for a Ray cluster that is started on this machine"):
+            config({"tasks_at_once": 7, **other})

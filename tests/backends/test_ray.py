@@ -27,6 +27,12 @@ from palestra.backends.ray import workers  # noqa: E402
 from palestra.backends.ray.workers import RayBackend, _is_node_lost, traffic  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    with ray_cluster.worker_environment():
+        yield
+
+
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """Two nodes of two CPUs; one is called "home", the other "away"."""
@@ -220,6 +226,21 @@ def test_single_machine_offers_the_named_resources() -> None:
     with closing(RayBackend(Teller, 0, placement={"play": {"workers": 2, "resources": {"moon": 0.5}}})):
         assert ray.cluster_resources()["moon"] == 1.0
     assert not ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_workers_of_a_cluster_started_here_take_turns(tmp_path: Path) -> None:
+    """Of three workers two have a task at a time, and all three get some."""
+    with closing(RayBackend(Teller, 3, placement={"train": {"workers": 1}}, at_once=2)) as backend:
+        for i in range(12):
+            backend.submit(TellTask(f"play/{i}", 0.2))
+        backend.submit(TellToTrain("train/0", 0.2))
+        found, most = [], 0
+        while done := backend.wait(120.0):
+            found.append(done.result)
+            most = max(most, backend._running(backend._common))
+    assert len(found) == 13 and most == 2
+    assert len({result.pid for result in found}) == 4  # the placed worker does not count
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,9 @@ class RayBackend:
 
         RayBackend(make, 4, "auto", {"train": {"workers": 2, "num_gpus": 1}, "assess": {"workers": 1, "num_cpus": 2}})
 
+    On a cluster that is started here, the `workers` run at most `at_once` tasks at a time (None: one each); the next
+    one goes to the worker that has waited longest.
+
     If an actor or its node dies, it is replaced on any node with free resources, and its task goes to the next free
     worker. Raises ValueError if `placement` is invalid or there is no worker, and in `wait` if no actor could be placed
     for ten minutes.
@@ -131,6 +134,8 @@ class RayBackend:
         workers: int,
         address: str | None = None,
         placement: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        at_once: int | None = None,
     ) -> None:
         self._apart = {kind: _Group(parse_placement(kind, own)) for kind, own in (placement or {}).items()}
         self._common = _Group(ActorResources(workers, {"num_cpus": 1}))
@@ -138,6 +143,7 @@ class RayBackend:
         if self.workers < 1:
             raise ValueError(f"workers is {workers}, and placement has none: at least one is needed to do the tasks")
         self._owner = join_cluster(address, [group.needs for group in self._groups])
+        self._at_once = workers if at_once is None or not self._owner else at_once
         self._make = put_factory(make_worker)
         self._actor: Any = ray.remote(WorkerActor)
         self._scratch = tempfile.mkdtemp(prefix="palestra-")
@@ -194,7 +200,7 @@ class RayBackend:
     def cancel_pending(self) -> int:
         for group in self._groups:
             group.queue.clear()
-        return sum(hand.task is not None for hand in self._busy.values())
+        return sum(map(self._running, self._groups))
 
     def close(self) -> None:
         hands = [*self._idle, *self._busy.values()]
@@ -212,17 +218,25 @@ class RayBackend:
         self._busy.clear()
         self._remove()
 
+    def _running(self, group: _Group) -> int:
+        """Returns the number of tasks that the workers of a group have in hand."""
+        return sum(hand.task is not None and hand.group is group for hand in self._busy.values())
+
     def _hire(self, group: _Group) -> None:
         actor = self._actor.options(scheduling_strategy="SPREAD", **group.needs.options).remote()
         self._busy[actor.make.remote(self._make)] = _RayWorkerHandle(group, actor)
 
     def _hand_out(self) -> None:
+        free = self._at_once - self._running(self._common)
         for hand in list(self._idle):
+            if hand.group is self._common and not free:
+                continue
             if task := hand.group.queue.pop():
                 packages = {
                     name: self._fetchable(name, folder) for name, folder in self._members.folders_for(task).items()
                 }
                 self._idle.remove(hand)
+                free -= hand.group is self._common
                 hand.task, trace = task, hand.group.queue.traces.get(task.name)
                 new = hand.take(list(packages.values()))
                 contents = {name: package.content for name, package in packages.items()}
