@@ -5,8 +5,8 @@
     python bench/peak.py --alone    without TRL: about 25 CPU minutes (with --quick one)
     python bench/peak.py --alone --tokens 24    shorter answers: five CPU minutes
 
-palestra samples and trains as `palestra info` suggests where memory is short: the KV cache has a budget of 0.5 GiB (a
-sixth of what all answers want), layers are recomputed, micro-batches have at most 2,048 tokens. TRL runs with
+palestra samples and trains as `palestra info` suggests where memory is short: the KV cache has a budget of 0.25 GiB (a
+sixteenth of what all answers want), layers are recomputed, micro-batches have at most 1,024 tokens. TRL runs with
 micro-batches of 8 answers, which is its default, and recomputes its layers too. Both keep float32 weights and train a
 LoRA adapter; each makes one step. Figures, both at most:
 
@@ -31,8 +31,8 @@ from pathlib import Path
 from limit import qwen3_06b_config, random_prompts, save_random
 
 HERE = Path(__file__).parent
-PROMPT, NEW, K, RANK, MICRO_BATCH_TOKENS = 96, 128, 8, 8, 2048
-KV_CACHE_BYTES = 2**29
+PROMPT, NEW, K, RANK, MICRO_BATCH_TOKENS = 96, 128, 8, 8, 1024
+KV_CACHE_BYTES = 2**28
 TARGETS = {"peak_vs_trl": 0.33, "peak_gib_over_base": 2.0}
 
 
