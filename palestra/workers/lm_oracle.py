@@ -69,8 +69,9 @@ class LanguageOracle(StrictModel):
     random players whose action probabilities depend on the observation. Responses with `fresh` weights start there.
     0: none."""
     imitation_lr: float | None = Field(None, gt=0, le=1_000_000)
-    """Learning rate of `imitation_steps`. Null: that of `policy`. A base that has to learn the form of an answer needs
-    far more than responses do: there all answers pull into one direction, in which Adam's first steps are full ones."""
+    """Learning rate of `imitation_steps`, which is constant. Null: that of `policy`. A base that has to learn the form
+    of an answer needs far more than responses do: there all answers pull into one direction, in which Adam's first
+    steps are full ones."""
     imitation_odds: float = Field(10.0, ge=1)
     """The largest odds between two actions of those random players, who thus differ between observations. 1: all
     actions are equally likely. Higher odds teach the adapter to tell observations apart."""
@@ -167,8 +168,9 @@ class LanguageWorker:
 
     async def _teach(self) -> LanguageLearner:
         """Trains an adapter to answer with legal actions; identical in every worker of a run."""
-        lr = self.config.imitation_lr or self.config.policy.lr
-        learner, lesson = self._new("words", self.config.policy.model_copy(update={"lr": lr})), SFT(imitate="all")
+        # the schedule is that of responses: at its beginning, where imitation is, a warm-up has rate 0
+        changes = {"lr": self.config.imitation_lr or self.config.policy.lr, "warmup_ratio": 0.0}
+        learner, lesson = self._new("words", self.config.policy.model_copy(update=changes)), SFT(imitate="all")
         teacher, count = (
             ScriptedPolicy(partial(_by_odds, self.seed, self.config.imitation_odds)),
             self.config.episodes * self.config.algorithm.group_size,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from palestra.config import validate
 from palestra.policies.base import Query
@@ -23,7 +25,7 @@ from palestra.populations.tasks import (
     TrainResult,
     TrainTask,
 )
-from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker, _by_odds
+from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker, _adapter, _by_odds
 
 VOCABULARY = {"J": "1", "Q": "2", "K": "3", "pass": "no", "bet": "yes"}
 TREE: dict[str, Any] = {
@@ -179,6 +181,16 @@ def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:
     assert set(games) == {"bold", "itself"} and sum(games.values()) == 16 * 4
     (cell,) = play(everyone, 40, ("bold", "uniform"), members={"bold": out})
     assert cell.games == 40
+
+
+def test_imitation_is_not_held_up_by_a_warm_up() -> None:
+    weights = []
+    for ratio in (0.0, 0.5):
+        taught = asyncio.run(worker(policy=TREE["policy"] | {"warmup_ratio": ratio}, imitation_steps=2)._teach())
+        weights.append(_adapter(taught).parameters())
+    assert all(map(torch.equal, *weights))
+    new = _adapter(worker()._new("words", worker().config.policy)).parameters()
+    assert not all(map(torch.equal, weights[0], new))
 
 
 def test_joint_lineups_are_sampled_together(tmp_path: Path) -> None:
