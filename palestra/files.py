@@ -11,15 +11,20 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 TEMPORARY_PREFIX = ".tmp-"  # prefix of unfinished files and folders; after a crash they can be removed
 MAX_NAME_BYTES = 255  # bytes of one path component
 EDITED_HINT = "was the file edited? Bring it back from a copy, or remove that line"
+JSON_TYPES = {str, int, bool, type(None)}
 CHECKSUM_PATTERN = re.compile(rb', "checksum": "([0-9a-f]{16})"\}$')  # end of a line with a checksum
 
 
@@ -247,20 +252,21 @@ class JsonlWriter:
         self._file.close()
 
 
-def to_json_line(values: Mapping[str, Any]) -> bytes:
-    """Returns one line of JSON with a newline. NumPy and torch values become Python values; NaN and infinity become
-    null."""
+def to_json_line(values: Mapping[str, Any] | DataclassInstance) -> bytes:
+    """Returns one line of JSON with a newline. NumPy and torch values become Python values, dataclasses objects of
+    their fields; NaN and infinity become null."""
     return json.dumps(_plain(values), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` with a checksum of their line as last entry, which `read_checksummed` verifies."""
-    return {**values, "checksum": _seal(to_json_line(values)[:-1])}
+def to_checksummed_line(values: Mapping[str, Any]) -> bytes:
+    """Returns `to_json_line(values)` with a checksum of it as last entry, which `read_checksummed` verifies."""
+    bare = to_json_line(values)[:-1]
+    return bare[:-1] + f', "checksum": "{_seal(bare)}"}}\n'.encode()
 
 
 def read_checksummed(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a .jsonl file that were written with `with_checksum`, without the checksums. An incomplete
-    last line is ignored.
+    """Returns the lines of a .jsonl file that `to_checksummed_line` made, without the checksums. An incomplete last
+    line is ignored.
 
     Raises OSError if there is no such file, and DamagedFile with the line number if a line differs from what was
     written.
@@ -270,7 +276,7 @@ def read_checksummed(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_checksummed(path: Path | str, number: int, line: bytes) -> dict[str, Any]:
-    """Returns line `number` of a file of lines that were written with `with_checksum`, without the checksum. Raises
+    """Returns line `number` of a file of lines that `to_checksummed_line` made, without the checksum. Raises
     DamagedFile if it differs from what was written."""
     found = CHECKSUM_PATTERN.search(line)
     bare = line[: found.start()] + b"}" if found else b""
@@ -330,6 +336,13 @@ def filter_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def _plain(value: Any) -> Any:
+    kind = type(value)
+    if kind in JSON_TYPES:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if is_dataclass(kind):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(kind)}
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):

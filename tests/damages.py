@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from palestra.files import to_json_line, with_checksum
+from palestra.files import to_checksummed_line
 
 Damage = Callable[[Path], object]
 
@@ -116,7 +116,7 @@ def forge(number: int = 0, **changes: object) -> Damage:
     def change(kept: list[bytes]) -> list[bytes]:
         line = json.loads(kept[number]) | changes
         del line["checksum"]
-        kept[number] = to_json_line(with_checksum({key: value for key, value in line.items() if value is not None}))
+        kept[number] = to_checksummed_line({key: value for key, value in line.items() if value is not None})
         return kept
 
     return lines(change)

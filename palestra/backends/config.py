@@ -74,6 +74,12 @@ class PopulationBackendConfig(BackendConfig):
     def ray_tasks_at_once(self) -> int | None:
         return None if self.address else self.tasks_at_once or os.cpu_count() or 1
 
+    @property
+    def num_at_once(self) -> int:
+        """Number of tasks that run at a time, without those of workers in `placement`."""
+        limit = self.ray_tasks_at_once if self.type == "ray" else None
+        return min(self.num_workers, limit or self.num_workers)
+
 
 class RolloutBackendConfig(BackendConfig):
     """The backend that plays episodes and, on Ray, trains weights, in a run of language agents. With `inline` both

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
@@ -17,7 +17,7 @@ from palestra.config import RunName, StrictModel
 from palestra.envs import load_env_class, validate_env_options
 from palestra.envs.text.board_games import TextGame
 from palestra.envs.vector.base import VectorEnv
-from palestra.files import atomic_write
+from palestra.files import atomic_write, to_json_line
 from palestra.populations.league import League, LeagueConfig
 from palestra.populations.pbt import PBT, PBTConfig
 from palestra.populations.population import Member, Player, Population
@@ -90,7 +90,7 @@ class PopulationSetup:
     plan: AnyPlan
     make_worker: WorkerFactory
     open_backend: Callable[[WorkerFactory], Backend]
-    workers: int
+    at_once: int
     as_completed: bool
 
 
@@ -99,18 +99,18 @@ class PopulationRecorder(PlanCallback):
 
     def __init__(self, plan: AnyPlan, run: Run, watcher: PlanCallback) -> None:
         self.plan, self.run, self.callback = plan, run, watcher
-        self.members = 0
+        self._lines: list[str] = []  # of population.json, one for each member: members do not change
 
     def on_task_done(self, number: int, done: TaskResult, lines: Mapping[str, Metrics]) -> None:
-        if TEAM in lines and len(self.plan.population) > self.members:
+        if TEAM in lines and len(self.plan.population) > len(self._lines):
             self.write()
         self.callback.on_task_done(number, done, lines)
 
     def write(self) -> None:
         """Writes both files; payoffs.csv only for plans with a payoff table."""
-        self.members = len(self.plan.population)
-        members = json.dumps(self.plan.population.to_json(), indent=2)
-        atomic_write(self.run.path / "population.json", f"{members}\n".encode())
+        new = islice(self.plan.population, len(self._lines), None)
+        self._lines += [to_json_line(member).decode().rstrip() for member in new]
+        atomic_write(self.run.path / "population.json", "[\n{}\n]\n".format(",\n".join(self._lines)).encode())
         if isinstance(self.plan, PSRO | SelfPlay) and all(self.plan.payoffs.shape):
             atomic_write(self.run.path / "payoffs.csv", self.plan.payoffs.to_csv().encode())
 
@@ -130,7 +130,7 @@ def build_population(config: PopulationConfig) -> PopulationSetup:
         plan=_plan(config, population, tuple(SHARED_PLAYER if one else seat for seat in seats)),
         make_worker=_worker(config, players),
         open_backend=partial(open_backend, config.backend),
-        workers=config.backend.num_workers,
+        at_once=config.backend.num_at_once,
         as_completed=config.backend.as_completed,
     )
 

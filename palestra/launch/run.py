@@ -292,7 +292,7 @@ def _execute_population(setup: Any, run: Any, config: Any, callbacks: Sequence[C
     """Runs the remaining tasks of a population plan. Returns False if it was stopped early."""
     from palestra.launch.population import run_population
 
-    what = f"{config.env_label}, {config.population.type} by {config.oracle.type}, {setup.workers} at once"
+    what = f"{config.env_label}, {config.population.type} by {config.oracle.type}, {setup.at_once} at once"
     console.print(styled_text("run ", (str(run.path), "bold"), f": {what}"), soft_wrap=True)
     if start := len(read_lines(run.path / TASKS_FILE)):
         console.print(f"resuming after {start} tasks")

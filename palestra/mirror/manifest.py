@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from palestra.files import DamagedFile, parse_checksummed, path_inside, to_json_line, with_checksum
+from palestra.files import DamagedFile, parse_checksummed, path_inside, to_checksummed_line
 
 FORMAT = 1
 MIB = 2**20
@@ -56,7 +56,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the manifest as a line of JSON with a checksum."""
-        return to_json_line(with_checksum({"format": FORMAT, **asdict(self), "files": self.files}))
+        return to_checksummed_line({"format": FORMAT, **asdict(self), "files": self.files})
 
     @classmethod
     def from_bytes(cls, url: str, data: bytes) -> Manifest:

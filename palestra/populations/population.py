@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 Player = str  # player of the meta-game: a seat, or the name of the one population that plays every seat
@@ -58,7 +58,3 @@ class Population:
 
     def __len__(self) -> int:
         return len(self.members)
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Returns the members' fields, as written to population.json."""
-        return [asdict(member) for member in self]

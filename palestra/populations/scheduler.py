@@ -33,7 +33,6 @@ from palestra.files import (
     read_checksummed,
     read_lines,
     remove_path,
-    with_checksum,
 )
 from palestra.populations.task_json import TASKS_FILE, TaskRecord, task_record
 from palestra.populations.tasks import Backend, Plan, Result, Task, TaskResult, TrainTask
@@ -176,7 +175,7 @@ class PlanRun:
         task = done.task
         files = store_output(done.folder, self.run.path / MEMBERS_DIR / task.output_member) if done.folder else {}
         record = TaskRecord(self.num_done, task, files, done.result)
-        self.run.append_line(TASKS_FILE, with_checksum(record.to_json()))
+        self.run.append_checksummed(TASKS_FILE, record.to_json())
         times = {"task": task.name, "kind": task.kind, "seconds": done.seconds}
         self.run.log_timings(self.num_done, TEAM, {**times, "elapsed_s": time.monotonic() - self._start})
         self.run.log_workers(self.num_done)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -38,13 +38,13 @@ class TaskRecord:
     result: Result
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the line's values, without checksum."""
+        """Returns the values of the line for `to_json_line`, without checksum."""
         return {
             "number": self.number,
             "kind": self.task.kind,
-            "task": asdict(self.task),
+            "task": self.task,
             "files": self.files,
-            "result": asdict(self.result),
+            "result": self.result,
         }
 
 
@@ -85,7 +85,7 @@ def read_records(path: Path) -> list[TaskRecord]:
 
 def crossplay_line(members: MemberProfile, cell: PayoffCell) -> dict[str, Any]:
     """Returns a line of crossplay.jsonl."""
-    return {"members": members, "payoffs": asdict(cell)}
+    return {"members": members, "payoffs": cell}
 
 
 def read_crossplay(path: Path) -> list[tuple[MemberProfile, PayoffCell]]:
@@ -111,7 +111,7 @@ def through_json(result: Result, task: Task) -> Result:
     """
     if not isinstance(result, task.result_type):
         raise ValueError(f"the worker returned {type(result).__name__}, not {task.result_type.__name__}")
-    return from_json(task.result_type, json.loads(to_json_line(asdict(result))), "result")
+    return from_json(task.result_type, json.loads(to_json_line(result)), "result")
 
 
 def from_json(kind: type[T], value: Any, where: str) -> T:

@@ -31,8 +31,8 @@ from palestra.files import (
     path_inside,
     read_lines,
     remove_path,
+    to_checksummed_line,
     to_json_line,
-    with_checksum,
 )
 from palestra.runs.checkpoints import (
     CHECKPOINTS_FILE,
@@ -168,6 +168,12 @@ class Run:
         self._append(name, line)
         self._logs[name].fsync()
 
+    def append_checksummed(self, name: str, line: Mapping[str, Any]) -> None:
+        """Appends a line with a checksum, which `read_checksummed` verifies, to the log file `name`. On disk on
+        return."""
+        self._log(name).write(to_checksummed_line(line))
+        self._logs[name].fsync()
+
     def rewrite_log(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Atomically replaces the lines of the log file `name`. Does nothing if they are unchanged."""
         path, data = self.path / name, b"".join(map(to_json_line, lines))
@@ -221,7 +227,7 @@ class Run:
             self.sync()  # the log lines that the checksums cover must be on disk first
             line["logs"] = {log: self._checksum(log) for log in CHECKSUMMED_LOGS}
             line["files"] = checksums(complete)
-            self.append_line(CHECKPOINTS_FILE, with_checksum(line))
+            self.append_checksummed(CHECKPOINTS_FILE, line)
 
         atomic_folder(folder, write, commit=commit)
         self.next_step = step + 1
@@ -264,9 +270,12 @@ class Run:
         return newest, skipped
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        self._log(name).write(to_json_line(line))
+
+    def _log(self, name: str) -> JsonlWriter:
         if name not in self._logs:
             self._logs[name] = JsonlWriter(self.path / name)
-        self._logs[name].write(to_json_line(line))
+        return self._logs[name]
 
     def _checksum(self, name: str) -> dict[str, Any]:
         """Checksum of a log in its current state."""

@@ -299,7 +299,9 @@ def test_unpicklable_tasks_are_explained(others: Open) -> None:
 def test_config_sets_the_tasks_that_run_at_once() -> None:
     """By default as many as there are CPUs, on a cluster that is started here only."""
     config = partial(validate, PopulationBackendConfig)
-    assert config({"type": "ray", "workers": 64}).ray_tasks_at_once == os.cpu_count()
+    many = config({"type": "ray", "workers": 64})
+    assert many.ray_tasks_at_once == os.cpu_count() and many.num_at_once == min(64, os.cpu_count() or 1)
+    assert config({"type": "local", "workers": 64}).num_at_once == 64
     assert config({"type": "ray", "tasks_at_once": 7}).ray_tasks_at_once == 7
     assert config({"type": "ray", "address": "auto"}).ray_tasks_at_once is None
     for other in ({"type": "local"}, {"type": "ray", "address": "auto"}):

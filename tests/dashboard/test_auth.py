@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 from palestra.dashboard.app import build_dashboard
 from palestra.dashboard.catalog import NotFound, RunCatalog
-from palestra.files import to_json_line, with_checksum
+from palestra.files import to_checksummed_line
 from palestra.runs.checkpoints import CHECKSUMMED_LOGS
 from palestra.web.origin_middleware import OriginPolicy
 
@@ -60,8 +60,8 @@ def root(tmp_path_factory):
 def checkpoint_line(path, name):
     """A line of checkpoints.jsonl, whole and with its checksum, that leads to such a folder."""
     logs = {log: {"bytes": 0, "sha256": "0" * 64} for log in CHECKSUMMED_LOGS}
-    return to_json_line(
-        with_checksum({"step": 0, "path": path, "names": {"red": name}, "files": {}, "logs": logs, "keep": True})
+    return to_checksummed_line(
+        {"step": 0, "path": path, "names": {"red": name}, "files": {}, "logs": logs, "keep": True}
     )
 
 

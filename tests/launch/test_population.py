@@ -175,6 +175,7 @@ def test_backend_may_change_on_resume(tmp_path):
     assert parse(shown.output)["backend"] == {
         "type": "local",
         "workers": 3,
+        "tasks_at_once": 0,
         "torch_threads": 1,
         "address": None,
         "placement": {},

@@ -15,7 +15,7 @@ from toy_tasks import Adder, Sums
 
 from palestra.agents.trained_agent import find_agents
 from palestra.backends.inline import InlineBackend
-from palestra.files import to_json_line, with_checksum
+from palestra.files import to_checksummed_line
 from palestra.populations.scheduler import PlanCallback, run_plan
 from palestra.populations.task_json import TaskRecord
 from palestra.populations.tasks import PlayResult, PlayTask, Result, Task
@@ -74,7 +74,7 @@ def forge(number: int, **changes: object) -> Damage:
     def change(kept: list[bytes]) -> list[bytes]:
         line = json.loads(kept[number]) | changes
         del line["checksum"]
-        kept[number] = to_json_line(with_checksum(line))
+        kept[number] = to_checksummed_line(line)
         return kept
 
     return lines(change)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.files import DamagedFile, to_json_line
+from palestra.files import DamagedFile, parse_checksummed, to_checksummed_line, to_json_line
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.task_json import TaskRecord, read_records, task_record, through_json
 from palestra.populations.tasks import (
@@ -71,6 +73,18 @@ def line(record: TaskRecord) -> dict[str, Any]:
     """As it stands in the file."""
     found: dict[str, Any] = json.loads(to_json_line(record.to_json()))
     return found
+
+
+@pytest.mark.parametrize(("task", "result"), PAIRS)
+def test_lines_hold_all_fields_and_a_checksum_of_what_stands_before_it(task: Task, result: Result) -> None:
+    values = TaskRecord(7, task, FILES, result).to_json()
+    bare = to_json_line(values)
+    assert bare == to_json_line(values | {"task": asdict(task), "result": asdict(result)})
+    sealed = to_checksummed_line(values)
+    assert json.loads(sealed) == json.loads(bare) | {"checksum": hashlib.sha256(bare[:-1]).hexdigest()[:16]}
+    assert parse_checksummed("here", 1, sealed[:-1]) == json.loads(bare)
+    with pytest.raises(DamagedFile, match="here, line 1 is not as it was written"):
+        parse_checksummed("here", 1, sealed[:-1].replace(b'"number": 7', b'"number": 8'))
 
 
 @pytest.mark.parametrize(("task", "result"), PAIRS)

@@ -1,6 +1,7 @@
 """Data read from a population's run directory, on runs with known answers."""
 
 import json
+from dataclasses import asdict
 from itertools import combinations
 
 import numpy as np
@@ -56,7 +57,7 @@ def made_run(folder, tasks, members=None, metrics=()):
         for step, policy, figures in metrics:
             run.log_metrics(step, policy, figures)
     if members:
-        (run.path / "population.json").write_text(json.dumps(members.to_json()))
+        (run.path / "population.json").write_text(json.dumps([asdict(member) for member in members]))
     return run.path
 
 
