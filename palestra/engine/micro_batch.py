@@ -12,14 +12,17 @@ from torch import Tensor
 
 from palestra.engine.head import LMHead, score_tokens, scored_tokens, select_rows
 from palestra.engine.kept_tokens import KeptTokens, kept_tokens
+from palestra.engine.linear import padded_rows
 from palestra.engine.lora import Adapter
 from palestra.engine.lora_routes import SingleAdapterRoute
 from palestra.engine.lora_variants import Dropout
 from palestra.engine.models import Engine
 from palestra.engine.routing_replay import packed_experts
-from palestra.engine.tree_attention import Forest, TreeLayout, build_forest
+from palestra.engine.tree_attention import Forest, TreeLayout, build_forest, padded_forest
 from palestra.losses.policy import LossInputs
 from palestra.types import Sample
+
+MIN_PADDED_TOKENS = 1024  # of a pass: in smaller ones it costs less to add rows to each product (linear.py)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class PackedBatch:
     def pack(cls, samples: Sequence[Sample], engine: Engine) -> PackedBatch:
         """Packs `samples`."""
         forest, rows_M, targets_M = pack_samples(samples)
+        if engine.attention and engine.device.type == "cpu" and len(forest.ids_S) >= MIN_PADDED_TOKENS:
+            forest = padded_forest(forest, padded_rows(len(forest.ids_S)))
         temperature_M = _spread([s.temperature or 1.0 for s in samples], samples)
         kept, experts_SLK = kept_tokens(samples, engine.device), None
         if any(s.routed_experts is not None for s in samples):

@@ -14,6 +14,7 @@ dropped, unless a single answer is too long for the whole budget.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -38,6 +39,7 @@ from palestra.engine.scheduler import Scheduler
 PREFILL_TOKENS = 8192  # maximum number of prompt tokens of a pass
 PREEMPTED_DIVISOR = 8  # a preemption takes 1/8 of all rows
 LIGHT_PASSES = 4  # extra passes of light clients per common pass
+RELEASE_EVERY_S = 4.0  # seconds of sampling with a large model after which freed memory goes back to the system
 
 
 class Sampler:
@@ -71,6 +73,7 @@ class Sampler:
         self.waiting = self.scheduler.waiting
         self._hurried = False
         self._ended: list[tuple[SequenceGroup, SamplingOutcome]] = []
+        self._release_at = 0.0  # `time.monotonic()`
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -168,7 +171,10 @@ class Sampler:
     def _rest(self) -> None:
         if not self.has_requests:
             self.batch.rest()
-            self.engine.release_freed_memory()
+        elif time.monotonic() < self._release_at:
+            return
+        self.engine.release_freed_memory()
+        self._release_at = time.monotonic() + RELEASE_EVERY_S
 
     def clear_cache(self) -> None:
         """Drops the stored prefixes and adapter stacks of earlier snapshots."""

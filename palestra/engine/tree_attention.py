@@ -79,6 +79,15 @@ def concat_forests(forests: Sequence[Forest]) -> Forest:
     )
 
 
+def padded_forest(forest: Forest, size: int) -> Forest:
+    """Returns `forest` with tokens 0 at its end, which no path has, up to `size` tokens."""
+    padding = size - len(forest.ids_S)
+    if padding <= 0:
+        return forest
+    places = np.arange(padding)
+    return concat_forests([forest, Forest(np.zeros(padding, np.int64), places, [], [(0, places)])])
+
+
 class QuerySegment(NamedTuple):
     """The queries of a segment: `at`, the index of each in `path`, the flat indices of the keys; and the index in
     `path` of the first key that each attends to (None: all)."""

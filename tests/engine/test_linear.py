@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from palestra.engine import linear as linear_module
+from palestra.engine import micro_batch
 from palestra.engine.linear import OneDNNLinear, PackedWeight, linear, matmul, pack_weights
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.lora_routes import LowRankLinear
@@ -84,6 +85,42 @@ def test_other_products_stay_pytorchs_own_bit_for_bit(x, weight):
 def test_autocast_still_computes_in_its_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(normal(8, 300), normal(400, 300), None).dtype == torch.bfloat16
+
+
+def test_products_have_few_numbers_of_rows(monkeypatch):
+    """oneDNN keeps the kernels of each. Samples of all lengths are trained as without added tokens, and sampled."""
+    seen, engine = set(), wide_lm()
+
+    def product(x, weight, bias, activation="none"):
+        seen.add(x.numel() // x.shape[-1])
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(linear_module, "onednn_product", lambda: product)
+    monkeypatch.setattr(linear_module, "onednn_packing", lambda: None)
+    adapter = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=1)
+    trainer = Trainer(engine, adapter)
+
+    def grads() -> list[torch.Tensor]:
+        for length in (3, 40, 150, 411):
+            ids = np.random.default_rng(length).integers(3, 100, length).astype(np.int32)
+            zeros = np.zeros(length, np.float32)
+            samples = [Sample(ids[:2], ids, zeros - 5, zeros + a) for a in (1.0, -0.5)]
+            samples[1].token_ids[length // 2] ^= 1
+            trainer.forward_backward(samples, clipped_policy_loss)
+        trainer.logprobs(samples)
+        found = [p.grad for p in adapter.parameters()]
+        trainer.reset_optimizer()
+        for p in adapter.parameters():
+            p.grad = None
+        return found
+
+    plain = grads()
+    monkeypatch.setattr(micro_batch, "MIN_PADDED_TOKENS", 1)
+    for ours, theirs in zip(grads(), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for n in range(1, 40, 3):
+        Sampler(engine).sample_all([Request(np.arange(3, 3 + n, dtype=np.int32), n, SamplingConfig(max_tokens=3))])
+    assert seen <= {*range(4, 17, 4), *range(16, 257, 8), *range(288, 1025, 32)} and len(seen) >= 8
 
 
 @needs_onednn
