@@ -1,6 +1,6 @@
-"""What `palestra plan` predicts beside what runs measure: 1M to 135M parameters, 1 to 16 adapters, waiting envs.
+"""What `palestra plan` predicts beside what runs measure: 1M to 600M parameters, adapters, envs that wait, Ray, gRPC.
 
-    python bench/capacity.py             sixteen runs, about ten minutes of CPU time
+    python bench/capacity.py             nineteen runs, about fifteen minutes of CPU time
     python bench/capacity.py --quick     twelve runs of fewer steps, about six minutes
     python bench/capacity.py --simulate  the simulated cluster alone: leagues on 1 to 1,000 workers (cluster.py)
     python bench/capacity.py --rows 1M-1 20M-8 --markdown rows.md
@@ -42,10 +42,11 @@ import torch
 from cluster import simulate
 from rich.console import Console
 from rich.table import Table
+from scale import servers
+from soak_parts.memory import cpu_seconds, process_tree
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
-from palestra.backends.episode_tasks import DistributedSource
-from palestra.builders.calibration import Calibration, noise_config
+from palestra.builders.calibration import Calibration, NoiseEnv, noise_config
 from palestra.builders.capacity import Machine, decode_work
 from palestra.builders.capacity_phases import StepTime, step_time
 from palestra.builders.capacity_plan import Fleet, layout_of, plan_capacity
@@ -58,9 +59,9 @@ from palestra.engine.bases import resolve_base
 from palestra.launch.distributed import build
 from palestra.runs import Run
 from palestra.training.loop import Callback, run_training
-from palestra.training.text import TextTrainer
 from palestra.types import Metrics
 
+NOISE = f"{NoiseEnv.__module__}:{NoiseEnv.__qualname__}"
 TARGETS = {"within_25": 0.9, "runs": 12}
 TOLERANCE = 0.25
 CORES, REPEATS = 2, 2  # of this machine; of each probe
@@ -71,20 +72,23 @@ SHAPES = {  # hidden, inner, layers, query heads, key heads, width of a head, vo
     "20M": (384, 1152, 10, 12, 4, 32, 8192),
     "60M": (512, 1536, 16, 8, 4, 64, 16384),
     "135M": (576, 1536, 30, 9, 3, 64, 49152),  # SmolLM2's, and of its kind
+    "600M": (1024, 3072, 28, 16, 8, 128, 151936),  # Qwen3-0.6B's
 }
 console = Console(width=130)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run to measure: the size of its base, adapters (a seat each), worker processes (0: none), steps that play is
-    ahead, joint steps of an episode, seconds that an env step waits, episodes and answers of each prompt, and
-    their lengths."""
+    """A run to measure: the size of its base, adapters (a seat each), worker processes (0: none) and their backend,
+    whether envs are on a gRPC server, steps that play is ahead, joint steps of an episode, seconds that an env step
+    waits, episodes and answers of each prompt, and their lengths."""
 
     name: str
     size: str
     adapters: int = 1
     workers: int = 0
+    backend: str = "local"
+    served: bool = False
     staleness: int = 0
     turns: int = 1
     wait_s: float = 0.0
@@ -112,8 +116,11 @@ ROWS = (
     Row("1M-1-workers-1", "1M", workers=1),
     Row("20M-1-workers-2", "20M", workers=2, episodes=8, steps=5),
     Row("5M-2-workers-2-wait-0.2", "5M", adapters=2, workers=2, wait_s=0.2, turns=2, episodes=4, steps=5),
+    Row("600M-1", "600M", episodes=2, group=4, tokens=8, steps=3),
+    Row("5M-1-grpc-wait-0.5", "5M", served=True, turns=2, wait_s=0.5, episodes=8),
+    Row("5M-2-ray-1", "5M", adapters=2, workers=1, backend="ray", episodes=8),
 )
-LEFT_OUT_OF_QUICK = {"5M-4", "60M-1", "135M-2", "1M-4-wait-2"}
+LEFT_OUT_OF_QUICK = {"5M-4", "60M-1", "135M-2", "1M-4-wait-2", "600M-1", "5M-1-grpc-wait-0.5", "5M-2-ray-1"}
 
 
 def random_base(size: str, folder: Path) -> Path:
@@ -144,9 +151,10 @@ def random_base(size: str, folder: Path) -> Path:
     return path
 
 
-def config_of(row: Row, base: Path, *, wait: bool = True) -> TextConfig:
-    """The config of a row's run; without `wait`, its envs do not wait."""
+def config_of(row: Row, base: Path, *, wait: bool = True, at: str | None = None) -> TextConfig:
+    """The config of a row's run, with envs of the server `at`; without `wait`, its envs do not wait."""
     env = {"turns": row.turns, "seconds": row.wait_s if wait else 0.0, "letters": row.letters}
+    env |= {"at": [at]} if at else {}
     return noise_config(
         {"base": str(base), "sampling": {"max_tokens": row.tokens, "stop_at_eos": False}},
         row.episodes,
@@ -155,7 +163,7 @@ def config_of(row: Row, base: Path, *, wait: bool = True) -> TextConfig:
         env=env,
         steps=row.steps,
         staleness=row.staleness,
-        backend={"type": "local", "workers": row.workers} if row.workers else {"type": "inline"},
+        backend={"type": row.backend, "workers": row.workers} if row.workers else {"type": "inline"},
         device="cpu",
     )
 
@@ -168,16 +176,15 @@ def predict(config: TextConfig, row: Row, base: Path, machine: Machine) -> StepT
 
 
 class Stopwatch(Callback):
-    """Wall and CPU seconds at the end of each step: of this process, and of workers."""
+    """Wall and CPU seconds at the end of each step: of this process and of all that it started."""
 
-    def __init__(self, trainer: TextTrainer) -> None:
-        source = trainer.stages[0].source
-        self.workers = source.dispatcher if isinstance(source, DistributedSource) else None
+    def __init__(self) -> None:
         self.wall, self.cpu = [], []
 
     def on_step(self, step: int, metrics: Mapping[str, Metrics]) -> None:
+        started = [pid for pid in process_tree(os.getpid()) if pid != os.getpid()]
         self.wall.append(time.perf_counter())
-        self.cpu.append(time.process_time() + (self.workers.cpu_s if self.workers else 0.0))
+        self.cpu.append(time.process_time() + sum(map(cpu_seconds, started)))
 
 
 def compare_config(path: Path) -> Iterator[Compared]:
@@ -195,9 +202,7 @@ def compare_config(path: Path) -> Iterator[Compared]:
 def measure(config: TextConfig) -> tuple[float, float]:
     """CPU and wall seconds of a step."""
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(config)) as run:
-        trainer = build(config)
-        watch = Stopwatch(trainer)
-        run_training(trainer, run, watch)
+        run_training(build(config), run, watch := Stopwatch())
     return tuple(statistics.median(b - a for a, b in itertools.pairwise(times)) for times in (watch.cpu, watch.wall))
 
 
@@ -234,9 +239,11 @@ def compare(rows: Sequence[Row], folder: Path) -> Iterator[Compared]:
     calibration = Calibration("cpu")
     for row in rows:
         base = random_base(row.size, folder)
-        config = config_of(row, base)
         machine = calibration.measure(REPEATS)
-        found = Compared(row, predict(config, row, base, machine), machine.slowdown, *measure(config))
+        planned = predict(config_of(row, base), row, base, machine)
+        with servers(int(row.served), NOISE) as started:
+            at = started[0].address if started else None  # type: ignore[attr-defined]
+            found = Compared(row, planned, machine.slowdown, *measure(config_of(row, base, at=at)))
         console.print(
             f"{row.name}: CPU {found.predicted.busy_s:.3f} / {found.cpu_s:.3f} = {found.cpu_ratio:.2f}, wall "
             f"{found.predicted.wall_s:.3f} / {found.wall_s:.3f} = {found.wall_ratio:.2f}"
@@ -269,7 +276,7 @@ def cells(found: Compared) -> tuple[str, ...]:
         row.name,
         row.size,
         row.adapters,
-        1 + row.workers,
+        1 + row.workers + row.served + (row.backend == "ray"),
         row.staleness,
         row.turns * row.wait_s,
         f"{found.slowdown:.1f}",
