@@ -2,7 +2,7 @@
 
     python bench/peak.py            16 prompts x 8 answers x 128 tokens, 28 layers: hours, most of them TRL's
     python bench/peak.py --quick    2 prompts x 8 answers x 128 tokens, 4 layers: about 5 minutes
-    python bench/peak.py --alone    without TRL: about 25 CPU minutes (with --quick one)
+    python bench/peak.py --alone    without TRL: about 30 CPU minutes (with --quick one)
     python bench/peak.py --alone --tokens 24    shorter answers: five CPU minutes
 
 palestra samples and trains as `palestra info` suggests where memory is short: the KV cache has a budget of 0.25 GiB (a
