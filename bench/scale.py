@@ -43,6 +43,7 @@ import grpc
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from soak_parts.memory import cpu_seconds, process_tree
 
 from palestra.envs.base import Env
 from palestra.remote.envs import SERVICE
@@ -94,12 +95,7 @@ def servers(number: int, envs: str = GAME, *options: str) -> Iterator[list[subpr
 
 def cpu(processes: Sequence[subprocess.Popen[str]]) -> float:
     """CPU seconds of these processes and their workers so far (Linux; 0 elsewhere)."""
-    ticks = 0
-    for process in processes:
-        for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
-            for pid in {str(process.pid), *children.read_text().split()}:
-                ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(cpu_seconds(pid) for process in processes for pid in process_tree(process.pid))
 
 
 async def episode(make: Callable[[], Any], seed: int, until: float, took: list[float]) -> None:
