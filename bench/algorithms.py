@@ -8,12 +8,12 @@ what it costs.
     python bench/algorithms.py --report                 prints the tables of what was measured and draws the picture
     python bench/algorithms.py --quick                  two small steps, one seed, no tuning: does the road hold?
 
-`sums` is cooperative, `duel` zero-sum (both a base of a million parameters), `real` a lone agent of
-SmolLM2-135M-Instruct (configs/algorithms/); `--device` is of `real` only,
-where more than two processes on one GPU slow each other. Learning rates that were tuned are in
-algorithms_parts/rates.yaml; a method without one takes the better of two on instances of split dev, with a seed that is
-not counted. `real` has one rate, which is not tuned. Scores are of split test. One seed of all methods comes after the
-other, so that what is broken off has as many of each. What was measured is a line for each run in the ledger
+`sums` is cooperative, `duel` zero-sum (both a base of a million parameters, on the CPU), `real` a lone agent of
+SmolLM2-135M-Instruct (configs/algorithms/), on `--device`; several processes on one GPU slow each other down, unless
+CUDA's multi-process service runs (docs/scaling/gpu.md). Learning rates that were tuned are in
+algorithms_parts/rates.yaml; a method without one takes the better of two on instances of split dev, with two seeds that
+are not counted. `real` has one rate, which is not tuned. Scores are of split test. One seed of all methods comes after
+the other, so that what is broken off has as many of each. What was measured is a line for each run in the ledger
 (bench/measured/); what is there is not run again. Runs are in runs/algorithms/.
 """
 
@@ -68,7 +68,7 @@ def main() -> None:
     tune = not (options.no_tune or options.quick)
     schedule = Schedule(tasks, methods, 1 if options.quick else options.seeds, place, tune)
     run_all(schedule, options.processes)
-    have = {job: line for job, line in known(place.ledger).items() if job.seed != TUNING}
+    have = {job: line for job, line in known(place.ledger).items() if job.seed not in TUNING}
     figures = {f"{job.task}, {job.method}, {job.seed}": line["score"] for job, line in have.items()}
     print(json.dumps({"bench": "algorithms", "figures": figures, "targets": {}}))
     if schedule.failed:

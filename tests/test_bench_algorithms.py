@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from palestra.runs import Run
+
 ROOT = Path(__file__).parent.parent
 METHODS = ["GRPO", "distillation", "SFT, own wins"]
 
@@ -52,9 +54,13 @@ def test_runs_wait_for_their_teacher_and_their_rate_and_one_seed_comes_after_the
     assert schedule.open_jobs() == ([*first, *grpo], True)  # distillation has neither a teacher nor a rate
 
     schedule.have[first[1]] = {"dev": 0.2}
-    tuning = [Job("duel", "distillation", each, 100) for each in duel.rates]
+    assert schedule.open_jobs() == ([*first, *grpo], True)  # another machine measured it: its weights are not here
+    folder = schedule.place.folder(first[1])
+    with Run.create(folder.parent, "seed: 100\n", folder.name) as run:
+        run.checkpoint(15, lambda checkpoint: (checkpoint / "weights").write_bytes(b"1"), {})
+    tuning = [Job("duel", "distillation", each, seed) for each in duel.rates for seed in (100, 101)]
     assert schedule.open_jobs() == ([first[0], *tuning, *grpo], True)
-    schedule.have |= {tuning[0]: {"dev": 0.1}, tuning[1]: {"dev": 0.3}}
+    schedule.have |= dict(zip(tuning, ({"dev": dev} for dev in (0.3, 0.1, 0.1, 0.4)), strict=True))
     distilled = [Job("duel", "distillation", duel.rates[1], seed) for seed in (0, 1)]
     assert schedule.open_jobs() == ([first[0], grpo[0], distilled[0], grpo[1], distilled[1]], False)
 

@@ -12,19 +12,25 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from algorithms_parts.methods import UNTRAINED, Method, Task, find_method, tuned_rates
-from algorithms_parts.runs import TUNING, Job, Line, Place, keep, known, measure, teacher_of
+from algorithms_parts.runs import TUNING, Job, Line, Place, has_weights, keep, known, measure, teacher_of
 
 
 def chosen_rate(task: Task, method: Method, have: dict[Job, Line]) -> float | None:
-    """Returns the learning rate of a method: the tuned one, the only one, or the one with the highest score on dev.
-    None if some were not tried yet."""
+    """Returns the learning rate of a method: the tuned one, the only one, or the one with the highest score on dev, the
+    mean over the seeds of tuning. None if some were not tried yet."""
     if (rate := tuned_rates().get(task.name, {}).get(method.name)) is not None:
         return rate
-    tried = {rate: have.get(Job(task.name, method.name, rate, TUNING)) for rate in task.rates}
-    if len(tried) == 1:
+    if len(task.rates) == 1:
         return task.rates[0]
-    found = {rate: line["dev"] for rate, line in tried.items() if line}
-    return max(found, key=lambda rate: found[rate]) if len(found) == len(tried) else None
+    jobs = tuning_jobs(task, method)
+    if not all(job in have for job in jobs):
+        return None
+    return max(task.rates, key=lambda rate: sum(have[job]["dev"] for job in jobs if job.rate == rate))
+
+
+def tuning_jobs(task: Task, method: Method) -> list[Job]:
+    """Returns the runs that choose the learning rate of a method."""
+    return [Job(task.name, method.name, rate, seed) for rate in task.rates for seed in TUNING]
 
 
 @dataclass
@@ -55,7 +61,7 @@ class Schedule:
             if method.teacher:
                 jobs.append(teacher_of(Job(task.name, method.name, 0.0, 0)))
             if self.tune and len(task.rates) > 1 and method.name not in tuned_rates().get(task.name, {}):
-                jobs += [Job(task.name, method.name, rate, TUNING) for rate in task.rates]
+                jobs += tuning_jobs(task, method)
         return list(dict.fromkeys(jobs))
 
     def rate(self, task: Task, method: Method) -> float | None:
@@ -64,9 +70,11 @@ class Schedule:
     def open_jobs(self) -> tuple[list[Job], bool]:
         """Returns the runs that can begin now, and whether others cannot yet."""
         done = self.have.keys() | self.failed.keys() | self.running
+        teachers = {teacher_of(Job(task.name, method.name, 0.0, 0)) for task, method in self.pairs() if method.teacher}
+        again = {job for job in teachers & self.have.keys() if not has_weights(job, self.place)}
         jobs, waiting = [], False
         for job in self.first():
-            if job not in done:
+            if job not in done or job in again - self.running - self.failed.keys():
                 ready, may_be = self._has_teacher(job)
                 waiting = waiting or (not ready and may_be)
                 jobs += [job] if ready else []
@@ -87,11 +95,12 @@ class Schedule:
         task = next(task for task in self.tasks if task.name == job.task)
         if job.method == UNTRAINED.name or not find_method(task, job.method).teacher:
             return True, True
-        return teacher_of(job) in self.have, teacher_of(job) not in self.failed
+        teacher = teacher_of(job)
+        return teacher in self.have and has_weights(teacher, self.place), teacher not in self.failed
 
     def _lost(self, task: Task, method: Method) -> bool:
         """True if tuning failed: the method has no rate and never will."""
-        return any(Job(task.name, method.name, rate, TUNING) in self.failed for rate in task.rates)
+        return any(job in self.failed for job in tuning_jobs(task, method))
 
     def take(self) -> Job | None:
         """Returns the next run; None if there is none left."""

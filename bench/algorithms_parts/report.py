@@ -19,9 +19,9 @@ CLOCK = "clock-s"  # of tasks on a GPU
 
 
 def counted(task: Task, method: Method, have: Ledger) -> list[Line]:
-    """Returns the runs that count, by seed, without that of tuning: those at the chosen learning rate, or where nothing
-    was tuned at the lowest."""
-    runs = [have[job] for job in sorted(have) if job[:2] == (task.name, method.name) and job.seed != TUNING]
+    """Returns the runs that count, by seed, without those of tuning: at the chosen learning rate, or the lowest where
+    none was chosen."""
+    runs = [have[job] for job in sorted(have) if job[:2] == (task.name, method.name) and job.seed not in TUNING]
     for rate in (chosen_rate(task, method, have), task.rates[0]):
         if own := [line for line in runs if line["rate"] == rate]:
             return own

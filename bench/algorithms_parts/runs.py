@@ -25,7 +25,7 @@ from palestra.rollouts.metrics import member_name
 from palestra.runs import list_checkpoints, read_lines
 from palestra.types import Episode, Sample
 
-TUNING = 100  # the seed of runs that choose a learning rate
+TUNING = (100, 101)  # seeds of runs that choose a learning rate
 Line = dict[str, Any]
 
 
@@ -107,9 +107,9 @@ def config_of(job: Job, place: Place) -> Tree:
 
 
 def placed(task: Task, tree: Tree, place: Place) -> Tree:
-    """Returns a config with the settings that depend on the machine."""
-    if task.on_device:
-        tree["device"] = place.device
+    """Returns a config with the settings that depend on the machine. Tasks that are not `on_device` run on the CPU even
+    where there is a GPU."""
+    tree["device"] = place.device if task.on_device else "cpu"
     if task.runs_programs and place.unsafe:
         tree["env"]["unsafe"] = True
     return tree
@@ -118,7 +118,13 @@ def placed(task: Task, tree: Tree, place: Place) -> Tree:
 def teacher_of(job: Job) -> Job:
     """Returns the run whose policy is the teacher."""
     task, method = _parts(job)
-    return Job(job.task, method.teacher, tuned_rates()[task.name][method.teacher], TUNING)
+    return Job(job.task, method.teacher, tuned_rates()[task.name][method.teacher], TUNING[0])
+
+
+def has_weights(job: Job, place: Place) -> bool:
+    """True if the run's weights are here: those of a run that another machine measured are not."""
+    folder = place.folder(job)
+    return folder.exists() and bool(list_checkpoints(folder))
 
 
 def train_and_score(task: Task, job: Job, place: Place) -> Line:
@@ -132,7 +138,7 @@ def train_and_score(task: Task, job: Job, place: Place) -> Line:
     line: Line = job._asdict() | {"run": path.name, "dev": points[-1][1], "answers": points[-1][0], "curve": points}
     line |= {"cpu": seconds(path, "_cpu_s"), "clock": seconds(path, "_s")}
     line["to_bar"] = next((count for count, score in points if score >= task.bar), None)
-    return line if job.seed == TUNING else line | score(task, path, place)
+    return line if job.seed in TUNING else line | score(task, path, place)
 
 
 def curve(task: Task, run: Path) -> list[tuple[float, float]]:
