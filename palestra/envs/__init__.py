@@ -43,6 +43,7 @@ TEXT_ENVS: dict[str, str] = {
     "math": "palestra.envs.text.math.env:Math",
     "math_review": "palestra.envs.text.math.review:MathReview",
     "math_relay": "palestra.envs.text.math.relay:MathRelay",
+    "tool_review": "palestra.envs.text.tools.review:ToolReview",
     "code": "palestra.envs.text.code.env:CoderTester",
     "debate": "palestra.envs.text.debate.env:Debate",
     "tools": "palestra.envs.text.tools.env:Tools",

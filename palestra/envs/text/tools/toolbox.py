@@ -126,25 +126,30 @@ class Toolbox:
 
     async def call(self, call: ToolCall, scratch: ToolState) -> ToolResult:
         """Runs a call. An unknown tool, invalid arguments or a failing tool give an error text as the result."""
+        own = scratch.fork()
         try:
-            tool = self._find(call)
-            arguments = tool.validate_arguments(call.arguments)
+            tool, arguments = self._prepare(call, own)
+            return self._result(_in_words(await self._called(tool, arguments)), own)
         except ValueError as error:
             return self._result(f"Error: {error}", scratch, good=False)
-        own = scratch.fork()
-        return await self._run(
-            tool, arguments | ({tool.state_parameter: own} if tool.state_parameter else {}), scratch, own
-        )
-
-    async def _run(self, tool: Tool, arguments: Json, before: ToolState, after: ToolState) -> ToolResult:
-        try:
-            value = await self._called(tool, arguments)
-            return self._result(_in_words(value), after)
-        except ValueError as error:
-            return self._result(f"Error: {error}", before, good=False)
         except ToolCallFailed as error:
-            failure = f"{tool.name} {error}"
-        return self._result(f"Error: {failure}", before, failure=failure)
+            failure = f"{call.name} {error}"
+        return self._result(f"Error: {failure}", scratch, failure=failure)
+
+    def call_now(self, call: ToolCall, scratch: ToolState) -> ToolResult:
+        """Runs a call as `call` does, for toolboxes of built-in tools that return at once, such as the calculator."""
+        own = scratch.fork()
+        try:
+            tool, arguments = self._prepare(call, own)
+            return self._result(_in_words(tool.function(**arguments)), own)
+        except ValueError as error:
+            return self._result(f"Error: {error}", scratch, good=False)
+
+    def _prepare(self, call: ToolCall, own: ToolState) -> tuple[Tool, Json]:
+        """Returns the tool of a call and all its arguments. Raises ValueError if there is none, or they are invalid."""
+        tool = self._find(call)
+        arguments = tool.validate_arguments(call.arguments)
+        return tool, arguments | ({tool.state_parameter: own} if tool.state_parameter else {})
 
     async def _called(self, tool: Tool, arguments: Json) -> Any:
         if not tool.is_built_in:
