@@ -56,7 +56,8 @@ DEBATE = ["--lr", "5e-4", "--epochs", "8", "--debates", "48", "--passes", "2", "
 class Task:
     """A task: the config of its team, and what a lone agent changes in it.
 
-    A lone agent answers once where a team answers twice: twice the episodes make the samples equal."""
+    On stories and sums a lone agent answers once where a team answers twice: twice the episodes make the samples equal.
+    With tools it answers as often as a team."""
 
     config: Path
     alone: dict[str, Any]
@@ -76,7 +77,7 @@ class Method:
     is_shared: bool = False
     env: dict[str, Any] = field(default_factory=dict)
     config: Path | None = None
-    tasks: Sequence[str] = ("story", "sums")
+    tasks: Sequence[str] = ("story", "sums", "tools")
 
 
 def on_sums(algorithm: str) -> Method:
@@ -91,6 +92,7 @@ TASKS = {
         {"env.team": "single", "episodes": 20, "policies.agent.sampling.max_tokens": 28},
     ),
     "sums": Task(Path("configs/real/sums_team.yaml"), {"env.team": "single", "episodes": 24}),
+    "tools": Task(Path("configs/real/tools_team.yaml"), {"env.team": "single"}),
 }
 METHODS = {
     "single agent, no example": Method(None, is_team=False, env={"shots": 0}),

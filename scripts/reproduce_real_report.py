@@ -17,6 +17,7 @@ NOTES = Path(__file__).parent / "results_real_notes.md"
 TITLES = {
     "story": "A story in two parts (`math_relay`, configs/real/story_team.yaml)",
     "sums": "Sums of two numbers below 100 (`math_review`, configs/real/sums_team.yaml)",
+    "tools": "A calculator and a search (`tool_review`, configs/real/tools_team.yaml)",
 }
 HEAD = """# Results with a real model
 
