@@ -51,6 +51,7 @@ TEXT_ENVS: dict[str, str] = {
     "sudoku": "palestra.envs.text.sudoku.env:Sudoku",
     "guess_number": "palestra.envs.text.guessing.env:GuessNumber",
     "twenty_questions": "palestra.envs.text.guessing.twenty_questions:TwentyQuestions",
+    "describe_guess": "palestra.envs.text.guessing.describe:DescribeGuess",
     "textarena": "palestra.envs.text.adapters.textarena:TextArena",
     "verifiers": "palestra.envs.text.adapters.verifiers:Verifiers",
     "openenv": "palestra.envs.text.adapters.openenv:OpenEnv",
