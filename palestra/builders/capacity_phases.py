@@ -23,7 +23,7 @@ from palestra.builders.capacity import (
     training_work,
 )
 from palestra.builders.capacity_workload import PolicyLoad, Round, Workload, mean_tokens
-from palestra.engine.sampler import PREFILL_TOKENS
+from palestra.engine.kv_cache import MAX_PREFILL_TOKENS
 
 ROLLOUT, UPDATE = "rollout", "training"
 STEP = Work(steps=1)
@@ -126,7 +126,7 @@ def _sampling_work(workload: Workload, each: Round, policies: Sequence[PolicyLoa
     load = max((policy.load for policy in policies), key=lambda load: load.adapter_params)
     mixed = len(policies) > 1
     prompts, answers = share * each.prompts, share * each.answers
-    passes = max(1, math.ceil(prompts * each.prompt_tokens / PREFILL_TOKENS))
+    passes = max(1, math.ceil(prompts * each.prompt_tokens / MAX_PREFILL_TOKENS))
     waves = max(1, math.ceil(answers / workload.max_rows))
     first = prefill_work(load, prompts, each.prompt_tokens, context=each.context, mixed=mixed, passes=passes)
     rest = decode_work(

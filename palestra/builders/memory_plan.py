@@ -9,7 +9,7 @@ from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
 from palestra.config import override, validate
 from palestra.engine.devices import resolve_device
-from palestra.engine.kv_cache import budget_bytes, default_cache_bytes
+from palestra.engine.kv_cache import budget_bytes, default_cache_bytes, default_prefill_tokens
 from palestra.engine.malloc import free_memory
 from palestra.engine.memory import (
     FLOAT32,
@@ -27,7 +27,6 @@ from palestra.engine.memory import (
 )
 from palestra.engine.optimizers import state_bytes
 from palestra.engine.quantized import quantized_bytes
-from palestra.engine.sampler import PREFILL_TOKENS
 from palestra.learners.lm import FullPolicyConfig, LMLearnerConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -127,7 +126,8 @@ def _engine_parts(
     if wanted > budget:
         detail += f"; they wait for {budget / 2**30:.1f} GiB (kv_cache_gib)"
     yield MemoryPart("KV cache", min(wanted, budget), detail, "sampling")
-    rows = min(PREFILL_TOKENS, prompts * prompt_tokens)
+    most = default_prefill_tokens(budget, 2 * shape.layers * shape.kv * cache_size)
+    rows = min(most, prompts * prompt_tokens)
     yield MemoryPart("passes", pass_bytes(shape, rows, size=cache_size), f"one layer of {rows:,} tokens", "sampling")
     logits = logits_bytes(shape, answers, trained=False, on_cpu=on_cpu)
     yield MemoryPart("logits", logits, f"at most {answers} rows", "sampling")

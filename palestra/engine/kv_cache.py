@@ -29,6 +29,8 @@ from palestra.engine.prefix_store import PrefixStore
 T = TypeVar("T")
 ANSWERS = 0  # key of the pool of answers
 DEFAULT_BUDGET_DIVISOR = 2  # the default budget is half of the free memory
+MIN_PREFILL_TOKENS, MAX_PREFILL_TOKENS = 256, 8192  # prompt tokens of a pass
+PREFILL_DIVISOR = 4
 
 
 def default_cache_bytes(free: int) -> int:
@@ -39,6 +41,17 @@ def default_cache_bytes(free: int) -> int:
 def budget_bytes(gib: float | None) -> int | None:
     """Returns a budget of `gib` GiB in bytes; None stands for the default budget."""
     return None if gib is None else int(gib * 2**30)
+
+
+def token_bytes(layers: int, kv_heads: int, width: int, size: int) -> int:
+    """Returns the bytes of the keys and values of a token, of numbers of `size` bytes."""
+    return layers * 2 * kv_heads * width * size
+
+
+def default_prefill_tokens(budget: int, bytes_per_token: int) -> int:
+    """Returns how many prompt tokens a pass has at most: a quarter of those that a cache of `budget` bytes holds. Where
+    little memory is meant for keys and values, activations should not take more."""
+    return min(MAX_PREFILL_TOKENS, max(MIN_PREFILL_TOKENS, budget // bytes_per_token // PREFILL_DIVISOR))
 
 
 def pages_of(tokens: int) -> int:
@@ -64,7 +77,7 @@ class KVCache:
     ) -> None:
         self.memory, self.one_pool = memory or CacheMemory(), one_pool
         self.store = store or PrefixStore(0, self.memory)
-        self.layers, self.token_bytes = layers, layers * 2 * kv_heads * width * dtype.itemsize
+        self.layers, self.token_bytes = layers, token_bytes(layers, kv_heads, width, dtype.itemsize)
         self._empty = torch.zeros(2, 0, kv_heads, PAGE_TOKENS, width, device=device, dtype=dtype)
         self._pools: dict[int, PagePool] = {}  # by the most answers to a prompt of the pool
 

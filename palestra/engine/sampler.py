@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from palestra.engine.batch import CachedBatch
-from palestra.engine.kv_cache import default_cache_bytes
+from palestra.engine.kv_cache import MAX_PREFILL_TOKENS, default_cache_bytes, default_prefill_tokens, token_bytes
 from palestra.engine.kv_pages import CacheFull
 from palestra.engine.linear import pack_weights
 from palestra.engine.live_batch import LiveBatch
@@ -36,7 +36,6 @@ from palestra.engine.request import Request as Request
 from palestra.engine.sampling import SamplingConfig as SamplingConfig
 from palestra.engine.scheduler import Scheduler
 
-PREFILL_TOKENS = 8192  # maximum number of prompt tokens of a pass
 PREEMPTED_DIVISOR = 8  # a preemption takes 1/8 of all rows
 LIGHT_PASSES = 4  # extra passes of light clients per common pass
 RELEASE_EVERY_S = 4.0  # seconds of sampling with a large model after which freed memory goes back to the system
@@ -47,8 +46,9 @@ class Sampler:
 
     Use `await sample(request)` from any number of coroutines, `sample_all` for a list, or `submit` and `step` from
     another loop. `max_rows` is the maximum number of rows of one client; all clients together have at most an eighth
-    more. `prefill_tokens` is the maximum number of prompt tokens of one pass, `keep_tokens` the capacity of the prefix
-    store. `cache_bytes` is the budget of the KV cache (None: half of the memory that is free now).
+    more. `cache_bytes` is the budget of the KV cache (None: half of the memory that is free now), `prefill_tokens` the
+    maximum number of prompt tokens of one pass (None: a quarter of those that the budget has room for, from 256 to
+    8,192), `keep_tokens` the capacity of the prefix store.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Sampler:
         engine: Engine,
         *,
         max_rows: int = 512,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
         keep_tokens: int = 65536,
         cache_bytes: int | None = None,
     ) -> None:
@@ -64,6 +64,8 @@ class Sampler:
         pack_weights(engine.linear_layers.values())
         if cache_bytes is None:
             cache_bytes = default_cache_bytes(free_memory(str(engine.device)))
+        if prefill_tokens is None:
+            prefill_tokens = _default_prefill_tokens(engine, cache_bytes)
         self.batch: LiveBatch = (
             PlainBatch(engine)
             if engine.plain_path
@@ -349,6 +351,14 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (CacheFull, MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's message on CPU
+
+
+def _default_prefill_tokens(engine: Engine, cache_bytes: int) -> int:
+    """Returns how many prompt tokens a pass of `engine` has at most, beside a cache of `cache_bytes` bytes."""
+    if not (shape := engine.attention):
+        return MAX_PREFILL_TOKENS
+    size = token_bytes(shape.layers, shape.kv_heads, shape.width, engine.dtype.itemsize)
+    return default_prefill_tokens(cache_bytes, size)
 
 
 def _resolve(future: asyncio.Future[list[Completion]], outcome: SamplingOutcome) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.engine.kv_cache import KVCache
+from palestra.engine.kv_cache import KVCache, default_prefill_tokens
 from palestra.engine.kv_pages import PAGE_TOKENS
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.testing import tiny_lm
@@ -55,6 +55,14 @@ def test_memory_is_that_of_the_live_tokens(engine):
 
 def test_prompt_takes_the_memory_of_one_for_all_siblings(engine):
     assert peak(Sampler(engine), [request(0, 64, 8, prompt=480)]) < 1.2
+
+
+def test_a_pass_over_prompts_takes_a_quarter_of_the_budget(engine):
+    assert [default_prefill_tokens(2**28, per_token) for per_token in (229_376, 2**20, 2**10)] == [292, 256, 8192]
+    token = KVCache(2, 1, 8, torch.device("cpu"), torch.float32).token_bytes
+    assert token == 2 * 2 * 8 * 4  # layers, keys and values, width, bytes
+    small = Sampler(engine, cache_bytes=2**20)
+    assert small.batch.prefill_tokens == small.scheduler.prefill_tokens < Sampler(engine).batch.prefill_tokens == 8192
 
 
 def test_small_requests_after_a_large_one_take_little_memory(engine):
