@@ -4,12 +4,14 @@
     python scripts/reproduce.py real --list            the rows, and which are finished
     python scripts/reproduce.py real --only story/     the rows whose name begins so; also kuhn/ and service/
     python scripts/reproduce.py real --report          only rewrite the page and its plot
+    python scripts/reproduce.py real --tune            choose learning rates anew (reproduce_real_rates.yaml) and stop
     python scripts/reproduce.py real --device cuda --processes 4 --only story/    on a GPU, in float32, four at once
 
 A row is a method on a task with a seed: at most 40 minutes of one CPU core. Its result is a JSON file in
 bench/measured/real/, its run a folder of runs/reproduce-real/. Every trained method samples as many answers as any
-other of its task, with the learning rate of the task's config, and is scored once on 300 held-out instances with greedy
-answers. Every method, trained or not, sees the same worked examples, except in the rows without any.
+other of its task, with the learning rate that was best on split dev if it was tuned (else that of the task's config),
+and is scored once on 300 held-out instances with greedy answers. A row whose rate has changed since is measured again.
+Every method, trained or not, sees the same worked examples, except in the rows without any.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 import torch
 from real_results import BASE, GREEDY, Row, measure
 from reproduce_real_games import kuhn_self_play, service_debate, service_two_agents
+from reproduce_real_rates import CONFIG_RATE, RATES, TUNING_SEED, chosen_rate, read_rates, write_rates
 from reproduce_real_report import write_report
 
 import palestra
@@ -45,7 +48,8 @@ from palestra.rollouts.failures import RunFailed
 from palestra.runs import read_lines
 
 MEASURED, RUNS = Path("bench/measured/real"), Path("runs/reproduce-real")
-EPISODES = 300
+TUNING = MEASURED / "tuning"
+EPISODES, DEV_EPISODES = 300, 200
 SEEDS = (0, 1, 2)
 TWO_AGENTS = ["--lr", "5e-4", "--epochs", "4", "--questions", "8"]  # options of examples/mint_two_agents.py
 # And of mint_debate.py: without an example the model never says one word alone.
@@ -112,19 +116,31 @@ METHODS = {
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of the table. Greedy answers of untrained models do not depend on the seed: such rows have seed 0 only."""
+    """A row of the table. Greedy answers of untrained models do not depend on the seed: such rows have seed 0 only. A
+    row of tuning has a `rate`, and is scored on split dev."""
 
     task: str
     method: str
     seed: int
+    rate: float | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.task}/{self.method}/{self.seed}"
+        return f"{self.task}/{self.method}/{self.seed if self.rate is None else f'lr {self.rate:g}'}"
+
+    @property
+    def lr(self) -> float:
+        """The row's learning rate."""
+        return self.rate if self.rate is not None else chosen_rate(self.task, self.method, read_rates())
 
     @property
     def slug(self) -> str:
         return slug(self.name)
+
+    @property
+    def run(self) -> str:
+        """The name of the row's run: another one for another rate."""
+        return self.slug if self.rate is not None or self.lr == CONFIG_RATE else slug(f"{self.name}/lr {self.lr:g}")
 
 
 def slug(name: str) -> str:
@@ -133,7 +149,28 @@ def slug(name: str) -> str:
 
 
 def result_file(name: str) -> Path:
-    return MEASURED / f"{slug(name)}.json"
+    return (TUNING if name in tuning_rows() else MEASURED) / f"{slug(name)}.json"
+
+
+def is_finished(name: str, row: TableRow | None) -> bool:
+    """True if a row was measured, with the learning rate that it has now."""
+    file = result_file(name)
+    if not file.exists():
+        return False
+    result = json.loads(file.read_text())
+    return row is None or not result.get("curve") or result.get("lr", CONFIG_RATE) == row.lr
+
+
+def tuning_rows() -> dict[str, TableRow]:
+    """Returns the rows that choose learning rates, by name."""
+    rows = [
+        TableRow(task, name, TUNING_SEED, rate)
+        for task in TASKS
+        for name, method in METHODS.items()
+        for rate in RATES
+        if task in method.tasks and method.algorithm is not None
+    ]
+    return {row.name: row for row in rows}
 
 
 def table_rows() -> Iterator[TableRow]:
@@ -147,7 +184,8 @@ def table_rows() -> Iterator[TableRow]:
 
 def all_rows(device: str = "cpu") -> dict[str, Callable[[], dict[str, Any]]]:
     """Returns the function that measures each row, by name. Those of the table run on `device`."""
-    rows: dict[str, Callable[[], dict[str, Any]]] = {row.name: partial(run, row, device) for row in table_rows()}
+    table = [*table_rows(), *tuning_rows().values()]
+    rows: dict[str, Callable[[], dict[str, Any]]] = {row.name: partial(run, row, device) for row in table}
     rows |= {f"kuhn/self-play/{seed}": partial(kuhn_self_play, seed, RUNS) for seed in SEEDS}
     served = RUNS / "served"
     return rows | {
@@ -161,7 +199,7 @@ def config_of(row: TableRow, device: str = "cpu") -> Tree:
     tree = method_config(row) | {"device": device}
     for policy in tree["policies"].values():
         if policy["type"] == "lora":
-            policy["dtype"] = "float32"
+            policy |= {"dtype": "float32", "lr": row.lr}
     return tree
 
 
@@ -169,8 +207,8 @@ def method_config(row: TableRow) -> Tree:
     """The config of the row's task with the method's changes, without evaluations, which come after training."""
     task, method = TASKS[row.task], METHODS[row.method]
     if method.config:
-        return load(method.config) | {"name": row.slug, "seed": row.seed, "checkpoint_every": 4}
-    tree = copy.deepcopy(load(task.config)) | {"name": row.slug, "seed": row.seed, "evals": {}, "checkpoint_every": 4}
+        return load(method.config) | {"name": row.run, "seed": row.seed, "checkpoint_every": 4}
+    tree = copy.deepcopy(load(task.config)) | {"name": row.run, "seed": row.seed, "evals": {}, "checkpoint_every": 4}
     if method.is_shared or not method.is_team:
         tree["policies"] = {"agent": next(iter(tree["policies"].values()))}
     if not method.is_team:
@@ -185,7 +223,7 @@ def train(row: TableRow, device: str) -> Path:
 
     A run in which nothing was learned is a result, too: raises RunFailed only for one that did not end, and
     KeyboardInterrupt for one that was stopped."""
-    path = RUNS / row.slug
+    path = RUNS / row.run
     failure = None
     try:
         palestra.train(resume=path) if path.exists() else palestra.train(config_of(row, device), root=RUNS)
@@ -209,8 +247,9 @@ def run(row: TableRow, device: str) -> dict[str, Any]:
     target = train(row, device) if is_trained else write_config(row, device)
     setup = open_text_eval(find_target(target), {}, {}, sampling=GREEDY, in_process=True)
     seats = {} if is_trained else dict.fromkeys(setup.policy_names, BASE)
-    measured = measure(setup, config_of(row)["env"], Row(row.name, {}, seats), EPISODES)
-    trained = training_figures(target) if is_trained else {}
+    changes, episodes = ({}, EPISODES) if row.rate is None else ({"split": "dev"}, DEV_EPISODES)
+    measured = measure(setup, config_of(row)["env"], Row(row.name, changes, seats), episodes)
+    trained = training_figures(target) | {"lr": row.lr} if is_trained else {}
     where = {"device": "cpu" if device == "cpu" else torch.cuda.get_device_name()}
     return {"task": row.task, "method": row.method, "seed": row.seed} | where | measured | trained
 
@@ -249,6 +288,7 @@ def measure_row(name: str, device: str) -> str:
     """Measures a row and writes its result; returns a line that says so."""
     result = all_rows(device)[name]()
     temporary = result_file(name).with_suffix(".part")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     temporary.replace(result_file(name))
     return f"{name}: {summary(result)}"
@@ -277,16 +317,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="the rows whose names begin so")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="choose learning rates on split dev")
     parser.add_argument("--device", default="cpu", help="device of the table's rows: cpu (the default) or cuda")
     parser.add_argument("--processes", type=int, default=1, help="rows that are measured at once (default: 1)")
     options = parser.parse_args(arguments)
-    rows = [name for name in all_rows() if name.startswith(tuple(options.only))]
+    rows = {row.name: row for row in table_rows()}
+    names = [name for name in all_rows() if (name in tuning_rows()) == options.tune]
+    names = [name for name in names if name.startswith(tuple(options.only))]
+    finished = {name for name in names if is_finished(name, rows.get(name))}
     if options.list:
-        print("\n".join(f"{'finished' if result_file(name).exists() else 'open    '} {name}" for name in rows))
+        print("\n".join(f"{'finished' if name in finished else 'open    '} {name}" for name in names))
         return
-    MEASURED.mkdir(parents=True, exist_ok=True)
-    open_rows = [] if options.report else [name for name in rows if not result_file(name).exists()]
+    open_rows = [] if options.report else [name for name in names if name not in finished]
     failed = measure_rows(open_rows, options.device, options.processes) if open_rows else 0
-    write_report(MEASURED, list(METHODS), Path("docs/results-real.md"))
+    if options.tune:
+        write_rates(TUNING)
+    else:
+        write_report(MEASURED, list(METHODS), Path("docs/results-real.md"))
     if failed:
         sys.exit(f"{failed} of {len(open_rows)} rows failed: the same command tries them again")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reproduce_real_rates import CONFIG_RATE, read_rates
 from reproduce_report import COLOURS, T95, moving_mean, table
 
 from palestra.runs.series import wilson_interval
@@ -22,12 +23,13 @@ TITLES = {
 HEAD = """# Results with a real model
 
 Made by `python scripts/reproduce.py real` from the rows that are finished (bench/measured/real/); `--list` names
-those that are not. SmolLM2-135M-Instruct, LoRA rank 16, learning rate 5e-4 (not tuned), {episodes:.0f} held-out
-instances, greedy answers. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its
+those that are not. SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy answers. *lr* is the
+learning rate: {tuned}. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its
 95 % interval (Student's t, a spread between runs), and each seed's score. *Readable*: the share of episodes whose
 last answer has a number in it; *right if readable* is skill beside form. *Answers* are those trained on, of SFT the
 expert's. CPU minutes are of training, mean over the seeds that ran on a CPU, on the machine and under the load of that
 day: a busy machine takes more of them for the same work.{gpu}"""
+TUNED = "by method, the best of three on split dev (scripts/reproduce_real_rates.yaml)"
 GPU = """
 
 {number} of {all} training runs were on a GPU ({name}), in float32 as on the CPU, several at once; they have no CPU
@@ -45,7 +47,17 @@ PROGRAMS = {
     "two agents": "`examples/mint_two_agents.py`, two agents that name the last of three words",
     "debate": "`examples/mint_debate.py`, two debaters and a judge, by PPO",
 }
-COLUMNS = ["", "seeds, CPU / GPU", "success", "by seed", "readable", "right if readable", "answers", "CPU minutes"]
+COLUMNS = [
+    "",
+    "seeds, CPU / GPU",
+    "success",
+    "by seed",
+    "readable",
+    "right if readable",
+    "answers",
+    "CPU minutes",
+    "lr",
+]
 
 
 # Ending of the file's name, key of the results, title. Rows that were evaluated during training are in the second.
@@ -61,7 +73,8 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
     trained = [r for r in scored if r.get("curve")]
     on_gpu = [r["device"] for r in trained if on_a_gpu(r)]
     gpu = GPU.format(number=len(on_gpu), all=len(trained), name=", ".join(sorted(set(on_gpu)))) if on_gpu else ""
-    lines = HEAD.format(episodes=scored[0]["episodes"], gpu=gpu).splitlines()
+    tuned = TUNED if read_rates() else f"{CONFIG_RATE:g}, not tuned"
+    lines = HEAD.format(episodes=scored[0]["episodes"], tuned=tuned, gpu=gpu).splitlines()
     for task, title in TITLES.items():
         own = {method: [r for r in scored if (r["task"], r["method"]) == (task, method)] for method in order}
         rows = [[method, *figures(found)] for method, found in own.items() if found]
@@ -88,7 +101,8 @@ def figures(results: Sequence[Result]) -> list[str]:
     answers = f"{np.mean([r['answers'] for r in trained]):,.0f}" if trained else "–"
     minutes = f"{np.mean([r['train_cpu_minutes'] for r in on_cpu]):.0f}" if on_cpu else "–"
     runs = f"{len(on_cpu)} / {len(trained) - len(on_cpu)}" if trained else "–"
-    return [runs, success(results), seeds, f"{readable:.1%}", f"{right:.1%}", answers, minutes]
+    rate = " ".join(f"{lr:g}" for lr in sorted({r.get("lr", CONFIG_RATE) for r in trained})) if trained else "–"
+    return [runs, success(results), seeds, f"{readable:.1%}", f"{right:.1%}", answers, minutes, rate]
 
 
 def on_a_gpu(result: Result) -> bool:

@@ -18,7 +18,9 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 DRIVER = """
 import sys
 from pathlib import Path
-import reproduce_real as real, reproduce_real_report as page
+import reproduce_real as real, reproduce_real_rates as rates, reproduce_real_report as page
+rates.RATES_FILE = Path("rates.yaml")
+real.DEV_EPISODES = 3
 real.TASKS = {"story": real.Task(Path("small.yaml"), {"env.team": "single", "episodes": 4})}
 real.SEEDS, real.EPISODES, page.NOTES = (0, 1), 3, Path("notes.md")
 if __name__ == "__main__":
@@ -87,6 +89,22 @@ def test_rows_are_measured_once_and_the_page_is_made_of_them(call, tmp_path):
     page = (tmp_path / "docs/results-real.md").read_text()
     assert "| team + AT-GRPO | 2 / 0 | " in page and page.endswith("## Notes\n")
     assert (tmp_path / "docs/results-real.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(call, tmp_path):
+    only = ("--only", "story/single agent + GRPO")
+    before = json.loads(call(*only) and (tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
+    assert before["lr"] == 5e-4
+    call("--tune", *only)
+    tuned = yaml.safe_load((tmp_path / "rates.yaml").read_text())["story"]["single agent + GRPO"]
+    assert set(tuned) == {2e-4, 5e-4, 1e-3}
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump({"story": {"single agent + GRPO": tuned | {1e-3: 2.0}}}))
+    assert [line for line in call("--list", *only) if line.startswith("finished")] == []
+    call(*only)
+    after = json.loads((tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
+    assert after["lr"] == 1e-3 and len(list((tmp_path / "runs/reproduce-real").glob("*-0-lr-0-001"))) == 1
+    assert "the best of three on split dev" in (tmp_path / "docs/results-real.md").read_text()
 
 
 @pytest.mark.slow
