@@ -17,7 +17,8 @@ Figures, of CPU seconds and resident memory on a CPU, of seconds of the clock an
     samples_vs_trl, samples_vs_comlrl   samples per second of whole steps after the first, over the peer's
     peak_vs_trl                         peak memory of the process, over TRL's
     success_minutes_vs_trl              minutes of training until TRL's final success on 200 held-out sums (greedy
-                                        answers, all adapters played by palestra), over TRL's; null if not reached
+                                        answers, all adapters played by palestra), over TRL's; null if not reached in
+                                        three times as many steps, which take palestra less time than TRL its own
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,14 +76,12 @@ class Measured(NamedTuple):
         return self.samples * (len(self.seconds) - 1) / (self.seconds[-1] - self.seconds[0])
 
 
-class Curve(NamedTuple):
-    """Held-out success of palestra and TRL after a number of steps, and the minutes of training so far."""
+class Point(NamedTuple):
+    """Held-out success after a number of steps, and the minutes of training so far."""
 
     step: int
     minutes: float
     success: float
-    trl_minutes: float
-    trl_success: float
 
 
 def run_child(command: Sequence[str | Path], folder: Path) -> tuple[str, float]:
@@ -165,24 +164,19 @@ def peer_target(adapter: Path, folder: Path, device: str) -> Target:
     return find_target(config)
 
 
-def learning_curves(ours: Measured, trl: Measured, size: Size, folder: Path, device: str) -> list[Curve]:
-    """Plays the held-out sums with the adapters of both; prints and returns the curves."""
-    curves = []
-    for step in range(size.eval_every, size.steps + 1, size.eval_every):
-        own = held_out_success(find_target(folder / "alone", step=step))
-        peer = held_out_success(peer_target(folder / "peer" / str(step), folder, device))
-        minutes, trl_minutes = (measured.seconds[step - 1] / 60 for measured in (ours, trl))
-        curves.append(Curve(step, minutes, own, trl_minutes, peer))
-        told = f"palestra {own:.1%} after {minutes:.2f} min, TRL {peer:.1%} after {trl_minutes:.2f} min"
-        print(f"step {step}: {told}", flush=True)
-    return curves
+def learning_curve(name: str, measured: Measured, every: int, target: Callable[[int], Target]) -> list[Point]:
+    """Plays the held-out sums with the adapters of `name` after every so many steps; prints and returns the curve."""
+    points = []
+    for step in range(every, len(measured.seconds) + 1, every):
+        points.append(Point(step, measured.seconds[step - 1] / 60, held_out_success(target(step))))
+        print(f"{name}, step {step}: {points[-1].success:.1%} after {points[-1].minutes:.2f} min", flush=True)
+    return points
 
 
-def compare_learning(curves: Sequence[Curve]) -> float | None:
+def compare_learning(ours: Sequence[Point], trl: Sequence[Point]) -> float | None:
     """Returns palestra's minutes until TRL's final success, over TRL's, or None if it is not reached."""
-    last = curves[-1]
-    reached = [curve.minutes for curve in curves if curve.success >= last.trl_success]
-    return reached[0] / last.trl_minutes if reached else None
+    reached = [point.minutes for point in ours if point.success >= trl[-1].success]
+    return reached[0] / trl[-1].minutes if reached else None
 
 
 def peers_python(peers: str) -> Path:
@@ -209,19 +203,23 @@ def main() -> None:
     given = parser.parse_args()
     python, device, seed = peers_python(given.peers), given.device, given.seed
     size, short = (Size(2, 2, 0),) * 2 if given.quick else (Size(20, 8, 4), Size(4, 8, 0))
+    every = size.eval_every
     figures: dict[str, float | None] = {}
-    curves: list[Curve] = []
+    curves: dict[str, list[Point]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if given.only != "comlrl":
-            ours = run_ours(ALONE, size, folder, "alone", device, seed)
+            ours = run_ours(ALONE, size._replace(steps=size.steps * (3 if every else 1)), folder, "alone", device, seed)
             print_line("palestra, one agent", ours)
             trl = run_peer(python, "real_trl.py", size, folder, 1, device, seed)
             print_line("TRL GRPOTrainer", trl)
             figures |= {"samples_vs_trl": ours.rate / trl.rate, "peak_vs_trl": ours.peak_mb / trl.peak_mb}
-            if size.eval_every:
-                curves = learning_curves(ours, trl, size, folder, device)
-                figures["success_minutes_vs_trl"] = compare_learning(curves)
+            if every:
+                own = learning_curve("palestra", ours, every, lambda step: find_target(folder / "alone", step=step))
+                adapters = folder / "peer"
+                peer = learning_curve("TRL", trl, every, lambda step: peer_target(adapters / str(step), folder, device))
+                curves = {"palestra": own, "trl": peer}
+                figures["success_minutes_vs_trl"] = compare_learning(own, peer)
         if given.only != "trl":
             team = run_ours(TEAM, short, folder, "team", device, seed)
             print_line("palestra, two agents", team)

@@ -191,9 +191,10 @@ def _source(
     """Returns a dataset source if the stage has data files, else a source that plays."""
     if records and part.algorithm.max_redraws:
         raise ValueError("flat_groups: refill plays other instances, and data: is recorded: set flat_groups: skip")
-    if records and (part.instance_pool or part.reward_model):
+    if records and (part.instance_pool or part.reward_model or part.reward_weights):
         raise ValueError(
-            "instance_pool and reward_model are of envs that are played, and data: is recorded: leave them out"
+            "instance_pool, reward_model and reward_weights are of envs that are played, and data: is recorded: leave "
+            "them out"
         )
     if records:
         roles = {kind: make_env(**env).roles for kind, env in part.named_envs.items()}
@@ -212,6 +213,8 @@ def _source(
         part.mix.rate,
         {kind: make_env(**env).seats for kind, env in part.named_envs.items()},
         part.instance_pool,
+        part.reward_weights,
+        part.episodes,
     )
     return learned_reward_source(part, source, cast.engines, cast.learners) if part.reward_model else source
 

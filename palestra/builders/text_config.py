@@ -36,6 +36,7 @@ from palestra.remote.samplers.config import SamplerConfig
 from palestra.rollouts.dataset import Data
 from palestra.rollouts.instance_pool import InstancePool
 from palestra.rollouts.learned_reward import LearnedRewardConfig
+from palestra.rollouts.reward_weights import FadingWeight
 from palestra.rollouts.sources import Curriculum
 from palestra.types import TEAM
 
@@ -138,6 +139,9 @@ class TextConfig(PolicyRunConfig):
     instance_pool: InstancePool | None = None
     """Instances that training returns to, drawn by their measured success (a prompt buffer). Null: every episode has a
     new instance."""
+    reward_weights: dict[str, float | FadingWeight] = {}
+    """Weights of named terms of the env's rewards in training (`reward/NAME` in the logs), 1 without one: a number, or
+    `{start: 1.0, end: 0.0, steps: 50}`, which fades. Evaluations have the env's own rewards."""
     reward_model: LearnedRewardConfig | None = None
     """Reward model whose rewards training has, in place of the env's or beside them. Null: none."""
     data: Data = []

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from palestra.rollouts.metrics import REDRAWS_KEY
-from palestra.rollouts.sources import EpisodeCallback, EpisodeSource
+from palestra.rollouts.sources import ATTEMPT_STRIDE, EpisodeCallback, EpisodeSource
 from palestra.rollouts.tree_rollout import Branching
 from palestra.types import AlgorithmState, Episode
-
-ATTEMPT_STRIDE = 2**28  # numbers of a run's own episodes are below it, and instance numbers below 2**32
 
 
 class Refills(Protocol):

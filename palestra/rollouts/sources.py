@@ -17,6 +17,7 @@ import numpy as np
 from palestra.policies.base import Policy
 from palestra.rollouts.instance_pool import POOL_KEY, InstancePool
 from palestra.rollouts.metrics import episode_metrics
+from palestra.rollouts.reward_weights import RewardWeights, seen_terms, weights_at
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.seeding import derive_seed
 from palestra.types import AlgorithmState, Episode, Metrics, Seat
@@ -24,6 +25,7 @@ from palestra.types import AlgorithmState, Episode, Metrics, Seat
 Curriculum = Literal["fixed", "frontier"]
 EpisodeCallback = Callable[[Episode], None] | None
 SUCCESS_KEY = "success"  # key in `memory`: the running success of each env
+ATTEMPT_STRIDE = 2**28  # numbers of a run's own episodes are below it, and instance numbers below 2**32
 STATE_KEYS = (SUCCESS_KEY, POOL_KEY)  # keys in `memory` that decide which instances are played
 
 
@@ -49,7 +51,7 @@ class EnvSource:
     Envs are drawn by their `weights` (default: equal); with `curriculum: frontier` times s(1 - s), s being the env's
     running success: most at s = 1/2, as in sampling for learnability (Rutherford et al., 2024, eq. 1). `floor` is the
     share drawn by weight alone. The running success is an exponential average over about 1 / `rate` steps. Instances
-    are new ones, or those of `pool`.
+    are new ones, or those of `pool`. `reward_weights` are of terms of rewards, in steps of `episodes` episodes.
     """
 
     arenas: Mapping[str, EpisodeRunner]
@@ -61,6 +63,10 @@ class EnvSource:
     rate: float = 0.2
     env_seats: Mapping[str, Sequence[Seat]] = field(default_factory=dict)
     pool: InstancePool | None = None
+    reward_weights: RewardWeights = field(default_factory=dict)
+    episodes: int = 1
+    _terms: set[str] = field(default_factory=set)  # of the rewards of the first step's episodes
+    _num_checked: int = 0  # episodes of the first step whose terms were looked at
 
     async def play(
         self, numbers: Sequence[int], branching: Branching, memory: AlgorithmState, on_episode: EpisodeCallback = None
@@ -72,7 +78,21 @@ class EnvSource:
             *(self.arenas[name].play_all(part, branching, on_episode) for name, part in own.items())
         )
         each = {name: iter(episodes) for name, episodes in zip(own, played, strict=True)}
-        return [next(each[name]) for name, _ in matches]
+        episodes = [next(each[name]) for name, _ in matches]
+        self._check_terms(episodes)
+        return episodes
+
+    def _check_terms(self, episodes: Sequence[Episode]) -> None:
+        """Raises ValueError if `reward_weights` names a term that no reward of the first step has."""
+        if not self.reward_weights or self._num_checked >= self.episodes:
+            return
+        self._terms |= seen_terms(episodes)
+        self._num_checked += sum(episode.error is None for episode in episodes)
+        if self._num_checked >= self.episodes and (unknown := self.reward_weights.keys() - self._terms):
+            raise ValueError(
+                f"reward_weights names {', '.join(sorted(unknown))}, and no reward of the first step has such a term; "
+                f"it has {', '.join(sorted(self._terms)) or 'no named terms'}"
+            )
 
     def episode_specs(self, numbers: Sequence[int], memory: AlgorithmState) -> list[tuple[str, EpisodeSpec]]:
         """Returns the episode specs of these numbers, each with the name of its runner. Runs of different seeds have
@@ -89,7 +109,8 @@ class EnvSource:
         name = rng.choices(list(shares), list(shares.values()))[0]
         own = {seat: seats[seat] for seat in self.env_seats.get(name, seats)}
         index = int(np.searchsorted(pools[name][:-1], rng.random(), side="right")) if pools else number
-        return name, EpisodeSpec(self._first_instance + index, own, derive_seed(self.seed, "play", number))
+        seed, step = derive_seed(self.seed, "play", number), number % ATTEMPT_STRIDE // self.episodes
+        return name, EpisodeSpec(self._first_instance + index, own, seed, weights_at(self.reward_weights, step))
 
     @property
     def _first_instance(self) -> int:

@@ -27,6 +27,7 @@ from palestra.envs.base import Env, require_step
 from palestra.policies.base import ContextLengthExceeded, Policy, Query
 from palestra.rollouts.failures import describe_error
 from palestra.rollouts.metrics import CONTEXT_FULL_KEY
+from palestra.rollouts.reward_weights import reweigh
 from palestra.seeding import derive_seed
 from palestra.tracing import span
 from palestra.types import Answer, Episode, Node, Seat, Step
@@ -85,12 +86,13 @@ class Branching:
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """One episode to play: the env's instance, the policy of each seat, and the seed of everything the policies
-    sample."""
+    """One episode to play: the env's instance, the policy of each seat, the seed of everything the policies sample, and
+    weights of named terms of its rewards."""
 
     instance: int
     policies: Mapping[Seat, Policy]
     seed: int
+    term_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -256,6 +258,7 @@ class _TreeRollout:
         return await self.match.policies[seat].act(query)
 
     def _note(self, line: Branch, i: int, env: Env, joint: dict[Seat, Answer], step: Step) -> tuple[Node, Branch]:
+        step = reweigh(step, self.match.term_weights)
         for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
             if not math.isfinite(reward):
                 raise ValueError(f'env "{self.episode.env}" pays {payee} {reward}: rewards must be finite numbers')

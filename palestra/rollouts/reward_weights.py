@@ -1,0 +1,50 @@
+"""Weights of the named terms of rewards (envs/reward_terms.py) in training, which may fade while it lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from pydantic import Field
+
+from palestra.config import StrictModel
+from palestra.envs.reward_terms import REWARD_TERMS_KEY
+from palestra.types import Episode, Step
+
+
+class FadingWeight(StrictModel):
+    """A weight that moves linearly from `start` to `end` over the first `steps` training steps, and stays there."""
+
+    start: float = Field(1.0, allow_inf_nan=False)
+    end: float = Field(0.0, allow_inf_nan=False)
+    steps: int = Field(ge=1)
+
+    def at(self, step: int) -> float:
+        """Returns the weight in a training step, counted from 0."""
+        return self.start + (self.end - self.start) * min(1.0, step / self.steps)
+
+
+RewardWeights = Mapping[str, float | FadingWeight]
+
+
+def weights_at(weights: RewardWeights, step: int) -> dict[str, float]:
+    """Returns the weight of each term in a training step, counted from 0."""
+    return {name: each.at(step) if isinstance(each, FadingWeight) else each for name, each in weights.items()}
+
+
+def reweigh(step: Step, weights: Mapping[str, float]) -> Step:
+    """Returns an env's step with each named term of a seat's reward times its weight; terms without one, and the team's
+    reward, stay as they are."""
+    terms = step.info.get(REWARD_TERMS_KEY, {})
+    if not weights or not terms:
+        return step
+    weighted = {seat: {name: weights.get(name, 1.0) * x for name, x in own.items()} for seat, own in terms.items()}
+    change = {seat: sum(weighted[seat].values()) - sum(own.values()) for seat, own in terms.items()}
+    rewards = {seat: step.rewards.get(seat, 0.0) + change.get(seat, 0.0) for seat in {**step.rewards, **change}}
+    return replace(step, rewards=rewards, info=step.info | {REWARD_TERMS_KEY: weighted})
+
+
+def seen_terms(episodes: Iterable[Episode]) -> set[str]:
+    """Returns the names of all terms in the rewards of episodes."""
+    infos = (node.info.get(REWARD_TERMS_KEY, {}) for episode in episodes for node in episode.nodes)
+    return {name for terms in infos for own in terms.values() for name in own}

@@ -1,0 +1,68 @@
+"""Weights of named reward terms: by hand, and in runs."""
+
+import contextlib
+
+import pytest
+
+import palestra
+from palestra.envs.reward_terms import REWARD_TERMS_KEY
+from palestra.rollouts.failures import RunFailed
+from palestra.rollouts.reward_weights import FadingWeight, reweigh, weights_at
+from palestra.runs import load_episodes, read_lines
+from palestra.types import Step
+
+
+def test_terms_are_weighted_and_all_else_stays():
+    terms = {"a": {"form": -0.5, "facts": 2.0}, "b": {"facts": 1.0}}
+    step = Step({}, rewards={"a": 1.5, "b": 1.0, "c": 7.0}, team_reward=3.0, info={REWARD_TERMS_KEY: terms, "turn": 2})
+    weighted = reweigh(step, {"form": 0.0, "facts": 0.5})
+    assert weighted.rewards == {"a": 1.0, "b": 0.5, "c": 7.0} and weighted.team_reward == 3.0
+    assert weighted.info == {REWARD_TERMS_KEY: {"a": {"form": -0.0, "facts": 1.0}, "b": {"facts": 0.5}}, "turn": 2}
+    assert reweigh(step, {"form": 2.0}).rewards == {"a": 1.0, "b": 1.0, "c": 7.0}
+    assert reweigh(step, {}) is step and reweigh(Step({}), {"form": 2.0}) == Step({})
+
+
+def test_a_part_of_a_reward_without_a_name_keeps_its_weight():
+    step = Step({}, rewards={"a": 5.0}, info={REWARD_TERMS_KEY: {"a": {"form": -1.0}}})  # 6 is not named
+    assert reweigh(step, {"form": 0.0}).rewards == {"a": 6.0}
+
+
+def test_weights_fade_linearly_and_then_stay():
+    weights = {"form": FadingWeight(start=1.0, end=0.2, steps=4), "facts": 3.0}
+    forms = [weights_at(weights, step)["form"] for step in (0, 1, 2, 4, 9)]
+    assert forms == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.2]) and weights_at(weights, 9)["facts"] == 3.0
+
+
+def config(**changes):
+    lora = {"type": "lora", "base": "tiny", "rank": 2, "sampling": {"max_tokens": 3}}
+    return {
+        "steps": 3,
+        "episodes": 2,
+        "env": {"type": "math_relay", "shots": 0},
+        "policies": {"first": {"type": "expert"}, "second": lora},
+        "algorithm": {"type": "grpo", "branch_at": "root", "group_size": 2, "old_logprobs": "trainer"},
+        "evals": {"dev": {"episodes": 2, "every": 1}},
+        "checkpoint_every": 1,
+        "max_failed": 1,
+    } | changes
+
+
+def messages_by_step(run):
+    """The rewards of right messages, by training step: the first seat is an expert, and always right."""
+    episodes = [load_episodes(file) for file in sorted((run / "episodes").glob("*.parquet"))]
+    return [{node.rewards["first"] for e in step for node in e.nodes if "first" in node.rewards} for step in episodes]
+
+
+def test_a_run_fades_a_term_and_its_evaluations_have_the_envs_own(tmp_path):
+    weights = {"message": {"start": 2.0, "end": 0.0, "steps": 2}}
+    with contextlib.suppress(RunFailed):  # the tiny base may learn nothing from so little
+        palestra.train(config(reward_weights=weights), root=tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert messages_by_step(path) == [{2.0}, {1.0}, {0.0}]
+    evals = [line["returns"]["first"] for line in read_lines(path / "evals.jsonl")]
+    assert set(evals) == {1.0}
+
+
+def test_a_term_that_no_reward_has_is_refused_after_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match=r"reward_weights names mesage, and no reward .* it has message"):
+        palestra.train(config(reward_weights={"mesage": 0.5}), root=tmp_path)
