@@ -16,8 +16,11 @@ class FadingWeight(StrictModel):
     """A weight that moves linearly from `start` to `end` over the first `steps` training steps, and stays there."""
 
     start: float = Field(1.0, allow_inf_nan=False)
+    """Weight in the first training step."""
     end: float = Field(0.0, allow_inf_nan=False)
+    """Weight after `steps` training steps, and from then on."""
     steps: int = Field(ge=1)
+    """Training steps over which the weight moves from `start` to `end`."""
 
     def at(self, step: int) -> float:
         """Returns the weight in a training step, counted from 0."""
