@@ -141,7 +141,7 @@ class KVCache:
         """Frees the memory of empty pools."""
         for key, pool in list(self._pools.items()):
             if not pool.num_used:
-                self.memory.release(pool.bytes)
+                pool.free()
                 del self._pools[key]
 
     def read(self, slot: CacheSlot, start: int = 0) -> Tensor:

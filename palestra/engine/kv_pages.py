@@ -154,6 +154,11 @@ class PagePool:
             with contextlib.suppress(CacheFull):
                 self._resize(self.num_used)
 
+    def free(self) -> None:
+        """Frees the memory of an empty pool: slots that were in it may refer to it for as long as their requests."""
+        self.memory.release(self.bytes)
+        self.kv = [kv.new_empty((2, 0, *kv.shape[2:])) for kv in self.kv]
+
     def _drop(self, slots: Sequence[CacheSlot]) -> None:
         gone = {page for slot in slots for page in slot.pages}
         size = self.num_used - len(gone)

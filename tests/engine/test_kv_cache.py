@@ -57,6 +57,17 @@ def test_prompt_takes_the_memory_of_one_for_all_siblings(engine):
     assert peak(Sampler(engine), [request(0, 64, 8, prompt=480)]) < 1.2
 
 
+def test_an_emptied_pool_takes_no_memory_even_if_a_slot_of_it_is_remembered():
+    cache = KVCache(2, 1, 8, torch.device("cpu"), torch.float32)
+    (slot,) = cache.allocate_answers([3 * PAGE_TOKENS])
+    pool = slot.pool
+    cache.free([slot])
+    cache.free_empty_pools()
+    assert slot.pool is pool and pool.bytes == 0 and cache.memory.used == 0
+    (other,) = cache.allocate_answers([PAGE_TOKENS])
+    assert other.pool is not pool and other.pool.bytes == cache.memory.used > 0
+
+
 def test_a_pass_over_prompts_takes_a_quarter_of_the_budget(engine):
     assert [default_prefill_tokens(2**28, per_token) for per_token in (229_376, 2**20, 2**10)] == [292, 256, 8192]
     token = KVCache(2, 1, 8, torch.device("cpu"), torch.float32).token_bytes
