@@ -321,8 +321,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", default="cpu", help="device of the table's rows: cpu (the default) or cuda")
     parser.add_argument("--processes", type=int, default=1, help="rows that are measured at once (default: 1)")
     options = parser.parse_args(arguments)
-    rows = {row.name: row for row in table_rows()}
-    names = [name for name in all_rows() if (name in tuning_rows()) == options.tune]
+    rows, tuning = {row.name: row for row in table_rows()}, tuning_rows()
+    names = [name for name in all_rows() if (name in tuning) == options.tune]
     names = [name for name in names if name.startswith(tuple(options.only))]
     finished = {name for name in names if is_finished(name, rows.get(name))}
     if options.list:

@@ -9,7 +9,7 @@ from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
 from palestra.config import override, validate
 from palestra.engine.devices import resolve_device
-from palestra.engine.kv_cache import budget_bytes, default_cache_bytes, default_prefill_tokens
+from palestra.engine.kv_cache import budget_bytes, default_cache_bytes, default_prefill_tokens, token_bytes
 from palestra.engine.malloc import free_memory
 from palestra.engine.memory import (
     FLOAT32,
@@ -126,7 +126,7 @@ def _engine_parts(
     if wanted > budget:
         detail += f"; they wait for {budget / 2**30:.1f} GiB (kv_cache_gib)"
     yield MemoryPart("KV cache", min(wanted, budget), detail, "sampling")
-    most = default_prefill_tokens(budget, 2 * shape.layers * shape.kv * cache_size)
+    most = default_prefill_tokens(budget, token_bytes(shape.layers, shape.kv, cache_size))
     rows = min(most, prompts * prompt_tokens)
     yield MemoryPart("passes", pass_bytes(shape, rows, size=cache_size), f"one layer of {rows:,} tokens", "sampling")
     logits = logits_bytes(shape, answers, trained=False, on_cpu=on_cpu)

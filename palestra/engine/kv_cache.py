@@ -43,9 +43,9 @@ def budget_bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * 2**30)
 
 
-def token_bytes(layers: int, kv_heads: int, width: int, size: int) -> int:
-    """Returns the bytes of the keys and values of a token, of numbers of `size` bytes."""
-    return layers * 2 * kv_heads * width * size
+def token_bytes(layers: int, width: int, size: int) -> int:
+    """Returns the bytes of a token's keys and values in `layers` layers, each `width` numbers of `size` bytes."""
+    return layers * 2 * width * size
 
 
 def default_prefill_tokens(budget: int, bytes_per_token: int) -> int:
@@ -77,7 +77,7 @@ class KVCache:
     ) -> None:
         self.memory, self.one_pool = memory or CacheMemory(), one_pool
         self.store = store or PrefixStore(0, self.memory)
-        self.layers, self.token_bytes = layers, token_bytes(layers, kv_heads, width, dtype.itemsize)
+        self.layers, self.token_bytes = layers, token_bytes(layers, kv_heads * width, dtype.itemsize)
         self._empty = torch.zeros(2, 0, kv_heads, PAGE_TOKENS, width, device=device, dtype=dtype)
         self._pools: dict[int, PagePool] = {}  # by the most answers to a prompt of the pool
 

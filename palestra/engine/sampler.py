@@ -357,7 +357,7 @@ def _default_prefill_tokens(engine: Engine, cache_bytes: int) -> int:
     """Returns how many prompt tokens a pass of `engine` has at most, beside a cache of `cache_bytes` bytes."""
     if not (shape := engine.attention):
         return MAX_PREFILL_TOKENS
-    size = token_bytes(shape.layers, shape.kv_heads, shape.width, engine.dtype.itemsize)
+    size = token_bytes(shape.layers, shape.kv_heads * shape.width, engine.dtype.itemsize)
     return default_prefill_tokens(cache_bytes, size)
 
 

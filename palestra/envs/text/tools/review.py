@@ -8,10 +8,9 @@ every policy. Only right numbers are rewarded, never the form of a call.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from palestra.chat import TOOL_CALL_PATTERN, ToolCall, parse_tool_call, render_tool_call
@@ -22,7 +21,7 @@ from palestra.envs.text.math.review import MAX_SHOTS, acting_seat, ask_with_exam
 from palestra.envs.text.options import RewardMode, check_range
 from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split
 from palestra.envs.text.tools.builtin_tools import built_in_tools
-from palestra.envs.text.tools.synthetic_world import PLACE_NAMES
+from palestra.envs.text.tools.synthetic_world import PLACE_NAMES, place_names, places_in
 from palestra.envs.text.tools.tasks import is_correct
 from palestra.envs.text.tools.tool_state import Library, SearchHit, ToolState
 from palestra.envs.text.tools.toolbox import Toolbox
@@ -190,7 +189,7 @@ def _sum_question(seed: int, limit: int, split: Split) -> Question:
 
 def _lookup_question(seed: int, split: Split) -> Question:
     """Returns a question for a number of a place; the wrong call searches for another place."""
-    rng, names = random.Random(f"tool review {seed}"), sorted(PLACE_NAMES)
+    rng, names = random.Random(f"tool review {seed}"), place_names()
     drawn = (rng.choice(names) for _ in range(MAX_DRAWS))
     name = first_of_split(drawn, split, lambda name: f"tool review {name}", f'no place of split "{split}"')
     fact, text = rng.choice(list(PLACE_QUESTIONS.items()))
@@ -207,8 +206,7 @@ class PlaceLibrary:
         self.seed = seed
 
     def search(self, query: str, k: int) -> Sequence[SearchHit]:
-        words = dict.fromkeys(re.findall(r"[a-z]+", query.lower()))
-        return [SearchHit(word.capitalize(), self._text(word)) for word in words if word in PLACE_NAMES][:k]
+        return [SearchHit(name.capitalize(), self._text(name)) for name in places_in(query)[:k]]
 
     def read(self, title: str) -> str | None:
         return self._text(title.lower()) if title.lower() in PLACE_NAMES else None
@@ -234,6 +232,11 @@ def run_call(call: ToolCall, library: Library) -> str:
     """Returns what the tool says, in one line."""
     result = _toolbox().call_now(call, ToolState(library))
     return " ".join(result.text.split())
+
+
+def make_call(seat: Seat, call: ToolCall, library: Library) -> MadeCall:
+    """Returns a seat's call with what the tool says."""
+    return MadeCall(seat, render(call), run_call(call, library))
 
 
 def finds_answer(result: str, question: Question) -> bool:
@@ -262,7 +265,8 @@ def seat_question(seat: Seat, question: Question, calls: Sequence[MadeCall]) -> 
     return "\n".join(lines)
 
 
-def example_turns(seat: Seat, shots: int, kinds: Sequence[QuestionKind], limit: int) -> list[dict[str, str]]:
+@lru_cache(maxsize=64)  # an env is made for each episode
+def example_turns(seat: Seat, shots: int, kinds: tuple[QuestionKind, ...], limit: int) -> Sequence[dict[str, str]]:
     """Returns questions with right replies as turns of a conversation, the kinds one after the other."""
     turns = []
     for number in range(shots):
@@ -279,12 +283,7 @@ def worked_replies(seat: Seat, question: Question, *, is_wrong: bool) -> list[tu
     if seat == CALLER:
         return [(question.text, right)]
     first = CALLER if seat == REVIEWER else AGENT
-    calls = (
-        [MadeCall(first, render(question.wrong_call), run_call(question.wrong_call, question.library))]
-        if is_wrong
-        else []
-    )
-    asked = [calls] if seat == AGENT or is_wrong else []
-    found = [*calls, MadeCall(seat if is_wrong else first, right, run_call(question.right_call, question.library))]
-    replies = [(seat_question(seat, question, made), right) for made in asked]
-    return [*replies, (seat_question(seat, question, found), question.answer)]
+    wrong = [make_call(first, question.wrong_call, question.library)] if is_wrong else []
+    asked = [seat_question(seat, question, wrong)] if seat == AGENT or is_wrong else []
+    found = [*wrong, make_call(seat if is_wrong else first, question.right_call, question.library)]
+    return [*((text, right) for text in asked), (seat_question(seat, question, found), question.answer)]

@@ -28,8 +28,7 @@ class SyntheticLibrary:
         self.salt = salt
 
     def search(self, query: str, k: int) -> Sequence[SearchHit]:
-        words = dict.fromkeys(re.findall(r"[a-z]+", query.lower()))
-        return [SearchHit(word, str(self.population(word))) for word in words if word in PLACE_NAMES][:k]
+        return [SearchHit(name, str(self.population(name))) for name in places_in(query)[:k]]
 
     def read(self, title: str) -> str | None:
         name = title.strip().lower()
@@ -48,13 +47,19 @@ def draw_synthetic_task(kind: TaskKind, rng: random.Random) -> ToolTask | None:
     if kind == "files":
         return _files(rng)
     places = SyntheticLibrary(rng.getrandbits(64))
-    one, other = rng.sample(_names(), 2)
+    one, other = rng.sample(place_names(), 2)
     return _lookup(places, one) if kind == "lookup" else _lookup_compute(places, one, other, rng.choice("+-"))
 
 
 @lru_cache(maxsize=1)
-def _names() -> list[str]:
+def place_names() -> list[str]:
+    """Returns the names of all places, sorted."""
     return sorted(PLACE_NAMES)
+
+
+def places_in(query: str) -> list[str]:
+    """Returns the names of places in a query, each once, in order."""
+    return [word for word in dict.fromkeys(re.findall(r"[a-z]+", query.lower())) if word in PLACE_NAMES]
 
 
 def _need(places: SyntheticLibrary, name: str) -> ToolRequirement:
