@@ -122,8 +122,9 @@ def cache_bytes(
 def activation_bytes(shape: ModelShape, tokens: int, *, size: int, checkpointing: bool) -> int:
     """Returns the activations that a training pass of `tokens` tokens keeps for its backward pass, and the temporary
     ones of one layer."""
-    # residual stream and its norm, twice; queries, gathered and not, output and its rows; keys likewise, values; MLP
-    kept = 4 * shape.width + 4 * shape.query + 3 * shape.kv + 4 * shape.inner
+    # residual stream and its norm, twice; queries, gathered and not, output and its rows; keys likewise, values; gate,
+    # other half and product of the MLP (fused_layers.py)
+    kept = 4 * shape.width + 4 * shape.query + 3 * shape.kv + 3 * shape.inner
     layer = kept + 2 * shape.inner  # in its backward pass also two gradients of the MLP
     if checkpointing:
         return tokens * size * (shape.layers * shape.width + layer)
