@@ -56,7 +56,8 @@ class Setting:
         return f"{self.env}_{self.width}_{self.games}"
 
     def config(self, device: str, threads: int) -> VectorConfig:
-        algorithm = {"type": PRESETS[self.env], "rollout_length": self.length, "epochs": 2, "minibatches": 4}
+        algorithm = {"type": PRESETS[self.env], "rollout_length": self.length, "value_norm": False}
+        algorithm |= {"epochs": 2, "minibatches": 4}
         tree = {
             "env": ENVS[self.env] | {"num_envs": self.games},
             "policies": {"default": {"type": "net", "hidden": [self.width, self.width]}},

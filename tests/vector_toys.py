@@ -7,12 +7,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from palestra.algorithms.vector.ppo import PPO
 from palestra.envs.vector.base import Arrays, Continuous, Discrete, Space, VectorEnv, VectorStep, empty_step
 from palestra.envs.vector.native import NativeEnv
 from palestra.envs.vector.rng import RNG_WORDS, random_below, uniform
 from palestra.policies.vector import VectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch
+
+
+def ppo(**settings: Any) -> PPO:
+    """Returns PPO with four passes in four minibatches, and returns as they are: for batches that are too small for the
+    defaults."""
+    return PPO(**{"epochs": 4, "minibatches": 4, "value_norm": False} | settings)
 
 
 class Countdown(VectorEnv):

@@ -54,6 +54,7 @@ def config(spec: Spec, games: int) -> dict[str, Any]:
             "epochs": spec.epochs,
             "minibatches": spec.minibatches,
             "critic": "own",
+            "value_norm": False,
         },
     }
 

@@ -70,6 +70,7 @@ def config(seed: int, slices: int, **plan: Any) -> PopulationConfig:
                 "minibatches": 1,
                 "entropy_coef": 0.02,
                 "gamma": 1.0,
+                "value_norm": False,
             },
         },
         "backend": {"type": "inline"},

@@ -67,6 +67,7 @@ PPO = {  # its critic sees both hands, so that the deal is no noise
     "gae_lambda": 0.9,
     "entropy_coef": 0.02,
     "critic": "central",
+    "value_norm": False,
 }
 console = Console(width=120)
 Curve = list[tuple[float, float]]  # seconds and NashConv, oldest first

@@ -55,7 +55,14 @@ def config(workers: int) -> PopulationConfig:
         "oracle": {
             "type": "net",
             "policy": {"hidden": [32], "lr": 1e-3},
-            "algorithm": {"type": "ppo", "rollout_length": 1, "epochs": 2, "minibatches": 1, "gamma": 1.0},
+            "algorithm": {
+                "type": "ppo",
+                "rollout_length": 1,
+                "epochs": 2,
+                "minibatches": 1,
+                "gamma": 1.0,
+                "value_norm": False,
+            },
         },
         "backend": {"type": "ray", "workers": workers, "as_completed": True},  # one task at a time for each CPU
     }

@@ -28,18 +28,20 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor, weight: Tensor, total: SumOverProcesses = lambda x: x) -> None:
-        """Adds rows [P, R, D] with weights [P, R]; `total` sums statistics over processes."""
+        """Adds rows [P, R, D] with weights [P, R]; `total` sums statistics over processes. Those of a member whose rows
+        are not finite stay as they are: its loss is not finite either, and raises an error before anything changes."""
         rows, weight = rows.double(), weight.double()[..., None]
         size = rows.shape[-1]
         sums = torch.cat([(rows * weight).sum(1), (rows.square() * weight).sum(1), weight.sum(1)], -1)
         sums = total(sums)
+        fits = torch.isfinite(sums).all(-1, keepdim=True)
         count = self.count * self.decay + sums[:, -1:]
         share = torch.where(count > 0, sums[:, -1:] / count.clamp(min=1e-12), 0.0)
         mean, square = sums[:, :size], sums[:, size : 2 * size]
         here = sums[:, -1:].clamp(min=1e-12)
-        self.mean += share * (mean / here - self.mean)
-        self.square += share * (square / here - self.square)
-        self.count.copy_(count)
+        self.mean += torch.where(fits, share * (mean / here - self.mean), 0.0)
+        self.square += torch.where(fits, share * (square / here - self.square), 0.0)
+        self.count.copy_(torch.where(fits, count, self.count))
 
     def std(self) -> Tensor:
         """Returns the standard deviation [P, D] float64, at least 1e-4; 1 before the first row."""

@@ -25,6 +25,7 @@ from palestra.algorithms.vector.critics import CriticRows, ValueCritic
 from palestra.algorithms.vector.minibatches import (
     MiniBatch,
     PolicyRows,
+    check_targets,
     iterate_minibatches,
     normalise_weights,
     rows_by_member,
@@ -185,6 +186,8 @@ class ActorCriticLearner(NetLearner):
         self.shuffle = make_generator(self.device, int(sum(s.version for s in self.stacks)) * 7919 + 1)
         now = replace(batch, logp=self._logp(batch)) if self.config.off_policy_correction == "vtrace" else batch
         advantages, targets, known = self._credit(batch, now.logp, progress)
+        if self.gradient_sync.num_processes == 1:
+            check_targets(self.stacks, targets, known)
         for critic in self.critics:
             line = self._train_critic(critic, batch, targets, known, progress)
             for name in self.names if self.config.critics == "one" else critic.seat_mapping.names:

@@ -66,6 +66,8 @@ class TD3(DeterministicConfig):
 
     type: Literal["td3"] = "td3"
     """Selects TD3."""
+    gradient_steps: int = Field(64, ge=1)
+    """Gradient steps per rollout: twice those of SAC, since target networks move at every second one."""
     target_noise: float = Field(0.2, ge=0)
     """Standard deviation of the noise on target actions, in half-widths; discrete actions get none, since they are
     sampled."""

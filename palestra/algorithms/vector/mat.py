@@ -35,6 +35,10 @@ class MAT(PPO):
 
     type: Literal["mat"] = "mat"  # type: ignore[assignment]
     """Selects MAT."""
+    epochs: int = Field(4, ge=1)
+    """Passes over each rollout; fewer than PPO's, since policy and values share a network."""
+    minibatches: int = Field(4, ge=1)
+    """Gradient steps per pass."""
     aux_value_coef: float = Field(1.0, gt=0)
     """Coefficient of the value loss; policy and values have the encoder in common."""
 

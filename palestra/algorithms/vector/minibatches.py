@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from palestra.learners.policy_stack import PolicyStack
+from palestra.learners.policy_stack import NonFiniteGradient, PolicyStack
 from palestra.nets.layers import Team
 from palestra.nets.on_device import RolloutTensors
 
@@ -77,6 +78,17 @@ class PolicyRows(NamedTuple):
         """Returns the minibatch's part of everything."""
         parts: list[Any] = [None if x is None else minibatch(x) for x in self._replace(recurrent_state=None)]
         return PolicyRows(*parts)._replace(recurrent_state=minibatch.column_recurrent_states(self.recurrent_state))
+
+
+def check_targets(stacks: Sequence[PolicyStack], targets: Tensor, known: Tensor) -> None:
+    """Raises `NonFiniteGradient` for a policy one of whose `known` targets [T, B, N] is not finite, before a minibatch
+    without it changes anything. On a GPU, which would be waited for, the step of its minibatch notices it."""
+    if not targets.is_cpu or bool(torch.isfinite(targets).all()):
+        return
+    for stack in stacks:
+        failed = (stack.rows(known) & ~torch.isfinite(stack.rows(targets))).flatten(1).any(1)
+        for name in compress(stack.seat_mapping.names, failed.tolist()):
+            raise NonFiniteGradient(name)
 
 
 def rows_by_member(x: Tensor) -> Sequence[Tensor]:

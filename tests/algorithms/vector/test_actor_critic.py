@@ -12,7 +12,7 @@ import pytest
 import torch
 from open_spiel.python.algorithms.exploitability import nash_conv
 from open_spiel.python.policy import tabular_policy_from_callable
-from vector_toys import Countdown, Cues, Push, Track, mean_return, train
+from vector_toys import Countdown, Cues, Push, Track, mean_return, ppo, train
 
 from palestra.algorithms.vector.a2c import A2C
 from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner
@@ -175,7 +175,7 @@ class Textbook:
     [
         A2C(gamma=0.9, gae_lambda=0.8, entropy_coef=0.05),
         A2C(gamma=0.9, gae_lambda=0.8, normalize_advantages=False, entropy_coef=0),
-        PPO(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1),  # ratios of one: the plain policy gradient
+        ppo(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1),  # ratios of one: the plain policy gradient
         A2C(
             gamma=0.9, gae_lambda=1.0, normalize_advantages=False, entropy_coef=0, off_policy_correction="vtrace"
         ),  # on-policy, to the end: the same
@@ -202,7 +202,7 @@ def test_update_equals_a_reference_implementation(config: ActorCriticConfig, tur
 def test_sequential_update_equals_a_reference_implementation(turns: bool) -> None:
     """The policy that is second in the random order has advantages times the ratios of the first."""
     env, policy = Countdown(4, turns=turns), NetPolicyConfig(hidden=[6], lr=5e-2, adam_eps=1e-2, max_grad_norm=10)
-    config = PPO(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1, sequential=True)
+    config = ppo(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1, sequential=True)
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
     assert [stack.seat_mapping.names for stack in made.stacks] == [("a",), ("b",)]
     batch = VectorRollout(env, np.array([1, 5, 9, 13])).collect(made.rollout_policies(0), 14, 0)
@@ -229,7 +229,7 @@ def test_sequential_update_equals_a_reference_implementation(turns: bool) -> Non
 # ---- what must not matter
 
 
-EVERYTHING = PPO(
+EVERYTHING = ppo(
     rollout_length=9,
     epochs=2,
     minibatches=2,
@@ -247,10 +247,10 @@ SMALL = NetPolicyConfig(hidden=[6], normalize_observations=True, lr_schedule="li
     "config",
     [
         EVERYTHING_BESIDES,
-        PPO(rollout_length=9, epochs=2, minibatches=3),
+        ppo(rollout_length=9, epochs=2, minibatches=3),
         A2C(rollout_length=9),
-        PPO(rollout_length=9, epochs=2, minibatches=2, sequential=True),
-        PPO(rollout_length=9, epochs=2, minibatches=2, value_norm="popart", value_clip=0.1),
+        ppo(rollout_length=9, epochs=2, minibatches=2, sequential=True),
+        ppo(rollout_length=9, epochs=2, minibatches=2, value_norm="popart", value_clip=0.1),
     ],
 )
 def test_resume_from_state_arrays_is_bit_identical(config: ActorCriticConfig, memory: int) -> None:
@@ -284,7 +284,7 @@ def test_resume_from_state_arrays_is_bit_identical(config: ActorCriticConfig, me
 @pytest.mark.parametrize("memory", [0, 5])
 def test_policies_learn_the_same_in_any_stack(memory: int) -> None:
     """With one minibatch; with more, its moves are dealt to them in another order."""
-    config = PPO(rollout_length=8, epochs=2, minibatches=1)
+    config = ppo(rollout_length=8, epochs=2, minibatches=1)
     policy = NetPolicyConfig(hidden=[6], gru_units=memory)
     apart = {"a": policy, "b": policy.model_copy(update={"adam_eps": 1.0001e-5})}
     env = Countdown(4)
@@ -307,7 +307,7 @@ def test_policies_learn_the_same_in_any_stack(memory: int) -> None:
 @pytest.mark.parametrize("auxiliary", [0.0, 0.5])
 def test_rewards_of_one_policy_do_not_affect_another(auxiliary: float) -> None:
     config, env = (
-        PPO(rollout_length=8, epochs=2, minibatches=2, value_norm=True, aux_value_coef=auxiliary),
+        ppo(rollout_length=8, epochs=2, minibatches=2, value_norm=True, aux_value_coef=auxiliary),
         Countdown(4),
     )
     made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
@@ -339,7 +339,7 @@ def test_steps_without_an_action_have_no_gradient(turns: bool) -> None:
 @pytest.mark.parametrize("memory", [0, 4])
 def test_seats_without_learner_are_ignored(critic: str, critics: str, memory: int) -> None:
     env = Countdown(4, seats=3)
-    config = PPO(rollout_length=7, epochs=1, minibatches=2, critic=critic, critics=critics)  # type: ignore[arg-type]
+    config = ppo(rollout_length=7, epochs=1, minibatches=2, critic=critic, critics=critics)  # type: ignore[arg-type]
     made = learner(config, env, {"a": [2]}, NetPolicyConfig(hidden=[6], gru_units=memory))
     sweeper, others = VectorRollout(env, np.arange(4)), [UniformVectorPolicy(env, [0, 1])]
     for i in range(3):
@@ -351,7 +351,7 @@ def test_learning_rate_anneals_to_zero() -> None:
     env = Countdown(4)
     for schedule, moves in (("linear", False), ("constant", True)):
         policy = NetPolicyConfig(hidden=[6], lr_schedule=schedule)  # type: ignore[arg-type]
-        made = learner(PPO(rollout_length=8), env, {"a": [0, 1]}, policy)
+        made = learner(ppo(rollout_length=8), env, {"a": [0, 1]}, policy)
         before = weights(made, "a")
         made.update(swept(made, env, 8), 1.0)
         assert moves != all(torch.equal(value, before[key]) for key, value in weights(made, "a").items())
@@ -361,14 +361,14 @@ def test_learning_rate_anneals_to_zero() -> None:
     "configs",
     [
         (
-            PPO(rollout_length=8, entropy_coef=0.3, entropy_coef_end=0.1),
-            PPO(rollout_length=8, entropy_coef=0.2),
-            PPO(rollout_length=8, entropy_coef=0.3),
+            ppo(rollout_length=8, entropy_coef=0.3, entropy_coef_end=0.1),
+            ppo(rollout_length=8, entropy_coef=0.2),
+            ppo(rollout_length=8, entropy_coef=0.3),
         ),
         (
-            PPO(rollout_length=8, gamma=0.5, gamma_end=0.9),
-            PPO(rollout_length=8, gamma=0.7),
-            PPO(rollout_length=8, gamma=0.5),
+            ppo(rollout_length=8, gamma=0.5, gamma_end=0.9),
+            ppo(rollout_length=8, gamma=0.7),
+            ppo(rollout_length=8, gamma=0.5),
         ),
     ],
     ids=["entropy", "gamma"],
@@ -387,16 +387,16 @@ def test_scheduled_values_are_interpolated_linearly(configs: tuple[PPO, ...]) ->
 
 
 def test_scheduled_values_run_from_start_to_end() -> None:
-    config = PPO(entropy_coef=0.3, entropy_coef_end=0.1, gamma=0.9, gamma_end=0.99)
+    config = ppo(entropy_coef=0.3, entropy_coef_end=0.1, gamma=0.9, gamma_end=0.99)
     assert [config.entropy_at(x) for x in (0.0, 1.0)] == pytest.approx([0.3, 0.1])
     assert [config.gamma_at(x) for x in (0.0, 1.0)] == pytest.approx([0.9, 0.99])
-    assert [PPO(entropy_coef=0.3).entropy_at(1.0), PPO(gamma=0.9).gamma_at(1.0)] == [0.3, 0.9]
+    assert [ppo(entropy_coef=0.3).entropy_at(1.0), ppo(gamma=0.9).gamma_at(1.0)] == [0.3, 0.9]
 
 
 def test_observations_are_normalised_by_statistics_before_the_update() -> None:
     """So the ratios of a batch begin at one."""
     env = Countdown(4)
-    made = learner(PPO(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0, 1]}, SMALL)
+    made = learner(ppo(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0, 1]}, SMALL)
     sweeper = VectorRollout(env, np.arange(4))
     for i in range(3):
         batch = sweeper.collect(made.rollout_policies(0), 8, i)
@@ -410,7 +410,7 @@ def test_observations_are_normalised_by_statistics_before_the_update() -> None:
 @pytest.mark.parametrize("correct", ["none", "vtrace"])
 def test_on_policy_ratios_are_one_with_recurrence(correct: str) -> None:
     env, policy = Countdown(4, turns=True), NetPolicyConfig(hidden=[6], gru_units=5)
-    config = PPO(rollout_length=8, epochs=1, minibatches=1, off_policy_correction=correct)  # type: ignore[arg-type]
+    config = ppo(rollout_length=8, epochs=1, minibatches=1, off_policy_correction=correct)  # type: ignore[arg-type]
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
     sweeper = VectorRollout(env, np.arange(4))
     for i in range(3):
@@ -438,7 +438,7 @@ def test_importance_weights_are_applied_once(turns: bool) -> None:
     """In its first pass PPO takes the step of A2C: V-trace has weighted the moves of an older policy already, so that
     ratios begin at one, and none is out of bounds before anything is learned."""
     env, made = Countdown(4, turns=turns), []
-    for config in (PPO, A2C):
+    for config in (ppo, A2C):
         own = config(rollout_length=8, epochs=1, minibatches=1, off_policy_correction="vtrace")
         made.append(learner(own, env, {"a": [0, 1]}))
         batch = swept(made[-1], env, 8)
@@ -450,7 +450,7 @@ def test_importance_weights_are_applied_once(turns: bool) -> None:
 
 
 def test_nonfinite_loss_raises_before_the_update() -> None:
-    config, env = PPO(rollout_length=8), Countdown(4)
+    config, env = ppo(rollout_length=8), Countdown(4)
     made = learner(config, env, {"a": [0], "b": [1]})
     batch = swept(made, env, 8)
     before = snapshot(made)
@@ -466,12 +466,12 @@ def test_shared_critic_needs_equal_observations_or_a_central_state() -> None:
     env = SimpleSpread(2)
     env.observation_shapes = ((18,), (18,), (17,))
     with pytest.raises(ValueError, match="critics: one needs seats that see alike"):
-        learner(PPO(critics="one"), env, {"a": [0], "b": [2]})
+        learner(ppo(critics="one"), env, {"a": [0], "b": [2]})
 
 
 @pytest.mark.parametrize("memory", [0, 4])
 def test_two_processes_with_equal_games_equal_one(memory: int) -> None:
-    config, env = PPO(rollout_length=8, epochs=2, minibatches=2, value_norm=True), Countdown(4)
+    config, env = ppo(rollout_length=8, epochs=2, minibatches=2, value_norm=True), Countdown(4)
     policy = SMALL.model_copy(update={"gru_units": memory})
     two = GradientSync(lambda x: 2 * x, 2)
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
@@ -504,7 +504,7 @@ def test_gradients_are_clipped_per_member() -> None:
 def test_exported_policy_plays_identically(memory: int, tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
     policy = SMALL.model_copy(update={"gru_units": memory, "seat_one_hot": True})
-    made = learner(PPO(rollout_length=8, aux_value_coef=0.5), env, {"a": [0, 1], "b": [2]}, policy)
+    made = learner(ppo(rollout_length=8, aux_value_coef=0.5), env, {"a": [0, 1], "b": [2]}, policy)
     train(made, VectorRollout(env, np.arange(4)), 8, 3)
     for name, write in made.member_writers().items():
         (tmp_path / name).mkdir()
@@ -520,7 +520,7 @@ def test_exported_policy_plays_identically(memory: int, tmp_path: Path) -> None:
 
 def test_seats_learn_their_own_tasks() -> None:
     env = Cues(32, seats=2)
-    made = learner(PPO(rollout_length=8, gamma=0.9), env, {"a": [0], "b": [1]})
+    made = learner(ppo(rollout_length=8, gamma=0.9), env, {"a": [0], "b": [1]})
     assert mean_return(env, [UniformVectorPolicy(env, [0, 1])], 100) == pytest.approx(1 / 3, abs=0.05)
     train(made, VectorRollout(env, np.arange(32)), 8, 25)
     assert (mean_return(env, made.greedy_policies(), 20) > 0.95).all()
@@ -530,7 +530,7 @@ def test_shared_policy_needs_the_seat_one_hot_for_distinct_tasks() -> None:
     env = Cues(32, seats=2)
     for seat_id in (True, False):
         policy = NetPolicyConfig(hidden=[16], lr=1e-2, seat_one_hot=seat_id)
-        made = learner(PPO(rollout_length=8, gamma=0.9), env, {"a": [0, 1]}, policy)
+        made = learner(ppo(rollout_length=8, gamma=0.9), env, {"a": [0, 1]}, policy)
         train(made, VectorRollout(env, np.arange(32)), 8, 25)
         both = mean_return(env, made.greedy_policies(), 20).mean()
         assert both > 0.95 if seat_id else both < 0.55  # one answer cannot be right for both
@@ -541,7 +541,7 @@ def test_shared_policy_needs_the_seat_one_hot_for_distinct_tasks() -> None:
     [
         A2C(rollout_length=8, gamma=0.9),
         A2C(rollout_length=8, gamma=0.9, off_policy_correction="vtrace"),
-        PPO(rollout_length=8, gamma=0.9, critic="central", critics="one", value_norm=True),
+        ppo(rollout_length=8, gamma=0.9, critic="central", critics="one", value_norm=True),
     ],
 )
 def test_team_learns_from_a_team_reward(config: ActorCriticConfig) -> None:
@@ -553,7 +553,7 @@ def test_team_learns_from_a_team_reward(config: ActorCriticConfig) -> None:
 
 def test_turn_based_seats_learn_from_terminal_rewards() -> None:
     env = Cues(32, seats=2, steps=2, turns=True)
-    made = learner(PPO(rollout_length=16, gamma=1.0), env, {"a": [0], "b": [1]})
+    made = learner(ppo(rollout_length=16, gamma=1.0), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(32)), 16, 30)
     assert (mean_return(env, made.greedy_policies(), 40) > 0.9).all()
 
@@ -562,7 +562,7 @@ def test_memory_task_needs_recurrence() -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
     for memory in (16, 0):
         policy = NetPolicyConfig(hidden=[16], lr=1e-2, gru_units=memory)
-        made = learner(PPO(rollout_length=16, gamma=1.0, minibatches=2), env, {"a": [0]}, policy)
+        made = learner(ppo(rollout_length=16, gamma=1.0, minibatches=2), env, {"a": [0]}, policy)
         train(made, VectorRollout(env, np.arange(32)), 16, 40)
         score = mean_return(env, made.greedy_policies(), 80).item()
         assert score > 0.9 if memory else score < 0.5
@@ -570,7 +570,7 @@ def test_memory_task_needs_recurrence() -> None:
 
 def test_continuous_cart_is_balanced() -> None:
     env = Track(32)
-    made = learner(PPO(rollout_length=40, gamma=0.9, entropy_coef=0.0), env, {"a": [0]})
+    made = learner(ppo(rollout_length=40, gamma=0.9, entropy_coef=0.0), env, {"a": [0]})
     still = mean_return(env, [UniformVectorPolicy(env, [0])], 40).item()
     train(made, VectorRollout(env, np.arange(32)), 40, 30)
     assert mean_return(env, made.greedy_policies(), 40).item() > 0.3 * still  # it loses less than a third of that
@@ -622,13 +622,13 @@ def test_central_critic_uses_the_global_state(critics: str, state: bool) -> None
 def test_auxiliary_value_loss_matches_the_critic(norm: bool) -> None:
     """In the critic's units, from the same views: it misses the targets by about as much."""
     env = Countdown(32)
-    made = learner(PPO(rollout_length=8, aux_value_coef=1.0, value_norm=norm), env, {"a": [0], "b": [1]})
+    made = learner(ppo(rollout_length=8, aux_value_coef=1.0, value_norm=norm), env, {"a": [0], "b": [1]})
     lines = train(made, VectorRollout(env, np.arange(32)), 8, 40).values()
     missed, judged = (np.mean([line[key] for line in lines]) for key in ("auxiliary_loss", "value_loss"))
     assert missed == pytest.approx(judged, rel=0.2)
 
 
-@pytest.mark.parametrize("config", [PPO(rollout_length=4), PPO(rollout_length=4, critic="central", sequential=True)])
+@pytest.mark.parametrize("config", [ppo(rollout_length=4), ppo(rollout_length=4, critic="central", sequential=True)])
 def test_independent_policies_learn_to_coordinate(config: PPO) -> None:
     env = MatrixGame(32, game="coordination")
     made = learner(config, env, {"a": [0], "b": [1]})
@@ -651,7 +651,7 @@ def nash_conv_of(made: ActorCriticLearner) -> float:
 def test_self_play_lowers_nash_conv_in_kuhn_poker() -> None:
     """With enough entropy; without, the best answer to what one plays now is chased in circles."""
     env, policy = KuhnPoker(128), NetPolicyConfig(hidden=[32], lr=3e-3)
-    config = PPO(rollout_length=16, gamma=1.0, entropy_coef=0.3, epochs=2, minibatches=1, normalize_advantages=False)
+    config = ppo(rollout_length=16, gamma=1.0, entropy_coef=0.3, epochs=2, minibatches=1, normalize_advantages=False)
     made = learner(config, env, {"a": [0, 1]}, policy)
     assert nash_conv_of(made) == pytest.approx(11 / 12, abs=0.02)  # of nearly uniform play
     train(made, VectorRollout(env, np.arange(128)), 16, 100)
@@ -661,7 +661,7 @@ def test_self_play_lowers_nash_conv_in_kuhn_poker() -> None:
 def test_simple_spread_is_learned_beyond_chance() -> None:
     env = SimpleSpread(64)
     policy = NetPolicyConfig(hidden=[64], lr=2e-3)
-    config = PPO(rollout_length=25, gamma=0.95, critic="central", critics="one", value_norm=True)
+    config = ppo(rollout_length=25, gamma=0.95, critic="central", critics="one", value_norm=True)
     made = learner(config, env, {"a": [0, 1, 2]}, policy)
     chance = mean_return(env, [UniformVectorPolicy(env, [0, 1, 2])], 25).mean()
     train(made, VectorRollout(env, np.arange(64)), 25, 40)
@@ -675,7 +675,7 @@ def test_critic_loss_is_reported_per_policy() -> None:
     env, apart = Countdown(4), {"a": POLICY, "b": NetPolicyConfig(hidden=[8])}
     shown = []
     for scale in (1, 10):
-        made = learner(PPO(rollout_length=8), env, {"a": [0], "b": [1]}, apart)
+        made = learner(ppo(rollout_length=8), env, {"a": [0], "b": [1]}, apart)
         batch = swept(made, env, 8)
         batch.rewards[..., 1] *= scale
         shown.append(made.update(batch, 0.0)["a"]["value_loss"])
@@ -691,7 +691,7 @@ def unit(width: int) -> Continuous:
 )
 def test_seats_may_have_action_spaces_of_different_sizes(spaces: tuple[Space, ...]) -> None:
     env = Push(4, spaces)
-    made = learner(PPO(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0], "b": [1]})
+    made = learner(ppo(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0], "b": [1]})
     batch = swept(made, env, 8)
     assert not batch.actions[:, :, 0, make_head(spaces[0]).width :].any()
     for figures in made.update(batch, 0.0).values():

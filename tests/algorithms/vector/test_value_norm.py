@@ -91,7 +91,7 @@ def test_value_clipping_bounds_how_far_values_move() -> None:
     """Many small steps on one batch: beyond the clip the gradient ends."""
     env, moved = Countdown(4), {}
     for clip in (None, 0.05):
-        config = PPO(rollout_length=8, epochs=200, minibatches=1, value_clip=clip)
+        config = PPO(rollout_length=8, epochs=200, minibatches=1, value_norm=False, value_clip=clip)
         made = learner(config, env, NetPolicyConfig(hidden=[16], lr=1e-3, max_grad_norm=10))
         batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 8, 0)
         before = values(made, batch)[:-1]
