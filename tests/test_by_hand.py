@@ -201,6 +201,7 @@ def test_grpo_by_hand_runs_as_a_program() -> None:
 def spread_learner(env: SimpleSpread) -> ActorCriticLearner:
     """The library's PPO with the script's settings: one policy for all agents, one update of the whole rollout."""
     config = PPO(
+        value_norm=False,
         gamma=ppo.GAMMA,
         gae_lambda=ppo.GAE_LAMBDA,
         clip=ppo.CLIP,
