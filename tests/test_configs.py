@@ -59,6 +59,8 @@ def test_every_config_builds(path):
 
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_cell_of_a_grid_builds(path, tmp_path):
+    if path.stem == "defaults_box2d":
+        pytest.importorskip("Box2D", reason="needs palestra[box2d]")
     cells = grid_cells(load_grid(path), path.parent)
     assert len(cells) > 1
     check_cells([cell for cell in cells if cell.seed == cells[0].seed], tmp_path)

@@ -39,7 +39,7 @@ def game_config(folder, **changes):
         "env_steps": 256,
         "env": {"type": "toys_failing:Breaks", "num_envs": 4},
         "policies": {"all": {"type": "net", "hidden": [8]}},
-        "algorithm": {"type": "ppo", "rollout_length": 8},
+        "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 4, "minibatches": 4},
     }
     return written(folder, tree | changes)
 
@@ -233,7 +233,11 @@ def test_env_error_ends_a_population_run_with_its_traceback(tmp_path, backend):
         "env": {"type": "toys_failing:Breaks", "num_envs": 4},
         "symmetric": True,
         "population": {"type": "league", "slices": 1, "env_steps": 64, "games_per_cell": 8},
-        "oracle": {"type": "net", "policy": {"hidden": [8]}, "algorithm": {"type": "ppo", "rollout_length": 8}},
+        "oracle": {
+            "type": "net",
+            "policy": {"hidden": [8]},
+            "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 4, "minibatches": 4},
+        },
     }
     said = failed("train", written(tmp_path, tree), "--root", tmp_path, "--backend", backend, "--workers", "1")
     assert "failed: env " in plain(said) and "KeyError: 'boom'" in said and "toys_failing.py" in said

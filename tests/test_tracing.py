@@ -250,7 +250,11 @@ def test_the_trace_of_a_task_goes_from_matchmaking_to_the_update(tmp_path: Path)
     tree = {
         "env": {"type": "kuhn_poker", "num_envs": 8},
         "population": {"type": "psro", "iterations": 1, "env_steps": 512, "games_per_cell": 64, "nash_conv_every": 0},
-        "oracle": {"type": "net", "policy": {"hidden": [8]}, "algorithm": {"type": "ppo", "rollout_length": 16}},
+        "oracle": {
+            "type": "net",
+            "policy": {"hidden": [8]},
+            "algorithm": {"type": "ppo", "rollout_length": 16, "epochs": 4, "minibatches": 4},
+        },
         "backend": {"type": "local", "workers": 2},
     }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tree))

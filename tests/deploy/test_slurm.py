@@ -24,7 +24,11 @@ POPULATION = {
     "name": "tiny",
     "env": {"type": "kuhn_poker", "num_envs": 16},
     "population": {"type": "psro", "iterations": 6, "env_steps": 4000, "games_per_cell": 200, "nash_conv_every": 0},
-    "oracle": {"type": "net", "policy": {"hidden": [16]}, "algorithm": {"type": "ppo", "rollout_length": 16}},
+    "oracle": {
+        "type": "net",
+        "policy": {"hidden": [16]},
+        "algorithm": {"type": "ppo", "rollout_length": 16, "epochs": 4, "minibatches": 4},
+    },
     "backend": {"type": "inline"},
 }
 

@@ -63,7 +63,7 @@ def test_a_refused_extension_leaves_the_config_as_it_is(tmp_path: Path) -> None:
     tree = {
         "env": {"type": "kuhn_poker", "num_envs": 4},
         "policies": {"default": {"type": "net", "hidden": [4]}},
-        "algorithm": {"type": "ppo", "rollout_length": 8},
+        "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 4, "minibatches": 4},
         "env_steps": 64,
     }
     with open_run(run_request(tree, root=tmp_path)) as opened:

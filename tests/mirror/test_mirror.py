@@ -345,7 +345,7 @@ GAMES = {
     "name": "games",
     "env": {"type": "kuhn_poker", "num_envs": 4},
     "policies": {"default": {"type": "net", "hidden": [4]}},
-    "algorithm": {"type": "ppo", "rollout_length": 8},
+    "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 4, "minibatches": 4},
     "env_steps": 640,
     "log_every": 32,
     "checkpoint_every": 64,

@@ -27,7 +27,7 @@ GAMES = {
     "name": "run",
     "env": {"type": "kuhn_poker", "num_envs": 4},
     "policies": {"default": {"type": "net", "hidden": [128, 128]}},
-    "algorithm": {"type": "ppo", "rollout_length": 8},
+    "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 4, "minibatches": 4},
     "env_steps": 3200,
     "log_every": 32,
     "checkpoint_every": 64,

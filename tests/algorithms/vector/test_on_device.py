@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from pretended_device import DEVICE, PretendedDevice, pretended_device, waits_of
-from vector_toys import Countdown
+from vector_toys import Countdown, ppo
 
 from palestra.algorithms.vector.a2c import A2C
 from palestra.algorithms.vector.coma import COMA
@@ -25,7 +25,6 @@ from palestra.algorithms.vector.iql import IQL
 from palestra.algorithms.vector.mat import MAT
 from palestra.algorithms.vector.maven import MAVEN
 from palestra.algorithms.vector.nfsp import NFSP
-from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
@@ -46,13 +45,13 @@ FAST = ("mappo", "ppo with memory", "qmix", "sac, continuous", "coma")  # the ot
 
 # algorithm, env, settings of the policies
 CASES: dict[str, tuple[AlgorithmConfig, str, dict[str, Any]]] = {
-    "ppo": (PPO(), "turns", {}),
-    "mappo": (PPO(critic="central", critics="one", value_norm="popart"), "discrete", {"normalize_observations": True}),
-    "ppo with memory": (PPO(minibatches=2, aux_value_coef=0.5, value_clip=0.2), "turns", {"gru_units": 4}),
-    "ppo, continuous": (PPO(off_policy_correction="vtrace"), "continuous", {}),
-    "ppo, several choices": (PPO(), "vectors", {}),
-    "ppo, attention": (PPO(), "spread", {"encoder": "attention", "seat_one_hot": True}),
-    "happo": (PPO(sequential=True), "discrete", {}),
+    "ppo": (ppo(), "turns", {}),
+    "mappo": (ppo(critic="central", critics="one", value_norm="popart"), "discrete", {"normalize_observations": True}),
+    "ppo with memory": (ppo(minibatches=2, aux_value_coef=0.5, value_clip=0.2), "turns", {"gru_units": 4}),
+    "ppo, continuous": (ppo(off_policy_correction="vtrace"), "continuous", {}),
+    "ppo, several choices": (ppo(), "vectors", {}),
+    "ppo, attention": (ppo(), "spread", {"encoder": "attention", "seat_one_hot": True}),
+    "happo": (ppo(sequential=True), "discrete", {}),
     "commnet": (A2C(), "turns", {"communication_rounds": 1}),
     "trpo": (TRPO(), "discrete", {}),
     "trpo, continuous": (TRPO(sequential=True), "continuous", {}),
@@ -193,7 +192,7 @@ def test_waits_of_an_update_do_not_grow_with_its_gradient_steps(name: str, devic
 
 
 def test_gradients_that_are_not_finite_change_nothing_and_raise_after_the_update(device: PretendedDevice) -> None:
-    learner = make(PPO(), "discrete", {}, DEVICE)
+    learner = make(ppo(), "discrete", {}, DEVICE)
     batch = VectorRollout(learner.env, np.arange(6)).collect(learner.rollout_policies(0.0), STEPS, 0)
     before = learner.state_arrays()
     batch.rewards[3, 2, 1] = np.inf

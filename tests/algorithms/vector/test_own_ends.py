@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vector_toys import ppo
 
 from palestra.algorithms.vector.a2c import A2C
 from palestra.algorithms.vector.actor_critic import ActorCriticLearner
@@ -17,7 +18,6 @@ from palestra.algorithms.vector.facmac import FACMAC
 from palestra.algorithms.vector.mat import MAT
 from palestra.algorithms.vector.maven import MAVEN
 from palestra.algorithms.vector.nfsp import NFSP
-from palestra.algorithms.vector.ppo import PPO
 from palestra.algorithms.vector.pqn import PQN, PQNLearner
 from palestra.algorithms.vector.q_learning import QLearner
 from palestra.algorithms.vector.qmix import QMIX
@@ -43,11 +43,11 @@ SEATS = {"early": [0], "late": [1]}
 TEAM = {"team": [0, 1]}
 
 ALONE = {
-    "ppo": PPO(**ON),
-    "ppo one step": PPO(**ON, gae_lambda=0),
-    "mappo": PPO(**ON, critic="central", critics="one", value_norm=True),
-    "popart": PPO(**ON, value_norm="popart", value_clip=0.2),
-    "vtrace": PPO(**ON, off_policy_correction="vtrace"),
+    "ppo": ppo(**ON),
+    "ppo one step": ppo(**ON, gae_lambda=0),
+    "mappo": ppo(**ON, critic="central", critics="one", value_norm=True),
+    "popart": ppo(**ON, value_norm="popart", value_clip=0.2),
+    "vtrace": ppo(**ON, off_policy_correction="vtrace"),
     "a2c": A2C(**ON | {"rollout_length": 7}),
     "mat": MAT(**ON, minibatches=1, value_norm=True),
     "coma": COMA(**ON, target_interval=1),
@@ -173,7 +173,7 @@ def test_last_action_of_a_seat_is_credited_before_the_game_ends() -> None:
     """A sweep that stops in the midst of a game knows already what a seat's last move came to."""
     env = PettingZooEnv(4, env="mortal_games:parting")
     policy = NetPolicyConfig(hidden=[16])
-    learner = PPO(**ON).build_learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
+    learner = ppo(**ON).build_learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
     batch = VectorRollout(env, np.arange(4)).collect(learner.rollout_policies(0.0), 3, 0)
     assert not batch.done.any()
     _, targets, known = learner._credit(RolloutTensors.of(batch), torch.from_numpy(batch.logp), 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vector_toys import Countdown, Cues, train
+from vector_toys import Countdown, Cues, ppo, train
 
 from palestra.algorithms.vector.actor_critic import ActorCriticLearner
 from palestra.algorithms.vector.ppo import PPO
@@ -74,7 +74,7 @@ def test_values_stay_when_the_statistics_move(critics: Any, memory: int) -> None
     with the deviation of the returns."""
     env = Countdown(4)
     for norm, stays in (("popart", True), (True, False)):
-        config = PPO(rollout_length=8, value_norm=norm, critic="central", critics=critics)
+        config = ppo(rollout_length=8, value_norm=norm, critic="central", critics=critics)
         made = learner(config, env, POLICY.model_copy(update={"gru_units": memory}))
         batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 8, 0)
         for scale in (1.0, 1000.0):
@@ -91,7 +91,7 @@ def test_value_clipping_bounds_how_far_values_move() -> None:
     """Many small steps on one batch: beyond the clip the gradient ends."""
     env, moved = Countdown(4), {}
     for clip in (None, 0.05):
-        config = PPO(rollout_length=8, epochs=200, minibatches=1, value_norm=False, value_clip=clip)
+        config = ppo(rollout_length=8, epochs=200, minibatches=1, value_clip=clip)
         made = learner(config, env, NetPolicyConfig(hidden=[16], lr=1e-3, max_grad_norm=10))
         batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0), 8, 0)
         before = values(made, batch)[:-1]
@@ -114,7 +114,7 @@ def test_popart_values_have_units_of_reward() -> None:
     returns comes nowhere near 1,000 in as many steps."""
     for norm in ("popart", False):
         env = Scaled(32)
-        made = learner(PPO(rollout_length=8, gamma=0.9, value_norm=norm, value_clip=0.2), env)
+        made = learner(ppo(rollout_length=8, gamma=0.9, value_norm=norm, value_clip=0.2), env)
         sweeper = VectorRollout(env, np.arange(32))
         train(made, sweeper, 8, 40)
         batch = sweeper.collect(made.rollout_policies(1.0), 8, 99)
