@@ -25,10 +25,9 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        out, scale = _normalize(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale.to(x.dtype)).mul_(weight)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -42,6 +41,13 @@ class RMSNorm(torch.autograd.Function):
         wide = x.to(inner.dtype)  # float32 weights promote half-precision products
         along = torch.linalg.vecdot(inner, wide).unsqueeze(-1).mul_(scale.pow(3) / x.shape[-1])
         return inner.mul_(scale).addcmul_(wide, along, value=-1).to(x.dtype), grad_weight, None
+
+
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns the normalised `x` and the factor [..., 1] of each row."""
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale.to(x.dtype)).mul_(weight), scale
 
 
 class SwiGLU(torch.autograd.Function):
@@ -93,6 +99,8 @@ def _fused_norm(module: Any) -> Forward | None:
     def forward(hidden_states: Tensor) -> Tensor:
         if hidden_states.is_cuda and hidden_states.dtype == module.weight.dtype:
             return F.rms_norm(hidden_states, module.weight.shape, module.weight, eps)  # one kernel
+        if not torch.is_grad_enabled():  # a call of a Function takes as long as a norm of a few rows
+            return _normalize(hidden_states, module.weight, eps)[0]
         return RMSNorm.apply(hidden_states, module.weight, eps)
 
     probe = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)

@@ -180,10 +180,9 @@ class FrozenHeadScore(torch.autograd.Function):
             with torch.set_grad_enabled(kinds > 0):
                 chunk_CH = hidden_MH[rows].detach().requires_grad_(kinds > 0)
                 logits_CV = head.logits(chunk_CH)
-            logp_CV = _log_softmax(logits_CV.detach(), wanted.at(rows))
-            scores = _score_and_grad(chunk_CH, logits_CV, logp_CV, wanted.at(rows), [g[rows] for g in grads])
+            scores = _score_and_grad(chunk_CH, logits_CV, wanted.at(rows), [g[rows] for g in grads])
             logp_M[rows], entropy_M[rows] = scores
-            del logits_CV, logp_CV, scores
+            del logits_CV, scores
         ctx.save_for_backward(*grads)
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_M)
@@ -199,31 +198,35 @@ class FrozenHeadScore(torch.autograd.Function):
 
 
 def _score_and_grad(
-    chunk_CH: Tensor, logits_CV: Tensor, logp_CV: Tensor, wanted: ScoredTokens, grads: list[Tensor]
+    chunk_CH: Tensor, logits_CV: Tensor, wanted: ScoredTokens, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns the scores of a chunk, and writes the gradients of the log-probabilities and of the entropies with
-    respect to the hidden states to `grads` (of which there may be fewer). Overwrites `logp_CV`."""
-    logp_C = logp_CV.gather(1, wanted.token_M[:, None])[:, 0]
-    # without gradients of entropies, logp_CV is not read again
-    prob_CV = torch.empty_like(logp_CV) if len(grads) == 2 else logp_CV
-    entropy_C = torch.cat([_exp_and_entropy(logp_CV[few], prob_CV[few]) for few in cached_chunks(logp_CV)])
-
-    def write(grad_CH: Tensor, grad_CV: Tensor, *, last: bool) -> None:
-        if wanted.temperature_M is not None:
-            grad_CV /= wanted.temperature_M[:, None]
-        grad_CH.copy_(torch.autograd.grad(logits_CV, chunk_CH, grad_CV, retain_graph=not last)[0])
-
-    if len(grads) == 2:  # d entropy / d logit = -p (log p + entropy)
-        write(grads[1], logp_CV.add_(entropy_C[:, None]).mul_(prob_CV).neg_(), last=False)
-    if grads:  # d log p of token t / d logit = [logit is t's] - p
-        one = prob_CV.new_ones(len(prob_CV), 1)
-        write(grads[0], prob_CV.neg_().scatter_add_(1, wanted.token_M[:, None], one), last=True)
+    respect to the hidden states to `grads` (of which there may be fewer)."""
+    by_logit = [torch.empty_like(logits_CV) for _ in grads]
+    scores = [
+        _score_few(logits_CV.detach()[few], wanted.at(few), [grad_CV[few] for grad_CV in by_logit])
+        for few in cached_chunks(logits_CV)
+    ]
+    while by_logit:
+        grad_CV = by_logit.pop()
+        found = torch.autograd.grad(logits_CV, chunk_CH, grad_CV, retain_graph=bool(by_logit))[0]
+        grads[len(by_logit)].copy_(found)
+    logp_C, entropy_C = (torch.cat(parts) for parts in zip(*scores, strict=True))
     return logp_C, entropy_C
 
 
-def _exp_and_entropy(logp_CV: Tensor, prob_CV: Tensor) -> Tensor:
-    """Writes the probabilities to `prob_CV`, which may be `logp_CV` itself; returns the entropies [C]."""
-    found = logp_CV.exp()
-    entropy_C = -torch.linalg.vecdot(found, logp_CV)
-    prob_CV.copy_(found)
-    return entropy_C
+def _score_few(logits_CV: Tensor, wanted: ScoredTokens, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the scores of a few rows, and writes the gradients with respect to their logits to `grads`."""
+    logp_CV = _log_softmax(logits_CV, wanted)
+    prob_CV = logp_CV.exp()
+    entropy_C = -torch.linalg.vecdot(prob_CV, logp_CV)
+    logp_C = logp_CV.gather(1, wanted.token_M[:, None])[:, 0]
+    if len(grads) == 2:  # d entropy / d logit = -p (log p + entropy)
+        torch.mul(logp_CV.add_(entropy_C[:, None]), prob_CV, out=grads[1]).neg_()
+    if grads:  # d log p of token t / d logit = [logit is t's] - p
+        one = prob_CV.new_ones(len(prob_CV), 1)
+        torch.neg(prob_CV, out=grads[0]).scatter_add_(1, wanted.token_M[:, None], one)
+    if wanted.temperature_M is not None:
+        for grad_CV in grads:
+            grad_CV /= wanted.temperature_M[:, None]
+    return logp_C, entropy_C

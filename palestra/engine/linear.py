@@ -26,6 +26,7 @@ from palestra.onednn import Product, onednn_packing, onednn_product
 
 MIN_WEIGHTS = 2**16  # smaller products take about the same time
 MIN_ROWS = 4
+MIN_ACTIVATIONS = 2**19  # of a training pass: with fewer, products with low-rank matrices take longer by oneDNN
 MAX_PACKED_BYTES = 640 * 2**20  # of all weights of a base: larger ones have no second copy
 
 
@@ -82,6 +83,17 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     if not _is_faster(x, weight) or (product := onednn_product()) is None:
         return x @ weight
     return _padded(product, x, weight.T, None)
+
+
+def low_rank_grads(x: Tensor, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of `a` [r, in] and `b` [out, r] in `x a' b'`, from `x` [R, in] and the gradient of the
+    product [R, out], without gradients of their own."""
+    product = onednn_product() if min(x.numel(), grad.numel()) > MIN_ACTIVATIONS else None
+    if product is None or not (_is_faster(x, grad) and grad.dtype == a.dtype == b.dtype):
+        # transposed so that the long side is last: products with few columns run at a third of the speed
+        return (b.T @ grad.T) @ x, ((a @ x.T) @ grad).T
+    inner_rR, grad_rR = (_padded(product, rows, w, None).T.contiguous() for rows, w in ((x, a), (grad, b.T)))
+    return _padded(product, grad_rR, x.T, None), _padded(product, inner_rR, grad.T, None).T
 
 
 def padded_rows(rows: int) -> int:

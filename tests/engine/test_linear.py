@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from palestra.engine import linear as linear_module
 from palestra.engine import micro_batch
-from palestra.engine.linear import OneDNNLinear, PackedWeight, linear, matmul, pack_weights
+from palestra.engine.linear import OneDNNLinear, PackedWeight, linear, low_rank_grads, matmul, pack_weights
 from palestra.engine.lora import Adapter, LoraConfig
 from palestra.engine.lora_routes import LowRankLinear
 from palestra.engine.models import Engine
@@ -54,6 +54,18 @@ def test_a_product_and_its_gradient_are_those_of_float64(rows, bias):
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)
     torch.testing.assert_close(grad.double(), exact_grad, rtol=0, atol=2e-4)
     torch.testing.assert_close(matmul(outer, weight), outer @ weight, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("rows", [7, 1345])  # by PyTorch's products, and (padded to more rows) by oneDNN's
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_low_rank_matrices_are_those_of_float64(rows, dtype):
+    x, grad = normal(rows, 400, dtype=dtype), normal(rows, 640, seed=1, dtype=dtype)
+    a, b = normal(16, 400, seed=2, dtype=dtype), normal(640, 16, seed=3, dtype=dtype)
+    x64, grad64, *pair = (t.double().requires_grad_() for t in (x, grad, a, b))
+    exact = torch.autograd.grad(x64 @ pair[0].T @ pair[1].T, pair, grad64)
+    share = 1e-5 if dtype == torch.float32 else 2e-2
+    for found, wanted in zip(low_rank_grads(x, grad, a, b), exact, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=share * float(wanted.abs().max()))
 
 
 def test_trained_weights_are_multiplied_by_pytorch():
