@@ -161,13 +161,14 @@ def lazy_seat(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: Me
 
 
 def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], evals: MetricsByName) -> Iterator[Alarm]:
-    """Alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved."""
+    """Alarm if a policy's entropy is near zero and far below its initial value, and the task is not solved. That of
+    continuous actions may be negative, which means nothing."""
     success = newest_mean(team, "success")
     for name, own in policies.items():
         before, now = first_mean(own, "entropy"), newest_mean(own, "entropy")
         if before is None or now is None or (success is not None and success > SOLVED_SUCCESS):
             continue
-        if now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
+        if 0 <= now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
             yield Alarm(
                 "entropy collapse",
                 name,

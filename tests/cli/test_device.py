@@ -19,7 +19,7 @@ CONFIG = """
 name: run
 env: {type: kuhn_poker, num_envs: 8}
 policies: {default: {type: net, hidden: [8], gru_units: 4}}
-algorithm: {type: mappo, rollout_length: 16, value_norm: true}
+algorithm: {type: mappo, rollout_length: 16, epochs: 2, minibatches: 2}
 evals: {held_out: {episodes: 32}}
 env_steps: 512
 checkpoint_every: 256

@@ -35,7 +35,7 @@ RUN: dict[str, Any] = {
     "env_steps": 64,
     "env": {"type": "two_step", "num_envs": 4},
     "policies": {"agent": {"type": "net", "hidden": [8], "lr": 1e-3}},
-    "algorithm": {"type": "ppo", "rollout_length": 8, "clip": 0.3},
+    "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 2, "minibatches": 2, "clip": 0.3},
     "evals": {"held_out": {"episodes": 4}},
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from vector_toys import Countdown, mean_return, train
+from vector_toys import Countdown, mean_return, ppo, train
 
 from palestra.algorithms.vector.dqn import DQN
 from palestra.algorithms.vector.mat import MAT
@@ -155,12 +155,12 @@ def test_saved_policy_plays_with_more_agents(tmp_path: Path) -> None:
 def test_learners_take_the_encoder(kind: str) -> None:
     """Every layer of the encoder is trained, and what is played is what is trained."""
     config: Any = {
-        "mappo": PPO(critic="central", rollout_length=8),
+        "mappo": ppo(critic="central", rollout_length=8),
         "trpo": TRPO(rollout_length=8),
         "mat": MAT(rollout_length=8),
         "dqn": DQN(rollout_length=8, learning_starts=1, batch_size=8),
         "sac": SAC(rollout_length=8, learning_starts=1, batch_size=8),
-    }.get(kind, PPO(rollout_length=8))
+    }.get(kind, ppo(rollout_length=8))
     env = SimpleTag(4, num_good=2, num_adversaries=2)
     seats = {f"seat{i}": [i] for i in range(4)} if kind == "a seat each" else {"all": [0, 1, 2, 3]}
     policy = POLICY.model_copy(update={"gru_units": 4, "seat_one_hot": True} if kind == "memory" else {})

@@ -263,16 +263,23 @@ def test_behaviour_cloning_of_recorded_play_wins(tmp_path: Path, monkeypatch: py
     assert before < 0.1 and after > 0.5
 
 
+@pytest.mark.parametrize("kind", ["iql", "cql_sac"])
 def test_offline_run_learns_from_files_and_resumes_on_the_same_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Recorded by two commands, trained on both files, extended bit for bit as if never stopped; other data refused."""
     monkeypatch.chdir(tmp_path)
     tree = config(
         env_steps=2 * 8 * 16,
-        env={"type": "simple_spread", "num_envs": 8, "max_cycles": 7},
+        env={"type": "simple_spread", "num_envs": 8, "max_cycles": 7, "continuous_actions": kind == "cql_sac"},
         policies={"agent": {"type": "net", "hidden": [16], "normalize_observations": True}},
-        algorithm={"type": "iql", "data": ["a.parquet", "b.parquet"], "gradient_steps": 4, "critic": "central"},
+        algorithm={
+            "type": kind,
+            "data": ["a.parquet", "b.parquet"],
+            "rollout_length": 16,
+            "gradient_steps": 4,
+            "critic": "central",
+        },
         evals={},
     )
     path = write(tmp_path, tree)
