@@ -30,6 +30,7 @@ LENGTH_FACTOR, MIN_REWARD_RISE, MAX_SUCCESS_RISE = (
     0.02,
 )  # factor of tokens; rise in reward; rise in success rate
 FORM_METRIC, FORM_SHARE = "reward/form", 0.5  # the reward's term for form; share of the rise in reward
+ROUNDING = 1e-6  # nats by which the entropy of a policy with a single action may be below 0
 INVALID_BEFORE, INVALID_NOW = 0.2, 0.02  # shares of invalid answers
 MAX_FAILED_SHARE, MAX_CUT_OFF_SHARE = 0.05, 0.3  # shares of episodes; of answers
 
@@ -168,7 +169,7 @@ def entropy_collapse(policies: MetricsByName, team: Mapping[str, np.ndarray], ev
         before, now = first_mean(own, "entropy"), newest_mean(own, "entropy")
         if before is None or now is None or (success is not None and success > SOLVED_SUCCESS):
             continue
-        if 0 <= now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
+        if -ROUNDING <= now <= LOW_ENTROPY and now <= LOW_ENTROPY_SHARE * before:
             yield Alarm(
                 "entropy collapse",
                 name,

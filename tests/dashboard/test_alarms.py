@@ -33,6 +33,7 @@ def test_alarm_on_entropy_collapse(now, fires):
     assert (names({"red": {"entropy": line(1.5, now)}}) == [("entropy collapse", "red")]) == fires
     assert names({"red": {"entropy": line(0.09, 0.09)}}) == []  # it never had more
     assert names({"red": {"entropy": line(1.5, -0.01)}}) == []  # of a density, which may be above 1
+    assert names({"red": {"entropy": line(1.5, -1e-8)}}) == [("entropy collapse", "red")]  # 0, rounded
 
 
 def hacking(tokens=(10, 15), reward=(0.1, 0.3), invalid=(0.1, 0.1)):
