@@ -50,8 +50,8 @@ RULES = {
         "a larger group_size; see in Episodes whether its answers change what follows",
     ),
     "entropy collapse": AlarmRule(
-        f"a policy's entropy is at most {LOW_ENTROPY} nats and {LOW_ENTROPY_SHARE:.0%} of what it was at first, and "
-        f"success is not above {SOLVED_SUCCESS:.0%}",
+        f"a policy's entropy is at most {LOW_ENTROPY} nats (not below 0, as that of continuous actions may be) and "
+        f"{LOW_ENTROPY_SHARE:.0%} of what it was at first, and success is not above {SOLVED_SUCCESS:.0%}",
         "go on from an earlier checkpoint with a smaller lr, or with entropy_coef or kl_coef above 0, or a higher "
         "temperature",
     ),

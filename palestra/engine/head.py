@@ -207,10 +207,9 @@ def _score_and_grad(
         _score_few(logits_CV.detach()[few], wanted.at(few), [grad_CV[few] for grad_CV in by_logit])
         for few in cached_chunks(logits_CV)
     ]
-    while by_logit:
-        grad_CV = by_logit.pop()
-        found = torch.autograd.grad(logits_CV, chunk_CH, grad_CV, retain_graph=bool(by_logit))[0]
-        grads[len(by_logit)].copy_(found)
+    for grad_CH, grad_CV in zip(grads, by_logit, strict=True):
+        is_last = grad_CH is grads[-1]
+        grad_CH.copy_(torch.autograd.grad(logits_CV, chunk_CH, grad_CV, retain_graph=not is_last)[0])
     logp_C, entropy_C = (torch.cat(parts) for parts in zip(*scores, strict=True))
     return logp_C, entropy_C
 

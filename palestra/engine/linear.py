@@ -88,8 +88,8 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
 def low_rank_grads(x: Tensor, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradients of `a` [r, in] and `b` [out, r] in `x a' b'`, from `x` [R, in] and the gradient of the
     product [R, out], without gradients of their own."""
-    product = onednn_product() if min(x.numel(), grad.numel()) > MIN_ACTIVATIONS else None
-    if product is None or not (_is_faster(x, grad) and grad.dtype == a.dtype == b.dtype):
+    large = min(x.numel(), grad.numel()) > MIN_ACTIVATIONS and x.dtype == a.dtype == b.dtype
+    if not (large and _is_faster(x, grad)) or (product := onednn_product()) is None:
         # transposed so that the long side is last: products with few columns run at a third of the speed
         return (b.T @ grad.T) @ x, ((a @ x.T) @ grad).T
     inner_rR, grad_rR = (_padded(product, rows, w, None).T.contiguous() for rows, w in ((x, a), (grad, b.T)))
