@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from palestra.evaluation.target import find_target
 from palestra.evaluation.text import TextEvalSetup, open_text_eval
 from palestra.runs import read_lines
 from palestra.runs.series import wilson_interval
-from palestra.types import Seat
+from palestra.types import Episode, Node, Seat
 
 RESULTS_FILE = "real_results.jsonl"
 SPLIT = "test"
@@ -70,20 +70,27 @@ def measure(setup: TextEvalSetup, env: Mapping[str, Any], row: Row, episodes: in
         "row": row.name,
         "success": result.metrics["success"],
         "returns": result.metrics["returns"],
-        "readable": sum(is_readable(episode) for episode in result.episodes) / len(result.episodes),
+        **completeness(result.episodes),
         "episodes": result.metrics["episodes"],
         "cpu_seconds": round(time.process_time() - start, 1),
         "examples": [example(episode) for episode in result.episodes[:5]],
     }
 
 
-def is_readable(episode: Any) -> bool:
-    """True if the episode's last answer has a number in it, right or wrong."""
-    last = episode.nodes[-1]
-    return not any(last.is_invalid(seat) for seat in last.answers)
+def completeness(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Returns the share of episodes with a complete last answer, and success among these: skill apart from form."""
+    complete = [episode for episode in episodes if is_complete(episode.nodes[-1])]
+    right = sum(episode.success for episode in complete)
+    return {"complete": len(complete) / len(episodes), "success_if_complete": right / max(1, len(complete))}
 
 
-def example(episode: Any) -> dict[str, Any]:
+def is_complete(last: Node) -> bool:
+    """True if the answers of an episode's last node say something that the env reads (a number, or with tools a call or
+    a number), right or wrong, and ended before their limit of tokens."""
+    return not any(last.is_invalid(seat) or answer.stop_reason == "length" for seat, answer in last.answers.items())
+
+
+def example(episode: Episode) -> dict[str, Any]:
     """Returns the replies of an episode by seat, and whether it succeeded."""
     replies = {seat: answer.text for node in episode.nodes for seat, answer in node.answers.items()}
     return {**replies, "success": episode.success}

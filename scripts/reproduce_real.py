@@ -8,10 +8,11 @@
     python scripts/reproduce.py real --device cuda --processes 4 --only story/    on a GPU, in float32, four at once
 
 A row is a method on a task with a seed: at most 40 minutes of one CPU core. Its result is a JSON file in
-bench/measured/real/, its run a folder of runs/reproduce-real/. Every trained method samples as many answers as any
-other of its task, with the learning rate that was best on split dev if it was tuned (else that of the task's config),
-and is scored once on 300 held-out instances with greedy answers. A row whose rate has changed since is measured again.
-Every method, trained or not, sees the same worked examples, except in the rows without any.
+bench/measured/real/, its run a folder of runs/reproduce-real/. The methods that train with the task's config sample
+equally many answers; SFT, DPO, PPO and the stages have configs of their own and sample fewer (column "answers"). Each
+has the learning rate that was best on split dev if it was tuned (else that of its config), and is scored once on 300
+held-out instances with greedy answers. A row whose rate has changed since is measured again. Every method, trained or
+not, sees the same worked examples, except in the rows without any.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,15 +72,16 @@ class Task:
 class Method:
     """A method, for a lone agent or a team, with an adapter for each seat or a shared one.
 
-    `algorithm` None: untrained; {}: that of the config. `env`: changes to the env's options. `config`: a config of its
-    own in place of the task's, with fewer samples, and with evaluations on split dev during training; such a method has
-    rows in `tasks` only.
+    `algorithm` None: untrained; {}: that of the config. `env`: changes to the env's options. `sampling`: changes to the
+    sampling of the scored answers. `config`: a config of its own in place of the task's, with fewer samples, and with
+    evaluations on split dev during training. Rows are of `tasks` only.
     """
 
     algorithm: dict[str, Any] | None
     is_team: bool = True
     is_shared: bool = False
     env: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
     config: Path | None = None
     tasks: Sequence[str] = ("story", "sums", "tools")
 
@@ -98,15 +100,20 @@ TASKS = {
     "sums": Task(Path("configs/real/sums_team.yaml"), {"env.team": "single", "episodes": 24}),
     "tools": Task(Path("configs/real/tools_team.yaml"), {"env.team": "single"}),
 }
+# Without an example the model writes sentences: it has the room for them too.
+NO_EXAMPLE = Method(None, env={"shots": 0})
+NO_EXAMPLE_LONG = replace(NO_EXAMPLE, sampling={"max_tokens": 64}, tasks=["story", "sums"])
 METHODS = {
-    "single agent, no example": Method(None, is_team=False, env={"shots": 0}),
+    "single agent, no example": replace(NO_EXAMPLE, is_team=False),
+    "single agent, no example, 64 tokens": replace(NO_EXAMPLE_LONG, is_team=False),
     "single agent": Method(None, is_team=False),
     "single agent + GRPO": Method(GRPO, is_team=False),
     "single agent + SFT of an expert": on_sums("sft"),
     "single agent + SFT, then GRPO": on_sums("stages"),
     "single agent + DPO": on_sums("dpo"),
     "single agent + PPO": on_sums("ppo"),
-    "team, no example": Method(None, env={"shots": 0}),
+    "team, no example": NO_EXAMPLE,
+    "team, no example, 64 tokens": NO_EXAMPLE_LONG,
     "team": Method(None),
     "team + GRPO": Method(GRPO),
     "team + AT-GRPO, shared": Method({}, is_shared=True),
@@ -243,9 +250,10 @@ def num_steps(tree: Tree) -> int:
 
 def run(row: TableRow, device: str) -> dict[str, Any]:
     """Trains the row unless its method is untrained, and scores it; returns its result."""
-    is_trained = METHODS[row.method].algorithm is not None
+    method = METHODS[row.method]
+    is_trained = method.algorithm is not None
     target = train(row, device) if is_trained else write_config(row, device)
-    setup = open_text_eval(find_target(target), {}, {}, sampling=GREEDY, in_process=True)
+    setup = open_text_eval(find_target(target), {}, {}, sampling=GREEDY | method.sampling, in_process=True)
     seats = {} if is_trained else dict.fromkeys(setup.policy_names, BASE)
     changes, episodes = ({}, EPISODES) if row.rate is None else ({"split": "dev"}, DEV_EPISODES)
     measured = measure(setup, config_of(row)["env"], Row(row.name, changes, seats), episodes)

@@ -25,10 +25,11 @@ HEAD = """# Results with a real model
 Made by `python scripts/reproduce.py real` from the rows that are finished (bench/measured/real/); `--list` names
 those that are not. SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy answers. *lr* is the
 learning rate: {tuned}. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its
-95 % interval (Student's t, a spread between runs), and each seed's score. *Readable*: the share of episodes whose
-last answer has a number in it; *right if readable* is skill beside form. *Answers* are those trained on, of SFT the
-expert's. CPU minutes are of training, mean over the seeds that ran on a CPU, on the machine and under the load of that
-day: a busy machine takes more of them for the same work.{gpu}"""
+95 % interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of episodes whose last
+answer ends before its limit of tokens and states a number (with tools: a number or a call); *right if complete* is
+skill apart from form; "–" where it was not counted. *Answers* are those trained on, of SFT the expert's. CPU minutes
+are of training, mean over the seeds that ran on a CPU, on the machine and under the load of that day: a busy machine
+takes more of them for the same work.{gpu}"""
 TUNED = "by method, the best of three on split dev (scripts/reproduce_real_rates.yaml)"
 GPU = """
 
@@ -52,8 +53,8 @@ COLUMNS = [
     "seeds, CPU / GPU",
     "success",
     "by seed",
-    "readable",
-    "right if readable",
+    "complete",
+    "right if complete",
     "answers",
     "CPU minutes",
     "lr",
@@ -94,15 +95,19 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
 def figures(results: Sequence[Result]) -> list[str]:
     """The cells of a method: one result for each of its seeds."""
     trained = [r for r in results if r.get("curve")]
-    readable = np.mean([r["readable"] for r in results])
-    right = np.mean([r["success"] for r in results]) / readable if readable else 0.0
+    complete, right = (mean_share(results, key) for key in ("complete", "success_if_complete"))
     on_cpu = [r for r in trained if not on_a_gpu(r)]
     seeds = " ".join(f"{r['success']:.1%}" for r in results) if len(results) > 1 else "–"
     answers = f"{np.mean([r['answers'] for r in trained]):,.0f}" if trained else "–"
     minutes = f"{np.mean([r['train_cpu_minutes'] for r in on_cpu]):.0f}" if on_cpu else "–"
     runs = f"{len(on_cpu)} / {len(trained) - len(on_cpu)}" if trained else "–"
     rate = " ".join(f"{lr:g}" for lr in sorted({r.get("lr", CONFIG_RATE) for r in trained})) if trained else "–"
-    return [runs, success(results), seeds, f"{readable:.1%}", f"{right:.1%}", answers, minutes, rate]
+    return [runs, success(results), seeds, complete, right, answers, minutes, rate]
+
+
+def mean_share(results: Sequence[Result], key: str) -> str:
+    """Mean of a share over the results; "–" if not all have it."""
+    return f"{np.mean([r[key] for r in results]):.1%}" if all(key in r for r in results) else "–"
 
 
 def on_a_gpu(result: Result) -> bool:

@@ -50,11 +50,15 @@ def split_of_layout(size: int, groups: tuple[Iterable[int], ...]) -> Split:
     return split_of_text(_text(size, groups))
 
 
+def hash_share(text: str) -> float:
+    """Returns a number in [0, 1) that depends on `text` only, evenly distributed over texts."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
 def split_of_text(text: str) -> Split:
     """Returns the split of an instance with content `text`. Equal problems must have equal text (a canonical
     form)."""
-    digest = hashlib.sha256(text.encode()).digest()
-    share = int.from_bytes(digest[:8], "big") / 2**64
+    share = hash_share(text)
     for split, width in SPLIT_SHARES.items():
         if share < width:
             return split

@@ -2,14 +2,15 @@
 
 import random
 import re
+from typing import get_args
 
 import pytest
 
 from palestra.chat import Chat
 from palestra.envs import check_env
-from palestra.envs.text.math.relay import MathRelay, relay_story, seat_question
+from palestra.envs.text.math.relay import MathRelay, Signs, relay_story, seat_question
 from palestra.envs.text.math.review import last_number
-from palestra.envs.text.splits import split_of_text
+from palestra.envs.text.splits import Split
 
 NUMBER = re.compile(r"\d+")
 LESS = re.compile(r"loses|gives \d+ to|get off|run away|spends")
@@ -22,28 +23,28 @@ def operands(calculation: str) -> list[str]:
 def test_an_episode_worked_by_hand():
     env = MathRelay(shots=0, split="test", limit=30)
     first = env.reset(0)
-    assert first.observations == {"first": "Hana has 22 lemons and loses 10 of them."}
-    second = env.step({"first": "22 - 10\n= 12"})
-    asked = "Your colleague says: 22 - 10 = 12\nThen Hugo gives Hana 14 more. How many lemons does Hana have now?"
+    assert first.observations == {"first": "27 people are on a bus and 21 of them get off."}
+    second = env.step({"first": "27 - 21\n= 6"})
+    asked = "Your colleague says: 27 - 21 = 6\nAt the next stop 27 more get on. How many people are on the bus now?"
     assert second.observations == {"second": asked}
     assert (second.rewards, second.team_reward, second.info["success"]) == ({"first": 1.0}, 0.0, False)
     assert second.info["reward_terms"] == {"first": {"message": 1.0}}
-    last = env.step({"second": "She has 26 now."})
+    last = env.step({"second": "There are 33 now."})
     assert last.done and not last.rewards and last.team_reward == 1.0
     assert last.info == {
         "turn": 2,
         "success": True,
-        "answers": {"first": "12", "second": "26"},
+        "answers": {"first": "6", "second": "33"},
         "invalid": {"first": False, "second": False},
-        "gold": "26",
+        "gold": "33",
     }
 
 
 def test_a_wrong_message_and_the_form_of_a_calculation_earn_nothing():
     env = MathRelay(limit=30, split="test")
     env.reset(0)
-    assert env.step({"first": "22 - 10 = 13"}).rewards == {"first": 0.0}
-    last = env.step({"second": "13 + 14 = 27"})
+    assert env.step({"first": "27 - 21 = 7"}).rewards == {"first": 0.0}
+    last = env.step({"second": "7 + 27 = 34"})
     assert last.team_reward == 0.0 and not last.info["success"]
     env.reset(0)
     assert env.step({"first": "many"}).info["invalid"] == {"first": True}
@@ -52,8 +53,8 @@ def test_a_wrong_message_and_the_form_of_a_calculation_earn_nothing():
 def test_only_the_team_is_rewarded_for_the_outcome():
     env = MathRelay(limit=30, split="test", reward="outcome")
     env.reset(0)
-    assert env.step({"first": "12"}).rewards == {}
-    assert env.step({"second": "26"}).team_reward == 1.0
+    assert env.step({"first": "6"}).rewards == {}
+    assert env.step({"second": "33"}).team_reward == 1.0
 
 
 @pytest.mark.parametrize("split", ["train", "dev", "test"])
@@ -88,14 +89,22 @@ def test_the_parts_of_a_story_do_what_its_signs_say():
     assert MathRelay(signs=["-+"], shots=1).examples["first"][1]["content"].split()[1] == "-"
 
 
-def test_splits_are_by_the_calculations_and_the_order_of_a_sum_does_not_matter():
-    keys = {
-        split: {relay_story(seed, 12, split).split_key for seed in range(300)} for split in ("train", "dev", "test")
-    }
-    for split, held in keys.items():
-        assert {split_of_text(key) for key in held} == {split}
-    sums = [key.split()[1:4] for key in keys["train"] if key.split()[2] == "+"]
+@pytest.mark.parametrize(("limit", "signs"), [(12, ["++"]), (20, ["++"]), (30, list(get_args(Signs)))])
+def test_no_calculation_of_a_held_out_story_is_in_a_story_of_training(limit, signs):
+    """Of no seat: neither the first part's nor the second's, in whatever order a sum is written."""
+    stories = {split: [relay_story(seed, limit, split, signs) for seed in range(300)] for split in get_args(Split)}
+    seen = {split: {key for story in own for key in story.calculations} for split, own in stories.items()}
+    assert not (seen["base"] | seen["train"]) & (seen["dev"] | seen["test"])
+    pairs = {split: {story.calculations for story in own} for split, own in stories.items()}
+    assert not pairs["train"] & pairs["base"] and not pairs["dev"] & pairs["test"]
+    sums = [key.split() for key in seen["train"] if "+" in key]
     assert sums and all(int(a) <= int(b) for a, _, b in sums)
+    written = {sorted_numbers(story.middle) for story in stories["train"] if "+" in story.middle}
+    assert not written & {sorted_numbers(story.middle) for story in stories["test"] if "+" in story.middle}
+
+
+def sorted_numbers(calculation: str) -> tuple[int, ...]:
+    return tuple(sorted(map(int, operands(calculation))))
 
 
 def test_shots_are_earlier_turns_with_right_messages_and_answers_of_the_base_split():

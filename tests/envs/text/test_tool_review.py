@@ -21,17 +21,20 @@ def lookup(**options) -> ToolReview:
 def test_an_episode_worked_by_hand():
     env = ToolReview(shots=0, kinds=["sum"], split="test", limit=30)
     first = env.reset(0)
-    story = "Hana has 22 lemons and loses 10 of them. Then Hugo gives Hana 14 more. How many lemons does Hana have now?"
+    story = (
+        "27 people are on a bus and 21 of them get off. At the next stop 27 more get on. "
+        "How many people are on the bus now?"
+    )
     assert first.observations == {"caller": story}
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "22 - 10 + 14"}}</tool_call>'
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "27 - 21 + 27"}}</tool_call>'
     second = env.step({"caller": f"I call\n{call}"})
-    assert second.observations == {"reviewer": f"{story}\nYour colleague called: {call}\nResult: 26"}
+    assert second.observations == {"reviewer": f"{story}\nYour colleague called: {call}\nResult: 33"}
     assert (second.rewards, second.team_reward, second.info["success"]) == ({"caller": 1.0}, 0.0, False)
     assert second.info["reward_terms"] == {"caller": {"call": 1.0}}
-    last = env.step({"reviewer": "26"})
+    last = env.step({"reviewer": "33"})
     assert last.done and not last.rewards and last.team_reward == 1.0
     invalid = {"caller": False, "reviewer": False}
-    assert last.info == {"turn": 2, "success": True, "kind": "sum", "calls": 1, "invalid": invalid, "gold": "26"}
+    assert last.info == {"turn": 2, "success": True, "kind": "sum", "calls": 1, "invalid": invalid, "gold": "33"}
 
 
 def test_a_wrong_call_earns_nothing_and_the_reviewer_may_correct_it_once():
@@ -90,7 +93,7 @@ def test_a_reply_that_quotes_the_result_or_names_several_numbers_is_not_right():
     assert is_right(f"{env.question.answer}.", env.question)
     assert not is_right(f"{env.question.answer} or 7", env.question) and not is_right("", env.question)
     sums = draw_question("sum", 0, 30, "test")
-    assert is_right("22 - 10 + 14 = 26", sums) and not is_right("22 - 10 + 14", sums)
+    assert is_right("27 - 21 + 27 = 33", sums) and not is_right("27 - 21 + 27", sums)
 
 
 def test_a_lone_agent_calls_and_answers():

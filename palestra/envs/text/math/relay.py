@@ -19,7 +19,7 @@ from palestra.envs.text.math.grading import UNREADABLE, AnswerGrade, grade_direc
 from palestra.envs.text.math.review import MAX_SHOTS, acting_seat, ask_with_examples, last_number
 from palestra.envs.text.math.word_templates import ANIMALS, NAMES, THINGS
 from palestra.envs.text.options import RewardMode, check_range
-from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split
+from palestra.envs.text.splits import MAX_DRAWS, Split, hash_share
 from palestra.types import Seat, Step
 
 RelayedMessage = Literal["sent", "blank", "foreign"]
@@ -37,6 +37,7 @@ ROLES: dict[Seat, str] = {
 }
 MAX_MESSAGE_CHARS = 80  # characters of the first seat's reply that the second observes
 LARGEST_LIMIT = 10_000  # largest value of `limit`
+HELD_OUT = 0.4  # share of calculations that are in stories of the splits dev and test only
 
 # By topic: the first part with a number added or taken, the second part likewise, and the question.
 STORIES: tuple[tuple[dict[str, str], dict[str, str], str], ...] = (
@@ -65,13 +66,24 @@ STORIES: tuple[tuple[dict[str, str], dict[str, str], str], ...] = (
 
 @dataclass(frozen=True)
 class RelayStory:
-    """A story in two parts. `middle` and `end` are calculations with their results, such as "23 + 14 = 37"."""
+    """A story in two parts. `middle` and `end` are calculations with their results, such as "23 + 14 = 37";
+    `calculations` are the same without, in the form that decides the split: the smaller number of a sum first."""
 
     opening: str
     rest: str
     middle: str
     end: str
-    split_key: str
+    calculations: tuple[str, str]
+
+    @property
+    def split(self) -> Split | None:
+        """The story's split. No calculation of a dev or test story is in one of base or train, be it in the first part
+        or the second; a story with one calculation of each kind belongs to no split (None)."""
+        held_out = {hash_share(f"relay {each}") < HELD_OUT for each in self.calculations}
+        if len(held_out) > 1:
+            return None
+        splits: tuple[Split, Split] = ("dev", "test") if held_out.pop() else ("base", "train")
+        return splits[hash_share("relay {}, {}".format(*self.calculations)) < 0.5]
 
 
 class MathRelay(Env):
@@ -162,9 +174,13 @@ def relay_story(seed: int, limit: int, split: Split, signs: Sequence[Signs] = ge
     Its split depends on the two calculations, not on topic, names and things. Raises ValueError if there are too few.
     """
     rng = random.Random(f"relay {seed}")
-    drawn = (_draw_story(rng, limit, rng.choice(signs)) for _ in range(MAX_DRAWS))
-    lacking = f'no story of split "{split}" in {MAX_DRAWS} draws with numbers up to {limit}: give a larger limit'
-    return first_of_split(drawn, split, lambda story: story.split_key, lacking)
+    for _ in range(MAX_DRAWS):
+        story = _draw_story(rng, limit, rng.choice(signs))
+        if story.split == split:
+            return story
+    raise ValueError(
+        f'no story of split "{split}" in {MAX_DRAWS} draws with numbers up to {limit}: give a larger limit'
+    )
 
 
 def _draw_story(rng: random.Random, limit: int, signs: Signs) -> RelayStory:
@@ -178,8 +194,13 @@ def _draw_story(rng: random.Random, limit: int, signs: Signs) -> RelayStory:
     name, other = rng.sample(NAMES, 2)
     words = {"name": name, "other": other, "things": rng.choice(THINGS), "animals": rng.choice(ANIMALS)}
     first, second = (text.format(**words, a=a, b=b, c=c) for text in (opening[sign], f"{rest[then]} {question}"))
-    key = f"relay {' + '.join(map(str, sorted((a, b)))) if sign == '+' else f'{a} - {b}'} {then} {c}"
-    return RelayStory(first, second, f"{a} {sign} {b} = {middle}", f"{middle} {then} {c} = {end}", key)
+    keys = _calculation_key(a, sign, b), _calculation_key(middle, then, c)
+    return RelayStory(first, second, f"{a} {sign} {b} = {middle}", f"{middle} {then} {c} = {end}", keys)
+
+
+def _calculation_key(a: int, sign: str, b: int) -> str:
+    """Returns a calculation as text, the smaller number of a sum first."""
+    return f"{min(a, b)} + {max(a, b)}" if sign == "+" else f"{a} - {b}"
 
 
 def seat_question(seat: Seat, story: RelayStory, message: str) -> str:

@@ -177,12 +177,11 @@ def draw_question(kind: QuestionKind, seed: int, limit: int, split: Split) -> Qu
 
 
 def _sum_question(seed: int, limit: int, split: Split) -> Question:
-    """Returns a story of three numbers; the wrong call has another sign."""
+    """Returns a story of three numbers; the wrong call has another second sign."""
     story = relay_story(seed, limit, split)
-    first, last = (part.partition(" = ")[0] for part in (story.middle, story.end))
-    expression = f"{first} {last.split(' ', 1)[1]}"
-    wrong = expression.translate(str.maketrans("+-", "-+"))
-    calls = (ToolCall("calculator", {"expression": each}) for each in (expression, wrong))
+    first, (_, sign, last) = story.middle.partition(" = ")[0], story.end.partition(" = ")[0].split()
+    wrong = "-" if sign == "+" else "+"
+    calls = (ToolCall("calculator", {"expression": f"{first} {each} {last}"}) for each in (sign, wrong))
     answer = story.end.rpartition(" = ")[2]
     return Question("sum", f"{story.opening} {story.rest}", answer, PlaceLibrary(seed), *calls)
 
