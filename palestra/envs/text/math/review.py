@@ -33,7 +33,8 @@ ROLES = {
 MAX_QUOTE_CHARS = 200  # characters of the reasoner's reply that the checker observes
 MAX_SHOTS = 16
 
-_NUMBER = re.compile(r"[-\u2212]?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?:\s?/\s?\d{1,40})?")
+# A hyphen between digits is no sign: "12-5" ends in 5.
+_NUMBER = re.compile(r"(?:(?<!\d)[-\u2212])?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?(?:\s?/\s?\d{1,40})?")
 _OPERATOR = re.compile(r"\s*(//|[-+*/])\s*")
 
 
