@@ -81,7 +81,7 @@ class Client:
         self._note("sampling", start)
         start = time.perf_counter()
         self.weights.forward_backward(list(credited(prompts, answers)), clipped_policy_loss)
-        self.weights.optim_step(AdamConfig(lr=1e-5), lr=1e-5)
+        self.weights.optim_step(AdamConfig(lr=1e-5))
         self._note("training", start)
 
     def _note(self, phase: str, start: float) -> None:

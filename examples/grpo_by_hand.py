@@ -42,7 +42,7 @@ BATCH_SIZE = 256  # samples per optimizer step
 CLIP = 0.2  # clipping distance of the probability ratio from 1
 ENTROPY_COEF = 0.06
 LORA = LoraConfig(rank=8, alpha=16.0)
-ADAM = AdamConfig(lr=1e-3, max_grad_norm=1.0)
+LEARNING_RATE = 1e-3
 SAMPLING = SamplingConfig(max_tokens=9, temperature=1.0)
 
 
@@ -140,7 +140,7 @@ def update(trainer: Trainer, samples: Sequence[Sample], lr: float) -> float:
     entropies = []
     for i in range(count):
         metrics = trainer.forward_backward(samples[i::count], grpo_loss, entropy=ENTROPY_COEF)
-        trainer.optim_step(ADAM, lr=lr)
+        trainer.optim_step(AdamConfig(lr=lr, max_grad_norm=1.0))
         entropies.append(metrics["entropy"])
     return float(np.mean(entropies)) if entropies else 0.0
 
@@ -172,7 +172,7 @@ def main() -> None:
     for step in range(args.steps):
         instances = range(step * args.episodes, (step + 1) * args.episodes)
         groups, solved = play(sampler, trainers, instances, "train", GROUP_SIZE, args.seed + step)
-        lr = ADAM.lr * (1 - step / args.steps)
+        lr = LEARNING_RATE * (1 - step / args.steps)
         entropy = {seat: update(trainer, build_samples(groups, seat), lr) for seat, trainer in trainers.items()}
         sampler.clear_cache()  # keys and values of the old weights
         value = {seat: np.mean([group.values for group in groups if group.seat == seat]) for seat in SEATS}

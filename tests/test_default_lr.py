@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from palestra.builders.engines import Engines
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
+from palestra.config import validate
 from palestra.learners.lm import LoraPolicyConfig, base_parameters, default_lora_lr
 from palestra.losses.policy import cross_entropy_loss
 from palestra.types import Sample
@@ -34,3 +37,36 @@ def test_default_lr_is_used_and_logged(lr: float | None, logged: float):
 
     assert asyncio.run(step())["lr"] == logged
     assert learner.weights.trainer.optimizer.param_groups[0]["lr"] == logged
+
+
+@pytest.mark.parametrize("lr", [None, 0.0, 2e-3])
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_the_critics_learning_rate_follows_the_schedule(lr: float | None, critic: str):
+    """At half of a linear decay it is half of `critic_lr`, whatever the policy's own rate is."""
+    config = LoraPolicyConfig(base="tiny", lr=lr, critic_lr=0.02, lr_schedule="linear")
+    setup = build(
+        validate(
+            TextConfig,
+            {
+                "steps": 1,
+                "episodes": 1,
+                "env": {"type": "guess_number"},
+                "policies": {"agent": config.model_dump(mode="json")},
+                "algorithm": {"type": "ppo", "critic": critic},
+            },
+        )
+    )
+    learner = setup.learners["agent"]
+    ids = np.array([5, 6], np.int32)
+    one = np.ones(1, np.float32)
+    sample = Sample(ids, ids[:1], np.zeros(1, np.float32), one, values=one, returns=one)
+    algorithm = setup.stages[0].algorithm
+
+    async def step():
+        await learner.forward_backward([sample], algorithm.loss, **algorithm.loss_options)
+        return await learner.optim_step(0.5)
+
+    metrics = asyncio.run(step())
+    assert metrics["lr"] == pytest.approx(0.5 * (1e-3 if lr is None else lr))
+    trainer = learner.weights.critic if critic == "separate" else learner.weights.trainer
+    assert [group["lr"] for group in trainer.optimizer.param_groups if group["critic"]] == [pytest.approx(0.01)]

@@ -230,8 +230,8 @@ class HostedWeights:
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics:
         return dict(self._ask("forward_backward", samples, loss, **options))
 
-    def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics:
-        return dict(self._ask("optim_step", adam, lr=lr))
+    def optim_step(self, adam: AdamConfig) -> Metrics:
+        return dict(self._ask("optim_step", adam))
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
         return list(self._ask("logprobs", samples, reference=reference))

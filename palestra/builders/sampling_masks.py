@@ -1,4 +1,4 @@
-"""Whether training fits how policies sample: with top-k or top-p, the sampled distribution is not the whole one."""
+"""Checks that training matches top-k/top-p sampling, whose distribution leaves tokens out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from palestra.builders.text_config import TextConfig
 from palestra.engine.sampling import SamplingConfig
+from palestra.engine.trainer import DROPOUT_LOSSES
 from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig
 
 
@@ -19,6 +20,18 @@ def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) 
                     f"policies.{name}.sampling.keep_sampling_mask trains the distribution that top_k and top_p leave, "
                     f"and the loss of type: {part.algorithm.type} is of all tokens: set keep_sampling_mask: false"
                 )
+
+
+def check_dropout(parts: Sequence[TextConfig], trained: Collection[str]) -> None:
+    """Raises ValueError if a policy of `trained` has dropout, and no stage a loss that uses it."""
+    if any(part.algorithm.loss in DROPOUT_LOSSES for part in parts):
+        return
+    for name, policy in parts[0].policies.items():
+        if name in trained and isinstance(policy, LoraPolicyConfig) and policy.lora_dropout:
+            raise ValueError(
+                f"policies.{name}.lora_dropout has no effect with type: {parts[0].algorithm.type}, which compares "
+                "log-probabilities with passes that have no dropout: leave it out, or train with sft or reward_model"
+            )
 
 
 def biased_sampling_notes(parts: Sequence[TextConfig], trained: Collection[str]) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 from palestra.builders.critics import critic_kind
 from palestra.builders.engines import Engines, build_engines
 from palestra.builders.learned_reward import learned_reward_source
-from palestra.builders.sampling_masks import biased_sampling_notes, check_sampling_masks
+from palestra.builders.sampling_masks import biased_sampling_notes, check_dropout, check_sampling_masks
 from palestra.builders.seats import resolve_seats
 from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
@@ -72,6 +72,7 @@ def build(config: TextConfig, engines: Engines | RemoteEngines | None = None) ->
     cast = PolicyResolver(learners, fixed, engines, in_flight_policies(config, learners))
     learning = {name: learner for name, learner in learners.items() if name in seated.values()}
     check_sampling_masks(parts, learning)
+    check_dropout(parts, learning)
     _assign_teachers(parts, cast)
     labels = [stage.name for stage in config.stages] or [""]
     table = _table(engines)

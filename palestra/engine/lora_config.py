@@ -23,7 +23,8 @@ class LoraVariantsConfig(StrictModel):
     """DoRA (Liu et al., 2024): also trains the length of each row of an adapted layer's weight, apart from its
     direction. Slower in sampling."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """Probability with which a value at the adapter's input is set to 0, in training passes with gradients only."""
+    """Probability with which a value at the adapter's input is set to 0, in training passes of `sft` and
+    `reward_model`. Other algorithms compare log-probabilities with passes that have no dropout."""
     rank_pattern: dict[str, int] = {}
     """Ranks of some layers, by regular expression of the end of their names, for example `{q_proj: 4}`; others have
     `rank`."""

@@ -38,7 +38,8 @@ from palestra.engine.micro_batch import (
 from palestra.engine.models import Engine
 from palestra.engine.optimizers import OptimizerName, build_optimizer, set_options
 from palestra.engine.reference_weights import ReferenceWeights
-from palestra.losses.policy import LossInputs, TensorMetrics
+from palestra.losses.policy import LossInputs, TensorMetrics, cross_entropy_loss
+from palestra.losses.preferences import bradley_terry_loss
 from palestra.seeding import derive_seed
 from palestra.types import Metrics, Sample
 
@@ -46,6 +47,9 @@ Precision = Literal["auto", "float32", "bf16", "fp16"]
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ReferenceKind = Literal["none", "copy", "disk"]
 NO_REFERENCE_MESSAGE = "this full model keeps no reference to hold to: set reference: copy or disk, or train an adapter"
+# Other losses compare log-probabilities with those of the sampler or of passes without gradients, which have no
+# dropout: it would be noise in their ratios.
+DROPOUT_LOSSES = (cross_entropy_loss, bradley_terry_loss)
 LossFunction = Callable[..., tuple[Tensor, TensorMetrics]]
 
 
@@ -67,6 +71,11 @@ class AdamConfig(StrictModel):
     critic_max_grad_norm: float | None = Field(1.0, gt=0)
     """Maximum norm of the gradient of a critic's value head, which is clipped apart from the policy's; null for no
     clipping."""
+
+    @property
+    def rate_of_critic(self) -> float:
+        """The learning rate of a critic."""
+        return self.lr if self.critic_lr is None else self.critic_lr
 
 
 class Trainer:
@@ -157,8 +166,11 @@ class Trainer:
         share, trained = token_weight(samples), trained_share(samples)
         samples = with_gradient(samples)
         parts = self._micro_batches_by_rank(samples, share)
+        has_dropout = loss in DROPOUT_LOSSES
         for pack in parts[self.group.rank]:
-            value, metrics = loss(self._loss_inputs(pack, bonus=bool(options.get("entropy"))), **options)
+            dropout = self._next_dropout() if has_dropout else None
+            tokens = self._loss_inputs(pack, bonus=bool(options.get("entropy")), dropout=dropout)
+            value, metrics = loss(tokens, **options)
             self._backward(value)
             for name, figure in {"loss": value.detach(), **{n: m / trained for n, m in metrics.items()}}.items():
                 total[name] = total.get(name, 0.0) + float(figure)
@@ -190,16 +202,15 @@ class Trainer:
         (value * self.loss_scale.value if self.loss_scale else value).backward()
         self.engine.release_freed_memory()
 
-    def optim_step(self, adam: AdamConfig, *, lr: float | None = None) -> Metrics:
+    def optim_step(self, adam: AdamConfig) -> Metrics:
         """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and apart
         from it that of a critic's head (`critic_grad_norm`).
 
         In fp16 also returns the loss scale, and whether the step was skipped because a gradient overflowed (its norm is
         then 0). Raises ValueError if the norm is not finite and there is no loss scale.
         """
-        rate = adam.lr if lr is None else lr
         for group in self.optimizer.param_groups:
-            own = _critic_lr(adam, rate) if group["critic"] else rate
+            own = adam.rate_of_critic if group["critic"] else adam.lr
             set_options(group, lr=own, betas=adam.adam_betas, eps=adam.adam_eps, decay=adam.weight_decay)
         norm = self._gather_gradients()
         critic_norm = torch.nn.utils.get_total_norm([p.grad for p in self.critic_parameters if p.grad is not None])
@@ -298,18 +309,11 @@ class Trainer:
             raise ValueError("this policy has no critic: it was built for an algorithm without one")
         return self.critic(read.features_MH.float())[:, 0]
 
-    def _loss_inputs(self, pack: MicroBatch, *, bonus: bool = False) -> LossInputs:
+    def _loss_inputs(self, pack: MicroBatch, *, bonus: bool = False, dropout: Dropout | None = None) -> LossInputs:
         """Returns the loss inputs of `pack`; with `bonus`, the entropy has gradients."""
         rows = PackedBatch.pack(pack.samples, self.engine)
-        read = self._read(rows, self.adapter, bonus=bonus, dropout=self._next_dropout())
+        read = self._read(rows, self.adapter, bonus=bonus, dropout=dropout)
         return build_loss_inputs(pack, read.logp_M, read.entropy_M, self._value(read) if self.critic else None)
-
-
-def _critic_lr(adam: AdamConfig, lr: float) -> float:
-    """Returns the learning rate of a value head where the schedule has brought `adam.lr` to `lr`."""
-    if adam.critic_lr is None:
-        return lr
-    return adam.critic_lr * (lr / adam.lr if adam.lr else 1.0)
 
 
 def _zero_loss(tokens: LossInputs) -> Tensor:

@@ -157,7 +157,7 @@ class Weights(Protocol):
     """Protocol of weights in training, in this process or on a server: the engine operations that a learner needs."""
 
     def forward_backward(self, samples: Sequence[Sample], loss: Callable, **options: Any) -> Metrics: ...
-    def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics: ...
+    def optim_step(self, adam: AdamConfig) -> Metrics: ...
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]: ...
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]: ...
     def start_stage(self) -> None: ...
@@ -212,8 +212,8 @@ class LocalWeights:
         """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each."""
         return self.trainer.iter_forward_backward(samples, loss, **options)
 
-    def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics:
-        return self.trainer.optim_step(adam, lr=lr)
+    def optim_step(self, adam: AdamConfig) -> Metrics:
+        return self.trainer.optim_step(adam)
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[np.ndarray]:
         return self.trainer.logprobs(samples, reference=reference)
@@ -346,16 +346,22 @@ class LanguageLearner:
         self.reference_version = self.version
 
     async def optim_step(self, progress: float = 0.0) -> Metrics:
-        config = self.config
-        peak = default_lora_lr(base_parameters(config.base)) if config.lr is None else config.lr
-        lr = peak * lr_factor(progress, self.config.lr_schedule, self.config.warmup_ratio)
+        config = self._config_at(progress)
         if isinstance(self.weights, LocalWeights):
-            metrics = self.weights.optim_step(self.config, lr=lr)
+            metrics = self.weights.optim_step(config)
         else:
-            metrics = await asyncio.to_thread(self.weights.optim_step, self.config, lr=lr)
+            metrics = await asyncio.to_thread(self.weights.optim_step, config)
         self.version, self._policy = self.version + 1, None
         self.sampler.clear_cache()
-        return metrics | {"lr": lr}
+        return metrics | {"lr": config.lr}
+
+    def _config_at(self, progress: float) -> Any:
+        """Returns the config with the learning rates of a step: the schedule's share of `lr` and of `critic_lr`."""
+        config = self.config
+        peak = default_lora_lr(base_parameters(config.base)) if config.lr is None else config.lr
+        factor = lr_factor(progress, config.lr_schedule, config.warmup_ratio)
+        critic_lr = None if config.critic_lr is None else factor * config.critic_lr
+        return config.model_copy(update={"lr": factor * peak, "critic_lr": critic_lr})
 
     def policy(self) -> LanguagePolicy:
         if self._policy is None:

@@ -76,16 +76,15 @@ class SeparateCriticWeights(LocalWeights):
         for so_far in self.critic.iter_forward_backward(self._critic_samples(samples), value_function_loss, **of_value):
             yield total | {name: figure for name, figure in so_far.items() if name != "loss"}
 
-    def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics:
+    def optim_step(self, adam: AdamConfig) -> Metrics:
         """Makes a step of the policy, and one of the critic with `critic_lr` and `critic_max_grad_norm` for both its
         adapter and its head; `critic_grad_norm` is the norm of both."""
-        metrics = self.trainer.optim_step(adam, lr=lr)
+        metrics = self.trainer.optim_step(adam)
         if not self._has_gradient:
             return metrics
         self._has_gradient = False
-        rate = lr if adam.critic_lr is None else adam.critic_lr * (lr / adam.lr if adam.lr else 1.0)
-        own = adam.model_copy(update={"critic_lr": None, "max_grad_norm": adam.critic_max_grad_norm})
-        found = self.critic.optim_step(own, lr=rate)
+        own = {"lr": adam.rate_of_critic, "critic_lr": None, "max_grad_norm": adam.critic_max_grad_norm}
+        found = self.critic.optim_step(adam.model_copy(update=own))
         return metrics | {"critic_grad_norm": math.hypot(found["grad_norm"], found["critic_grad_norm"])}
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:

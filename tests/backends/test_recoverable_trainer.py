@@ -26,7 +26,7 @@ from palestra.learners.lm import LocalWeights, LoraPolicyConfig
 from palestra.losses.policy import clipped_policy_loss
 from palestra.types import Sample
 
-ADAM = AdamConfig()
+ADAM = AdamConfig(lr=1e-2)
 
 
 class Fragile:
@@ -78,7 +78,7 @@ def lesson(weights: Any, step: int) -> list[Any]:
         weights.forward_backward(samples(step), clipped_policy_loss, clip=0.2),
         [row.tolist() for row in weights.logprobs(samples(7), reference=True)],
         weights.forward_backward(samples(step + 10), clipped_policy_loss, clip=0.2),
-        weights.optim_step(ADAM, lr=1e-2),
+        weights.optim_step(ADAM),
     ]
 
 

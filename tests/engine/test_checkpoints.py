@@ -235,7 +235,7 @@ def teach(trainer, parts):
     metrics = []
     for i, samples in enumerate(parts):
         figures = trainer.forward_backward(samples, clipped_policy_loss, entropy=0.01)
-        metrics.append(figures | trainer.optim_step(AdamConfig(lr=1e-2, weight_decay=0.1), lr=1e-2 / (i + 1)))
+        metrics.append(figures | trainer.optim_step(AdamConfig(lr=1e-2 / (i + 1), weight_decay=0.1)))
     return metrics
 
 

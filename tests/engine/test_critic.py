@@ -77,13 +77,13 @@ def test_value_head_gradient_is_clipped_separately():
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize(("critic_lr", "expected"), [(None, 5e-4), (0.02, 0.01), (0.0, 0.0)])
+@pytest.mark.parametrize(("critic_lr", "expected"), [(None, 5e-4), (0.01, 0.01), (0.0, 0.0)])
 def test_value_head_has_its_own_learning_rate(critic_lr, expected):
-    """Half-way through a schedule from 1e-3, Adam's first step moves each weight by its learning rate."""
+    """Adam's first step moves each weight by its learning rate."""
     trainer = trainer_on()
     before = [p.detach().clone() for p in trainer.parameters]
     trainer.forward_backward(talk(), actor_critic_loss)
-    trainer.optim_step(AdamConfig(lr=1e-3, critic_lr=critic_lr), lr=5e-4)
+    trainer.optim_step(AdamConfig(lr=5e-4, critic_lr=critic_lr))
     moved = [float((p.detach() - old).abs().max()) for p, old in zip(trainer.parameters, before, strict=True)]
     assert moved[-2:] == pytest.approx([expected] * 2, rel=1e-2)
     assert max(moved[:-2]) == pytest.approx(5e-4, rel=1e-2)

@@ -35,7 +35,7 @@ def train(trainer, steps, lr=1e-3):
     losses = []
     for _ in range(steps):
         losses.append(trainer.forward_backward([SAMPLE], cross_entropy_loss)["loss"])
-        trainer.optim_step(AdamConfig(weight_decay=0.01), lr=lr)
+        trainer.optim_step(AdamConfig(lr=lr, weight_decay=0.01))
     return losses
 
 

@@ -3,6 +3,7 @@ and dropout."""
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import peft
@@ -13,6 +14,8 @@ from tolerances import LOGPROB_ATOL
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 import palestra
+from palestra.builders.text import build
+from palestra.builders.text_config import TextConfig
 from palestra.config import validate
 from palestra.engine.checkpoints import load_trainer, save_trainer
 from palestra.engine.lora import Adapter, weighted_sum
@@ -25,7 +28,7 @@ from palestra.engine.peft_format import load_adapter, save_adapter, save_snapsho
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import AdamConfig, Trainer
 from palestra.learners.lm import LoraPolicyConfig
-from palestra.losses.policy import cross_entropy_loss
+from palestra.losses.policy import cross_entropy_loss, gspo_loss
 from palestra.runs import list_checkpoints
 from palestra.testing import tiny_lm, tiny_tokenizer
 from palestra.types import Sample
@@ -267,7 +270,7 @@ def test_a_run_with_variants_resumes_and_its_folder_is_read_by_peft(bases, tmp_p
     monkeypatch.chdir(tmp_path)
     speech = {"type": "lora", "base": str(bases / "qwen3"), "sampling": {"max_tokens": 3}, "lr": 1e-2, "rank": 2}
     kinds = {
-        "guide": {"use_dora": True, "modules_to_save": ["lm_head"], "lora_dropout": 0.1},
+        "guide": {"use_dora": True, "modules_to_save": ["lm_head"]},
         "walker": {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "optimizer": "muon"},
     }
     config = {
@@ -332,7 +335,7 @@ def dropout_trainer(checkpointing=False):
 def train(trainer, steps):
     for _ in range(steps):
         trainer.forward_backward(samples(), cross_entropy_loss)
-        trainer.optim_step(AdamConfig(), lr=1e-2)
+        trainer.optim_step(AdamConfig(lr=1e-2))
 
 
 def test_a_resumed_run_with_dropout_is_bit_identical(tmp_path):
@@ -356,6 +359,24 @@ def test_dropout_is_in_passes_with_gradients_only_and_the_same_when_recomputed()
     assert losses[0] == pytest.approx(losses[1])
     assert abs(losses[0] + np.concatenate(before).mean()) > 1e-4  # dropout changed the training pass
     np.testing.assert_array_equal(np.concatenate(before), np.concatenate(trainer.logprobs(samples())))
+
+
+def test_losses_that_compare_with_passes_without_dropout_have_none():
+    """The ratio of a policy that has not moved is 1, also in the second of two batches."""
+    trainer = dropout_trainer()
+    old = trainer.logprobs(samples())
+    fresh = [replace(one, old_logprobs=found, logprobs=found) for one, found in zip(samples(), old, strict=True)]
+    metrics = trainer.forward_backward(fresh, gspo_loss, clip_low_threshold=1 - 3e-4, clip_high_threshold=1 + 4e-4)
+    assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_dropout_without_effect_is_refused():
+    policy = {"type": "lora", "base": "tiny", "lora_dropout": 0.1}
+    config = {"env": {"type": "guess_number"}, "policies": {"agent": policy}, "episodes": 2, "steps": 1}
+    with pytest.raises(ValueError, match="lora_dropout has no effect with type: grpo"):
+        build(validate(TextConfig, config | {"algorithm": {"type": "grpo"}}))
+    stages = [{"algorithm": {"type": kind}, "steps": 1} for kind in ("sft", "grpo")]
+    build(validate(TextConfig, config | {"stages": stages}))
 
 
 # ---- what does not fit is refused

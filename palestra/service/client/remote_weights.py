@@ -215,9 +215,9 @@ class RemoteWeights:
             outputs.append(pb.ForwardBackwardOutput.FromString(reply.content))
         return outputs
 
-    def optim_step(self, adam: AdamConfig, *, lr: float) -> Metrics:
-        """Runs one AdamW step with learning rate `lr`. Returns the server's metrics."""
-        params = {"learning_rate": lr, "beta1": adam.adam_betas[0], "beta2": adam.adam_betas[1], "eps": adam.adam_eps}
+    def optim_step(self, adam: AdamConfig) -> Metrics:
+        """Runs one AdamW step. Returns the server's metrics."""
+        params = {"learning_rate": adam.lr, "beta1": adam.adam_betas[0], "beta2": adam.adam_betas[1], "eps": adam.adam_eps}
         params |= {"weight_decay": adam.weight_decay, "grad_clip_norm": adam.max_grad_norm or 0.0}
         said = self._ask("optim_step", adam_params=params)
         return {key.partition(":")[0]: value for key, value in (said.get("metrics") or {}).items()}
