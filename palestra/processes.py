@@ -32,6 +32,28 @@ def start_process(target: Callable[..., object], arguments: Iterable[Any], *, da
     return process
 
 
+class StoppableProcess:
+    """A child process that runs `target(*arguments, stop)`, and ends with this one; `stop` sets the event of that
+    name."""
+
+    def __init__(self, target: Callable[..., object], arguments: Iterable[Any]) -> None:
+        self._event = SPAWN_CONTEXT.Event()
+        self._process = start_process(target, (*arguments, self._event))
+
+    @property
+    def exitcode(self) -> int | None:
+        """The process's exit code, None while it runs."""
+        return self._process.exitcode
+
+    def stop(self) -> None:
+        """Sets the event."""
+        self._event.set()
+
+    def kill(self) -> None:
+        """Kills the process."""
+        self._process.kill()
+
+
 class PipeProcess:
     """A child process that runs `target(pipe, *arguments)`, and this end of the pipe.
 

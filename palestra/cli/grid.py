@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,18 +15,28 @@ from palestra.launch.console import console, print_line, styled_text, user_error
 
 if TYPE_CHECKING:
     from palestra.experiments.grid import GridCell, GridConfig
-    from palestra.experiments.schedule import CellResult
+    from palestra.experiments.schedule import CellProcess, CellResult
+
+GridBackend = Literal["local", "ray"]
 
 
 def grid(
     file: Annotated[Path, typer.Argument(help="a YAML file of tasks, algorithms and seeds")],
-    workers: Annotated[int, typer.Option(min=1, help="runs at a time")] = 1,
+    workers: Annotated[int | None, typer.Option(min=1, help="runs at a time (default: 1; with Ray, all CPUs)")] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="train only the cells that match: `--only 'spread-*' --only '*-ppo-0'`")
     ] = None,
     root: Root = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check all configs, list the cells, and stop")] = False,
     results: Annotated[bool, typer.Option("--results", help="write the results of what is finished, and stop")] = False,
+    backend: Annotated[
+        GridBackend, typer.Option(help="where runs are trained: on this machine, or on the nodes of a Ray cluster")
+    ] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="address of the Ray cluster, such as auto (default: start one on this machine)")
+    ] = None,
+    num_cpus: Annotated[float, typer.Option(min=0, help="CPUs that Ray reserves for a run")] = 1,
+    num_gpus: Annotated[float, typer.Option(min=0, help="GPUs that Ray reserves for a run")] = 0,
 ) -> None:
     """Train every algorithm on every task with every seed, and compare them.
 
@@ -39,6 +52,8 @@ def grid(
         palestra grid configs/grids/cooperation.yaml --only '*-qmix-*'
 
         palestra grid configs/grids/cooperation.yaml --results
+
+        palestra grid configs/grids/cooperation.yaml --backend ray --address auto
     """
     with user_errors():
         from palestra.config.shipped import find_config
@@ -59,10 +74,34 @@ def grid(
             for cell in cells:
                 print_line(f"{'done' if cell.name in done else 'to do'}  {cell.name}")
             return
-        _run(config, left, folder, workers)
+        with _processes(backend, address, {"num_cpus": num_cpus, "num_gpus": num_gpus}, workers) as (start, at_once):
+            _run(config, left, folder, at_once, start)
 
 
-def _run(config: GridConfig, cells: list[GridCell], folder: Path, workers: int) -> None:
+@contextmanager
+def _processes(
+    backend: GridBackend, address: str | None, options: dict[str, float], workers: int | None
+) -> Iterator[tuple[Callable[..., CellProcess], int]]:
+    """Yields the function that starts a run's process, and the number of runs at a time. Raises ValueError if Ray is
+    asked for and missing, or its options are given without it."""
+    from palestra.backends.config import require_ray
+    from palestra.processes import StoppableProcess
+
+    if backend == "local":
+        if address is not None or options != {"num_cpus": 1, "num_gpus": 0}:
+            raise ValueError("--address, --num-cpus and --num-gpus are for --backend ray: add it, or leave them out")
+        yield StoppableProcess, workers or 1
+        return
+    require_ray()
+    from palestra.backends.ray.process import max_processes, ray_processes
+
+    with ray_processes(address, options, workers or os.cpu_count() or 1) as start:
+        yield start, workers or max_processes(options)
+
+
+def _run(
+    config: GridConfig, cells: list[GridCell], folder: Path, workers: int, start: Callable[..., CellProcess]
+) -> None:
     """Trains the cells and writes the results. Raises RunFailed if a cell failed."""
     from palestra.experiments.schedule import LOGS, run_cells
     from palestra.launch.run import StopOnInterrupt
@@ -75,7 +114,7 @@ def _run(config: GridConfig, cells: list[GridCell], folder: Path, workers: int) 
         print_line(f"[{len(ended)}/{len(cells)}] {_describe(result, folder, config)}")
 
     with StopOnInterrupt() as interrupted:
-        run_cells(cells, folder, workers, on_end, interrupted)
+        run_cells(cells, folder, workers, on_end, interrupted, start)
     _print_results(config, folder)
     if failed := [result.cell.name for result in ended if result.status == "failed"]:
         raise RunFailed(f"{len(failed)} cells failed: {', '.join(failed)}; what they printed is in {folder / LOGS}")

@@ -8,27 +8,35 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from palestra.config import dump, load
 from palestra.experiments.grid import GridCell
 from palestra.files import read_lines, remove_path, to_json_line
-from palestra.processes import SPAWN_CONTEXT, exit_reason, exit_with_parent, start_process
+from palestra.processes import StoppableProcess, exit_reason, exit_with_parent
 from palestra.runs.settings import flatten_tree
 
 CELLS_FILE = "cells.jsonl"  # a line for each cell that ended
 LOGS = "logs"  # what the runs print, a file each
-FAILED, STOPPED = 1, 3  # exit codes of a cell
+FAILED, STOPPED, NO_FOLDER = 1, 3, 4  # exit codes of a cell
 POLL_S = 0.1
 Status = Literal["done", "failed", "stopped"]
 
 
+class CellProcess(Protocol):
+    """A process that trains a cell: `exitcode` is None while it runs."""
+
+    @property
+    def exitcode(self) -> int | None: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class CellResult:
-    """How a cell ended, its wall time in this call, and for a failed one the last line of its log."""
+    """Status of a cell that ended, its wall time in this call, and for a failed one the last line of its log."""
 
     cell: GridCell
     status: Status
@@ -76,23 +84,27 @@ def run_cells(
     workers: int,
     on_end: Callable[[CellResult], None],
     stop_requested: Callable[[], bool] = lambda: False,
+    start: Callable[..., CellProcess] = StoppableProcess,
 ) -> list[CellResult]:
     """Trains the cells that are not done, `workers` at a time, and returns how each ended, in that order.
 
     A run that exists in `root` is resumed. A failed cell does not stop the others. Once `stop_requested` returns True
-    no cell is started any more, and those that run end after their current step, with a checkpoint.
+    no cell is started any more, and those that run end after their current step, with a checkpoint. `start` starts the
+    process of a cell, by default on this machine; elsewhere `root` and the working directory must be shared.
     """
     done = finished_cells(root)
     waiting = [cell for cell in cells if cell.name not in done]
     (root / LOGS).mkdir(parents=True, exist_ok=True)
-    stop, running, results = SPAWN_CONTEXT.Event(), dict[str, tuple[GridCell, BaseProcess, float]](), list[CellResult]()
+    stopping, running, results = False, dict[str, tuple[GridCell, CellProcess, float]](), list[CellResult]()
     try:
-        while running or (waiting and not stop.is_set()):
-            if stop_requested():
-                stop.set()
-            while waiting and len(running) < workers and not stop.is_set():
+        while running or (waiting and not stopping):
+            if not stopping and stop_requested():
+                stopping = True
+                for _, process, _ in running.values():
+                    process.stop()
+            while waiting and len(running) < workers and not stopping:
                 cell = waiting.pop(0)
-                process = start_process(_train_cell, (cell.tree, cell.name, root, stop))
+                process = start(_train_cell, (cell.tree, cell.name, root.resolve(), Path.cwd()))
                 running[cell.name] = cell, process, time.monotonic()
             for name, (cell, process, begun) in list(running.items()):
                 if process.exitcode is not None:
@@ -110,7 +122,11 @@ def run_cells(
 def _result(cell: GridCell, code: int, seconds: float, root: Path) -> CellResult:
     if code == 0 or code == STOPPED:
         return CellResult(cell, "stopped" if code else "done", seconds)
-    lines = (root / LOGS / f"{cell.name}.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if code == NO_FOLDER:
+        where = f"{root.resolve()} or {Path.cwd()} is not on the node that should have trained it"
+        return CellResult(cell, "failed", seconds, f"{where}: a grid on Ray needs a file system that all nodes share")
+    log = root / LOGS / f"{cell.name}.txt"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
     reason = lines[-1] if lines and code == FAILED else exit_reason(code)
     return CellResult(cell, "failed", seconds, reason)
 
@@ -123,13 +139,17 @@ def _record(result: CellResult, root: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _train_cell(tree: dict[str, Any], name: str, root: Path, stop: Event) -> None:
-    """Trains one cell in this process, whose output goes to a file, and exits with 0, `FAILED` or `STOPPED`."""
+def _train_cell(tree: dict[str, Any], name: str, root: Path, folder: Path, stop: Event) -> None:
+    """Trains one cell in this process, in the working directory `folder`, with its output in a file. Exits with 0,
+    `FAILED`, `STOPPED` or `NO_FOLDER`."""
     exit_with_parent()
+    if not (root / LOGS).is_dir() or not folder.is_dir():
+        sys.exit(NO_FOLDER)
+    os.chdir(folder)
     log = os.open(root / LOGS / f"{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.path.insert(0, os.getcwd())  # so that module:Class finds a user's env, as in `palestra train`
+    sys.path.insert(0, str(folder))  # so that module:Class finds a user's env, as in `palestra train`
     try:
         code = 0 if _train(tree, name, root, stop) else STOPPED
     except Exception as error:  # the process ends here: whatever it was becomes the cell's result

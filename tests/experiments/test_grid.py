@@ -8,16 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray_cluster
 import yaml
 from toys_raising import write_bad_env
 
+from palestra.backends.ray.process import max_processes, ray_processes
 from palestra.experiments.grid import grid_cells, load_grid
 from palestra.experiments.results import collect_results, results_data
+from palestra.experiments.schedule import run_cells
 from palestra.runs import read_lines
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,28 +105,65 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.05)
 
 
+ON_RAY = ("--backend", "ray", "--workers", "2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted_grid_goes_on(tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "options"), [(signal.SIGKILL, ()), (signal.SIGINT, ()), (signal.SIGKILL, ON_RAY), (signal.SIGINT, ON_RAY)]
+)
+def test_interrupted_grid_goes_on(tmp_path: Path, how: signal.Signals, options: tuple[str, ...]) -> None:
     """The runs are those of a grid that was not interrupted, also the one that was being trained."""
     long = {"tasks": {"two": {"config": "two.yaml", "changes": {"env_steps": 6000, "checkpoint_every": 200}}}}
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     whole, file = write(tmp_path / "a", **long), write(tmp_path / "b", **long)
     assert grid(whole, "--workers", "2")[0] == 0
-    process, folder = start(file, "--workers", "2"), tmp_path / "b/runs/teams"
+    process, folder = start(file, *(options or ("--workers", "2"))), tmp_path / "b/runs/teams"
     wait_for(lambda: list(folder.glob("*/checkpoints/*")))
     process.send_signal(how)
     printed = process.communicate(timeout=120)[0]
     if how == signal.SIGINT:
         assert process.returncode == 0 and "the same command goes on" in printed, printed
-    code, printed = grid(file, "--workers", "2")
+    code, printed = grid(file, *(options or ("--workers", "2")))
     assert code == 0, printed
     names = sorted(path.parent.name for path in folder.glob("*/config.yaml"))
     assert names == sorted(f"two-{algorithm}-{seed}" for algorithm in ("dqn", "vdn") for seed in (0, 1))
     for name in names:
         ours, theirs = (read_lines(tmp_path / side / f"runs/teams/{name}/evals.jsonl")[-1] for side in "ab")
         assert ours == theirs
+
+
+@pytest.mark.slow
+def test_a_grid_on_two_nodes_of_ray_reports_cells_that_fail_and_folders_that_are_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cell on each node; where the runs' folder is not there, the cell says so."""
+    monkeypatch.chdir(tmp_path)
+    bad = {"config": "bad.yaml"}
+    file = write(tmp_path, seeds=[0], tasks={"two": GRID["tasks"]["two"], "bad": bad}, algorithms={"dqn": {}})
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(RUN | {"env": write_bad_env(tmp_path)}))
+    cells = grid_cells(load_grid(file), tmp_path)
+    with ray_cluster.cluster({"num_cpus": 1}, {"num_cpus": 1}), ray_processes("auto", {"num_cpus": 1}, 2) as start:
+        assert max_processes({"num_cpus": 1}) == 2
+        ended = {end.cell.name: end for end in run_cells(cells, Path("runs"), 2, lambda end: None, start=start)}
+        assert ended["two-dqn-0"].status == "done"
+        assert ended["bad-dqn-0"].status == "failed" and "the simulator broke" in ended["bad-dqn-0"].reason
+        away = partial(start_elsewhere, start)
+        bad_cells = [cell for cell in cells if cell.name == "bad-dqn-0"]
+        (lost,) = run_cells(bad_cells, Path("runs"), 2, lambda end: None, start=away)
+        assert "needs a file system that all nodes share" in lost.reason
+
+
+def start_elsewhere(start: Callable[..., Any], target: Callable[..., object], arguments: tuple[Any, ...]) -> Any:
+    """Starts a cell whose folders are not on its node."""
+    tree, name, root, folder = arguments
+    return start(target, (tree, name, root / "nowhere", folder))
+
+
+def test_options_of_ray_are_refused_without_it(tmp_path: Path) -> None:
+    code, printed = grid(write(tmp_path), "--num-gpus", "1")
+    assert code == 2 and "are for --backend ray" in printed
 
 
 @pytest.mark.slow
