@@ -22,6 +22,7 @@ from palestra.algorithms.vector.pqn import PQN, PQNLearner
 from palestra.algorithms.vector.q_learning import QLearner
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
+from palestra.algorithms.vector.trpo import TRPO
 from palestra.envs.vector.pettingzoo.games import PettingZooEnv
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.on_device import RolloutTensors
@@ -49,6 +50,9 @@ ALONE = {
     "popart": ppo(**ON, value_norm="popart", value_clip=0.2),
     "vtrace": ppo(**ON, off_policy_correction="vtrace"),
     "a2c": A2C(**ON | {"rollout_length": 7}),
+    "trpo": TRPO(**ON),
+    "hatrpo": TRPO(**ON, sequential=True),
+    "happo": ppo(**ON, critic="central", critics="one", sequential=True),
     "mat": MAT(**ON, minibatches=1, value_norm=True),
     "coma": COMA(**ON, target_interval=1),
     "dqn": DQN(**OFF),
@@ -115,7 +119,7 @@ def test_terminated_seat_of_a_team_does_not_bootstrap(options: dict[str, Any]) -
     assert worth_to_early(ALONE["mat"], options, seats=TEAM) == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("kind", ["ppo", "mat", "coma", "dqn", "sac", "td3", "maddpg"])
+@pytest.mark.parametrize("kind", ["ppo", "vtrace", "trpo", "mat", "coma", "dqn", "pqn", "sac", "td3", "maddpg"])
 def test_terminated_seat_does_not_bootstrap_if_others_are_truncated(kind: str) -> None:
     """Both ends in one step, and both flags on one agent: it has terminated."""
     assert worth_to_early(ALONE[kind], {"flags": "terminated truncated", "length": 1}) == pytest.approx(1.0, abs=0.05)
@@ -129,6 +133,7 @@ def test_terminated_seat_does_not_bootstrap_with_recurrence(kind: str) -> None:
 MIXED = {
     "vdn": QMIX(**OFF | {"gamma": 0.9}, mixer="vdn"),
     "qmix": QMIX(**OFF | {"gamma": 0.9}),
+    "qplex": QMIX(**OFF | {"gamma": 0.9}, mixer="qplex"),
     "maven": MAVEN(**OFF | {"gamma": 0.9}, latents=2, mi_coef=0.01),
     "facmac": FACMAC(**OFF | {"gamma": 0.9}),
     "facmac nonmonotonic": FACMAC(**OFF | {"gamma": 0.9}, mixer="nonmonotonic"),
@@ -137,8 +142,9 @@ MIXED = {
 
 @pytest.mark.parametrize("kind", MIXED)
 def test_team_value_equals_the_team_return(kind: str) -> None:
-    """The team earns the mean of 1 and 0 at its first step, and nothing after."""
-    assert worth_to_early(MIXED[kind], {}, updates=30) == pytest.approx(0.5, abs=0.3)
+    """The team earns the mean of 1 and 0 at its first step, and nothing after. Measured is the mean over the ten
+    steps, nine of which are worth 0."""
+    assert worth_to_early(MIXED[kind], {}, updates=30) == pytest.approx(0.5, abs=0.075)
 
 
 @pytest.mark.parametrize("kind", ["qmix", "maven", "facmac"])
