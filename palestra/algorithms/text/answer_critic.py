@@ -2,7 +2,7 @@
 
 With tokens as actions a value is that of the state before each token. With answers as actions it is that of the state
 before the answer, after its prompt (or, of a critic of actions, after the answer), and the log-probability of an
-answer is the sum over its tokens.
+answer is the sum over its tokens: clipped losses bound the ratio of the whole answer.
 
 Shapes: `T` tokens of an answer, `M` actions of several sequences.
 """
@@ -10,10 +10,12 @@ Shapes: `T` tokens of an answer, `M` actions of several sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
+from palestra.losses.policy import LossInputs, TensorMetrics, actor_critic_loss, clipped_policy_loss
 from palestra.types import Answer, Node, Seat
 
 ActionLevel = Literal["token", "turn"]
@@ -40,6 +42,32 @@ def by_token(actions_M: np.ndarray, lengths: Sequence[int], level: ActionLevel) 
     """Returns the number of each token's action, an array [T] float32 for each answer."""
     parts = np.split(actions_M.astype(np.float32), np.cumsum(action_counts(lengths, level))[:-1])
     return [np.broadcast_to(own, length).copy() for own, length in zip(parts, lengths, strict=True)]
+
+
+def answer_clipped_loss(tokens: LossInputs, **options: Any) -> tuple[Tensor, TensorMetrics]:
+    """`clipped_policy_loss` with the ratios of whole answers."""
+    return clipped_policy_loss(with_answer_ratios(tokens), **options)
+
+
+def answer_actor_critic_loss(tokens: LossInputs, **options: Any) -> tuple[Tensor, TensorMetrics]:
+    """`actor_critic_loss` with the ratios of whole answers."""
+    return actor_critic_loss(with_answer_ratios(tokens), **options)
+
+
+def with_answer_ratios(tokens: LossInputs) -> LossInputs:
+    """Returns the tokens with `old_logp_M` moved so that the ratio of each is that of its answer, the product over the
+    answer's tokens, with the gradient of its own log-probability. The sum over the answer has the gradient of a ratio
+    of the whole. The sampler's log-probability moves with it, so that the importance ratio is the same. Raises
+    ValueError without `sequence_M`.
+    """
+    sequence_M = tokens.sequence_M
+    if sequence_M is None:
+        raise ValueError("the ratio of an answer needs the number of each token's sequence")
+    gap_M = (tokens.logp_M - tokens.old_logp_M).detach()
+    count = int(sequence_M.max()) + 1 if len(sequence_M) else 0
+    others_M = gap_M.new_zeros(count).index_add_(0, sequence_M, gap_M)[sequence_M] - gap_M
+    sampler_M = None if tokens.sampler_logp_M is None else tokens.sampler_logp_M - others_M
+    return tokens._replace(old_logp_M=tokens.old_logp_M - others_M, sampler_logp_M=sampler_M)
 
 
 def critic_input(

@@ -3,8 +3,9 @@ et al., 2024, generalised knowledge distillation with the reverse KL divergence;
 Thinking Machines Lab).
 
 The advantage of a token is the teacher's log-probability minus the student's: in expectation over the student's tokens
-its policy gradient is that of -KL(student || teacher) at each prefix, with the prefixes held fixed. Rewards of the env
-are not used.
+its policy gradient is that of -KL(student || teacher) at each prefix, with the prefixes held fixed. The student's is
+that of the weights in training, at every optimizer step: with that of an older sampler it would not be this gradient,
+and not 0 where student and teacher agree. Rewards of the env are not used.
 
 The teacher may read another seat's prompt of the same joint step, one with a hint or more context: self-distillation
 between seats, of two policies or of one.
@@ -18,10 +19,12 @@ from typing import Any, Literal, cast
 
 import numpy as np
 from pydantic import Field
+from torch import Tensor
 
 from palestra.algorithms.text.base import TextAlgorithm, build_sample
+from palestra.algorithms.text.importance import ImportanceSampling, add_old_logprobs
 from palestra.learners.base import Learner
-from palestra.losses.policy import LOSSES
+from palestra.losses.policy import LossInputs, TensorMetrics, correct_mismatch, importance_sampling_loss
 from palestra.rollouts.metrics import member_name
 from palestra.rollouts.tree_rollout import Branching
 from palestra.types import AlgorithmState, Episode, Metrics, Node, Sample, Seat
@@ -36,10 +39,10 @@ class DistillSample(Sample):
     teacher_prompt_ids: np.ndarray
 
 
-class Distill(TextAlgorithm):
+class Distill(ImportanceSampling, TextAlgorithm):
     """Trains each policy towards its `teacher` on its own answers, by a policy gradient with importance sampling.
 
-    Every token of a step counts the same. The teacher is read at temperature 1.
+    Every token of a step counts the same. The teacher is read at temperature 1. For the loss see `distillation_loss`.
     """
 
     type: Literal["distill"] = "distill"
@@ -60,7 +63,11 @@ class Distill(TextAlgorithm):
 
     @property
     def loss(self) -> Callable:
-        return LOSSES["importance_sampling"]
+        return distillation_loss
+
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        return self.importance_options
 
     def build_samples(
         self, episodes: Sequence[Episode], policy: str, memory: AlgorithmState | None = None
@@ -103,8 +110,9 @@ class Distill(TextAlgorithm):
     async def finalize_samples(
         self, samples: list[Sample], learner: Learner, memory: AlgorithmState
     ) -> tuple[list[Sample], Metrics]:
-        """Returns the samples with advantages, and `teacher_kl`: the mean log-ratio of student to teacher of a token,
-        an estimate of KL(student || teacher) in nats. Writes an answer's mean advantage to its node."""
+        """Returns the samples with the teacher's log-probabilities as `reference_logprobs`. Their advantages are the
+        differences from the sampler's, which are recorded (an answer's mean at its node); the loss takes them from the
+        weights in training."""
         if not samples:
             return samples, {}
         credited: list[Sample] = []
@@ -113,5 +121,22 @@ class Distill(TextAlgorithm):
         for own, logp in zip(students, await learner.teacher_logprobs(read), strict=True):
             advantages = (logp - own.logprobs).astype(np.float32)
             own.node.advantages[own.seat] = float(advantages.mean())
-            credited.append(replace(own, advantages=advantages))
-        return credited, {"teacher_kl": -float(np.concatenate([s.advantages for s in credited]).mean())}
+            credited.append(replace(own, advantages=advantages, reference_logprobs=logp))
+        return (await add_old_logprobs(credited, learner) if self.old_logprobs == "trainer" else credited), {}
+
+
+def distillation_loss(tokens: LossInputs, **importance: Any) -> tuple[Tensor, TensorMetrics]:
+    """Policy gradient loss with importance sampling, whose advantage is the teacher's log-probability (`ref_logp_M`)
+    minus that of the weights in training. Its gradient is that of KL(student || teacher), and 0 where they agree,
+    whichever policy sampled. `importance` (see `correct_mismatch`) bounds the ratio of the weights before the update to
+    the sampler's; tokens beyond the bounds bias the gradient, but where student and teacher agree.
+
+    The metric `teacher_kl` is the mean log-ratio of student to teacher, reweighted by these ratios: an estimate of the
+    divergence, in nats. Raises ValueError without `ref_logp_M`.
+    """
+    if tokens.ref_logp_M is None:
+        raise ValueError("distillation needs the teacher's log-probabilities")
+    taught = tokens._replace(advantage_M=tokens.ref_logp_M - tokens.logp_M.detach())
+    taught, mismatch = correct_mismatch(taught, **importance)
+    loss, metrics = importance_sampling_loss(taught)
+    return loss, metrics | mismatch | {"teacher_kl": loss.detach()}

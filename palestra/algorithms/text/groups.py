@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,8 +18,9 @@ from palestra.types import Episode, Node, Seat
 
 @dataclass(frozen=True)
 class SiblingGroup:
-    """Siblings of one seat: `values` [K], and per sibling the nodes that receive its advantage. With `branch_at: root`
-    also what each of these nodes earned, until the seat's next one."""
+    """Siblings of one seat: `values` [K], and per sibling the nodes that receive its advantage, none for a trajectory
+    in which the seat did not act. With `branch_at: root` also what each of these nodes earned, until the seat's next
+    one."""
 
     seat: Seat
     values: list[float]
@@ -40,7 +42,7 @@ class GroupAlgorithm(TextAlgorithm):
     epsilon: float = Field(0.1, ge=0, le=1)
     """With `continue_from: epsilon`, the probability of continuing from a random sibling."""
     team_weight: float = Field(1.0, ge=0)
-    """Weight of the team's reward: rewards are alpha * team + local."""
+    """Weight of the team's reward: rewards are team_weight * team + local."""
 
     @property
     def branching(self) -> Branching:
@@ -53,7 +55,8 @@ class GroupAlgorithm(TextAlgorithm):
         )
 
     def reward(self, node: Node, seat: Seat) -> float:
-        """Returns what a node adds to the value of a seat's answers: alpha * team reward + the seat's own."""
+        """Returns what a node adds to the value of a seat's answers: team_weight * team reward + the seat's
+        own."""
         return node.reward(seat, self.team_weight)
 
     def policy_groups(self, episodes: Sequence[Episode], policy: str) -> list[SiblingGroup]:
@@ -62,7 +65,7 @@ class GroupAlgorithm(TextAlgorithm):
             group
             for episode in episodes
             for group in self.groups(episode)
-            if any(member_name(node.answers[group.seat].policy) == policy for node in group.nodes[0])
+            if any(member_name(node.answers[group.seat].policy) == policy for nodes in group.nodes for node in nodes)
         ]
 
     def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
@@ -70,27 +73,38 @@ class GroupAlgorithm(TextAlgorithm):
         if episode.error is not None:
             return
         if self.branch_at == "root":
-            yield from self._lines(episode)
+            yield from self._trajectories(episode)
         else:
             yield from self._turns(episode)
 
-    def _lines(self, episode: Episode) -> Iterator[SiblingGroup]:
-        """Yields one group per seat: K trajectories with their returns, counted from the team's rewards and the seat's
-        own."""
-        lines = [episode.trajectory(leaf) for leaf in episode.leaves()]
-        for seat in episode.seats:
-            nodes = [[node for node in line if seat in node.answers] for line in lines]
-            kept = [i for i, own in enumerate(nodes) if own]
-            if kept:
-                values = [sum(self.reward(node, seat) for node in lines[i]) for i in kept]
-                rewards = [self._turn_rewards(lines[i], seat) for i in kept]
+    @property
+    def compares_trajectories(self) -> bool:
+        """True if the siblings of a group are compared by one value for each whole trajectory."""
+        return True
+
+    def _trajectories(self, episode: Episode) -> Iterator[SiblingGroup]:
+        """Yields one group per seat: the trajectories in which it acted with their returns, counted from the team's
+        rewards and the seat's own.
+
+        If the seat's policy plays other seats too, trajectories in which the seat did not act are siblings as well:
+        not to call a worker was this policy's own choice (MATPO, Mo et al., 2025).
+        """
+        trajectories = [episode.trajectory(leaf) for leaf in episode.leaves()]
+        players = Counter(map(member_name, episode.seats.values()))
+        for seat, policy in episode.seats.items():
+            nodes = [[node for node in trajectory if seat in node.answers] for trajectory in trajectories]
+            with_all = self.compares_trajectories and players[member_name(policy)] > 1
+            kept = [i for i, own in enumerate(nodes) if own or with_all]
+            if any(nodes):
+                values = [sum(self.reward(node, seat) for node in trajectories[i]) for i in kept]
+                rewards = [self._turn_rewards(trajectories[i], seat) for i in kept]
                 yield SiblingGroup(seat, values, [nodes[i] for i in kept], rewards)
 
-    def _turn_rewards(self, line: Sequence[Node], seat: Seat) -> list[float]:
+    def _turn_rewards(self, trajectory: Sequence[Node], seat: Seat) -> list[float]:
         """Returns what each of a seat's turns earned until its next. What it earned before its first is dropped, since
         no answer of it caused that."""
         rewards: list[float] = []
-        for node in line:
+        for node in trajectory:
             if seat in node.answers:
                 rewards.append(0.0)
             if rewards:

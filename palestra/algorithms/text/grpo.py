@@ -58,10 +58,10 @@ class GRPO(GRPOConfig):
     """Selects GRPO."""
 
     def has_signal(self, episode: Episode) -> bool:
-        """True if the siblings of some group of model answers differ in reward (without the overlong penalty), or have
-        advantages by their turns, or the episode failed."""
+        """True if the siblings of some group of a policy in training differ in reward (without the overlong penalty),
+        or have advantages by their turns, or the episode failed."""
         plain = self.model_copy(update={"overlong": "keep"})
-        groups = (group for group in plain.groups(episode) if _has_tokens(group))
+        groups = (group for group in plain.groups(episode) if _is_trained(group))
         return episode.error is not None or any(plain._differs(group) for group in groups)
 
     def _differs(self, group: SiblingGroup) -> bool:
@@ -108,7 +108,7 @@ class GRPO(GRPOConfig):
         groups = [(e.env, group) for e in episodes for group in self.policy_groups([e], policy)]
         flat = self._flat_groups([group for _, group in groups], episodes, policy)
         advantages = self._advantages(groups, flat, memory)
-        spread = batch_spread(advantages) if self.scale == "batch" and not all(flat) else 1.0
+        spread = _spread_of_answers(groups, advantages) if self.scale == "batch" and not all(flat) else 1.0
         samples: list[Sample] = []
         by_turn = [
             self._by_turn(group, [value / spread for value in own])
@@ -253,8 +253,16 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
     return min(max((length - (limit - buffer)) / buffer, 0.0), 1.0)
 
 
-def _has_tokens(group: SiblingGroup) -> bool:
-    return any(len(node.answers[group.seat].token_ids) for nodes in group.nodes for node in nodes)
+def _is_trained(group: SiblingGroup) -> bool:
+    """True if a policy in training gave an answer: its name has a version, which those of fixed policies lack."""
+    answers = (node.answers[group.seat] for nodes in group.nodes for node in nodes)
+    return any(len(answer.token_ids) and "@" in answer.policy for answer in answers)
+
+
+def _spread_of_answers(groups: Sequence[tuple[str, SiblingGroup]], advantages: Sequence[Sequence[float]]) -> float:
+    """Returns the deviation of the advantages of all siblings in which the group's seat acted."""
+    pairs = zip(groups, advantages, strict=True)
+    return batch_spread([[a for a, nodes in zip(own, group.nodes, strict=True) if nodes] for (_, group), own in pairs])
 
 
 def _beside_role(group: SiblingGroup, averages: dict[str, float]) -> list[float]:

@@ -60,15 +60,17 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
     overlong filter). `penalty` subtracts up to 1 from the value of an answer that comes near the limit (its soft
     overlong punishment)."""
     overlong_buffer: int | None = Field(None, ge=1)
-    """With `overlong: penalty`, the tokens before the limit over which the penalty rises from 0 to 1; null: a fifth of
-    `max_completion_length`, as in DAPO."""
+    """With `overlong: penalty`, the tokens before the limit over which the penalty rises from 0 to 1, at most
+    `max_completion_length`; null: a fifth of it, as in DAPO."""
     surrogate: Literal["clipped", "cispo", "gspo"] = "clipped"
     """Objective: `clipped` (PPO); `cispo` clips the weight, not the gradient, from above only; `gspo` uses
     sequence-level ratios and needs bounds about a hundred times closer."""
     clip: float = Field(0.2, gt=0)
-    """Lower clipping distance of the probability ratio: it is kept above 1 - clip."""
+    """Lower clipping distance of the probability ratio: it is kept above 1 - clip. Without effect with `surrogate:
+    cispo`."""
     clip_high: float | None = Field(None, gt=0)
-    """Upper clipping distance (DAPO's clip-higher); null uses `clip`."""
+    """Upper clipping distance (DAPO's clip-higher). Null uses `clip`, and with `surrogate: cispo` 3.0 (ScaleRL, Khatri
+    et al., 2025)."""
     dual_clip: float | None = Field(None, gt=1)
     """Bounds the loss of a token with negative advantage to this multiple of it; above 1, only with `surrogate:
     clipped`."""
@@ -100,6 +102,22 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         if self.dual_clip and self.surrogate != "clipped":
             raise ValueError(f"dual_clip is of surrogate: clipped, and {self.surrogate} has none: leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _buffered(self) -> Self:
+        self.check_overlong_buffer()
+        return self
+
+    def check_overlong_buffer(self) -> None:
+        """Raises ValueError if the known token limit is shorter than `overlong_buffer`: the penalty would begin below 0
+        tokens."""
+        limit, buffer = self.max_completion_length, self.overlong_buffer
+        if self.overlong == "penalty" and limit is not None and buffer is not None and buffer > limit:
+            raise ValueError(
+                f"overlong_buffer: {buffer} is longer than the token limit of {limit} (max_completion_length, or the "
+                "policies' sampling.max_tokens), so that even an empty answer would be penalised: lower "
+                "overlong_buffer, or leave it out for a fifth of the limit"
+            )
 
     @model_validator(mode="after")
     def _estimated(self) -> Self:
@@ -182,6 +200,10 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         return self
 
     @property
+    def compares_trajectories(self) -> bool:
+        return self.supervision == "outcome" and self.baseline not in ("batch", "role")
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
 
@@ -214,12 +236,12 @@ class GRPOConfig(ImportanceSampling, GroupAlgorithm):
         high = self.clip if self.clip_high is None else self.clip_high
         bounds: dict[str, dict[str, Any]] = {
             "clipped": {"clip": self.clip, "clip_high": self.clip_high, "dual_clip": self.dual_clip},
-            "cispo": {"clip_high_threshold": 1 + high},
+            "cispo": {"clip_high_threshold": None if self.clip_high is None else 1 + high},
             "gspo": {"clip_low_threshold": 1 - self.clip, "clip_high_threshold": 1 + high},
         }
-        options = bounds[self.surrogate] | {"entropy": self.entropy_coef}
+        options = bounds[self.surrogate] | {"entropy": self.entropy_coef or None}
         if self._kl_in_loss:
             estimator = None if self.kl_estimator == "k3" else self.kl_estimator
-            options |= {"kl": self.kl_coef, "kl_importance_weight": self.kl_importance_weight}
+            options |= {"kl": self.kl_coef, "kl_importance_weight": self.kl_importance_weight or None}
             options |= {"kl_estimator": estimator}
-        return {name: value for name, value in options.items() if value} | self.importance_options
+        return {name: value for name, value in options.items() if value is not None} | self.importance_options

@@ -1,4 +1,5 @@
-"""Importance sampling of samples from another sampler or from older weights: the config keys of GRPO and PPO for it."""
+"""Importance sampling of samples from another sampler or from older weights: the config keys of
+GRPO, PPO and distillation for it."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ whose implicit reward is near the reference point z_0, the divergence of the pol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import cycle, groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -16,17 +16,18 @@ from pydantic import Field
 
 from palestra.algorithms.text.base import add_reference_logprobs, build_sample
 from palestra.algorithms.text.dpo import MIN_VALUE_GAP, answered_sides
-from palestra.algorithms.text.groups import GroupAlgorithm
+from palestra.algorithms.text.groups import GroupAlgorithm, SiblingGroup
 from palestra.learners.base import Learner
 from palestra.losses.preferences import kto_loss
-from palestra.types import AlgorithmState, Answer, Episode, Metrics, Sample
+from palestra.types import AlgorithmState, Answer, Episode, Metrics, Sample, Seat
 
 LONE_THRESHOLD = 0.5  # for an answer without siblings: half the reward of a recorded success
 
 
 class KTO(GroupAlgorithm):
     """KTO on siblings or recorded answers. With `branch_at: root` a side is every answer of a seat along its
-    trajectory. For the loss see `kto_loss`."""
+    trajectory, whose value is its return. With `branch_at: turn` a side is an answer, whose value is the return from it
+    on if its trajectory was played to the end. For the loss see `kto_loss`."""
 
     type: Literal["kto"] = "kto"
     """Selects KTO."""
@@ -34,7 +35,7 @@ class KTO(GroupAlgorithm):
     """Siblings per group (group size)."""
     threshold: float | None = None
     """Value above which an answer is desirable and below which it is undesirable; one that is equal is left out. Null:
-    the mean of its siblings' values, and 0.5 for an answer without siblings."""
+    the mean of its siblings' values, and 0.5 for an answer without siblings, half the reward of a success."""
     beta: float = Field(0.1, gt=0)
     """Strength of the pull to the reference policy; larger values keep the policy closer to it."""
     desirable_weight: float = Field(1.0, ge=0)
@@ -82,6 +83,35 @@ class KTO(GroupAlgorithm):
         metrics = {"desirable": float(counts[1]), "undesirable": float(counts[-1])}
         return samples, {"groups": float(len(groups))} | metrics
 
+    def groups(self, episode: Episode) -> Iterator[SiblingGroup]:
+        """Yields the groups of an episode; none if it failed.
+
+        With `branch_at: turn`, the values of siblings that were all played to the end are their returns from this turn
+        on. A sibling that play did not continue from has only its step's rewards, so these are then compared.
+        """
+        groups = super().groups(episode)
+        if self.branch_at == "root":
+            yield from groups
+            return
+        returns = {seat: self._returns_to_go(episode, seat) for seat in episode.seats}
+        ended = {node.id for node in episode.nodes if node.done} | {node.parent for node in episode.nodes}
+        for group in groups:
+            numbers = [node.id for (node,) in group.nodes]
+            all_ended = ended.issuperset(numbers)
+            yield replace(group, values=[returns[group.seat][i] for i in numbers]) if all_ended else group
+
+    def _returns_to_go(self, episode: Episode, seat: Seat) -> dict[int, float]:
+        """Returns, by number of the node, the reward of a seat there and what follows it: the mean over the children
+        that play continued from, or ended with."""
+        returns: dict[int, float] = {}
+        later: dict[int | None, list[float]] = {}
+        for node in reversed(episode.nodes):  # children come after their parents
+            value = self.reward(node, seat) + (float(np.mean(later[node.id])) if node.id in later else 0.0)
+            returns[node.id] = value
+            if node.chosen:
+                later.setdefault(node.parent, []).append(value)
+        return returns
+
     def _signs(self, values: Sequence[float]) -> list[int]:
         """Returns 1 for desirable, -1 for undesirable answers, and 0 for those between."""
         threshold = self.threshold
@@ -126,15 +156,27 @@ def _shifted(samples: Sequence[Sample], point: float) -> list[Sample]:
 
 
 async def _reference_point(samples: Sequence[Sample], learner: Learner) -> float:
-    """Returns z_0, at least 0: the mean log-ratio to the reference of answers to other prompts, each side's first
-    prompt with the next side's first answer (Ethayarajh et al., 2024, sec. 4.1). It has no gradient."""
-    if learner.is_at_reference:
+    """Returns z_0, at least 0: the mean log-ratio to the reference of answers to other prompts (Ethayarajh et al.,
+    2024, sec. 4.1). 0 if all samples have one prompt. It has no gradient."""
+    mismatched = _mismatched(samples)
+    if learner.is_at_reference or not mismatched:
         return 0.0
-    firsts = [next(side) for _, side in groupby(samples, lambda sample: sample.group)]
-    mismatched = [
-        replace(one, token_ids=other.token_ids, logprobs=other.logprobs, advantages=other.advantages)
-        for one, other in zip(firsts, [*firsts[1:], firsts[0]], strict=True)
-    ]
     now, reference = await learner.logprobs(mismatched), await learner.logprobs(mismatched, reference=True)
     ratios = [float((own - held).sum()) for own, held in zip(now, reference, strict=True)]
     return max(float(np.mean(ratios)), 0.0)
+
+
+def _mismatched(samples: Sequence[Sample]) -> list[Sample]:
+    """Returns the first prompt of each side with the first answer of a side of the next distinct prompt; none if there
+    is only one. The answer of the next side would not do: that is mostly a sibling, with the same prompt."""
+    by_prompt: dict[tuple[int, ...], list[Sample]] = {}
+    for first in (next(side) for _, side in groupby(samples, lambda sample: sample.group)):
+        by_prompt.setdefault(tuple(first.prompt_ids.tolist()), []).append(first)
+    sides = list(by_prompt.values())
+    return [
+        # a new sample: the experts that the prompt's own answer used are not those of another answer
+        Sample(one.prompt_ids, other.token_ids, other.logprobs, other.advantages, one.temperature)
+        for own, others in zip(sides, [*sides[1:], *sides[:1]], strict=True)
+        for one, other in zip(own, cycle(others), strict=False)
+        if len(sides) > 1
+    ]

@@ -23,6 +23,8 @@ from palestra.algorithms.text.answer_critic import (
     action_counts,
     action_sums,
     action_values,
+    answer_actor_critic_loss,
+    answer_clipped_loss,
     by_token,
     critic_input,
 )
@@ -55,9 +57,9 @@ class PPO(ImportanceSampling, TextAlgorithm):
     independent actor-critic of a team's policies, and with `critic: central` that with a centralised critic (IAC and
     MAAC of CoMLRL, Liu et al., 2025).
 
-    The KL penalty is part of the rewards: -kl * (log-probability minus reference log-probability) for every token
+    The KL penalty is part of the rewards: -kl_coef * (log-probability minus reference log-probability) for every token
     (Ziegler et al., 2019, eq. 2; Ouyang et al., 2022, sec. 3.5). An adaptive coefficient is kept in memory and
-    continues in the next stage unless that has another `kl`.
+    continues in the next stage unless that has another `kl_coef`.
 
     Rewards, KL penalty and GAE are those of the policy that sampled. With `importance_cap`, each normalised advantage
     is then multiplied by its bounded importance ratio. Returns are not corrected.
@@ -68,10 +70,10 @@ class PPO(ImportanceSampling, TextAlgorithm):
     group_size: int = Field(1, ge=1, le=4096)
     """Trajectories per start."""
     team_weight: float = Field(1.0, ge=0)
-    """Weight of the team's reward: rewards are alpha * team + local."""
+    """Weight of the team's reward: rewards are team_weight * team + local."""
     action_level: ActionLevel = "token"
-    """What an action is: a `token`, or the whole answer of a `turn`, whose log-probability is the sum over its tokens
-    and whose value is that of the state after its prompt."""
+    """What an action is: a `token`, or the whole answer of a `turn`, whose log-probability is the sum over its tokens,
+    also in the ratio that is clipped, and whose value is that of the state after its prompt."""
     critic: Literal["shared", "separate", "central"] = "shared"
     """The critic: a value head on the policy's features (`shared`), an adapter of its own on the same base with a value
     head (`separate`), or such an adapter that reads the prompts of all seats (`central`, with `action_level: turn`)."""
@@ -154,8 +156,11 @@ class PPO(ImportanceSampling, TextAlgorithm):
 
     @property
     def loss(self) -> Callable:
+        has_answer_ratios = self.action_level == "turn" and self.surrogate == "clipped"
         if not self.has_separate_critic:
-            return LOSSES["actor_critic"]
+            return answer_actor_critic_loss if has_answer_ratios else LOSSES["actor_critic"]
+        if has_answer_ratios:
+            return answer_clipped_loss
         return clipped_policy_loss if self.surrogate == "clipped" else policy_gradient_loss
 
     @property
@@ -186,13 +191,13 @@ class PPO(ImportanceSampling, TextAlgorithm):
                 if sequence := self._sequence(episode.trajectory(leaf), list(episode.seats), seat, policy):
                     yield sequence
 
-    def _sequence(self, line: Sequence[Node], seats: Sequence[Seat], seat: Seat, policy: str) -> list[PPOSample]:
+    def _sequence(self, trajectory: Sequence[Node], seats: Sequence[Seat], seat: Seat, policy: str) -> list[PPOSample]:
         sequence: list[PPOSample] = []
-        for i, node in enumerate(line):
+        for i, node in enumerate(trajectory):
             answer = node.answers.get(seat)
             if answer is not None and member_name(answer.policy) == policy and len(answer.token_ids):
                 rewards = np.zeros(len(answer.token_ids), np.float32)
-                plain = build_sample(answer, rewards, **self._as_action(line[: i + 1], seats, seat))
+                plain = build_sample(answer, rewards, **self._as_action(trajectory[: i + 1], seats, seat))
                 sequence.append(PPOSample(**vars(plain), node=node, seat=seat))
             if sequence:
                 sequence[-1].advantages[-1] += node.reward(seat, self.team_weight)

@@ -47,11 +47,12 @@ class SFT(TextAlgorithm):
     world_model_weight: float = Field(0.0, ge=0)
     """Weight per token of predicting the seat's next observation (imitation has 1); 0 turns it off."""
     min_return: float | None = None
-    """Minimum return of a seat (alpha * team + local) for a trajectory to be used; null uses all."""
+    """Minimum return of a seat (team_weight * team + local) for a trajectory to be used; null uses all."""
     group_size: int = Field(1, ge=1, le=4096)
     """Trajectories per start: the n of best-of-n with `imitate: best`."""
     team_weight: float = Field(1.0, ge=0)
-    """Weight of the team's reward in the return that `imitate: best` and `min_return` compare: alpha * team + local."""
+    """Weight of the team's reward in the return that `imitate: best` and `min_return` compare: team_weight * team +
+    local."""
 
     @model_validator(mode="after")
     def _learns(self) -> Self:
@@ -106,13 +107,13 @@ class SFT(TextAlgorithm):
         )
 
 
-def _parts(episode: Episode, policy: str, alpha: float) -> Iterator[SeatTrajectory]:
+def _parts(episode: Episode, policy: str, team_weight: float) -> Iterator[SeatTrajectory]:
     """Yields the trajectories of `policy` at each of its seats in an episode; none if it failed."""
     for leaf in [] if episode.error is not None else episode.leaves():
-        line = episode.trajectory(leaf)
-        for seat in dict.fromkeys(seat for node in line for seat in node.answers):
-            if own := [node for node in line if seat in node.answers and _is_of(node.answers[seat], policy)]:
-                value = sum(node.reward(seat, alpha) for node in line)
+        trajectory = episode.trajectory(leaf)
+        for seat in dict.fromkeys(seat for node in trajectory for seat in node.answers):
+            if own := [node for node in trajectory if seat in node.answers and _is_of(node.answers[seat], policy)]:
+                value = sum(node.reward(seat, team_weight) for node in trajectory)
                 yield SeatTrajectory(seat, own, value, bool(leaf.info.get("success")))
 
 

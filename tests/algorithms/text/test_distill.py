@@ -4,18 +4,20 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 from samplers import serving
 from tolerances import LOGPROB_ATOL
 
-from palestra.algorithms.text.distill import Distill
+from palestra.algorithms.text.distill import Distill, distillation_loss
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
 from palestra.engine.lora import Adapter, LoraConfig
+from palestra.engine.micro_batch import build_loss_inputs, micro_batches
 from palestra.engine.models import Engine
 from palestra.engine.scoring import answer_logprobs
 from palestra.engine.trainer import Trainer
-from palestra.losses.policy import importance_sampling_loss
+from palestra.losses.policy import LossInputs
 from palestra.policies.endpoint import EndpointConfig
 from palestra.policies.endpoint_scores import answer_logprobs_at
 from palestra.runs import Run, list_checkpoints, read_lines
@@ -25,7 +27,17 @@ from palestra.types import Answer, Episode, Node, Sample
 
 
 class Taught:
-    """A learner whose teacher gives every token the log-probability -0.1 times its id."""
+    """A learner whose teacher gives every token the log-probability -0.1 times its id. It makes `updates` optimizer
+    steps of an update, and gives every token the log-probability `now`."""
+
+    def __init__(self, updates=1, now=-1.0):
+        self.updates, self.now = updates, now
+
+    def batches(self, samples):
+        return [list(samples)] * self.updates
+
+    async def logprobs(self, samples):
+        return [np.full(len(sample.token_ids), self.now, np.float32) for sample in samples]
 
     async def teacher_logprobs(self, samples):
         return [-0.1 * sample.token_ids.astype(np.float32) for sample in samples]
@@ -38,10 +50,76 @@ def test_the_advantage_is_the_teachers_log_ratio_by_hand():
     samples, metrics = Distill().build_samples([Episode("hand", 0, {"a": "p", "b": "q"}, nodes)], "p")
     assert len(samples) == 1 and metrics == {}
     (sample,), metrics = asyncio.run(Distill().finalize_samples(samples, Taught(), {}))
-    assert sample.advantages == pytest.approx([0.5, -1.0]) and metrics["teacher_kl"] == pytest.approx(0.25)
+    assert sample.advantages == pytest.approx([0.5, -1.0]) and metrics == {}
+    assert sample.reference_logprobs == pytest.approx([-0.5, -2.0]) and sample.old_logprobs == "current"
     assert nodes[0].advantages["a"] == pytest.approx(-0.25)
-    assert Distill().loss is importance_sampling_loss
+    assert Distill().loss is distillation_loss and Distill().loss_options == {"importance_cap": 2.0}
     assert asyncio.run(Distill().finalize_samples([], Taught(), {})) == ([], {})
+    (several,), _ = asyncio.run(Distill().finalize_samples(samples, Taught(updates=2, now=-0.7), {}))
+    assert several.old_logprobs == pytest.approx([-0.7, -0.7])
+    (plain,), _ = asyncio.run(Distill(old_logprobs="sampler").finalize_samples(samples, Taught(), {}))
+    assert plain.old_logprobs is None
+
+
+def gradient_of(probabilities, sampler, teacher, *, before=None, **settings):
+    """The gradient [2] of the loss with respect to the logits of two tokens, in expectation over the sampler's: each
+    token counts by its probability there. `before`: the probabilities before the update. Also the metrics."""
+    logits = torch.tensor(probabilities, dtype=torch.float64).log().requires_grad_()
+    logp = torch.log_softmax(logits, 0)
+    drawn = [
+        Sample(
+            np.array([1]),
+            np.array([token]),
+            np.log(np.array([sampler[token]])),
+            np.zeros(1),
+            weight=sampler[token],
+            reference_logprobs=np.log(np.array([teacher[token]])),
+            old_logprobs="current" if before is None else np.log(np.array([before[token]])),
+        )
+        for token in range(2)
+    ]
+    (pack,) = micro_batches(drawn, 10**6)
+    config = Distill(**settings)
+    loss, metrics = config.loss(build_loss_inputs(pack, logp, -logp), **config.loss_options)
+    loss.backward()
+    return logits.grad.numpy(), metrics
+
+
+def kl_gradient(probabilities, teacher):
+    """Of KL(student || teacher) with respect to the student's logits: p (log p - log q - KL)."""
+    p, q = np.array(probabilities), np.array(teacher)
+    gaps = np.log(p) - np.log(q)
+    return p * (gaps - p @ gaps), p @ gaps
+
+
+@pytest.mark.parametrize("before", [None, [0.7, 0.3]])
+def test_a_student_that_agrees_with_its_teacher_has_no_gradient(before):
+    """Also where an older version sampled, whose log-ratios to the teacher are not 0, and whatever bounds the ratio."""
+    found, metrics = gradient_of([0.5, 0.5], [0.9, 0.1], [0.5, 0.5], before=before)
+    np.testing.assert_allclose(found, 0, atol=1e-7)
+    assert float(metrics["teacher_kl"]) == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize("before", [None, [0.7, 0.3]])
+@pytest.mark.parametrize("sampler", [[0.6, 0.4], [0.9, 0.1]])
+def test_the_gradient_is_that_of_the_divergence_for_any_sampler(sampler, before):
+    """With ratios that no bound changes, at the first optimizer step and at later ones."""
+    student, teacher = [0.6, 0.4], [0.2, 0.8]
+    expected, kl = kl_gradient(student, teacher)
+    found, metrics = gradient_of(student, sampler, teacher, before=before, importance_cap=1e9)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert float(metrics["teacher_kl"]) == pytest.approx(kl, abs=1e-6)
+
+
+def test_importance_ratios_of_distillation_are_bounded():
+    """The second token is four times as likely as when it was sampled, and counts twice: its share of the mean is 0.2
+    and not its probability, 0.4."""
+    found, metrics = gradient_of([0.6, 0.4], [0.9, 0.1], [0.2, 0.8])
+    first, second = 0.6 * np.log(0.6 / 0.2), 0.2 * np.log(0.4 / 0.8)
+    assert found[0] == pytest.approx(first * 0.4 - second * 0.6, abs=1e-6)
+    assert float(metrics["importance_cap_fraction"]) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="needs the teacher's log-probabilities"):
+        distillation_loss(LossInputs(*[torch.zeros(1)] * 3, None, *[torch.zeros(1)] * 2))
 
 
 def test_a_teachers_scores_are_those_of_a_training_pass():
@@ -106,7 +184,7 @@ def test_a_student_without_a_teacher_that_can_score_says_so(base):
 def test_the_teacher_reads_another_seats_prompt():
     """Seat "b" does not learn. The scores depend on the prompt that is read: -0.1 times its first token."""
 
-    class Reader:
+    class Reader(Taught):
         async def teacher_logprobs(self, samples):
             return [np.full(len(s.token_ids), -0.1 * s.prompt_ids[0], np.float32) for s in samples]
 
@@ -117,9 +195,8 @@ def test_the_teacher_reads_another_seats_prompt():
     episode = Episode("hand", 0, {"a": "p", "b": "p"}, [Node(0, None, 0, {}, answers, done=True)])
     config = Distill(teacher_seats={"a": "b"})
     samples, _ = config.build_samples([episode], "p")
-    (sample,), metrics = asyncio.run(config.finalize_samples(samples, Reader(), {}))
+    (sample,), _ = asyncio.run(config.finalize_samples(samples, Reader(), {}))
     assert sample.prompt_ids.tolist() == [1] and sample.advantages == pytest.approx([-2.0, -2.0])
-    assert metrics["teacher_kl"] == pytest.approx(2.0)
     with pytest.raises(ValueError, match='what seat "c" reads in the same joint step, in which a, b act'):
         Distill(teacher_seats={"a": "c"}).build_samples([episode], "p")
     answers["b"].prompt_ids = np.zeros(0, np.int32)

@@ -197,8 +197,8 @@ def test_loss_options_are_passed_to_the_loss():
 
 def test_trees_branch_as_they_do_for_grpo():
     turns, whole = DPO(team_weight=0.5).branching, DPO(branch_at="root", group_size=3, continue_from="best").branching
-    assert (turns.at, turns.k, turns.keep, turns.alpha) == ("turn", 4, "best", 0.5)
-    assert (whole.at, whole.k, whole.keep) == ("root", 3, "all")
+    assert (turns.branch_at, turns.group_size, turns.continue_from, turns.team_weight) == ("turn", 4, "best", 0.5)
+    assert (whole.branch_at, whole.group_size, whole.continue_from) == ("root", 3, "all")
 
 
 @pytest.mark.parametrize(

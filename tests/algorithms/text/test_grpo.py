@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,9 +16,12 @@ from toys import Spoken
 
 from palestra.algorithms.text.credit import batch_spread, group_advantages
 from palestra.algorithms.text.grpo import GRPO, overlong_penalty
+from palestra.builders.text import with_max_length
+from palestra.builders.text_config import TextConfig
+from palestra.config import validate
 from palestra.engine.micro_batch import micro_batches
 from palestra.envs.base import Env
-from palestra.losses.policy import LOSSES
+from palestra.losses.policy import LOSSES, LossInputs
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.types import Answer, Episode, Node, Step
 
@@ -159,6 +163,65 @@ def test_roles_of_one_policy_share_the_advantage_of_their_trajectory():
     assert sorted(sample.advantages[0] for sample in samples) == pytest.approx([-1, -1, -1, 1, 1])
 
 
+def called_by_the_winner():
+    """One policy plans four times; only the first plan, which wins, calls a worker."""
+    plan, work = {"planner": "p@0"}, {"worker": "p@0"}
+    return grow(
+        (None, plan, {}, 0.0, False),
+        *[(None, plan, {}, 0.0, True)] * 3,
+        (0, work, {}, 1.0, True),
+        seats={"planner": "p@0", "worker": "p@0"},
+    )
+
+
+def test_a_worker_that_one_trajectory_called_has_the_advantage_of_all_siblings():
+    """MATPO: of returns 1, 0, 0, 0 the first is root 3 deviations above the mean, for both seats."""
+    episode, algorithm = called_by_the_winner(), GRPO(branch_at="root", group_size=4)
+    samples, metrics = algorithm.build_samples([episode], "p")
+    root3 = 3**0.5
+    assert advantages(episode, "planner")[:4] == pytest.approx([root3, *[-1 / root3] * 3])
+    assert advantages(episode, "worker")[4] == pytest.approx(root3)
+    assert len(samples) == 5 and metrics == {"groups": 2.0, "zero_std_fraction": 0.0}
+    assert algorithm.has_signal(episode)
+
+
+def test_a_worker_is_credited_if_the_first_trajectory_does_not_call_it():
+    episode = called_by_the_winner()
+    episode.nodes[0].done, episode.nodes[3].done, episode.nodes[4].parent = True, False, 3
+    samples, _ = GRPO(branch_at="root", group_size=4, scale="none").build_samples([episode], "p")
+    assert advantages(episode, "worker")[4] == pytest.approx(0.75) and len(samples) == 5
+
+
+def test_batch_deviation_is_of_answers():
+    """Advantages 3/4, -1/4, -1/4, -1/4 of plans, and 3/4 of the one worker's answer."""
+    episode = called_by_the_winner()
+    GRPO(branch_at="root", group_size=4, scale="batch").build_samples([episode], "p")
+    deviation = np.std([0.75, -0.25, -0.25, -0.25, 0.75])
+    assert advantages(episode, "worker")[4] == pytest.approx(0.75 / deviation)
+
+
+@pytest.mark.parametrize(
+    ("settings", "worker"),
+    [
+        ({"baseline": "batch", "scale": "none"}, 1 - 2 / 5),  # the mean of what five answers are worth
+        ({"baseline": "role", "scale": "none"}, 0.95),
+        ({"supervision": "turn"}, 0.0),  # no sibling's worker has a first turn to compare with
+    ],
+)
+def test_other_measures_are_of_siblings_in_which_the_seat_acted(settings, worker):
+    episode = called_by_the_winner()
+    GRPO(branch_at="root", group_size=4, **settings).build_samples([episode], "p")
+    assert advantages(episode, "worker")[4] == pytest.approx(worker)
+
+
+def test_a_worker_of_its_own_policy_is_compared_with_its_own_siblings():
+    episode = called_by_the_winner()
+    episode.seats["worker"] = "q@0"
+    episode.nodes[4].answers["worker"].policy = "q@0"
+    GRPO(branch_at="root", group_size=4).build_samples([episode], "q")
+    assert advantages(episode, "worker")[4] == 0
+
+
 def test_other_seats_rewards_do_not_count():
     episode, _ = two_lines(alpha=0)
     GRPO(branch_at="root", group_size=2, team_weight=0).build_samples([episode], "q")
@@ -276,6 +339,19 @@ def test_failed_episodes_give_no_samples(at):
     samples, figures = GRPO(branch_at=at, group_size=2).build_samples([episode], "p")
     assert samples == [] and figures == {"groups": 0.0, "zero_std_fraction": 0.0}
     assert not any(node.advantages for node in episode.nodes)
+
+
+@pytest.mark.parametrize("at", ["root", "turn"])
+def test_episode_in_which_only_a_fixed_policy_differs_has_no_signal(at):
+    """A frozen opponent's name has no version. Answers of b differ in reward, those of a do not."""
+    both = {"a": "p@0", "b": "rival"}
+    episode = grow((None, both, {"b": 1.0}, 0.0, True), (None, both, {"b": 0.0}, 0.0, True), seats=both)
+    algorithm = GRPO(branch_at=at, group_size=2, flat_groups="refill")
+    assert not algorithm.has_signal(episode)
+    samples, _ = algorithm.build_samples([episode], "p")
+    assert not any(sample.has_gradient for sample in samples)
+    episode.nodes[0].rewards["a"] = 1.0
+    assert algorithm.has_signal(episode)
 
 
 @pytest.mark.parametrize(("flat_groups", "trained"), [("count", [0, 0, 1, 1]), ("skip", [1, 1]), ("refill", [1, 1])])
@@ -402,6 +478,19 @@ def test_truncated_answers_count_in_the_group_without_gradient():
     assert samples[0].advantages[0] == -1 and worth_of_tokens(samples)[0] == (0.25, 0.25)
     assert advantages(episode, "a") == [-1, 1]
     assert len(GRPO(group_size=2).build_samples([two_lengths("length")], "p")[0]) == 2
+
+
+def test_overlong_buffer_beyond_the_limit_is_refused():
+    """It would penalise an answer of two tokens. The limit may also be that of the policies, known after validation."""
+    message = "overlong_buffer: 64 is longer than the token limit of 16"
+    with pytest.raises(ValueError, match=message):
+        GRPO(overlong="penalty", max_completion_length=16, overlong_buffer=64)
+    policy = {"type": "lora", "sampling": {"max_tokens": 16}}
+    late = {"type": "grpo", "overlong": "penalty", "overlong_buffer": 64}
+    config = {"env": {"type": "guess_number"}, "policies": {"agent": policy}, "algorithm": late}
+    with pytest.raises(ValueError, match=message):
+        with_max_length(validate(TextConfig, config))
+    assert GRPO(overlong="penalty", max_completion_length=16, overlong_buffer=16).overlong_buffer == 16
 
 
 def test_a_constant_normaliser_divides_by_the_token_limit():
@@ -558,6 +647,8 @@ def test_every_documented_preset_is_a_config():
         ({}, "clipped_policy", {"clip": 0.2}),
         ({"clip_high": 0.28, "dual_clip": 3.0}, "clipped_policy", {"clip": 0.2, "clip_high": 0.28, "dual_clip": 3.0}),
         ({"surrogate": "cispo", "clip_high": 3.0, "kl_coef": 0.1}, "cispo", {"clip_high_threshold": 4.0, "kl": 0.1}),
+        ({"surrogate": "cispo"}, "cispo", {}),
+        ({"surrogate": "gspo", "clip": 1.0}, "gspo", {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}),
         (
             {"surrogate": "gspo", "clip": 3e-4, "clip_high": 4e-4},
             "gspo",
@@ -571,6 +662,18 @@ def test_each_surrogate_maps_to_its_loss_and_bounds(settings, loss, options):
     assert algorithm.loss_options == pytest.approx(options | {"importance_cap": 2.0})
     for free in ({"importance_cap": None}, {"old_logprobs": "sampler"}):
         assert GRPO(**settings, **free).loss_options == pytest.approx(options)
+
+
+def test_cispo_bounds_ratios_by_4_unless_clip_high_is_set():
+    """One of 3 is within, one of 9 is not. With `clip` for both bounds 1.2 would be the largest."""
+    ratio = torch.tensor([3.0, 9.0])
+    logp = torch.zeros(2, requires_grad=True)
+    tokens = LossInputs(logp, torch.zeros(2), -ratio.log(), None, torch.ones(2), torch.ones(2))
+    for settings, expected in (({}, [-3.0, -4.0]), ({"clip_high": 0.5}, [-1.5, -1.5])):
+        algorithm = GRPO(surrogate="cispo", **settings)
+        loss, _ = algorithm.loss(tokens, **algorithm.loss_options)
+        (slope,) = torch.autograd.grad(loss, logp)
+        assert slope.tolist() == pytest.approx(expected)
 
 
 def test_setting_of_another_surrogate_is_refused():
@@ -695,7 +798,7 @@ def test_defect_1_second_seat_observes_the_first_in_the_same_turn(branching):
 @pytest.mark.parametrize("branching", TREES[2:], ids=str)
 def test_defect_2_siblings_of_every_seat_differ_in_reward_and_advantage(branching):
     (episode,) = relay(branching)
-    algorithm = GRPO(branch_at="turn", group_size=4, continue_from=branching.keep)
+    algorithm = GRPO(branch_at="turn", group_size=4, continue_from=branching.continue_from)
     groups = list(algorithm.groups(episode))
     assert [g.seat for g in groups] == ["a", "b"] * 3
     for group in groups:
@@ -726,12 +829,12 @@ def test_defect_3_episode_continues_from_the_chosen_sibling(branching):
 @pytest.mark.parametrize("branching", [*TREES, FULL], ids=str)
 def test_defect_4_a_group_never_spans_two_instances_or_observations(branching):
     episodes = relay(branching, instances=range(6))
-    algorithm = GRPO(branch_at=branching.at, group_size=4, continue_from=branching.keep)
+    algorithm = GRPO(branch_at=branching.branch_at, group_size=4, continue_from=branching.continue_from)
     for episode in episodes:
         for group in algorithm.groups(episode):
             firsts = {nodes[0].observations[group.seat] for nodes in group.nodes}
             assert len({text.split(" turn")[0] for text in firsts}) == 1
-            if branching.at == "turn" or group.seat == "a":
+            if branching.branch_at == "turn" or group.seat == "a":
                 assert len(firsts) == 1  # the very same prompt
     together = [s for e in episodes for s in algorithm.build_samples([e], "a")[0]]
     for one, other in zip(algorithm.build_samples(episodes, "a")[0], together, strict=True):

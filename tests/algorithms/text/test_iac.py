@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,13 @@ from palestra.algorithms.text.ppo import PPO
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import dump, parse, validate
-from palestra.losses.policy import LossInputs, actor_critic_loss, policy_gradient_loss, value_function_loss
+from palestra.losses.policy import (
+    LossInputs,
+    actor_critic_loss,
+    clipped_policy_loss,
+    policy_gradient_loss,
+    value_function_loss,
+)
 from palestra.runs import Run, list_checkpoints, read_lines
 from palestra.training.loop import restore_checkpoint, run_training
 from palestra.training.text import update_learner
@@ -104,6 +111,64 @@ def test_loss_of_answers_by_hand():
     assert inputs.value_M.grad.tolist() == pytest.approx([-0.6, 0.0, 2.4])
     assert inputs.logp_M.grad.tolist() == pytest.approx([-1.0, -1.0, 0.5])
     assert metrics["value_loss"].item() == pytest.approx((1 + 1 + 16) / 4)  # each token has its answer's error
+
+
+def answers(logp: list[float], old: list[float], advantage: float) -> LossInputs:
+    """Two tokens of one answer, of weight 1, and one of another, of advantage 0."""
+    column = torch.tensor(logp, requires_grad=True)
+    weight, advantages = torch.ones(3), torch.tensor([advantage, advantage, 0.0])
+    sequence = torch.tensor([0, 0, 1])
+    return LossInputs(column, torch.zeros(3), torch.tensor(old), None, advantages, weight, sequence, sequence)
+
+
+CLIPPED = PPO(action_level="turn", critic="separate", importance_cap=None)
+BOUNDS = {"clip": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("gaps", "advantage", "slope"),
+    [
+        ((0.15, 0.15), 1.0, 0.0),  # each token is within 1.2, and the answer's ratio of 1.35 is not
+        ((0.5, -0.5), 1.0, -1.0),  # the first token is beyond, and the answer's ratio is 1
+        ((0.05, 0.05), 2.0, -2.0 * math.exp(0.1)),
+        ((-0.15, -0.15), -1.0, 0.0),  # 0.74 is below 0.8
+        ((0.3, 0.3), -1.0, math.exp(0.6)),
+    ],
+)
+def test_ratio_of_an_answer_is_clipped_by_hand(gaps, advantage, slope):
+    """The gradient of -min(r A, clip(r) A) is -r A at each token's log-probability, r the product of both ratios."""
+    inputs = answers([*gaps, 0.0], [0.0, 0.0, 0.0], advantage)
+    loss, metrics = CLIPPED.loss(inputs, **BOUNDS)
+    loss.backward()
+    assert inputs.logp_M.grad.tolist() == pytest.approx([slope, slope, 0.0])
+    assert float(metrics["clip_fraction"]) == (2.0 if slope == 0 else 0.0)
+
+
+def test_answers_of_one_token_are_clipped_as_tokens():
+    inputs = answers([0.1, 0.3, 0.0], [0.0, 0.0, 0.0], 1.0)
+    inputs = inputs._replace(sequence_M=torch.arange(3))
+    assert CLIPPED.loss(inputs, **BOUNDS)[0].item() == pytest.approx(clipped_policy_loss(inputs, **BOUNDS)[0].item())
+    with pytest.raises(ValueError, match="needs the number of each token's sequence"):
+        CLIPPED.loss(inputs._replace(sequence_M=None), **BOUNDS)
+
+
+def test_importance_ratios_stay_those_of_tokens():
+    """The second token was sampled twice as often as before the update: its factor is 1/2, and the first's 1."""
+    inputs = answers([0.05, 0.05, 0.0], [0.0, 0.0, 0.0], 1.0)
+    inputs = inputs._replace(sampler_logp_M=torch.tensor([0.0, math.log(2), 0.0]))
+    CLIPPED.loss(inputs, importance_cap=2.0)[0].backward()
+    assert inputs.logp_M.grad.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.1) / 2, 0.0])
+
+
+def test_a_shared_critic_has_ratios_of_answers_too():
+    """The gradient of the policy is that with a separate critic; that of the values is of the first tokens."""
+    inputs = answers([0.05, 0.05, 0.0], [0.0, 0.0, 0.0], 1.0)
+    value = torch.tensor([1.0, 7.0, 5.0], requires_grad=True)
+    inputs = inputs._replace(value_M=value, return_M=torch.tensor([2.0, 2.0, 1.0]))
+    algorithm = PPO(action_level="turn", value_coef=1.0, importance_cap=None)
+    algorithm.loss(inputs, **algorithm.loss_options)[0].backward()
+    assert inputs.logp_M.grad.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.1), 0.0])
+    assert value.grad.tolist() == pytest.approx([-1.0, 0.0, 4.0])
 
 
 def test_values_of_answers_are_clipped():

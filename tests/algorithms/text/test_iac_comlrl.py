@@ -18,7 +18,8 @@ from tolerances import LOGPROB_ATOL
 from palestra.algorithms.presets import TEXT_PRESETS, expand_preset
 from palestra.algorithms.text.ppo import PPO
 from palestra.builders.engines import Engines
-from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner
+from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.learners.separate_critic import SeparateCriticWeights
 from palestra.types import Answer, Episode, Node
 

@@ -18,11 +18,11 @@ from palestra.training.loop import run_training
 from palestra.types import Answer, Episode, Node
 
 
-def turn(values, said):
+def turn(values, said, prompt=(1, 2)):
     """Siblings of seat "a" that earned `values` and said the tokens `said`."""
     episode = Episode("hand", 0, {"a": "p"})
     for i, (value, ids) in enumerate(zip(values, said, strict=True)):
-        spoken = Answer("x", "p@0", np.array([1, 2]), np.array(ids), np.zeros(len(ids), np.float32))
+        spoken = Answer("x", "p@0", np.array(prompt), np.array(ids), np.zeros(len(ids), np.float32))
         episode.nodes.append(Node(i, None, 0, {}, {"a": spoken}, {}, value, done=True))
     return episode
 
@@ -78,6 +78,67 @@ def test_a_side_is_a_whole_trajectory_and_counts_once():
     assert sum(s.weight * len(s.token_ids) for s in samples) == pytest.approx(1)
 
 
+def recorded(folder, *rows):
+    """The episodes of rows of a table, whose answers have two tokens each."""
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (file,) = read_data([DataConfig(path=str(folder / "rows.jsonl"))], "writer")
+    for node in (node for episode in file.episodes for node in episode.nodes):
+        node.answers["writer"] = Answer("x", "p@0", np.array([1]), np.array([5, 6]), np.zeros(2, np.float32))
+    return file.episodes
+
+
+CONVERSATION = [
+    {"role": "assistant", "content": "x"},
+    {"role": "user", "content": "y"},
+    {"role": "assistant", "content": "z"},
+]
+
+
+@pytest.mark.parametrize("at", ["root", "turn"])
+@pytest.mark.parametrize(("label", "sign"), [(True, 1.0), (False, -1.0)])
+def test_every_turn_of_a_conversation_has_its_label(tmp_path, at, label, sign):
+    episodes = recorded(tmp_path, {"prompt": "a", "completion": CONVERSATION, "label": label})
+    samples, _ = KTO(branch_at=at).build_samples(episodes, "p")
+    assert [s.advantages.tolist() for s in samples] == [[sign, sign]] * 2
+    assert [node.advantages["writer"] for node in episodes[0].nodes] == [sign] * 2
+
+
+def test_every_turn_of_a_pair_of_conversations_has_the_label_of_its_side(tmp_path):
+    episodes = recorded(tmp_path, {"prompt": "a", "chosen": CONVERSATION, "rejected": CONVERSATION})
+    KTO().build_samples(episodes, "p")
+    assert [node.advantages["writer"] for node in episodes[0].nodes] == [1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("at", ["root", "turn"])
+@pytest.mark.parametrize(("team", "sign"), [(1.0, 1), (0.25, -1)])
+def test_a_played_episode_of_one_branch_is_labelled_by_its_return(at, team, sign):
+    """Two seats, three turns; the team is rewarded at the end."""
+    episode = Episode("hand", 0, {"a": "p", "b": "q"})
+    for i, seat in enumerate("aba"):
+        spoken = Answer("x", "p@0" if seat == "a" else "q@0", np.array([1]), np.array([5]), np.zeros(1, np.float32))
+        last = i == 2
+        episode.nodes.append(Node(i, i - 1 if i else None, i, {}, {seat: spoken}, {}, team * last, done=last))
+    algorithm = KTO(branch_at=at, group_size=1)
+    assert [s.advantages.tolist() for s in algorithm.build_samples([episode], "p")[0]] == [[sign]] * 2
+    assert [s.advantages.tolist() for s in algorithm.build_samples([episode], "q")[0]] == [[sign]]
+
+
+def test_answers_that_play_did_not_continue_from_are_compared_by_their_step():
+    """The second of two answers was continued, and earned 9 later, which the first had no chance to. Of two that were
+    both continued the later rewards count: the mean of 4 and 0, and 1."""
+    episode = turn([1.0, 0.0, 9.0], [[5], [6], [7]])
+    first, second, later = episode.nodes
+    first.done = second.done = False
+    first.chosen, later.parent = False, 1
+    KTO().build_samples([episode], "p")
+    assert (first.advantages["a"], second.advantages["a"], later.advantages["a"]) == (1, -1, 1)
+    episode = turn([0.0, 0.0, 4.0, 0.0, 1.0], [[5], [6], [7], [8], [9]])
+    for node, parent in zip(episode.nodes, (None, None, 0, 0, 1), strict=True):
+        node.parent, node.done = parent, parent is not None
+    KTO().build_samples([episode], "p")
+    assert [node.advantages["a"] for node in episode.nodes] == [1, -1, 1, -1, 1]
+
+
 class Moved:
     """A learner that finds every token `gap` likelier than its reference does, which finds it 0.1 times its id."""
 
@@ -92,19 +153,52 @@ class Moved:
 
 
 def test_the_reference_point_is_that_of_answers_to_other_prompts():
-    """Answers of 2 and of 1 tokens, 0.2 nats a token: z_0 is 0.3, which two tokens share."""
-    samples, _ = KTO().build_samples([turn([0.0, 1.0], [[5, 6], [7]])], "p")
-    samples[1].prompt_ids = np.array([3])
+    """Two answers to a prompt, of 2 and 1 tokens, and three to another, of 1, 3 and 1, 0.2 nats a token. Each prompt
+    is read with answers to the other: of 1 and 3, and of 2, 1 and 2 tokens, 9 in all. z_0 is 9 / 5 * 0.2 = 0.36, which
+    the tokens of a side share."""
+    episodes = [
+        turn([0.0, 1.0], [[5, 6], [7]]),
+        turn([0.0, 1.0, 1.0], [[8], [9, 10, 11], [12]], prompt=[3]),
+    ]
+    samples, _ = KTO().build_samples(episodes, "p")
     learner = Moved(0.2)
     found, metrics = asyncio.run(KTO().finalize_samples(samples, learner, {}))
-    assert metrics["reference_point"] == pytest.approx(0.3)
-    assert learner.asked[0] == learner.asked[1] == [([1, 2], [7]), ([3], [5, 6])]
-    assert found[0].reference_logprobs == pytest.approx([-0.5 + 0.15, -0.6 + 0.15])
-    assert found[1].reference_logprobs == pytest.approx([-0.7 + 0.3])
+    assert metrics["reference_point"] == pytest.approx(0.36)
+    first, second = [([1, 2], [8]), ([1, 2], [9, 10, 11])], [([3], [5, 6]), ([3], [7]), ([3], [5, 6])]
+    assert learner.asked[0] == learner.asked[1] == first + second
+    assert found[0].reference_logprobs == pytest.approx([-0.5 + 0.18, -0.6 + 0.18])
+    assert found[1].reference_logprobs == pytest.approx([-0.7 + 0.36])
     assert asyncio.run(KTO().finalize_samples(samples, Moved(-0.2), {}))[1]["reference_point"] == 0
     learner.is_at_reference = True
     assert asyncio.run(KTO().finalize_samples(samples, learner, {}))[1]["reference_point"] == 0
     assert asyncio.run(KTO().finalize_samples([], learner, {})) == ([], {})
+
+
+def test_the_reference_point_of_one_prompt_is_0():
+    samples, _ = KTO().build_samples([turn([0.0, 1.0], [[5, 6], [7]])], "p")
+    learner = Moved(0.2)
+    found, metrics = asyncio.run(KTO().finalize_samples(samples, learner, {}))
+    assert metrics["reference_point"] == 0 and found[1].reference_logprobs == pytest.approx([-0.7])
+    assert learner.asked == [[([1, 2], [5, 6]), ([1, 2], [7])]]  # the reference, of the answers themselves
+
+
+def test_an_answer_to_another_prompt_replays_no_experts():
+    """Experts [S, L, K] are of the tokens of the prompt's own answer, which may be fewer."""
+    episodes = [turn([0.0, 1.0], [[5, 6], [7]]), turn([0.0, 1.0], [[8], [9]], prompt=[3])]
+    for node in episodes[0].nodes:
+        answer = node.answers["a"]
+        answer.routed_experts = np.zeros((len(answer.token_ids) + 1, 1, 2), np.int16)
+    samples, _ = KTO().build_samples(episodes, "p")
+
+    class Replaying(Moved):
+        async def logprobs(self, samples, *, reference=False):
+            self.replayed.append([s.routed_experts is not None for s in samples])
+            return await super().logprobs(samples, reference=reference)
+
+    learner = Replaying(0.2)
+    learner.replayed = []
+    asyncio.run(KTO().finalize_samples(samples, learner, {}))
+    assert learner.replayed == [[False] * 4, [False] * 4, [True, True, False, False]]
 
 
 def test_the_loss_is_called_with_what_was_set():

@@ -9,7 +9,8 @@ import torch
 from palestra.algorithms.text.grpo import GRPO
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
-from palestra.learners.lm import LanguageLearner, LocalWeights, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner, LocalWeights
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.testing import tiny_lm
 from palestra.training.text import update_learner
 from palestra.types import Answer, Episode, Node
