@@ -45,7 +45,8 @@ from service_load import beside_heavy, memory_after_burst, worker_of
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import AdamConfig
-from palestra.learners.lm import LocalWeights, LoraPolicyConfig, Weights
+from palestra.learners.lm import LocalWeights, Weights
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.losses.policy import clipped_policy_loss
 from palestra.policies.lm import SamplerProtocol
 from palestra.service.api.api_keys import add_key

@@ -26,7 +26,8 @@ from palestra.builders.engines import Engines
 from palestra.engine.sampler import Completion
 from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.envs.vector.mpe import SimpleSpread
-from palestra.learners.lm import LanguageLearner, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.on_device import RolloutTensors
 from palestra.policies.base import Policy, Query

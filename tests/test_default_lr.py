@@ -9,7 +9,7 @@ from palestra.builders.engines import Engines
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
 from palestra.config import validate
-from palestra.learners.lm import LoraPolicyConfig, base_parameters, default_lora_lr
+from palestra.learners.lm_config import LoraPolicyConfig, base_parameters, default_lora_lr
 from palestra.losses.policy import cross_entropy_loss
 from palestra.types import Sample
 

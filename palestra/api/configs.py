@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from palestra.builders.text_policies import FrozenConfig, LoraWithTeacherConfig
-from palestra.learners.lm import FullPolicyConfig
+from palestra.learners.lm_config import FullPolicyConfig
 
 
 class Lora(LoraWithTeacherConfig):

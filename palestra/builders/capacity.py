@@ -81,7 +81,7 @@ UNITS = tuple(field.name for field in fields(Work))
 
 @dataclass(frozen=True)
 class Machine:
-    """What one device costs: seconds of one unit of each kind of work, by the names of `Work`. `cache_bytes`: weights
+    """Cost model of one device: seconds per unit of each kind of work, by the names of `Work`. `cache_bytes`: weights
     of at most that many bytes stay in a cache, and are not read again for each pass. `overlaps`: a host issues the work
     beside the device that does it, so that the slower of the two counts. `slowdown`: seconds until a second of work is
     done, above 1 where other programs use the same cores. `memory` is that of a device in bytes (None:

@@ -66,10 +66,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Layout:
-    """How processes share a step: `samplers` that play (0: the trainer does so itself) and `trainers`, each on a device
-    of its own; `ranks`: torchrun splits both among so many; `staleness`: steps that play is ahead. Samplers play
-    `whole_episodes` in slices, one after the other (`--workers`), or only answer requests (`sampler:`). `cores`: as
-    many devices as all of them share, if fewer."""
+    """Assignment of processes to sampling and training: `samplers` that play (0: the trainer does so itself) and
+    `trainers`, each on a device of its own; `ranks`: torchrun splits both among so many; `staleness`: steps that play
+    is ahead. Samplers play `whole_episodes` in slices, one after the other (`--workers`), or only answer requests
+    (`sampler:`). `cores`: as many devices as all of them share, if fewer."""
 
     samplers: int = 0
     trainers: int = 1

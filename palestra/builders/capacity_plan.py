@@ -56,9 +56,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """What a step takes on a machine as the config says (`step`, its `phases` in one process), and on all devices of a
-    fleet, best first (`layouts`). `memory` is that of one process that plays and trains; `sampler_memory` and
-    `trainer_memory` are the bytes of processes that do one of both."""
+    """Plan of a run's time and memory: of a step on a machine as configured (`step`, its `phases` in one process), and
+    on all devices of a fleet, best first (`layouts`). `memory` is that of one process that plays and trains;
+    `sampler_memory` and `trainer_memory` are the bytes of processes that do one of both."""
 
     machine: Machine
     workload: Workload

@@ -23,7 +23,7 @@ from palestra.builders.text_config import TextConfig
 from palestra.chat import Chat
 from palestra.engine.bases import resolve_base
 from palestra.engine.memory import model_shape
-from palestra.learners.lm import LMPolicyConfig
+from palestra.learners.lm_config import LMPolicyConfig
 from palestra.policies.base import Query
 from palestra.policies.lm import ChatEncoder
 from palestra.policies.scripted import RandomPolicy

@@ -1,6 +1,6 @@
-"""What a training step of a config consists of: rounds of prompts and answers, and the passes that train on them.
+"""Workload of a training step: rounds of prompts and answers, and the passes that train on them.
 
-What the config does not say of an episode (`EpisodeShape`) is found by capacity_probe.py, or given.
+Facts of an episode that the config leaves open (`EpisodeShape`) are measured by capacity_probe.py, or given.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from palestra.builders.text_config import TextConfig
 from palestra.engine.lora import target_names
 from palestra.engine.lora_config import LoraConfig
 from palestra.engine.memory import ModelShape, adapter_params, model_shape
-from palestra.learners.lm import FullPolicyConfig, LMLearnerConfig, LMPolicyConfig, LoraPolicyConfig
+from palestra.learners.lm_config import FullPolicyConfig, LMLearnerConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.rollouts.tree_rollout import Branching
 
 MAX_CONCURRENT = 1024  # episodes of an `EpisodeRunner`
@@ -169,7 +169,7 @@ def full_trajectories(branching: Branching, episodes: int, turns: int) -> list[i
     """Returns the trajectories before each joint step of `episodes` trees in which none ends."""
     found = [episodes]
     for turn in range(turns - 1):
-        goes_on = branching.width(turn) if branching.at == "root" or branching.keep == "all" else 1
+        goes_on = branching.width(turn) if branching.branch_at == "root" or branching.continue_from == "all" else 1
         found.append(found[-1] * goes_on)
     return found[:turns]
 

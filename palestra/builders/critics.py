@@ -1,11 +1,11 @@
-"""Which critic the learners of a run have, from the algorithms of its stages."""
+"""Chooses the critic of each learner by the algorithms of a run's stages."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from palestra.builders.text_config import TextConfig
-from palestra.learners.lm import LMPolicyConfig
+from palestra.learners.lm_config import LMPolicyConfig
 
 
 def critic_kind(parts: Sequence[TextConfig], used: Collection[str]) -> dict[str, bool]:

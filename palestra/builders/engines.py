@@ -18,14 +18,8 @@ from palestra.engine.lora import Adapter
 from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter
 from palestra.engine.sampler import Sampler
-from palestra.learners.lm import (
-    FullPolicyConfig,
-    LanguageLearner,
-    LMPolicyConfig,
-    LocalWeights,
-    LoraPolicyConfig,
-    autocast_dtype,
-)
+from palestra.learners.lm import LanguageLearner, LocalWeights
+from palestra.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
 from palestra.learners.separate_critic import SeparateCriticWeights
 from palestra.policies.lm import ChatEncoder, LanguagePolicy, SamplerProtocol
 from palestra.remote.samplers.config import SamplerProcessesConfig, SamplerServersConfig

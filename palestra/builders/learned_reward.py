@@ -10,7 +10,8 @@ from palestra.algorithms.text.reward_model import scoring_sample
 from palestra.builders.engines import Engines
 from palestra.builders.text_config import TextConfig
 from palestra.config import load, validate
-from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner
+from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.rollouts.learned_reward import LearnedRewardSource
 from palestra.rollouts.sources import EnvSource
 from palestra.runs import list_checkpoints
@@ -32,10 +33,10 @@ def learned_reward_source(
             "reward_model scores answers in the one process of a run: leave out engine:, backend: and torchrun"
         )
     branching = part.algorithm.branching
-    if branching.at == "turn" and branching.keep in ("best", "epsilon"):
+    if branching.branch_at == "turn" and branching.continue_from in ("best", "epsilon"):
         raise ValueError(
-            f"continue_from: {branching.keep} chooses by rewards during play, and those of reward_model are known "
-            "after it: set algorithm.branch_at: root, or continue_from: random or all"
+            f"continue_from: {branching.continue_from} chooses by rewards during play, and those of reward_model are "
+            "known after it: set algorithm.branch_at: root, or continue_from: random or all"
         )
     judge = _load(settings.path, engines)
     for name, learner in learners.items():

@@ -27,7 +27,13 @@ from palestra.engine.memory import (
 )
 from palestra.engine.optimizers import state_bytes
 from palestra.engine.quantized import quantized_bytes
-from palestra.learners.lm import FullPolicyConfig, LMLearnerConfig, LMPolicyConfig, LoraPolicyConfig, autocast_dtype
+from palestra.learners.lm_config import (
+    FullPolicyConfig,
+    LMLearnerConfig,
+    LMPolicyConfig,
+    LoraPolicyConfig,
+    autocast_dtype,
+)
 
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIN_MICRO_BATCH_TOKENS = 512

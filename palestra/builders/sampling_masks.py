@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from palestra.builders.text_config import TextConfig
 from palestra.engine.sampling import SamplingConfig
 from palestra.engine.trainer import DROPOUT_LOSSES
-from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig
+from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 
 
 def check_sampling_masks(parts: Sequence[TextConfig], trained: Collection[str]) -> None:

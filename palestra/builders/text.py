@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from palestra.algorithms.text.grpo_config import GRPOConfig
 from palestra.builders.critics import critic_kind
 from palestra.builders.engines import Engines, build_engines
 from palestra.builders.learned_reward import learned_reward_source
@@ -20,7 +21,8 @@ from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import ExpertConfig, HumanConfig, RandomConfig, ScriptedConfig
 from palestra.engine.sampler import Sampler
 from palestra.engine.scoring import answer_logprobs
-from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner
+from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.policies.base import Policy
 from palestra.policies.endpoint import EndpointConfig, EndpointPolicy
 from palestra.policies.endpoint_scores import answer_logprobs_at
@@ -108,8 +110,8 @@ def in_flight_policies(config: TextConfig, learners: Mapping[str, LanguageLearne
 
 def with_max_length(part: TextConfig) -> TextConfig:
     """Returns the config of a stage with the token limit of the trained policies in its algorithm, if that needs one.
-    Raises ValueError if the limits differ."""
-    if not getattr(part.algorithm, "needs_max_length", False):
+    Raises ValueError if the limits differ, or its overlong buffer is longer."""
+    if not isinstance(part.algorithm, GRPOConfig) or not part.algorithm.needs_max_length:
         return part
     trained = [p for p in part.policies.values() if isinstance(p, LoraPolicyConfig | FullPolicyConfig)]
     limits = {policy.sampling.max_tokens for policy in trained}
@@ -119,6 +121,7 @@ def with_max_length(part: TextConfig) -> TextConfig:
             "limit: set algorithm.max_completion_length"
         )
     algorithm = part.algorithm.model_copy(update={"max_completion_length": limits.pop()})
+    algorithm.check_overlong_buffer()
     return part.model_copy(update={"algorithm": algorithm})
 
 

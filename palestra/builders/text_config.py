@@ -31,7 +31,7 @@ from palestra.builders.run_config import EvalConfig, PolicyRunConfig
 from palestra.builders.text_policies import HumanConfig, PolicyConfig
 from palestra.config import StrictModel, load_object, validate
 from palestra.engine.sampler import SamplingConfig
-from palestra.learners.lm import FullPolicyConfig
+from palestra.learners.lm_config import FullPolicyConfig
 from palestra.remote.samplers.config import SamplerConfig
 from palestra.rollouts.dataset import Data
 from palestra.rollouts.instance_pool import InstancePool

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from palestra.config import StrictModel
-from palestra.learners.lm import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
+from palestra.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.policies.endpoint import EndpointConfig
 
 

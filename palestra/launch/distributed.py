@@ -21,7 +21,8 @@ from palestra.builders.text_config import TextConfig
 from palestra.builders.text_policies import FrozenConfig
 from palestra.engine.bases import resolve_base
 from palestra.engine.sampler import Completion, Request
-from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LocalWeights, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner, LocalWeights
+from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.populations.tasks import Backend, WorkerFactory
 from palestra.rollouts.sources import EnvSource

@@ -72,7 +72,7 @@ class ProgressBar(Callback):
         self.bar.update(self.task, completed=step + 1, trained=f"{label} {value}", failed=failed)
 
     def on_eval(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
-        when = "before training" if step < 0 else f"after {step + 1} steps"
+        when = "before training" if step < 0 else f"after {step + 1} training steps"
         label = eval_label(self.config, name)
         self.bar.update(self.task, held_out=f"{label} {format_eval(metrics)}")
         shown = [("success", f"{metrics['success']:.1%}")] if "success" in metrics else []
@@ -81,7 +81,7 @@ class ProgressBar(Callback):
         parts: list[str | tuple[str, str]] = [f"{label} {when}:"]
         for number, (what, value) in enumerate(shown):
             parts += [f"{',' if number else ''} {what} ", (value, "bold")]
-        size = f" of {metrics['episodes']:.0f}, {metrics['steps_per_episode']:.1f} steps an episode"
+        size = f" of {metrics['episodes']:.0f} episodes, mean length {metrics['steps_per_episode']:.1f}"
         self.console.print(styled_text(*parts, size))
 
 

@@ -248,13 +248,13 @@ def _wrong_kind_message(tree: Tree) -> str:
     talking, nets = set(type_choices(TextConfig, "policies")), set(type_choices(VectorConfig, "policies"))
     if is_vector_config(tree) and types & (talking - nets):
         return (
-            f'env "{env["type"]}" is a vectorised game, which small networks play, and this config is of language '
-            "agents: start from one of configs/games, or name an env in words (`palestra info` lists them)"
+            f'env "{env["type"]}" is a vector env, which small networks play, and this config is of language '
+            "agents: start from one of configs/games, or name a text env (`palestra info` lists them)"
         )
     if not is_vector_config(tree) and types & (nets - talking):
         return (
-            f'env "{env.get("type")}" is an env in words, which language agents play, and this config is of small '
-            "networks: start from configs/demo.yaml, or name a vectorised game (`palestra info` lists them)"
+            f'env "{env.get("type")}" is a text env, which language agents play, and this config is of small '
+            "networks: start from configs/demo.yaml, or name a vector env (`palestra info` lists them)"
         )
     return ""
 

@@ -20,7 +20,8 @@ from palestra.engine.lora import Adapter
 from palestra.engine.models import Engine
 from palestra.engine.request import max_positions
 from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.learners.lm import FullPolicyConfig, LocalWeights, LoraPolicyConfig
+from palestra.learners.lm import LocalWeights
+from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.losses.policy import value_function_loss
 from palestra.seeding import derive_seed
 from palestra.types import Metrics, Sample

@@ -27,7 +27,8 @@ from palestra.builders.text_policies import FrozenConfig
 from palestra.config import StrictModel, validate
 from palestra.engine.lora import Adapter
 from palestra.envs.text.board_games import TextGame
-from palestra.learners.lm import LanguageLearner, LocalWeights, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner, LocalWeights
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.policies.base import Policy, Query
 from palestra.policies.lm import DemonstrationPolicy, LanguagePolicy
 from palestra.policies.scripted import RandomPolicy, ScriptedPolicy

@@ -22,7 +22,8 @@ from palestra.backends.recoverable_trainer import (
 )
 from palestra.engine.trainer import AdamConfig
 from palestra.launch.distributed import LearnerArgs, open_weight_host
-from palestra.learners.lm import LocalWeights, LoraPolicyConfig
+from palestra.learners.lm import LocalWeights
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.losses.policy import clipped_policy_loss
 from palestra.types import Sample
 

@@ -27,7 +27,7 @@ from palestra.engine.models import Engine
 from palestra.engine.peft_format import load_adapter, save_adapter, save_snapshot
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.engine.trainer import AdamConfig, Trainer
-from palestra.learners.lm import LoraPolicyConfig
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.losses.policy import cross_entropy_loss, gspo_loss
 from palestra.runs import list_checkpoints
 from palestra.testing import tiny_lm, tiny_tokenizer

@@ -21,7 +21,7 @@ from palestra.engine.quantized import NF4_LEVELS, QuantizedLinear, quantize_mode
 from palestra.engine.sampler import Request, SamplingConfig
 from palestra.engine.self_check import choose_engine
 from palestra.engine.trainer import Trainer
-from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig
+from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.losses.policy import cross_entropy_loss
 from palestra.types import Sample
 

@@ -13,7 +13,8 @@ from palestra.algorithms.text.grpo import GRPO
 from palestra.chat import Chat, parse_assistant_message
 from palestra.engine.sampler import Sampler, SamplingConfig
 from palestra.envs.base import Env
-from palestra.learners.lm import LanguageLearner, LocalWeights, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner, LocalWeights
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.policies.base import ContextLengthExceeded, Query
 from palestra.policies.context import DROPPED_RESULT, ContextConfig, drop_oldest
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
@@ -71,7 +72,7 @@ def policy_of(engine, **context) -> LanguagePolicy:
 
 def played(policy, env, k=1):
     spec = EpisodeSpec(3, {"agent": policy}, 1)
-    return asyncio.run(EpisodeRunner(lambda: env, "clerk").play(spec, Branching(at="root", k=k)))
+    return asyncio.run(EpisodeRunner(lambda: env, "clerk").play(spec, Branching(branch_at="root", group_size=k)))
 
 
 # ---- rewriting

@@ -20,7 +20,7 @@ from palestra.builders.text_config import TextConfig
 from palestra.config import dump, validate
 from palestra.engine.sampler import SamplingConfig
 from palestra.files import read_lines
-from palestra.learners.lm import FullPolicyConfig, LoraPolicyConfig
+from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.losses.policy import LOSSES, actor_critic_loss, cispo_loss, clipped_policy_loss, gspo_loss
 from palestra.losses.preferences import preference_loss
 from palestra.runs import Run, list_checkpoints
@@ -158,7 +158,7 @@ ELSEWHERE = {  # algorithms that are nothing but log-probabilities
     "kl": {"type": "grpo", "group_size": 4, "kl_coef": 0.1, "clip": 0.05} | SKIP,
     "dual_clip": {"type": "grpo", "group_size": 4, "dual_clip": 1.01, "loss_aggregation": "sequence"},
     "clipped": {"type": "grpo", "group_size": 4, "loss_aggregation": "sequence", "clip": 0.02, "clip_high": 0.05},
-    "cispo": {"type": "grpo", "group_size": 4, "surrogate": "cispo", "clip": 0.05},
+    "cispo": {"type": "grpo", "group_size": 4, "surrogate": "cispo", "clip_high": 0.05},
     "gspo": {"type": "grpo", "group_size": 4, "surrogate": "gspo", "clip": 0.01},
     "gspo_kl": {"type": "grpo", "group_size": 4, "surrogate": "gspo", "clip": 0.01, "kl_coef": 0.1} | SKIP,
     "sft": {"type": "sft", "imitate": "all", "world_model_weight": 0.5},

@@ -26,7 +26,8 @@ from palestra.config import dump, override, parse, validate
 from palestra.engine.micro_batch import micro_batches
 from palestra.engine.sampler import Request, Sampler, SamplingConfig
 from palestra.envs.base import Env
-from palestra.learners.lm import LanguageLearner, LocalWeights, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner, LocalWeights
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.losses.policy import clipped_policy_loss
 from palestra.rollouts.sources import EnvSource
 from palestra.rollouts.tree_rollout import EpisodeRunner

@@ -20,7 +20,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from palestra.engine.bases import resolve_base
-from palestra.learners.lm import FullPolicyConfig, LanguageLearner, LMPolicyConfig, LoraPolicyConfig
+from palestra.learners.lm import LanguageLearner
+from palestra.learners.lm_config import FullPolicyConfig, LMPolicyConfig, LoraPolicyConfig
 from palestra.policies.lm import ChatEncoder, LanguagePolicy
 from palestra.service.client.connection import ServiceConnection
 from palestra.service.client.remote_sampler import RemoteSampler, RemoteSnapshot, create_sampler

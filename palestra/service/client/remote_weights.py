@@ -35,7 +35,7 @@ from palestra.engine.micro_batch import (
 )
 from palestra.engine.trainer import AdamConfig
 from palestra.files import atomic_write
-from palestra.learners.lm import LoraPolicyConfig
+from palestra.learners.lm_config import LoraPolicyConfig
 from palestra.losses.policy import (
     actor_critic_loss,
     cispo_loss,
@@ -217,7 +217,12 @@ class RemoteWeights:
 
     def optim_step(self, adam: AdamConfig) -> Metrics:
         """Runs one AdamW step. Returns the server's metrics."""
-        params = {"learning_rate": adam.lr, "beta1": adam.adam_betas[0], "beta2": adam.adam_betas[1], "eps": adam.adam_eps}
+        params = {
+            "learning_rate": adam.lr,
+            "beta1": adam.adam_betas[0],
+            "beta2": adam.adam_betas[1],
+            "eps": adam.adam_eps,
+        }
         params |= {"weight_decay": adam.weight_decay, "grad_clip_norm": adam.max_grad_norm or 0.0}
         said = self._ask("optim_step", adam_params=params)
         return {key.partition(":")[0]: value for key, value in (said.get("metrics") or {}).items()}

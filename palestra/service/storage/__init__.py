@@ -1,1 +1,1 @@
-"""What the training service keeps: requests, models, checkpoints and weights."""
+"""Storage of the training service: requests, models, checkpoints and weights."""
