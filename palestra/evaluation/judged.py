@@ -1,7 +1,8 @@
 """Two policies compared by a language model: a judge reads what both did on the same instances, in both orders.
 
 A judge prefers what it reads first (or second) more often than chance. A win therefore counts only if the judge prefers
-the same side in both orders; otherwise the pair is a tie (Zheng et al., 2023, sec. 3.4, arXiv:2306.05685).
+the same side in both orders; otherwise the pair is a tie (Zheng et al., 2023, sec. 3.4, arXiv:2306.05685). A judgement
+that fails is a reply that cannot be read: one long pair does not lose the others.
 """
 
 from __future__ import annotations
@@ -11,25 +12,42 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
+from palestra.engine.sampling import SamplingConfig
 from palestra.evaluation.evaluate import EvalOptions, open_eval
 from palestra.evaluation.target import EvalResult, OnProgress
 from palestra.evaluation.text import TextEvalSetup
 from palestra.policies.base import Policy, Query
+from palestra.policies.endpoint import EndpointPolicy
+from palestra.policies.lm import LanguagePolicy
+from palestra.rollouts.failures import RunFailed, describe_error
 from palestra.rollouts.metrics import chosen_nodes
 from palestra.seeding import derive_seed
-from palestra.types import Episode
+from palestra.types import Answer, Episode
 
 Verdict = Literal["A", "B", "tie"]
 JUDGE_ROLE = (
     "You compare how two assistants did the same task. Judge by how well the task is done; neither the order of the "
     "two nor their length counts. Explain briefly, then end with a line that has one word only: A, B or tie."
 )
+JUDGE_TOKENS = 256  # of a language model's reply: the limit of the policy that it is made from is for another task
+MAX_QUOTE_CHARS = 80  # characters of a reply in an error message
 _LAST_WORD = re.compile(r"\W*(A|B|tie)\W*", re.IGNORECASE)
+
+
+class Judgement(NamedTuple):
+    """A judge's reply about a pair in one order, and its verdict (None: the reply names none); or the `error` in place
+    of a reply."""
+
+    verdict: Verdict | None
+    reply: str = ""
+    is_cut: bool = False  # the reply ran into its token limit
+    error: str = ""
 
 
 class JudgedResult(NamedTuple):
     """Outcome of a comparison over pairs of episodes. `wins`, `losses` and `ties` of the first side sum to the number
-    of pairs; a tie is `disagreed` if the two orders disagree, `unreadable` if one of the replies names no verdict."""
+    of pairs; a tie is `disagreed` if the two orders disagree, `unreadable` if one of the replies names no verdict, or
+    there is none since the judge `failed`; `error` is its first error message."""
 
     results: tuple[EvalResult, EvalResult]
     wins: int
@@ -37,6 +55,8 @@ class JudgedResult(NamedTuple):
     ties: int
     disagreed: int
     unreadable: int
+    failed: int
+    error: str = ""
 
     @property
     def win_rate(self) -> float:
@@ -45,7 +65,8 @@ class JudgedResult(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         """Returns the counts, and `win_rate`."""
-        return {name: getattr(self, name) for name in self._fields[1:]} | {"win_rate": self.win_rate}
+        counts = ("wins", "losses", "ties", "disagreed", "unreadable", "failed")
+        return {name: getattr(self, name) for name in counts} | {"win_rate": self.win_rate}
 
 
 def compare_judged(
@@ -57,22 +78,36 @@ def compare_judged(
     *,
     episodes: int,
     seed: int = 0,
+    judge_tokens: int | None = None,
     on_progress: OnProgress = lambda played, of: None,
     **options: Unpack[EvalOptions],
 ) -> JudgedResult:
-    """Plays the same instances with the policies of `seats` and with policy `against` at all seats, and returns what
-    policy `judge` makes of each pair. For names and the other arguments see `evaluate`.
+    """Plays the same instances with the policies of `seats` and with policy `against` at all seats. Returns the judge's
+    preference for each pair. For names and the other arguments see `evaluate`; for `judge_tokens` see `as_judge`.
 
-    Raises ValueError for an unknown name, a vectorised env, and if every pair has a failed episode.
+    Raises ValueError for an unknown name, a vectorised env, and if every pair has a failed episode; RunFailed if no
+    pair has two readable replies.
     """
     with open_eval(what, env, seats, episodes, options) as setup:
         if not isinstance(setup, TextEvalSetup):
             raise ValueError(f"--judge reads what language agents say, and {what} is a vectorised game")
-        return asyncio.run(_compare(setup, against, judge, episodes, seed, on_progress))
+        policy = as_judge(setup.load_policy(judge), judge_tokens)
+        return asyncio.run(_compare(setup, against, policy, episodes, seed, on_progress))
+
+
+def as_judge(policy: Policy, max_tokens: int | None = None) -> Policy:
+    """Returns a policy that judges: a language model greedily, in at most `max_tokens` tokens (None: 256), with the
+    judge's role in place of its own system prompt; an endpoint as it is configured, but for `max_tokens`."""
+    if isinstance(policy, LanguagePolicy):
+        sampling = SamplingConfig(max_tokens=max_tokens or JUDGE_TOKENS, temperature=0)
+        return LanguagePolicy(policy.name, policy.sampler, policy.encoder, sampling, policy.adapter)
+    if isinstance(policy, EndpointPolicy) and max_tokens:
+        return EndpointPolicy(policy.name, policy.config.model_copy(update={"max_tokens": max_tokens}))
+    return policy
 
 
 async def _compare(
-    setup: TextEvalSetup, against: str, judge: str, episodes: int, seed: int, on_progress: OnProgress
+    setup: TextEvalSetup, against: str, judge: Policy, episodes: int, seed: int, on_progress: OnProgress
 ) -> JudgedResult:
     sides = (setup.policy_names, dict.fromkeys(setup.policy_names, against))
     ours, theirs = await setup.play_assignments(sides, episodes, seed, on_progress)
@@ -80,24 +115,58 @@ async def _compare(
     pairs = [(one, other) for one, other in both if one.error is None and other.error is None]
     if not pairs:
         raise ValueError(f"no instance was played to its end by both sides: of {episodes} one side failed in each")
-    policy = setup.load_policy(judge)
-    asked = (judge_pair(policy, *pair, derive_seed(seed, "judge", i)) for i, pair in enumerate(pairs))
-    verdicts = await asyncio.gather(*asked)
-    outcomes = [outcome(*verdict) for verdict in verdicts]
+    asked = (judge_pair(judge, *pair, derive_seed(seed, "judge", i)) for i, pair in enumerate(pairs))
+    return summarise((ours, theirs), await asyncio.gather(*asked), judge.name)
+
+
+def summarise(
+    results: tuple[EvalResult, EvalResult], judged: Sequence[tuple[Judgement, Judgement]], judge: str
+) -> JudgedResult:
+    """Returns the outcome of the judgements of all pairs, each in both orders. Raises RunFailed if no pair has two
+    readable replies: a win rate of ties alone would say nothing."""
+    verdicts = [(first.verdict, second.verdict) for first, second in judged]
     unreadable = sum(None in verdict for verdict in verdicts)
+    if unreadable == len(verdicts):
+        raise RunFailed(_why_unreadable(judged, judge))
+    outcomes = [outcome(*verdict) for verdict in verdicts]
     disagreed = sum(
         None not in v and v != ("tie", "tie") and o == "tie" for v, o in zip(verdicts, outcomes, strict=True)
     )
     counts = (outcomes.count("A"), outcomes.count("B"), outcomes.count("tie"))
-    return JudgedResult((ours, theirs), *counts, disagreed, unreadable)
+    errors = [first.error or second.error for first, second in judged if first.error or second.error]
+    return JudgedResult(results, *counts, disagreed, unreadable, len(errors), errors[0] if errors else "")
 
 
-async def judge_pair(judge: Policy, ours: Episode, theirs: Episode, seed: int) -> tuple[Verdict | None, Verdict | None]:
-    """Returns the judge's verdict with our episode as A, and with it as B; None where its reply names none."""
+def _why_unreadable(judged: Sequence[tuple[Judgement, Judgement]], judge: str) -> str:
+    """Returns the error message of a comparison without a readable pair."""
+    lost = [each for pair in judged for each in pair if each.verdict is None]
+    failed, wrong = [each for each in lost if each.error], [each for each in lost if not each.error]
+    causes = [f"failed replies: {len(failed)}, the first with {failed[0].error}"] if failed else []
+    if wrong:
+        cut = ", cut at its token limit (--judge-tokens)" if wrong[0].is_cut else ""
+        quote = repr(wrong[0].reply[-MAX_QUOTE_CHARS:])
+        causes.append(f"replies without a verdict: {len(wrong)}, the first ends {quote}{cut}")
+    return (
+        f"judge {judge} gave no verdict in both orders for any of {len(judged)} pairs; {'; '.join(causes)}. A reply "
+        "must end with a line that says A, B or tie: take another judge"
+    )
+
+
+async def judge_pair(judge: Policy, ours: Episode, theirs: Episode, seed: int) -> tuple[Judgement, Judgement]:
+    """Returns the judgement with our episode as A, and that with it as B."""
     orders = ((ours, theirs), (theirs, ours))
     queries = [Query(JUDGE_ROLE, question(*order), seed=derive_seed(seed, i)) for i, order in enumerate(orders)]
-    first, second = await asyncio.gather(*map(judge.act, queries))
-    return read_verdict(first[0].text), read_verdict(second[0].text)
+    first, second = await asyncio.gather(*map(judge.act, queries), return_exceptions=True)
+    return _judgement(first), _judgement(second)
+
+
+def _judgement(found: list[Answer] | BaseException) -> Judgement:
+    """Returns the judgement in a judge's answer, or that of the error which was raised instead."""
+    if isinstance(found, Exception):
+        return Judgement(None, error=describe_error(found).message)
+    if isinstance(found, BaseException):
+        raise found
+    return Judgement(read_verdict(found[0].text), found[0].text, found[0].stop_reason == "length")
 
 
 def question(a: Episode, b: Episode) -> str:

@@ -1,5 +1,4 @@
-"""Names of evaluation targets: a run, one of its policies, a config, or an env; which policy plays each seat; and the
-result.
+"""Resolves evaluation targets (run, RUN:NAME, config or env) and seat assignments.
 
 Names of policies are the same for both kinds of envs: a policy of the target, or RUN:NAME for one of another run.
 text.py and vector.py add those of their kind: `base`, `expert`, `random`, `script:NAME`, ...
@@ -33,8 +32,11 @@ class EvalResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a name: the tree of its config, the run (None: a config or an env) and the number of steps before
-    its checkpoint (None: the newest), and the policy that plays every seat ("": as the config says)."""
+    """What to evaluate: config tree, run, checkpoint step and policy.
+
+    `run` is None for a config or an env; `step` is the number of training steps before the checkpoint (None: the
+    newest); `policy` plays every seat ("": as the config says).
+    """
 
     tree: Tree
     run: Path | None = None
@@ -69,8 +71,9 @@ class Target:
 
 
 def find_target(what: str | Path, env: Mapping[str, Any] | None = None, step: int | None = None) -> Target:
-    """Returns what `what` names: a run (with its checkpoint after `step` steps; None: the newest), RUN:NAME, a config
-    file, or an env, whose options are then `env`. Raises ValueError if there is none, or if it trains a population."""
+    """Returns the evaluation target named by `what`: a run (with its checkpoint after `step` steps; None: the newest),
+    RUN:NAME, a config file, or an env, whose options are then `env`. Raises ValueError if there is none, or if it
+    trains a population."""
     what = str(what)
     if not Path(what).exists() and what in known_envs():
         return _env_target(what, env or {})

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from palestra.types import Answer, Message
 
-CONTEXT_MESSAGES = ("context length", "context_length_exceeded", "context window", "max_model_len")
+CONTEXT_MESSAGES = ("context length", "context_length_exceeded", "context window", "context size", "max_model_len")
 
 
 class ContextLengthExceeded(ValueError):

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from palestra.chat import Chat, Json, render_message, with_system
-from palestra.policies.base import Query, chat_messages
+from palestra.policies.base import ContextLengthExceeded, Query, chat_messages, request_error
 from palestra.types import Answer
-from palestra.web.chat_client import Endpoint, complete
+from palestra.web.chat_client import Endpoint, RequestRefused, complete
 
 
 class EndpointConfig(Endpoint):
@@ -41,7 +41,9 @@ class EndpointPolicy:
         self.name, self.config = name, config
 
     async def act(self, query: Query) -> list[Answer]:
-        """Returns `query.n` answers, requested concurrently, each with its own seed."""
+        """Returns `query.n` answers, requested concurrently, each with its own seed. Raises ContextLengthExceeded if
+        the endpoint refuses the prompt as too long for its model, and EndpointError if it gives no answer for another
+        reason."""
         asked = [self._ask(query, i) for i in range(query.n)]
         return [Answer(render_message(message), self.name) for message in await asyncio.gather(*asked)]
 
@@ -55,7 +57,15 @@ class EndpointPolicy:
         }
         if isinstance(query.observation, Chat) and query.observation.tools:
             settings["tools"] = list(query.observation.tools)
-        return await complete(config, self._messages(query), **settings)
+        try:
+            return await complete(config, self._messages(query), **settings)
+        except RequestRefused as refused:
+            if refused.status == 400 and isinstance(request_error(refused.reason), ContextLengthExceeded):
+                raise ContextLengthExceeded(
+                    f"{config.model} at {config.completions_url} answered: {refused.reason}. Shorten the observation "
+                    "or lower max_tokens"
+                ) from refused
+            raise
 
     def _messages(self, query: Query) -> list[Json]:
         seen = query.observation

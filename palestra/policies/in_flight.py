@@ -38,4 +38,4 @@ class InFlightPolicy:
 
     async def act(self, query: Query) -> list[Answer]:
         """Returns `query.n` answers, which began with the current weights."""
-        return await self._policy.act(query)
+        return await self._policy.act(query, lambda: self._policy)

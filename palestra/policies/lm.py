@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
@@ -168,17 +168,27 @@ class LanguagePolicy:
         self.context = context or ContextConfig()
         self._prefixes: dict[bytes, _Prefix] = {}
 
-    async def act(self, query: Query) -> list[Answer]:
-        """Returns `query.n` answers, each with its token ids and log-probabilities."""
+    async def act(self, query: Query, newest: Callable[[], LanguagePolicy] | None = None) -> list[Answer]:
+        """Returns `query.n` answers, each with its token ids and log-probabilities.
+
+        `newest` returns the policy that plays now (None: this one): its weights may change while the conversation is
+        rewritten, and while a prefix is computed.
+        """
+        newest = newest or (lambda: self)
         prompt_ids, seen = await self._fitting_prompt(query), query.observation
         shared_ids = NO_TOKENS
         if isinstance(seen, Chat) and seen.num_shared:
             shared_ids = self.encoder.encode_shared(self._cut_results(seen), self.system)
         # a conversation is kept for its next turn, unless most of its prompt is shared anyway
         keep = self.history == "conversation" or (isinstance(seen, Chat) and not len(shared_ids))
-        request = Request(prompt_ids, query.n, self.sampling, self.adapter, query.seed, keep)
-        async with self._cached_prefix(shared_ids):
-            sampled = await self.sampler.sample(request)
+        async with newest()._cached_prefix(shared_ids):
+            current = newest()  # an update during the wait does not find a request that is not made yet
+            request = Request(prompt_ids, query.n, current.sampling, current.adapter, query.seed, keep)
+            sampled = await current.sampler.sample(request)
+        return current._answers(prompt_ids, sampled)
+
+    def _answers(self, prompt_ids: np.ndarray, sampled: Sequence[Completion]) -> list[Answer]:
+        """Returns the answers to a prompt [P] that this policy began."""
         return [
             Answer(
                 text=text,

@@ -102,12 +102,12 @@ class NetVectorPolicy:
 
 
 def sampling_selector(head: ActionHead) -> ActionSelector:
-    """Returns a chooser that samples from the head's distribution."""
+    """Returns an action selector that samples from the head's distribution."""
     return head.sample
 
 
 def greedy_selector(head: ActionHead) -> ActionSelector:
-    """Returns a chooser that takes the most likely action."""
+    """Returns an action selector that takes the most likely action."""
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, None]:
         return head.mode(out, action_mask), None
@@ -116,7 +116,7 @@ def greedy_selector(head: ActionHead) -> ActionSelector:
 
 
 def noisy_selector(head: BoundedHead, noise: CorrelatedNoise) -> ActionSelector:
-    """Returns a chooser that perturbs the head's actions by `noise`."""
+    """Returns an action selector that perturbs the head's actions by `noise`."""
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         unit, logp = head.perturb(out, noise.draw(out[..., : head.width], generator))
@@ -126,8 +126,8 @@ def noisy_selector(head: BoundedHead, noise: CorrelatedNoise) -> ActionSelector:
 
 
 def uniform_selector(head: ActionHead, noise: CorrelatedNoise) -> ActionSelector:
-    """Returns a chooser that samples legal actions uniformly, continuous ones correlated as `noise` is: an action is
-    the quantile of its noise."""
+    """Returns an action selector that samples legal actions uniformly, continuous ones correlated as `noise` is: an
+    action is the quantile of its noise."""
 
     def choose(out: Tensor, action_mask: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         if isinstance(head, BoundedHead):

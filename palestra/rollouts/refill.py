@@ -8,7 +8,7 @@ same instances whether its episodes are played together or one at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from palestra.rollouts.metrics import REDRAWS_KEY
 from palestra.rollouts.sources import ATTEMPT_STRIDE, EpisodeCallback, EpisodeSource
@@ -26,29 +26,42 @@ class Refills(Protocol):
     def has_signal(self, episode: Episode) -> bool: ...
 
 
+class RefilledEpisodes(NamedTuple):
+    """The episodes of a step: those it keeps, and those that were played and replaced, in the order of play.
+
+    Curricula observe both: the success of an instance that is replaced because it is solved is known from the replaced
+    episodes alone.
+    """
+
+    kept: list[Episode]
+    replaced: list[Episode]
+
+
 async def play_refilled(
     source: EpisodeSource,
     algorithm: Refills,
     numbers: Sequence[int],
     memory: AlgorithmState,
     on_episode: EpisodeCallback = None,
-) -> list[Episode]:
-    """Returns the episodes of these numbers, in order. One without signal is replaced by another instance, at most
-    `max_redraws` times; then the last is kept. The count is in `REDRAWS_KEY` of the first node's info.
+) -> RefilledEpisodes:
+    """Plays the episodes of these numbers and keeps one for each, in order. One without signal is replaced by another
+    instance, at most `max_redraws` times; then the last is kept. The count is in `REDRAWS_KEY` of the first node's
+    info.
 
     Calls `on_episode` with every episode played. Raises ValueError for a number of `ATTEMPT_STRIDE` or more if
     episodes may be replaced.
     """
-    episodes = await source.play(numbers, algorithm.branching, memory, on_episode)
+    episodes, replaced = await source.play(numbers, algorithm.branching, memory, on_episode), list[Episode]()
     if algorithm.max_redraws and max(numbers, default=0) >= ATTEMPT_STRIDE:
         raise ValueError(f"flat_groups: refill is for runs of fewer than {ATTEMPT_STRIDE} episodes")
     for attempt in range(1, algorithm.max_redraws + 1):
         flat = [i for i, episode in enumerate(episodes) if not algorithm.has_signal(episode)]
         if not flat:
             break
+        replaced += [episodes[i] for i in flat]
         again = [numbers[i] + attempt * ATTEMPT_STRIDE for i in flat]
         for i, episode in zip(flat, await source.play(again, algorithm.branching, memory, on_episode), strict=True):
             episodes[i] = episode
             if episode.nodes:
                 episode.nodes[0].info = episode.nodes[0].info | {REDRAWS_KEY: attempt}
-    return episodes
+    return RefilledEpisodes(episodes, replaced)

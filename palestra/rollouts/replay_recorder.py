@@ -1,4 +1,4 @@
-"""Records games of a vectorised env while it is played, for people to look at."""
+"""Records games of a vectorised env while it is played, for the dashboard."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from palestra.types import Episode
 
 SampleValues = dict[str, float]
 
+ANSWER_KEY = "answer"  # key in the info of an episode's last step: the team's final answer; None if it gave none
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Returns the unbiased estimate of the probability that one of `k` samples succeeds, from `c` successes of `n`: 1 -
@@ -25,35 +27,33 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
-def majority_success(episodes: Sequence[Episode]) -> float | None:
+def majority_success(episodes: Sequence[Episode]) -> float:
     """Returns the success of the most frequent final answer (self-consistency, Wang et al., 2023), or the mean over the
-    answers that are equally frequent; 0 if no sample has an answer, None if the env reports none.
+    answers that are equally frequent; 0 if no sample has an answer.
 
     Answers are compared as text. The success of an answer is that of the samples that gave it.
     """
     ends = [leaf.info for episode in episodes if episode.error is None for leaf in episode.leaves()]
-    if not any("answer" in info or "answers" in info for info in ends):
-        return None
-    votes = [(_final_answer(info), bool(info.get("success"))) for info in ends]
-    counts = Counter(answer for answer, _ in votes if answer is not None)
-    if not counts:
-        return 0.0
-    most = max(counts.values())
+    votes = [(str(info[ANSWER_KEY]).strip(), bool(info.get("success"))) for info in ends if _has_answer(info)]
+    counts = Counter(answer for answer, _ in votes)
+    most = max(counts.values(), default=0)
     winners = [answer for answer, count in counts.items() if count == most]
-    return float(np.mean([np.mean([success for own, success in votes if own == answer]) for answer in winners]))
+    shares = [np.mean([success for own, success in votes if own == answer]) for answer in winners]
+    return float(np.mean(shares)) if shares else 0.0
 
 
-def _final_answer(info: dict[str, Any]) -> str | None:
-    """Returns the `answer` of the last step's info, or that of the only seat in its `answers`."""
-    if "answer" not in info and len(info.get("answers", {})) != 1:
-        return None
-    answer = info["answer"] if "answer" in info else next(iter(info["answers"].values()))
-    return None if answer is None else str(answer).strip()
+def _has_answer(info: dict[str, Any]) -> bool:
+    return info.get(ANSWER_KEY) is not None
+
+
+def _reports_answers(episodes: Sequence[Episode]) -> bool:
+    """True if the env reports a final answer, be it None, in any episode."""
+    return any(ANSWER_KEY in leaf.info for episode in episodes for leaf in episode.leaves())
 
 
 def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
     """Returns `episodes`, the number of instances, `samples`, the number per instance, and for k = 1, 2, 4, ... and
-    `samples` `pass_at_k` by k; also `maj_at_k` of all samples, if the env reports final answers.
+    `samples` `pass_at_k` by k; also `maj_at_k` of all samples, if the env reports final answers (`ANSWER_KEY`).
 
     Values are means over instances; those with `_ci95` are half the width of their 95 % confidence intervals (normal
     approximation over instances). A failed episode is no sample; an instance with fewer samples than k is left out.
@@ -65,7 +65,7 @@ def sample_metrics(episodes: Sequence[Episode], samples: int) -> dict[str, Any]:
     valid = [[episode for episode in group if episode.error is None] for group in groups]
     counts = [(len(group), sum(episode.success > 0 for episode in group)) for group in valid]
     passed = {str(k): [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in _powers(samples)}
-    voted = [vote for group in valid if group and (vote := majority_success(group)) is not None]
+    voted = [majority_success(group) for group in valid if group] if _reports_answers(episodes) else []
     found: dict[str, Any] = {"episodes": float(len(groups)), "samples": float(samples)}
     found |= _means("pass_at_k", passed)
     return found | (_means("maj_at_k", {str(samples): voted}) if voted else {})

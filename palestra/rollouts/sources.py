@@ -26,7 +26,8 @@ Curriculum = Literal["fixed", "frontier"]
 EpisodeCallback = Callable[[Episode], None] | None
 SUCCESS_KEY = "success"  # key in `memory`: the running success of each env
 ATTEMPT_STRIDE = 2**28  # numbers of a run's own episodes are below it, and instance numbers below 2**32
-STATE_KEYS = (SUCCESS_KEY, POOL_KEY)  # keys in `memory` that decide which instances are played
+STAGE_START_KEY = "stage_start"  # key in `memory`: numbers of the first step and the first episode of the stage
+STATE_KEYS = (SUCCESS_KEY, POOL_KEY, STAGE_START_KEY)  # keys in `memory` that decide what is played
 
 
 class EpisodeSource(Protocol):
@@ -39,7 +40,7 @@ class EpisodeSource(Protocol):
         ...
 
     def observe(self, episodes: Sequence[Episode], memory: AlgorithmState) -> Metrics:
-        """Updates `memory` from the results of a step's episodes; returns metrics."""
+        """Updates `memory` from the results of all episodes of a step, replaced ones included; returns metrics."""
         ...
 
 
@@ -51,7 +52,8 @@ class EnvSource:
     Envs are drawn by their `weights` (default: equal); with `curriculum: frontier` times s(1 - s), s being the env's
     running success: most at s = 1/2, as in sampling for learnability (Rutherford et al., 2024, eq. 1). `floor` is the
     share drawn by weight alone. The running success is an exponential average over about 1 / `rate` steps. Instances
-    are new ones, or those of `pool`. `reward_weights` are of terms of rewards, in steps of `episodes` episodes.
+    are new ones, or those of `pool`. `reward_weights` are of terms of rewards, by the step of the run; a step of
+    this stage has `episodes` episodes.
     """
 
     arenas: Mapping[str, EpisodeRunner]
@@ -99,17 +101,27 @@ class EnvSource:
         different instances."""
         seats, shares = self.seats(), self.env_probabilities(memory)
         pools = {name: np.cumsum(self.pool.probabilities(name, memory)) for name in self.arenas} if self.pool else {}
-        return [self._episode_spec(number, seats, shares, pools) for number in numbers]
+        start = memory.get(STAGE_START_KEY, (0, 0))
+        return [self._episode_spec(number, self._step(number, *start), seats, shares, pools) for number in numbers]
+
+    def _step(self, number: int, first_step: int, first_episode: int) -> int:
+        """Returns the step of the run that an episode belongs to; the stage starts at `first_step`."""
+        return first_step + (number % ATTEMPT_STRIDE - first_episode) // self.episodes
 
     def _episode_spec(
-        self, number: int, seats: Mapping[Seat, Policy], shares: Mapping[str, float], pools: Mapping[str, np.ndarray]
+        self,
+        number: int,
+        step: int,
+        seats: Mapping[Seat, Policy],
+        shares: Mapping[str, float],
+        pools: Mapping[str, np.ndarray],
     ) -> tuple[str, EpisodeSpec]:
         """Returns one episode spec and the name of its runner; `pools` are cumulative probabilities of instances."""
         rng = random.Random(derive_seed(self.seed, "env", number))
         name = rng.choices(list(shares), list(shares.values()))[0]
         own = {seat: seats[seat] for seat in self.env_seats.get(name, seats)}
         index = int(np.searchsorted(pools[name][:-1], rng.random(), side="right")) if pools else number
-        seed, step = derive_seed(self.seed, "play", number), number % ATTEMPT_STRIDE // self.episodes
+        seed = derive_seed(self.seed, "play", number)
         return name, EpisodeSpec(self._first_instance + index, own, seed, weights_at(self.reward_weights, step))
 
     @property

@@ -1,10 +1,10 @@
 """Rollouts of text and tool envs: one coroutine per episode, which grows a tree if the algorithm compares siblings.
 
-A node is one joint step: the answers of all seats that act, and the env's result. With `at: turn` every joint step is
-tried K times on forks of the env, and the episode continues from the best (or a random one, or all). With `at: root` K
-whole trajectories start at the first step. A seat that acts later in a turn of one sibling observes what that sibling's
-earlier seat did, since the env is stepped in between. Where several seats act at once, each gives K answers, and the
-siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
+A node is one joint step: the answers of all seats that act, and the env's result. With `branch_at: turn` every joint
+step is tried K times on forks of the env, and the episode continues from the best (or a random one, or all). With
+`branch_at: root` K whole trajectories start at the first step. A seat that acts later in a turn of one sibling observes
+what that sibling's earlier seat did, since the env is stepped in between. Where several seats act at once, each gives K
+answers, and the siblings are their pairs, or with `joints: crossed` all combinations: siblings then share answers.
 
 A trajectory whose next prompt does not fit into a model's context ends there, truncated, with the rewards so far. Any
 other error of an env or a policy makes a failed episode, with message and traceback; other episodes continue.
@@ -42,22 +42,23 @@ ENV_THREADS = ThreadPoolExecutor(256, "env")  # mostly waiting on blocking envs;
 class Branching:
     """Branching of a tree: how many siblings per decision, and the choice of the one that the episode continues from.
 
-    `keep: epsilon` keeps the best, but with probability `epsilon` a random one. The best has the highest mixed reward
-    of its own step, alpha * team + local (averaged over the seats that acted). `joints` combines the answers of N seats
-    that act at once: first with first, second with second ("paired"), or every one with every other ("crossed"), which
-    makes k^N siblings from the same N * k answers.
+    The fields are options of algorithms. `continue_from: epsilon` takes the best, but with probability `epsilon` a
+    random one. The best has the highest mixed reward of its own step, team_weight * team + local (averaged over the
+    seats that acted). `joints` combines the answers of N seats that act at once: first with first, second with second
+    ("paired"), or every one with every other ("crossed"), which makes K^N siblings from the same N * K answers, K being
+    `group_size`.
     """
 
-    at: Literal["root", "turn"] = "root"
-    k: int = 1
-    keep: Keep = "all"
+    branch_at: Literal["root", "turn"] = "root"
+    group_size: int = 1
+    continue_from: Keep = "all"
     epsilon: float = 0.0
-    alpha: float = 1.0
+    team_weight: float = 1.0
     joints: Joints = "paired"
 
     def width(self, depth: int) -> int:
         """Returns the number of siblings at `depth`."""
-        return self.k if self.at == "turn" or depth == 0 else 1
+        return self.group_size if self.branch_at == "turn" or depth == 0 else 1
 
     def joint_indices(self, k: int, seats: Sequence[Seat]) -> list[tuple[int, ...]]:
         """Returns, for each sibling, the index of each seat's answer among its `k`. Raises ValueError for more than
@@ -74,13 +75,14 @@ class Branching:
 
     def score(self, node: Node) -> float:
         """Returns the mixed reward of a node, averaged over the seats that acted."""
-        return sum(node.reward(seat, self.alpha) for seat in node.answers) / len(node.answers)
+        return sum(node.reward(seat, self.team_weight) for seat in node.answers) / len(node.answers)
 
     def pick(self, siblings: Sequence[Node], rng: random.Random) -> list[Node]:
         """Returns the siblings that the episode continues from, in order."""
-        if self.at == "root" or self.keep == "all" or len(siblings) == 1:
+        if self.branch_at == "root" or self.continue_from == "all" or len(siblings) == 1:
             return list(siblings)
-        at_random = self.keep == "random" or (self.keep == "epsilon" and rng.random() < self.epsilon)
+        is_epsilon = self.continue_from == "epsilon"
+        at_random = self.continue_from == "random" or (is_epsilon and rng.random() < self.epsilon)
         return [rng.choice(siblings) if at_random else max(siblings, key=self.score)]
 
 

@@ -18,7 +18,7 @@ from palestra.rollouts.failures import RunFailed, check_failures
 from palestra.rollouts.metrics import answers_of, episode_metrics, instance_outcomes, policy_metrics, seat_returns
 from palestra.rollouts.refill import play_refilled
 from palestra.rollouts.sample_metrics import sample_metrics
-from palestra.rollouts.sources import EpisodeSource
+from palestra.rollouts.sources import STAGE_START_KEY, EpisodeSource
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.runs import Checkpoint
 from palestra.seeding import derive_seed
@@ -121,6 +121,11 @@ class StepPosition:
         return range(self.first_episode, self.first_episode + self.stage.episodes)
 
     @property
+    def stage_first_episode(self) -> int:
+        """Number of the stage's first episode."""
+        return self.first_episode - self.stage_step * self.stage.episodes
+
+    @property
     def progress(self) -> float:
         """Elapsed share of the stage, from 0 to below 1."""
         return self.stage_step / self.stage.steps
@@ -128,13 +133,15 @@ class StepPosition:
 
 @dataclass
 class CollectedStep:
-    """One step from its rollout until it is logged: its episodes, and metrics and phase times by policy."""
+    """One step from its rollout until it is logged: its episodes, and metrics and phase times by policy. `replaced` are
+    episodes that were played and are not trained on (rollouts/refill.py)."""
 
     position: StepPosition
     episodes: Sequence[Episode]
     timer: PhaseTimer
     metrics: dict[str, Metrics] = field(default_factory=dict)
     timers: dict[str, PhaseTimer] = field(default_factory=dict)
+    replaced: Sequence[Episode] = ()
 
 
 @dataclass
@@ -216,8 +223,10 @@ class TextTrainer:
         return own
 
     def enter_step(self, step: int) -> StepPosition:
-        """Returns the position of `step`, and prepares the learners if it is the first of its stage."""
+        """Returns the position of `step`, and prepares the learners if it is the first of its stage. Sources find the
+        start of the stage in their state: steps of different stages may have different numbers of episodes."""
         position = self.position_of(step)
+        self.algorithm_state[STAGE_START_KEY] = [step - position.stage_step, position.stage_first_episode]
         if position.stage_step == 0:
             position.stage.configure_learners()
             for learner in self.learners.values() if step > 0 else ():
@@ -231,9 +240,9 @@ class TextTrainer:
         playing = play_refilled(
             stage.source, stage.algorithm, position.episode_numbers, self.algorithm_state, self.callback.on_episode
         )
-        episodes = self.run_async(playing)
+        episodes, replaced = self.run_async(playing)
         timer.add_since("rollout", start)
-        self.current = CollectedStep(position, episodes, timer)
+        self.current = CollectedStep(position, episodes, timer, replaced=replaced)
 
     def update(self, step: int) -> None:
         """Assigns credit and updates every learner. Raises RunFailed, with the episodes recorded, if too many
@@ -243,7 +252,7 @@ class TextTrainer:
         learned = self.run_async(self._update_learners())
         for name, metrics in learned.items():
             now.metrics[name] = policy_metrics(now.episodes, name) | metrics | now.metrics.get(name, {})
-        mixture = now.position.stage.source.observe(now.episodes, self.algorithm_state)
+        mixture = now.position.stage.source.observe([*now.replaced, *now.episodes], self.algorithm_state)
         now.metrics[TEAM] = episode_metrics(now.episodes) | mixture
 
     def log(self, step: int) -> dict[str, Metrics]:

@@ -28,10 +28,20 @@ if TYPE_CHECKING:
 MAX_ANSWER_BYTES = 32 * 2**20  # bytes of an answer, decompressed
 MAX_PAUSE_S = 30.0  # longest pause in seconds between attempts without Retry-After
 JITTER = 0.25  # share by which pauses vary, so that calls that failed together do not return together
+MAX_REASON_CHARS = 500  # characters of the reason of a refusal
 
 
 class EndpointError(RuntimeError):
     """The endpoint gave no answer. The message states the cause and possible remedies."""
+
+
+class RequestRefused(EndpointError):
+    """The endpoint refused a request, which is not repeated. `status` is the HTTP status, `reason` the endpoint's own
+    message and error code, without the API key."""
+
+    def __init__(self, message: str, status: int, reason: str) -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
 
 
 class Endpoint(StrictModel):
@@ -131,7 +141,8 @@ class RetryingClient:
             raise endpoint_error(endpoint, f"failed {policy.max_attempts} times", self.errors) from None
 
     async def _try(self, url: str, body: Json, parse: Callable[[httpx.Response], Any]) -> Any:
-        """Makes one attempt and returns what `parse` reads. Raises AttemptFailed for what another may not meet."""
+        """Makes one attempt and returns what `parse` reads. Raises AttemptFailed if another attempt may succeed, else
+        EndpointError."""
         endpoint, httpx = self.endpoint, _httpx()
         try:
             async with asyncio.timeout(endpoint.timeout):  # httpx restarts its own timeout with every byte received
@@ -144,7 +155,8 @@ class RetryingClient:
         if response.status_code in RETRY_STATUSES:
             raise self._failure(status, parse_retry_after(response.headers.get("retry-after", "")))
         if not response.is_success:
-            raise endpoint_error(endpoint, f"answered {status}: {quote_masked(endpoint, response.text)}", [])
+            refusal = endpoint_error(endpoint, f"answered {status}: {quote_masked(endpoint, response.text)}", [])
+            raise RequestRefused(str(refusal), response.status_code, _reason(endpoint, response))
         if (found := parse(response)) is None:
             raise self._failure(f"{status} without a completion: {quote_masked(endpoint, response.text)}")
         return found
@@ -191,6 +203,17 @@ async def complete(endpoint: Endpoint, messages: Sequence[Json], **settings: Any
         raise endpoint_error(endpoint, f"gave no answer within limit: {endpoint.limit:g} seconds", faults) from None
 
 
+def _reason(endpoint: Endpoint, response: httpx.Response) -> str:
+    """Returns the message and the code of an error response, or its text if it has another form; at most 500
+    characters, with the API key masked."""
+    try:
+        error = response.json()["error"]
+        text = f"{error['message']} ({error.get('code')})"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        text = response.text
+    return _mask(endpoint, text)[:MAX_REASON_CHARS]
+
+
 def _message(response: httpx.Response) -> Json | None:
     """Returns the first choice's message if it has content or tool calls, else None."""
     try:
@@ -220,9 +243,13 @@ def _headers(endpoint: Endpoint) -> dict[str, str]:
 def quote_masked(endpoint: Endpoint, text: str) -> str:
     """Returns the beginning of the endpoint's message, with the API key masked, since some endpoints repeat it in
     errors."""
-    key = os.environ.get(endpoint.key_env, "").strip() if endpoint.key_env else ""
-    text = text.replace(key, "***") if key else text
+    text = _mask(endpoint, text)
     return repr(text if len(text) <= 200 else f"{text[:200]}...")
+
+
+def _mask(endpoint: Endpoint, text: str) -> str:
+    key = os.environ.get(endpoint.key_env, "").strip() if endpoint.key_env else ""
+    return text.replace(key, "***") if key else text
 
 
 def endpoint_error(endpoint: Endpoint, what: str, errors: Sequence[str]) -> EndpointError:

@@ -2,16 +2,21 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from toys import Spoken
 
 from palestra.algorithms.text.grpo import GRPO
 from palestra.envs.base import Env
+from palestra.rollouts.instance_pool import InstancePool
 from palestra.rollouts.metrics import episode_metrics
 from palestra.rollouts.refill import ATTEMPT_STRIDE, play_refilled
-from palestra.rollouts.sources import EnvSource
+from palestra.rollouts.sources import SUCCESS_KEY, EnvSource
 from palestra.rollouts.tree_rollout import EpisodeRunner
-from palestra.types import Step
+from palestra.runs import Run, read_lines
+from palestra.training.loop import restore_checkpoint, run_training
+from palestra.training.text import Stage, TextTrainer
+from palestra.types import TEAM, Answer, Step
 
 
 class Stubborn(Env):
@@ -38,7 +43,8 @@ def play(numbers, flat, monkeypatch, **settings):
     monkeypatch.setattr(Stubborn, "FLAT", set(flat))
     algorithm = GRPO(branch_at="root", group_size=2, **settings)
     heard = []
-    episodes = asyncio.run(play_refilled(source(), algorithm, numbers, {}, heard.append))
+    episodes, replaced = asyncio.run(play_refilled(source(), algorithm, numbers, {}, heard.append))
+    assert sorted(map(id, heard)) == sorted(map(id, [*episodes, *replaced]))
     return [episode.seed for episode in episodes], episodes, heard
 
 
@@ -67,3 +73,82 @@ def test_no_refill_without_flat_groups(monkeypatch, kind):
 def test_batch_baselines_have_no_flat_groups():
     with pytest.raises(ValueError, match="flat_groups: refill is of values compared with their siblings'"):
         GRPO(group_size=1, baseline="batch", scale="batch", flat_groups="refill")
+
+
+# ---- curricula, which observe replaced episodes too
+
+
+class Coin(Env):
+    """One turn. In instances of `SOLVED` every answer is right, elsewhere only "1"."""
+
+    name = "coin"
+    seats = ("agent",)
+    SOLVED = range(1, 10)
+
+    def reset(self, seed):
+        self.index = seed % 2**32
+        return Step({"agent": "go"})
+
+    def step(self, actions):
+        right = self.index in self.SOLVED or actions["agent"] == "1"
+        return Step({}, {}, float(right), info={"success": right})
+
+
+class Solved(Coin):
+    """Every answer is right."""
+
+    SOLVED = range(2**32)
+
+
+class Tossed:
+    """A policy that answers 0 or 1, each as often, with one token."""
+
+    name = "agent@0"
+
+    async def act(self, query):
+        drawn = np.random.default_rng(query.seed).integers(2, size=query.n)
+        one, ids = np.zeros(1, np.float32), np.ones(1, np.int32)
+        return [Answer(str(each), self.name, ids, ids, one) for each in drawn]
+
+
+def coins(flat_groups, *, steps=30, envs=(Coin,), **options):
+    """A run without learners, of steps of four episodes."""
+    games = EnvSource(
+        {kind.__name__: EpisodeRunner(kind, kind.__name__) for kind in envs}, lambda: {"agent": Tossed()}, 0, **options
+    )
+    algorithm = GRPO(branch_at="root", group_size=2, flat_groups=flat_groups)
+    return TextTrainer([Stage(games, algorithm, steps, 4)], {}, [], 0, checkpoint_every=10)
+
+
+def trained(setup, folder, should_stop=lambda: False):
+    with Run.create(folder, "") as run:
+        run_training(setup, run, should_stop=should_stop)
+        return run.path
+
+
+@pytest.mark.parametrize("flat_groups", ["count", "refill"])
+def test_a_pool_learns_from_replaced_episodes_which_instances_are_solved(tmp_path, flat_groups):
+    """Nine of ten instances are solved: all that refill keeps of them is the last attempt."""
+    pool = InstancePool(size=10)
+    setup = coins(flat_groups, pool=pool)
+    trained(setup, tmp_path)
+    assert pool.probabilities("Coin", setup.algorithm_state)[0] > 0.6
+
+
+def test_frontier_learns_from_replaced_episodes_which_env_is_solved(tmp_path):
+    setup = coins("refill", steps=15, envs=(Coin, Solved), curriculum="frontier")
+    path = trained(setup, tmp_path)
+    assert setup.algorithm_state[SUCCESS_KEY]["Solved"] == 1.0
+    lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == TEAM]
+    assert lines[0]["Solved.success"] == 1.0 and lines[-1]["Coin.share"] > 0.9
+
+
+def test_a_refilled_pool_resumes_exactly(tmp_path):
+    whole = trained(coins("refill", pool=InstancePool(size=10)), tmp_path / "whole")
+    calls = iter(range(100))
+    stopped = trained(coins("refill", pool=InstancePool(size=10)), tmp_path / "stopped", lambda: next(calls) == 12)
+    with Run.open(stopped) as again:
+        setup = coins("refill", pool=InstancePool(size=10))
+        restore_checkpoint(setup, again)
+        assert again.next_step < 30 and run_training(setup, again)
+    assert (stopped / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()

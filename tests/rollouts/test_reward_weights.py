@@ -63,6 +63,17 @@ def test_a_run_fades_a_term_and_its_evaluations_have_the_envs_own(tmp_path):
     assert set(evals) == {1.0}
 
 
+@pytest.mark.parametrize("more", [{}, {"staleness": 1}, {"backend": {"type": "inline"}}], ids=str)
+def test_a_weight_fades_over_the_steps_of_the_run_whatever_its_stages_play(tmp_path, more):
+    """One step of eight episodes, then three of two."""
+    weights = {"message": {"start": 2.0, "end": 0.0, "steps": 4}}
+    stages = [{"steps": 1, "episodes": 8}, {"steps": 3, "episodes": 2}]
+    with contextlib.suppress(RunFailed):
+        palestra.train(config(reward_weights=weights, stages=stages, **more), root=tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert messages_by_step(path) == [{2.0}, {1.5}, {1.0}, {0.5}]
+
+
 def test_a_term_that_no_reward_has_is_refused_after_the_first_step(tmp_path):
     with pytest.raises(ValueError, match=r"reward_weights names mesage, and no reward .* it has message"):
         palestra.train(config(reward_weights={"mesage": 0.5}), root=tmp_path)

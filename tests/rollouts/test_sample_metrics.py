@@ -23,6 +23,11 @@ def sample(success, answer=None, **info):
     return Episode("hand", 0, {"a": "p"}, [Node(0, None, 0, {}, {}, done=True, info=info)])
 
 
+def unanswered():
+    """An episode whose env reports that the team gave no answer."""
+    return Episode("hand", 0, {"a": "p"}, [Node(0, None, 0, {}, {}, done=True, info={"answer": None})])
+
+
 @given(st.integers(1, 8), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_success(n, data):
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
@@ -39,12 +44,24 @@ def test_pass_at_k_by_hand():
 
 def test_the_majority_votes_by_answer():
     """Three say 7, two say 8; of a tie the mean; who says nothing has no vote."""
-    seven, eight, none = sample(True, "7"), sample(False, " 8"), sample(False, answers={"a": None})
+    seven, eight, none = sample(True, "7"), sample(False, " 8"), unanswered()
     assert majority_success([seven, seven, seven, eight, eight]) == 1
     assert majority_success([seven, eight, eight, none, none, none]) == 0
     assert majority_success([seven, eight, none]) == 0.5 and majority_success([none, none]) == 0
-    assert majority_success([sample(True), sample(False)]) is None
-    assert majority_success([sample(True, answers={"a": "7"}), sample(False, answers={"a": "8"})]) == 0.5
+
+
+def test_an_env_without_final_answers_has_no_majority():
+    """The answers of seats are not the team's."""
+    ended = sample(True, answers={"a": "7", "b": "8"})
+    assert "maj_at_k" not in sample_metrics([ended] * 4, 2) and "maj_at_k" not in sample_metrics([sample(True)] * 4, 2)
+
+
+def test_an_instance_without_any_answer_counts_as_lost():
+    """Whether the env reports answers is decided over all instances: one may end before any sample has one."""
+    cut_off, solved = sample(False), sample(True, "7")
+    assert sample_metrics([cut_off, cut_off, solved, solved], 2)["maj_at_k"] == {"2": 0.5}
+    assert sample_metrics([unanswered(), unanswered(), solved, solved], 2)["maj_at_k"] == {"2": 0.5}
+    assert sample_metrics([unanswered()] * 2, 2)["maj_at_k"] == {"2": 0.0}
 
 
 def test_metrics_are_means_over_instances():
@@ -99,7 +116,18 @@ def test_the_command_line_plays_and_shows_them(run):
     assert report.exit_code == 0 and "pass@4" in (run / "page.html").read_text()
 
 
-def test_majority_votes_in_an_env_with_final_answers():
-    options = ["--env", "team=single", "--seats", "reasoner=expert", "--episodes", "3", "--samples", "2", "--json"]
-    found = json.loads(CliRunner().invoke(app, ["eval", "math", *options]).output)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["math", "--env", "team=single"],
+        ["math", "--env", "kinds=[arithmetic]", "--env", "unsafe=true"],
+        ["math_review"],
+        ["math_relay"],
+        ["math_relay", "--env", "team=single"],
+    ],
+)
+def test_the_final_answer_of_a_team_votes(arguments):
+    options = ["--seats", "*=expert", "--episodes", "3", "--samples", "2", "--json"]
+    done = CliRunner().invoke(app, ["eval", *arguments, *options])
+    found = json.loads(done.stdout)
     assert found["maj_at_k"] == {"2": 1.0} and found["pass_at_k"] == {"1": 1.0, "2": 1.0}

@@ -159,7 +159,7 @@ def test_keep_best_uses_the_mixed_reward_of_acting_seats():
             return Step({}, {"a": i, "b": -100 * i}, team_reward=-3 * i)
 
     def picked(alpha):
-        (episode,), _ = grow(Mixed, Branching("turn", 2, "best", alpha=alpha))
+        (episode,), _ = grow(Mixed, Branching("turn", 2, "best", team_weight=alpha))
         return next(n.id for n in episode.nodes if n.chosen)
 
     assert picked(alpha=0.2) == 1 and picked(alpha=1.0) == 0  # b did not act: its reward is not counted
@@ -466,7 +466,7 @@ def fragile(where, branching):
 @pytest.mark.parametrize("where", ["reset", "step", "fork", "close", "nan"])
 def test_failure_is_recorded_without_affecting_other_episodes(where, branching):
     _, episodes, _ = fragile(where, branching)
-    if where == "fork" and (branching.at == "root" or branching.k == 1):
+    if where == "fork" and (branching.branch_at == "root" or branching.group_size == 1):
         return  # there is no second fork
     expected = "rewards must be finite" if where == "nan" else f"RuntimeError: broke in {where}"
     assert expected in episodes[1].error and episodes[1].success == 0

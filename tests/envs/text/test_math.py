@@ -60,6 +60,7 @@ def test_a_talk_worked_by_hand(monkeypatch):
     assert last.rewards == {"reasoner": pytest.approx(1.0), "tool": pytest.approx(0.0)}
     assert (last.team_reward, last.done, last.truncated) == (1.0, True, False)
     assert last.info["success"] and last.info["agreed"] and last.info["gold"] == "26"
+    assert last.info["answer"] == "26" and "answer" not in second.info
 
 
 def test_withdrawn_answer_returns_its_reward(monkeypatch):

@@ -36,6 +36,7 @@ def test_an_episode_worked_by_hand():
         "success": True,
         "answers": {"first": "6", "second": "33"},
         "invalid": {"first": False, "second": False},
+        "answer": "33",
         "gold": "33",
     }
 

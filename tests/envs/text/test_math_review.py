@@ -27,6 +27,7 @@ def test_an_episode_worked_by_hand():
         "success": True,
         "answers": {"reasoner": str(right + 1), "checker": str(right)},
         "invalid": {"reasoner": False, "checker": False},
+        "answer": str(right),
         "gold": str(right),
     }
 

@@ -49,7 +49,8 @@ class Math(Env):
     Problems are generated (`kinds`, `difficulty`), read from a file (`path`, `columns`), or `reasoning` tasks. The
     episode ends when both answers agree (for one seat: when its answer repeats), independently of the correct answer;
     otherwise after `max_turns`, as `truncated`. Info: `success` (the final answer is correct), `turn`, and by seat
-    `answers`, `invalid` and `unjudged` (grading timed out, counted as wrong); in the last step `gold` and `agreed`.
+    `answers`, `invalid` and `unjudged` (grading timed out, counted as wrong); in the last step `answer` (the final
+    one), `gold` and `agreed`.
 
     Raises ValueError if an option is out of range, or the problem source or the sandbox is unavailable.
     """
@@ -108,7 +109,7 @@ class Math(Env):
         success = self._over and turn["reasoner"].verdict.is_correct
         info = self._info(turn) | {"success": success}
         if self._over:
-            info |= {"gold": self.problem.answer, "agreed": agreed}
+            info |= {"answer": turn["reasoner"].answer, "gold": self.problem.answer, "agreed": agreed}
         truncated = self._over and not agreed and (len(self.seats) > 1 or self.turns > 1)
         rewards = total_rewards(terms)
         info |= terms_info(terms)

@@ -3,7 +3,7 @@
 Neither seat can answer alone, and neither can copy: the first does not observe the question, the second does not
 observe the numbers that the story begins with. Made for small instruct models: short parts in English, messages and
 answers of one line, worked examples as earlier turns of the conversation (`shots`). Only right numbers are rewarded,
-never a form. For comparison, a lone seat may observe the whole story.
+never a form. For comparison, a single seat may observe the whole story.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class MathRelay(Env):
     right final answer, `first` 1 for a message whose last number is right (`reward: dense`). For ablations, `message:
     blank` replaces the message by nothing and `foreign` by the right one of another story; rewards stay those of what
     was sent. Info: `success`, `turn`, by seat `answers` and `invalid` (no number in the reply); in the last step
-    `gold`. Raises ValueError if an option is out of range.
+    `answer` (the final one) and `gold`. Raises ValueError if an option is out of range.
     """
 
     name: ClassVar[str] = "math_relay"
@@ -152,13 +152,16 @@ class MathRelay(Env):
         return grade_directly(last_number(reply), right_result(worked_reply(seat, self.story))) or UNREADABLE
 
     def _info(self, success: bool) -> dict[str, Any]:
+        answers = {seat: last_number(reply) for seat, reply in self.replies.items()}
         info = {
             "turn": len(self.replies),
             "success": success,
-            "answers": {seat: last_number(reply) for seat, reply in self.replies.items()},
+            "answers": answers,
             "invalid": {seat: not grade.is_readable for seat, grade in self.grades.items()},
         }
-        return info if self._next else info | {"gold": right_result(self.story.end)}
+        if self._next:
+            return info
+        return info | {"answer": answers[self.seats[-1]], "gold": right_result(self.story.end)}
 
     def _observations(self) -> dict[Seat, Any]:
         if self._next is None:
@@ -213,7 +216,7 @@ def seat_question(seat: Seat, story: RelayStory, message: str) -> str:
 
 
 def worked_reply(seat: Seat, story: RelayStory) -> str:
-    """Returns the right reply of a seat: its calculation and the result; of a lone seat both."""
+    """Returns the right reply of a seat: its calculation and the result; for the single seat, both."""
     return {FIRST: story.middle, SECOND: story.end, SOLVER: f"{story.middle}, {story.end}"}[seat]
 
 

@@ -45,7 +45,7 @@ class MathReview(Env):
     conversation; they belong to the split `base`, in which no one is trained or evaluated. The checker's alternate
     between right and wrong proposals. Rewards: the team 1 for a right final answer, the reasoner 1 for a right answer
     of its own (`reward: dense`). Info: `success`, `turn`, by seat `answers` and `invalid` (no number in the reply);
-    in the last step `gold`. Raises ValueError if an option is out of range.
+    in the last step `answer` (the final one) and `gold`. Raises ValueError if an option is out of range.
     """
 
     name: ClassVar[str] = "math_review"
@@ -97,13 +97,16 @@ class MathReview(Env):
         return grade_directly(last_number(reply), self.problem.answer) or UNREADABLE
 
     def _info(self, success: bool) -> dict[str, Any]:
+        answers = {seat: last_number(reply) for seat, reply in self.replies.items()}
         info = {
             "turn": len(self.replies),
             "success": success,
-            "answers": {seat: last_number(reply) for seat, reply in self.replies.items()},
+            "answers": answers,
             "invalid": {seat: not grade.is_readable for seat, grade in self.grades.items()},
         }
-        return info if self._next else info | {"gold": self.problem.answer}
+        if self._next:
+            return info
+        return info | {"answer": answers[self.seats[-1]], "gold": self.problem.answer}
 
     def _observations(self) -> dict[Seat, Any]:
         if self._next is None:

@@ -1,4 +1,4 @@
-"""Tool review env: a caller answers a question by a tool call; a reviewer observes call and result, and has the answer.
+"""Tool review env: a caller makes a tool call for a question; a reviewer observes it and gives the final answer.
 
 Made for small instruct models: short questions in English, one call (`<tool_call>{"name": ..., "arguments":
 ...}</tool_call>`) or one number a reply, worked examples as earlier turns of the conversation (`shots`), the same for
@@ -81,9 +81,9 @@ class ToolReview(Env):
     Questions are of `kinds`: "sum", a story with numbers up to `limit`, for the calculator; "lookup", a number in a
     document on a place, for the search. Instead of an answer the reviewer may make up to `max_calls` calls of its own,
     whose results it observes. With team `single` one seat `agent` does all of it. `shots` worked examples precede every
-    question as turns of the conversation; they belong to the split `base`, in which no one is trained or evaluated. Of
-    four the first calls of the last two are wrong, and are corrected. Rewards: the team 1 for the right number, the
-    caller 1 for a call that finds it (`reward: dense`). Info: `success`, `turn`, `kind`, `calls` (their number), by
+    question as turns of the conversation; they belong to the split `base`, in which no one is trained or evaluated. In
+    two of every four examples the first call is wrong and is then corrected. Rewards: the team 1 for the right number,
+    the caller 1 for a call that finds it (`reward: dense`). Info: `success`, `turn`, `kind`, `calls` (their number), by
     seat `invalid` (a reply that is not a call where it must be one, or no number where it must be); in the last step
     `gold`. Raises ValueError if an option is out of range.
     """
@@ -228,13 +228,13 @@ def _toolbox() -> Toolbox:
 
 
 def run_call(call: ToolCall, library: Library) -> str:
-    """Returns what the tool says, in one line."""
+    """Returns the tool's result on one line."""
     result = _toolbox().call_now(call, ToolState(library))
     return " ".join(result.text.split())
 
 
 def make_call(seat: Seat, call: ToolCall, library: Library) -> MadeCall:
-    """Returns a seat's call with what the tool says."""
+    """Returns a seat's call with the tool's result."""
     return MadeCall(seat, render(call), run_call(call, library))
 
 

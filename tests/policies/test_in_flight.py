@@ -1,0 +1,113 @@
+"""In-flight updates while a request is being made: it begins with the newest weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from tolerances import LOGPROB_ATOL
+
+from palestra.chat import Chat
+from palestra.engine.lora import Adapter, LoraConfig, Snapshot
+from palestra.engine.models import Engine
+from palestra.engine.sampler import Sampler, SamplingConfig
+from palestra.engine.scoring import answer_logprobs
+from palestra.policies import context
+from palestra.policies.base import Query
+from palestra.policies.context import ContextConfig
+from palestra.policies.in_flight import InFlightPolicy, KVUpdate
+from palestra.policies.lm import ChatEncoder, LanguagePolicy
+from palestra.rollouts.token_versions import answer_versions
+from palestra.testing import tiny_lm
+from palestra.types import Answer, Sample
+
+EXAMPLES = ({"role": "system", "content": "add"}, {"role": "user", "content": "1 + 1 " * 20})
+ASKED = Query("", Chat((*EXAMPLES, {"role": "user", "content": "2 + 2"}), num_shared=2), n=2, seed=3)
+LONG = Query("", Chat((*EXAMPLES, {"role": "user", "content": "2 + 2"})), n=2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return tiny_lm(4)
+
+
+@pytest.fixture(scope="module")
+def snapshots(engine: Engine) -> list[Snapshot]:
+    """Two versions of one adapter, far enough apart that their probabilities differ by more than rounding."""
+    adapter, generator = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=1), torch.Generator().manual_seed(5)
+    found = []
+    for version in range(2):
+        with torch.no_grad():
+            for _, b in adapter.weights.values():
+                b.normal_(0, 0.1, generator=generator)
+        found.append(adapter.snapshot(f"walker@{version}"))
+    return found
+
+
+def versions_of(engine: Engine, snapshots: list[Snapshot], **options: object) -> list[LanguagePolicy]:
+    sampler, encoder = Sampler(engine), ChatEncoder(engine.tokenizer)
+    sampling = SamplingConfig(max_tokens=8, stop_at_eos=False)
+    return [LanguagePolicy(s.name, sampler, encoder, sampling, s, **options) for s in snapshots]
+
+
+def check_version_1(engine: Engine, snapshots: list[Snapshot], answers: list[Answer]) -> None:
+    """Checks that all tokens are recorded as version 1's and have its probabilities."""
+    for answer in answers:
+        assert answer.policy == "walker@1" and answer_versions(answer).tolist() == [1] * 8
+        sample = Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, answer.logprobs)
+        (expected,) = answer_logprobs(engine, snapshots[1], [sample])
+        np.testing.assert_allclose(answer.logprobs, expected, atol=LOGPROB_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("kv_update", ["recompute_kv", "keep_kv"])
+def test_an_update_while_a_prefix_is_computed_reaches_the_requests_that_wait(
+    engine: Engine, snapshots: list[Snapshot], kv_update: KVUpdate
+) -> None:
+    old, new = versions_of(engine, snapshots)
+    now = [old]
+    playing = InFlightPolicy(lambda: now[0], kv_update)
+
+    async def play() -> list[list[Answer]]:
+        asked = [asyncio.ensure_future(playing.act(ASKED)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(old.sampler.waiting) == 1  # the prefix, for which both wait
+        now[0] = new
+        playing.update()
+        return await asyncio.gather(*asked)
+
+    for answers in asyncio.run(play()):
+        check_version_1(engine, snapshots, answers)
+    assert not old._prefixes and not new._prefixes
+
+
+def test_an_update_while_a_conversation_is_rewritten_reaches_its_request(
+    engine: Engine, snapshots: list[Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updated = asyncio.Event()
+
+    async def wait(messages, limit, count_tokens):
+        await updated.wait()
+        return messages[-1:]
+
+    monkeypatch.setitem(context.COMPRESSORS, "wait", wait)
+    old, new = versions_of(engine, snapshots, context=ContextConfig(max_tokens=60, compress="wait"))
+    now = [old]
+    playing = InFlightPolicy(lambda: now[0], "recompute_kv")
+
+    async def play() -> list[Answer]:
+        asked = asyncio.ensure_future(playing.act(LONG))
+        await asyncio.sleep(0)
+        now[0] = new
+        playing.update()
+        updated.set()
+        return await asked
+
+    check_version_1(engine, snapshots, asyncio.run(play()))
+
+
+def test_a_policy_that_is_not_updated_plays_with_its_own_weights(engine: Engine, snapshots: list[Snapshot]) -> None:
+    old, _ = versions_of(engine, snapshots)
+    assert {answer.policy for answer in asyncio.run(old.act(ASKED))} == {"walker@0"}
