@@ -109,9 +109,9 @@ class Node:
     info: dict[str, Any] = field(default_factory=dict)
     advantages: dict[Seat, float] = field(default_factory=dict)
 
-    def reward(self, seat: Seat, alpha: float = 1.0) -> float:
-        """Returns the mixed reward of `seat` for this step: alpha * team reward + local reward."""
-        return alpha * self.team_reward + self.rewards.get(seat, 0.0)
+    def reward(self, seat: Seat, team_weight: float = 1.0) -> float:
+        """Returns the mixed reward of `seat` for this step: team_weight * team reward + local reward."""
+        return team_weight * self.team_reward + self.rewards.get(seat, 0.0)
 
     def is_invalid(self, seat: Seat) -> bool | None:
         """Returns whether the env flagged this seat's answer as invalid; None if the env sets no flag.

@@ -94,7 +94,7 @@ def configs() -> str:
 
     titles = {
         TextConfig: "Runs of language agents",
-        VectorConfig: "Runs in vectorised games",
+        VectorConfig: "Runs in vector envs",
         PopulationConfig: "Runs of populations",
     }
     return "\n\n".join(_tree(model, title) for model, title in titles.items())
@@ -125,7 +125,7 @@ def envs() -> str:
 
     text = "\n\n".join(_env(name, path) for name, path in TEXT_ENVS.items())
     games = "\n\n".join(_env(name, path) for name, path in VECTOR_ENVS.items())
-    return f"## Envs in words\n\n{text}\n\n## Vectorised games\n\n{games}"
+    return f"## Text envs\n\n{text}\n\n## Vector envs\n\n{games}"
 
 
 @cache

@@ -147,9 +147,9 @@ def test_unmutated_configs_are_valid(tmp_path):
         (
             "text",
             "env={type: kuhn_poker, num_envs: 4}",
-            'env "kuhn_poker" is a vectorised game, which small networks play',
+            'env "kuhn_poker" is a vector env, which small networks play',
         ),
-        ("games", "env={type: plan_path}", 'env "plan_path" is an env in words, which language agents play'),
+        ("games", "env={type: plan_path}", 'env "plan_path" is a text env, which language agents play'),
         ("text", f"name={'n' * 300}", "use a plain folder name"),
         ("games", "policies={'../x': {type: net}}", 'a policy cannot be called "../x"'),
     ],

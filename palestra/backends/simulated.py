@@ -44,7 +44,7 @@ class SimulatedCluster:
 
 @dataclass
 class ClusterStats:
-    """What happened in a simulation, in worker seconds where not said otherwise."""
+    """Totals of a simulation, in worker seconds unless noted."""
 
     busy_s: float = 0.0
     """Time spent on tasks that finished."""

@@ -29,20 +29,20 @@ def collect(
     seats: SeatsOption = None,
     env: EnvOption = None,
     episodes: Annotated[
-        int, typer.Option(min=1, help="episodes to play; for vectorised games see --num-envs and --steps")
+        int, typer.Option(min=1, help="episodes to play; for vector envs see --num-envs and --steps")
     ] = 300,
     min_return: Annotated[
         float | None, typer.Option(help="keep episodes of at least this return: the team's plus the seats' mean")
     ] = None,
     successes: Annotated[bool, typer.Option("--successes", help="keep only episodes that were a success")] = False,
-    num_envs: Annotated[int, typer.Option(min=1, help="parallel copies of a vectorised env")] = 16,
-    steps: Annotated[int, typer.Option(min=1, help="joint steps of every vectorised game")] = 500,
+    num_envs: Annotated[int, typer.Option(min=1, help="parallel copies of a vector env")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="joint steps per env copy")] = 500,
     temperature: TemperatureOption = None,
     step: StepOption = None,
     seed: int = 0,
     in_process: InProcessOption = False,
 ) -> None:
-    """Record episodes as Parquet: with tokens, log-probabilities and rewards by seat, or of a vectorised game with
+    """Record episodes as Parquet: with tokens, log-probabilities and rewards by seat, or of a vector env with
     observations, actions and rewards by seat, for bc, gail, iql, cql and cql_sac.
 
     Examples:

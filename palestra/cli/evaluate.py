@@ -29,6 +29,7 @@ from palestra.launch.console import PlainConsole, console, print_line, styled_te
 from palestra.rollouts.transcript import transcript
 
 if TYPE_CHECKING:
+    from palestra.evaluation.judged import JudgedResult
     from palestra.evaluation.target import EvalResult, OnProgress
 
 
@@ -54,13 +55,17 @@ def evaluate(
     best_response: Annotated[
         int,
         typer.Option(
-            min=0, help="vectorised games: train a best response to the others at each seat for this many env steps"
+            min=0, help="vector envs: train a best response to the others at each seat for this many env steps"
         ),
     ] = 0,
     judge: Annotated[
         str,
         typer.Option(help=f"compare with --against by the verdicts of a language model, in both orders: {POLICY_HELP}"),
     ] = "",
+    judge_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="maximum number of tokens of a judge's reply (default: 256, or the endpoint's own)"),
+    ] = None,
     against: Annotated[
         str, typer.Option(help="with --judge, the policy that plays all seats on the other side (default: base)")
     ] = "",
@@ -98,7 +103,8 @@ def evaluate(
         palestra eval math --env difficulty=2 --seats reasoner=http://127.0.0.1:8000/v1#tiny
 
     The result of a game that can be enumerated includes NashConv of the policies. In a larger one, --best-response
-    gives a lower bound on it: the sum of what trained responses gain.
+    gives a lower bound on it: the sum of what trained responses gain. A game of OpenSpiel whose players move at once is
+    enumerated as turn_based_simultaneous_game(game=...).
     """
     with user_errors():
         if best_response and (cross or swap or record or show):
@@ -109,9 +115,12 @@ def evaluate(
             return
         if against and not judge:
             raise ValueError("--against is the other side of a comparison: name who compares with --judge")
+        if judge_tokens and not judge:
+            raise ValueError("--judge-tokens limits the replies of a judge: name who compares with --judge")
         if judge and (cross or swap or record or show or samples > 1):
             raise ValueError(
-                "--judge goes with --against, --env, --seats, --episodes, --step, --temperature, --seed and --json"
+                "--judge goes with --judge-tokens, --against, --env, --seats, --episodes, --step, --temperature, "
+                "--seed and --json"
             )
         if cross and (swap or seats):
             raise ValueError("--cross seats its members in every way: name them with --member, not --seats or --swap")
@@ -124,6 +133,7 @@ def evaluate(
         if show:
             require_text_env(what, "--show")
         if judge:
+            options["judge_tokens"] = judge_tokens
             _judged(what, parse_settings(env), parse_seats(seats), against or "base", judge, as_json, options)
             return
         from palestra.evaluation import evaluate as evaluation
@@ -150,6 +160,8 @@ def evaluate(
         console.print(_cross_table(f"{what}, {episodes} episodes each", found))
     else:
         console.print(_eval_table(f"{what}, {episodes} episodes", found[0].policy_names, found[0].metrics))
+        if why := found[0].metrics.get("no_nash_conv"):
+            print_line(f"NashConv is not computed: {why}. --best-response 1000000 finds a lower bound on it.")
     with user_errors():
         from palestra.rollouts.failures import check_not_all_failed
 
@@ -188,11 +200,12 @@ def _judged(
         found = compare_judged(str(what), env, seats, against, judge, on_progress=on_progress, **options)
     if as_json:
         names = [result.policy_names for result in found.results]
-        print(json.dumps({"seats": names[0], "against": names[1], "judge": judge, **found.metrics()}))
+        error = {"error": found.error} if found.error else {}
+        print(json.dumps({"seats": names[0], "against": names[1], "judge": judge, **found.metrics(), **error}))
         return
-    console.print(
-        _eval_table(f"{what} against {against}, judged by {judge}", found.results[0].policy_names, found.metrics())
-    )
+    console.print(_judged_table(f"{what} against {against}, judged by {judge}", found))
+    if found.error:
+        console.print(styled_text("the judge failed, the first time with ", (found.error, "bold")))
 
 
 @contextmanager
@@ -216,7 +229,20 @@ def _record(run: Path, name: str, step: int | None, found: list[EvalResult]) -> 
         for scored in found:
             policy_names = ", ".join(f"{seat}={member}" for seat, member in scored.policy_names.items())
             title = name if len(found) == 1 else f"{name}: {policy_names}"
-            opened.log_eval(after, title, {**scored.metrics, "seats": scored.policy_names})
+            metrics = {name: value for name, value in scored.metrics.items() if name != "no_nash_conv"}
+            opened.log_eval(after, title, {**metrics, "seats": scored.policy_names})
+
+
+def _judged_table(title: str, found: JudgedResult) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for seat, policy in found.results[0].policy_names.items():
+        table.add_row(seat, policy)
+    table.add_section()
+    table.add_row("win rate", styled_text((f"{found.win_rate:.1%}", "bold")))
+    for name, count in found.metrics().items():
+        if name != "win_rate":
+            table.add_row(name, str(count))
+    return table
 
 
 def _eval_table(title: str, policy_names: dict[str, str], metrics: dict[str, Any]) -> Table:

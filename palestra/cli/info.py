@@ -103,8 +103,8 @@ def _show_installation() -> None:
         ("palestra", palestra.__version__),
         ("torch, transformers", f"{torch.__version__}, {transformers.__version__}"),
         ("device", device),
-        ("envs in words", ", ".join(sorted(TEXT_ENVS)) + ", or module:Class"),
-        ("vectorised games", ", ".join(sorted(VECTOR_ENVS)) + ", or module:Class"),
+        ("text envs", ", ".join(sorted(TEXT_ENVS)) + ", or module:Class"),
+        ("vector envs", ", ".join(sorted(VECTOR_ENVS)) + ", or module:Class"),
         ("bases", ", ".join(bases) + ", a local folder, a GGUF file, or a hub name"),
         (
             "algorithms",

@@ -21,7 +21,7 @@ def fetch(
         int | None, typer.Option(help="an earlier state, by its number in manifests/ (default: the newest whole one)")
     ] = None,
 ) -> None:
-    """Bring a run from an object store, for every other command. Each object is compared with its checksum.
+    """Download a run from an object store. Each object is compared with its checksum.
 
     Examples:
 

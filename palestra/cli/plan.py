@@ -31,10 +31,10 @@ def plan(
         int | None, typer.Option(min=1, help="without GPUs: processes of each machine (default: its cores)")
     ] = None,
     machine: Annotated[
-        str, typer.Option(help="a GPU by its data sheet, such as h100; here: measured on this machine by a probe")
+        str, typer.Option(help="GPU model with known specifications (h100, ...), or `here`: benchmark this machine")
     ] = HERE,
-    flops: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s of matrix products that passes reach")] = None,
-    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="GB/s of memory that passes reach")] = None,
+    flops: Annotated[float | None, typer.Option(min=0.001, help="achieved TFLOP/s of matrix products")] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="achieved GB/s of memory")] = None,
     network: Annotated[float | None, typer.Option(min=0.001, help="GB/s between machines (default: 1.25)")] = None,
     gpu_gib: Annotated[float | None, typer.Option(min=1, help="free memory of a GPU in GiB")] = None,
     turns: Annotated[int | None, typer.Option(min=1, help="joint steps of an episode")] = None,

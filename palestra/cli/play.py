@@ -39,7 +39,7 @@ def play(
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="port of the page; 0 takes a free one")] = 6071,
     host: Annotated[
-        str, typer.Option(help="the address that the page is served at; others than this machine's ask for a token")
+        str, typer.Option(help="the address that the page is served at; any other than localhost requires a token")
     ] = "127.0.0.1",
 ) -> None:
     """Play one seat yourself; the other seats are played as in `palestra eval`. Ctrl-D gives up.

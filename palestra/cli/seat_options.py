@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 POLICY_HELP = (
-    "a policy of the run, RUN:NAME of another, base, expert, random, human, or an endpoint as URL#MODEL; in vectorised "
-    "games script:NAME plays too"
+    "a policy of the run, RUN:NAME of another, base, expert, random, human, or an endpoint as URL#MODEL; in vector "
+    "envs script:NAME plays too"
 )
 TargetArgument = Annotated[
     Path, typer.Argument(help="a run, a member as RUN:NAME (it plays every seat), a config, or an env")
@@ -39,7 +39,7 @@ def require_text_env(what: Path, name: str) -> None:
     from palestra.evaluation.target import find_target
 
     if find_target(what).is_vector:
-        raise ValueError(f"{name} is for envs in words; {what} is a vectorised game, whose seats take arrays")
+        raise ValueError(f"{name} is for text envs; {what} is a vector env, whose seats take arrays")
 
 
 def parse_seats(settings: list[str] | None) -> dict[str, str]:

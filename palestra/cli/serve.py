@@ -13,7 +13,9 @@ from palestra.launch.console import print_line, require_packages, user_errors
 def serve(
     base: Annotated[
         list[str] | None,
-        typer.Option("--base", help="a base to serve, NAME=PATH or a shipped one's name (default: tiny)"),
+        typer.Option(
+            "--base", help="a base: tiny, tasks, smollm2, or NAME=PATH of a folder or GGUF file (default: tiny)"
+        ),
     ] = None,
     alias: Annotated[
         list[str] | None, typer.Option("--alias", help="an alias of a base for clients: `Qwen/Qwen3-0.6B=tiny`")
@@ -97,7 +99,7 @@ def serve(
 
 
 def serve_sampler(
-    base: Annotated[str, typer.Option(help="a shipped base's name, a local folder, or a hub name")] = "tiny",
+    base: Annotated[str, typer.Option(help="tiny, tasks, smollm2, a folder, a GGUF file, or a hub name")] = "tiny",
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8001,
     key_env: Annotated[

@@ -17,7 +17,7 @@ GROUPS = {  # titles of the folders that shipped configs are in
     "configs": "start here",
     "real": "a real model",
     "examples": "language agents, by task",
-    "games": "vectorised games (small networks)",
+    "games": "vector envs (small networks)",
     "populations": "populations",
     "algorithms": "comparisons of algorithms",
     "grids": "grids of algorithms, tasks and seeds, for palestra grid",
@@ -93,7 +93,7 @@ def demo(
     root: Annotated[Path, typer.Option(help="the folder that holds runs")] = Path("runs"),
     steps: Annotated[int | None, typer.Option(min=1, help="training steps (default: 80)")] = None,
 ) -> None:
-    """Train the demo: two agents learn to work as a team, in some minutes on a CPU, without a download.
+    """Train the demo: two agents learn to work as a team, in a few minutes on two CPU cores, without a download.
 
     The same as `palestra train configs/demo.yaml`, the first config in `palestra init`.
     """

@@ -31,7 +31,7 @@ def train(
     settings: Settings = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="resume this run from its last checkpoint; the URL of a mirror is brought into --root first"),
+        typer.Option(help="resume this run from its last checkpoint; a mirror URL is downloaded to --root first"),
     ] = None,
     name: Annotated[str | None, typer.Option(help="name of the run (default: the config's)")] = None,
     auto_resume: Annotated[
@@ -59,7 +59,7 @@ def train(
     mirror: Annotated[
         str | None,
         typer.Option(
-            help="folder of runs in an object store, to which the run is mirrored: s3://bucket/runs (none: not at all)"
+            help="folder of runs in an object store to mirror the run to: s3://bucket/runs (default: no mirror)"
         ),
     ] = None,
     traces: Annotated[

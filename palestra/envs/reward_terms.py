@@ -1,8 +1,8 @@
 """Rewards by named terms: an env lists what each part of a seat's reward is for, and logs and alarms tell them apart.
 
 An env puts them into `info["reward_terms"]` of its step, by seat and term; the terms of a seat sum to its reward. The
-term `form` is for the form of an answer. It costs where an answer cannot be read and never pays: what is paid for form
-alone is learned first, and may be all that is learned.
+term `form` is for the form of an answer. It costs where an answer cannot be read, and its sum over an episode is never
+positive: what is paid for form alone is learned first, and may be all that is learned.
 """
 
 from __future__ import annotations

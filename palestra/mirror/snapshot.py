@@ -1,4 +1,4 @@
-"""Which files of a run's folder, up to which byte, make a whole state that a resume can go on from.
+"""Snapshot of a run's folder: the files, each up to a byte, that make a state from which the run can resume.
 
 The folder may be in use: logs grow, checkpoints are pruned. A state of a run of policies is its newest checkpoint with
 the logs up to then; a state of a population is its finished tasks. Both are read from the folder alone.

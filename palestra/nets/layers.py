@@ -130,7 +130,7 @@ class GRU(nn.Module):
 
 
 class Team(NamedTuple):
-    """What a network that plays all seats of a team gets besides their observations: the seats that act `acts` [P, T,
+    """Inputs of a network that plays all seats of a team, besides their observations: the seats that act `acts` [P, T,
     R] bool, and where it must know them the actions `actions` [P, T, R, ...]. The seats of a team are consecutive
     rows."""
 

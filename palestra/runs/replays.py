@@ -60,8 +60,8 @@ class GameReplay:
 
 @dataclass(kw_only=True)
 class ReplayHeader:
-    """What all replays of a file share. `players` are the policies by seat; `action_names` and `seat_colours` are as in
-    `VectorEnv`."""
+    """Fields that all replays of a file share. `players` are the policies by seat; `action_names` and `seat_colours`
+    are as in `VectorEnv`."""
 
     env: str
     seats: Sequence[Seat]

@@ -78,7 +78,8 @@ class SharedMemoryAllReduce:
 
 @dataclass(frozen=True)
 class ProcessRank:
-    """One process of a group: its rank, the number of processes, the rendezvous file, and the shared-memory board."""
+    """One process of a group: its rank, the number of processes, the rendezvous file, and the shared-memory
+    all-reduce."""
 
     rank: int
     world_size: int
@@ -135,8 +136,8 @@ def _run(rank: ProcessRank, run_rank: Callable[[ProcessRank], None], threads: in
 
 
 def stop_processes() -> None:
-    """Leaves the process group and ends the processes that `start_processes` began; kills each that still runs after 5
-    s."""
+    """Leaves the process group and ends the processes that `start_processes` started; kills each that still runs after
+    5 s."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for worker in CHILD_PROCESSES:

@@ -32,9 +32,7 @@ def test_every_template_has_a_description(template):
 
 def test_init_lists_them_by_kind():
     text = plain(palestra("init"))
-    assert (
-        text.index("start here") < text.index("vectorised games") < text.index("populations") < text.index("published")
-    )
+    assert text.index("start here") < text.index("vector envs") < text.index("populations") < text.index("published")
     for template in KNOWN:
         assert f"{template.name} " in text
 

@@ -20,7 +20,8 @@ def test_held_out_success_precedes_search_success():
     config = {"algorithm": {"branch_at": "turn", "continue_from": "best", "group_size": 8}}
     evaluation = {"success": 0.53, "episodes": 300.0, "steps_per_episode": 5.0}
     *above, bar = shown(config, {"success": 0.95}, evaluation)
-    assert above[0].startswith("test before training: success 53.0% of 300") and "test after 10 steps:" in above[1]
+    assert above[0] == "test before training: success 53.0% of 300 episodes, mean length 5.0"
+    assert "test after 10 training steps:" in above[1]
     assert bar.index("test 53.0%") < bar.index("search success (best of 8) 95%")
 
 

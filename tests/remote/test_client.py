@@ -97,7 +97,7 @@ def test_remote_forks_and_experts_work(server, kind):
     for env in (at(server, kind, to=4), at(server, kind, to=4) | {"at": None}):
         arena = EpisodeRunner(env_factory(env), "count")
         seats = {"a": expert, "b": ExpertPolicy("expert")}
-        branching = Branching("turn", k=3, keep="all")
+        branching = Branching("turn", group_size=3, continue_from="all")
         episode = asyncio.run(arena.play(EpisodeSpec(7, seats, 1), branching))
         assert episode.error is None and len(episode.nodes) == 3 + 9 + 27 + 81
         played.append([(node.id, node.parent, node.observations, node.rewards, node.info) for node in episode.nodes])

@@ -57,7 +57,7 @@ class PQN(EpsilonGreedyConfig):
 
 @dataclass(frozen=True)
 class StackRows:
-    """What a stack learns from. Arrays are [P, T, B, S, ...]; the recurrent state before the first step is
+    """Training batch of a stack of networks. Arrays are [P, T, B, S, ...]; the recurrent state before the first step is
     `recurrent_state [P, B, S, H]` (None: feed-forward). `weight` is 0 where nothing is known or done."""
 
     observations: Tensor

@@ -24,7 +24,7 @@ from palestra.nets.heads import ActionHead, CategoricalHead
 
 
 class SoftConfig(AlgorithmConfig, ABC):
-    """Base config of SAC and of offline learning that goes on from it."""
+    """Base config of SAC and of offline algorithms based on it."""
 
     alpha: float = Field(0.2, gt=0)
     """Entropy temperature: the reward of one nat of entropy; the initial one with `learn_alpha`."""

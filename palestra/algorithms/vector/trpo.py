@@ -66,8 +66,8 @@ class TRPO(ActorCriticConfig):
 
 
 class Surrogate(NamedTuple):
-    """What a step improves and what bounds it, [P] each: the mean advantage under the new policy plus the entropy
-    bonus, the mean divergence from the old one, and the mean entropy; and the outputs of the networks."""
+    """Surrogate objective, mean KL divergence and entropy of a step, [P] each, and the outputs of the networks. The
+    objective is the mean advantage under the new policy plus the entropy bonus; the divergence is from the old one."""
 
     value: Tensor
     divergence: Tensor

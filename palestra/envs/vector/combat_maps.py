@@ -94,7 +94,7 @@ class CombatParams(NamedTuple):
 
 
 class StartParams(NamedTuple):
-    """How battles of a map begin. U is all units, allies first."""
+    """Parameters of the start of a map's battles. U is all units, allies first."""
 
     start: int  # number of the kind of start, see combat_start
     place_U2: np.ndarray  # places of `columns`
@@ -127,7 +127,7 @@ def _columns(size: int, front: float, back: float) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class BattleOptions:
-    """What differs from a map's battle: see `Combat`."""
+    """Changes to a map's battle; `Combat` describes them."""
 
     max_steps: int | None = None
     type_weights: dict[str, float] | None = None

@@ -1,5 +1,5 @@
-"""How a battle of `combat` begins, compiled: the unit types and the places of an episode, drawn as in SMACv2 (Ellis et
-al., 2023, section 4) if so configured."""
+"""Compiled start of a battle of `combat`: the unit types and places of an episode, drawn as in SMACv2 (Ellis et al.,
+2023, section 4) if so configured."""
 
 from __future__ import annotations
 

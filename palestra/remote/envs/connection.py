@@ -261,7 +261,7 @@ def auth_metadata(server_config: EnvServersConfig) -> tuple[tuple[str, str], ...
 
 
 def connection_error(address: str, error: Any) -> SessionLost | AccessRefused:
-    """Converts the error of a failed call to Barred (permanent) or Lost (worth a retry)."""
+    """Returns the exception for a failed gRPC call: AccessRefused (permanent) or SessionLost (worth a retry)."""
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return AccessRefused(
             f"the env server at {address} refuses the token: put its own into the environment variable that token_env "
