@@ -26,15 +26,10 @@ from palestra.training.vector import play_eval
 from palestra.types import Seat
 
 RESPONSE = "response"
-ONE_LEARNER = (
-    "ppo",
-    "a2c",
-    "dqn",
-    "sac",
-    "ddpg",
-    "td3",
-)  # algorithms that train one seat alone; ppo stands in for others
-BATCHES = 10  # of evaluation episodes, whose means give the standard error
+# Algorithms whose policies can be trained at one seat alone, online. Others train a team, learn from recorded play, or
+# save the average of their responses.
+ONE_LEARNER = ("ppo", "a2c", "trpo", "dqn", "pqn", "sac", "ddpg", "td3")
+BATCHES = 10  # of evaluation episodes, each of other games, whose means give the standard error
 NUM_ENVS = 256
 
 
@@ -53,8 +48,10 @@ def learn_best_responses(
     """Trains a response at each seat for `steps` joint env steps against the frozen policies at the other seats, and
     returns its mean return over `episodes` episodes beside that of the policy it replaces.
 
-    The response has the network and the algorithm of the run (PPO where that trains no single seat). `on_progress` is
-    called with a line of text per finished seat. See `evaluate` for the other arguments and errors.
+    The response has the network and the algorithm of the run, or PPO if that trains a team, learns from recorded play
+    or is nfsp. `stderr` of a result is that of the gain: responses and the policies that they replace play different
+    games. `on_progress` is called with a line of text per finished seat. See `evaluate` for the other arguments and
+    errors.
     """
     target = find_target(what, env or {}, step)
     if not target.is_vector:
@@ -65,18 +62,21 @@ def learn_best_responses(
         for number, seat in enumerate(setup.env.seats):
             response = _train_response(setup, seat, steps, derive_seed(seed, "response", number))
             players = [*setup.players(_others(setup, seat)), response]
-            mean, stderr = _mean_returns(setup.env, players, episodes, seed)[number]
+            mean, stderr = _mean_returns(setup.env, players, episodes, seed, part=number + 1)[number]
             results.append(ExploitResult(seat, 1, mean, math.hypot(stderr, own[number][1]), own[number][0]))
             on_progress(f"{seat} has learned; {number + 1} of {len(setup.env.seats)}")
     return results
 
 
 def _mean_returns(
-    env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int
+    env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int, part: int = 0
 ) -> list[tuple[float, float]]:
-    """Returns the mean return and its standard error, by seat."""
-    each = -(-episodes // BATCHES)
-    played = [play_eval(env, players, each, derive_seed(seed, "eval", batch)) for batch in range(BATCHES)]
+    """Returns the mean return and its standard error, by seat. Batches have env seeds of their own, and so do `part`s:
+    the means of players without randomness would else be equal in all batches, and their error 0."""
+    each, played = -(-episodes // BATCHES), []
+    for batch in range(part * BATCHES, (part + 1) * BATCHES):
+        own_seed = derive_seed(seed, "eval", batch)
+        played.append(play_eval(env, players, each, own_seed, first_env_seed=batch * env.num_envs))
     by_seat = [[metrics["returns"][seat] for metrics in played] for seat in env.seats]
     return [(statistics.fmean(means), statistics.stdev(means) / math.sqrt(BATCHES)) for means in by_seat]
 

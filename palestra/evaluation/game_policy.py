@@ -20,6 +20,7 @@ from palestra.builders.vector_config import FrozenNetConfig, RandomActionsConfig
 from palestra.builders.vector_envs import make_vector_env
 from palestra.config import load, validate
 from palestra.envs import VectorEnv
+from palestra.envs.rules import may_have_rules
 from palestra.evaluation.exploit import final_mixtures
 from palestra.evaluation.target import Target, assign_seats, find_target
 from palestra.files import atomic_write
@@ -32,6 +33,7 @@ from palestra.types import Seat
 from palestra.workers.exact import ExactSolver
 from palestra.workers.member_loader import UNIFORM_MEMBER, MemberLoader, no_rules_message, tree_of_env
 
+ADVICE_TO_POPULATIONS = ": choose a smaller variant"  # it begins so in the error of a game with too many nodes
 InfoStatePolicy = dict[str, dict[int, float]]  # information state -> legal action -> probability
 
 
@@ -74,7 +76,8 @@ class GamePolicy:
             )
         from palestra.envs.vector.openspiel import OpenSpielRules, TablePolicy
 
-        return TablePolicy(OpenSpielRules(self.env["game"]), self.players)
+        options = {name: self.env[name] for name in ("game", "view") if name in self.env}
+        return TablePolicy(OpenSpielRules(**options), self.players)
 
 
 def export_game_policy(
@@ -186,13 +189,16 @@ def as_game_policy(env: Mapping[str, Any], game: GameTree, policy: np.ndarray) -
     return GamePolicy(_game_options(env), game.action_names, tuple(players), nash_conv(game, policy))
 
 
-def nash_conv_of(
+def nash_conv_metrics(
     env_config: Mapping[str, Any], policy_of: Callable[[GameTree], np.ndarray], max_nodes: int
-) -> float | None:
-    """Returns NashConv of the policy [I, A] that `policy_of` makes of the game's tree; None if the game cannot be
-    enumerated within `max_nodes`, or the policy is no function of the information state."""
+) -> dict[str, Any]:
+    """Returns `nash_conv` of the policy [I, A] that `policy_of` makes of the game's tree. If the game cannot be
+    enumerated within `max_nodes`, or the policy is no function of the information state, the reason is returned as
+    `no_nash_conv`; for an env that never has rules, such as a cooperative task, nothing is."""
     try:
         game = enumerated(env_config, max_nodes)
-        return nash_conv(game, policy_of(game))
-    except ValueError:
-        return None
+        return {"nash_conv": nash_conv(game, policy_of(game))}
+    except (ValueError, RuntimeError) as error:  # OpenSpiel raises RuntimeError for what a game does not implement
+        if not may_have_rules(str(env_config["type"])):
+            return {}
+        return {"no_nash_conv": str(error).split(ADVICE_TO_POPULATIONS)[0]}

@@ -16,7 +16,7 @@ from palestra.builders.vector_envs import make_vector_env
 from palestra.config import validate
 from palestra.engine.devices import network_device
 from palestra.envs import VectorEnv
-from palestra.evaluation.game_policy import nash_conv_of, policy_table
+from palestra.evaluation.game_policy import nash_conv_metrics, policy_table
 from palestra.evaluation.target import EvalResult, OnProgress, Target, assign_seats, find_target
 from palestra.learners.policy_stack import read_policy
 from palestra.nets.on_device import CPU
@@ -34,7 +34,8 @@ OTHER_NAMES = "random, script:NAME or RUN:NAME"
 @dataclass(frozen=True)
 class VectorEvalSetup:
     """An env and its seat assignment: `policy_names` maps seats to policy names. With `greedy`, policies take their
-    most probable action. Networks act on `device`. Metrics of games that can be enumerated include `nash_conv`."""
+    most probable action. Networks act on `device`. Metrics of games that can be enumerated include `nash_conv`; those
+    of others `no_nash_conv`, the reason."""
 
     target: Target
     env_config: Mapping[str, Any]
@@ -75,13 +76,11 @@ class VectorEvalSetup:
     def _play(self, names: Mapping[Seat, str], episodes: int, seed: int) -> EvalResult:
         players = self.players(names)
         metrics = play_eval(self.env, players, episodes, derive_seed(seed, "eval"))
-        distance = nash_conv_of(
+        metrics |= nash_conv_metrics(
             self.env_config,
             lambda game: policy_table(self.target, self.env, game, names, self.greedy),
             MAX_NODES_OF_EVAL,
         )
-        if distance is not None:
-            metrics["nash_conv"] = distance
         return EvalResult(player_names(self.env, players), metrics, [])
 
 

@@ -234,13 +234,16 @@ class VectorTrainer:
         )
 
 
-def play_eval(env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int) -> dict[str, Any]:
-    """Plays evaluation episodes, with seeds from 0 on, and returns their metrics.
+def play_eval(
+    env: VectorEnv, players: Sequence[VectorPolicy], episodes: int, seed: int, *, first_env_seed: int = 0
+) -> dict[str, Any]:
+    """Plays evaluation episodes and returns their metrics. The env copies have the seeds `first_env_seed` and up, one
+    each; `seed` is that of the players.
 
     Counts the same number of first episodes of every env copy, `episodes` in all. Counting the first episodes to end
     instead would favour short ones.
     """
-    rollout = VectorRollout(env, np.arange(env.num_envs))
+    rollout = VectorRollout(env, first_env_seed + np.arange(env.num_envs))
     parts: list[EndedEpisodes] = []
     each = -(-episodes // env.num_envs)
     chunk = 0

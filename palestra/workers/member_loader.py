@@ -67,8 +67,8 @@ class MemberLoader:
     """Loads members of one game, and keeps those used last; a name stands for one policy.
 
     Given a `tree`, a network is evaluated once for all information states and plays from that table, because a lookup
-    takes less time than a forward pass (`tables=False` turns this off). With `greedy`, networks play their most likely
-    actions.
+    takes less time than a forward pass (`tables=False` turns this off), unless states with equal observations differ in
+    their legal actions. With `greedy`, networks play their most likely actions.
     """
 
     def __init__(
@@ -88,28 +88,27 @@ class MemberLoader:
     def _read(self, name: str, members: Mapping[str, Path], seats: tuple[int, ...]) -> FrozenMember:
         folder = members.get(name)
         if name == UNIFORM_MEMBER and folder is None:
-            return self._table(name, self.policy(name, members), seats) if self.tables else UniformMember()
+            table = self._table(self.policy(name, members), seats) if self.tables else None
+            return table or UniformMember()
         if (_folder(name, members) / TABLE_FILE).exists():
-            return self._table(name, self.policy(name, members), seats)
-        net = read_frozen_member(_folder(name, members), self.env, seats[:1], best=self.greedy)[0]
-        if not self.tables or net.net.gru_units:
-            return net
-        policy = _kept(self._policies, name, lambda: action_probabilities(net, self._tree))
-        return self._table(name, policy, seats)
-
-    def _table(self, name: str, policy: np.ndarray, seats: tuple[int, ...]) -> TableMember:
-        """Returns a policy [I, A] as a table over the observations of `seats`.
-
-        Raises ValueError if the policy differs between information states with equal observations.
-        """
-        observations, states, first, same = self._seen(seats)
-        rows = policy[states]
-        if not np.allclose(rows[first][same], rows):
+            if table := self._table(self.policy(name, members), seats):
+                return table
             raise ValueError(
                 f"member {name} tells apart what looks alike in {self._tree.name} (views there do not tell the past), "
                 "so it cannot play by what it sees"
             )
-        return TableMember(observations, rows[first])
+        net = read_frozen_member(_folder(name, members), self.env, seats[:1], best=self.greedy)[0]
+        if not self.tables or net.net.gru_units:
+            return net
+        policy = _kept(self._policies, name, lambda: action_probabilities(net, self._tree))
+        return self._table(policy, seats) or net
+
+    def _table(self, policy: np.ndarray, seats: tuple[int, ...]) -> TableMember | None:
+        """Returns a policy [I, A] as a table over the observations of `seats`; None if it differs between information
+        states with equal observations."""
+        observations, states, first, same = self._seen(seats)
+        rows = policy[states]
+        return TableMember(observations, rows[first]) if np.allclose(rows[first][same], rows) else None
 
     def _seen(self, seats: tuple[int, ...]) -> tuple[InfoStateIndex, np.ndarray, np.ndarray, np.ndarray]:
         """Returns the distinct observations of `seats`, their information states, for each observation one of these

@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyspiel
 import pytest
+import torch
 from command_line import invoke
 from open_spiel.python.algorithms import exploitability
 from terminal_text import plain
 
 import palestra as pl
+from palestra.envs.vector.openspiel import OpenSpielEnv
 from palestra.evaluation.best_response import learn_best_responses
 from palestra.evaluation.evaluate import evaluate
-from palestra.evaluation.game_policy import GamePolicy, export_game_policy
+from palestra.evaluation.game_policy import (
+    GamePolicy,
+    as_game_policy,
+    enumerated,
+    export_game_policy,
+    nash_conv_metrics,
+)
+from palestra.evaluation.target import find_target
+from palestra.learners.policy_stack import read_frozen_member
+from palestra.tabular.game_tree import uniform_policy
 
 GOOFSPIEL = "turn_based_simultaneous_game(game=goofspiel(num_cards=4,imp_info=True,points_order=descending))"
 OSHI_ZUMO = "turn_based_simultaneous_game(game=oshi_zumo(coins=4,size=1,horizon=3))"
 
 
-def train(root: Path, game: str, **options: Any) -> pl.TrainedRun:
-    """A run of one rollout, in which two networks play an OpenSpiel game; `options` are those of the networks."""
+def train(root: Path, game: str, env: dict[str, Any] | None = None, **options: Any) -> pl.TrainedRun:
+    """A run of one rollout, in which two networks play an OpenSpiel game; `env` are further options of the env,
+    `options` those of the networks."""
     policy = {"type": "net", "hidden": [8], "lr": 1e-2, **options}
     return pl.train(
-        env={"type": "openspiel", "game": game, "num_envs": 64},
+        env={"type": "openspiel", "game": game, "num_envs": 64} | (env or {}),
         policies={"player_0": policy, "player_1": policy},
         algorithm={"type": "ppo", "rollout_length": 16, "epochs": 1, "minibatches": 1, "gamma": 1.0},
         env_steps=1024,
@@ -92,6 +105,58 @@ def pyspiel_value(policy: GamePolicy) -> float:
     return float(expected_game_score.policy_value(state, [policy.to_openspiel()] * 2)[0])
 
 
+@pytest.mark.parametrize("game", ["kuhn_poker", "liars_dice(dice_sides=3)"])
+def test_table_of_a_network_that_sees_observations(game: str, tmp_path: Path) -> None:
+    """By information state, what the network answers to OpenSpiel's observation tensor of a state there. In liar's dice
+    both tensors have the same length."""
+    run = train(tmp_path, game, {"view": "observation"})
+    policy, env = export_game_policy(run.path), OpenSpielEnv(1, game=game, view="observation")
+    folders = [find_target(run.path).weights(name) for name in ("player_0", "player_1")]
+    nets = [read_frozen_member(folder, env, [seat])[0] for seat, folder in enumerate(folders) if folder]
+    seen = 0
+    for state in decisions(pyspiel.load_game(game).new_initial_state()):
+        player, legal = state.current_player(), torch.tensor([state.legal_actions_mask()], dtype=torch.bool)
+        out = nets[player].net(torch.tensor(state.observation_tensor(player))[None, None])[0].detach()
+        row = policy.players[player][state.information_state_string(player)]
+        expected = torch.softmax(out.masked_fill(~legal, -torch.inf), -1)[0, state.legal_actions()]
+        assert list(row.values()) == pytest.approx(expected.tolist(), abs=1e-6)
+        seen += 1
+    assert seen > 20 and evaluate(run.path, episodes=8).metrics["nash_conv"] == policy.nash_conv
+    assert spiel_nash_conv(policy) == pytest.approx(policy.nash_conv, abs=1e-9)
+
+
+def decisions(state: Any) -> Iterator[Any]:
+    """All states below in which a player moves."""
+    if not state.is_chance_node() and not state.is_terminal():
+        yield state
+    for action in [] if state.is_terminal() else state.legal_actions():
+        yield from decisions(state.child(action))
+
+
+def test_population_of_networks_that_see_observations(tmp_path: Path) -> None:
+    """In Leduc poker states of one observation may differ in their legal actions, so that no table by observation
+    plays a member there."""
+    for game in ("kuhn_poker", "leduc_poker"):
+        run = pl.train(
+            env={"type": "openspiel", "game": game, "view": "observation", "num_envs": 32},
+            population={"type": "psro", "iterations": 2, "env_steps": 1024, "games_per_cell": 64},
+            oracle={"type": "net", "policy": {"hidden": [8]}, "algorithm": {"type": "ppo", "rollout_length": 16}},
+            backend={"type": "inline"},
+            root=tmp_path,
+            name=game,
+        )
+        measured = run.metrics["nash_conv"].dropna()
+        assert len(measured) == 3 and measured.between(0.1, 8).all()
+
+
+def test_table_of_the_default_game_is_a_policy_of_openspiel() -> None:
+    """OpenSpiel's `value` of uniform play in Leduc poker, which is the game of an env without the option `game`."""
+    tree = enumerated({"type": "openspiel"})
+    policy = as_game_policy({"type": "openspiel", "num_envs": 4}, tree, uniform_policy(tree))
+    assert policy.env == {"type": "openspiel"} and policy.to_openspiel().game.get_type().short_name == "leduc_poker"
+    assert policy.nash_conv == pytest.approx(4.747222222, abs=1e-6)
+
+
 def test_population_is_exported_as_its_last_mixtures(tmp_path: Path) -> None:
     run = pl.train(
         env={"type": "openspiel", "game": "leduc_poker"},
@@ -122,6 +187,43 @@ def test_policies_without_a_table_say_why(tmp_path: Path) -> None:
         native.to_openspiel()
     done = invoke("publish", "simple_spread", "--out", tmp_path / "x.json")
     assert done.exit_code == 2 and "has no rules here" in plain(done.output)
+
+
+@pytest.mark.parametrize(
+    ("game", "options", "why"),
+    [
+        ("oshi_zumo(coins=4,size=1,horizon=3)", {}, "makes them take turns"),
+        ("kuhn_poker", {"gru_units": 4}, "remembers more than a view says"),
+        ("goofspiel(num_cards=4,imp_info=True,points_order=descending)", {}, "its players move at once"),
+    ],
+)
+def test_eval_says_why_it_computes_no_nash_conv(game: str, options: Any, why: str, tmp_path: Path) -> None:
+    run = train(tmp_path, game, **options)
+    shown = " ".join(plain(invoke("eval", run.path, "--episodes", 8, "--record", "now").output).split())
+    assert why in shown and "NashConv is not computed: " in shown and "--best-response 1000000 finds a lower" in shown
+    assert why in json.loads(invoke("eval", run.path, "--episodes", 8, "--json").output)["no_nash_conv"]
+    assert "no_nash_conv" not in run.evals.columns
+
+
+def test_eval_says_that_a_game_is_too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("palestra.evaluation.vector.MAX_NODES_OF_EVAL", 50)
+    run = train(tmp_path, "kuhn_poker")
+    shown = " ".join(plain(invoke("eval", run.path, "--episodes", 8).output).split())
+    assert "not computed: kuhn_poker has more than 50 nodes, too many for exact values. --best-response" in shown
+
+
+def test_eval_of_a_task_without_rules_does_not_mention_nash_conv() -> None:
+    done = invoke("eval", "simple_spread", "--seats", "*=random", "--episodes", 8)
+    assert done.exit_code == 0 and "NashConv" not in plain(done.output)
+
+
+def test_error_of_openspiel_leaves_the_other_metrics() -> None:
+    def fails(tree: Any) -> Any:
+        raise pyspiel.SpielError("not implemented")
+
+    assert nash_conv_metrics({"type": "openspiel", "game": "kuhn_poker"}, fails, 1000) == {
+        "no_nash_conv": "not implemented"
+    }
 
 
 @pytest.mark.slow

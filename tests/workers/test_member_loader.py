@@ -166,3 +166,14 @@ def test_perfect_recall_table_is_refused_for_ambiguous_observations(tmp_path: Pa
     assert isinstance(even, TableMember) and even.table.tolist() == [[0.5, 0.5]]
     with pytest.raises(ValueError, match="member odd tells apart what looks alike in kuhn_poker"):
         MemberLoader(ENV, blind).member("odd", members, [0])
+
+
+def test_members_play_as_themselves_if_observations_do_not_tell_the_legal_actions(tmp_path: Path) -> None:
+    """No table by observation holds what they do there, whose legal actions are those of the game."""
+    some = TREE.action_mask.copy()
+    some[::2, 1] = False
+    blind = replace(TREE, info_state_tensors=np.zeros_like(TREE.info_state_tensors), action_mask=some)
+    loader, members = MemberLoader(ENV, blind), kept(tmp_path)
+    assert isinstance(loader.member("it", members, [1]), NetMember)
+    assert isinstance(loader.member(UNIFORM_MEMBER, {}, [0]), UniformMember)
+    assert loader.policy("it", members)[::2, 0].tolist() == [1.0] * len(some[::2])

@@ -12,7 +12,7 @@ from palestra.envs.rules.leduc import LeducRules
 from palestra.envs.rules.liars_dice import LiarsDiceRules
 from palestra.envs.rules.tic_tac_toe import TicTacToeRules
 
-__all__ = ["CHANCE", "RULES_BY_ENV", "TERMINAL", "Rules", "rules_for_env", "why_no_rules"]
+__all__ = ["CHANCE", "RULES_BY_ENV", "TERMINAL", "Rules", "may_have_rules", "rules_for_env", "why_no_rules"]
 
 RULES_BY_ENV: dict[str, type[Rules[Any]]] = {
     "kuhn_poker": KuhnRules,
@@ -37,12 +37,17 @@ def rules_for_env(env_type: str, **options: Any) -> Rules[Any] | None:
     if env_type == "openspiel":
         from palestra.envs.vector.openspiel import openspiel_rules
 
-        return openspiel_rules(options.get("game", "leduc_poker"))
+        return openspiel_rules(**{name: options[name] for name in ("game", "view") if name in options})
     if env_type not in RULES_BY_ENV:
         return None
     rules = RULES_BY_ENV[env_type]
     known = inspect.signature(rules).parameters
     return rules(**{name: value for name, value in options.items() if name in known})
+
+
+def may_have_rules(env_type: str) -> bool:
+    """True if the env with this name has rules here, with some options at least."""
+    return env_type == "openspiel" or env_type in RULES_BY_ENV
 
 
 def why_no_rules(env_type: str, **options: Any) -> str:
@@ -52,4 +57,4 @@ def why_no_rules(env_type: str, **options: Any) -> str:
         return ""
     from palestra.envs.vector.openspiel import why_no_openspiel_rules
 
-    return why_no_openspiel_rules(options.get("game", "leduc_poker"))
+    return why_no_openspiel_rules(options["game"]) if "game" in options else why_no_openspiel_rules()

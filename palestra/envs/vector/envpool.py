@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import envpool
 import numpy as np
 
-from palestra.envs.vector.base import Continuous, Discrete, VectorEnv, VectorStep
-from palestra.envs.vector.gymnasium import action_decoder, obs_encoder
+from palestra.envs.vector.base import Discrete, MultiDiscrete, Space, VectorEnv, VectorStep
+from palestra.envs.vector.gymnasium import action_decoder, is_integer_box, obs_encoder
 from palestra.envs.vector.sync_vector import VectorEnvSpec, check_at_least_one, clip_actions, episode_seed
 
 
@@ -25,7 +25,7 @@ class EnvPoolEnv(VectorEnv):
     it makes them, so `reset` makes the pools anew; EnvPool itself derives the seeds of later episodes. The env cannot
     be saved.
 
-    Raises ValueError if EnvPool cannot make the env.
+    Raises ValueError if EnvPool cannot make the env, or if its action masks are not those of one integer of each seat.
     """
 
     name: ClassVar[str] = "envpool"
@@ -37,10 +37,12 @@ class EnvPoolEnv(VectorEnv):
         pool = self._make_pool([0])
         obs, info = pool.reset()
         choice = action_decoder(pool.action_space, id).space
-        self.has_joint_actions = isinstance(choice, Continuous) and np.issubdtype(pool.action_space.dtype, np.integer)
+        self.has_joint_actions = is_integer_box(pool.action_space)
+        kinds: tuple[Space, ...]
         if self.has_joint_actions:
-            assert isinstance(choice, Continuous)
-            kinds = tuple(Discrete(int(high) + 1) for high in choice.high)
+            assert isinstance(choice, MultiDiscrete)
+            kinds = tuple(Discrete(size) for size in choice.sizes)
+            self.first_actions = pool.action_space.low.reshape(-1)
             self.seats = tuple(f"agent_{n}" for n in range(len(kinds)))
         else:
             players = pool.config.get("max_num_players", 1)
@@ -96,7 +98,7 @@ class EnvPoolEnv(VectorEnv):
         """Converts the actions of the games `rows` to EnvPool's layout."""
         if self.is_turn_based:
             return actions[np.arange(len(rows)), self.vector_step.agent_mask[rows].argmax(1)]
-        return actions if self.has_joint_actions else actions.reshape(-1, *actions.shape[2:])
+        return actions + self.first_actions if self.has_joint_actions else actions.reshape(-1, *actions.shape[2:])
 
     def _make_pool(self, seeds: list[int]) -> Any:
         try:
@@ -128,10 +130,17 @@ class EnvPoolEnv(VectorEnv):
         return np.broadcast_to(whole, (rows, len(self.seats), whole.shape[2]))
 
     def _masks(self, obs: Any, info: dict[str, Any]) -> np.ndarray | None:
-        """Returns the action mask [rows, N, A], or None if the env has none of the shape of its actions."""
+        """Returns the action mask [rows, N, A], or None if the env has none. Raises ValueError for a mask of another
+        shape, since forbidden actions would then be taken."""
         mask = obs.get("action_mask") if isinstance(obs, dict) else info.get("legal_action_mask")
-        if mask is None or not isinstance(self.action_spaces[0], Discrete):
+        if mask is None:
             return None
+        sizes = {space.n if isinstance(space, Discrete) else 0 for space in self.action_spaces}
+        size, shape = max(sizes), mask.shape[1:]
+        if sizes != {size} or size == 0 or shape not in ((size,), (len(self.seats), size)):
+            raise ValueError(
+                f'EnvPool\'s "{self.id}" has an action_mask {list(shape)}, which is only heeded for one integer of '
+                "each seat, all of equally many values: choose an env with such actions, or one that masks none"
+            )
         whole = mask if mask.ndim == 3 else mask[:, None]
-        shape = (len(mask), len(self.seats), self.action_spaces[0].n)
-        return np.broadcast_to(whole, shape) if whole.shape[2] == shape[2] else None
+        return np.broadcast_to(whole, (len(mask), len(self.seats), size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import gymnasium
 import numpy as np
@@ -15,6 +15,8 @@ from palestra.envs.vector.subproc_vector import PackageVectorEnv
 from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
 
 MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
+MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are those of a type, which pixels do not come near
+MAX_INTEGER_CHOICES = 4096  # values of all integers of an action together: a network has an output for each
 
 
 class ObsEncoder(NamedTuple):
@@ -38,7 +40,8 @@ class ActionDecoder(NamedTuple):
 def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
     """Returns the encoder of an observation space. Images (at least 36 x 36 pixels, channels first or last) stay images
     with channels last, stacked images become one image with the channels of all; anything else becomes one row float32:
-    discrete values one-hot, uint8 divided by 255.
+    discrete values one-hot, uint8 divided by 255. Images that are not uint8 are scaled from the bounds of their Box to
+    0 to 1, or stay as they are if it has none.
 
     `label` names the seat in errors. Raises ValueError for texts, for spaces without a fixed size, and for images
     within dictionaries and tuples.
@@ -47,7 +50,8 @@ def obs_encoder(space: spaces.Space, label: str) -> ObsEncoder:
         shape, pixels = space.shape, space.dtype == np.uint8 and isinstance(space, spaces.Box)
         if (stored := _image_shape(shape)) is not None:
             encode = np.asarray if stored[0] == shape else partial(_image, order=stored[1], shape=stored[0])
-            return ObsEncoder(stored[0], pixels, encode)
+            scaled = encode if pixels else _unit_scaled(encode, space)
+            return ObsEncoder(stored[0], pixels, scaled)
         if len(shape) == 1 and not pixels:
             return ObsEncoder(shape, False, partial(np.asarray, dtype=np.float32))
         scale = 1 / 255 if pixels else 1.0
@@ -81,9 +85,26 @@ def _image(value: Any, order: tuple[int, ...], shape: tuple[int, int, int]) -> n
     return array.transpose(*range(before), *order).reshape(*array.shape[:before], *shape)
 
 
+def _unit_scaled(encode: Callable[[Any], np.ndarray], space: spaces.Box | spaces.MultiBinary) -> Callable[..., Any]:
+    """Returns `encode` with pixels scaled from the bounds of `space` to 0 to 1, as convolutions want floats; `encode`
+    itself if they are in 0 to 1 already, or have no bounds."""
+    if not isinstance(space, spaces.Box):
+        return encode
+    low, high = float(space.low.min()), float(space.high.max())
+    if (low, high) == (0.0, 1.0) or not 0 < high - low <= MAX_PIXEL_RANGE:
+        return encode
+    return partial(_scaled, encode=encode, low=np.float32(low), scale=np.float32(1 / (high - low)))
+
+
+def _scaled(value: Any, encode: Callable[[Any], np.ndarray], low: np.float32, scale: np.float32) -> np.ndarray:
+    return (encode(value).astype(np.float32) - low) * scale
+
+
 def _joined_encoder(space: spaces.Dict | spaces.Tuple, label: str) -> ObsEncoder:
     """Returns the encoder of a dictionary or tuple: the rows of its parts, one after the other."""
     keys = list(space.spaces) if isinstance(space, spaces.Dict) else list(range(len(space.spaces)))
+    if not keys:
+        raise ValueError(f"{label} sees {space}, which has no part: wrap the env so that it shows a number at least")
     parts = [(key, obs_encoder(space.spaces[key], f"{label}, part {key!r},")) for key in keys]  # type: ignore[index]
     for key, part in parts:
         if len(part.shape) > 1:
@@ -110,8 +131,9 @@ def _flat(space: spaces.Space, value: Any) -> np.ndarray:
 
 
 def action_decoder(space: spaces.Space, label: str) -> ActionDecoder:
-    """Returns the decoder of an action space; `label` names the seat in errors. Raises ValueError for spaces other than
-    Discrete, MultiDiscrete, MultiBinary and bounded Box."""
+    """Returns the decoder of an action space; `label` names the seat in errors. A Box of integers becomes
+    MultiDiscrete. Raises ValueError for spaces other than Discrete, MultiDiscrete, MultiBinary and bounded Box, and for
+    a Box of integers with more than `MAX_INTEGER_CHOICES` values."""
     if isinstance(space, spaces.Discrete):
         return ActionDecoder(Discrete(int(space.n)), partial(_index, start=int(space.start)))
     if isinstance(space, spaces.MultiDiscrete):
@@ -122,10 +144,31 @@ def action_decoder(space: spaces.Space, label: str) -> ActionDecoder:
     if isinstance(space, spaces.MultiBinary):
         sizes = (2,) * int(np.prod(space.shape))
         return ActionDecoder(MultiDiscrete(sizes), partial(_indices, start=0, shape=space.shape, dtype=space.dtype))
+    if is_integer_box(space):
+        return _integer_decoder(space, label)
     if isinstance(space, spaces.Box) and space.is_bounded():
         low, high = (tuple(float(number) for number in bound.reshape(-1)) for bound in (space.low, space.high))
         return ActionDecoder(Continuous(low, high), partial(_box, shape=space.shape, dtype=space.dtype))
     raise ValueError(f"{label} acts in {space}: it must be choices or bounded numbers; wrap the env so that it is")
+
+
+def is_integer_box(space: spaces.Space) -> TypeGuard[spaces.Box]:
+    """True for a Box of integers."""
+    return isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.integer)
+
+
+def _integer_decoder(space: spaces.Box, label: str) -> ActionDecoder:
+    """Returns the decoder of a Box of integers. As real numbers between the bounds they would be cut off, so that the
+    highest one is hardly ever played."""
+    bounds = zip(space.low.reshape(-1).tolist(), space.high.reshape(-1).tolist(), strict=True)
+    sizes = tuple(int(high) - int(low) + 1 for low, high in bounds)
+    if sum(sizes) > MAX_INTEGER_CHOICES:
+        raise ValueError(
+            f"{label} acts in {space}, integers of {sum(sizes):,} values in all, more than {MAX_INTEGER_CHOICES:,}: "
+            "wrap the env so that it takes fewer, or a Box of floats that it rounds itself"
+        )
+    decode = partial(_indices, start=space.low, shape=space.shape, dtype=space.dtype)
+    return ActionDecoder(MultiDiscrete(sizes), decode)
 
 
 def _index(action: np.ndarray, start: int) -> int:
@@ -152,10 +195,17 @@ def with_action_mask(observation: spaces.Space, num_actions: int) -> spaces.Dict
 
 
 def split_action_mask(space: spaces.Space) -> tuple[spaces.Space, bool]:
-    """Returns the observation space without its action mask, and whether it had one."""
-    if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
-        return space["observation"], True
-    return space, False
+    """Returns the observation space without its action mask, and whether it had one. Of a dictionary with an
+    `action_mask` this is the part `observation`, or all other parts if none is called so."""
+    if not isinstance(space, spaces.Dict) or "action_mask" not in space.spaces:
+        return space, False
+    rest = {key: part for key, part in space.spaces.items() if key != "action_mask"}
+    return rest["observation"] if "observation" in rest else spaces.Dict(rest), True
+
+
+def without_action_mask(value: dict[str, Any]) -> Any:
+    """Returns what the encoder of the space of `split_action_mask` reads, from a dictionary with an `action_mask`."""
+    return value.get("observation", value)
 
 
 def can_use_action_mask(has_mask: bool, action_spaces: Sequence[Space], is_multi_agent: bool, label: str) -> bool:
@@ -198,8 +248,9 @@ class GymnasiumGame:
 
     A scalar reward goes to every seat, a list has one entry per seat; likewise for `terminated` and `truncated`. A seat
     that ends before the others does not act again, gets no further reward and keeps its last observation. A seat that
-    is terminated and truncated in one step counts as terminated. `action_mask` and `is_success` of the info are used if
-    the info of the first reset has them.
+    is terminated and truncated in one step counts as terminated. If an observation is a dictionary with an
+    `action_mask`, its other parts are observed (see `split_action_mask`); else `action_mask` of the info is used if the
+    info of the first reset has it, and then every info must. `is_success` is used if that info has it.
     """
 
     def __init__(self, make: Callable[[], gymnasium.Env]) -> None:
@@ -208,18 +259,21 @@ class GymnasiumGame:
         self.action_decoders = [action_decoder(part, "a seat") for part in seat_spaces(self.env.action_space)]
         count = len(self.action_decoders)
         seen = seat_spaces(self.env.observation_space) if several else [self.env.observation_space]
-        self.obs_encoders = [obs_encoder(part, "a seat") for part in seen]
+        split = [split_action_mask(part) for part in seen]
+        self.has_dict_obs = [is_masked for _, is_masked in split]
+        self.obs_encoders = [obs_encoder(part, "a seat") for part, _ in split]
         if len(self.obs_encoders) != count:
             raise ValueError(f"{self.env} has actions for {count} seats and observations for {len(self.obs_encoders)}")
         info = self.env.reset(seed=0)[1]
         self.is_multi_agent = several
+        has_masked_obs, kinds = any(self.has_dict_obs), tuple(choice.space for choice in self.action_decoders)
         self.spec = VectorEnvSpec(
             tuple(f"agent_{n}" for n in range(count)) if several else ("agent",),
             tuple(encoder.shape for encoder in self.obs_encoders),
-            tuple(choice.space for choice in self.action_decoders),
+            kinds,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
             has_action_mask=can_use_action_mask(
-                "action_mask" in info, [choice.space for choice in self.action_decoders], several, str(self.env)
+                has_masked_obs or "action_mask" in info, kinds, several and not has_masked_obs, str(self.env)
             ),
             reports_success="is_success" in info,
             has_seat_terminated=several,
@@ -251,12 +305,33 @@ class GymnasiumGame:
 
     def _build_step(self, seen: Any, info: dict[str, Any], gone: np.ndarray) -> SingleStep:
         """Encodes the observations of all seats except those that had ended before (`gone`)."""
-        parts = zip(self.obs_encoders, seen if self.is_multi_agent else [seen], gone, strict=True)
+        parts = seen if self.is_multi_agent else [seen]
+        plain = [without_action_mask(part) if own else part for part, own in zip(parts, self.has_dict_obs, strict=True)]
+        rows = zip(self.obs_encoders, plain, gone, strict=True)
         return SingleStep(
-            [None if left else encoder.encode(part) for encoder, part, left in parts],
+            [None if left else encoder.encode(part) for encoder, part, left in rows],
             ~self.seats_done,
-            action_mask=[np.asarray(info["action_mask"], bool)] if self.spec.has_action_mask else None,
+            action_mask=self._action_masks(parts, info) if self.spec.has_action_mask else None,
             success=bool(info.get("is_success", False)),
+        )
+
+    def _action_masks(self, parts: Sequence[Any], info: dict[str, Any]) -> list[np.ndarray | None]:
+        """Returns the action mask of each seat; None if it is not known and the game is over. Raises ValueError if the
+        info has none although that of the first reset had."""
+        if any(self.has_dict_obs):
+            kinds = zip(parts, self.has_dict_obs, self.spec.action_spaces, strict=True)
+            return [
+                np.asarray(part["action_mask"], bool) if own else np.ones(space.n, bool)
+                for part, own, space in kinds
+                if isinstance(space, Discrete)
+            ]
+        if "action_mask" in info:
+            return [np.asarray(info["action_mask"], bool)]
+        if self.seats_done.all():
+            return [None]
+        raise ValueError(
+            f"{self.env} gave an action_mask in the info of its first reset and gives none now: give one in "
+            "every info, or in none"
         )
 
 

@@ -22,7 +22,8 @@ TIME_LIMITED_PREFIXES = ("MPE_", "overcooked", "coin_game", "storm")  # envs tha
 class CompiledEnv:
     """One env as pure functions, vectorised and compiled: `reset(keys)` and `step(carry, actions)`.
 
-    The carry of a game is its key, its state and its step count; its output is a dictionary of frame arrays.
+    The carry of a game is its key, its state, its step count and the seats that have terminated (bool [N]); its output
+    is a dictionary of frame arrays.
     """
 
     def __init__(self, id: str, env: Any) -> None:
@@ -49,27 +50,28 @@ class CompiledEnv:
         """Starts an episode from a key; returns its carry and its output."""
         key, here = jax.random.split(key)
         obs, state = self.env.reset(here)
-        return (key, state, jnp.int32(0)), self.observe(obs, state, {})
+        return (key, state, jnp.int32(0), jnp.zeros(len(self.seats), bool)), self.observe(obs, state, {})
 
     def step_one(self, carry: Any, actions: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """Plays one joint step; returns the carry and output (of the next episode if this one ended), and the results
         of the step: rewards, ends and final observations."""
-        key, state, steps = carry
+        key, state, steps, gone = carry
         key, here = jax.random.split(key)
         given = {seat: self._seat_action(n, actions[n]) for n, seat in enumerate(self.seats)}
         obs, state, rewards, done, _ = self.env.step_env(here, state, given)
         over, last = jnp.asarray(done["__all__"], bool), self.observe(obs, state, done)
         cut = over & self._hit_time_limit(state, steps + 1)
         came = {"truncated": cut, "terminated": over & ~cut, "final_obs": last["obs"]}
+        gone = self._terminated_seats(gone, done, over, cut)
         if self.has_seat_terminated:
-            came["seat_terminated"] = self._terminated_seats(done, over, cut)
+            came["seat_terminated"] = gone
         came["rewards"] = jnp.stack([jnp.asarray(rewards[seat], jnp.float32).reshape(()) for seat in self.seats])
         if "state" in last:
             came["final_state"] = last["state"]
         if self.has_scripted_enemies:
             ours, theirs = self._alive(state)
             came["success"] = over & ours & ~theirs
-        going = (key, state, steps + 1), last
+        going = (key, state, steps + 1, gone), last
         carry, shown = jax.tree.map(lambda new, old: jnp.where(over, new, old), self.reset_one(key), going)
         return carry, shown, came
 
@@ -94,10 +96,11 @@ class CompiledEnv:
             return action
         return action[: len(space.low if isinstance(space, Continuous) else space.sizes)]
 
-    def _terminated_seats(self, done: Any, over: Any, cut: Any) -> Any:
-        """Returns the seats that have terminated: those done before the game is over, unless it was truncated."""
-        gone = jnp.stack([jnp.asarray(done.get(seat, False), bool).reshape(()) for seat in self.seats])
-        return jnp.where(over, ~cut, gone)
+    def _terminated_seats(self, gone: Any, done: Any, over: Any, cut: Any) -> Any:
+        """Returns the seats that have terminated: those that had before (`gone`), those that are done before the game
+        is over, and all when it is over without being truncated. JaxMARL calls every seat done at the time limit."""
+        ended = jnp.stack([jnp.asarray(done.get(seat, False), bool).reshape(()) for seat in self.seats])
+        return gone | jnp.where(over, ~cut, ended)
 
     def _alive(self, state: Any) -> tuple[Any, Any]:
         """Returns whether any ally and any enemy of SMAX is alive."""

@@ -18,6 +18,7 @@ from palestra.envs.vector.subproc_vector import PackageVectorEnv
 from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
 
 TensorKind = Literal["information_state", "observation"]
+DEFAULT_GAME = "leduc_poker"
 
 
 class OpenSpielGame:
@@ -31,13 +32,7 @@ class OpenSpielGame:
     def __init__(self, game: str, tensor_kind: TensorKind | None) -> None:
         self.game = _load_game(game)
         seats = self.game.num_players()
-        self.tensor_kind = tensor_kind or (
-            "information_state" if _has(self.game, "information_state") else "observation"
-        )
-        if not _has(self.game, self.tensor_kind):
-            raise ValueError(
-                f'"{game}" has no {self.tensor_kind} tensor, so its seats would see nothing: choose another game'
-            )
+        self.tensor_kind = _tensor_kind(self.game, tensor_kind)
         size = int(np.prod(getattr(self.game, f"{self.tensor_kind}_tensor_shape")()))
         self.spec = VectorEnvSpec(
             tuple(f"player_{n}" for n in range(seats)),
@@ -112,6 +107,15 @@ def _load_game(game: str) -> Any:
     return loaded
 
 
+def _tensor_kind(game: Any, view: TensorKind | None) -> TensorKind:
+    """Returns the tensor that seats see: `view`, by default the information state if the loaded game has its tensor.
+    Raises ValueError if the game has no such tensor."""
+    kind: TensorKind = view or ("information_state" if _has(game, "information_state") else "observation")
+    if not _has(game, kind):
+        raise ValueError(f'"{game}" has no {kind} tensor, so its seats would see nothing: choose another game')
+    return kind
+
+
 def _has(game: Any, tensor: str) -> bool:
     return bool(getattr(game.get_type(), f"provides_{tensor}_tensor"))
 
@@ -127,7 +131,7 @@ class OpenSpielEnv(PackageVectorEnv):
     name: ClassVar[str] = "openspiel"
 
     def __init__(
-        self, num_envs: int = 64, *, game: str = "leduc_poker", view: TensorKind | None = None, num_processes: int = 0
+        self, num_envs: int = 64, *, game: str = DEFAULT_GAME, view: TensorKind | None = None, num_processes: int = 0
     ) -> None:
         super().__init__(partial(OpenSpielGame, game, view), num_envs, num_processes)
 
@@ -147,19 +151,20 @@ class OpenSpielState:
 
 
 class OpenSpielRules(Rules[OpenSpielState]):
-    """Rules of a turn-based OpenSpiel game. `info_state` is the information state tensor, or the observation tensor if
-    the game has none; the texts of actions are their numbers.
+    """Rules of a turn-based OpenSpiel game. `info_state` is the tensor `view`, as in `OpenSpielEnv`; the texts of
+    actions are their numbers.
 
     Information states of games of imperfect information are identified by OpenSpiel's information state string, because
-    the tensor may say less (in dark hex it does not tell when a stone was placed). Raises ValueError for games with
-    simultaneous moves, with chance outcomes that cannot be enumerated, or without tensors.
+    the tensor may say less (in dark hex it does not tell when a stone was placed, and observations leave out the past).
+    Raises ValueError for games with simultaneous moves, with chance outcomes that cannot be enumerated, or without the
+    tensor.
     """
 
-    def __init__(self, game: str) -> None:
+    def __init__(self, game: str = DEFAULT_GAME, view: TensorKind | None = None) -> None:
         self.name, self.game = game, _load_game(game)
         if why := why_not_enumerable(self.game):
             raise ValueError(f'"{game}" cannot be walked through: {why}')
-        self.tensor_kind: TensorKind = "information_state" if _has(self.game, "information_state") else "observation"
+        self.tensor_kind = _tensor_kind(self.game, view)
         kind = self.game.get_type()
         imperfect = kind.information == pyspiel.GameType.Information.IMPERFECT_INFORMATION
         self.has_string_keys = imperfect and bool(kind.provides_information_state_string)
@@ -211,13 +216,13 @@ class TablePolicy(Policy):
         return dict(self.players[player][self.rules.info_state_text(OpenSpielState(state), player)])
 
 
-def openspiel_rules(game: str) -> OpenSpielRules | None:
+def openspiel_rules(game: str = DEFAULT_GAME, view: TensorKind | None = None) -> OpenSpielRules | None:
     """Returns the rules of OpenSpiel's `game`, or None if it cannot be enumerated. Raises ValueError if OpenSpiel
-    cannot load it."""
-    return None if why_not_enumerable(_load_game(game)) else OpenSpielRules(game)
+    cannot load it, or it has no tensor `view`."""
+    return None if why_not_enumerable(_load_game(game)) else OpenSpielRules(game, view)
 
 
-def why_no_openspiel_rules(game: str) -> str:
+def why_no_openspiel_rules(game: str = DEFAULT_GAME) -> str:
     """Returns the reason why OpenSpiel's `game` cannot be enumerated, "" if it can."""
     return why_not_enumerable(_load_game(game))
 

@@ -287,6 +287,8 @@ def test_rules_are_found_by_env_name() -> None:
     assert isinstance(three, KuhnRules) and three.num_players == 3
     spiel = rules_for_env("openspiel", game="tic_tac_toe")
     assert isinstance(spiel, OpenSpielRules) and spiel.name == "tic_tac_toe"
+    seen = rules_for_env("openspiel", game="kuhn_poker", view="observation")
+    assert isinstance(seen, OpenSpielRules) and seen.tensor_kind == "observation"
     assert rules_for_env("openspiel", game="matrix_pd") is None and rules_for_env("simple_spread") is None
     with pytest.raises(ValueError, match="near it: leduc_poker"):
         rules_for_env("openspiel", game="leduc_pocker")
@@ -297,6 +299,17 @@ def test_unsupported_openspiel_games_are_refused() -> None:
         OpenSpielRules("goofspiel")
     with pytest.raises(ValueError, match="draws chance itself"):
         OpenSpielRules("negotiation")
+    with pytest.raises(ValueError, match="no information_state tensor"):
+        OpenSpielRules("tic_tac_toe", "information_state")
+
+
+def test_observations_do_not_change_what_information_states_are() -> None:
+    """In liar's dice of 3 faces both tensors have 12 numbers."""
+    game = "liars_dice(dice_sides=3)"
+    trees = [build_game_tree(OpenSpielRules(game, view)) for view in ("information_state", "observation")]
+    first, second = ((tree.state_player.tolist(), tree.info_state_texts) for tree in trees)
+    assert first == second and trees[0].info_state_tensors.shape == trees[1].info_state_tensors.shape
+    assert not np.array_equal(trees[0].info_state_tensors, trees[1].info_state_tensors)
 
 
 def test_information_states_follow_strings_if_tensors_are_ambiguous() -> None:

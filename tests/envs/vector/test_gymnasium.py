@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,15 @@ from gymnasium import spaces
 from mortal_games import Trio
 
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete
-from palestra.envs.vector.check import check_vector_env
-from palestra.envs.vector.gymnasium import GymnasiumEnv, GymnasiumGame, action_decoder, gymnasium_space, obs_encoder
+from palestra.envs.vector.check import check_vector_env, random_actions
+from palestra.envs.vector.gymnasium import (
+    GymnasiumEnv,
+    GymnasiumGame,
+    action_decoder,
+    gymnasium_space,
+    obs_encoder,
+    split_action_mask,
+)
 from palestra.envs.vector.sync_vector import SyncVectorEnv, episode_seed
 
 
@@ -103,6 +111,118 @@ def test_unsupported_action_masks_are_refused(actions: Any) -> None:
     ):
         GymnasiumGame(lambda: env)
     assert GymnasiumGame(lambda: Masked(spaces.Discrete(2))).spec.has_action_mask
+
+
+class Shop(gymnasium.Env[Any, Any]):
+    """Each of its seats may sell (0), and buy (1) while it has less than 2; 2 is never legal. A mask is part of each
+    observation; a game has 3 steps, and `taken` holds all actions."""
+
+    def __init__(self, seats: int = 0) -> None:
+        stock, mask = spaces.Box(0, 9, (1,), np.float32), spaces.Box(0, 1, (3,), np.int8)
+        self.seats, self.taken = seats, list[Any]()
+        seen, act = spaces.Dict({"action_mask": mask, "stock": stock}), spaces.Discrete(3)
+        self.observation_space = spaces.Tuple([seen] * seats) if seats else seen
+        self.action_space = spaces.Tuple([act] * seats) if seats else act
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.time, self.stocks = 0, list(range(max(1, self.seats)))
+        return self.seen(), {}
+
+    def seen(self) -> Any:
+        each = tuple(
+            {"stock": np.array([n], np.float32), "action_mask": np.array([1, n < 2, 0], np.int8)} for n in self.stocks
+        )
+        return each if self.seats else each[0]
+
+    def step(self, action: Any) -> Any:
+        self.taken.append(action)
+        self.time += 1
+        self.stocks = [n + 1 for n in self.stocks]
+        return self.seen(), 0.0, self.time == 3, False, {}
+
+
+def test_action_mask_in_the_observation_is_heeded() -> None:
+    shop = Shop()
+    env = SyncVectorEnv(lambda: GymnasiumGame(lambda: shop), 1)
+    frame = env.reset(np.array([0]))
+    assert env.observation_shapes == ((1,),) and frame.action_mask is not None
+    for time in range(3):
+        assert frame.obs[0, 0].tolist() == [time] and frame.action_mask[0, 0].tolist() == [True, time < 2, False]
+        frame = env.step(np.array([[2 if time == 0 else 1]], np.int32))
+    assert shop.taken == [0, 1, 0] and frame.terminated[0]
+
+
+def test_each_seat_may_have_an_action_mask_in_its_observation() -> None:
+    def make(games: int) -> SyncVectorEnv:
+        return SyncVectorEnv(partial(GymnasiumGame, partial(Shop, 2)), games)
+
+    check_vector_env(make, steps=20)
+    frame = make(1).reset(np.array([0]))
+    assert frame.action_mask is not None and frame.action_mask[0].tolist() == [[True, True, False]] * 2
+    assert frame.obs[0].tolist() == [[0], [1]]
+
+
+def test_observation_beside_an_action_mask_may_have_several_parts() -> None:
+    mask, numbers = spaces.Box(0, 1, (2,), np.int8), spaces.Box(0, 1, (3,), np.float32)
+    assert split_action_mask(numbers) == (numbers, False)
+    assert split_action_mask(spaces.Dict({"action_mask": mask, "observation": numbers})) == (numbers, True)
+    rest, is_masked = split_action_mask(spaces.Dict({"action_mask": mask, "a": numbers, "b": spaces.Discrete(2)}))
+    assert is_masked and obs_encoder(rest, "").shape == (5,)
+    with pytest.raises(ValueError, match=r"x sees .* which has no part"):
+        obs_encoder(split_action_mask(spaces.Dict({"action_mask": mask}))[0], "x")
+
+
+class Forgetful(Masked):
+    """Gives no mask after the reset; ends after 2 steps, or with `ends` after the first."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__(spaces.Discrete(2))
+        self.ends = ends
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), 0.0, self.ends, False, {}
+
+
+def test_missing_action_mask_is_reported() -> None:
+    """At the end of a game nobody needs it."""
+    env = SyncVectorEnv(partial(GymnasiumGame, partial(Forgetful, True)), 1)
+    env.reset(np.array([0]))
+    frame = env.step(np.zeros((1, 1), np.int32))
+    assert frame.terminated[0] and frame.action_mask is not None and frame.action_mask.tolist() == [[[True, False]]]
+    game = GymnasiumGame(partial(Forgetful, False))
+    game.reset(0)
+    with pytest.raises(ValueError, match="gave an action_mask in the info of its first reset and gives none now"):
+        game.step(np.zeros(1, np.int32))
+
+
+class Switches(gymnasium.Env[Any, Any]):
+    """Takes integers, and keeps them."""
+
+    observation_space = spaces.Box(0, 1, (1,), np.float32)
+    action_space = spaces.Box(np.array([-1, 5]), np.array([1, 6]), dtype=np.int64)
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        self.taken.append(tuple(action.tolist()))
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def test_box_of_integers_is_played_as_choices() -> None:
+    """Uniform play takes all six equally often."""
+    switches = Switches()
+    env = SyncVectorEnv(lambda: GymnasiumGame(lambda: switches), 1)
+    assert env.action_spaces == (MultiDiscrete((3, 2)),)
+    rng, frame = np.random.default_rng(0), env.reset(np.array([0]))
+    for _ in range(600):
+        frame = env.step(random_actions(env, frame, rng))
+    counts = Counter(switches.taken)
+    assert set(counts) == {(a, b) for a in (-1, 0, 1) for b in (5, 6)} and min(counts.values()) > 60
 
 
 class Bargain(gymnasium.Env[Any, Any]):
@@ -211,6 +331,22 @@ def test_every_observation_space_is_encoded() -> None:
         obs_encoder(spaces.Sequence(spaces.Discrete(2)), "x")
 
 
+def test_images_of_floats_are_scaled_from_their_bounds() -> None:
+    """To 0 to 1, as convolutions want them; where there are no bounds they are left as they are."""
+    shape = (84, 84, 3)
+    pixels = np.random.default_rng(0).uniform(0, 255, shape).astype(np.float32)
+    view = obs_encoder(spaces.Box(0, 255, shape, np.float32), "")
+    assert view.shape == shape and not view.is_uint8
+    assert np.allclose(view.encode(pixels), pixels / 255, atol=1e-6) and view.encode(pixels).dtype == np.float32
+    assert np.allclose(view.encode(np.stack([pixels, pixels]))[1], pixels / 255, atol=1e-6)
+    signed = obs_encoder(spaces.Box(-1, 1, (3, 84, 84), np.float64), "")
+    assert np.allclose(signed.encode(pixels.transpose(2, 0, 1) / 127.5 - 1), pixels / 255, atol=1e-6)
+    depth = obs_encoder(spaces.Box(0, 4000, (40, 40), np.int32), "")
+    assert depth.encode(np.full((40, 40), 1000)).tolist() == np.full((40, 40, 1), 0.25).tolist()
+    for low, high in ((0, 1), (-np.inf, np.inf), (0, 1e30)):
+        assert np.array_equal(obs_encoder(spaces.Box(low, high, shape, np.float32), "").encode(pixels), pixels)
+
+
 def test_every_action_space_is_decoded() -> None:
     shifted = action_decoder(spaces.Discrete(4, start=-1), "")
     assert shifted.space == Discrete(4) and [shifted.decode(np.int32(a)) for a in (0, 3)] == [-1, 2]
@@ -221,8 +357,16 @@ def test_every_action_space_is_decoded() -> None:
     assert switches.space == MultiDiscrete((2, 2)) and switches.decode(np.array([0, 1])).tolist() == [0, 1]
     box = action_decoder(spaces.Box(np.array([0, -1]), np.array([1, 3]), dtype=np.float64), "")
     assert box.space == Continuous((0.0, -1.0), (1.0, 3.0)) and box.decode(np.array([1, 2, 9])).dtype == np.float64
+    integers = action_decoder(spaces.Box(np.array([[0], [200]]), np.array([[2], [203]]), dtype=np.uint8), "")
+    assert integers.space == MultiDiscrete((3, 4))
+    assert integers.decode(np.array([2, 3], np.int32)).tolist() == [[2], [203]]
+    assert integers.decode(np.array([2, 3], np.int32)).dtype == np.uint8
     with pytest.raises(ValueError, match="choices or bounded numbers"):
         action_decoder(spaces.Box(-np.inf, np.inf, (1,)), "x")
+    with pytest.raises(ValueError, match=r"x acts in Box.*integers of 21,675 values in all, more than 4,096: wrap"):
+        action_decoder(spaces.Box(0, 254, (85,), np.uint8), "x")
+    with pytest.raises(ValueError, match="integers of 18,446,744,073,709,551,616 values"):
+        action_decoder(spaces.Box(-(2**63), 2**63 - 1, (1,), np.int64), "x")
 
 
 @pytest.mark.parametrize("space", [Discrete(3), MultiDiscrete((2, 5)), Continuous((-1.0, 0.0), (1.0, 2.0))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
+from collections.abc import Collection
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from palestra.envs.vector.gymnasium import (
     flat_box_size,
     obs_encoder,
     split_action_mask,
+    without_action_mask,
 )
 from palestra.envs.vector.subproc_vector import PackageVectorEnv
 from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
@@ -29,7 +31,8 @@ CHECK_WRAPPERS = (AssertOutOfBoundsWrapper, OrderEnforcingWrapper)
 
 class _PettingZooGame:
     """Base of parallel and turn-based envs. If an observation is a dictionary with an `action_mask`, its `observation`
-    is used; the mask may also be in the info. With `state` the env's global state is used if it is one-dimensional."""
+    is used, or all other parts if none is called so; the mask may also be in the info. With `state` the env's global
+    state is used if it is one-dimensional."""
 
     def __init__(self, env: Any, infos: dict[Any, dict[str, Any]], state: bool) -> None:
         self.env = env
@@ -54,9 +57,7 @@ class _PettingZooGame:
             ),
             has_seat_terminated=len(self.agents) > 1,
         )
-        self.terminated_agents: set[Any] = (
-            set()
-        )  # agents terminated in the current episode; `truncated_agents`: those truncated
+        self.terminated_agents: set[Any] = set()  # in the current episode
         self.truncated_agents: set[Any] = set()
         self.has_plain_obs = (
             not any(self.has_dict_obs) and not self.spec.has_action_mask
@@ -64,7 +65,7 @@ class _PettingZooGame:
 
     def encode_seat(self, seat: int, seen: Any, info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns observation and action mask (None if the env has no masks) of one seat."""
-        observation = self.obs_encoders[seat].encode(seen["observation"] if self.has_dict_obs[seat] else seen)
+        observation = self.obs_encoders[seat].encode(without_action_mask(seen) if self.has_dict_obs[seat] else seen)
         space = self.spec.action_spaces[seat]
         if not self.spec.has_action_mask or not isinstance(space, Discrete):
             return observation, None
@@ -88,6 +89,16 @@ class _PettingZooGame:
         self.terminated_agents.update(agent for agent, flag in terminated.items() if flag)
         self.truncated_agents -= self.terminated_agents
 
+    def check_ended_stay_away(self, live: Collection[Any]) -> None:
+        """Raises ValueError if one of the agents `live`, which act next, has ended before: PettingZoo forbids it, and
+        algorithms use 0 as the future of an agent that has terminated."""
+        if back := (self.terminated_agents | self.truncated_agents).intersection(live):
+            raise ValueError(
+                f"{self.env} lets agent {min(map(str, back))} act again after it ended, which PettingZoo forbids: "
+                "terminate or truncate an agent only when it is gone for the rest of the episode; one that waits may "
+                "have an action without effect"
+            )
+
     def write_ends(self, step: SingleStep, over: bool) -> None:
         """Writes which agents have terminated and, if the game is `over`, whether it was terminated or truncated."""
         step.seat_terminated = (
@@ -101,9 +112,10 @@ class _PettingZooGame:
 
 
 class ParallelGame(_PettingZooGame):
-    """A parallel env. An agent that was terminated or truncated does not act again and gets no further reward; if a
-    step reports both, it was terminated. The game is over when the last agent has ended, and truncated if any agent
-    was."""
+    """A parallel env. An agent that was terminated or truncated does not act again; if a step reports both, it was
+    terminated. One that was terminated gets no further reward, one that was truncated what the env still pays it. The
+    game is over when the last agent has ended, and truncated if any agent was. Raises ValueError if an agent that has
+    ended acts again."""
 
     def __init__(self, env: Any, state: bool = False) -> None:
         super().__init__(env, env.reset(seed=0)[1], state)
@@ -122,6 +134,7 @@ class ParallelGame(_PettingZooGame):
             {agent for agent in rewards if agent not in self.terminated_agents} if self.terminated_agents else rewards
         )
         live = {agent for agent in seen if not (terminated.get(agent, False) or truncated.get(agent, False))}
+        self.check_ended_stay_away(live)
         self.record_ended(terminated, truncated)
         step = self._build_step(seen, infos, live)
         step.rewards = [float(rewards[agent]) if agent in earning else 0.0 for agent in self.agents]
@@ -148,8 +161,9 @@ class ParallelGame(_PettingZooGame):
 
 
 class AECGame(_PettingZooGame):
-    """A turn-based (AEC) env. Only the agent that acts gets a new observation, and all agents at the end of the game.
-    Rewards are those of the step in which they occur, for all agents."""
+    """A turn-based (AEC) env. Only the agent that acts gets a new observation, and all agents at the beginning and the
+    end of the game. Rewards are those of the step in which they occur, for all agents. Raises ValueError if an agent
+    that has ended acts again."""
 
     def __init__(self, env: Any, state: bool = False) -> None:
         env.reset(seed=0)
@@ -158,7 +172,7 @@ class AECGame(_PettingZooGame):
     def reset(self, seed: int) -> SingleStep:
         self.clear_ended()
         self.env.reset(seed=seed)
-        return self._build_step(list(self.agents))
+        return self._build_step(list(self.env.agents))  # others join later
 
     def step(self, actions: np.ndarray) -> SingleStep:
         env, seat = self.env, self.agents.index(self.env.agent_selection)
@@ -168,6 +182,8 @@ class AECGame(_PettingZooGame):
         over = all(env.terminations[agent] or env.truncations[agent] for agent in env.agents)
         while not over and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
             env.step(None)  # removes an agent that has ended
+        if not over:
+            self.check_ended_stay_away([env.agent_selection])
         step = self._build_step(list(env.agents) if over else [env.agent_selection])
         step.rewards = rewards
         self.write_ends(step, over)

@@ -122,6 +122,12 @@ def test_continuous_actions_are_clipped() -> None:
     assert np.array_equal(one, env.step(np.full((1, 1, 1), 2, np.float32)).obs)
 
 
+@pytest.mark.parametrize("id", ["Minesweeper-v0", "Tetris-v0"])
+def test_masks_of_several_integers_together_are_refused(id: str) -> None:
+    with pytest.raises(ValueError, match=r"has an action_mask .*, which is only heeded for one integer of each seat"):
+        EnvPoolEnv(1, id=id)
+
+
 def test_invalid_options_are_refused() -> None:
     with pytest.raises(ValueError, match='cannot make "Pang-v5"'):
         EnvPoolEnv(1, id="Pang-v5")

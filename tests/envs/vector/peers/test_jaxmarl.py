@@ -10,11 +10,14 @@ import pytest
 
 with warnings.catch_warnings(action="ignore"):
     import jax
+    import jax.numpy as jnp
     import jaxmarl
+    from jaxmarl.environments import spaces
 
+    from palestra.envs.vector import jaxmarl as adapter
     from palestra.envs.vector.base import Continuous, Discrete
     from palestra.envs.vector.check import check_vector_env, random_actions
-    from palestra.envs.vector.jaxmarl import JaxMarlEnv
+    from palestra.envs.vector.jaxmarl import CompiledEnv, JaxMarlEnv
 
 pytestmark = pytest.mark.peers
 
@@ -72,6 +75,51 @@ def test_time_limit_may_terminate_instead_of_truncate() -> None:
     env.reset(np.arange(2))
     ends = [env.step(np.zeros((2, 3), np.int32)).copy() for _ in range(26)]
     assert ends[-1].terminated.all() and not any(frame.truncated.any() for frame in ends)
+
+
+class Parting:
+    """Agent "early" dies at its first step, and "late" after `dies` steps; the time limit is 4. Both are paid 0."""
+
+    agents = ("early", "late")
+    max_steps = 4
+
+    def __init__(self, dies: int) -> None:
+        self.dies = dies
+
+    def action_space(self, agent: str) -> Any:
+        return spaces.Discrete(2)
+
+    def get_avail_actions(self, state: Any) -> Any:
+        raise NotImplementedError
+
+    def reset(self, key: Any) -> Any:
+        return self.seen(jnp.int32(0)), jnp.int32(0)
+
+    def seen(self, time: Any) -> Any:
+        return {agent: jnp.full(1, time, jnp.float32) for agent in self.agents}
+
+    def step_env(self, key: Any, time: Any, actions: Any) -> Any:
+        time = time + 1
+        over = time >= jnp.minimum(self.max_steps, self.dies)  # then JaxMARL's envs call all agents done
+        done = {"early": time >= 1, "late": over, "__all__": over}
+        return self.seen(time), time, dict.fromkeys(self.agents, 0.0), done, {}
+
+
+@pytest.mark.parametrize("dies", [3, 9])
+def test_seat_that_died_before_the_time_limit_stays_terminated(dies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit the other is truncated; a game of all dead is terminated for both."""
+    monkeypatch.setattr(adapter, "compiled_env", lambda *_: CompiledEnv("toy", Parting(dies)))
+    length = min(4, dies)
+    check_vector_env(lambda games: JaxMarlEnv(games, id="toy"), num_envs=2, steps=10)
+    env = JaxMarlEnv(2, id="toy")
+    env.reset(np.arange(2))
+    for time in range(1, 2 * length + 1):
+        frame, last = env.step(np.zeros((2, 2), np.int32)), time % length == 0
+        assert frame.done.tolist() == [last] * 2
+        assert frame.terminated.tolist() == [last and dies < 4] * 2
+        assert frame.truncated.tolist() == [last and dies > 4] * 2
+        assert frame.seat_terminated is not None
+        assert frame.seat_terminated.tolist() == [[True, last and dies < 4]] * 2
 
 
 def test_marines_win_by_shooting_first_and_lose_by_standing() -> None:

@@ -1,0 +1,86 @@
+"""Action masks of EnvPool's envs, on a stand-in for the package, which is not among those of the fast tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+
+class Pool:
+    """A pool of games that show one number and a mask, and take an action of `action_space`."""
+
+    def __init__(self, games: int, action_space: spaces.Space[Any], mask: Any) -> None:
+        self.action_space, self.config, self.sent = action_space, SimpleNamespace(get=lambda name, default: default), []
+        self.seen = {"number": np.zeros((games, 1), np.float32)}
+        if mask is not None:
+            self.seen["action_mask"] = np.broadcast_to(np.asarray(mask, bool), (games, *np.shape(mask)))
+
+    def reset(self, rows: Any = None) -> Any:
+        return self.seen, {}
+
+    def send(self, actions: np.ndarray) -> None:
+        self.sent.append(actions.copy())
+
+    def recv(self) -> Any:
+        games = len(self.seen["number"])
+        return self.seen, np.zeros(games, np.float32), np.zeros(games, bool), np.zeros(games, bool), {}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes an EnvPoolEnv of 2 games of a given action space and mask."""
+    package: Any = ModuleType("envpool")
+    monkeypatch.setitem(sys.modules, "envpool", package)
+    monkeypatch.delitem(sys.modules, "palestra.envs.vector.envpool", raising=False)
+    from palestra.envs.vector.envpool import EnvPoolEnv
+
+    def made(action_space: spaces.Space[Any], mask: Any) -> EnvPoolEnv:
+        package.make_gymnasium = lambda id, num_envs, env_seed: Pool(num_envs, action_space, mask)
+        return EnvPoolEnv(2, id="Toy-v0")
+
+    yield made
+    sys.modules.pop("palestra.envs.vector.envpool")
+
+
+@pytest.mark.parametrize(
+    ("action_space", "mask"),
+    [
+        (spaces.Box(0, np.array([3, 9]), (2,), np.int32), np.ones((4, 10))),  # Tetris: rotation and column
+        (spaces.Box(0, 9, (2,), np.int32), np.ones((10, 10))),  # Minesweeper: row and column
+        (spaces.Box(0, 8, (3,), np.int32), np.ones((9, 9, 9))),  # Sudoku
+        (spaces.MultiDiscrete([2, 3]), np.ones(5)),
+        (spaces.Box(-1, 1, (2,), np.float32), np.ones(2)),
+        (spaces.Discrete(3), np.ones(4)),
+        (spaces.Box(0, 2, (2,), np.int32), np.ones((2, 4))),
+    ],
+)
+def test_masks_that_fit_no_seat_are_refused(make: Any, action_space: Any, mask: Any) -> None:
+    with pytest.raises(ValueError, match=r'"Toy-v0" has an action_mask \[.*heeded for one integer of each seat'):
+        make(action_space, mask)
+
+
+def test_masks_of_seats_are_heeded(make: Any) -> None:
+    env = make(spaces.Box(1, 3, (2,), np.int32), [[1, 0, 1], [0, 0, 1]])  # integers of two agents, from 1 on
+    frame = env.reset(np.arange(2))
+    assert env.seats == ("agent_0", "agent_1") and [space.n for space in env.action_spaces] == [3, 3]
+    assert frame.action_mask is not None and frame.action_mask[1].tolist() == [
+        [True, False, True],
+        [False] * 2 + [True],
+    ]
+    env.step(np.array([[0, 1], [2, 2]], np.int32))
+    assert env.pools[0][0].sent[0].tolist() == [[1, 3], [3, 3]]
+    single = make(spaces.Discrete(3), [1, 0, 1]).reset(np.arange(2))
+    assert single.action_mask.tolist() == [[[True, False, True]]] * 2
+
+
+def test_env_without_masks(make: Any) -> None:
+    assert make(spaces.Discrete(3), None).reset(np.arange(2)).action_mask is None

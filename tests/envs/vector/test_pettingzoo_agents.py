@@ -1,0 +1,117 @@
+"""Agents of PettingZoo's envs that come back, come late, or are paid after they were truncated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from mortal_games import Parting, PartingTurns
+
+from palestra.envs.vector.pettingzoo.games import AECGame, ParallelGame
+from palestra.envs.vector.sync_vector import SyncVectorEnv
+
+
+class Returns(Parting):
+    """Its agent "early" ends with the first step and acts again from step 3 on, paid 1 in every step."""
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
+        result = super().step(actions)
+        if self.time != 2:
+            return result
+        self.agents = list(self.possible_agents)
+        return self.seen(), *(part | {"early": part["late"]} for part in result[1:])
+
+
+class ReturnsInTurns(PartingTurns):
+    """The same in turns."""
+
+    def step(self, action: Any) -> None:
+        super().step(action)
+        if "early" not in self.agents:
+            self.agents.append("early")
+            self.terminations["early"] = self.truncations["early"] = False
+            self.rewards["early"], self.infos["early"] = 1.0, {}
+            self.agent_selection = "early"
+
+
+@pytest.mark.parametrize("flags", ["terminated", "truncated"])
+@pytest.mark.parametrize(("adapter", "env", "steps"), [(ParallelGame, Returns, 2), (AECGame, ReturnsInTurns, 1)])
+def test_agent_that_acts_after_its_end_is_refused(adapter: Any, env: Any, steps: int, flags: str) -> None:
+    game = adapter(env(flags))
+    game.reset(0)
+    for _ in range(steps - 1):
+        assert not game.step(np.zeros(2, np.int32)).terminated
+    with pytest.raises(ValueError, match="lets agent early act again after it ended, which PettingZoo forbids"):
+        game.step(np.zeros(2, np.int32))
+    game.reset(1)  # everybody acts in the next game
+
+
+class PaysOn(Parting):
+    """Pays "early" 1 in every step, also after its end."""
+
+    def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
+        seen, rewards, *rest = super().step(actions)
+        return seen, rewards | {"early": 1.0}, *rest
+
+
+@pytest.mark.parametrize(("flags", "paid"), [("terminated", 1), ("truncated", 4), ("terminated truncated", 1)])
+def test_rewards_after_the_end_of_an_agent_are_those_of_truncated_agents(flags: str, paid: int) -> None:
+    env = SyncVectorEnv(lambda: ParallelGame(PaysOn(flags, length=4)), 1)
+    env.reset(np.array([0]))
+    rewards = [env.step(np.zeros((1, 2), np.int32)).rewards[0].copy() for _ in range(4)]
+    assert np.sum(rewards, 0).tolist() == [paid, 0]
+
+
+class Joins(PartingTurns):
+    """Agent "late" joins with the first move of "early", which stays."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        super().reset(seed, options)
+        self.agents = ["early"]
+        for values in (self.rewards, self._cumulative_rewards, self.terminations, self.truncations, self.infos):
+            del values["late"]
+
+    def observe(self, agent: str) -> np.ndarray:
+        assert agent in self.agents
+        return super().observe(agent)
+
+    def step(self, action: Any) -> None:
+        self.agents, self.time = list(self.possible_agents), self.time + 1
+        self.rewards = dict.fromkeys(self.agents, 1.0)
+        self.infos = {agent: {} for agent in self.agents}
+        self.terminations = dict.fromkeys(self.agents, self.time >= 4)
+        self.truncations = dict.fromkeys(self.agents, False)
+        self.agent_selection = self.agents[self.time % 2]
+
+
+def test_agent_that_joins_a_turn_based_game_later() -> None:
+    env = SyncVectorEnv(lambda: AECGame(Joins()), 1)
+    frame = env.reset(np.array([0]))
+    assert frame.agent_mask.tolist() == [[True, False]] and frame.obs.tolist() == [[[1, 0], [0, 0]]]
+    frame = env.step(np.zeros((1, 2), np.int32))
+    assert frame.agent_mask.tolist() == [[False, True]] and frame.obs.tolist() == [[[1, 0], [0, 1]]]
+    assert frame.rewards.tolist() == [[1, 1]]
+    done = [bool(env.step(np.zeros((1, 2), np.int32)).terminated[0]) for _ in range(3)]
+    assert done == [False, False, True]
+
+
+class Parts(Parting):
+    """Shows two parts beside the action mask, none of them called observation; action 1 is illegal."""
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        mask = spaces.Box(0, 1, (2,), np.int8)
+        return spaces.Dict({"action_mask": mask, "place": spaces.Discrete(2), "time": spaces.Box(0, 9, (1,))})
+
+    def seen(self) -> dict[str, Any]:
+        shown = {"action_mask": np.array([1, 0], np.int8), "time": np.array([self.time], np.float32)}
+        return {agent: shown | {"place": self.possible_agents.index(agent)} for agent in self.agents}
+
+
+def test_all_parts_beside_an_action_mask_are_observed() -> None:
+    env = SyncVectorEnv(lambda: ParallelGame(Parts()), 1)
+    frame = env.reset(np.array([0]))
+    assert env.observation_shapes == ((3,), (3,)) and frame.action_mask is not None
+    assert frame.action_mask.tolist() == [[[True, False]] * 2]
+    assert frame.obs.tolist() == [[[1, 0, 0], [0, 1, 0]]]

@@ -1,0 +1,68 @@
+"""Learned responses: returns with the error that exact play has, and the algorithm that trains a response."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+import palestra as pl
+from palestra.evaluation.best_response import NUM_ENVS, _mean_returns, _response_tree, learn_best_responses
+from palestra.evaluation.game_policy import enumerated, policy_table
+from palestra.evaluation.target import find_target
+from palestra.evaluation.vector import open_vector_eval
+from palestra.tabular.game_tree import end_probabilities, realization_plan
+
+
+def train(root: Path, env: str, **algorithm: object) -> Path:
+    """A run of one rollout, in which a network hardly learns."""
+    run = pl.train(
+        env={"type": env, "num_envs": 32},
+        policies={"default": {"type": "net", "hidden": [8], "lr": 1e-3}},
+        algorithm={"type": "ppo", "rollout_length": 16} | algorithm,
+        env_steps=512,
+        root=root,
+        name="duel",
+    )
+    return run.path
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_mean_return_and_its_error_are_those_of_exact_play(greedy: bool, tmp_path: Path) -> None:
+    """Mean and variance of a game's return follow from the tree. The error from 10 batches has 9 degrees of freedom, so
+    that it is between 0.33 and 1.8 times the true one in 999 of 1,000 evaluations."""
+    target, episodes = find_target(train(tmp_path, "leduc_poker")), 2_000
+    with open_vector_eval(target, {}, {}, num_envs=NUM_ENVS, greedy=greedy) as setup:
+        tree = enumerated(setup.env_config)
+        policy = policy_table(target, setup.env, tree, setup.policy_names, greedy)
+        found = _mean_returns(setup.env, setup.players(setup.policy_names), episodes, 0)
+    likely = end_probabilities(tree, realization_plan(tree, policy))
+    exact = likely @ tree.returns
+    errors = ((likely @ tree.returns**2 - exact**2) / episodes) ** 0.5
+    assert errors.min() > 0.01
+    for (mean, stderr), value, error in zip(found, exact, errors, strict=True):
+        assert mean == pytest.approx(value, abs=4 * error)
+        assert 0.33 < stderr / error < 1.8
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "response"),
+    [
+        ({"type": "trpo"}, "trpo"),
+        ({"type": "pqn"}, "pqn"),
+        ({"type": "pqn", "mixer": "vdn"}, "pqn"),
+        ({"type": "qmix"}, "ppo"),
+        ({"type": "nfsp"}, "ppo"),
+    ],
+)
+def test_response_is_trained_by_the_algorithm_of_the_run(
+    algorithm: dict[str, str], response: str, tmp_path: Path
+) -> None:
+    run = train(tmp_path, "kuhn_poker", **algorithm)
+    with open_vector_eval(find_target(run), {}, {}, num_envs=4, greedy=False) as setup:
+        assert _response_tree(setup, "player_0", 512, 0)["algorithm"]["type"] == response
+    if response == "ppo":
+        return  # which other tests train
+    found = learn_best_responses(run, steps=512, episodes=20)
+    assert [one.player for one in found] == ["player_0", "player_1"] and all(math.isfinite(one.gain) for one in found)
