@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from palestra.losses.critics import td_target
+
 ILLEGAL_VALUE = -1e9  # value of an illegal action in the argmax
 
 
@@ -40,9 +42,8 @@ def next_value(target_q: Tensor, online_q: Tensor, action_mask: Tensor | None) -
 
 
 def q_target(reward: Tensor, discount: Tensor, next_values: Tensor) -> Tensor:
-    """One-step TD target [...]: the reward plus the discounted next value `next_values`. `discount` is 0 where the game
-    terminated."""
-    return (reward + discount * next_values).detach()
+    """One-step TD target [...] as `td_target` of `palestra.losses.critics`, without gradients."""
+    return td_target(reward, discount, next_values).detach()
 
 
 def q_loss(q: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

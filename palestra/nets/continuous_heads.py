@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from palestra.envs.vector.base import Continuous
-from palestra.nets.heads import ActionHead, GaussianHead
+from palestra.nets.heads import ActionHead, GaussianHead, half_widths
 from palestra.nets.on_device import constant, exponential_like, normal_like
 from palestra.nets.seat_mapping import SeatMapping
 
@@ -35,15 +35,16 @@ class BoundedHead(ActionHead):
                 "the env finite bounds, or train with ppo or a2c"
             )
         self.width = len(space.low)
-        self.middle, self.half_width = (low + high) / 2, (high - low) / 2
+        self.middle, self.half_width = (low + high) / 2, half_widths(low, high)
 
     def from_unit(self, unit: Tensor) -> Tensor:
         """Returns actions of the space from units [..., D]."""
         return self.middle + self.half_width * unit
 
     def to_unit(self, action: Tensor) -> Tensor:
-        """Returns units from actions of the space [..., D], the inverse of `from_unit`."""
-        return (action - self.middle) / self.half_width
+        """Returns actions [..., D] as units, the inverse of `from_unit`; those outside the space as the bound to which
+        the env clips them."""
+        return ((action - self.middle) / self.half_width).clamp(-1, 1)
 
     @abstractmethod
     def perturb(self, out: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,6 +123,12 @@ class MultiCategoricalHead(ActionHead):
         return torch.stack([logp for logp, _ in scores]).sum(0), torch.stack([entropy for _, entropy in scores]).sum(0)
 
 
+def half_widths(low: Tensor, high: Tensor) -> Tensor:
+    """Returns half the width of each number of a space [D]; 1 for a number with a single value, to which the env clips
+    whatever is played."""
+    return torch.where(high > low, (high - low) / 2, 1.0)
+
+
 class GaussianHead(ActionHead):
     """Independent Gaussians in half-widths of the space (1 around 0 where it is unbounded); the env clips actions
     outside."""
@@ -135,7 +141,7 @@ class GaussianHead(ActionHead):
         low, high = torch.tensor(space.low), torch.tensor(space.high)
         self.bounded = torch.isfinite(high - low)
         self.middle = torch.where(self.bounded, (low + high) / 2, 0.0)
-        self.half_width = torch.where(self.bounded, (high - low) / 2, 1.0)
+        self.half_width = torch.where(self.bounded, half_widths(low, high), 1.0)
 
     def to_unit(self, action: Tensor) -> Tensor:
         """Returns actions of the space [..., D] as half-widths around its middle, clamped to its bounds."""

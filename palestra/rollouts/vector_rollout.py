@@ -38,7 +38,11 @@ class VectorRollout:
 
     def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
         """Returns a batch of `steps` joint steps of every game, a deterministic function of `seed` and the games'
-        current states. Raises RunFailed if the env raises, or returns a reward that is not finite."""
+        current states. Raises RunFailed if the env raises, or returns a reward that is not finite.
+
+        Actions are recorded as the policies chose them, not as the env clips them to its spaces: a log-probability is
+        that of the chosen action. What evaluates the action that the env took encodes it clipped
+        (`palestra.nets.heads.encode_actions`, `palestra.nets.continuous_heads.encode_action`)."""
         batch, endings = self._buffers(steps), FinalObservations()
         for player in players:
             player.reset_rng(derive_seed(seed, player.name))
@@ -199,10 +203,16 @@ def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:
 
 
 def nonfinite_loss_advice(env: VectorEnv, batch: RolloutBatch) -> str:
-    """Returns advice for a loss of this batch that is not finite; observations or rewards may be its cause."""
-    if not np.isfinite(batch.obs).all():
-        seat = env.seats[np.argwhere(~np.isfinite(batch.obs))[0][2]]
-        return f'Env "{_name(env)}" shows seat "{seat}" observations that are not finite numbers: mend the env'
+    """Returns advice for a loss of this batch that is not finite; observations or rewards may be its cause.
+
+    Of final observations those of games that terminated for all seats are left out: no value is computed from them."""
+    valued = batch.final_obs[~batch.seats_terminated[batch.end_index].all(-1)]
+    for shown, seat_axis, when in ((batch.obs, 2, ""), (valued, 1, " at the end of a truncated game")):
+        if not np.isfinite(shown).all():
+            seat = env.seats[np.argwhere(~np.isfinite(shown))[0][seat_axis]]
+            return (
+                f'Env "{_name(env)}" shows seat "{seat}" observations{when} that are not finite numbers: mend the env'
+            )
     if (largest := float(np.abs(batch.rewards).max(initial=0.0))) > LARGE_REWARD:
         return f"Rewards are as large as {largest:.3g}: scale them down in the env"
     return "A smaller learning rate, or a lower bound on the gradient (max_grad_norm), may help"

@@ -9,7 +9,7 @@ from torch.distributions import AffineTransform, Normal, TanhTransform, Transfor
 
 from palestra.envs.vector.base import Continuous, Discrete
 from palestra.nets.continuous_heads import ActionEncoder, SquashedHead, TanhHead, gumbel_softmax, one_hot
-from palestra.nets.heads import MASKED_LOGIT, CategoricalHead
+from palestra.nets.heads import MASKED_LOGIT, CategoricalHead, GaussianHead
 from palestra.nets.seat_mapping import SeatMapping
 
 SPACE = Continuous((-2.0, 0.0, -1.0), (2.0, 5.0, 1.0))
@@ -91,6 +91,20 @@ def test_mode_is_the_squashed_mean():
 def test_unbounded_space_is_refused(head):
     with pytest.raises(ValueError, match="finite bounds"):
         head(Continuous((-math.inf,), (1.0,)))
+
+
+@pytest.mark.parametrize("kind", [SquashedHead, TanhHead])
+def test_number_with_a_single_value_has_finite_densities(kind):
+    """It is played within 1 around that value, to which the env clips it."""
+    head = kind(Continuous((-1.0, 0.5), (1.0, 0.5)))
+    out = torch.randn(100, head.outputs, generator=generator(1)).requires_grad_()
+    action, logp = head.sample(out.detach(), None, generator())
+    assert bool(((action[:, 1] - 0.5).abs() <= 1).all()) and bool(torch.isfinite(logp).all())
+    for played in (action, torch.tensor([[0.3, 0.5]]).expand(100, 2)):
+        score, entropy = head.evaluate_actions(out, played, None)
+        (slope,) = torch.autograd.grad(score.sum() + entropy.sum(), out)
+        assert bool(torch.isfinite(score).all()) and bool(torch.isfinite(slope).all())
+    assert torch.equal(head.mode(torch.zeros(1, head.outputs), None), torch.tensor([[0.0, 0.5]]))
 
 
 # ---- deterministic actions
@@ -187,3 +201,15 @@ def test_encoded_continuous_actions_omit_padding():
 
 def test_one_hot():
     assert np.array_equal(one_hot(torch.tensor([[2, 0]]), 3).numpy(), [[[0, 0, 1], [1, 0, 0]]])
+
+
+@pytest.mark.parametrize("kind", [SquashedHead, TanhHead, GaussianHead])
+def test_actions_outside_the_space_are_encoded_as_the_env_clips_them(kind):
+    """As recorded actions of a Gaussian policy are; its density needs them as they were drawn."""
+    encoder = ActionEncoder({0: kind(SPACE)})
+    actions = torch.tensor([[[3.0, -1.0, 0.5]], [[-2.0, 9.0, -7.0]]])
+    clipped = torch.minimum(torch.maximum(actions, torch.tensor(SPACE.low)), torch.tensor(SPACE.high))
+    acts = torch.ones(2, 1, dtype=torch.bool)
+    codes = encoder.encode(actions, acts)
+    torch.testing.assert_close(codes, torch.tensor([[1.0, -1.0, 0.5], [-1.0, 1.0, -1.0]]))
+    assert torch.equal(codes, encoder.encode(clipped, acts))

@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from torch.distributions import Categorical, Normal
 
 from palestra.envs.vector.base import Continuous, Discrete, MultiDiscrete, Space
-from palestra.nets.heads import ActionHead, CategoricalHead, GaussianHead, MultiCategoricalHead, make_head
+from palestra.nets.heads import (
+    ActionHead,
+    CategoricalHead,
+    GaussianHead,
+    MultiCategoricalHead,
+    encode_actions,
+    kl_divergence,
+    make_head,
+)
 
 SPACES: list[Space] = [Discrete(4), MultiDiscrete((2, 3)), Continuous((-1.0, 0.0), (1.0, 4.0))]
 
@@ -199,3 +207,18 @@ def test_gradients_of_categorical_scores_are_those_of_finite_differences(masked)
     mask = (torch.rand(2, 6, 4, generator=generator) < 0.6).scatter_(-1, action[..., None], True) if masked else None
     head = CategoricalHead(Discrete(4))
     assert torch.autograd.gradcheck(lambda x: head.evaluate_actions(x, action, mask), out)
+
+
+def test_number_with_a_single_value_has_finite_densities() -> None:
+    """It is played around that value, to which the env clips it."""
+    space = Continuous((-1.0, 0.5), (1.0, 0.5))
+    head = GaussianHead(space)
+    out = noise(200, 4).requires_grad_()
+    action, logp = head.sample(out.detach(), None, generator(1))
+    again, entropy = head.evaluate_actions(out, action, None)
+    torch.testing.assert_close(again, logp, rtol=1e-4, atol=1e-5)
+    (slope,) = torch.autograd.grad(again.sum() + entropy.sum(), out)
+    assert torch.isfinite(slope).all() and torch.isfinite(kl_divergence(head, out, out + 0.1, None)).all()
+    assert torch.equal(head.mode(torch.zeros(1, 4), None), torch.tensor([[0.0, 0.5]]))
+    codes = encode_actions(space, torch.tensor([[0.3, 0.5], [0.3, 9.0]]))
+    torch.testing.assert_close(codes, torch.tensor([[0.3, 0.0], [0.3, 1.0]]))

@@ -25,6 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.vector.critics import CriticEnsemble, frozen_copy
+from palestra.algorithms.vector.minibatches import minibatch_seed
 from palestra.envs.vector.base import Arrays, MultiDiscrete, Space, VectorEnv
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.learners.policy_stack import NetPolicyConfig, PolicyStack, StackedAdam, strip_prefix
@@ -156,8 +157,9 @@ class ActionValueLearner(NetLearner):
         by policy."""
         self.remember(batch)
         lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
-        if self.is_warm:
-            rng = np.random.default_rng(derive_seed(self.seeds[self.names[0]], "moments", self.steps))
+        if self.gradient_sync.all_ready(self.is_warm and self.replay.ring.can_sample):
+            seed = minibatch_seed(self.seeds[self.names[0]], self.gradient_sync, "moments", self.steps)
+            rng = np.random.default_rng(seed)
             generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
             for _ in range(self.config.gradient_steps):
                 transitions = self.replay.sample(self.config.batch_size, rng).to(self.device)

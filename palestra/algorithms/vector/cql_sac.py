@@ -80,11 +80,13 @@ class CQLSACLearner(OfflineLearner, SACLearner):
         self, i: int, batch: UpdateBatch, transitions: TransitionBatch, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         """Returns encoded actions [P, R, 3n, A] at the states of a batch: uniform ones, those of stack i's policies
-        there, and those of its policies in the next states; and their log-densities [P, R, 3n]."""
+        there, and those of its policies in the next states (in the same states again where the game terminated, after
+        which an observation may be anything); and their log-densities [P, R, 3n]."""
         stack, n = self.stacks[i], self.config.sampled_actions
         assert isinstance(stack.head, SquashedHead)
-        following = stack.observations(transitions.next_obs, 1)
         P, R = batch.critic_weights.shape
+        goes_on = (stack.rows(transitions.discounts, 1) > 0).view(P, R, *[1] * (batch.observations.dim() - 2))
+        following = torch.where(goes_on, stack.observations(transitions.next_obs, 1), batch.observations)
         uniform = torch.empty(P, R, n, stack.head.width, device=generator.device)
         uniform = uniform.uniform_(-1, 1, generator=generator).to(self.device)
         codes, logp = [uniform], [uniform.new_full((P, R, n), -stack.head.width * LOG_2)]

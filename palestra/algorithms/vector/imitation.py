@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.algorithms.vector.actor_critic import ActorCriticConfig, ActorCriticLearner
-from palestra.algorithms.vector.minibatches import normalise_weights
+from palestra.algorithms.vector.minibatches import minibatch_seed, normalise_weights
 from palestra.envs.vector.base import VectorEnv
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.learners.policy_stack import PolicyStack, StackedAdam
@@ -175,7 +175,7 @@ class BCLearner(NetLearner):
         lines: dict[str, list[TensorMetrics]] = {name: [] for name in self.names}
         for demos in self.demos:
             names = demos.stack.seat_mapping.names
-            seed = derive_seed(self.seeds[names[0]], "bc", demos.stack.version)
+            seed = minibatch_seed(self.seeds[names[0]], self.gradient_sync, "bc", demos.stack.version)
             generator = torch.Generator().manual_seed(seed)
             for _ in range(self.config.gradient_steps):
                 for name, line in zip(names, self._learn(demos, generator, progress), strict=True):
@@ -295,7 +295,7 @@ class GAILLearner(ActorCriticLearner):
     ) -> dict[str, Metrics]:
         """Trains the discriminators of a stack; returns metrics by policy."""
         config, names = self.imitation, expert.stack.seat_mapping.names
-        seed = derive_seed(self.seeds[names[0]], "gail", expert.stack.version)
+        seed = minibatch_seed(self.seeds[names[0]], self.gradient_sync, "gail", expert.stack.version)
         generator = torch.Generator().manual_seed(seed)
         lines: list[TensorMetrics] = []
         for _ in range(config.discriminator_steps):

@@ -11,11 +11,13 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from palestra.learners.policy_stack import NonFiniteGradient, PolicyStack
+from palestra.learners.policy_stack import GradientSync, NonFiniteGradient, PolicyStack
 from palestra.nets.layers import Team
 from palestra.nets.on_device import RolloutTensors
+from palestra.seeding import derive_seed
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class MiniBatch:
 
 
 class PolicyRows(NamedTuple):
-    """What policies learn from: observations [P, T, C, ...], first steps, actions, their log-probabilities when they
-    were played, action masks (None: all actions are legal), advantages and weights [P, T, C, ...] each, and the
-    recurrent states [P, C, H] before the first step (None: none). `is_first` is None for feed-forward networks. `acts`
-    [P, T, C] are the seats that act (None: the networks play no teams)."""
+    """Training rows of several policies: observations [P, T, C, ...], first steps, actions, their log-probabilities
+    when they were played, action masks (None: all actions are legal), advantages and weights [P, T, C, ...] each, and
+    the recurrent states [P, C, H] before the first step (None: none). `is_first` is None for feed-forward networks.
+    `acts` [P, T, C] are the seats that act (None: the networks play no teams)."""
 
     observations: Tensor
     is_first: Tensor | None
@@ -101,14 +103,24 @@ def normalise_weights(weight: Tensor) -> Tensor:
     return weight / weight.sum((1, 2), keepdim=True).clamp(min=1e-8)
 
 
+def minibatch_seed(seed: int, gradient_sync: GradientSync, *key: object) -> int:
+    """Returns a seed for sampling minibatches, derived from `seed` and `key`. Each of several processes gets another:
+    from the same data, equal seeds would draw equal minibatches, whose mean gradient is that of one process."""
+    rank = (dist.get_rank(),) if gradient_sync.num_processes > 1 and dist.is_initialized() else ()
+    return derive_seed(seed, *key, *rank)
+
+
 def standardise(advantage: Tensor, weight: Tensor, all_reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns advantages [P, T, C] with weighted mean 0 and deviation 1 for each member, over all processes:
     `all_reduce` sums a tensor over them."""
-    sums = torch.stack([weight.sum((1, 2)), (weight * advantage).sum((1, 2)), (weight * advantage**2).sum((1, 2))])
-    count, first, second = all_reduce(sums)
-    mean = first / count.clamp(min=1)
-    deviation = (second / count.clamp(min=1) - mean**2).clamp(min=0).sqrt()
-    return (advantage - mean[:, None, None]) / (deviation[:, None, None] + 1e-8)
+    count, total = all_reduce(torch.stack([weight.sum((1, 2)), (weight * advantage).sum((1, 2))]))
+    count = count.clamp(min=1)
+    # A mean of squares minus the square of the mean would cancel in float32 where the mean is far from 0.
+    centred = advantage - (total / count)[:, None, None]
+    weighted = weight * centred
+    first, second = all_reduce(torch.stack([weighted.sum((1, 2)), (weighted * centred).sum((1, 2))])) / count
+    deviation = (second - first**2).clamp(min=0).sqrt()  # `first` is the rounding error of the mean
+    return (centred - first[:, None, None]) / (deviation[:, None, None] + 1e-8)
 
 
 def iterate_minibatches(

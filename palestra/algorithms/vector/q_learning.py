@@ -20,6 +20,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from palestra.algorithms.vector.minibatches import minibatch_seed
 from palestra.envs.vector.base import Arrays, Discrete, VectorEnv
 from palestra.learners.nets import AlgorithmConfig, NetLearner, NetLearnerSpec, mean_metrics
 from palestra.learners.policy_stack import PolicyStack, strip_prefix, write_policy
@@ -32,7 +33,6 @@ from palestra.nets.replay import ReplayBuffer, TransitionBatch
 from palestra.nets.seat_mapping import SeatMapping
 from palestra.nets.sequence_replay import SequenceBatch, SequenceReplay
 from palestra.policies.nets import ActionSelector, NetVectorPolicy
-from palestra.seeding import derive_seed
 from palestra.types import Metrics, RolloutBatch
 
 
@@ -227,7 +227,8 @@ class QLearner(NetLearner):
         self.remember(batch)
         lines: list[list[TensorMetrics]] = [[] for _ in self.stacks]
         if self._ready():
-            rng = np.random.default_rng(derive_seed(self.seeds[self.names[0]], "moments", self.steps))
+            seed = minibatch_seed(self.seeds[self.names[0]], self.gradient_sync, "moments", self.steps)
+            rng = np.random.default_rng(seed)
             for _ in range(self.config.gradient_steps):
                 for own, line in zip(lines, self._step(rng, progress), strict=True):
                     own.append(line)

@@ -2,10 +2,10 @@
 mixer is a sum (value decomposition networks, Sunehag et al., 2018), a monotonic network (QMIX, Rashid et al., 2018), or
 a sum of values and weighted advantages (QPLEX, Wang et al., 2021).
 
-The team's reward is the mean reward of the seats that learn. A seat that does not act (dead, or not its turn) adds a
-value of 0 to the mix; time is counted in env steps. A seat that has terminated earns 0 from then on and takes no part
-in later team values, also if the game is truncated for the others; the team's future is worth 0 once all seats that
-learn have terminated.
+The team's reward is the mean reward of the seats that learn. A seat that does not act (dead, or not its turn) enters
+the mix with a value of 0, to which QPLEX adds the seat's shift by the state; time is counted in env steps. A seat that
+has terminated earns 0 from then on and enters later team values like a seat that does not act, also if the game is
+truncated for the others; the team's future is worth 0 once all seats that learn have terminated.
 
 Shapes: as in `palestra.algorithms.vector.q_learning`; `J` seats that learn, `G` numbers of the state.
 """

@@ -21,14 +21,15 @@ def mix_values(
     mixer: nn.Module, stacks: Sequence[PolicyStack], values: Sequence[SeatValues], agent_mask: Tensor, state: Tensor
 ) -> Tensor:
     """Returns the team's value [T, M] from the inputs of each stack's seats (`q` and `best` [P, T, R], `actions`
-    [P, T, R, A]), the agent mask [T, M, N] and the state [T, M, G]. A seat that does not act adds zeros."""
+    [P, T, R, A]), the agent mask [T, M, N] and the state [T, M, G]. A seat that does not act enters with zeros."""
     seats = tuple(seat for stack in stacks for seat in stack.seat_mapping.all_seats)
     acts = agent_mask[..., constant(seats, agent_mask.device)]
 
     def joint(parts: list[Tensor]) -> Tensor:
         """Returns [T*M, J, ...] from the stacks' [P, T, R, ...]."""
         by_seat = torch.cat([stack.seat_mapping.by_seat(own) for stack, own in zip(stacks, parts, strict=True)], 2)
-        return (by_seat * acts.view(*acts.shape, *[1] * (by_seat.dim() - 3))).flatten(0, 1)
+        some = acts.view(*acts.shape, *[1] * (by_seat.dim() - 3))
+        return torch.where(some, by_seat, 0.0).flatten(0, 1)  # a product would keep the NaN of a seat without a value
 
     best = [own.best for own in values if own.best is not None]
     actions = [own.actions for own in values if own.actions is not None]
