@@ -99,7 +99,7 @@ def example(episode: Episode) -> dict[str, Any]:
 def table(lines: list[dict[str, Any]]) -> str:
     """Returns the results as a Markdown table, with 95 % Wilson intervals."""
     seat = next(iter(lines[0]["returns"]))
-    head = [f"| | team right | {seat} right | episodes | CPU-s |", "|---|---:|---:|---:|---:|"]
+    head = [f"| | team right | {seat} right | complete | episodes | CPU-s |", "|---|---:|---:|---:|---:|---:|"]
     return "\n".join(head + [table_line(line, seat) for line in lines])
 
 
@@ -107,7 +107,7 @@ def table_line(line: dict[str, Any], seat: Seat) -> str:
     low, high = wilson_interval(line["success"] * line["episodes"], line["episodes"])
     team = f"{line['success']:.1%} [{low:.1%}, {high:.1%}]"
     own, n = f"{line['returns'][seat]:.1%}", line["episodes"]
-    return f"| {line['row']} | {team} | {own} | {n} | {line['cpu_seconds']:.0f} |"
+    return f"| {line['row']} | {team} | {own} | {line['complete']:.1%} | {n:.0f} | {line['cpu_seconds']:.0f} |"
 
 
 def main() -> None:

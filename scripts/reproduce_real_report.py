@@ -35,12 +35,14 @@ GPU = """
 
 {number} of {all} training runs were on a GPU ({name}), in float32 as on the CPU, several at once; they have no CPU
 minutes. The second column counts the seeds on each."""
+CURVES_SAY = """In rollouts AT-GRPO continues from the best of eight answers on stories: its curve there is above what
+an evaluation has."""
 KUHN_TITLE = "Kuhn poker by self-play (`text_kuhn`, configs/real/text_kuhn_self_play.yaml)"
 KUHN_HEAD = """Two adapters, one for each player, learn in slices against the history of the other. NashConv (0 at an
-equilibrium) and what is won a game against each opponent (the columns after it; mean over both seats) are exact: from
-the probabilities of the two words at each of the twelve information states. The opponents were not trained against,
-except the one at random, with which each history begins. Answers that are neither word are replaced by one drawn at
-random."""
+equilibrium) and the mean payoff per game against each opponent (the columns after it; mean over both seats) are exact:
+from the probabilities of the two words at each of the twelve information states. The opponents were not trained
+against, except the uniform player, the first member of each history. Answers that are neither word are replaced by one
+drawn at random."""
 SERVICE_TITLE = "Programs on the service"
 SERVICE_HEAD = """Programs with an official client of Tinker or MinT, on a server:
 `palestra serve --base smollm2 --alias Qwen/Qwen3-0.6B=smollm2`."""
@@ -87,6 +89,7 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
             [r for r in scored if bool(r.get("dev")) == (values == "dev") and r.get("curve")], values, title, picture
         ):
             lines.append(f"![{title}, by training step]({picture.name})")
+    lines += ["", CURVES_SAY]
     lines += kuhn_section([r for r in results if r["task"] == "kuhn"])
     lines += service_section([r for r in results if r["task"] == "service"])
     target.write_text("\n".join([*lines, "", NOTES.read_text().strip()]) + "\n")
