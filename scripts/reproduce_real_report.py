@@ -194,9 +194,11 @@ def draw(results: Sequence[Result], key: str, title: str, target: Path) -> bool:
     if not tasks:
         return False
     figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), constrained_layout=True, squeeze=False)
+    colours = dict(zip(sorted({r["method"] for r in results}), COLOURS, strict=False))
     for task, axis in zip(tasks, axes[0], strict=True):
         own = [r for r in results if r["task"] == task]
-        for method, colour in zip(dict.fromkeys(r["method"] for r in own), COLOURS, strict=False):
+        for method in sorted({r["method"] for r in own}):
+            colour = colours[method]
             curves = [curve(r, key) for r in own if r["method"] == method]
             steps, values = curves[0][0], [y for _, y in curves]
             label = f"{method} ({len(curves)} seed{'s' * (len(curves) > 1)})"
