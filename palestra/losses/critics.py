@@ -13,8 +13,8 @@ from torch import Tensor
 
 def td_target(reward: Tensor, discount: Tensor, value: Tensor) -> Tensor:
     """One-step TD target [...]: the reward until the next own decision plus the discounted value of that decision.
-    `discount` is 0 where the game terminated: the value there may be of any kind, also NaN, as of an observation that
-    an env does not fill in."""
+    `discount` is 0 where the game terminated: there the value may be anything, also NaN, as that of an observation that
+    the env leaves undefined."""
     return reward + torch.where(discount > 0, discount * value, 0.0)
 
 

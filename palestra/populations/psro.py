@@ -14,21 +14,26 @@ members play against it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from palestra.populations.empirical_game import MatchQueue, cells_containing
 from palestra.populations.meta_strategy import MetaStrategy, beaten_opponents, equilibrium_gap, meta_opponents
+from palestra.populations.normal_form.equilibria import fits_memory
 from palestra.populations.payoffs import PayoffTable
 from palestra.populations.population import Player, Population
 from palestra.populations.psro_config import PSROConfig, check_psro
 from palestra.populations.psro_responses import (
     Response,
+    gain_error,
+    most_recommended,
     newest_snapshots,
     recommended_members,
     response_gain,
     start_member,
+    warn_full,
 )
 from palestra.populations.tasks import (
     AssessResult,
@@ -65,6 +70,7 @@ class PSRO:
         self.env_steps = 0
         self.is_done = False
         self._digests: dict[Player, set[str]] = {player: set() for player in population.players}
+        self._answered: dict[Player, set[str | None]] = {player: set() for player in population.players}
         self._refined = -1  # last iteration for which adaptive games were created
         self._metrics: dict[str, Metrics] = {}
 
@@ -131,15 +137,12 @@ class PSRO:
     def _joined(self, response: Response, result: TrainResult) -> list[PlayTask]:
         """Returns the games of a finished response.
 
-        Exact responses to a joint distribution are added when the last of their player's is done, and only those that
-        gain something and are new, so that the order of completion does not matter.
+        Responses to a joint distribution are added when the last of their player's is done, and only those that gain
+        something and are new, so that the order of completion does not matter.
         """
-        if not self.config.correlated or result.policy_digest is None or result.mean_return is None:
+        if not self.config.correlated:
             return self.matches.add_member(response.to_member())
-        meta = self.meta_strategies[response.iteration - 1]
-        payoffs = self.matches.empirical_game.payoff_tensors(meta.names)
-        response.gain = response_gain(response, result.mean_return, meta, payoffs)
-        response.digest = result.policy_digest
+        response.gain, response.digest = self._gain(response, result), result.policy_digest or response.name
         own = [
             each for each in self.responses if (each.iteration, each.player) == (response.iteration, response.player)
         ]
@@ -149,6 +152,20 @@ class PSRO:
                 self._digests[each.player].add(each.digest)
                 games += self.matches.add_member(each.to_member())
         return games
+
+    def _gain(self, response: Response, result: TrainResult) -> float:
+        """Returns the gain of a response to a joint distribution, less its standard error if it is learned; infinity
+        if that is not known, or the player's only response is learned."""
+        is_exact = result.policy_digest is not None
+        if result.mean_return is None or not (is_exact or response.recommended):
+            return math.inf
+        meta = self.meta_strategies[response.iteration - 1]
+        gain = response_gain(response, result.mean_return, meta, self.matches.empirical_game.payoff_tensors(meta.names))
+        if is_exact:
+            return gain
+        then = tuple(slice(len(own)) for own in meta.names)  # members of this iteration may have joined already
+        error = gain_error(response, result, meta, [table[then] for table in self.payoffs.stderr()])
+        return math.inf if error is None else gain - error
 
     def _snapshots(self) -> dict[Player, dict[str, str]]:
         return newest_snapshots(self.responses, self.population.players)
@@ -182,6 +199,9 @@ class PSRO:
         self._note_iteration(meta, tables)
         self.meta_strategies.append(meta)
         self.is_done |= number == self.config.iterations
+        if not self.is_done and not self._room(meta):
+            self.is_done = True
+            warn_full(self.config.meta_solver.type, meta, self._metrics[TEAM])
         if not self.is_done:
             self.responses += self._responses(meta, tables)
         return self._assessment(meta, number)
@@ -199,13 +219,24 @@ class PSRO:
             metrics["gap"] = equilibrium_gap(
                 self.meta_strategies[-1].pad_to(meta.names), tables, self.config.meta_solver.type != "ce"
             )
-            self.is_done |= self.config.correlated and metrics["gap"] <= self.config.stop_nash_conv > 0
-            self.is_done |= self.config.correlated and meta.names == self.meta_strategies[-1].names
+            if self.config.correlated:
+                self._end_if_answered(meta, metrics["gap"])
         self._metrics |= {TEAM: metrics}
         for player, mix in meta.all_marginals().items():
             value = float((meta.joint * tables[self.seats.index(player)]).sum())
             shares = {f"mix/{name}": p for name, p in mix.items()}
             self._metrics[player] = {"iteration": number, "value": value} | shares
+
+    def _end_if_answered(self, meta: MetaStrategy, gap: float) -> None:
+        """Ends the run with joint solvers once every recommended member has a response, if these gained at most
+        `stop_nash_conv` or added no member."""
+        before, players = self.meta_strategies[-1], self.population.players
+        if gap <= self.config.stop_nash_conv > 0:
+            self.is_done |= not any(self._unanswered(before, player) for player in players)
+        if meta.names == before.names:
+            self.is_done |= not any(self._unanswered(meta, player) for player in players)
+        else:
+            self._answered = {player: set() for player in players}
 
     def _assessment(self, meta: MetaStrategy, number: int) -> list[AssessTask]:
         every, last = self.config.nash_conv_every, number == self.config.iterations
@@ -217,13 +248,30 @@ class PSRO:
 
     # ---- responses
 
+    def _unanswered(self, meta: MetaStrategy, player: Player) -> list[str | None]:
+        """Returns the members that still have a response to train; [None] for one response that covers all."""
+        return [one for one in recommended_members(self.config, meta, player) if one not in self._answered[player]]
+
+    def _room(self, meta: MetaStrategy) -> int:
+        """Returns the most responses of each player in an iteration: with joint solvers `max_responses`, or as many as
+        the solver's table takes; 0 if it is full."""
+        solver = self.config.meta_solver.type
+        if solver != "ce" and solver != "cce":
+            return sys.maxsize
+        count = self.config.max_responses if solver == "ce" else 1
+        while count and not fits_memory(solver, [members + count for members in meta.joint.shape]):
+            count -= 1
+        return count
+
     def _responses(self, meta: MetaStrategy, tables: Sequence[np.ndarray]) -> Iterable[Response]:
         """Yields the responses that can start now: those of all levels at first, then one more level for each
         iteration."""
-        done, levels = len(self.meta_strategies) - 1, self.config.pipeline_levels
+        done, levels, room = len(self.meta_strategies) - 1, self.config.pipeline_levels, self._room(meta)
         for number in range(done + levels if done else 1, min(done + levels, self.config.iterations) + 1):
             for player in self.population.players:
-                several = recommended_members(self.config, meta, player)
+                several = most_recommended(self._unanswered(meta, player), meta, player, room)
+                if self.config.correlated:
+                    self._answered[player].update(several)
                 for part, member in enumerate(several, start=1):
                     name = f"{player}-{number}" + (f".{part}" if len(several) > 1 else "")
                     start = start_member(self.config, self.population, meta, tables, player, member)

@@ -17,8 +17,9 @@ CORRELATED_SOLVERS = ("ce", "cce")  # solvers for which responses train against 
 class PSROConfig(StrictModel):
     """Policy-space response oracles: number of iterations, the solver, and how responses are trained and evaluated.
 
-    With a joint solver, exact responses that gain almost nothing or equal another member are left out, and the run ends
-    with the iteration that adds none.
+    With a joint solver, exact responses that gain almost nothing or equal another member are left out, with `ce` also
+    learned ones whose gain, by their returns in training, is within its standard error. The run ends once responses to
+    every recommended member were left out, or with a warning where the solver's table is full.
     """
 
     type: Literal["psro"] = "psro"
@@ -37,6 +38,9 @@ class PSROConfig(StrictModel):
     meta-strategy."""
     self_play: float = Field(0.0, ge=0, lt=1)
     """Probability that a game's opponents are the response's own current weights; needs `symmetric: true`."""
+    max_responses: int = Field(4, ge=1)
+    """With `ce`, the most responses of each player in an iteration, to the members that are recommended most often; the
+    others have theirs in the next, if these add no member. Without a limit members can double in every iteration."""
     rectified: bool = False
     """PSRO_rN: one response for each member of the meta-strategy, against the opponents that the member beats. Two
     seats only."""
@@ -52,7 +56,7 @@ class PSROConfig(StrictModel):
     """NashConv is measured every so many iterations; 0: never. Needs a game with exact rules."""
     stop_nash_conv: float = Field(0.0, ge=0)
     """The run ends once NashConv is at most this (0: never); with a joint solver, once the gap to an equilibrium that
-    responses find is."""
+    responses to all recommended members find is."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

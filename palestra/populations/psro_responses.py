@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 from palestra.populations.meta_strategy import MetaStrategy
 from palestra.populations.population import Member, Player, Population
 from palestra.populations.psro_config import PSROConfig
+from palestra.populations.tasks import TrainResult
+from palestra.types import Metrics
 
 MIN_RELATIVE_GAIN = 1e-7  # of an exact response that is added (joint solvers), relative to the largest payoff
 
@@ -21,8 +24,8 @@ class Response:
     """A policy in training: the response of iteration `iteration` for `player`; `name` is that of the future member.
 
     `recommended` is the member that it deviates from or continues, if an iteration has one response for each of several
-    members. `latest` is its newest snapshot; `gain` and `digest`, of an exact response, are its gain and a hash of its
-    policy.
+    members. `latest` is its newest snapshot. `gain`, with joint solvers, is what it gains (less its standard error if
+    it is learned), infinite if that is not known; `digest` identifies its policy, equal for equal exact responses.
     """
 
     name: str
@@ -50,6 +53,16 @@ class Response:
 def recommended_members(config: PSROConfig, meta: MetaStrategy, player: Player) -> Sequence[str | None]:
     """Returns the members that have a response of their own; [None] if one response covers all."""
     return list(meta.marginal(player)) if config.rectified or config.meta_solver.type == "ce" else [None]
+
+
+def most_recommended(members: Sequence[str | None], meta: MetaStrategy, player: Player, count: int) -> list[str | None]:
+    """Returns the `count` members that `meta` recommends most often, of equals the oldest, in their order in
+    `members`."""
+    if len(members) <= count:
+        return list(members)
+    mix = meta.marginal(player)
+    kept = sorted(members, key=lambda name: -mix.get(name or "", 0.0))[:count]
+    return [name for name in members if name in kept]
 
 
 def start_member(
@@ -82,6 +95,41 @@ def response_gain(response: Response, value: float, meta: MetaStrategy, payoffs:
         table, joint = table.take(place, axis=seat), joint.take(place, axis=seat)
     gain = float(joint.sum() * value - (joint * table).sum())
     return gain if gain > MIN_RELATIVE_GAIN * max(float(np.abs(table).max()), abs(value)) else 0.0
+
+
+def gain_error(
+    response: Response, result: TrainResult, meta: MetaStrategy, stderr: Sequence[np.ndarray]
+) -> float | None:
+    """Returns the standard error of `response_gain` with the mean return of a learned response, by the spread of its
+    returns and the standard errors `stderr` of the payoffs of `meta`; None if its games are not known."""
+    met, seat = list(result.opponents.values()), meta.seats.index(response.player)
+    games = sum(own.games for own in met)
+    if games < 2:
+        return None
+    mean, square = (
+        sum(own.games * value for own, value in zip(met, values, strict=True)) / games
+        for values in ([own.mean_return for own in met], [own.mean_squared_return for own in met])
+    )
+    joint, error = meta.joint, stderr[seat]
+    if response.recommended:
+        place = [meta.names[seat].index(response.recommended)]
+        joint, error = joint.take(place, axis=seat), error.take(place, axis=seat)
+    played = games / (len(meta.seats) - 1)  # every opponent counts a game
+    own = joint.sum() ** 2 * max(square - mean**2, 0.0) / played
+    return math.sqrt(own + float((joint[joint > 0] ** 2 * error[joint > 0] ** 2).sum()))
+
+
+def warn_full(solver: str, meta: MetaStrategy, metrics: Metrics) -> None:
+    """Warns that a run ends because the solver takes no larger table than that of `meta`; `metrics` are those of the
+    iteration."""
+    members = " x ".join(map(str, meta.joint.shape))
+    gap = f", whose newest responses gained {metrics['gap']:.3g} in all" if "gap" in metrics else ""
+    fix = "; fewer members join by a lower max_responses, or with cce" if solver == "ce" else ""
+    warnings.warn(
+        f"the run ends after iteration {metrics['iteration']:.0f} with {members} members{gap}, since solver {solver} "
+        f"takes no larger table{fix}",
+        stacklevel=2,
+    )
 
 
 def newest_snapshots(responses: Iterable[Response], players: Sequence[Player]) -> dict[Player, dict[str, str]]:

@@ -1,7 +1,10 @@
 """PSRO against known answers and theorems: exact curves on Kuhn and Leduc, double oracle, levels, joint solvers; and a
 state that follows from the order of finished tasks alone."""
 
+import math
 import random
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +14,13 @@ from toy_populations import ExactGame, Matrix, drive, population, replay_log, tr
 
 from palestra.config import validate
 from palestra.populations.meta_strategy import MetaStrategy
+from palestra.populations.normal_form import equilibria
 from palestra.populations.payoffs import PayoffCell
 from palestra.populations.population import Member, Population
 from palestra.populations.psro import PSRO
 from palestra.populations.psro_config import PSROConfig
-from palestra.populations.tasks import AssessResult, PlayResult, TrainResult
+from palestra.populations.psro_responses import Response, gain_error
+from palestra.populations.tasks import AssessResult, OpponentResult, PlayResult, TrainResult
 from palestra.tabular.best_response import nash_conv
 from palestra.tabular.cfr import XFPSolver
 
@@ -229,6 +234,87 @@ def test_correlated_solver_trains_a_response_per_recommendation():
         for player in TWO:
             recommended = {r.recommended for r in plan.responses if (r.iteration, r.player) == (number + 1, player)}
             assert recommended == set(meta.marginal(player))
+
+
+def learned(game, games=None, spread=0.0):
+    """A game whose responses are learned: of their returns the mean and, with `games`, the number and spread are
+    known."""
+
+    def do(task):
+        result = game(task)
+        if task.kind == "train" and games:
+            mean = result.mean_return
+            met = OpponentResult(games, mean, mean**2 + spread**2, 0, 0)
+            result = replace(result, opponents={"all": met})
+        return result
+
+    return do
+
+
+def responses_by_iteration(plan):
+    """The number of responses of each iteration and player."""
+    return Counter((response.iteration, response.player) for response in plan.responses)
+
+
+def large_game(seed, members=12):
+    return Matrix([np.random.default_rng(seed + seat).normal(size=(members, members)) for seat in range(2)], TWO)
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_responses_to_recommendations_are_limited(limit):
+    """Without a limit the members of learned responses may double in every iteration."""
+    config = {"max_responses": limit} if limit else {}
+    plan = psro(meta_solver={"type": "ce"}, iterations=6, **config)
+    drive(plan, learned(large_game(0)))
+    counts = responses_by_iteration(plan)
+    assert max(counts.values()) == (limit or 4) and len(plan.meta_strategies) == 7
+    for number, meta in enumerate(plan.meta_strategies[:-1], start=1):
+        for player in TWO:
+            mix = meta.marginal(player)
+            chosen = {r.recommended for r in plan.responses if (r.iteration, r.player) == (number, player)}
+            assert min(mix[one] for one in chosen) >= max((p for one, p in mix.items() if one not in chosen), default=0)
+
+
+def test_limited_responses_still_end_at_an_equilibrium():
+    """Members that are recommended less often have their response once the others gain nothing."""
+    plan, game, _ = on_kuhn(meta_solver={"type": "ce"}, iterations=200, max_responses=1)
+    assert plan.is_done and len(plan.meta_strategies) < 200
+    assert max(responses_by_iteration(plan).values()) == 1
+    assert game.coarse_gap(plan.meta_strategies[-1]) < 1e-5
+    assert plan.meta_strategies[-1].names == plan.meta_strategies[-2].names
+
+
+@pytest.mark.parametrize(("spread", "joins"), [(0.0, True), (1.0, True), (60.0, False)])
+def test_learned_responses_join_if_their_gain_exceeds_its_error(spread, joins):
+    """A response to uniform play of chicken: daring earns 3.5, yielding 4, and uniform play 3.75, so that it gains
+    0.25. With 10,000 games the standard errors are 0, 0.01 and 0.6."""
+    plan = psro(meta_solver={"type": "ce"}, iterations=1)
+    drive(plan, learned(chicken(), games=10_000, spread=spread))
+    assert [len(own) for own in plan.meta_strategies[-1].names] == [1 + joins, 1 + joins]
+
+
+def test_payoffs_of_uncertain_members_make_a_gain_uncertain():
+    meta = MetaStrategy(TWO, (("a", "b"), ("c",)), np.array([[0.4], [0.6]]), correlated=True)
+    response, result = Response("r", "player_0", 1, "b"), TrainResult(env_steps=1, mean_return=2.0)
+    stderr = [np.array([[np.inf], [0.5]]), np.zeros((2, 1))]
+    assert gain_error(response, result, meta, stderr) is None
+    met = {"c": OpponentResult(100, 2.0, 8.0, 0, 0)}  # a standard error of 2 / 10
+    found = gain_error(response, replace(result, opponents=met), meta, stderr)
+    assert found == pytest.approx(0.6 * math.hypot(0.2, 0.5))
+
+
+@pytest.mark.parametrize("solver", ["ce", "cce"])
+def test_run_ends_where_the_table_is_full(monkeypatch, solver):
+    """The solver would refuse a larger one."""
+    most = 8 * (2 * 9 * 8) * (2 * 9 * 8 + 81) if solver == "ce" else 8 * (2 * 5) * (2 * 5 + 25)
+    monkeypatch.setattr(equilibria, "MAX_BYTES", most)
+    plan = psro(meta_solver={"type": solver}, iterations=20)
+    members = "9 x 9" if solver == "ce" else "5 x 5"
+    with pytest.warns(UserWarning, match=f"with {members} members, whose .*, since solver {solver} takes no larger"):
+        drive(plan, learned(large_game(1)))
+    assert plan.is_done and [len(own) for own in plan.meta_strategies[-1].names] == [int(members[0])] * 2
+    assert not [response for response in plan.responses if not response.is_frozen]
+    assert plan.summary()["iteration"] == len(plan.meta_strategies) - 1 < 20
 
 
 # kinds of populations

@@ -48,8 +48,8 @@ class OffPolicyConfig(ActionValueConfig):
     gradient_steps: int = Field(32, ge=1)
     """Gradient steps per rollout."""
     learning_starts: int | None = Field(None, ge=1)
-    """Joint transitions collected with random actions before training starts; at most `buffer_size`. Null: 10,000, or
-    a tenth of the run if that is less."""
+    """Joint transitions collected with random actions before training starts (by every process, if there are several);
+    at most `buffer_size`. Null: 10,000, or a tenth of the run if that is less."""
     buffer_size: int = Field(100_000, ge=1)
     """Size of the replay buffer, in joint transitions."""
     noise_correlation: float = Field(0.9, ge=0, lt=1)

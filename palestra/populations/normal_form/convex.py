@@ -17,42 +17,46 @@ from scipy.optimize import nnls
 from palestra.populations.normal_form.linear_programs import (
     HIGHS_ZERO,
     cheapest_distribution,
+    column_units,
     nearest_distribution,
     possible_support,
 )
 
 Objective = Literal["gini", "entropy"]
 
-CONSTRAINT_TOLERANCE = 1e-8  # allowed violation of a constraint, relative to the largest entry of all rows
+CONSTRAINT_TOLERANCE = 1e-8  # allowed violation of a constraint, in its unit
 RANDOMNESS_TOLERANCE = 1e-4  # allowed distance from the largest randomness: nats, or Gini impurity
 
 MAX_NEWTON_STEPS = 100  # iterations of Newton's method; about ten are typical
-NEWTON_TOLERANCE = 1e-10  # Newton's method ends at this error, relative to a row's largest entry
-ROUNDING = 1e-9  # entries below this count as rounding errors, relative to their row's largest
+NEWTON_TOLERANCE = 1e-10  # Newton's method ends at this error, in a row's unit, or its largest entry if that is less
+ROUNDING = 1e-9  # entries below this count as rounding errors, relative to the same
 
 FRANK_WOLFE_GAP = 1e-7  # target of the second method, in place of `RANDOMNESS_TOLERANCE`
 MAX_CORNERS = 150  # maximum number of linear programs in the second method
 MAX_WEIGHT_STEPS = 50  # maximum number of steps between two linear programs
 
 
-def most_random_distribution(rows_RN: np.ndarray, objective: Objective) -> np.ndarray:
+def most_random_distribution(
+    rows_RN: np.ndarray, objective: Objective, units_R: np.ndarray | None = None
+) -> np.ndarray:
     """Returns the distribution x [N] with rows_RN @ x <= 0 and the largest entropy, or Gini impurity 1 - x @ x; it is
     unique.
 
-    No row is violated by more than `CONSTRAINT_TOLERANCE`, relative to the largest entry of all rows. The randomness is
-    within `RANDOMNESS_TOLERANCE` of the largest, unless the second method stops after `MAX_CORNERS` programs or because
-    of rounding: then the constraints hold, but the distribution may be less random. Raises ValueError if no
-    distribution meets the constraints.
+    No row is violated by more than `CONSTRAINT_TOLERANCE` of its unit in `units_R` (None: the largest entry of all
+    rows). The randomness is within `RANDOMNESS_TOLERANCE` of the largest, unless the second method stops after
+    `MAX_CORNERS` programs or because of rounding: then the constraints hold, but the distribution may be less random.
+    Raises ValueError if no distribution is found that meets the constraints.
     """
     size = np.abs(rows_RN).max(initial=0.0)
-    rows = rows_RN / size if size > 0 else rows_RN
+    rows = rows_RN / (size or 1.0) if units_R is None else rows_RN / units_R[:, None]
     rows = rows[(rows > 0).any(axis=1)]
     share = _by_prices(rows, objective) if len(rows) else np.full(rows.shape[1], 1 / rows.shape[1])
     if share is None or not _settled(rows, share, objective):
         share = _by_corners(rows, share, objective)
     if constraint_violation(rows, share) > CONSTRAINT_TOLERANCE:
         raise ValueError(
-            f"no distribution meets these constraints: the best found misses by {constraint_violation(rows, share):.1g}"
+            f"no distribution was found that meets these constraints: the best violates one by "
+            f"{constraint_violation(rows, share):.1g} of its unit; the most is {CONSTRAINT_TOLERANCE:g}"
         )
     return share
 
@@ -189,16 +193,20 @@ def _slope(share: np.ndarray, objective: Objective) -> np.ndarray:
 def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     """Returns the most random distribution [N], or None if Newton's method does not find it."""
     size = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
-    rows = np.where(np.abs(rows) > ROUNDING * size, rows, 0.0) / np.where(size > 0, size, 1.0)
+    rows = np.where(np.abs(rows) > ROUNDING * np.minimum(size, 1.0), rows, 0.0)
+    size = np.where(size > 0, size, 1.0)
     try:
-        alive = possible_support(rows)
+        alive = possible_support(rows * column_units(rows) / np.minimum(size, 1.0))
     except ValueError:
         return None
     if not alive.any():
         return None
-    rows = rows[:, alive]
-    rows = np.unique(rows[(rows > 0).any(axis=1)], axis=0)
-    kept = _priced(rows, objective) if len(rows) else np.full(int(alive.sum()), 1 / alive.sum())
+    rows = (rows / size)[:, alive]
+    binding = (rows > 0).any(axis=1)
+    rows, which = np.unique(rows[binding], axis=0, return_inverse=True)
+    strictness = np.ones(len(rows))
+    np.maximum.at(strictness, which.ravel(), size[binding, 0])
+    kept = _priced(rows, strictness, objective) if len(rows) else np.full(int(alive.sum()), 1 / alive.sum())
     if kept is None:
         return None
     share = np.zeros(len(alive))
@@ -206,13 +214,13 @@ def _by_prices(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
     return share
 
 
-def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
+def _priced(rows: np.ndarray, strictness: np.ndarray, objective: Objective) -> np.ndarray | None:
     """Returns the most random distribution [N] with rows @ x <= 0, by a damped Newton's method on its dual over
-    multipliers (`prices`) >= 0; None if it does not converge.
+    multipliers (`prices`) >= 0; None if it does not converge. Errors count times the `strictness` [R] of their row.
 
     Multipliers at 0 whose gradient points below 0 are held fixed (Bertsekas, 1982, eq. 32 to 37).
     """
-    here, damping = _DualPoint.at(np.zeros(len(rows)), rows, objective), 1e-12
+    here, damping = _DualPoint.at(np.zeros(len(rows)), rows, strictness, objective), 1e-12
     for _ in range(MAX_NEWTON_STEPS):
         if here.error <= NEWTON_TOLERANCE:
             break
@@ -220,7 +228,9 @@ def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
             step = here.step(rows, objective, damping)
         except np.linalg.LinAlgError:
             break
-        there = _DualPoint.at(np.maximum(here.prices + step, 0), rows, objective)
+        if not np.isfinite(step).all():
+            break
+        there = _DualPoint.at(np.maximum(here.prices + step, 0), rows, strictness, objective)
         if here.worse_than(there):
             here, damping = there, max(damping / 100, 1e-12)
         else:
@@ -230,8 +240,8 @@ def _priced(rows: np.ndarray, objective: Objective) -> np.ndarray | None:
 
 
 class _DualPoint(NamedTuple):
-    """A point of the dual: multipliers [R], the primal x [N] that they imply (not normalised for Gini), and value and
-    gradient [R] of the dual.
+    """A point of the dual: multipliers [R], the primal x [N] that they imply (not normalised for Gini), value and
+    gradient [R] of the dual, and the strictness of each row [R].
 
     For entropy x ~ exp(-prices @ rows), and the value is the logarithm of the sum (Ortiz et al., 2007). For Gini x ~ [1
     - prices @ rows]+, and the value is half its square: x has the direction of the projection of the vector of ones
@@ -242,9 +252,10 @@ class _DualPoint(NamedTuple):
     share: np.ndarray
     value: float
     slope: np.ndarray
+    strictness: np.ndarray
 
     @classmethod
-    def at(cls, prices: np.ndarray, rows: np.ndarray, objective: Objective) -> _DualPoint:
+    def at(cls, prices: np.ndarray, rows: np.ndarray, strictness: np.ndarray, objective: Objective) -> _DualPoint:
         pull = -prices @ rows
         if objective == "gini":
             share = np.maximum(1 + pull, 0)
@@ -254,13 +265,14 @@ class _DualPoint(NamedTuple):
             share = np.exp(pull - top)
             value = float(top + np.log(share.sum()))
             share /= share.sum()
-        return cls(prices, share, value, -(rows @ share))
+        return cls(prices, share, value, -(rows @ share), strictness)
 
     @property
     def error(self) -> float:
-        """Largest violation of a row or of complementary slackness, relative to the sum of x."""
+        """Largest violation of a row or of complementary slackness, relative to the sum of x, times strictness."""
         total = self.share.sum()
-        return float(np.abs(np.minimum(self.prices, self.slope)).max() / total) if total > 0 else np.inf
+        missed = np.abs(np.minimum(self.prices, self.slope)) * self.strictness
+        return float(missed.max() / total) if total > 0 else np.inf
 
     def step(self, rows: np.ndarray, objective: Objective, damping: float) -> np.ndarray:
         """Returns the damped Newton step [R]."""

@@ -7,16 +7,22 @@ members alike (Marris et al., 2021: JPSRO).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
 from palestra.populations.normal_form.convex import Objective, most_random_distribution
 from palestra.populations.normal_form.linear_programs import linear_program
-from palestra.populations.normal_form.payoff_tensors import PayoffTensors, cce_gains, ce_gains
+from palestra.populations.normal_form.payoff_tensors import PayoffTensors, cce_gains, ce_gains, own_axis_first
 
 NASH_CONV_TOLERANCE = 1e-7  # largest NashConv of a solution, relative to the largest payoff
+MAX_UNIT_RATIO, MIN_UNIT = 100.0, 1.0  # see `gain_units`; the latter in units of return
+ROUNDING = 1e-14  # differences of payoffs below this are rounding errors, relative to a player's largest
 MAX_BYTES = 10**9  # bytes of the constraint matrices of a correlated equilibrium
+
+CorrelatedSolver = Literal["ce", "cce"]
 
 
 def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex") -> list[np.ndarray]:
@@ -74,10 +80,11 @@ def correlated_equilibrium(
     sec. 4) or entropy (Ortiz et al., 2007).
 
     Given its recommendation, a player gains at most `epsilon` by another member, weighted by the probability of the
-    recommendation. Raises ValueError if the table is too large.
+    recommendation. That holds up to 1e-8 in the units of `gain_units`. Raises ValueError if the table is too large, or
+    its payoffs differ too much in size for that.
     """
-    _bound("ce", payoffs, sum(members * (members - 1) for members in payoffs[0].shape))
-    return most_random_distribution(ce_gains(payoffs) - epsilon, objective).reshape(payoffs[0].shape)
+    _check_memory("ce", payoffs[0].shape)
+    return _most_random("ce", payoffs, ce_gains(payoffs) - epsilon, objective)
 
 
 def coarse_correlated_equilibrium(
@@ -85,20 +92,69 @@ def coarse_correlated_equilibrium(
 ) -> np.ndarray:
     """Returns the coarse correlated equilibrium, float64 [m_0, ..., m_n-1], of largest Gini impurity or entropy.
 
-    A player gains at most `epsilon` by a member chosen before recommendations (Moulin & Vial, 1978). Raises ValueError
-    if the table is too large.
+    A player gains at most `epsilon` by a member chosen before recommendations (Moulin & Vial, 1978). Tolerance and
+    errors are those of `correlated_equilibrium`.
     """
-    _bound("cce", payoffs, sum(payoffs[0].shape))
-    return most_random_distribution(cce_gains(payoffs) - epsilon, objective).reshape(payoffs[0].shape)
+    _check_memory("cce", payoffs[0].shape)
+    return _most_random("cce", payoffs, cce_gains(payoffs) - epsilon, objective)
 
 
-def _bound(solver: str, payoffs: PayoffTensors, rows: int) -> None:
-    """Raises ValueError if the constraints and the matrix over their rows would take more than `MAX_BYTES` bytes."""
-    size = 8 * rows * (rows + payoffs[0].size)
-    if size > MAX_BYTES:
-        shape = " x ".join(map(str, payoffs[0].shape))
+def _most_random(
+    solver: CorrelatedSolver, payoffs: PayoffTensors, gains: np.ndarray, objective: Objective
+) -> np.ndarray:
+    """Returns the most random joint distribution under the constraints `gains` [rows, cells]."""
+    shape = payoffs[0].shape
+    units = np.repeat(gain_units(payoffs), constraint_counts(solver, shape))
+    try:
+        return most_random_distribution(gains, objective, units).reshape(shape)
+    except ValueError as error:
+        spread = max(float(np.ptp(table)) for table in payoffs)
+        raise ValueError(
+            f"solver {solver} found no equilibrium of this table, whose payoffs differ by up to {spread:.3g}: where a "
+            f"few are far larger than the others, clip them ({error})"
+        ) from error
+
+
+def gain_units(payoffs: PayoffTensors) -> np.ndarray:
+    """Returns the unit of each player's gains by deviation, float64 [players].
+
+    It is the largest difference of payoffs between two members of any player; or `MAX_UNIT_RATIO` times the median of
+    the player's own differences if that is less, so that one payoff far from the others does not hide gains in all of
+    them. In a table of near ties the median may be next to nothing: the unit is `MIN_UNIT` at least.
+    """
+    gaps = []
+    for table in own_axis_first(payoffs):
+        one, other = np.triu_indices(len(table), 1)
+        gaps.append(np.abs(table[one] - table[other]).ravel())
+    largest = max((float(own.max(initial=0.0)) for own in gaps), default=0.0)
+    if largest == 0:
+        return np.ones(len(payoffs))
+    medians = [np.quantile(own[own > ROUNDING * own.max()], 0.5, method="lower") if own.any() else 0.0 for own in gaps]
+    return np.minimum(np.maximum(MAX_UNIT_RATIO * np.array(medians), MIN_UNIT), largest)
+
+
+def constraint_counts(solver: CorrelatedSolver, shape: Sequence[int]) -> list[int]:
+    """Returns the number of constraints of each player in a table of `shape`."""
+    return [members * (members - 1) if solver == "ce" else members for members in shape]
+
+
+def fits_memory(solver: CorrelatedSolver, shape: Sequence[int]) -> bool:
+    """Returns whether the solver takes a table of `shape`."""
+    return _num_bytes(solver, shape) <= MAX_BYTES
+
+
+def _num_bytes(solver: CorrelatedSolver, shape: Sequence[int]) -> int:
+    """Returns the bytes of the constraints and of the matrix over their rows."""
+    rows = sum(constraint_counts(solver, shape))
+    return 8 * rows * (rows + math.prod(shape))
+
+
+def _check_memory(solver: CorrelatedSolver, shape: Sequence[int]) -> None:
+    """Raises ValueError unless the solver takes a table of `shape`."""
+    if not fits_memory(solver, shape):
+        members, rows = " x ".join(map(str, shape)), sum(constraint_counts(solver, shape))
         fix = "stop after fewer iterations (iterations, stop_nash_conv)" + (", or take cce" if solver == "ce" else "")
         raise ValueError(
-            f"solver {solver} on a table of {shape} members has {rows} constraints and takes {size / 1e9:.1f} GB; the "
-            f"most is {MAX_BYTES / 1e9:g} GB: {fix}"
+            f"solver {solver} on a table of {members} members has {rows} constraints and takes "
+            f"{_num_bytes(solver, shape) / 1e9:.1f} GB; the most is {MAX_BYTES / 1e9:g} GB: {fix}"
         )

@@ -42,12 +42,22 @@ def linear_program(cost: np.ndarray, **constraints: Any) -> np.ndarray:
     return found.x
 
 
+def column_units(rows: np.ndarray) -> np.ndarray:
+    """Returns the unit [N] of each entry of a distribution in linear programs: the inverse of its largest coefficient
+    if that is above 1. Where one payoff is far larger than the others its probability is that much smaller, and in
+    units of 1 would be lost in the tolerances of HiGHS."""
+    return 1 / np.maximum(np.abs(rows).max(axis=0, initial=0.0), 1.0)
+
+
 def cheapest_distribution(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | None:
     """Returns the distribution [N] with the lowest cost under the constraints; None if the linear program fails
     numerically."""
-    ones, slack = np.ones((1, len(cost))), np.full(len(rows), LP_SLACK)
+    units, slack = column_units(rows), np.full(len(rows), LP_SLACK)
+    sums = {"A_eq": units[None], "b_eq": [1.0]}
     try:
-        return _distribution(linear_program(cost, A_ub=rows, b_ub=slack, A_eq=ones, b_eq=[1.0], bounds=(0, None)))
+        return _distribution(
+            units * linear_program(cost * units, A_ub=rows * units, b_ub=slack, bounds=(0, None), **sums)
+        )
     except ValueError:
         return None
 
@@ -55,32 +65,32 @@ def cheapest_distribution(rows: np.ndarray, cost: np.ndarray) -> np.ndarray | No
 def nearest_distribution(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
     """Returns the distribution [N] under the constraints with the smallest L1 distance to `share`. Raises ValueError if
     there is none."""
-    count, eye = len(share), np.eye(len(share))
+    count, eye, units = len(share), np.eye(len(share)), column_units(rows)
     found = linear_program(  # entries, then how much each lies above or below
         np.r_[np.zeros(count), np.ones(2 * count)],
-        A_ub=np.hstack([rows, np.zeros((len(rows), 2 * count))]),
+        A_ub=np.hstack([rows * units, np.zeros((len(rows), 2 * count))]),
         b_ub=np.full(len(rows), LP_SLACK),
-        A_eq=np.vstack([np.hstack([eye, -eye, eye]), np.r_[np.ones(count), np.zeros(2 * count)]]),
+        A_eq=np.vstack([np.hstack([eye * units, -eye, eye]), np.r_[units, np.zeros(2 * count)]]),
         b_eq=np.r_[share, 1.0],
         bounds=(0, None),
     )
-    nearest = _distribution(found[:count])
+    nearest = _distribution(units * found[:count])
     return nearest if (rows @ nearest).max(initial=0.0) <= MAX_LP_VIOLATION else _corrected(rows, nearest)
 
 
 def _corrected(rows: np.ndarray, share: np.ndarray) -> np.ndarray:
     """Returns the distribution [N] under the constraints nearest to one that almost meets them: a step of iterative
     refinement (Gleixner et al., 2016), whose linear program is scaled up, and with it what HiGHS's tolerance means."""
-    count, ones = len(share), np.ones(len(share))
+    count, units = len(share), column_units(rows)
     found = linear_program(  # how much each entry rises, then how much each falls
-        np.ones(2 * count),
-        A_ub=np.hstack([rows, -rows]),
+        np.r_[units, units],
+        A_ub=np.hstack([rows * units, -rows * units]),
         b_ub=(LP_SLACK - rows @ share) / CORRECTION_SCALE,
-        A_eq=np.r_[ones, -ones][None],
+        A_eq=np.r_[units, -units][None],
         b_eq=[0.0],
-        bounds=[(0, None)] * count + [(0, p) for p in (share / CORRECTION_SCALE).tolist()],
+        bounds=[(0, None)] * count + [(0, p) for p in (share / units / CORRECTION_SCALE).tolist()],
     )
-    return _distribution(share + CORRECTION_SCALE * (found[:count] - found[count:]))
+    return _distribution(share + CORRECTION_SCALE * units * (found[:count] - found[count:]))
 
 
 def _distribution(found: np.ndarray) -> np.ndarray:

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
 
-from palestra.populations.normal_form.equilibria import coarse_correlated_equilibrium, correlated_equilibrium, nash
+from palestra.populations.normal_form.equilibria import (
+    coarse_correlated_equilibrium,
+    correlated_equilibrium,
+    gain_units,
+    nash,
+)
 from palestra.populations.normal_form.payoff_tensors import cce_gains, ce_gains, joint_distribution
 
 CE, CCE = correlated_equilibrium, coarse_correlated_equilibrium
@@ -169,6 +174,86 @@ def test_ill_conditioned_tables_agree_with_linear_programming(seed):
 def test_hundreds_of_ill_conditioned_tables_agree_with_linear_programming():
     for seed in range(10, 400):
         agrees_with_linear_programming(seed)
+
+
+def one_large(seed, size, shape=(5, 5)):
+    """Payoffs from 0 to 1, but for one of a player: `size`."""
+    rng = np.random.default_rng(seed)
+    payoffs = [rng.random(shape) for _ in shape]
+    payoffs[rng.integers(len(shape))][tuple(rng.integers(members) for members in shape)] = size
+    return payoffs
+
+
+def best_by_linear_programming(gains, slope):
+    """The least slope @ x of a distribution x without gains, as HiGHS finds it in units in which no coefficient is
+    far above 1: of every row its median, and of every entry its largest then."""
+    rows = np.array([row / np.median(np.abs(row[row != 0])) for row in gains if row.any()])
+    units = 1 / np.maximum(np.abs(rows).max(axis=0), 1)
+    found = linprog(
+        slope * units,
+        rows * units,
+        np.full(len(rows), 1e-9),
+        units[None],
+        [1],
+        options={"primal_feasibility_tolerance": 1e-10},
+    )
+    return found.fun if found.success else np.inf
+
+
+@BOTH
+@OBJECTIVES
+@pytest.mark.parametrize("size", [-1e3, -1e4, -1e5, -1e6, -1e7, 1e4, 1e7])
+def test_one_large_payoff_hides_no_gain(solve, objective, size):
+    """A gain is measured beside the other payoffs, not beside the largest: at 1e-8 of that a player would gain up to
+    0.1 here. And no distribution without gains is much more random."""
+    for seed in range(3):
+        payoffs = one_large(seed, size)
+        joint, gains = solve(payoffs, objective=objective).ravel(), GAINS[solve](payoffs)
+        assert (joint >= 0).all() and joint.sum() == pytest.approx(1, abs=1e-9)
+        assert (gains @ joint).max() <= 1e-6
+        slope = 2 * joint if objective == "gini" else np.log(np.maximum(joint, 1e-9))
+        assert slope @ joint - best_by_linear_programming(gains, slope) <= 1e-3
+
+
+@BOTH
+@OBJECTIVES
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (3, 3, 3)])
+def test_one_large_payoff_of_a_small_table_hides_no_gain(solve, objective, shape):
+    for seed, size in product(range(3), (-1e4, -1e6)):
+        payoffs = one_large(seed, size, shape)
+        assert most_gained(solve, payoffs, solve(payoffs, objective=objective)) <= 1e-6
+
+
+@BOTH
+def test_gains_of_a_player_with_small_payoffs_count_beside_its_own(solve):
+    rng = np.random.default_rng(0)
+    payoffs = [1e6 * rng.random((4, 5)), rng.random((4, 5))]
+    joint = solve(payoffs).ravel()
+    gains = np.split(GAINS[solve](payoffs), [4 * 3 if solve is CE else 4])
+    assert (gains[0] @ joint).max() <= 1e-2 and (gains[1] @ joint).max() <= 1e-6
+
+
+def test_gain_units_by_hand():
+    """The row player's differences are 1, 3 and 1000, the median 3; the column player's are 1e-9 and 2e-9, so that the
+    least unit counts. No unit is above the largest difference."""
+    row, column = np.array([[0.0, 0, 0], [1, 3, 1000]]), np.array([[0.0, 1e-9, 2e-9], [0, 1e-9, 2e-9]])
+    assert gain_units([row, column]) == pytest.approx([300, 1])
+    assert gain_units([row / 1000, column]) == pytest.approx([1, 1])
+    assert gain_units([row * 0, column]) == pytest.approx([2e-9, 2e-9])
+    assert gain_units([row * 0, row * 0]).tolist() == [1, 1]
+
+
+@BOTH
+def test_payoffs_too_far_apart_are_refused_where_they_cannot_be_solved(solve):
+    refused = 0
+    for seed in range(4):
+        payoffs = one_large(seed, -1e11)
+        try:
+            assert most_gained(solve, payoffs, solve(payoffs)) <= 1e-6
+        except ValueError as error:
+            assert "differ by up to 1e+11: where a few are far larger than the others, clip them" in str(error)
+            refused += 1
+    assert refused or solve is CCE
 
 
 @BOTH
