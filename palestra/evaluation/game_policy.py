@@ -29,11 +29,11 @@ from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.report.population_data import read_record
 from palestra.tabular.best_response import nash_conv
 from palestra.tabular.game_tree import MAX_NODES, GameTree
+from palestra.tabular.traversal import GameTooLarge
 from palestra.types import Seat
 from palestra.workers.exact import ExactSolver
 from palestra.workers.member_loader import UNIFORM_MEMBER, MemberLoader, no_rules_message, tree_of_env
 
-ADVICE_TO_POPULATIONS = ": choose a smaller variant"  # it begins so in the error of a game with too many nodes
 InfoStatePolicy = dict[str, dict[int, float]]  # information state -> legal action -> probability
 
 
@@ -201,4 +201,4 @@ def nash_conv_metrics(
     except (ValueError, RuntimeError) as error:  # OpenSpiel raises RuntimeError for what a game does not implement
         if not may_have_rules(str(env_config["type"])):
             return {}
-        return {"no_nash_conv": str(error).split(ADVICE_TO_POPULATIONS)[0]}
+        return {"no_nash_conv": error.reason if isinstance(error, GameTooLarge) else str(error)}

@@ -80,10 +80,12 @@ def single_process_sum(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GradientSync:
-    """Gradient synchronisation of several processes that train the same networks. With one process it does nothing."""
+    """Gradient synchronisation of several processes that train the same networks; this one has the number `rank`. With
+    one process it does nothing."""
 
     all_reduce: SumOverProcesses = single_process_sum
     num_processes: int = 1
+    rank: int = 0
 
     def all_ready(self, ready: bool) -> bool:
         """Returns whether `ready` is true in every process: they average their gradients, so all must take part in an

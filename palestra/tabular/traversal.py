@@ -82,7 +82,7 @@ def enumerate_states(rules: Rules[Any], max_states: int) -> GameStates:
             likely.append(chance)
         first.append(len(child))
         if len(found) > max_states:
-            raise too_large_error(rules.name, max_states)
+            raise GameTooLarge(rules.name, max_states)
     return GameStates(
         rules.name,
         np.array(turns),
@@ -96,12 +96,15 @@ def enumerate_states(rules: Rules[Any], max_states: int) -> GameStates:
     )
 
 
-def too_large_error(name: str, max_nodes: int) -> ValueError:
-    """Returns the error for a game with more than `max_nodes` nodes."""
-    return ValueError(
-        f"{name} has more than {max_nodes:,} nodes, too many for exact values: choose a smaller variant, or learned "
-        "responses without NashConv (oracle: {type: net} and population.nash_conv_every: 0)"
-    )
+class GameTooLarge(ValueError):
+    """A game with more than `max_nodes` nodes; `reason` is the message without its advice, which is for populations."""
+
+    def __init__(self, name: str, max_nodes: int) -> None:
+        self.reason = f"{name} has more than {max_nodes:,} nodes, too many for exact values"
+        super().__init__(
+            f"{self.reason}: choose a smaller variant, or learned responses without NashConv (oracle: {{type: net}} "
+            "and population.nash_conv_every: 0)"
+        )
 
 
 class _TensorNumbering:
@@ -162,7 +165,7 @@ def traverse(states: GameStates, num_players: int, num_actions: int, max_nodes: 
     while len(level.state):
         nodes += len(level.state)
         if nodes > max_nodes:
-            raise too_large_error(states.name, max_nodes)
+            raise GameTooLarge(states.name, max_nodes)
         over = states.current_player[level.state] == TERMINAL
         ends.append(NodeLevel(*(part[over] for part in level)))
         level = _next(states, NodeLevel(*(part[~over] for part in level)), met)

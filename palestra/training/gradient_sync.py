@@ -95,7 +95,7 @@ class ProcessRank:
 
     def gradient_sync(self) -> GradientSync:
         """Returns the gradient synchronisation for learners."""
-        return GradientSync(self.all_reduce, self.world_size)
+        return GradientSync(self.all_reduce, self.world_size, self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over all processes, of the same shape and dtype."""

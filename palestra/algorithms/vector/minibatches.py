@@ -11,7 +11,6 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from palestra.learners.policy_stack import GradientSync, NonFiniteGradient, PolicyStack
@@ -106,7 +105,7 @@ def normalise_weights(weight: Tensor) -> Tensor:
 def minibatch_seed(seed: int, gradient_sync: GradientSync, *key: object) -> int:
     """Returns a seed for sampling minibatches, derived from `seed` and `key`. Each of several processes gets another:
     from the same data, equal seeds would draw equal minibatches, whose mean gradient is that of one process."""
-    rank = (dist.get_rank(),) if gradient_sync.num_processes > 1 and dist.is_initialized() else ()
+    rank = [gradient_sync.rank] if gradient_sync.num_processes > 1 else []
     return derive_seed(seed, *key, *rank)
 
 
