@@ -43,6 +43,7 @@ CLIP = 0.2  # clipping distance of the probability ratio from 1
 ENTROPY_COEF = 0.06
 LORA = LoraConfig(rank=8, alpha=16.0)
 LEARNING_RATE = 1e-3
+MAX_GRAD_NORM = 1.0
 SAMPLING = SamplingConfig(max_tokens=9, temperature=1.0)
 
 
@@ -140,7 +141,7 @@ def update(trainer: Trainer, samples: Sequence[Sample], lr: float) -> float:
     entropies = []
     for i in range(count):
         metrics = trainer.forward_backward(samples[i::count], grpo_loss, entropy=ENTROPY_COEF)
-        trainer.optim_step(AdamConfig(lr=lr, max_grad_norm=1.0))
+        trainer.optim_step(AdamConfig(lr=lr, max_grad_norm=MAX_GRAD_NORM))
         entropies.append(metrics["entropy"])
     return float(np.mean(entropies)) if entropies else 0.0
 

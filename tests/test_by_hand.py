@@ -69,10 +69,10 @@ def learners() -> dict[str, LanguageLearner]:
     """The library's learners, with the weights of the script's trainers: two adapters on one base."""
     config = LoraPolicyConfig(
         rank=grpo.LORA.rank,
-        lr=grpo.ADAM.lr,
+        lr=grpo.LEARNING_RATE,
         batch_size=48,
         sampling=grpo.SAMPLING,
-        max_grad_norm=grpo.ADAM.max_grad_norm,
+        max_grad_norm=grpo.MAX_GRAD_NORM,
     )
     engines = Engines("cpu", 512)
     return {seat: engines.build_learner(seat, config, seed=i) for i, seat in enumerate(grpo.SEATS)}
@@ -181,7 +181,7 @@ def test_grpo_by_hand_makes_the_updates_of_the_library(
     learner, trainer = learners["planner"], trainers_like(learners)["planner"]
     before = joined(trainer.parameters)
     wanted = asyncio.run(update_learner(ALGORITHM, learner, episodes, progress=0.0))
-    entropy = grpo.update(trainer, grpo.build_samples(as_groups(episodes), "planner"), grpo.ADAM.lr)
+    entropy = grpo.update(trainer, grpo.build_samples(as_groups(episodes), "planner"), grpo.LEARNING_RATE)
     assert wanted["updates"] > 1
     assert entropy == pytest.approx(wanted["entropy"], rel=1e-4)
     ours, theirs = (joined(t.parameters) - before for t in (trainer, learner.weights.trainer))
