@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
+from adapter_versions import adapter_versions
 from tolerances import LOGPROB_ATOL
 
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot
+from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Completion, Request, Sampler, SamplingConfig
 from palestra.engine.scoring import answer_logprobs
@@ -22,15 +22,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def versions(engine: Engine) -> list[Snapshot]:
-    """Three versions of one adapter, far enough apart that their probabilities differ by more than rounding."""
-    adapter, generator = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=1), torch.Generator().manual_seed(5)
-    found = []
-    for version in range(3):
-        with torch.no_grad():
-            for _, b in adapter.weights.values():
-                b.normal_(0, 0.1, generator=generator)
-        found.append(adapter.snapshot(f"walker@{version}"))
-    return found
+    return adapter_versions(engine, 3)
 
 
 def ask(seed: int, adapter: Snapshot | None, *, n: int = 3, tokens: int = 24, **more: object) -> Request:

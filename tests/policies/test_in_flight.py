@@ -6,11 +6,11 @@ import asyncio
 
 import numpy as np
 import pytest
-import torch
+from adapter_versions import adapter_versions
 from tolerances import LOGPROB_ATOL
 
 from palestra.chat import Chat
-from palestra.engine.lora import Adapter, LoraConfig, Snapshot
+from palestra.engine.lora import Snapshot
 from palestra.engine.models import Engine
 from palestra.engine.sampler import Sampler, SamplingConfig
 from palestra.engine.scoring import answer_logprobs
@@ -35,15 +35,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def snapshots(engine: Engine) -> list[Snapshot]:
-    """Two versions of one adapter, far enough apart that their probabilities differ by more than rounding."""
-    adapter, generator = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=1), torch.Generator().manual_seed(5)
-    found = []
-    for version in range(2):
-        with torch.no_grad():
-            for _, b in adapter.weights.values():
-                b.normal_(0, 0.1, generator=generator)
-        found.append(adapter.snapshot(f"walker@{version}"))
-    return found
+    return adapter_versions(engine, 2)
 
 
 def versions_of(engine: Engine, snapshots: list[Snapshot], **options: object) -> list[LanguagePolicy]:
