@@ -69,16 +69,16 @@ def split_of_text(text: str) -> Split:
 def first_of_split(
     draws: Iterable[T | None],
     split: Split | Literal["all"],
-    text_of: Callable[[T], str],
+    split_of: Callable[[T], Split | None],
     error_message: str,
     accept: Callable[[T], bool] = lambda drawn: True,
 ) -> T:
-    """Returns the first of `draws` that belongs to `split`, by its content `text_of`, and satisfies `accept`.
+    """Returns the first of `draws` whose split by `split_of` is `split`, and that satisfies `accept`.
 
     Draws of None are skipped. Raises ValueError with the message `error_message` if there is none.
     """
     for drawn in draws:
-        if drawn is not None and (split == "all" or split_of_text(text_of(drawn)) == split) and accept(drawn):
+        if drawn is not None and (split == "all" or split_of(drawn) == split) and accept(drawn):
             return drawn
     raise ValueError(error_message)
 
@@ -93,7 +93,7 @@ def draw_layout(seed: int, propose: Callable[[np.random.Generator], L | None], s
     return first_of_split(
         (propose(rng) for _ in range(MAX_DRAWS)),
         split,
-        lambda layout: _text(layout.size, layout.cell_groups),
+        lambda layout: split_of_layout(layout.size, layout.cell_groups),
         f'no solvable layout of split "{split}" in {MAX_DRAWS} draws of {description}: '
         "there are too few such layouts; give a larger size, or fewer walls",
         accept=lambda layout: layout.is_solvable(),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from palestra.envs.text.code.programs import ProgramProblem, SplitOrAll
 from palestra.envs.text.code.test_runner import ProgramTest
-from palestra.envs.text.splits import first_of_split
+from palestra.envs.text.splits import first_of_split, split_of_text
 
 NUM_TESTS = 8  # hidden tests of a problem
 MAX_DRAWS = 20_000  # draws per problem
@@ -165,7 +165,7 @@ def draw_synthetic_program(seed: int, split: SplitOrAll, difficulties: Sequence[
     rng = random.Random(f"drill {seed}")
     draws = (_propose(rng, rng.choice(difficulties)) for _ in range(MAX_DRAWS))
     lacking = f'no drill of split "{split}" in {MAX_DRAWS} draws of difficulty {", ".join(map(str, difficulties))}'
-    return first_of_split(draws, split, lambda drill: drill.short_question, lacking)
+    return first_of_split(draws, split, lambda drill: split_of_text(drill.short_question), lacking)
 
 
 def _propose(rng: random.Random, grade: int) -> SyntheticProgram:

@@ -118,7 +118,7 @@ def draw_synthetic_topic(seed: int, split: Split | Literal["all"], mode: DebateM
     truth, parts = first_of_split(
         (_dealt(rng, mode, facts) for _ in range(MAX_DRAWS)),
         split,
-        lambda dealt: f"drill {sorted(map(sorted, dealt[1]))}",
+        lambda dealt: split_of_text(f"drill {sorted(map(sorted, dealt[1]))}"),
         f'no drill of split "{split}" with facts: {facts} in {MAX_DRAWS} draws: there are too few; give more facts',
     )
     made = tuple(Fact(token, token, side) for side, own in zip(SIDES, parts, strict=True) for token in own)

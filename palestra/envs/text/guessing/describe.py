@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 from palestra.envs.base import Env
 from palestra.envs.text.math.review import acting_seat, ask_with_examples
 from palestra.envs.text.options import check_range
-from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split
+from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split, split_of_text
 from palestra.types import Seat, Step
 
 DESCRIBER, GUESSER = "describer", "guesser"
@@ -109,7 +109,9 @@ def draw_instance(seed: int, choices: int, split: Split) -> Instance:
     """Returns the instance of `split` for `seed`."""
     rng, things = random.Random(f"describe {seed}"), list(kinds_of_nouns())
     drawn = (rng.choice(things) for _ in range(MAX_DRAWS))
-    thing = first_of_split(drawn, split, lambda thing: f"describe {thing}", f'no thing of split "{split}"')
+    thing = first_of_split(
+        drawn, split, lambda thing: split_of_text(f"describe {thing}"), f'no thing of split "{split}"'
+    )
     return list_choices(thing, choices, rng)
 
 

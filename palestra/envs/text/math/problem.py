@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from palestra.envs.text.splits import Split, first_of_split
+from palestra.envs.text.splits import Split, first_of_split, split_of_text
 
 ProblemKind = Literal["arithmetic", "sum", "equation", "inequality", "word", "multi_step"]
 MAX_DRAWS = 2000  # draws per problem
@@ -40,4 +40,6 @@ def draw_problem(seed: int, propose: Callable[[random.Random], Problem], split: 
     """
     rng = random.Random(f"problem {seed}")
     lacking = f'no problem of split "{split}" in {MAX_DRAWS} draws of {description}: there are too few such problems'
-    return first_of_split((propose(rng) for _ in range(MAX_DRAWS)), split, lambda problem: problem.split_key, lacking)
+    return first_of_split(
+        (propose(rng) for _ in range(MAX_DRAWS)), split, lambda problem: split_of_text(problem.split_key), lacking
+    )

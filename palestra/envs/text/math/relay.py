@@ -19,7 +19,7 @@ from palestra.envs.text.math.grading import UNREADABLE, AnswerGrade, grade_direc
 from palestra.envs.text.math.review import MAX_SHOTS, acting_seat, ask_with_examples, last_number
 from palestra.envs.text.math.word_templates import ANIMALS, NAMES, THINGS
 from palestra.envs.text.options import RewardMode, check_range
-from palestra.envs.text.splits import MAX_DRAWS, Split, hash_share
+from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split, hash_share
 from palestra.types import Seat, Step
 
 RelayedMessage = Literal["sent", "blank", "foreign"]
@@ -177,13 +177,9 @@ def relay_story(seed: int, limit: int, split: Split, signs: Sequence[Signs] = ge
     Its split depends on the two calculations, not on topic, names and things. Raises ValueError if there are too few.
     """
     rng = random.Random(f"relay {seed}")
-    for _ in range(MAX_DRAWS):
-        story = _draw_story(rng, limit, rng.choice(signs))
-        if story.split == split:
-            return story
-    raise ValueError(
-        f'no story of split "{split}" in {MAX_DRAWS} draws with numbers up to {limit}: give a larger limit'
-    )
+    drawn = (_draw_story(rng, limit, rng.choice(signs)) for _ in range(MAX_DRAWS))
+    lacking = f'no story of split "{split}" in {MAX_DRAWS} draws with numbers up to {limit}: give a larger limit'
+    return first_of_split(drawn, split, lambda story: story.split, lacking)
 
 
 def _draw_story(rng: random.Random, limit: int, signs: Signs) -> RelayStory:

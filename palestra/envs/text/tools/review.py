@@ -19,7 +19,7 @@ from palestra.envs.reward_terms import terms_info, total_rewards
 from palestra.envs.text.math.relay import LARGEST_LIMIT, relay_story
 from palestra.envs.text.math.review import MAX_SHOTS, acting_seat, ask_with_examples
 from palestra.envs.text.options import RewardMode, check_range
-from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split
+from palestra.envs.text.splits import MAX_DRAWS, Split, first_of_split, split_of_text
 from palestra.envs.text.tools.builtin_tools import built_in_tools
 from palestra.envs.text.tools.synthetic_world import PLACE_NAMES, place_names, places_in
 from palestra.envs.text.tools.tasks import is_correct
@@ -190,7 +190,9 @@ def _lookup_question(seed: int, split: Split) -> Question:
     """Returns a question for a number of a place; the wrong call searches for another place."""
     rng, names = random.Random(f"tool review {seed}"), place_names()
     drawn = (rng.choice(names) for _ in range(MAX_DRAWS))
-    name = first_of_split(drawn, split, lambda name: f"tool review {name}", f'no place of split "{split}"')
+    name = first_of_split(
+        drawn, split, lambda name: split_of_text(f"tool review {name}"), f'no place of split "{split}"'
+    )
     fact, text = rng.choice(list(PLACE_QUESTIONS.items()))
     answer = PlaceLibrary(seed).numbers(name)[fact]
     other = rng.choice([each for each in names if each != name])

@@ -98,7 +98,9 @@ def draw_task(
     """
     rng = random.Random(f"tools {seed}")
     lacking = f'no task of split "{split}" in {MAX_DRAWS} draws of {description}: there are too few such tasks'
-    return first_of_split((propose(rng) for _ in range(MAX_DRAWS)), split, lambda task: task.split_key, lacking)
+    return first_of_split(
+        (propose(rng) for _ in range(MAX_DRAWS)), split, lambda task: split_of_text(task.split_key), lacking
+    )
 
 
 @cache
