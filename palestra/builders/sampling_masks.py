@@ -1,4 +1,4 @@
-"""Checks that training matches top-k/top-p sampling, whose distribution leaves tokens out."""
+"""Checks that training matches sampling: top-k and top-p, whose distribution leaves tokens out, and dropout."""
 
 from __future__ import annotations
 

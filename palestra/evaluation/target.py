@@ -32,7 +32,7 @@ class EvalResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """What to evaluate: config tree, run, checkpoint step and policy.
+    """Target of an evaluation: its config tree, run, checkpoint step and policy.
 
     `run` is None for a config or an env; `step` is the number of training steps before the checkpoint (None: the
     newest); `policy` plays every seat ("": as the config says).

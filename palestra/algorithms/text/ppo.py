@@ -72,8 +72,8 @@ class PPO(ImportanceSampling, TextAlgorithm):
     team_weight: float = Field(1.0, ge=0)
     """Weight of the team's reward: rewards are team_weight * team + local."""
     action_level: ActionLevel = "token"
-    """What an action is: a `token`, or the whole answer of a `turn`, whose log-probability is the sum over its tokens,
-    also in the ratio that is clipped, and whose value is that of the state after its prompt."""
+    """The action: a `token`, or the whole answer of a `turn`, whose log-probability is the sum over its tokens, also in
+    the ratio that is clipped, and whose value is that of the state after its prompt."""
     critic: Literal["shared", "separate", "central"] = "shared"
     """The critic: a value head on the policy's features (`shared`), an adapter of its own on the same base with a value
     head (`separate`), or such an adapter that reads the prompts of all seats (`central`, with `action_level: turn`)."""
