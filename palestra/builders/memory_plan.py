@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from palestra.builders.text_config import TextConfig
@@ -38,6 +38,7 @@ from palestra.learners.lm_config import (
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIN_MICRO_BATCH_TOKENS = 512
 MIN_SEQUENCES = 8
+CACHE_SHARES = (0.75, 0.5, 0.25, 0.125)  # of the KV cache's budget
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def plan_memory(
         return list(_parts(candidate, shapes, prompt_tokens, free))
 
     parts = parts_of(config)
-    return MemoryPlan(parts, free, _changes(config, lambda candidate: peak_bytes(parts_of(candidate)) <= free))
+    changes = _changes(config, lambda candidate: peak_bytes(parts_of(candidate)) <= free, free)
+    return MemoryPlan(parts, free, changes)
 
 
 def _models(config: TextConfig) -> dict[str, LMPolicyConfig]:
@@ -199,34 +201,46 @@ def _product_size(config: TextConfig, policy: LMPolicyConfig) -> int:
     return _weight_size(config, policy)
 
 
-def _changes(config: TextConfig, fits: Callable[[TextConfig], bool]) -> list[str] | None:
-    """Returns the settings to change until the run fits, least harmful first; None if they do not suffice."""
-    changes: list[str] = []
+def _changes(config: TextConfig, fits: Callable[[TextConfig], bool], free: int) -> list[str] | None:
+    """Returns the settings to change until the run fits, least harmful first and each no further than needed; None if
+    they do not suffice."""
     tree = config.model_dump(mode="json")
-
-    def fitted() -> bool:
-        return fits(validate(TextConfig, override(tree, changes)))
-
-    if fitted():
-        return changes
     learners = {name: p for name, p in _models(config).items() if isinstance(p, LMLearnerConfig)}
-    for change in _candidates(config, learners):
-        changes = [c for c in changes if c.partition("=")[0] != change.partition("=")[0]] + [change]
-        if fitted():
-            return changes
-    return None
+    values: dict[str, list[str]] = {}  # those tried of each key, the mildest first
+
+    def fitted(changes: Mapping[str, str]) -> bool:
+        return fits(validate(TextConfig, override(tree, [f"{key}={value}" for key, value in changes.items()])))
+
+    chosen: dict[str, str] = {}
+    for key, value in [("", ""), *_candidates(config, learners, free)]:
+        if key:
+            values.setdefault(key, []).append(value)
+            chosen[key] = value
+        if fitted(chosen):
+            break
+    else:
+        return None
+    for key, tried in values.items():
+        others = {other: value for other, value in chosen.items() if other != key}
+        enough = next((value for value in tried if fitted(others | {key: value})), chosen[key])
+        chosen = others if fitted(others) else {**chosen, key: enough}
+    return [f"{key}={value}" for key, value in chosen.items()]
 
 
-def _candidates(config: TextConfig, learners: dict[str, LMLearnerConfig]) -> Iterator[str]:
+def _candidates(config: TextConfig, learners: dict[str, LMLearnerConfig], free: int) -> Iterator[tuple[str, str]]:
+    """Yields keys and the values to try, the least harmful first."""
     yield from (
-        f"policies.{n}.gradient_checkpointing=true" for n, p in learners.items() if not p.gradient_checkpointing
+        (f"policies.{n}.gradient_checkpointing", "true") for n, p in learners.items() if not p.gradient_checkpointing
     )
     tokens = max((p.micro_batch_tokens for p in learners.values()), default=0)
     while (tokens := tokens // 2) >= MIN_MICRO_BATCH_TOKENS:
-        yield from (f"policies.{n}.micro_batch_tokens={tokens}" for n, p in learners.items())
+        larger = [name for name, policy in learners.items() if policy.micro_batch_tokens > tokens]
+        yield from ((f"policies.{name}.micro_batch_tokens", str(tokens)) for name in larger)
+    budget = budget_bytes(config.kv_cache_gib) or default_cache_bytes(free)
+    yield from (("kv_cache_gib", f"{budget * share / 2**30:.2g}") for share in CACHE_SHARES)
     sequences = config.max_num_seqs
     while (sequences := sequences // 2) >= MIN_SEQUENCES:
-        yield f"max_num_seqs={sequences}"
+        yield "max_num_seqs", str(sequences)
     frozen = {n: p for n, p in _models(config).items() if not isinstance(p, FullPolicyConfig)}
-    yield from (f"policies.{n}.dtype=bfloat16" for n, p in frozen.items() if _weight_size(config, p) > 2)
-    yield from (f"policies.{n}.type=lora" for n, p in learners.items() if isinstance(p, FullPolicyConfig))
+    yield from ((f"policies.{n}.dtype", "bfloat16") for n, p in frozen.items() if _weight_size(config, p) > 2)
+    yield from ((f"policies.{n}.type", "lora") for n, p in learners.items() if isinstance(p, FullPolicyConfig))

@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from palestra.builders.memory_plan import plan_memory
 from palestra.builders.text_config import TextConfig
 from palestra.config import override, validate
+from palestra.engine.memory import peak_bytes
 from palestra.testing import tiny_tokenizer
 
 GIB = 2**30
@@ -104,6 +105,21 @@ def test_plan_suggests_settings_that_fit(folder):
     fitting = plan_memory(changed, free=int(2 * GIB))
     assert fitting.peak <= 2 * GIB and fitting.changes == []
     assert plan_memory(config, free=GIB // 2).changes is None
+
+
+def test_only_what_the_peak_needs_is_changed(folder):
+    """Training fits, sampling does not: less room for keys and values, and micro-batches as they are."""
+    config = config_of(
+        folder, "max_num_seqs=256", "episodes=64", "policies.default.sampling.max_tokens=2000", "kv_cache_gib=16"
+    )
+    parts = plan_memory(config, free=64 * GIB).parts
+    sampling, training = (
+        peak_bytes([part for part in parts if part.phase != other]) for other in ("training", "sampling")
+    )
+    free = sampling - GIB // 8
+    assert training < free
+    changes = plan_memory(config, free=free).changes
+    assert changes is not None and [change.partition("=")[0] for change in changes] == ["kv_cache_gib"]
 
 
 def test_lora_policies_share_base_weights_and_full_models_do_not(folder):
