@@ -84,6 +84,11 @@ class NetLearner(ABC):
                 "communication_rounds: seats that communicate are trained together, which only ppo, a2c and trpo do: "
                 "use one of these, or leave communication_rounds out"
             )
+        if not self.trains_transformers and any(p.attention_type != "softmax" for p in self.policies.values()):
+            raise ValueError(
+                "attention_type: only the transformer of algorithm mat has a choice of attention: use type: mat, or "
+                "leave attention_type out"
+            )
         self.stacks = [self.build_stack(seat_mapping) for seat_mapping in self.seat_mappings(seats)]
         scaled = self.uses_global_features and any(policy.normalize_observations for policy in self.policies.values())
         self.global_norm = (
@@ -122,6 +127,7 @@ class NetLearner(ABC):
         )
 
     trains_teams = False  # whether all seats of a team are in one minibatch
+    trains_transformers = False  # whether policies are transformers of teams
     output_gain = 0.01  # initialisation gain of the last layer
     has_value_output = False  # whether the policy networks also predict values
 

@@ -1,17 +1,22 @@
-"""Attention layers of several networks of one shape (Vaswani et al., 2017), for sequences of a few seats or entities.
+"""Attention layers of several networks of one shape (Vaswani et al., 2017), for sequences of a few seats or entities,
+and retention in their place (Sun et al., 2023).
 
-Shapes: `P` members, `G` sequences, `S` positions that ask, `K` positions that are asked, `H` units.
+Shapes: `P` members, `G` sequences, `S` positions that ask, `K` positions that are asked, `H` units, `D` of them per
+head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from palestra.nets.dense import GAIN, Activation, LayerNorm, Linear
+
+AttentionType = Literal["softmax", "retention"]
 
 
 class Attention(nn.Module):
@@ -20,11 +25,7 @@ class Attention(nn.Module):
 
     def __init__(self, units: int, heads: int, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
-        if units % heads:
-            raise ValueError(
-                f"attention_heads: {heads} heads do not divide {units} units: make the last of policies' hidden layers "
-                "a multiple of the heads"
-            )
+        _check_heads(units, heads)
         self.heads = heads
         self.query = Linear(units, units, 1.0, generators)
         self.key_value = Linear(units, 2 * units, 1.0, generators)
@@ -48,6 +49,76 @@ class Attention(nn.Module):
         return rowwise(self.out, attended.transpose(1, 2).reshape(P, G, S, H))
 
 
+class Retention(nn.Module):
+    """Multi-head retention without decay, with the arguments and result of `Attention`: queries weigh values by their
+    products with keys, without a softmax; each head's sum is normalised (mean 0, deviation 1) and multiplied with the
+    swish of a gate (Sun et al., 2023, eq. 5 and 8). The positions of a sequence are seats of one step, which Sable does
+    not decay (Mahjoub et al., 2024); as in its authors' code the gate is computed from what the keys are. Raises
+    ValueError if the heads do not divide the units, or have a single unit each."""
+
+    def __init__(self, units: int, heads: int, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        _check_heads(units, heads)
+        if units == heads:
+            raise ValueError(
+                f"attention_heads: attention_type: retention normalises the units of each head, and {heads} heads have "
+                "one unit each: set fewer heads"
+            )
+        self.heads = heads
+        self.query = Linear(units, units, 1.0, generators)
+        self.key_value = Linear(units, 2 * units, 1.0, generators)
+        self.gate = Linear(units, units, 1.0, generators)
+        self.out = Linear(units, units, 1.0, generators)
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None, past: list[Tensor] | None = None) -> Tensor:
+        """Returns the retained values [P, G, S, H]; `context` has as many positions as `x`. `mask` [P, G, S, K] is true
+        where a position counts; None counts all. With `past` (empty before the first position) the recurrent form: `x`
+        and `context` are the next position, and the memory does not grow with their number."""
+        P, G, S, H = x.shape
+        queries = rowwise(self.query, x).view(P * G, S, self.heads, -1).transpose(1, 2)
+        keys, values = (
+            part.transpose(1, 2)
+            for part in rowwise(self.key_value, context).view(P * G, S, 2, self.heads, H // self.heads).unbind(2)
+        )
+        keys = keys * (H // self.heads) ** -0.5
+        if past is None:
+            scores = queries @ keys.mT
+            retained = (scores if mask is None else scores * mask.flatten(0, 1)[:, None]) @ values
+        else:
+            retained = queries @ _next_state(keys.mT @ values, mask, past)
+        normed = nn.functional.layer_norm(retained, retained.shape[-1:]).transpose(1, 2).reshape(P, G, S, H)
+        return rowwise(self.out, nn.functional.silu(rowwise(self.gate, context)) * normed)
+
+
+def _next_state(own: Tensor, mask: Tensor | None, past: list[Tensor]) -> Tensor:
+    """Returns the state of retention [P*G, heads, D, D] that a position reads: the sum of the products of key and value
+    of the earlier positions that count, and its `own`. `mask` [P, G, 1, K] has a column for each position so far; the
+    last one is always true. `past`, which is updated, holds the state before the last position, and its product: only
+    the next row of the mask tells whether that counts."""
+    if past:
+        state, last = past
+        state = state + (last if mask is None else last * mask[..., -2].reshape(-1, 1, 1, 1))
+    else:
+        state = torch.zeros_like(own)
+    past[:] = [state, own]
+    return state + own
+
+
+def make_attention(
+    kind: AttentionType, units: int, heads: int, generators: Sequence[torch.Generator]
+) -> Attention | Retention:
+    """Returns a layer of attention, with a softmax or as retention. Raises ValueError for heads that do not fit."""
+    return (Retention if kind == "retention" else Attention)(units, heads, generators)
+
+
+def _check_heads(units: int, heads: int) -> None:
+    if units % heads:
+        raise ValueError(
+            f"attention_heads: {heads} heads do not divide {units} units: make the last of policies' hidden layers a "
+            "multiple of the heads"
+        )
+
+
 class FeedForward(nn.Module):
     """Two layers with an activation function between them: [P, G, S, H] -> [P, G, S, H]."""
 
@@ -66,9 +137,16 @@ class SelfAttentionBlock(nn.Module):
     """Self-attention, then a feed-forward layer, each added to its input and normalised: [P, G, S, H] -> [P, G, S,
     H]."""
 
-    def __init__(self, units: int, heads: int, activation: Activation, generators: Sequence[torch.Generator]) -> None:
+    def __init__(
+        self,
+        units: int,
+        heads: int,
+        activation: Activation,
+        generators: Sequence[torch.Generator],
+        kind: AttentionType = "softmax",
+    ) -> None:
         super().__init__()
-        self.attention = Attention(units, heads, generators)
+        self.attention = make_attention(kind, units, heads, generators)
         self.feed_forward = FeedForward(units, activation, generators)
         self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for _ in range(2))
 

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from palestra.config import StrictModel
+from palestra.nets.attention import AttentionType
 from palestra.nets.communication import Communication
 from palestra.nets.dense import GAIN, MLP, Activation, Linear, dense_layers, orthogonal
 from palestra.nets.entities import EntityEncoder, EntityLayout
@@ -47,6 +48,10 @@ class NetConfig(StrictModel):
     """Blocks of attention layers: of `encoder: attention`, and of the encoder and the decoder of `mat`."""
     attention_heads: int = Field(1, ge=1, le=1024)
     """Heads of every attention layer; they must divide the units of the last hidden layer."""
+    attention_type: AttentionType = "softmax"
+    """Layers of the encoder and the decoder of `mat`: attention with a `softmax`, or `retention` (Sun et al., 2023) as
+    in Sable (Mahjoub et al., 2024), whose work for a seat that acts does not grow with the team. It spans the seats of
+    one step: Sable's memory of earlier steps is not implemented."""
     convolutions: Literal["nature", "small"] = "nature"
     """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
     2013), which takes half the time on a CPU."""

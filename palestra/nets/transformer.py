@@ -4,6 +4,9 @@ decoder chooses the actions of its seats one after another, each given those bef
 Seats that do not act (dead units, or seats that wait for their turn) are left out: the others attend neither to them
 nor to their actions, as if the team were smaller.
 
+With `attention_type: retention` retention replaces attention in both, as in Sable (Mahjoub et al., 2024) but over the
+seats of one step only: there is no memory of earlier steps.
+
 Shapes: `P` members (teams of a stack), `T` steps, `R` = G*S rows, `G` games, `S` seats of a team, `H` units, `O`
 outputs, `A` numbers of an encoded action.
 """
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from palestra.envs.vector.base import Space
-from palestra.nets.attention import Attention, FeedForward, SelfAttentionBlock, rowwise
+from palestra.nets.attention import AttentionType, FeedForward, SelfAttentionBlock, make_attention, rowwise
 from palestra.nets.dense import GAIN, Activation, LayerNorm, Linear
 from palestra.nets.entities import EntityLayout
 from palestra.nets.heads import encode_actions, encoding_size, make_head
@@ -31,10 +34,17 @@ class DecoderBlock(nn.Module):
     """Attention over the actions before a seat, then of the seat's encoding to them, then a feed-forward layer, each
     added to its input and normalised (Wen et al., 2022, section 3.2)."""
 
-    def __init__(self, units: int, heads: int, activation: Activation, generators: Sequence[torch.Generator]) -> None:
+    def __init__(
+        self,
+        units: int,
+        heads: int,
+        activation: Activation,
+        generators: Sequence[torch.Generator],
+        kind: AttentionType = "softmax",
+    ) -> None:
         super().__init__()
-        self.to_actions = Attention(units, heads, generators)
-        self.to_encoding = Attention(units, heads, generators)
+        self.to_actions = make_attention(kind, units, heads, generators)
+        self.to_encoding = make_attention(kind, units, heads, generators)
         self.feed_forward = FeedForward(units, activation, generators)
         self.norms = nn.ModuleList(LayerNorm(units, len(generators)) for _ in range(3))
 
@@ -42,7 +52,7 @@ class DecoderBlock(nn.Module):
         self, x: Tensor, encoded: Tensor, mask: Tensor | None, past: tuple[list[Tensor], list[Tensor]] | None = None
     ) -> Tensor:
         """Returns the next features [P, G, S, H] from those of the actions `x` and the encodings of the seats
-        `encoded`; `past` holds keys and values of earlier seats, in sequential decoding."""
+        `encoded`; `past` is what both layers keep of earlier seats, in sequential decoding."""
         first, second = (None, None) if past is None else past
         x = rowwise(self.norms[0], x + self.to_actions(x, x, mask, first))
         x = rowwise(self.norms[1], encoded + self.to_encoding(encoded, x, mask, second))
@@ -73,13 +83,10 @@ class MultiAgentTransformer(Net):
             observation_shape, make_head(space).outputs, config, generators, gain, True, team_size, entities
         )
         units, heads, activation = config.hidden[-1], config.attention_heads, config.activation
+        blocks, kind = range(config.attention_blocks), config.attention_type
         self.action_space, self.activation = space, activation
-        self.encoder = nn.ModuleList(
-            SelfAttentionBlock(units, heads, activation, generators) for _ in range(config.attention_blocks)
-        )
-        self.decoder = nn.ModuleList(
-            DecoderBlock(units, heads, activation, generators) for _ in range(config.attention_blocks)
-        )
+        self.encoder = nn.ModuleList(SelfAttentionBlock(units, heads, activation, generators, kind) for _ in blocks)
+        self.decoder = nn.ModuleList(DecoderBlock(units, heads, activation, generators, kind) for _ in blocks)
         self.action_embedding = Linear(encoding_size(space) + 1, units, GAIN[activation], generators)
         self.before_head = Linear(units, units, GAIN[activation], generators)
         self.before_value = Linear(units, units, GAIN[activation], generators)

@@ -31,7 +31,8 @@ from palestra.types import Metrics
 
 class MAT(PPO):
     """MAT: PPO with a transformer for each team, the seats of one policy, that chooses their actions in order. The
-    hidden layers of the policy embed observations; `attention_blocks` and `attention_heads` shape the transformer."""
+    hidden layers of the policy embed observations; `attention_blocks`, `attention_heads` and `attention_type` shape the
+    transformer."""
 
     type: Literal["mat"] = "mat"  # type: ignore[assignment]
     """Selects MAT."""
@@ -81,6 +82,7 @@ class MATLearner(ActorCriticLearner):
     """Learner of MAT."""
 
     value_output_metric = "value_loss"
+    trains_transformers = True
 
     def build_net(self, seat_mapping: SeatMapping, head: ActionHead, config: NetPolicyConfig) -> Net:
         return MultiAgentTransformer(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from vector_toys import Countdown, Push, mean_return, train
+from vector_toys import Countdown, Push, mean_return, ppo, train
 
 from palestra.algorithms.vector.mat import MAT, MATLearner
 from palestra.algorithms.vector.ppo import PPO
@@ -25,6 +25,23 @@ from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
 
 SMALL = NetPolicyConfig(hidden=[8], activation="relu", lr=3e-3, attention_heads=2, attention_blocks=2)
+DIFFERENT = {"rollout_length": 8, "entropy_coef": 0.2}
+BOTH = pytest.mark.parametrize("attention", ["softmax", "retention"])
+KINDS = ["discrete", "turns", "vectors", "continuous", "dead", pytest.param("combat", marks=pytest.mark.slow)]
+
+
+def small(attention: Any) -> NetPolicyConfig:
+    return SMALL.model_copy(update={"attention_type": attention})
+
+
+class Mortal(Countdown):
+    """A countdown whose seats die after 1 to 5 steps, which differ between seats and games."""
+
+    def show(self, obs: np.ndarray, state: np.ndarray) -> None:
+        super().show(obs, state)
+        lives = 1 + (self.seeds + self.number)[:, None] * (2 + np.arange(len(self.seats))) % 5
+        self.vector_step.agent_mask[:] = self.time[:, None] < lives
+        self.vector_step.agent_mask[:, -1] |= ~self.vector_step.agent_mask.any(1)
 
 
 def learner(
@@ -47,33 +64,36 @@ def transformer(seats: int, view: int = 3, **settings: Any) -> MultiAgentTransfo
 # ---- decoding
 
 
-@pytest.mark.parametrize("kind", ["discrete", "turns", "vectors", "continuous", "dead"])
-def test_parallel_and_sequential_decoding_agree(kind: str) -> None:
+@BOTH
+@pytest.mark.parametrize("kind", KINDS)
+def test_parallel_and_sequential_decoding_agree(kind: str, attention: str) -> None:
     """The log-probabilities of acting equal those of training to 1e-5: two teams in a stack, masks, seats that wait or
-    are dead, all kinds of actions."""
+    are dead, all kinds of actions. Retention has up to 2e-5: it is normalised, and some sums nearly cancel."""
     envs: dict[str, VectorEnv] = {
         "discrete": Countdown(6, seats=6),
         "turns": Countdown(6, seats=6, turns=True),
         "vectors": Push(6, (MultiDiscrete((2, 3)),) * 6),
         "continuous": Push(6, (Continuous((-1.0, 0.0), (1.0, 4.0)),) * 6),
+        "dead": Mortal(6, seats=6),
     }
     env = envs.get(kind) or Combat(6, map="3m")
-    seats = {"units": [0, 1, 2]} if kind == "dead" else {"a": [0, 2, 4], "b": [1, 3, 5]}
-    made = learner(env, seats)
+    seats = {"units": [0, 1, 2]} if kind == "combat" else {"a": [0, 2, 4], "b": [1, 3, 5]}
+    made = learner(env, seats, small(attention))
     own = [seat for team in seats.values() for seat in team]
     others = [UniformVectorPolicy(env, [seat for seat in range(len(env.seats)) if seat not in own])]
     batch = VectorRollout(env, np.arange(6)).collect([*made.rollout_policies(0), *others], 40, 0)
     acts = batch.agent_mask[:-1]
-    if kind in ("turns", "dead"):
-        assert not acts.all()
-    np.testing.assert_allclose(made._logp(RolloutTensors.of(batch))[acts], batch.logp[acts], atol=1e-5)
+    assert acts[..., own].all() == (kind not in ("turns", "dead", "combat"))
+    atol = 5e-5 if attention == "retention" else 1e-5
+    np.testing.assert_allclose(made._logp(RolloutTensors.of(batch))[acts], batch.logp[acts], atol=atol)
     assert np.ptp(batch.logp[..., own][acts[..., own]]) > 0.1
 
 
-def test_actions_depend_on_earlier_seats_only() -> None:
+@BOTH
+def test_actions_depend_on_earlier_seats_only(attention: str) -> None:
     """And on all of them; observations of every seat matter to all."""
     torch.manual_seed(0)
-    net, obs, actions = transformer(4), torch.randn(1, 5, 4, 3), torch.randint(4, (1, 5, 4))
+    net, obs, actions = transformer(4, attention_type=attention), torch.randn(1, 5, 4, 3), torch.randint(4, (1, 5, 4))
     everyone = torch.ones(1, 5, 4, dtype=torch.bool)
     before = net.decode(net.encode(obs, everyone), actions, everyone)
     for seat in range(4):
@@ -86,10 +106,11 @@ def test_actions_depend_on_earlier_seats_only() -> None:
         assert ((net.decode(net.encode(seen, everyone), actions, everyone) - before).abs().amax((0, 1, 3)) > 1e-4).all()
 
 
-def test_seats_that_do_not_act_are_left_out() -> None:
+@BOTH
+def test_seats_that_do_not_act_are_left_out(attention: str) -> None:
     """Outputs and values of the others are those of a smaller team, bit for bit but for rounding."""
     torch.manual_seed(0)
-    net, obs, actions = transformer(4), torch.randn(1, 6, 4, 3), torch.randint(4, (1, 6, 4))
+    net, obs, actions = transformer(4, attention_type=attention), torch.randn(1, 6, 4, 3), torch.randint(4, (1, 6, 4))
     for living in ([0, 1, 3], [1, 2], [2], [0, 3]):
         acts = torch.zeros(1, 6, 4, dtype=torch.bool)
         acts[..., living] = True
@@ -106,18 +127,26 @@ def layer_norm(x: Tensor) -> Tensor:
     return (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt()
 
 
-def test_outputs_by_hand() -> None:
-    """One block, one head, two seats: the layers of Wen et al. (2022, figure 2) one row at a time."""
+@BOTH
+def test_outputs_by_hand(attention: str) -> None:
+    """One block, one head, two seats: the layers of Wen et al. (2022, figure 2) one row at a time, and retention (Sun
+    et al., 2023, eq. 5 and 8) as one state that keys and values are added to."""
     torch.manual_seed(0)
-    net = transformer(2, attention_heads=1, attention_blocks=1)
+    net = transformer(2, attention_heads=1, attention_blocks=1, attention_type=attention)
     obs, actions = torch.randn(2, 3), [3, 1]
     w = {name: parameter.detach()[0] for name, parameter in net.named_parameters()}
 
     def dense(name: str, x: Tensor) -> Tensor:
         return x @ w[f"{name}.weight"] + w[f"{name}.bias"][0]
 
-    def attend(name: str, x: Tensor, context: list[Tensor]) -> Tensor:
+    def attend(name: str, x: Tensor, context: list[Tensor], position: int) -> Tensor:
         keys, values = zip(*[dense(f"{name}.key_value", c).chunk(2) for c in context], strict=True)
+        if attention == "retention":
+            state = torch.zeros(8, 8)
+            for key, value in zip(keys, values, strict=True):
+                state = state + key[:, None] * value / 8**0.5
+            retained, gate = dense(f"{name}.query", x) @ state, dense(f"{name}.gate", context[position])
+            return dense(f"{name}.out", gate * torch.sigmoid(gate) * layer_norm(retained))
         scores = torch.stack([dense(f"{name}.query", x) @ key / 8**0.5 for key in keys]).softmax(0)
         return dense(f"{name}.out", sum(s * v for s, v in zip(scores, values, strict=True)))
 
@@ -125,12 +154,12 @@ def test_outputs_by_hand() -> None:
         return dense(f"{name}.feed_forward.outer", dense(f"{name}.feed_forward.inner", x).tanh())
 
     embedded = [layer_norm(dense("body.layers.0", view).tanh()) for view in obs]
-    attended = [layer_norm(x + attend("encoder.0.attention", x, embedded)) for x in embedded]
+    attended = [layer_norm(x + attend("encoder.0.attention", x, embedded, i)) for i, x in enumerate(embedded)]
     encoded = [layer_norm(x + feed_forward("encoder.0", x)) for x in attended]
     start, first = torch.tensor([0.0, 0, 0, 0, 1]), torch.tensor([0.0, 0, 0, 1, 0])  # no action; action 3
     tokens = [layer_norm(dense("action_embedding", token).tanh()) for token in (start, first)]
-    known = [layer_norm(tokens[i] + attend("decoder.0.to_actions", tokens[i], tokens[: i + 1])) for i in (0, 1)]
-    asked = [layer_norm(encoded[i] + attend("decoder.0.to_encoding", encoded[i], known[: i + 1])) for i in (0, 1)]
+    known = [layer_norm(tokens[i] + attend("decoder.0.to_actions", tokens[i], tokens[: i + 1], i)) for i in (0, 1)]
+    asked = [layer_norm(encoded[i] + attend("decoder.0.to_encoding", encoded[i], known[: i + 1], i)) for i in (0, 1)]
     decoded = [layer_norm(x + feed_forward("decoder.0", x)) for x in asked]
     outputs = torch.stack([dense("head", dense("before_head", x).tanh()) for x in decoded])
     values = torch.cat([dense("value_head", dense("before_value", x).tanh()) for x in encoded])
@@ -231,30 +260,43 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         learner(Countdown(2), {"a": [0, 1]}, NetPolicyConfig(gru_units=4))
     with pytest.raises(ValueError, match="attention_heads: 3 heads do not divide 8 units"):
         learner(Countdown(2), {"a": [0, 1]}, NetPolicyConfig(hidden=[8], attention_heads=3))
+    with pytest.raises(ValueError, match="8 heads have one unit each"):
+        learner(Countdown(2), {"a": [0, 1]}, NetPolicyConfig(hidden=[8], attention_heads=8, attention_type="retention"))
+    with pytest.raises(ValueError, match="attention_type: only the transformer of algorithm mat"):
+        PPO().build_learner(Countdown(2), {"a": [0, 1]}, {"a": small("retention")}, {"a": 0})
 
 
 # ---- learning
 
 
-def test_team_finds_different_actions() -> None:
+@BOTH
+def test_team_finds_different_actions(attention: Any) -> None:
     """Both are paid where their actions differ, and see nothing. Seats that share a network and draw at once earn 0.5
     at most; one that knows the action of the other always 1, whichever that is."""
     env = MatrixGame(64, payoff=[[0, 1], [1, 0]])
-    policy, settings = NetPolicyConfig(hidden=[16], lr=1e-2), {"rollout_length": 8, "entropy_coef": 0.2}
-    made = learner(env, {"team": [0, 1]}, policy, 1, **settings)
-    apart = PPO(**settings).build_learner(env, {"team": [0, 1]}, {"team": policy}, {"team": 7})
-    for one in (made, apart):
-        train(one, VectorRollout(env, np.arange(64)), 8, 12)
+    policy = NetPolicyConfig(hidden=[16], lr=1e-2, attention_type=attention)
+    made = learner(env, {"team": [0, 1]}, policy, 1, **DIFFERENT)
+    train(made, VectorRollout(env, np.arange(64)), 8, 12)
     assert mean_return(env, made.sampling_policies(), 8).min() > 0.9
-    assert mean_return(env, apart.sampling_policies(), 8).max() < 0.6
     batch = VectorRollout(env, np.arange(64)).collect(made.sampling_policies(), 8, 3)
     assert 0.2 < batch.actions[..., 0].mean() < 0.8  # the bonus keeps the first seat undecided
 
 
-def test_transformer_learns_to_spread() -> None:
-    """From -27 of random play to above -25 in six updates."""
+def test_independent_seats_do_not_find_different_actions() -> None:
+    env = MatrixGame(64, payoff=[[0, 1], [1, 0]])
+    policy = NetPolicyConfig(hidden=[16], lr=1e-2)
+    made = ppo(**DIFFERENT).build_learner(env, {"team": [0, 1]}, {"team": policy}, {"team": 7})
+    train(made, VectorRollout(env, np.arange(64)), 8, 12)
+    assert mean_return(env, made.sampling_policies(), 8).max() < 0.6
+
+
+@pytest.mark.parametrize(
+    ("attention", "updates"), [("softmax", 6), pytest.param("retention", 24, marks=pytest.mark.slow)]
+)
+def test_transformer_learns_to_spread(attention: Any, updates: int) -> None:
+    """From -27 of random play to above -25; greedy play of retention is there after 16 updates."""
     env = SimpleSpread(64)
-    policy = NetPolicyConfig(hidden=[32], activation="relu", lr=2e-3)
+    policy = NetPolicyConfig(hidden=[32], activation="relu", lr=2e-3, attention_type=attention)
     made = learner(env, {"team": [0, 1, 2]}, policy, 1, rollout_length=25, value_norm=True)
-    train(made, VectorRollout(env, np.arange(64)), 25, 6)
+    train(made, VectorRollout(env, np.arange(64)), 25, updates)
     assert mean_return(env, made.greedy_policies(), 25).mean() > -25
