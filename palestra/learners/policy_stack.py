@@ -57,10 +57,14 @@ class NetPolicyConfig(NetConfig):
 
     @model_validator(mode="after")
     def _entities_look_alike(self) -> Self:
-        if self.encoder == "attention" and self.normalize_observations:
+        if self.graph_neighbours is not None and self.encoder != "graph":
             raise ValueError(
-                "normalize_observations: encoder: attention embeds all entities of a kind alike, and takes zeros for "
-                "absent ones, so their columns are not scaled one by one: leave normalize_observations out"
+                "graph_neighbours: they are the edges of encoder: graph: set it, or leave graph_neighbours out"
+            )
+        if self.encoder != "flat" and self.normalize_observations:
+            raise ValueError(
+                f"normalize_observations: encoder: {self.encoder} embeds all entities of a kind alike, and takes zeros "
+                "for absent ones, so their columns are not scaled one by one: leave normalize_observations out"
             )
         return self
 

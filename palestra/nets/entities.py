@@ -1,5 +1,5 @@
-"""Attention over the entities of an observation, such as other agents and landmarks (Zambaldi et al., 2019): their
-order does not matter, and their number may differ between seats.
+"""Attention over the entities of an observation, such as other agents and landmarks (Zambaldi et al., 2019), or over
+those that are near (DGN; Jiang et al., 2020): their order does not matter, and their number may differ between seats.
 
 Shapes: `P` members, `R` rows, `D` numbers of an arranged observation, `E` entities, `H` units.
 """
@@ -22,12 +22,14 @@ from palestra.nets.on_device import all_known, constant, identity
 class EntityLayout:
     """Arrangement of observations: `own` numbers of the seat itself, then for each kind `counts[k]` entities of
     `widths[k]` numbers. `columns[seat]` are the columns of these numbers in the seat's observation, -1 for those of
-    entities that it lacks; None for a seat that sees other kinds, or more."""
+    entities that it lacks; None for a seat that sees other kinds, or more. `positions[k]` are those of the `widths[k]`
+    numbers that are an entity's position relative to the seat (empty: unknown)."""
 
     own: int
     counts: tuple[int, ...]
     widths: tuple[int, ...]
     columns: tuple[tuple[int, ...] | None, ...]
+    positions: tuple[tuple[int, ...], ...] = ()
 
     @property
     def size(self) -> int:
@@ -49,14 +51,14 @@ def entity_layout(env: VectorEnv, seats: Sequence[int]) -> EntityLayout:
     or if the seats see different kinds."""
     if not env.observation_entities:
         raise ValueError(
-            f'encoder: attention needs to know the entities in observations, and env "{env.name}" does not say where '
-            "they are (VectorEnv.observation_entities): use encoder: flat"
+            f'encoder: attention and graph need to know the entities in observations, and env "{env.name}" does not '
+            "say where they are (VectorEnv.observation_entities): use encoder: flat"
         )
     kinds = {_kinds(env, seat) for seat in seats}
     if len(kinds) > 1:
         raise ValueError(
-            f"encoder: attention: {', '.join(env.seats[seat] for seat in seats)} see entities of different kinds: give "
-            "each kind of seat a policy of its own"
+            f"encoder: attention, graph: {', '.join(env.seats[seat] for seat in seats)} see entities of different "
+            "kinds: give each kind of seat a policy of its own"
         )
     (kind,) = kinds
     found = [[len(one.columns) for one in env.observation_entities[seat]] for seat in seats]
@@ -64,7 +66,8 @@ def entity_layout(env: VectorEnv, seats: Sequence[int]) -> EntityLayout:
     columns = tuple(
         _columns(env, seat, counts) if _kinds(env, seat) == kind else None for seat in range(len(env.seats))
     )
-    return EntityLayout(kind[0], counts, kind[1:], columns)
+    positions = tuple(one.position for one in env.observation_entities[seats[0]])
+    return EntityLayout(kind[0], counts, kind[1:], columns, positions)
 
 
 def _kinds(env: VectorEnv, seat: int) -> tuple[int, ...]:
@@ -90,7 +93,11 @@ def _columns(env: VectorEnv, seat: int, counts: Sequence[int]) -> tuple[int, ...
 class EntityEncoder(nn.Module):
     """Encodes arranged observations: [P, R, D] -> [P, R, H]. The seat itself and each entity are embedded, by kind, and
     attend to each other; the result is what becomes of the seat itself. An entity whose numbers are all zero is absent.
-    Numbers after the arranged ones, such as a one-hot seat, are the seat's own."""
+    Numbers after the arranged ones, such as a one-hot seat, are the seat's own.
+
+    With `neighbours` the seat and each entity attend to themselves and to that many of the others, the nearest (more
+    where distances are equal): a graph, along whose edges a block passes messages once. Raises ValueError if the
+    positions are unknown then."""
 
     def __init__(
         self,
@@ -101,9 +108,16 @@ class EntityEncoder(nn.Module):
         heads: int,
         activation: Activation,
         generators: Sequence[torch.Generator],
+        neighbours: int | None = None,
     ) -> None:
         super().__init__()
-        self.layout, self.units, self.activation = layout, units, activation
+        dimensions = {len(position) for position in layout.positions}
+        if neighbours is not None and (len(dimensions) != 1 or 0 in dimensions):
+            raise ValueError(
+                "graph_neighbours: which entities are near is known from their positions, and the env does not say "
+                "which numbers of every entity these are (Entities.position): leave graph_neighbours out"
+            )
+        self.layout, self.units, self.activation, self.neighbours = layout, units, activation, neighbours
         self.own = Linear(inputs - layout.size + layout.own, units, GAIN[activation], generators)
         self.kinds = nn.ModuleList(Linear(width, units, GAIN[activation], generators) for width in layout.widths)
         self.blocks = nn.ModuleList(SelfAttentionBlock(units, heads, activation, generators) for _ in range(blocks))
@@ -111,15 +125,33 @@ class EntityEncoder(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         layout, (P, R, _) = self.layout, obs.shape
         own, entities, more = obs.split([layout.own, layout.size - layout.own, obs.shape[2] - layout.size], 2)
+        sizes = [count * width for count, width in zip(layout.counts, layout.widths, strict=True)]
+        by_kind = [  # [P, R, E, width]
+            part.unflatten(2, (-1, width)) for part, width in zip(entities.split(sizes, 2), layout.widths, strict=True)
+        ]
         tokens = [self.own(torch.cat([own, more], -1), self.activation)[:, :, None]]
         present = [torch.ones(P, R, 1, dtype=torch.bool, device=obs.device)]
-        sizes = [count * width for count, width in zip(layout.counts, layout.widths, strict=True)]
-        for kind, part, width in zip(self.kinds, entities.split(sizes, 2), layout.widths, strict=True):
-            each = part.unflatten(2, (-1, width))  # [P, R, E, width]
+        for kind, each in zip(self.kinds, by_kind, strict=True):
             tokens.append(kind(each.flatten(1, 2), self.activation).view(*each.shape[:3], self.units))
             present.append((each != 0).any(-1))
         x, seen = torch.cat(tokens, 2), torch.cat(present, 2)
-        mask = None if all_known(seen) else seen[:, :, None] | identity(seen.shape[2], seen.device).bool()
+        if self.neighbours is None:
+            mask = None if all_known(seen) else seen[:, :, None] | identity(seen.shape[2], seen.device).bool()
+        else:
+            places = [each[..., list(at)] for each, at in zip(by_kind, layout.positions, strict=True)]
+            mask = nearest(nn.functional.pad(torch.cat(places, 2), (0, 0, 1, 0)), seen, self.neighbours)
         for block in self.blocks:
             x = block(x, mask)
         return x[:, :, 0]
+
+
+def nearest(places: Tensor, present: Tensor, neighbours: int) -> Tensor:
+    """Returns whom each node of a graph attends to [P, R, E, E] bool: itself, and those of the others `present`
+    [P, R, E] bool whose squared distance is at most that of its `neighbours`-th nearest. `places` are the positions of
+    the nodes [P, R, E, any]."""
+    E = places.shape[2]
+    itself = identity(E, places.device).bool()
+    distances = (places[:, :, :, None] - places[:, :, None]).square().sum(-1)
+    distances = distances.masked_fill(itself | ~present[:, :, None], torch.inf)
+    within = distances <= distances.kthvalue(min(neighbours, E), -1, keepdim=True).values
+    return itself | (within & present[:, :, None])

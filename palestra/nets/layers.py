@@ -40,12 +40,16 @@ class NetConfig(StrictModel):
     communication_rounds: int = Field(0, ge=0, le=64)
     """Rounds in which the seats that a policy plays send each other the mean of their hidden features before they act
     (CommNet; Sukhbaatar et al., 2016); 0: none. For `ppo`, `a2c` and `trpo`."""
-    encoder: Literal["flat", "attention"] = "flat"
+    encoder: Literal["flat", "attention", "graph"] = "flat"
     """How an observation enters the hidden layers: all its numbers at once (`flat`), or after attention between the
     seat and the entities that it sees (`attention`), whose order then does not matter and whose number may differ
-    between seats; the env must say where they are."""
+    between seats; the env must say where they are. `graph`: the same along the edges of `graph_neighbours`, as in DGN
+    (Jiang et al., 2020); each of `attention_blocks` passes messages along one edge."""
+    graph_neighbours: int | None = Field(None, ge=1)
+    """Edges of `encoder: graph`: the seat and each entity attend to themselves and to so many nearest others; the env
+    must say which numbers are positions. null: all attend to all, which is `encoder: attention`."""
     attention_blocks: int = Field(1, ge=1, le=64)
-    """Blocks of attention layers: of `encoder: attention`, and of the encoder and the decoder of `mat`."""
+    """Blocks of attention layers: of `encoder: attention` and `graph`, and of the encoder and the decoder of `mat`."""
     attention_heads: int = Field(1, ge=1, le=1024)
     """Heads of every attention layer; they must divide the units of the last hidden layer."""
     attention_type: AttentionType = "softmax"
@@ -169,7 +173,9 @@ class Net(nn.Module):
         self.entity_encoder: EntityEncoder | None = None
         if entities is not None:
             units, blocks, heads = config.hidden[-1], config.attention_blocks, config.attention_heads
-            self.entity_encoder = EntityEncoder(entities, inputs, units, blocks, heads, config.activation, generators)
+            self.entity_encoder = EntityEncoder(
+                entities, inputs, units, blocks, heads, config.activation, generators, config.graph_neighbours
+            )
             inputs = units
         self.body = MLP(inputs, config.hidden, config.activation, generators, layer_norm=bool(config.layer_norm))
         self.communication = (

@@ -101,7 +101,7 @@ def group_into_stacks(env: VectorEnv, seats: dict[str, list[int]], configs: dict
     stacks: dict[tuple, list[str]] = {}
     layouts: dict[str, EntityLayout | None] = {}
     for name, own in seats.items():
-        layout = entity_layout(env, own) if getattr(configs[name], "encoder", "flat") == "attention" else None
+        layout = entity_layout(env, own) if getattr(configs[name], "encoder", "flat") != "flat" else None
         layouts[name] = layout
         kinds = {((layout.size,) if layout else env.observation_shapes[seat], env.action_spaces[seat]) for seat in own}
         if len(kinds) > 1:

@@ -21,7 +21,7 @@ from palestra.envs.vector.combat import Combat
 from palestra.envs.vector.foraging import Foraging
 from palestra.envs.vector.mpe import SimpleSpread, SimpleTag
 from palestra.learners.policy_stack import NetPolicyConfig, read_policy
-from palestra.nets.entities import EntityEncoder, EntityLayout, entity_layout
+from palestra.nets.entities import EntityEncoder, EntityLayout, entity_layout, nearest
 from palestra.nets.layers import make_generators
 from palestra.policies.vector import UniformVectorPolicy
 from palestra.rollouts.vector_rollout import VectorRollout
@@ -57,6 +57,7 @@ def test_entities_of_spread_and_tag_are_where_they_say() -> None:
     env = SimpleSpread(4, agents=3)
     obs = played(env)[-1]
     landmarks, others = env.observation_entities[0]
+    assert landmarks.position == others.position == (0, 1)
     pos = env.internal_state["pos"]
     for i, columns in enumerate(landmarks.columns):
         np.testing.assert_allclose(obs[:, 0][:, columns], pos[:, 3 + i] - pos[:, 0], atol=1e-6)
@@ -69,10 +70,21 @@ def test_entities_of_spread_and_tag_are_where_they_say() -> None:
         obstacles, hunters, good = tag.observation_entities[seat]
         for kind, first, members in ((obstacles, 5, range(2)), (hunters, 0, range(3)), (good, 3, range(2))):
             seen = [first + member for member in members if first + member != seat]
-            assert len(kind.columns) == len(seen)
+            assert len(kind.columns) == len(seen) and kind.position == (0, 1)
             for entity, columns in zip(seen, kind.columns, strict=True):
                 there = [pos[:, entity] - pos[:, seat]] + ([vel[:, entity]] if kind is good else [])
                 np.testing.assert_allclose(obs[:, seat][:, columns], np.concatenate(there, 1), atol=1e-6)
+
+
+@pytest.mark.slow  # combat takes long to compile
+def test_positions_of_allies_are_relative() -> None:
+    """Of units in sight the distance, which is seen too, is theirs."""
+    env = Combat(4, map="3m")
+    (allies,) = env.observation_entities[0]
+    each = played(env)[:, :, 0][..., [list(columns) for columns in allies.columns]]
+    x, y = allies.position
+    np.testing.assert_allclose(np.hypot(each[..., x], each[..., y]), each[..., 1], atol=1e-6)
+    assert each[..., 1].max() > 0.1
 
 
 @pytest.mark.parametrize("name", ENVS)
@@ -148,10 +160,101 @@ def test_saved_policy_plays_with_more_agents(tmp_path: Path) -> None:
     assert actions.shape == (4, 5)
 
 
+# ---- graphs
+
+
+def on_a_line(*places: float) -> Tensor:
+    """An observation of a seat, at 0, whose entities are at `places` and have random other numbers [1, 1, D]."""
+    others = torch.randn(len(places), 2)
+    entities = torch.cat([torch.tensor(places)[:, None], others], 1)
+    return torch.cat([torch.tensor([0.5, -0.5]), entities.flatten()])[None, None]
+
+
+def graph(entities: int, neighbours: int | None, blocks: int = 1) -> EntityEncoder:
+    layout = EntityLayout(2, (entities,), (3,), (), ((0,),))
+    return EntityEncoder(layout, layout.size, 8, blocks, 1, "tanh", make_generators([0]), neighbours)
+
+
+def test_edges_by_hand() -> None:
+    """The seat at 0, entities at 1, 1.75 and -3, and one that is absent: who is the nearest of whom; and two that are
+    equally near."""
+    places = torch.tensor([0, 1, 1.75, -3, 0])[None, None, :, None]
+    present = torch.tensor([True, True, True, True, False])[None, None]
+    edges = [
+        [[i for i in range(5) if row[i]] for row in nearest(places, present, k)[0, 0].tolist()] for k in (1, 2, 3, 9)
+    ]
+    assert edges[0] == [[0, 1], [1, 2], [1, 2], [0, 3], [0, 4]]
+    assert edges[1] == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 3], [0, 1, 4]]
+    assert edges[2] == [[0, 1, 2, 3]] * 4 + [[0, 1, 2, 4]] and edges[3] == [[0, 1, 2, 3]] * 4 + [[0, 1, 2, 3, 4]]
+    tied = nearest(torch.tensor([0, 2, -2.0, 5])[None, None, :, None], torch.ones(1, 1, 4, dtype=torch.bool), 1)
+    assert tied[0, 0, 0].tolist() == [True, True, True, False]
+
+
+def test_graph_of_three_nodes_by_hand() -> None:
+    """The seat at 0, entities at 1 and 1.75, each with one neighbour, one head: the seat reads itself and the first
+    entity, whose neighbour is the second."""
+    torch.manual_seed(0)
+    net, obs = graph(2, 1, blocks=2), on_a_line(1.0, 1.75)
+    w = {name: parameter.detach()[0] for name, parameter in net.named_parameters()}
+
+    def dense(name: str, x: Tensor) -> Tensor:
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"][0]
+
+    def norm(x: Tensor) -> Tensor:
+        return (x - x.mean()) / (x.var(correction=0) + 1e-5).sqrt()
+
+    def node(block: int, own: Tensor, *read: Tensor) -> Tensor:
+        name = f"blocks.{block}"
+        keys, values = zip(*[dense(f"{name}.attention.key_value", one).chunk(2) for one in read], strict=True)
+        query = dense(f"{name}.attention.query", own)
+        scores = torch.stack([query @ key / 8**0.5 for key in keys]).softmax(0)
+        told = dense(f"{name}.attention.out", sum(s * v for s, v in zip(scores, values, strict=True)))
+        x = norm(own + told)
+        hidden = dense(f"{name}.feed_forward.inner", x).tanh()
+        return norm(x + dense(f"{name}.feed_forward.outer", hidden))
+
+    seat = dense("own", obs[0, 0, :2]).tanh()
+    first, second = (dense("kinds.0", obs[0, 0, at : at + 3]).tanh() for at in (2, 5))
+    seat_1, first_1 = node(0, seat, seat, first), node(0, first, first, second)
+    torch.testing.assert_close(net(obs)[0, 0], node(1, seat_1, seat_1, first_1))
+
+
+def test_messages_pass_one_edge_in_each_block() -> None:
+    """What the seat knows of entities at 1, 1.75 and -3: of the second after two blocks, of the last never."""
+    torch.manual_seed(0)
+    for blocks, known in ((1, [True, False, False]), (2, [True, True, False]), (3, [True, True, False])):
+        obs = on_a_line(1.0, 1.75, -3.0).requires_grad_()
+        (gradient,) = torch.autograd.grad(graph(3, 1, blocks)(obs).square()[..., 0].sum(), obs)
+        assert (gradient[0, 0, 2:].view(3, 3).abs().amax(1) > 1e-6).tolist() == known
+
+
+def test_order_of_nodes_does_not_matter() -> None:
+    torch.manual_seed(0)
+    net, obs = graph(4, 2, blocks=2), on_a_line(1.0, 1.75, -3.0, 0.4)
+    own, entities = obs[..., :2], obs[..., 2:].unflatten(-1, (4, 3))
+    shuffled = torch.cat([own, entities[:, :, [2, 0, 3, 1]].flatten(2)], -1)
+    torch.testing.assert_close(net(shuffled), net(obs))
+
+
+def test_graph_of_all_edges_is_attention() -> None:
+    """Also with as many neighbours as there are entities; fewer give other outputs. Seats of simple_tag see different
+    numbers of entities."""
+    env, seats = SimpleTag(4, num_good=2, num_adversaries=3), {"all": [0, 1, 2, 3, 4]}
+    obs = played(env)
+    attention = outputs(env, seats, obs)
+    for neighbours, equal in ((None, True), (6, True), (2, False)):
+        policy = POLICY.model_copy(update={"encoder": "graph", "graph_neighbours": neighbours})
+        found = outputs(env, seats, obs, policy)
+        assert torch.allclose(found, attention, atol=1e-5) == equal
+    for seat in range(5):  # a policy of its own, with the same weights, for each seat
+        alone = outputs(env, {"all": [seat]}, obs, policy)
+        torch.testing.assert_close(alone, found.unflatten(2, (4, 5))[:, :, :, seat])
+
+
 # ---- learners
 
 
-@pytest.mark.parametrize("kind", ["ppo", "mappo", "a seat each", "trpo", "mat", "dqn", "sac", "memory"])
+@pytest.mark.parametrize("kind", ["ppo", "mappo", "a seat each", "trpo", "mat", "dqn", "sac", "memory", "graph"])
 def test_learners_take_the_encoder(kind: str) -> None:
     """Every layer of the encoder is trained, and what is played is what is trained."""
     config: Any = {
@@ -163,7 +266,11 @@ def test_learners_take_the_encoder(kind: str) -> None:
     }.get(kind, ppo(rollout_length=8))
     env = SimpleTag(4, num_good=2, num_adversaries=2)
     seats = {f"seat{i}": [i] for i in range(4)} if kind == "a seat each" else {"all": [0, 1, 2, 3]}
-    policy = POLICY.model_copy(update={"gru_units": 4, "seat_one_hot": True} if kind == "memory" else {})
+    changes: dict[str, Any] = {
+        "memory": {"gru_units": 4, "seat_one_hot": True},
+        "graph": {"encoder": "graph", "graph_neighbours": 2},
+    }
+    policy = POLICY.model_copy(update=changes.get(kind, {}))
     made = config.build_learner(env, seats, dict.fromkeys(seats, policy), dict.fromkeys(seats, 3))
     (net,) = {stack.net for stack in made.stacks} if kind != "a seat each" else {made.stacks[0].net}
     before = {name: value.clone() for name, value in net.entity_encoder.named_parameters()}
@@ -173,6 +280,13 @@ def test_learners_take_the_encoder(kind: str) -> None:
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
+    near = {"encoder": "graph", "graph_neighbours": 1}
+    with pytest.raises(ValueError, match="the env does not say which numbers of every entity these are"):
+        PPO().build_learner(Foraging(2), {"a": [0]}, {"a": NetPolicyConfig(**near)}, {"a": 0})
+    with pytest.raises(ValueError, match="graph_neighbours: they are the edges of encoder: graph"):
+        NetPolicyConfig(encoder="attention", graph_neighbours=1)
+    with pytest.raises(ValueError, match="normalize_observations: encoder: graph embeds all entities"):
+        NetPolicyConfig(encoder="graph", normalize_observations=True)
     with pytest.raises(ValueError, match='env "countdown" does not say where they are'):
         PPO().build_learner(Countdown(2), {"a": [0, 1]}, {"a": POLICY}, {"a": 0})
     with pytest.raises(ValueError, match="normalize_observations: encoder: attention embeds all entities"):
@@ -216,3 +330,40 @@ def test_attention_learns_which_entity_counts() -> None:
     made = config.build_learner(env, {"a": [0]}, {"a": policy}, {"a": 3})
     train(made, VectorRollout(env, np.arange(64)), 4, 30)
     assert mean_return(env, made.greedy_policies(), 8).mean() > 0.9
+
+
+class Nearby(Marked):
+    """The same, but what counts is the number of the nearest of four entities, each on a line."""
+
+    name = "nearby"
+    observation_entities = ((Entities.in_a_row(1, 4, 2, (0,)),),)
+
+    def draw(self) -> VectorStep:
+        places, numbers = self.rng.uniform(-1, 1, (self.num_envs, 4)), self.rng.choice([-1.0, 1.0], (self.num_envs, 4))
+        self.answer = numbers[np.arange(self.num_envs), np.abs(places).argmin(1)] > 0
+        self.vector_step.obs[:, 0, 0] = 1
+        self.vector_step.obs[:, 0, 1::2], self.vector_step.obs[:, 0, 2::2] = places, numbers
+        return self.vector_step
+
+
+def test_graph_learns_from_its_nearest_neighbour() -> None:
+    """Which pays 1; guessing pays 0.5, and so does an edge to others."""
+    env, config = Nearby(), ppo(rollout_length=4, gamma=0.0)
+    policy = NetPolicyConfig(hidden=[16], encoder="graph", graph_neighbours=1, lr=1e-2)
+    made = config.build_learner(env, {"a": [0]}, {"a": policy}, {"a": 3})
+    train(made, VectorRollout(env, np.arange(64)), 4, 10)
+    assert mean_return(env, made.greedy_policies(), 8).mean() > 0.9
+
+
+@pytest.mark.slow
+def test_graph_learns_to_spread() -> None:
+    """From -27 of random play, with two neighbours."""
+    env = SimpleSpread(64)
+    policy = NetPolicyConfig(
+        hidden=[32], activation="relu", lr=2e-3, encoder="graph", graph_neighbours=2, attention_blocks=2
+    )
+    made = ppo(rollout_length=25, critic="central", value_norm=True).build_learner(
+        env, {"team": [0, 1, 2]}, {"team": policy}, {"team": 7}
+    )
+    train(made, VectorRollout(env, np.arange(64)), 25, 24)
+    assert mean_return(env, made.greedy_policies(), 25).mean() > -25

@@ -127,15 +127,18 @@ def empty_step(
 
 class Entities(NamedTuple):
     """Entities of one kind in an observation, such as other agents or landmarks: each is `width` numbers, at the
-    `columns` of the observation that are listed for it. An entity whose numbers are all 0 counts as absent."""
+    `columns` of the observation that are listed for it. An entity whose numbers are all 0 counts as absent. `position`
+    are those of its numbers, from 0, that are its position relative to the seat (empty: it has none, or another)."""
 
     width: int
     columns: tuple[tuple[int, ...], ...]
+    position: tuple[int, ...] = ()
 
     @classmethod
-    def in_a_row(cls, start: int, count: int, width: int) -> Self:
+    def in_a_row(cls, start: int, count: int, width: int, position: tuple[int, ...] = ()) -> Self:
         """Returns `count` entities that follow each other from column `start` on."""
-        return cls(width, tuple(tuple(range(start + i * width, start + (i + 1) * width)) for i in range(count)))
+        columns = tuple(tuple(range(start + i * width, start + (i + 1) * width)) for i in range(count))
+        return cls(width, columns, position)
 
 
 class VectorEnv(ABC):
@@ -148,7 +151,7 @@ class VectorEnv(ABC):
     env offers (see `scripted_actions`). `action_names` names discrete actions, for people who look at a game (empty:
     their numbers are shown), and `seat_colours` are the RGB colours in which `render` draws the seats (empty: none).
     `observation_entities` are the kinds of entities in each seat's observation (empty: unknown), which
-    `encoder: attention` attends to; all other numbers describe the seat itself.
+    `encoder: attention` and `graph` attend to; all other numbers describe the seat itself.
     """
 
     name: ClassVar[str] = ""

@@ -124,7 +124,9 @@ class Combat(NativeEnv):
         facing = 2 * rules.has_cone
         self.observation_shapes = ((4 + enemies * (enemy + 2) + (seats - 1) * (ally + 1) + ally - 3 + facing,),) * seats
         # Of the other units only allies are entities: attacks name enemies by their place in the observation.
-        self.observation_entities = ((Entities.in_a_row(4 + enemies * (enemy + 2), seats - 1, ally + 1),),) * seats
+        self.observation_entities = (
+            (Entities.in_a_row(4 + enemies * (enemy + 2), seats - 1, ally + 1, (2, 3)),),
+        ) * seats
         self.action_spaces = (Discrete(actions),) * seats
         self.action_names = ("no-op", "stop", "north", "south", "east", "west")
         self.action_names += tuple(f"attack enemy {e}" for e in range(enemies))

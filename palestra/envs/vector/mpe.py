@@ -35,6 +35,7 @@ from palestra.types import Seat
 
 MOVES = ("nothing", "left", "right", "down", "up")
 NUM_MOVES = len(MOVES)
+PLACE = (0, 1)  # the numbers of an entity that are its position relative to the seat
 LANDMARK_RADIUS, AGENT_RADIUS = 0.05, 0.06  # as drawn, of those that do not collide
 
 
@@ -148,7 +149,7 @@ class SimpleSpread(_Particles):
         super().__init__(num_envs, spec, max_cycles, continuous_actions)
         places, words = 4 + 2 * agents, 4 * agents + 2  # of the first other agent and of its message
         others = tuple((places + i, places + i + 1, words + i, words + i + 1) for i in range(0, 2 * agents - 2, 2))
-        self.observation_entities = ((Entities.in_a_row(4, agents, 2), Entities(4, others)),) * agents
+        self.observation_entities = ((Entities.in_a_row(4, agents, 2, PLACE), Entities(4, others, PLACE)),) * agents
 
     def _begin(self) -> None:
         begin_spread(self._world, self._view, self._all)
@@ -270,7 +271,11 @@ def _tag_entities(obstacles: int, hunters: int, good: int) -> tuple[Entities, ..
     first = 4 + 2 * obstacles
     places = first + 2 * hunters
     seen = tuple((at, at + 1, at + 2 * good, at + 2 * good + 1) for at in range(places, places + 2 * good, 2))
-    return Entities.in_a_row(4, obstacles, 2), Entities.in_a_row(first, hunters, 2), Entities(4, seen)
+    return (
+        Entities.in_a_row(4, obstacles, 2, PLACE),
+        Entities.in_a_row(first, hunters, 2, PLACE),
+        Entities(4, seen, PLACE),
+    )
 
 
 def _numbered(role: str, count: int) -> tuple[Seat, ...]:
