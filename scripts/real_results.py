@@ -1,7 +1,9 @@
 """Print what each seat of a trained team contributes: the team untrained, trained, and with one part replaced.
 
-    python scripts/real_results.py runs/real                 every row, greedy answers to 300 held-out instances
-    python scripts/real_results.py runs/real --report        only the table of what has been measured
+    python scripts/real_results.py runs/real                    every row, greedy answers to 300 held-out instances
+    python scripts/real_results.py runs/real --only trained     the rows whose name begins so; several may be given
+    python scripts/real_results.py runs/real --processes 2      two rows at once, each in a process with one thread
+    python scripts/real_results.py runs/real --report           only the table of what has been measured
 
 For a run of two seats whose env has the option `shots`, such as those of configs/real. Every row plays the same
 instances of the split "test". What has been measured is kept in the run's real_results.jsonl; a second call goes on
@@ -16,8 +18,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import json
+import multiprocessing
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +81,25 @@ def measure(setup: TextEvalSetup, env: Mapping[str, Any], row: Row, episodes: in
     }
 
 
+def open_run(run: Path) -> tuple[TextEvalSetup, Mapping[str, Any]]:
+    """Returns the evaluation setup of a run, which loads a model when it plays, and the options of its env."""
+    target = find_target(run)
+    return open_text_eval(target, {}, {}, sampling=GREEDY, in_process=True), target.tree["env"]
+
+
+def measure_row(run: Path, row: Row, episodes: int) -> dict[str, Any]:
+    """Returns the results of one row, measured in this process."""
+    return measure(*open_run(run), row, episodes)
+
+
+def measure_rows(run: Path, rows: Sequence[Row], episodes: int, processes: int) -> Iterator[dict[str, Any]]:
+    """Yields the results of rows as they come, `processes` at once."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, max(1, len(rows))), mp_context=context) as pool:
+        for done in as_completed([pool.submit(measure_row, run, row, episodes) for row in rows]):
+            yield done.result()
+
+
 def completeness(episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns the share of episodes with a complete last answer, and success among these: skill apart from form."""
     complete = [episode for episode in episodes if is_complete(episode.nodes[-1])]
@@ -114,23 +137,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--episodes", type=int, default=300)
-    parser.add_argument("--only", default="", help="measure the rows whose name begins so")
+    parser.add_argument("--only", nargs="+", default=[""], help="measure the rows whose names begin so")
+    parser.add_argument("--processes", type=int, default=1, help="rows that are measured at once (default: 1)")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     run, episodes = options.run, options.episodes
-    file = run / RESULTS_FILE
+    setup, env = open_run(run)
+    file, rows = run / RESULTS_FILE, table_rows(env, setup.policy_names)
     lines = read_lines(file) if file.exists() else []
     if not options.report:
-        target = find_target(run)
-        setup, env = open_text_eval(target, {}, {}, sampling=GREEDY, in_process=True), target.tree["env"]
         measured = {(line["row"], line["episodes"]) for line in lines}
-        for row in table_rows(env, setup.policy_names):
-            if row.name.startswith(options.only) and (row.name, episodes) not in measured:
-                lines.append(measure(setup, env, row, episodes))
-                with file.open("a") as out:
-                    out.write(json.dumps(lines[-1]) + "\n")
-                print(table_line(lines[-1], next(iter(lines[-1]["returns"]))), flush=True)
-    print(table(lines))
+        missing = [row for row in rows if (row.name, episodes) not in measured]
+        missing = [row for row in missing if row.name.startswith(tuple(options.only))]
+        for line in measure_rows(run, missing, episodes, options.processes):
+            lines.append(line)
+            with file.open("a") as out:
+                out.write(json.dumps(line) + "\n")
+            print(table_line(line, next(iter(line["returns"]))), flush=True)
+    order = [row.name for row in rows]
+    print(table(sorted(lines, key=lambda line: order.index(line["row"]))))
 
 
 if __name__ == "__main__":

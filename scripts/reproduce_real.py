@@ -5,6 +5,7 @@
     python scripts/reproduce.py real --only story/     the rows whose name begins so; also kuhn/ and service/
     python scripts/reproduce.py real --report          only rewrite the page and its plot
     python scripts/reproduce.py real --tune            choose learning rates anew (reproduce_real_rates.yaml) and stop
+    python scripts/reproduce.py real --prompts         the untrained models by number of worked examples, on split dev
     python scripts/reproduce.py real --device cuda --processes 4 --only story/    on a GPU, in float32, four at once
 
 A row is a method on a task with a seed: at most 40 minutes of one CPU core. Its result is a JSON file in
@@ -49,8 +50,9 @@ from palestra.rollouts.failures import RunFailed
 from palestra.runs import read_lines
 
 MEASURED, RUNS = Path("bench/measured/real"), Path("runs/reproduce-real")
-TUNING = MEASURED / "tuning"
+TUNING, PROMPTS = MEASURED / "tuning", MEASURED / "prompts"
 EPISODES, DEV_EPISODES = 300, 200
+EXAMPLES = (1, 2, 4, 8)  # numbers of worked examples that --prompts compares
 SEEDS = (0, 1, 2)
 TWO_AGENTS = ["--lr", "5e-4", "--epochs", "4", "--questions", "8"]  # options of examples/mint_two_agents.py
 # And of mint_debate.py: without an example the model never says one word alone.
@@ -124,16 +126,23 @@ METHODS = {
 @dataclass(frozen=True)
 class TableRow:
     """A row of the table. Greedy answers of untrained models do not depend on the seed: such rows have seed 0 only. A
-    row of tuning has a `rate`, and is scored on split dev."""
+    row of tuning has a `rate`, one of prompts a number of worked examples, `shots`; both are scored on split dev."""
 
     task: str
     method: str
     seed: int
     rate: float | None = None
+    shots: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.task}/{self.method}/{self.seed if self.rate is None else f'lr {self.rate:g}'}"
+        last = f"{self.shots} shots" if self.shots else self.seed if self.rate is None else f"lr {self.rate:g}"
+        return f"{self.task}/{self.method}/{last}"
+
+    @property
+    def is_on_dev(self) -> bool:
+        """True if the row is scored on split dev: something is chosen by it."""
+        return self.rate is not None or self.shots is not None
 
     @property
     def lr(self) -> float:
@@ -156,7 +165,8 @@ def slug(name: str) -> str:
 
 
 def result_file(name: str) -> Path:
-    return (TUNING if name in tuning_rows() else MEASURED) / f"{slug(name)}.json"
+    folder = TUNING if name in tuning_rows() else PROMPTS if name in prompt_rows() else MEASURED
+    return folder / f"{slug(name)}.json"
 
 
 def is_finished(name: str, row: TableRow | None) -> bool:
@@ -180,6 +190,13 @@ def tuning_rows() -> dict[str, TableRow]:
     return {row.name: row for row in rows}
 
 
+def prompt_rows() -> dict[str, TableRow]:
+    """Returns the rows that compare numbers of worked examples, by name."""
+    methods = [name for name, method in METHODS.items() if method.algorithm is None and not method.env]
+    rows = [TableRow(task, name, 0, shots=shots) for task in TASKS for name in methods for shots in EXAMPLES]
+    return {row.name: row for row in rows}
+
+
 def table_rows() -> Iterator[TableRow]:
     """All rows, those of seed 0 first."""
     for seed in SEEDS:
@@ -191,7 +208,7 @@ def table_rows() -> Iterator[TableRow]:
 
 def all_rows(device: str = "cpu") -> dict[str, Callable[[], dict[str, Any]]]:
     """Returns the function that measures each row, by name. Those of the table run on `device`."""
-    table = [*table_rows(), *tuning_rows().values()]
+    table = [*table_rows(), *tuning_rows().values(), *prompt_rows().values()]
     rows: dict[str, Callable[[], dict[str, Any]]] = {row.name: partial(run, row, device) for row in table}
     rows |= {f"kuhn/self-play/{seed}": partial(kuhn_self_play, seed, RUNS) for seed in SEEDS}
     served = RUNS / "served"
@@ -220,7 +237,7 @@ def method_config(row: TableRow) -> Tree:
         tree["policies"] = {"agent": next(iter(tree["policies"].values()))}
     if not method.is_team:
         tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in task.alone.items()])
-    tree["env"] = tree["env"] | method.env
+    tree["env"] = tree["env"] | method.env | ({} if row.shots is None else {"shots": row.shots})
     tree["algorithm"] = method.algorithm or tree["algorithm"]
     return tree
 
@@ -255,11 +272,12 @@ def run(row: TableRow, device: str) -> dict[str, Any]:
     target = train(row, device) if is_trained else write_config(row, device)
     setup = open_text_eval(find_target(target), {}, {}, sampling=GREEDY | method.sampling, in_process=True)
     seats = {} if is_trained else dict.fromkeys(setup.policy_names, BASE)
-    changes, episodes = ({}, EPISODES) if row.rate is None else ({"split": "dev"}, DEV_EPISODES)
+    changes, episodes = ({"split": "dev"}, DEV_EPISODES) if row.is_on_dev else ({}, EPISODES)
     measured = measure(setup, config_of(row)["env"], Row(row.name, changes, seats), episodes)
     trained = training_figures(target) | {"lr": row.lr} if is_trained else {}
     where = {"device": "cpu" if device == "cpu" else torch.cuda.get_device_name()}
-    return {"task": row.task, "method": row.method, "seed": row.seed} | where | measured | trained
+    prompt = {} if row.shots is None else {"shots": row.shots}
+    return {"task": row.task, "method": row.method, "seed": row.seed} | prompt | where | measured | trained
 
 
 def write_config(row: TableRow, device: str) -> Path:
@@ -326,11 +344,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--tune", action="store_true", help="choose learning rates on split dev")
+    parser.add_argument("--prompts", action="store_true", help="compare numbers of worked examples on split dev")
     parser.add_argument("--device", default="cpu", help="device of the table's rows: cpu (the default) or cuda")
     parser.add_argument("--processes", type=int, default=1, help="rows that are measured at once (default: 1)")
     options = parser.parse_args(arguments)
-    rows, tuning = {row.name: row for row in table_rows()}, tuning_rows()
-    names = [name for name in all_rows() if (name in tuning) == options.tune]
+    rows, tuning, prompts = {row.name: row for row in table_rows()}, tuning_rows(), prompt_rows()
+    on_dev = prompts if options.prompts else tuning if options.tune else {}
+    names = list(on_dev) or [name for name in all_rows() if name not in tuning and name not in prompts]
     names = [name for name in names if name.startswith(tuple(options.only))]
     finished = {name for name in names if is_finished(name, rows.get(name))}
     if options.list:
@@ -340,7 +360,7 @@ def main(arguments: list[str]) -> None:
     failed = measure_rows(open_rows, options.device, options.processes) if open_rows else 0
     if options.tune:
         write_rates(TUNING)
-    else:
+    elif not options.prompts or any(MEASURED.glob("*.json")):
         write_report(MEASURED, list(METHODS), Path("docs/results-real.md"))
     if failed:
         sys.exit(f"{failed} of {len(open_rows)} rows failed: the same command tries them again")

@@ -50,6 +50,8 @@ PROGRAMS = {
     "two agents": "`examples/mint_two_agents.py`, two agents that name the last of three words",
     "debate": "`examples/mint_debate.py`, two debaters and a judge, by PPO",
 }
+PROMPTS_HEAD = """The untrained model on {episodes:.0f} instances of split dev, with as many examples as earlier turns
+(the rows above have those of the config). Greedy answers, 95 % Wilson intervals."""
 COLUMNS = [
     "",
     "seeds, CPU / GPU",
@@ -82,6 +84,7 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
         own = {method: [r for r in scored if (r["task"], r["method"]) == (task, method)] for method in order}
         rows = [[method, *figures(found)] for method, found in own.items() if found]
         lines += ["", f"## {title}", "", *table(COLUMNS, rows)] if rows else []
+    lines += prompt_section([json.loads(file.read_text()) for file in sorted((measured / "prompts").glob("*.json"))])
     lines += ["", "## Over training", ""]
     for name, values, title in PLOTS:
         picture = target.with_name(f"{target.stem}{name}.png")
@@ -116,6 +119,19 @@ def mean_share(results: Sequence[Result], key: str) -> str:
 def on_a_gpu(result: Result) -> bool:
     """True if the result's run was trained on a GPU."""
     return result.get("device", "cpu") != "cpu"
+
+
+def prompt_section(results: Sequence[Result]) -> list[str]:
+    """Lines about the untrained model by the number of worked examples in its prompt."""
+    if not results:
+        return []
+    numbers = sorted({r["shots"] for r in results})
+    rows = []
+    for task, method in sorted({(r["task"], r["method"]) for r in results}):
+        own = {r["shots"]: r for r in results if (r["task"], r["method"]) == (task, method)}
+        rows.append([f"{task}, {method}", *(success([own[n]]) if n in own else "–" for n in numbers)])
+    head = PROMPTS_HEAD.format(episodes=results[0]["episodes"]).splitlines()
+    return ["", "## By number of worked examples", "", *head, "", *table(["", *map(str, numbers)], rows)]
 
 
 def kuhn_section(results: Sequence[Result]) -> list[str]:

@@ -112,3 +112,14 @@ def test_a_lone_agent_samples_as_many_answers_as_a_team(call, tmp_path):
     call("--only", "story/single agent + GRPO/0")
     alone = json.loads((tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
     assert list(alone["returns"]) == ["solver"] and alone["seed"] == 0
+
+
+@pytest.mark.slow
+def test_prompts_are_compared_on_dev(call, tmp_path):
+    call("--prompts", "--only", "story/team/2", "story/team/4")
+    results = [json.loads(file.read_text()) for file in (tmp_path / "bench/measured/real/prompts").glob("*.json")]
+    assert sorted(result["shots"] for result in results) == [2, 4] and all("curve" not in each for each in results)
+    assert not (tmp_path / "docs/results-real.md").exists()  # there are no rows of the tables yet
+    call("--only", "story/team/0")
+    page = (tmp_path / "docs/results-real.md").read_text()
+    assert "## By number of worked examples" in page and "| story, team | 0.0% [" in page
