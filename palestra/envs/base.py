@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
+from palestra.envs.reward_terms import REWARD_TERMS_KEY, check_terms
 from palestra.types import Seat, Step
 
 Picture = Literal["", "grid", "board", "sudoku"]
@@ -78,8 +79,9 @@ def check_env(
     """Plays an env at random and raises ValueError, with the fix, if it violates the env contract.
 
     Checked at every seed: equal seeds and actions give equal steps in two instances and after a second reset; a fork
-    and its original do not affect each other; observations and rewards are for known seats, rewards are finite; the
-    game ends within `max_steps`; invalid actions do not raise; the last step reports `success` if any step does.
+    and its original do not affect each other; observations and rewards are for known seats, rewards are finite, and the
+    sum of their terms where a step names terms; the game ends within `max_steps`; invalid actions do not raise; the
+    last step reports `success` if any step does.
     `act(seat, observation, rng)` samples actions; by default they are random short texts, or choices from
     `legal_actions` if the env lists it.
     """
@@ -189,6 +191,8 @@ class _Check:
         for payee, reward in [*step.rewards.items(), ("the team", step.team_reward)]:
             if not math.isfinite(reward):
                 self.fail(f"pays {payee} {reward}", "rewards must be finite numbers")
+        if REWARD_TERMS_KEY in step.info:
+            check_terms(step)
         return step
 
     def check_equal(self, step: Step, expected: Step, where: str, fix: str) -> None:

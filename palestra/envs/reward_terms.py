@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.types import Seat
+from palestra.types import Seat, Step
 
 REWARD_TERMS_KEY = "reward_terms"  # key in a step's info
+MAX_ROUNDING = 1e-6  # by which the sum of terms may differ from the reward
 FORM_TERM = "form"
+OUTCOME_TERM = "outcome"  # the result of a game, paid at its end
 Terms = Mapping[str, float]
 
 
@@ -35,3 +37,15 @@ def form_or(name: str, reward: float, *, is_invalid: bool) -> dict[str, float]:
 def terms_gained(now: Terms, before: Terms) -> dict[str, float]:
     """Returns the change of each term of a score, for rewards that sum to the last score of an episode."""
     return {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+
+def check_terms(step: Step) -> None:
+    """Raises ValueError if a step pays a seat something that its terms do not sum to."""
+    terms = step.info.get(REWARD_TERMS_KEY, {})
+    for seat in {**step.rewards, **terms}:
+        reward, named = step.rewards.get(seat, 0.0), terms.get(seat, {})
+        if abs(reward - sum(named.values())) > MAX_ROUNDING:
+            raise ValueError(
+                f'seat "{seat}" earns {reward:g}, and its terms are {named or "none"}: put what the reward is made of '
+                f'into info["{REWARD_TERMS_KEY}"], by seat and name'
+            )

@@ -1,4 +1,4 @@
-"""Rewards by terms, and that no shipped env pays for form what it should pay for the task.
+"""Rewards by terms: every shipped text env names what it pays, and none pays for form what it should pay for the task.
 
 For each env with a reward for form: a policy that knows the form and nothing else earns less than one that is right
 once in ten episodes and earns nothing in the others.
@@ -14,8 +14,16 @@ from typing import Any
 
 import pytest
 
-from palestra.envs.base import Env
-from palestra.envs.reward_terms import FORM_TERM, REWARD_TERMS_KEY, terms_gained, total_rewards
+from palestra.envs import TEXT_ENVS, check_env, env_options, load_env_class, make_env
+from palestra.envs.base import RANDOM_WORDS, Env
+from palestra.envs.reward_terms import (
+    FORM_TERM,
+    REWARD_TERMS_KEY,
+    check_terms,
+    terms_gained,
+    terms_info,
+    total_rewards,
+)
 from palestra.envs.text.code.env import CoderTester
 from palestra.envs.text.grid.plan_path import PlanPath
 from palestra.envs.text.grid.sokoban import Sokoban
@@ -60,6 +68,7 @@ async def returns(make_env: Callable[[], Env], say: Callable[[Env, str, int], st
         while not step.done:
             step = await _now(env.step({seat: say(env, seat, turn) for seat in step.observations}))
             check_terms(step)
+            check_form(step)
             turn += 1
             for seat in env.seats:
                 earned[seat] += step.team_reward + step.rewards.get(seat, 0.0)
@@ -67,9 +76,8 @@ async def returns(make_env: Callable[[], Env], say: Callable[[Env, str, int], st
     return found
 
 
-def check_terms(step: Step) -> None:
-    for seat, terms in step.info.get(REWARD_TERMS_KEY, {}).items():
-        assert sum(terms.values()) == pytest.approx(step.rewards[seat]) and terms.get(FORM_TERM, 0.0) <= 0
+def check_form(step: Step) -> None:
+    assert all(terms.get(FORM_TERM, 0.0) <= 0 for terms in step.info.get(REWARD_TERMS_KEY, {}).values())
 
 
 async def _now(result: Any) -> Step:
@@ -118,3 +126,130 @@ def test_terms_are_logged_per_policy() -> None:
     metrics = policy_metrics([episode], "p")
     assert metrics["reward/form"] == pytest.approx(-0.1 / 3) and metrics["reward/correct"] == pytest.approx(1 / 3)
     assert metrics["local_reward"] == pytest.approx(0.3)
+
+
+# ---- every shipped text env names its rewards
+
+ALONE = {"team": "single"}
+NAMED: dict[str, list[dict[str, Any]]] = {  # options by env
+    "plan_path": [{}, ALONE],
+    "sokoban": [{}, ALONE],
+    "math": [ALONE | {"max_turns": 3}, ALONE | {"rendering": "compact"}],
+    "math_review": [{}],
+    "math_relay": [{}],
+    "tool_review": [{}, {"reward": "outcome"}],
+    "code": [{"unsafe": True, "source": "drills", "rendering": "compact"}],
+    "debate": [
+        {},
+        {"order": "simultaneous", "source": "drills", "rendering": "compact"},
+        {"order": "simultaneous", "weights": {"repetition": 3.0}},
+        {"mode": "truth"},
+        {"judge": "seat"},
+        {"judge": "seat", "order": "simultaneous"},
+        {"judge": "seat", "mode": "truth"},
+    ],
+    "tools": [{"built_in": ["search", "read_document"], "kinds": ["lookup"]}],
+    "workflow": [{"function": "toy_workflows:relay", "seats": ["guide", "walker"]}],
+    "sudoku": [{}, ALONE],
+    "guess_number": [{}, {"answers": "seat"}],
+    "twenty_questions": [{}, {"answers": "seat"}],
+    "describe_guess": [{}],
+    "text_kuhn": [{}, {"players": 3}],
+    "text_leduc": [{}],
+    "text_liars_dice": [{}],
+    "text_tic_tac_toe": [{}, {"rendering": "full"}],
+    "text_connect_four": [{}],
+    "text_bargaining": [{}],
+}
+# Their packages are in a venv of their own: tests/envs/text/peers plays them, and asserts their terms.
+PEERS = {"textarena", "verifiers", "openenv"}
+TEAM_ONLY = {"describe_guess"}  # no seat has a reward of its own
+
+
+def test_every_text_env_is_listed() -> None:
+    assert NAMED.keys() | PEERS == TEXT_ENVS.keys()
+
+
+def answer(env: Env, step: Step, seat: str, rng: random.Random, expert_share: float) -> str:
+    """The expert's answer, or at random a legal one or words."""
+    if hasattr(env, "expert") and rng.random() < expert_share:
+        return str(env.expert(seat, rng))
+    if step.legal_actions and rng.random() < 0.8:
+        return str(rng.choice(step.legal_actions[seat]))
+    return " ".join(rng.choices(RANDOM_WORDS, k=rng.randint(1, 4)))
+
+
+async def named_terms(env: Env, seed: int, expert_share: float) -> tuple[set[str], bool]:
+    """The names of the terms of an episode, and whether a seat had a reward. Every reward is the sum of its terms."""
+    rng, names, paid = random.Random(seed), set[str](), False
+    step = await _now(env.reset(seed))
+    while True:
+        check_terms(step)
+        terms = step.info.get(REWARD_TERMS_KEY, {})
+        names |= {name for own in terms.values() for name in own}
+        paid |= any(step.rewards.values())
+        if step.done:
+            await _closed(env)
+            return names, paid
+        step = await _now(env.step({seat: answer(env, step, seat, rng, expert_share) for seat in step.observations}))
+
+
+async def _closed(env: Env) -> None:
+    result = env.close()
+    if inspect.isawaitable(result):
+        await result
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_rewards_are_the_sum_of_named_terms(name: str) -> None:
+    has_outcome = "reward" in env_options(load_env_class(name)).model_fields
+    names, paid = set[str](), False
+    for options in NAMED[name]:
+        for reward in ("dense", "outcome") if has_outcome else ("",):
+            whole = options | ({"reward": reward} if reward else {})
+            for seed, expert_share in enumerate((0.0, 0.5, 1.0)):
+                found = asyncio.run(named_terms(make_env(name, **whole), seed, expert_share))
+                names, paid = names | found[0], paid | found[1]
+    assert names - {FORM_TERM} if name not in TEAM_ONLY else not paid
+
+
+def test_terms_that_do_not_sum_to_the_reward_are_refused() -> None:
+    check_terms(Step({}, {"a": 0.9}, info=terms_info({"a": {"form": -0.1, "outcome": 1.0}})))
+    for wrong in ({"a": {"outcome": 1.0}}, {}, {"a": {"form": -0.1, "outcome": 1.0}, "b": {"outcome": 1.0}}):
+        with pytest.raises(ValueError, match=r'seat ".*" earns .*put what the reward is made of into info'):
+            check_terms(Step({}, {"a": 0.9}, info=terms_info(wrong)))
+
+
+class Miscounted(Env):
+    """Pays 1, and names 0.5 of it."""
+
+    seats = ("agent",)
+    replaces_state = True
+
+    def reset(self, seed: int) -> Step:
+        return Step({"agent": "say something"})
+
+    def step(self, actions: dict[str, Any]) -> Step:
+        return Step({}, {"agent": 1.0}, info=terms_info({"agent": {"outcome": 0.5}}))
+
+
+def test_env_check_adds_up_terms() -> None:
+    with pytest.raises(ValueError, match='seat "agent" earns 1, and its terms are'):
+        check_env(Miscounted)
+
+
+def test_debate_pays_the_parts_of_a_speech_and_takes_them_from_the_other_side() -> None:
+    """The score's parts by their weights 1, 2 and 1 of 4; what one side earns, the other pays as one term."""
+    env = make_env("debate", rounds=1, order="simultaneous")
+    step = asyncio.run(_first_speeches(env))
+    terms, parts = step.info[REWARD_TERMS_KEY], step.info["parts"]
+    for side, other in (("pro", "con"), ("con", "pro")):
+        own = {name: parts[side][name] for name in ("structure", "evidence", "rebuttal", "repetition")}
+        weights = {"structure": 0.25, "evidence": 0.5, "rebuttal": 0.25, "repetition": -0.25}
+        wanted = {name: weights[name] * value for name, value in own.items()} | {"opponent": -parts[other]["worth"]}
+        assert terms[side] == pytest.approx(wanted, abs=1e-6) and terms[side]["evidence"] > 0
+
+
+async def _first_speeches(env: Any) -> Step:
+    step = await _now(env.reset(0))
+    return await _now(env.step({side: env.expert(side, random.Random(0)) for side in step.observations}))

@@ -14,6 +14,7 @@ from functools import cache, lru_cache
 from typing import Any, ClassVar, Self
 
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, OUTCOME_TERM, terms_info, total_rewards
 from palestra.envs.rules import CHANCE, TERMINAL, Rules
 from palestra.envs.rules.bargaining import BargainingRules
 from palestra.envs.rules.connect_four import ConnectFourRules, ConnectFourState, line_heuristic
@@ -37,8 +38,8 @@ class TextGame(Env):
     """Base class of games with exact `rules`.
 
     An answer is valid if it is one of the legal words. An invalid answer is replaced by a uniformly drawn legal word
-    and costs the seat `illegal_penalty` (nothing with `reward: outcome`). Rewards are the game's returns, paid at its
-    end. There are no teams, hence no `success` in info.
+    and costs the seat `illegal_penalty` (nothing with `reward: outcome`), the reward's term `form`. The game's returns
+    are paid at its end, as the term `outcome`. There are no teams, hence no `success` in info.
 
     Both renderings show the same information states. `compact`: the role is the name of the game, and an answer must
     equal a word exactly, so a policy is a table of word probabilities. `full`: the role explains the rules, and the
@@ -99,7 +100,7 @@ class TextGame(Env):
         if not said:
             words = ", ".join(self.action_words[action] for action in legal)
             info["why_invalid"] = {seat: f"it is none of the words allowed ({words}); one was drawn at random"}
-        return self._said({} if said else {seat: -self.illegal_penalty}, info)
+        return self._said({} if said else {seat: {FORM_TERM: 0.0 - self.illegal_penalty}}, info)
 
     def fork(self) -> Self:
         """Returns an independent copy; states are immutable, so only the random generator is copied."""
@@ -125,20 +126,19 @@ class TextGame(Env):
             self._own_words.sub(lambda found: self.vocabulary[found[0]], state_text) if self._own_words else state_text
         )
 
-    def _said(self, rewards: dict[Seat, float], info: dict[str, Any]) -> Step:
-        """Samples pending chance moves, then returns the next step."""
+    def _said(self, terms: dict[Seat, dict[str, float]], info: dict[str, Any]) -> Step:
+        """Samples pending chance moves, then returns the next step, whose rewards so far are `terms`."""
         while (turn := self.rules.current_player(self.state)) == CHANCE:
             actions, weights = zip(*self.rules.chance_outcomes(self.state), strict=True)
             self.state = self.rules.next_state(self.state, self.rng.choices(actions, weights)[0])
         if turn == TERMINAL:
             for seat, won in zip(self.seats, self.rules.returns(self.state), strict=True):
-                rewards[seat] = rewards.get(seat, 0.0) + won
-            return Step({}, rewards, info=info)
+                terms[seat] = terms.get(seat, {}) | {OUTCOME_TERM: won}
+            return Step({}, total_rewards(terms), info=info | terms_info(terms))
         legal, seat = self.rules.legal_actions(self.state), self.seats[turn]
         shown = self.format_observation(self.rules.info_state_text(self.state, turn), legal)
-        return Step(
-            {seat: shown}, rewards, legal_actions={seat: [self.action_words[action] for action in legal]}, info=info
-        )
+        words = {seat: [self.action_words[action] for action in legal]}
+        return Step({seat: shown}, total_rewards(terms), legal_actions=words, info=info | terms_info(terms))
 
 
 class TextKuhn(TextGame):

@@ -16,11 +16,13 @@ from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, terms_info, total_rewards
 from palestra.envs.text.answers import answer_text
 from palestra.envs.text.options import RewardMode, check_range
 from palestra.types import Seat, Step
 
 INVALID_PENALTY = 0.1
+SERVER_TERM = "server"  # the term of the server's rewards
 MAX_MESSAGE_BYTES = 64 * 2**20  # maximum bytes of a message
 CLOSE_TIMEOUT_S = 5.0  # seconds to wait for a server to end a session
 ROLE_PROMPT = (
@@ -36,10 +38,10 @@ class OpenEnv(Env):
     action's field `field`. An action rejected by the server's schema is flagged and costs 0.1; the last observation is
     repeated with the server's error. The agent observes all fields of the observation, or those listed in `show`.
 
-    The server's rewards are passed on per step, or with `reward: outcome` summed at the end. `success` is the server's
-    metadata field of that name, or else a total reward of at least `success` in a finished episode. After `max_steps`
-    actions the episode is truncated. `reset` holds extra fields of the reset message, beside the seed. If the server
-    fails, or does not answer within `timeout` seconds, the episode fails.
+    The server's rewards are passed on per step, or with `reward: outcome` summed at the end, as the term `server`.
+    `success` is the server's metadata field of that name, or else a total reward of at least `success` in a finished
+    episode. After `max_steps` actions the episode is truncated. `reset` holds extra fields of the reset message, beside
+    the seed. If the server fails, or does not answer within `timeout` seconds, the episode fails.
 
     A fork opens a new session and replays the actions: the server must allow several sessions (`max_concurrent_envs`)
     and be deterministic given seed and actions.
@@ -149,9 +151,10 @@ class OpenEnv(Env):
         self._owed -= paid
         said = (reply.get("metadata") or {}).get("success")
         success = said if isinstance(said, bool) else done and self._total >= self.success
-        info = {"success": success, "invalid": invalid}
+        terms = {"agent": {SERVER_TERM: paid, FORM_TERM: 0.0 - cost}}
+        info = {"success": success, "invalid": invalid} | terms_info(terms)
         seen = {} if self._over else {"agent": self._shown if shown is None else shown}
-        return Step(seen, {"agent": paid - cost}, truncated=self._over and not done, info=info)
+        return Step(seen, total_rewards(terms), truncated=self._over and not done, info=info)
 
 
 class ActionRejected(Exception):

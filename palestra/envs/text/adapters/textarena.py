@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, OUTCOME_TERM, terms_info, total_rewards
 from palestra.envs.text.answers import answer_text
 from palestra.envs.text.options import RewardMode, check_range
 from palestra.types import Seat, Step
@@ -75,10 +76,11 @@ class TextArena(Env):
     """The game registered in TextArena as `game`, with seats "player_0", ...; `options` are passed to the game.
 
     "TicTacToe-v0" shows the whole dialogue, "TicTacToe-v0-train" the rules and the board. The action is the text after
-    the last "####" of an answer. The game's rewards are paid per seat at its end. A move that the game calls invalid is
-    flagged and costs 0.1 (nothing with `reward: outcome`); a second one in a row usually loses the game. If all players
-    are eliminated by invalid moves, each is paid -1. A one-player game is a success if its reward is at least 1. A game
-    that has not ended after `max_steps` answers is truncated and pays nothing.
+    the last "####" of an answer. The game's rewards are paid per seat at its end, as the term `outcome`. A move that
+    the game calls invalid is flagged and costs 0.1, the term `form` (nothing with `reward: outcome`); a second one in a
+    row usually loses the game. If all players are eliminated by invalid moves, each is paid -1. A one-player game is a
+    success if its reward is at least 1. A game that has not ended after `max_steps` answers is truncated and pays
+    nothing.
 
     Raises ValueError if the game is not registered, does not accept the options or the number of players, or needs
     unavailable resources: some games need a model API, some need word lists that NLTK downloads.
@@ -120,16 +122,16 @@ class TextArena(Env):
         said = answer_text(actions[seat])
         done, invalid = self._say(said)
         info: dict[str, Any] = {"invalid": {seat: invalid}}
-        rewards = {seat: -INVALID_PENALTY if invalid and self.reward == "dense" else 0.0}
+        terms = {seat: {FORM_TERM: -INVALID_PENALTY if invalid and self.reward == "dense" else 0.0}}
         self._over = done or len(self._said) >= self.steps
         if not self._over:
-            return Step(self._seen(), rewards, info=info)
+            return Step(self._seen(), total_rewards(terms), info=info | terms_info(terms))
         paid, end_info = self._ends() if done else ({}, {})
         for number, won in paid.items():
-            rewards[self.seats[number]] = rewards.get(self.seats[number], 0.0) + won
+            terms[self.seats[number]] = terms.get(self.seats[number], {}) | {OUTCOME_TERM: won}
         if self.players == 1:
             info["success"] = paid.get(0, 0.0) >= 1
-        return Step({}, rewards, truncated=not done, info=info | end_info)
+        return Step({}, total_rewards(terms), truncated=not done, info=info | end_info | terms_info(terms))
 
     def fork(self) -> Self:
         """Returns a copy of the game; if it cannot be copied, a new game with the same answers replayed."""

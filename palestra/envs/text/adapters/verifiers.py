@@ -11,7 +11,7 @@ import itertools
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any, ClassVar, Literal
@@ -26,6 +26,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; verifiers is an extra: pip install 'palestra[verifiers]'") from error
 
+from palestra.envs.reward_terms import Terms, total_rewards
 from palestra.envs.text.adapters.workflow import Workflow, WorkflowContext, WorkflowResult
 from palestra.envs.text.options import check_range
 from palestra.envs.text.splits import Split, split_of_text
@@ -78,10 +79,10 @@ class Verifiers(Workflow):
     process, without tools or files; `own` runs the programs and runtimes named by the env and `config` (verifiers then
     needs `uv`, or a container).
 
-    Rewards are paid at the end: each seat's is the mean reward of its traces. An episode is a success if the mean over
-    seats is at least `success`. Tasks are drawn from the taskset's first `tasks`; a task's split depends on its
-    content. An episode that verifiers reports as failed raises, and is recorded as failed. `timeout` and `settle` are
-    those of `Workflow`.
+    Rewards are paid at the end: each seat's is the mean reward of its traces, whose terms are the taskset's reward
+    functions. An episode is a success if the mean over seats is at least `success`. Tasks are drawn from the taskset's
+    first `tasks`; a task's split depends on its content. An episode that verifiers reports as failed raises, and is
+    recorded as failed. `timeout` and `settle` are those of `Workflow`.
 
     Raises ValueError if verifiers cannot make the taskset, no agent is left as a seat, or no task is in `split`.
     """
@@ -137,13 +138,20 @@ def _score(episode: Any, seats: tuple[Seat, ...], success: float) -> WorkflowRes
     if not episode.ok:
         why = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it does not say why"
         raise RuntimeError(f"verifiers calls this episode failed: {why}")
-    earned: dict[Seat, list[float]] = {}
+    earned: dict[Seat, list[Terms]] = {}
     for trace in episode.traces:
-        earned.setdefault(trace.agent.name, []).append(float(trace.reward))
-    rewards = {seat: fmean(earned[seat]) for seat in seats if seat in earned}
+        terms = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+        earned.setdefault(trace.agent.name, []).append(terms)
+    rewards = {seat: _mean_terms(earned[seat]) for seat in seats if seat in earned}
     metrics = {name: value for trace in episode.traces for name, value in trace.metrics.items() if value is not None}
-    good = bool(rewards) and fmean(rewards.values()) >= success
+    good = bool(rewards) and fmean(total_rewards(rewards).values()) >= success
     return WorkflowResult(rewards, success=good, info={"metrics": metrics} if metrics else {})
+
+
+def _mean_terms(terms: Sequence[Terms]) -> dict[str, float]:
+    """Returns the mean of each term over a seat's traces; one without the term counts as 0."""
+    names = dict.fromkeys(name for own in terms for name in own)
+    return {name: fmean(own.get(name, 0.0) for own in terms) for name in names}
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Self
 from palestra.chat import same_message
 from palestra.config import load_object
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import Terms, terms_info, total_rewards
 from palestra.envs.text.options import check_range
 from palestra.envs.text.splits import Split
 from palestra.processes import exit_reason
@@ -31,14 +32,16 @@ from palestra.types import Seat, Step
 from palestra.web.calls import CallRefused, ChatCall
 from palestra.web.chat_server import ChatSession
 
+PROGRAM_TERM = "program"  # the term of a reward that the program gives no name
 OUTPUT_TAIL_CHARS = 2000  # characters of a failed command's output quoted in the error
 
 
 @dataclass(frozen=True)
 class WorkflowResult:
-    """Result of an episode: rewards by seat, the team reward, success, and extra info."""
+    """Result of an episode: rewards by seat, the team reward, success, and extra info. A seat's reward is a number, or
+    several by name, its terms (envs/reward_terms.py): `{"solver": {"correct": 1.0, "form": -0.1}}`."""
 
-    rewards: Mapping[Seat, float] = field(default_factory=dict)
+    rewards: Mapping[Seat, float | Terms] = field(default_factory=dict)
     team_reward: float = 0.0
     success: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -49,7 +52,8 @@ class WorkflowContext:
     """Input of an agent program: the instance (`seed`, of `split`), and the address of its models.
 
     `base_url` and `api_key` configure any client of OpenAI's chat completions; the model names are the seats.
-    `add_reward` pays a seat for its last action while the program is running.
+    `add_reward(seat, reward, term)` pays a seat for its last action while the program is running; the name of the
+    reward's term may be left out.
     """
 
     seed: int
@@ -58,7 +62,7 @@ class WorkflowContext:
     api_key: str
     seats: tuple[Seat, ...]
     options: Mapping[str, Any]
-    add_reward: Callable[[Seat, float], None]
+    add_reward: Callable[..., None]
 
 
 class Workflow(Env):
@@ -143,15 +147,19 @@ class Workflow(Env):
         assert self._running is not None
         running = self._running
         await running.news(self.timeout, self.settle)
-        rewards = running.take_rewards()
+        terms = running.take_rewards()
         self._asked = running.take()
         if self._asked:
-            return Step({seat: asked.chat for seat, asked in self._asked.items()}, rewards)
+            seen = {seat: asked.chat for seat, asked in self._asked.items()}
+            return Step(seen, total_rewards(terms), info=terms_info(terms))
         score = running.score()
         self.close()
         for seat, reward in score.rewards.items():
-            rewards[seat] = rewards.get(seat, 0.0) + float(reward)
-        return Step({}, rewards, float(score.team_reward), info={**score.info, "success": bool(score.success)})
+            terms.setdefault(seat, {})
+            for name, value in reward.items() if isinstance(reward, Mapping) else [(PROGRAM_TERM, reward)]:
+                _add_term(terms, seat, name, float(value))
+        info = {**score.info, "success": bool(score.success)} | terms_info(terms)
+        return Step({}, total_rewards(terms), float(score.team_reward), info=info)
 
     def _check(self, earlier: Mapping[Seat, tuple[ChatCall, str]]) -> None:
         before = {seat: asked.chat for seat, (asked, _) in earlier.items()}
@@ -170,7 +178,7 @@ class _ProgramRun:
         self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
         self.waiting: dict[Seat, deque[ChatCall]] = {seat: deque() for seat in env.seats}
         self.unanswered: list[ChatCall] = []
-        self.paid: list[tuple[Seat, float]] = []
+        self.paid: list[tuple[Seat, str, float]] = []
         self.ended: Future[WorkflowResult] = Future()
         self.process: subprocess.Popen[str] | None = None
         self.session = ChatSession(env.seats, lambda asked: self._tell(self._hear, asked))
@@ -205,11 +213,11 @@ class _ProgramRun:
         self.unanswered = list(taken.values())
         return taken
 
-    def take_rewards(self) -> dict[Seat, float]:
-        """Removes and returns the rewards paid since the last call, summed by seat."""
-        paid, self.paid, found = self.paid, [], dict[Seat, float]()
-        for seat, reward in paid:
-            found[seat] = found.get(seat, 0.0) + reward
+    def take_rewards(self) -> dict[Seat, dict[str, float]]:
+        """Removes and returns the rewards paid since the last call, summed by seat and term."""
+        paid, self.paid, found = self.paid, [], dict[Seat, dict[str, float]]()
+        for seat, term, reward in paid:
+            _add_term(found, seat, term, reward)
         return found
 
     def score(self) -> WorkflowResult:
@@ -228,11 +236,11 @@ class _ProgramRun:
         if self.process:
             self.process.kill()
 
-    def _pay(self, seats: tuple[Seat, ...]) -> Callable[[Seat, float], None]:
-        def pay(seat: Seat, reward: float) -> None:
+    def _pay(self, seats: tuple[Seat, ...]) -> Callable[..., None]:
+        def pay(seat: Seat, reward: float, term: str = PROGRAM_TERM) -> None:
             if seat not in seats or not math.isfinite(reward):
                 raise ValueError(f"cannot pay {seat!r} {reward!r}: seats are {', '.join(seats)}, rewards are numbers")
-            self.paid.append((seat, float(reward)))
+            self.paid.append((seat, term, float(reward)))
 
         return pay
 
@@ -276,6 +284,12 @@ class _ProgramRun:
                 f'{command[0]} must print {{"rewards": {{...}}}} as its last line; it printed '
                 f"{out[-OUTPUT_TAIL_CHARS:]!r}"
             ) from error
+
+
+def _add_term(terms: dict[Seat, dict[str, float]], seat: Seat, name: str, reward: float) -> None:
+    """Adds a reward to a seat's term."""
+    own = terms.setdefault(seat, {})
+    own[name] = own.get(name, 0.0) + reward
 
 
 def _load_function(function: str) -> Callable[[WorkflowContext], Any]:

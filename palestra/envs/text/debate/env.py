@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import FORM_TERM, Terms, terms_info, total_rewards
 from palestra.envs.text.debate.argument_parser import parse_argument
 from palestra.envs.text.debate.arguments import SIDES, Side, Topic
 from palestra.envs.text.debate.expert import write_argument
@@ -40,6 +41,8 @@ from palestra.types import Seat, Step
 WIN_REWARD = 1.0  # competitive: gain of the winner and loss of the loser; truth: team reward
 HONESTY_REWARD, EVIDENCE_REWARD = 0.25, 0.25  # per seat, in mode truth: for correct citations, for the evidence shown
 UNREADABLE_PENALTY = 0.1  # per seat, subtracted for an unreadable answer
+OPPONENT_TERM = "opponent"  # the term of a reward that the other side's answer takes, in mode competitive
+VERDICT_TERM = "verdict"  # the term that the verdict pays a side, and the judge for the right one
 
 
 class Debate(Env):
@@ -157,7 +160,7 @@ class Debate(Env):
     # ---- rewards
 
     async def _said(self, new: tuple[Speech, ...], current: int) -> Step:
-        rewards = self._earned(new)
+        terms = self._earned(new)
         info: dict[str, Any] = {
             "round": current,
             "invalid": {s.side: not s.argument.is_readable for s in new},
@@ -165,49 +168,52 @@ class Debate(Env):
         }
         if self._acting():
             legal = {"judge": [self._verdict_text(side) for side in SIDES]} if self._acting() == ("judge",) else None
-            return Step(self._observations(), rewards, legal_actions=legal, info=info)
+            info |= terms_info(terms)
+            return Step(self._observations(), total_rewards(terms), legal_actions=legal, info=info)
         if isinstance(self.judge, EndpointJudge):
             verdict = await self._by_endpoint(self.judge)
         else:
             verdict = self._by_rules()
-        return self._end(verdict, rewards, info)
+        return self._end(verdict, terms, info)
 
-    def _earned(self, new: tuple[Speech, ...]) -> dict[Seat, float]:
-        """Returns the dense rewards of the new speeches; all 0 with `reward: outcome`."""
-        rewards: dict[Seat, float] = dict.fromkeys(SIDES, 0.0)
+    def _earned(self, new: tuple[Speech, ...]) -> dict[Seat, Terms]:
+        """Returns the terms of the dense rewards of the new speeches; none with `reward: outcome`."""
+        terms: dict[Seat, Terms] = {side: {} for side in SIDES}
         for speech in new if self.reward == "dense" else ():
-            worth = self._worth(speech)
-            rewards[speech.side] += worth
-            if self.mode == "competitive":
-                rewards["con" if speech.side == "pro" else "pro"] -= worth
-        return rewards
+            own = self._speech_terms(speech)
+            terms[speech.side] = {**terms[speech.side], **own}
+            if self.mode == "competitive" and own:
+                other = "con" if speech.side == "pro" else "pro"
+                terms[other] = {**terms[other], OPPONENT_TERM: 0.0 - sum(own.values())}
+        return terms
 
-    def _worth(self, speech: Speech) -> float:
-        """Returns the dense reward of one speech.
+    def _speech_terms(self, speech: Speech) -> dict[str, float]:
+        """Returns the terms of the dense reward of one speech.
 
-        Mode competitive: its contribution to the score under the rule judge, 0 under other judges (their verdict is
-        paid at the end). Mode truth: weighted honesty and evidence. Unreadable answers, except in a competition under
-        the rule judge: a penalty.
+        Mode competitive: its contribution to the score under the rule judge, by parts; none under other judges (their
+        verdict is paid at the end). Mode truth: weighted honesty and evidence. Unreadable answers, except in a
+        competition under the rule judge: a penalty.
         """
+        parts = speech.parts
         if self.mode == "competitive" and self.judge == "rules":
-            return speech.parts.worth
+            return self.weights.weighted_terms(parts.structure, parts.evidence, parts.rebuttal, parts.repetition)
         if not speech.argument.is_readable:
-            return -UNREADABLE_PENALTY / self.rounds
+            return {FORM_TERM: -UNREADABLE_PENALTY / self.rounds}
         if self.mode == "competitive":
-            return 0.0
-        return HONESTY_REWARD * speech.parts.honesty + EVIDENCE_REWARD * speech.parts.evidence
+            return {}
+        return {"honesty": HONESTY_REWARD * parts.honesty, "evidence": EVIDENCE_REWARD * parts.evidence}
 
     def _ruled(self, answer: Any) -> Step:
         """Ends the episode with the judge seat's verdict; an unreadable verdict is a draw."""
         found = read_verdict(answer)
         scores: dict[Side, float] = {side: 0.5 if found is None else float(side == found) for side in SIDES}
-        rewards: dict[Seat, float] = {}
+        terms: dict[Seat, Terms] = {}
         if found is None and self.reward == "dense":
-            rewards["judge"] = -UNREADABLE_PENALTY
+            terms["judge"] = {FORM_TERM: -UNREADABLE_PENALTY}
         elif found and self.mode == "competitive":
-            rewards["judge"] = WIN_REWARD * (self._by_rules().winner in (found, "draw"))
+            terms["judge"] = {VERDICT_TERM: WIN_REWARD * (self._by_rules().winner in (found, "draw"))}
         return self._end(
-            DebateVerdict(found or "draw", scores), rewards, {"round": self.rounds, "invalid": {"judge": found is None}}
+            DebateVerdict(found or "draw", scores), terms, {"round": self.rounds, "invalid": {"judge": found is None}}
         )
 
     async def _by_endpoint(self, judge: EndpointJudge) -> DebateVerdict:
@@ -218,7 +224,8 @@ class Debate(Env):
     def _by_rules(self) -> DebateVerdict:
         return self.rule_judge.verdict(self.speeches)
 
-    def _end(self, verdict: DebateVerdict, rewards: dict[Seat, float], info: dict[str, Any]) -> Step:
+    def _end(self, verdict: DebateVerdict, terms: dict[Seat, Terms], info: dict[str, Any]) -> Step:
+        """Returns the last step: its rewards are `terms`, and what the verdict pays."""
         self._over = True
         rules = self._by_rules().winner
         verdict_info = verdict.to_info() | {
@@ -227,15 +234,15 @@ class Debate(Env):
         }
         if self.mode == "truth":
             found = verdict.winner == self.topic.truth
-            info = info | verdict_info | {"truth": self.topic.truth, "success": found}
-            return Step({}, rewards, WIN_REWARD * found, info=info)
-        if self.reward == "outcome":
-            pay = {"pro": WIN_REWARD, "con": -WIN_REWARD, "draw": 0.0}[verdict.winner]
-        else:
-            pay = 0.0 if self.judge == "rules" else verdict.margin  # the rule judge's scores were paid step by step
-        for side, sign in zip(SIDES, (1, -1), strict=True):
-            rewards[side] = rewards.get(side, 0.0) + sign * pay
-        return Step({}, rewards, info=info | verdict_info | {"success": self._sound and verdict.winner != "con"})
+            info = info | verdict_info | {"truth": self.topic.truth, "success": found} | terms_info(terms)
+            return Step({}, total_rewards(terms), WIN_REWARD * found, info=info)
+        if self.reward == "outcome" or self.judge != "rules":  # else the scores were paid step by step
+            won = {"pro": WIN_REWARD, "con": -WIN_REWARD, "draw": 0.0}[verdict.winner]
+            pay = won if self.reward == "outcome" else verdict.margin
+            for side, sign in zip(SIDES, (1, -1), strict=True):
+                terms[side] = {**terms.get(side, {}), VERDICT_TERM: sign * pay}
+        info = info | verdict_info | {"success": self._sound and verdict.winner != "con"} | terms_info(terms)
+        return Step({}, total_rewards(terms), info=info)
 
 
 def _whose(acting: tuple[Seat, ...], over: bool) -> str:

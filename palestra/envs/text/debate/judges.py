@@ -42,11 +42,16 @@ class ScoreWeights(StrictModel):
             raise ValueError("weights: structure, evidence and rebuttal are all 0, so that no side could ever win")
         return self
 
-    def weighted_score(self, structure: float, evidence: float, rebuttal: float, repetition: float) -> float:
-        """Returns the weighted score in [0, 1] of parts in [0, 1]; never below 0."""
+    def weighted_terms(self, structure: float, evidence: float, rebuttal: float, repetition: float) -> dict[str, float]:
+        """Returns the terms of a score in [0, 1], by the names of its parts, which are in [0, 1]. Repetition subtracts
+        no more than the others add."""
         whole = self.structure + self.evidence + self.rebuttal
-        earned = self.structure * structure + self.evidence * evidence + self.rebuttal * rebuttal
-        return max(0.0, earned / whole - self.repetition * repetition)
+        earned = {
+            "structure": self.structure * structure / whole,
+            "evidence": self.evidence * evidence / whole,
+            "rebuttal": self.rebuttal * rebuttal / whole,
+        }
+        return earned | {"repetition": 0.0 - min(sum(earned.values()), self.repetition * repetition)}
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ class RuleJudge:
         evidence = argument.read_share * honesty * self._fresh(argument, own)
         answered = share * rebuttal_score(argument, own, made)
         repeated = repetition_rate(argument.words, [a.words for a in own]) / self.rounds
-        worth = self.weights.weighted_score(structure, evidence, answered, repeated)
+        worth = sum(self.weights.weighted_terms(structure, evidence, answered, repeated).values())
         return ScoreParts(structure, evidence, answered, repeated, honesty / self.rounds, worth)
 
     def _fresh(self, argument: Argument, own: Sequence[Argument]) -> float:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from palestra.chat import Chat
 from palestra.envs.base import Env
+from palestra.envs.reward_terms import terms_info, total_rewards
 from palestra.envs.text.math.answer_extraction import MAX_ANSWER_CHARS, final_answer
 from palestra.envs.text.math.grading import UNREADABLE, AnswerGrade, grade_directly
 from palestra.envs.text.math.problem import Problem
@@ -85,9 +86,10 @@ class MathReview(Env):
         left = self.seats[len(self.replies) :]
         self._next = left[0] if left else None
         is_correct = self.grades[seat].is_correct
-        own = {seat: float(is_correct)} if seat == "reasoner" and self.reward == "dense" else {}
+        own = {seat: {"correct": float(is_correct)}} if seat == "reasoner" and self.reward == "dense" else {}
         success = not left and is_correct
-        return Step(self._observations(), own, float(success), info=self._info(success))
+        info = self._info(success) | terms_info(own)
+        return Step(self._observations(), total_rewards(own), float(success), info=info)
 
     def expert(self, seat: Seat, rng: random.Random) -> str:
         """Returns the calculation and its right result."""

@@ -86,7 +86,8 @@ def test_a_game_is_played(url: str) -> None:
     first, hint, last = played(OpenEnv(url=url, show=["text"]), f"I try.\n#### {wrong}", f'{{"message": "{right}"}}')
     assert first.observations == {"agent": "guess 1 to 9"}
     assert hint.observations == {"agent": "more" if wrong < right else "less"}
-    assert hint.rewards == {"agent": 0.01} and hint.info == {"success": False, "invalid": {"agent": False}}
+    terms = {"reward_terms": {"agent": {"server": 0.01, "form": 0.0}}}
+    assert hint.rewards == {"agent": 0.01} and hint.info == {"success": False, "invalid": {"agent": False}} | terms
     assert last.done and not last.truncated and last.rewards == {"agent": 1.0} and last.info["success"]
     whole = played(OpenEnv(url=url), str(wrong))[1]
     assert whole.observations["agent"].splitlines()[1:] == ["guesses: 1"]
@@ -104,6 +105,7 @@ def test_rewards_may_be_paid_at_the_end(url: str) -> None:
 def test_invalid_actions_are_refused(url: str) -> None:
     _, long, odd, fine = played(OpenEnv(url=url, show=["text"]), "9" * 30, '{"guess": 4}', "0")
     assert long.rewards == {"agent": -0.1} and long.info["invalid"] == {"agent": True}
+    assert long.info["reward_terms"] == {"agent": {"server": 0.0, "form": -0.1}}
     assert long.observations["agent"].startswith("guess 1 to 9\nYour action was refused: message: String should have")
     assert "guess: Extra inputs are not permitted" in odd.observations["agent"]
     assert fine.info["invalid"] == {"agent": False} and fine.observations == {"agent": "more"}

@@ -90,12 +90,13 @@ def test_games_are_independent_of_global_random_state() -> None:
 def test_invalid_moves_are_flagged_and_the_second_loses() -> None:
     env = TextArena()
     env.reset(0)
-    assert env.step({"player_0": "I think of [9]\n#### [4]"}).info == {"invalid": {"player_0": False}}
+    assert env.step({"player_0": "I think of [9]\n#### [4]"}).info["invalid"] == {"player_0": False}
     step = env.step({"player_1": "[4]"})
-    assert step.rewards == {"player_1": -0.1} and step.info == {"invalid": {"player_1": True}}
+    assert step.rewards == {"player_1": -0.1} and step.info["invalid"] == {"player_1": True}
     assert "already occupied" in step.observations["player_1"]
     step = env.step({"player_1": "hm"})
     assert step.done and step.rewards == {"player_0": 1.0, "player_1": pytest.approx(-1.1)}
+    assert step.info["reward_terms"] == {"player_1": {"form": -0.1, "outcome": -1.0}, "player_0": {"outcome": 1.0}}
     assert step.info["invalid"] == {"player_1": True} and "format" in step.info["reason"]
 
 

@@ -39,7 +39,9 @@ def test_task_is_prompted_answered_and_scored() -> None:
     chat = node.observations["agent"]
     assert episode.error is None and isinstance(chat, Chat)
     assert [message["role"] for message in chat.messages] == ["system", "user"]
-    assert node.rewards == {"agent": 1.0} and node.info == {"metrics": {"length": 3.0}, "success": True}
+    terms = node.info["reward_terms"]["agent"]  # one for each reward function of the taskset
+    assert node.rewards == {"agent": 1.0} and sum(terms.values()) == 1.0 and "program" not in terms
+    assert node.info == {"metrics": {"length": 3.0}, "success": True, "reward_terms": {"agent": terms}}
     wrong = play(["nothing"])
     assert wrong.nodes[0].rewards == {"agent": 0.0} and wrong.success == 0
 
