@@ -58,7 +58,7 @@ def measure(quick: bool = False) -> dict[str, float]:
     return figures | {"ahead_wall_ratio": _ahead(steps=3 if quick else 12)}
 
 
-PLACE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_rows": 512}
+PLACE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_seqs": 512}
 
 
 def _throughput(engine: Engine, ways: dict[str, SamplerProtocol], *, requests: int, rounds: int) -> dict[str, float]:

@@ -55,7 +55,7 @@ function Numbering({ checkpoints }: { checkpoints: Policy["checkpoints"] }) {
   const newest = Math.max(...checkpoints.map((one) => one.step));
   return (
     <p class="hint">
-      Steps are numbered from 0, as in metrics.jsonl. The commands count finished steps: <code>--step {newest + 1}</code> is the checkpoint after step {newest}.
+      Steps are numbered from 0, as in metrics.jsonl. The commands count finished steps: <code>--checkpoint {newest + 1}</code> is the checkpoint after step {newest}.
     </p>
   );
 }

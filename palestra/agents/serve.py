@@ -55,7 +55,7 @@ def serve_agents(
     names = [agent.name for agent in agents]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two agents are called {twice}: serve them at two ports")
-    engines = Engines(device, max_rows=64)
+    engines = Engines(device, max_num_seqs=64)
     desks = {agent.name: ServedAgent(agent, engines) for agent in agents}
     server = ChatServer(host, port, hosts=hosts, limits=replace(HTTP_LIMITS, max_requests=MAX_REQUESTS))
     asyncio.run(_serve(desks, server, api_key, print_line))

@@ -59,7 +59,7 @@ def evaluate(
     episodes: int = 100,
     env: Mapping[str, Any] | None = None,
     greedy: bool = True,
-    step: int | None = None,
+    checkpoint: int | None = None,
     seed: int = 0,
 ) -> EvalResult:
     """Plays `episodes` held-out episodes; returns the policy at each seat, the metrics and the episodes (text only).
@@ -67,7 +67,7 @@ def evaluate(
     `run` is a run, its folder, a config, an env, or RUN:NAME, whose policy NAME then plays every seat. `seats` maps
     seats to policies of the run, "random", RUN:NAME, "base" and "expert" (text), or "script:NAME" (networks). `env`
     changes options of the env. With `greedy`, networks take their most probable action; language models sample as in
-    training. `step` is the number of steps after which the checkpoint was written; None: the newest. Raises ValueError
+    training. `checkpoint` is the number of steps after which it was written; None: the newest. Raises ValueError
     for an unknown run, split, seat or policy, and RunFailed if every episode failed.
     """
     from palestra.evaluation import evaluate as evaluation
@@ -75,7 +75,8 @@ def evaluate(
 
     what = run.path if isinstance(run, TrainedRun) else run
     changes = {**({} if split == "test" else {"split": split}), **(env or {})}  # text envs are evaluated on "test"
-    work = partial(evaluation.evaluate, what, changes, seats, episodes=episodes, greedy=greedy, step=step, seed=seed)
+    choice: dict[str, Any] = {"episodes": episodes, "greedy": greedy, "checkpoint": checkpoint, "seed": seed}
+    work = partial(evaluation.evaluate, what, changes, seats, **choice)
     result = call_outside_loop(work)
     check_not_all_failed(result.episodes, "evaluate")
     return result

@@ -127,7 +127,7 @@ def _sampling_work(workload: Workload, each: Round, policies: Sequence[PolicyLoa
     mixed = len(policies) > 1
     prompts, answers = share * each.prompts, share * each.answers
     passes = max(1, math.ceil(prompts * each.prompt_tokens / MAX_PREFILL_TOKENS))
-    waves = max(1, math.ceil(answers / workload.max_rows))
+    waves = max(1, math.ceil(answers / workload.max_num_seqs))
     first = prefill_work(load, prompts, each.prompt_tokens, context=each.context, mixed=mixed, passes=passes)
     rest = decode_work(
         load,

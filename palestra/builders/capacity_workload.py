@@ -97,7 +97,7 @@ class Workload:
     rounds: tuple[Round, ...]
     policies: tuple[PolicyLoad, ...]
     episode: EpisodeShape
-    max_rows: int = 512
+    max_num_seqs: int = 512
     trained: float = 1.0
 
     @property

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Engines:
     """Loaded base models by name and dtype, each loaded once and shared by the policies that use it.
 
-    With `sampler`, adapters and bare bases are sampled by other processes or servers. `max_rows` is the maximum
+    With `sampler`, adapters and bare bases are sampled by other processes or servers. `max_num_seqs` is the maximum
     number of rows of a sampler per client, `kv_cache_gib` the memory of its KV cache in GiB (None: half of the free
     memory); `sharded` shards the models over the ranks of `group` (FSDP2).
     """
@@ -40,14 +40,14 @@ class Engines:
     def __init__(
         self,
         device: str,
-        max_rows: int,
+        max_num_seqs: int,
         sampler: SamplerServersConfig | SamplerProcessesConfig | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
         *,
         sharded: bool = False,
         kv_cache_gib: float | None = None,
     ) -> None:
-        self.device, self.max_rows, self.ranks, self.sharded = device, max_rows, ranks, sharded
+        self.device, self.max_num_seqs, self.ranks, self.sharded = device, max_num_seqs, ranks, sharded
         self.kv_cache_gib = kv_cache_gib
         self.remote_samplers = RemoteSamplers(sampler) if sampler else None
         self._shared: dict[tuple[str, str, str | None, bool], tuple[Engine, SamplerProtocol]] = {}
@@ -66,7 +66,7 @@ class Engines:
         """Loads a separate copy of the base, sampled in this process."""
         engine = self._loaded(config)
         cache_bytes = budget_bytes(self.kv_cache_gib)
-        self._samplers.append(Sampler(engine, max_rows=self.max_rows, cache_bytes=cache_bytes))
+        self._samplers.append(Sampler(engine, max_num_seqs=self.max_num_seqs, cache_bytes=cache_bytes))
         return engine, self._samplers[-1]
 
     def _apart(self, config: LMPolicyConfig) -> tuple[Engine, SamplerProtocol]:
@@ -86,7 +86,7 @@ class Engines:
             config.base,
             dtype=config.dtype,
             device=self.device,
-            max_rows=self.max_rows,
+            max_num_seqs=self.max_num_seqs,
             kv_cache_gib=self.kv_cache_gib,
         )
         engine = self._loaded(config)  # sampler processes start at the same time

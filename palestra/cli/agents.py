@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
+from palestra.cli.seat_options import CheckpointOption
 from palestra.launch.console import print_line, require_packages, user_errors
-
-Step = Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")]
 
 
 def publish(
@@ -19,7 +18,7 @@ def publish(
         str | None,
         typer.Option(help="one of the run's agents (optional if it has only one; of a game: plays all its seats)"),
     ] = None,
-    step: Step = None,
+    checkpoint: CheckpointOption = None,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="networks: export the most probable actions, not the probabilities")
     ] = False,
@@ -50,12 +49,12 @@ def publish(
         if out.suffix == ".json":
             if merge or base_name or licence:
                 raise ValueError("--merge, --base-name and --license are for weights, not for a table of a game")
-            _publish_table(run, out, member, step, greedy)
+            _publish_table(run, out, member, checkpoint, greedy)
             return
         from palestra.agents.publish import publish as write
         from palestra.agents.trained_agent import find_agents
 
-        agents = find_agents(run, [member] if member else [], step)
+        agents = find_agents(run, [member] if member else [], checkpoint)
         if len(agents) > 1:
             raise ValueError(
                 f"{run} has {len(agents)} agents: pass --member {'|'.join(agent.name for agent in agents)}"
@@ -64,12 +63,12 @@ def publish(
     print_line(f"{out}: {agents[0].versioned}, {'merged into its base' if merge else agents[0].kind}")
 
 
-def _publish_table(run: Path, out: Path, member: str | None, step: int | None, greedy: bool) -> None:
+def _publish_table(run: Path, out: Path, member: str | None, checkpoint: int | None, greedy: bool) -> None:
     from palestra.evaluation.game_policy import export_game_policy
 
     if out.exists():
         raise ValueError(f"{out} exists: choose another name or remove it")
-    policy = export_game_policy(run, member=member, step=step, greedy=greedy)
+    policy = export_game_policy(run, member=member, checkpoint=checkpoint, greedy=greedy)
     policy.save(out)
     states = sum(map(len, policy.players))
     print_line(f"{out}: {states} information states, NashConv {policy.nash_conv:.6f}")
@@ -78,7 +77,7 @@ def _publish_table(run: Path, out: Path, member: str | None, step: int | None, g
 def serve_agent(
     where: Annotated[list[Path], typer.Argument(help="a run, or folders that `palestra publish` wrote")],
     member: Annotated[list[str] | None, typer.Option(help="one of the run's agents (default: all)")] = None,
-    step: Step = None,
+    checkpoint: CheckpointOption = None,
     host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8080,
     key_env: Annotated[
@@ -109,5 +108,5 @@ def serve_agent(
         key = read_api_key(key_env, key_file)
         if member and len(where) > 1:
             raise ValueError("--member names agents of one run: give that run alone")
-        agents = [agent for path in where for agent in find_agents(path, member or [], step)]
+        agents = [agent for path in where for agent in find_agents(path, member or [], checkpoint)]
         serve_agents(agents, host, port, key, device, print_line, allow_host or [])

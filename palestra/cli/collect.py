@@ -10,10 +10,10 @@ import typer
 from rich.progress import Progress
 
 from palestra.cli.seat_options import (
+    CheckpointOption,
     EnvOption,
     InProcessOption,
     SeatsOption,
-    StepOption,
     TargetArgument,
     TemperatureOption,
     parse_seats,
@@ -38,7 +38,7 @@ def collect(
     num_envs: Annotated[int, typer.Option(min=1, help="parallel copies of a vector env")] = 16,
     steps: Annotated[int, typer.Option(min=1, help="joint steps per env copy")] = 500,
     temperature: TemperatureOption = None,
-    step: StepOption = None,
+    checkpoint: CheckpointOption = None,
     seed: int = 0,
     in_process: InProcessOption = False,
 ) -> None:
@@ -60,10 +60,10 @@ def collect(
     with user_errors():
         from palestra.evaluation.target import find_target
 
-        if find_target(what, step=step).is_vector:
+        if find_target(what, step=checkpoint).is_vector:
             from palestra.evaluation.vector import collect_vector_episodes as record_games
 
-            options: dict[str, Any] = {"num_envs": num_envs, "steps": steps, "step": step, "seed": seed}
+            options: dict[str, Any] = {"num_envs": num_envs, "steps": steps, "checkpoint": checkpoint, "seed": seed}
             policy_names = record_games(what, out, parse_seats(seats), greedy=temperature == 0, **options)
             kept = f"{num_envs * steps} joint steps"
         else:
@@ -71,7 +71,7 @@ def collect(
                 "episodes": episodes,
                 "min_return": min_return,
                 "successes": successes,
-                "step": step,
+                "checkpoint": checkpoint,
                 "seed": seed,
             }
             options["in_process"] = in_process

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from palestra.cli.seat_options import (
     POLICY_HELP,
+    CheckpointOption,
     EnvOption,
     InProcessOption,
     SeatsOption,
-    StepOption,
     TargetArgument,
     TemperatureOption,
     parse_seats,
@@ -47,7 +47,7 @@ def evaluate(
         int, typer.Option(min=1, help="play each instance this many times, for pass@k and majority vote")
     ] = 1,
     show: Annotated[int, typer.Option(min=0, help="number of episodes to print in full")] = 0,
-    step: StepOption = None,
+    checkpoint: CheckpointOption = None,
     temperature: TemperatureOption = None,
     seed: int = 0,
     in_process: InProcessOption = False,
@@ -108,9 +108,9 @@ def evaluate(
     """
     with user_errors():
         if best_response and (cross or swap or record or show):
-            raise ValueError("--best-response goes with --env, --seats, --step, --temperature, --seed and --json")
+            raise ValueError("--best-response goes with --env, --seats, --checkpoint, --temperature, --seed and --json")
         if best_response:
-            choice = {"episodes": episodes, "step": step, "seed": seed, "greedy": temperature == 0}
+            choice = {"episodes": episodes, "checkpoint": checkpoint, "seed": seed, "greedy": temperature == 0}
             _best_responses(what, parse_settings(env), parse_seats(seats), best_response, as_json, choice)
             return
         if against and not judge:
@@ -119,7 +119,7 @@ def evaluate(
             raise ValueError("--judge-tokens limits the replies of a judge: name who compares with --judge")
         if judge and (cross or swap or record or show or samples > 1):
             raise ValueError(
-                "--judge goes with --judge-tokens, --against, --env, --seats, --episodes, --step, --temperature, "
+                "--judge goes with --judge-tokens, --against, --env, --seats, --episodes, --checkpoint, --temperature, "
                 "--seed and --json"
             )
         if cross and (swap or seats):
@@ -128,7 +128,12 @@ def evaluate(
             raise ValueError(
                 "--member is only used with --cross; to assign a policy to a seat, use --seats SEAT=POLICY"
             )
-        options: dict[str, Any] = {"episodes": episodes, "step": step, "seed": seed, "in_process": in_process}
+        options: dict[str, Any] = {
+            "episodes": episodes,
+            "checkpoint": checkpoint,
+            "seed": seed,
+            "in_process": in_process,
+        }
         options |= {"sampling": sampling_options(temperature), "greedy": temperature == 0, "samples": samples}
         if show:
             require_text_env(what, "--show")
@@ -150,7 +155,7 @@ def evaluate(
                     )
                 ]
         if record:
-            _record(what, record, step, found)
+            _record(what, record, checkpoint, found)
     for episode in [episode for scored in found for episode in scored.episodes[:show]]:
         print_line(f"{transcript(episode)}\n")
     if as_json:
@@ -219,12 +224,12 @@ def _progress_bar(is_shown: bool) -> Iterator[OnProgress]:
         yield lambda played, of: bar.update(task, completed=played, total=of)
 
 
-def _record(run: Path, name: str, step: int | None, found: list[EvalResult]) -> None:
+def _record(run: Path, name: str, checkpoint: int | None, found: list[EvalResult]) -> None:
     """Appends results to the run's evals.jsonl. If there are several, the seats become part of the name."""
     from palestra.evaluation.target import find_checkpoint
     from palestra.runs import Run
 
-    after = find_checkpoint(run, step).step
+    after = find_checkpoint(run, checkpoint).step
     with Run.open(run) as opened:
         for scored in found:
             policy_names = ", ".join(f"{seat}={member}" for seat, member in scored.policy_names.items())

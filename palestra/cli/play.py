@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 
 from palestra.cli.seat_options import (
+    CheckpointOption,
     EnvOption,
     SeatsOption,
-    StepOption,
     TargetArgument,
     TemperatureOption,
     parse_seats,
@@ -32,7 +32,7 @@ def play(
     seats: SeatsOption = None,
     env: EnvOption = None,
     temperature: TemperatureOption = None,
-    step: StepOption = None,
+    checkpoint: CheckpointOption = None,
     seed: Annotated[int, typer.Option(help="seed of the instance")] = 0,
     browser: Annotated[
         bool, typer.Option("--browser", help="play in the browser, on a page served until Ctrl-C")
@@ -61,7 +61,7 @@ def play(
 
         asked = {name: policy for name, policy in parse_seats(seats).items() if name != seat}
         setup, own_seat = human_eval_setup(
-            what, parse_settings(env), asked, seat, sampling=sampling_options(temperature), step=step
+            what, parse_settings(env), asked, seat, sampling=sampling_options(temperature), checkpoint=checkpoint
         )
         if browser:
             return _in_browser(setup, own_seat, seed, host, port)

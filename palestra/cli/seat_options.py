@@ -28,7 +28,10 @@ TemperatureOption = Annotated[
 InProcessOption = Annotated[
     bool, typer.Option("--in-process", help="sample in this process, even if the config names a sampler")
 ]
-StepOption = Annotated[int | None, typer.Option(help="a checkpoint of the run (default: the newest)")]
+CheckpointOption = Annotated[
+    int | None,
+    typer.Option(help="a checkpoint of the run, by the number of steps before it (default: the newest)"),
+]
 
 
 def sampling_options(temperature: float | None) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="torch threads on a CPU")] = 1,
-    max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
     kv_cache_gib: Annotated[
         float | None, typer.Option(min=0.001, help="memory of a base's KV cache in GiB; unset: half of the free memory")
     ] = None,
@@ -88,7 +88,7 @@ def serve(
             device=device,
             dtype=dtype,
             threads=threads,
-            max_rows=max_rows,
+            max_num_seqs=max_num_seqs,
             kv_cache_gib=kv_cache_gib,
             metrics=metrics,
             limits=ClientLimits(
@@ -108,7 +108,7 @@ def serve_sampler(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="torch threads on a CPU")] = 1,
-    max_rows: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="sequences sampled at once")] = 512,
     kv_cache_gib: Annotated[
         float | None, typer.Option(min=0.001, help="memory of a base's KV cache in GiB; unset: half of the free memory")
     ] = None,
@@ -143,7 +143,7 @@ def serve_sampler(
             device=device,
             dtype=dtype,
             threads=threads,
-            max_rows=max_rows,
+            max_num_seqs=max_num_seqs,
             kv_cache_gib=kv_cache_gib,
             with_parent=with_parent,
             hosts=tuple(allow_host or ()),

@@ -1,4 +1,4 @@
-"""Loss scaling for training in fp16."""
+"""Loss scaling for training in float16."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from palestra.types import Metrics
 
 
 class LossScale:
-    """Dynamic loss scale for fp16 gradients (Micikevicius et al., 2018, section 3.2): halved when a gradient overflows,
+    """Dynamic loss scale for float16 gradients (Micikevicius et al., 2018, section 3.2): halved when one overflows,
     doubled after `growth_interval` consecutive steps without overflow.
 
     Replaces torch's GradScaler, which checks the gradients of one process: here the norm of the whole gradient, which
@@ -26,5 +26,5 @@ class LossScale:
         elif self.good_steps == self.growth_interval:
             self.value, self.good_steps = 2 * self.value, 0
         if self.value < 2.0**-14:
-            raise ValueError("the gradient is not finite in fp16, however small the loss: use precision: bf16")
+            raise ValueError("the gradient is not finite in float16, however small the loss: use precision: bfloat16")
         return metrics

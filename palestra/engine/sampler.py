@@ -45,9 +45,9 @@ class Sampler:
     """Serves sampling requests on one engine.
 
     Use `await sample(request)` from any number of coroutines, `sample_all` for a list, or `submit` and `step` from
-    another loop. `max_rows` is the maximum number of rows of one client; all clients together have at most an eighth
-    more. `cache_bytes` is the budget of the KV cache (None: half of the memory that is free now), `prefill_tokens` the
-    maximum number of prompt tokens of one pass (None: a quarter of those that the budget has room for, from 256 to
+    another loop. `max_num_seqs` is the maximum number of rows of one client; all clients together have an eighth more
+    at most. `cache_bytes` is the budget of the KV cache (None: half of the memory that is free now), `prefill_tokens`
+    the maximum number of prompt tokens of one pass (None: a quarter of those that the budget has room for, from 256 to
     8,192), `keep_tokens` the capacity of the prefix store.
     """
 
@@ -55,7 +55,7 @@ class Sampler:
         self,
         engine: Engine,
         *,
-        max_rows: int = 512,
+        max_num_seqs: int = 512,
         prefill_tokens: int | None = None,
         keep_tokens: int = 65536,
         cache_bytes: int | None = None,
@@ -71,7 +71,7 @@ class Sampler:
             if engine.plain_path
             else CachedBatch(engine, keep_tokens=keep_tokens, cache_bytes=cache_bytes, prefill_tokens=prefill_tokens)
         )
-        self.scheduler = Scheduler(self.batch, max_rows=max_rows, prefill_tokens=prefill_tokens)
+        self.scheduler = Scheduler(self.batch, max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens)
         self.waiting = self.scheduler.waiting
         self._hurried = False
         self._ended: list[tuple[SequenceGroup, SamplingOutcome]] = []

@@ -2,7 +2,7 @@
 
 Clients share the rows fairly. The least served client is admitted first (fair_queue.py), and each may have
 `FREE_ROWS_FACTOR` times as many rows as are free (dynamic thresholds, Choudhury and Hahne, 1998): a single client gets
-`max_rows`, and beyond those some rows always stay free for other clients.
+`max_num_seqs`, and beyond those some rows always stay free for other clients.
 
 A client with few rows is light: it gets extra passes of its own, and for `LIGHT_CLIENT_WINDOW_S` seconds after it last
 had rows, passes of the other clients are cut to 1/`SHORT_PASS_DIVISOR` of the rows, so that it does not wait long for a
@@ -11,8 +11,8 @@ running pass.
 Where decoding steps are recorded (decode_graphs.py), a pass over prompts takes as long as many of them: prompts are
 gathered for it until an eighth of the rows are free.
 
-A client alone has its groups started as a whole, if they have at most `MAX_WHOLE_GROUP_ROWS` rows: with `max_rows` of
-one group's size, no two requests ever share a batch, and the answers are the same to the last bit, whenever the
+A client alone has its groups started as a whole, if they have at most `MAX_WHOLE_GROUP_ROWS` rows: with `max_num_seqs`
+of one group's size, no two requests ever share a batch, and the answers are the same to the last bit, whenever the
 requests arrive.
 """
 
@@ -31,15 +31,15 @@ LIGHT_CLIENT_DIVISOR = 16  # light clients together have at most 1/16 of all row
 LIGHT_CLIENT_WINDOW_S = 1.0  # seconds
 MAX_WHOLE_GROUP_ROWS = 32  # the rows of a group that starts as a whole
 GATHER_DIVISOR = 8  # with recorded decoding steps, admission waits until 1/8 of the rows are free, or all that wait fit
-SHORT_PASS_DIVISOR = 4  # shortened passes have 1/4 of `max_rows` and 1/8 of `prefill_tokens`
+SHORT_PASS_DIVISOR = 4  # shortened passes have 1/4 of `max_num_seqs` and 1/8 of `prefill_tokens`
 
 
 class Scheduler:
     """Queue of the groups whose siblings are not all admitted, and the rules of admission to `batch`: at most
-    `max_rows` rows of a client, and `prefill_tokens` tokens of prompts at a time."""
+    `max_num_seqs` rows of a client, and `prefill_tokens` tokens of prompts at a time."""
 
-    def __init__(self, batch: LiveBatch, *, max_rows: int, prefill_tokens: int) -> None:
-        self.batch, self.max_rows, self.prefill_tokens = batch, max_rows, prefill_tokens
+    def __init__(self, batch: LiveBatch, *, max_num_seqs: int, prefill_tokens: int) -> None:
+        self.batch, self.max_num_seqs, self.prefill_tokens = batch, max_num_seqs, prefill_tokens
         self.waiting: FairQueue[SequenceGroup] = FairQueue()  # groups with siblings that are not admitted
         self.holds_back = False  # no admission after a preemption, until an answer has ended
         self._light_until = 0.0  # light clients count as active until this `time.monotonic()`
@@ -47,8 +47,9 @@ class Scheduler:
 
     def admit(self) -> tuple[list[SequenceGroup], bool]:
         """Raises `num_admitted` of the groups to start now, and returns them; and whether more are waiting only because
-        of the size of a pass: `prefill_tokens` of prompts (equal ones count once) and `max_rows`, or a part of both."""
-        room, limit = self.max_rows, self.prefill_tokens
+        of the size of a pass: `prefill_tokens` of prompts (equal ones count once) and `max_num_seqs`, or a part of
+        both."""
+        room, limit = self.max_num_seqs, self.prefill_tokens
         if self.is_shortened:
             room, limit = -(-room // SHORT_PASS_DIVISOR), -(-limit // (2 * SHORT_PASS_DIVISOR))
         held: Counter[str] = Counter()
@@ -88,8 +89,8 @@ class Scheduler:
     def _gathers(self, held: int) -> bool:
         """True if admission waits until more rows have ended: not all that wait would find room, and few rows are
         free."""
-        free = self.max_rows - held
-        if not self.batch.gathers_prompts or free >= self.max_rows // GATHER_DIVISOR:
+        free = self.max_num_seqs - held
+        if not self.batch.gathers_prompts or free >= self.max_num_seqs // GATHER_DIVISOR:
             return False
         return sum(group.num_unadmitted * group.rows_per_answer for group in self.waiting) > free
 
@@ -97,13 +98,13 @@ class Scheduler:
         """True if `group` waits until there is room for all of its rows: a small group of the only client."""
         rows = group.num_unadmitted * group.rows_per_answer
         clients = {*held, *(waiting.request.client for waiting in self.waiting)}
-        return rows <= min(MAX_WHOLE_GROUP_ROWS, self.max_rows) and len(clients) == 1
+        return rows <= min(MAX_WHOLE_GROUP_ROWS, self.max_num_seqs) and len(clients) == 1
 
     def _next(self, held: Counter[str]) -> tuple[str, int] | None:
         """Returns the least served client that may have more rows than it holds, and how many more."""
         total = held.total()
         for client in self.waiting.next_clients():
-            count = row_allowance(held[client], total, self.max_rows)
+            count = row_allowance(held[client], total, self.max_num_seqs)
             if count > 0:
                 return client, count
         return None
@@ -118,7 +119,7 @@ class Scheduler:
         computes the pages between the first and the last of them, too."""
         rows = sorted(self.batch.rows, key=lambda row: row.cache_position)
         start = self._first_row if self._first_row < len(rows) else 0
-        chosen = set(rows[start : start + -(-self.max_rows // SHORT_PASS_DIVISOR)])
+        chosen = set(rows[start : start + -(-self.max_num_seqs // SHORT_PASS_DIVISOR)])
         self._first_row = start + len(chosen)
         return [row for row in self.batch.rows if row in chosen]
 
@@ -153,8 +154,8 @@ class Scheduler:
         self.holds_back = True
 
 
-def row_allowance(held: int, total: int, max_rows: int) -> int:
+def row_allowance(held: int, total: int, max_num_seqs: int) -> int:
     """Returns the number of further rows for a client that holds `held` of the `total` live ones; at most 0 if it gets
     none."""
-    free = max_rows + -(-max_rows // FREE_ROWS_FACTOR) - total
-    return min(max_rows - held, -((held - FREE_ROWS_FACTOR * free) // (FREE_ROWS_FACTOR + 1)))
+    free = max_num_seqs + -(-max_num_seqs // FREE_ROWS_FACTOR) - total
+    return min(max_num_seqs - held, -((held - FREE_ROWS_FACTOR * free) // (FREE_ROWS_FACTOR + 1)))

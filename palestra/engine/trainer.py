@@ -43,8 +43,8 @@ from palestra.losses.preferences import bradley_terry_loss
 from palestra.seeding import derive_seed
 from palestra.types import Metrics, Sample
 
-Precision = Literal["auto", "float32", "bf16", "fp16"]
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ReferenceKind = Literal["none", "copy", "disk"]
 NO_REFERENCE_MESSAGE = "this full model keeps no reference to hold to: set reference: copy or disk, or train an adapter"
 # Other losses compare log-probabilities with those of the sampler or of passes without gradients, which have no
@@ -107,7 +107,7 @@ class Trainer:
         # a sharded model in training is gathered in that dtype: autocast would keep a second copy
         self.autocast_dtype = None if engine.sharded_params and adapter is None else AUTOCAST_DTYPES.get(precision)
         self.checkpointing = checkpointing
-        self.loss_scale = LossScale() if precision == "fp16" else None
+        self.loss_scale = LossScale() if precision == "float16" else None
         if adapter is None:
             engine.model.requires_grad_(True)
         self.critic = value_head(engine) if critic else None
@@ -206,8 +206,8 @@ class Trainer:
         """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and apart
         from it that of a critic's head (`critic_grad_norm`).
 
-        In fp16 also returns the loss scale, and whether the step was skipped because a gradient overflowed (its norm is
-        then 0). Raises ValueError if the norm is not finite and there is no loss scale.
+        In float16 also returns the loss scale, and whether the step was skipped because a gradient overflowed (its norm
+        is then 0). Raises ValueError if the norm is not finite and there is no loss scale.
         """
         for group in self.optimizer.param_groups:
             own = adam.rate_of_critic if group["critic"] else adam.lr

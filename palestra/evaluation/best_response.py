@@ -40,7 +40,7 @@ def learn_best_responses(
     *,
     steps: int,
     episodes: int,
-    step: int | None = None,
+    checkpoint: int | None = None,
     greedy: bool = False,
     seed: int = 0,
     on_progress: Callable[[str], None] = lambda what: None,
@@ -53,7 +53,7 @@ def learn_best_responses(
     games. `on_progress` is called with a line of text per finished seat. See `evaluate` for the other arguments and
     errors.
     """
-    target = find_target(what, env or {}, step)
+    target = find_target(what, env or {}, checkpoint)
     if not target.is_vector:
         raise ValueError(f"{what} is an env in words: learned responses are for networks in vectorised games")
     results = []

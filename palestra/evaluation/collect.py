@@ -31,7 +31,7 @@ async def collect_episodes(
     min_return: float | None,
     successes: bool,
     sampling: dict[str, Any],
-    step: int | None,
+    checkpoint: int | None,
     seed: int,
     in_process: bool = False,
     on_progress: Callable[[int, int], None] = lambda played, kept: None,
@@ -44,7 +44,7 @@ async def collect_episodes(
     called with (played, kept) after each batch. Raises ValueError if the path, env or seats are invalid (see
     `evaluate`), RunFailed if all episodes failed.
     """
-    target = find_target(path, env, step)
+    target = find_target(path, env, checkpoint)
     table = open_text_eval(target, env, seats, split="train", sampling=sampling, in_process=in_process)
     team, kept, all_played = table.policies, 0, list[Episode]()
     with replacing_file(out) as whole, pq.ParquetWriter(whole, SCHEMA) as writer:

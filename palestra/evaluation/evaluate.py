@@ -22,7 +22,7 @@ class EvalOptions(TypedDict, total=False):
     """Changes to the sampling of language models."""
     greedy: bool
     """True: networks take their most probable action instead of sampling."""
-    step: int | None
+    checkpoint: int | None
     """Number of training steps before the checkpoint. None: the newest."""
     in_process: bool
     """True: sample in this process, whatever sampler the config names."""
@@ -105,7 +105,7 @@ def open_eval(
     what: str | Path, env: Mapping[str, Any], seats: Mapping[str, str], episodes: int, options: EvalOptions
 ) -> AbstractContextManager[EvalSetup]:
     """Opens the setup of an evaluation of `episodes` episodes, of language agents or of networks; see `evaluate`."""
-    target = find_target(what, env, options.get("step"))
+    target = find_target(what, env, options.get("checkpoint"))
     samples = options.get("samples", 1)
     if target.is_vector:
         if samples > 1:

@@ -81,7 +81,7 @@ class GamePolicy:
 
 
 def export_game_policy(
-    what: str | Path, *, member: str | None = None, step: int | None = None, greedy: bool = False
+    what: str | Path, *, member: str | None = None, checkpoint: int | None = None, greedy: bool = False
 ) -> GamePolicy:
     """Returns the policies of a run as tables: those of its seats, or a population's last mixtures as the behaviour
     that they induce. With `member` this policy plays all of its seats.
@@ -92,10 +92,10 @@ def export_game_policy(
     run = Path(what)
     tree = load(run / "config.yaml" if run.is_dir() else run) if run.exists() else {}
     if "population" in tree:
-        if step is not None:
-            raise ValueError(f"{run} trains a population, whose members are named with --member, not by --step")
+        if checkpoint is not None:
+            raise ValueError(f"{run} trains a population, whose members are named with --member, not by --checkpoint")
         return _export_population(run, member, greedy)
-    target = find_target(f"{what}:{member}" if member else what, step=step)
+    target = find_target(f"{what}:{member}" if member else what, step=checkpoint)
     if not target.is_vector:
         raise ValueError(f"{what} trains language agents: `palestra publish` exports their weights")
     config = validate(VectorConfig, target.tree)

@@ -155,11 +155,11 @@ def human_eval_setup(
     human_seat: Seat | None,
     *,
     sampling: Mapping[str, Any],
-    step: int | None,
+    checkpoint: int | None,
 ) -> tuple[TextEvalSetup, Seat]:
     """Returns a setup with a person at seat `human_seat` (None: the first), and that seat. Raises ValueError if there
     is no such seat."""
-    setup = open_text_eval(find_target(what, env, step), env, seats, sampling=sampling, in_process=True)
+    setup = open_text_eval(find_target(what, env, checkpoint), env, seats, sampling=sampling, in_process=True)
     human_seat = human_seat or next(iter(setup.policy_names))
     if human_seat not in setup.policy_names:
         raise ValueError(f'no seat "{human_seat}": this env plays {", ".join(setup.policy_names)}')

@@ -116,13 +116,13 @@ def collect_vector_episodes(
     num_envs: int,
     steps: int,
     greedy: bool,
-    step: int | None,
+    checkpoint: int | None,
     seed: int,
 ) -> dict[Seat, str]:
     """Records `steps` joint steps of `num_envs` parallel games as Parquet, for imitation and offline learning; returns
     the policy at each seat. Env options are those of training, seeds differ from those of evaluations. See `evaluate`
     for other arguments and errors."""
-    target = find_target(what, None, step)
+    target = find_target(what, None, checkpoint)
     with open_vector_eval(target, target.tree["env"], seats, num_envs=num_envs, greedy=greedy) as setup:
         players = setup.players(setup.policy_names)
         first_seed = derive_seed(seed, "collect") >> 1 | 1 << 33

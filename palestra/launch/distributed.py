@@ -202,13 +202,13 @@ class RayEngines(DriverEngines):
         from palestra.backends.ray.actor import RayActorHandle
 
         self.cluster.join()
-        make = partial(open_weight_host, self.device, self.max_rows, dict(specs))
+        make = partial(open_weight_host, self.device, self.max_num_seqs, dict(specs))
         return RayActorHandle(make, self.cluster.train, f"the training of {', '.join(specs)}")
 
 
-def open_weight_host(device: str, max_rows: int, specs: Mapping[str, LearnerArgs]) -> WeightHost:
+def open_weight_host(device: str, max_num_seqs: int, specs: Mapping[str, LearnerArgs]) -> WeightHost:
     """Builds the weights of these learners in the current process, which is to train them."""
-    engines = Engines(device, max_rows)
+    engines = Engines(device, max_num_seqs)
     weights = {}
     for name, spec in specs.items():
         critic = {"critic": spec.critic, "separate_critic": spec.separate_critic}

@@ -69,8 +69,8 @@ class LMLearnerConfig(LMPolicyConfig):
     micro_batch_tokens: int = Field(16384, ge=1)
     """Maximum number of tokens of a micro-batch, counted before prefixes are shared. Lower it if memory runs out."""
     precision: Precision = "auto"
-    """Dtype of the matrix products of training passes. "auto": bf16 for a full model on CUDA, whose weights are then
-    kept in float32; otherwise the dtype of the weights."""
+    """Dtype of the matrix products of training passes. "auto": bfloat16 for a full model on CUDA, whose weights are
+    then kept in float32; otherwise the dtype of the weights."""
     gradient_checkpointing: bool = False
     """Gradient checkpointing: recomputes each decoder layer in the backward pass instead of keeping its activations.
     Saves memory, costs time."""
@@ -145,7 +145,7 @@ def base_parameters(base: str) -> int:
 
 def autocast_dtype(config: FullPolicyConfig, device: str) -> torch.dtype | None:
     """Returns the autocast dtype of a full model's passes; None if it is that of its weights."""
-    auto = "bf16" if device.startswith("cuda") and config.dtype == "auto" else "float32"
+    auto = "bfloat16" if device.startswith("cuda") and config.dtype == "auto" else "float32"
     return AUTOCAST_DTYPES.get(auto if config.precision == "auto" else config.precision)
 
 

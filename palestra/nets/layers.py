@@ -59,9 +59,9 @@ class NetConfig(StrictModel):
     convolutions: Literal["nature", "small"] = "nature"
     """Convolutions for pixel observations (three dimensions): `nature` (Mnih et al., 2015), or `small` (Mnih et al.,
     2013), which takes half the time on a CPU."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which convolutions are computed; weights stay fp32. `bf16` is two to three times as fast on CPUs
-    with bf16 matrix instructions (AMX)."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which convolutions are computed; weights stay float32. `bfloat16` is two to three times as fast on CPUs
+    with matrix instructions for it (AMX)."""
 
 
 class Convolutions(nn.Module):
@@ -166,7 +166,7 @@ class Net(nn.Module):
     ) -> None:
         super().__init__()
         self.observation_shape, self.gru_units, self.team_size = observation_shape, config.gru_units, team_size
-        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         small = config.convolutions == "small"
         self.pixels = Convolutions(observation_shape, generators, small, dtype) if len(observation_shape) == 3 else None
         inputs = self.pixels.units if self.pixels else math.prod(observation_shape)

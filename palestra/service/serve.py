@@ -74,7 +74,7 @@ class ServeOptions(BaseModel):
     """Dtype of the base models' weights; "auto" chooses one."""
     threads: int = 1
     """CPU threads of the worker."""
-    max_rows: int = 512
+    max_num_seqs: int = 512
     """Sequences that the worker samples in one batch, at most."""
     kv_cache_gib: float | None = None
     """Memory of a base's KV cache in GiB; None is half of the memory that is free when the base is loaded."""
@@ -95,7 +95,7 @@ def serve(options: ServeOptions, say: Say = print) -> None:
     with _hold(options):
         url = options.store or f"sqlite:///{(options.data / 'store.sqlite').resolve()}"
         context = _context(options, url)
-        same = {"data", "bases", "device", "dtype", "threads", "max_rows", "kv_cache_gib"}
+        same = {"data", "bases", "device", "dtype", "threads", "max_num_seqs", "kv_cache_gib"}
         settings = WorkerSettings(store=url, **options.model_dump(include=same))
         worker = None if options.front_only else WorkerProcess(settings, context, say)
         with open_listener(options.host, options.port) as door:

@@ -109,7 +109,7 @@ def test_unpublishable_agents_are_refused_with_the_reason(run, tmp_path):
         "publish", run, "--member", "nobody", "--out", tmp_path / "x"
     )
     assert "already exists" in refused("publish", run, "--member", "guide", "--out", tmp_path)
-    assert "it has: 3" in refused("publish", run, "--step", 2, "--out", tmp_path / "x")
+    assert "it has: 3" in refused("publish", run, "--checkpoint", 2, "--out", tmp_path / "x")
     (tmp_path / "empty").mkdir()
     assert "holds neither an adapter" in refused("publish", tmp_path / "empty", "--out", tmp_path / "x")
     assert "there is no run" in refused("publish", tmp_path / "nowhere", "--out", tmp_path / "x")

@@ -123,7 +123,7 @@ def test_brackets_in_a_message_are_not_markup(base, tmp_path):
         (["train", "CONFIG", "--set", "steps"], "write key=value"),
         (["train", "CONFIG", "--name", "a/b"], "plain folder name"),
         (["eval", "nowhere"], "there is no run, config or env nowhere: `palestra runs` lists the runs"),
-        (["eval", "RUN", "--step", "2"], "no checkpoint after 2 steps; it has: 3"),
+        (["eval", "RUN", "--checkpoint", "2"], "no checkpoint after 2 steps; it has: 3"),
         (["eval", "RUN", "--env", "split"], "write key=value"),
         (["eval", "RUN", "--env", "splt=test"], 'has no option "splt"; did you mean "split"'),
         (["eval", "RUN", "--seats", "guide=nobody"], 'no policy "nobody"'),

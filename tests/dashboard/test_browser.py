@@ -591,7 +591,7 @@ def test_agents_can_be_downloaded(look):
     assert waiting.value.path().stat().st_size > 100_000
     steps = page.get_by_label("dev: to").locator("option").all_inner_texts()
     assert steps == ["before training", "after step 1", "after step 3"]  # numbered as in metrics.jsonl
-    expect(page.get_by_text("--step 4 is the checkpoint after step 3")).to_be_visible()
+    expect(page.get_by_text("--checkpoint 4 is the checkpoint after step 3")).to_be_visible()
     shot(page, "agents")
     page = look("#/run/rps_league/agents")
     expect(page.get_by_text("main_exploiter_0-").first).to_be_visible()

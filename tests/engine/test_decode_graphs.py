@@ -148,7 +148,7 @@ def test_prompts_are_gathered_for_one_pass():
         for i in range(120)
     ]
     passes = []
-    for sampler in (recording(engine, max_rows=32)[0], Sampler(engine, max_rows=32)):
+    for sampler in (recording(engine, max_num_seqs=32)[0], Sampler(engine, max_num_seqs=32)):
         own, count = sampler.batch._prefill, []
         sampler.batch._prefill = lambda groups, own=own, count=count: count.append(len(groups)) or own(groups)
         passes.append(count)

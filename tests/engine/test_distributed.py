@@ -98,7 +98,9 @@ def test_fsdp_on_four_ranks_keeps_a_quarter_per_rank():
 
 @pytest.mark.slow
 def test_half_precision_on_two_ranks_is_close_to_one_process(tmp_path):
-    cases = [f"{kind},{mode},{p}" for kind in ("lora", "full") for mode in ("ddp", "fsdp") for p in ("bf16", "fp16")]
+    cases = [
+        f"{kind},{mode},{p}" for kind in ("lora", "full") for mode in ("ddp", "fsdp") for p in ("bfloat16", "float16")
+    ]
     together(2, "half", tmp_path, *cases)
     for case in cases:
         kind, _, precision = case.split(",")
@@ -106,7 +108,7 @@ def test_half_precision_on_two_ranks_is_close_to_one_process(tmp_path):
         found = np.load(tmp_path / f"{case}.npz")
         assert np.abs(found["logps"] - exact["logps"]).max() < 0.15, case
         assert not np.array_equal(found["logps"], exact["logps"])  # it was computed otherwise
-        if precision == "fp16":
+        if precision == "float16":
             assert found["skipped 0"] == 0.0 and found["loss_scale 0"] == 2.0**10
 
 
@@ -167,7 +169,7 @@ def test_activation_checkpointing_keeps_gradients_and_saves_memory(kind):
 
 
 def test_overflowing_step_is_skipped_and_counted():
-    learner = trainer("lora", "none", SINGLE_PROCESS, precision="fp16")
+    learner = trainer("lora", "none", SINGLE_PROCESS, precision="float16")
     before = [p.detach().clone() for p in learner.parameters]
     learner.loss_scale.value = 2.0**60
     learner.forward_backward(batch(0), clipped_policy_loss)
@@ -181,12 +183,12 @@ def test_overflowing_step_is_skipped_and_counted():
 
 
 def test_loss_scale_grows_after_good_steps_and_is_restored(tmp_path):
-    learner = trainer("lora", "none", SINGLE_PROCESS, precision="fp16")
+    learner = trainer("lora", "none", SINGLE_PROCESS, precision="float16")
     learner.loss_scale.value, learner.loss_scale.growth_interval = 2.0**8, 2
     train(learner, range(3))
     assert (learner.loss_scale.value, learner.loss_scale.good_steps) == (2.0**9, 1)
     save_trainer(tmp_path, learner)
-    other = trainer("lora", "none", SINGLE_PROCESS, precision="fp16")
+    other = trainer("lora", "none", SINGLE_PROCESS, precision="float16")
     load_trainer(tmp_path, other)
     assert (other.loss_scale.value, other.loss_scale.good_steps) == (2.0**9, 1)
 

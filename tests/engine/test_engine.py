@@ -81,7 +81,7 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
         None,
     ]
     rng = np.random.default_rng(1)
-    sampler = Sampler(engine, max_rows=20)  # fewer than asked for: groups are admitted as others end
+    sampler = Sampler(engine, max_num_seqs=20)  # fewer than asked for: groups are admitted as others end
     requests, owners = [], []
     for i in range(24):
         owner = adapters[i % 3]

@@ -102,7 +102,7 @@ def test_chunked_gradients_equal_whole_logits(monkeypatch, head, limit, entropy,
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head", ["frozen", "trained"])
 def test_chunked_logits_keep_the_precision_also_when_recomputed(monkeypatch, head, precision):
     samples = samples_of()

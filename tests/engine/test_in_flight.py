@@ -55,10 +55,10 @@ def own_logprobs(engine: Engine, request: Request, answer: Completion, versions:
     return np.concatenate(parts)
 
 
-@pytest.mark.parametrize("max_rows", [64, 4])
-def test_each_token_has_the_probability_of_the_version_that_sampled_it(engine, versions, max_rows):
-    """Also where siblings and whole requests begin later (`max_rows`), and beside requests of another adapter."""
-    sampler = Sampler(engine, max_rows=max_rows)
+@pytest.mark.parametrize("max_num_seqs", [64, 4])
+def test_each_token_has_the_probability_of_the_version_that_sampled_it(engine, versions, max_num_seqs):
+    """Also where siblings and whole requests begin later (`max_num_seqs`), and beside requests of another adapter."""
+    sampler = Sampler(engine, max_num_seqs=max_num_seqs)
     requests = [*(ask(i, versions[0]) for i in range(4)), ask(1, versions[0], tokens=5), ask(7, None)]
     outcomes = sampled(sampler, requests, versions, every=7, recompute=True)
     starts = set()
@@ -68,7 +68,9 @@ def test_each_token_has_the_probability_of_the_version_that_sampled_it(engine, v
             expected = own_logprobs(engine, request, answer, versions)
             np.testing.assert_allclose(answer.logprobs, expected, atol=LOGPROB_ATOL, rtol=0)
     assert ("walker@0", "walker@1", "walker@2") in starts
-    assert (("walker@2",) if max_rows == 4 else ("walker@0",)) in starts  # begun after the last, ended before the first
+    assert (
+        ("walker@2",) if max_num_seqs == 4 else ("walker@0",)
+    ) in starts  # begun after the last, ended before the first
     (alone,) = Sampler(engine).sample_all([requests[-1]])
     for ours, theirs in zip(outcomes[-1], alone, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist() and ours.adapters == ((0, ""),)

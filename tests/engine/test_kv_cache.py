@@ -98,10 +98,10 @@ def test_finished_siblings_give_their_memory_back_while_others_go_on(engine):
     assert sampler.batch.cache.bytes <= 1.5 * (2 + 8) * PAGE_TOKENS * TOKEN
 
 
-def test_answers_beyond_max_rows_are_sampled_in_parts_unchanged(engine):
-    """The prompt is computed once, at most `max_rows` answers are live, and how they are split does not show."""
+def test_answers_beyond_max_num_seqs_are_sampled_in_parts_unchanged(engine):
+    """The prompt is computed once, at most `max_num_seqs` answers are live, and how they are split does not show."""
     whole = Sampler(engine).sample_all([request(3, 40, 12)])[0]
-    sampler, outcome = Sampler(engine, max_rows=7), []
+    sampler, outcome = Sampler(engine, max_num_seqs=7), []
     sampler.submit(request(3, 40, 12), outcome.extend)
     most = 0
     while sampler.step():
@@ -112,7 +112,7 @@ def test_answers_beyond_max_rows_are_sampled_in_parts_unchanged(engine):
 
 
 def test_branching_answers_are_cached_for_the_next_turn(engine):
-    sampler = Sampler(engine, max_rows=2)
+    sampler = Sampler(engine, max_num_seqs=2)
     first = sampler.sample_all([request(5, 5, 6, keep_kv=True)])[0]
     for answer in first:
         on = np.concatenate([request(5, 1, 6).prompt_ids, answer.token_ids, [9]]).astype(np.int32)

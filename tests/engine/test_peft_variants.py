@@ -210,7 +210,7 @@ def test_sampling_with_several_adapters_has_the_log_probabilities_of_training(ba
     for number, adapter in enumerate((variant, other, plain)):
         shake(adapter.parameters(), seed=number)
     adapters = [variant, None, plain, other]
-    sampler = Sampler(engine, max_rows=16)
+    sampler = Sampler(engine, max_num_seqs=16)
     config = SamplingConfig(max_tokens=6, stop_at_eos=False)
 
     async def sample():

@@ -194,11 +194,11 @@ def test_answer_ends_with_the_token_that_completes_a_stop_string(engine):
 
 def test_submit_and_advance_equals_sample_all(engine):
     requests = [ask(seed, n=1 + seed % 4) for seed in range(9)]
-    driven = drive(Sampler(engine, max_rows=6), requests)
-    together = Sampler(engine, max_rows=6).sample_all(requests)
+    driven = drive(Sampler(engine, max_num_seqs=6), requests)
+    together = Sampler(engine, max_num_seqs=6).sample_all(requests)
 
     async def gathered():
-        sampler = Sampler(engine, max_rows=6)
+        sampler = Sampler(engine, max_num_seqs=6)
         return await asyncio.gather(*map(sampler.sample, requests))
 
     awaited = asyncio.run(gathered())
@@ -260,12 +260,12 @@ def test_equal_prompts_are_computed_once(engine):
     assert sampler.batch.counts["prefill_tokens"] == len(adapters) * (5 + 6) + 2
 
 
-def test_answers_are_bit_identical_for_any_arrival_if_max_rows_is_one_group(engine):
+def test_answers_are_bit_identical_for_any_arrival_if_max_num_seqs_is_one_group(engine):
     """Siblings end at different times; none of the next request starts in their place, so batches stay the same."""
     requests = [ask(seed, max_tokens=12, stop=["a", "e", "1"]) for seed in range(4)]
 
     def answers(steps_between):
-        sampler, outcomes = Sampler(engine, max_rows=3), {}
+        sampler, outcomes = Sampler(engine, max_num_seqs=3), {}
         for seed, request in enumerate(requests):
             sampler.submit(request, partial(outcomes.__setitem__, seed))
             for _ in range(steps_between):
@@ -282,7 +282,7 @@ def test_answers_are_bit_identical_for_any_arrival_if_max_rows_is_one_group(engi
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_cancelled_request_does_not_affect_others(engine, steps):
-    sampler, outcomes = Sampler(engine, max_rows=9), {}
+    sampler, outcomes = Sampler(engine, max_num_seqs=9), {}
     groups = {
         seed: sampler.submit(ask(seed, max_tokens=12, stop_at_eos=False), partial(outcomes.__setitem__, seed))
         for seed in range(4)
@@ -453,7 +453,7 @@ def test_cache_grows_with_the_answers_on_demand(engine):
 def test_light_client_is_admitted_beside_a_heavy_one(engine):
     """Ada comes when bob fills all rows and has more waiting: her rows are admitted at once, and get passes of their
     own. What is sampled is what it is alone, and bob's answers come too."""
-    sampler, outcomes = Sampler(engine, max_rows=64), {}
+    sampler, outcomes = Sampler(engine, max_num_seqs=64), {}
     heavy = [
         Request(prompt(i), 48, SamplingConfig(max_tokens=40, stop_at_eos=False), seed=i, client="bob") for i in range(4)
     ]
@@ -479,7 +479,7 @@ def test_light_client_is_admitted_beside_a_heavy_one(engine):
 def test_passes_are_short_while_a_light_client_waits(engine, monkeypatch):
     """From ada's first pass on, each pass takes a quarter of bob's rows at most, all of them in turn, and begins no
     more; once ada is gone, all rows again. What is sampled is the same."""
-    sampler, outcomes, passes = Sampler(engine, max_rows=64), {}, []
+    sampler, outcomes, passes = Sampler(engine, max_num_seqs=64), {}, []
     decode = sampler.batch.decode
     monkeypatch.setattr(sampler.batch, "decode", lambda rows: (passes.append([*rows]), decode(rows)))
     heavy = [Request(prompt(i), 48, SamplingConfig(max_tokens=30), seed=i, client="bob") for i in range(4)]
@@ -508,7 +508,7 @@ def test_passes_are_short_while_a_light_client_waits(engine, monkeypatch):
 
 
 def test_requests_of_a_client_keep_order_and_heavy_clients_share_rows(engine):
-    sampler, order = Sampler(engine, max_rows=32), []
+    sampler, order = Sampler(engine, max_num_seqs=32), []
     for i in range(6):
         for client in ("bob", "eve"):
             request = Request(prompt(i), 32, SamplingConfig(max_tokens=6, stop_at_eos=False), seed=i, client=client)

@@ -197,8 +197,8 @@ def tokens(answers) -> list[list[int]]:
 def test_plain_path_answers_do_not_depend_on_the_batch(plain_engine: Engine):
     every = requests(plain_engine)
     alone = [tokens(Sampler(plain_engine).sample_all([request])) for request in every]
-    for max_rows in (512, 4):  # at 4, siblings start at different times
-        sampler = Sampler(plain_engine, max_rows=max_rows)
+    for max_num_seqs in (512, 4):  # at 4, siblings start at different times
+        sampler = Sampler(plain_engine, max_num_seqs=max_num_seqs)
         assert isinstance(sampler.batch, PlainBatch)
         assert tokens(sampler.sample_all(every)) == [answer for group in alone for answer in group]
         assert not sampler.batch.rows and not sampler.batch.cohorts and not sampler.batch.groups

@@ -74,9 +74,9 @@ def test_run_name_target_loads_a_policy_of_either_kind(text: Path, vector: Path)
 def test_older_checkpoint_is_selected_by_step_count(vector: Path) -> None:
     assert find_target(vector, step=2).checkpoint.step == 1  # type: ignore[union-attr]
     assert evaluate(vector, episodes=1).policy_names == {"seat0": "seat0@3", "seat1": "seat1@3"}
-    assert evaluate(vector, episodes=1, step=2).policy_names == {"seat0": "seat0@2", "seat1": "seat1@2"}
+    assert evaluate(vector, episodes=1, checkpoint=2).policy_names == {"seat0": "seat0@2", "seat1": "seat1@2"}
     with pytest.raises(ValueError, match="no checkpoint after 9 steps; it has: 2, 3"):
-        evaluate(vector, episodes=1, step=9)
+        evaluate(vector, episodes=1, checkpoint=9)
 
 
 def test_env_without_run_is_played_by_the_given_policies() -> None:

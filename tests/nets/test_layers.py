@@ -99,10 +99,10 @@ def test_convolutions_equal_torch_on_scaled_bytes(small: bool, strides: tuple[in
     torch.testing.assert_close(net(pixels / 255), net(pixels), rtol=1e-4, atol=1e-4)
 
 
-def test_bf16_convolutions_are_close_and_train_fp32_weights() -> None:
+def test_bfloat16_convolutions_are_close_and_train_float32_weights() -> None:
     wide, narrow = (
         Net(PIXELS, 3, NetConfig(convolutions="small", precision=precision), make_generators([1, 2]))
-        for precision in ("fp32", "bf16")
+        for precision in ("float32", "bfloat16")
     )
     pixels = torch.randint(0, 256, (2, 4, *PIXELS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     outs = [net(pixels) for net in (wide, narrow)]

@@ -221,7 +221,7 @@ def test_policies_without_remote_sampling_are_refused() -> None:
     elsewhere = RemoteSamplers(
         validate(TextConfig, tree(sampler={"type": "vllm", "urls": ["http://127.0.0.1:9"]})).sampler
     )  # type: ignore[arg-type]
-    place = {"dtype": "auto", "device": "cpu", "max_rows": 8}
+    place = {"dtype": "auto", "device": "cpu", "max_num_seqs": 8}
     elsewhere.open("tiny", **place)
     with pytest.raises(ValueError, match="servers of one base, but the policies use tiny and tasks"):
         elsewhere.open("tasks", **place)

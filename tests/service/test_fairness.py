@@ -38,7 +38,7 @@ class Client(httpx.Client):
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Server, dict[str, Client]]]:
     keys = {name: add_key(tmp_path / "keys", name) for name in ("ada", "bob")}
-    server = Server(tmp_path / "data", "--auth", str(tmp_path / "keys"), "--max-rows", "64", "--poll", "0.2")
+    server = Server(tmp_path / "data", "--auth", str(tmp_path / "keys"), "--max-num-seqs", "64", "--poll", "0.2")
     clients = {
         name: Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": key}, timeout=120)
         for name, key in keys.items()

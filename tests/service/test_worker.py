@@ -353,7 +353,7 @@ def test_answer_waits_for_no_micro_batch_at_each_token(open_desk: Callable[..., 
 
 def test_many_samples_of_one_key_do_not_block_another(open_desk: Callable[..., Desk]) -> None:
     """Bob fills all rows for many tokens each; what ada asks for is there a few turns later."""
-    desk = open_desk(max_rows=16)
+    desk = open_desk(max_num_seqs=16)
     heavy = [
         desk.sample(None, i, "bob", num_samples=32, sampling={"max_tokens": 60, "stop_at_eos": False}) for i in range(4)
     ]

@@ -129,8 +129,8 @@ def test_train_instances_are_unique_and_evaluation_is_held_out(learned):
     assert setup.evals[0].arena.make_env().split == "test" and arena_of(setup).make_env().split == "train"
 
 
-def examine(path, seats=None, *, swap=False, sampling=None, step=None, episodes=200, env=None):
-    return evaluate(path, env, seats, swap=swap, episodes=episodes, sampling=sampling or {}, step=step)[:2]
+def examine(path, seats=None, *, swap=False, sampling=None, checkpoint=None, episodes=200, env=None):
+    return evaluate(path, env, seats, swap=swap, episodes=episodes, sampling=sampling or {}, checkpoint=checkpoint)[:2]
 
 
 def test_trained_run_is_evaluated_with_swapped_and_base_policies(learned):
@@ -151,7 +151,7 @@ def test_trained_run_is_evaluated_with_swapped_and_base_policies(learned):
 def test_invalid_evaluations_are_refused_with_the_reason(learned):
     path, _, _ = learned
     with pytest.raises(ValueError, match="no checkpoint after 3 steps; it has: 10, 20"):
-        examine(path, step=3)
+        examine(path, checkpoint=3)
     with pytest.raises(ValueError, match='no policy "nobody"; the run has guide, walker'):
         examine(path, {"guide": "nobody"})
     with pytest.raises(ValueError, match="unknown key temprature: did you mean temperature"):

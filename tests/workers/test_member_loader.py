@@ -76,7 +76,7 @@ ALIKE: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # algorithm, env, network
     "communication": (PPO(), SimpleSpread(4), {"communication_rounds": 2}),
     "attention": (PPO(), SimpleSpread(4), {"encoder": "attention", "hidden": [16, 8]}),
     "transformer": (MAT(), SimpleSpread(4), {}),
-    "pixels": (PPO(), pictures(), {"convolutions": "small", "precision": "bf16"}),
+    "pixels": (PPO(), pictures(), {"convolutions": "small", "precision": "bfloat16"}),
     "action values": (DQN(duelling=False), ENV, {}),
     "duelling": (DQN(duelling=True), ENV, {}),
     "several numbers": (PPO(), Push(4, (MultiDiscrete((2, 3)),) * 2), {}),

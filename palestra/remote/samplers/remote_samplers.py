@@ -25,7 +25,7 @@ class RemoteSamplers:
         self._claims: dict[SamplerProtocol, list[SampledPolicy]] = {}
 
     def open(
-        self, base: str, *, dtype: str, device: str, max_rows: int, kv_cache_gib: float | None = None
+        self, base: str, *, dtype: str, device: str, max_num_seqs: int, kv_cache_gib: float | None = None
     ) -> PendingSampler:
         """Starts opening a sampler of `base`.
 
@@ -37,7 +37,7 @@ class RemoteSamplers:
                 f"sampler: names servers of one base, but the policies use {' and '.join(self._bases)} (or one in two "
                 "dtypes): use one, or sampler: {type: processes}, which starts samplers for each"
             )
-        numbers = {"max-rows": max_rows} | ({} if kv_cache_gib is None else {"kv-cache-gib": kv_cache_gib})
+        numbers = {"max-num-seqs": max_num_seqs} | ({} if kv_cache_gib is None else {"kv-cache-gib": kv_cache_gib})
         return PendingSampler(self.config, base, dtype=dtype, device=device, numbers=numbers)
 
     def register_policy(

@@ -75,7 +75,7 @@ class SamplerServerOptions:
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 1
-    max_rows: int = 512
+    max_num_seqs: int = 512
     kv_cache_gib: float | None = None
     with_parent: bool = False
     hosts: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ def serve(options: SamplerServerOptions, print_line: PrintLine = print) -> None:
     with open_listener(options.host, options.port) as door:
         engine = Engine.load(options.base, device=options.device, dtype=options.dtype, threads=options.threads)
         engine_side, key = LoopThread("engine"), os.environ.get(options.key_env) or None
-        sampler = Sampler(engine, max_rows=options.max_rows, cache_bytes=budget_bytes(options.kv_cache_gib))
+        sampler = Sampler(engine, max_num_seqs=options.max_num_seqs, cache_bytes=budget_bytes(options.kv_cache_gib))
         state = SamplerState(options.base, sampler, engine_side, key)
         app = make_guarded_app(state, OriginPolicy.for_host(options.host, hosts=options.hosts, pages=False))
         server = build_server(

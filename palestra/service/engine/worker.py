@@ -66,7 +66,7 @@ class WorkerSettings(BaseModel):
     """Dtype of the base model's weights; "auto" chooses one."""
     threads: int = 1
     """CPU threads of torch."""
-    max_rows: int = 512
+    max_num_seqs: int = 512
     """Sequences that are sampled in one batch, at most."""
     kv_cache_gib: float | None = None
     """Memory of a base's KV cache in GiB; None is half of the memory that is free when the base is loaded."""
@@ -348,5 +348,5 @@ class Worker:
 def load_base(name: str, path: str, settings: WorkerSettings) -> LoadedBase:
     """Loads a base model, with an engine and a sampler for it."""
     engine = Engine.load(path, device=settings.device, dtype=settings.dtype, threads=settings.threads)
-    sampler = Sampler(engine, max_rows=settings.max_rows, cache_bytes=budget_bytes(settings.kv_cache_gib))
+    sampler = Sampler(engine, max_num_seqs=settings.max_num_seqs, cache_bytes=budget_bytes(settings.kv_cache_gib))
     return LoadedBase(name, engine, sampler)
