@@ -50,13 +50,15 @@ class Task:
 class Method:
     """A known name, and the settings it stands for. `lines` is how many lines of play grow from one instance: a step
     plays that many fewer instances than methods with one. `policies` are further settings of the learners, and
-    `teacher` is the method whose run on the same task with the seed of tuning is the teacher."""
+    `teacher` is the method whose run on the same task with the seed of tuning is the teacher. `one_policy`: the first
+    learner of the task plays the seats of all."""
 
     name: str
     algorithm: dict[str, Any]
     lines: int = GROUP
     policies: dict[str, Any] = field(default_factory=dict)
     teacher: str | None = None
+    one_policy: bool = False
     tasks: Sequence[str] = ("sums", "duel")
 
 
@@ -89,6 +91,8 @@ def pairs(**options: Any) -> dict[str, Any]:
 ALL = ("sums", "duel", "real")
 CRITIC = {"entropy_coef": 0.01, "critic": "separate"}
 DAPO = group(clip_high=0.28, flat_groups="refill", refill_attempts=3, overlong="penalty")
+# of 4 siblings, `all` are the pairs that CoMLRL's default keeps: at most 16 of a group
+MADPO = {"type": "madpo", "group_size": 4, "continue_from": "all", "pairs": "all", "beta": 0.1}
 METHODS = [
     Method("GRPO", group(), tasks=ALL),
     Method("Dr. GRPO", group(scale="none", loss_aggregation="constant"), tasks=ALL),
@@ -109,6 +113,11 @@ METHODS = [
     Method("MAGRPO", {"type": "magrpo", "group_size": GROUP, "entropy_coef": 0.01}, tasks=("duel",)),
     # 4 joint answers of the first turn, 16 of the second: 40 answers, of which 8 lines have 32
     Method("MAGRPO", {"type": "magrpo", "group_size": 4, "entropy_coef": 0.01}, lines=10, tasks=("sums",)),
+    Method("MARLOO", {"type": "marloo", "group_size": GROUP, "entropy_coef": 0.01}, tasks=("duel",)),
+    Method("MARLOO", {"type": "marloo", "group_size": 4, "entropy_coef": 0.01}, lines=10, tasks=("sums",)),
+    Method("MADPO", MADPO, lines=10, tasks=("sums",)),
+    # the batches of two policies in one, so that there are as many optimizer steps as with a policy for each seat
+    Method("MATPO", group(), policies={"batch_size": 512}, one_policy=True, tasks=("sums",)),
     Method("online DPO", pairs(beta=0.1), tasks=ALL),
     Method("online IPO", pairs(beta=0.1, loss_type="ipo"), tasks=("duel",)),
     Method("online SimPO", pairs(beta=2.0, loss_type="simpo"), tasks=("duel",)),
@@ -148,6 +157,10 @@ def settings_of(task: Task, method: Method, rate: float, seed: int) -> Tree:
     tree["episodes"] = max(1, tree["episodes"] * GROUP // method.lines)
     for name in task.learners:
         tree["policies"][name] |= {"lr": rate} | method.policies
+    if method.one_policy:
+        first, *others = task.learners
+        tree["seats"] = dict.fromkeys(task.learners, first)
+        tree["policies"] = {name: policy for name, policy in tree["policies"].items() if name not in others}
     if method.teacher:
         for name in task.learners:
             tree["policies"][f"teacher_of_{name}"] = {"type": "frozen", "base": task.base}
