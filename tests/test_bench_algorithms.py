@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from palestra.builders.text_config import TextConfig
+from palestra.config import validate
 from palestra.runs import Run
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +69,19 @@ def test_runs_wait_for_their_teacher_and_their_rate_and_one_seed_comes_after_the
     del schedule.have[first[1]]  # the teacher's run fails: nothing waits for it any longer
     schedule.failed[first[1]] = "out of memory"
     assert schedule.open_jobs() == ([first[0], *grpo], False)
+
+
+def test_methods_are_valid_configs_and_one_policy_plays_all_seats(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    methods = import_module("algorithms_parts.methods")
+    for task in methods.TASKS:
+        for method in methods.METHODS:
+            if task.name in method.tasks:
+                validate(TextConfig, methods.settings_of(task, method, 1e-3, 0))
+    sums = methods.TASKS[0]
+    tree = methods.settings_of(sums, methods.find_method(sums, "MATPO"), 1e-3, 0)
+    assert tree["seats"] == {"reasoner": "reasoner", "tool": "reasoner"}
+    assert set(tree["policies"]) == {"reasoner", "expert"} and tree["policies"]["reasoner"]["batch_size"] == 512
 
 
 @pytest.mark.slow
