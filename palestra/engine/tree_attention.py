@@ -13,7 +13,7 @@ rows with queries, `H` heads, `D` head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,7 +135,7 @@ class TreeLayout:
         self._row_S = np.full(size, -1)
         self._row_S[keep_M] = np.arange(len(keep_M))
         self._num_rows = len(keep_M)
-        self._padded: dict[KeySpan | None, PaddedSegments] = {}
+        self._padded: dict[tuple[KeySpan | None, bool], PaddedSegments] = {}
 
     def narrow(self, keep_M: Tensor) -> TreeLayout:
         """Returns the layout in which only the tokens `keep_M` (flat indices, rising) have queries."""
@@ -145,15 +145,17 @@ class TreeLayout:
         self, layer: int, q_HSD: Tensor, k_HSD: Tensor, v_HSD: Tensor, scale: float, terms: AttentionTerms = NO_TERMS
     ) -> Tensor:
         """Returns the attention output [M, H, D] of queries [H, M, D] over keys and values [h, S, D]."""
-        padded = self._padded.get(terms.span) or self._pad(terms.span)
+        joins = terms.span is None and not terms.needs_scores
+        padded = self._padded.get((terms.span, joins)) or self._pad(terms.span, joins)
         q, k, v = (t.transpose(0, 1).flatten(1) for t in (q_HSD, k_HSD, v_HSD))  # [S, H*D]: rows to gather
         heads, kv_heads = q_HSD.shape[0], k_HSD.shape[0]
         out = torch.cat([self._bucket(b, q, k, v, heads, kv_heads, scale, terms) for b in padded.buckets])
         return out.index_select(0, padded.output_index_M).view(q_HSD.shape[1], q_HSD.shape[0], -1)
 
-    def _pad(self, span: KeySpan | None) -> PaddedSegments:
-        """Returns the segments, each with its keys in `span`, padded in buckets; kept for the other layers."""
-        segments = list(_asking(self.forest, self._row_S))
+    def _pad(self, span: KeySpan | None, joins: bool) -> PaddedSegments:
+        """Returns the segments, each with its keys in `span`, padded in buckets; kept for the other layers. `joins`:
+        the turns of a conversation are one segment, so that their shared keys are there once."""
+        segments = list(_asking(_joined(self.forest.segments) if joins else self.forest.segments, self._row_S, joins))
         parts = list(_similar([segment.within(span) for segment in segments] if span else segments))
         buckets = [_bucket(part, self._row_S, self.device) for part in parts]
         back = np.zeros(self._num_rows, np.int64)
@@ -163,8 +165,8 @@ class TreeLayout:
             for row, segment in enumerate(part):
                 back[self._row_S[segment.path[segment.at]]] = offset + row * q + np.arange(len(segment.at))
             offset += n * q
-        self._padded[span] = PaddedSegments(buckets, torch.as_tensor(back, device=self.device))
-        return self._padded[span]
+        self._padded[span, joins] = PaddedSegments(buckets, torch.as_tensor(back, device=self.device))
+        return self._padded[span, joins]
 
     def _bucket(
         self, b: Bucket, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, terms: AttentionTerms
@@ -182,10 +184,27 @@ class TreeLayout:
         return out.transpose(1, 2).reshape(n * nq, -1)
 
 
-def _asking(forest: Forest, row_S: np.ndarray) -> Iterator[QuerySegment]:
-    """Yields the segments that contain a token with a row, with the positions of these tokens."""
-    for cut, path in forest.segments:
-        at = cut + np.flatnonzero(row_S[path[cut:]] >= 0)
+def _joined(segments: Sequence[tuple[int, np.ndarray]]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the segments, those that continue the whole path of the one before them joined to it."""
+    last: tuple[int, np.ndarray] | None = None
+    for cut, path in segments:
+        continues = last is not None and cut == len(last[1]) and path[cut - 1] == last[1][-1]
+        if last is not None and not continues:
+            yield last
+        last = (last[0], path) if last is not None and continues else (cut, path)
+    if last is not None:
+        yield last
+
+
+def _asking(segments: Iterable[tuple[int, np.ndarray]], row_S: np.ndarray, repeats: bool) -> Iterator[QuerySegment]:
+    """Yields the segments that contain a token with a row, with the positions of these tokens.
+
+    With `repeats`, also the tokens before a segment that is longer than its shared prefix have queries, if all have
+    rows: causal attention of a path to itself needs no mask, and computes half of the pairs.
+    """
+    for cut, path in segments:
+        whole = repeats and 0 < 2 * cut < len(path) and bool((row_S[path] >= 0).all())
+        at = np.arange(len(path)) if whole else cut + np.flatnonzero(row_S[path[cut:]] >= 0)
         if len(at):
             yield QuerySegment(at, path)
 
