@@ -44,7 +44,7 @@ demo: $(PLAIN) ## train the demo team on a CPU and draw its curves
 
 real: $(REAL) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and print their success before, after, and with a seat replaced
 	@n=1; name=real; while [ -e runs/$$name ]; do n=$$((n + 1)); name=real-$$n; done; \
-	$(BIN)/palestra train configs/real/story_team.yaml --name $$name && \
+	$(BIN)/torchrun --nproc-per-node 2 -m palestra train configs/real/story_team.yaml --name $$name && \
 	$(BIN)/python scripts/real_results.py runs/$$name --only "trained" --episodes 150 --processes 2
 
 test: lint ## lint, types and the fast tests (CPU), on as many cores as there are
