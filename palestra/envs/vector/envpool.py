@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import envpool
@@ -24,6 +25,9 @@ class EnvPoolEnv(VectorEnv):
     pool whose games have several players never returns, so such games have one pool each. EnvPool seeds its games when
     it makes them, so `reset` makes the pools anew; EnvPool itself derives the seeds of later episodes. The env cannot
     be saved.
+
+    The parts of an observation that is a dictionary or a tuple, nested or not, are concatenated, those of a dictionary
+    in the order of their names.
 
     Raises ValueError if EnvPool cannot make the env, or if its action masks are not those of one integer of each seat.
     """
@@ -49,7 +53,7 @@ class EnvPoolEnv(VectorEnv):
             self.seats = tuple(f"player_{n}" for n in range(players)) if players > 1 else ("agent",)
             kinds = (choice,) * players
         self.is_turn_based = "current_player" in info
-        self._view = None if isinstance(obs, dict) else obs_encoder(pool.observation_space, id)
+        self._view = None if isinstance(obs, dict | tuple) else obs_encoder(pool.observation_space, id)
         size = self._observations(obs, 1).shape[2:]
         self.observation_shapes, self.action_spaces = (size,) * len(self.seats), kinds
         pixels = self._view is not None and self._view.is_uint8
@@ -123,15 +127,20 @@ class EnvPoolEnv(VectorEnv):
         if self._view is not None:
             seen = self._view.encode(obs)
             return seen.reshape(rows, len(self.seats), *seen.shape[1:])
-        if "agents_view" in obs:
+        if isinstance(obs, dict) and "agents_view" in obs:
             return np.asarray(obs["agents_view"], np.float32).reshape(rows, len(self.seats), -1)
-        parts = [np.asarray(obs[name], np.float32).reshape(rows, -1) for name in sorted(obs) if name != "action_mask"]
+        parts = [np.asarray(part, np.float32).reshape(rows, -1) for name, part in _leaves(obs) if name != "action_mask"]
         whole = np.concatenate(parts, 1)[:, None]
         return np.broadcast_to(whole, (rows, len(self.seats), whole.shape[2]))
 
     def _masks(self, obs: Any, info: dict[str, Any]) -> np.ndarray | None:
         """Returns the action mask [rows, N, A], or None if the env has none. Raises ValueError for a mask of another
-        shape, since forbidden actions would then be taken."""
+        shape or within a part of the observation, since forbidden actions would then be taken."""
+        if self._view is None and (nested := [name for name, _ in _leaves(obs) if name.endswith(".action_mask")]):
+            raise ValueError(
+                f'EnvPool\'s "{self.id}" has the action_mask {nested[0]} within a part of its observation, which does '
+                "not say whose actions it masks: choose an env with its action_mask beside the other parts"
+            )
         mask = obs.get("action_mask") if isinstance(obs, dict) else info.get("legal_action_mask")
         if mask is None:
             return None
@@ -144,3 +153,13 @@ class EnvPoolEnv(VectorEnv):
             )
         whole = mask if mask.ndim == 3 else mask[:, None]
         return np.broadcast_to(whole, (len(mask), len(self.seats), size))
+
+
+def _leaves(obs: Any, name: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays of an observation, which may be nested, with their names, joined by dots ("goal.x")."""
+    if not isinstance(obs, dict | tuple):
+        yield name, obs
+        return
+    parts = sorted(obs.items()) if isinstance(obs, dict) else enumerate(obs)
+    for key, part in parts:
+        yield from _leaves(part, f"{name}.{key}" if name else str(key))

@@ -1,4 +1,4 @@
-"""Action masks of EnvPool's envs, on a stand-in for the package, which is not among those of the fast tests."""
+"""Action masks and nested observations of EnvPool's envs, on a stand-in for the package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from gymnasium import spaces
 
 
 class Pool:
-    """A pool of games that show one number and a mask, and take an action of `action_space`."""
+    """A pool of games that show one number and a mask, or `shown` of so many games, and take an action of
+    `action_space`."""
 
-    def __init__(self, games: int, action_space: spaces.Space[Any], mask: Any) -> None:
+    def __init__(self, games: int, action_space: spaces.Space[Any], mask: Any, shown: Any) -> None:
+        self.games = games
         self.action_space, self.config, self.sent = action_space, SimpleNamespace(get=lambda name, default: default), []
-        self.seen = {"number": np.zeros((games, 1), np.float32)}
+        self.seen = {"number": np.zeros((games, 1), np.float32)} if shown is None else shown(games)
         if mask is not None:
             self.seen["action_mask"] = np.broadcast_to(np.asarray(mask, bool), (games, *np.shape(mask)))
 
@@ -28,8 +30,7 @@ class Pool:
         self.sent.append(actions.copy())
 
     def recv(self) -> Any:
-        games = len(self.seen["number"])
-        return self.seen, np.zeros(games, np.float32), np.zeros(games, bool), np.zeros(games, bool), {}
+        return self.seen, np.zeros(self.games, np.float32), *np.zeros((2, self.games), bool), {}
 
     def close(self) -> None:
         pass
@@ -43,8 +44,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delitem(sys.modules, "palestra.envs.vector.envpool", raising=False)
     from palestra.envs.vector.envpool import EnvPoolEnv
 
-    def made(action_space: spaces.Space[Any], mask: Any) -> EnvPoolEnv:
-        package.make_gymnasium = lambda id, num_envs, env_seed: Pool(num_envs, action_space, mask)
+    def made(action_space: spaces.Space[Any], mask: Any, shown: Any = None) -> EnvPoolEnv:
+        package.make_gymnasium = lambda id, num_envs, env_seed: Pool(num_envs, action_space, mask, shown)
         return EnvPoolEnv(2, id="Toy-v0")
 
     yield made
@@ -84,3 +85,23 @@ def test_masks_of_seats_are_heeded(make: Any) -> None:
 
 def test_env_without_masks(make: Any) -> None:
     assert make(spaces.Discrete(3), None).reset(np.arange(2)).action_mask is None
+
+
+def parts(games: int) -> dict[str, Any]:
+    """A dictionary with a dictionary and a tuple in it; of game b the numbers are 10 b + 0, 1, 2, ..."""
+    place = 10 * np.arange(games, dtype=np.float64)[:, None]
+    return {"start": (place + 3, place.astype(np.int32) + 4), "goal": {"y": place[:, 0] + 2, "x": place + np.arange(2)}}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_nested_observations_are_one_row(make: Any, whole: bool) -> None:
+    env = make(spaces.Discrete(3), None, parts if whole else lambda games: parts(games)["start"])
+    expected = np.arange(5) if whole else np.arange(3, 5)
+    assert env.observation_shapes == ((len(expected),),)
+    assert env.reset(np.arange(2)).obs.tolist() == [[expected.tolist()], [(10 + expected).tolist()]]
+    assert env.step(np.zeros((2, 1), np.int32)).obs.tolist() == [[expected.tolist()], [(10 + expected).tolist()]]
+
+
+def test_mask_within_a_part_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match=r'"Toy-v0" has the action_mask hand\.action_mask within a part'):
+        make(spaces.Discrete(3), None, lambda games: {"hand": {"action_mask": np.ones((games, 3), bool)}})
