@@ -1,4 +1,5 @@
-"""Agents of PettingZoo's envs that come back, come late, or are paid after they were truncated."""
+"""Agents of PettingZoo's envs that come back, come late, or are paid after they were truncated; parts and states that
+they see."""
 
 from __future__ import annotations
 
@@ -115,3 +116,19 @@ def test_all_parts_beside_an_action_mask_are_observed() -> None:
     assert env.observation_shapes == ((3,), (3,)) and frame.action_mask is not None
     assert frame.action_mask.tolist() == [[[True, False]] * 2]
     assert frame.obs.tolist() == [[[1, 0, 0], [0, 1, 0]]]
+
+
+class Stated(Parting):
+    """Its global state is the time and the square of it, which no `state_space` describes."""
+
+    def state(self) -> np.ndarray:
+        return np.array([self.time, self.time**2], np.float64)
+
+
+def test_global_state_without_a_space_is_read() -> None:
+    env = SyncVectorEnv(lambda: ParallelGame(Stated(length=3), state=True), 1)
+    assert env.state_size == 2 and env.reset(np.array([0])).state.tolist() == [[0, 0]]
+    states = [env.step(np.zeros((1, 2), np.int32)).copy() for _ in range(3)]
+    assert [frame.state.tolist() for frame in states] == [[[1, 1]], [[2, 4]], [[0, 0]]]
+    assert states[2].final_state is not None and states[2].final_state.tolist() == [[3, 9]]
+    assert ParallelGame(Parting(), state=True).spec.state_size == 0 == ParallelGame(Stated()).spec.state_size

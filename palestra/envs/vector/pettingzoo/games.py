@@ -50,7 +50,7 @@ class _PettingZooGame:
             tuple(str(agent) for agent in self.agents),
             tuple(encoder.shape for encoder in self.obs_encoders),
             tuple(choice.space for choice in self.action_decoders),
-            state_size=flat_box_size(getattr(env, "state_space", None)) if state else 0,
+            state_size=_state_size(env) if state else 0,
             uint8_observations=all(encoder.is_uint8 for encoder in self.obs_encoders),
             has_action_mask=can_use_action_mask(
                 said, [choice.space for choice in self.action_decoders], False, str(env)
@@ -109,6 +109,18 @@ class _PettingZooGame:
 
     def close(self) -> None:
         self.env.close()
+
+
+def _state_size(env: Any) -> int:
+    """Returns the length of the global state of an env that was reset, of which some describe no `state_space`; 0 if it
+    has none of one dimension."""
+    if (space := getattr(env, "state_space", None)) is not None:
+        return flat_box_size(space)
+    try:
+        state = env.state()
+    except (AttributeError, NotImplementedError):
+        return 0
+    return len(state) if np.ndim(state) == 1 else 0
 
 
 class ParallelGame(_PettingZooGame):
