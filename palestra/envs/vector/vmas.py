@@ -17,7 +17,8 @@ class VmasEnv(VectorEnv):
 
     VMAS draws from one random stream for all games. If all games end together, one draw starts the next episodes, else
     each game draws its own; draws during play are for all games. A rollout is thus a function of the seeds and the
-    actions, but a game does not play as it would alone. The env cannot be saved.
+    actions, but a game does not play as it would alone; in `road_traffic` the first rewards after a reset also depend
+    on the last actions before it. The env cannot be saved.
 
     Raises ValueError if VMAS cannot make the scenario, or if `num_envs` or `steps` is below 1.
     """
@@ -56,7 +57,7 @@ class VmasEnv(VectorEnv):
             [self._seat_actions(n, given[:, n]) for n in range(len(self.seats))]
         )
         for n, reward in enumerate(rewards):
-            frame.rewards[:, n] = reward.numpy()
+            frame.rewards[:, n] = reward.numpy().reshape(self.num_envs)  # some scenarios pay [games, 1]
         frame.terminated[:] = terminated.numpy()
         frame.truncated[:] = truncated.numpy() & ~frame.terminated
         self._write(frame.obs, seen)
