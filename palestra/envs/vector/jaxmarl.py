@@ -27,11 +27,12 @@ class CompiledEnv:
     """
 
     def __init__(self, id: str, env: Any) -> None:
-        self.id, self.env, self.seats = id, env, tuple(env.agents)
+        self.id, self.env, self.agents = id, env, tuple(env.agents)  # some envs number their agents
+        self.seats = tuple(str(agent) for agent in self.agents)
         self.is_smax = hasattr(env, "num_allies")
         self.has_scripted_enemies = self.is_smax and id != "SMAX"  # the env plays one side
         self.has_seat_terminated = len(self.seats) > 1 and not self.is_smax  # dead units share the reward of the living
-        self.action_spaces = tuple(_space_of(env.action_space(seat)) for seat in self.seats)
+        self.action_spaces = tuple(_space_of(env.action_space(agent)) for agent in self.agents)
         self.action_mask_fn = _masks(env) if isinstance(self.action_spaces[0], Discrete) else None
         carried, shown = jax.eval_shape(self.reset_one, jax.random.PRNGKey(0))
         self.carry_structure = jax.tree.structure(carried)
@@ -57,7 +58,7 @@ class CompiledEnv:
         of the step: rewards, ends and final observations."""
         key, state, steps, gone = carry
         key, here = jax.random.split(key)
-        given = {seat: self._seat_action(n, actions[n]) for n, seat in enumerate(self.seats)}
+        given = {agent: self._seat_action(n, actions[n]) for n, agent in enumerate(self.agents)}
         obs, state, rewards, done, _ = self.env.step_env(here, state, given)
         over, last = jnp.asarray(done["__all__"], bool), self.observe(obs, state, done)
         cut = over & self._hit_time_limit(state, steps + 1)
@@ -65,7 +66,7 @@ class CompiledEnv:
         gone = self._terminated_seats(gone, done, over, cut)
         if self.has_seat_terminated:
             came["seat_terminated"] = gone
-        came["rewards"] = jnp.stack([jnp.asarray(rewards[seat], jnp.float32).reshape(()) for seat in self.seats])
+        came["rewards"] = jnp.stack([jnp.asarray(rewards[agent], jnp.float32).reshape(()) for agent in self.agents])
         if "state" in last:
             came["final_state"] = last["state"]
         if self.has_scripted_enemies:
@@ -76,17 +77,23 @@ class CompiledEnv:
         return carry, shown, came
 
     def observe(self, obs: Any, state: Any, done: Any) -> dict[str, Any]:
-        """Returns observations, agent mask, action mask and global state as frame arrays."""
-        rows = [jnp.asarray(obs[seat], jnp.float32).reshape(-1) for seat in self.seats]
+        """Returns observations, agent mask, action mask and global state as frame arrays. The parts of an observation
+        that is a dictionary are concatenated in the order of their names. Raises ValueError if an agent has none."""
+        if isinstance(obs, Mapping) and (missing := [agent for agent in self.agents if agent not in obs]):
+            raise ValueError(
+                f'JaxMARL\'s "{self.id}" returns {", ".join(map(str, obs))} and no observation of agent {missing[0]}: '
+                "seats need one each; choose an env that has them, such as storm_2p or storm_np in place of storm"
+            )
+        rows = [_row(obs[agent]) for agent in self.agents]
         self.observation_sizes = [len(row) for row in rows]
-        live = [~jnp.asarray(done.get(seat, False), bool).reshape(()) for seat in self.seats]
+        live = [~_is_done(done, agent) for agent in self.agents]
         shown = {"obs": _padded(rows), "agent_mask": jnp.stack(live)}
         if self.action_mask_fn is not None:
             masks = self.action_mask_fn(state)
-            shown["action_mask"] = _padded([masks[seat] for seat in self.seats]).astype(bool)
+            shown["action_mask"] = _padded([masks[agent] for agent in self.agents]).astype(bool)
         if self.id == "hanabi":
             shown["agent_mask"] = ~shown["action_mask"][:, -1]  # the other players can only take the last action, no-op
-        if "world_state" in obs:
+        if isinstance(obs, dict) and "world_state" in obs:
             shown["state"] = jnp.asarray(obs["world_state"], jnp.float32)
         return shown
 
@@ -99,7 +106,7 @@ class CompiledEnv:
     def _terminated_seats(self, gone: Any, done: Any, over: Any, cut: Any) -> Any:
         """Returns the seats that have terminated: those that had before (`gone`), those that are done before the game
         is over, and all when it is over without being truncated. JaxMARL calls every seat done at the time limit."""
-        ended = jnp.stack([jnp.asarray(done.get(seat, False), bool).reshape(()) for seat in self.seats])
+        ended = jnp.stack([_is_done(done, agent) for agent in self.agents])
         return gone | jnp.where(over, ~cut, ended)
 
     def _alive(self, state: Any) -> tuple[Any, Any]:
@@ -112,7 +119,8 @@ class CompiledEnv:
         if self.is_smax:
             ours, theirs = self._alive(state)
             return ours & theirs
-        return self.id.startswith(TIME_LIMITED_PREFIXES) or steps >= getattr(self.env, "max_steps", np.inf)
+        limit = getattr(self.env, "max_steps", getattr(self.env, "episode_length", np.inf))
+        return self.id.startswith(TIME_LIMITED_PREFIXES) or steps >= limit
 
 
 class JaxMarlEnv(VectorEnv):
@@ -124,7 +132,7 @@ class JaxMarlEnv(VectorEnv):
     0. Against SMAX's heuristic enemy, `success` means that all enemies fell and an ally survived; dead units do not
     act. The state is SMAX's world state. In Hanabi exactly the player to move acts. `save` is exact.
 
-    Raises ValueError if JaxMARL cannot make the env.
+    Raises ValueError if JaxMARL cannot make the env, or if it has no observation for each agent.
     """
 
     name: ClassVar[str] = "jaxmarl"
@@ -228,6 +236,16 @@ def _masks(env: Any) -> Any:
     except NotImplementedError:
         return None
     return masks
+
+
+def _is_done(done: Mapping[Any, Any], agent: Any) -> Any:
+    """Returns the flag of an agent as an array [], False if the env gives none."""
+    return jnp.asarray(done.get(agent, False), bool).reshape(())
+
+
+def _row(observation: Any) -> Any:
+    """Returns an observation as one row float32."""
+    return jnp.concatenate([jnp.asarray(part, jnp.float32).reshape(-1) for part in jax.tree.leaves(observation)])
 
 
 def _padded(rows: list[Any]) -> Any:

@@ -122,6 +122,42 @@ def test_seat_that_died_before_the_time_limit_stays_terminated(dies: int, monkey
         assert frame.seat_terminated.tolist() == [[True, last and dies < 4]] * 2
 
 
+class Numbered:
+    """Agents 0 and 1, as in the storm envs, see parts with names and are paid in a list: agent 0 its action, agent 1
+    twice its own. A game is cut off after `episode_length` steps, as those of MABrax."""
+
+    agents = (0, 1)
+    episode_length = 3
+
+    def action_space(self, agent: int) -> Any:
+        return spaces.Discrete(2)
+
+    def get_avail_actions(self, state: Any) -> Any:
+        raise NotImplementedError
+
+    def reset(self, key: Any) -> Any:
+        return self.seen(jnp.int32(0)), jnp.int32(0)
+
+    def seen(self, time: Any) -> Any:
+        return [{"time": jnp.full((1, 1), time), "agent": jnp.array([agent, 7])} for agent in self.agents]
+
+    def step_env(self, key: Any, time: Any, actions: Any) -> Any:
+        rewards = [actions[0], 2 * actions[1]]
+        return self.seen(time + 1), time + 1, rewards, {"__all__": time + 1 >= self.episode_length}, {}
+
+
+def test_numbered_agents_that_see_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "compiled_env", lambda *_: CompiledEnv("toy", Numbered()))
+    check_vector_env(lambda games: JaxMarlEnv(games, id="toy"), num_envs=2, steps=10)
+    env = JaxMarlEnv(1, id="toy")
+    assert env.seats == ("0", "1") and env.reset(np.array([0])).obs.tolist() == [[[0, 7, 0], [1, 7, 0]]]
+    for time in range(1, 4):
+        frame = env.step(np.array([[1, time % 2]], np.int32))
+        assert frame.rewards.tolist() == [[1, 2 * (time % 2)]]
+        assert frame.truncated.tolist() == [time == 3] and not frame.terminated.any()
+    assert frame.final_obs.tolist() == [[[0, 7, 3], [1, 7, 3]]]
+
+
 def test_marines_win_by_shooting_first_and_lose_by_standing() -> None:
     """Allies that shoot whom they may (actions from 5 on) win many games; those that only stand (4) none, and their
     games end by their death. Won games are successes; rewards stay between 0 and 2 a game."""
