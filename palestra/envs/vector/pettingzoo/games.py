@@ -272,7 +272,8 @@ class PettingZooEnv(PackageVectorEnv):
     factory "pettingzoo:make" with the options `env_type` and `id` makes an env of PettingZoo's registry. With `state`,
     central critics get the env's global state, computed in every step; else they get all observations.
 
-    Games repeat exactly only if the env's own `reset(seed)` resets everything; knights_archers_zombies does not.
+    Games repeat exactly only if the env's own `reset(seed)` resets everything; those of knights_archers_zombies and
+    Atari's maze_craze do not.
     """
 
     name: ClassVar[str] = "pettingzoo"
