@@ -15,9 +15,16 @@ import numpy as np
 
 from palestra.populations.normal_form.convex import Objective, most_random_distribution
 from palestra.populations.normal_form.linear_programs import linear_program
-from palestra.populations.normal_form.payoff_tensors import PayoffTensors, cce_gains, ce_gains, own_axis_first
+from palestra.populations.normal_form.payoff_tensors import (
+    PayoffTensors,
+    cce_gains,
+    ce_gains,
+    member_returns,
+    own_axis_first,
+)
 
-NASH_CONV_TOLERANCE = 1e-7  # largest NashConv of a solution, relative to the largest payoff
+GAIN_TOLERANCE = 1e-7  # most that a player may gain by leaving a Nash equilibrium, in its payoffs' spread
+CONSTANT_SUM_TOLERANCE = 1e-6  # most that the players' payoffs may add up to differently, in the smaller spread
 MAX_UNIT_RATIO, MIN_UNIT = 100.0, 1.0  # see `gain_units`; the latter in units of return
 ROUNDING = 1e-14  # differences of payoffs below this are rounding errors, relative to a player's largest
 MAX_BYTES = 10**9  # bytes of the constraint matrices of a correlated equilibrium
@@ -31,22 +38,35 @@ def nash(payoffs: PayoffTensors, *, ties: Literal["vertex", "entropy"] = "vertex
 
     If there are several, `vertex` returns the one at which the simplex method ends: deterministic, but equal members
     may get different probabilities; `entropy` returns each player's most random strategy, which treats equal members
-    alike. Raises ValueError unless there are two players and their payoffs add up to a constant.
+    alike. Raises ValueError unless there are two players and their payoffs add up to a constant, up to
+    `CONSTANT_SUM_TOLERANCE`, or if a player gains more than `GAIN_TOLERANCE` by another strategy. Both are relative to
+    the spread of a player's own payoffs, their largest minus their smallest, however far they lie from 0.
     """
     if len(payoffs) != 2:
         raise ValueError(f"nash is for two players, this table has {len(payoffs)}: take prd, alpha_rank, ce or cce")
-    row, column = payoffs
-    total = row + column
-    size = max(float(np.abs(row).max()), float(np.abs(column).max()), 1e-300)
-    if float(np.ptp(total)) > 1e-6 * size:
+    total = payoffs[0] + payoffs[1]
+    sizes = [float(np.abs(table).max()) for table in payoffs]
+    spreads = np.array([np.ptp(table) for table in payoffs])
+    unequal, rounding = float(np.ptp(total)), ROUNDING * max(sizes)
+    if unequal > CONSTANT_SUM_TOLERANCE * spreads.min() + rounding:
         raise ValueError(
-            f"nash is for payoffs that add up to a constant; these add up to {total.min():.4g} to {total.max():.4g}: "
+            f"nash is for payoffs that add up to a constant; these add up to {total.min():.8g} to {total.max():.8g}: "
             f"take prd, alpha_rank, ce or cce"
         )
-    strategies = [maximin(row / size, ties), maximin(column.T / size, ties)]
-    gain = float((row @ strategies[1]).max() + (strategies[0] @ column).max() - total.mean())
-    if gain > NASH_CONV_TOLERANCE * size + 2 * float(np.ptp(total)):
-        raise ValueError(f"no equilibrium of these payoffs was found: players gain {gain:.1g} by leaving the best one")
+    tables = [  # centred and scaled: a large constant would hide differences of payoffs from the linear program
+        (table - table.mean()) / spread if spread > 0 else np.zeros_like(table)
+        for table, spread in zip(payoffs, spreads, strict=True)
+    ]
+    strategies = [maximin(tables[0], ties), maximin(tables[1].T, ties)]
+    earned = member_returns(own_axis_first(tables), strategies)
+    gains = spreads * [(value - value @ own).max() for value, own in zip(earned, strategies, strict=True)]
+    excess = gains - GAIN_TOLERANCE * spreads - unequal  # maximin strategies of such tables gain up to `unequal`
+    if excess.max() > 0:
+        player = int(excess.argmax())
+        raise ValueError(
+            f"no equilibrium of these payoffs was found: in the best one, player {player} gains {gains[player]:.1g} by "
+            f"leaving it, and its payoffs differ by up to {spreads[player]:.4g}: take prd, alpha_rank, ce or cce"
+        )
     return strategies
 
 

@@ -47,6 +47,23 @@ def test_nash_is_invariant_to_constant_sums_and_scale():
         assert nash([scale * (row + 5), scale * column])[0] == pytest.approx([3 / 7, 4 / 7])
 
 
+def test_nash_is_exact_in_the_units_of_each_player():
+    """A billion added to one player's payoffs is a billion times what either may gain."""
+    row, column = zero_sum([[3, -1], [-2, 1]])
+    for payoffs in ([row + 1e9, column], [row, column - 1e9]):
+        for ties in ("vertex", "entropy"):
+            found = nash(payoffs, ties=ties)
+            assert found[0] == pytest.approx([3 / 7, 4 / 7], abs=1e-6)
+            assert found[1] == pytest.approx([2 / 7, 5 / 7], abs=1e-6)
+
+
+def test_constant_sum_is_relative_to_what_each_player_can_gain():
+    """Matching pennies for one player, and a million for the other whatever they play: no constant sum, and no
+    equilibrium by maximin strategies."""
+    with pytest.raises(ValueError, match=r"add up to 999999\.9 to 1000000\.1"):
+        nash([np.full((2, 2), 1e6), 0.1 * np.array([[-1.0, 1], [1, -1]])])
+
+
 TABLES = st.tuples(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 7), st.booleans())
 
 
