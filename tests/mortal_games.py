@@ -21,7 +21,7 @@ def view(agent: int) -> np.ndarray:
 class Parting(pettingzoo.ParallelEnv):
     """Agent "early" is paid 1 for the first step, which ends it: as `flags` says, terminated, truncated or both. Agent
     "late" is paid nothing, and is truncated after `length` steps (with `dies` it terminates instead). So early is worth
-    1, late 0."""
+    1, late 0. The last view of early is filled with `last`, the view of late after two steps with `broken`."""
 
     metadata: dict[str, Any] = {"name": "parting"}
     render_mode = None
@@ -33,10 +33,13 @@ class Parting(pettingzoo.ParallelEnv):
         length: int = LENGTH,
         box: bool = False,
         masks: bool = False,
+        last: float | None = None,
+        broken: float | None = None,
     ) -> None:
         self.info = {"action_mask": np.ones(2, np.int8)} if masks else {}
         self.possible_agents = ["early", "late"]
         self.flags, self.dies, self.length = flags, dies, length
+        self.fill = {("early", 1): last, ("late", 2): broken}
         self.action = spaces.Box(-1, 1, (1,), np.float32) if box else spaces.Discrete(2)
 
     def observation_space(self, agent: str) -> spaces.Space:
@@ -50,7 +53,11 @@ class Parting(pettingzoo.ParallelEnv):
         return self.seen(), {agent: self.info for agent in self.agents}
 
     def seen(self) -> dict[str, np.ndarray]:
-        return {agent: view(self.possible_agents.index(agent)) for agent in self.agents}
+        seen = {agent: view(self.possible_agents.index(agent)) for agent in self.agents}
+        for agent in self.agents:
+            if (number := self.fill.get((agent, self.time))) is not None:
+                seen[agent][:] = number
+        return seen
 
     def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
         assert set(actions) == set(self.agents)

@@ -31,14 +31,15 @@ class VectorRollout:
 
     def restart(self, seeds: np.ndarray) -> None:
         """Resets all games to `seeds` [B]."""
-        self.vector_step = self.env.reset(seeds)
+        self.vector_step = without_absent_views(self.env.reset(seeds))
         self.is_first = np.ones(self.env.num_envs, bool)
         self.episode_stats = EpisodeStats(self.env.num_envs, len(self.env.seats))
         self.recurrent_states.clear()
 
     def collect(self, players: Sequence[VectorPolicy], steps: int, seed: int) -> RolloutBatch:
         """Returns a batch of `steps` joint steps of every game, a deterministic function of `seed` and the games'
-        current states. Raises RunFailed if the env raises, or returns a reward that is not finite.
+        current states. Raises RunFailed if the env raises, or returns a reward that is not finite, or an observation of
+        a seat that acts; the observation of a seat that has terminated may be NaN (`without_absent_views`).
 
         Actions are recorded as the policies chose them, not as the env clips them to its spaces: a log-probability is
         that of the chosen action. What evaluates the action that the env took encodes it clipped
@@ -67,15 +68,17 @@ class VectorRollout:
         endings.write(batch)
         batch.episode_stats = self.episode_stats.pop_ended()
         check_rewards(self.env, batch.rewards)
+        check_observations(self.env, batch)
         return batch
 
     def _step(self, actions: np.ndarray) -> VectorStep:
         """Returns the env's next step. Raises RunFailed with the traceback if the env raises."""
         try:
-            return self.env.step(actions)
+            vector_step = self.env.step(actions)
         except Exception as error:
             message, trace = describe_error(error)
             raise RunFailed.from_traceback(f'env "{_name(self.env)}" failed in step: {message}', trace) from error
+        return without_absent_views(vector_step)
 
     def _note(self, batch: RolloutBatch, t: int) -> None:
         vector_step = self.vector_step
@@ -122,7 +125,7 @@ class VectorRollout:
 
     def load(self, saved: Arrays, players: Sequence[VectorPolicy]) -> None:
         """Restores what `save` returned."""
-        self.vector_step = self.env.load(saved)
+        self.vector_step = without_absent_views(self.env.load(saved))
         self.is_first = saved["rollout/is_first"].copy()
         self.episode_stats.returns[:] = saved["rollout/returns"]
         self.episode_stats.lengths[:] = saved["rollout/lengths"]
@@ -190,6 +193,47 @@ def seen_in_batch(vector_step: VectorStep, batch: RolloutBatch, t: int) -> Vecto
     arrays that another device copies faster."""
     action_mask = None if batch.action_mask is None else batch.action_mask[t]
     return replace(vector_step, obs=batch.obs[t], action_mask=action_mask)
+
+
+def without_absent_views(vector_step: VectorStep) -> VectorStep:
+    """Returns a step in which the observation of a seat that has terminated, while the game went on or was truncated
+    for the others, is zeros if one of its numbers is not finite; `vector_step` itself if there is none.
+
+    Envs may put NaN where a seat has nothing left to see, and the inputs of central critics, mixers and networks that
+    play several seats hold the observations of all seats."""
+    gone = vector_step.seat_terminated
+    if gone is None or vector_step.obs.dtype.kind != "f" or not gone.any():
+        return vector_step
+    obs = _zeros_where_not_finite(vector_step.obs, gone & ~vector_step.done[:, None])
+    final_obs = _zeros_where_not_finite(vector_step.final_obs, gone & vector_step.truncated[:, None])
+    return replace(vector_step, obs=obs, final_obs=final_obs)
+
+
+def _zeros_where_not_finite(obs: np.ndarray, absent: np.ndarray) -> np.ndarray:
+    """Returns observations [B, N, ...], those with a number that is not finite replaced by zeros where `absent`
+    [B, N]."""
+    games, seats = np.nonzero(absent)
+    bad = ~np.isfinite(obs[games, seats]).all(axis=tuple(range(1, obs.ndim - 1)))
+    if not bad.any():
+        return obs
+    obs = obs.copy()  # the array is the env's
+    obs[games[bad], seats[bad]] = 0
+    return obs
+
+
+def check_observations(env: VectorEnv, batch: RolloutBatch) -> None:
+    """Raises RunFailed, with seat and game, if a seat that acts has an observation that is not finite."""
+    with np.errstate(all="ignore"):
+        if batch.obs.dtype.kind != "f" or np.isfinite(batch.obs.sum()):  # a sum is quicker, and may overflow
+            return
+    wrong = ~np.isfinite(batch.obs).reshape(*batch.agent_mask.shape, -1).all(-1) & batch.agent_mask
+    if wrong.any():
+        _, game, seat = np.argwhere(wrong)[0]
+        raise RunFailed(
+            f'env "{_name(env)}" shows seat "{env.seats[seat]}" observations that are not finite numbers in game '
+            f"{game}, in which the seat acts: mend the env; only a seat that has terminated may see NaN. "
+            "palestra.envs.check_env tests it"
+        )
 
 
 def check_rewards(env: VectorEnv, rewards: np.ndarray) -> None:

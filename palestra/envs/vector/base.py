@@ -64,7 +64,8 @@ class VectorStep:
     Such a seat does not act again, gets no reward after the step in which it is marked, and has a future value of 0
     even if the game is later truncated for the other seats. It is None if all seats always end together. A `terminated`
     game terminates every seat; a `truncated` game truncates the seats that are not marked. A seat that was truncated
-    before the others keeps its last observation until the game ends.
+    before the others keeps its last observation until the game ends. The observation of a seat that has terminated may
+    be anything, NaN included: rollouts show zeros instead where it is not finite.
     """
 
     obs: np.ndarray  # float32 or uint8

@@ -23,11 +23,13 @@ from palestra.algorithms.vector.q_learning import QLearner
 from palestra.algorithms.vector.qmix import QMIX
 from palestra.algorithms.vector.sac import SAC
 from palestra.algorithms.vector.trpo import TRPO
+from palestra.envs.vector.check import check_vector_env
 from palestra.envs.vector.pettingzoo.games import PettingZooEnv
 from palestra.learners.policy_stack import NetPolicyConfig
 from palestra.nets.on_device import RolloutTensors
 from palestra.nets.replay import ReplayBuffer
 from palestra.policies.vector import UniformVectorPolicy
+from palestra.rollouts.failures import RunFailed
 from palestra.rollouts.vector_rollout import VectorRollout
 from palestra.types import RolloutBatch
 
@@ -185,3 +187,40 @@ def test_last_action_of_a_seat_is_credited_before_the_game_ends() -> None:
     _, targets, known = learner._credit(RolloutTensors.of(batch), torch.from_numpy(batch.logp), 0.0)
     assert known[:, :, 0].tolist() == [[True] * 4] + [[False] * 4] * 2
     assert targets[0, :, 0].tolist() == pytest.approx([1.0] * 4)
+
+
+CENTRAL = {name: ALONE[name] for name in ("mappo", "happo", "coma", "masac", "maddpg")} | MIXED
+
+
+def state_after_training(config: Any, seats: dict[str, list[int]], **options: Any) -> dict[str, np.ndarray]:
+    """The state of a learner but for its replay buffer, after three rollouts."""
+    env = PettingZooEnv(4, env="mortal_games:parting", options=options)
+    policy = NetPolicyConfig(hidden=[8])
+    config = config.model_copy(update={"gradient_steps": 2} if hasattr(config, "gradient_steps") else {})
+    learner = config.build_learner(env, seats, dict.fromkeys(seats, policy), dict(zip(seats, (1, 2), strict=False)))
+    rollout = VectorRollout(env, np.arange(4))
+    for i in range(3):
+        learner.update(rollout.collect(learner.rollout_policies(0.0), config.rollout_length, i), 0.0)
+    return {name: array.copy() for name, array in learner.state_arrays().items() if not name.startswith("replay")}
+
+
+@pytest.mark.parametrize("kind", [*CENTRAL, "mat"])
+def test_terminated_seat_may_see_nan(kind: str) -> None:
+    """A central critic, mixer or transformer, which takes the views of all seats, learns as if it saw zeros."""
+    config, seats = (ALONE["mat"], TEAM) if kind == "mat" else (CENTRAL[kind], SEATS)
+    nothing, zeros = (state_after_training(config, seats, last=last) for last in (np.nan, 0.0))
+    assert any(name.startswith("net.") for name in nothing)
+    for name, array in nothing.items():
+        assert np.isfinite(array).all() and np.array_equal(array, zeros[name]), name
+
+
+@pytest.mark.parametrize("kind", ["mappo", "qmix", "maddpg"])
+def test_nan_seen_by_a_seat_that_acts_is_named(kind: str) -> None:
+    with pytest.raises(RunFailed, match='shows seat "late" observations that are not finite numbers in game 0'):
+        state_after_training(CENTRAL[kind], SEATS, broken=np.nan)
+
+
+def test_check_env_accepts_nan_for_terminated_seats_only() -> None:
+    check_vector_env(lambda games: PettingZooEnv(games, env="mortal_games:parting", options={"last": np.nan}))
+    with pytest.raises(ValueError, match="says obs that are not finite"):
+        check_vector_env(lambda games: PettingZooEnv(games, env="mortal_games:parting", options={"broken": np.nan}))
