@@ -19,8 +19,8 @@ import numpy as np
 
 import palestra
 from palestra.builders.text_policies import FrozenConfig
-from palestra.config import load, validate
-from palestra.launch.population import PopulationConfig
+from palestra.config import load
+from palestra.launch.population_config import validate_population
 from palestra.policies.base import Policy
 from palestra.populations.population import Mix
 from palestra.runs import read_lines
@@ -48,7 +48,7 @@ def kuhn_self_play(seed: int, runs: Path, config: Path = KUHN) -> Result:
     path = runs / name
     tree = load(config) | {"name": name, "seed": seed}
     palestra.train(resume=path) if path.exists() else palestra.train(tree, root=runs)
-    oracle = validate(PopulationConfig, tree).oracle
+    oracle = validate_population(tree).oracle
     assert isinstance(oracle, LanguageOracle)
     worker = LanguageWorker(oracle, SEATS)
     assert worker.action_reader is not None and worker.exact is not None

@@ -90,12 +90,12 @@ def configs() -> str:
     """The config of each kind of run, and of all that it holds."""
     from palestra.builders.text_config import TextConfig
     from palestra.builders.vector_config import VectorConfig
-    from palestra.launch.population import PopulationConfig
+    from palestra.launch.language_population import LanguagePopulationConfig
 
     titles = {
         TextConfig: "Runs of language agents",
         VectorConfig: "Runs in vector envs",
-        PopulationConfig: "Runs of populations",
+        LanguagePopulationConfig: "Runs of populations",
     }
     return "\n\n".join(_tree(model, title) for model, title in titles.items())
 

@@ -18,7 +18,8 @@ from palestra.experiments.grid import grid_cells, load_grid
 from palestra.experiments.schedule import check_cells
 from palestra.experiments.study import Search
 from palestra.experiments.tune import base_tree, load_tuning, scored_eval
-from palestra.launch.population import PopulationConfig, build_population, run_population
+from palestra.launch.population import build_population, run_population
+from palestra.launch.population_config import validate_population
 from palestra.populations import scheduler
 from palestra.runs import Run, read_lines
 from palestra.training.loop import Callback, run_training
@@ -115,12 +116,12 @@ def test_every_vector_config_trains(path, tmp_path, monkeypatch):
 def test_every_population_config_trains(path, tmp_path):
     """Its plan in short; of language agents only that it builds, for they take long to be taught."""
     tree = load(path)
-    config = validate(PopulationConfig, tree)
-    assert validate(PopulationConfig, parse(dump(config))) == config
+    config = validate_population(tree)
+    assert validate_population(parse(dump(config))) == config
     setup = build_population(config)
     if config.oracle.type != "language":
         short = [f"population.{key}={value}" for key, value in SHORT[config.population.type].items()]
-        config = validate(PopulationConfig, override(tree, [*short, "backend={type: inline}"]))
+        config = validate_population(override(tree, [*short, "backend={type: inline}"]))
         setup = build_population(config)
         with Run.create(tmp_path, dump(config), "population") as run:
             assert run_population(setup, run, scheduler.PlanCallback())

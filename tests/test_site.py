@@ -19,7 +19,7 @@ from palestra.builders.vector_config import VectorConfig
 from palestra.cli.main import app
 from palestra.config import type_choices
 from palestra.envs import TEXT_ENVS, VECTOR_ENVS
-from palestra.launch.population import PopulationConfig
+from palestra.launch.language_population import LanguagePopulationConfig
 
 ROOT = Path(__file__).parent.parent
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
@@ -107,7 +107,7 @@ def test_reference_lists_every_key_and_type(site: Path) -> None:
     for model, field in ((TextConfig, "policies"), (TextConfig, "algorithm"), (VectorConfig, "policies")):
         assert all(f"{field}, type: {kind}" in config for kind in type_choices(model, field))
     assert all(f"algorithm, type: {kind}" in config for kind in type_choices(VectorConfig, "algorithm"))
-    assert all(f"population, type: {kind}" in config for kind in type_choices(PopulationConfig, "population"))
+    assert all(f"population, type: {kind}" in config for kind in type_choices(LanguagePopulationConfig, "population"))
     assert all(f'id="{name}"' in envs for name in [*TEXT_ENVS, *VECTOR_ENVS])
     assert all(
         f'id="palestra.{name}"' in python for name in ("types.Episode", "envs.base.Env", "training.loop.run_training")

@@ -22,9 +22,10 @@ from psro_parts.keeping import kept
 from rich.console import Console
 from rich.table import Table
 
-from palestra.config import dump, load, override, validate
+from palestra.config import dump, load, override
 from palestra.files import read_lines
-from palestra.launch.population import PopulationConfig, build_population, run_population
+from palestra.launch.population import build_population, run_population
+from palestra.launch.population_config import validate_population
 from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run
 
@@ -36,7 +37,7 @@ console = Console(width=160)
 
 def curve(seed: int, settings: list[str]) -> tuple[list[float], float]:
     """NashConv by iteration, and CPU seconds."""
-    config = validate(PopulationConfig, override(load(CONFIG), [f"seed={seed}", *settings]))
+    config = validate_population(override(load(CONFIG), [f"seed={seed}", *settings]))
     start = time.process_time()
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(config)) as kept:
         run_population(build_population(config), kept, PlanCallback())

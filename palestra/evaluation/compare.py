@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palestra.config import load, override, validate
+from palestra.config import load, override
 from palestra.launch.population import PopulationConfig, build_population
+from palestra.launch.population_config import validate_population
 from palestra.populations.normal_form.equilibria import game_value
 from palestra.populations.payoffs import MemberProfile
 from palestra.populations.population import Player
@@ -53,13 +54,13 @@ def compare_populations(
     called with (done, total) tasks. Raises ValueError if the runs are of different games, or the game has more than two
     seats.
     """
-    configs = [validate(PopulationConfig, load(path / "config.yaml")) for path in (ours, theirs)]
+    configs = [validate_population(load(path / "config.yaml")) for path in (ours, theirs)]
     _alike(configs, (ours, theirs))
     sides = [_side(number, read_record(path)) for number, path in enumerate((ours, theirs))]
     seats = sides[0].seats
     if len(seats) != 2:
         raise ValueError(f"populations are compared in games of two; {ours} plays one of {len(seats)}")
-    setup = build_population(validate(PopulationConfig, override(load(ours / "config.yaml"), settings or [])))
+    setup = build_population(validate_population(override(load(ours / "config.yaml"), settings or [])))
     cells = {own: _cells(sides[0], sides[1], own) for own in dict.fromkeys(seats)}
     folders = sides[0].folders | sides[1].folders
     tasks = [task for own, some in cells.items() for task in _tasks(some, own, games, folders)]

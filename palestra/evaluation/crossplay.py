@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from palestra.config import load, override, validate
-from palestra.launch.population import PopulationConfig, build_population
+from palestra.config import load, override
+from palestra.launch.population import build_population
+from palestra.launch.population_config import validate_population
 from palestra.populations.payoffs import MemberProfile
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.populations.task_json import CROSSPLAY_FILE, crossplay_line
@@ -30,7 +31,7 @@ def play_missing_cells(
     override the config: `["backend.type=inline"]`. `on_progress` is called with (done, total) tasks. Raises
     ValueError if the run trains no population or is being written.
     """
-    config = validate(PopulationConfig, override(load(path / "config.yaml"), settings or []))
+    config = validate_population(override(load(path / "config.yaml"), settings or []))
     with Run.open(path) as run:
         record = read_record(path)
         tasks = _missing(record, games)

@@ -24,7 +24,7 @@ from palestra.envs.rules import may_have_rules
 from palestra.evaluation.exploit import final_mixtures
 from palestra.evaluation.target import Target, assign_seats, find_target
 from palestra.files import atomic_write
-from palestra.launch.population import PopulationConfig
+from palestra.launch.population_config import validate_population
 from palestra.populations.scheduler import MEMBERS_DIR
 from palestra.report.population_data import read_record
 from palestra.tabular.best_response import nash_conv
@@ -110,7 +110,7 @@ def export_game_policy(
 
 
 def _export_population(run: Path, member: str | None, greedy: bool) -> GamePolicy:
-    config = validate(PopulationConfig, load(run / "config.yaml"))
+    config = validate_population(load(run / "config.yaml"))
     record, game = read_record(run), enumerated(config.env)
     files = {found.name: run / MEMBERS_DIR / found.name for found in record.members if found.weights}
     mixtures = final_mixtures(record)

@@ -13,9 +13,13 @@ from palestra.builders.text_config import TextConfig
 from palestra.builders.vector_config import VectorConfig
 from palestra.config.descriptions import KeyDescription, class_docstring, describe_keys, nested_models, type_name
 from palestra.envs import env_options, known_envs, load_env_class
-from palestra.launch.population import PopulationConfig
+from palestra.launch.language_population import LanguagePopulationConfig
 
-RUN_CONFIGS: dict[str, type[BaseModel]] = {"text": TextConfig, "vector": VectorConfig, "population": PopulationConfig}
+RUN_CONFIGS: dict[str, type[BaseModel]] = {
+    "text": TextConfig,
+    "vector": VectorConfig,
+    "population": LanguagePopulationConfig,
+}
 RUN_TITLES = {
     "text": "a run of language agents",
     "vector": "a run in a vectorised env",

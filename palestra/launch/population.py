@@ -1,4 +1,8 @@
-"""Builds a population run from its config: plan, workers and backend."""
+"""Builds a population run from its config: plan, workers and backend.
+
+What trains networks imports no transformers: `language_population` adds language agents, and is imported for configs
+that have some.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,6 @@ from palestra.remote.envs.remote_env import make_env
 from palestra.runs import Run
 from palestra.types import TEAM, Metrics, Seat
 from palestra.workers.exact import ExactWorker
-from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker
 from palestra.workers.member_loader import UNIFORM_MEMBER, no_rules_message, rules_of_env, tree_of_env
 from palestra.workers.net_oracle import NetOracle, NetWorker
 
@@ -49,12 +52,8 @@ class ExactOracle(StrictModel):
     """The env, as at the top of the config."""
 
 
-OracleConfig = Annotated[NetOracle | ExactOracle | LanguageOracle, Field(discriminator="type")]
-WORKER_CLASSES: dict[str, Callable[..., Any]] = {"net": NetWorker, "language": LanguageWorker}
-
-
 class PopulationConfig(RunConfig):
-    """A run that trains a population."""
+    """A run that trains a population of networks, or of exact best responses."""
 
     name: RunName = "population"
     symmetric: bool = False
@@ -62,8 +61,8 @@ class PopulationConfig(RunConfig):
     symmetric."""
     population: PlanConfig
     """The plan: which members are trained, against which opponents."""
-    oracle: OracleConfig
-    """Training of members: networks or language agents."""
+    oracle: Annotated[NetOracle | ExactOracle, Field(discriminator="type")]
+    """Training of members: networks or exact best responses."""
     backend: PopulationBackendConfig = PopulationBackendConfig()
     """Processes that run tasks."""
 
@@ -81,6 +80,18 @@ class PopulationConfig(RunConfig):
     @field_serializer("oracle")
     def _without_env(self, oracle: StrictModel) -> dict[str, Any]:
         return oracle.model_dump(mode="json", exclude={"env"})
+
+    @property
+    def trains_language_agents(self) -> bool:
+        """Whether the members are language agents."""
+        return False
+
+    def worker_factory(self, players: tuple[Player, ...]) -> WorkerFactory:
+        """Returns what makes the workers that run the plan's tasks; `players` are the game's seats, or the one
+        population that plays every seat."""
+        if isinstance(self.oracle, ExactOracle):
+            return partial(ExactWorker, self.env, players)
+        return partial(NetWorker, self.oracle, players, self.seed)
 
 
 @dataclass
@@ -128,7 +139,7 @@ def build_population(config: PopulationConfig) -> PopulationSetup:
     population.add(Member(UNIFORM_MEMBER, ""))
     return PopulationSetup(
         plan=_plan(config, population, tuple(SHARED_PLAYER if one else seat for seat in seats)),
-        make_worker=_worker(config, players),
+        make_worker=config.worker_factory(players),
         open_backend=partial(open_backend, config.backend),
         at_once=config.backend.num_at_once,
         as_completed=config.backend.as_completed,
@@ -167,10 +178,10 @@ def _game(env: dict[str, Any]) -> tuple[tuple[Seat, ...], bool]:
 def _check(config: PopulationConfig, rules: bool) -> None:
     env, oracle = config.env.get("type"), config.oracle
     vectorised = not config.env.get("at") and issubclass(load_env_class(str(env)), VectorEnv)
-    if vectorised == isinstance(oracle, LanguageOracle):
+    if vectorised == config.trains_language_agents:
         fitting = "net or exact" if vectorised else "language"
         raise ValueError(f'oracle {oracle.type} does not play env "{env}": its oracles are of type {fitting}')
-    if isinstance(config.population, XDOConfig) and (not rules or isinstance(oracle, LanguageOracle)):
+    if isinstance(config.population, XDOConfig) and (not rules or config.trains_language_agents):
         raise ValueError(
             f"xdo solves what responses allow, by the rules of a vectorised game; {env} with oracle {oracle.type} has "
             "none to walk through: use psro"
@@ -201,9 +212,3 @@ def _plan(config: PopulationConfig, population: Population, seats: tuple[Player,
     if isinstance(plan, LeagueConfig):
         return League(plan, population, seats, config.seed)
     return PBT(plan, population, config.seed)
-
-
-def _worker(config: PopulationConfig, players: tuple[Player, ...]) -> WorkerFactory:
-    if isinstance(config.oracle, ExactOracle):
-        return partial(ExactWorker, config.env, players)
-    return partial(WORKER_CLASSES[config.oracle.type], config.oracle, players, config.seed)

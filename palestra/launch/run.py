@@ -200,10 +200,11 @@ def run_kind(tree: Tree) -> RunKind:
     """
     if "population" in tree:
         _refuse_torchrun("a population's tasks are done at once by workers: palestra train ... --workers N")
-        from palestra.launch import population
+        from palestra.launch.population import build_population
+        from palestra.launch.population_config import population_config
 
-        build = population.build_population
-        return RunKind("population", population.PopulationConfig, build, build, _execute_population)
+        config, build = population_config(tree), build_population
+        return RunKind("population", config, build, build, _execute_population)
     if is_vector_config(tree):
         _refuse_torchrun("networks train on several processes with num_processes: N in the config")
         from palestra.builders import vector, vector_config

@@ -14,8 +14,9 @@ import yaml
 from command_line import invoke
 from terminal_text import plain
 
-from palestra.config import dump, override, parse, validate
-from palestra.launch.population import PopulationConfig, build_population, run_population
+from palestra.config import dump, override, parse
+from palestra.launch.population import build_population, run_population
+from palestra.launch.population_config import validate_population
 from palestra.populations.scheduler import PlanCallback
 from palestra.runs import Run, read_lines
 
@@ -51,7 +52,7 @@ PLANS = {
 
 
 def checked(tree, *settings):
-    return validate(PopulationConfig, override(tree, settings))
+    return validate_population(override(tree, settings))
 
 
 def trained(folder, tree):
