@@ -3,7 +3,8 @@
 A copy is frozen after every slice, and the next slice continues from it. The matchmaker chooses the mixture: `latest`
 is plain self-play (with several populations, alternating responses), `history` fictitious self-play (Heinrich et al.,
 2015), `pfsp` prefers opponents that still win, `solution` is a meta-solver's mixture. With best responses instead of
-slices (`start: fresh` and an exact oracle), `history` is fictitious play.
+slices (`start: fresh`, from an exact oracle or learned for long enough), `history` is fictitious play, whose average
+approaches an equilibrium in two-player zero-sum games. With `start: last` that needs slices that still explore.
 
 Slice k + 1 of a player needs slice k of every other player, and nothing more.
 """
@@ -54,7 +55,9 @@ class SelfPlayConfig(StrictModel):
     self_play: float = Field(0.0, ge=0, le=1)
     """Probability that a game's opponents are the learner's own current weights; needs `symmetric: true`."""
     start: Literal["last", "fresh"] = "last"
-    """A slice continues the `last` one, or starts with `fresh` weights."""
+    """A slice continues the `last` one, or starts with `fresh` weights: then it is a best response, and the average
+    under matchmaker `history` that of fictitious play. From `last`, a policy that has become nearly deterministic
+    hardly explores, and the average may stay far from an equilibrium."""
     games_per_cell: int = Field(0, ge=0)
     """Games of each new copy against each earlier one, for the payoff table; 0: none. Needed by matchmaker
     `solution`."""
