@@ -7,12 +7,13 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-PALESTRA = [sys.executable, "-c", "from palestra.cli.main import app; app()"]
+from warm_processes import PALESTRA, start_palestra
+
 PUBLIC = "Qwen/Qwen3-0.6B"
 
 
@@ -23,14 +24,13 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         self.data = data
-        self.command = [*PALESTRA, "serve", "--port", port, "--data", str(data), "--alias", f"{PUBLIC}=tiny", *options]
+        self.words = ["serve", "--port", port, "--data", str(data), "--alias", f"{PUBLIC}=tiny", *options]
         self.url = f"http://127.0.0.1:{port}"
         self.start()
 
     def start(self) -> None:
         """Returns once it listens; its worker may take a few seconds more."""
-        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert self.process.stdout is not None
+        self.process = start_palestra(*self.words, with_stderr=False)
         line = self.process.stdout.readline()
         assert re.search(r"TINKER_BASE_URL=(\S+)", line), line + self.process.stdout.read()
 
@@ -83,22 +83,14 @@ def playing(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: object) -> Any:
     """`palestra train ARGUMENTS` as a process of its own."""
     tests = Path(__file__).parent  # and the tree that they are of, whatever is installed
     environment = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [Path(sys.executable).parent / "palestra", "train", *map(str, arguments)],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return start_palestra("train", *arguments, cwd=folder, env=environment)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: Any) -> str:
     """What it printed, once it has ended well."""
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err

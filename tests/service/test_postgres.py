@@ -122,7 +122,7 @@ def test_the_data_folder_and_the_database_belong_together(servers: tuple[Server,
         assert done.returncode == 2, done.stdout + done.stderr
         return " ".join(done.stderr.split())
 
-    data, url = str(tmp_path / "data"), servers[0].command[servers[0].command.index("--store") + 1]
+    data, url = str(tmp_path / "data"), servers[0].words[servers[0].words.index("--store") + 1]
     assert "is writing the server's data" in refused("--data", data, "--store", url)
     assert "belongs to the server of another data folder" in refused("--data", str(tmp_path / "b"), "--store", url)
     assert "no server has been on" in refused("--data", str(tmp_path / "c"), "--store", url, "--front-only")

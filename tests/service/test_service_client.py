@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from processes import PALESTRA, Server
+from processes import Server
+from warm_processes import start_palestra
 
 from palestra.builders.text import build
 from palestra.builders.text_config import TextConfig
@@ -24,6 +24,7 @@ from palestra.learners.lm_config import FullPolicyConfig, LoraPolicyConfig
 from palestra.losses.policy import LOSSES, actor_critic_loss, cispo_loss, clipped_policy_loss, gspo_loss
 from palestra.losses.preferences import preference_loss
 from palestra.runs import Run, list_checkpoints
+from palestra.service.api.api_keys import add_key
 from palestra.service.client import connection, remote_weights
 from palestra.service.client.client import connect
 from palestra.service.client.connection import RequestRefused, ServiceConnection
@@ -39,8 +40,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data = tmp_path_factory.mktemp("server")
-    add = [*PALESTRA, "keys", "add", "ada", "--auth", str(data / "keys")]
-    key = subprocess.run(add, check=True, capture_output=True, text=True).stdout.strip()
+    key = add_key(data / "keys", "ada")
     started = Server(data / "data", "--auth", str(data / "keys"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TINKER_API_KEY", key)
@@ -70,12 +70,11 @@ def config(folder: Path, name: str, **changes: Any) -> Path:
     return folder / f"{name}.yaml"
 
 
-def palestra(folder: Path, *words: Any, **given: Any) -> subprocess.Popen[str]:
-    command = [*PALESTRA, *map(str, words)]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **given)
+def palestra(folder: Path, *words: Any, **given: Any) -> Any:
+    return start_palestra(*words, cwd=folder, with_stderr=False, **given)
 
 
-def ended(process: subprocess.Popen[str]) -> str:
+def ended(process: Any) -> str:
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     return said
