@@ -44,6 +44,7 @@ def test_refusals_say_why(id: str) -> None:
         JaxMarlEnv(1, id=id)
 
 
+@pytest.mark.timeout(1200)  # seconds; storm_np is compiled for 30 s on an idle core, for minutes on a busy one
 @pytest.mark.parametrize("id", sorted(set(registered_envs) - REFUSED.keys()))
 def test_every_env_is_played(id: str) -> None:
     """Without games alone, for which the env would be compiled anew."""
