@@ -83,11 +83,11 @@ def playing(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def start(folder: Path, *arguments: object) -> Any:
-    """`palestra train ARGUMENTS` as a process of its own."""
+def start(folder: Path, *arguments: object, forked: bool = True) -> Any:
+    """`palestra train ARGUMENTS` as a process of its own, started from nothing unless `forked`."""
     tests = Path(__file__).parent  # and the tree that they are of, whatever is installed
     environment = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "OMP_NUM_THREADS": "1"}
-    return start_palestra("train", *arguments, cwd=folder, env=environment)
+    return start_palestra("train", *arguments, cwd=folder, env=environment, forked=forked)
 
 
 def finish(process: Any) -> str:

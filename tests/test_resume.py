@@ -87,7 +87,7 @@ def kill_again_and_again(folder, base, whole, kills):
     process, run = new_run(folder, base, steps)
     while kill_in_training(run, process, rng, size(whole) / steps):
         done += 1
-        process = start(folder, "--resume", run)
+        process = start(folder, "--resume", run, forked=done < kills)  # another hash seed, in the end
         if done == kills:
             finish(process)
             return run

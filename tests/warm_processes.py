@@ -43,12 +43,17 @@ IMPORTS = (
 
 
 def start_palestra(
-    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, with_stderr: bool = True
+    *arguments: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    with_stderr: bool = True,
+    forked: bool = True,
 ) -> Any:
     """`palestra ARGUMENTS` as a process in a session of its own: a Popen, or what has its methods. Its stderr is a pipe
-    of its own, or goes to stdout (`with_stderr=False`)."""
+    of its own, or goes to stdout (`with_stderr=False`). Without `forked` it is started from nothing, and orders sets of
+    texts in another way than forks, which share Python's hash seed."""
     words, environment = [str(argument) for argument in arguments], dict(os.environ if env is None else env)
-    if hasattr(os, "pidfd_open"):
+    if forked and hasattr(os, "pidfd_open"):
         return _fork_server().start(words, str(cwd or Path.cwd()), environment, with_stderr)
     stderr = subprocess.PIPE if with_stderr else subprocess.STDOUT
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True, "start_new_session": True}

@@ -13,11 +13,13 @@ from palestra.populations.tasks import WorkerFactory
 from palestra.workers.lm_oracle import LanguageOracle, LanguageWorker
 from palestra.workers.net_oracle import NetOracle
 
+OracleConfig = Annotated[NetOracle | ExactOracle | LanguageOracle, Field(discriminator="type")]
+
 
 class LanguagePopulationConfig(PopulationConfig):
     """A run that trains a population."""
 
-    oracle: Annotated[NetOracle | ExactOracle | LanguageOracle, Field(discriminator="type")]  # type: ignore[assignment]
+    oracle: OracleConfig  # type: ignore[assignment]
     """Training of members: networks or language agents."""
 
     @property

@@ -18,7 +18,7 @@ import palestra as pl
 from palestra.builders import text_config, text_policies, vector_config
 from palestra.envs import local
 from palestra.files import read_lines
-from palestra.launch import population
+from palestra.launch import language_population, population
 from palestra.populations import matchmaking, solvers
 
 ROWS = [{"prompt": f"Say a word with {letter}", "letter": letter} for letter in "abcdefghijkl"]
@@ -244,7 +244,7 @@ def test_every_type_of_a_config_has_an_export():
         text_policies.PolicyConfig,
         vector_config.VectorPolicyConfig,
         population.PlanConfig,
-        population.OracleConfig,
+        language_population.OracleConfig,
         solvers.MetaSolverConfig,
         matchmaking.MatchmakerConfig,
     ]

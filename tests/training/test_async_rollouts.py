@@ -547,7 +547,7 @@ def kill_again_and_again(folder, base, kills, steps):
         process.communicate()
         assert process.returncode == -9, f"the run ended after {len(left)} kills: give it more steps"
         left.append(seen_in(run))
-        process = start(folder, "--resume", run)
+        process = start(folder, "--resume", run, forked=len(left) < kills)  # another hash seed, in the end
     finish(process)
     return run, left
 
