@@ -42,7 +42,7 @@ $(REAL): $(PLAIN)
 demo: $(PLAIN) ## train the demo team on a CPU and draw its curves
 	$(BIN)/palestra demo
 
-real: $(REAL) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and print their success before, after, and with a seat replaced
+real: $(REAL) ## train two LoRA adapters on SmolLM2-135M-Instruct on a CPU, and print what each contributes
 	@n=1; name=real; while [ -e runs/$$name ]; do n=$$((n + 1)); name=real-$$n; done; \
 	$(BIN)/torchrun --nproc-per-node 2 -m palestra train configs/real/story_team.yaml --name $$name && \
 	$(BIN)/python scripts/real_results.py runs/$$name --only "trained" --episodes 150 --processes 2
