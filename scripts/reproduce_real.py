@@ -104,11 +104,14 @@ TASKS = {
 }
 # Without an example the model writes sentences: it has the room for them too.
 NO_EXAMPLE = Method(None, env={"shots": 0})
+# The best number of examples on split dev (--prompts), where it is another than the config's.
+BEST_PROMPT = Method(None, env={"shots": 8}, tasks=["story"])
 NO_EXAMPLE_LONG = replace(NO_EXAMPLE, sampling={"max_tokens": 64}, tasks=["story", "sums"])
 METHODS = {
     "single agent, no example": replace(NO_EXAMPLE, is_team=False),
     "single agent, no example, 64 tokens": replace(NO_EXAMPLE_LONG, is_team=False),
     "single agent": Method(None, is_team=False),
+    "single agent, 8 examples": replace(BEST_PROMPT, is_team=False),
     "single agent + GRPO": Method(GRPO, is_team=False),
     "single agent + SFT of an expert": on_sums("sft"),
     "single agent + SFT, then GRPO": on_sums("stages"),
@@ -117,6 +120,7 @@ METHODS = {
     "team, no example": NO_EXAMPLE,
     "team, no example, 64 tokens": NO_EXAMPLE_LONG,
     "team": Method(None),
+    "team, 8 examples": BEST_PROMPT,
     "team + GRPO": Method(GRPO),
     "team + AT-GRPO, shared": Method({}, is_shared=True),
     "team + AT-GRPO": Method({}),
