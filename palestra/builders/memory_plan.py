@@ -211,19 +211,20 @@ def _changes(config: TextConfig, fits: Callable[[TextConfig], bool], free: int) 
     def fitted(changes: Mapping[str, str]) -> bool:
         return fits(validate(TextConfig, override(tree, [f"{key}={value}" for key, value in changes.items()])))
 
+    if fitted({}):
+        return []
     chosen: dict[str, str] = {}
-    for key, value in [("", ""), *_candidates(config, learners, free)]:
-        if key:
-            values.setdefault(key, []).append(value)
-            chosen[key] = value
+    for key, value in _candidates(config, learners, free):
+        values.setdefault(key, []).append(value)
+        chosen[key] = value
         if fitted(chosen):
             break
     else:
         return None
     for key, tried in values.items():
         others = {other: value for other, value in chosen.items() if other != key}
-        enough = next((value for value in tried if fitted(others | {key: value})), chosen[key])
-        chosen = others if fitted(others) else {**chosen, key: enough}
+        options = [others, *({**chosen, key: value} for value in tried)]
+        chosen = next(option for option in options if fitted(option))  # the last one tried fits
     return [f"{key}={value}" for key, value in chosen.items()]
 
 

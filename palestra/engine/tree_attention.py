@@ -13,7 +13,7 @@ rows with queries, `H` heads, `D` head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -184,19 +184,18 @@ class TreeLayout:
         return out.transpose(1, 2).reshape(n * nq, -1)
 
 
-def _joined(segments: Sequence[tuple[int, np.ndarray]]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the segments, those that continue the whole path of the one before them joined to it."""
-    last: tuple[int, np.ndarray] | None = None
+def _joined(segments: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
+    """Returns the segments, those that continue the whole path of the one before them joined to it."""
+    joined: list[tuple[int, np.ndarray]] = []
     for cut, path in segments:
-        continues = last is not None and cut == len(last[1]) and path[cut - 1] == last[1][-1]
-        if last is not None and not continues:
-            yield last
-        last = (last[0], path) if last is not None and continues else (cut, path)
-    if last is not None:
-        yield last
+        if joined and cut == len(joined[-1][1]) and path[cut - 1] == joined[-1][1][-1]:
+            joined[-1] = joined[-1][0], path
+        else:
+            joined.append((cut, path))
+    return joined
 
 
-def _asking(segments: Iterable[tuple[int, np.ndarray]], row_S: np.ndarray, repeats: bool) -> Iterator[QuerySegment]:
+def _asking(segments: Sequence[tuple[int, np.ndarray]], row_S: np.ndarray, repeats: bool) -> Iterator[QuerySegment]:
     """Yields the segments that contain a token with a row, with the positions of these tokens.
 
     With `repeats`, also the tokens before a segment that is longer than its shared prefix have queries, if all have

@@ -83,7 +83,7 @@ class PopulationConfig(RunConfig):
 
     @property
     def trains_language_agents(self) -> bool:
-        """Whether the members are language agents."""
+        """True if the members are language agents."""
         return False
 
     def worker_factory(self, players: tuple[Player, ...]) -> WorkerFactory:
