@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -91,27 +91,48 @@ def instance_outcomes(episodes: Sequence[Episode]) -> dict[str, str]:
 def policy_metrics(episodes: Sequence[Episode], policy: str) -> Metrics:
     """Returns metrics of one policy's answers, also those of unchosen siblings: local and team reward per answer, share
     of invalid answers, tokens per answer, share cut at the token limit, and `reward/TERM`, each term of the local
-    reward (envs/reward_terms.py). An answer shared by siblings counts once, by its mean."""
+    reward (envs/reward_terms.py). An answer shared by siblings counts once, by its mean. Rewards that a seat gets in
+    the steps of others, such as a loser's at the end of a game of turns, count too: with the answers that
+    the seat gave before, by the mean over siblings."""
+    valid = [episode for episode in episodes if episode.error is None]
     turns = [
         (node, seat, answer)
-        for episode in episodes
-        if episode.error is None
+        for episode in valid
         for node in episode.nodes
         for seat, answer in node.answers.items()
         if member_name(answer.policy) == policy
     ]
     times = Counter(id(answer) for _, _, answer in turns)
     shares = [1 / times[id(answer)] for _, _, answer in turns]
-    terms = [node.info.get(REWARD_TERMS_KEY, {}).get(seat, {}) for node, seat, _ in turns]
-    names = dict.fromkeys(name for own in terms for name in own)
-    return {f"reward/{name}": _mean([own.get(name, 0.0) for own in terms], shares) for name in names} | {
+    steps = [(node, seat, share) for (node, seat, _), share in zip(turns, shares, strict=True)]
+    steps += [step for episode in valid for step in _steps_of_others(episode, policy)]
+    terms = [(node.info.get(REWARD_TERMS_KEY, {}).get(seat, {}), share) for node, seat, share in steps]
+    names = dict.fromkeys(name for own, _ in terms for name in own)
+    count = len(times) or 1
+    return {f"reward/{name}": sum(own.get(name, 0.0) * share for own, share in terms) / count for name in names} | {
         "answers": float(len(times)),
-        "local_reward": _mean([node.rewards.get(seat, 0.0) for node, seat, _ in turns], shares),
-        "team_reward": _mean([node.team_reward for node, _, _ in turns], shares),
+        "local_reward": sum(node.rewards.get(seat, 0.0) * share for node, seat, share in steps) / count,
+        "team_reward": sum(node.team_reward * share for node, _, share in steps) / count,
         "invalid": _mean([bool(node.is_invalid(seat)) for node, seat, _ in turns], shares),
         "tokens": _mean([len(answer.token_ids) for _, _, answer in turns], shares),
         "truncated_fraction": _mean([answer.stop_reason == "length" for _, _, answer in turns], shares),
     }
+
+
+def _steps_of_others(episode: Episode, policy: str) -> Iterator[tuple[Node, str, float]]:
+    """Yields each node and each seat of `policy` that does not act there, with the answers that the node stands for:
+    those that the seat gave last, of which play continued from one, over the node's siblings."""
+    seats = [seat for seat, name in episode.seats.items() if member_name(name) == policy]
+    siblings: dict[int | None, list[Node]] = {}
+    for node in episode.nodes:
+        siblings.setdefault(node.parent, []).append(node)
+    for node in episode.nodes:
+        for seat in seats:
+            if seat in node.answers:
+                continue
+            last = next((past for past in reversed(episode.trajectory(node)) if seat in past.answers), None)
+            given = {id(tried.answers[seat]) for tried in siblings[last.parent]} if last else {0}
+            yield node, seat, len(given) / len(siblings[node.parent])
 
 
 def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:

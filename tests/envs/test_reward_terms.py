@@ -253,3 +253,18 @@ def test_debate_pays_the_parts_of_a_speech_and_takes_them_from_the_other_side() 
 async def _first_speeches(env: Any) -> Step:
     step = await _now(env.reset(0))
     return await _now(env.step({side: env.expert(side, random.Random(0)) for side in step.observations}))
+
+
+def test_terms_of_a_seat_that_waits_are_logged() -> None:
+    """`first` moves, two answers tried; then `second` ends the game in two ways, -1 and 0 for `first`, who gets their
+    mean for each of its answers."""
+    episode = Episode("hand", 0, {"first": "p", "second": "q"})
+    episode.nodes = [Node(i, None, 0, {}, {"first": Answer("x", "p@0")}, chosen=i == 0) for i in range(2)]
+    for i, outcome in enumerate((-1.0, 0.0)):
+        terms = {"first": {"outcome": outcome}, "second": {"outcome": -outcome}}
+        said = {"second": Answer("y", "q@0")}
+        info = {REWARD_TERMS_KEY: terms}
+        episode.nodes.append(Node(2 + i, 0, 1, {}, said, total_rewards(terms), done=True, info=info))
+    loser, winner = policy_metrics([episode], "p"), policy_metrics([episode], "q")
+    assert loser["reward/outcome"] == loser["local_reward"] == -0.5 and loser["answers"] == 2
+    assert winner["reward/outcome"] == winner["local_reward"] == 0.5 and winner["answers"] == 2

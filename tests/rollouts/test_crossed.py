@@ -127,12 +127,13 @@ def test_crossed_trees_are_reproducible_from_the_seed():
 
 
 def test_metrics_count_a_shared_answer_once():
-    """a answers 3 times with b and 3 times alone; its first three earn (mean over b's) 0, 1, 2 and the team 1, 2, 3."""
+    """a answers 3 times with b and 3 times alone; its first three earn (mean over b's) 0, 1, 2 and the team 1, 2, 3;
+    what the team is paid while a is alone, 1 in the mean, belongs to each of b's answers, too."""
     episodes, _ = grow(Branching("turn", 3, "best", joints="crossed"))
     a, b = policy_metrics(episodes, "a"), policy_metrics(episodes, "b")
     assert (a["answers"], b["answers"]) == (6, 3)
     assert a["local_reward"] == pytest.approx((0 + 1 + 2 + 0 + 1 + 2) / 6)
-    assert a["team_reward"] == pytest.approx((1 + 2 + 3 + 0 + 1 + 2) / 6) and b["team_reward"] == pytest.approx(2)
+    assert a["team_reward"] == pytest.approx((1 + 2 + 3 + 0 + 1 + 2) / 6) and b["team_reward"] == pytest.approx(2 + 1)
     assert a["tokens"] == len("a@1:0") and a["truncated_fraction"] == 0
 
 

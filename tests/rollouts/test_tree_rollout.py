@@ -567,7 +567,8 @@ def test_metrics_by_hand():
     assert figures["steps_per_episode"] == 4
     assert figures["team_return"] == sum(n.team_reward for e in episodes for n in e.nodes) / 8
     guide = policy_metrics(episodes, "guide")
-    assert guide["answers"] == 16 and guide["team_reward"] == 0 and guide["invalid"] == 0
+    paid = sum(n.team_reward for e in episodes for n in e.nodes)  # in the walker's steps
+    assert guide["answers"] == 16 and guide["team_reward"] == paid / 16 and guide["invalid"] == 0
     assert guide["local_reward"] == sum(n.rewards.get("guide", 0) for e in episodes for n in e.nodes) / 16
     assert guide["tokens"] == len("guide@1:0") and guide["truncated_fraction"] == 0
 
