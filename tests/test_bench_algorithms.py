@@ -10,10 +10,10 @@ import pytest
 
 from palestra.builders.text_config import TextConfig
 from palestra.config import validate
-from palestra.runs import Run
+from palestra.runs import Run, read_lines
 
 ROOT = Path(__file__).parent.parent
-METHODS = ["GRPO", "distillation", "SFT, own wins"]
+METHODS = ["GRPO", "distillation", "GRPO, learned reward", "SFT, own wins"]
 
 
 def run_bench(folder, *options):
@@ -22,20 +22,24 @@ def run_bench(folder, *options):
 
 
 @pytest.mark.slow
-def test_runs_at_once_with_a_teacher_and_a_second_start_that_runs_nothing(tmp_path):
+def test_runs_at_once_with_a_teacher_a_reward_model_and_a_second_start_that_runs_nothing(tmp_path):
     options = ["--quick", "--tasks", "duel", "--methods", *METHODS, "--processes", "2"]
     first = run_bench(tmp_path, *options)
     assert first.returncode == 0, first.stdout + first.stderr
     ledger = tmp_path / "runs/algorithms/quick.jsonl"
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
     runs = sorted((line["method"], line["seed"]) for line in lines)
-    assert runs == [("GRPO", 0), ("GRPO", 100), ("SFT, own wins", 0), ("distillation", 0), ("untrained", 0)]
+    learned = [("GRPO, learned reward", 0), ("SFT, own wins", 0), ("distillation", 0), ("reward model", 100)]
+    assert runs == [("GRPO", 0), ("GRPO", 100), *learned, ("untrained", 0)]
     assert all(line["cpu"] > 0 and line["kl"] is not None for line in lines if line["seed"] == 0 and "cpu" in line)
     order = [line["method"] for line in lines]
-    assert order.index("distillation") > [line["seed"] for line in lines].index(100)  # its teacher came first
+    assert order.index("distillation") > [(line["method"], line["seed"]) for line in lines].index(("GRPO", 100))
+    assert order.index("GRPO, learned reward") > order.index("reward model")
+    trained = read_lines(tmp_path / "runs/algorithms/quick/duel-grpo__learned_reward-0.002-0/metrics.jsonl")
+    assert all(line["reward/reward_model"] != 0 for line in trained if line["policy"] == "speaker")
 
     second = run_bench(tmp_path, *options)
-    assert second.returncode == 0 and ", seed " not in second.stdout and len(ledger.read_text().splitlines()) == 5
+    assert second.returncode == 0 and ", seed " not in second.stdout and len(ledger.read_text().splitlines()) == 7
 
     report = run_bench(tmp_path, "--quick", "--report")
     assert report.returncode == 0, report.stderr

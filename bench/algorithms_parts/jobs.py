@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from algorithms_parts.methods import UNTRAINED, Method, Task, find_method, tuned_rates
-from algorithms_parts.runs import TUNING, Job, Line, Place, has_weights, keep, known, measure, teacher_of
+from algorithms_parts.runs import TUNING, Job, Line, Place, has_weights, keep, known, measure, needed_run
 
 
 def chosen_rate(task: Task, method: Method, have: dict[Job, Line]) -> float | None:
@@ -36,7 +36,7 @@ def tuning_jobs(task: Task, method: Method) -> list[Job]:
 @dataclass
 class Schedule:
     """The runs still to be made, in their order. `take` waits until one can begin: one with a rate that is still being
-    tuned, or a teacher that is still in training, comes after these."""
+    tuned, or a teacher or reward model that is still in training, comes after these."""
 
     tasks: Sequence[Task]
     methods: Sequence[Method]
@@ -58,8 +58,8 @@ class Schedule:
         """Returns the runs that others wait for, and the scores of the untrained bases."""
         jobs = [Job(task.name, UNTRAINED.name, 0.0, 0) for task in self.tasks]
         for task, method in self.pairs():
-            if method.teacher:
-                jobs.append(teacher_of(Job(task.name, method.name, 0.0, 0)))
+            if method.needs:
+                jobs.append(needed_run(Job(task.name, method.name, 0.0, 0)))
             if self.tune and len(task.rates) > 1 and method.name not in tuned_rates().get(task.name, {}):
                 jobs += tuning_jobs(task, method)
         return list(dict.fromkeys(jobs))
@@ -70,12 +70,12 @@ class Schedule:
     def open_jobs(self) -> tuple[list[Job], bool]:
         """Returns the runs that can begin now, and whether others cannot yet."""
         done = self.have.keys() | self.failed.keys() | self.running
-        teachers = {teacher_of(Job(task.name, method.name, 0.0, 0)) for task, method in self.pairs() if method.teacher}
-        again = {job for job in teachers & self.have.keys() if not has_weights(job, self.place)}
+        needed = {needed_run(Job(task.name, method.name, 0.0, 0)) for task, method in self.pairs() if method.needs}
+        again = {job for job in needed & self.have.keys() if not has_weights(job, self.place)}
         jobs, waiting = [], False
         for job in self.first():
             if job not in done or job in again - self.running - self.failed.keys():
-                ready, may_be = self._has_teacher(job)
+                ready, may_be = self._can_begin(job)
                 waiting = waiting or (not ready and may_be)
                 jobs += [job] if ready else []
         for seed in range(self.seeds):
@@ -85,18 +85,18 @@ class Schedule:
                     continue
                 job = Job(task.name, method.name, rate, seed)
                 if job not in done:
-                    ready, may_be = self._has_teacher(job)
+                    ready, may_be = self._can_begin(job)
                     waiting = waiting or (not ready and may_be)
                     jobs += [job] if ready else []
         return jobs, waiting
 
-    def _has_teacher(self, job: Job) -> tuple[bool, bool]:
-        """Returns whether the teacher of a run is there, if it has one, and whether it still may be."""
+    def _can_begin(self, job: Job) -> tuple[bool, bool]:
+        """Returns whether the run that a run needs is there, if there is one, and whether it still may be."""
         task = next(task for task in self.tasks if task.name == job.task)
-        if job.method == UNTRAINED.name or not find_method(task, job.method).teacher:
+        if job.method == UNTRAINED.name or not find_method(task, job.method).needs:
             return True, True
-        teacher = teacher_of(job)
-        return teacher in self.have and has_weights(teacher, self.place), teacher not in self.failed
+        needed = needed_run(job)
+        return needed in self.have and has_weights(needed, self.place), needed not in self.failed
 
     def _lost(self, task: Task, method: Method) -> bool:
         """True if tuning failed: the method has no rate and never will."""

@@ -50,16 +50,22 @@ class Task:
 class Method:
     """A known name, and the settings it stands for. `lines` is how many lines of play grow from one instance: a step
     plays that many fewer instances than methods with one. `policies` are further settings of the learners, and
-    `teacher` is the method whose run on the same task with the seed of tuning is the teacher. `one_policy`: the first
-    learner of the task plays the seats of all."""
+    `teacher` is the method whose run on the same task with the seed of tuning is the teacher, `judge` the one whose run
+    is the reward model. `one_policy`: the first learner of the task plays the seats of all."""
 
     name: str
     algorithm: dict[str, Any]
     lines: int = GROUP
     policies: dict[str, Any] = field(default_factory=dict)
     teacher: str | None = None
+    judge: str | None = None
     one_policy: bool = False
     tasks: Sequence[str] = ("sums", "duel")
+
+    @property
+    def needs(self) -> str | None:
+        """The method whose run comes first."""
+        return self.teacher or self.judge
 
 
 TASKS = [
@@ -93,6 +99,9 @@ CRITIC = {"entropy_coef": 0.01, "critic": "separate"}
 DAPO = group(clip_high=0.28, flat_groups="refill", refill_attempts=3, overlong="penalty")
 # of 4 siblings, `all` are the pairs that CoMLRL's default keeps: at most 16 of a group
 MADPO = {"type": "madpo", "group_size": 4, "continue_from": "all", "pairs": "all", "beta": 0.1}
+# A reward model of all seats. It is no row of the tables: it learns to score answers, not to give them.
+PAIRS = {"type": "reward_model", "branch_at": "root", "group_size": GROUP, "pairs": "all"}
+JUDGE = Method("reward model", PAIRS, one_policy=True)
 METHODS = [
     Method("GRPO", group(), tasks=ALL),
     Method("Dr. GRPO", group(scale="none", loss_aggregation="constant"), tasks=ALL),
@@ -127,6 +136,7 @@ METHODS = [
     Method("SFT, own successes", {"type": "sft", "group_size": GROUP}, tasks=("sums", "real")),
     Method("SFT, own wins", {"type": "sft", "group_size": GROUP, "imitate": "all", "min_return": 0.5}, tasks=("duel",)),
     Method("SFT, expert", {"type": "sft", "imitate": "all"}, 1, {"teacher": "expert"}, tasks=ALL),
+    Method("GRPO, learned reward", group(), judge=JUDGE.name),
     Method("distillation", {"type": "distill", "group_size": GROUP}, teacher="GRPO", tasks=("duel",)),
 ]
 UNTRAINED = Method("untrained", {}, tasks=ALL)
@@ -134,7 +144,7 @@ UNTRAINED = Method("untrained", {}, tasks=ALL)
 
 def find_method(task: Task, name: str) -> Method:
     """Returns the method of this name on a task. Raises ValueError if there is none."""
-    for own in [*METHODS, UNTRAINED]:
+    for own in [*METHODS, JUDGE, UNTRAINED]:
         if own.name == name and task.name in own.tasks:
             return own
     raise ValueError(f'no method "{name}" on {task.name}: METHODS in bench/algorithms_parts/methods.py has them')
@@ -151,13 +161,13 @@ def tuned_rates() -> dict[str, dict[str, float]]:
 
 
 def settings_of(task: Task, method: Method, rate: float, seed: int) -> Tree:
-    """Returns the whole config of a run, without the path of a teacher."""
+    """Returns the whole config of a run, without the path of a teacher or a reward model."""
     tree = copy.deepcopy(load(task.config))
     tree |= {"seed": seed, "name": f"{task.name}-{slug(method)}-{rate:g}-{seed}", "algorithm": method.algorithm}
     tree["episodes"] = max(1, tree["episodes"] * GROUP // method.lines)
     for name in task.learners:
         tree["policies"][name] |= {"lr": rate} | method.policies
-    if method.one_policy:
+    if method.one_policy and len(task.learners) > 1:
         first, *others = task.learners
         tree["seats"] = dict.fromkeys(task.learners, first)
         tree["policies"] = {name: policy for name, policy in tree["policies"].items() if name not in others}

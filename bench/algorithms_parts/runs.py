@@ -100,9 +100,11 @@ def config_of(job: Job, place: Place) -> Tree:
     task, method = _parts(job)
     tree = placed(task, settings_of(task, method, job.rate, job.seed), place)
     if method.teacher:
-        weights = list_checkpoints(place.folder(teacher_of(job)))[-1].path
+        weights = list_checkpoints(place.folder(needed_run(job)))[-1].path
         for name in task.learners:
             tree["policies"][f"teacher_of_{name}"]["path"] = str(weights / name)
+    if method.judge:
+        tree["reward_model"] = {"path": str(place.folder(needed_run(job)))}
     return shorten(tree) if place.quick else tree
 
 
@@ -115,10 +117,11 @@ def placed(task: Task, tree: Tree, place: Place) -> Tree:
     return tree
 
 
-def teacher_of(job: Job) -> Job:
-    """Returns the run whose policy is the teacher."""
+def needed_run(job: Job) -> Job:
+    """Returns the run whose policy is the teacher or the reward model."""
     task, method = _parts(job)
-    return Job(job.task, method.teacher, tuned_rates()[task.name][method.teacher], TUNING[0])
+    assert method.needs is not None
+    return Job(job.task, method.needs, tuned_rates()[task.name][method.needs], TUNING[0])
 
 
 def has_weights(job: Job, place: Place) -> bool:
