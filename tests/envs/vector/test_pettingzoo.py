@@ -244,11 +244,18 @@ def test_env_that_skips_turns_is_refused_as_parallel() -> None:
         env.step(dict.fromkeys(env.agents, 1))
 
 
+def failing_env() -> None:
+    """A factory with a fault of its own."""
+    1 / 0  # noqa: B018
+
+
 def test_invalid_envs_are_refused() -> None:
     with pytest.raises(ValueError, match=r'"mpe2.simple_spread_v9:env" cannot be made.*No module'):
         PettingZooEnv(1, env="mpe2.simple_spread_v9:env")
     with pytest.raises(ValueError, match=r"cannot be made with {'agents': 2}.*unexpected keyword"):
         PettingZooEnv(1, env=SPREAD, options={"agents": 2})
+    with pytest.raises(ValueError, match=r"cannot be made with no options: ZeroDivisionError: division by zero"):
+        PettingZooEnv(1, env=f"{__name__}:failing_env")
     with pytest.raises(ValueError, match=r'is "module:function", such as "mpe2\.simple_spread_v3:parallel_env"'):
         PettingZooEnv(1, env="mpe2.simple_spread_v3")
     with pytest.raises(ValueError, match="neither a ParallelEnv nor an AECEnv"):

@@ -226,8 +226,9 @@ def load_game(path: str, options: dict[str, Any] | None = None, state: bool = Fa
         )
     try:
         env = getattr(importlib.import_module(module), factory)(**(options or {}))
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {error}') from error
+    except Exception as error:  # a factory may fail in any way
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f'"{path}" cannot be made with {options or "no options"}: {why}') from error
     if isinstance(env, pettingzoo.ParallelEnv):
         return ParallelGame(LeanParallelWrapper(env) if type(env) is aec_to_parallel_wrapper else env, state)
     if isinstance(env, pettingzoo.AECEnv):
