@@ -5,25 +5,14 @@ TRL stays in the virtual environment that bench/lm.py measures it in; `make test
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
+from losses.peer_cases import LENGTHS, LONGEST, TRL, agree, draw, run_cases, scored, shares, trained_tokens
 
 from palestra.algorithms.text.grpo import GRPO
-from palestra.engine.micro_batch import micro_batches, token_weight
-from palestra.losses.policy import LOSSES, LossInputs
+from palestra.losses.policy import LOSSES
 from palestra.losses.preferences import MEAN_KINDS, bradley_terry_loss, kto_loss, preference_loss
-from palestra.types import Answer, Episode, Node, Sample
-
-HERE = Path(__file__).parent
-TRL = HERE.parent.parent / "bench" / ".venv-trl" / "bin" / "python"
-LENGTHS = [3, 7, 1, 5, 6, 2]
-LONGEST = 9  # of an answer, for Dr. GRPO
+from palestra.types import Answer, Episode, Node
 
 pytestmark = [
     pytest.mark.peers,
@@ -86,21 +75,6 @@ PREFERENCES = {  # TRL's config, our options, and whether there is a reference
 }
 
 
-def draw(seed: int, lengths: list[int]) -> dict[str, np.ndarray]:
-    """Log-probabilities [B, T] of the policy in training, of the sampler and of the reference, far enough apart for
-    every bound to be met, and advantages [B]."""
-    rng = np.random.default_rng(seed)
-    shape = (len(lengths), max(lengths))
-    logp = -rng.exponential(1.5, shape)
-    return {
-        "logp": logp,
-        "old": logp + rng.normal(0, 0.4, shape),
-        "ref": logp + rng.normal(0, 0.4, shape),
-        "advantages": rng.normal(0, 1, shape[0]),
-        "mask": (np.arange(shape[1]) < np.array(lengths)[:, None]).astype(np.int64),
-    }
-
-
 def policy_case(name: str) -> dict:
     return {"trainer": "grpo", "config": POLICY[name][0], **draw(7, LENGTHS)}
 
@@ -156,52 +130,7 @@ def theirs() -> dict[str, dict]:
     cases = {name: policy_case(name) for name in POLICY} | {name: preference_case(name) for name in PREFERENCES}
     cases |= {name: flat_case(name) for name in SETTINGS} | {name: pairwise_case(name) for name in PAIRWISE}
     cases |= {"kto": kto_case(), "reward": reward_case(None), "centered reward": reward_case(0.01)}
-    plain = json.dumps(list(cases.values()), default=np.ndarray.tolist)
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [TRL, HERE / "trl_losses.py"], input=plain, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
-
-
-def scored(case: dict, advantages: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> LossInputs:
-    """The case's tokens in one row, without the padding; `weights` and `groups` are those of each sequence."""
-    mask = case["mask"] == 1
-    lengths = mask.sum(1)
-
-    def spread(values: np.ndarray) -> torch.Tensor:
-        return torch.tensor(np.repeat(values, lengths))
-
-    logp, old, ref = (torch.tensor(case[name][mask]) for name in ("logp", "old", "ref"))
-    return LossInputs(
-        logp.requires_grad_(),
-        torch.zeros(len(logp)),
-        old,
-        ref,
-        spread(advantages),
-        spread(weights),
-        spread(np.arange(len(mask))),
-        spread(groups),
-    )
-
-
-def shares(lengths: np.ndarray, weights: np.ndarray, denominator: float | None = None) -> np.ndarray:
-    """What each token of each sequence counts, as the trainer has it for samples of these weights."""
-    none = np.zeros(0)
-    samples = [
-        Sample(none, np.zeros(n), none, none, weight=float(w), denominator=denominator)
-        for n, w in zip(lengths, weights, strict=True)
-    ]
-    (pack,) = micro_batches(samples, 10_000)
-    return np.array(pack.token_weights)
-
-
-def agree(tokens: LossInputs, value: torch.Tensor, theirs: dict, mask: np.ndarray) -> None:
-    (slopes,) = torch.autograd.grad(value, tokens.logp_M)
-    assert value.item() == pytest.approx(theirs["loss"], abs=1e-5)
-    np.testing.assert_allclose(slopes.numpy(), np.array(theirs["slopes"])[mask == 1], atol=1e-5)
-    assert np.abs(slopes.numpy()).max() > 1e-3
+    return run_cases(TRL, "trl_losses.py", cases)
 
 
 @pytest.mark.parametrize("name", POLICY)
@@ -230,19 +159,8 @@ def test_zero_advantage_answers_count_in_the_mean_as_in_trl(theirs: dict[str, di
         said = Answer("", "p@0", np.zeros(1, int), ids, case["old"][i, :length])
         episode.nodes.append(Node(i, None, 0, {}, {"a": said}, {"a": value}, done=True))
     samples, _ = algorithm.build_samples([episode], "p")
-    trained = [s for s in samples if s.has_gradient]
-    assert [s.token_ids[0] for s in trained] == [0, 5]
-    (pack,) = micro_batches(trained, 10_000, token_weight(samples))
-    logp, old, advantages = (
-        torch.tensor(np.concatenate(rows))
-        for rows in (
-            [case["logp"][s.token_ids[0], : len(s.token_ids)] for s in trained],
-            [s.logprobs for s in trained],
-            [s.advantages.astype(np.float64) for s in trained],
-        )
-    )
-    weights = torch.tensor(np.repeat(pack.token_weights, [len(s.token_ids) for s in trained]))
-    tokens = LossInputs(logp.requires_grad_(), torch.zeros(len(logp)), old, None, advantages, weights)
+    assert [s.token_ids[0] for s in samples if s.has_gradient] == [0, 5]
+    tokens = trained_tokens(samples, [case["logp"][s.token_ids[0], : len(s.token_ids)] for s in samples])
     value, _ = algorithm.loss(tokens, **algorithm.loss_options)
     agree(tokens, value, theirs[name], case["mask"] * np.isin(np.arange(6), [0, 5])[:, None])
 
