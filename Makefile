@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 SCREENSHOTS := .cache/screenshots
 
 .DEFAULT_GOAL := help
-.PHONY: help dashboard demo real test test-all test-gpu test-browser test-clients test-envs test-sinks test-s3 test-trl test-bitsandbytes lint docs bench learning reproduce base clean
+.PHONY: help dashboard demo real test test-all test-gpu test-browser test-clients test-envs test-sinks test-s3 test-trl test-verl test-bitsandbytes lint docs bench learning reproduce base clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -114,6 +114,19 @@ $(TRL)/installed:
 
 test-trl: $(INSTALLED) $(TRL)/installed ## our losses beside TRL's
 	$(BIN)/python -m pytest -m peers tests/losses/test_against_trl.py
+
+# verl's estimators and losses alone, without the packages that it trains and samples by (and bounds on versions for them).
+VERL := bench/.venv-verl
+$(VERL)/installed:
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/pip install --quiet torch==2.13.0
+	$(VERL)/bin/pip install --quiet tensordict==0.15.3 omegaconf==2.4.0 ray==2.60.0 transformers==5.24.0 codetiming==1.4.0 \
+		orjson==3.13.0 numpy==2.4.6
+	$(VERL)/bin/pip install --quiet --no-deps verl==0.9.1
+	touch $@
+
+test-verl: $(INSTALLED) $(VERL)/installed ## our estimators and losses beside verl's
+	$(BIN)/python -m pytest -m peers tests/losses/test_against_verl.py tests/algorithms/text/test_credit_against_verl.py
 
 # bitsandbytes, which is optional.
 BNB := .cache/bitsandbytes
