@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from warm_processes import start_palestra
 
 from palestra.remote.envs import SERVICE
 from palestra.remote.envs import envs_pb2 as pb
 from palestra.remote.envs.address import parse_env_servers
 from palestra.remote.envs.connection import auth_metadata
-
-PALESTRA = [sys.executable, "-c", "from palestra.cli.main import app; app()"]
 
 
 class EnvServer:
@@ -30,27 +27,21 @@ class EnvServer:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"localhost:{free.getsockname()[1]}"
         port = self.address.rpartition(":")[2]
-        self.command = [*PALESTRA, "serve-envs", "--envs", envs, "--port", port, *map(str, options)]
+        self.words = ["serve-envs", "--envs", envs, "--port", port, *options]
         paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (environment or {})
         self.start()
 
     def start(self) -> None:
         """Returns once it serves."""
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            self.command, env=self.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
-        )
-        assert self.process.stdout
+        self.process = start_palestra(*self.words, env=self.environment, with_stderr=False)
         self.said = self.process.stdout.readline()
         assert self.said.startswith("serving "), self.said + self.process.stdout.read()
 
     def kill(self) -> None:
         """SIGKILL."""
         self.process.kill()
-        self.process.wait()
-        if self.process.stdout:
-            self.process.stdout.close()
+        self.process.communicate()
 
     def stop(self) -> str:
         """SIGTERM; what it printed since it served."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from warm_processes import PALESTRA, start_palestra
+from warm_processes import start_palestra
 
 PUBLIC = "Qwen/Qwen3-0.6B"
 
@@ -70,8 +70,7 @@ def serving(data: Path, *options: str) -> Iterator[str]:
 @contextmanager
 def playing(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`palestra play --browser`: the process and the address of its page, for as long as the block lasts."""
-    command = [*PALESTRA, "play", *map(str, arguments), "--browser", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = start_palestra("play", *arguments, "--browser", "--port", "0", with_stderr=False)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

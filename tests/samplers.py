@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from processes import PALESTRA
+from warm_processes import start_palestra
 
 from palestra.engine.bases import resolve_base
 
@@ -19,10 +19,8 @@ READY = "sampling at "
 @contextmanager
 def serving(*options: str, key: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Address and process of `palestra serve-sampler`, which SIGTERM ends well."""
-    command = [*PALESTRA, "serve-sampler", "--port", "0", *options]
     environment = os.environ | {"PALESTRA_SAMPLER_KEY": key}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
-    assert process.stdout is not None
+    process = start_palestra("serve-sampler", "--port", "0", *options, env=environment, with_stderr=False)
     try:
         line = process.stdout.readline()
         assert line.startswith(READY), line

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PALESTRA, PUBLIC, serving
+from processes import PUBLIC, serving
+from warm_processes import PALESTRA
 
 ROOT = Path(__file__).parent.parent
 KEPT = Path(__file__).with_name("same_numbers.json")

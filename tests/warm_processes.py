@@ -60,6 +60,13 @@ def start_palestra(
     return subprocess.Popen([*PALESTRA, *words], cwd=cwd, env=environment, **pipes)
 
 
+def run_palestra(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`palestra ARGUMENTS`, once it has ended; for `options` see `start_palestra`."""
+    process = start_palestra(*arguments, **options)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
 class ForkedProcess:
     """A fork, with the attributes and methods of `subprocess.Popen` that tests use."""
 

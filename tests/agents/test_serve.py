@@ -17,8 +17,8 @@ import openai
 import pytest
 import raw
 from command_line import palestra, refused
-from processes import PALESTRA
 from trained import two_agents
+from warm_processes import PALESTRA
 
 from palestra.web.completions import HTTP_LIMITS
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 from long_runs import write_long_run
-from processes import PALESTRA
 from typer.testing import CliRunner
+from warm_processes import PALESTRA
 
 from palestra.builders.vector_envs import make_vector_env
 from palestra.chat import Chat

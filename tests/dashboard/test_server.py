@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 from long_runs import write_long_run
-from processes import PALESTRA
 from toy_tasks import Adder, Sums
 from typer.testing import CliRunner
+from warm_processes import start_palestra
 
 from palestra.backends.local import LocalBackend
 from palestra.cli.main import app as palestra
@@ -38,8 +38,7 @@ def start():
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments):
-        command = [*PALESTRA, "dashboard", "--root", *map(str, arguments), "--port", "0"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = start_palestra("dashboard", "--root", *arguments, "--port", "0", with_stderr=False)
         started.append(process)
         said = []
         for line in process.stdout:

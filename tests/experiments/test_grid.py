@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +16,7 @@ import pytest
 import ray_cluster
 import yaml
 from toys_raising import write_bad_env
+from warm_processes import start_palestra
 
 from palestra.backends.ray.process import max_processes, ray_processes
 from palestra.experiments.grid import grid_cells, load_grid
@@ -52,11 +51,9 @@ def write(folder: Path, **changes: Any) -> Path:
     return folder / "grid.yaml"
 
 
-def start(file: Path, *options: str) -> subprocess.Popen[str]:
+def start(file: Path, *options: str) -> Any:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "palestra", "grid", file.name, *options]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=file.parent, env=environment, **pipes)
+    return start_palestra("grid", file.name, *options, cwd=file.parent, env=environment, with_stderr=False)
 
 
 def grid(file: Path, *options: str) -> tuple[int, str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from toys_raising import write_bad_env
+from warm_processes import start_palestra
 
 from palestra.experiments.study import Search
 from palestra.experiments.tune import base_tree, load_tuning, scored_eval
@@ -52,10 +51,9 @@ def write(folder: Path, run: dict[str, Any] | None = None, **changes: Any) -> Pa
     return folder / "tune.yaml"
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str) -> Any:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, "-m", "palestra", *arguments], cwd=folder, env=environment, **pipes)
+    return start_palestra(*arguments, cwd=folder, env=environment, with_stderr=False)
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, str]:

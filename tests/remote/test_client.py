@@ -10,9 +10,10 @@ import time
 
 import grpc
 import pytest
-from env_servers import PALESTRA, all_closed, comes_to, describe, load, serving
+from env_servers import all_closed, comes_to, describe, load, serving
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
+from warm_processes import run_palestra
 
 from palestra.cli.main import app
 from palestra.envs import check_env
@@ -430,8 +431,7 @@ def test_workers_share_a_port_and_lost_sessions_are_replayed(tmp_path):
 def test_second_server_on_a_port_is_refused(server):
     for workers in (1, 2):
         port = server.address.rpartition(":")[2]
-        command = [*PALESTRA, "serve-envs", "--envs", "math", "--port", port]
-        done = subprocess.run([*command, "--workers", str(workers)], capture_output=True, text=True, timeout=60)
+        done = run_palestra("serve-envs", "--envs", "math", "--port", port, "--workers", workers)
         assert done.returncode == 2 and "Choose another --port" in done.stderr
 
 

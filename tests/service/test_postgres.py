@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from processes import PALESTRA, Server
+from processes import Server
+from warm_processes import run_palestra
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -118,7 +118,7 @@ def test_two_front_ends_share_one_engine_on_postgresql(servers: tuple[Server, Se
 
 def test_the_data_folder_and_the_database_belong_together(servers: tuple[Server, Server], tmp_path: Path) -> None:
     def refused(*options: str) -> str:
-        done = subprocess.run([*PALESTRA, "serve", "--port", "0", *options], capture_output=True, text=True)
+        done = run_palestra("serve", "--port", "0", *options)
         assert done.returncode == 2, done.stdout + done.stderr
         return " ".join(done.stderr.split())
 

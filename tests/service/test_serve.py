@@ -5,24 +5,20 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-
-PALESTRA = [sys.executable, "-c", "from palestra.cli.main import app; app()"]
+from warm_processes import run_palestra, start_palestra
 
 
 class Server:
     """`palestra serve` on a free port."""
 
     def __init__(self, data: Path, *options: str) -> None:
-        command = [*PALESTRA, "serve", "--port", "0", "--data", str(data), *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert self.process.stdout is not None
+        self.process = start_palestra("serve", "--port", "0", "--data", data, *options, with_stderr=False)
         self.line = self.process.stdout.readline()
         found = re.search(r"TINKER_BASE_URL=(\S+)", self.line)
         assert found, self.line + self.process.stdout.read()
@@ -64,7 +60,7 @@ def gone(pid: int) -> bool:
 def test_server_answers_refuses_a_second_server_and_exits_cleanly(server: Server, data: Path) -> None:
     assert server.url.endswith("/train")
     assert server.complete().json()["usage"]["completion_tokens"] > 0
-    second = subprocess.run([*PALESTRA, "serve", "--port", "0", "--data", str(data)], capture_output=True, text=True)
+    second = run_palestra("serve", "--port", "0", "--data", data)
     assert second.returncode == 2
     assert "is writing the server's data" in second.stderr
     workers = children(server.process.pid)
@@ -97,15 +93,14 @@ def test_dead_worker_is_replaced_and_orphaned_worker_exits(server: Server) -> No
     ],
 )
 def test_invalid_serve_options_are_explained(data: Path, options: list[str], message: str) -> None:
-    done = subprocess.run([*PALESTRA, "serve", "--data", str(data), *options], capture_output=True, text=True)
+    done = run_palestra("serve", "--data", data, *options)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 def test_keys_are_added_listed_and_removed(tmp_path: Path) -> None:
     def keys(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [*PALESTRA, "keys", *words, "--auth", str(tmp_path / "keys")]
-        return subprocess.run(command, capture_output=True, text=True)
+        return run_palestra("keys", *words, "--auth", tmp_path / "keys")
 
     assert keys("list").returncode == 2
     key = keys("add", "ada").stdout.strip()

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 from typer.testing import CliRunner
+from warm_processes import start_palestra
 
 from palestra.cli.main import app
 from palestra.runs import read_lines
 
-SCRIPT = Path(sys.executable).parent / "palestra"
 runner = CliRunner()
 
 
@@ -52,18 +50,11 @@ def write(folder: Path, tree: dict[str, Any]) -> Path:
     return path
 
 
-def launch(folder: Path, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [SCRIPT, "train", *map(str, arguments)],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def launch(folder: Path, *arguments: object, forked: bool = True) -> Any:
+    return start_palestra("train", *arguments, cwd=folder, forked=forked)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: Any) -> str:
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     return out
@@ -87,7 +78,7 @@ def kill_at_random(folder: Path, tree: dict[str, Any], kills: int) -> Path:
     rng = random.Random(kills)
     run = folder / "runs" / str(tree["name"])
     process = launch(folder, write(folder, tree))
-    for _ in range(kills):
+    for kill in range(kills):
         lines = run / "metrics.jsonl"
         before = len(read_lines(lines)) if lines.exists() else 0
         deadline = time.monotonic() + 60
@@ -96,11 +87,9 @@ def kill_at_random(folder: Path, tree: dict[str, Any], kills: int) -> Path:
                 break
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.2))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout and process.stdout.close()
-        process.stderr and process.stderr.close()
-        process = launch(folder, "--resume", run)
+        process.kill()
+        process.communicate()
+        process = launch(folder, "--resume", run, forked=kill < kills - 1)
     finish(process)
     return run
 
