@@ -1,16 +1,19 @@
 """How stale episodes may be, and what waiting costs: gaps at which a toy task is still learned, and wall times.
 
-    python bench/async_gap.py            gaps 0 to 24, two seeds each, and an env that waits 1 s a step
-    python bench/async_gap.py --quick    gaps 0 and 2, one seed, a third of the steps
+    python bench/async_gap.py               gaps 0 to 24, two seeds each, and an env that waits 1 s a step
+    python bench/async_gap.py --quick       gaps 0 and 2, one seed, a third of the steps
+    python bench/async_gap.py --task duel   gaps 0 to 12 of the 16 steps of a task of bench/algorithms.py, by GRPO
 
 Gap: an agent sees a bit behind noise and must say the other one (an adapter on a random base of 0.1M parameters, one
 time in two right by chance), in equal numbers of steps whatever `staleness: N` and the kind of in-flight updates. A gap
-is learned if the held-out success, a mean over seeds, is at least 0.9 of that without staleness.
+is learned if the held-out success, a mean over seeds, is at least 0.9 of that without staleness. With `--task` the
+same of a shipped task, whose score is that of bench/algorithms.py on split dev.
 
 Waiting: two such questions an episode, each step of 1 s on a thread, which takes no CPU. Wall seconds of training with
 staleness N over those without. Figures:
 
-    success_U_N      held-out success after training with in-flight updates U (none, keep_kv, recompute_kv) and gap N
+    success_U_N      held-out success (of a task: score) after training with in-flight updates U (none, keep_kv,
+                     recompute_kv) and gap N
     largest_gap_U    largest gap that is learned, as are all smaller ones that were tried
     wall_ratio_U_N   wall seconds over those of synchronous training, with the env that waits
 """
@@ -26,10 +29,14 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from algorithms_parts.methods import TASKS, Task, find_method, settings_of, shorten, tuned_rates
+from algorithms_parts.runs import curve
 from async_training import Stopwatch
 from rich.console import Console
 from rich.table import Table
@@ -43,13 +50,14 @@ from palestra.testing import tiny_lm
 from palestra.training.loop import run_training
 from palestra.types import Step
 
-GAPS, QUICK_GAPS = (0, 2, 4, 8, 16, 24), (0, 2)
+GAPS, TASK_GAPS, QUICK_GAPS = (0, 2, 4, 8, 16, 24), (0, 1, 2, 4, 8, 12), (0, 2)
 WAITING_GAPS, WAIT_S = (0, 1, 2, 4), 1.0
 UPDATES = ("none", "keep_kv", "recompute_kv")
 BASE = "base"  # folder of the random base
 LEARNED_SHARE = 0.9  # of the success without staleness
 STEPS, EVAL_EPISODES = 24, 100
 Results = dict[tuple[str, int], list[dict[str, float]]]
+Settings = Callable[[str, int, int], TextConfig]  # of a kind of updates, a gap and a seed
 console = Console(width=110)
 
 
@@ -98,26 +106,39 @@ def config(base: Path, update: str, gap: int, seed: int, steps: int, **changes: 
     return validate(TextConfig, tree | changes)
 
 
-def trained(folder: Path, settings: TextConfig, label: str) -> dict[str, float]:
-    """Seconds of a run's training, its held-out success, and the mean staleness of its tokens."""
+def task_config(task: Task, update: str, gap: int, seed: int, quick: bool) -> TextConfig:
+    """The config of a run of GRPO on a task of bench/algorithms.py, with the learning rate that it was given there."""
+    rate = tuned_rates().get(task.name, {}).get("GRPO", task.rates[0])
+    tree = settings_of(task, find_method(task, "GRPO"), rate, seed)
+    tree |= {"staleness": gap, "in_flight_updates": update if gap else "none", "device": "cpu"}
+    for settings in tree["evals"].values():
+        settings["every"] = tree["steps"]
+    return validate(TextConfig, shorten(tree) if quick else tree)
+
+
+def trained(folder: Path, settings: TextConfig, label: str, task: Task | None = None) -> dict[str, float]:
+    """Seconds of a run's training, its held-out success or score, and the mean staleness of its tokens."""
     watch = Stopwatch()
     with Run.create(folder, dump(settings), label) as run:
         run_training(build(settings), run, watch)
-        before, after = (line["success"] for line in read_lines(run.path / "evals.jsonl"))
-        lines = [line for line in read_lines(run.path / "metrics.jsonl") if line["policy"] == "agent"]
+        if task:
+            before, after = (score for _, score in curve(task, run.path))
+        else:
+            before, after = (line["success"] for line in read_lines(run.path / "evals.jsonl"))
+        lines = [line for line in read_lines(run.path / "metrics.jsonl") if line["policy"] in settings.policies]
     ages = [line.get("token_staleness", line.get("staleness", 0.0)) for line in lines]
     line = watch.seconds | {"success": after, "age": float(np.mean(ages))}
-    console.print(f"{label}: {line['wall']:.1f} s, {line['cpu']:.1f} CPU-s, success {before:.1%} -> {after:.1%}")
+    console.print(f"{label}: {line['wall']:.1f} s, {line['cpu']:.1f} CPU-s, {before:.3f} -> {after:.3f}")
     return line
 
 
-def measure_gaps(folder: Path, gaps: tuple[int, ...], seeds: int, steps: int) -> Results:
+def measure_gaps(folder: Path, gaps: tuple[int, ...], seeds: int, settings: Settings, task: Task | None) -> Results:
     """Runs of each update and gap; without a gap there is one kind of run."""
     results: Results = {}
     for seed in range(seeds):
         for update in UPDATES:
             for gap in gaps if update == "none" else gaps[1:]:
-                line = trained(folder, config(folder / BASE, update, gap, seed, steps), f"gap-{update}-{gap}-{seed}")
+                line = trained(folder, settings(update, gap, seed), f"gap-{update}-{gap}-{seed}", task)
                 results.setdefault((update, gap), []).append(line)
     return results
 
@@ -151,6 +172,8 @@ def largest_gap(results: Results, update: str) -> int:
 def figures_of(gaps: Results, waiting: Results) -> dict[str, float]:
     figures = {f"success_{update}_{gap}": mean(gaps, (update, gap), "success") for update, gap in gaps}
     figures |= {f"largest_gap_{update}": float(largest_gap(gaps, update)) for update in UPDATES}
+    if not waiting:
+        return figures
     sync = mean(waiting, ("none", 0), "wall")
     return figures | {f"wall_ratio_{u}_{n}": mean(waiting, (u, n), "wall") / sync for u, n in waiting if n}
 
@@ -162,9 +185,11 @@ def print_tables(gaps: Results, waiting: Results) -> None:
         table.add_column(update, justify="right")
     for gap in sorted({gap for _, gap in gaps}):
         cells = [(update, gap) for update in UPDATES if (update, gap) in gaps]
-        shown = [f"{mean(gaps, cell, 'success'):.1%} ({mean(gaps, cell, 'age'):.1f})" for cell in cells]
+        shown = [f"{mean(gaps, cell, 'success'):.3f} ({mean(gaps, cell, 'age'):.1f})" for cell in cells]
         table.add_row(str(gap), *shown)
     console.print(table)
+    if not waiting:
+        return
     table = Table(title=f"an env that waits {WAIT_S:.0f} s a step", title_justify="left")
     for heading in ("updates", "gap", "seconds", "ratio"):
         table.add_column(heading, justify="right")
@@ -178,17 +203,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="gaps 0 and 2, one seed, a third of the steps")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--task", choices=[task.name for task in TASKS], help="a shipped task; no env that waits")
     options = parser.parse_args()
-    chosen, seeds, steps = (QUICK_GAPS, 1, STEPS // 3) if options.quick else (GAPS, options.seeds, STEPS)
+    seeds = 1 if options.quick else options.seeds
     with tempfile.TemporaryDirectory() as name:
-        engine = tiny_lm(initializer_range=0.2)  # wide: its last layer is not trained
-        engine.model.save_pretrained(Path(name) / BASE)
-        engine.tokenizer.save_pretrained(Path(name) / BASE)
-        waiting = measure_waiting(Path(name), QUICK_GAPS if options.quick else WAITING_GAPS, 4 if options.quick else 10)
-        gaps = measure_gaps(Path(name), chosen, seeds, steps)
+        if options.task:
+            task = next(task for task in TASKS if task.name == options.task)
+            chosen, settings = (
+                QUICK_GAPS if options.quick else TASK_GAPS,
+                partial(task_config, task, quick=options.quick),
+            )
+            gaps, waiting = measure_gaps(Path(name), chosen, seeds, settings, task), Results()
+        else:
+            gaps, waiting = measure_toy(Path(name), seeds, options.quick)
     print_tables(gaps, waiting)
     figures = {name: round(value, 3) for name, value in figures_of(gaps, waiting).items()}
-    print(json.dumps({"bench": "async_gap", "figures": figures, "targets": {}}))
+    bench = f"async_gap_{options.task}" if options.task else "async_gap"
+    print(json.dumps({"bench": bench, "figures": figures, "targets": {}}))
+
+
+def measure_toy(folder: Path, seeds: int, quick: bool) -> tuple[Results, Results]:
+    """The results of gaps and of waiting on a random base."""
+    engine = tiny_lm(initializer_range=0.2)  # wide: its last layer is not trained
+    engine.model.save_pretrained(folder / BASE)
+    engine.tokenizer.save_pretrained(folder / BASE)
+    waiting = measure_waiting(folder, QUICK_GAPS if quick else WAITING_GAPS, 4 if quick else 10)
+    settings = partial(config, folder / BASE, steps=STEPS // 3 if quick else STEPS)
+    return measure_gaps(folder, QUICK_GAPS if quick else GAPS, seeds, settings, None), waiting
 
 
 if __name__ == "__main__":
