@@ -1,10 +1,10 @@
 """Self-play with a pool: each player trains in slices, against a mixture of earlier members.
 
-A copy is frozen after every slice, and the next slice continues from it. The matchmaker chooses the mixture: `latest`
-is plain self-play (with several populations, alternating responses), `history` fictitious self-play (Heinrich et al.,
-2015), `pfsp` prefers opponents that still win, `solution` is a meta-solver's mixture. With best responses instead of
-slices (`start: fresh`, from an exact oracle or learned for long enough), `history` is fictitious play, whose average
-approaches an equilibrium in two-player zero-sum games. With `start: last` that needs slices that still explore.
+A copy is frozen after every slice, and the next slice may continue from it. The matchmaker chooses the mixture:
+`latest` is plain self-play (with several populations, alternating responses), `history` fictitious self-play (Heinrich
+et al., 2015), `pfsp` prefers opponents that still win, `solution` is a meta-solver's mixture. With `history` slices
+start with new weights by default: from an exact oracle, or learned for long enough, they are best responses, and the
+average of fictitious play approaches an equilibrium in two-player zero-sum games.
 
 Slice k + 1 of a player needs slice k of every other player, and nothing more.
 """
@@ -54,10 +54,11 @@ class SelfPlayConfig(StrictModel):
     """Opponents are the newest so many members; 0: all."""
     self_play: float = Field(0.0, ge=0, le=1)
     """Probability that a game's opponents are the learner's own current weights; needs `symmetric: true`."""
-    start: Literal["last", "fresh"] = "last"
+    start: Literal["last", "fresh"] | None = None
     """A slice continues the `last` one, or starts with `fresh` weights: then it is a best response, and the average
     under matchmaker `history` that of fictitious play. From `last`, a policy that has become nearly deterministic
-    hardly explores, and the average may stay far from an equilibrium."""
+    hardly explores, and the average may stay far from an equilibrium. Default: `fresh` with matchmaker `history`,
+    else `last`."""
     games_per_cell: int = Field(0, ge=0)
     """Games of each new copy against each earlier one, for the payoff table; 0: none. Needed by matchmaker
     `solution`."""
@@ -74,6 +75,11 @@ class SelfPlayConfig(StrictModel):
     """NashConv is that of the uniform mixture over all members (`average`), or of the `latest`."""
     stop_nash_conv: float = Field(0.0, ge=0)
     """The run ends once NashConv is at most this; 0: never."""
+
+    @property
+    def continues(self) -> bool:
+        """True if a slice starts with the weights of the last one."""
+        return (self.start or ("fresh" if self.matchmaker.type == "history" else "last")) == "last"
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -215,7 +221,7 @@ class SelfPlay:
     def _slice(self, player: Player) -> TrainTask:
         number = self.slices_done[player]
         name, own = f"{player}-{number + 1}", self._names(number)[player]
-        start = own[-1] if self.config.start == "last" and self.population.names_with_files(own[-1:]) else None
+        start = own[-1] if self.config.continues and self.population.names_with_files(own[-1:]) else None
         opponents = self._opponents(player)
         self.in_training.add(player)
         return TrainTask(

@@ -35,7 +35,7 @@ def train_tasks(log):
 
 def test_uniform_history_gives_fictitious_play():
     """OpenSpiel's XFP on Kuhn poker: 0.625 at 1, 0.167 at 10, 0.048 at 50."""
-    curve = on_kuhn(slices=30, matchmaker={"type": "history"}, start="fresh")[0].nash_convs
+    curve = on_kuhn(slices=30, matchmaker={"type": "history"})[0].nash_convs
     assert curve[1] == pytest.approx(0.625) and curve[2] == pytest.approx(5 / 12)
     assert curve[10] == pytest.approx(0.167, abs=0.04) and curve[30] < 0.1
 
