@@ -15,7 +15,7 @@ from palestra.experiments.statistics import Estimate, estimate, estimate_improve
 
 Ledger = dict[Job, Line]
 HEAD = ["", "seeds", "mean", "95 %", "above untrained", "answers to the bar", "KL", "entropy", "answers", "CPU-s", "lr"]
-CLOCK = "clock-s"  # of tasks on a GPU
+CLOCK = "clock-s, GPU"  # of tasks that may run on a GPU; their CPU-s are of runs on the CPU
 
 
 def counted(task: Task, method: Method, have: Ledger) -> list[Line]:
@@ -48,8 +48,9 @@ def row(task: Task, method: Method, have: Ledger) -> str:
     to_bar = f"{np.mean(reached):,.0f} ({len(reached)} of {len(lines)})" if reached else "never"
     cells = [method.name, str(len(lines)), f"{value.value:.3f}", bounds(value), better, to_bar]
     cells += [_mean(lines, "kl", 2), _mean(lines, "entropy", 2), _mean(lines, "answers", 0)]
-    cells += [_mean(lines, "cpu", 0), f"{lines[0]['rate']:g}"]
-    return _line([*cells, _mean(lines, "clock", 0)] if task.on_device else cells)
+    on_gpu = [line for line in lines if line.get("device", "cpu") != "cpu"]
+    cells += [_mean([line for line in lines if line not in on_gpu], "cpu", 0), f"{lines[0]['rate']:g}"]
+    return _line([*cells, _mean(on_gpu, "clock", 0)] if task.on_device else cells)
 
 
 def _line(cells: Sequence[str]) -> str:
