@@ -39,7 +39,8 @@ def answer(tokens, policy="p@0", logprobs=None):
 
 
 def play(*lines, seats=SEATS, error=None):
-    """An episode of lines from its start, each of (tokens by seat, local rewards, team reward) for its joint steps."""
+    """An episode of branches from the root; each branch lists (tokens by seat, local rewards, team reward) of its joint
+    steps."""
     episode = Episode("hand", 0, seats, error=error)
     for line in lines:
         parent = None
@@ -51,7 +52,7 @@ def play(*lines, seats=SEATS, error=None):
     return episode
 
 
-def credited(algorithm, episodes, learner, policy="p", memory=None):
+def credit_samples(algorithm, episodes, learner, policy="p", memory=None):
     samples, figures = algorithm.build_samples(episodes, policy)
     samples, more = asyncio.run(algorithm.finalize_samples(samples, learner, {} if memory is None else memory))
     return samples, figures | more
@@ -80,12 +81,12 @@ def run_of(config, root):
         return run.path
 
 
-def played(setup):
+def play_first_step(setup):
     moment = setup.position_of(0)
     return asyncio.run(
         moment.stage.source.play(moment.episode_numbers, moment.stage.algorithm.branching, setup.algorithm_state)
     )
 
 
-def steps_of(path):
+def logged_steps(path):
     return {line["step"] for line in read_lines(path / "metrics.jsonl")}

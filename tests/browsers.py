@@ -1,4 +1,4 @@
-"""A headless Chromium, and what a test does with its pages. Screenshots are kept in .cache/screenshots."""
+"""A headless Chromium, and helpers for its pages. Screenshots are kept in .cache/screenshots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-expect.set_options(timeout=20_000)  # a busy machine is not a failure
+expect.set_options(timeout=20_000)  # a busy machine may be slow
 SHOTS = Path(__file__).parent.parent / ".cache" / "screenshots"
 MAX_HEIGHT = 8000  # pixels of a window
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or ""
@@ -20,7 +20,7 @@ CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.whic
 
 @contextmanager
 def launched(*arguments: str) -> Iterator[Any]:
-    """A browser, started with these arguments; one at a time."""
+    """A browser started with these arguments; one at a time."""
     if not CHROMIUM:
         pytest.skip("no Chromium here: name one as CHROMIUM=/path/to/it")
     with sync_playwright() as driver:
@@ -30,8 +30,8 @@ def launched(*arguments: str) -> Iterator[Any]:
 
 
 class Looking:
-    """Opens pages of servers here, each in a window of its own; `wrong` is what went wrong on them: errors, attacks,
-    requests elsewhere."""
+    """Opens pages of servers here, each in its own window. `wrong` lists what went wrong on them: console errors,
+    dialogs, requests to other servers."""
 
     def __init__(self, browser: Any) -> None:
         self.browser, self.wrong = browser, []
@@ -45,14 +45,14 @@ class Looking:
         return page
 
     def close(self) -> None:
-        """Closes all windows. Raises AssertionError where something went wrong."""
+        """Closes all windows. Raises AssertionError if anything went wrong."""
         for context in self.browser.contexts:
             context.close()
         assert self.wrong == []
 
 
 def watch(page: Any, address: str, wrong: list[str]) -> None:
-    """Notes what goes wrong on a page of the server at `address`."""
+    """Records what goes wrong on a page of the server at `address`."""
     page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
@@ -60,7 +60,8 @@ def watch(page: Any, address: str, wrong: list[str]) -> None:
 
 
 def shot(page: Any, name: str) -> None:
-    """Keeps a picture of the whole page, in a window as high as it: charts below the window's edge are not loaded."""
+    """Saves a picture of the whole page, in a window of the page's height: charts below the window's edge are not
+    loaded."""
     path, size = SHOTS / f"{name}.png", page.viewport_size
     path.parent.mkdir(parents=True, exist_ok=True)
     height = page.evaluate("() => document.documentElement.scrollHeight")

@@ -1,5 +1,5 @@
-"""The command line, run in this process: torch is loaded once for all tests; and whether it takes a command as it is
-written in a document or a script."""
+"""Runs the command line in this process, so that torch is loaded once for all tests, and checks whether it accepts a
+command written in a document or a script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from palestra.launch.run import run_kind
 
 ROOT = Path(__file__).parent.parent
 GROUP: Any = typer.main.get_command(app)
-UsageError: Any = typer.BadParameter.__base__  # Click's, whose copy typer has
+UsageError: Any = typer.BadParameter.__base__  # the copy of Click that typer contains
 
 
 def invoke(*arguments: object, **options: Any) -> Result:
@@ -42,8 +42,8 @@ def refused(*arguments: object) -> str:
 
 
 def refusal(line: str) -> str | None:
-    """Why a line of a shell would be refused by `palestra`, if it calls it; not where something is left open, as in
-    `<host>`, `$seed` or `...`."""
+    """The message with which `palestra` would refuse a shell line, or None: also if the line does not call it, or has
+    placeholders as in `<host>`, `$seed` or `...`."""
     lexer = shlex.shlex(re.sub(r"(^|\s)#.*", "", line), posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     words = list(lexer)
@@ -53,13 +53,13 @@ def refusal(line: str) -> str | None:
     called = words[words.index("palestra") + 1 :]
     called = list(itertools.takewhile(lambda word: not set(word) <= set("|&;>()"), called))
     try:
-        understood(called)
+        check_command(called)
     except (UsageError, ValueError) as error:
         return f"{line}: {error}"
     return None
 
 
-def understood(words: list[str]) -> None:
+def check_command(words: list[str]) -> None:
     """Raises UsageError or ValueError for a command that would be refused."""
     command, context, name = GROUP, None, "palestra"
     while hasattr(command, "commands"):

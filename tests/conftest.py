@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test never downloads
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# Their packages exclude others of ours: `make test-envs` runs them in a venv that has them.
+# Their packages conflict with others of palestra's: `make test-envs` runs them in a venv that has them.
 collect_ignore = [] if find_spec("envpool") else ["envs/vector/peers"]
 collect_ignore += [] if find_spec("tensorboard") else ["sinks/test_follow.py"]  # in the venv of `make test-sinks`
 
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-settings.register_profile("palestra", deadline=None)  # a busy machine is not a failure
+settings.register_profile("palestra", deadline=None)  # a busy machine may be slow
 settings.load_profile("palestra")
 
 
@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another one, of another width and depth."""
+    """A second base of another width and depth."""
     shape = {"num_hidden_layers": 1, "hidden_size": 48, "intermediate_size": 96}
     return write_base(tmp_path_factory.mktemp("bases") / "other", seed=1, **shape)
 
@@ -45,7 +45,8 @@ def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_base(folder: Path, seed: int, **shape: object) -> Path:
     from palestra.testing import tiny_lm  # imports torch: only for the tests that need it
 
-    engine = tiny_lm(seed, initializer_range=0.2, **shape)  # wide: its last layer is not trained, and must say all
+    # large weights: the last layer is not trained, and its logits must differ
+    engine = tiny_lm(seed, initializer_range=0.2, **shape)
     engine.model.save_pretrained(folder)
     engine.tokenizer.save_pretrained(folder)
     return folder

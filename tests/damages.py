@@ -1,4 +1,4 @@
-"""Ways to damage a run: each is a function of its folder."""
+"""Ways to damage a run: each returns a function of the run's folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def flip(name: str, at: int) -> Damage:
 
 
 def cut(name: str, length: int) -> Damage:
-    """To so many bytes; less than 0: by so many."""
+    """Cuts a file to `length` bytes; if negative, removes that many bytes at its end."""
     return lambda run: os.truncate(run / name, length if length >= 0 else (run / name).stat().st_size + length)
 
 
@@ -41,7 +41,7 @@ def remove(name: str) -> Damage:
 
 
 def zero(name: str) -> Damage:
-    """The second half of a file, which of a learner's is its optimizer."""
+    """Zeroes the second half of a file; in a learner's file that is the optimizer."""
 
     def damage(run: Path) -> None:
         data = (run / name).read_bytes()
@@ -67,7 +67,7 @@ def folder(name: str) -> Damage:
 
 
 def link(name: str, target: str) -> Damage:
-    """A link in the place of a file or folder; what stood there goes to where the link leads, if nothing is there."""
+    """Replaces a file or folder by a link to `target`; it is moved there if nothing is there."""
 
     def damage(run: Path) -> None:
         to = run / target
@@ -111,7 +111,7 @@ def lines(change: Callable[[list[bytes]], list[bytes]], name: str = "checkpoints
 
 
 def forge(number: int = 0, **changes: object) -> Damage:
-    """A line of checkpoints.jsonl that says something else, with the checksum that it should then have."""
+    """Changes a line of checkpoints.jsonl, and gives it the checksum of its new contents."""
 
     def change(kept: list[bytes]) -> list[bytes]:
         line = json.loads(kept[number]) | changes
@@ -123,7 +123,7 @@ def forge(number: int = 0, **changes: object) -> Damage:
 
 
 def again(**changes: object) -> Damage:
-    """A second line of the newest checkpoint."""
+    """Appends a second line for the newest checkpoint, with changes."""
     return both(lines(lambda kept: [*kept, kept[-1]]), forge(-1, **changes))
 
 
@@ -136,7 +136,7 @@ def meta(change: Callable[[dict[str, Any]], object]) -> Damage:
 
 
 def foreign(name: str) -> Damage:
-    """The same file or folder of a run with another seed, which lies beside this one."""
+    """Replaces a file or folder by that of a run with another seed, which lies beside this one."""
 
     def damage(run: Path) -> None:
         remove(name)(run)

@@ -1,4 +1,4 @@
-"""Env servers as their users start, kill and restart them."""
+"""Env servers in processes of their own, which tests start, kill and restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from palestra.remote.envs.connection import auth_metadata
 
 
 class EnvServer:
-    """`palestra serve-envs`, at the same address whenever it is started."""
+    """`palestra serve-envs`, always started at the same address."""
 
     def __init__(self, envs: str, *options: object, environment: dict[str, str] | None = None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -33,18 +33,18 @@ class EnvServer:
         self.start()
 
     def start(self) -> None:
-        """Returns once it serves."""
+        """Starts the process; returns once it serves."""
         self.process = start_palestra(*self.words, env=self.environment, with_stderr=False)
-        self.said = self.process.stdout.readline()
-        assert self.said.startswith("serving "), self.said + self.process.stdout.read()
+        self.first_line = self.process.stdout.readline()
+        assert self.first_line.startswith("serving "), self.first_line + self.process.stdout.read()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Ends it by SIGKILL."""
         self.process.kill()
         self.process.communicate()
 
     def stop(self) -> str:
-        """SIGTERM; what it printed since it served."""
+        """Ends it by SIGTERM; returns its output since it served."""
         self.process.terminate()
         out, _ = self.process.communicate(timeout=60)
         assert self.process.returncode == 0, out
@@ -53,7 +53,7 @@ class EnvServer:
 
 @contextmanager
 def serving(envs: str, *options: object, **more: Any) -> Iterator[EnvServer]:
-    """A server that is killed in the end, if it still runs."""
+    """A server that is killed at the end if it still runs."""
     server = EnvServer(envs, *options, **more)
     try:
         yield server
@@ -61,7 +61,7 @@ def serving(envs: str, *options: object, **more: Any) -> Iterator[EnvServer]:
         server.kill()
 
 
-def describe(address: str, **kind: Any) -> pb.Description:
+def describe_env(address: str, **kind: Any) -> pb.Description:
     """Returns the server's description of an env, over plain gRPC."""
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary(f"/{SERVICE}/Describe", pb.Kind.SerializeToString, pb.Description.FromString)
@@ -71,19 +71,19 @@ def describe(address: str, **kind: Any) -> pb.Description:
         return description
 
 
-def load(address: str) -> int:
-    """How many sessions are open there."""
-    return int(describe(address).load)
+def count_sessions(address: str) -> int:
+    """The number of open sessions of the server."""
+    return int(describe_env(address).load)
 
 
-def all_closed(address: str) -> None:
-    """Waits until no session is open there: those of envs that were dropped are closed when they are collected."""
+def wait_until_closed(address: str) -> None:
+    """Waits until the server has no open session; sessions of dropped envs are closed when they are collected."""
     gc.collect()
-    comes_to(lambda: load(address), 0)
+    wait_for_value(lambda: count_sessions(address), 0)
 
 
-def comes_to(figure: Any, expected: Any, seconds: float = 10.0) -> None:
-    """Waits until `figure()` is what is expected."""
+def wait_for_value(figure: Any, expected: Any, seconds: float = 10.0) -> None:
+    """Waits until `figure()` equals `expected`."""
     end = time.monotonic() + seconds
     while (found := figure()) != expected:
         assert time.monotonic() < end, f"{found}, not {expected}, after {seconds} s"

@@ -1,7 +1,7 @@
 """Stand-ins for Slurm's `srun` and `scontrol`, which run the tasks of a job on this machine.
 
-`install` puts both on a path. Each call is appended to SLURM_CALLS, and a task runs in a session of its own, whose
-number is in the call's line: to kill that session is to lose the node.
+`install` puts both on PATH. Each call is appended to SLURM_CALLS. A task runs in its own session, whose number is in
+the call's line: killing that session simulates the loss of the node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def install(folder: Path) -> Path:
-    """Makes a folder with both programs, which goes first on PATH."""
+    """Makes a folder with both programs, to be put first on PATH."""
     folder.mkdir()
     for program in ("srun", "scontrol"):
         script = folder / program
@@ -36,7 +36,7 @@ def srun(*words: str) -> int:
 
 
 def scontrol(*words: str) -> int:
-    """`scontrol show hostnames LIST`: names that all lead here. `scontrol requeue JOB` is recorded."""
+    """`scontrol show hostnames LIST` prints names that all lead to this machine; `scontrol requeue JOB` is recorded."""
     record("scontrol", *words)
     if words[:2] == ("show", "hostnames"):
         print("\n".join(words[2].split(",")))

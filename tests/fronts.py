@@ -1,4 +1,4 @@
-"""A front end without an engine's worker: tests look at what the worker would be given, and answer for it."""
+"""A service front end without an engine's worker: tests read the requests for the worker, and answer them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from palestra.service.storage.weight_store import TinkerPath
 
 
 class Front:
-    """A front end that is asked in process, by the holder of `key`."""
+    """A front end that is called in process, with the API key `key`."""
 
     def __init__(self, context: ServiceContext, root_path: str = "") -> None:
         self.context, self.app = context, create_app(context, root_path=root_path)
         self.keys: dict[str, str] = {}
 
     def ask(self, method: str, path: str, body: Any = None, *, of: str = "", **given: Any) -> httpx.Response:
-        """The reply to a request; `body` is sent as JSON, or as it is where it is bytes. `of` names the owner."""
+        """The reply to a request; `body` is sent as JSON, or unchanged if it is bytes. `of` is the owner."""
         headers = {"X-API-Key": self.keys.get(of, "tml-any")} | given.pop("headers", {})
         if isinstance(body, bytes):
             given["content"] = body
@@ -41,7 +41,7 @@ class Front:
         return self.ask("GET", path, **given)
 
     def take(self) -> Any:
-        """The one request that waits for the worker."""
+        """The only request that waits for the worker."""
         (row,) = self.context.store.take_queued()
         return row
 

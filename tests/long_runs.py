@@ -1,4 +1,4 @@
-"""Runs as long as anybody's, written through palestra's own `Run`: what the dashboard is timed on."""
+"""Long runs written through palestra's own `Run`, with which the dashboard is timed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SEATS = ("planner", "executor")
 def write_long_run(
     root: Path, name: str = "long", *, steps: int = 10_000, episodes: int = 10, total: int = 0, seed: int = 0
 ) -> Path:
-    """The folder of a run of so many steps, each with so many episodes of two joint steps and two siblings each;
-    `total` is what the config says, where that is more."""
+    """The folder of a run of `steps` steps, each with `episodes` episodes of two joint steps and two siblings each;
+    `total` is the number of steps in the config, if larger."""
     rng = random.Random(seed)
     with Run.create(root, CONFIG.format(name=name, seed=seed, steps=total or steps), name, {"seed": seed}) as run:
         for step in range(steps):

@@ -1,4 +1,4 @@
-"""Malformed configs, made systematically: each kind of config, changed key by key to hostile values, and raw YAML."""
+"""Malformed configs, made systematically: each kind of config with each key changed to hostile values, and raw YAML."""
 
 from __future__ import annotations
 
@@ -196,8 +196,8 @@ def raw_cases() -> list[Case]:
 
 
 def changed_cases(count: int | None = None, seed: int = 0) -> list[Case]:
-    """Every kind of config with every key in turn changed to each hostile value; or so many of them, drawn evenly from
-    the kinds."""
+    """Every kind of config with every key in turn changed to each hostile value; with `count`, that many of them, drawn
+    evenly from the kinds."""
     cases = {kind: list(_changed(kind, tree)) for kind, tree in KINDS.items()}
     if count is None:
         return [case for own in cases.values() for case in own]
@@ -213,7 +213,7 @@ def _changed(kind: str, tree: Tree) -> Iterator[Case]:
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of a tree, of its mappings and lists themselves too."""
+    """The paths of all nodes of a tree, also of mappings and lists."""
     if path:
         yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""Games of PettingZoo and Gymnasium whose agents do not end together, with values known by hand."""
+"""Games of PettingZoo and Gymnasium whose agents end at different times, with values known by hand."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ VIEW = spaces.Box(0, 1, (2,), np.float32)
 
 
 def view(agent: int) -> np.ndarray:
-    """Each agent sees only who it is, so that its last view is worth what its first is."""
+    """The observation of an agent: only its identity, so its last observation has the value of its first."""
     return np.eye(2, dtype=np.float32)[agent]
 
 
 class Parting(pettingzoo.ParallelEnv):
-    """Agent "early" is paid 1 for the first step, which ends it: as `flags` says, terminated, truncated or both. Agent
-    "late" is paid nothing, and is truncated after `length` steps (with `dies` it terminates instead). So early is worth
-    1, late 0. The last view of early is filled with `last`, the view of late after two steps with `broken`."""
+    """Agent "early" is paid 1 for the first step, which ends it as given by `flags`: terminated, truncated or both.
+    Agent "late" is paid nothing, and is truncated after `length` steps (with `dies` it terminates instead). So the
+    value of "early" is 1, of "late" 0. The last observation of "early" is filled with `last`, that of "late" after two
+    steps with `broken`."""
 
     metadata: dict[str, Any] = {"name": "parting"}
     render_mode = None
@@ -76,7 +77,7 @@ class Parting(pettingzoo.ParallelEnv):
 
 
 class PartingTurns(pettingzoo.AECEnv):
-    """The same in turns: "early" moves first, is paid 1 for it and has terminated."""
+    """The same in a turn-based env: "early" moves first, is paid 1 for it and terminates."""
 
     metadata: dict[str, Any] = {"name": "parting_turns", "is_parallelizable": False}
     render_mode = None
@@ -115,15 +116,15 @@ class PartingTurns(pettingzoo.AECEnv):
         if agent == "early":
             self.rewards[agent] = 1.0
             self.terminations[agent], self.truncations[agent] = ("terminated" in self.flags, "truncated" in self.flags)
-            return  # the agent that ended is selected, as PettingZoo wants it
+            return  # the agent that ended is selected, as PettingZoo requires
         self.time += 1
         if self.time >= self.length:
             self.terminations[agent], self.truncations[agent] = self.dies, not self.dies
 
 
 class Trio(gymnasium.Env):
-    """Three seats of one env of Gymnasium, paid 1 for the first step: the first has then terminated, the second is cut
-    off then, the third after `LENGTH` steps. Views go on counting."""
+    """Three seats of one Gymnasium env, paid 1 for the first step. The first then terminates and the second is
+    truncated; the third is truncated after `LENGTH` steps. Observations keep counting."""
 
     observation_space = spaces.Tuple([spaces.Box(0, LENGTH, (1,), np.float32)] * 3)
     action_space = spaces.Tuple([spaces.Discrete(2)] * 3)
@@ -138,7 +139,7 @@ class Trio(gymnasium.Env):
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict]:
         self.time += 1
         over = self.time == LENGTH
-        ended = [True, False, False], [over, True, over]  # the first terminated: also where it is cut off as well
+        ended = [True, False, False], [over, True, over]  # the first has terminated, also if it is truncated as well
         return self.seen(), [1.0, 1.0, 1.0], *ended, {}
 
 

@@ -1,4 +1,4 @@
-"""The official clients, each set of versions in a venv of its own that `make test-clients` makes."""
+"""The official clients, each set of versions in its own venv, made by `make test-clients`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from palestra.engine.bases import resolve_base
 
 CLIENTS = Path(__file__).parent.parent / ".cache" / "clients"
 PROGRAMS = Path(__file__).parent / "clients" / "programs"
-BASES = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B")  # what recipes call the base
+BASES = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B")  # the name of the base in the recipes
 REVISION = "0" * 40
 # Qwen's names for the tiny tokenizer's special tokens: cookbook's renderers look for them.
 DIALECT = {"<|user|>": "<|im_start|>", "<|end|>": "<|im_end|>", "<|system|>": "<think>", "<|assistant|>": "</think>"}
 
 
 def seed_hub(home: Path, bases: Mapping[str, Path] | None = None) -> None:
-    """Makes a Hugging Face cache in which public names are the tokenizers of local bases: clients need no network."""
+    """Makes a Hugging Face cache in which public names are the tokenizers of local bases, so that clients need no
+    network."""
     for base, folder in (bases or dict.fromkeys(BASES, Path(resolve_base("tiny")))).items():
         repo = home / "hub" / f"models--{base.replace('/', '--')}"
         snapshot = repo / "snapshots" / REVISION
@@ -43,7 +44,7 @@ class Official:
     home: Path
 
     def run(self, clients: str, *command: str, key: str = "tml-any", seconds: float = 300) -> str:
-        """What `python *command` in the set's venv prints. Fails with the end of its output where it fails."""
+        """The output of `python *command` in the set's venv. Fails with the end of the output if the command fails."""
         python = CLIENTS / clients / "bin" / "python"
         assert python.exists(), f"{python} is not there: `make test-clients` makes it"
         done = subprocess.run(
@@ -58,11 +59,11 @@ class Official:
         return done.stdout
 
     def report(self, clients: str, program: str, **given: Any) -> Any:
-        """The JSON that one of our programs prints last."""
+        """The JSON that one of the programs here prints last."""
         return json.loads(self.run(clients, str(PROGRAMS / f"{program}.py"), **given).splitlines()[-1])
 
     def recipe(self, clients: str, name: str, log: Path, *, seconds: float = 300, **flags: Any) -> list[dict[str, Any]]:
-        """What a cookbook recipe logged as its metrics, a row for each step."""
+        """The metrics that a cookbook recipe logged, a row for each step."""
         flags = {"behavior_if_log_dir_exists": "delete", "log_path": log} | flags
         words = [f"{flag}={value}" for flag, value in flags.items()]
         self.run(clients, "-m", f"tinker_cookbook.recipes.{name}.train", *words, seconds=seconds)

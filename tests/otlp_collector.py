@@ -1,4 +1,4 @@
-"""A collector of traces over OTLP/HTTP, in this process."""
+"""A collector of traces over OTLP/HTTP in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Span(NamedTuple):
-    """A span as it was exported; `parent` is "" for the first of a trace."""
+    """An exported span; `parent` is "" for the root of a trace."""
 
     name: str
     trace: str
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Collector:
-    """The spans that have arrived, and the address to send them to."""
+    """The received spans, and the address to send them to."""
 
     def __init__(self, url: str) -> None:
         self.url, self.spans = url, list[Span]()
@@ -40,11 +40,11 @@ class Collector:
                 self.spans.append(Span(span.name, *ids, facts["process.pid"], *times, _plain(span.attributes)))
 
     def trace(self, of: Span) -> list[Span]:
-        """All spans of a span's trace."""
+        """All spans of the trace of a span."""
         return [span for span in self.spans if span.trace == of.trace]
 
     def named(self, name: str, **attributes: Any) -> list[Span]:
-        """The spans with this name and these attributes, in the order in which they began."""
+        """The spans with this name and these attributes, in the order of their starts."""
         found = [span for span in self.spans if span.name == name and attributes.items() <= span.attributes.items()]
         return sorted(found, key=lambda span: span.start_ns)
 
@@ -55,7 +55,7 @@ def _plain(attributes: Any) -> dict[str, Any]:
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """A collector that listens until the end of the block."""
+    """A collector that listens until the block ends."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -1,8 +1,8 @@
-"""A device that is none: its tensors say that they are on `meta` and hold their numbers in tensors of the CPU.
+"""A pretended device: its tensors report the device `meta`, and their numbers are in tensors on the CPU.
 
-What is computed there is computed on the CPU, by the same operations, so that code for a GPU runs whole on a machine
-without one. As on a GPU, an operation that mixes tensors of both devices raises RuntimeError, and what waits for the
-device is counted: copies to the CPU, numbers taken out of tensors, and shapes that depend on numbers.
+Its operations run on the CPU, so that code for a GPU runs on a machine without one. As on a GPU, an operation that
+mixes tensors of both devices raises RuntimeError. Operations that wait for the device are counted: copies to the CPU,
+numbers read from tensors, and shapes that depend on numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ aten = torch.ops.aten
 DEVICE = torch.device("meta")
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}  # wait if an index is a mask
-WITH_NUMBERS = {aten.add, aten.sub, aten.mul, aten.div, aten.where}  # may have scalars of the CPU
-COPIES = {aten.copy_, aten._to_copy}  # the operations that may have tensors of two devices
+WITH_NUMBERS = {aten.add, aten.sub, aten.mul, aten.div, aten.where}  # may have scalars on the CPU
+COPIES = {aten.copy_, aten._to_copy}  # operations that may have tensors on two devices
 
 
 class Held(torch.Tensor):
@@ -48,7 +48,7 @@ class Held(torch.Tensor):
         if func is torch.Tensor.tolist:
             PretendedDevice.current.waits.append("tolist")
             return args[0].held.tolist()
-        with torch._C.DisableTorchFunctionSubclass():  # a tensor of the CPU stays one
+        with torch._C.DisableTorchFunctionSubclass():  # a tensor on the CPU stays there
             found = func(*args, **(kwargs or {}))
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             args[0].held = args[1].held
@@ -60,7 +60,7 @@ class Held(torch.Tensor):
 
 
 class PretendedDevice(TorchDispatchMode):
-    """Context in which the pretended device is there. `waits` are the operations that waited for it."""
+    """Context with the pretended device; `waits` are the operations that waited for it."""
 
     current: PretendedDevice
 
@@ -82,7 +82,7 @@ class PretendedDevice(TorchDispatchMode):
         if there and packet not in COPIES and any(tensor.dim() or packet not in WITH_NUMBERS for tensor in others):
             raise RuntimeError(f"{func}: tensors on the device and on the CPU: {[tuple(t.shape) for t in tensors]}")
         if packet is aten._fused_sdp_choice:
-            return 0  # that of plain operations
+            return 0  # plain operations
         wanted = kwargs.get("device")
         arrives = bool(there) if wanted is None else torch.device(wanted).type == "meta"
         if packet is aten.copy_:
@@ -111,13 +111,13 @@ def _held(tree: Any) -> Any:
 
 @contextmanager
 def pretended_device() -> Iterator[PretendedDevice]:
-    """Context with the pretended device; there `torch.device("meta")` is it."""
+    """Context with the pretended device, which is `torch.device("meta")` there."""
     with PretendedDevice() as mode:
         yield mode
 
 
 def waits_of(mode: PretendedDevice, call: Callable[[], Any]) -> int:
-    """Returns how often a call waited for the device."""
+    """Returns the number of waits for the device in a call."""
     before = len(mode.waits)
     call()
     return len(mode.waits) - before

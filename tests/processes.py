@@ -1,4 +1,4 @@
-"""A whole server, or a training run, started, killed and started again as its users do it."""
+"""A server or a training run as processes that tests start, kill and start again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PUBLIC = "Qwen/Qwen3-0.6B"
 
 
 class Server:
-    """`palestra serve` with its data in `data`, at the same address whenever it is started."""
+    """`palestra serve` with its data in `data`, always started at the same address."""
 
     def __init__(self, data: Path, *options: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -29,7 +29,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Returns once it listens; its worker may take a few seconds more."""
+        """Starts the process; returns once it listens. Its worker may take a few seconds more."""
         self.process = start_palestra(*self.words, with_stderr=False)
         line = self.process.stdout.readline()
         assert re.search(r"TINKER_BASE_URL=(\S+)", line), line + self.process.stdout.read()
@@ -40,7 +40,7 @@ class Server:
         return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
 
     def kill(self, what: str = "all", when: Callable[[], None] = lambda: None) -> None:
-        """SIGKILL of the "front" end, its "worker", or both at a time ("all"), as soon as `when` returns."""
+        """Kills (SIGKILL) the "front" end, its "worker" or both at the same time ("all") as soon as `when` returns."""
         workers = self.workers()
         when()
         if what != "worker":
@@ -51,7 +51,7 @@ class Server:
             self.process.communicate()
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Ends it by SIGTERM; returns the exit code."""
         self.process.terminate()
         self.process.communicate(timeout=90)
         return self.process.returncode
@@ -59,7 +59,7 @@ class Server:
 
 @contextmanager
 def serving(data: Path, *options: str) -> Iterator[str]:
-    """The address of a server that is stopped in the end."""
+    """The address of a server that is stopped at the end."""
     server = Server(data, *options)
     try:
         yield server.url
@@ -69,7 +69,7 @@ def serving(data: Path, *options: str) -> Iterator[str]:
 
 @contextmanager
 def playing(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`palestra play --browser`: the process and the address of its page, for as long as the block lasts."""
+    """`palestra play --browser`: the process and the address of its page while the block runs."""
     process = start_palestra("play", *arguments, "--browser", "--port", "0", with_stderr=False)
     try:
         assert process.stdout is not None
@@ -83,14 +83,14 @@ def playing(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def start(folder: Path, *arguments: object, forked: bool = True) -> Any:
-    """`palestra train ARGUMENTS` as a process of its own, started from nothing unless `forked`."""
-    tests = Path(__file__).parent  # and the tree that they are of, whatever is installed
+    """`palestra train ARGUMENTS` as a process, started from nothing unless `forked`."""
+    tests = Path(__file__).parent  # imports this source tree, whatever is installed
     environment = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "OMP_NUM_THREADS": "1"}
     return start_palestra("train", *arguments, cwd=folder, env=environment, forked=forked)
 
 
 def finish(process: Any) -> str:
-    """What it printed, once it has ended well."""
+    """Waits for exit code 0; returns the output."""
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     return out

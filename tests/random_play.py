@@ -1,4 +1,4 @@
-"""Random play of vector envs that `check_vector_env` would refuse because they do not repeat exactly."""
+"""Random play of vector envs that `check_vector_env` refuses because they do not repeat exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on ranks for tests: what each of them does, and how they are started as processes of their own."""
+"""Training on several ranks: the work of each rank, and starting ranks as processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from palestra.types import Sample
 ADAM = AdamConfig(lr=1e-3, max_grad_norm=0.5)
 
 
-def together(count: int, work: str, *arguments: object, timeout: float = 240) -> str:
-    """What `count` processes print that each call the function `work` of this file; they end well."""
+def run_ranks(count: int, work: str, *arguments: object, timeout: float = 240) -> str:
+    """The output of `count` processes that each call the function `work` of this file; all must exit with code 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     everyone = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
@@ -49,7 +49,7 @@ def together(count: int, work: str, *arguments: object, timeout: float = 240) ->
 
 
 def batch(seed: int, groups: int = 5) -> list[Sample]:
-    """Answers of 1 to 8 tokens to a few prompts: some in groups that stay together, some alone."""
+    """Answers of 1 to 8 tokens to a few prompts: some in groups that stay together, some single."""
     rng, samples = np.random.default_rng(seed), []
     for group in range(groups):
         prompt = rng.integers(5, 250, int(rng.integers(3, 20))).astype(np.int32)
@@ -91,7 +91,7 @@ def trainer(
 
 
 def train(learner: Trainer, steps: range, groups: int = 5) -> list[dict[str, float]]:
-    """The figures of each of `steps`: a batch in several micro-batches, and a step of the optimizer."""
+    """The metrics of each of `steps`: a batch in several micro-batches, and an optimizer step."""
     figures = []
     for step in steps:
         samples = batch(step, groups)
@@ -102,7 +102,7 @@ def train(learner: Trainer, steps: range, groups: int = 5) -> list[dict[str, flo
 
 
 def state(learner: Trainer, figures: list[dict[str, float]]) -> dict[str, np.ndarray]:
-    """What was learned: the weights, what they say of other samples, and the figures of the way there."""
+    """The result of training: the weights, their outputs for other samples, and the metrics of all steps."""
     weights = {f"weight {i}": full_tensor(local_shard(p), p).detach().numpy() for i, p in enumerate(learner.parameters)}
     logps, values = learner.logprobs(batch(99)), learner.values(batch(99))
     metrics = {f"{name} {i}": np.array(value) for i, line in enumerate(figures) for name, value in line.items()}
@@ -110,17 +110,17 @@ def state(learner: Trainer, figures: list[dict[str, float]]) -> dict[str, np.nda
 
 
 def kept_bytes(learner: Trainer) -> int:
-    """Bytes of all weights (the base's too) and of the optimizer's state that this rank keeps."""
+    """Bytes of all weights (the base's too) and of the optimizer's state on this rank."""
     weights = {id(p): p for p in [*learner.engine.model.parameters(), *learner.parameters]}.values()
     slots = [t for one in learner.optimizer.state.values() for t in one.values()]
     return sum(t.numel() * t.element_size() for t in [*(local_shard(w) for w in weights), *slots])
 
 
-# ---- what ranks do
+# ---- work of a rank
 
 
 def steps(out: str, count: str, groups: str, *cases: str) -> None:
-    """Trains each case (`kind,mode,checkpointing,tied`) and leaves what came of it in OUT/CASE.npz."""
+    """Trains each case (`kind,mode,checkpointing,tied`) and writes the result to OUT/CASE.npz."""
     ranks = join_process_group()
     for case in cases:
         kind, mode, checkpointing, tied = case.split(",")
@@ -131,7 +131,7 @@ def steps(out: str, count: str, groups: str, *cases: str) -> None:
 
 
 def chunked(*arguments: str) -> None:
-    """As `steps`, with logits of at most four rows at a time."""
+    """Like `steps`, with logits of at most four rows at a time."""
     logits.MAX_LOGITS = 4 * 271
     whole = LMHead.logits
 
@@ -144,16 +144,16 @@ def chunked(*arguments: str) -> None:
 
 
 def half(out: str, *cases: str) -> None:
-    """As `steps`, in half precision: each case is `kind,mode,precision`."""
+    """Like `steps`, in half precision: each case is `kind,mode,precision`."""
     ranks = join_process_group()
     for case in cases:
         kind, mode, precision = case.split(",")
         learner = trainer(kind, mode, ranks, precision=precision)
         if learner.loss_scale:
-            learner.loss_scale.value = 2.0**10  # the first one does not fit, on this model
+            learner.loss_scale.value = 2.0**10  # the first one overflows on this model
         found = state(learner, train(learner, range(3)))
         assert {leaf.dtype for leaf in learner.local_parameters} == {torch.float32}
-        if learner.loss_scale:  # one rank's gradients do not fit: all leave the step out
+        if learner.loss_scale:  # one rank's gradients overflow: all ranks skip the step
             before = [local_shard(p).detach().clone() for p in learner.parameters]
             learner.loss_scale.value = 2.0**40 if ranks.rank == ranks.world_size - 1 else 1.0
             learner.forward_backward(batch(5), actor_critic_loss)
@@ -186,7 +186,7 @@ def go_on(folder: str, out: str, *cases: str) -> None:
 
 
 def memory(*kinds: str) -> None:
-    """Prints the most bytes that a rank keeps of each kind, sharded."""
+    """Prints the largest number of bytes that a rank holds for each kind, sharded."""
     ranks = join_process_group()
     for kind in kinds:
         learner = trainer(kind, "fsdp", ranks)

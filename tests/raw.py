@@ -1,4 +1,4 @@
-"""Raw requests to servers on this machine, as browsers and attackers send them."""
+"""Raw HTTP requests to servers on this machine, as browsers and attackers send them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 
 class Reply:
-    """A status and a body; status 0 where the server hung up without a word."""
+    """A status and a body; status 0 if the server hung up without a response."""
 
     def __init__(self, data: bytes) -> None:
         head, _, self.body = data.partition(b"\r\n\r\n")
@@ -31,7 +31,7 @@ def connected(url: str, timeout: float = 20.0) -> socket.socket:
 
 
 def ask(url: str, method: str, path: str, body: bytes = b"", **headers: str) -> Reply:
-    """The reply to one request; `Content_Length` and others are sent in the place of those that fit."""
+    """The reply to one request; headers such as `Content_Length` replace the correct ones."""
     with connected(url) as wire:
         wire.sendall(head(url, method, path, body, **headers) + body)
         return answer(wire)
@@ -45,7 +45,7 @@ def head(url: str, method: str, path: str, body: bytes = b"", **headers: str) ->
 
 
 def answer(wire: socket.socket) -> Reply:
-    """What arrives until the server hangs up, or has said all it announced."""
+    """The bytes received until the server hangs up, or has sent all that its headers announced."""
     data = b""
     with contextlib.suppress(ConnectionError):
         while not Reply(data).whole and (piece := wire.recv(2**16)):
@@ -54,7 +54,7 @@ def answer(wire: socket.socket) -> Reply:
 
 
 def endless(url: str, path: str, megabytes: int, **headers: str) -> tuple[Reply, int]:
-    """The reply to a chunked body of so many MiB, and how many of them were sent before the server hung up."""
+    """The reply to a chunked body of `megabytes` MiB, and how many MiB were sent before the server hung up."""
     piece = b"100000\r\n" + b"1" * 2**20 + b"\r\n"
     with connected(url) as wire:
         wire.sendall(head(url, "POST", path, Content_Length="", Transfer_Encoding="chunked", **headers))
@@ -75,7 +75,7 @@ def resident(pid: int, *, peak: bool = False) -> int:
 
 @contextlib.contextmanager
 def many(url: str, count: int, first: bytes = b"") -> Iterator[list[socket.socket]]:
-    """Open connections, on each of which `first` was sent."""
+    """`count` open connections, on each of which `first` was sent."""
     with contextlib.ExitStack() as stack:
         wires = [stack.enter_context(connected(url)) for _ in range(count)]
         for wire in wires:

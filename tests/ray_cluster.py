@@ -1,4 +1,4 @@
-"""Ray clusters whose nodes are all on this machine, each a set of processes of its own."""
+"""Ray clusters whose nodes are all on this machine, each a group of processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ray.cluster_utils import Cluster
 
 @contextmanager
 def worker_environment() -> Iterator[None]:
-    """Sets the environment of clusters that are started in this context."""
+    """Sets the environment for clusters that are started in this context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # so that actors find toy_tasks
-        patch.setenv("RAY_worker_niceness", "0")  # beside other work on the machine, Ray's 15 would starve them
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # so that actors import toy_tasks
+        patch.setenv("RAY_worker_niceness", "0")  # on a busy machine Ray's default of 15 would be too short
         yield
 
 
@@ -32,6 +32,6 @@ def cluster(*nodes: dict[str, Any]) -> Iterator[Cluster]:
             found.wait_for_nodes(90)
             ray.init(found.address, log_to_driver=False, logging_level="ERROR")
             yield found
-        finally:  # of a test that failed too: the next one must not meet its cluster
+        finally:  # also after a failed test, so that the next one starts its own cluster
             ray.shutdown()
             found.shutdown()

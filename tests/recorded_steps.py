@@ -1,6 +1,6 @@
-"""Samplers that record their decoding steps, and what they are asked for.
+"""Samplers that record their decoding steps, and requests for them.
 
-On a CPU nothing is recorded: a step is computed again where a GPU would replay it, on the same tensors.
+On a CPU nothing is recorded: instead of a replay, a step is computed again on the same tensors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SHAPE = TINY_SHAPE | {"initializer_range": 0.2}
 
 
 def compute_again(compute):
-    """Records nothing: repeats the computation, into the same result."""
+    """Stands for a recorded graph: repeats the computation, writing to the same tensors."""
     result = compute().clone()
     return lambda: result.copy_(compute()), result
 
 
 def recording(engine, record=compute_again, **options):
-    """A sampler that records its steps, and their records."""
+    """A sampler that records its decoding steps, and its recorder."""
     sampler = Sampler(engine, **options)
     graphs = DecodeGraphs(engine, record)
     limits = {"keep_tokens": 65536, "prefill_tokens": 8192}

@@ -1,4 +1,4 @@
-"""Learners that remember, and moments made by hand for them to learn from."""
+"""Off-policy learners, and transitions made by hand for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from palestra.nets.layers import Net
 from palestra.nets.replay import TransitionBatch
 
 SMALL = NetPolicyConfig(hidden=[16], activation="relu")
-UP = 100.0  # keeps what a hidden unit passes on above zero
+UP = 100.0  # keeps the inputs of hidden units above zero
 
 
 def made(
@@ -23,7 +23,7 @@ def made(
     policy: NetPolicyConfig = SMALL,
     seats: dict[str, list[int]] | None = None,
 ) -> Any:
-    """A learner; one policy "p" at all seats unless `seats` says otherwise."""
+    """A learner with one policy "p" at all seats, unless `seats` assigns others."""
     seats = seats or {"p": list(range(len(env.seats)))}
     learner = config.build_learner(
         env, seats, dict.fromkeys(seats, policy), {name: i + 1 for i, name in enumerate(seats)}
@@ -37,7 +37,7 @@ def noise(seed: int = 0) -> torch.Generator:
 
 
 def moments(env: VectorEnv, rows: int, **changes: torch.Tensor) -> TransitionBatch:
-    """Moments of the env's shapes in which all seats act, zeros but for `changes`."""
+    """Transitions in which all seats act; all arrays are zero except `changes`."""
     N, space = len(env.seats), env.action_spaces[0]
     zeros, discrete = torch.zeros(rows, N), isinstance(space, Discrete)
     fields: dict[str, Any] = {
@@ -56,15 +56,15 @@ def moments(env: VectorEnv, rows: int, **changes: torch.Tensor) -> TransitionBat
 
 
 def constant(net: Net, outputs: Sequence[Sequence[float]]) -> None:
-    """Makes every member of a stack put out `outputs [P, O]`, whatever it sees."""
+    """Makes every member of a stack return `outputs [P, O]` for any observation."""
     linear(net, [{}] * len(outputs))
     with torch.no_grad():
         net.head.bias.copy_(torch.tensor(outputs)[:, None])
 
 
 def linear(net: Net, slopes: Sequence[dict[int, float]]) -> None:
-    """Makes member p of a stack of SMALL networks put out the sum of `slopes[p][column]` times that column of what it
-    sees, which must be above -UP."""
+    """Makes member p of a stack of SMALL networks return the sum of `slopes[p][column]` times that column of its input,
+    which must be above -UP."""
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.zero_()

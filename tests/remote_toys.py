@@ -1,4 +1,4 @@
-"""Envs that servers play in tests, as "remote_toys:Waits"."""
+"""Envs that env servers play in tests, such as "remote_toys:Waits"."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Count(Env):
 
 
 class Waits(Count):
-    """Blocks for as many seconds as an action says."""
+    """Blocks for the number of seconds given by the action."""
 
     blocking = True
 
@@ -69,14 +69,14 @@ class Secret(Whisper):
 
 
 class Fickle(Count):
-    """Says something else in every process."""
+    """Its observations differ between processes."""
 
     def reset(self, seed: int) -> Step:
         return super().reset(seed + os.getpid())
 
 
 class Deadly(Count):
-    """Ends its process at the word "die"."""
+    """Ends its process at the action "die"."""
 
     def step(self, actions: dict[str, str]) -> Step:
         if "die" in actions.values():
@@ -85,7 +85,7 @@ class Deadly(Count):
 
 
 class Hangs(Count):
-    """Never comes back from the word "hang", and lets nothing else of its process run."""
+    """At the action "hang" it blocks its whole process forever."""
 
     def step(self, actions: dict[str, str]) -> Step:
         if "hang" in actions.values():
@@ -94,7 +94,8 @@ class Hangs(Count):
 
 
 class Sick(Count):
-    """Fails at the word "fail", says what cannot travel at "odd", and cannot be forked once it has heard "whole"."""
+    """Fails at the action "fail", returns a value that cannot be serialised at "odd", and cannot be forked after
+    "whole"."""
 
     def step(self, actions: dict[str, str]) -> Step:
         (text,) = actions.values()

@@ -1,4 +1,4 @@
-"""Samplers in processes of their own, as users start them."""
+"""Samplers in their own processes, as users start them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READY = "sampling at "
 
 @contextmanager
 def serving(*options: str, key: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Address and process of `palestra serve-sampler`, which SIGTERM ends well."""
+    """Address and process of `palestra serve-sampler`, which must exit with code 0 on SIGTERM."""
     environment = os.environ | {"PALESTRA_SAMPLER_KEY": key}
     process = start_palestra("serve-sampler", "--port", "0", *options, env=environment, with_stderr=False)
     try:
@@ -32,7 +32,7 @@ def serving(*options: str, key: str = "") -> Iterator[tuple[str, subprocess.Pope
 
 @contextmanager
 def official(base: str) -> Iterator[str]:
-    """The address of `vllm serve`, started as docs/scaling/samplers.md says."""
+    """The address of `vllm serve`, started as in docs/scaling/samplers.md."""
     port = "8791"
     environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
     options = ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "4", "--max-cpu-loras", "16"]

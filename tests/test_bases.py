@@ -1,4 +1,4 @@
-"""The bundled base models load with `transformers` alone, and say in few tokens what their tasks say."""
+"""The bundled base models load with `transformers` alone, and need few tokens for the texts of their tasks."""
 
 import asyncio
 import random
@@ -75,7 +75,7 @@ def test_shipped_model_answers_in_game_words(tokenizer):
 
 TASKS = TINY.parent / "tasks"
 COMPACT = {"rendering": "compact", "split": "dev"}
-SPOKEN = {  # what an expert says, in tokens at the most, and the longest that it is asked
+SPOKEN = {  # the largest number of tokens of an expert's answer, and of a prompt
     "math": ({"kinds": ["arithmetic"], "difficulty": 2}, 12, 40),
     "code": ({"source": "drills"}, 40, 40),
     "debate": ({"source": "drills", "rounds": 1}, 24, 60),
@@ -101,7 +101,7 @@ def test_task_prompts_are_short(words, name):
 
 
 def test_tool_calls_render_and_parse_alike(words):
-    """A conversation with calls in it is what the model has read, and the template writes it alike."""
+    """The template writes a conversation with calls in the form that the model was trained on."""
     said_by_hand = '<tool_call>{"name": "search", "arguments": {"query": "arle"}}</tool_call>'
     chat = [
         {"role": "user", "content": "arle people"},

@@ -1,4 +1,4 @@
-"""The comparison of language algorithms as a user runs it: several runs at once, one that fails, a second start."""
+"""The comparison of language algorithms as a user runs it: parallel runs, a failed run, and a second start."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def run_bench(folder, *options):
 
 
 @pytest.mark.slow
-def test_runs_at_once_with_a_teacher_a_reward_model_and_a_second_start_that_runs_nothing(tmp_path):
+def test_parallel_runs_with_teacher_and_reward_model_and_a_second_start(tmp_path):
     options = ["--quick", "--tasks", "duel", "--methods", *METHODS, "--processes", "2"]
     first = run_bench(tmp_path, *options)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -47,7 +47,7 @@ def test_runs_at_once_with_a_teacher_a_reward_model_and_a_second_start_that_runs
     assert (tmp_path / "runs/algorithms/quick.png").stat().st_size > 10_000
 
 
-def test_runs_wait_for_their_teacher_and_their_rate_and_one_seed_comes_after_the_other(tmp_path, monkeypatch):
+def test_schedule_orders_teachers_rates_and_seeds(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "bench")
     jobs, methods = import_module("algorithms_parts.jobs"), import_module("algorithms_parts.methods")
     Job, Place = jobs.Job, jobs.Place
@@ -60,7 +60,7 @@ def test_runs_wait_for_their_teacher_and_their_rate_and_one_seed_comes_after_the
     assert schedule.open_jobs() == ([*first, *grpo], True)  # distillation has neither a teacher nor a rate
 
     schedule.have[first[1]] = {"dev": 0.2}
-    assert schedule.open_jobs() == ([*first, *grpo], True)  # another machine measured it: its weights are not here
+    assert schedule.open_jobs() == ([*first, *grpo], True)  # measured on another machine: its weights are not here
     folder = schedule.place.folder(first[1])
     with Run.create(folder.parent, "seed: 100\n", folder.name) as run:
         run.checkpoint(15, lambda checkpoint: (checkpoint / "weights").write_bytes(b"1"), {})
@@ -70,7 +70,7 @@ def test_runs_wait_for_their_teacher_and_their_rate_and_one_seed_comes_after_the
     distilled = [Job("duel", "distillation", duel.rates[1], seed) for seed in (0, 1)]
     assert schedule.open_jobs() == ([first[0], grpo[0], distilled[0], grpo[1], distilled[1]], False)
 
-    del schedule.have[first[1]]  # the teacher's run fails: nothing waits for it any longer
+    del schedule.have[first[1]]  # the teacher's run fails: no run waits for it any longer
     schedule.failed[first[1]] = "out of memory"
     assert schedule.open_jobs() == ([first[0], *grpo], False)
 
@@ -89,7 +89,7 @@ def test_methods_are_valid_configs_and_one_policy_plays_all_seats(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_reported_and_does_not_stop_the_others(tmp_path):
+def test_failed_run_is_reported_and_does_not_stop_the_others(tmp_path):
     (tmp_path / "runs/algorithms/quick/duel-grpo-0.002-0").mkdir(parents=True)  # a run without its config
     done = run_bench(tmp_path, "--quick", "--tasks", "duel", "--methods", "GRPO", "SFT, own wins")
     assert done.returncode == 1, done.stderr

@@ -43,7 +43,7 @@ def load_script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its data classes look themselves up there
+    sys.modules[name] = module  # its dataclasses look the module up there
     spec.loader.exec_module(module)
     return module
 
@@ -66,7 +66,7 @@ ALGORITHM = GRPO(group_size=8, scale="none", entropy_coef=grpo.ENTROPY_COEF, cli
 
 @pytest.fixture
 def learners() -> dict[str, LanguageLearner]:
-    """The library's learners, with the weights of the script's trainers: two adapters on one base."""
+    """The library's learners with the weights of the script's trainers: two adapters on one base."""
     config = LoraPolicyConfig(
         rank=grpo.LORA.rank,
         lr=grpo.LEARNING_RATE,
@@ -90,7 +90,7 @@ def play(policies: dict[str, Policy], instances: Sequence[int]) -> list[Episode]
 
 
 def as_groups(episodes: Sequence[Episode]) -> list[Any]:
-    """The siblings of the library's trees, as the script notes them."""
+    """The siblings of the library's trees, in the script's form."""
     groups = []
     for episode in episodes:
         for parent in dict.fromkeys(node.parent for node in episode.nodes):
@@ -113,7 +113,7 @@ def trainers_like(learners: dict[str, LanguageLearner]) -> dict[str, Any]:
 
 
 def shift(parameters: Sequence[torch.Tensor], scale: float) -> None:
-    """Moves weights away from those that sampled: ratios differ from 1, and some are clipped."""
+    """Moves weights away from those of the sampler: ratios differ from 1, and some are clipped."""
     generator = torch.Generator().manual_seed(3)
     for parameter in parameters:
         parameter.data.add_(scale * torch.randn(parameter.shape, generator=generator))
@@ -124,7 +124,7 @@ def joined(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class SeededPolicy:
-    """Answers like another policy, with seeds drawn one after the other."""
+    """Answers like another policy, with seeds from a list."""
 
     def __init__(self, policy: Policy, seeds: random.Random) -> None:
         self.name, self.policy, self.seeds = policy.name, policy, seeds
@@ -149,7 +149,7 @@ def test_grpo_by_hand_builds_the_trees_of_the_library(learners: dict[str, Langua
 
 
 @pytest.mark.parametrize("seat", grpo.SEATS)
-def test_grpo_by_hand_has_the_gradients_of_the_library(learners: dict[str, LanguageLearner], seat: str) -> None:
+def test_grpo_by_hand_has_the_librarys_gradients(learners: dict[str, LanguageLearner], seat: str) -> None:
     episodes = play({name: learner.policy() for name, learner in learners.items()}, range(3))
     learner = learners[seat]
     shift(learner.weights.trainer.parameters, 0.05)
@@ -186,7 +186,8 @@ def test_grpo_by_hand_makes_the_updates_of_the_library(
     assert entropy == pytest.approx(wanted["entropy"], rel=1e-4)
     ours, theirs = (joined(t.parameters) - before for t in (trainer, learner.weights.trainer))
     assert theirs.norm() > 0
-    assert (ours - theirs).norm() < 1e-3 * theirs.norm()  # Adam divides by small gradients, so not number by number
+    # Adam divides by small gradients, so entries are not compared one by one
+    assert (ours - theirs).norm() < 1e-3 * theirs.norm()
 
 
 def test_grpo_by_hand_runs_as_a_program() -> None:
@@ -227,13 +228,13 @@ def pairs(parameters: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
 
 
 def flat_gradient(net: torch.nn.Sequential) -> torch.Tensor:
-    """The script's gradient in the order of the library's flat array."""
+    """The script's gradient, in the order of the library's flat array."""
     gradients = [parameter.grad for parameter in net.parameters()]
     return torch.cat([(gradient.T if gradient.ndim == 2 else gradient).flatten() for gradient in gradients])
 
 
 def as_rollout(batch: RolloutBatch) -> Any:
-    """The library's rollout, as the script notes it."""
+    """The library's rollout, in the script's form."""
     next_obs = batch.obs[1:].copy()
     next_obs[batch.end_index] = batch.final_obs
     tensor = torch.from_numpy
@@ -248,8 +249,8 @@ def as_rollout(batch: RolloutBatch) -> Any:
     )
 
 
-def test_ppo_by_hand_has_the_advantages_losses_and_gradients_of_the_library() -> None:
-    env = SimpleSpread(8, max_cycles=7)  # games end within the rollout, and at its end they go on
+def test_ppo_by_hand_has_the_librarys_advantages_losses_and_gradients() -> None:
+    env = SimpleSpread(8, max_cycles=7)  # games end within the rollout, and others continue at its end
     learner = spread_learner(env)
     batch = VectorRollout(env, np.arange(8)).collect(learner.rollout_policies(0.0), 17, seed=2)
     (stack,), (critic,) = learner.stacks, learner.critics
@@ -276,7 +277,8 @@ def test_ppo_by_hand_has_the_advantages_losses_and_gradients_of_the_library() ->
     assert value_loss.item() == pytest.approx(metrics["value_loss"], rel=1e-5)
     assert entropy.item() == pytest.approx(metrics["entropy"], rel=1e-5)
     for net, optimizer in ((agent.actor, stack.optimizer), (agent.critic, critic.optimizer)):
-        wanted = optimizer.exp_avg[0] / 0.1  # after one step, of a gradient that is not clipped: its norm may be large
+        # after one step, with a gradient that is not clipped: its norm may be large
+        wanted = optimizer.exp_avg[0] / 0.1
         assert wanted.abs().max() > 0
         torch.testing.assert_close(flat_gradient(net), wanted, rtol=1e-4, atol=1e-6)
 

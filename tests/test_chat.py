@@ -1,4 +1,4 @@
-"""Conversations and tool calls: what a model says is read, and what comes back from a program is known again."""
+"""Conversations and tool calls: answers are parsed, and messages of a program are recognised."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_text_that_is_not_a_tool_call_stays_text(text):
 
 
 def test_tool_call_without_closing_tag_is_parsed():
-    """Where sampling stops at the closing tag, the tag is cut off."""
+    """If sampling stops at the closing tag, the tag is missing."""
     assert tool_calls_of(parse_assistant_message(ADD.removesuffix("</tool_call>"))) == [
         ToolCall("add", {"a": 2, "b": 3})
     ]

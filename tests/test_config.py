@@ -1,4 +1,4 @@
-"""Configs: reading, overriding, and the error messages for wrong keys."""
+"""Configs: parsing, overrides, and error messages for wrong keys."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_json_schema_has_the_descriptions() -> None:
 
 
 def test_importing_config_models_reads_no_source() -> None:
-    """`linecache` keeps every file whose source was read."""
+    """`linecache` contains every file whose source was read."""
     code = (
         "import linecache, palestra.launch.config_reference\n"
         "from palestra.algorithms.text.grpo import GRPO\n"

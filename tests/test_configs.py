@@ -1,4 +1,4 @@
-"""The configs that ship: each builds, the demo's team learns, and nothing it learns from is what it is tested on."""
+"""Shipped configs: each builds, the demo's team learns, and training data and evaluation are disjoint."""
 
 import shlex
 from pathlib import Path
@@ -33,8 +33,8 @@ CONFIGS = sorted(
     {*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples").glob("*.yaml")}
     - {*GAMES, *POPULATIONS, *GRIDS, *SEARCHES}
 )
-ABSENT = {"jaxmarl"}  # envs of packages that have a venv of their own: `make test-envs`
-SHORT = {  # of a plan, as little as shows all of it
+ABSENT = {"jaxmarl"}  # envs of packages with their own venv: `make test-envs`
+SHORT = {  # the smallest settings that exercise every part of a plan
     "psro": {"iterations": 2, "env_steps": 1, "slices": 1, "games_per_cell": 8, "adaptive_games": 0},
     "xdo": {"iterations": 2, "env_steps": 1, "cfr_iterations": 10, "stop_nash_conv": 0.0},
     "self_play": {"slices": 2, "env_steps": 1, "games_per_cell": 8},
@@ -44,7 +44,7 @@ SHORT = {  # of a plan, as little as shows all of it
 
 
 def success(folder, settings=()):
-    """(before, after) on the config's test layouts."""
+    """Success on the config's test layouts (before, after)."""
     config = validate(TextConfig, override(load(ROOT / "configs/demo.yaml"), settings))
     with Run.create(folder, dump(config), "demo") as run:
         assert run_training(build(config), run)
@@ -79,8 +79,9 @@ def playable(path):
     return pytest.param(path, marks=pytest.mark.peers if absent else ())
 
 
-def shown(path, folder, monkeypatch):
-    """Settings for a config that learns from episodes, recorded by the commands that its first lines name."""
+def demonstration_settings(path, folder, monkeypatch):
+    """Settings for a config that learns from episodes, which are recorded by the commands in the config's first
+    lines."""
     keys = {"demonstrations", "data"} & load(path)["algorithm"].keys()
     if not keys:
         return []
@@ -96,9 +97,9 @@ def shown(path, folder, monkeypatch):
 
 @pytest.mark.parametrize("path", list(map(playable, GAMES)), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_vector_config_trains(path, tmp_path, monkeypatch):
-    """Two sweeps with their updates, and the evaluations before and after."""
+    """Two rollouts with their updates, and the evaluations before and after."""
     config = validate(VectorConfig, load(path))
-    settings = shown(path, tmp_path, monkeypatch)
+    settings = demonstration_settings(path, tmp_path, monkeypatch)
     sweep = config.algorithm.rollout_length * config.env["num_envs"]
     settings += [f"env_steps={2 * sweep}", *(f"evals.{name}.episodes=4" for name in config.evals)]
     settings += ["algorithm.learning_starts=1"] if hasattr(config.algorithm, "learning_starts") else []
@@ -114,7 +115,7 @@ def test_every_vector_config_trains(path, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", POPULATIONS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_population_config_trains(path, tmp_path):
-    """Its plan in short; of language agents only that it builds, for they take long to be taught."""
+    """A short run of its plan; configs of language agents are only built, since their training takes long."""
     tree = load(path)
     config = validate_population(tree)
     assert validate_population(parse(dump(config))) == config
@@ -130,7 +131,7 @@ def test_every_population_config_trains(path, tmp_path):
 
 @pytest.mark.slow
 def test_demo_team_learns_in_a_few_steps(tmp_path):
-    """A fifth of the demo: 16 of its steps, fewer episodes."""
+    """A fifth of the demo: 16 steps, with fewer episodes."""
     settings = ["steps=16", "episodes=24", "evals.dev.episodes=1", "evals.dev.every=0", "evals.test.episodes=150"]
     before, after = success(tmp_path, settings)
     assert before <= 0.30 and after >= before + 0.25, (before, after)

@@ -1,7 +1,7 @@
-"""A run whose files were damaged goes on to the very end that it would have had, or says in one line why it does not.
+"""A run with damaged files resumes to the end of the undamaged run, or is refused with a reason in one line.
 
-Each case damages a copy of one stopped run and resumes it. Those of SAME must end byte for byte as the run that nobody
-touched; those of REFUSED must raise one ValueError of one line, and change nothing outside of the run.
+Each case damages a copy of one stopped run and resumes it. Those of SAME must end byte for byte like the undamaged run;
+those of REFUSED must raise one ValueError of one line, and change nothing outside the run.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ LEARNER = "training-0/learner.safetensors"
 class Case(NamedTuple):
     name: str
     damage: Damage
-    refusal: str = ""  # the start of a line that tells why, or "" where the run must end as if untouched
+    refusal: str = ""  # the start of the error line, or "" if the run must end like the undamaged one
 
 
 class StopAfter(Callback):
-    """Asks for a stop after some steps."""
+    """Requests a stop after some steps."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
@@ -79,7 +79,7 @@ class StopAfter(Callback):
 
 
 def train(run: Run, stop_after: int = 1000) -> None:
-    """From where the run stands."""
+    """Trains from the run's current state."""
     setup = build_vector_run(validate(VectorConfig, parse(run.config)))
     watcher = StopAfter(stop_after)
     restore_checkpoint(setup, run)
@@ -92,8 +92,8 @@ def new_run(root: Path, steps: int, **changes: object) -> Path:
     return run.path
 
 
-def go_on(path: Path) -> None:
-    """As `palestra train --resume` does, without its pictures."""
+def resume(path: Path) -> None:
+    """As `palestra train --resume` does, without plots."""
     with explain_disk_errors(path):
         check_config(path)
         with Run.open(path) as run:
@@ -108,14 +108,14 @@ class Stopped(NamedTuple):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    """A run that stopped after 6 of its 8 steps, what it should come to, and a run of another seed."""
+    """A run that stopped after 6 of its 8 steps, the result of the uninterrupted run, and a run of another seed."""
     root = tmp_path_factory.mktemp("stopped")
     whole = new_run(root / "whole", 1000)
     return Stopped(new_run(root / "stopped", 6), contents(whole), new_run(root / "foreign", 6, seed=1))
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """What the seed decides of a run that is over."""
+    """The files of a finished run that are determined by the seed."""
     files = [run / "metrics.jsonl", run / "evals.jsonl", *(run / "checkpoints/step-000007").rglob("*")]
     return {str(file.relative_to(run)): file.read_bytes() for file in files if file.is_file()}
 
@@ -263,13 +263,13 @@ NOT_ROOT = [
 
 
 def unnamed(run: Path) -> None:
-    """The process died between a checkpoint's line and its rename."""
+    """The process died between writing a checkpoint's line and its rename."""
     (run / NEW).rename((run / NEW).with_name(".tmp-step-000005"))
 
 
 @pytest.fixture
 def copied(stopped: Stopped, tmp_path: Path) -> Iterator[Path]:
-    """A copy of the stopped run, with a precious file and a run of another seed beside it, neither of which changes."""
+    """A copy of the stopped run, beside a file and a run of another seed, which must not change."""
     run = tmp_path / "tiny"
     shutil.copytree(stopped.run, run)
     shutil.copytree(stopped.foreign, tmp_path / "foreign")
@@ -291,7 +291,7 @@ def outside(run: Path) -> dict[str, bytes]:
 def test_damaged_run_resumes_to_the_undamaged_result(stopped: Stopped, copied: Path, case: Case) -> None:
     case.damage(copied)
     before = outside(copied)
-    go_on(copied)
+    resume(copied)
     assert contents(copied) == stopped.whole
     assert outside(copied) == before
 
@@ -301,7 +301,7 @@ def test_damaged_run_is_refused_in_one_line(copied: Path, case: Case) -> None:
     case.damage(copied)
     before = outside(copied)
     with pytest.raises(ValueError, match=case.refusal) as refusal:
-        go_on(copied)
+        resume(copied)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 700
     assert outside(copied) == before
 
@@ -313,7 +313,7 @@ def test_permission_errors_are_explained(copied: Path, case: Case) -> None:
 
 
 def resume_by_command(run: Path) -> tuple[int, str]:
-    """The exit code of `palestra train --resume`, and all that it printed."""
+    """The exit code of `palestra train --resume`, and its output."""
     done = CliRunner().invoke(app, ["train", "--resume", str(run)])
     assert "Traceback" not in done.output and isinstance(done.exception, SystemExit | None)
     return done.exit_code, done.output
@@ -339,7 +339,7 @@ def test_resume_command_refuses_in_one_line(copied: Path) -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Within, no file may grow beyond `size` bytes, as under `ulimit -f`, or on a disk that is full."""
+    """Within the block no file may grow beyond `size` bytes, as with `ulimit -f` or on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -350,17 +350,17 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("size", [10, 600, 1600, 2300, 2580, 2900])
 def test_full_disk_is_explained_and_the_run_resumes(stopped: Stopped, copied: Path, size: int) -> None:
-    """At 10 bytes the lock cannot name its process; later a line of a log is torn, or a checkpoint half-written."""
+    """At 10 bytes the lock cannot record its process; later a line of a log is torn, or a checkpoint is incomplete."""
     with largest_file(size), pytest.raises(ValueError, match=r"File too large; raise the limit .*ulimit -f") as refusal:
-        go_on(copied)
+        resume(copied)
     assert "\n" not in str(refusal.value) and f"palestra train --resume {copied}" in str(refusal.value)
-    go_on(copied)
+    resume(copied)
     assert contents(copied) == stopped.whole
 
 
 @pytest.mark.parametrize("name", ["curves.png", ".tmp-curves.png"])
 def test_plots_are_not_written_through_symlinks(copied: Path, name: str) -> None:
-    """Drawing needs no lock on the run, and opens it for nothing else."""
+    """Plotting does not need the run's lock, and opens the run for nothing else."""
     link(name, f"{OUT}/precious")(copied)
     before = outside(copied)
     plot_run(copied)

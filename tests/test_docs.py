@@ -1,4 +1,4 @@
-"""The documents tell the truth: their examples run and their links lead somewhere.
+"""Documents: their examples run, and their links resolve.
 
 A fenced `bash` or `python` block runs when the line before it is an HTML comment:
 
@@ -7,8 +7,8 @@ A fenced `bash` or `python` block runs when the line before it is an HTML commen
 
     <!-- not run: why -->  nowhere, for instance since it needs a GPU
 
-A block of any language after `<!-- file: NAME -->` is what that file says: it is written for the blocks that run after
-it. The site shows the name above it (scripts/site_hooks.py).
+A block of any language after `<!-- file: NAME -->` is written to that file, for the blocks that run after it. The site
+shows the name above it (scripts/site_hooks.py).
 
 All runnable blocks of one document run in order, in one temporary folder that holds links to the repository's folders
 `configs`, `examples` and `scripts`, with the virtual environment first on the path; each must end with exit code 0.
@@ -130,15 +130,14 @@ def test_every_code_block_is_marked(document: Path) -> None:
 
 
 def unmarked_blocks(text: str) -> list[int]:
-    """The lines of `bash` and `python` blocks that neither run nor say why not."""
+    """The lines of `bash` and `python` blocks that neither run nor give a reason."""
     found = [match for match in OPENED.finditer(text) if not MARKED.fullmatch(match["before"].strip())]
     return [text[: match.end()].count("\n") + 1 for match in found]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identifier)
 def test_every_command_is_valid(document: Path) -> None:
-    """Those of blocks that do not run, too: the command, its options and their kinds; a config of ours takes its
-    changes."""
+    """Also in blocks that do not run: the command, its options and their types, and `--set` for shipped configs."""
     lines = [line for block in SHELL.findall(document.read_text(encoding="utf-8")) for line in _lines(block)]
     assert [message for line in lines if (message := refusal(line))] == []
 
@@ -151,7 +150,7 @@ def test_every_help_example_is_valid() -> None:
 
 
 def commands(group: Any) -> list[Any]:
-    """The commands of the program, and of its groups."""
+    """The commands of the program and of its groups."""
     own = list(group.commands.values())
     return own + [deeper for command in own if hasattr(command, "commands") for deeper in commands(command)]
 
@@ -177,7 +176,7 @@ def _leads_somewhere(document: Path, target: str) -> bool:
 
 
 def _anchors(text: str) -> set[str]:
-    """The anchors that hosts make of headings: lower case, words and hyphens only."""
+    """The anchors that hosts make from headings: lower case, words and hyphens only."""
     headings = HEADING.findall(FENCE.sub("", text))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 

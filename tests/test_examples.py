@@ -1,4 +1,4 @@
-"""The examples are run as they say themselves: configs are trained, programs run against a server."""
+"""The examples are run as their own comments state: configs are trained, programs run against a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def run(url: str, example: str, *options: str) -> tuple[str, str]:
-    """What an example prints, and says on its error stream."""
+    """The stdout and stderr of an example."""
     env = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
     command = [sys.executable, str(EXAMPLES / example), *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
@@ -78,7 +78,7 @@ def test_example_learns_beyond_noise(path: Path, tmp_path: Path) -> None:
 
 
 def interval(line: dict[str, Any]) -> tuple[float, float]:
-    """95 % of successes; in a game, which has none, of what the first player wins."""
+    """The 95 % interval of successes; in a game, which has none, of the first player's return."""
     if "success" in line:
         return wilson_interval(line["success"] * line["episodes"], line["episodes"])
     mean, half = line["returns"]["player_0"], line["returns_ci95"]["player_0"]

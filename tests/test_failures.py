@@ -1,5 +1,5 @@
-"""Runs that fail: exit code 1, one line that says why, the traceback of the first failure, and a run that goes on once
-its cause is mended."""
+"""Failing runs: exit code 1, one line with the reason, the traceback of the first failure, and a run that resumes once
+the cause is fixed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text_config(folder, base, **changes):
         "policies": {"guide": speech, "walker": speech},
         "algorithm": {"type": "grpo", "group_size": 3},
     }
-    return written(folder, tree | changes)
+    return write_config(folder, tree | changes)
 
 
 def game_config(folder, **changes):
@@ -41,17 +41,17 @@ def game_config(folder, **changes):
         "policies": {"all": {"type": "net", "hidden": [8]}},
         "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 4, "minibatches": 4},
     }
-    return written(folder, tree | changes)
+    return write_config(folder, tree | changes)
 
 
-def written(folder, tree):
+def write_config(folder, tree):
     path = folder / "failing.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
 
 
-def failed(*arguments):
-    """What a command that ends with exit code 1 says on stderr."""
+def fail_stderr(*arguments):
+    """The stderr of a command that ends with exit code 1."""
     done = invoke(*arguments)
     assert done.exit_code == 1, (done.exit_code, done.output, done.exception)
     assert isinstance(done.exception, SystemExit) and "error:" in done.stderr, done.output
@@ -62,7 +62,7 @@ def failed(*arguments):
 
 
 def test_run_with_only_failed_episodes_ends_with_the_traceback(base, tmp_path):
-    said = failed("train", text_config(tmp_path, base), "--root", tmp_path)
+    said = fail_stderr("train", text_config(tmp_path, base), "--root", tmp_path)
     text = plain(said)
     assert 'step 0: 4 of 4 episodes failed, the first (instance 0 of env "train") with KeyError:' in text
     assert "--resume" in text and "max_failed (now 0.5)" in text
@@ -76,7 +76,7 @@ def test_run_with_only_failed_episodes_ends_with_the_traceback(base, tmp_path):
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_max_failed_limits_failed_episodes(base, tmp_path, share):
-    """Of 16 episodes some 5 fail: with 0 that ends the run, with 1 it goes on."""
+    """About 5 of 16 episodes fail: with 0 that ends the run, with 1 it continues."""
     env = {"type": "toys_failing:Cracks", "share": 0.3}
     config = text_config(tmp_path, base, env=env, episodes=16, steps=1, max_failed=share)
     done = invoke("train", config, "--root", tmp_path)
@@ -86,7 +86,7 @@ def test_max_failed_limits_failed_episodes(base, tmp_path, share):
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
-    """The env breaks for good after two steps, at a step without a checkpoint; --resume goes on with the third."""
+    """The env fails for good after two steps, at a step without a checkpoint; --resume continues with the third."""
     mended = tmp_path / "mended"
     mended.touch()
     env = {"type": "toys_failing:Cracks", "mended": str(mended)}
@@ -95,7 +95,9 @@ def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
     assert invoke("train", config, "--root", tmp_path, "--name", "whole").exit_code == 0
     assert invoke("train", config, "--root", tmp_path, "--name", "cut", "--set", "steps=2").exit_code == 0
     mended.unlink()
-    assert "step 2: 4 of 4 episodes failed" in plain(failed("train", "--resume", tmp_path / "cut", "--set", "steps=4"))
+    assert "step 2: 4 of 4 episodes failed" in plain(
+        fail_stderr("train", "--resume", tmp_path / "cut", "--set", "steps=4")
+    )
     assert list_checkpoints(tmp_path / "cut")[-1].step == 1
     mended.touch()
     done = invoke("train", "--resume", tmp_path / "cut")
@@ -106,7 +108,7 @@ def test_resume_after_a_fixed_env_is_bit_identical(base, tmp_path, staleness):
 
 
 def test_failure_between_checkpoints_saves_finished_steps(base, tmp_path):
-    """Three steps go well, then an endpoint is gone: a checkpoint of the third is made before the run ends."""
+    """Three steps succeed, then an endpoint is gone: a checkpoint of the third is written before the run ends."""
     (tmp_path / "late_env.py").write_text(
         "from toys import Whisper\n\n\n"
         "class Late(Whisper):\n"
@@ -118,7 +120,7 @@ def test_failure_between_checkpoints_saves_finished_steps(base, tmp_path):
     sys.path.insert(0, str(tmp_path))
     try:
         config = text_config(tmp_path, base, env={"type": "late_env:Late"}, steps=6)
-        said = failed("train", config, "--root", tmp_path)
+        said = fail_stderr("train", config, "--root", tmp_path)
     finally:
         sys.path.remove(str(tmp_path))
     assert "step 3: 4 of 4 episodes failed" in plain(said) and "ConnectionError: endpoint gone" in said
@@ -128,20 +130,20 @@ def test_failure_between_checkpoints_saves_finished_steps(base, tmp_path):
 def test_failed_evaluation_ends_the_run_without_a_score(base, tmp_path):
     evaluation = {"episodes": 5, "env": {"type": "toys_failing:Cracks"}}
     config = text_config(tmp_path, base, env={"type": "toys:Whisper"}, evals={"dev": evaluation})
-    said = failed("train", config, "--root", tmp_path)
+    said = fail_stderr("train", config, "--root", tmp_path)
     assert "evaluation dev: 5 of 5 episodes failed" in plain(said) and DEEPEST in said
     assert read_lines(tmp_path / "failing/evals.jsonl") == []
 
 
 @pytest.mark.slow
 def test_failures_on_workers_end_the_run_with_their_traceback(base, tmp_path):
-    said = failed("train", text_config(tmp_path, base), "--root", tmp_path, "--backend", "local", "--workers", "1")
+    said = fail_stderr("train", text_config(tmp_path, base), "--root", tmp_path, "--backend", "local", "--workers", "1")
     assert "step 0: 4 of 4 episodes failed" in plain(said) and DEEPEST in said
 
 
 def test_run_without_updates_fails_with_the_reason(base, tmp_path):
     config = text_config(tmp_path, base, env={"type": "toys_failing:Flat"})
-    said = plain(failed("train", config, "--root", tmp_path))
+    said = plain(fail_stderr("train", config, "--root", tmp_path))
     assert "no update was made in 3 steps: in 100% of the groups all answers earn the same" in said
     assert "algorithm.group_size" in said and len(list_checkpoints(tmp_path / "failing")) == 1
     longer = invoke("train", "--resume", tmp_path / "failing", "--set", "steps=4")
@@ -162,8 +164,8 @@ def test_alarms_that_fired_are_printed_at_the_end(base, tmp_path):
 
 
 def test_eval_command_with_only_failed_episodes_fails(base, tmp_path):
-    said = failed("eval", text_config(tmp_path, base), "--episodes", "3", "--seats", "guide=random", "--seats",
-                  "walker=random")  # fmt: skip
+    said = fail_stderr("eval", text_config(tmp_path, base), "--episodes", "3", "--seats", "guide=random", "--seats",
+                       "walker=random")  # fmt: skip
     assert "eval: 3 of 3 episodes failed" in plain(said) and DEEPEST in said
 
 
@@ -181,7 +183,7 @@ def test_recorded_tracebacks_are_bounded(tmp_path, base):
     try:
         for number, name in enumerate(("Deep", "Wordy")):
             config = text_config(tmp_path, base, env={"type": f"deep_env:{name}"})
-            assert len(failed("train", config, "--root", tmp_path / name)) < 20_000
+            assert len(fail_stderr("train", config, "--root", tmp_path / name)) < 20_000
             (episode, *_) = load_episodes(tmp_path / name / "failing/episodes/step-000000.parquet")
             assert len(episode.error) < 2100 and len(episode.traceback) < 8100, number
     finally:
@@ -193,8 +195,8 @@ def test_recorded_tracebacks_are_bounded(tmp_path, base):
 
 @pytest.mark.parametrize("how", ["raise", "value"])
 def test_vector_env_error_ends_the_run_with_its_traceback(tmp_path, how):
-    said = failed("train", game_config(tmp_path, env={"type": "toys_failing:Breaks", "num_envs": 4, "how": how}),
-                  "--root", tmp_path)  # fmt: skip
+    said = fail_stderr("train", game_config(tmp_path, env={"type": "toys_failing:Breaks", "num_envs": 4, "how": how}),
+                       "--root", tmp_path)  # fmt: skip
     assert f'env "breaks" failed in step: {"KeyError" if how == "raise" else "ValueError: no such move"}' in plain(said)
     assert "Traceback" in said and "toys_failing.py" in said
     assert "toys_failing.py" in (tmp_path / "failing/error.txt").read_text()
@@ -211,7 +213,7 @@ def test_vector_env_error_ends_the_run_with_its_traceback(tmp_path, how):
 def test_nonfinite_rewards_and_observations_are_named(tmp_path, how, message):
     env = {"type": "toys_failing:Breaks", "num_envs": 4, "how": how}
     algorithm = {"type": "ppo", "rollout_length": 8, "normalize_advantages": False}
-    said = plain(failed("train", game_config(tmp_path, env=env, algorithm=algorithm), "--root", tmp_path))
+    said = plain(fail_stderr("train", game_config(tmp_path, env=env, algorithm=algorithm), "--root", tmp_path))
     assert message in said and "learning rate" not in said
 
 
@@ -219,7 +221,7 @@ def test_nonfinite_rewards_and_observations_are_named(tmp_path, how, message):
 def test_vector_env_error_in_an_actor_ends_the_run_with_its_traceback(tmp_path):
     algorithm = {"type": "ppo", "rollout_length": 8, "off_policy_correction": "vtrace"}
     config = game_config(tmp_path, algorithm=algorithm, num_actors=2)
-    said = failed("train", config, "--root", tmp_path)
+    said = fail_stderr("train", config, "--root", tmp_path)
     assert 'env "breaks" failed in step: KeyError' in plain(said) and "toys_failing.py" in said
 
 
@@ -239,7 +241,9 @@ def test_env_error_ends_a_population_run_with_its_traceback(tmp_path, backend):
             "algorithm": {"type": "ppo", "rollout_length": 8, "epochs": 4, "minibatches": 4},
         },
     }
-    said = failed("train", written(tmp_path, tree), "--root", tmp_path, "--backend", backend, "--workers", "1")
+    said = fail_stderr(
+        "train", write_config(tmp_path, tree), "--root", tmp_path, "--backend", backend, "--workers", "1"
+    )
     assert "failed: env " in plain(said) and "KeyError: 'boom'" in said and "toys_failing.py" in said
     assert "toys_failing.py" in (tmp_path / "failing/error.txt").read_text()
 
@@ -256,7 +260,7 @@ def test_failed_games_end_a_language_population_with_their_traceback(base, tmp_p
             "imitation_steps": 1,
         },
     }
-    said = failed("train", written(tmp_path, tree), "--root", tmp_path, "--backend", "inline")
+    said = fail_stderr("train", write_config(tmp_path, tree), "--root", tmp_path, "--backend", "inline")
     assert "the game of seed" in plain(said) and "KeyError: 'cards'" in said and "toys_failing.py" in said
 
 

@@ -1,4 +1,4 @@
-"""Imports point down the layers, without a cycle, and modules that must start fast do not load torch."""
+"""Imports point down the layers, without cycles, and modules that must start fast do not load torch."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ HEAVY = (
     "opentelemetry",
     "urllib.request",
 )
-# Not in `dependencies`: at most one module of ours may import each, but for those of the `service` extra, which belong
-# to the whole package and to nothing outside it. The dashboard shares its web server.
+# Not in `dependencies`: at most one module of palestra may import each, except those of the `service` extra, which all
+# of `palestra.service` and nothing else may import. The dashboard shares its web server.
 SERVICE = {
     "fastapi",
     "google",
@@ -98,7 +98,7 @@ SERVICE = {
     "zstandard",
 }
 WEB = {"starlette", "uvicorn"}
-PROMETHEUS = ("palestra.service.api.metrics", "palestra.sinks.prometheus")  # what a server and what a run measures
+PROMETHEUS = ("palestra.service.api.metrics", "palestra.sinks.prometheus")  # metrics of a server and of a run
 WHOLE_PACKAGES = ("palestra.backends.ray", "palestra.envs.vector.pettingzoo")  # packages that count as one module
 GRPC = {"grpc", "grpc_health", "grpc_reflection"}  # likewise of the package `palestra.remote`
 TALKS_HTTP = (
@@ -110,7 +110,7 @@ TALKS_HTTP = (
     "palestra.remote.samplers.server",
 )
 SHARED = ("palestra.testing", *TALKS_HTTP, *PROMETHEUS)
-SERVERS = {"palestra.agents.serve"}  # loaded by the command that it is, alone
+SERVERS = {"palestra.agents.serve"}  # loaded only by its own command
 OPTIONAL = (
     SERVICE
     | GRPC
@@ -125,7 +125,7 @@ OPTIONAL = (
         "datasets",
         "math_verify",
         "prometheus_client",
-        "sympy",  # comes with either of the two
+        "sympy",  # installed with either of the two
         "reasoning_gym",
         "sandlock",
         "textarena",
@@ -133,7 +133,7 @@ OPTIONAL = (
         "websockets",
         "gguf",
         "bitsandbytes",
-        "triton",  # comes with torch for CUDA
+        "triton",  # installed with torch for CUDA
         "gymnasium",
         "mcp",
         "mlflow",
@@ -155,7 +155,7 @@ OPTIONAL = (
 
 
 class Import(NamedTuple):
-    """One import: the module it stands in, what it names, its line, and whether loading runs it."""
+    """One import: its module, the imported name, its line, and whether loading the module runs it."""
 
     importer: str
     target: str
@@ -190,7 +190,7 @@ def imports() -> list[Import]:
 
 
 def imports_of(module: str) -> list[Import]:
-    """Returns what one module imports."""
+    """Returns the imports of one module."""
     return _by_importer().get(module, [])
 
 
@@ -226,7 +226,7 @@ def _targets(node: ast.AST, name: str, is_package: bool) -> Iterator[str]:
         parts = name.split(".") if is_package else name.split(".")[:-1]
         base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
         base = base if node.level else str(node.module)
-        for alias in node.names:  # `from palestra.envs import text` names a module, `... import Env` does not
+        for alias in node.names:  # `from palestra.envs import text` imports a module, `... import Env` does not
             yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules() else base
 
 
@@ -257,7 +257,7 @@ def allowed(found: Import) -> bool:
 
 @cache
 def reached(start: str) -> dict[str, list[str]]:
-    """Every module, ours or not, that loading `start` imports, with the chain of ours that leads to it."""
+    """Every module that loading `start` imports, with the chain of palestra's modules that leads to it."""
     chains, waiting = {start: [start]}, [start]
     while waiting:
         module = waiting.pop()
@@ -295,7 +295,7 @@ def test_imports_point_down_the_layers() -> None:
 
 def test_there_is_no_import_cycle() -> None:
     edges: dict[str, set[str]] = {name: set() for name in modules()}
-    for found in ours():  # imports inside functions too: they hide a circle, they do not undo it
+    for found in ours():  # imports inside functions too: they hide a cycle, but do not remove it
         edges[found.importer].add(found.target)
     while free := [name for name, targets in edges.items() if not targets & edges.keys()]:
         for name in free:
@@ -305,7 +305,7 @@ def test_there_is_no_import_cycle() -> None:
 
 @pytest.mark.parametrize("prefix", LIGHT)
 def test_light_modules_do_not_import_heavy_ones(prefix: str) -> None:
-    """Statically, through all our modules: the run must be able to start where torch is not installed."""
+    """Statically, through all of palestra's modules: a run must start without torch installed."""
     light = [name for name in modules() if f"{name}.".startswith(f"{prefix}.")]
     chains = [chain for name in light for target, chain in reached(name).items() if _heavy(target)]
     assert [" -> ".join(chain) for chain in chains] == []
@@ -356,8 +356,8 @@ def _shows(module: str) -> bool:
 
 
 def test_importing_the_package_loads_no_extra() -> None:
-    """A module that needs an extra may import it at its top only if nothing loads that module unasked. The service is
-    asked for as a whole, and so are the dashboard, what is compiled, and what talks to other machines."""
+    """A module may import an extra at its top only if it is loaded on request. That holds for all of the service, the
+    dashboard, compiled modules, and modules that talk to other machines."""
     asked = [found for found in imports() if found.at_load and (_serves(found.importer) or _shows(found.importer))]
     needing = {found.importer for found in [*asked, *(found for found in imports() if found.at_load and found.extra)]}
     needing |= compiled() | _talking() | SERVERS
@@ -388,7 +388,7 @@ def test_function_level_imports_are_extras_or_cli_only() -> None:
 
 def _may_delay(found: Import) -> bool:
     """True for modules from `builders` up, which are loaded when used (`--help` does not wait for torch), for modules
-    that need an extra, and for what runs inside a sandbox, which loads as little as it can."""
+    that need an extra, and for modules that run inside a sandbox, which load as little as possible."""
     if found.importer.startswith("palestra.sandbox."):
         return True
     over_an_extra = any(below.extra for below in imports_of(found.target))

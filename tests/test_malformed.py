@@ -1,4 +1,4 @@
-"""Malformed configs (malformed.py): each is refused with one line a fault and exit code 2, or is valid; none is a
+"""Malformed configs (malformed.py): each is refused with exit code 2 and one line per error, or is valid; none gives a
 traceback, and none takes long. `pytest -s` prints a table of them."""
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from palestra.launch import distributed as launch_distributed
 from palestra.launch import population
 from palestra.training import distributed
 
-LOADED = (launch_distributed, text, distributed, vector, population)  # what a first case would wait for
-LONGEST = 10.0  # seconds of one case; most take some hundredths, but the first of a game compiles it
+LOADED = (launch_distributed, text, distributed, vector, population)  # imports that the first case would wait for
+LONGEST = 10.0  # seconds per case; most take some hundredths, but the first one of a game compiles it
 PLACE: dict[str, Any] = {"settings": None, "resume": None, "name": None, "engine": None, "address": None}
-SHORT = {  # of runs that are built: as little as shows that they train
+SHORT = {  # the smallest settings with which a built run trains
     "text": ["steps=1"],
     "stages": [],
     "games": ["env_steps=32"],
@@ -41,7 +41,8 @@ SHORT = {  # of runs that are built: as little as shows that they train
 
 
 class Outcome(NamedTuple):
-    """`what` came of a case (valid, refused, failed, broken, long), in `seconds`, with what was said or raised."""
+    """The result of a case, `what` (valid, refused, failed, broken, long), its time in `seconds`, and its output or
+    traceback, `said`."""
 
     what: str
     seconds: float
@@ -49,11 +50,11 @@ class Outcome(NamedTuple):
 
 
 class TooLong(BaseException):
-    """Raised in a case that takes longer than its limit; nothing in palestra catches it."""
+    """Raised in a case that exceeds its time limit; nothing in palestra catches it."""
 
 
-def tried(case: Case, folder: Path, settings: list[str] | None = None, dry: bool = True) -> Outcome:
-    """What `palestra train [--dry-run]` makes of a config, in this process."""
+def try_case(case: Case, folder: Path, settings: list[str] | None = None, dry: bool = True) -> Outcome:
+    """The outcome of `palestra train [--dry-run]` with a config, in this process."""
     path = folder / "malformed.yaml"
     path.write_text(case.text, encoding="utf-8")
     options = PLACE | {"root": folder, "backend": None, "workers": None, "dry_run": dry, "settings": settings}
@@ -67,7 +68,7 @@ def tried(case: Case, folder: Path, settings: list[str] | None = None, dry: bool
             what = {1: "failed", 2: "refused"}[end.exit_code]
         except TooLong:
             what = "long"
-        except BaseException:  # whatever it is, it is what the test looks for
+        except BaseException:  # any exception is what the test looks for
             what = "broken"
             output.write(traceback.format_exc())
         finally:
@@ -80,7 +81,7 @@ def _too_long(*_: object) -> None:
 
 
 def table(outcomes: dict[Case, Outcome]) -> str:
-    """Of each kind, how many cases were tried, held (refused or valid) and broken."""
+    """For each kind, the numbers of cases that were tried, refused, valid and broken."""
     lines = [f"{'kind':12}{'tried':>7}{'refused':>9}{'valid':>7}{'broken':>8}{'slowest':>9}"]
     for kind in [*KINDS, "raw"]:
         own = [o for case, o in outcomes.items() if (case.name.split()[0] if case in changed else "raw") == kind]
@@ -95,9 +96,9 @@ def table(outcomes: dict[Case, Outcome]) -> str:
 changed = set(changed_cases())
 
 
-def hold(cases: list[Case], folder: Path) -> dict[Case, Outcome]:
-    """Tries all cases, and asserts of each what all must hold."""
-    outcomes = {case: tried(case, folder) for case in cases}
+def assert_cases(cases: list[Case], folder: Path) -> dict[Case, Outcome]:
+    """Tries all cases, and asserts that each is refused or valid, in time and with a readable message."""
+    outcomes = {case: try_case(case, folder) for case in cases}
     print(f"\n{table(outcomes)}")
     wrong = {c.name: o for c, o in outcomes.items() if o.what not in ("refused", "valid") or o.seconds > LONGEST}
     assert not wrong, "\n".join(f"{name}: {o.what}, {o.seconds:.1f} s\n{o.said[-1500:]}" for name, o in wrong.items())
@@ -110,19 +111,19 @@ def hold(cases: list[Case], folder: Path) -> dict[Case, Outcome]:
 
 
 def test_raw_yaml_that_is_not_a_config_is_refused(tmp_path):
-    outcomes = hold(raw_cases(), tmp_path)
+    outcomes = assert_cases(raw_cases(), tmp_path)
     assert all(outcome.what == "refused" for outcome in outcomes.values())
 
 
 def test_sampled_malformed_configs_are_refused_or_valid(tmp_path):
-    outcomes = hold(changed_cases(180), tmp_path)
+    outcomes = assert_cases(changed_cases(180), tmp_path)
     assert Counter(o.what for o in outcomes.values())["refused"] > 120
 
 
 def test_unmutated_configs_are_valid(tmp_path):
-    """Else every change of theirs would be refused, for another reason."""
+    """Otherwise every change to them would be refused for another reason."""
     for kind, tree in KINDS.items():
-        outcome = tried(Case(kind, yaml.safe_dump(tree)), tmp_path)
+        outcome = try_case(Case(kind, yaml.safe_dump(tree)), tmp_path)
         assert outcome.what == "valid", (kind, outcome.said)
 
 
@@ -155,7 +156,7 @@ def test_unmutated_configs_are_valid(tmp_path):
     ],
 )
 def test_absurd_values_are_refused_with_the_fix(tmp_path, kind, setting, message):
-    outcome = tried(Case(kind, yaml.safe_dump(KINDS[kind])), tmp_path, [setting])
+    outcome = try_case(Case(kind, yaml.safe_dump(KINDS[kind])), tmp_path, [setting])
     assert outcome.what == "refused" and message in outcome.said, outcome
     assert outcome.seconds < 3 * LONGEST and not list(tmp_path.glob("*/config.yaml"))
 
@@ -164,13 +165,13 @@ def test_absurd_values_are_refused_with_the_fix(tmp_path, kind, setting, message
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_malformed_configs_are_refused_or_valid(tmp_path, kind):
-    hold([case for case in changed_cases() if case.name.split()[0] == kind], tmp_path)
+    assert_cases([case for case in changed_cases() if case.name.split()[0] == kind], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_configs_accepted_by_dry_run_train_or_fail_with_a_message(tmp_path):
-    """One step each in a process of 6 GiB of address space; a huge length that was asked for may take its time."""
+    """One step each in a process with 6 GiB of address space; a huge requested length may take its time."""
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path)],
         capture_output=True,
@@ -183,12 +184,12 @@ def test_configs_accepted_by_dry_run_train_or_fail_with_a_message(tmp_path):
 
 
 def train_accepted(folder: Path) -> int:
-    """Trains what a dry run accepts of a sample; how many of these broke."""
+    """Trains the configs of a sample that a dry run accepts; returns how many of these broke."""
     resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
     counts: Counter[str] = Counter()
     for case in changed_cases(600, seed=1):
-        if tried(case, folder).what == "valid":
-            outcome = tried(case, folder, SHORT[case.name.split()[0]], dry=False)
+        if try_case(case, folder).what == "valid":
+            outcome = try_case(case, folder, SHORT[case.name.split()[0]], dry=False)
             counts[outcome.what] += 1
             if outcome.what == "broken":
                 print(case.name, outcome.said[-1500:])

@@ -1,7 +1,7 @@
-"""A newcomer's first hour, from the wheel alone: install, demo, an own env on a real model, dashboard, publish.
+"""A new user's first hour with the wheel alone: install, demo, an own env on a real model, dashboard, publish.
 
-The commands are typed as in the documentation, in an empty folder, with a fresh venv that has the wheel and, instead of
-downloads, the packages of this one.
+The commands are those of the documentation, run in an empty folder, in a new venv with the wheel and, instead of
+downloads, the packages of this venv.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of a fresh venv with palestra from its wheel."""
+    """The commands' folder of a new venv with palestra's wheel."""
     folder = tmp_path_factory.mktemp("newcomer")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, REPOSITORY], check=True)
@@ -83,13 +83,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder to work in."""
+    """An empty working folder."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture
 def palestra(installed: Path, home: Path):
-    """Runs a command as typed; returns what it printed."""
+    """Runs a command; returns its output."""
 
     def run(*words: str) -> str:
         done = subprocess.run(
@@ -105,7 +105,7 @@ def clean() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"COLUMNS": "160"}
 
 
-def test_the_package_is_that_of_the_wheel(installed: Path, home: Path):
+def test_package_is_imported_from_the_wheel(installed: Path, home: Path):
     where = "import palestra; print(palestra.__file__)"
     found = subprocess.run([installed / "python", "-c", where], cwd=home, env=clean(), text=True, stdout=-1, check=True)
     assert found.stdout.startswith(str(installed.parent))
@@ -126,7 +126,8 @@ def test_own_env_is_trained_on_a_real_model_and_published(palestra, installed: P
     printed = palestra("train", "animals.yaml")
     assert "held_out" in printed.replace("held out", "held_out")
     assert "animals" in palestra("runs")
-    hub = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the packaged base is a quantised copy of it, which has no name there
+    # the packaged base is a quantised copy, whose config does not have the name
+    hub = "HuggingFaceTB/SmolLM2-135M-Instruct"
     palestra("publish", "runs/animals", "--member", "guesser", "--base-name", hub, "--out", "published")
     card = (home / "published" / "README.md").read_text()
     assert "describe_and_guess" in card and f"base_model: {hub}" in card

@@ -30,9 +30,9 @@ METHODS |= {
     "full_load",
 }
 LOADERS = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "yaml", "torch"}  # their load and loads
-NUMPY = {"np", "numpy"}  # whose load unpickles where it is asked to
+NUMPY = {"np", "numpy"}  # whose load may unpickle
 
-# File and call, how often, and why no text of a model or of a stranger is run by it in this process.
+# File and call, how often, and why it runs no text of a model or a client in this process.
 REVIEWED = {
     ("__init__.py", "import_module"): (2, "names from our own table"),
     ("backends/local.py", "pickle.loads"): (1, "the worker that the parent process sent to its own child"),
@@ -65,7 +65,7 @@ REVIEWED = {
     ("sandbox/boot.py", "marshal.loads"): (1, "orders from the parent process, before the program starts"),
     ("sandbox/program.py", "compile"): (1, "compiles our own file boot.py and runs nothing"),
 }
-# Programs kept as text, which `ast` sees as a string: all of them are run in the sandbox.
+# Programs kept as text, which `ast` parses as strings: all of them run in the sandbox.
 PROGRAMS = {"envs/text/math/tool.py": 2, "sandbox/program.py": 1, "envs/text/code/test_runner.py": 1}
 
 
@@ -108,7 +108,7 @@ def found_in(nodes: list[ast.AST], file: str) -> Counter[tuple[str, str]]:
 
 
 def aliases(nodes: list[ast.AST]) -> list[str]:
-    """Names by which a file could call one of these functions without being seen here."""
+    """Names by which a file could call one of these functions without being found here."""
     watched = NAMES | METHODS | {"loads", "load"}
     modules = LOADERS | {"importlib", "sympy.parsing.sympy_parser", "builtins", "code", "runpy"}
     hidden = []

@@ -1,4 +1,4 @@
-"""Learning from files as a user does it: record an expert, train on what was recorded, beat the untrained base."""
+"""Learning from files as a user does: record an expert, train on its episodes, beat the untrained base."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def write_lines(path, rows):
     return str(path)
 
 
-# ---- an expert's play
+# ---- episodes of an expert
 
 
 GUESSER = {
@@ -46,7 +46,7 @@ GUESSER = {
 
 @pytest.fixture(scope="module")
 def cloned(tmp_path_factory):
-    """A run on the play of an expert, and what was recorded of that."""
+    """A run trained on an expert's episodes, and the recorded episodes."""
     folder = tmp_path_factory.mktemp("offline")
     config = write(folder / "cloned.yaml", GUESSER | {"data": str(folder / "expert.parquet")})
     palestra("collect", "guess_number", "--env", "rendering=compact", "--seats", "guesser=expert",
@@ -70,7 +70,7 @@ def test_training_samples_are_recorded_as_the_runs_episodes(cloned):
     path, source, _ = cloned
     expert = {episode.seed: episode for episode in load_episodes(source)}
     learned = load_episodes(path / "episodes" / "step-000010.parquet")
-    assert len({episode.seed for episode in learned}) == 64  # within an epoch no episode comes twice
+    assert len({episode.seed for episode in learned}) == 64  # no episode occurs twice within an epoch
     for episode in learned:
         for node, was in zip(episode.nodes, expert[episode.seed].nodes, strict=True):
             answer, said = node.answers["guesser"], was.answers["guesser"]
@@ -80,7 +80,7 @@ def test_training_samples_are_recorded_as_the_runs_episodes(cloned):
 
 @pytest.mark.slow
 def test_run_folder_is_accepted_as_data(cloned, tmp_path):
-    """Its folder stands for its episodes, whose tokens are taken as they are."""
+    """The run's folder stands for its episodes, whose tokens are used unchanged."""
     path, _, _ = cloned
     tree = GUESSER | {"data": {"path": str(path)}, "steps": 1, "evals": {}, "name": "next"}
     palestra("train", write(tmp_path / "next.yaml", tree), "--root", tmp_path)
@@ -88,7 +88,7 @@ def test_run_folder_is_accepted_as_data(cloned, tmp_path):
     assert line["samples"] == line["answers"] > 64
 
 
-# ---- what does not fit
+# ---- refused data
 
 
 @pytest.mark.slow
@@ -126,14 +126,14 @@ def speech(base, **more):
 
 
 def secrets(count, seed):
-    """What a guide of Whisper is shown in training, and the secret in it."""
+    """A guide's observation in Whisper's training split, and the secret in it."""
     return [
         (shown, shown[-1]) for i in range(count) for shown in [Whisper().reset((seed << 20) + i).observations["guide"]]
     ]
 
 
 def test_dpo_learns_preferences_from_a_file(base, tmp_path):
-    """First to say a digit, whichever, by imitation; then, of the two, the one that is preferred."""
+    """First imitation of digits, whichever; then, of two digits, the preferred one."""
     rng = random.Random(0)
     demos = [{"prompt": shown, "completion": rng.choice("01")} for shown, _ in secrets(200, 1)]
     prefer = [{"prompt": shown, "chosen": secret, "rejected": "10"[int(secret)]} for shown, secret in secrets(400, 2)]
@@ -175,7 +175,7 @@ def test_sft_without_env_learns_a_table(base, tmp_path):
 
 
 def table_run(base, data):
-    """Nine rows, four a step: epochs begin in the midst of steps."""
+    """Nine rows, four per step: epochs start in the middle of steps."""
     tree = {
         "name": "table",
         "steps": 6,

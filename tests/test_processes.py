@@ -1,4 +1,4 @@
-"""Child processes end when they should, and say how they ended."""
+"""Child processes end when they should, and report how they ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toy_processes import echo, sleep_long
 from palestra.processes import PipeProcess, exit_reason, join_or_kill, start_process, wait_or_kill
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end
@@ -80,8 +80,8 @@ child.pipe.recv()
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    until(note.exists)
-    until(lambda: not is_running(child))
+    wait_until(note.exists)
+    wait_until(lambda: not is_running(child))
 
 
 def is_running(pid: int) -> bool:

@@ -47,7 +47,7 @@ def test_every_row_is_measured_once(tmp_path):
 
     some = table("--only", "untrained", "trained, message blank", "--processes", "2")
     assert [line.split(" | ")[0] for line in some[-3:]] == [f"| {row}" for row in [*ROWS[:2], ROWS[6]]]
-    assert len(table()) == 5 + 2 + 8  # the rows that were left, and the whole table
+    assert len(table()) == 5 + 2 + 8  # the remaining rows, and the whole table
     lines = read_lines(tmp_path / "small/real_results.jsonl")
     assert sorted(line["row"] for line in lines) == sorted(ROWS)
     assert all(line["episodes"] == 3 and len(line["examples"]) == 3 for line in lines)

@@ -1,4 +1,4 @@
-"""scripts/reproduce_real.py on the tiny base: rows are made once, and the page is made of them."""
+"""scripts/reproduce_real.py on the tiny base: rows are measured once, and the page is made from them."""
 
 import importlib
 import json
@@ -64,7 +64,7 @@ def test_every_row_has_a_valid_config_of_its_seed(monkeypatch):
         assert (config.seed, config.name) == (row.seed, row.slug)
         seats = make_env(**config.env).seats
         assert (len(seats) == 2) == real.METHODS[row.method].is_team
-        replies = 2 if row.task == "tools" else len(seats)  # there a lone agent replies as often as a team
+        replies = 2 if row.task == "tools" else len(seats)  # there a single agent replies as often as a team
         assert num_answers(config, replies) == {"sums": 192}.get(row.task, 160) or "dev" in config.evals
 
 
@@ -73,7 +73,7 @@ def num_answers(config: TextConfig, replies: int) -> int:
 
 
 @pytest.mark.slow
-def test_rows_are_measured_once_and_the_page_is_made_of_them(call, tmp_path):
+def test_rows_are_measured_once_and_shown_on_the_page(call, tmp_path):
     lines = call("--only", "story/team", "--processes", "2")
     assert any(line.startswith("story/team + AT-GRPO/1: ") for line in lines)
     files = sorted((tmp_path / "bench/measured/real").glob("*.json"))
@@ -108,7 +108,7 @@ def test_rates_are_chosen_on_dev_and_rows_with_another_rate_are_measured_again(c
 
 
 @pytest.mark.slow
-def test_a_lone_agent_samples_as_many_answers_as_a_team(call, tmp_path):
+def test_single_agent_samples_as_many_answers_as_a_team(call, tmp_path):
     call("--only", "story/single agent + GRPO/0")
     alone = json.loads((tmp_path / "bench/measured/real/story-single-agent-grpo-0.json").read_text())
     assert list(alone["returns"]) == ["solver"] and alone["seed"] == 0

@@ -1,4 +1,4 @@
-"""scripts/reproduce_real_games.py: self-play and programs on a server are measured, and the page shows it."""
+"""scripts/reproduce_real_games.py: self-play and programs on a server are measured and shown on the page."""
 
 import importlib
 import json
@@ -51,7 +51,7 @@ def test_figures_of_kuhn_poker_are_measured_and_shown(games, report, tmp_path):
     result = games.kuhn_self_play(3, tmp_path / "runs", tmp_path / "kuhn.yaml")
     assert json.loads(json.dumps(result)) == result
     assert result == games.kuhn_self_play(3, tmp_path / "runs", tmp_path / "kuhn.yaml")  # nothing is trained again
-    # the base says neither word, so that it plays at random
+    # the base answers with neither word, so its actions are random
     assert result["nash_conv_untrained"] == pytest.approx(11 / 12, abs=1e-3) and len(result["nash_conv"]) == 1
     assert result["payoffs_untrained"]["at random"] == pytest.approx(0, abs=1e-3)
     assert len(result["bets"]) == 12 and set(result["payoffs"]) > {"equilibrium", "untrained"}
@@ -61,7 +61,7 @@ def test_figures_of_kuhn_poker_are_measured_and_shown(games, report, tmp_path):
 
 
 def test_exact_payoffs_of_known_strategies(games):
-    """Who always bets takes 1 a game from who always passes; an equilibrium loses to neither."""
+    """Always betting wins 1 per game against always passing; an equilibrium loses to neither."""
     tree = build_game_tree(KuhnRules(2))
     bets = uniform_policy(tree)
     bets[:] = [0.0, 1.0]

@@ -1,4 +1,4 @@
-"""A training process killed at random moments ends as if it had never been touched, byte for byte."""
+"""A training process killed at random moments ends byte for byte like an undisturbed one."""
 
 import json
 import os
@@ -18,7 +18,7 @@ STEPS = 20
 
 
 def config(base, steps):
-    """Two adapters, one of which remembers, and a pool of instances, with checkpoints every other step; a step takes
+    """Two adapters, one of which has memory, and a pool of instances, with checkpoints every other step; a step takes
     some hundredths of a second."""
     speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 3}, "lr": 1e-3}
     return {
@@ -41,8 +41,8 @@ def new_run(folder, base, steps):
 
 
 @pytest.fixture(scope="module")
-def whole(base, tmp_path_factory):
-    """By number of steps: a run that nobody disturbed."""
+def uninterrupted(base, tmp_path_factory):
+    """By number of steps: an uninterrupted run."""
     root, runs = tmp_path_factory.mktemp("whole"), {}
 
     def get(steps):
@@ -59,14 +59,14 @@ def size(run):
 
 
 def is_training(run, process):
-    """Whether this process, and not one before it, has opened the run."""
+    """True if this process, and not an earlier one, has opened the run."""
     lock = run / ".lock"
     return lock.exists() and lock.read_text() == f"process {process.pid}"
 
 
 def kill_in_training(run, process, rng, step_bytes):
     """SIGKILL once the process has logged a random number of bytes (up to three steps beyond the last checkpoint), and
-    some milliseconds later: any point of a step, of a checkpoint, or of resuming. False where training ended first."""
+    some milliseconds later: any point of a step, a checkpoint or a resume. Returns False if training ended first."""
     while not is_training(run, process):
         assert process.poll() is None, process.communicate()
         time.sleep(0.002)
@@ -80,36 +80,36 @@ def kill_in_training(run, process, rng, step_bytes):
     return process.returncode == -signal.SIGKILL
 
 
-def kill_again_and_again(folder, base, whole, kills):
-    """A run like `whole`, killed `kills` times on its way."""
-    steps = list_checkpoints(whole)[-1].step + 1
+def kill_repeatedly(folder, base, uninterrupted, kills):
+    """A run like `whole`, killed `kills` times."""
+    steps = list_checkpoints(uninterrupted)[-1].step + 1
     rng, done = random.Random(kills), 0
     process, run = new_run(folder, base, steps)
-    while kill_in_training(run, process, rng, size(whole) / steps):
+    while kill_in_training(run, process, rng, size(uninterrupted) / steps):
         done += 1
-        process = start(folder, "--resume", run, forked=done < kills)  # another hash seed, in the end
+        process = start(folder, "--resume", run, forked=done < kills)  # with another hash seed at the end
         if done == kills:
             finish(process)
             return run
     raise AssertionError(f"the run of {steps} steps ended after {done} kills: give it more steps")
 
 
-def assert_same(run, whole):
+def assert_same(run, uninterrupted):
     for log in LOGS:
-        assert (run / log).read_bytes() == (whole / log).read_bytes(), log
-    ours, theirs = ({str(f.relative_to(r)): f for f in contents(r)} for r in (run, whole))
+        assert (run / log).read_bytes() == (uninterrupted / log).read_bytes(), log
+    ours, theirs = ({str(f.relative_to(r)): f for f in contents(r)} for r in (run, uninterrupted))
     assert ours.keys() == theirs.keys()
     for name, file in ours.items():
         assert file.read_bytes() == theirs[name].read_bytes(), name
 
 
 def contents(run):
-    """Weights, optimizers and recorded episodes, and whatever else may have been left behind."""
+    """Weights, optimizers, recorded episodes, and any other files."""
     return [file for part in ("checkpoints", "episodes") for file in (run / part).rglob("*") if file.is_file()]
 
 
-def test_uninterrupted_run_has_all_compared_files(whole):
-    run = whole(STEPS)
+def test_uninterrupted_run_has_all_compared_files(uninterrupted):
+    run = uninterrupted(STEPS)
     assert len(read_lines(run / "metrics.jsonl")) == 3 * STEPS
     assert [line["step"] for line in read_lines(run / "evals.jsonl")] == [-1, 2, 5, 8, 11, 14, 17, 19]
     names = {str(f.relative_to(run)) for f in contents(run)}
@@ -120,17 +120,17 @@ def test_uninterrupted_run_has_all_compared_files(whole):
     assert max(updates) > 1  # several optimizer steps in a training step
 
 
-def test_resume_after_a_kill_is_bit_identical(base, whole, tmp_path):
-    assert_same(kill_again_and_again(tmp_path / "a", base, whole(STEPS), kills=1), whole(STEPS))
+def test_resume_after_a_kill_is_bit_identical(base, uninterrupted, tmp_path):
+    assert_same(kill_repeatedly(tmp_path / "a", base, uninterrupted(STEPS), kills=1), uninterrupted(STEPS))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_resume_after_twenty_kills_is_bit_identical(base, whole, tmp_path):
-    assert_same(kill_again_and_again(tmp_path / "a", base, whole(70), kills=20), whole(70))
+def test_resume_after_twenty_kills_is_bit_identical(base, uninterrupted, tmp_path):
+    assert_same(kill_repeatedly(tmp_path / "a", base, uninterrupted(70), kills=20), uninterrupted(70))
 
 
-def test_ctrl_c_writes_a_checkpoint_and_prints_the_resume_command(base, whole, tmp_path):
+def test_ctrl_c_writes_a_checkpoint_and_prints_the_resume_command(base, uninterrupted, tmp_path):
     process, run = new_run(tmp_path / "a folder", base, steps=STEPS)
     while len(read_lines(run / "metrics.jsonl")) < 3:
         assert process.poll() is None, process.communicate()
@@ -143,18 +143,18 @@ def test_ctrl_c_writes_a_checkpoint_and_prints_the_resume_command(base, whole, t
     (hint,) = (line for line in out.splitlines() if "palestra train --resume" in line)
     resumed = start(tmp_path / "a folder", "--resume", hint.rsplit("--resume ", 1)[1].strip("'"))
     assert f"resuming after {steps} steps" in finish(resumed)
-    assert_same(run, whole(STEPS))
+    assert_same(run, uninterrupted(STEPS))
 
 
 @pytest.mark.slow
-def test_finished_run_is_extended_to_more_steps(base, whole, tmp_path):
+def test_finished_run_is_extended_to_more_steps(base, uninterrupted, tmp_path):
     steps = STEPS * 3 // 5
     process, run = new_run(tmp_path / "a", base, steps)
     finish(process)
     out = finish(start(tmp_path / "a", "--resume", run, "--set", f"steps={STEPS}"))
     assert f"resuming after {steps} steps" in out
-    shutil.rmtree(list_checkpoints(run)[0].path)  # what would have been the end is kept, too
-    assert_same(run, whole(STEPS))
+    shutil.rmtree(list_checkpoints(run)[0].path)  # the checkpoint of the former last step is kept too
+    assert_same(run, uninterrupted(STEPS))
     assert yaml.safe_load((run / "config.yaml").read_text())["steps"] == STEPS
     (change,) = json.loads((run / "meta.json").read_text())["changed"]
     assert change["step"] == steps - 1 and f"steps={STEPS}" in change["command"]
@@ -162,7 +162,7 @@ def test_finished_run_is_extended_to_more_steps(base, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_second_ctrl_c_exits_at_once_without_loss(base, whole, tmp_path):
+def test_second_ctrl_c_exits_at_once_without_loss(base, uninterrupted, tmp_path):
     process, run = new_run(tmp_path / "a", base, steps=STEPS)
     while len(read_lines(run / "metrics.jsonl")) < 3:
         assert process.poll() is None, process.communicate()
@@ -173,4 +173,4 @@ def test_second_ctrl_c_exits_at_once_without_loss(base, whole, tmp_path):
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in out + err
     finish(start(tmp_path / "a", "--resume", run))
-    assert_same(run, whole(STEPS))
+    assert_same(run, uninterrupted(STEPS))

@@ -1,4 +1,4 @@
-"""The numbers of four runs are those from before the package was renamed and regrouped, bit for bit.
+"""The numbers of four runs equal, bit for bit, those before the package was renamed and regrouped.
 
 A digest covers the numbers of each line of the metrics and the evaluations, sorted, without their keys, so that keys
 may be renamed. Results depend on the processor's vector instructions in the last bit: digests are kept per kind of
@@ -59,7 +59,7 @@ def digest(lines: list[Any]) -> str:
 
 
 def train(folder: Path, name: str) -> str:
-    """Runs `palestra train` on a shipped config with fewer steps; returns the digest of what it logged."""
+    """Runs `palestra train` on a shipped config with fewer steps; returns the digest of its logs."""
     config, changes = RUNS[name]
     command = [*PALESTRA, "train", str(ROOT / "configs" / config), "--root", str(folder), "--name", name]
     for change in changes.split():

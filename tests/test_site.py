@@ -1,4 +1,4 @@
-"""The site as `make docs` builds it: without a warning, without another host, with every link leading somewhere."""
+"""The site as `make docs` builds it: without warnings, without other hosts, and with resolving links."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Page(HTMLParser):
-    """What a page loads, where its links lead, and what in it can be led to."""
+    """The resources that a page loads, its links, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ def test_pages_load_nothing_from_other_hosts(site: Path, pages: dict[Path, Page]
 
 def test_every_internal_link_resolves(site: Path, pages: dict[Path, Page]) -> None:
     for path, page in pages.items():
-        if path.name != "404.html":  # is shown at any address
-            assert list(_astray(site, path, page, pages)) == [], path
+        if path.name != "404.html":  # shown at any address
+            assert list(_broken_links(site, path, page, pages)) == [], path
 
 
-def _astray(site: Path, path: Path, page: Page, pages: dict[Path, Page]) -> Iterator[str]:
+def _broken_links(site: Path, path: Path, page: Page, pages: dict[Path, Page]) -> Iterator[str]:
     for link in [*page.links, *page.loads]:
         address, _, anchor = link.partition("#")
         if re.match(r"[a-z]+:", address):

@@ -1,4 +1,4 @@
-"""Traces: one follows an episode from its group or task to the update of the weights, over the processes between."""
+"""Traces: one trace follows an episode from its group or task to the weight update, over all processes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ def sdk() -> None:
 
 
 def assert_whole(spans: list[Span]) -> None:
-    """Checks that a trace has one first span, that the others are below one of it, and begin after it."""
+    """Asserts that a trace has one root span, and that every other span has a parent in it and starts after the
+    parent."""
     by_id = {span.id: span for span in spans}
     assert [span.name for span in spans if not span.parent] in (["step"], ["task"])
     for each in spans:
         assert not each.parent or by_id[each.parent].start_ns <= each.start_ns <= each.end_ns
 
 
-# ---- off
+# ---- tracing off
 
 
-def test_nothing_is_made_or_imported_while_tracing_is_off() -> None:
+def test_nothing_is_created_or_imported_while_tracing_is_off() -> None:
     assert span("step", step=1) is shared_span("a", "b") is continue_trace(None) is span("other")
     assert trace_context() is None
     queue, task = TaskQueue(), Task("play/0")
@@ -60,7 +61,7 @@ def test_nothing_is_made_or_imported_while_tracing_is_off() -> None:
 
 
 def test_a_span_costs_less_than_a_microsecond_while_tracing_is_off() -> None:
-    """Of the best of many rounds; an `if` and a shared context take a tenth of that on an idle machine."""
+    """The best of many rounds; an `if` and a shared context take a tenth of that on an idle machine."""
 
     def one_round() -> float:
         start = time.perf_counter()
@@ -109,8 +110,8 @@ async def within() -> None:
 
 
 @needs_sdk
-def test_a_shared_span_begins_early_and_is_below_no_other() -> None:
-    """As those of steps whose episodes are played ahead."""
+def test_shared_span_starts_early_and_has_no_parent() -> None:
+    """Like the spans of steps whose episodes are played ahead."""
     with collector() as found, tracing_to(found.url):
         with shared_span("step 0", "step", step=0):
             with shared_span("step 1", "step", step=1), span("episode"):
@@ -119,7 +120,7 @@ def test_a_shared_span_begins_early_and_is_below_no_other() -> None:
                 pass
         end_shared_span("step 0")
         with shared_span("step 1", "step", step=1), span("update"):
-            pass  # and it is ended with the tracing
+            pass  # it is ended together with tracing
     steps = found.named("step")
     assert [(step.attributes["step"], step.parent) for step in steps] == [(0, ""), (1, "")]
     assert sorted(span.name for span in found.trace(steps[0])) == ["step", "update"]
@@ -128,7 +129,7 @@ def test_a_shared_span_begins_early_and_is_below_no_other() -> None:
 
 
 @needs_sdk
-def test_an_unreachable_collector_ends_nothing(
+def test_unreachable_collector_does_not_stop_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The last spans have a time limit, and each kind of warning is printed once."""
@@ -137,7 +138,7 @@ def test_an_unreachable_collector_ends_nothing(
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     start = time.monotonic()
     with tracing_to(url):
-        for number in range(5000):  # more than are kept
+        for number in range(5000):  # more than the buffer keeps
             with span("step", step=number):
                 pass
     assert time.monotonic() - start < 15
@@ -172,7 +173,7 @@ def traced(*arguments: object) -> Collector:
 
 @needs_sdk
 def test_the_trace_of_a_step_in_one_process(base: Path, tmp_path: Path) -> None:
-    """The run itself is unchanged."""
+    """Tracing does not change the run."""
     config = config_of(base, tmp_path, steps=2)
     found = traced(config, "--root", tmp_path)
     palestra("train", config, "--root", tmp_path, "--name", "plain")
@@ -197,7 +198,7 @@ def test_the_trace_of_a_step_in_one_process(base: Path, tmp_path: Path) -> None:
 def test_the_trace_of_a_step_holds_rollouts_of_workers_and_the_update(
     base: Path, tmp_path: Path, staleness: int
 ) -> None:
-    """Also where episodes are played a step ahead."""
+    """Also if episodes are played a step ahead."""
     config = config_of(base, tmp_path, staleness=staleness)
     placed = ("--root", tmp_path, "--set", "backend={type: local, workers: 2, slices: 2}")
     found = traced(config, *placed)
@@ -226,9 +227,9 @@ DRIVER, WORKERS = ("step", "collect", "update", "train"), ("work", "episode")
 def test_the_trace_of_a_step_goes_on_in_the_learners_actor(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On Ray the driver neither plays nor trains: rollouts and gradients have processes of their own."""
+    """On Ray the driver neither plays nor trains: rollouts and gradients run in other processes."""
     pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{ROOT}")  # so that actors find toys
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{ROOT}")  # so that actors import toys
     settings = "backend={type: ray, workers: 1, slices: 1}"
     found = traced(config_of(base, tmp_path, steps=2, evals={}), "--root", tmp_path, "--set", settings)
     for step in found.named("step"):
@@ -246,7 +247,7 @@ def test_the_trace_of_a_step_goes_on_in_the_learners_actor(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_trace_of_a_task_goes_from_matchmaking_to_the_update(tmp_path: Path) -> None:
-    """A population's: who plays whom is decided in the driver, rollouts and updates happen in the task's worker."""
+    """In a population the driver makes the matches; rollouts and updates happen in the task's worker."""
     tree = {
         "env": {"type": "kuhn_poker", "num_envs": 8},
         "population": {"type": "psro", "iterations": 1, "env_steps": 512, "games_per_cell": 64, "nash_conv_every": 0},

@@ -1,6 +1,6 @@
-"""Tolerances of tests whose two sides sum float32 numbers in another order, as other CPUs, batches and kernels do.
+"""Tolerances of tests whose two sides sum float32 numbers in different orders, as other CPUs, batches and kernels do.
 
-README.md beside this file says which tolerance is for what.
+README.md in this folder explains the tolerances.
 """
 
 from __future__ import annotations

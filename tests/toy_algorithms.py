@@ -1,4 +1,5 @@
-"""An algorithm as a user writes one: every answer is worth what its team got in the end, less a fixed baseline."""
+"""An algorithm as a user writes one: every answer has the advantage of its team's final return minus a fixed
+baseline."""
 
 from __future__ import annotations
 
@@ -33,4 +34,4 @@ class Reinforce(TextAlgorithm):
 
 
 class Stranger:
-    """No algorithm."""
+    """Not an algorithm."""

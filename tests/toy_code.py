@@ -1,4 +1,4 @@
-"""A small programming problem or two, and playing them."""
+"""Small programming problems, and episodes of their env."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from palestra.envs.text.code.env import CoderTester
 from palestra.types import Step
 
-ADD = {  # a problem of our own shape
+ADD = {  # a problem in palestra's own format
     "id": "add",
     "difficulty": 1,
     "question": "Write a function `add(a, b)` that returns the sum.",
@@ -37,7 +37,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def play(env: CoderTester, *turns: dict[str, str], seed: int = 0) -> list[Step]:
-    """The steps of an episode, the first that of `reset`."""
+    """The steps of an episode, that of `reset` first."""
 
     async def steps() -> list[Step]:
         return [env.reset(seed), *[await env.step(answers) for answers in turns]]
@@ -45,5 +45,5 @@ def play(env: CoderTester, *turns: dict[str, str], seed: int = 0) -> list[Step]:
     return asyncio.run(steps())
 
 
-def both(coder: str, tester: str) -> dict[str, str]:
+def scripted_pair(coder: str, tester: str) -> dict[str, str]:
     return {"coder": coder, "tester": tester}

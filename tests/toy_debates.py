@@ -1,4 +1,4 @@
-"""Shared by tests of debates: playing one to its end, and a local endpoint with scripted verdicts."""
+"""Helpers for tests of debates: playing one to its end, and a local endpoint with scripted verdicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def expert(seat: str, observation: Any, env: Debate) -> str:
 
 
 def play(env: Debate, seed: int = 0, **talks: Talk | str) -> tuple[list[Step], dict[str, float]]:
-    """All steps of a debate and each seat's whole reward; seats without a talk are played by experts."""
+    """All steps of a debate and each seat's return; seats without a talk are played by experts."""
     return asyncio.run(playing(env, seed, **talks))
 
 
@@ -45,7 +45,7 @@ def _said(talk: Talk | str, seat: str, observation: Any, env: Debate) -> str:
 
 @dataclass
 class Reply:
-    """What the endpoint does with a request: wait (None: until it is shut down), and answer."""
+    """The endpoint's reaction to a request: wait (None: until it is shut down), then answer."""
 
     text: str = '{"winner": "draw"}'
     status: int = 200
@@ -55,7 +55,7 @@ class Reply:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Chat completions by `judge`, which is given a request's body and its number, from 0 on."""
+    """Chat completions by `judge`, which is called with a request's body and its number, counted from 0."""
 
     request_queue_size = 1024
     daemon_threads = True
@@ -72,7 +72,7 @@ class Endpoint(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that gave up is none of the server's business."""
+        """A client that gave up is not the server's error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -116,6 +116,6 @@ def endpoint(judge: Callable[[dict[str, Any], int], Reply | str]) -> Iterator[En
 
 
 def debate_in(body: dict[str, Any]) -> dict[str, Any]:
-    """The debate that a request asks about."""
+    """The debate in a request."""
     found: dict[str, Any] = json.loads(body["messages"][1]["content"])
     return found

@@ -1,4 +1,4 @@
-"""Runs of `toy_tasks`; and as a program, one that goes on with such a run, in a process that tests end:
+"""Runs of `toy_tasks`. As a program it resumes such a run, in a process that tests kill:
 python -m toy_follow RUN BACKEND LEAVES N SECONDS"""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def done_run(root: Path, leaves: int = 8, name: str = "demo") -> tuple[Path, Sum
     return run.path, plan
 
 
-def go_on(path: Path, leaves: int = 8) -> Sums:
+def resume(path: Path, leaves: int = 8) -> Sums:
     plan, backend = Sums(leaves), InlineBackend(Adder)
     with Run.open(path) as run:
         assert run_plan(plan, backend, run)
@@ -40,14 +40,14 @@ def go_on(path: Path, leaves: int = 8) -> Sums:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every file of a run that its plan decides."""
+    """Every file of a run that is determined by its plan."""
     others = ("meta.json", "timings.jsonl", "workers.jsonl", ".lock")
     files = [file for file in path.rglob("*") if file.is_file() and file.name not in others]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def main(path: str, backend: str, leaves: str, deadly: str = "-1", seconds: str = "0.01") -> None:
-    """The process kills itself (-9) before its file operation number `deadly`; Ctrl-C stops it in good order."""
+    """The process kills itself (-9) before its file operation number `deadly`; Ctrl-C requests a stop."""
     count = 0
 
     def hook(event: str, _: tuple[object, ...]) -> None:

@@ -1,4 +1,4 @@
-"""A one-game env that several tests play in this process and in others, which must be able to import it."""
+"""Single-game envs that several tests play in this process and in others, which must be able to import them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
 
 
 class Counting:
-    """Two seats see seed and time, the first also the sum of all actions; each is paid its action. Seat "long"
-    terminates after 3 steps; a game ends after 5 to 9 steps, at odd lengths cut off. Action 3 is only legal at even
-    times."""
+    """Two seats observe seed and time, the first also the sum of all actions; each is paid its action. Seat "long"
+    terminates after 3 steps; a game ends after 5 to 9 steps, and is truncated if their number is odd. Action 3 is only
+    legal at even times."""
 
     spec = VectorEnvSpec(
         ("wide", "long"),

@@ -1,4 +1,4 @@
-"""Small runs that several backends do, and how two of them are compared."""
+"""Small runs that several backends execute, and their comparison."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def config(base: Path, **changes: Any) -> TextConfig:
     return validate(TextConfig, tree | changes)
 
 
-def here(_: RolloutBackendConfig, make: WorkerFactory) -> Backend:
-    """A worker in this process."""
+def inline_backend(_: RolloutBackendConfig, make: WorkerFactory) -> Backend:
+    """A backend whose worker is this process."""
     return InlineBackend(make)
 
 
@@ -64,8 +64,8 @@ def assert_same(run: Path, other: Path) -> None:
         assert file.is_dir() or file.read_bytes() == theirs[name].read_bytes(), name
 
 
-def killed(folder: Path, asked: TextConfig, lines: int) -> Path:
-    """A run of the command line, killed once it has logged so many lines, and resumed to its end."""
+def run_with_kill(folder: Path, asked: TextConfig, lines: int) -> Path:
+    """A run of the command line that is killed once it has logged `lines` lines, and resumed to its end."""
     (folder / "run.yaml").write_text(dump(asked))
     process, run = start(folder, "run.yaml"), folder / "runs" / "run"
     while not (run / "metrics.jsonl").exists() or len(read_lines(run / "metrics.jsonl")) < lines:
@@ -77,14 +77,14 @@ def killed(folder: Path, asked: TextConfig, lines: int) -> Path:
     return run
 
 
-def on_ray(base: Path, backend: dict[str, Any] | None = None, **changes: Any) -> TextConfig:
+def ray_config(base: Path, backend: dict[str, Any] | None = None, **changes: Any) -> TextConfig:
     return config(base, backend={"type": "ray", "workers": 2, "slices": 3} | (backend or {}), **changes)
 
 
-def whole(root: Path, asked: TextConfig) -> Path:
-    """The same run, whose slices one worker in this process plays."""
+def run_inline(root: Path, asked: TextConfig) -> Path:
+    """The same run, with slices played by one worker in this process."""
     alone = asked.model_copy(update={"backend": asked.backend.model_copy(update={"type": "local", "placement": {}})})
-    return run_of(build(alone, here), root, alone)
+    return run_of(build(alone, inline_backend), root, alone)
 
 
 def actor_of(made: TextTrainer, learner: str) -> Any:

@@ -1,4 +1,4 @@
-"""Runs a plan in memory: any open task may be the next to be done, and the workers are exact."""
+"""Runs a plan in memory with exact workers; open tasks may be done in any order."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def population(*players):
 
 
 def drive(plan, do, rng=None, stop=lambda: False):
-    """Does a plan's tasks, the oldest first or, with `rng`, in any order; the (task, result, notes) in their order.
+    """Does a plan's tasks, the oldest first or, with `rng`, in any order; returns the (task, result, notes) in the
+    order in which they were done.
 
-    Members that a task asks for must have been made by tasks done before, and names never come twice."""
+    Members of a task must have been made by earlier tasks, and names must be unique."""
     open_, log, made, seen = list(plan.initial_tasks()), [], set(), set()
     while open_ and not stop():
         assert not {task.name for task in open_} & seen
@@ -88,7 +89,7 @@ class ExactGame:
         return nash_conv(self.tree, self.exact.mixture_policy(mixes, self.policies.__getitem__))
 
     def coarse_gap(self, meta):
-        """What all seats could gain by leaving a joint distribution for a policy fixed beforehand, summed."""
+        """The sum of what all seats could gain by leaving a joint distribution for a policy chosen beforehand."""
         cells = [(index, p) for index, p in np.ndenumerate(meta.joint) if p > 0]
         lineups = [self._lineup(meta, index) for index, _ in cells]
         chances = [p for _, p in cells]
@@ -102,7 +103,7 @@ class ExactGame:
 
 
 class Matrix:
-    """A game in normal form: members are mixtures over actions, payoffs are known."""
+    """A normal-form game: members are mixtures over actions, payoffs are known."""
 
     def __init__(self, payoffs: Sequence[np.ndarray], players: Sequence[str], noise: float = 0.0):
         self.payoffs, self.players, self.noise = payoffs, list(players), noise
@@ -130,7 +131,7 @@ class Matrix:
         return TrainResult(env_steps=task.env_steps, mean_return=float(worth.max()))
 
     def outer(self, choices):
-        """The others' actions together, flat."""
+        """The others' actions together, as a flat index."""
         joint = np.ones(())
         for player in self.players:
             if player in choices:

@@ -1,4 +1,4 @@
-"""What child processes run in tests of palestra.processes."""
+"""Functions that child processes run in tests of palestra.processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trying programs in the sandbox, for the tests of programming problems."""
+"""Runs programs in the sandbox, for tests of programming problems."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from palestra.sandbox import ResourceLimits
 LIMITS = ResourceLimits(wall=20, cpu=20)
 
 
-def tried(
+def try_program(
     lab: ProgramTestRunner, code: ProgramSpec, *cases: ProgramTest | str, limits: ResourceLimits = LIMITS
 ) -> ProgramTestResults:
-    """The results of a program; a text is an input of which nothing is expected."""
+    """The results of a program; a plain text is an input without an expected output."""
     return asyncio.run(
         lab.run_tests(code, tuple(ProgramTest(one) if isinstance(one, str) else one for one in cases), limits)
     )
@@ -28,6 +28,8 @@ def failures(lab: ProgramTestRunner, problem: ProgramProblem) -> list[ProgramTes
         if cases:
             code = problem.program_from(problem.reference, problem.kind_for_test(cases[0]))
             wrong += [
-                case for case, trial in zip(cases, tried(lab, code, *cases).results, strict=True) if not trial.passed
+                case
+                for case, trial in zip(cases, try_program(lab, code, *cases).results, strict=True)
+                if not trial.passed
             ]
     return wrong

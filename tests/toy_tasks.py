@@ -1,8 +1,8 @@
-"""A plan whose tasks add up numbers that lie in members' files: what any backend must get right, and easy to check.
+"""A plan whose tasks add up numbers in members' files: every backend must get the same, easily checked result.
 
-`leaves` members are made with a number each, then each pair of members makes one with their sum, until one is left.
-Every member is read by a `play` task when it is there; the last is assessed. Which tasks there are does not depend on
-the order in which they finish.
+`leaves` members are made with a number each, then each pair of members gives one with their sum, until one is left.
+Every member is read by a `play` task once it exists; the last is assessed. The set of tasks does not depend on the
+order in which they finish.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Value(Result):
 
 @dataclass(frozen=True)
 class MakeTask(Task):
-    """Makes a member with the sum of the numbers of its parts, which are those of the leaves from `low` to `high`."""
+    """Makes a member with the sum of the numbers of its parts, which are the leaves from `low` to `high`."""
 
     kind = "train"
     result_type = Value
@@ -52,7 +52,7 @@ class TotalTask(Task):
 
 
 class Sums:
-    """The plan. `total` is the sum once it is assessed; `heard` are the tasks reported, in order."""
+    """The plan; `total` is the sum once it is assessed, `heard` the reported tasks in order."""
 
     def __init__(self, leaves: int) -> None:
         self.leaves, self.total = leaves, None
@@ -106,11 +106,11 @@ def leaf(task: str) -> int:
 
 @dataclass
 class Adder:
-    """The worker. It takes `seconds` for a task, and as many more as `slow` gives its name.
+    """The worker. A task takes `seconds`, plus `slow[task.name]`.
 
-    At a task that `fatal` names it kills its process so many times, of which files in `bodies` keep count; at the task
-    `bad` it raises. The folder `begun` gets a file for each task and the process that began it. What it makes has so
-    many bytes of `ballast`."""
+    At a task in `fatal` it kills its process that many times, counted by files in `bodies`; at the task `bad` it
+    raises. The folder `begun` gets a file for each task and the process that started it. Members have `ballast`
+    additional bytes."""
 
     seconds: float = 0.0
     slow: dict[str, float] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Adder:
 
 
 class Shelf:
-    """A worker that counts the folders that lie beside that of a task's member."""
+    """A worker that counts the folders beside that of a task's member."""
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Value:
         return Value(len(list(members[task.members[0]].parent.iterdir())))
@@ -163,7 +163,7 @@ class OddTask(Task):
 
 
 class Odd:
-    """A worker whose results JSON has other names for, or cannot tell."""
+    """A worker whose results contain values that JSON changes or cannot represent."""
 
     def run_task(self, task: Task, *_: object) -> Result:
         if task.name == "other":
@@ -182,7 +182,7 @@ class ProcessInfo(Result):
 
 @dataclass(frozen=True)
 class TellTask(Task):
-    """Takes so many seconds."""
+    """Takes `seconds`."""
 
     kind = "play"
     result_type = ProcessInfo
@@ -199,7 +199,7 @@ class TellToAssess(TellTask):
 
 
 class Teller:
-    """A worker that says which process it is, and whose, and how many threads it is to use."""
+    """A worker that returns its process id, its parent's, and its number of threads."""
 
     def run_task(self, task: Task, *_: object) -> ProcessInfo:
         assert isinstance(task, TellTask)

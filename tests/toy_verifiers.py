@@ -1,4 +1,4 @@
-"""A taskset for verifiers: repeat a word; three turns when it is asked to be kind."""
+"""A task set for verifiers: repeat a word; three turns if it is asked to be kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An env for verifiers with two agents: a guide tells a word that only it knows, a walker says it."""
+"""An env for verifiers with two agents: a guide names a word that only it observes, a walker repeats it."""
 
 from __future__ import annotations
 

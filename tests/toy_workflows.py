@@ -35,7 +35,7 @@ def said(response: httpx.Response) -> str:
 
 
 def relay(play: WorkflowContext) -> WorkflowResult:
-    """Plain HTTP: a guide says a word, a walker repeats it; each is paid for its own part, the team for both."""
+    """Plain HTTP: a guide names a word, a walker repeats it; each is rewarded for its own part, the team for both."""
     word = secret(play)
     hint = said(ask(play, "guide", f"say {word}"))
     play.add_reward("guide", float(hint == word))
@@ -85,20 +85,20 @@ async def sums(play: WorkflowContext) -> dict[str, float]:
 
 
 def restless(play: WorkflowContext) -> dict[str, float]:
-    """Asks something else each time that it is played."""
+    """Makes other model calls each time that it is played."""
     ask(play, "agent", f"{random.random()}")
     ask(play, "agent", "and now?")
     return {"agent": 1.0}
 
 
 def hanging(play: WorkflowContext) -> dict[str, float]:
-    """One episode in ten never comes back."""
+    """One episode in ten never returns."""
     if play.seed % 10 == 0:
         threading.Event().wait()
     body = json.dumps({"model": "agent", "messages": [{"role": "user", "content": "yes?"}]})
     with closing(
         http.client.HTTPConnection(urlsplit(play.base_url).netloc)
-    ) as line:  # one of httpx takes 30 ms to make
+    ) as line:  # creating one of httpx takes 30 ms
         line.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {play.api_key}"})
         answer = json.load(line.getresponse())["choices"][0]["message"]["content"]
     return {"agent": float(answer == "yes")}

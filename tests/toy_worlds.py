@@ -13,8 +13,8 @@ LETTERS = "abcdefgh"
 class Dials(Env):
     """Two dials of eight letters each: an answer of odd first character turns the left one on, any other the right one.
 
-    The 64 first positions are parted: one in eight, with every letter at both dials, is of split "test" alone. A game
-    has `turns` answers, so that with two only first positions are followed by an observation.
+    One in eight of the 64 first positions, with every letter at both dials, is in split "test" only. A game has `turns`
+    answers, so with two only first positions are followed by an observation.
     """
 
     name = "dials"

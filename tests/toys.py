@@ -13,15 +13,16 @@ from palestra.types import Answer, Step
 
 
 def bit(text: str) -> str:
-    """What an answer says: "1" for an odd first character, "0" for an even one, "?" for none."""
+    """The bit of an answer: "1" for an odd first character, "0" for an even one, "?" for none."""
     return str(ord(text[0]) % 2) if text else "?"
 
 
 class Whisper(Env):
-    """A guide reads a secret bit and whispers it; a walker hears the whisper and must say the other bit.
+    """A guide observes a secret bit and answers with it; a walker observes that answer and must answer with the other
+    bit.
 
-    An answer counts by its first character's parity, so that every answer means something. The game is `turns` secrets
-    long, and won where the last one was whispered right and contradicted right: one time in four by chance.
+    The bit of an answer is its first character's parity, so that every answer has one. A game has `turns` secrets, and
+    is won if both answers to the last one are right: with probability 1/4 by chance.
     """
 
     name = "whisper"
@@ -41,7 +42,7 @@ class Whisper(Env):
         return Step({"guide": self.noise() + self.secret}, {}, team, info=info)
 
     def noise(self) -> str:
-        """Makes instances differ, so that held-out ones were never seen."""
+        """Random letters, which make held-out instances differ from those of training."""
         return "".join(self.rng.choices("abcdefgh", k=6))
 
     def step(self, actions: dict[str, str]) -> Step:
@@ -62,7 +63,7 @@ class Whisper(Env):
 
 
 class Odd(Env):
-    """One answer to a line of noise, right if it means 1 (see `bit`)."""
+    """One answer to a line of noise; it is right if its `bit` is 1."""
 
     name = "odd"
     seats = ("agent",)
@@ -79,7 +80,7 @@ class Odd(Env):
 
 
 class Chant(Env):
-    """A caller, a herald and a walker speak in turn; what they see is the same in every instance."""
+    """A caller, a herald and a walker act in turn; their observations are the same in every instance."""
 
     name = "chant"
     seats = ("caller", "herald", "walker")
@@ -100,8 +101,8 @@ class Chant(Env):
 
 
 class Peek(Env):
-    """Both seats answer the same noise at once; one of them also reads a hint, the same in every instance.
-    The team earns 1 if their answers begin alike."""
+    """Both seats answer the same noise at the same time; one of them also observes a hint, the same in every instance.
+    The team earns 1 if their answers begin with the same character."""
 
     name = "peek"
     seats = ("solver", "peeker")
@@ -119,7 +120,7 @@ class Peek(Env):
 
 
 class Spoken:
-    """A policy that says what `script` says, each answer with tokens of its own: `spoken` has all it ever said."""
+    """A policy that answers with `script`, each answer with tokens of its own; `spoken` has all its answers."""
 
     def __init__(self, name: str, script: Callable[[Query, int], str]) -> None:
         self.name, self.script = name, script

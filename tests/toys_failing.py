@@ -1,4 +1,4 @@
-"""Envs that fail, in words and on arrays. Configs name them as "toys_failing:Cracks"."""
+"""Envs that fail, for text and for arrays. Configs name them as "toys_failing:Cracks"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from palestra.types import Step
 
 
 class Cracks(Whisper):
-    """Whisper that raises KeyError in the share `share` of its games; in none once the file `mended` is there."""
+    """Whisper that raises KeyError in the share `share` of its games; in none once the file `mended` exists."""
 
     def __init__(self, *, share: float = 1.0, mended: str = "", turns: int = 1, split: str = "train") -> None:
         super().__init__(turns=turns, split=split)
@@ -30,7 +30,7 @@ class Cracks(Whisper):
 
 
 class Flat(Whisper):
-    """Whisper that pays all answers the same."""
+    """Whisper with the same reward for all answers."""
 
     def step(self, actions: dict[str, str]) -> Step:
         said = super().step(actions)
@@ -45,7 +45,7 @@ class CrackedCards(TextKuhn):
 
 
 class Breaks(Countdown):
-    """Countdown whose step raises, or pays, or shows what is no number, after `after` steps."""
+    """Countdown whose step raises, or returns a reward or an observation that is not finite, after `after` steps."""
 
     name = "breaks"
 

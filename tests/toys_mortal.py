@@ -12,7 +12,7 @@ from palestra.types import Step
 
 
 class Mortal(Whisper):
-    """Whisper, in which the process that plays instance `fatal` is killed, unless the file `mark` says that one was."""
+    """Whisper in which the process that plays instance `fatal` is killed, unless the file `mark` already exists."""
 
     def __init__(self, *, turns: int = 1, split: str = "train", fatal: int = -1, mark: str = "") -> None:
         super().__init__(turns=turns, split=split)
@@ -26,7 +26,7 @@ class Mortal(Whisper):
 
 
 class Odd(Whisper):
-    """Whisper, whose steps hold an object that cannot be pickled."""
+    """Whisper whose steps contain an object that cannot be pickled."""
 
     def step(self, actions: dict[str, str]) -> Step:
         step = super().step(actions)

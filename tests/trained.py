@@ -1,4 +1,4 @@
-"""Small runs that were really trained, for tests of what is made of runs."""
+"""Small trained runs, for tests of commands and pages that read runs."""
 
 from __future__ import annotations
 

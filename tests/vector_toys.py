@@ -1,4 +1,4 @@
-"""Small vectorised games that several tests play, and how they train in them."""
+"""Small vector envs for tests, and training in them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from palestra.types import RolloutBatch
 
 
 def ppo(**settings: Any) -> PPO:
-    """Returns PPO with four passes in four minibatches, and returns as they are: for batches that are too small for the
-    defaults."""
+    """Returns PPO with four passes in four minibatches, and returns without normalisation: for batches that are too
+    small for the defaults."""
     return PPO(**{"epochs": 4, "minibatches": 4, "value_norm": False} | settings)
 
 
 class Countdown(VectorEnv):
-    """A game lasts 2 to 5 steps, by its seed and number. A seat sees the game, the time, its own number and the sum of
-    all actions so far, and is paid its action times its number plus one. Every third game is cut off, the others
+    """A game lasts 2 to 5 steps, by its seed and number. A seat observes the game, the time, its own number and the sum
+    of all actions so far, and is paid its action times its number plus one. Every third game is truncated, the others
     terminate; with `turns` seats act in turn; the last action is illegal in every second game.
     """
 
@@ -97,11 +97,11 @@ class Countdown(VectorEnv):
 
 class Cues(NativeEnv):
     """Every game hides one of three cues: seat n is right to answer with the cue plus n, modulo 3, in the last of
-    `steps` steps, and is paid 1 (with `team` all are paid the share of those who are right).
+    `steps` steps, and is paid 1 (with `team` all are paid the share of correct seats).
 
-    A view is the cue, one-hot, and the share of the game that is left; so is the state. With `fleeting` a view shows
+    An observation is the cue, one-hot, and the remaining share of the game; so is the state. With `fleeting` it shows
     the cue in the first step only. With `turns` one seat after the other acts, and the game ends when each has acted
-    `steps` times; the last move of each counts.
+    `steps` times; the last action of each counts.
     """
 
     name = "cues"
@@ -165,8 +165,8 @@ class Cues(NativeEnv):
 
 
 class Track(NativeEnv):
-    """A cart at x with speed v is to stand at 0: it loses x^2 a step, and is pushed by an action from -1 to 1. The game
-    is cut off after `steps` steps."""
+    """A cart at x with speed v must stop at 0: the reward is -x^2 per step, and an action from -1 to 1 pushes it. The
+    game is truncated after `steps` steps."""
 
     name = "track"
 
@@ -229,7 +229,7 @@ class Learner(Protocol):
 def train(
     learner: Learner, sweeper: VectorRollout, horizon: int, updates: int, others: Sequence[VectorPolicy] = ()
 ) -> Any:
-    """Sweeps and updates; returns the figures of the last one."""
+    """Collects rollouts and updates the learner; returns the metrics of the last update."""
     figures: Any = None
     for i in range(updates):
         progress = i / updates
@@ -246,7 +246,7 @@ def mean_return(env: VectorEnv, players: Sequence[VectorPolicy], steps: int, see
 
 
 class Counted(Countdown):
-    """A countdown that counts the instances of this process that are not closed."""
+    """A countdown that counts its instances in this process that are not closed."""
 
     name = "counted"
     not_closed = 0

@@ -1,7 +1,8 @@
-"""`palestra` in processes that start at once: forks of one process that has imported what training and serving import.
+"""`palestra` in processes that start quickly: forks of one process that has imported the modules of training and
+serving.
 
-Each has its own memory, session, signals and exit code, as a process that is started from nothing; it is spared the
-seconds of the imports. Where `os.pidfd_open` is missing (macOS), processes are started from nothing.
+Each has its own memory, session, signals and exit code, like a process started from nothing, but saves the seconds of
+the imports. Where `os.pidfd_open` is missing (macOS), processes are started from nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ IMPORTS = (
     "palestra.report.run_report",
     "palestra.sinks.factory",
     "matplotlib.figure",
-    "pandas",  # which pyarrow imports where it is installed
+    "pandas",  # which pyarrow imports if it is installed
 )
 
 
@@ -49,9 +50,9 @@ def start_palestra(
     with_stderr: bool = True,
     forked: bool = True,
 ) -> Any:
-    """`palestra ARGUMENTS` as a process in a session of its own: a Popen, or what has its methods. Its stderr is a pipe
-    of its own, or goes to stdout (`with_stderr=False`). Without `forked` it is started from nothing, and orders sets of
-    texts in another way than forks, which share Python's hash seed."""
+    """`palestra ARGUMENTS` as a process in its own session: a Popen, or an object with its methods. Its stderr is a
+    separate pipe, or goes to stdout (`with_stderr=False`). Without `forked` it is started from nothing, and orders sets
+    of strings differently than forks, which share Python's hash seed."""
     words, environment = [str(argument) for argument in arguments], dict(os.environ if env is None else env)
     if forked and hasattr(os, "pidfd_open"):
         return _fork_server().start(words, str(cwd or Path.cwd()), environment, with_stderr)
@@ -61,7 +62,7 @@ def start_palestra(
 
 
 def run_palestra(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`palestra ARGUMENTS`, once it has ended; for `options` see `start_palestra`."""
+    """`palestra ARGUMENTS`, run to its end; for `options` see `start_palestra`."""
     process = start_palestra(*arguments, **options)
     out, err = process.communicate()
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
@@ -91,7 +92,7 @@ class ForkedProcess:
         return self.poll()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Returns what is left of stdout and stderr once the process has ended. Raises TimeoutExpired after `timeout`
+        """Returns the rest of stdout and stderr once the process has ended. Raises TimeoutExpired after `timeout`
         seconds."""
         until = time.monotonic() + (1e6 if timeout is None else timeout)
         if not self.texts:
@@ -113,7 +114,7 @@ class ForkedProcess:
         return self.texts[0], self.texts[1] if len(self.texts) > 1 else ""
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, if the process has not ended."""
+        """Sends a signal unless the process has ended."""
         if self.poll() is None:
             signal.pidfd_send_signal(self.handle, number)
 
@@ -125,7 +126,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The process that forks, which ends with this one."""
+    """The process that forks; it ends with this one."""
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -157,7 +158,7 @@ def _fork_server() -> ForkServer:
 
 
 def serve(descriptor: int) -> None:
-    """The fork server's own program: it forks for each request, until the other end is closed."""
+    """The program of the fork server: it forks for each request until the other end is closed."""
     requests = socket.socket(fileno=descriptor)
     for name in IMPORTS:
         if find_spec(name.split(".")[0]):

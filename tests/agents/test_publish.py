@@ -1,4 +1,4 @@
-"""Agents for others: what is published is read by peft and transformers, and says what our engine says."""
+"""Published agents: peft and transformers load them and compute the same log-probabilities as palestra's engine."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def card_of(folder):
 
 def test_published_adapter_equals_the_engine_in_peft(run, base, tmp_path):
     palestra("publish", run, "--member", "guide", "--out", tmp_path / "guide", "--license", "apache-2.0")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "guide")
+    peft_model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "guide")
     (agent,) = find_agents(tmp_path / "guide")
     policy = load_policy(agent, Engines("cpu", 8))
     request = Request(IDS[0].numpy().astype(np.int32), 1, SamplingConfig(max_tokens=1, temperature=0), policy.adapter)
     ((ours,),) = policy.sampler.sample_all([request])
-    expected = torch.log_softmax(logits(theirs)[0, -1], -1)
+    expected = torch.log_softmax(logits(peft_model)[0, -1], -1)
     assert ours.token_ids[0] == expected.argmax()
     assert ours.logprobs[0] == pytest.approx(float(expected.max()), abs=LOGPROB_ATOL)
     untrained = torch.log_softmax(logits(AutoModelForCausalLM.from_pretrained(base))[0, -1], -1)
-    assert (untrained - expected).abs().max() > 1e-3  # it is the adapter that was compared
+    assert (untrained - expected).abs().max() > 1e-3  # the adapter whose log-probabilities were compared
     assert not (tmp_path / "guide" / "optimizer.safetensors").exists()
 
 
@@ -63,7 +63,8 @@ def test_merged_model_equals_the_adapter_on_its_base(run, base, tmp_path):
     palestra("publish", run, "--member", "guide", "--out", tmp_path / "m", "--merge")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    # Products of other shapes round otherwise on each processor: what is left is small beside what the adapter does.
+    # Merged weights multiply in other shapes, which round differently on each processor: the rest is small beside the
+    # adapter's effect.
     effect = (logits(adapted) - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max()
     assert (logits(merged) - logits(adapted)).abs().max() < 1e-3 * effect
     assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("up 1") == AutoTokenizer.from_pretrained(base).encode(

@@ -1,4 +1,4 @@
-"""A trained agent behind an endpoint: a real server process, asked by OpenAI's own client."""
+"""A trained agent behind an endpoint: a real server process, called by OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from warm_processes import PALESTRA
 
 from palestra.web.completions import HTTP_LIMITS
 
-pytestmark = pytest.mark.slow  # a process that loads torch, on a machine that has other things to do
+pytestmark = pytest.mark.slow  # the process loads torch, on a machine that may be busy
 
 KEY = "a-key-of-ours"
 ASK = [{"role": "user", "content": "say 0 or 1"}]
@@ -32,7 +32,8 @@ ASK = [{"role": "user", "content": "say 0 or 1"}]
 def serving(*arguments, **environment):
     """The address of a server process, which must exit with code 0 on SIGTERM."""
     command = [*PALESTRA, "serve-agent", *map(str, arguments), "--port", "0"]
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # of the env's module
+    # to import the env's module
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -53,7 +54,7 @@ def serving(*arguments, **environment):
 
 @pytest.fixture(scope="module")
 def served(base, tmp_path_factory):
-    """A run's agents, and the address of a server of both that asks for a key."""
+    """A run's agents, and the address of a server that serves both and requires a key."""
     folder = tmp_path_factory.mktemp("served")
     run = two_agents(base, folder)
     with serving(run, "--key-env", "AGENT_KEY", AGENT_KEY=KEY) as url:
@@ -66,23 +67,23 @@ def client(served):
         yield client
 
 
-def ask(client, **settings):
+def complete(client, **settings):
     return client.chat.completions.create(**{"model": "guide", "messages": ASK, "temperature": 0} | settings)
 
 
 def test_openai_client_works(client):
     assert [model.id for model in client.models.list()] == ["guide", "walker"]
-    said = ask(client)
+    said = complete(client)
     assert said.model == "guide" and said.choices[0].message.role == "assistant"
     assert said.choices[0].finish_reason in ("stop", "length") and said.usage.completion_tokens <= 2
     assert said.usage.prompt_tokens > 5
-    assert ask(client, max_tokens=1).usage.completion_tokens == 1
-    assert ask(client, max_completion_tokens=7, temperature=1, top_p=0.9, stop=["x"]).usage.completion_tokens <= 7
+    assert complete(client, max_tokens=1).usage.completion_tokens == 1
+    assert complete(client, max_completion_tokens=7, temperature=1, top_p=0.9, stop=["x"]).usage.completion_tokens <= 7
 
 
 def test_streams_add_up_to_the_whole_answer(client):
-    whole = ask(client).choices[0]
-    chunks = [chunk.choices[0] for chunk in ask(client, stream=True)]
+    whole = complete(client).choices[0]
+    chunks = [chunk.choices[0] for chunk in complete(client, stream=True)]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
     assert chunks[-1].finish_reason == whole.finish_reason
 
@@ -90,7 +91,9 @@ def test_streams_add_up_to_the_whole_answer(client):
 def test_seed_fixes_the_answer_under_concurrency(client):
     settings = {"temperature": 1, "max_tokens": 12}
     with ThreadPoolExecutor(8) as threads:
-        texts = list(threads.map(lambda i: ask(client, seed=i % 2, **settings).choices[0].message.content, range(16)))
+        texts = list(
+            threads.map(lambda i: complete(client, seed=i % 2, **settings).choices[0].message.content, range(16))
+        )
     assert len(set(texts[::2])) == len(set(texts[1::2])) == 1 and texts[0] != texts[1]
 
 
@@ -109,7 +112,7 @@ def test_seed_fixes_the_answer_under_concurrency(client):
 )
 def test_invalid_call_gets_an_openai_error(client, settings, message):
     with pytest.raises(openai.BadRequestError, match=message) as error:
-        ask(client, **settings)
+        complete(client, **settings)
     assert error.value.body["type"] == "invalid_request_error"
 
 
@@ -130,21 +133,21 @@ def test_protocol_errors_have_the_openai_format(served):
 
 @pytest.mark.parametrize("size", [15 * 2**20, 20 * 2**20])
 def test_too_long_text_is_refused_without_blocking(served, client, size):
-    """One that is more than any token could spell is not tokenised; a body beyond the limit is not read."""
+    """A text longer than any token could spell is not tokenised; a body beyond the limit is not read."""
     _, url = served
     text = json.dumps({"model": "guide", "messages": [{"role": "user", "content": "0 1 " * (size // 4)}]}).encode()
     with ThreadPoolExecutor(1) as aside:
         began = time.monotonic()
         large = aside.submit(raw.ask, url, "POST", "/v1/chat/completions", text, Authorization=f"Bearer {KEY}")
-        ask(client)
-        assert time.monotonic() - began < 20  # 61 s where it was tokenised first
+        complete(client)
+        assert time.monotonic() - began < 20  # 61 s if it were tokenised first
         reply = large.result()
     assert reply.status == (400 if size < HTTP_LIMITS.max_body_bytes else 413)
     assert reply.status == 413 or "does not fit the" in reply.json()["error"]["message"]
 
 
-def spelled(arguments):
-    """An answer that calls a tool with a text of JSON."""
+def tool_call_answer(arguments):
+    """An answer that calls a tool with a JSON text."""
     return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
 
 
@@ -154,7 +157,7 @@ def spelled(arguments):
         {"messages": [{"role": "user", "content": "\ud800"}]},
         {"messages": [{"role": "user", "content": "x", "tool_calls": 5}]},
         {"messages": [{"role": {"a": 1}, "content": "x"}]},
-        {"messages": spelled("[" * 600 + "]" * 600)},
+        {"messages": tool_call_answer("[" * 600 + "]" * 600)},
         {"tools": [5]},
         {"stop": 5},
         {"stop": [""]},
@@ -174,9 +177,9 @@ def test_malformed_calls_get_400(served, change):
 
 
 def test_unusual_valid_calls_are_answered(client):
-    assert ask(client, seed=10**300).choices
-    assert ask(client, messages=spelled("[" * 50)).choices  # no JSON: shown as the text that it is
-    assert ask(client, temperature=1e-320).choices
+    assert complete(client, seed=10**300).choices
+    assert complete(client, messages=tool_call_answer("[" * 50)).choices  # not JSON: shown as plain text
+    assert complete(client, temperature=1e-320).choices
 
 
 def test_browser_origin_is_refused(served):
@@ -204,4 +207,4 @@ def test_published_agent_answers_identically(served, client, tmp_path):
         serving(tmp_path / "guide", "--key-file", tmp_path / "key") as url,
         openai.OpenAI(base_url=url, api_key=KEY) as other,
     ):
-        assert ask(other).choices[0].message == ask(client).choices[0].message
+        assert complete(other).choices[0].message == complete(client).choices[0].message

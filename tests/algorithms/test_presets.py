@@ -1,4 +1,4 @@
-"""Algorithms by the names of their papers are the general algorithms with the settings that the documents give."""
+"""Presets named after papers equal the general algorithms with the documented settings."""
 
 from __future__ import annotations
 

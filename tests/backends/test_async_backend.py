@@ -70,7 +70,7 @@ def test_backend_start_error_is_reported() -> None:
 
 
 def test_cancelled_waiter_does_not_affect_others() -> None:
-    """A task whose coroutine is cancelled, and whose loop has ended, is done all the same."""
+    """A task is completed even if its coroutine was cancelled and its event loop has ended."""
     desk = AsyncBackend(lambda: InlineBackend(partial(Adder, 0.1)))
 
     async def impatient() -> None:

@@ -1,4 +1,4 @@
-"""Local workers: they end with their parent, however it ends, and leave nothing behind."""
+"""Local workers: they end with their parent, however it ends, and leave no files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ TESTS = Path(__file__).parent.parent
 
 
 def start(root: Path, seconds: str) -> subprocess.Popen[str]:
-    """A process that follows a plan of slow tasks with two workers, in the middle of it."""
+    """A process that runs a plan of slow tasks with two workers; returns in the middle of it."""
     Run.create(root, "").close()
     command = [sys.executable, "-m", "toy_follow", str(root / "run"), "local", "8", "-1", seconds]
     environment = {**os.environ, "TMPDIR": str(root)}
     process = subprocess.Popen(
         command, cwd=TESTS, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    until(lambda: len(read_lines(root / "run" / "tasks.jsonl")) >= 2)
+    wait_until(lambda: len(read_lines(root / "run" / "tasks.jsonl")) >= 2)
     return process
 
 
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end
@@ -53,12 +53,13 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     assert len(workers) == 2
     process.kill()
     process.communicate()
-    until(lambda: not any(map(alive, workers)), 10.0)
-    until(lambda: not list(tmp_path.glob("palestra-*")))  # what they were making, too
+    wait_until(lambda: not any(map(alive, workers)), 10.0)
+    wait_until(lambda: not list(tmp_path.glob("palestra-*")))  # also the unfinished output folders
 
 
 def test_ctrl_c_is_handled_by_the_parent_only(tmp_path: Path) -> None:
-    """The whole foreground group gets the signal; the parent ends what is under way, notes it, and goes."""
+    """The whole foreground process group gets the signal; the parent stops the running tasks, records the stop and
+    exits."""
     process = start(tmp_path, "0.3")
     workers = workers_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)

@@ -48,8 +48,8 @@ def run_tasks(backend: RayBackend, *tasks: Task) -> dict[str, Any]:
     return {done.task.name: done.result for done in found if done}
 
 
-def start(backend: RayBackend, begun: Path) -> None:
-    """Returns when every worker has done something."""
+def start_workers(backend: RayBackend, begun: Path) -> None:
+    """Returns when every worker has run a task."""
     number = 0
     while len({file.suffix for file in begun.iterdir()}) < backend.workers:
         run_tasks(backend, *(LookTask(f"play/{number + i}") for i in range(backend.workers)))
@@ -61,8 +61,8 @@ def start(backend: RayBackend, begun: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_members_of_equal_content_are_sent_once(cluster: Cluster, tmp_path: Path) -> None:
-    """Three members, of which two have equal files: each content passes the object store once for all workers, and is
-    there as long as one member has it."""
+    """Three members, of which two have equal files: each content is put into the object store once for all workers, and
+    stays there while a member has it."""
     for name, number in {"one": "7", "same": "7", "other": "80"}.items():
         (tmp_path / name / "deep").mkdir(parents=True)
         (tmp_path / name / "deep" / "number").write_text(number)
@@ -78,13 +78,13 @@ def test_members_of_equal_content_are_sent_once(cluster: Cluster, tmp_path: Path
         found = run_tasks(backend, *(LookTask(f"again/{i}", members=("same",)) for i in range(8)))
         assert {result.value for result in found.values()} == {7}
         backend.remove_member("same")
-        backend.add_member("one", tmp_path / "one")  # it is gone from the workers, and put again
+        backend.add_member("one", tmp_path / "one")  # deleted from the workers, so it is put again
         assert run_tasks(backend, LookTask("last", members=("one",)))["last"].value == 7
     assert traffic["puts"] - before["puts"] == 3
 
 
 def lost_object() -> Any:
-    """An object whose owner, an actor, is gone."""
+    """An object whose owner, an actor, has been killed."""
 
     class Owner:
         def put(self) -> list[Any]:
@@ -104,9 +104,9 @@ def lost_object() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_large_outputs_stay_where_they_were_made(tmp_path: Path) -> None:
-    """What a task returned is what later tasks fetch: nothing is sent twice. It is put, from its folder, if the object
-    was lost with a process."""
+def test_large_outputs_are_sent_once(tmp_path: Path) -> None:
+    """Later tasks fetch the object that the first task returned: nothing is sent twice. If the object was lost with a
+    process, it is put again from its folder."""
     plan, before = Sums(4), traffic.copy()
     with Run.create(tmp_path, "") as run, closing(RayBackend(partial(Adder, ballast=200_000), 2)) as backend:
         assert run_plan(plan, backend, run)
@@ -119,12 +119,12 @@ def test_large_outputs_stay_where_they_were_made(tmp_path: Path) -> None:
         number = int((run.path / "members" / name / "deep" / "number").read_text())
         found = run_tasks(backend, *(LookTask(f"again/{i}", members=(name,)) for i in range(4)))
         assert {result.value for result in found.values()} == {number}
-    assert 1 <= traffic["puts"] - before["puts"] <= 2  # by each of two workers, if both asked at once
+    assert 1 <= traffic["puts"] - before["puts"] <= 2  # by each of two workers, if both requested it at the same time
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_actor_drops_the_folders_used_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_evicts_least_recently_used_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "MAX_HELD", 3)
     names = [str(i) for i in range(8)]
     before = traffic.copy()
@@ -143,7 +143,7 @@ def test_actor_drops_the_folders_used_longest_ago(tmp_path: Path, monkeypatch: p
 
 
 class LoseNode(PlanCallback):
-    """Takes the other node from the cluster, by killing its processes, once some members are made."""
+    """Kills the processes of the other node once some members have been made."""
 
     def __init__(self, nodes: Cluster, log: Path) -> None:
         self.nodes, self.log, self.before = nodes, log, b""
@@ -158,35 +158,35 @@ class LoseNode(PlanCallback):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_run_survives_the_loss_of_a_node(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the workers die with their tasks and the members that they made; the others do these tasks again, and all
-    that there is to do."""
+    """Half of the workers die with their tasks and the members that they made; the remaining workers run these tasks
+    again, and all others."""
     plan = Sums(16)
     begun = tmp_path / "begun"
     begun.mkdir()
     make = partial(Adder, 0.5, begun=str(begun), ballast=200_000)
     with Run.create(tmp_path, "") as run, closing(RayBackend(make, 4)) as backend:
-        start(backend, begun)
+        start_workers(backend, begun)
         watcher = LoseNode(cluster, run.path / "tasks.jsonl")
         queue, lost = backend._common.queue, []
         finish = queue.finish
 
         def finish_and_keep(task: Task) -> None:
-            lost.extend(queue.deaths.get(task.name, []))  # which the queue forgets once the task is done
+            lost.extend(queue.deaths.get(task.name, []))  # the queue forgets the task once it is done
             finish(task)
 
         monkeypatch.setattr(queue, "finish", finish_and_keep)
         assert run_plan(plan, backend, run, callback=watcher)
-        for _ in range(600):  # the cluster may notice later than the run ends
+        for _ in range(600):  # the cluster may notice the loss only after the run
             if all(map(_is_node_lost, lost)):
                 break
             time.sleep(0.1)
-        assert lost and all(map(_is_node_lost, lost))  # no task is to blame
+        assert lost and all(map(_is_node_lost, lost))  # no loss counts against a task
     assert plan.total == expected(16)
     assert watcher.before.count(b"\n") == 7
     assert (run.path / "tasks.jsonl").read_bytes().startswith(watcher.before)
     assert len(read_lines(run.path / "tasks.jsonl")) == 62
     assert sum(node["Alive"] for node in ray.nodes()) == 1
-    assert len(list(begun.iterdir())) > 62  # some were under way on the node, and were begun twice
+    assert len(list(begun.iterdir())) > 62  # tasks that ran on the lost node were started twice
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_single_machine_offers_the_named_resources() -> None:
 
 @pytest.mark.slow
 def test_workers_of_a_cluster_started_here_take_turns(tmp_path: Path) -> None:
-    """Of three workers two have a task at a time, and all three get some."""
+    """Three workers, of which two may run a task at a time: all three get some."""
     with closing(RayBackend(Teller, 3, placement={"train": {"workers": 1}}, at_once=2)) as backend:
         for i in range(12):
             backend.submit(TellTask(f"play/{i}", 0.2))
@@ -240,7 +240,7 @@ def test_workers_of_a_cluster_started_here_take_turns(tmp_path: Path) -> None:
             found.append(done.result)
             most = max(most, backend._running(backend._common))
     assert len(found) == 13 and most == 2
-    assert len({result.pid for result in found}) == 4  # the placed worker does not count
+    assert len({result.pid for result in found}) == 4  # the worker with a placement is not counted
 
 
 @pytest.mark.parametrize(

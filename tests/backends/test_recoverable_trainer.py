@@ -1,4 +1,4 @@
-"""Weights in a shop that is lost again and again are what they would have been."""
+"""Hosted weights whose process is lost again and again equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from palestra.types import Sample
 ADAM = AdamConfig(lr=1e-2)
 
 
-class Fragile:
-    """A shop in this process, that is lost at the calls of these numbers: before they do anything, or (`late`) with
-    what came of them."""
+class UnreliableHost:
+    """A weight host in this process that is lost at the calls of these numbers: before the call runs, or (`late`)
+    before its result is returned."""
 
     def __init__(self, make: Callable[[], WeightHost], lost: set[int], late: bool = False) -> None:
         self.make, self.lost, self.late = make, lost, late
@@ -71,8 +71,8 @@ def samples(seed: int) -> list[Sample]:
     ]
 
 
-def lesson(weights: Any, step: int) -> list[Any]:
-    """A step in two gradients, with what is asked in between; a new stage begins in the middle of all."""
+def train_step(weights: Any, step: int) -> list[Any]:
+    """One optimizer step from two gradients, with a query between them; step 2 starts a new stage."""
     if step == 2:
         weights.start_stage()
     return [
@@ -94,13 +94,13 @@ def specs(base: Path) -> dict[str, LearnerArgs]:
 
 @pytest.fixture(scope="module")
 def undisturbed(base: Path) -> tuple[dict[str, list[Any]], dict[str, dict[str, bytes]]]:
-    """What comes of four steps of each, and what they then are."""
+    """The results of four steps of each trainer without losses, and the files of its final weights."""
     weights: dict[str, LocalWeights] = dict(open_weight_host("cpu", 8, specs(base)).weights)
-    results = {name: [lesson(own, step) for step in range(4)] for name, own in weights.items()}
-    return results, {name: written(own) for name, own in weights.items()}
+    results = {name: [train_step(own, step) for step in range(4)] for name, own in weights.items()}
+    return results, {name: saved_files(own) for name, own in weights.items()}
 
 
-def written(weights: Any) -> dict[str, bytes]:
+def saved_files(weights: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         weights.save(Path(folder))
         return {name: data.tobytes() for name, data in pack_folder(Path(folder)).items()}
@@ -112,59 +112,60 @@ def test_recovery_from_a_kill_at_any_call_is_bit_identical(
     base: Path, undisturbed: Any, copy_every: int, late: bool
 ) -> None:
     """Trainer processes are killed at random calls, also during recovery."""
-    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(2, 400, 29)), late)
+    holder = UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set(range(2, 400, 29)), late)
     bench = RecoverableTrainer(lambda: holder, copy_every)
     hosted = {name: HostedWeights(bench, name) for name in specs(base)}
     results: dict[str, list[Any]] = {name: [] for name in hosted}
     for step in range(4):
         for name, weights in hosted.items():
-            results[name].append(lesson(weights, step))
-    assert (results, {name: written(weights) for name, weights in hosted.items()}) == undisturbed
+            results[name].append(train_step(weights, step))
+    assert (results, {name: saved_files(weights) for name, weights in hosted.items()}) == undisturbed
     assert "critic/critic.safetensors" in undisturbed[1]["herald"]
     assert bench.num_losses >= 2 and holder.starts == bench.num_losses + 1
 
 
 def test_recovery_starts_from_the_last_checkpoint(base: Path, undisturbed: Any, tmp_path: Path) -> None:
-    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set())
+    holder = UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set())
     weights = HostedWeights(RecoverableTrainer(lambda: holder), "guide")
-    lesson(weights, 0)
+    train_step(weights, 0)
     weights.save(tmp_path)
-    lesson(weights, 1)
+    train_step(weights, 1)
     weights.load(tmp_path)
     holder.shop = None
-    assert [lesson(weights, step) for step in (1, 2, 3)] == undisturbed[0]["guide"][1:]
-    assert written(weights) == undisturbed[1]["guide"]
+    assert [train_step(weights, step) for step in (1, 2, 3)] == undisturbed[0]["guide"][1:]
+    assert saved_files(weights) == undisturbed[1]["guide"]
 
 
 def test_recovery_repeats_what_followed_a_checkpoint(base: Path, undisturbed: Any, tmp_path: Path) -> None:
-    """What a checkpoint wrote is the copy from which a new process goes on."""
-    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set())
+    """The files of a checkpoint are the copy that a new process starts from."""
+    holder = UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set())
     bench = RecoverableTrainer(lambda: holder)
     weights = HostedWeights(bench, "guide")
-    results = [lesson(weights, 0)]
+    results = [train_step(weights, 0)]
     weights.save(tmp_path)
-    results += [lesson(weights, 1)]
+    results += [train_step(weights, 1)]
     holder.shop, calls = None, holder.calls
     assert weights.logprobs(samples(7))
     assert holder.calls - calls == 6  # the lost call; the load, two gradients and a step; the call again
-    assert [*results, *(lesson(weights, step) for step in (2, 3))] == undisturbed[0]["guide"]
-    assert written(weights) == undisturbed[1]["guide"]
+    assert [*results, *(train_step(weights, step) for step in (2, 3))] == undisturbed[0]["guide"]
+    assert saved_files(weights) == undisturbed[1]["guide"]
 
 
 @pytest.mark.parametrize("copy_every", [1, 16])
 def test_files_that_are_known_are_not_sent_again(base: Path, copy_every: int, tmp_path: Path) -> None:
-    """A step's copy has the adapter that is then published; where no copy is due, the adapter alone is sent."""
+    """The copy made after a step contains the adapter, which is then published from it; if no copy is due, the adapter
+    alone is sent."""
     host = open_weight_host("cpu", 8, specs(base))
-    weights = HostedWeights(RecoverableTrainer(lambda: Fragile(lambda: host, set()), copy_every), "guide")
+    weights = HostedWeights(RecoverableTrainer(lambda: UnreliableHost(lambda: host, set()), copy_every), "guide")
     state, adapter = 0, 0
     for step in (0, 1, 3):
         before = trainer_traffic.copy()
-        lesson(weights, step)
+        train_step(weights, step)
         weights.export(tmp_path / f"{step}")
         host.weights["guide"].export(tmp_path / "here" / f"{step}")
         files = pack_folder(tmp_path / f"{step}")
         assert content_hash(files) == content_hash(pack_folder(tmp_path / "here" / f"{step}"))
-        adapter, state = num_bytes(files), sum(map(len, written(host.weights["guide"]).values()))
+        adapter, state = num_bytes(files), sum(map(len, saved_files(host.weights["guide"]).values()))
         sent = trainer_traffic["returned_bytes"] - before["returned_bytes"]
         settings = (tmp_path / f"{step}" / "adapter_config.json").stat().st_size if step else 0  # they do not change
         assert sent == (state if copy_every == 1 else adapter) - settings
@@ -176,13 +177,13 @@ def test_files_that_are_known_are_not_sent_again(base: Path, copy_every: int, tm
 
 
 def test_call_that_kills_every_process_is_given_up(base: Path) -> None:
-    holder = Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set(range(1, 99)))
+    holder = UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set(range(1, 99)))
     with pytest.raises(ValueError, match="3 processes in a row died that train guide, the last so: out of memory"):
         HostedWeights(RecoverableTrainer(lambda: holder), "guide").forward_backward(samples(0), clipped_policy_loss)
 
 
 def test_errors_of_the_trainer_process_are_raised_in_the_caller(base: Path) -> None:
-    bench = RecoverableTrainer(lambda: Fragile(partial(open_weight_host, "cpu", 8, specs(base)), set()))
+    bench = RecoverableTrainer(lambda: UnreliableHost(partial(open_weight_host, "cpu", 8, specs(base)), set()))
     with pytest.raises(ValueError, match="this policy has no critic"):
         HostedWeights(bench, "guide").values(samples(0))
     with pytest.raises(ValueError, match="are in another process"):

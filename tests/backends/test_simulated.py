@@ -61,8 +61,8 @@ def test_tasks_end_in_the_order_of_their_times(tmp_path: Path) -> None:
     assert backend.now == 9.0
 
 
-def test_every_task_ends_once_though_nodes_are_lost(tmp_path: Path) -> None:
-    """Forty losses of a quarter of the cluster, more than workers may die at one task."""
+def test_every_task_ends_once_despite_lost_nodes(tmp_path: Path) -> None:
+    """Forty losses of a quarter of the cluster, more than the number of attempts of one task."""
     options = {"workers_per_node": 2, "node_loss_interval_s": 5.0, "recovery_s": 3.0}
     backend = SimulatedBackend(cluster(8, **options), tmp_path)
     names = Counter(done.task.name for done in run_tasks(backend, waits(100)))
@@ -88,7 +88,7 @@ def test_only_deaths_on_living_nodes_count_against_a_task() -> None:
 CONFIG = {"main_agents": 2, "main_exploiters": 1, "league_exploiters": 3, "slices": 6, "games_per_cell": 16}
 
 
-def outcome(task: Task, rng: TaskRng) -> Result:
+def simulated_result(task: Task, rng: TaskRng) -> Result:
     if isinstance(task, PlayTask):
         return PlayResult(tuple(PayoffCell(16, (0.5, -0.5), (12.0, 12.0), (12, 4)) for _ in task.cells))
     assert isinstance(task, TrainTask)
@@ -97,12 +97,16 @@ def outcome(task: Task, rng: TaskRng) -> Result:
     return TrainResult(env_steps=1, mean_return=0.0, opponents=met)
 
 
-def league(root: Path, workers: int, losses: float, **settings: Any) -> tuple[Run, SimulatedBackend]:
-    """A league on a simulated cluster whose slices take 20 seconds, some far more."""
+def run_league(root: Path, workers: int, losses: float, **settings: Any) -> tuple[Run, SimulatedBackend]:
+    """A league on a simulated cluster whose slices take 20 seconds in the median, some far longer."""
     population = Population(("player",))
     population.add(Member("uniform", "player"))
     own = SimulatedCluster(
-        workers, lambda task, rng: float(rng.lognormal(3, 1)), outcome, node_loss_interval_s=losses, workers_per_node=2
+        workers,
+        lambda task, rng: float(rng.lognormal(3, 1)),
+        simulated_result,
+        node_loss_interval_s=losses,
+        workers_per_node=2,
     )
     root.mkdir()
     backend = SimulatedBackend(own, root)
@@ -112,9 +116,9 @@ def league(root: Path, workers: int, losses: float, **settings: Any) -> tuple[Ru
 
 
 def test_league_is_the_same_on_any_cluster(tmp_path: Path) -> None:
-    """The plan gets results in the order of its tasks: neither workers nor lost nodes change a byte."""
-    one, _ = league(tmp_path / "a", 1, float("inf"))
-    many, backend = league(tmp_path / "b", 6, 30.0)
+    """The plan gets results in task order: neither the number of workers nor lost nodes change a byte."""
+    one, _ = run_league(tmp_path / "a", 1, float("inf"))
+    many, backend = run_league(tmp_path / "b", 6, 30.0)
     assert backend.stats.node_losses > 5
     assert (one.path / "tasks.jsonl").read_bytes() == (many.path / "tasks.jsonl").read_bytes()
     assert (one.path / "metrics.jsonl").read_bytes() == (many.path / "metrics.jsonl").read_bytes()
@@ -125,8 +129,10 @@ def tasks(run: Run, kind: str) -> Sequence[dict[str, Any]]:
 
 
 def test_sampled_opponents_bound_the_tasks_of_a_large_league(tmp_path: Path) -> None:
-    whole, _ = league(tmp_path / "a", 4, float("inf"), slices=30, max_slices=2)
-    some, _ = league(tmp_path / "b", 4, float("inf"), slices=30, max_slices=2, opponents_per_slice=5, rated_opponents=3)
+    whole, _ = run_league(tmp_path / "a", 4, float("inf"), slices=30, max_slices=2)
+    some, _ = run_league(
+        tmp_path / "b", 4, float("inf"), slices=30, max_slices=2, opponents_per_slice=5, rated_opponents=3
+    )
     sizes = [[len(task["opponents"]["mixes"]["player"]) for task in tasks(run, "train")] for run in (whole, some)]
     assert max(sizes[0]) > 40 and max(sizes[1]) == 5
     for task in tasks(some, "train"):

@@ -1,4 +1,4 @@
-"""The arithmetic of capacity plans by hand, what a calibration finds, and a plan beside a real run."""
+"""The arithmetic of capacity plans by hand, fitted costs, and a plan compared with a real run."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_trajectories_that_end_leave_fewer_prompts():
 
 
 def test_each_optimizer_batch_computes_its_prompts():
-    """Siblings are dealt out over batches: with 3 batches and 4 siblings each prompt is in all 3, with 8 in 4."""
+    """Siblings are distributed over batches: with 4 siblings, each prompt is in all of 3 batches, or in 4 of 8."""
     policy = workload().policies[0]
     rounds = (Round(2, 4, 3),)
     assert policy.training_load(rounds).prompts == 2
@@ -171,8 +171,8 @@ def test_each_optimizer_batch_computes_its_prompts():
     assert replace(policy, updates=3).training_load(rounds).answers == 8
 
 
-def test_prompts_of_batches_are_those_that_a_learner_is_given():
-    """What the plan counts are the distinct prompts of the batches that a learner makes of such samples."""
+def test_planned_prompts_equal_those_of_a_learners_batches():
+    """The plan's number of prompts equals that of the distinct prompts in a learner's batches."""
     config = noise_config({"base": "tiny", "batch_size": 12, "sampling": {"max_tokens": 4}}, 5, 8)
     trainer = build(config)
     stage = trainer.stages[0]
@@ -186,7 +186,7 @@ def test_prompts_of_batches_are_those_that_a_learner_is_given():
     assert planned.training_load(found.rounds).prompts == distinct
 
 
-def test_untrained_policies_tell_lengths():
+def test_episode_lengths_are_measured_with_untrained_policies():
     sampling = {"max_tokens": 6, "stop_at_eos": False}
     config = noise_config({"base": "tiny", "sampling": sampling}, 4, 2, env={"turns": 3}, device="cpu")
     assert plays_itself(config)
@@ -197,16 +197,18 @@ def test_untrained_policies_tell_lengths():
     assert not plays_itself(elsewhere)
 
 
-def test_a_step_is_over_when_rollout_and_training_are():
+def test_step_time_of_each_layout():
     costs = machine(answers=0.5, trained_layers=1.0)  # 8 answers: 4 s of rollout; 2 layers of one micro-batch: 2 s
     waiting = workload(episode=replace(EPISODE, env_wait_s=3.0))
     alone = step_time(waiting, costs, Layout())
     assert (alone.rollout_s, alone.training_s, alone.busy_s, alone.wall_s) == (7, 2, 6, 9)
     # one step ahead: 6 s of work are more than (7 + 2) / 2
     assert step_time(waiting, costs, Layout(staleness=1)).wall_s == 6
-    assert step_time(waiting, costs, Layout(samplers=2)).wall_s == pytest.approx(2 * (1 + 3) + 2)  # two slices in turn
-    assert step_time(waiting, costs, Layout(samplers=2, staleness=1)).wall_s == pytest.approx(8)  # what they play
-    answering = Layout(samplers=2, staleness=1, whole_episodes=False)  # envs of several steps wait at once
+    # two slices one after the other
+    assert step_time(waiting, costs, Layout(samplers=2)).wall_s == pytest.approx(2 * (1 + 3) + 2)
+    # the episodes that two samplers play
+    assert step_time(waiting, costs, Layout(samplers=2, staleness=1)).wall_s == pytest.approx(8)
+    answering = Layout(samplers=2, staleness=1, whole_episodes=False)  # episodes of several steps wait at the same time
     assert step_time(waiting, costs, answering).wall_s == pytest.approx((2 + 3 + 2) / 2)
     assert step_time(workload(), costs, Layout(samplers=2, cores=1)).wall_s == 6  # no faster than one core
     assert step_time(workload(), costs, Layout(ranks=2)).wall_s == pytest.approx(2 + 2, abs=1e-6)  # a pass on each rank
@@ -237,7 +239,7 @@ def test_least_squares_find_the_costs():
     assert all(cost == 0 for name, cost in costs.items() if name not in truth.seconds_per)
 
 
-def test_an_h100_decodes_at_the_speed_of_its_memory():
+def test_h100_decoding_is_bound_by_memory_bandwidth():
     shape = replace(SHAPE, params=10**9, linears={"layers.0.o": (31250, 32000)}, vocab=1, width=0)
     load, gpu = DecoderLoad(shape, size=2), replace(published_machine("h100"), seconds_per={})
     assert gpu.memory == 80 * 2**30
@@ -257,8 +259,8 @@ H200_STEPS = {  # docs/scaling/gpu.md: shape; seconds of sampling, training, the
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("SmolLM2-135M", 0.06), ("Qwen3-0.6B", 0.25)])
-def test_an_h200_plans_the_steps_that_were_measured_there(name, tolerance, tmp_path):
-    """16 prompts of 96 tokens, 8 answers of 128 each, rank 16. The prices of layers were fitted to the first shape."""
+def test_planned_h200_steps_match_the_measured_ones(name, tolerance, tmp_path):
+    """16 prompts of 96 tokens, 8 answers of 128 each, rank 16. The costs of layers were fitted to the first shape."""
     (layers, width, inner, heads, kv_heads, head, vocab), (sampling, training, whole, plain) = H200_STEPS[name]
     sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner, "vocab_size": vocab}
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head}
@@ -278,7 +280,7 @@ def test_an_h200_plans_the_steps_that_were_measured_there(name, tolerance, tmp_p
     assert mixed.mixed_layers == 127 * layers and not mixed.layers and not mixed.graph_layers
 
 
-def test_a_config_says_its_layout_and_work():
+def test_config_gives_layout_and_workload():
     policy = {"base": "tiny", "sampling": {"max_tokens": 8}, "batch_size": 8, "epochs": 2}
     config = noise_config(policy, 6, 4, adapters=2, backend={"type": "local", "workers": 3}, staleness=1)
     assert layout_of(config, 2) == Layout(3, 1, staleness=1, cores=2)
@@ -291,7 +293,7 @@ def test_a_config_says_its_layout_and_work():
     assert found.policies[0].engine == found.policies[1].engine
     loaded = found.policies[0].load
     shape = model_shape("tiny")
-    assert loaded.decoder_params + loaded.head_params == pytest.approx(shape.params, rel=0.01)  # but norms
+    assert loaded.decoder_params + loaded.head_params == pytest.approx(shape.params, rel=0.01)  # except norms
     assert len({phase.name for phase in step_phases(found, machine(flops=1e-9))}) == 9
 
 
@@ -302,7 +304,7 @@ def test_suggested_layouts_use_the_fleet():
     assert plan.bottleneck.name == "env steps"
     assert plan.layouts[0].wall_s == min(each.wall_s for each in plan.layouts) < plan.step.wall_s
     assert plan.memory.free == 24 * 2**30 and plan.sampler_memory < plan.memory.peak
-    assert plan.trainer_memory == plan.memory.peak  # training takes more than sampling here
+    assert plan.trainer_memory == plan.memory.peak  # training takes longer than sampling here
     assert command_of(Layout(ranks=8), Fleet(2, 4)) == "torchrun --nnodes 2 --nproc-per-node 4 -m palestra train"
     assert command_of(Layout(3, 1, staleness=1), Fleet(1, 0, 4)) == (
         "palestra train --backend local --workers 3 --set staleness=1"
@@ -314,7 +316,7 @@ def test_suggested_layouts_use_the_fleet():
 
 
 def test_planned_traffic_matches_what_a_run_sends(tmp_path):
-    """The test's tokens are single characters, of which the plan counts four."""
+    """The test's tokens are single characters, which the plan counts as four."""
     policy = {"base": "tiny", "sampling": {"max_tokens": 12, "stop_at_eos": False}}
     config = noise_config(policy, 12, 4, adapters=2, device="cpu")
     trainer = build(config)
@@ -340,7 +342,7 @@ class CpuClock(Callback):
 
 @pytest.mark.slow
 def test_a_plan_matches_a_run_within_a_factor(tmp_path):
-    """Shared cores make timings vary: a factor of 2.5 catches a phase that is left out, and no more."""
+    """Shared cores make timings vary: a factor of 2.5 detects a phase that is left out, and no smaller error."""
     policy = {"base": "tiny", "sampling": {"max_tokens": 12, "stop_at_eos": False}}
     config = noise_config(policy, 12, 4, adapters=2, env={"letters": 60}, steps=4, device="cpu")
     episode = replace(probe_episodes(config), env_cpu_s=0.0)

@@ -1,4 +1,4 @@
-"""The planned memory of a run against the measured peak of a process, and settings with which a run fits."""
+"""The planned memory of a run compared with the measured peak of a process, and settings with which a run fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from palestra.testing import tiny_tokenizer
 
 GIB = 2**30
 PROMPT_TOKENS, MAX_TOKENS, GROUP, MICRO_BATCH = 64, 64, 8, 4096
-MARGIN = 0.25  # of the measured peak, which varies by 0.15 from run to run
+MARGIN = 0.25  # share of the measured peak, which varies by 0.15 between runs
 RUN = """
 import asyncio, pathlib, sys
 import numpy as np
@@ -56,7 +56,7 @@ print(sampled, own_peak())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base of 13 million weights, of which activations and logits take many times the memory."""
+    """A base of 13 million weights, which take much less memory than activations and logits."""
     shape = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = Qwen3Config(
         **shape, head_dim=32, intermediate_size=768, vocab_size=32768, max_position_embeddings=1024, eos_token_id=4
@@ -108,7 +108,7 @@ def test_plan_suggests_settings_that_fit(folder):
 
 
 def test_only_what_the_peak_needs_is_changed(folder):
-    """Training fits, sampling does not: less room for keys and values, and micro-batches as they are."""
+    """Training fits, sampling does not: the cache gets less memory, and micro-batches stay as they are."""
     config = config_of(
         folder, "max_num_seqs=256", "episodes=64", "policies.default.sampling.max_tokens=2000", "kv_cache_gib=16"
     )
@@ -143,7 +143,7 @@ def test_reference_of_a_full_model_takes_memory_only_as_a_copy(folder):
 
 
 def test_separate_critic_takes_an_adapter_with_its_optimizer(folder):
-    """16 bytes a weight: itself, its gradient and two moments. The policy's adapter has 12 without its optimizer."""
+    """16 bytes a weight: itself, its gradient and two moments. With `shared` the plan has no critic's adapter."""
 
     def parts(critic: str) -> dict[str, int]:
         ppo = config_of(folder, f"algorithm={{type: ppo, critic: {critic}}}")
@@ -160,9 +160,9 @@ def test_planned_cache_is_limited_by_its_budget(folder):
     assert cache.bytes == int(0.01 * GIB) and "wait" in cache.detail
 
 
-def test_plan_of_a_gpu_that_is_not_here(folder):
-    """Weights and cache of two bytes, the cache with as much again to spare (on a CPU an eighth), nothing of the
-    process, and no copies that only a CPU samples from."""
+def test_plan_of_a_gpu_on_a_machine_without_one(folder):
+    """Weights and cache have two bytes a value, and the cache as much again in reserve (on a CPU an eighth). The
+    process itself and the packed weights of CPU sampling are not counted."""
     here, there = (plan_memory(config_of(folder), free=64 * GIB, device=device) for device in ("cpu", "cuda"))
     sizes = [{part.name: part.bytes for part in plan.parts} for plan in (here, there)]
     assert {*sizes[0]} - {*sizes[1]} == {"process", f"packed weights of {folder}"}

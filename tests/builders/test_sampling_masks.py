@@ -1,4 +1,5 @@
-"""Training with top-k or top-p: the note at the start, the masks from the sampler to the update, and refusals."""
+"""Training with top-k or top-p: the warning at the start, the masks from the sampler to the update, and refused
+settings."""
 
 from __future__ import annotations
 
@@ -34,34 +35,34 @@ def config(base, sampling, **tree):
     return validate(TextConfig, plain | tree)
 
 
-def biased(setup):
+def warning_of(setup):
     return [note for note in setup.notes if note.startswith("biased")]
 
 
-def test_the_start_says_that_training_is_biased(base):
-    (note,) = biased(build(config(base, CUT)))
+def test_start_warns_of_biased_training(base):
+    (note,) = warning_of(build(config(base, CUT)))
     assert note == (
         "biased: guide samples with top_k: 12 and top_p: 0.8, and its gradient is taken as if from all tokens: set "
         "policies.guide.sampling.keep_sampling_mask: true, or top_p: 1.0 and top_k: 0"
     )
-    assert "with top_p: 0.5, and" in biased(build(config(base, {"top_p": 0.5})))[0]
+    assert "with top_p: 0.5, and" in warning_of(build(config(base, {"top_p": 0.5})))[0]
 
 
 @pytest.mark.parametrize("sampling", [KEEP, {}, {"temperature": 0, "top_k": 5}], ids=["kept", "whole", "greedy"])
-def test_nothing_is_said_where_nothing_is_biased(base, sampling):
-    assert not biased(build(config(base, sampling)))
+def test_no_warning_without_bias(base, sampling):
+    assert not warning_of(build(config(base, sampling)))
 
 
-def test_imitation_reads_whole_distributions(base):
-    """Of a loss without the sampler's log-probabilities top-p biases nothing, and masks would change what it trains."""
+def test_imitation_uses_whole_distributions(base):
+    """A loss without the sampler's log-probabilities is not biased by top-p, and masks would change its target."""
     imitation = {"algorithm": {"type": "sft", "min_return": None}}
-    assert not biased(build(config(base, CUT, **imitation)))
+    assert not warning_of(build(config(base, CUT, **imitation)))
     with pytest.raises(ValueError, match=r"policies.guide.sampling.keep_sampling_mask trains .* type: sft is of all"):
         build(config(base, KEEP, **imitation))
 
 
 def update(setup):
-    """Plays the first step and updates the guide: every answer with an advantage of its own, as rewards are rare."""
+    """Plays the first step and updates the guide: every answer gets a different advantage, since rewards are rare."""
     moment = setup.position_of(0)
     branching = moment.stage.algorithm.branching
     episodes = asyncio.run(moment.stage.source.play(moment.episode_numbers, branching, setup.algorithm_state))
@@ -74,9 +75,9 @@ def update(setup):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "kl in the loss", "kl in rewards", "ppo"])
-def test_sampler_and_trainer_agree_on_what_was_sampled(base, algorithm):
-    """The first ratio is 1, exactly to the trainer's own log-probabilities and to rounding to the sampler's, and the
-    policy is at its reference, which is read among the same tokens."""
+def test_sampler_and_trainer_agree_under_masks(base, algorithm):
+    """The first ratio to the trainer's own log-probabilities is exactly 1, that to the sampler's 1 up to rounding. The
+    KL to the reference, under the same masks, is 0."""
     root = {"type": "grpo", "branch_at": "root", "group_size": 3, "scale": "none", "kl_coef": 0.1}
     settings = {
         "grpo": root | {"kl_coef": 0.0},
@@ -95,8 +96,8 @@ def test_sampler_and_trainer_agree_on_what_was_sampled(base, algorithm):
 
 
 def test_masks_survive_a_stop_and_are_recorded(base, tmp_path):
-    """Episodes that wait on disk keep their masks, so that a run that was stopped goes on byte for byte. One group is
-    sampled at a time: which others share a pass would depend on the timing, and rounding on that."""
+    """Episodes stored on disk keep their masks, so a stopped run resumes byte for byte. One group is sampled at a time,
+    since rounding depends on which groups share a pass, and that on timing."""
     tree = config(base, KEEP, staleness=1, save_episodes_every=1, checkpoint_every=1, max_num_seqs=3)
     paths = []
     for halt in (None, 2):
@@ -135,7 +136,7 @@ def test_training_on_a_server_is_refused(base):
 
 @pytest.mark.slow
 def test_two_agents_learn_from_truncated_samples(base, tmp_path):
-    """Held-out games, won one time in four by chance where answers are digits."""
+    """Held-out games; chance is 1/4 if answers are digits."""
     sampling = {"max_tokens": 1, "top_k": 20, "top_p": 0.8, "keep_sampling_mask": True}
     algorithm = {"type": "grpo", "branch_at": "root", "group_size": 4, "scale": "none"}
     path = run_of(whisper(base, steps=16, episodes=24, algorithm=algorithm, policy={"sampling": sampling}), tmp_path)

@@ -1,4 +1,4 @@
-"""A run in stages, and a run in several envs: what differs, what is carried on, and exact resume of both."""
+"""A run in stages, and a run in several envs: per-stage settings, state carried over, and exact resume of both."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from palestra.launch.config_reference import config_models
 SCRIPT = Path(sys.executable).parent / "palestra"
 
 
-def shown(*arguments):
+def config_output(*arguments):
     """What `palestra config` prints, in this process."""
     done = CliRunner().invoke(app, ["config", *arguments])
     assert done.exit_code == 0, done.output
@@ -50,40 +50,40 @@ def test_train_help_names_the_config_command():
 
 def test_kind_of_run_shows_own_and_shared_keys():
     for kind, own in (("text", "steps: whole number, ≥ 1; default `100`"), ("vector", "env_steps: whole number, ≥ 1")):
-        text = shown(kind)
+        text = config_output(kind)
         assert own in text and "sinks:" in text and "Trackers that receive the run's metrics" in text
-    assert "symmetric: true or false; default `false`" in shown("population")
+    assert "symmetric: true or false; default `false`" in config_output("population")
 
 
 def test_type_without_model_is_shown_as_key():
-    text = shown("backend")
+    text = config_output("backend")
     assert "backend, in a run of language agents" in text
     assert "type: `inline`, `local`, `ray`; default `local`" in text
 
 
 def test_one_key_is_shown_for_every_algorithm_that_has_it():
-    text = shown("algorithm", "clip")
+    text = config_output("algorithm", "clip")
     assert text.count("clip: number, > 0; default `0.2`") == 5
     assert "type: grpo, in a run of language agents" in text and "type: ppo, in a run in a vectorised env" in text
     assert "type: dpo" not in text and "group_size" not in text
 
 
 def test_preset_is_shown_as_its_algorithm():
-    text = shown("at_grpo")
+    text = config_output("at_grpo")
     assert text.startswith("type: at_grpo stands for type: grpo, branch_at: turn, continue_from: best")
     assert "group_size: whole number" in text
-    assert shown("mappo", "critic").startswith("type: mappo stands for type: ppo, critic: central critic: ")
+    assert config_output("mappo", "critic").startswith("type: mappo stands for type: ppo, critic: central critic: ")
 
 
 def test_an_env_is_shown_with_its_options():
-    text = shown("sokoban")
+    text = config_output("sokoban")
     assert text.startswith("env, type: sokoban Push all boxes onto goals.") and "split: " in text
-    assert "turns: whole number; default" in shown("toys:Whisper")
+    assert "turns: whole number; default" in config_output("toys:Whisper")
 
 
 def test_names_that_can_be_looked_up_are_listed(monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    text = shown()
+    text = config_output()
     for name in (
         "text",
         "vector",

@@ -1,5 +1,4 @@
-"""`device` of a run of small networks, on a machine without a GPU: cpu, auto, and what is said of devices that are not
-there."""
+"""`device` of a run of small networks on a machine without a GPU: cpu, auto, and error messages for missing devices."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ def trained(config: Path, name: str, *arguments: str) -> Path:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """Of the numbers of a run: metrics, evaluations, and weights and training state of its checkpoints."""
+    """Digests of a run's metrics and evaluations, and of the weights and training state of its checkpoints."""
     files = [run / "metrics.jsonl", run / "evals.jsonl", *sorted(run.glob("checkpoints/*/*/*.safetensors"))]
     assert len(files) > 4
     return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def on_another_machine(run: Path) -> None:
-    """Makes a run one that was begun with `device: cuda`."""
+def pretend_run_of_a_gpu(run: Path) -> None:
+    """Turns a run into one that was started with `device: cuda`."""
     meta = json.loads((run / "meta.json").read_text())
     meta["config"] = meta["config"].replace("device: cpu", "device: cuda")
     (run / "meta.json").write_text(json.dumps(meta))
@@ -55,7 +54,7 @@ def on_another_machine(run: Path) -> None:
     assert load(run / "config.yaml")["device"] == "cuda"
 
 
-def test_a_run_on_the_cpu_is_the_same_byte_for_byte_however_the_device_is_written(config: Path) -> None:
+def test_all_spellings_of_the_cpu_give_equal_bytes(config: Path) -> None:
     default = digests(trained(config, "default"))
     assert digests(trained(config, "explicit", "--set", "device=cpu")) == default
     if not torch.cuda.is_available():
@@ -72,16 +71,16 @@ def test_a_run_on_the_cpu_is_the_same_byte_for_byte_however_the_device_is_writte
         ("mps", "device: mps is for language models: small networks train on cpu or cuda"),
     ],
 )
-def test_devices_that_are_not_there_are_named_before_anything_starts(config: Path, device: str, message: str) -> None:
+def test_missing_devices_are_refused_before_the_start(config: Path, device: str, message: str) -> None:
     assert message in refused("train", config, "--root", config.parent / "runs", "--set", f"device={device}")
     assert not (config.parent / "runs").exists()
 
 
 @NO_CUDA
-def test_a_run_of_a_gpu_is_evaluated_and_goes_on_without_one(config: Path) -> None:
+def test_run_of_a_gpu_is_evaluated_and_resumes_without_one(config: Path) -> None:
     whole = digests(trained(config, "whole", "--set", "env_steps=1024"))
     run = trained(config, "half")
-    on_another_machine(run)
+    pretend_run_of_a_gpu(run)
     played = palestra("eval", run, "--episodes", 32, "--json")
     assert json.loads(played)["episodes"] == 32
     assert "device: cuda is not there" in refused("train", "--resume", run, "--set", "env_steps=1024")
@@ -92,7 +91,7 @@ def test_a_run_of_a_gpu_is_evaluated_and_goes_on_without_one(config: Path) -> No
     assert last and all(digests(run)[name] == whole[name] for name in last)
 
 
-def test_actors_and_processes_take_the_device_of_the_run(config: Path) -> None:
+def test_actors_and_processes_use_the_device_of_the_run(config: Path) -> None:
     tree = load(config) | {"device": "cpu", "num_processes": 2}
     with pytest.raises(ValueError, match="cuda:99 is not there"):  # before any process starts
         build_vector_run(validate(VectorConfig, tree | {"device": "cuda:99"}))

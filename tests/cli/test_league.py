@@ -1,4 +1,4 @@
-"""`palestra league` on a run that the command line trained: a small league of rock, paper, scissors."""
+"""`palestra league` on a run of `palestra train`: a small league of rock, paper, scissors."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ SMALL = ["slices=2", "min_slices=1", "max_slices=1", "env_steps=1024", "league_e
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Two learners of two slices each, all frozen, whose members did not play each other."""
+    """Two learners of two slices each, all frozen; their members have not played each other."""
     root = tmp_path_factory.mktemp("league")
     settings = [part for setting in SMALL for part in ("--set", f"population.{setting}")]
     done = invoke("train", CONFIG, "--root", root, "--backend", "inline", *settings)
@@ -27,7 +27,7 @@ def run(tmp_path_factory):
 def test_missing_games_are_played_once_and_stored(run, tmp_path):
     before = invoke("league", "standings", run)
     assert before.exit_code == 2 and "league crossplay" in plain(before.output)
-    assert invoke("league", "crossplay", run).output.count("-") > 10  # nobody has met
+    assert invoke("league", "crossplay", run).output.count("-") > 10  # no pair has played
     played = invoke("league", "crossplay", run, "--games", 60, "--backend", "inline", "--csv", tmp_path / "all.csv")
     assert played.exit_code == 0 and "15 pairs lacked games, and have 60 now" in plain(played.output), played.output
     assert len(read_lines(run / "crossplay.jsonl")) == 15
@@ -56,7 +56,7 @@ def test_run_without_population_is_refused(tmp_path):
 
 
 def test_exploit_gives_a_lower_bound_on_nash_conv(tmp_path):
-    """Against uniform play, which is what one iteration of PSRO has: no more than NashConv, and most of it."""
+    """Against uniform play (one iteration of PSRO): the bound is at most NashConv, and close to it."""
     settings = ["population.iterations=1", "population.env_steps=512", "oracle.payoffs=exact"]
     asked = [part for setting in settings for part in ("--set", setting)]
     done = invoke("train", CONFIG.with_name("kuhn_psro.yaml"), "--root", tmp_path, "--backend", "inline", *asked)
@@ -73,7 +73,7 @@ def test_exploit_gives_a_lower_bound_on_nash_conv(tmp_path):
 
 
 def test_exploit_of_a_league_plays_games(run):
-    """Its newest member, who wins nothing against itself."""
+    """A best response to the newest member: the mixture's return is that member's against itself, 0."""
     done = invoke("league", "exploit", run, "--steps", 2048, "--games", 50, "--backend", "inline")
     assert done.exit_code == 0, done.output
     (line,) = read_lines(run / "exploits.jsonl")
@@ -84,7 +84,7 @@ def test_exploit_of_a_league_plays_games(run):
 
 @pytest.mark.slow
 def test_two_populations_are_compared(run, tmp_path):
-    """With itself a population is worth nothing, to the accuracy of games; one of another game is refused."""
+    """A population has the value 0 against itself, up to sampling error; one of another game is refused."""
     done = invoke("league", "compare", run, run, "--games", 200, "--backend", "inline")
     assert done.exit_code == 0 and "5 x 5 members" in plain(done.output), done.output
     assert abs(float(re.findall(r"mean return of ([+-][\d.]+)", plain(done.output))[0])) < 0.3

@@ -1,4 +1,5 @@
-"""The command line as a user meets it: help with examples, mistakes with their fix, and what each command leaves."""
+"""The command line as a user sees it: help with examples, errors with their fix, and the files that each command
+writes."""
 
 import json
 import shutil
@@ -75,7 +76,7 @@ def test_help_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-# ---- mistakes: exit code 2 and one message, never a traceback
+# ---- errors: exit code 2 and one message, never a traceback
 
 
 def refused(*arguments):
@@ -170,7 +171,7 @@ def test_training_writes_plot_table_and_logs(run):
     text = plain(output)
     assert "what was learned" in text and "dev: success of 5" in text and "before training: success" in text
     assert "toys:Whisper, guide, walker by grpo" in text
-    assert f"curves: {path / 'curves.png'}" in output  # on one line, however long
+    assert f"curves: {path / 'curves.png'}" in output  # on one line, whatever the length
     assert (path / "curves.png").read_bytes().startswith(PNG)
     assert [line["step"] for line in read_lines(path / "evals.jsonl")] == [-1, 2]
     assert {line["policy"] for line in read_lines(path / "metrics.jsonl")} == {"guide", "walker", "team"}
@@ -182,7 +183,7 @@ def test_training_writes_plot_table_and_logs(run):
 
 
 def test_each_learner_has_its_own_training_time(run):
-    """Learners of this process train one after the other: their times are parts of the step's."""
+    """Learners in this process train one after the other: their times add up to the step's."""
     lines = read_lines(run[0] / "timings.jsonl")
     for step in range(3):
         train_s = {line["policy"]: line["train_s"] for line in lines if line["step"] == step}
@@ -191,7 +192,7 @@ def test_each_learner_has_its_own_training_time(run):
 
 def test_command_line_settings_are_in_the_stored_config(base, tmp_path):
     config = write_config(tmp_path, base, evals={})
-    for name in ("mine", "mine-2"):  # a name taken is not written over
+    for name in ("mine", "mine-2"):  # an existing name is not overwritten
         settings = ("--set", "steps=1", "--set", "seed=5", "--name", "mine", "--root", tmp_path)
         assert invoke("train", config, *settings).exit_code == 0
         tree = parse((tmp_path / name / "config.yaml").read_text())
@@ -209,8 +210,8 @@ def test_resume_of_a_finished_run_prints_its_summary(run):
     assert (run[0] / "metrics.jsonl").read_bytes() == before
 
 
-def test_auto_resume_goes_on_with_the_run_of_that_name(run):
-    """A job that is started again has the same command; another config is another run."""
+def test_auto_resume_continues_the_run_of_that_name(run):
+    """A restarted job has the same command; with another config it is another run."""
     config, root = run[0].parents[1] / "short.yaml", run[0].parent
     again = ("train", config, "--root", root, "--auto-resume")
     done = invoke(*again)
@@ -220,8 +221,8 @@ def test_auto_resume_goes_on_with_the_run_of_that_name(run):
     assert f"the run {root / 'short'} has another config (seed: 0 -> 3): give the new one another --name" in message
 
 
-def test_auto_resume_brings_the_run_from_its_mirror(run, tmp_path):
-    """A job that starts again on a machine without the first one's disk."""
+def test_auto_resume_restores_the_run_from_its_mirror(run, tmp_path):
+    """The job restarts on a machine without the first one's disk."""
     config, store, root = run[0].parents[1] / "short.yaml", f"file://{tmp_path}/store", tmp_path / "other"
     assert invoke("sync", run[0], "--to", store).exit_code == 0
     done = invoke("train", config, "--root", root, "--auto-resume", "--mirror", store)
@@ -246,7 +247,7 @@ def test_episode_failure_is_printed_and_training_continues(base, tmp_path, monke
     assert "RuntimeError: lost [/INST] [bold]token" in plain(done.output)
 
 
-def test_the_installed_command_finds_an_env_beside_the_config(base, tmp_path):
+def test_installed_command_finds_an_env_beside_the_config(base, tmp_path):
     """A real process, in the user's folder, with the user's own env."""
     shutil.copy(Path(__file__).parents[1] / "toys.py", tmp_path / "my_envs.py")
     write_config(tmp_path, base, env={"type": "my_envs:Whisper"}, steps=1, evals={})

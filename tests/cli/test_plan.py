@@ -1,4 +1,4 @@
-"""`palestra plan`: tables and JSON of a plan, of the CPU here and of GPUs of a data sheet, and refusals with a fix."""
+"""`palestra plan`: tables and JSON of a plan for this CPU and for data-sheet GPUs, and refusals with a fix."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_a_plan_of_gpus_names_phases_memory_and_the_best_split(config):
 
 def test_longer_answers_take_longer(config):
     def step_s(*more):
-        envs = ("--env-cpu", 0, "--env-wait", 0)  # not as they are measured, which varies
+        envs = ("--env-cpu", 0, "--env-wait", 0)  # not by measured costs, which vary
         return json.loads(palestra("plan", config, "--gpus", 1, "--machine", "h100", *envs, "--json", *more))["step_s"]
 
     assert step_s("--set", "policies.guide.sampling.max_tokens=500") > step_s() > step_s("--answer-tokens", 2)

@@ -27,7 +27,7 @@ def config(base, tmp_path_factory):
 
 @pytest.fixture
 def server():
-    """An endpoint that answers every call with the last letter it was asked."""
+    """An endpoint that answers every call with the last letter of its prompt."""
     session = ChatSession(["echo"], lambda asked: asked.answer.set_result(asked.chat.messages[-1]["content"][-1]))
     yield session
     session.close()
@@ -52,8 +52,8 @@ def test_cross_of_a_run_uses_its_own_policies(config):
     assert text.count("%") == 4 * 3  # a share and its interval in each of four rows
 
 
-def test_every_way_to_sit_in_a_vectorised_game_is_tried(tmp_path):
-    """Kuhn poker is zero-sum, and both ways to mix the members are what `--seats` gives."""
+def test_cross_of_a_vector_env_plays_every_seat_assignment(tmp_path):
+    """Kuhn poker is zero-sum, and both mixed assignments equal those of `--seats`."""
     env = {"type": "kuhn_poker", "num_envs": 16}
     tree = {"env": env, "policies": {"gambler": {"type": "net", "hidden": [8]}}, "env_steps": 256}
     (tmp_path / "kuhn.yaml").write_text(yaml.safe_dump(tree))
@@ -104,7 +104,7 @@ def test_env_name_alone_is_accepted():
 
 
 def test_endpoint_plays_a_seat(config, server, monkeypatch):
-    """The echo says the bit that it sees: the right thing for a guide, the wrong one for a walker."""
+    """The echo answers the bit that it observes: right for a guide, wrong for a walker."""
     monkeypatch.setenv("OPENAI_API_KEY", server.key)
     who = f"guide={server.url}#echo"
     done = invoke("eval", config, "--seats", who, "--seats", "walker=expert", "--episodes", 5, "--json")
@@ -135,7 +135,7 @@ def test_episodes_are_recorded_with_tokens(config, tmp_path):
 
 
 def test_collect_filters_by_return_and_success(config, tmp_path):
-    """A guide at random is right every other time; whole successes earn 2.5 at the most, half of it the guide's."""
+    """A random guide is right half of the time; a success earns at most 2.5, half of it for the guide."""
     arguments = ("collect", config, "--episodes", 60, "--seats", "guide=random", "--seats", "walker=expert")
     out = tmp_path / "some.parquet"
     assert invoke(*arguments, "--out", out, "--successes").exit_code == 0
@@ -158,7 +158,7 @@ def test_collect_is_deterministic(config, tmp_path):
 
 
 def test_person_plays_a_seat_in_the_terminal(config):
-    """The walker hears the guide's bit at the end of what it sees, and must say the other one."""
+    """The walker observes the guide's bit at the end of its prompt, and must answer the other bit."""
     done = invoke("play", config, "--seat", "walker", "--seats", "guide=expert", input="x\n")
     assert done.exit_code == 0 and "[w]" in done.output and "walker (you)" in plain(done.output)
     heard = done.output.split("[w]\n", 1)[1].splitlines()[0][-1]
@@ -177,7 +177,7 @@ def test_rules_and_answer_format_are_shown_to_a_person():
     assert "a walker (@) must reach the goal" in output and "for example: #### r2 c3 r4 c3" in output
     assert "r2 c3 is the cell in row 2 and column 3" in output
     full = plain(invoke("play", "plan_path", "--env", "rendering=ascii", "--env", "team=single", input="up\n").output)
-    assert full.count("a walker (@) must reach the goal") == 1  # in the role alone
+    assert full.count("a walker (@) must reach the goal") == 1  # in the role's prompt only
     assert "Answer with exactly one of the words" in plain(invoke("play", "text_kuhn", input="pass\n" * 3).output)
 
 

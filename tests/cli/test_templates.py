@@ -1,4 +1,4 @@
-"""`palestra init` and `demo`: every shipped config has a name and a description, and can be had anywhere."""
+"""`palestra init` and `demo`: every shipped config has a name and a description, and is available from any folder."""
 
 import os
 import shutil

@@ -17,7 +17,7 @@ BASE = {"model_name": "Qwen/Qwen3.5-4B"}
 PLAIN = BASE | {"renderer_name": "role_colon"}
 REWARD = "env/all/reward/total"
 SUMS = 280  # batches of sums that are read before any reward is given
-WINDOW, RISE = 10, 0.05  # steps that are averaged, and three times the standard error of their difference
+WINDOW, RISE = 10, 0.05  # steps in each average, and three standard errors of the difference of two averages
 
 
 def rewards(rows: list[dict[str, Any]], name: str = REWARD) -> list[float]:
@@ -40,7 +40,7 @@ def test_guess_number_recipe_trains(official: Official, clients: str, tmp_path: 
 
 @pytest.mark.parametrize("model", [BASE, PLAIN], ids=["default renderer", "role_colon"])
 def test_text_arena_recipe_against_a_random_opponent(official: Official, tmp_path: Path, model: dict[str, str]) -> None:
-    """Its default renderer raises where an answer goes on behind the end token."""
+    """Its default renderer raises if an answer continues after the end token."""
     sizes = {"batch_size": 8, "num_train_datapoints": 16, "num_test_datapoints": 4, "max_tokens": 8}
     flags = {"test_opponent": "random", "max_steps": 2, "eval_every": 1, "save_every": 0}
     rows = official.recipe("c", "multiplayer_rl.text_arena", tmp_path, **model, **sizes, **flags)
@@ -55,8 +55,8 @@ def test_twenty_questions_recipe_uses_a_second_base(official: Official, tmp_path
     assert rewards(rows) == [0.0]
 
 
-def written_out(dice: random.Random) -> list[dict[str, str]]:
-    """A sum as the recipe asks for it, and an answer that adds ones and tens first: "12 7 82" for 35 + 47."""
+def worked_sum(dice: random.Random) -> list[dict[str, str]]:
+    """A sum as the recipe asks for it, and an answer that adds ones and tens separately: "12 7 82" for 35 + 47."""
     x, y = dice.randint(0, 100), dice.randint(0, 100)
     answer = f"{x % 10 + y % 10} {x // 10 + y // 10} {x + y}"
     return [{"role": "user", "content": f"What is {x} + {y}?"}, {"role": "assistant", "content": answer}]
@@ -64,13 +64,13 @@ def written_out(dice: random.Random) -> list[dict[str, str]]:
 
 @pytest.mark.timeout(1800)
 def test_arithmetic_recipe_improves_its_reward(official: Official, tmp_path: Path) -> None:
-    """The tiny base cannot add: it first reads sums that are written out, by chat_sl, until it gets some of them right.
-    From there the recipe's own reward, 1 for the right sum and -0.1 for an answer that does not end, rises."""
+    """The tiny base cannot add: chat_sl first trains it on worked sums, until some of its answers are right. From there
+    the recipe's own reward, 1 for the right sum and -0.1 for an answer that does not end, rises."""
     dice, shot = (
         random.Random(0),
         [{"role": "user", "content": "What is 4 + 5?"}, {"role": "assistant", "content": "9"}],
     )
-    talks = [{"messages": shot + [m for _ in range(8) for m in written_out(dice)]} for _ in range(8 * SUMS)]
+    talks = [{"messages": shot + [m for _ in range(8) for m in worked_sum(dice)]} for _ in range(8 * SUMS)]
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(f"{json.dumps(talk)}\n" for talk in talks))
     same = BASE | {"renderer_name": "qwen3_instruct", "save_every": 0, "eval_every": 0}
@@ -84,7 +84,7 @@ def test_arithmetic_recipe_improves_its_reward(official: Official, tmp_path: Pat
     found, right = rewards(rows), rewards(rows, "env/all/correct")
     assert len(found) == 50
     assert fmean(found[-WINDOW:]) > fmean(found[:WINDOW]) + RISE
-    assert fmean(right[-WINDOW:]) > fmean(right[:WINDOW]) + RISE  # by sums that are right, not by answers that end
+    assert fmean(right[-WINDOW:]) > fmean(right[:WINDOW]) + RISE  # by right sums, not by answers that end
 
 
 def test_preference_recipe_learns_shorter_answers(official: Official, tmp_path: Path) -> None:
@@ -96,14 +96,15 @@ def test_preference_recipe_learns_shorter_answers(official: Official, tmp_path: 
 
 
 def test_chat_sl_learns_and_resumes(official: Official, tmp_path: Path) -> None:
-    """A checkpoint's name is the batch just trained on: taken up again there, the run sees that batch once more."""
+    """A checkpoint is named after the batch that was just trained on: a run resumed there trains on that batch
+    again."""
     (data,) = (CLIENTS / "c" / "lib").glob("python3*/site-packages/tinker_cookbook/example_data/conversations.jsonl")
     flags = {"dataset": data, "batch_size": 16, "max_length": 1024, "learning_rate": 2e-3, "max_steps": 6}
     every = {"save_every": 3, "eval_every": 0, "infrequent_eval_every": 0}
     before = official.recipe("c", "chat_sl", tmp_path, **PLAIN, **flags, **every)
     saved = tmp_path / "checkpoints.jsonl"
     first = saved.read_text().splitlines()[0]
-    saved.write_text(f"{first}\n")  # as a run that was killed after it leaves it
+    saved.write_text(f"{first}\n")  # as a run killed after this checkpoint leaves it
     rows = official.recipe("c", "chat_sl", tmp_path, **PLAIN, **flags, **every, behavior_if_log_dir_exists="resume")
     losses, again = ([row["train_mean_nll"] for row in part] for part in (before, rows[len(before) :]))
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]

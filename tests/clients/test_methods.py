@@ -1,5 +1,5 @@
-"""Every public method of every generation's clients: what works, and what is refused with what words. The table is
-docs/clients.md; `git diff` shows what changed."""
+"""Every public method of every generation's clients: whether it works, or the message with which it is refused. The
+table is docs/clients.md; `git diff` shows what changed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from official import Official
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 VERSIONS = {"a": "0.15.0", "b": "0.22.0", "c": "0.38.0"}
-# What a hosted service has and this one does not, or what the client itself refuses before it asks.
+# Methods of a hosted service that this server does not have, and calls that the client itself refuses.
 REFUSED = {
     "RestClient.export_session_trace": ("this server has no GET",),
-    "RestClient.get_audit_log": ("this server has no GET", "called from incorrect event loop"),  # 0.22's own mistake
+    # an error of 0.22 itself
+    "RestClient.get_audit_log": ("this server has no GET", "called from incorrect event loop"),
     "RestClient.get_billing_usage": ("this server has no GET",),
     "RestClient.get_current_checkpoint_storage_usage": ("this server has no GET",),
     "RestClient.whoami": ("whoami requires JWT auth",),
@@ -35,20 +36,20 @@ def test_every_client_method_works_or_is_refused_with_a_reason(official: Officia
         f"{VERSIONS[clients]} {method}": said
         for clients, table in tables.items()
         for method, said in table.items()
-        if said != "works" and not expected(method, said)
+        if said != "works" and not is_expected_refusal(method, said)
     }
     assert not wrong
     assert len(tables["c"]) > len(tables["b"]) > len(tables["a"]) > 50
 
 
-def expected(method: str, said: str) -> bool:
+def is_expected_refusal(method: str, said: str) -> bool:
     return any(words in said for words in REFUSED.get(method.removesuffix("_async"), ()))
 
 
 def page(tables: dict[str, dict[str, str]]) -> str:
-    """A table of methods by versions, and below it what was said where one did not work."""
+    """A table of methods by versions, followed by the messages of those that did not work."""
     methods = sorted(set().union(*tables.values()))
-    shown = [m for m in methods if not same_as_sync(m, tables)]
+    shown = [m for m in methods if not equals_sync(m, tables)]
     notes: list[str] = []
     rows = ["| method | " + " | ".join(VERSIONS.values()) + " |", "|---|" + "---|" * len(VERSIONS)]
     for method in shown:
@@ -58,21 +59,22 @@ def page(tables: dict[str, dict[str, str]]) -> str:
     return "\n".join([*rows, "", *said]) + "\n"
 
 
-def same_as_sync(method: str, tables: dict[str, dict[str, str]]) -> bool:
+def equals_sync(method: str, tables: dict[str, dict[str, str]]) -> bool:
     sync = method.removesuffix("_async")
     return sync != method and all(
-        method not in table or plain(table[method]) == plain(table.get(sync, "")) for table in tables.values()
+        method not in table or without_ids(table[method]) == without_ids(table.get(sync, ""))
+        for table in tables.values()
     )
 
 
 def cell(said: str | None, notes: list[str]) -> str:
     if said is None or said == "works":
         return "yes" if said else ""
-    if plain(said) not in notes:
-        notes.append(plain(said))
-    return f"refused [{notes.index(plain(said)) + 1}]"
+    if without_ids(said) not in notes:
+        notes.append(without_ids(said))
+    return f"refused [{notes.index(without_ids(said)) + 1}]"
 
 
-def plain(said: str) -> str:
-    """Without the ids, which differ from run to run."""
+def without_ids(said: str) -> str:
+    """The message without ids, which differ between runs."""
     return re.sub(r"\bs[0-9a-f]{16}\b", "ID", said)

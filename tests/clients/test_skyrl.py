@@ -1,7 +1,7 @@
-"""SkyRL's tests of its own Tinker server, against ours: those that are not about how SkyRL is made inside.
+"""SkyRL's tests of its own Tinker server, run against palestra's: those that do not depend on SkyRL's internals.
 
-`make test-clients` fetches SkyRL's source. Its test file runs as it is but for the address: in place of `uv run`, which
-starts its server, stands a script that starts ours, on a random base that seldom ends an answer, as SkyRL's does.
+`make test-clients` fetches SkyRL's source. Its test file is changed only in the address. A script in place of `uv run`,
+which starts SkyRL's server, starts palestra's, on a random base that, like SkyRL's, seldom ends an answer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ os.execv("{python}", ["{python}", "-c", "from palestra.cli.main import app; app(
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Path:
-    """A folder with SkyRL's test file, what it imports, and the script in place of `uv`."""
+    """A folder with SkyRL's test file, the modules that it imports, and the script in place of `uv`."""
     if not (SKYRL / "tests" / "tinker" / "test_api.py").exists():
         pytest.skip(f"SkyRL's source is not at {SKYRL}: `make test-clients` fetches it where GitHub can be reached")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -57,7 +57,8 @@ def suite(tmp_path: Path) -> Path:
     package.mkdir(parents=True)
     (package / "api.py").write_text("_build_uv_run_cmd_engine = None\n")
     (package / "config.py").write_text("class EngineConfig(dict):\n    pass\n")
-    engine = tiny_lm(6, initializer_range=0.3)  # whose likeliest tokens differ, and seldom end an answer
+    # the most likely tokens differ between prompts, and are seldom the end token
+    engine = tiny_lm(6, initializer_range=0.3)
     engine.model.save_pretrained(tmp_path / "base")
     engine.tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""A folder of runs, and the dashboard over it as a client in this process."""
+"""A folder of runs, and a client of the dashboard over it in this process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ HERE = "http://127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Indexes are kept where the test's other files are, not in the user's home."""
+    """Keeps indexes beside the test's other files, not in the user's home."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs of one setting, two of them with other seeds, and one that trains longer."""
+    """Three runs of one config, two of them with other seeds, and a longer one."""
     folder = tmp_path_factory.mktemp("runs")
     for seed in range(3):
         write_long_run(folder, f"seed-{seed}", steps=24, episodes=4, seed=seed)

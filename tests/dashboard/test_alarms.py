@@ -1,4 +1,4 @@
-"""Each alarm's rule, at cases just inside and just outside of it."""
+"""Each alarm's rule, at cases just inside and just outside it."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ FLAT = np.full(40, 0.5)
 
 
 def line(start, end, n=40):
-    """A figure that is `start` for its first half and `end` for the rest."""
+    """A metric that is `start` in the first half of `n` lines and `end` in the rest."""
     return np.concatenate([np.full(n // 2, float(start)), np.full(n - n // 2, float(end))])
 
 
@@ -25,15 +25,15 @@ def names(policies, team=None, evals=None):
 def test_alarm_on_a_lazy_seat(own, others, fires):
     policies = {"lazy": {"zero_std_fraction": line(own, own)}, "busy": {"zero_std_fraction": line(others, others)}}
     assert (("lazy seat", "lazy") in names(policies)) == fires
-    assert names(policies, {"success": line(1, 1)}) == []  # solved: no wonder
+    assert names(policies, {"success": line(1, 1)}) == []  # the task is solved: no alarm
 
 
 @pytest.mark.parametrize(("now", "fires"), [(0.09, True), (0.11, False)])
 def test_alarm_on_entropy_collapse(now, fires):
     assert (names({"red": {"entropy": line(1.5, now)}}) == [("entropy collapse", "red")]) == fires
-    assert names({"red": {"entropy": line(0.09, 0.09)}}) == []  # it never had more
+    assert names({"red": {"entropy": line(0.09, 0.09)}}) == []  # its entropy was never higher
     assert names({"red": {"entropy": line(1.5, -0.01)}}) == []  # of a density, which may be above 1
-    assert names({"red": {"entropy": line(1.5, -1e-8)}}) == [("entropy collapse", "red")]  # 0, rounded
+    assert names({"red": {"entropy": line(1.5, -1e-8)}}) == [("entropy collapse", "red")]  # 0 up to rounding
 
 
 def hacking(tokens=(10, 15), reward=(0.1, 0.3), invalid=(0.1, 0.1)):
@@ -44,7 +44,7 @@ def test_alarm_on_longer_answers_without_success():
     assert names(hacking()) == [("reward hacking by length?", "red")]
     assert names(hacking(tokens=(10, 14))) == []
     assert names(hacking(reward=(0.1, 0.19))) == []
-    assert names(hacking(), {"success": line(0.3, 0.5)}) == []  # they are better
+    assert names(hacking(), {"success": line(0.3, 0.5)}) == []  # success rises too
     held_out = {"dev": {"success": np.array([0.3, 0.31])}}
     assert names(hacking(), {"success": line(0.3, 0.5)}, held_out) == [("reward hacking by length?", "red")]
 
@@ -56,7 +56,7 @@ def test_alarm_on_format_without_success():
 
 @pytest.mark.parametrize(("form", "fires"), [((-0.1, 0.0), True), ((-0.1, -0.01), False), ((0.0, 0.0), False)])
 def test_alarm_on_a_rising_format_reward_term(form, fires):
-    """Half of the rise of 0.2 is of the form, or less."""
+    """At most half of the rise of 0.2 is reward for form."""
     policies = hacking(tokens=(10, 10), invalid=(0.1, 0.1))
     policies["red"]["reward/form"] = line(*form)
     assert (names(policies) == [("reward hacking by format?", "red")]) == fires
@@ -70,7 +70,7 @@ def test_alarm_on_one_seat_carrying_the_team():
     assert names(policies) == []
     policies["rest"] = {"local_reward": line(0.02, 0)}  # it fell behind
     assert names(policies) == [("one seat carries the team", "star")]
-    policies["rest"] = {"local_reward": line(0, 0)}  # the env pays it with the team alone
+    policies["rest"] = {"local_reward": line(0, 0)}  # its only reward from the env is the team's
     assert names(policies) == []
 
 

@@ -1,4 +1,4 @@
-"""The API as the page asks it, over runs that palestra wrote."""
+"""The API as the page calls it, over runs that palestra wrote."""
 
 import asyncio
 import io
@@ -105,7 +105,7 @@ def test_curves_support_smoothing_ranges_and_time(client):
     (part,) = get(client, "curves", **asked, low=10, high=12)["curves"]
     assert part["x"] == [9, 10, 11, 12, 13] and part["to"] == 30
     (clock,) = get(client, "curves", **asked, x="seconds")["curves"]
-    assert clock["x"] == [2.0 * n for n in range(1, 31)]  # rollout and training of all together take a second each
+    assert clock["x"] == [2.0 * n for n in range(1, 31)]  # rollout and training of all learners take a second each
     (evaluation,) = get(client, "curves", run="more", metric="evals/success", window=9)["curves"]
     assert evaluation["name"] == "dev" and "raw" not in evaluation
 
@@ -120,8 +120,8 @@ def test_run_details(client):
 # ---- episodes
 
 
-def indexed(client, path):
-    """The first page once every file of the run is looked through, which takes a busy machine a while."""
+def wait_for_index(client, path):
+    """The first page once every file of the run is indexed, which may take a while on a busy machine."""
     while (page := get(client, path))["unread"]:
         time.sleep(0.05)
     return page
@@ -129,7 +129,7 @@ def indexed(client, path):
 
 def test_episodes_are_filtered_sorted_and_paged(client):
     path = "runs/seed-0/episodes"
-    whole = indexed(client, path)
+    whole = wait_for_index(client, path)
     assert whole["of"] == whole["fit"] == 96 and whole["unread"] == 0 and len(whole["rows"]) == 50
     assert sum(whole["spread"]["counts"]) == 96
     rows = whole["rows"] + get(client, path, first=50)["rows"]
@@ -157,7 +157,7 @@ def test_episodes_are_filtered_sorted_and_paged(client):
 
 def test_text_search_finds_episodes(client, root):
     path = "runs/more/episodes"
-    indexed(client, path)
+    wait_for_index(client, path)
     assert get(client, path, text="R3 C0", count=10)["rows"][0]["step"] == 29  # case does not matter
     none = get(client, path, text="nobody said this")
     assert none["rows"] == [] and none["searched"] == none["fit"] == 60
@@ -266,7 +266,7 @@ def test_policies_are_shown_with_their_seats(tmp_path, seats, shown):
 
 
 def test_cyclic_population_raises_an_alarm(tmp_path):
-    """Rock, paper and scissors, as the scheduler writes it down."""
+    """Rock, paper and scissors, as the scheduler records it."""
     names = ["rock", "paper", "scissors"]
 
     def cell(wins, losses):
@@ -313,7 +313,7 @@ def test_foreign_files_are_reported(tmp_path):
 
 @pytest.fixture(scope="module")
 def population(tmp_path_factory):
-    """Double oracle on Kuhn poker, exactly."""
+    """Double oracle on Kuhn poker, with exact values."""
     root = tmp_path_factory.mktemp("populations")
     config = root / "kuhn.yaml"
     config.write_text(
@@ -391,7 +391,7 @@ def test_alarms_list_the_rules_that_do_not_fire_with_remedies(tmp_path):
 # ---- one episode
 
 
-def test_an_episode_declares_its_picture_and_says_why_an_answer_is_invalid(tmp_path):
+def test_episode_names_its_renderer_and_the_reason_of_an_invalid_answer(tmp_path):
     policy = ScriptedPolicy(["nonsense"])
     runner = EpisodeRunner(lambda: make_env("plan_path"), "train")
     spec = EpisodeSpec(0, {"planner": policy, "executor": policy}, 0)

@@ -1,4 +1,5 @@
-"""Security of the dashboard: no writes, no access for strangers, no files outside its folder, no executed text."""
+"""Security of the dashboard: read-only, no access from other origins or without the token, no files outside its folder,
+no executed text."""
 
 import os
 
@@ -34,7 +35,7 @@ TRICKS = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A good run, a run outside, and links that lead there."""
+    """A valid run, a run outside the folder, and links that lead there."""
     tmp_path = tmp_path_factory.mktemp("guarded")
     outside = write_long_run(tmp_path, "outside", steps=1)
     (outside / "config.yaml").write_text(f"name: {SECRET}\n")
@@ -58,7 +59,7 @@ def root(tmp_path_factory):
 
 
 def checkpoint_line(path, name):
-    """A line of checkpoints.jsonl, whole and with its checksum, that leads to such a folder."""
+    """A valid line of checkpoints.jsonl, with its checksum, that names this folder."""
     logs = {log: {"bytes": 0, "sha256": "0" * 64} for log in CHECKSUMMED_LOGS}
     return to_checksummed_line(
         {"step": 0, "path": path, "names": {"red": name}, "files": {}, "logs": logs, "keep": True}
@@ -111,7 +112,7 @@ def test_weights_outside_the_run_are_not_sent(client):
 
 @pytest.mark.parametrize("name", ["/usr", "../../../outside", "..", "", "a\0b", "link"])
 def test_checkpoint_paths_outside_the_run_are_refused(tmp_path, name):
-    """Not even to tell how large the files are that lie there."""
+    """The response does not even give the sizes of files outside."""
     run = write_long_run(tmp_path / "runs", "sly", steps=1)
     outside = write_long_run(tmp_path, "outside", steps=1)
     folder = run / "checkpoints" / "step-000000"

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, over runs that palestra made: every page, its main moves, and what must not happen.
+"""The dashboard in a real browser, over runs that palestra made: every page, its main actions, and attacks.
 
 Screenshots are kept in .cache/screenshots. Any error in the console fails the test that caused it, and so does a
 request to anywhere but the dashboard.
@@ -36,7 +36,7 @@ from palestra.types import Answer, Episode, Node
 pytest.importorskip("playwright.sync_api")
 from browsers import Looking, expect, launched, settled, shot
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]  # the first of them waits for the runs
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(1200)]  # the first test waits for the runs
 
 HERE = Path(__file__).parent.parent.parent
 EVIL = "<img src=x onerror=\"window.hacked='{}'\"><script>window.hacked='{}'<" + "\\/script>"
@@ -82,7 +82,7 @@ def answered(text: str, policy: str, prompt: int = 4) -> Answer:
 
 
 def write_pictures(root: Path) -> None:
-    """What real envs show at their beginning, a step each; programs and a conversation."""
+    """The renderings of real envs at the start, one step each; programs and a conversation."""
     seen: dict[str, Any] = {}
     forms: dict[str, str] = {}
     for name in ("text_tic_tac_toe", "text_connect_four", "sudoku", "sokoban", "code"):
@@ -121,7 +121,7 @@ def write_pictures(root: Path) -> None:
 
 
 def write_games(root: Path) -> None:
-    """Replays of several envs in one run, an evaluation each: random players, and in combat the script of the env."""
+    """Replays of several envs in one run, an evaluation each: random players, in combat the env's scripted opponent."""
     config = "name: games\nenv: {type: combat}\nenv_steps: 1\npolicies: {one: {type: net}}\n"
     with Run.create(root, config, "games") as run:
         for name in (*DRAWN_GAMES, *GAMES_AS_TEXT):
@@ -135,7 +135,7 @@ def write_games(root: Path) -> None:
 
 
 def write_hostile(root: Path) -> None:
-    """A run in which every text that a model, an env or a config can bring in is an attack."""
+    """A run in which every text from a model, an env or a config is an attack."""
     seat, other = evil("seat"), evil("other")
     nodes = [
         Node(
@@ -195,12 +195,12 @@ def write_alarming(root: Path) -> None:
 
 @pytest.fixture(scope="session")
 def site(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(runs, tmp_path_factory.mktemp("cache")) as address:
+    with DashboardProcess(runs, tmp_path_factory.mktemp("cache")) as address:
         yield address
 
 
-class served:
-    """A dashboard as a process of its own, for as long as the block lasts."""
+class DashboardProcess:
+    """A dashboard in its own process while the block runs."""
 
     def __init__(self, root: Path, cache: Path, *options: str) -> None:
         self.command = [*PALESTRA, "dashboard", "--root", str(root), "--port", "0", *options]
@@ -220,7 +220,7 @@ class served:
 
 @pytest.fixture(scope="module")
 def chromium(runs: Path) -> Iterator[Any]:
-    """Started after the runs are made: it keeps an event loop going, beside which training could not have its own."""
+    """Started after the runs are made: its event loop keeps training from starting one of its own."""
     with launched() as browser:
         yield browser
 
@@ -251,7 +251,7 @@ def test_runs_are_listed_filtered_sorted_and_opened_by_keys(look):
     expect(page.locator("tbody tr")).to_have_count(10)
     row = page.locator("tbody tr", has_text="spread_mappo")
     expect(row.locator("[data-name=done]")).to_have_text("100%")  # 41,600 of 40,000 env steps
-    assert row.locator("a.row").evaluate("e => e.getClientRects().length") == 1  # in one line, beside long names
+    assert row.locator("a.row").evaluate("e => e.getClientRects().length") == 1  # on one line, beside long names
     shot(page, "runs")
     page.keyboard.press("/")
     page.keyboard.type("grpo seed=1")
@@ -360,7 +360,7 @@ def test_run_is_overlaid_on_another(look):
 def test_growing_run_is_followed(look, runs):
     page = look("#/run/steady")
     expect(page.locator("dl.facts")).to_contain_text("300 of 400")
-    expect(page.locator(".live")).to_have_count(0)  # nobody writes it
+    expect(page.locator(".live")).to_have_count(0)  # no process writes it
     with Run.open(runs / "steady") as run:
         run.log_metrics(300, "team", {"success": 1.0})
         expect(page.locator("dl.facts")).to_contain_text("301 of 400")
@@ -392,7 +392,7 @@ def test_a_game_is_played_step_by_step(look):
     assert picture.get_attribute("src") != first
     expect(page.locator("article.replay")).to_contain_text("step 24 of 24 · truncated")
     page.get_by_label("frames per second").select_option("32")
-    page.get_by_role("button", name="play", exact=True).click()  # from the start, as it stands at the end
+    page.get_by_role("button", name="play", exact=True).click()  # back to the start; the game stood at its end
     expect(picture).to_have_attribute("alt", re.compile("step ([1-9]|1[0-9]) of"))
     expect(picture).to_have_attribute("alt", "step 24 of game 1")
     page.get_by_role("button", name="game 2").click()
@@ -550,7 +550,7 @@ def test_axes_have_names_and_units(look):
     plot = page.locator("[data-metric='metrics/success'] .plot")
     expect(plot).to_have_attribute("aria-label", re.compile("share of episodes, over training steps done"))
     legend = page.locator("[data-metric='metrics/success'] .legend")
-    expect(legend).to_contain_text("search success (best of 8)")  # not what the policies do alone
+    expect(legend).to_contain_text("search success (best of 8)")  # not one for the policies' actions alone
     expect(legend).to_contain_text("held-out dev")
     page = look("#/run/kuhn_psro_exact/curves")
     plot = page.locator("[data-metric='metrics/nash_conv'] .plot")
@@ -616,13 +616,13 @@ def test_system_and_alarm_pages(look, runs):
     expect(page.locator(".alarms li").first).to_contain_text("policy lazy")
     expect(page.locator(".alarms li").first).to_contain_text("97% of its groups")
     assert page.get_by_text("The rule:").count() == page.get_by_text("To try:").count() == 4
-    expect(page.locator("table.rules tbody tr")).to_have_count(4)  # those that do not fire
+    expect(page.locator("table.rules tbody tr")).to_have_count(4)  # the rules that do not fire
     shot(page, "alarms")
     page = look("#/run/kuhn_psro_exact/alarms")
     expect(page.locator("table.rules")).to_contain_text("cyclic population")
 
 
-# ---- for everybody
+# ---- accessibility and layout
 
 PAGES = {
     "runs": "#/",
@@ -642,7 +642,7 @@ PAGES = {
     "alarms": "#/run/alarming/alarms",
     "config": "#/run/demo/config",
 }
-# What is wider than a phone and lies in a frame that scrolls, with nothing of it cut off: trees, heat maps, programs.
+# Elements wider than a phone, each in a frame that scrolls, with nothing cut off: trees, heat maps, programs.
 CUT_OFF = """() => [...document.querySelectorAll("main *")].filter((e) => e.clientWidth
     && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX !== 'visible'
     && !e.matches('.tree, pre, .plot, input, select, textarea')
@@ -666,7 +666,7 @@ def test_timeline_is_legible_on_a_phone(look):
     text = page.locator("svg.timeline text").first
     expect(text).to_have_text("main_0")
     settled(page)
-    assert text.bounding_box()["height"] >= 11  # its letters are not drawn smaller with the picture
+    assert text.bounding_box()["height"] >= 11  # the text is not scaled down with the picture
 
 
 def test_info_of_the_env_and_of_seats_are_apart(look):
@@ -699,7 +699,7 @@ def test_theme_is_remembered(look):
     expect(page.locator("html")).to_have_attribute("data-theme", "dark")
 
 
-# ---- what must not happen
+# ---- attacks
 
 
 def test_model_text_is_never_executed(look):
@@ -714,7 +714,7 @@ def test_model_text_is_never_executed(look):
         settled(page)
         page.mouse.wheel(0, 3000)
         settled(page)
-        expect(page.locator("main")).to_contain_text("<img src=x")  # shown as what it is
+        expect(page.locator("main")).to_contain_text("<img src=x")  # shown as plain text
         assert page.evaluate("() => window.hacked") is None
         assert page.locator("main img, main script, main iframe, [onerror]").count() == 0
         assert page.locator("a[href^='javascript:']").count() == 0
@@ -728,11 +728,11 @@ def test_url_injection_is_not_executed(look):
         settled(page)
         assert page.evaluate("() => window.hacked") is None
     assert [text for text in look.wrong if "404" not in text] == []
-    look.wrong.clear()  # the browser tells of the run that is not there
+    look.wrong.clear()  # the browser logs the missing run
 
 
 def test_token_in_the_url_opens_the_page_and_is_removed(look, runs, tmp_path):
-    with served(runs, tmp_path, "--token", "sesame") as address:
+    with DashboardProcess(runs, tmp_path, "--token", "sesame") as address:
         home = address.removesuffix("?token=sesame")
         page = look("", address=home)
         expect(page.get_by_text("This page wants its token")).to_be_visible()

@@ -1,4 +1,4 @@
-"""Filters and orders over columns are what a plain loop over the rows says."""
+"""Filters and sorting over columns give the same rows as a plain loop."""
 
 import json
 import random

@@ -24,7 +24,7 @@ def node(number, parent, depth, seat="a", reward=0.0, team=0.0, **options):
 
 
 def tree():
-    """Two lines that were played out, one won; and siblings that were only tried."""
+    """Two trajectories that were played to the end, one of them won, and siblings that were not continued."""
     return Episode(
         "toy",
         7,
@@ -55,7 +55,7 @@ def test_episode_summary_by_hand(path):
     rows = summarize_episodes([path]).to_pylist()
     first = rows[0]
     assert (first["step"], first["episode"], first["seed"], first["nodes"], first["turns"]) == (3, 0, 7, 5, 2)
-    assert first["success"] == 0.5 and first["team"] == 0.5  # means over the two lines
+    assert first["success"] == 0.5 and first["team"] == 0.5  # means over the two trajectories
     assert first["return/a"] == 1.0 and first["return/b"] == 3.0 and first["total"] == 4.5
     assert first["invalid"] == 1
     assert rows[1]["error"] == "the env broke" and rows[1]["nodes"] == rows[1]["turns"] == 0

@@ -30,7 +30,7 @@ METRICS = '{"step": 0, "policy": "team", "success": 0.5}\n'
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A good run and one that each test damages."""
+    """A valid run, and one that each test damages."""
     write_long_run(tmp_path / "runs", "good", steps=3, episodes=2)
     shutil.copytree(tmp_path / "runs" / "good", tmp_path / "runs" / "bad")
     return tmp_path / "runs"

@@ -1,4 +1,4 @@
-"""The index of episodes follows its folder, and writes nowhere but into its cache."""
+"""The index of episodes follows its folder, and writes only into its cache."""
 
 import os
 
@@ -54,11 +54,11 @@ def test_cached_index_is_reused_by_the_next_server(run, cache):
     before = files()
     first = EpisodeIndex(run / "episodes", cache_file(run / "episodes"))
     whole, _ = first.table(timeout_s=30)
-    assert files() == before  # the run is untouched
+    assert files() == before  # the run is unchanged
     assert first._worker is not None
     first._worker.join()
     assert len(list(cache.rglob("*.parquet"))) == 1
-    for file, changed in before.items():  # nobody reads them again
+    for file, changed in before.items():  # the files are not read again
         if file.suffix == ".parquet":
             file.write_bytes(b"0" * file.stat().st_size)
             os.utime(file, ns=(changed, changed))

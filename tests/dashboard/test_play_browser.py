@@ -1,4 +1,4 @@
-"""Games that a person plays in a real browser, by keyboard and by touch. Screenshots are kept in .cache/screenshots."""
+"""Games played by a person in a real browser, by keyboard and by touch. Screenshots are kept in .cache/screenshots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Look(Looking):
-    """Opens the page of a table: `look(address, width=390, dark=True)`."""
+    """Opens the page of a play server: `look(address, width=390, dark=True)`."""
 
     def __call__(self, address: str, width: int = 1280, dark: bool = False, touch: bool = False) -> Any:
         return self.open(address.removesuffix("/play"), "/play", width, dark, touch)
@@ -75,7 +75,7 @@ def test_game_is_played_by_touch_in_dark_mode(look, four):
     assert all(box["width"] >= 40 and box["height"] >= 40 for box in boxes)
     settled(page)
     shot(page, "play-phone")
-    page.reload()  # the game goes on
+    page.reload()  # the game continues
     expect(page.get_by_role("form", name="your turn 1")).to_be_visible()
     page.get_by_role("button", name="give up").tap()
     expect(page.get_by_role("heading", name="You gave up")).to_be_visible()
@@ -118,7 +118,7 @@ policies:
         assert page.locator("article img, article script").count() == 0
         assert page.evaluate("window.hacked") is None
         expect(page.locator(".answer .text").first).to_contain_text("<img src=x")
-        page.close()  # before its server ends, which would be an error on it
+        page.close()  # before its server ends, which would be an error on the page
 
 
 def test_lost_server_is_reported(look):
@@ -129,4 +129,4 @@ def test_lost_server_is_reported(look):
         process.terminate()
         process.wait(timeout=20)
         expect(page.get_by_text("the server does not answer")).to_be_visible()
-        look.wrong.clear()  # the browser's own word on the connection
+        look.wrong.clear()  # the browser's own message about the connection

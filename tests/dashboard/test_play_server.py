@@ -1,4 +1,4 @@
-"""`palestra play --browser` over HTTP: whole games, and what its server does not do."""
+"""`palestra play --browser` over HTTP: whole games, and requests that its server refuses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HERE = "http://127.0.0.1"
 
 @pytest.fixture(scope="module")
 def kuhn(tmp_path_factory):
-    """A server whose other seat chatters about its card; the process and its address."""
+    """A server whose other seat talks about its private card; the process and its address."""
     config = tmp_path_factory.mktemp("play") / "kuhn.yaml"
     config.write_text(KUHN)
     with playing(config) as started:
@@ -47,8 +47,8 @@ def client(kuhn):
         yield found
 
 
-def asked(client, game):
-    """The state of the game as soon as the person is to move, or the game has ended."""
+def wait_for_turn(client, game):
+    """The state of the game once the person is to act, or the game has ended."""
     with client.stream("GET", f"/api/games/{game}/events") as events:
         for line in events.iter_lines():
             if line == "event: change":
@@ -73,16 +73,16 @@ def say(client, game, turn, text, **options):
 
 def test_other_seats_private_state_is_hidden_until_the_end(client):
     game = begin(client)
-    state = asked(client, game)
+    state = wait_for_turn(client, game)
     assert state["seats"] == {"player_0": "human", "player_1": "player_1"} and state["seat"] == "player_0"
     for turn, word in enumerate(("pass", "bet")):
         text = json.dumps(state)
         assert state["now"] == "asked" and state["turn"] == turn and state["legal_actions"] == ["pass", "bet"]
         assert {one["seat"] for joint in state["line"] for one in joint["turns"]} == {"player_0"}
         assert "my card is high" not in text and "You are player 1" not in text and state["end"] is None
-        assert "instance" not in text and "seed" not in text  # which would say what was dealt
+        assert "instance" not in text and "seed" not in text  # the seed would reveal the deal
         assert say(client, game, turn, word).status_code == 200
-        state = asked(client, game)
+        state = wait_for_turn(client, game)
     said = [(one["seat"], one.get("answer")) for joint in state["line"] for one in joint["turns"] if "answer" in one]
     assert [seat for seat, _ in said] == ["player_0", "player_1", "player_0"]
     assert "my card is high" in said[1][1]
@@ -93,9 +93,9 @@ def test_other_seats_private_state_is_hidden_until_the_end(client):
 
 def test_person_sees_the_seats_role_and_observation(client):
     game = begin(client)
-    state = asked(client, game)
+    state = wait_for_turn(client, game)
     client.post(f"/api/games/{game}/give-up")
-    end = asked(client, game)["end"]
+    end = wait_for_turn(client, game)["end"]
     env = make_env("text_kuhn", rendering="full")
     first = env.reset(end["instance"])
     assert end["gave_up"] and state["line"][0]["turns"][0]["observation"] == first.observations["player_0"]
@@ -104,20 +104,20 @@ def test_person_sees_the_seats_role_and_observation(client):
 
 def test_out_of_turn_answer_is_409(client):
     game = begin(client)
-    asked(client, game)
+    wait_for_turn(client, game)
     early = say(client, game, 1, "bet")
     assert early.status_code == 409 and "not your turn" in early.json()["error"]
     assert say(client, game, 0, "pass").status_code == 200
     twice = say(client, game, 0, "bet")
     assert twice.status_code == 409 and "answered already" in twice.json()["error"]
-    assert asked(client, game)["line"][0]["turns"][0]["answer"] == "pass"
+    assert wait_for_turn(client, game)["line"][0]["turns"][0]["answer"] == "pass"
     assert say(client, game, 1, "pass").status_code == 200
-    assert asked(client, game)["now"] == "over"
+    assert wait_for_turn(client, game)["now"] == "over"
     late = say(client, game, 2, "pass")
     assert late.status_code == 409 and "over" in late.json()["error"]
 
 
-# ---- whom it answers
+# ---- refused requests
 
 
 def test_cross_origin_play_is_refused(client):
@@ -127,7 +127,7 @@ def test_cross_origin_play_is_refused(client):
     assert client.post("/api/games", headers={"Host": "evil.example"}).status_code == 403
     assert client.get("/play", headers={"Host": "evil.example"}).status_code == 403
     game = begin(client)
-    asked(client, game)
+    wait_for_turn(client, game)
     assert say(client, game, 0, "bet", headers={"Origin": "http://evil.example"}).status_code == 403
     assert say(client, game, 0, "bet", headers={"Origin": f"http://{host}"}).status_code == 200
 
@@ -148,10 +148,10 @@ def test_cross_origin_play_is_refused(client):
 )
 def test_invalid_answers_are_refused_with_the_reason(client, body, status):
     game = begin(client)
-    asked(client, game)
+    wait_for_turn(client, game)
     reply = client.post(f"/api/games/{game}/answer", content=body)
     assert reply.status_code == status and reply.json()["error"]
-    assert asked(client, game)["turn"] == 0
+    assert wait_for_turn(client, game)["turn"] == 0
 
 
 def test_unknown_paths_are_refused(client):
@@ -163,11 +163,11 @@ def test_unknown_paths_are_refused(client):
     assert client.put("/api/games").status_code == 405
 
 
-# ---- who goes away
+# ---- abandoned games
 
 
 class AtOnce(Env):
-    """Two seats that answer at the same time, once."""
+    """Two seats that answer once, at the same time."""
 
     seats = ("player_0", "player_1")
 
@@ -179,7 +179,7 @@ class AtOnce(Env):
 
 
 def games(alone=60.0, other=None, say=print, env=lambda: make_env("text_tic_tac_toe")):
-    """Games in this process."""
+    """Play sessions in this process."""
     arena = EpisodeRunner(env, "test")
 
     async def play(seed, ask):
@@ -217,7 +217,7 @@ def test_closing_the_page_ends_its_game():
                 lines = events.aiter_lines()
                 assert await anext(lines) == "event: change"
                 await asyncio.sleep(1.8)
-                assert table.find(name).num_viewers == 1  # as long as it is looked at
+                assert table.find(name).num_viewers == 1  # while the page is open
             for _ in range(1000):
                 await asyncio.sleep(0.02)
                 if table.find(name) is None:
@@ -293,16 +293,17 @@ def test_non_local_address_needs_a_token():
 
 @pytest.mark.slow
 def test_endpoint_address_and_key_are_hidden_and_ctrl_c_is_clean(monkeypatch):
-    """Its answers count; nothing of how it is reached is on the page, and who listens is let go."""
+    """The endpoint's answers are used. Its address and key are not on the page, and open event streams are closed at
+    the end."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-hidden")
     session = ChatSession(["big"], lambda one: one.answer.set_result("bet"), key=ANY_KEY)
     with playing("text_kuhn", "--seats", f"player_1={session.url}#big") as (process, address):
         with httpx.Client(base_url=address.removesuffix("/play"), timeout=20) as client:
             game, seen = begin(client), []
             for turn in range(2):
-                seen.append(asked(client, game))
+                seen.append(wait_for_turn(client, game))
                 say(client, game, turn, "pass")
-            seen.append(asked(client, game))
+            seen.append(wait_for_turn(client, game))
             assert seen[-1]["now"] == "over" and seen[-1]["seats"]["player_1"] == "big"
             assert "sk-hidden" not in json.dumps(seen) and session.url not in json.dumps(seen)
             with client.stream("GET", f"/api/games/{game}/events") as events:

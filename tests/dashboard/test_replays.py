@@ -1,4 +1,4 @@
-"""The API of recorded games, and files in their place that are none."""
+"""The API of recorded games, and of files that are not replays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_evaluations_and_steps_are_listed(client: TestClient):
     assert [client.get(f"/api/runs/{name}").json()["has_replays"] for name in "ab"] == [True, False]
 
 
-def test_games_have_pictures_texts_and_what_was_done(client: TestClient):
+def test_games_have_pictures_texts_and_actions(client: TestClient):
     found = client.get("/api/runs/a/replays/held%20out%2F50%20%25", params={"step": 3}).json()
     assert found["seats"] == ["a", "b"] and found["players"] == ["net", "script"]
     assert found["seat_colours"] == [[1, 2, 3]] and found["action_names"] == ["stay", "go"]
@@ -67,11 +67,11 @@ def test_games_have_pictures_texts_and_what_was_done(client: TestClient):
 @pytest.mark.parametrize(
     "name, step", [("held out", 3), ("held out%2F50 %25", 4), ("%2E%2E", -1), ("%2E%2E%2F%2E%2E", 3)]
 )
-def test_what_is_not_there_is_not_found(client: TestClient, name: str, step: int):
+def test_missing_replays_are_404(client: TestClient, name: str, step: int):
     assert client.get(f"/api/runs/a/replays/{name}", params={"step": step}).status_code == 404
 
 
-def test_files_that_are_no_replays_are_explained(client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_that_are_not_replays_are_explained(client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch):
     path, address = root / "a" / replay_file("held out/50 %", 3), "/api/runs/a/replays/held%20out%2F50%20%25?step=3"
     path.write_bytes(b"nothing")
     answer = client.get(address)

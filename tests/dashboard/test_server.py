@@ -1,4 +1,4 @@
-"""`palestra dashboard` as a process of its own, as a person starts it."""
+"""`palestra dashboard` as a process, as a person starts it."""
 
 import hashlib
 import os
@@ -34,7 +34,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def start():
-    """Starts servers that are ended with the test; returns the process and its address."""
+    """Starts servers that are stopped after the test; returns the process and its address."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments):
@@ -66,7 +66,7 @@ def test_server_serves_events_and_exits(runs, start):
                 run.log_metrics(2, "planner", {"entropy": 1.0})
             assert [next(lines) for _ in range(2)] == ["event: change", 'data: ["one"]']
             process.send_signal(signal.SIGINT)
-            assert list(lines)[1:] == []  # whoever listens is let go
+            assert list(lines)[1:] == []  # open event streams are closed
     process.wait(timeout=20)
     assert process.stdout.read() == ""  # no traceback
 
@@ -89,8 +89,8 @@ def test_invalid_root_folder_is_refused(runs, folder, says):
     assert done.exit_code == 2 and says in done.output
 
 
-def test_the_page_is_built_from_its_sources():
-    """`make dashboard` builds it anew; the stamp is made as dashboard/stamp.mjs says."""
+def test_page_is_built_from_its_sources():
+    """`make dashboard` builds it; the stamp is computed as in dashboard/stamp.mjs."""
     here = Path(__file__).parent.parent.parent
     sources = here / "dashboard"
     files = ["index.html", "package-lock.json", "vite.config.ts"]
@@ -102,8 +102,8 @@ def test_the_page_is_built_from_its_sources():
     assert stamp.read_text().strip() == found.hexdigest(), "the page is older than its sources: make dashboard"
 
 
-def test_system_page_reads_what_prometheus_is_served(tmp_path, start):
-    """A population on two worker processes, of which one dies: the page of a dashboard's server, and a scrape."""
+def test_system_page_and_prometheus_agree(tmp_path, start):
+    """A population on two worker processes, one of which dies: the system page, and a Prometheus scrape."""
     parser = pytest.importorskip("prometheus_client.parser", reason="pip install 'palestra[prometheus]'")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -35,8 +35,8 @@ def container(manifest: str) -> Container:
 
 @contextmanager
 def started(own: Container, places: Mapping[str, Path]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Runs a container's command at a free port, with `places` for the paths of its volumes; yields host and port once
-    it has printed its first line. It must end well on SIGTERM."""
+    """Runs a container's command at a free port, with `places` in place of its volumes' paths; yields host and port
+    once it has printed its first line. It must exit with code 0 on SIGTERM."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     args = [port if word == str(own["ports"][0]["containerPort"]) else word for word in own["args"]]

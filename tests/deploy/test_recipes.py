@@ -1,5 +1,5 @@
-"""The recipes of deploy/: each file is checked by the linter or schema of what reads it, and each of palestra's
-commands in them by palestra's own command line."""
+"""The recipes of deploy/: each file is checked by the linter or schema of the program that reads it, and each palestra
+command in them by palestra's own command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from command_line import ROOT, refusal, understood
+from command_line import ROOT, check_command, refusal
 
 DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted(DEPLOY.glob("slurm/*.sbatch"))
@@ -54,7 +54,7 @@ def identifier(path: Path) -> str:
     return str(path.relative_to(DEPLOY))
 
 
-def test_every_file_is_one_of_those_checked_here() -> None:
+def test_every_file_has_a_check_here() -> None:
     assert {path for path in DEPLOY.rglob("*") if path.is_file()} == {*SCRIPTS, *MANIFESTS, RAY_CLUSTER, DOCKERFILE}
 
 
@@ -81,7 +81,7 @@ def test_script_passes_shellcheck(path: Path) -> None:
 
 
 def check_ray_cluster(tree: Tree, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Tree:
-    """The config as `ray up` completes it, checked against Ray's schema."""
+    """Checks the config, as `ray up` completes it, against Ray's schema."""
     util = pytest.importorskip("ray.autoscaler._private.util")
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
     complete: Tree = util.prepare_config(copy.deepcopy(tree))
@@ -89,7 +89,7 @@ def check_ray_cluster(tree: Tree, monkeypatch: pytest.MonkeyPatch, folder: Path)
     return complete
 
 
-def test_ray_takes_the_cluster_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cluster_config_fits_rays_schema(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tree = yaml.safe_load(RAY_CLUSTER.read_text())
     complete = check_ray_cluster(tree, monkeypatch, tmp_path)
     assert complete["max_workers"] == len(tree["provider"]["worker_ips"]) == 3
@@ -98,7 +98,7 @@ def test_ray_takes_the_cluster_config(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize("key", ["head_start_ray_commands", "worker_start_ray_commands"])
-def test_ray_commands_have_options_of_ray(key: str) -> None:
+def test_ray_commands_use_existing_options(key: str) -> None:
     cli = pytest.importorskip("ray.scripts.scripts").cli
     for line in yaml.safe_load(RAY_CLUSTER.read_text())[key]:
         words = line.split()
@@ -110,7 +110,7 @@ def test_ray_commands_have_options_of_ray(key: str) -> None:
 
 
 def check_kubernetes(found: Tree) -> None:
-    """Checks an object against the schema of its kind, in which no key may be unknown."""
+    """Checks an object against the schema of its kind; no key may be unknown."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     if found["apiVersion"].startswith("ray.io/"):
         jsonschema.validate(found, KUBERAY[found["kind"]])
@@ -128,7 +128,7 @@ def test_manifest_fits_the_schemas(path: Path) -> None:
 
 
 def test_schemas_refuse_a_misspelt_key() -> None:
-    """In each kind of object, at the depth where mistakes happen."""
+    """In each kind of object, at the nesting depth of typical mistakes."""
     deployment, job = copy.deepcopy(kinds("Deployment")[0]), copy.deepcopy(kinds("RayJob")[0])
     deployment["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
     job["spec"]["backofLimit"] = 3
@@ -164,7 +164,7 @@ def test_volumes_claims_secrets_and_services_fit_together() -> None:
         assert target["spec"].get("serviceName", service["metadata"]["name"]) == service["metadata"]["name"]
 
 
-def test_versions_are_those_that_palestra_is_tested_with() -> None:
+def test_versions_are_the_tested_ones() -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     specs = [cluster_spec(found) for found in [*kinds("RayJob"), *kinds("RayCluster")]]
     assert {spec["rayVersion"] for spec in specs} == {pins["ray"]}
@@ -187,7 +187,7 @@ def test_image_has_the_extras_of_its_commands() -> None:
 
 
 def commands(path: Path) -> list[str]:
-    """The lines of a file that call palestra, comments too, each whole and with a number for every variable."""
+    """The lines of a file that call palestra, comments included, each complete and with a number for every variable."""
     text = re.sub(r"\\\n\s*#?", " ", path.read_text())
     text = re.sub(r'"?\$\{?\w+\}?"?', "8", text)
     found = re.findall(r"(?:^|[\s'/])(palestra (?:train|serve|serve-envs|keys) [^\n'&]*)", text, re.MULTILINE)
@@ -216,7 +216,7 @@ def test_containers_and_jobs_run_valid_commands() -> None:
     assert sorted(words[1] for words in found) == ["serve", "serve-envs", "train"]
     for words in found:
         assert words[0] == "palestra"
-        understood(words[1:])
+        check_command(words[1:])
 
 
 def test_a_renamed_option_is_noticed() -> None:

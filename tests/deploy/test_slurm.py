@@ -1,4 +1,4 @@
-"""The Slurm scripts, run to their end: a fake `srun` starts each node's processes on this machine."""
+"""The Slurm scripts, run to the end: a fake `srun` starts each node's processes on this machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POPULATION = {
 
 
 class Slurm:
-    """A cluster of two nodes, both on this machine, and the jobs that are submitted to it."""
+    """A cluster of two nodes, both on this machine, and the jobs submitted to it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
@@ -66,18 +66,18 @@ class Slurm:
         return job
 
     def printed(self) -> str:
-        """What the last job has printed so far."""
+        """The output of the last job so far."""
         return (self.folder / f"job-{len(self.jobs) - 1}.log").read_text()
 
     def wait_until(self, happened: Callable[[], bool]) -> None:
-        """Waits for something that the last job does."""
+        """Waits until a condition on the last job holds."""
         end = time.monotonic() + 240
         while not happened():
             assert self.jobs[-1].poll() is None and time.monotonic() < end, self.printed()
             time.sleep(0.1)
 
     def wait(self) -> int:
-        """Ends the steps of the last job once its script has ended, as Slurm does, and returns its exit code."""
+        """Ends the steps of the last job once its script has ended, as Slurm does; returns its exit code."""
         code = self.jobs[-1].wait(timeout=300)
         self.end()
         return code
@@ -87,7 +87,7 @@ class Slurm:
         return [line.split()[1:] for line in lines if line.startswith(f"{program} ")]
 
     def end(self) -> None:
-        """Kills everything that is left."""
+        """Kills all remaining processes."""
         tasks = [int(task) for call in self.called("srun") for task in call[1:]]
         for session in [*tasks, *(job.pid for job in self.jobs)]:
             with suppress(ProcessLookupError):
@@ -113,7 +113,8 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_ray_job_survives_a_node_and_its_time_limit(slurm: Slurm, tmp_path: Path) -> None:
-    """Three workers on two nodes; one node is lost; then the job's time is up, and the next attempt ends the run."""
+    """Three workers on two nodes; one node is lost; then the job's time limit passes, and the next attempt completes
+    the run."""
     config, runs = tmp_path / "tiny.yaml", tmp_path / "runs"
     config.write_text(yaml.safe_dump(POPULATION))
     palestra("train", config, "--name", "whole", "--root", runs)
@@ -125,7 +126,7 @@ def test_ray_job_survives_a_node_and_its_time_limit(slurm: Slurm, tmp_path: Path
     os.killpg(int(slurm.called("srun")[1][1]), signal.SIGKILL)  # all processes of the second node
     before = len(lines(tasks))
     slurm.wait_until(lambda: len(lines(tasks)) > before)
-    os.kill(job.pid, signal.SIGUSR1)  # what Slurm sends to the script before the time is up
+    os.kill(job.pid, signal.SIGUSR1)  # Slurm sends this to the script before the time limit
     assert slurm.wait() == 0 and "stopping after this step" in slurm.printed(), slurm.printed()
     assert slurm.called("scontrol")[-1] == ["requeue", "42"]
     assert len(lines(tasks)) < len(lines(runs / "whole/tasks.jsonl"))
@@ -139,7 +140,8 @@ def test_ray_job_survives_a_node_and_its_time_limit(slurm: Slurm, tmp_path: Path
 
 
 def test_torchrun_job_trains_on_both_nodes(slurm: Slurm, base: Path, tmp_path: Path) -> None:
-    """A rank on each of two nodes; the job's time is up in the middle, and the next attempt ends the run."""
+    """A rank on each of two nodes; the job's time limit passes in the middle, and the next attempt completes the
+    run."""
     speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
     config, metrics = tmp_path / "short.yaml", tmp_path / "runs/short/metrics.jsonl"
     tree = {

@@ -1,4 +1,4 @@
-"""A cache with a budget: answers wait or are preempted, all arrive, and they are those of a cache without a budget."""
+"""A cache with a budget: answers wait or are preempted, all complete, and equal those of a cache without a budget."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ def snapshots(engine: Engine) -> list[Snapshot | None]:
     return [*(a.snapshot(f"a{i}") for i, a in enumerate(adapters)), None]
 
 
-def ask(seed: int, n: int, tokens: int, prompt: int, **given: object) -> Request:
+def make_request(seed: int, n: int, tokens: int, prompt: int, **given: object) -> Request:
     ids = np.random.default_rng(seed).integers(5, 250, prompt).astype(np.int32)
     return Request(ids, n, SamplingConfig(max_tokens=tokens, stop_at_eos=seed % 2 == 0), seed=seed, **given)
 
 
-def mixed(snapshots: list[Snapshot | None]) -> list[Request]:
+def mixed_requests(snapshots: list[Snapshot | None]) -> list[Request]:
     """Groups of several adapters, prompt and answer lengths, some of which end early."""
     rng = np.random.default_rng(0)
     return [
-        ask(i, int(rng.integers(1, 7)), int(rng.integers(20, 180)), int(rng.integers(4, 90)), adapter=snapshots[i % 3])
+        make_request(
+            i, int(rng.integers(1, 7)), int(rng.integers(20, 180)), int(rng.integers(4, 90)), adapter=snapshots[i % 3]
+        )
         for i in range(12)
     ]
 
@@ -86,7 +88,7 @@ def check_equal(found: list, expected: list) -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.2])
 def test_half_of_the_cache_budget_gives_the_same_answers(engine, snapshots, share):
-    requests = mixed(snapshots)
+    requests = mixed_requests(snapshots)
     expected = Sampler(engine, cache_bytes=GIB).sample_all(requests)
     budget = int(share * peak_of(Sampler(engine, cache_bytes=GIB), requests))
     sampler = Sampler(engine, cache_bytes=budget)
@@ -96,8 +98,8 @@ def test_half_of_the_cache_budget_gives_the_same_answers(engine, snapshots, shar
 
 
 def test_siblings_are_preempted_and_resume(engine):
-    """Its siblings outgrow the budget together; those that go on are computed again from their tokens."""
-    requests = [ask(1, 12, 200, 40)]
+    """Siblings outgrow the budget together; preempted ones are computed again from their tokens."""
+    requests = [make_request(1, 12, 200, 40)]
     expected = Sampler(engine, cache_bytes=GIB).sample_all(requests)
     sampler = Sampler(engine, cache_bytes=5 * 256 * TOKEN)
     check_equal(drive(sampler, requests), expected)
@@ -107,7 +109,7 @@ def test_siblings_are_preempted_and_resume(engine):
 
 
 def test_answer_beyond_the_whole_budget_fails_alone(engine):
-    requests = [ask(1, 2, 300, 20), ask(3, 2, 30, 20), ask(5, 1, 30, 450)]
+    requests = [make_request(1, 2, 300, 20), make_request(3, 2, 30, 20), make_request(5, 1, 30, 450)]
     expected = Sampler(engine, cache_bytes=GIB).sample_all(requests)
     outcomes = drive(Sampler(engine, cache_bytes=400 * TOKEN), requests)
     check_equal(outcomes[1:2], expected[1:2])
@@ -116,18 +118,18 @@ def test_answer_beyond_the_whole_budget_fails_alone(engine):
 
 
 def test_stored_prefixes_are_evicted_for_answers(engine):
-    first = [ask(i, 2, 40, 30, keep_kv=True) for i in range(6)]
+    first = [make_request(i, 2, 40, 30, keep_kv=True) for i in range(6)]
     sampler = Sampler(engine, cache_bytes=6 * 256 * TOKEN)
     drive(sampler, first)
     assert sampler.batch.prefix_store.num_tokens
-    requests = [ask(1, 5, 200, 40)]
+    requests = [make_request(1, 5, 200, 40)]
     check_equal(drive(sampler, requests), Sampler(engine, cache_bytes=GIB).sample_all(requests))
 
 
-def test_a_preempted_request_can_be_cancelled(engine):
+def test_preempted_request_can_be_cancelled(engine):
     sampler, outcomes = Sampler(engine, cache_bytes=5 * 256 * TOKEN), {}
     groups = [
-        sampler.submit(ask(seed, 4, 200, 40), lambda outcome, seed=seed: outcomes.__setitem__(seed, outcome))
+        sampler.submit(make_request(seed, 4, 200, 40), lambda outcome, seed=seed: outcomes.__setitem__(seed, outcome))
         for seed in (1, 3, 5)
     ]
     while not (preempted := [group for group in groups if group.preempted]):
@@ -141,8 +143,8 @@ def test_a_preempted_request_can_be_cancelled(engine):
 
 
 def test_out_of_memory_in_a_pass_preempts_answers(engine, snapshots, monkeypatch):
-    """A machine with less memory than the budget says: passes of more than 9 rows fail."""
-    requests = mixed(snapshots)
+    """The machine has less memory than the budget: passes of more than 9 rows fail."""
+    requests = mixed_requests(snapshots)
     expected = Sampler(engine).sample_all(requests)
     forward = Engine.logits
 
@@ -159,7 +161,11 @@ def test_out_of_memory_in_a_pass_preempts_answers(engine, snapshots, monkeypatch
 
 
 def test_long_prompts_are_prefilled_in_chunks(engine, snapshots):
-    requests = [ask(1, 2, 8, 301, adapter=snapshots[0], keep_kv=True), ask(3, 2, 8, 20), ask(5, 1, 8, 64)]
+    requests = [
+        make_request(1, 2, 8, 301, adapter=snapshots[0], keep_kv=True),
+        make_request(3, 2, 8, 20),
+        make_request(5, 1, 8, 64),
+    ]
     expected = Sampler(engine).sample_all(requests)
     sampler, passes = Sampler(engine, prefill_tokens=64), []
     forward = sampler.batch._fill_once
@@ -177,7 +183,7 @@ def test_long_prompts_are_prefilled_in_chunks(engine, snapshots):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 60)), max_size=40), st.integers(40, 400))
 def test_full_cache_refuses_without_losing_sequences(steps, tokens):
-    """Against a plain dict: whatever is refused, the budget holds and every sequence stays as it was written."""
+    """Compared with a plain dict: whatever is refused, the budget holds and every sequence stays as it was written."""
     memory = CacheMemory(tokens * TOKEN)
     store = PrefixStore(1000, memory)
     cache = KVCache(2, 2, 16, torch.device("cpu"), torch.float64, memory=memory, store=store)

@@ -45,7 +45,7 @@ def their_logprobs(model):
     return logp[3:].gather(1, ids[0, 4:, None])[:, 0].numpy()
 
 
-# ---- to peft and from it
+# ---- peft reads and writes
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def their_logprobs(model):
     ],
     ids=str,
 )
-def test_peft_loads_what_we_save(base, tmp_path, config):
+def test_peft_loads_saved_adapters(base, tmp_path, config):
     engine = Engine.load(str(base), device="cpu")
     adapter = random_adapter(engine, config)
     save_adapter(tmp_path / "a", adapter, str(base))
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
     ours = our_logprobs(engine, adapter)
     np.testing.assert_allclose(their_logprobs(model), ours, atol=1e-4)
-    assert np.abs(ours - our_logprobs(engine, None)).max() > 0.01  # or the test would prove nothing
+    assert np.abs(ours - our_logprobs(engine, None)).max() > 0.01  # otherwise the test would prove nothing
     adapted = {name for name, module in model.base_model.model.named_modules() if hasattr(module, "lora_A")}
     assert adapted == set(adapter.weights)
     back = load_adapter(tmp_path / "a", engine)
@@ -84,7 +84,7 @@ def test_peft_loads_what_we_save(base, tmp_path, config):
     ],
     ids=str,
 )
-def test_we_load_what_peft_saves(base, tmp_path, options):
+def test_adapters_saved_by_peft_load(base, tmp_path, options):
     torch.manual_seed(0)
     config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)  # False: B is random too
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
@@ -104,7 +104,7 @@ def test_adapter_config_names_the_base_and_loads_in_vllm(base, tmp_path):
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-# ---- what does not fit is refused
+# ---- refused adapters
 
 
 def edit(folder, **changes):
@@ -121,7 +121,7 @@ def edit(folder, **changes):
         {"trainable_token_indices": [3]},
         {"ensure_weight_tying": True},
         {"peft_type": "LOHA"},
-        {"init_lora_weights": "pissa"},  # the adapter is then relative to a base that was changed
+        {"init_lora_weights": "pissa"},  # the adapter would be relative to a modified base
     ],
     ids=str,
 )
@@ -204,10 +204,10 @@ def test_full_model_of_another_shape_is_refused(tmp_path, fault):
     before = [w.clone() for w in engine.model.parameters()]
     with pytest.raises(ValueError, match="no model at" if fault == "none" else r"up_proj\.weight"):
         load_full_model(tmp_path, engine)
-    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))  # untouched
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))  # unchanged
 
 
-# ---- training goes on
+# ---- resume
 
 
 def batches(n):
@@ -231,7 +231,7 @@ def trainer_on(full, seed=0):
     return Trainer(engine, None if full else Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed))
 
 
-def teach(trainer, parts):
+def train(trainer, parts):
     metrics = []
     for i, samples in enumerate(parts):
         figures = trainer.forward_backward(samples, clipped_policy_loss, entropy=0.01)
@@ -248,13 +248,13 @@ def state(trainer):
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
 def test_trainer_resume_is_bit_identical(tmp_path, full):
     whole = trainer_on(full)
-    teach(whole, batches(3))
+    train(whole, batches(3))
     save_trainer(tmp_path / "t", whole)
-    resumed = trainer_on(full, seed=9)  # another start, which loading must wipe out
+    resumed = trainer_on(full, seed=9)  # another start, which loading must replace
     load_trainer(tmp_path / "t", resumed)
     assert len(state(resumed)) == len(state(whole)) and resumed.steps == 3
     assert all(torch.equal(a, b) for a, b in zip(state(whole), state(resumed), strict=True))
-    assert teach(whole, batches(6)[3:]) == teach(resumed, batches(6)[3:])
+    assert train(whole, batches(6)[3:]) == train(resumed, batches(6)[3:])
     assert all(torch.equal(a, b) for a, b in zip(state(whole), state(resumed), strict=True))
 
 
@@ -265,13 +265,13 @@ def test_resume_of_an_untrained_trainer_is_bit_identical(tmp_path, full):
     load_trainer(tmp_path / "t", resumed)
     assert resumed.steps == 0
     whole = trainer_on(full)
-    assert teach(whole, batches(2)) == teach(resumed, batches(2))
+    assert train(whole, batches(2)) == train(resumed, batches(2))
 
 
 @pytest.mark.parametrize("kind", ["copy", "disk"])
-def test_a_full_models_reference_stays_and_comes_back(tmp_path, kind):
-    """Its log-probabilities are those of the weights at the last `set_reference`, also after a checkpoint, and to look
-    at it leaves the trained weights as they are."""
+def test_reference_of_a_full_model_is_saved_and_restored(tmp_path, kind):
+    """Its log-probabilities are those of the weights at the last `set_reference`, also after a checkpoint, and
+    computing them does not change the trained weights."""
 
     def full():
         return Trainer(tiny_lm(4), None, full_reference=kind)
@@ -279,15 +279,15 @@ def test_a_full_models_reference_stays_and_comes_back(tmp_path, kind):
     (samples,) = batches(1)
     trainer = full()
     base = trainer.logprobs(samples)
-    teach(trainer, batches(2))
+    train(trainer, batches(2))
     moved = trainer.logprobs(samples)
     assert all(np.array_equal(a, b) for a, b in zip(base, trainer.logprobs(samples, reference=True), strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(moved, trainer.logprobs(samples), strict=True))
     assert np.abs(moved[0] - base[0]).max() > 1e-2
     save_trainer(tmp_path / "first", trainer)
-    assert not (tmp_path / "first" / "reference.safetensors").exists()  # it is the base
+    assert not (tmp_path / "first" / "reference.safetensors").exists()  # it equals the base
     trainer.set_reference()
-    teach(trainer, batches(1))
+    train(trainer, batches(1))
     save_trainer(tmp_path / "second", trainer)
     for folder, expected in (("first", base), ("second", moved)):
         resumed = full()
@@ -299,7 +299,7 @@ def test_a_full_models_reference_stays_and_comes_back(tmp_path, kind):
 def test_saving_twice_writes_the_same_bytes(tmp_path):
     for name in ("one", "two"):
         trainer = trainer_on(full=False)
-        teach(trainer, batches(2))
+        train(trainer, batches(2))
         save_trainer(tmp_path / name, trainer)
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
@@ -314,7 +314,7 @@ def test_checkpoint_of_another_shape_is_refused(tmp_path):
 
 
 def test_checkpoint_without_optimizer_is_refused(tmp_path):
-    """Going on with a fresh optimizer would be another run, in silence."""
+    """Continuing with a new optimizer would silently be another run."""
     save_trainer(tmp_path / "t", trainer_on(full=False))
     (tmp_path / "t" / "optimizer.safetensors").unlink()
     with pytest.raises(ValueError, match=r"optimizer\.safetensors"):

@@ -22,7 +22,7 @@ VALUE_ONLY = {"value_coef": 1.0}
 
 
 def trainer_on(*, full=False, critic=True, seed=0, taught=True, engine=None, **options):
-    """A trainer whose adapter and head, where `taught`, are not zero any more."""
+    """A trainer whose adapter and head, if `taught`, are not zero."""
     engine = engine or tiny_lm(4, initializer_range=0.2)
     adapter = None if full else Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed)
     trainer = Trainer(engine, adapter, critic=critic, **options)
@@ -42,9 +42,9 @@ def sample(prompt, ids, seed=0, **more):
     return Sample(np.array(prompt, np.int32), np.array(ids, np.int32), logprobs - 5, advantages, **kept)
 
 
-def talk(n=3, seed=0):
-    """Several answers to one prompt, and a conversation whose later prompts hold the earlier turns: prefixes to share.
-    Answers have 1 to 5 tokens."""
+def sample_conversation(n=3, seed=0):
+    """Several answers to one prompt, and a conversation whose later prompts contain the earlier turns, so that prefixes
+    are shared. Answers have 1 to 5 tokens."""
     rng = np.random.default_rng(seed)
     prompt, samples = rng.integers(5, 250, 7).tolist(), []
     for i in range(n):
@@ -56,13 +56,13 @@ def talk(n=3, seed=0):
     return samples
 
 
-# ---- its step
+# ---- the optimizer step
 
 
 def test_value_head_gradient_is_clipped_separately():
-    """Returns of 100 give the head a gradient far beyond the clip. The policy's, without a value loss through its
-    features (a head of zeros passes none on), is clipped by its own norm, as if there were no critic."""
-    far = [replace(one, returns=one.returns + 100) for one in talk()]
+    """Returns of 100 give the head a gradient far beyond the clip. The policy gets no gradient of the value loss (a
+    head of zeros passes none on to the features), and is clipped by its own norm, as without a critic."""
+    far = [replace(one, returns=one.returns + 100) for one in sample_conversation()]
     moments = {}
     for critic, loss in ((True, actor_critic_loss), (False, clipped_policy_loss)):
         trainer = trainer_on(critic=critic, taught=False)
@@ -82,30 +82,30 @@ def test_value_head_has_its_own_learning_rate(critic_lr, expected):
     """Adam's first step moves each weight by its learning rate."""
     trainer = trainer_on()
     before = [p.detach().clone() for p in trainer.parameters]
-    trainer.forward_backward(talk(), actor_critic_loss)
+    trainer.forward_backward(sample_conversation(), actor_critic_loss)
     trainer.optim_step(AdamConfig(lr=5e-4, critic_lr=critic_lr))
     moved = [float((p.detach() - old).abs().max()) for p, old in zip(trainer.parameters, before, strict=True)]
     assert moved[-2:] == pytest.approx([expected] * 2, rel=1e-2)
     assert max(moved[:-2]) == pytest.approx(5e-4, rel=1e-2)
 
 
-# ---- what a value is
+# ---- values
 
 
 def test_new_critic_outputs_zero():
-    values = trainer_on(taught=False).values(talk())
+    values = trainer_on(taught=False).values(sample_conversation())
     assert [len(v) for v in values] == [1, 2, 3, 5, 4, 3] and not any(v.any() for v in values)
 
 
 def test_values_use_the_features_before_the_token(base):
-    """Those of `transformers` itself at the token before, at the end of the last layer; and the token itself, which
-    was not drawn yet, has no say."""
+    """The features are those of `transformers` after the last layer, at the token before; the token itself does not
+    matter."""
     engine = Engine.load(str(base), device="cpu")
     trainer = trainer_on(engine=engine)
     for _, b in trainer.adapter.weights.values():
-        b.data.zero_()  # the bare base, which the other model is
+        b.data.zero_()  # the base itself, which is another model
     plain = AutoModelForCausalLM.from_pretrained(base)
-    for one in talk():
+    for one in sample_conversation():
         ids = torch.tensor(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
         with torch.no_grad():
             features = plain(input_ids=ids[None], output_hidden_states=True).hidden_states[-1][0]
@@ -117,9 +117,9 @@ def test_values_use_the_features_before_the_token(base):
 
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
 def test_values_do_not_depend_on_how_samples_are_packed(full):
-    samples = talk()
+    samples = sample_conversation()
     together = trainer_on(full=full).values(samples)
-    assert np.concatenate(together).std() > 0.1  # or the test would prove nothing
+    assert np.concatenate(together).std() > 0.1  # otherwise the test would prove nothing
     for pack_tokens in (1, 25, 60):
         parted = trainer_on(full=full, pack_tokens=pack_tokens).values(samples)
         for one, other in zip(together, parted, strict=True):
@@ -136,7 +136,7 @@ def test_values_do_not_depend_on_temperature():
 
 @pytest.mark.parametrize("pack_tokens", [1, 40, 10**6])
 def test_loss_receives_current_and_old_values(pack_tokens):
-    trainer, samples, seen = trainer_on(pack_tokens=pack_tokens), talk(), []
+    trainer, samples, seen = trainer_on(pack_tokens=pack_tokens), sample_conversation(), []
 
     def look(tokens, **_):
         seen.append(tokens)
@@ -155,16 +155,16 @@ def test_loss_receives_current_and_old_values(pack_tokens):
 def test_values_without_critic_are_refused():
     trainer = trainer_on(critic=False)
     with pytest.raises(ValueError, match="no critic"):
-        trainer.values(talk())
+        trainer.values(sample_conversation())
     with pytest.raises(ValueError, match="without a critic"):
-        trainer.forward_backward(talk(), actor_critic_loss)
+        trainer.forward_backward(sample_conversation(), actor_critic_loss)
 
 
-# ---- who learns from it
+# ---- gradients of the value loss
 
 
 def value_gradients(trainer, samples):
-    """Those of the value loss alone."""
+    """The gradients of the value loss alone."""
     still = [replace(s, advantages=np.zeros_like(s.advantages)) for s in samples]
     trainer.forward_backward(still, actor_critic_loss, **VALUE_ONLY)
     return {"head": [p.grad for p in trainer.critic.parameters()], "all": [p.grad for p in trainer.parameters]}
@@ -172,22 +172,23 @@ def value_gradients(trainer, samples):
 
 def test_value_gradient_reaches_head_and_adapter():
     trainer = trainer_on()
-    grads = value_gradients(trainer, talk())
+    grads = value_gradients(trainer, sample_conversation())
     assert all(grad.abs().max() > 1e-6 for grad in grads["all"])
     assert len(grads["all"]) == 2 * len(trainer.adapter.weights) + 2
     assert not any(w.grad is not None for w in trainer.engine.model.parameters())  # the base has none
 
 
 def test_zero_value_head_gives_features_no_gradient():
-    """What a head of zeros makes of the features is zero whatever they are."""
+    """A head of zeros has the value 0 for any features."""
     trainer = trainer_on(taught=False)
-    grads = value_gradients(trainer, talk())
+    grads = value_gradients(trainer, sample_conversation())
     assert all(grad.any() for grad in grads["head"])
     assert not any(grad is not None and grad.any() for grad in grads["all"][:-2])
 
 
 def test_value_head_gradient_by_hand():
-    """One token, value 0, return 2: the slope of half of (v - 2)^2 is -2, for the weights times the features."""
+    """One token, value 0, return 2: the derivative of (v - 2)^2 / 2 is -2; for the weights it is multiplied by the
+    features."""
     trainer, seen = trainer_on(taught=False), []
     one = sample([7, 8], [9], values=np.zeros(1, np.float32), returns=np.array([2.0], np.float32))
     trainer.critic.register_forward_hook(lambda head, inputs, output: seen.append(inputs[0].detach()))
@@ -197,7 +198,7 @@ def test_value_head_gradient_by_hand():
 
 
 def test_gradients_do_not_depend_on_how_samples_are_packed():
-    whole, *others = (value_gradients(trainer_on(pack_tokens=n), talk())["all"] for n in (10**6, 1, 40))
+    whole, *others = (value_gradients(trainer_on(pack_tokens=n), sample_conversation())["all"] for n in (10**6, 1, 40))
     for other in others:
         for a, b in zip(whole, other, strict=True):
             torch.testing.assert_close(a, b, **GRADIENTS)
@@ -221,13 +222,15 @@ def test_critic_learns_state_values():
     assert min(worths[:4]) > 0.7 and max(worths[4:]) < -0.7
 
 
-# ---- saved and loaded
+# ---- checkpoints
 
 
-def teach(trainer, steps, first=0):
+def train(trainer, steps, first=0):
     figures = []
     for step in range(first, first + steps):
-        metrics = trainer.forward_backward(talk(seed=step), actor_critic_loss, value_clip=0.2, entropy=0.01)
+        metrics = trainer.forward_backward(
+            sample_conversation(seed=step), actor_critic_loss, value_clip=0.2, entropy=0.01
+        )
         figures.append(metrics | trainer.optim_step(AdamConfig(lr=1e-2, weight_decay=0.1)))
     return figures
 
@@ -239,7 +242,7 @@ def state(trainer):
     return [*trainer.parameters, *reference, *optimizer, torch.tensor(trainer.steps)]
 
 
-def same(one, other):
+def assert_equal_states(one, other):
     pairs = zip(state(one), state(other), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -247,39 +250,46 @@ def same(one, other):
 @pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
 def test_trainer_with_critic_resume_is_bit_identical(tmp_path, full):
     whole = trainer_on(full=full)
-    teach(whole, 2)
+    train(whole, 2)
     if not full:
         whole.set_reference()
-    teach(whole, 2, first=2)
+    train(whole, 2, first=2)
     save_trainer(tmp_path / "t", whole)
-    resumed = trainer_on(full=full, seed=9)  # another start, which loading must wipe out
+    resumed = trainer_on(full=full, seed=9)  # another start, which loading must replace
     load_trainer(tmp_path / "t", resumed)
-    assert same(whole, resumed) and resumed.steps == 4
-    for ask in (lambda t: t.values(talk()), lambda t: [] if full else t.logprobs(talk(), reference=True)):
+    assert assert_equal_states(whole, resumed) and resumed.steps == 4
+    for ask in (
+        lambda t: t.values(sample_conversation()),
+        lambda t: [] if full else t.logprobs(sample_conversation(), reference=True),
+    ):
         assert [a.tolist() for a in ask(whole)] == [a.tolist() for a in ask(resumed)]
-    assert teach(whole, 3, first=4) == teach(resumed, 3, first=4)
-    assert same(whole, resumed)
+    assert train(whole, 3, first=4) == train(resumed, 3, first=4)
+    assert assert_equal_states(whole, resumed)
     saved = load_file(tmp_path / "t" / "critic.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == {"weight": (1, 64), "bias": (1,)}
 
 
 def test_resume_of_an_untrained_critic_is_bit_identical(tmp_path):
-    """As after a first stage without one: the optimizer knows the adapter only."""
+    """As after a first stage without a critic: the optimizer has only the adapter's parameters."""
     whole = trainer_on(taught=False)
-    whole.forward_backward(talk(), clipped_policy_loss)
+    whole.forward_backward(sample_conversation(), clipped_policy_loss)
     whole.optim_step(AdamConfig())
     save_trainer(tmp_path / "t", whole)
     resumed = trainer_on(seed=9)
     load_trainer(tmp_path / "t", resumed)
-    assert same(whole, resumed) and teach(whole, 2) == teach(resumed, 2) and same(whole, resumed)
+    assert (
+        assert_equal_states(whole, resumed)
+        and train(whole, 2) == train(resumed, 2)
+        and assert_equal_states(whole, resumed)
+    )
 
 
 def test_reference_is_the_weights_at_the_anchor(tmp_path):
-    trainer, samples = trainer_on(), talk()
+    trainer, samples = trainer_on(), sample_conversation()
     bare = trainer.logprobs(samples, reference=True)
     trainer.set_reference()
     then = trainer.logprobs(samples)
-    teach(trainer, 2)
+    train(trainer, 2)
     for logprobs, expected in zip(trainer.logprobs(samples, reference=True), then, strict=True):
         np.testing.assert_array_equal(logprobs, expected)
     assert np.abs(np.concatenate(bare) - np.concatenate(then)).max() > 0.01
@@ -287,7 +297,7 @@ def test_reference_is_the_weights_at_the_anchor(tmp_path):
 
 
 def test_checkpoint_before_the_anchor_has_the_base_as_reference(tmp_path):
-    trainer, samples = trainer_on(), talk()
+    trainer, samples = trainer_on(), sample_conversation()
     save_trainer(tmp_path / "t", trainer)
     bare = trainer.logprobs(samples, reference=True)
     trainer.set_reference()
@@ -304,7 +314,7 @@ def test_checkpoint_without_critic_is_refused(tmp_path):
 
 
 def test_adapter_saved_with_a_critic_loads_in_peft(tmp_path):
-    """No weight of the head in PEFT's files, and none of its names among the targets."""
+    """PEFT's files have no weight of the head, and the targets do not name it."""
     trainer = trainer_on()
     save_trainer(tmp_path / "t", trainer)
     tensors = load_file(tmp_path / "t" / "adapter_model.safetensors")

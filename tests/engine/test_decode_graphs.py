@@ -1,6 +1,6 @@
-"""Recorded decoding steps: what is recorded gives the plain step's answers, and what differs is not used.
+"""Recorded decoding steps give the answers of plain steps, and a record that would give others is not used.
 
-On a CPU a step is computed again where a GPU would replay it (recorded_steps.py).
+On a CPU a step is computed again instead of replayed (recorded_steps.py).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_rows_use_their_own_adapters_of_several_ranks(ranks):
     assert graphs.num_repeated > 30
 
 
-def test_adapters_of_other_layers_and_new_weights_are_not_mixed_up():
+def test_records_distinguish_adapters_and_new_weights():
     engine = tiny_lm(2, initializer_range=0.2)
     sampler, graphs = recording(engine)
     for targets in (["q_proj"], ["v_proj", "down_proj"], ["q_proj"]):
@@ -87,7 +87,7 @@ def test_adapters_of_other_layers_and_new_weights_are_not_mixed_up():
     assert graphs.num_repeated > before
     before = graphs.num_repeated
     for weight in engine.model.parameters():
-        weight.data = weight.data * 0.9  # replaced by others
+        weight.data = weight.data * 0.9  # replaced by other tensors
     assert_equal_answers(sampler.sample_all(asked), Sampler(engine).sample_all(asked))
     assert graphs.num_repeated > before and not graphs.refusal
 
@@ -124,7 +124,7 @@ def test_a_record_that_differs_is_not_used():
 
 
 def test_a_step_with_fewer_rows_uses_the_record_of_more(monkeypatch):
-    """Rows end one after the other: at most an eighth of a record's rows are enough."""
+    """Rows end one after the other; a record is used if at most an eighth of its rows are unused."""
     engine = tiny_lm(4, initializer_range=0.2)
     sampler, graphs = recording(engine)
     asked = [
@@ -140,7 +140,7 @@ def test_a_step_with_fewer_rows_uses_the_record_of_more(monkeypatch):
 
 
 def test_prompts_are_gathered_for_one_pass():
-    """With answers of many lengths, rows are refilled by the eighth of all rows, and each answer is the same."""
+    """With answers of many lengths, rows are refilled an eighth at a time, and each answer is unchanged."""
     engine = tiny_lm(4, initializer_range=0.2)
     rng = np.random.default_rng(0)
     asked = [
@@ -160,7 +160,7 @@ def test_prompts_are_gathered_for_one_pass():
     assert min(gathered[:-1]) >= 4 and len(gathered) < 0.6 * len(plain)
 
 
-def test_the_oldest_records_are_dropped(monkeypatch):
+def test_oldest_records_are_dropped(monkeypatch):
     engine = tiny_lm(4, initializer_range=0.2)
     asked = requests([None])
     repeated = []
@@ -174,7 +174,7 @@ def test_the_oldest_records_are_dropped(monkeypatch):
     assert repeated[1] < repeated[0]
 
 
-def test_out_of_memory_while_recording_goes_on_plainly():
+def test_out_of_memory_while_recording_falls_back_to_plain_steps():
     engine = tiny_lm(4, initializer_range=0.2)
 
     def full(compute):
@@ -186,7 +186,7 @@ def test_out_of_memory_while_recording_goes_on_plainly():
     assert not graphs.refusal
 
 
-def one_by_one(q_RHD, kv_2NhPD, table, first_R, scale, terms):
+def reference_attention(q_RHD, kv_2NhPD, table, first_R, scale, terms):
     """Softmax attention of each row and head alone, in float64."""
     out = torch.empty(q_RHD.shape, dtype=torch.float64)
     for r, (prompt, answer) in enumerate(zip(table.prompt_R.tolist(), table.answer_R.tolist(), strict=True)):
@@ -228,7 +228,7 @@ def test_attention_by_page_tables(shape, device):
         (window, AttentionTerms(None, 3.0, sinks)),
     ):
         found = paged_attention(q, kv, table, first, width**-0.5, terms)
-        expected = one_by_one(q, kv, table, first, width**-0.5, terms)
+        expected = reference_attention(q, kv, table, first, width**-0.5, terms)
         torch.testing.assert_close(found.double().cpu(), expected, atol=2e-2 if half else 1e-5, rtol=0)
 
 
@@ -242,7 +242,7 @@ def on_a_gpu(config, dtype="float32"):
 
 
 def gaps_to_training(engine, sampler, tokens):
-    """Gaps between the log-probabilities of sampled tokens and those of a training pass, of two adapters."""
+    """Differences between the log-probabilities of sampled tokens and those of a training pass, for two adapters."""
     adapters = [Adapter(engine.linear_layers, LoraConfig(rank=rank), seed=rank) for rank in (4, 8)]
     with torch.no_grad():
         for adapter in adapters:
@@ -266,7 +266,7 @@ def gaps_to_training(engine, sampler, tokens):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2"])
 def test_graphs_on_a_gpu(family, dtype):
-    """Log-probabilities of sampled tokens, two batches of several adapters each, are those of a training pass."""
+    """Log-probabilities of the sampled tokens of two batches with several adapters equal those of a training pass."""
     engine = on_a_gpu(FAMILIES[family], dtype)
     sampler = Sampler(engine)
     for tokens in (60, 61):
@@ -290,7 +290,7 @@ OTHERS = {
 @pytest.mark.filterwarnings("ignore:.*not recorded as CUDA graphs")
 @pytest.mark.parametrize("family", OTHERS)
 def test_mixtures_of_experts_and_convolutions_on_a_gpu(family):
-    """Log-probabilities of sampled tokens are those of a training pass, whether steps are recorded or not."""
+    """Log-probabilities of sampled tokens equal those of a training pass, whether steps are recorded or not."""
     engine = on_a_gpu(OTHERS[family])
     sampler = Sampler(engine)
     assert gaps_to_training(engine, sampler, 60).max() < 1e-3
@@ -299,8 +299,8 @@ def test_mixtures_of_experts_and_convolutions_on_a_gpu(family):
 
 
 @pytest.mark.gpu
-def test_a_model_that_waits_for_the_gpu_is_not_recorded():
-    """And torch's random numbers and allocator go on working."""
+def test_model_that_synchronises_with_the_gpu_is_not_recorded():
+    """torch's random numbers and allocator still work afterwards."""
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"], attn_implementation="eager")
     model = model.to("cuda").eval().requires_grad_(False)
     engine = choose_engine(model, "llama", lambda of, plain: Engine(of, tiny_tokenizer(), "llama", plain=plain))

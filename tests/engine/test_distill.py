@@ -42,20 +42,20 @@ def test_reverse_kl_of_two_tokens_by_hand() -> None:
 
 
 def test_reverse_kl_is_not_symmetric() -> None:
-    """With the places changed it is 1/2 ln 2/3 + 1/2 ln 2."""
+    """With student and reference swapped it is 1/2 ln 2/3 + 1/2 ln 2."""
     kl = reverse_kl(torch.zeros(1, 2), torch.tensor([[math.log(3), 0.0]]), 1.0)
     assert kl.item() == pytest.approx(0.5 * math.log(2 / 3) + 0.5 * math.log(2))
 
 
 def test_temperature_divides_both_logits() -> None:
-    """At temperature 2 logits (2 ln 3, 0) mean (3/4, 1/4) and (2 ln 9, 0) mean (9/10, 1/10)."""
+    """At temperature 2, logits (2 ln 3, 0) give (3/4, 1/4), and (2 ln 9, 0) give (9/10, 1/10)."""
     student, reference = torch.tensor([[2 * math.log(3), 0.0]]), torch.tensor([[2 * math.log(9), 0.0]])
     by_hand = 0.75 * math.log(0.75 / 0.9) + 0.25 * math.log(0.25 / 0.1)
     assert reverse_kl(student, reference, 2.0).item() == pytest.approx(by_hand, rel=1e-5)
 
 
 def trainer(engine: Engine, seed: int, bent: float = 0.0) -> Trainer:
-    """A trainer of a new adapter; with `bent` it does not start as the base."""
+    """A trainer of a new adapter, which equals the base unless `bent`."""
     adapter = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def run(trainer: Trainer, loss: ReverseKL, pack_tokens: int = 1000) -> JobResult
 
 
 def logits(engine: Engine, adapter: Adapter | None, lesson: DistillExample, prompt: np.ndarray) -> torch.Tensor:
-    """Logits at the answer's tokens, one sequence at a time, by the trainer's own layout."""
+    """Logits at the answer's tokens, one sequence at a time, in the trainer's own layout."""
     forest = build_forest([np.concatenate([prompt, lesson.answer[:-1]])])
     keep = engine.tensor(np.arange(len(prompt) - 1, len(forest.ids_S)))
     layout, route = TreeLayout(forest, engine.device), SingleAdapterRoute(adapter) if adapter else None

@@ -1,10 +1,11 @@
-"""Several ranks take the steps of one process, keep less each, and write checkpoints for any number of ranks."""
+"""Several ranks make the same steps as one process, with less memory each, and write checkpoints for any number of
+ranks."""
 
 import numpy as np
 import pytest
 import ranks as program
 import torch
-from ranks import batch, kept_bytes, state, together, train, trainer
+from ranks import batch, kept_bytes, run_ranks, state, train, trainer
 
 from palestra.engine.checkpoints import load_trainer, save_trainer
 from palestra.engine.distributed import SINGLE_PROCESS, join_process_group
@@ -28,13 +29,13 @@ def assert_close(path, expected, atol=2e-5, rtol=1e-4, names=""):
 
 
 def assert_steps(tmp_path, ranks, steps, cases, groups=5, work="steps"):
-    together(ranks, work, tmp_path, steps, groups, *cases)
+    run_ranks(ranks, work, tmp_path, steps, groups, *cases)
     for case in cases:
         kind, _, _, tied = case.split(",")
         assert_close(tmp_path / f"{case}.npz", alone(kind, steps, groups=groups, tied=tied == "tied"))
 
 
-def test_two_ranks_equal_one_process_that_has_all_logits_at_once(tmp_path):
+def test_two_ranks_equal_one_process_with_whole_logits(tmp_path):
     assert_steps(
         tmp_path, 2, 2, ["lora,ddp,keep,tied", "full,fsdp,again,tied", "lora,fsdp,keep,untied"], work="chunked"
     )
@@ -59,9 +60,10 @@ def test_ranks_without_samples_join_the_collectives(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoints_resume_on_any_number_of_ranks(tmp_path):
-    """A checkpoint of four loads on one, on two and on four, one of one on four: each goes on as if nothing was."""
+    """A checkpoint of four loads on one, on two and on four, one of one on four: each continues as an uninterrupted
+    run."""
     four = ["lora,ddp", "lora,fsdp", "full,ddp", "full,fsdp"]
-    together(4, "save", tmp_path / "four", *four)
+    run_ranks(4, "save", tmp_path / "four", *four)
     one = {}
     for kind in ("lora", "full"):
         one[kind] = trainer(kind, "none", SINGLE_PROCESS)
@@ -78,14 +80,14 @@ def test_checkpoints_resume_on_any_number_of_ranks(tmp_path):
         (2, "four", ["lora,fsdp,ddp", "full,fsdp,ddp", "full,ddp,fsdp", "full,fsdp,fsdp"]),
         (4, "one", ["lora,fsdp,none", "full,fsdp,none", "full,ddp,none"]),
     ):
-        together(count, "go_on", tmp_path / source, tmp_path, *cases)
+        run_ranks(count, "go_on", tmp_path / source, tmp_path, *cases)
         for case in cases:
             assert_close(tmp_path / f"{case}.npz", whole[case.split(",")[0]])
 
 
 @pytest.mark.slow
 def test_fsdp_on_four_ranks_keeps_a_quarter_per_rank():
-    lines = dict(line.split() for line in together(4, "memory", "full", "lora").splitlines())
+    lines = dict(line.split() for line in run_ranks(4, "memory", "full", "lora").splitlines())
     whole = trainer("full", "none", SINGLE_PROCESS)
     train(whole, range(1))
     ratio = int(lines["full"]) / kept_bytes(whole)
@@ -93,7 +95,7 @@ def test_fsdp_on_four_ranks_keeps_a_quarter_per_rank():
     assert 0.25 <= ratio <= 0.35
     adapted = trainer("lora", "none", SINGLE_PROCESS)
     train(adapted, range(1))
-    assert int(lines["lora"]) < kept_bytes(adapted)  # the base is parted, the adapter is not
+    assert int(lines["lora"]) < kept_bytes(adapted)  # the base is sharded, the adapter is not
 
 
 @pytest.mark.slow
@@ -101,18 +103,18 @@ def test_half_precision_on_two_ranks_is_close_to_one_process(tmp_path):
     cases = [
         f"{kind},{mode},{p}" for kind in ("lora", "full") for mode in ("ddp", "fsdp") for p in ("bfloat16", "float16")
     ]
-    together(2, "half", tmp_path, *cases)
+    run_ranks(2, "half", tmp_path, *cases)
     for case in cases:
         kind, _, precision = case.split(",")
         exact = alone(kind, 3)
         found = np.load(tmp_path / f"{case}.npz")
         assert np.abs(found["logps"] - exact["logps"]).max() < 0.15, case
-        assert not np.array_equal(found["logps"], exact["logps"])  # it was computed otherwise
+        assert not np.array_equal(found["logps"], exact["logps"])  # computed in another order
         if precision == "float16":
             assert found["skipped 0"] == 0.0 and found["loss_scale 0"] == 2.0**10
 
 
-# ---- what needs no other process
+# ---- one process
 
 
 def test_single_process_group_without_torchrun():
@@ -145,7 +147,7 @@ def test_shares_over_ranks_equal_the_full_batch():
 
 
 def gradients(kind, checkpointing):
-    """A batch's gradients, and the bytes that were kept for the backward passes."""
+    """A batch's gradients, and the bytes saved for the backward passes."""
     learner = trainer(kind, "none", SINGLE_PROCESS, checkpointing=checkpointing, num_hidden_layers=6)
     learner.pack_tokens = 10**6
     kept = 0

@@ -1,4 +1,5 @@
-"""The engine against transformers and against itself: packed and unpacked, cached and plain, stacked and single."""
+"""The engine compared with transformers and with itself: packed and unpacked, cached and plain, several adapters and
+one."""
 
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from palestra.types import Sample
 
 
 def randomised(engine: Engine, config: LoraConfig, seed: int) -> Adapter:
-    """An adapter whose B is not zero, so that it changes what the base says."""
+    """An adapter whose B is not zero, so that it changes the outputs of the base."""
     adapter = Adapter(engine.linear_layers, config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -41,7 +42,7 @@ def sample(prompt, answer, logprobs=None, advantage=1.0):
 
 
 def plain_logits(engine: Engine, ids: list[int]) -> torch.Tensor:
-    """Next-token logits [T, V] by transformers' own eager attention, without our layouts."""
+    """Next-token logits [T, V] by transformers' own eager attention, without palestra's layouts."""
     engine.model.config._attn_implementation = "eager"
     try:
         with torch.no_grad():
@@ -81,7 +82,7 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
         None,
     ]
     rng = np.random.default_rng(1)
-    sampler = Sampler(engine, max_num_seqs=20)  # fewer than asked for: groups are admitted as others end
+    sampler = Sampler(engine, max_num_seqs=20)  # fewer than the prompts: groups are admitted as others end
     requests, owners = [], []
     for i in range(24):
         owner = adapters[i % 3]
@@ -89,7 +90,7 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
         sampling = SamplingConfig(max_tokens=int(rng.integers(1, 12)))
         requests.append(Request(prompt, int(rng.integers(1, 6)), sampling, owner.snapshot() if owner else None, seed=i))
         owners.append(owner)
-    # snapshots of one adapter are one snapshot, as a policy has it
+    # snapshots of one adapter share one version, as for a policy
     shared = [a.snapshot() if a else None for a in adapters]
     requests = [Request(r.prompt_ids, r.n, r.sampling, shared[i % 3], r.seed) for i, r in enumerate(requests)]
     results = sampler.sample_all(requests)
@@ -98,7 +99,8 @@ def test_sampler_and_trainer_agree_per_adapter_in_one_mixed_batch():
             (r, a) for r, o, answers in zip(requests, owners, results, strict=True) if o is adapter for a in answers
         ]
         samples = [sample(r.prompt_ids, a.token_ids, a.logprobs) for r, a in mine]
-        trainer = Trainer(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))  # B = 0: the base
+        # B = 0: equals the base
+        trainer = Trainer(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))
         for (_, a), logp in zip(mine, trainer.logprobs(samples), strict=True):
             np.testing.assert_allclose(a.logprobs, logp, atol=1e-4)
     assert [len(r) for r in results] == [r.n for r in requests]
@@ -178,7 +180,7 @@ def test_packed_gradients_equal_unpacked_ones(options):
     assert np.isfinite(metrics["loss"])
 
 
-def test_samples_without_gradient_count_in_the_mean_and_cost_no_pass():
+def test_samples_without_gradient_count_in_the_mean_without_a_pass():
     """Gradient, loss and metrics of answers with advantages 1, 0, -1 are the same whether a pass is made for the second
     or not, except that metrics are means over the answers of a pass."""
     samples = [sample([5, 6], ids, advantage=a) for ids, a in (([7, 8], 1.0), ([9, 10, 11], 0.0), ([12], -1.0))]
@@ -196,7 +198,7 @@ def test_samples_without_gradient_count_in_the_mean_and_cost_no_pass():
 
 
 def test_packed_gradient_equals_plain_transformers():
-    """Full weights, cross-entropy: our forest against a plain causal forward, gradient by gradient."""
+    """Full weights, cross-entropy: palestra's packed forest against a plain causal forward, gradient by gradient."""
     engine = tiny_lm(7)
     rng = np.random.default_rng(6)
     prompt = rng.integers(5, 250, 12).tolist()

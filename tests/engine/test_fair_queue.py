@@ -8,7 +8,7 @@ from palestra.engine.fair_queue import FairQueue, WorkCounters
 from palestra.engine.scheduler import row_allowance
 
 
-def filled(**items):
+def queue_of(**items):
     queue = FairQueue()
     for client, its in items.items():
         for item in its:
@@ -16,7 +16,7 @@ def filled(**items):
     return queue
 
 
-def served(queue, cost=lambda item: 1):
+def serve_all(queue, cost=lambda item: 1):
     """All items in the order in which they are served, one at a time."""
     order = []
     while clients := queue.next_clients():
@@ -27,22 +27,24 @@ def served(queue, cost=lambda item: 1):
 
 
 def test_clients_alternate_and_keep_their_item_order():
-    assert served(filled(bob=["b1", "b2", "b3", "b4"], ada=["a1", "a2"])) == ["b1", "a1", "b2", "a2", "b3", "b4"]
+    assert serve_all(queue_of(bob=["b1", "b2", "b3", "b4"], ada=["a1", "a2"])) == ["b1", "a1", "b2", "a2", "b3", "b4"]
 
 
 def test_fairness_counts_work_not_items():
-    order = served(filled(bob=["B1", "B2", "B3"], ada=[f"a{i}" for i in range(8)]), lambda i: 4 if i[0] == "B" else 1)
+    order = serve_all(
+        queue_of(bob=["B1", "B2", "B3"], ada=[f"a{i}" for i in range(8)]), lambda i: 4 if i[0] == "B" else 1
+    )
     assert order == ["B1", "a0", "a1", "a2", "a3", "B2", "a4", "a5", "a6", "a7", "B3"]
 
 
 def test_idle_clients_earn_no_credit():
-    queue = filled(bob=range(100))
+    queue = queue_of(bob=range(100))
     for _ in range(50):
         queue.work_counters.add_work("bob", 1)
         queue.pop(queue.next_clients()[0])
     for item in "abcdef":
         queue.push("ada", item)
-    order = served(queue)[:12]
+    order = serve_all(queue)[:12]
     assert sorted(str(item) for item in order if str(item) in "abcdef") == list("abcdef")
     assert [str(item) in "abcdef" for item in order] == [True, False] * 6
 
@@ -60,7 +62,7 @@ def test_no_client_starves_and_shares_are_equal(items, arrivals):
         if left and (not len(queue) or next(arrivals, True)):
             client, cost = left.pop(0)
             if client not in queue.next_clients():
-                work = {}  # since when the same clients have waited
+                work = {}  # since the set of waiting clients last changed
             queue.push(client, (client, cost))
             continue
         waiting = queue.next_clients()
@@ -80,10 +82,10 @@ def test_no_client_starves_and_shares_are_equal(items, arrivals):
 
 
 def test_removed_items_are_not_served():
-    queue = filled(bob=[1, 2], ada=[3])
+    queue = queue_of(bob=[1, 2], ada=[3])
     queue.remove(3)
     assert 3 not in queue and len(queue) == 2 and list(queue) == [1, 2] and queue.next_clients() == ["bob"]
-    assert served(queue) == [1, 2]
+    assert serve_all(queue) == [1, 2]
 
 
 def test_equal_clients_alternate():
@@ -103,5 +105,5 @@ def test_row_allowance_leaves_rows_for_new_clients(most):
     while (more := row_allowance(0, sum(held), most)) > 0:
         held.append(more)
     assert len(held) >= 2 and sum(held) == most + -(-most // 8)
-    assert row_allowance(held[0], sum(held) - 1, most) <= 0  # what becomes free goes to those who have less
+    assert row_allowance(held[0], sum(held) - 1, most) <= 0  # freed rows go to clients that have fewer
     assert row_allowance(0, sum(held) - 1, most) == 1

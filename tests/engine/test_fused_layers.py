@@ -1,4 +1,4 @@
-"""RMS norms and gated MLPs that are computed with fewer passes over memory equal those of transformers."""
+"""RMS norms and gated MLPs with fewer passes over memory equal those of transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_swiglu_equals_its_formula_bit_for_bit(shape: tuple[int, ...], dtype: to
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))
 
 
-def test_swiglu_of_a_transposed_gradient_is_right():
+def test_swiglu_of_a_transposed_gradient():
     gate, up = torch.randn(2, 6, 4, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda g, u: SwiGLU.apply(g, u).T, (gate.requires_grad_(), up.requires_grad_()))
 
@@ -61,7 +61,7 @@ def test_a_fused_model_equals_the_plain_one(kind: str):
         torch.testing.assert_close(fused(ids).logits, plain(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_gate_that_is_no_silu_stays_as_it_is():
+def test_gate_other_than_silu_is_not_replaced():
     model = build("llama", hidden_act="gelu")
     own = [module.forward for module in model.modules() if hasattr(module, "gate_proj")]
     fuse_layers(model)
@@ -70,7 +70,7 @@ def test_a_gate_that_is_no_silu_stays_as_it_is():
     assert own == now
 
 
-def test_an_mlp_that_computes_something_else_stays_as_it_is():
+def test_mlp_with_another_forward_is_not_replaced():
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""GGUF files as bases: converted once to the cache, equal to what transformers reads, errors that name the cause."""
+"""GGUF files as bases: converted once to the cache, equal to what transformers loads, errors that name the cause."""
 
 import subprocess
 import sys
@@ -95,7 +95,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the user's."""
+    """An empty user cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gguf._converted.cache_clear()
     return tmp_path / "cache" / "palestra" / "bases"
@@ -115,7 +115,7 @@ def test_gguf_file_loads_as_base_with_tokenizer_and_chat_template(tiny_file: Pat
     rendered = engine.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     assert rendered == "<|im_start|>user a<|im_end|><|im_start|>"
     tokens = engine.tokenizer.convert_ids_to_tokens(engine.tokenizer.encode("a  12", add_special_tokens=False))
-    assert tokens == ["a", "ĠĠ", "1", "2"]  # spaces before a digit are one piece, as in SmolLM's own tokenizer
+    assert tokens == ["a", "ĠĠ", "1", "2"]  # a space before a digit is a token of its own, as in SmolLM's tokenizer
 
 
 def test_conversion_is_cached_and_repeated_after_damage(tiny_file: Path, cache: Path):
@@ -123,7 +123,7 @@ def test_conversion_is_cached_and_repeated_after_damage(tiny_file: Path, cache: 
     assert folder.parent == cache
     weights = folder / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    gguf._converted.cache_clear()  # as a new process does
+    gguf._converted.cache_clear()  # as in a new process
     assert resolve_base(str(tiny_file)) == str(folder) and weights.stat().st_mtime_ns == before
 
     whole = weights.read_bytes()
@@ -131,7 +131,7 @@ def test_conversion_is_cached_and_repeated_after_damage(tiny_file: Path, cache: 
     gguf._converted.cache_clear()
     resolve_base(str(tiny_file))
     assert weights.read_bytes() == whole
-    (folder / gguf.MANIFEST).unlink()  # as after a crash while a folder without the rename's safety was copied
+    (folder / gguf.MANIFEST).unlink()  # as after a crash while the folder was copied, without an atomic rename
     gguf._converted.cache_clear()
     resolve_base(str(tiny_file))
     assert (folder / gguf.MANIFEST).exists() and [path.name for path in cache.glob(".tmp*")] == []
@@ -158,11 +158,11 @@ def test_unreadable_files_are_refused_with_the_reason(tiny_file: Path, cache: Pa
     assert not [path for path in cache.iterdir() if path.is_dir() and not path.name.startswith(".tmp")]
 
 
-def test_a_tokenizer_that_was_read_wrongly_is_refused(tiny_file: Path, cache: Path):
+def test_wrongly_converted_tokenizer_is_refused(tiny_file: Path, cache: Path):
     folder, fields = resolve_base(str(tiny_file)), GGUFReader(tiny_file)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     gguf.check_tokenizer(tokenizer, fields, tiny_file)
-    tokenizer.backend_tokenizer.decoder = decoders.ByteFallback()  # as transformers 5.17 has it
+    tokenizer.backend_tokenizer.decoder = decoders.ByteFallback()  # as in transformers 5.17
     with pytest.raises(ValueError, match="becomes 'TwoĠĠwords"):
         gguf.check_tokenizer(tokenizer, fields, tiny_file)
     tokenizer.eos_token = "<|im_start|>"
@@ -184,7 +184,7 @@ def test_missing_packages_are_named_with_the_install_command(
         resolve_base("smolm2")
 
 
-# ---- SmolLM2-135M-Instruct. Its first use converts it into the user's cache: ten seconds, once.
+# ---- SmolLM2-135M-Instruct; the first use converts it into the user's cache, which takes ten seconds
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_smollm2_adds_three_and_four_and_ends_its_turn(smollm: Engine):
     assert answer.stop_reason == "stop" and answer.token_ids[-1] == smollm.tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_a_later_turn_of_smollm2_has_the_tokens_of_the_whole_conversation(smollm: Engine):
+def test_later_turn_of_smollm2_has_the_tokens_of_the_whole_conversation(smollm: Engine):
     encoder = ChatEncoder(smollm.tokenizer)
     first = encoder.encode_first_turn(Query("You add numbers.", "What is 3 + 4?"), None)
     answer = np.array(smollm.tokenizer.encode("3 + 4 = 7<|im_end|>"), np.int32)

@@ -1,4 +1,5 @@
-"""The head in chunks of rows: log-probabilities, entropies and gradients of whole logits, in memory of one chunk."""
+"""The head in chunks of rows: log-probabilities, entropies and gradients of whole logits, with the memory of one
+chunk."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ HEADS = ["frozen", "adapted", "trained", "trained and tied", "scaled", "logit sc
 
 
 def engine_of(head: str) -> Engine:
-    """A small engine in float64, with no weight left as it is initialised; some scale the head's output."""
+    """A small engine in float64 with no weight at its initial value; some models scale the head's output."""
     if head in ("scaled", "logit scale"):
         kind, changes = ("granite", {"logits_scaling": 3.0}) if head == "scaled" else ("cohere", {"logit_scale": 0.3})
         shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -62,7 +63,8 @@ def trainer_of(head: str, *, critic: bool = False) -> Trainer:
 
 
 def samples_of(*, temperature: float = 1.0) -> list[Sample]:
-    """Siblings that part at their first token, at a later one and never, and a second prompt at another temperature."""
+    """Siblings that differ from their first token, from a later one or never, and a second prompt at another
+    temperature."""
     rng = np.random.default_rng(0)
     prompt, answers = rng.integers(5, 250, 9), rng.integers(5, 250, (4, 12))
     answers[1, :5] = answers[0, :5]
@@ -237,10 +239,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["adapter", "full"])
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(what):
-    """2,048 more tokens at 32,768 words would be 256 MiB of logits, several times over."""
+    """2,048 more tokens with 32,768 words would be 256 MiB of logits, several times over."""
 
     def peak(tokens: int) -> int:
-        # freed blocks go back to the system at once: the peak is that of live tensors
+        # freed blocks are returned to the system at once: the peak is that of live tensors
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
         call = [sys.executable, "-c", MEASURE, str(tokens), what]
         run = subprocess.run(call, capture_output=True, text=True, env=env)

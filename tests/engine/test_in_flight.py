@@ -1,4 +1,5 @@
-"""Adapters replaced while their requests are sampled: which tokens are whose, and how likely each version made them."""
+"""Adapters replaced while their requests are sampled: the version of each token, and its probability under that
+version."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def ask(seed: int, adapter: Snapshot | None, *, n: int = 3, tokens: int = 24, **
     return Request(prompt, n, SamplingConfig(max_tokens=tokens, stop_at_eos=False), adapter, seed, **more)
 
 
-def sampled(
+def sample_with_updates(
     sampler: Sampler, requests: list[Request], versions: list[Snapshot], *, every: int, recompute: bool
 ) -> list[list[Completion]]:
     """The answers to `requests`, whose adapter is replaced by the next version after each `every` passes."""
@@ -47,7 +48,7 @@ def sampled(
 
 
 def own_logprobs(engine: Engine, request: Request, answer: Completion, versions: list[Snapshot]) -> np.ndarray:
-    """Log-probabilities [T] of the answer's tokens, each under the version that is noted for it."""
+    """Log-probabilities [T] of the answer's tokens, each under the version recorded for it."""
     sample = Sample(request.prompt_ids, answer.token_ids, answer.logprobs, answer.logprobs)
     by_name = {v.name: answer_logprobs(engine, v, [sample])[0] for v in versions}
     ends = [*(start for start, _ in answer.adapters[1:]), len(answer.token_ids)]
@@ -57,10 +58,10 @@ def own_logprobs(engine: Engine, request: Request, answer: Completion, versions:
 
 @pytest.mark.parametrize("max_num_seqs", [64, 4])
 def test_each_token_has_the_probability_of_the_version_that_sampled_it(engine, versions, max_num_seqs):
-    """Also where siblings and whole requests begin later (`max_num_seqs`), and beside requests of another adapter."""
+    """Also if siblings and whole requests start later (`max_num_seqs`), and beside requests of another adapter."""
     sampler = Sampler(engine, max_num_seqs=max_num_seqs)
     requests = [*(ask(i, versions[0]) for i in range(4)), ask(1, versions[0], tokens=5), ask(7, None)]
-    outcomes = sampled(sampler, requests, versions, every=7, recompute=True)
+    outcomes = sample_with_updates(sampler, requests, versions, every=7, recompute=True)
     starts = set()
     for request, answers in zip(requests[:-1], outcomes[:-1], strict=True):
         for answer in answers:
@@ -70,18 +71,18 @@ def test_each_token_has_the_probability_of_the_version_that_sampled_it(engine, v
     assert ("walker@0", "walker@1", "walker@2") in starts
     assert (
         ("walker@2",) if max_num_seqs == 4 else ("walker@0",)
-    ) in starts  # begun after the last, ended before the first
+    ) in starts  # started after the last replacement, or ended before the first
     (alone,) = Sampler(engine).sample_all([requests[-1]])
     for ours, theirs in zip(outcomes[-1], alone, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist() and ours.adapters == ((0, ""),)
     assert not sampler.has_requests
 
 
-def test_kept_keys_and_values_make_later_tokens_of_neither_version(engine, versions):
+def test_kept_keys_and_values_mix_versions(engine, versions):
     """Tokens before the replacement are those of the old version; later ones attend to its keys and values."""
     requests = [ask(i, versions[0], keep_kv=True) for i in range(3)]
     sampler = Sampler(engine)
-    outcomes = sampled(sampler, requests, versions[:2], every=9, recompute=False)
+    outcomes = sample_with_updates(sampler, requests, versions[:2], every=9, recompute=False)
     gaps = []
     for request, answers in zip(requests, outcomes, strict=True):
         for answer in answers:
@@ -94,11 +95,11 @@ def test_kept_keys_and_values_make_later_tokens_of_neither_version(engine, versi
     assert sampler.batch.prefix_store.num_tokens == 0  # no later turn continues from keys and values of two versions
 
 
-def test_tokens_sampled_before_a_replacement_stay(engine, versions):
+def test_tokens_sampled_before_a_replacement_are_kept(engine, versions):
     requests = [ask(i, versions[0]) for i in range(3)]
     old = Sampler(engine).sample_all(requests)
     for recompute in (True, False):
-        new = sampled(Sampler(engine), requests, versions[:2], every=9, recompute=recompute)
+        new = sample_with_updates(Sampler(engine), requests, versions[:2], every=9, recompute=recompute)
         for ours, theirs in zip(new, old, strict=True):
             for one, other in zip(ours, theirs, strict=True):
                 start = one.adapters[1][0]
@@ -108,7 +109,7 @@ def test_tokens_sampled_before_a_replacement_stay(engine, versions):
 def test_a_later_turn_continues_from_recomputed_keys_and_values(engine, versions):
     sampler = Sampler(engine)
     request = ask(3, versions[0], n=1, keep_kv=True)
-    ((answer,),) = sampled(sampler, [request], versions[:2], every=9, recompute=True)
+    ((answer,),) = sample_with_updates(sampler, [request], versions[:2], every=9, recompute=True)
     ids = np.concatenate([request.prompt_ids, answer.token_ids, [7, 8, 9]]).astype(np.int32)
     before = sampler.batch.counts["reused_tokens"]
     later = Request(ids, 1, request.sampling, versions[1], 5)
@@ -123,9 +124,9 @@ def test_a_later_turn_continues_from_recomputed_keys_and_values(engine, versions
 def test_replacement_on_the_plain_path(versions, recompute):
     engine = tiny_lm(4)
     requests = [ask(i, versions[0]) for i in range(2)]
-    expected = sampled(Sampler(engine), requests, versions, every=7, recompute=recompute)
+    expected = sample_with_updates(Sampler(engine), requests, versions, every=7, recompute=recompute)
     plain = Engine(tiny_lm(4).model, tiny_tokenizer(), "plain", plain=True)
-    outcomes = sampled(Sampler(plain), requests, versions, every=7, recompute=recompute)
+    outcomes = sample_with_updates(Sampler(plain), requests, versions, every=7, recompute=recompute)
     for ours, theirs in zip(outcomes, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one.adapters == other.adapters and one.token_ids.tolist() == other.token_ids.tolist()

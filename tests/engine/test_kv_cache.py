@@ -1,4 +1,4 @@
-"""The cache's memory follows what is live, whatever came before, and no place holds another's keys and values."""
+"""The cache's memory is that of the live sequences, whatever came before, and slots never mix keys and values."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def request(seed, n, tokens, prompt=8, **given):
 
 def peak(sampler, requests, least=PAGE_TOKENS):
     """The most bytes that the cache had after a pass, in multiples of what the live sequences needed at most, each
-    counted as `least` tokens at least."""
+    counted as at least `least` tokens."""
     needed = held = 0
     for r in requests:
         sampler.submit(r, lambda outcome: None)
@@ -45,19 +45,19 @@ def engine():
     return tiny_lm(4)
 
 
-def test_memory_is_that_of_the_live_tokens(engine):
-    """Prompts and answers of many lengths: pages that are not full and spare ones take less than a quarter more."""
+def test_memory_follows_the_live_tokens(engine):
+    """Prompts and answers of many lengths: partly filled and spare pages take less than a quarter more."""
     rng = np.random.default_rng(0)
     lengths = rng.integers((80, 150), (160, 350), (32, 2)).tolist()
     requests = [request(i, 1, tokens, prompt) for i, (tokens, prompt) in enumerate(lengths)]
     assert peak(Sampler(engine), requests, least=0) < 1.25
 
 
-def test_prompt_takes_the_memory_of_one_for_all_siblings(engine):
+def test_siblings_share_the_memory_of_their_prompt(engine):
     assert peak(Sampler(engine), [request(0, 64, 8, prompt=480)]) < 1.2
 
 
-def test_an_emptied_pool_takes_no_memory_even_if_a_slot_of_it_is_remembered():
+def test_emptied_pool_takes_no_memory():
     cache = KVCache(2, 1, 8, torch.device("cpu"), torch.float32)
     (slot,) = cache.allocate_answers([3 * PAGE_TOKENS])
     pool = slot.pool
@@ -68,7 +68,7 @@ def test_an_emptied_pool_takes_no_memory_even_if_a_slot_of_it_is_remembered():
     assert other.pool is not pool and other.pool.bytes == cache.memory.used > 0
 
 
-def test_a_pass_over_prompts_takes_a_quarter_of_the_budget(engine):
+def test_prefill_pass_takes_a_quarter_of_the_budget(engine):
     assert [default_prefill_tokens(2**28, per_token) for per_token in (229_376, 2**20, 2**10)] == [292, 256, 8192]
     token = KVCache(2, 1, 8, torch.device("cpu"), torch.float32).token_bytes
     assert token == 2 * 2 * 8 * 4  # layers, keys and values, width, bytes
@@ -77,7 +77,7 @@ def test_a_pass_over_prompts_takes_a_quarter_of_the_budget(engine):
 
 
 def test_small_requests_after_a_large_one_take_little_memory(engine):
-    """A large group, then many groups of one, then a middling group: rows are not padded to the largest group."""
+    """A large group, then many groups of one, then a medium group: rows are not padded to the largest group."""
     sampler = Sampler(engine)
     assert peak(sampler, [request(0, 128, 8)]) < 1.25
     assert peak(sampler, [request(i, 1, 8) for i in range(120)]) < 1.25
@@ -87,8 +87,8 @@ def test_small_requests_after_a_large_one_take_little_memory(engine):
     assert sampler.batch.cache.bytes == 0
 
 
-def test_finished_siblings_give_their_memory_back_while_others_go_on(engine):
-    """63 answers of 6 tokens or less, and one of 200: soon after, the cache holds the prompt and the long one."""
+def test_finished_siblings_release_memory_before_others_end(engine):
+    """63 answers of at most 6 tokens and one of 200: soon after, the cache holds the prompt and the long one."""
     sampler, prompt = Sampler(engine), np.arange(5, 45).astype(np.int32)
     for k in range(8):
         short = Request(prompt, 8, SamplingConfig(max_tokens=4 if k else 200, stop_at_eos=False), seed=k)
@@ -99,7 +99,8 @@ def test_finished_siblings_give_their_memory_back_while_others_go_on(engine):
 
 
 def test_answers_beyond_max_num_seqs_are_sampled_in_parts_unchanged(engine):
-    """The prompt is computed once, at most `max_num_seqs` answers are live, and how they are split does not show."""
+    """The prompt is computed once, at most `max_num_seqs` answers are live, and the results do not depend on the
+    split."""
     whole = Sampler(engine).sample_all([request(3, 40, 12)])[0]
     sampler, outcome = Sampler(engine, max_num_seqs=7), []
     sampler.submit(request(3, 40, 12), outcome.extend)
@@ -123,7 +124,7 @@ def test_branching_answers_are_cached_for_the_next_turn(engine):
 
 
 def test_stored_siblings_share_the_memory_of_their_prompt(engine):
-    """Also those of later turns, which share all that came before."""
+    """Also those of later turns, which share all earlier tokens."""
     sampler = Sampler(engine)
     store = sampler.batch.prefix_store
     first = sampler.sample_all([request(5, 5, 6, prompt=50, keep_kv=True)])[0]
@@ -138,7 +139,7 @@ def test_stored_siblings_share_the_memory_of_their_prompt(engine):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), max_size=40))
 def test_slots_keep_their_contents(steps):
-    """Against a plain dict: sequences come, grow, move and go."""
+    """Compared with a plain dict while sequences are added, extended, moved and removed."""
     pools, slots, written, number = cache(), [], {}, 0
     for verb, size in steps:
         if verb <= 1 or not slots:
@@ -200,9 +201,9 @@ print(live, bytes, resident() - before - sum(block.nbytes for block in blocks))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_large_pools_take_the_memory_that_they_hold_and_give_it_back():
+def test_large_pools_return_their_memory():
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
     live, held, after = map(int, done.stdout.split())
-    # From the heap, pools of several sizes would take 1.7 times what they hold, and give nothing back; it keeps up to
-    # 64 MiB for the temporary tensors.
+    # On the heap, pools of several sizes would take 1.7 times their contents and return nothing; malloc keeps up to 64
+    # MiB for the temporary tensors.
     assert held > 2**28 and live < 1.4 * held and after < 0.35 * held

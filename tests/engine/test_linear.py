@@ -1,4 +1,4 @@
-"""oneDNN's products give the results and gradients of PyTorch's own, and are used for large float32 weights only."""
+"""oneDNN's products equal PyTorch's, with their gradients, and are used for large float32 weights only."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def wide_lm() -> Engine:
-    """A model of two layers whose weights are large enough for oneDNN."""
+    """A model of two layers with weights large enough for oneDNN."""
     return tiny_lm(3, hidden_size=320, intermediate_size=640, head_dim=64)
 
 
 @needs_onednn
 @pytest.mark.parametrize("rows", [(4,), (1, 33), (2, 3, 5)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_and_its_gradient_are_those_of_float64(rows, bias):
+def test_product_and_gradient_match_float64(rows, bias):
     x, weight = normal(*rows, 300).requires_grad_(), normal(400, 300, seed=1)
     shift = normal(400, seed=2) if bias else None
     wide = x.detach().double().requires_grad_()
@@ -58,7 +58,7 @@ def test_a_product_and_its_gradient_are_those_of_float64(rows, bias):
 
 @pytest.mark.parametrize("rows", [7, 1345])  # by PyTorch's products, and (padded to more rows) by oneDNN's
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_low_rank_matrices_are_those_of_float64(rows, dtype):
+def test_low_rank_gradients_match_float64(rows, dtype):
     x, grad = normal(rows, 400, dtype=dtype), normal(rows, 640, seed=1, dtype=dtype)
     a, b = normal(16, 400, seed=2, dtype=dtype), normal(640, 16, seed=3, dtype=dtype)
     x64, grad64, *pair = (t.double().requires_grad_() for t in (x, grad, a, b))
@@ -74,7 +74,7 @@ def test_trained_weights_are_multiplied_by_pytorch():
 
 
 @needs_onednn
-def test_views_and_rows_far_apart_are_multiplied_as_copies():
+def test_views_and_strided_rows_are_multiplied_as_copies():
     weight, x = normal(900, 300), normal(8, 3, 300, seed=1)
     torch.testing.assert_close(linear(x[:, 1], weight[100:500], None), x[:, 1] @ weight[100:500].T, rtol=0, atol=2e-4)
     torch.testing.assert_close(linear(x, weight.T[:, :300], None), x @ weight[:300], rtol=0, atol=2e-4)
@@ -90,7 +90,7 @@ def test_views_and_rows_far_apart_are_multiplied_as_copies():
     ],
     ids=["small", "few rows", "float64", "bfloat16"],
 )
-def test_other_products_stay_pytorchs_own_bit_for_bit(x, weight):
+def test_other_products_are_pytorchs_bit_for_bit(x, weight):
     assert torch.equal(linear(x, weight, None), F.linear(x, weight))
 
 
@@ -99,8 +99,9 @@ def test_autocast_still_computes_in_its_dtype():
         assert linear(normal(8, 300), normal(400, 300), None).dtype == torch.bfloat16
 
 
-def test_products_have_few_numbers_of_rows(monkeypatch):
-    """oneDNN keeps the kernels of each. Samples of all lengths are trained as without added tokens, and sampled."""
+def test_products_are_padded_to_few_row_counts(monkeypatch):
+    """oneDNN keeps a kernel for each row count. Training and sampling with padding, for samples of all lengths, equal
+    those without."""
     seen, engine = set(), wide_lm()
 
     def product(x, weight, bias, activation="none"):
@@ -168,7 +169,7 @@ def test_sampling_and_training_give_the_same_as_without_onednn(monkeypatch):
     monkeypatch.setattr(linear_module, "onednn_product", lambda: None)
     theirs = run()
     assert [ids.tolist() for ids in ours[0]] == [ids.tolist() for ids in theirs[0]]
-    np.testing.assert_allclose(ours[1], theirs[1], atol=1e-4)  # float32's rounding through two layers
+    np.testing.assert_allclose(ours[1], theirs[1], atol=1e-4)  # float32's rounding over two layers
     assert len(ours[2]) == len(theirs[2]) > 0
     for a, b in zip(ours[2], theirs[2], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
@@ -176,7 +177,7 @@ def test_sampling_and_training_give_the_same_as_without_onednn(monkeypatch):
 
 @needs_packing
 @pytest.mark.parametrize("rows", [4, 8, 33])
-def test_products_with_packed_weights_are_those_of_float64(rows):
+def test_products_with_packed_weights_match_float64(rows):
     x, weight, bias = (
         normal(rows, 300),
         nn.Parameter(normal(400, 300, seed=1), requires_grad=False),
@@ -187,7 +188,7 @@ def test_products_with_packed_weights_are_those_of_float64(rows):
 
 
 @needs_packing
-def test_changed_weights_are_packed_again_and_trained_ones_never():
+def test_changed_weights_are_packed_again_and_trained_ones_are_not():
     weight, packed, x = nn.Parameter(normal(400, 300), requires_grad=False), PackedWeight(), normal(8, 300, seed=1)
     first = packed.of(weight)
     assert first is not weight and packed.of(weight) is first
@@ -201,8 +202,8 @@ def test_changed_weights_are_packed_again_and_trained_ones_never():
 
 @needs_packing
 def test_sampling_with_packed_weights_gives_the_same_answers(monkeypatch):
-    """The weights of one base are packed and of an equal one not, since it is too large by the limit then; a copy of
-    the model packs weights of its own."""
+    """The weights of one base are packed and those of an equal one are not, since they exceed the limit; a copy of the
+    model packs its own weights."""
     prompts = [np.arange(5 + i, 25 + i, dtype=np.int32) for i in range(4)]
     config = SamplingConfig(max_tokens=6, stop_at_eos=False)
 
@@ -236,7 +237,7 @@ def test_small_weights_are_not_packed():
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradients_of_low_rank_products_in_half_precision(bias):
-    """In float64 against finite differences; in bfloat16 near those of float64."""
+    """float64 against finite differences; bfloat16 close to float64."""
     x, weight, a, b = normal(2, 5, 24), normal(16, 24), normal(4, 24), normal(16, 4)
     offset = normal(16) if bias else None
     double = [t.double().requires_grad_(t is not weight) for t in (x, weight, a, b)]

@@ -1,4 +1,4 @@
-"""A GRPO update on conversations of many turns: the numbers of a plain computation, and memory that is bounded."""
+"""A GRPO update on conversations of many turns: it equals a plain computation, and its memory is bounded."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ALGORITHM = GRPO(branch_at="root", group_size=2, scale="none", entropy_coef=0.0,
 
 
 def conversation(turns: int, tokens: int, logp: float = -5.5) -> Episode:
-    """Two siblings of `tokens` random tokens each, in `turns` turns, every prompt the whole conversation so far. The
-    first turn's prompt is shared; the first sibling earns 1, the second nothing. `logp` is about the log-probability
-    of a token under a random model."""
+    """Two siblings of `tokens` random tokens each, in `turns` turns, every prompt being the whole conversation so far.
+    The first turn's prompt is shared; the first sibling earns 1, the second 0. `logp` is roughly the log-probability of
+    a token under a random model."""
     rng, size = np.random.default_rng(0), tokens // turns
     episode = Episode("hand", 0, {"agent": "agent"})
     begin = rng.integers(5, 250, size - ANSWER_TOKENS)
@@ -77,7 +77,7 @@ def test_update_equals_a_plain_computation_of_each_turn_alone() -> None:
 
 
 def test_turns_of_a_conversation_share_their_keys() -> None:
-    """Of 40 turns and 4,000 tokens each, the keys of every turn apart would be 160,000 rows."""
+    """With 40 turns and 4,000 tokens in each of two siblings, separate keys for every turn would be 160,000 rows."""
     samples, _ = ALGORITHM.build_samples([conversation(40, 4000)], "agent")
     forest = build_forest([np.concatenate([s.prompt_ids, s.token_ids[:-1]]).astype(np.int64) for s in samples])
     layout, width = TreeLayout(forest, torch.device("cpu")), 16
@@ -89,12 +89,12 @@ def test_turns_of_a_conversation_share_their_keys() -> None:
 
 
 def memory(name: str) -> float:
-    """MiB of this process: VmRSS, now, or VmHWM, at most."""
+    """Memory of this process in MiB: VmRSS, the current, or VmHWM, the peak."""
     return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) / 1024
 
 
 def measure_update(turns: int, tokens: int) -> None:
-    """Prints the metrics of a GRPO update, with the MiB that it took at most."""
+    """Prints the metrics of a GRPO update, and its peak memory in MiB."""
     engine = tiny_lm(1, max_position_embeddings=40_000, vocab_size=32_768)
     config = LoraPolicyConfig(lr=1e-3, rank=4, micro_batch_tokens=10**8)
     learner = LanguageLearner("agent", config, LocalWeights(config, engine, seed=1), Sampler(engine), engine.tokenizer)
@@ -109,8 +109,8 @@ def measure_update(turns: int, tokens: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak is read from Linux's /proc")
 def test_200_turns_and_32k_tokens_train_in_bounded_memory() -> None:
-    """Two conversations of 32,000 tokens in one pass. The logits of the answers alone would take 400 MiB a copy, the
-    keys and values of every turn apart 1,600 MiB a layer, the mask of all pairs 1,000 MiB."""
+    """Two conversations of 32,000 tokens in one pass. The answers' logits alone would take 400 MiB per copy, separate
+    keys and values for every turn 1,600 MiB per layer, the mask of all pairs 1,000 MiB."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr

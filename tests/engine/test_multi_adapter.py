@@ -1,4 +1,4 @@
-"""Training passes of several adapters at once: as each would be alone, and no stranger's trouble is one's own."""
+"""Training passes of several adapters at once: each equals its own pass, and failures stay with their job."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(engine: Engine, jobs: Sequence[Job], pack_tokens: int = 10_000) -> list[
             return outcomes
 
 
-def good(outcome: JobResult | Exception) -> JobResult:
+def expect_success(outcome: JobResult | Exception) -> JobResult:
     assert isinstance(outcome, JobResult), outcome
     return outcome
 
@@ -92,7 +92,7 @@ def grads(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def assert_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], tolerance: float = 1e-4) -> None:
-    assert any(grad.abs().max() > 1e-3 for grad in theirs)  # or the test would prove nothing
+    assert any(grad.abs().max() > 1e-3 for grad in theirs)  # otherwise the test would prove nothing
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=1e-4)
 
@@ -105,16 +105,18 @@ def test_joint_training_of_adapters_equals_separate_training(engine: Engine, pac
     for i, (t, outcome) in enumerate(zip(alone, outcomes, strict=True)):
         (wanted,) = run(engine, [Job(t, datums(i), loss)])
         assert_close(grads(together[i]), grads(t))
-        for ours, theirs, datum in zip(good(outcome).logprobs, good(wanted).logprobs, datums(i), strict=True):
+        for ours, theirs, datum in zip(
+            expect_success(outcome).logprobs, expect_success(wanted).logprobs, datums(i), strict=True
+        ):
             assert ours.shape == datum.targets.shape
             np.testing.assert_allclose(ours, theirs, atol=1e-4)
-        for name, figure in good(wanted).metrics.items():
-            assert good(outcome).metrics[name] == pytest.approx(figure, abs=1e-4)
+        for name, figure in expect_success(wanted).metrics.items():
+            assert expect_success(outcome).metrics[name] == pytest.approx(figure, abs=1e-4)
 
 
 @pytest.mark.parametrize("ours", [clipped_policy_loss, cross_entropy_loss])
 def test_gradient_equals_the_trainers(engine: Engine, ours: Any) -> None:
-    """The trainer takes means over tokens, the wire sums: advantages carry the share."""
+    """The trainer takes means over tokens, the service's losses sums: the advantages contain the factor."""
     one, other = (trainer(engine, SHAPES[0], 1) for _ in range(2))
     rng = np.random.default_rng(3)
     samples, data = [], []
@@ -133,7 +135,7 @@ def test_gradient_equals_the_trainers(engine: Engine, ours: Any) -> None:
     name = "ppo" if ours is clipped_policy_loss else "cross_entropy"
     (outcome,) = run(engine, [Job(other, data, build_loss(name, {}))])
     assert_close(grads(other), grads(one), 1e-6)
-    assert good(outcome).metrics["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+    assert expect_success(outcome).metrics["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
 
 
 def test_gradients_accumulate_over_calls_and_jobs(engine: Engine) -> None:
@@ -151,13 +153,13 @@ def test_forward_only_pass_leaves_no_gradients(engine: Engine) -> None:
     (learnt,) = run(engine, [Job(alone, datums(0), NLL)])
     assert all(w.grad is None for w in looks.parameters)
     assert all(w.grad is not None for w in learns.parameters)
-    assert good(outcomes[0]).metrics == pytest.approx(good(learnt).metrics, abs=1e-4)
+    assert expect_success(outcomes[0]).metrics == pytest.approx(expect_success(learnt).metrics, abs=1e-4)
     (quiet,) = run(engine, [Job(looks, datums(0), NLL, backward=False)])
-    assert good(quiet).metrics == pytest.approx(good(learnt).metrics, abs=1e-4)
+    assert expect_success(quiet).metrics == pytest.approx(expect_success(learnt).metrics, abs=1e-4)
 
 
 def test_two_dimensional_targets_equal_separate_sequences(engine: Engine) -> None:
-    """K targets at a position are worth as much as K sequences with one each."""
+    """K targets at one position equal K sequences with one target each."""
     matrix, rows = trainer(engine, SHAPES[0], 1), trainer(engine, SHAPES[0], 1)
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, 250, 8)
@@ -166,18 +168,21 @@ def test_two_dimensional_targets_equal_separate_sequences(engine: Engine) -> Non
     columns = [Datum(tokens, targets[:, k], {"weights": weights[:, k]}) for k in range(3)]
     (theirs,) = run(engine, [Job(rows, columns, NLL)])
     assert_close(grads(matrix), grads(rows))
-    np.testing.assert_allclose(good(ours).logprobs[0], np.stack(good(theirs).logprobs, 1), atol=LOGPROB_ATOL)
+    np.testing.assert_allclose(
+        expect_success(ours).logprobs[0], np.stack(expect_success(theirs).logprobs, 1), atol=LOGPROB_ATOL
+    )
 
 
 def half_weighted(datum: Datum) -> Datum:
-    """Weights on the second half only; the data of a prompt and its answer."""
+    """The data of a prompt and its answer: the first half of the tokens has weight 0."""
     weights = datum.inputs["weights"] * (np.arange(len(datum.tokens)) >= len(datum.tokens) // 2)
     return Datum(datum.tokens, datum.targets, {**datum.inputs, "weights": weights})
 
 
 @pytest.mark.parametrize("pack_tokens", [10_000, 30])
 def test_zero_weight_tokens_may_be_skipped(engine: Engine, pack_tokens: int) -> None:
-    """The same gradients, the same log-probabilities where there is a weight, and other jobs get all of theirs."""
+    """Gradients are the same, log-probabilities are the same where the weight is not 0, and other jobs get all of their
+    log-probabilities."""
     sparse, _, other = trainers(engine)[:3]
     whole = trainer(engine, SHAPES[0], 0)
     data = [half_weighted(datum) for datum in datums(1)]
@@ -186,14 +191,14 @@ def test_zero_weight_tokens_may_be_skipped(engine: Engine, pack_tokens: int) -> 
     ours, its = run(engine, jobs, pack_tokens)
     theirs, alone = run(engine, [Job(whole, [*data, silent], NLL), Job(trainers(engine)[2], datums(2), NLL)])
     assert_close(grads(sparse), grads(whole))
-    for datum, logps, full in zip(data, good(ours).logprobs, good(theirs).logprobs, strict=False):
+    for datum, logps, full in zip(data, expect_success(ours).logprobs, expect_success(theirs).logprobs, strict=False):
         heard = datum.inputs["weights"] != 0
         np.testing.assert_allclose(logps, np.where(heard, full, 0), atol=LOGPROB_ATOL)
-    for logps, full in zip(good(its).logprobs, good(alone).logprobs, strict=True):
+    for logps, full in zip(expect_success(its).logprobs, expect_success(alone).logprobs, strict=True):
         np.testing.assert_allclose(logps, full, atol=LOGPROB_ATOL)
 
 
-# -- trouble -----------------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------------------------
 
 
 def refuses(predicted: JobLossInputs) -> Any:
@@ -227,8 +232,8 @@ def test_failed_job_leaves_gradients_unchanged(engine: Engine, loss: JobLossFunc
     (wanted,) = run(engine, [Job(alone, datums(0), NLL)])
     assert_close(grads(fine), grads(alone))
     assert all(map(torch.equal, grads(bad), before))
-    assert good(outcomes[1 - place]).metrics == pytest.approx(good(wanted).metrics, abs=1e-4)
-    assert len(good(outcomes[1 - place]).logprobs) == 4
+    assert expect_success(outcomes[1 - place]).metrics == pytest.approx(expect_success(wanted).metrics, abs=1e-4)
+    assert len(expect_success(outcomes[1 - place]).logprobs) == 4
 
 
 def test_job_that_fails_midway_leaves_no_partial_gradient(engine: Engine) -> None:
@@ -246,7 +251,7 @@ def test_job_that_fails_midway_leaves_no_partial_gradient(engine: Engine) -> Non
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_nan_in_one_adapter_does_not_spread(engine: Engine, place: int) -> None:
-    """Padding is masked, but NaN times nothing is NaN: it has to be one's own."""
+    """Padding is masked, but NaN times 0 is NaN, so each job needs its own padding."""
     wild, tame, alone = (trainer(engine, SHAPES[0], seed) for seed in (1, 2, 2))
     with torch.no_grad():
         for weight in wild.parameters:
@@ -269,11 +274,13 @@ ADVANTAGE, WEIGHT = [2.0, 1.0, -1.0], [1.0, 0.5, 2.0]
 SEQUENCE = [0, 0, 1]
 
 
-def judged(name: str, options: dict[str, float], **inputs: list[float]) -> tuple[float, list[float], dict[str, float]]:
-    """A loss's value, its gradient with respect to the log-probabilities, and its figures."""
+def loss_by_hand(
+    name: str, options: dict[str, float], **inputs: list[float]
+) -> tuple[float, list[float], dict[str, float]]:
+    """A loss's value, its gradient with respect to the log-probabilities, and its metrics."""
     logp = torch.tensor(LOGP, requires_grad=True)
     given = {"weights": WEIGHT, **inputs}
-    if name != "cross_entropy":  # `check.py` leaves only what a loss reads
+    if name != "cross_entropy":  # `check.py` allows only the inputs of the loss
         given |= {"logprobs": OLD.tolist(), "advantages": ADVANTAGE}
     tensors = {key: torch.tensor(values) for key, values in given.items()}
     predicted = JobLossInputs(
@@ -323,7 +330,7 @@ def judged(name: str, options: dict[str, float], **inputs: list[float]) -> tuple
 def test_wire_loss_by_hand(
     name: str, options: dict[str, float], inputs: dict[str, list[float]], value: float, gradient: list[float]
 ) -> None:
-    ours, grad, figures = judged(name, options, **inputs)
+    ours, grad, figures = loss_by_hand(name, options, **inputs)
     assert ours == pytest.approx(value, abs=1e-5)
     assert grad == pytest.approx(gradient, abs=1e-5)
     assert ("entropy" in figures) == ("entropy" in options)
@@ -344,7 +351,7 @@ def test_sampler_scores_and_trainer_logprobs_agree(engine: Engine, config: LoraC
     data = [Datum(ids[:-1], ids[1:], {"weights": np.ones(len(ids) - 1, np.float32)}) for ids in whole]
     (outcome,) = run(engine, [Job(learner, data, NLL)])
     bare = score_prompts(engine, [ScoreRequest(ids) for ids in whole])
-    for answer, scored, trained, base in zip(answers, scores, good(outcome).logprobs, bare, strict=True):
+    for answer, scored, trained, base in zip(answers, scores, expect_success(outcome).logprobs, bare, strict=True):
         np.testing.assert_allclose(trained, scored.logprobs, atol=1e-4)
         np.testing.assert_allclose(answer.logprobs, trained[len(prompt) - 1 :], atol=1e-4)
         assert np.abs(base.logprobs - scored.logprobs).max() > 0.01
@@ -363,7 +370,7 @@ def test_lm_head_adapter_equals_peft(base: Path, tmp_path: Path) -> None:
         theirs = torch.log_softmax(model(input_ids=torch.tensor(ids[None, :-1])).logits[0], -1)
     (outcome,) = run(engine, [Job(learner, [Datum(ids[:-1], ids[1:], {"weights": np.ones(19, np.float32)})], NLL)])
     wanted = theirs.gather(1, torch.tensor(ids[1:, None]))[:, 0].numpy()
-    np.testing.assert_allclose(good(outcome).logprobs[0], wanted, atol=1e-4)
+    np.testing.assert_allclose(expect_success(outcome).logprobs[0], wanted, atol=1e-4)
     back = load_adapter(tmp_path / "a", engine)
     assert list(back.weights) == list(learner.adapter.weights)
     assert all(map(torch.equal, back.parameters(), learner.adapter.parameters()))

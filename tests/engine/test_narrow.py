@@ -1,4 +1,4 @@
-"""The last layer computes only the rows whose logits are kept, with unchanged results."""
+"""The last layer computes only the rows whose logits are needed, with unchanged results."""
 
 import copy
 
@@ -34,7 +34,7 @@ KINDS = ["llama", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "gpt_neox"]
 
 
 def random_model(kind: str) -> PreTrainedModel:
-    """A small model with no weight, norm or bias left at what it starts as."""
+    """A small model with no weight, norm or bias at its initial value."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SHAPE, **({"head_dim": 8} if kind in ("qwen3", "gemma") else {}))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -45,7 +45,7 @@ def random_model(kind: str) -> PreTrainedModel:
 
 
 def narrow_and_plain(kind: str) -> tuple[Engine, PreTrainedModel]:
-    """An engine, and a copy of its model that transformers runs in its own way."""
+    """An engine, and a copy of its model for transformers' own forward."""
     model = random_model(kind)
     plain = copy.deepcopy(model)
     model.set_attn_implementation("palestra")
@@ -53,7 +53,7 @@ def narrow_and_plain(kind: str) -> tuple[Engine, PreTrainedModel]:
 
 
 def conversations() -> list[Sample]:
-    """Siblings, and a later turn of one of them: its answer stands beyond tokens whose logits nobody reads."""
+    """Siblings, and a later turn of one of them: its answer follows tokens whose logits are not needed."""
     rng = np.random.default_rng(0)
     prompt, answers = rng.integers(5, 250, 12), rng.integers(5, 250, (3, 4))
     later = np.concatenate([prompt, answers[1], rng.integers(5, 250, 6)])

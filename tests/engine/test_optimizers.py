@@ -1,4 +1,4 @@
-"""Optimizers against their definitions, resumed bit for bit, and with the memory that the plan counts."""
+"""Optimizers against their definitions, resumed bit for bit, with the memory that the plan counts."""
 
 import importlib.util
 
@@ -41,14 +41,14 @@ def train(trainer, steps, lr=1e-3):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("full", [False, True])
-def test_it_learns(kind, full):
+def test_training_lowers_the_loss(kind, full):
     losses = train(trainer(kind, full=full), 12, lr=5e-3)
     assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("full", [False, True])
-def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, kind, full):
+def test_resumed_trainer_is_bit_identical(tmp_path, kind, full):
     whole, first, second = (trainer(kind, full=full) for _ in range(3))
     train(whole, 5)
     train(first, 3)

@@ -1,4 +1,4 @@
-"""Peak memory of the parts of a step that hold logits, in a process of its own."""
+"""Peak memory of the parts of a step that hold logits, in a separate process."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ print(json.dumps(found))
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak is read from Linux's /proc")
 def test_few_copies_of_logits_exist_at_a_time():
     """64 rows of 131,072 words are 32 MiB of logits."""
-    # freed blocks go back to the system at once: the peak is that of live tensors
+    # freed blocks are returned to the system at once: the peak is that of live tensors
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert found["drawing"] < 48  # beside the logits; all rows at once would take 192
+    assert found["drawing"] < 48  # besides the logits; all rows at once would take 192
     assert 32 < found["head"] < 96  # the logits and their probabilities; each further copy takes 32
-    assert found["rest"] < 16  # what sampling took, more than its 32 of logits, has gone back
+    assert found["rest"] < 16  # the memory of sampling, except its 32 of logits, has been returned

@@ -1,5 +1,5 @@
-"""LoRA variants against `peft`: logits and gradients of the same adapter folder, both ways; sampling beside training;
-and dropout."""
+"""LoRA variants compared with `peft`: logits and gradients of the same adapter folder, saved by either; sampling and
+training agree; dropout."""
 
 import asyncio
 import json
@@ -79,7 +79,7 @@ VARIANTS = {
     "transposed experts": ("gpt_oss", {"target_modules": ["v_proj"], "target_parameters": EXPERTS}),
 }
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{text}")  # of PEFT, about what these tests do on purpose
+    pytest.mark.filterwarnings(f"ignore:{text}")  # warnings of PEFT about settings that these tests choose on purpose
     for text in (
         "Setting `save_embedding",
         "fan_in_fan_out is set",
@@ -107,7 +107,7 @@ def bases(tmp_path_factory):
 
 
 def shake(parameters, seed=0):
-    """Moves trained weights away from where they begin: all of an adapter then matters."""
+    """Moves trained weights away from their initial values, so that every part of an adapter matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in parameters:
@@ -146,7 +146,7 @@ def their_adapter(base, options):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_and_gradients_are_those_of_peft(bases, tmp_path, name):
+def test_logits_and_gradients_equal_peft(bases, tmp_path, name):
     base, options = VARIANTS[name]
     theirs = their_adapter(bases / base, options)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -177,14 +177,14 @@ def their_gradients(model):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_peft_loads_what_we_save(bases, tmp_path, name):
+def test_peft_loads_saved_variants(bases, tmp_path, name):
     base, options = VARIANTS[name]
     engine = Engine.load(str(bases / base), device="cpu")
     adapter = Adapter(engine.linear_layers, LoraConfig(rank=3, alpha=6, **options), seed=1, model=engine.model)
     start = np.concatenate(Trainer(engine, adapter).logprobs(samples()))
     shake(adapter.parameters())
     logps, _ = our_results(engine, adapter)
-    assert np.abs(logps - start).max() > 0.01  # or the test would prove nothing
+    assert np.abs(logps - start).max() > 0.01  # otherwise the test would prove nothing
     save_adapter(tmp_path / "ours", adapter, str(bases / base))
     save_snapshot(tmp_path / "snapshot", adapter.snapshot(), str(bases / base))
     again = load_adapter(tmp_path / "ours", engine)
@@ -260,13 +260,13 @@ def test_the_memory_plan_counts_every_weight(bases, name):
     config = LoraConfig(rank=3, **options)
     adapter = Adapter(engine.linear_layers, config, seed=0, model=engine.model)
     count = sum(w.numel() for w in adapter.parameters())
-    # biases of layers in full are left out: 64 of 2,560 weights here
+    # the plan leaves out biases of fully trained layers: 64 of 2,560 weights here
     assert adapter_params(model_shape(str(bases / base)), config) == pytest.approx(count, rel=0.03)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word")
 def test_a_run_with_variants_resumes_and_its_folder_is_read_by_peft(bases, tmp_path, monkeypatch):
-    """A run from a config, as users make it: two kinds of adapters on one base, stopped and resumed."""
+    """A run from a config, as a user writes it: two kinds of adapters on one base, stopped and resumed."""
     monkeypatch.chdir(tmp_path)
     speech = {"type": "lora", "base": str(bases / "qwen3"), "sampling": {"max_tokens": 3}, "lr": 1e-2, "rank": 2}
     kinds = {
@@ -305,7 +305,7 @@ def test_dropout_sets_that_share_of_the_inputs_to_zero_and_keeps_their_mean():
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_dropout_reaches_the_adapters_input_only(dora):
-    """The known formula: the base's output of the whole input, and with DoRA the rescaled one of the dropped input."""
+    """The published formula: the base's output for the whole input, with DoRA rescaled for the dropped input."""
     engine = tiny_lm()
     name = "model.layers.0.mlp.up_proj"
     config = LoraConfig(rank=2, alpha=3, target_modules=["up_proj"], use_dora=dora, lora_dropout=0.5)
@@ -357,12 +357,12 @@ def test_dropout_is_in_passes_with_gradients_only_and_the_same_when_recomputed()
     for one, other in zip(trainer.parameters, recomputing.parameters, strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-7, rtol=1e-5)
     assert losses[0] == pytest.approx(losses[1])
-    assert abs(losses[0] + np.concatenate(before).mean()) > 1e-4  # dropout changed the training pass
+    assert abs(losses[0] + np.concatenate(before).mean()) > 1e-4  # dropout changes the training pass
     np.testing.assert_array_equal(np.concatenate(before), np.concatenate(trainer.logprobs(samples())))
 
 
-def test_losses_that_compare_with_passes_without_dropout_have_none():
-    """The ratio of a policy that has not moved is 1, also in the second of two batches."""
+def test_losses_relative_to_passes_without_dropout_disable_it():
+    """The ratio of an unchanged policy is 1, also in the second of two batches."""
     trainer = dropout_trainer()
     old = trainer.logprobs(samples())
     fresh = [replace(one, old_logprobs=found, logprobs=found) for one, found in zip(samples(), old, strict=True)]
@@ -379,7 +379,7 @@ def test_dropout_without_effect_is_refused():
     build(validate(TextConfig, config | {"stages": stages}))
 
 
-# ---- what does not fit is refused
+# ---- refused options
 
 
 @pytest.mark.parametrize(

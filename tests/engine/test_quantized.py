@@ -1,4 +1,4 @@
-"""Quantised bases: against the forward of the dequantised weights, against bitsandbytes, and trained as users do."""
+"""Quantised bases: equal to the dequantised weights, equal to bitsandbytes, and trainable from a config."""
 
 import asyncio
 import copy
@@ -41,7 +41,7 @@ def random_layer(inputs=192, outputs=80):
 @pytest.mark.peers
 @bitsandbytes
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_dequantised_weights_are_those_of_bitsandbytes(kind):
+def test_dequantised_weights_equal_bitsandbytes(kind):
     import bitsandbytes.functional as bnb
 
     layer = random_layer()
@@ -55,7 +55,8 @@ def test_the_dequantised_weights_are_those_of_bitsandbytes(kind):
     gaps = (found - expected).abs()
     if kind == "nf4":
         assert gaps.max() < 1e-6
-    else:  # bitsandbytes reads weights in half precision: a value between two steps may then go to the other
+    # bitsandbytes reads weights in half precision: a value halfway between two levels may be rounded the other way
+    else:
         step = layer.weight.detach().abs().max() / 127
         assert gaps.max() < 1.05 * step and (gaps > step / 2).float().mean() < 0.01
 
@@ -106,7 +107,7 @@ def shaken_adapter(engine, config):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
-def test_training_and_sampling_are_those_of_the_dequantised_weights(base, kind, options):
+def test_training_and_sampling_equal_the_dequantised_weights(base, kind, options):
     engines = [Engine.load(str(base), device="cpu", quantize=kind), dequantised_engine(base, kind)]
     results = []
     for engine in engines:
@@ -118,12 +119,12 @@ def test_training_and_sampling_are_those_of_the_dequantised_weights(base, kind, 
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, **GRADIENTS)
     plain = Trainer(Engine.load(str(base), device="cpu"), None).logprobs([SAMPLE])[0]
-    assert np.abs(results[0][0].numpy() - plain).max() > 1e-3  # or the test would prove nothing
+    assert np.abs(results[0][0].numpy() - plain).max() > 1e-3  # otherwise the test would prove nothing
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_self_check_refuses_a_quantised_base_whose_passes_differ(base, kind):
-    """The engine is built on layers with other weights than the model had when it computed its own results."""
+    """The engine's layers have other weights than the model had when it computed its own results."""
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval().requires_grad_(False)
     quantize_model(model, kind)
     first = next(m for m in model.modules() if isinstance(m, QuantizedLinear))
@@ -175,4 +176,4 @@ def test_the_memory_plan_counts_quantised_weights(base, kind):
     model = Engine.load(str(base), device="cpu", quantize=kind).model
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     held = sum(t.numel() * t.element_size() for t in tensors.values())
-    assert planned == pytest.approx(held, rel=0.05)  # int8's scales of narrow layers are left out
+    assert planned == pytest.approx(held, rel=0.05)  # the plan leaves out int8's scales of narrow layers

@@ -1,4 +1,4 @@
-"""Routing replay against transformers' own forward pass, whose routers are given the same experts."""
+"""Routing replay compared with transformers' own forward pass, whose routers are given the same experts."""
 
 import numpy as np
 import pytest
@@ -57,8 +57,8 @@ def routers_of(model):
 
 
 def transformers_pass(folder, name, ids, experts=None):
-    """Log-probabilities [N - 1] of each next token, and the experts [N, L, K] that were used, of one sequence. With
-    `experts` [N, L, K], these are used instead of each router's own."""
+    """Log-probabilities [N - 1] of each next token, and the chosen experts [N, L, K] of one sequence. `experts` [N, L,
+    K] replace each router's own choice."""
     model, used = AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager").float(), []
 
     def choose(module, inputs, output, number):
@@ -86,14 +86,14 @@ def sample(answer, experts=None):
 
 
 def shifted(experts):
-    """Other experts than these, and two different ones for each token."""
+    """Experts other than these, with two different ones for each token."""
     return (experts + 1) % 4
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_passes_use_the_given_experts(bases, name):
-    """Two answers to one prompt in one packed pass; the first of another choice, from the answer's first token on, so
-    that the prompt is shared."""
+    """Two answers to one prompt in one packed pass. The first has other experts from its first token on, so that the
+    prompt is still shared."""
     engine = Engine.load(str(bases / name), device="cpu")
     trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(rank=2), seed=0))
     own = [transformers_pass(bases, name, SHARED + list(answer))[1][:-1] for answer in ANSWERS]
@@ -124,8 +124,8 @@ def test_samples_without_experts_keep_their_own(bases):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_are_those_of_the_given_experts(bases, checkpointing):
-    """Only the experts that were given have one, and the router has one through their weights."""
+def test_only_the_given_experts_have_gradients(bases, checkpointing):
+    """Only the given experts have gradients; the router has one through their weights."""
     engine = Engine.load(str(bases / "qwen3_moe"), device="cpu")
     trainer = Trainer(engine, None, checkpointing=checkpointing)
     experts = np.broadcast_to(np.array([0, 2]), (len(SHARED) + 2, 3, 2)).astype(np.int32)
@@ -137,7 +137,7 @@ def test_gradients_are_those_of_the_given_experts(bases, checkpointing):
 
 
 def test_experts_of_all_layers_fit_a_base_with_dense_layers(bases):
-    """Some servers return a place for each layer, also those without experts."""
+    """Some servers return experts for every layer, also for dense ones."""
     engine = Engine.load(str(bases / "dense_first"), device="cpu")
     trainer = Trainer(engine, None)
     own = transformers_pass(bases, "dense_first", SHARED + list(ANSWERS[0]))[1][:-1]

@@ -1,4 +1,4 @@
-"""The sampler's own promises: what ends an answer, the loop that drives it, failures that stay with their request."""
+"""The sampler: ends of answers, the loop that drives it, and failures that stay with their request."""
 
 import asyncio
 from functools import partial
@@ -31,7 +31,7 @@ def ask(seed=0, n=3, *, adapter=None, top=0, **sampling):
 
 
 def drive(sampler, requests):
-    """Outcomes by `submit` and `step`."""
+    """Outcomes of the requests, by `submit` and `step`."""
     outcomes = [None] * len(requests)
     for i, request in enumerate(requests):
         sampler.submit(request, partial(outcomes.__setitem__, i))
@@ -44,8 +44,8 @@ def tokens(answers):
     return [a.token_ids.tolist() for a in answers]
 
 
-def trained(engine, seed):
-    """A snapshot that is not the base's twin."""
+def random_snapshot(engine, seed):
+    """A snapshot that differs from the base."""
     adapter = Adapter(engine.linear_layers, LoraConfig(rank=2), seed=seed)
     with torch.no_grad():
         for _, b in adapter.weights.values():
@@ -58,7 +58,7 @@ def engine():
     return tiny_lm(4)
 
 
-# ---- what ends an answer
+# ---- ends of answers
 
 
 def test_stop_ids_end_an_answer_and_are_included(engine):
@@ -113,8 +113,8 @@ TINY, LLAMA = tiny_tokenizer(), llama_like_tokenizer()
 WORDS = st.sampled_from(["a", "b", "ab", " ", "\n", "é", "€", "😀", "User", ":", " a", "\n\nUser:", ".", "aab", "é\n"])
 
 
-def spelt(text, tokenizer):
-    """`text` in the smallest pieces: its bytes, or for some letters a word."""
+def spell(text, tokenizer):
+    """`text` as the smallest tokens: its bytes, or a word for some letters."""
     if tokenizer is TINY:
         return tokenizer.encode(text, add_special_tokens=False)
     byte = tokenizer.convert_tokens_to_ids("<0x00>")
@@ -132,17 +132,17 @@ def spelt(text, tokenizer):
     noise=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["special", "unknown", "word"])), max_size=8),
 )
 def test_stop_string_search_in_a_tail_equals_full_decoding(tokenizer, words, stops, noise):
-    """Decoding a bounded tail says what decoding everything says, after every token: characters split over tokens,
-    strings over many, special tokens and ids without a token in between."""
+    """After every token, decoding a bounded tail finds the same stop strings as decoding everything: with characters
+    and strings split over tokens, special tokens, and ids without a token in between."""
     extra = {
         "special": tokenizer.eos_token_id,
         "unknown": 100_000,
         "word": tokenizer.encode("a", add_special_tokens=False)[0] if tokenizer is TINY else 3,
     }
-    ids = spelt("".join(words), tokenizer)
+    ids = spell("".join(words), tokenizer)
     cuts = [0, *(i + 1 for i in range(len(ids)) if is_whole(tokenizer, ids[: i + 1]))]
     for place, kind in noise:
-        # between characters only: a word inside a broken one is nothing that a decoder must agree with itself about
+        # between characters only: inside a split character a word token has no defined text
         at = cuts[place % len(cuts)] if kind == "word" else place % (len(ids) + 1)
         ids = [*ids[:at], extra[kind], *ids[at:]]
         cuts = [c if c <= at else c + 1 for c in cuts]
@@ -154,15 +154,15 @@ def is_whole(tokenizer, ids):
 
 
 def test_stop_strings_by_hand():
-    assert found_after(TINY, spelt("x\n\nUser: y", TINY), ["\n\nUser:"]) == 8
-    assert found_after(TINY, spelt("é€!", TINY), ["€"]) == 5  # two bytes and three
-    assert found_after(TINY, spelt("abc", TINY), ["d", "ca"]) is None
-    assert found_after(TINY, spelt("a😀😀😀", TINY), ["😀😀😀"]) == 13  # as many tokens as bytes, not as characters
+    assert found_after(TINY, spell("x\n\nUser: y", TINY), ["\n\nUser:"]) == 8
+    assert found_after(TINY, spell("é€!", TINY), ["€"]) == 5  # two bytes and three
+    assert found_after(TINY, spell("abc", TINY), ["d", "ca"]) is None
+    assert found_after(TINY, spell("a😀😀😀", TINY), ["😀😀😀"]) == 13  # as many tokens as bytes, not as characters
     llama = LLAMA.convert_tokens_to_ids
     assert found_after(LLAMA, llama(["▁a", "▁User", ":"]), [" User:"]) == 3  # its space is dropped at a text's start
     assert found_after(LLAMA, llama(["▁User", ":"]), [" User:"]) is None
-    assert found_after(LLAMA, llama(["a", "▁", "b"]), ["a b"]) == 3  # a space alone shows, though not at the start
-    assert found_after(LLAMA, spelt("€€€\n", LLAMA), ["\n"]) == 10  # the window would begin inside a euro
+    assert found_after(LLAMA, llama(["a", "▁", "b"]), ["a b"]) == 3  # a lone space is shown, except at the start
+    assert found_after(LLAMA, spell("€€€\n", LLAMA), ["\n"]) == 10  # the window would start inside a euro sign
 
 
 def test_stop_check_decodes_a_bounded_tail():
@@ -173,7 +173,7 @@ def test_stop_check_decodes_a_bounded_tail():
             self.longest = max(self.longest, len(ids))
             return TINY.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    tokenizer, ids = Counting(), spelt("a long way to go " * 50, TINY)
+    tokenizer, ids = Counting(), spell("a long way to go " * 50, TINY)
     assert found_after(tokenizer, ids, ["\n\nUser:", "!"]) is None
     assert tokenizer.longest <= len("\n\nUser:") + 4
 
@@ -213,7 +213,7 @@ def test_advance_samples_one_token_and_returns_false_if_idle(engine):
     steps = 0
     while sampler.step():
         steps += 1
-    assert steps == 3 and not sampler.has_requests  # the prompt's step samples the first token and the second
+    assert steps == 3 and not sampler.has_requests  # the prompt's pass samples the first token, this one the second
     assert [len(a.token_ids) for a in outcomes[0]] == [4, 4, 4]
 
 
@@ -222,7 +222,8 @@ def test_requests_join_a_running_batch(engine):
     sampler.submit(ask(1, max_tokens=20), partial(outcomes.__setitem__, 1))
     for _ in range(5):
         sampler.step()
-    sampler.submit(ask(2), lambda outcome: sampler.submit(ask(3), partial(outcomes.__setitem__, 3)))  # from its `done`
+    # counted from its `done`
+    sampler.submit(ask(2), lambda outcome: sampler.submit(ask(3), partial(outcomes.__setitem__, 3)))
     while sampler.step():
         pass
     assert tokens(outcomes[1]) == tokens(Sampler(engine).sample_all([ask(1, max_tokens=20)])[0])
@@ -230,9 +231,9 @@ def test_requests_join_a_running_batch(engine):
 
 
 def test_equal_prompts_are_computed_once(engine):
-    """Under one adapter; what is sampled is what each request has alone, and what is kept of it."""
+    """For one adapter. Each request gets the answers, and keeps the keys and values, that it has alone."""
     torch.manual_seed(0)
-    adapters = [None, *(trained(engine, seed) for seed in (1, 2))]
+    adapters = [None, *(random_snapshot(engine, seed) for seed in (1, 2))]
     asked = [(prompt_, adapter, seed) for seed in range(4) for adapter in adapters for prompt_ in (5, 6)]
     requests = [
         Request(
@@ -261,7 +262,7 @@ def test_equal_prompts_are_computed_once(engine):
 
 
 def test_answers_are_bit_identical_for_any_arrival_if_max_num_seqs_is_one_group(engine):
-    """Siblings end at different times; none of the next request starts in their place, so batches stay the same."""
+    """Siblings end at different times; no row of the next request starts in their place, so batches stay the same."""
     requests = [ask(seed, max_tokens=12, stop=["a", "e", "1"]) for seed in range(4)]
 
     def answers(steps_between):
@@ -289,14 +290,14 @@ def test_cancelled_request_does_not_affect_others(engine, steps):
     }
     for _ in range(steps):
         sampler.step()
-    sampler.cancel(groups[0])  # live, unless it waits still
+    sampler.cancel(groups[0])  # live, unless it still waits
     sampler.cancel(groups[3])  # waits: three groups of three rows fill the sampler
     while sampler.step():
         pass
     assert sorted(outcomes) == [1, 2] and not sampler.has_requests
     for seed, outcome in outcomes.items():
         assert tokens(outcome) == tokens(Sampler(engine).sample_all([ask(seed, max_tokens=12, stop_at_eos=False)])[0])
-    sampler.cancel(groups[1])  # has ended: nothing happens
+    sampler.cancel(groups[1])  # it has ended: nothing happens
     assert tokens(sampler.sample_all([ask(7)])[0]) == tokens(Sampler(engine).sample_all([ask(7)])[0])
 
 
@@ -321,15 +322,15 @@ def test_cancelled_coroutine_frees_its_rows(engine):
 # ---- failures
 
 
-def alien(engine):
-    """A snapshot whose shapes are another base's."""
+def foreign_snapshot(engine):
+    """A snapshot with the shapes of another base."""
     other = tiny_lm(0, hidden_size=32)
     torch.manual_seed(0)
     return Adapter(other.linear_layers, LoraConfig(), seed=0).snapshot("alien")
 
 
 def test_failed_request_does_not_affect_others(engine):
-    requests = [ask(0), ask(1, adapter=alien(engine)), ask(2), ask(3)]
+    requests = [ask(0), ask(1, adapter=foreign_snapshot(engine)), ask(2), ask(3)]
     outcomes = drive(Sampler(engine), requests)
     assert isinstance(outcomes[1], Exception)
     for i in (0, 2, 3):
@@ -389,7 +390,7 @@ def test_invalid_requests_are_refused_at_once(engine, request_, message):
     assert not sampler.has_requests
 
 
-# ---- what else was likely, seeds, long answers
+# ---- alternatives, seeds, long answers
 
 
 def test_top_logprobs_use_the_temperature(engine):
@@ -434,7 +435,7 @@ def test_signed_and_unsigned_64_bit_seeds_are_accepted(engine):
 
 
 def test_cache_grows_with_the_answers_on_demand(engine):
-    """Room for many tokens is not taken before it is needed."""
+    """Room for many tokens is taken only when needed."""
     sampler = Sampler(engine)
     sampler.submit(ask(n=8, max_tokens=400, stop_at_eos=False), lambda outcome: None)
     for tokens_of_each, pages in ((1, 1 + 8), (PAGE_TOKENS, 1 + 8), (PAGE_TOKENS + 1, 1 + 2 * 8)):
@@ -451,8 +452,8 @@ def test_cache_grows_with_the_answers_on_demand(engine):
 
 
 def test_light_client_is_admitted_beside_a_heavy_one(engine):
-    """Ada comes when bob fills all rows and has more waiting: her rows are admitted at once, and get passes of their
-    own. What is sampled is what it is alone, and bob's answers come too."""
+    """Ada submits when bob fills all rows and has more waiting: her rows are admitted at once, and get extra passes.
+    Her answers are those that she gets alone, and bob's are complete too."""
     sampler, outcomes = Sampler(engine, max_num_seqs=64), {}
     heavy = [
         Request(prompt(i), 48, SamplingConfig(max_tokens=40, stop_at_eos=False), seed=i, client="bob") for i in range(4)
@@ -468,8 +469,8 @@ def test_light_client_is_admitted_beside_a_heavy_one(engine):
     while "ada" not in outcomes:
         sampler.step()
         steps += 1
-    assert steps == 2 and len(outcomes) == 1  # a token by the prompt, four by each step's extra passes
-    assert len(sampler.batch.rows) == 64  # at most so many are one client's
+    assert steps == 2 and len(outcomes) == 1  # one token by the prompt's pass, four by each step's extra passes
+    assert len(sampler.batch.rows) == 64  # at most this many rows belong to one client
     while sampler.step():
         pass
     for answers, request in [(outcomes["ada"], light), (outcomes[0], heavy[0]), (outcomes[3], heavy[3])]:
@@ -477,8 +478,8 @@ def test_light_client_is_admitted_beside_a_heavy_one(engine):
 
 
 def test_passes_are_short_while_a_light_client_waits(engine, monkeypatch):
-    """From ada's first pass on, each pass takes a quarter of bob's rows at most, all of them in turn, and begins no
-    more; once ada is gone, all rows again. What is sampled is the same."""
+    """From ada's first pass on, each pass has at most a quarter of bob's rows, in turn, and no new ones start; once ada
+    has ended, passes have all rows again. The answers are unchanged."""
     sampler, outcomes, passes = Sampler(engine, max_num_seqs=64), {}, []
     decode = sampler.batch.decode
     monkeypatch.setattr(sampler.batch, "decode", lambda rows: (passes.append([*rows]), decode(rows)))

@@ -1,4 +1,5 @@
-"""Top-k and top-p in a large vocabulary look among the likeliest tokens first, and keep what a full sort keeps."""
+"""Top-k and top-p in a large vocabulary search the most likely tokens first, and keep the tokens that a full sort
+keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from palestra.engine.sampling import SamplingConfig, sample_tokens
 
 
 @pytest.mark.parametrize(("spread", "most"), [(0.1, 1400), (6.0, 150)], ids=["many are kept", "few are kept"])
-def test_tokens_are_those_of_a_full_sort(monkeypatch, spread, most):
+def test_tokens_equal_those_of_a_full_sort(monkeypatch, spread, most):
     generator = torch.Generator().manual_seed(0)
     logits_RV = spread * torch.randn(24, 1500, generator=generator)
     settings = [
@@ -29,7 +30,7 @@ def test_tokens_are_those_of_a_full_sort(monkeypatch, spread, most):
     assert bool(sorted_widths) == (most == 1400)
 
 
-def test_a_large_vocabulary_is_not_sorted_for_rows_that_keep_all(monkeypatch):
+def test_rows_without_truncation_are_not_sorted(monkeypatch):
     logits_RV = torch.randn(2, 5000, generator=torch.Generator().manual_seed(0))
     u_R = np.array([0.999, 0.999])
     whole = sample_tokens(logits_RV, [SamplingConfig()] * 2, u_R)[0]

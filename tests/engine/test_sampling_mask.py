@@ -1,4 +1,4 @@
-"""Log-probabilities of the distribution that top-k and top-p leave, in the sampler and in training; gradients."""
+"""Log-probabilities of the distribution after top-k and top-p, in the sampler and in training, and their gradients."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def kept(*options, u=0.0):
 # ---- the sampler
 
 
-def test_log_probabilities_of_what_is_left_by_hand():
-    """top_k = 2 leaves 0.5 and 0.3, of which 0.3 is 3/8; top_p = 0.81 leaves 0.95; at temperature 1/2 chances are
-    squared: 0.25 and 0.09 of 0.34. A row of the same batch without the setting keeps the whole, 0.3."""
+def test_truncated_log_probabilities_by_hand():
+    """top_k = 2 leaves 0.5 and 0.3, of which 0.3 is 3/8; top_p = 0.81 leaves 0.95; at temperature 1/2 probabilities are
+    squared: 0.25 and 0.09 of 0.34. A row of the same batch without truncation keeps 0.3."""
     keep = {"keep_sampling_mask": True}
     rows = [{"top_k": 2, **keep}, {"top_p": 0.81, **keep}, {"top_k": 2, "temperature": 0.5, **keep}, {"top_k": 2}]
     found = kept(*rows, u=0.74)  # the second token: below 0.5/0.8, 0.5/0.95 and 0.25/0.34 is the first
@@ -47,8 +47,8 @@ def test_log_probabilities_of_what_is_left_by_hand():
     assert [ids.tolist() for ids in found.kept_ids] == [[0, 1], [0, 1, 2], [0, 1], []]
 
 
-def test_nothing_is_recorded_where_nothing_is_removed():
-    """Greedy answers, and a sampler of all tokens: log-probabilities as ever, and no mask."""
+def test_no_mask_is_recorded_without_truncation():
+    """Greedy answers, and sampling from all tokens: the usual log-probabilities and no mask."""
     keep = {"keep_sampling_mask": True}
     found = kept({**keep}, {"temperature": 0, "top_k": 2, **keep})
     assert np.exp(found.logps_R) == pytest.approx([0.5, 0.5]) and not any(map(len, found.kept_ids))
@@ -61,7 +61,7 @@ def request(sampling=CUT, n=3, seed=1, prompt=(5, 6, 7, 8)):
 
 
 def test_answers_have_the_mask_of_each_token():
-    """The same tokens as without the setting; each is in its mask, which top_k bounds, and whose log-probabilities
+    """The same tokens as without the setting; each is in its mask, which has at most top_k tokens, whose probabilities
     sum to one."""
     sampler = Sampler(tiny_lm(0, initializer_range=0.3))
     plain = CUT.model_copy(update={"keep_sampling_mask": False})
@@ -71,15 +71,15 @@ def test_answers_have_the_mask_of_each_token():
         rows = own.sampling_mask.rows()
         assert len(rows) == len(own.token_ids) == 8
         assert all(t in row and len(row) <= 20 for t, row in zip(own.token_ids.tolist(), rows, strict=True))
-        assert (own.logprobs > other.logprobs).all()  # a part of the mass is a part of less
+        assert (own.logprobs > other.logprobs).all()  # a share of the mass is lower than of the whole
 
 
 # ---- training
 
 
-def test_gradient_of_the_truncated_policy_is_unbiased_and_that_of_the_whole_is_not():
-    """In expectation over what is sampled, the gradient of the log-probability of the sampled distribution is 0: a
-    baseline adds nothing. That of the whole distribution is the tokens' chance under the one minus the other."""
+def test_gradient_of_the_truncated_policy_is_unbiased():
+    """In expectation over the sampled tokens, the gradient of their truncated log-probability is 0, so a baseline adds
+    nothing. That of the whole distribution is the difference of the two probabilities."""
     for masked in (True, False):
         logits_V = torch.tensor(CHANCES).log().requires_grad_()
         sets = KeptTokens(torch.tensor([0, 1] * 2), torch.tensor([0, 2]), torch.tensor([2, 2]))
@@ -91,7 +91,8 @@ def test_gradient_of_the_truncated_policy_is_unbiased_and_that_of_the_whole_is_n
 
 
 def test_entropy_is_of_the_truncated_distribution():
-    sets = KeptTokens(torch.tensor([0, 1]), torch.tensor([0, 2]), torch.tensor([2, 0]))  # and a row that keeps all
+    # and a row that keeps all tokens
+    sets = KeptTokens(torch.tensor([0, 1]), torch.tensor([0, 2]), torch.tensor([2, 0]))
     wanted = ScoredTokens(torch.tensor([0, 0]), torch.tensor([1, 1]), None, sets)
     logps, entropy = score_logits(torch.tensor([CHANCES]).log(), wanted, entropy_grad=False)
     assert logps.exp().tolist() == pytest.approx([3 / 8, 0.3])
@@ -100,8 +101,8 @@ def test_entropy_is_of_the_truncated_distribution():
 
 
 def trainer_and_samples(head):
-    """A trainer in float64 of weights that are not as they were initialised, and samples of theirs in float32: siblings
-    of two prompts, those of the second without masks."""
+    """A trainer in float64 with weights other than the initial ones, and its samples in float32: siblings of two
+    prompts, those of the second without masks."""
     engine = tiny_lm(1, tie_word_embeddings=False)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -134,7 +135,7 @@ def sampled(engine, adapter):
 
 
 def naive_scores(model, sample):
-    """Log-probabilities and entropies [T] by transformers' own pass, position by position among the kept tokens."""
+    """Log-probabilities and entropies [T] by transformers' own pass, position by position over the kept tokens."""
     ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.token_ids]).astype(np.int64))
     logits_TV = model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1] / sample.temperature
     whole = [list(range(logits_TV.shape[1]))] * len(logits_TV)
@@ -163,7 +164,7 @@ def test_trainer_equals_a_naive_implementation(monkeypatch, limit):
     for ours, theirs in zip(trainer.parameters, model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, **GRADIENTS)
     assert metrics["kl"] == 0 and metrics["clip_fraction"] == 0  # the ratio to the trainer's own is exactly 1
-    assert metrics["sampler_kl"] == pytest.approx(0, abs=1e-5)  # and to the sampler's but for float32
+    assert metrics["sampler_kl"] == pytest.approx(0, abs=1e-5)  # and to the sampler's up to float32
 
 
 def with_current(sample):
@@ -190,7 +191,7 @@ def test_sampler_and_trainer_agree_on_the_shipped_base():
     engine = Engine.load("tiny", device="cpu")
     prompt = np.array(engine.tokenizer.encode("up down left"), np.int32)
     answers = Sampler(engine).sample_all([Request(prompt, 4, CUT, seed=3)])[0]
-    assert any(len(row) < 20 for answer in answers for row in answer.sampling_mask.rows())  # top_p cut too
+    assert any(len(row) < 20 for answer in answers for row in answer.sampling_mask.rows())  # top_p removed tokens too
     plain = [Sample(prompt, a.token_ids, a.logprobs, np.zeros(8, np.float32), 0.8) for a in answers]
     masked = [
         Sample(prompt, a.token_ids, a.logprobs, np.zeros(8, np.float32), 0.8, sampling_mask=a.sampling_mask)

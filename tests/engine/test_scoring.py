@@ -1,4 +1,4 @@
-"""Scores against transformers, the trainer and the sampler, with adapters of different ranks in one call."""
+"""Scores compared with transformers, the trainer and the sampler, with adapters of different ranks in one call."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def randomised(engine, config, seed):
 
 
 def plain_logps(engine, ids):
-    """Log-probabilities [P, V] by transformers' own eager attention, without our layouts."""
+    """Log-probabilities [P, V] by transformers' own eager attention, without palestra's layouts."""
     engine.model.config._attn_implementation = "eager"
     try:
         with torch.no_grad():
@@ -36,7 +36,7 @@ def plain_logps(engine, ids):
 
 
 def prompts(count, seed=0):
-    """Prompts of several lengths, the later half each going on from one of the first."""
+    """Prompts of several lengths; each of the second half continues one of the first."""
     rng = np.random.default_rng(seed)
     first = [rng.integers(5, 250, int(rng.integers(2, 20))).astype(np.int32) for _ in range(count // 2)]
     return first + [np.concatenate([p, rng.integers(5, 250, 6).astype(np.int32)]) for p in first]
@@ -74,7 +74,7 @@ def test_base_scores_equal_transformers(engine):
 
 @pytest.mark.parametrize(("pack_tokens", "logits"), [(16384, 2**26), (40, 272 * 7), (1, 1)])
 def test_mixed_adapter_scores_equal_each_trainer(engine, adapters, monkeypatch, pack_tokens, logits):
-    """However the prompts are cut into passes and the passes into rows; the same prompts under several adapters."""
+    """For any split of the prompts into passes and of the passes into rows; the same prompts with several adapters."""
     monkeypatch.setattr(chunks, "MAX_LOGITS", logits)
     owners = [*adapters, None]
     snapshots = [a.snapshot(f"a{i}") if a else None for i, a in enumerate(owners)]
@@ -86,7 +86,8 @@ def test_mixed_adapter_scores_equal_each_trainer(engine, adapters, monkeypatch, 
         mine = [(ids, scores) for (ids, owner), scores in zip(asked, found, strict=True) if owner == o]
         zeros = [np.zeros(len(ids) - 1, np.float32) for ids, _ in mine]
         samples = [Sample(ids[:1], ids[1:], z, z) for (ids, _), z in zip(mine, zeros, strict=True)]
-        trainer = Trainer(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))  # B = 0: the base
+        # B = 0: equals the base
+        trainer = Trainer(engine, adapter or Adapter(engine.linear_layers, LoraConfig(), seed=0))
         for (_, scores), logps in zip(mine, trainer.logprobs(samples), strict=True):
             np.testing.assert_allclose(scores.logprobs, logps, atol=1e-4)
 
@@ -110,7 +111,7 @@ def test_scores_equal_sampler_logprobs(engine, adapters):
         first = len(request.prompt_ids) - 1
         np.testing.assert_allclose(scores.logprobs[first:], answer.logprobs, atol=1e-4)
         np.testing.assert_allclose(scores.top_logprobs[first:], answer.top_logprobs, atol=1e-4)
-        assert (scores.top_ids[first:] == answer.top_ids).mean() > 0.9  # but for near ties
+        assert (scores.top_ids[first:] == answer.top_ids).mean() > 0.9  # except for near ties
 
 
 def test_each_request_returns_only_what_it_requested(engine):
@@ -121,7 +122,7 @@ def test_each_request_returns_only_what_it_requested(engine):
     assert plain.top_ids.shape == plain.top_logprobs.shape == (len(ids) - 1, 0) and plain.target_logprobs is None
     assert top.top_ids.shape == (len(ids) - 1, 2)
     np.testing.assert_allclose(plain.logprobs, top.logprobs)
-    assert single.logprobs.shape == (0,) and single.top_ids.shape == (0, 2)  # nothing stands before the first token
+    assert single.logprobs.shape == (0,) and single.top_ids.shape == (0, 2)  # the first token has no score
     assert score_prompts(engine, []) == []
 
 

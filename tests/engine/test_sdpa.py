@@ -1,4 +1,4 @@
-"""The attention paths of a GPU, run on the CPU: repeated heads under a mask, and no mask for fresh prompts."""
+"""The attention paths of a GPU, run on the CPU: repeated heads with a mask, and no mask for new prompts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_gpu_code_paths_give_equal_results(monkeypatch):
 
 @pytest.mark.gpu
 def test_attention_scores_are_not_kept_on_a_gpu():
-    """Memory of the backward pass grows with keys, and not with pairs of queries and keys."""
+    """Memory of the backward pass grows with the number of keys, not with pairs of queries and keys."""
     device = torch.device("cuda")
     q = torch.randn(1, 16, 4096, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     k, v = (torch.randn(1, 4, 4096, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Architectures of transformers against its own forward, and what is refused or limited at load."""
+"""Architectures of transformers compared with its own forward, and models that are refused or limited at load."""
 
 import importlib.util
 import json
@@ -69,18 +69,18 @@ def test_sliding_window_model_loads_and_keeps_its_window(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": window}))
         engine = Engine.load(str(tmp_path), device="cpu")
         assert engine.plain_path is None
-        own = architectures.own_logprobs(fresh(tmp_path), None, sample).detach().numpy()
+        own = architectures.own_logprobs(load_model(tmp_path), None, sample).detach().numpy()
         found.append(Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)).logprobs([sample])[0])
         np.testing.assert_allclose(found[-1], own, atol=LOGPROB_ATOL)
     assert np.abs(found[0] - found[1]).max() > 0.01
 
 
-def fresh(folder: Path) -> PreTrainedModel:
+def load_model(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 class Halved(nn.Linear):
-    """A linear layer with a forward of its own, as quantised ones have."""
+    """A linear layer with its own forward, like quantised layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) / 2
@@ -197,7 +197,7 @@ def tokens(answers) -> list[list[int]]:
 def test_plain_path_answers_do_not_depend_on_the_batch(plain_engine: Engine):
     every = requests(plain_engine)
     alone = [tokens(Sampler(plain_engine).sample_all([request])) for request in every]
-    for max_num_seqs in (512, 4):  # at 4, siblings start at different times
+    for max_num_seqs in (512, 4):  # with 4, siblings start at different times
         sampler = Sampler(plain_engine, max_num_seqs=max_num_seqs)
         assert isinstance(sampler.batch, PlainBatch)
         assert tokens(sampler.sample_all(every)) == [answer for group in alone for answer in group]

@@ -1,4 +1,4 @@
-"""What recorded decoding steps compute at once: linear layers of the same input, and rotary embeddings."""
+"""Products that recorded decoding steps share: linear layers of the same input, and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def load(config) -> Engine:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
-            weight.data.normal_(0, 0.3)  # they begin at 0
+            weight.data.normal_(0, 0.3)  # B starts at 0
     family = config.model_type
     return choose_engine(model, family, lambda of, plain: Engine(of, tiny_tokenizer(), family, plain=plain))
 
 
 def gradients(engine: Engine) -> list[torch.Tensor]:
-    """Gradients of an adapter, of a pass over one answer."""
+    """The gradients of an adapter in a pass over one answer."""
     adapter = Adapter(engine.linear_layers, LoraConfig(rank=4), seed=0)
     with torch.no_grad():
         for _, b in adapter.weights.values():
@@ -44,7 +44,7 @@ def gradients(engine: Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SHAPE), Qwen2Config(**SHAPE)], ids=["llama", "biases"])
-def test_layers_of_one_input_are_one_product_and_train_as_before(config):
+def test_layers_of_one_input_share_a_product_and_train_unchanged(config):
     engine, other = load(config), load(config)
     before = {name: weight.clone() for name, weight in engine.model.named_parameters()}
     for ranks in ((4,), (4, 8)):
@@ -75,7 +75,7 @@ def test_samplers_of_one_base_share_the_joined_weights():
     assert not any(graphs.refusal for _, graphs in samplers)
 
 
-def test_a_joined_base_is_saved_whole(tmp_path):
+def test_joined_base_is_saved_with_separate_layers(tmp_path):
     engine = load(LlamaConfig(**SHAPE))
     sampler, graphs = recording(engine)
     sampler.sample_all(requests([None]))
@@ -95,7 +95,7 @@ def angles(rows: int, width: int, *, paired: bool) -> tuple[torch.Tensor, torch.
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [(4, 2, 16), (9, 3, 64), (2, 1, 80)])
-def test_the_rotary_kernel_agrees_with_complex_numbers(shape, device):
+def test_rotary_kernel_equals_complex_rotation(shape, device):
     heads, kv_heads, width = shape
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, 5, n, width, generator=generator).transpose(1, 2) for n in (heads, kv_heads))
@@ -107,8 +107,8 @@ def test_the_rotary_kernel_agrees_with_complex_numbers(shape, device):
 
 
 @pytest.mark.parametrize(("config", "agrees"), [(LlamaConfig, True), (CohereConfig, False)])
-def test_a_function_that_pairs_neighbours_is_not_replaced(config, agrees, monkeypatch):
-    """Cohere turns each pair of neighbours: the kernel, which turns halves, is not used there."""
+def test_rotary_function_of_neighbouring_pairs_is_not_replaced(config, agrees, monkeypatch):
+    """Cohere rotates pairs of neighbours: the kernel, which rotates halves, is not used there."""
     model = AutoModelForCausalLM.from_config(config(**SHAPE))
     code = sys.modules[type(model).__module__]
     own = getattr(code, NAME)
@@ -127,9 +127,9 @@ def test_a_function_that_pairs_neighbours_is_not_replaced(config, agrees, monkey
         if agrees:
             torch.testing.assert_close(found(q, k, cos, sin), expected)
         else:
-            with pytest.raises(TypeError):  # it is the function that is called
+            with pytest.raises(TypeError):  # the model's own function is called
                 found(q, k, cos, sin)
     monkeypatch.setattr(found, "own", own)
     q.requires_grad_()
-    found(q, k, cos, sin)[0].sum().backward()  # training goes on by the function
+    found(q, k, cos, sin)[0].sum().backward()  # training uses the model's own function
     assert q.grad is not None

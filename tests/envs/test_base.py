@@ -1,4 +1,4 @@
-"""check_env passes sound envs and names what is broken in others."""
+"""check_env accepts valid envs and names what is broken in others."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ from palestra.types import Step
 
 
 class Countdown(Env):
-    """Two seats say numbers at once; sound. The others below break one thing each."""
+    """A valid env of two seats that answer with numbers at the same time. Each env below breaks one thing."""
 
     name = "countdown"
     seats = ("a", "b")
@@ -57,7 +57,7 @@ class Unseeded(Countdown):
 
 
 class SharedFork(Countdown):
-    replaces_state = True  # not the list that step appends to
+    replaces_state = True  # but step appends to the same list in both
 
 
 class Endless(Countdown):
@@ -71,7 +71,7 @@ class Fragile(Countdown):
         return super().step(actions)
 
 
-class Stranger(Countdown):
+class RewardsUnknownSeat(Countdown):
     def show(self) -> Step:
         step = super().show()
         return Step(step.observations, {"c": 1.0}, info=step.info)
@@ -82,7 +82,7 @@ class Infinite(Countdown):
         return Step(super().show().observations, team_reward=float("inf"))
 
 
-class Silent(Countdown):
+class EndsWithoutInfo(Countdown):
     def show(self) -> Step:
         step = super().show()
         return step if step.observations else Step({})
@@ -109,9 +109,9 @@ def test_valid_env_passes_the_check(sound):
         (SharedFork, "differs in observations after .*fork.*Fix: fork must copy"),
         (Endless, "did not end within 1000 steps"),
         (Fragile, "raised ValueError.*at the action ''"),
-        (Stranger, r"rewards unknown seats \['c'\]"),
+        (RewardsUnknownSeat, r"rewards unknown seats \['c'\]"),
         (Infinite, "pays the team inf"),
-        (Silent, 'says "success" in a step but not in the last one'),
+        (EndsWithoutInfo, 'says "success" in a step but not in the last one'),
         (Forgetful, "second reset with the same seed"),
     ],
 )
@@ -120,15 +120,15 @@ def test_broken_env_is_reported_by_the_check(broken, finding):
         check_env(broken)
 
 
-class Gymlike(Countdown):
-    """Returns what Gymnasium's envs do."""
+class ReturnsTuple(Countdown):
+    """Returns the tuples that Gymnasium's envs return."""
 
     def reset(self, seed: int) -> Any:
         return super().reset(seed).observations, {}
 
 
 class Broken(Countdown):
-    """Raises at an action that is not a bad one."""
+    """Raises for an action that is not an invalid one."""
 
     def step(self, actions: dict[str, str]) -> Step:
         raise KeyError("boom")
@@ -137,7 +137,7 @@ class Broken(Countdown):
 def test_wrong_return_type_of_step_is_explained():
     message = r"reset must return a palestra.types.Step, and returned a tuple, as in Gymnasium: write return Step\("
     with pytest.raises(ValueError, match=message):
-        check_env(Gymlike)
+        check_env(ReturnsTuple)
 
 
 def test_exception_of_an_env_is_located():

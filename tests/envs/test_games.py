@@ -1,4 +1,4 @@
-"""Games in words: they keep the contract of envs, pay by their rules, and say all that a seat knows."""
+"""Text games: they pass the env check, pay by their rules, and their observations are the information states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_envs_pass_the_env_check(name: str) -> None:
 
 
 def play(env: TextGame, seed: int, words: list[str]) -> tuple[dict[str, float], list[dict]]:
-    """Returns and infos of a game in which these words are said in turn."""
+    """Returns and infos of a game in which these words are the answers."""
     step, returns, infos = env.reset(seed), dict.fromkeys(env.seats, 0.0), []
     for word in words:
         assert not step.done

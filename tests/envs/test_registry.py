@@ -41,7 +41,7 @@ def test_invalid_names_and_options_are_refused(name, options, message):
 def test_env_class_by_import_path(monkeypatch):
     module = types.ModuleType("their_envs")
 
-    class Theirs(Env):
+    class CustomEnv(Env):
         def __init__(self, level: int, **more: str) -> None:
             self.level, self.more = level, more
 
@@ -51,10 +51,10 @@ def test_env_class_by_import_path(monkeypatch):
         def step(self, actions):
             raise NotImplementedError
 
-    module.Theirs = Theirs
+    module.CustomEnv = CustomEnv
     monkeypatch.setitem(sys.modules, "their_envs", module)
-    assert load_env_class("their_envs:Theirs") is Theirs
-    env = make_env("their_envs:Theirs", level="2", colour="red")
+    assert load_env_class("their_envs:CustomEnv") is CustomEnv
+    env = make_env("their_envs:CustomEnv", level="2", colour="red")
     assert (env.level, env.more) == (2, {"colour": "red"})
     with pytest.raises(ValueError, match='option "level"'):
-        make_env("their_envs:Theirs")
+        make_env("their_envs:CustomEnv")

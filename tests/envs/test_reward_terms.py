@@ -1,7 +1,7 @@
-"""Rewards by terms: every shipped text env names what it pays, and none pays for form what it should pay for the task.
+"""Rewards by terms: every shipped text env names its rewards, and rewards the form of an answer less than the task.
 
-For each env with a reward for form: a policy that knows the form and nothing else earns less than one that is right
-once in ten episodes and earns nothing in the others.
+For each env with a reward for form, a policy with the right form alone earns less than one that is right in one of ten
+episodes and earns nothing in the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from palestra.envs.text.tools.env import Tools
 from palestra.rollouts.metrics import policy_metrics
 from palestra.types import Answer, Episode, Node, Step
 
-# An env, and well-formed answers by seat that know nothing of the instance.
+# An env, and well-formed answers by seat that do not depend on the instance.
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "the"}}</tool_call>'
 FORM_ONLY: dict[str, tuple[Callable[[], Env], dict[str, list[str]]]] = {
     "math": (lambda: Math(team="single"), {"reasoner": ["#### 12"]}),
@@ -59,14 +59,14 @@ SOLVED = dict.fromkeys(("plan_path", "plan_path_alone", "sokoban"), 2.0)  # all 
 
 
 async def returns(make_env: Callable[[], Env], say: Callable[[Env, str, int], str], seeds: range) -> list[dict]:
-    """What each seat earns in all, with the team's reward, per episode."""
+    """The total of each seat with the team's reward, per episode."""
     found = []
     for seed in seeds:
         env, turn = make_env(), 0
-        step = await _now(env.reset(seed))
+        step = await awaited(env.reset(seed))
         earned = dict.fromkeys(env.seats, 0.0)
         while not step.done:
-            step = await _now(env.step({seat: say(env, seat, turn) for seat in step.observations}))
+            step = await awaited(env.step({seat: say(env, seat, turn) for seat in step.observations}))
             check_terms(step)
             check_form(step)
             turn += 1
@@ -80,7 +80,7 @@ def check_form(step: Step) -> None:
     assert all(terms.get(FORM_TERM, 0.0) <= 0 for terms in step.info.get(REWARD_TERMS_KEY, {}).values())
 
 
-async def _now(result: Any) -> Step:
+async def awaited(result: Any) -> Step:
     return await result if inspect.isawaitable(result) else result
 
 
@@ -117,7 +117,8 @@ def test_score_changes_sum_to_the_final_score() -> None:
 
 
 def test_terms_are_logged_per_policy() -> None:
-    """Means over answers: of two, one cost 0.1 for its form and one earned 1; a step without terms counts as 0."""
+    """Means over answers: of two answers one lost 0.1 for its form and one earned 1; a step without terms counts as
+    0."""
     episode = Episode("hand", 0, {"a": "p"})
     for i, terms in enumerate(({"form": -0.1, "correct": 0.0}, {"form": 0.0, "correct": 1.0}, {})):
         info = {REWARD_TERMS_KEY: {"a": terms}} if terms else {}
@@ -161,7 +162,7 @@ NAMED: dict[str, list[dict[str, Any]]] = {  # options by env
     "text_connect_four": [{}],
     "text_bargaining": [{}],
 }
-# Their packages are in a venv of their own: tests/envs/text/peers plays them, and asserts their terms.
+# Their packages have a venv of their own: tests/envs/text/peers plays these envs and checks their terms.
 PEERS = {"textarena", "verifiers", "openenv"}
 TEAM_ONLY = {"describe_guess"}  # no seat has a reward of its own
 
@@ -182,7 +183,7 @@ def answer(env: Env, step: Step, seat: str, rng: random.Random, expert_share: fl
 async def named_terms(env: Env, seed: int, expert_share: float) -> tuple[set[str], bool]:
     """The names of the terms of an episode, and whether a seat had a reward. Every reward is the sum of its terms."""
     rng, names, paid = random.Random(seed), set[str](), False
-    step = await _now(env.reset(seed))
+    step = await awaited(env.reset(seed))
     while True:
         check_terms(step)
         terms = step.info.get(REWARD_TERMS_KEY, {})
@@ -191,7 +192,7 @@ async def named_terms(env: Env, seed: int, expert_share: float) -> tuple[set[str
         if step.done:
             await _closed(env)
             return names, paid
-        step = await _now(env.step({seat: answer(env, step, seat, rng, expert_share) for seat in step.observations}))
+        step = await awaited(env.step({seat: answer(env, step, seat, rng, expert_share) for seat in step.observations}))
 
 
 async def _closed(env: Env) -> None:
@@ -239,7 +240,7 @@ def test_env_check_adds_up_terms() -> None:
 
 
 def test_debate_pays_the_parts_of_a_speech_and_takes_them_from_the_other_side() -> None:
-    """The score's parts by their weights 1, 2 and 1 of 4; what one side earns, the other pays as one term."""
+    """The score's parts by their weights 1, 2 and 1 of 4; what one side earns, the other loses as one term."""
     env = make_env("debate", rounds=1, order="simultaneous")
     step = asyncio.run(_first_speeches(env))
     terms, parts = step.info[REWARD_TERMS_KEY], step.info["parts"]
@@ -251,13 +252,13 @@ def test_debate_pays_the_parts_of_a_speech_and_takes_them_from_the_other_side() 
 
 
 async def _first_speeches(env: Any) -> Step:
-    step = await _now(env.reset(0))
-    return await _now(env.step({side: env.expert(side, random.Random(0)) for side in step.observations}))
+    step = await awaited(env.reset(0))
+    return await awaited(env.step({side: env.expert(side, random.Random(0)) for side in step.observations}))
 
 
 def test_terms_of_a_seat_that_waits_are_logged() -> None:
-    """`first` moves, two answers tried; then `second` ends the game in two ways, -1 and 0 for `first`, who gets their
-    mean for each of its answers."""
+    """`first` moves, two answers tried; then `second` ends the game in two ways, -1 and 0 for `first`, whose answers
+    both get the mean."""
     episode = Episode("hand", 0, {"first": "p", "second": "q"})
     episode.nodes = [Node(i, None, 0, {}, {"first": Answer("x", "p@0")}, chosen=i == 0) for i in range(2)]
     for i, outcome in enumerate((-1.0, 0.0)):

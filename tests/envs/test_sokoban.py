@@ -60,20 +60,22 @@ def test_plan_stops_at_its_first_impossible_push(monkeypatch):
     assert reward("left up") == pytest.approx(1 + 1)
     assert reward("left left up") == pytest.approx(1 / 2)  # the second "left" meets the border
     assert reward("right") == pytest.approx(-1 / 2)
-    assert reward("left up left") == reward("left up")  # solved before the push that could not be made
+    assert reward("left up left") == reward("left up")  # solved before the impossible push
     assert reward("") == reward("left left left left") == reward("r1 c1") == -0.1
 
 
 @pytest.mark.parametrize(
     ("plan", "moves", "share"),
     [
-        ("left up", "up left left", 1 / 2),  # the first push made; then the stand below (1, 0) is as far as before
-        ("left up", "up left left down", (1 + (2 - 1) / 3) / 2),  # one of the two steps to that stand
-        ("left", "up", (2 - 1) / 3),  # one of the two steps to the stand at (1, 2)
+        # the first push is made; then the cell from which to push, below (1, 0), is as far as before
+        ("left up", "up left left", 1 / 2),
+        ("left up", "up left left down", (1 + (2 - 1) / 3) / 2),  # one of the two steps to that cell
+        ("left", "up", (2 - 1) / 3),  # one of the two steps to the cell at (1, 2)
         ("left", "down", 0),
-        ("left", "left down", 0),  # off and back: no nearer than at first
-        ("down", "up left left", 0),  # pushed the box another way
-        ("right right right", "up", 0),  # two of the three can be made, from (1, 0), and "up" leads away from it
+        ("left", "left down", 0),  # away and back: no nearer than at the start
+        ("down", "up left left", 0),  # pushed the box in another direction
+        # two of the three pushes are possible, from (1, 0), and "up" leads away from it
+        ("right right right", "up", 0),
     ],
 )
 def test_executor_reward_is_the_share_of_the_plan_followed(monkeypatch, plan, moves, share):
@@ -86,9 +88,9 @@ def test_executor_reward_is_the_share_of_the_plan_followed(monkeypatch, plan, mo
 
 def test_push_needs_a_path_behind_the_box():
     board = make_grid(3, walls=[1, 4])  # the wall in column 1 leaves only row 2 open
-    assert push(board, (0, (3,)), 0, 3) is None  # pushing right: nothing stands left of column 0
+    assert push(board, (0, (3,)), 0, 3) is None  # pushing right: no cell left of column 0
     assert push(board, (8, (7,)), 0, 2) == (7, (6,))
-    assert push(board, (0, (7,)), 0, 2) is None  # the box itself bars the way to its right side
+    assert push(board, (0, (7,)), 0, 2) is None  # the box itself blocks the way to its right side
 
 
 def test_outcome_reward_pays_success_only(monkeypatch):
@@ -127,7 +129,7 @@ def test_full_rendering_of_the_board(monkeypatch):
 def test_distance_gives_each_box_its_own_goal():
     # Boxes at (0, 0), (0, 1), goals at (0, 2), (2, 1) on a 3x3 board: 2 + 2 straight, 1 + 3 crossed.
     assert box_goal_distance(3, (0, 1), (2, 7)) == 4
-    assert box_goal_distance(3, (0, 1), (1, 2)) == 2  # either way round the sum is two
+    assert box_goal_distance(3, (0, 1), (1, 2)) == 2  # the sum is two either way
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Splits never share a layout, whichever way it is turned or mirrored."""
+"""Splits never share a layout, in any rotation or reflection."""
 
 from collections import Counter
 

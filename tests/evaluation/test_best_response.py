@@ -1,4 +1,5 @@
-"""Learned responses: returns with the error that exact play has, and the algorithm that trains a response."""
+"""Learned responses: mean returns with their standard errors against exact values, and the algorithm that trains a
+response."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ def train(root: Path, env: str, **algorithm: object) -> Path:
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_mean_return_and_its_error_are_those_of_exact_play(greedy: bool, tmp_path: Path) -> None:
-    """Mean and variance of a game's return follow from the tree. The error from 10 batches has 9 degrees of freedom, so
-    that it is between 0.33 and 1.8 times the true one in 999 of 1,000 evaluations."""
+def test_mean_return_and_standard_error_equal_exact_play(greedy: bool, tmp_path: Path) -> None:
+    """Mean and variance of a game's return follow from the tree. The standard error from 10 batches has 9 degrees of
+    freedom, so it is between 0.33 and 1.8 times the true one in 999 of 1,000 evaluations."""
     target, episodes = find_target(train(tmp_path, "leduc_poker")), 2_000
     with open_vector_eval(target, {}, {}, num_envs=NUM_ENVS, greedy=greedy) as setup:
         tree = enumerated(setup.env_config)

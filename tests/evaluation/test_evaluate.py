@@ -1,4 +1,4 @@
-"""One evaluation for language agents and networks: the same names of targets and policies, and the same result."""
+"""One evaluation for language agents and networks: the same names of targets and policies, the same form of result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def text(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vector(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two networks, of a few steps."""
+    """A short run of two networks."""
     tree: dict[str, Any] = {
         "env": {"type": "vector_toys:Counted", "num_envs": 8},
         "policies": {"seat0": {"type": "net", "hidden": [4]}, "seat1": {"type": "net", "hidden": [4]}},
@@ -86,7 +86,7 @@ def test_env_without_run_is_played_by_the_given_policies() -> None:
         evaluate("kuhn_poker", episodes=1)
 
 
-def test_games_have_the_env_options_that_the_evaluations_of_the_run_share(tmp_path: Path) -> None:
+def test_games_have_the_env_options_of_the_runs_evaluations(tmp_path: Path) -> None:
     path = tmp_path / "cooks.yaml"
     evals = {"one": {"env": {"max_steps": 4, "layout": "coord_ring"}}, "two": {"env": {"max_steps": 4}}}
     env = {"type": "overcooked", "max_steps": 9, "num_envs": 2}

@@ -1,4 +1,4 @@
-"""Policies of runs as tables: NashConv equal to OpenSpiel's, in a file, as OpenSpiel's policy; learned bounds."""
+"""Policies of runs as tables: NashConv equal to OpenSpiel's, export to a file and to OpenSpiel, learned bounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OSHI_ZUMO = "turn_based_simultaneous_game(game=oshi_zumo(coins=4,size=1,horizon=
 
 
 def train(root: Path, game: str, env: dict[str, Any] | None = None, **options: Any) -> pl.TrainedRun:
-    """A run of one rollout, in which two networks play an OpenSpiel game; `env` are further options of the env,
+    """A run of one rollout, in which two networks play an OpenSpiel game; `env` has further options of the env,
     `options` those of the networks."""
     policy = {"type": "net", "hidden": [8], "lr": 1e-2, **options}
     return pl.train(
@@ -67,7 +67,7 @@ def spiel_nash_conv(policy: GamePolicy) -> float:
         pytest.param("dark_hex(num_rows=2,num_cols=3)", marks=pytest.mark.slow),
     ],
 )
-def test_nash_conv_of_an_exported_policy_is_that_of_openspiel(game: str, tmp_path: Path) -> None:
+def test_nash_conv_of_an_exported_policy_equals_openspiel(game: str, tmp_path: Path) -> None:
     run = train(tmp_path, game)
     policy = export_game_policy(run.path)
     policy.save(tmp_path / "policy.json")
@@ -87,8 +87,8 @@ def test_eval_prints_nash_conv_of_the_policies_at_the_seats(tmp_path: Path) -> N
     assert greedy == pytest.approx(export_game_policy(run.path, greedy=True).nash_conv, abs=1e-12)
 
 
-def test_table_holds_the_probabilities_by_which_the_network_plays(tmp_path: Path) -> None:
-    """Frequencies of a million first actions of player 0, against the table."""
+def test_table_equals_the_networks_action_frequencies(tmp_path: Path) -> None:
+    """Frequencies of a million first actions of player 0, compared with the table."""
     run = train(tmp_path, "kuhn_poker")
     policy = export_game_policy(run.path)
     rows = [row for state, row in policy.players[0].items() if len(state) == 1]
@@ -107,7 +107,7 @@ def pyspiel_value(policy: GamePolicy) -> float:
 
 @pytest.mark.parametrize("game", ["kuhn_poker", "liars_dice(dice_sides=3)"])
 def test_table_of_a_network_that_sees_observations(game: str, tmp_path: Path) -> None:
-    """By information state, what the network answers to OpenSpiel's observation tensor of a state there. In liar's dice
+    """For each information state the table has the network's output for OpenSpiel's observation tensor. In liar's dice
     both tensors have the same length."""
     run = train(tmp_path, game, {"view": "observation"})
     policy, env = export_game_policy(run.path), OpenSpielEnv(1, game=game, view="observation")
@@ -126,7 +126,7 @@ def test_table_of_a_network_that_sees_observations(game: str, tmp_path: Path) ->
 
 
 def decisions(state: Any) -> Iterator[Any]:
-    """All states below in which a player moves."""
+    """All states below `state` in which a player acts."""
     if not state.is_chance_node() and not state.is_terminal():
         yield state
     for action in [] if state.is_terminal() else state.legal_actions():
@@ -134,8 +134,8 @@ def decisions(state: Any) -> Iterator[Any]:
 
 
 def test_population_of_networks_that_see_observations(tmp_path: Path) -> None:
-    """In Leduc poker states of one observation may differ in their legal actions, so that no table by observation
-    plays a member there."""
+    """In Leduc poker states of one observation may differ in their legal actions, so a table by observation cannot
+    represent a member."""
     for game in ("kuhn_poker", "leduc_poker"):
         run = pl.train(
             env={"type": "openspiel", "game": game, "view": "observation", "num_envs": 32},
@@ -177,7 +177,7 @@ def test_population_is_exported_as_its_last_mixtures(tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "exists" in plain(refused.output)
 
 
-def test_policies_without_a_table_say_why(tmp_path: Path) -> None:
+def test_policies_without_a_table_are_explained(tmp_path: Path) -> None:
     run = train(tmp_path, "kuhn_poker", gru_units=4)
     with pytest.raises(ValueError, match="remembers more"):
         export_game_policy(run.path)
@@ -197,7 +197,7 @@ def test_policies_without_a_table_say_why(tmp_path: Path) -> None:
         ("goofspiel(num_cards=4,imp_info=True,points_order=descending)", {}, "its players move at once"),
     ],
 )
-def test_eval_says_why_it_computes_no_nash_conv(game: str, options: Any, why: str, tmp_path: Path) -> None:
+def test_eval_explains_a_missing_nash_conv(game: str, options: Any, why: str, tmp_path: Path) -> None:
     run = train(tmp_path, game, **options)
     shown = " ".join(plain(invoke("eval", run.path, "--episodes", 8, "--record", "now").output).split())
     assert why in shown and "NashConv is not computed: " in shown and "--best-response 1000000 finds a lower" in shown
@@ -205,7 +205,7 @@ def test_eval_says_why_it_computes_no_nash_conv(game: str, options: Any, why: st
     assert "no_nash_conv" not in run.evals.columns
 
 
-def test_eval_says_that_a_game_is_too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_eval_reports_a_too_large_game(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("palestra.evaluation.vector.MAX_NODES_OF_EVAL", 50)
     run = train(tmp_path, "kuhn_poker")
     shown = " ".join(plain(invoke("eval", run.path, "--episodes", 8).output).split())
@@ -217,7 +217,7 @@ def test_eval_of_a_task_without_rules_does_not_mention_nash_conv() -> None:
     assert done.exit_code == 0 and "NashConv" not in plain(done.output)
 
 
-def test_error_of_openspiel_leaves_the_other_metrics() -> None:
+def test_error_of_openspiel_keeps_the_other_metrics() -> None:
     def fails(tree: Any) -> Any:
         raise pyspiel.SpielError("not implemented")
 
@@ -228,7 +228,7 @@ def test_error_of_openspiel_leaves_the_other_metrics() -> None:
 
 @pytest.mark.slow
 def test_learned_responses_bound_nash_conv_from_below(tmp_path: Path) -> None:
-    """In Kuhn poker, against two networks that hardly learned: most of NashConv, and no more than it."""
+    """In Kuhn poker, against two networks that were hardly trained: the bound is most of NashConv, and not more."""
     run = train(tmp_path, "kuhn_poker")
     exact = export_game_policy(run.path).nash_conv
     found = learn_best_responses(run.path, steps=20_000, episodes=5_000)

@@ -54,7 +54,7 @@ def test_only_a_preference_in_both_orders_wins() -> None:
     assert all(outcome(*verdicts) == "tie" for verdicts in ties)
 
 
-def said(text: str) -> Episode:
+def reply_of(text: str) -> Episode:
     node = Node(0, None, 0, {"agent": "Say yes."}, {"agent": Answer(text, "agent@7")}, {"agent": 0.25}, done=True)
     return Episode("toy", 0, {"agent": "agent@7"}, [node])
 
@@ -66,9 +66,9 @@ def test_judge_reads_both_orders_without_names_and_rewards() -> None:
         seen.append(query.observation)
         return "A" if query.observation.index("yes!") < query.observation.index("no!") else "B"
 
-    first, second = asyncio.run(judge_pair(ScriptedPolicy(script), said("yes!"), said("no!"), 0))
+    first, second = asyncio.run(judge_pair(ScriptedPolicy(script), reply_of("yes!"), reply_of("no!"), 0))
     assert (first.verdict, second.verdict) == ("A", "B") and sorted(seen) == sorted(
-        [question(said("yes!"), said("no!")), question(said("no!"), said("yes!"))]
+        [question(reply_of("yes!"), reply_of("no!")), question(reply_of("no!"), reply_of("yes!"))]
     )
     assert not any("agent@7" in text or "0.25" in text for text in seen) and all("Say yes." in text for text in seen)
 
@@ -79,8 +79,8 @@ def test_a_failed_judgement_loses_neither_the_other_order_nor_other_pairs() -> N
             raise ContextLengthExceeded("2000 tokens")
         return "A"
 
-    judge, plain = ScriptedPolicy(script), said("yes!")
-    long = asyncio.run(judge_pair(judge, said("long"), plain, 0))
+    judge, plain = ScriptedPolicy(script), reply_of("yes!")
+    long = asyncio.run(judge_pair(judge, reply_of("long"), plain, 0))
     assert [each.verdict for each in long] == [None, "A"]
     assert long[0].error == "ContextLengthExceeded: 2000 tokens" and not long[1].error
     both = (EvalResult({}, {}, []),) * 2
@@ -97,7 +97,7 @@ def test_a_failed_judgement_loses_neither_the_other_order_nor_other_pairs() -> N
     assert found.error == "ContextLengthExceeded: 2000 tokens"
 
 
-def test_judgements_that_cannot_be_read_are_no_result() -> None:
+def test_unreadable_judgements_give_no_result() -> None:
     both = (EvalResult({}, {}, []),) * 2
     good, lost, cut = Judgement("A", "A"), Judgement(None, error="Lost: gone"), Judgement(None, "x" * 99 + "hm", True)
     with pytest.raises(RunFailed, match=r"for any of 2 pairs; failed replies: 1, the first with Lost: gone; replies w"):
@@ -161,7 +161,7 @@ def test_a_comparison_without_a_verdict_fails(config: Path) -> None:
 
 
 def test_a_language_model_judges_with_its_own_sampling_and_role(config: Path) -> None:
-    """The policy that it is made from answers in one token, and has another role."""
+    """The judge is made from a policy with one-token answers and another role."""
     with open_eval(str(config), {}, {}, 1, {"sampling": {"temperature": 0.5}}) as setup:
         base = setup.load_policy("base")
         judge = as_judge(base)
@@ -179,7 +179,7 @@ def test_an_endpoint_judges_as_it_is_configured() -> None:
 
 
 def test_one_pair_too_long_for_the_judge_is_reported(config: Path) -> None:
-    """No prompt leaves room for an answer that is as long as the base's context."""
+    """No prompt leaves room for an answer as long as the base's context."""
     asked = ["eval", str(config), "--judge", "base", "--judge-tokens", "512", "--episodes", "2"]
     done = CliRunner().invoke(app, asked)
     shown = " ".join(done.output.split())
@@ -201,6 +201,6 @@ def test_an_unknown_judge_is_refused_before_play(config: Path) -> None:
         (["--judge", "first", "--cross"], "--judge goes with --judge-tokens, --against"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(config: Path, arguments: list[str], message: str) -> None:
+def test_incompatible_options_are_refused(config: Path, arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["eval", str(config), *arguments])
     assert done.exit_code != 0 and message in " ".join(done.output.split())

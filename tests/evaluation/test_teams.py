@@ -1,4 +1,4 @@
-"""Policies whose networks play all seats of a team: runs, evaluations, opponents, and resumption from files."""
+"""Policies whose network plays all seats of a team: runs, evaluations, opponents, and loading from files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TREE = {
 }
 
 
-def trained(tree: Mapping[str, Any], root: Path) -> Path:
+def train_run(tree: Mapping[str, Any], root: Path) -> Path:
     config = validate(VectorConfig, tree)
     with Run.create(root, dump(config), config.name) as run:
         trainer = build_vector_run(config)
@@ -40,11 +40,11 @@ def trained(tree: Mapping[str, Any], root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(TREE, tmp_path_factory.mktemp("team"))
+    return train_run(TREE, tmp_path_factory.mktemp("team"))
 
 
 def test_evaluation_of_a_saved_team_equals_that_of_its_run(run: Path) -> None:
-    """Three players of a seat each would not see each other, and play otherwise."""
+    """Three separate policies of one seat each would not observe each other, and play differently."""
     last = read_lines(run / "evals.jsonl")[-1]
     found = evaluate(run, episodes=16, greedy=True)
     assert found.metrics["return"] == pytest.approx(last["return"], abs=1e-6)
@@ -57,13 +57,13 @@ def test_saved_team_plays_with_others(run: Path) -> None:
 
 
 def test_saved_team_plays_with_more_seats(run: Path) -> None:
-    """It attends to entities, so that observations may be longer."""
+    """It attends to entities, so observations may be longer."""
     found = evaluate(run, env={"agents": 5}, episodes=4)
     assert len(found.policy_names) == 5 and all(name.startswith("squad@") for name in found.policy_names.values())
 
 
 def test_saved_team_is_one_frozen_player(run: Path, tmp_path: Path) -> None:
-    """Beside a policy that learns; seats of another frozen policy are players of their own."""
+    """Beside a policy in training; seats of another frozen policy are separate players."""
     frozen = {"type": "frozen", "path": f"{run}:squad", "greedy": True}
     policies = {"new": {"type": "net", "hidden": [4]}, "old": frozen}
     tree = TREE | {"policies": policies, "seats": {"agent_0": "new", "*": "old"}, "algorithm": {"type": "ppo"}}

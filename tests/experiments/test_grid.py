@@ -1,4 +1,4 @@
-"""`palestra grid` as its users run it: cells trained, interrupted, killed, changed, failed; mistakes in the file."""
+"""`palestra grid` as users run it: trained, interrupted, killed, changed and failed cells, and errors in the file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RUN: dict[str, Any] = {
 
 
 def write(folder: Path, **changes: Any) -> Path:
-    """The grid's file with `changes`, and the config that its tasks start from."""
+    """The grid's file with `changes`, and the config that its tasks are based on."""
     (folder / "two.yaml").write_text(yaml.safe_dump(RUN))
     (folder / "grid.yaml").write_text(yaml.safe_dump(GRID | changes))
     return folder / "grid.yaml"
@@ -109,8 +109,8 @@ ON_RAY = ("--backend", "ray", "--workers", "2")
 @pytest.mark.parametrize(
     ("how", "options"), [(signal.SIGKILL, ()), (signal.SIGINT, ()), (signal.SIGKILL, ON_RAY), (signal.SIGINT, ON_RAY)]
 )
-def test_interrupted_grid_goes_on(tmp_path: Path, how: signal.Signals, options: tuple[str, ...]) -> None:
-    """The runs are those of a grid that was not interrupted, also the one that was being trained."""
+def test_interrupted_grid_resumes(tmp_path: Path, how: signal.Signals, options: tuple[str, ...]) -> None:
+    """The runs equal those of an uninterrupted grid, also the one that was being trained."""
     long = {"tasks": {"two": {"config": "two.yaml", "changes": {"env_steps": 6000, "checkpoint_every": 200}}}}
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -132,10 +132,10 @@ def test_interrupted_grid_goes_on(tmp_path: Path, how: signal.Signals, options: 
 
 
 @pytest.mark.slow
-def test_a_grid_on_two_nodes_of_ray_reports_cells_that_fail_and_folders_that_are_not_shared(
+def test_grid_on_two_ray_nodes_reports_failed_cells_and_unshared_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One cell on each node; where the runs' folder is not there, the cell says so."""
+    """One cell on each node; a cell fails with a message if the runs' folder does not exist on its node."""
     monkeypatch.chdir(tmp_path)
     bad = {"config": "bad.yaml"}
     file = write(tmp_path, seeds=[0], tasks={"two": GRID["tasks"]["two"], "bad": bad}, algorithms={"dqn": {}})
@@ -153,7 +153,7 @@ def test_a_grid_on_two_nodes_of_ray_reports_cells_that_fail_and_folders_that_are
 
 
 def start_elsewhere(start: Callable[..., Any], target: Callable[..., object], arguments: tuple[Any, ...]) -> Any:
-    """Starts a cell whose folders are not on its node."""
+    """Starts a cell whose folders do not exist on its node."""
     tree, name, root, folder = arguments
     return start(target, (tree, name, root / "nowhere", folder))
 
@@ -164,7 +164,7 @@ def test_options_of_ray_are_refused_without_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failed_cell_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+def test_failed_cell_is_reported_and_the_others_continue(tmp_path: Path) -> None:
     bad = write_bad_env(tmp_path)
     tasks = {"two": GRID["tasks"]["two"], "bad": {"config": "bad.yaml"}}
     file = write(tmp_path, seeds=[0], tasks=tasks, algorithms={"dqn": GRID["algorithms"]["dqn"]})
@@ -176,7 +176,7 @@ def test_failed_cell_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "runs/teams/logs/bad-dqn-0.txt").read_text()
 
 
-def test_only_some_cells(tmp_path: Path) -> None:
+def test_selected_cells_only(tmp_path: Path) -> None:
     file = load_grid(write(tmp_path))
     assert [cell.name for cell in grid_cells(file, tmp_path, ["two-*-1", "sure-vdn-0"])] == [
         "sure-vdn-0",
@@ -206,9 +206,7 @@ def test_algorithm_is_replaced_and_other_changes_are_merged(tmp_path: Path) -> N
         ({"algorithms": {"dqn": {"algorithm": {"type": "dqm"}}}}, "sure-dqn-0: .*dqm"),
     ],
 )  # fmt: skip
-def test_mistakes_are_explained_before_anything_is_trained(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_errors_are_explained_before_training(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     from palestra.experiments.schedule import check_cells
 
     with pytest.raises(ValueError, match=message):

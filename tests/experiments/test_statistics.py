@@ -1,4 +1,4 @@
-"""Aggregate statistics worked by hand, their intervals, and properties of them all."""
+"""Aggregate statistics by hand, their intervals, and properties of all of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_aggregates_by_hand() -> None:
 
 def test_interquartile_mean_ignores_outliers_and_keeps_small_samples() -> None:
     assert interquartile_mean([np.array([0.0, 1.0, 2.0, 1e9])]) == pytest.approx(1.5)
-    assert interquartile_mean([np.array([1.0, 3.0, 8.0])]) == pytest.approx(4)  # a quarter of 3 runs is none
+    # a quarter of 3 runs, rounded down, is 0
+    assert interquartile_mean([np.array([1.0, 3.0, 8.0])]) == pytest.approx(4)
 
 
 def test_probability_of_improvement_by_hand() -> None:
@@ -77,7 +78,8 @@ def test_properties_of_statistics(ours: list[np.ndarray], shift: float) -> None:
 
 
 def test_intervals_cover_the_true_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 95 % intervals of 5 tasks with 10 normal seeds each; the percentile bootstrap is a little narrow at such n."""
+    """95 % intervals of 5 tasks with 10 normal seeds each; the percentile bootstrap is slightly too narrow for so
+    few."""
     monkeypatch.setattr(statistics, "REPLICATES", 200)
     generator, covered = np.random.default_rng(0), 0
     for seed in range(150):

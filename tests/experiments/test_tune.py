@@ -1,4 +1,4 @@
-"""`palestra tune` as its users run it: a search that ends, one that was killed, and mistakes in the file."""
+"""`palestra tune` as users run it: a completed search, a killed one, and errors in the file."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_search_scores_its_trials_and_writes_the_best_config(tmp_path: Path) -> 
     code, printed = run(tmp_path, "tune", "tune.yaml")
     assert code == 0, printed
     (_, first, *_), (_, second, *_) = found = trials(tmp_path)
-    assert first == {"policies.agent.lr": 1e-3, "algorithm.gamma": 0.99, "algorithm.gradient_steps": 1}  # the config's
+    # the config's value
+    assert first == {"policies.agent.lr": 1e-3, "algorithm.gamma": 0.99, "algorithm.gradient_steps": 1}
     assert 1e-4 <= second["policies.agent.lr"] <= 1e-1 and second != first
     for number, params, values, score in found:
         config = yaml.safe_load((tmp_path / f"runs/two/trial-{number}-100/config.yaml").read_text())
@@ -92,7 +93,7 @@ def test_search_scores_its_trials_and_writes_the_best_config(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_best_config_gives_the_score_of_its_trial_and_a_larger_number_of_trials_goes_on(tmp_path: Path) -> None:
+def test_best_config_reproduces_its_score_and_search_can_be_extended(tmp_path: Path) -> None:
     write(tmp_path)
     assert run(tmp_path, "tune", "tune.yaml")[0] == 0
     number, _, _, score = max(trials(tmp_path), key=lambda trial: trial[3])
@@ -112,7 +113,7 @@ def test_best_config_gives_the_score_of_its_trial_and_a_larger_number_of_trials_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted_search_goes_on_with_the_same_trials(tmp_path: Path, how: signal.Signals) -> None:
+def test_interrupted_search_resumes_with_the_same_trials(tmp_path: Path, how: signal.Signals) -> None:
     long = {"env_steps": 4000, "checkpoint_every": 200}
     for side in "ab":
         (tmp_path / side).mkdir()
@@ -146,7 +147,7 @@ def test_interrupted_search_goes_on_with_the_same_trials(tmp_path: Path, how: si
         ({"changes": {"evals": {"held_out": {"env": {"split": "test"}}}}}, "plays test instances"),
     ],
 )
-def test_mistakes_in_the_file_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_errors_in_the_file_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_search(write(tmp_path, **changes))
     assert not (tmp_path / "runs").exists()
@@ -165,7 +166,7 @@ def test_folder_of_another_search_is_refused(tmp_path: Path) -> None:
         open_search(write(tmp_path, changes={"env_steps": 999}))
 
 
-def test_trials_that_fail_have_no_score_and_the_search_fails_if_all_do(tmp_path: Path) -> None:
+def test_failed_trials_have_no_score(tmp_path: Path) -> None:
     learner = {"type": "dqn", "rollout_length": 2, "gradient_steps": 1, "batch_size": 16, "learning_starts": 8}
     write(tmp_path, {"env": write_bad_env(tmp_path), "algorithm": learner}, trials=1)
     code, printed = run(tmp_path, "tune", "tune.yaml")

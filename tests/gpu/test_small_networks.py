@@ -1,4 +1,4 @@
-"""Small networks on a GPU: their numbers are those of the CPU, they learn, and their runs go on without a GPU.
+"""Small networks on a GPU: their numbers equal those of the CPU, they learn, and their runs resume without a GPU.
 
 `pytest -m gpu tests/gpu` runs these, on a machine with CUDA, in less than a minute.
 """
@@ -24,7 +24,7 @@ from palestra.training.vector import VectorTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-WHOLE = {"rollout_length": 10, "epochs": 2, "minibatches": 1}  # one minibatch: GPUs shuffle otherwise
+WHOLE = {"rollout_length": 10, "epochs": 2, "minibatches": 1}  # one minibatch, since GPUs shuffle differently
 REPLAYED = {"rollout_length": 8, "gradient_steps": 4, "batch_size": 64, "buffer_size": 2000, "learning_starts": 1}
 MEMORY = {"gru_units": 16}
 
@@ -61,7 +61,7 @@ def run_of(config: dict[str, Any], root: Path) -> Path:
     checked = validate(VectorConfig, config)
     with Run.create(root, dump(checked), "run", {"seed": checked.seed}) as run:
         trainer = build_vector_run(checked)
-        restore_checkpoint(trainer, run)  # of all processes
+        restore_checkpoint(trainer, run)  # steps of all processes
         assert run_training(trainer, run)
         return run.path
 
@@ -71,7 +71,7 @@ def returns_of(path: Path) -> Sequence[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_first_update_is_that_of_the_cpu(name: str) -> None:
+def test_first_update_equals_the_cpu(name: str) -> None:
     here, there = (trainer_of(tree(*CASES[name], device=device)) for device in ("cpu", "cuda"))
     players = here.learner.rollout_policies(0.0)
     batch = here.rollout.collect(players, here.rollout_length, 5)
@@ -86,24 +86,24 @@ def test_first_update_is_that_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo with memory", "sac, continuous", "transformer"])
-def test_actions_are_those_of_the_cpu(name: str) -> None:
-    """Greedy ones, of the same weights and observations."""
+def test_actions_equal_the_cpu(name: str) -> None:
+    """Greedy actions, with the same weights and observations."""
     here, there = (trainer_of(tree(*CASES[name], device=device)) for device in ("cpu", "cuda"))
     step, first = here.rollout.vector_step, np.ones(32, bool)  # type: ignore[union-attr]
     for player, other in zip(here.learner.greedy_policies(), there.learner.greedy_policies(), strict=True):
         actions, found = (each.act(step, each.initial_state(32), first)[0] for each in (player, other))
         assert found.dtype in (np.int32, np.float32)
-        assert np.isclose(found, actions, atol=1e-3).mean() > 0.99  # almost equal values may change places
+        assert np.isclose(found, actions, atol=1e-3).mean() > 0.99  # almost equal values may swap
 
 
-def test_rollouts_on_the_gpu_have_actions_of_their_policy() -> None:
-    """Log-probabilities that acting notes are those of training, and the seed decides the actions."""
+def test_rollouts_on_the_gpu_match_their_policy() -> None:
+    """Log-probabilities recorded while acting equal those of training, and the seed determines the actions."""
     trainer = trainer_of(tree(*CASES["ppo with memory"], device="cuda"))
     players = trainer.learner.rollout_policies(0.0)
     batch = trainer.rollout.collect(players, 10, 5)
     assert len(np.unique(batch.actions)) == 5 and (batch.logp < 0).all()
     metrics = trainer.learner.update(batch, 0.0)["agent"]
-    assert metrics["kl"] < 0.05  # one that mixes up games or actions begins far away
+    assert metrics["kl"] < 0.05  # a rollout that mixes up games or actions would differ greatly
     again = trainer_of(tree(*CASES["ppo with memory"], device="cuda"))
     same = again.rollout.collect(again.learner.rollout_policies(0.0), 10, 5)
     assert np.array_equal(batch.actions, same.actions) and np.array_equal(batch.logp, same.logp)
@@ -137,7 +137,7 @@ def test_resumed_run_on_the_gpu_equals_the_uninterrupted_one(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("algorithm", ["mappo", "dqn"])
 def test_learns_on_the_gpu(algorithm: str, tmp_path: Path) -> None:
-    """Two seats are to choose the same of two actions, again and again: 10 of 20 rounds by chance."""
+    """Two seats must choose the same of two actions in each round: 10 of 20 rounds by chance."""
     settings = {
         "mappo": {"type": "mappo", "rollout_length": 20, "epochs": 2, "minibatches": 2},
         "dqn": {"type": "dqn", "learning_starts": 20_000, "gradient_steps": 16, "epsilon_share": 0.2},

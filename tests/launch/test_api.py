@@ -1,4 +1,4 @@
-"""The Python API on real runs of a few steps, of every kind."""
+"""The Python API, with short runs of every kind."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def speech(base, **settings):
     return {"default": pl.Lora(str(base), lr=1e-2, sampling={"max_tokens": 2}, **settings)}
 
 
-class Seen(pl.Callback):
-    """Notes every event; stops after some steps."""
+class RecordingCallback(pl.Callback):
+    """Records every event; stops after some steps."""
 
     def __init__(self, steps=1000):
         self.left, self.steps, self.evals, self.episodes = steps, [], [], 0
@@ -63,7 +63,7 @@ def whisper(base, root, **changes):
 
 
 def test_text_run_from_python_objects(base, tmp_path):
-    seen = Seen()
+    seen = RecordingCallback()
     run = whisper(base, tmp_path, callbacks=[seen], name="w", **{"policies.default.rank": 2})
     assert run.path == tmp_path / "w" and run.config["policies"]["default"]["rank"] == 2
     assert seen.steps == [(0, ["default", "team"]), (1, ["default", "team"])]
@@ -81,9 +81,9 @@ def test_config_file_trains_as_on_the_command_line(base, tmp_path):
 
 
 def test_callback_stops_a_run_that_can_be_resumed(base, tmp_path):
-    run = whisper(base, tmp_path, steps=5, callbacks=[Seen(steps=2)])
+    run = whisper(base, tmp_path, steps=5, callbacks=[RecordingCallback(steps=2)])
     assert len(run.metrics) == 4
-    again = Seen()
+    again = RecordingCallback()
     assert pl.train(resume=run, steps=4 + 2, callbacks=[again]).path == run.path
     assert [step for step, _ in again.steps] == [2, 3, 4, 5] and run.config["steps"] == 6
     with pytest.raises(ValueError, match="can only be made longer"):
@@ -102,7 +102,7 @@ def test_train_works_inside_a_running_event_loop(base, tmp_path):
 
 
 class Interrupts(pl.Callback):
-    """Sends the main thread the signal of Ctrl-C after the first step."""
+    """Sends SIGINT, the signal of Ctrl-C, to the main thread after the first step."""
 
     def on_step(self, step, metrics):
         if step == 0:
@@ -111,10 +111,10 @@ class Interrupts(pl.Callback):
 
 @pytest.mark.parametrize("inside_loop", [False, True])
 def test_interrupted_run_can_be_resumed(base, tmp_path, request, inside_loop):
-    async def cell():  # as in a notebook, whose loop leaves the signal as it is
+    async def cell():  # as in a notebook, whose event loop does not change the signal handler
         return whisper(base, tmp_path, steps=1000, callbacks=[Interrupts()])
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     if inside_loop:
         loop = asyncio.new_event_loop()
@@ -123,8 +123,8 @@ def test_interrupted_run_can_be_resumed(base, tmp_path, request, inside_loop):
     else:
         run = whisper(base, tmp_path, steps=1000, callbacks=[Interrupts()])
     done = len(run.metrics) // 2
-    assert 1 <= done < 1000  # the main thread may wait a moment before it takes the signal
-    seen = Seen(steps=1)
+    assert 1 <= done < 1000  # the main thread may take a moment to receive the signal
+    seen = RecordingCallback(steps=1)
     pl.train(resume=run, callbacks=[seen])
     assert seen.steps[0][0] == done
 
@@ -142,17 +142,17 @@ def test_class_without_module_trains_in_process_only(base, tmp_path, monkeypatch
         def step(self, actions):
             return pl.Step({}, {"agent": float(actions["agent"].isascii())})
 
-    def trained(env, **changes):
+    def train_env(env, **changes):
         return pl.train(env=env, policies=speech(base), steps=1, episodes=2, root=tmp_path, **changes)
 
-    run = trained({"type": Echo, "word": "left"})
+    run = train_env({"type": Echo, "word": "left"})
     assert run.config["env"] == {"type": "local:Echo", "word": "left"}
     assert len(run.evaluate(episodes=2).episodes) == 2
-    assert trained(lambda: Echo("down")).trees()[0].nodes[0].observations == {"agent": "down"}
+    assert train_env(lambda: Echo("down")).trees()[0].nodes[0].observations == {"agent": "down"}
     with pytest.raises(ValueError, match="move the class to a module"):
-        trained(Echo, backend={"type": "local", "workers": 1})
+        train_env(Echo, backend={"type": "local", "workers": 1})
     with pytest.raises(ValueError, match='no option "sound"'):
-        trained({"type": Echo, "sound": 1})
+        train_env({"type": Echo, "sound": 1})
     monkeypatch.setattr(local, "_local_envs", {})  # as in another process
     with pytest.raises(ValueError, match=r"cannot be resumed .* Move the class to a module"):
         pl.train(resume=run, steps=2)
@@ -186,7 +186,7 @@ def test_prompts_are_split_by_their_text():
 
 
 def test_vector_run_from_python_objects(tmp_path):
-    seen = Seen(steps=3)
+    seen = RecordingCallback(steps=3)
     run = pl.train(
         env={"type": "kuhn_poker", "num_envs": 4},
         policies={"default": pl.Net(hidden=[8])},
@@ -204,7 +204,7 @@ def test_vector_run_from_python_objects(tmp_path):
 
 
 def test_population_run_from_python(tmp_path):
-    seen = Seen()
+    seen = RecordingCallback()
     run = pl.train(
         "configs/populations/kuhn_psro_exact.yaml",
         steps=1,
@@ -232,7 +232,7 @@ def test_invalid_arguments_are_refused_with_the_fix(base, tmp_path):
 
 
 def config_classes(union):
-    """The config classes of a union that `type:` tells apart."""
+    """The config classes of a union with `type:` as its discriminator."""
     return [part for part in get_args(get_args(union)[0]) if isinstance(part, type)]
 
 

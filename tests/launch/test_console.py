@@ -1,4 +1,4 @@
-"""The terminal shows what models, envs and configs say, and obeys none of it."""
+"""The terminal shows the texts of models, envs and configs without executing their control characters."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EXPECTED_TEXT = (
 MARKS = "a:fire:b :moon: [red]x[/red] [/] [link=https://a.example]y[/link]"
 
 
-def obeyed(text, own=("\x1b[0m", "\x1b[1m", "\x1b[31m")):
-    """The characters in `text` that a terminal obeys."""
+def control_characters(text, own=("\x1b[0m", "\x1b[1m", "\x1b[31m")):
+    """The characters in `text` that a terminal would execute, except `own`."""
     for code in own:
         text = text.replace(code, "")
     return {c for c in text if unicodedata.category(c) in ("Cc", "Cf") and c not in "\n\t"}
@@ -40,7 +40,7 @@ def unfolded(text):
 
 @pytest.fixture
 def config(tmp_path):
-    """Whoever speaks says what is hostile."""
+    """Every policy answers with a hostile text."""
     tree = {
         "env": {"type": "toys:Whisper"},
         "policies": {"default": {"type": "scripted", "answers": [HOSTILE]}},
@@ -65,7 +65,7 @@ def test_escape_control_chars_escapes_only_control_chars():
 def test_eval_output_escapes_control_chars(config):
     done = invoke("eval", config, "--episodes", "1", "--show", "1")
     assert done.exit_code == 0, done.output
-    assert MARKS in done.stdout and EXPECTED_TEXT in done.stdout and not obeyed(done.stdout)
+    assert MARKS in done.stdout and EXPECTED_TEXT in done.stdout and not control_characters(done.stdout)
 
 
 def test_play_output_escapes_control_chars(tmp_path):
@@ -90,7 +90,7 @@ def test_play_output_escapes_control_chars(tmp_path):
     finally:
         sys.path.remove(str(tmp_path))
     assert done.exit_code == 0, done.output
-    assert MARKS in done.stdout and EXPECTED_TEXT in done.stdout and not obeyed(done.stdout)
+    assert MARKS in done.stdout and EXPECTED_TEXT in done.stdout and not control_characters(done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_play_output_escapes_control_chars(tmp_path):
 def test_error_messages_escape_control_chars(config, arguments):
     done = invoke(*(config if a == "CONFIG" else a for a in arguments))
     assert isinstance(done.exception, SystemExit | None), done.exception
-    assert "\N{FIRE}" not in done.output and not obeyed(done.output), done.output
+    assert "\N{FIRE}" not in done.output and not control_characters(done.output), done.output
 
 
 def test_emoji_codes_in_messages_are_not_replaced(config):
@@ -121,7 +121,7 @@ def test_emoji_codes_in_messages_are_not_replaced(config):
 
 @pytest.mark.slow
 def test_real_terminal_receives_no_hostile_sequences(config):
-    """The installed command on a real pseudo-terminal, where rich uses colours and cursor movements of its own."""
+    """The installed command on a real pseudo-terminal, where rich itself uses colours and cursor movements."""
     controller, terminal = pty.openpty()
     command = [Path(sys.executable).parent / "palestra", "eval", config, "--episodes", "1", "--show", "1"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "TERM": "xterm-256color"}

@@ -1,4 +1,4 @@
-"""The whole training loop in worker processes: the same run wherever its parts execute, also after kills."""
+"""The whole training loop in worker processes: the run does not depend on where its parts execute, also after kills."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from command_line import invoke
-from toy_loops import assert_same, config, here, killed, run_of
+from toy_loops import assert_same, config, inline_backend, run_of, run_with_kill
 
 from palestra.builders import text
 from palestra.config import dump, parse
@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose slices one worker in this process plays."""
+def inline_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose slices are played by one worker in this process."""
     asked = config(base)
-    return run_of(build(asked, here), tmp_path_factory.mktemp("whole"), asked)
+    return run_of(build(asked, inline_backend), tmp_path_factory.mktemp("whole"), asked)
 
 
 # ---- in one process
@@ -31,22 +31,22 @@ def whole(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_slice_equals_no_slices(base: Path, tmp_path: Path) -> None:
     asked = config(base, backend={"type": "local", "slices": 1})
-    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
+    assert_same(run_of(build(asked, inline_backend), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
 
 
-def test_several_slices_agree_up_to_rounding(base: Path, whole: Path, tmp_path: Path) -> None:
-    """Sums over other batches differ in their last bits; what is sampled is the same."""
+def test_several_slices_agree_up_to_rounding(base: Path, inline_run: Path, tmp_path: Path) -> None:
+    """Sums over other batches differ in their last bits; the sampled tokens are the same."""
     one = run_of(text.build(asked := config(base)), tmp_path, asked)
-    lines, others = read_lines(one / "metrics.jsonl"), read_lines(whole / "metrics.jsonl")
+    lines, others = read_lines(one / "metrics.jsonl"), read_lines(inline_run / "metrics.jsonl")
     assert len(lines) == len(others) == 9
     for line, other in zip(lines, others, strict=True):
         assert line.pop("policy") == other.pop("policy")
         assert line == pytest.approx(other, abs=1e-5)
-    assert (one / "evals.jsonl").read_bytes() == (whole / "evals.jsonl").read_bytes()
+    assert (one / "evals.jsonl").read_bytes() == (inline_run / "evals.jsonl").read_bytes()
 
 
 def test_stages_data_teachers_and_frozen_policies_equal_one_process(base: Path, tmp_path: Path) -> None:
-    """First the guide learns from an expert, then from a file of that play, then both by reinforcement."""
+    """First the guide learns from an expert, then from a file of that play, then both policies by reinforcement."""
     speech = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 1}}
     tree = {
         "policies": {
@@ -66,12 +66,12 @@ def test_stages_data_teachers_and_frozen_policies_equal_one_process(base: Path, 
         ],
     }
     del tree["policies"]["base"]
-    first = run_of(build(asked := config(base, **tree), here), tmp_path, asked)
+    first = run_of(build(asked := config(base, **tree), inline_backend), tmp_path, asked)
     assert_same(first, run_of(text.build(asked), tmp_path, asked))
     data = [{"path": str(first / "episodes" / "step-000000.parquet")}]
     tree["stages"].insert(0, {"name": "read", "data": data, "algorithm": {"type": "sft", "imitate": "all"}})
     asked = config(base, **tree)
-    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
+    assert_same(run_of(build(asked, inline_backend), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
 
 
 def test_full_model_and_critic_are_sent_to_workers(base: Path, tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_full_model_and_critic_are_sent_to_workers(base: Path, tmp_path: Path) -
     lora = {"type": "lora", "base": str(base), "sampling": {"max_tokens": 2}}
     backend = {"type": "local", "slices": 1}
     asked = config(base, policies={"guide": full, "walker": lora}, algorithm={"type": "ppo"}, backend=backend)
-    assert_same(run_of(build(asked, here), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
+    assert_same(run_of(build(asked, inline_backend), tmp_path, asked), run_of(text.build(asked), tmp_path, asked))
 
 
-class Weighed(Callback):
-    """Notes after each step which members are still kept."""
+class StoredMembers(Callback):
+    """Records after each step which members are still stored."""
 
     def __init__(self, made: TextTrainer) -> None:
         self.troupe = made.stages[0].source.dispatcher  # type: ignore[attr-defined]
@@ -96,8 +96,8 @@ class Weighed(Callback):
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_old_members_are_removed(base: Path, tmp_path: Path, staleness: int) -> None:
     asked = config(base, steps=6, staleness=staleness, evals={}, policies={"default": config(base).policies["guide"]})
-    made = build(asked, here)
-    watcher = Weighed(made)
+    made = build(asked, inline_backend)
+    watcher = StoredMembers(made)
     run_of(made, tmp_path, asked, watcher)
     assert 1 <= watcher.most <= staleness + 2
     for folder in {folder.parent for folder in watcher.troupe.published.values()}:
@@ -134,7 +134,7 @@ def test_command_line_selects_the_backend(base: Path, tmp_path: Path) -> None:
 def test_unpicklable_episode_is_explained(base: Path, tmp_path: Path) -> None:
     asked = config(base, env={"type": "toys_mortal:Odd"}, evals={}, policies={"default": {"type": "random"}})
     with pytest.raises(ValueError, match=r"(?s)task slice-\d failed: .*an episode cannot be sent to another process"):
-        run_of(build(asked, here), tmp_path, asked)
+        run_of(build(asked, inline_backend), tmp_path, asked)
 
 
 # ---- in processes on this machine
@@ -144,12 +144,12 @@ def test_unpicklable_episode_is_explained(base: Path, tmp_path: Path) -> None:
 def test_killed_worker_is_replaced_without_changing_the_run(
     base: Path, tmp_path: Path, workers: int, staleness: int
 ) -> None:
-    """The env kills the first worker that plays instance 8, of the second step. Who plays ahead plays the same."""
+    """The env kills the first worker that plays instance 8, of the second step; also with asynchronous rollouts."""
     backend = {"type": "local", "workers": workers, "slices": 3}
-    whole = run_of(build(plain := config(base, staleness=staleness), here), tmp_path, plain)
+    inline_run = run_of(build(plain := config(base, staleness=staleness), inline_backend), tmp_path, plain)
     env = {"type": "toys_mortal:Mortal", "turns": 2, "fatal": 8, "mark": str(tmp_path / "mark")}
     asked = config(base, env=env, staleness=staleness, backend=backend)
-    assert_same(run_of(build(asked), tmp_path, asked), whole)
+    assert_same(run_of(build(asked), tmp_path, asked), inline_run)
     assert (tmp_path / "mark").exists()
 
 
@@ -158,10 +158,10 @@ def test_killed_worker_is_replaced_without_changing_the_run(
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_resume_after_driver_kill_is_bit_identical(base: Path, tmp_path: Path, staleness: int) -> None:
     asked = config(base, steps=8, staleness=staleness)
-    run = killed(tmp_path, asked, 13)
-    other = run_of(build(asked, here), tmp_path, asked)
+    run = run_with_kill(tmp_path, asked, 13)
+    other = run_of(build(asked, inline_backend), tmp_path, asked)
     assert [checkpoint.step for checkpoint in list_checkpoints(run)] == [5, 7]
     if staleness == 0:
         assert_same(run, other)
-    else:  # what had not been finished is played by the weights of the resume, and may be younger
+    else:  # unfinished episodes are played again with the weights of the resume, which may be newer
         assert len(read_lines(run / "metrics.jsonl")) == len(read_lines(other / "metrics.jsonl"))

@@ -1,4 +1,4 @@
-"""Runs of small networks start without the packages of language models, which take seconds and memory to import."""
+"""Runs of small networks start without importing the packages of language models, which takes seconds and memory."""
 
 from __future__ import annotations
 

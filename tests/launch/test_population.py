@@ -1,4 +1,4 @@
-"""Populations from their configs: every plan by every oracle, on the command line, killed and taken up again."""
+"""Populations from configs: every plan with every oracle, on the command line, killed and resumed."""
 
 import json
 import os
@@ -52,31 +52,31 @@ PLANS = {
 }
 
 
-def checked(tree, *settings):
+def check(tree, *settings):
     return validate_population(override(tree, settings))
 
 
-def trained(folder, tree):
-    config = checked(tree)
+def train_tree(folder, tree):
+    config = check(tree)
     setup = build_population(config)
     with Run.create(folder, dump(config), config.name) as run:
         assert run_population(setup, run, PlanCallback())
     return setup.plan, folder / config.name
 
 
-def written(folder, tree):
+def write_config(folder, tree):
     path = folder / "population.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
 
 
-# what configs make
+# configs
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_trains_networks(plan, tmp_path):
     tree = LEARNED | {"population": {"type": plan, **PLANS[plan]}}
-    made, run = trained(tmp_path, tree)
+    made, run = train_tree(tmp_path, tree)
     names = {member["name"] for member in json.loads((run / "population.json").read_text())}
     assert names == set(made.population.members) and len(names) >= 3
     folders = {folder.name for folder in (run / "members").iterdir()}
@@ -87,21 +87,21 @@ def test_every_plan_trains_networks(plan, tmp_path):
 
 @pytest.mark.slow
 def test_fictitious_play_by_networks_approaches_an_equilibrium(tmp_path):
-    """NashConv of the average: 0.88, 0.78 and 0.84 of three seeds after 12 slices, and falling. From `start: last`,
-    policies that have become deterministic stay what they are, and it rises to 1.85."""
+    """NashConv of the average policy: 0.88, 0.78 and 0.84 for three seeds after 12 slices, and falling. With `start:
+    last`, policies that have become deterministic do not change any more, and it rises to 1.85."""
     tree = load(ROOT / "configs/populations/goofspiel_self_play.yaml")
-    plan, _ = trained(tmp_path, override(tree, ["population.slices=12", "backend={type: inline}"]))
+    plan, _ = train_tree(tmp_path, override(tree, ["population.slices=12", "backend={type: inline}"]))
     assert plan.nash_convs[12] < 1.0 and plan.nash_convs[12] < plan.nash_convs[6]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_trains_language_agents(plan, tmp_path):
-    """The same plans, over LoRA adapters on one base that play poker in words: a member is a name and its weights."""
+    """The same plans with LoRA adapters on one base that play poker in words: a member is a name and its weights."""
     env = {"type": "text_kuhn", "vocabulary": VOCABULARY}
     shape = {key: value for key, value in PLANS[plan].items() if key not in ("env_steps", "adaptive_games")} | {
         "train_steps": 2
     }
-    made, run = trained(tmp_path, EXACT | {"env": env, "oracle": TALK, "population": {"type": plan, **shape}})
+    made, run = train_tree(tmp_path, EXACT | {"env": env, "oracle": TALK, "population": {"type": plan, **shape}})
     learned = set(made.population.members) - {"uniform"}
     assert len(learned) >= 2
     assert all((run / "members" / name / "adapter_model.safetensors").exists() for name in learned)
@@ -111,7 +111,7 @@ def test_every_plan_trains_language_agents(plan, tmp_path):
 
 
 def test_psro_run_logs_its_results(tmp_path):
-    plan, run = trained(tmp_path, EXACT)
+    plan, run = train_tree(tmp_path, EXACT)
     lines = [line for line in read_lines(run / "metrics.jsonl") if "nash_conv" in line]
     assert {line["iteration"]: line["nash_conv"] for line in lines} == plan.nash_convs
     table = (run / "payoffs.csv").read_text().splitlines()
@@ -121,16 +121,16 @@ def test_psro_run_logs_its_results(tmp_path):
 
 
 def test_shared_population_plays_every_seat_if_the_plan_needs_it():
-    assert build_population(checked(EXACT, "symmetric=true")).plan.seats == ("agent", "agent")
-    assert build_population(checked(EXACT)).plan.population.players == ("player_0", "player_1")
+    assert build_population(check(EXACT, "symmetric=true")).plan.seats == ("agent", "agent")
+    assert build_population(check(EXACT)).plan.population.players == ("player_0", "player_1")
     league = LEARNED | {"population": {"type": "league"}}
-    assert build_population(checked(league)).plan.population.players == ("agent",)
+    assert build_population(check(league)).plan.population.players == ("agent",)
 
 
 def test_config_survives_dump_and_parse():
     for tree in (EXACT, LEARNED):
-        config = checked(tree)
-        assert checked(parse(dump(config))) == config
+        config = check(tree)
+        assert check(parse(dump(config))) == config
         assert "env" not in parse(dump(config))["oracle"]
 
 
@@ -156,22 +156,22 @@ def test_config_survives_dump_and_parse():
 )
 def test_invalid_configs_are_refused_with_the_fix(settings, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        build_population(checked(EXACT, *settings))
+        build_population(check(EXACT, *settings))
 
 
 @pytest.mark.slow
 def test_a_game_too_large_for_exact_values_is_refused_before_the_run_starts():
     big = ["env={type: openspiel, game: 'dark_hex(num_rows=3,num_cols=3)'}"]
     with pytest.raises(ValueError, match=r"more than 1,000,000 nodes.*population.nash_conv_every: 0"):
-        build_population(checked(EXACT, *big))
-    build_population(checked(LEARNED, *big, "population.nash_conv_every=0"))
+        build_population(check(EXACT, *big))
+    build_population(check(LEARNED, *big, "population.nash_conv_every=0"))
 
 
 # on the command line
 
 
 def test_train_prints_progress_and_resumes(tmp_path):
-    path = written(tmp_path, EXACT)
+    path = write_config(tmp_path, EXACT)
     done = invoke("train", path, "--root", tmp_path / "runs")
     assert done.exit_code == 0, done.output
     out = plain(done.output)
@@ -181,7 +181,7 @@ def test_train_prints_progress_and_resumes(tmp_path):
 
 
 def test_backend_may_change_on_resume(tmp_path):
-    path = written(tmp_path, EXACT)
+    path = write_config(tmp_path, EXACT)
     shown = invoke("train", path, "--backend", "local", "--workers", 3, "--dry-run")
     assert parse(shown.output)["backend"] == {
         "type": "local",
@@ -200,11 +200,11 @@ def test_backend_may_change_on_resume(tmp_path):
 
 @pytest.mark.parametrize("plan", ["psro", "xdo"])
 def test_finished_run_is_extended(plan, tmp_path):
-    """As one that was to go that far."""
+    """The extended run equals one that was as long from the start."""
     curves = {}
     for name, before in (("grown", 2), ("whole", 4)):
         tree = EXACT | {"name": name, "population": {"type": plan, "iterations": before}}
-        assert invoke("train", written(tmp_path, tree), "--root", tmp_path).exit_code == 0
+        assert invoke("train", write_config(tmp_path, tree), "--root", tmp_path).exit_code == 0
         done = invoke("train", "--resume", tmp_path / name, "--set", "population.iterations=4")
         assert done.exit_code == 0, done.output
         curves[name] = [line for line in read_lines(tmp_path / name / "metrics.jsonl") if "nash_conv" in line]
@@ -213,23 +213,23 @@ def test_finished_run_is_extended(plan, tmp_path):
 
 def test_league_cannot_be_extended(tmp_path):
     tree = LEARNED | {"population": {"type": "league"} | PLANS["league"]}
-    assert invoke("train", written(tmp_path, tree), "--root", tmp_path).exit_code == 0
+    assert invoke("train", write_config(tmp_path, tree), "--root", tmp_path).exit_code == 0
     refused = invoke("train", "--resume", tmp_path / "small", "--set", "population.slices=4")
     assert refused.exit_code == 2 and "this kind cannot be made longer" in plain(refused.stderr)
 
 
 def test_placement_is_refused_for_other_runs(tmp_path):
-    path = written(tmp_path, {"env": {"type": "kuhn_poker"}})
+    path = write_config(tmp_path, {"env": {"type": "kuhn_poker"}})
     done = invoke("train", path, "--workers", 2)
     assert done.exit_code == 2 and "place the tasks of a population" in plain(done.output)
 
 
 def test_eval_refuses_populations(tmp_path):
-    done = invoke("eval", written(tmp_path, EXACT))
+    done = invoke("eval", write_config(tmp_path, EXACT))
     assert done.exit_code == 2 and "trains a population" in plain(done.output)
 
 
-# killed
+# kills
 
 
 def start(folder, *arguments):
@@ -244,20 +244,22 @@ def start(folder, *arguments):
     )
 
 
-def until(process, run, tasks):
-    """Returns once the run has done so many tasks."""
+def wait_for_tasks(process, run, tasks):
+    """Returns once the run has done this many tasks."""
     while len(read_lines(run / "tasks.jsonl")) < tasks:
         assert process.poll() is None, process.communicate()
         time.sleep(0.002)
 
 
-def assert_same(run, whole):
+def assert_same(run, uninterrupted):
     for name in ("metrics.jsonl", "tasks.jsonl", "population.json"):
-        assert (run / name).read_bytes() == (whole / name).read_bytes(), name
-    assert (run / "payoffs.csv").exists() == (whole / "payoffs.csv").exists()
-    if (whole / "payoffs.csv").exists():
-        assert (run / "payoffs.csv").read_bytes() == (whole / "payoffs.csv").read_bytes()
-    ours, theirs = ({str(f.relative_to(r)): f for f in (r / "members").rglob("*") if f.is_file()} for r in (run, whole))
+        assert (run / name).read_bytes() == (uninterrupted / name).read_bytes(), name
+    assert (run / "payoffs.csv").exists() == (uninterrupted / "payoffs.csv").exists()
+    if (uninterrupted / "payoffs.csv").exists():
+        assert (run / "payoffs.csv").read_bytes() == (uninterrupted / "payoffs.csv").read_bytes()
+    ours, theirs = (
+        {str(f.relative_to(r)): f for f in (r / "members").rglob("*") if f.is_file()} for r in (run, uninterrupted)
+    )
     assert ours.keys() == theirs.keys()
     assert all(file.read_bytes() == theirs[name].read_bytes() for name, file in ours.items())
 
@@ -269,38 +271,38 @@ LONGER = {
 
 
 def kill(process, run, tasks):
-    """SIGKILL once the run has done so many tasks."""
-    until(process, run, tasks)
+    """SIGKILL once the run has done this many tasks."""
+    wait_for_tasks(process, run, tasks)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run that nobody disturbed."""
-    return trained(tmp_path_factory.mktemp("whole"), LONGER)[1]
+def uninterrupted(tmp_path_factory):
+    """An uninterrupted run."""
+    return train_tree(tmp_path_factory.mktemp("whole"), LONGER)[1]
 
 
 @pytest.mark.timeout(900)
-def test_resume_after_kill_is_bit_identical(whole, tmp_path):
-    process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
+def test_resume_after_kill_is_bit_identical(uninterrupted, tmp_path):
+    process, run = start(tmp_path, write_config(tmp_path, LONGER)), tmp_path / "runs/small"
     kill(process, run, 12)
-    assert len(read_lines(run / "tasks.jsonl")) < len(read_lines(whole / "tasks.jsonl"))
+    assert len(read_lines(run / "tasks.jsonl")) < len(read_lines(uninterrupted / "tasks.jsonl"))
     assert invoke("train", "--resume", run).exit_code == 0
-    assert_same(run, whole)
+    assert_same(run, uninterrupted)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_resume_after_kill_with_two_workers_equals_one_worker(whole, tmp_path):
+def test_resume_after_kill_with_two_workers_equals_one_worker(uninterrupted, tmp_path):
     local = ("--backend", "local", "--workers", 2)
-    process, run = start(tmp_path, written(tmp_path, LONGER), *local), tmp_path / "runs/small"
+    process, run = start(tmp_path, write_config(tmp_path, LONGER), *local), tmp_path / "runs/small"
     kill(process, run, 9)
     process = start(tmp_path, "--resume", run, *local)
     out, _ = process.communicate()
     assert process.returncode == 0, out
-    assert_same(run, whole)
+    assert_same(run, uninterrupted)
 
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "populations"
@@ -320,7 +322,7 @@ def test_shipped_configs_with_two_workers_are_reproducible(name, tmp_path):
     for where in (["local", 2], ["local", 2], ["inline", 0]):
         tree = parse((SHIPPED / f"{name}.yaml").read_text())
         tree["backend"] = dict(zip(("type", "workers"), where, strict=True))
-        trained(tmp_path / f"{where[0]}-{len(list(tmp_path.iterdir()))}", override(tree, SHORT[name]))
+        train_tree(tmp_path / f"{where[0]}-{len(list(tmp_path.iterdir()))}", override(tree, SHORT[name]))
     first, *others = (next(root.iterdir()) for root in sorted(tmp_path.iterdir()))
     for other in others:
         assert_same(other, first)
@@ -328,21 +330,21 @@ def test_shipped_configs_with_two_workers_are_reproducible(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_resume_after_repeated_kills_is_bit_identical(whole, tmp_path):
-    process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
+def test_resume_after_repeated_kills_is_bit_identical(uninterrupted, tmp_path):
+    process, run = start(tmp_path, write_config(tmp_path, LONGER)), tmp_path / "runs/small"
     for tasks in (1, 5, 9, 13, 16):
         kill(process, run, tasks)
         process = start(tmp_path, "--resume", run)
     out, _ = process.communicate()
     assert process.returncode == 0, out
-    assert_same(run, whole)
+    assert_same(run, uninterrupted)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_kill_with_two_workers_keeps_finished_tasks(tmp_path):
     tree = LONGER | {"backend": {"type": "local", "workers": 2}}
-    process, run = start(tmp_path, written(tmp_path, tree)), tmp_path / "runs/small"
+    process, run = start(tmp_path, write_config(tmp_path, tree)), tmp_path / "runs/small"
     kept = []
     for tasks in (1, 4, 8, 12):
         kill(process, run, tasks)
@@ -359,12 +361,12 @@ def test_kill_with_two_workers_keeps_finished_tasks(tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_run_can_be_resumed_after_ctrl_c(whole, tmp_path):
-    process, run = start(tmp_path, written(tmp_path, LONGER)), tmp_path / "runs/small"
-    until(process, run, 6)
+def test_run_can_be_resumed_after_ctrl_c(uninterrupted, tmp_path):
+    process, run = start(tmp_path, write_config(tmp_path, LONGER)), tmp_path / "runs/small"
+    wait_for_tasks(process, run, 6)
     os.kill(process.pid, signal.SIGINT)
     out, _ = process.communicate()
     assert process.returncode == 0 and "palestra train --resume runs/small" in out, out
-    assert 6 <= len(read_lines(run / "tasks.jsonl")) < len(read_lines(whole / "tasks.jsonl"))
+    assert 6 <= len(read_lines(run / "tasks.jsonl")) < len(read_lines(uninterrupted / "tasks.jsonl"))
     assert invoke("train", "--resume", run).exit_code == 0
-    assert_same(run, whole)
+    assert_same(run, uninterrupted)

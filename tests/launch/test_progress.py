@@ -1,4 +1,4 @@
-"""The progress bar leads with the held-out evaluation, and calls what is measured in training by its name."""
+"""The progress bar shows the held-out evaluation first, and labels the metrics of training."""
 
 import io
 
@@ -6,8 +6,8 @@ from palestra.launch.console import PlainConsole
 from palestra.launch.progress import ProgressBar
 
 
-def shown(config, team, evaluation):
-    """What the bar shows after an evaluation and a step, and the lines above it."""
+def progress_text(config, team, evaluation):
+    """The text of the bar after an evaluation and a step, and the lines above it."""
     text = io.StringIO()
     with ProgressBar(20, 0, config, PlainConsole(file=text, width=160, force_terminal=False)) as bar:
         bar.on_eval(-1, "test", evaluation)
@@ -19,7 +19,7 @@ def shown(config, team, evaluation):
 def test_held_out_success_precedes_search_success():
     config = {"algorithm": {"branch_at": "turn", "continue_from": "best", "group_size": 8}}
     evaluation = {"success": 0.53, "episodes": 300.0, "steps_per_episode": 5.0}
-    *above, bar = shown(config, {"success": 0.95}, evaluation)
+    *above, bar = progress_text(config, {"success": 0.95}, evaluation)
     assert above[0] == "test before training: success 53.0% of 300 episodes, mean length 5.0"
     assert "test after 10 training steps:" in above[1]
     assert bar.index("test 53.0%") < bar.index("search success (best of 8) 95%")
@@ -28,6 +28,6 @@ def test_held_out_success_precedes_search_success():
 def test_returns_are_labelled_greedy_or_sampled():
     config = {"env_steps": 1000, "evals": {"test": {"greedy": True}}}
     evaluation = {"return": -12.4, "returns": {"a": -12.4}, "episodes": 50.0, "steps_per_episode": 25.0}
-    *above, bar = shown(config, {"return": -26.6}, evaluation)
+    *above, bar = progress_text(config, {"return": -26.6}, evaluation)
     assert above[0].startswith("test (greedy) before training: return -12.40")
     assert "test (greedy) -12.40" in bar and "training return (sampled actions) -26.60" in bar

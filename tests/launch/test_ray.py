@@ -1,4 +1,4 @@
-"""The whole training loop on Ray: the run is unchanged by lost workers and learners."""
+"""The whole training loop on Ray: lost workers and learners do not change the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_loops import actor_of, assert_same, on_ray, run_of, whole
+from toy_loops import actor_of, assert_same, ray_config, run_inline, run_of
 
 from palestra.launch.distributed import build
 from palestra.training.loop import Callback
@@ -32,8 +32,8 @@ def cluster() -> Iterator[Cluster]:
         yield nodes
 
 
-class Murder(Callback):
-    """Kills the actor of a learner in the middle of the second step's play, and once more after that step."""
+class KillLearner(Callback):
+    """Kills a learner's actor in the middle of the second step's play, and again after that step."""
 
     def __init__(self, made: TextTrainer) -> None:
         self.made, self.episodes = made, 0
@@ -53,18 +53,18 @@ def test_run_survives_killed_workers_and_learners(cluster: Cluster, base: Path, 
     """All learners in one actor, or each in its own; a worker dies too."""
     env = {"type": "toys_mortal:Mortal", "turns": 2, "fatal": 8, "mark": str(tmp_path / "mark")}
     placement = {"train": {"workers": actors}, "play": {"workers": 2, "num_cpus": 0.5}}
-    asked = on_ray(base, {"placement": placement, "copy_every": 2}, env=env)
+    asked = ray_config(base, {"placement": placement, "copy_every": 2}, env=env)
     made = build(asked)
-    run = run_of(made, tmp_path, asked, Murder(made))
+    run = run_of(made, tmp_path, asked, KillLearner(made))
     assert (tmp_path / "mark").exists()
     benches = {made.learners[name].weights.trainer for name in ("guide", "walker")}  # type: ignore[attr-defined]
     assert [bench.num_losses for bench in benches] == ([2] if actors == 1 else [1, 1])
-    assert_same(run, whole(tmp_path, asked))
-    assert ray.available_resources()["CPU"] == 4  # nobody is left
+    assert_same(run, run_inline(tmp_path, asked))
+    assert ray.available_resources()["CPU"] == 4  # no process is left
 
 
 class PutBytes(Callback):
-    """What had been put into the object store for workers at the end of each step."""
+    """The bytes put into the object store for workers, at the end of each step."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, int]] = []
@@ -75,14 +75,14 @@ class PutBytes(Callback):
 
 def test_adapter_passes_the_object_store_once_a_version(cluster: Cluster, base: Path, tmp_path: Path) -> None:
     """A step on three slices and two workers sends each of the two new adapters once, and nothing else."""
-    asked = on_ray(base, steps=4, evals={})
+    asked = ray_config(base, steps=4, evals={})
     steps = PutBytes()
     run = run_of(build(asked), tmp_path, asked, steps)
     (checkpoint,) = (run / "checkpoints").glob("step-*3")
     adapters = sum((checkpoint / name / "adapter_model.safetensors").stat().st_size for name in ("guide", "walker"))
     for (puts, sent), (puts_after, sent_after) in pairwise(steps.ends):
         assert puts_after - puts == 2
-        assert adapters <= sent_after - sent < adapters + 4096  # and what says how the adapters are made
+        assert adapters <= sent_after - sent < adapters + 4096  # and the description from which the adapters are built
 
 
 def test_async_rollouts_and_stages_are_the_same_on_ray(cluster: Cluster, base: Path, tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_async_rollouts_and_stages_are_the_same_on_ray(cluster: Cluster, base: P
         {"steps": 2},
         {"steps": 2, "algorithm": {"type": "ppo", "group_size": 2}, "policies": {"guide": {"lr": 1e-4}}},
     ]
-    asked = on_ray(base, staleness=1, stages=stages)
-    assert_same(run_of(build(asked), tmp_path, asked), whole(tmp_path, asked))
+    asked = ray_config(base, staleness=1, stages=stages)
+    assert_same(run_of(build(asked), tmp_path, asked), run_inline(tmp_path, asked))
 
 
 def test_full_model_trains_on_ray(cluster: Cluster, base: Path, tmp_path: Path) -> None:
     full = {"type": "full", "base": str(base), "sampling": {"max_tokens": 2}}
-    asked = on_ray(base, policies={"default": full}, steps=2)
-    assert_same(run_of(build(asked), tmp_path, asked), whole(tmp_path, asked))
+    asked = ray_config(base, policies={"default": full}, steps=2)
+    assert_same(run_of(build(asked), tmp_path, asked), run_inline(tmp_path, asked))

@@ -1,4 +1,4 @@
-"""The whole loop on Ray, where nodes, places and the driver itself are lost."""
+"""The whole loop on Ray when nodes, placements and the driver itself are lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_loops import actor_of, assert_same, killed, on_ray, run_of, whole
+from toy_loops import actor_of, assert_same, ray_config, run_inline, run_of, run_with_kill
 
 from palestra.launch.distributed import build
 from palestra.training.loop import Callback
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class LoseNode(Callback):
-    """Takes the node of a learner from the cluster, by killing its processes, after the first step."""
+    """Kills the processes of a learner's node after the first step."""
 
     def __init__(self, made: TextTrainer, nodes: Cluster) -> None:
         self.made, self.nodes, self.lost = made, nodes, ""
@@ -36,25 +36,25 @@ class LoseNode(Callback):
 
 
 def test_run_survives_the_loss_of_a_training_node(base: Path, tmp_path: Path) -> None:
-    """The learners and half of the workers go with a node; another has room for them."""
+    """The node has the learners and half of the workers; another node has room for them."""
     home, away = {"num_cpus": 1}, {"num_cpus": 3, "resources": {"strong": 1}}
-    asked = on_ray(base, {"placement": {"train": {"resources": {"strong": 1}}}}, steps=4)
+    asked = ray_config(base, {"placement": {"train": {"resources": {"strong": 1}}}}, steps=4)
     with ray_cluster.cluster(home, away, away) as nodes:
         made = build(asked)
         watcher = LoseNode(made, nodes)
         run = run_of(made, tmp_path, asked, watcher)
         end = time.monotonic() + 60
         while any(node["Alive"] for node in ray.nodes() if node["NodeID"] == watcher.lost):
-            assert time.monotonic() < end, "the node was not lost"  # the run may end before Ray finds out
+            assert time.monotonic() < end, "the node was not lost"  # the run may end before Ray notices
             time.sleep(0.2)
-    assert_same(run, whole(tmp_path, asked))
+    assert_same(run, run_inline(tmp_path, asked))
 
 
 def test_unplaceable_learner_is_explained(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from palestra.backends.ray import cluster as clusters
 
     monkeypatch.setattr(clusters, "PLACEMENT_TIMEOUT_S", 3.0)
-    asked = on_ray(base, {"placement": {"train": {"resources": {"moon": 1}}}})
+    asked = ray_config(base, {"placement": {"train": {"resources": {"moon": 1}}}})
     with (
         ray_cluster.cluster({"num_cpus": 3}),
         pytest.raises(ValueError, match=r"no worker for the training of guide, walker in 3 s: one needs .*moon"),
@@ -63,6 +63,6 @@ def test_unplaceable_learner_is_explained(base: Path, tmp_path: Path, monkeypatc
 
 
 def test_resume_after_driver_kill_is_bit_identical(base: Path, tmp_path: Path) -> None:
-    """A cluster of its own goes with it, and the next driver starts another."""
-    asked = on_ray(base, steps=6)
-    assert_same(killed(tmp_path, asked, 10), whole(tmp_path, asked))
+    """The driver's own cluster ends with it, and the next driver starts another."""
+    asked = ray_config(base, steps=6)
+    assert_same(run_with_kill(tmp_path, asked, 10), run_inline(tmp_path, asked))

@@ -1,4 +1,4 @@
-"""Interrupts of a run: the first Ctrl-C asks for a stop, the second ends the pass in progress."""
+"""Interrupts of a run: the first Ctrl-C requests a stop, the second ends the pass in progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run leaves nothing in the temporary directory."""
+"""A run leaves no files in the temporary directory."""
 
 from __future__ import annotations
 

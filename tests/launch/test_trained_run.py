@@ -1,4 +1,4 @@
-"""A run in a notebook: tables, trees, and what they look like."""
+"""A run in a notebook: its tables, trees and HTML."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_opening_a_run_loads_neither_torch_nor_matplotlib(path):
 
 
 def test_showing_a_run_keeps_the_matplotlib_backend(path):
-    """A notebook has a backend of its own; figures of pyplot would show up in its cells."""
+    """A notebook sets its own backend; pyplot figures would appear in its cells."""
     code = f"""
 import matplotlib, sys, palestra
 matplotlib.use("svg")

@@ -1,7 +1,7 @@
-"""Random log-probabilities for losses of another package and ours, and the comparison of the two.
+"""Random log-probabilities for losses of palestra and of another package, and the comparison of both.
 
-The other package runs in a virtual environment of its own, by a script that reads a list of cases as JSON and prints a
-list of results. A result of a loss has its value, `loss`, and its gradient with respect to `logp` [B, T], `slopes`.
+The other package runs in its own virtual environment, in a script that reads a list of cases as JSON and prints a list
+of results. The result of a loss has its value, `loss`, and its gradient with respect to `logp` [B, T], `slopes`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BENCH = HERE.parent.parent / "bench"
 TRL = BENCH / ".venv-trl" / "bin" / "python"
 VERL = BENCH / ".venv-verl" / "bin" / "python"
 LENGTHS = [3, 7, 1, 5, 6, 2]
-LONGEST = 9  # of an answer, for Dr. GRPO
+LONGEST = 9  # tokens of an answer, for Dr. GRPO
 
 
 def draw(seed: int, lengths: Sequence[int]) -> dict[str, np.ndarray]:
-    """Log-probabilities [B, T] of the policy in training, of the sampler and of the reference, far enough apart for
-    every bound to be met, and advantages [B]."""
+    """Log-probabilities [B, T] of the policy in training, of the sampler and of the reference, far enough apart to
+    exceed every bound, and advantages [B]."""
     rng = np.random.default_rng(seed)
     shape = (len(lengths), max(lengths))
     logp = -rng.exponential(1.5, shape)
@@ -55,7 +55,7 @@ def run_cases(python: Path, script: str, cases: dict[str, dict]) -> dict[str, di
 
 
 def scored(case: dict, advantages: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> LossInputs:
-    """The case's tokens in one row, without the padding; `weights` and `groups` are those of each sequence."""
+    """The case's tokens in one row, without padding; `weights` and `groups` have one value per sequence."""
     mask = case["mask"] == 1
     lengths = mask.sum(1)
 
@@ -76,7 +76,7 @@ def scored(case: dict, advantages: np.ndarray, weights: np.ndarray, groups: np.n
 
 
 def shares(lengths: np.ndarray, weights: np.ndarray, denominator: float | None = None) -> np.ndarray:
-    """What each token of each sequence counts, as the trainer has it for samples of these weights."""
+    """The weight of each token of each sequence, as the trainer computes it for samples of these weights."""
     none = np.zeros(0)
     samples = [
         Sample(none, np.zeros(n), none, none, weight=float(w), denominator=denominator)
@@ -94,7 +94,7 @@ def trained_tokens(samples: Sequence[Sample], logp: Sequence[np.ndarray]) -> Los
     return build_loss_inputs(pack, logp_M, torch.zeros(len(logp_M)))
 
 
-def agree(tokens: LossInputs, value: torch.Tensor, theirs: dict, mask: np.ndarray) -> None:
+def assert_equal_loss(tokens: LossInputs, value: torch.Tensor, theirs: dict, mask: np.ndarray) -> None:
     (slopes,) = torch.autograd.grad(value, tokens.logp_M)
     assert value.item() == pytest.approx(theirs["loss"], abs=1e-5)
     np.testing.assert_allclose(slopes.numpy(), np.array(theirs["slopes"])[mask == 1], atol=1e-5)

@@ -1,7 +1,7 @@
-"""Our losses, KL estimates and importance weights beside verl's, on the same random log-probabilities: values and
-gradients are equal.
+"""Losses, KL estimates and importance weights of palestra equal verl's on the same random log-probabilities, with their
+gradients.
 
-`make test-verl` installs verl 0.9.1 in a virtual environment of its own and runs this, and
+`make test-verl` installs verl 0.9.1 in its own virtual environment and runs this file and
 tests/algorithms/text/test_credit_against_verl.py.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from losses.peer_cases import LENGTHS, LONGEST, VERL, agree, draw, run_cases, scored, shares
+from losses.peer_cases import LENGTHS, LONGEST, VERL, assert_equal_loss, draw, run_cases, scored, shares
 
 from palestra.algorithms.text.grpo import GRPO
 from palestra.engine.head import ScoredTokens, score_logits
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 Case = dict[str, Any]
-MODES = {  # verl's `loss_agg_mode`; our token weights of answers of these lengths
+MODES = {  # verl's `loss_agg_mode`; palestra's token weights of answers of these lengths
     "token-mean": lambda lengths: shares(lengths, np.ones(len(lengths))),
     "seq-mean-token-mean": lambda lengths: shares(lengths, 1 / lengths),
     "seq-mean-token-sum-norm": lambda lengths: shares(lengths, np.ones(len(lengths)), LONGEST),
@@ -40,46 +40,48 @@ CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 CLIPPED = {"loss": "vanilla", "config": CLIPS | {"clip_ratio_c": 3.0}}
 OUR_CLIPPED = {"clip": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
 OF_THE_PAPER = "cispo of the paper"
-POLICY: dict[str, tuple[Case, dict]] = {  # verl's settings, and ours of GRPO
+POLICY: dict[str, tuple[Case, dict]] = {  # verl's settings, and palestra's of GRPO
     "vanilla": (CLIPPED, OUR_CLIPPED),
     "k2": (CLIPPED | {"kl_type": "mse"}, OUR_CLIPPED | {"kl_coef": 0.3, "kl_estimator": "k2"}),
     "k3": (CLIPPED | {"kl_type": "low_var_kl"}, OUR_CLIPPED | {"kl_coef": 0.3}),
     "gspo": ({"loss": "gspo", "config": CLIPS}, {"surrogate": "gspo", "clip": 0.2, "clip_high": 0.28}),
-    # verl clips from below too, by default at 0.8; MiniMax-M1 (Chen et al., 2025, sec. 3.1) does not.
+    # verl also clips from below, by default at 0.8; MiniMax-M1 (Chen et al., 2025, sec. 3.1) does not.
     OF_THE_PAPER: (
         {"loss": "cispo", "config": {"clip_ratio_low": 10.0, "clip_ratio_high": 0.28}},
         {"surrogate": "cispo", "clip_high": 0.28},
     ),
 }
-ALONE: dict[str, tuple[Case, str, dict]] = {  # verl's settings; our loss and its options, which no algorithm sets
+# verl's settings; palestra's loss and its options, which no algorithm sets
+ALONE: dict[str, tuple[Case, str, dict]] = {
     "cispo": ({"loss": "cispo", "config": CLIPS}, "cispo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}),
     "dro": ({"loss": "dro", "dro_beta": 0.1}, "dro", {"beta": 0.1}),
 }
 BETWEEN = {"importance_cap": 2.0, "importance_floor": 0.5}
-CORRECTIONS = {  # by our `importance_mode`: verl's settings, and ours
+CORRECTIONS = {  # by palestra's `importance_mode`: verl's settings, and palestra's
     "token_truncate": ({"rollout_is": "token", "rollout_is_threshold": 2.0}, {"importance_cap": 2.0}),
     "token_mask": ({"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}, BETWEEN),
     "sequence_truncate": ({"rollout_is": "sequence", "rollout_is_threshold": 2.0}, {"importance_cap": 2.0}),
     "sequence_mask": ({"rollout_is": "sequence", "rollout_is_threshold": "0.5_2.0"}, BETWEEN),
 }
 # The bounds of verl's k1 are those of the sampler's probability over the trainer's, the inverse of its weights: these
-# keep weights from 1/4 to 2. Its filters by means (seq_mean_k1: of the geometric mean), k2 and k3 have none of ours.
+# keep weights from 1/4 to 2. palestra has no equivalent of its filters by means (seq_mean_k1: of the geometric mean),
+# k2 and k3.
 REJECTIONS = {
     "token_mask": {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_4.0"},
     "sequence_mask": {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_4.0"},
 }
 WEIGHTED = ("vanilla", "gspo", OF_THE_PAPER)
-UNBOUNDED = 1e8  # a bound of weights that none here reaches
+UNBOUNDED = 1e8  # a bound above all weights here
 
 
 def drawn(seed: int) -> Case:
-    """Log-probabilities as of `draw`, and an advantage of every token [B, T]."""
+    """Log-probabilities as in `draw`, and an advantage of every token [B, T]."""
     case = draw(seed, LENGTHS)
     return case | {"advantages": np.random.default_rng(seed + 1).normal(0, 1, case["logp"].shape)}
 
 
 def policy_case(name: str, mode: str = "token-mean", **more: Any) -> Case:
-    """Log-probabilities far enough apart for the dual clip, and a sampler at some distance."""
+    """Log-probabilities far enough apart for the dual clip, and a sampler that differs from the trainer."""
     case = drawn(7)
     case["old"] = case["logp"] + 2.5 * (case["old"] - case["logp"])
     case["sampler"] = case["old"] + np.random.default_rng(9).normal(0, 0.5, case["old"].shape)
@@ -87,7 +89,7 @@ def policy_case(name: str, mode: str = "token-mean", **more: Any) -> Case:
 
 
 def inputs(case: Case) -> LossInputs:
-    """Our loss inputs of the case's tokens."""
+    """palestra's loss inputs of the case's tokens."""
     lengths, at = case["mask"].sum(1), case["mask"] == 1
     tokens = scored(case, np.zeros(len(lengths)), MODES[case["mode"]](lengths), np.arange(len(lengths)))
     fields = {"advantages": "advantage_M", "sampler": "sampler_logp_M", "returns": "return_M"}
@@ -95,7 +97,7 @@ def inputs(case: Case) -> LossInputs:
 
 
 def our_loss(name: str, tokens: LossInputs, **importance: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Our loss and metrics; without settings of `importance` sampling, uncorrected."""
+    """palestra's loss and metrics; uncorrected without settings for `importance` sampling."""
     if name in ALONE:
         _, loss, options = ALONE[name]
         return LOSSES[loss](tokens, **options)
@@ -115,7 +117,7 @@ def entropy_case(mode: str) -> Case:
 
 
 def distant_case(**correction: Any) -> Case:
-    """Log-ratios to the sampler that meet the bounds, two of them beyond the 20 that verl limits them to."""
+    """Log-ratios to the sampler that exceed the bounds, two of them above the 20 at which verl clamps them."""
     case, rng = drawn(11), np.random.default_rng(3)
     gaps = rng.normal(0, 0.7, case["old"].shape)
     gaps[0, :2] = 25.0, -25.5
@@ -124,8 +126,8 @@ def distant_case(**correction: Any) -> Case:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> dict:
-    """verl's answers to all cases, from one process."""
+def verl() -> dict:
+    """verl's results for all cases, from one process."""
     cases: dict = {(name, mode): policy_case(name, mode) for name in POLICY | ALONE for mode in MODES}
     cases |= {("value", mode): value_case(mode) for mode in MODES}
     cases |= {("entropy", mode): entropy_case(mode) for mode in ("token-mean", "seq-mean-token-mean")}
@@ -145,7 +147,7 @@ def theirs() -> dict:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", POLICY | ALONE)
-def test_policy_losses_equal_verl(theirs: dict, name: str, mode: str) -> None:
+def test_policy_losses_equal_verl(verl: dict, name: str, mode: str) -> None:
     case = policy_case(name, mode)
     tokens = inputs(case)
     value, metrics = our_loss(name, tokens)
@@ -153,21 +155,21 @@ def test_policy_losses_equal_verl(theirs: dict, name: str, mode: str) -> None:
         assert metrics["clip_fraction"] > 0
     if name == "vanilla":
         assert value != LOSSES["clipped_policy"](tokens, clip=0.2, clip_high=0.28)[0]
-    agree(tokens, value, theirs[name, mode], case["mask"])
+    assert_equal_loss(tokens, value, verl[name, mode], case["mask"])
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_value_loss_equals_verl(theirs: dict, mode: str) -> None:
+def test_value_loss_equals_verl(verl: dict, mode: str) -> None:
     case = value_case(mode)
     tokens = inputs(case)
     tokens = tokens._replace(value_M=tokens.logp_M, old_value_M=tokens.old_logp_M)
     value, metrics = value_function_loss(tokens, value_coef=1.0, value_clip=0.3)
     assert metrics["value_clip_fraction"] > 0
-    agree(tokens, value, theirs["value", mode], case["mask"])
+    assert_equal_loss(tokens, value, verl["value", mode], case["mask"])
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_entropy_equals_verl(theirs: dict, mode: str) -> None:
+def test_entropy_equals_verl(verl: dict, mode: str) -> None:
     """The bonus is the mean entropy, negated."""
     case = entropy_case(mode)
     logits = torch.tensor(case["logp"][case["mask"] == 1], requires_grad=True)
@@ -175,28 +177,28 @@ def test_entropy_equals_verl(theirs: dict, mode: str) -> None:
     tokens = inputs(drawn(10) | {"mode": mode})
     tokens = tokens._replace(logp_M=logits, entropy_M=score_logits(logits, wanted, entropy_grad=True)[1])
     bonus, _ = add_kl_and_entropy(tokens, torch.zeros(()), {}, 0.0, 1.0)
-    agree(tokens, -bonus, theirs["entropy", mode], case["mask"])
+    assert_equal_loss(tokens, -bonus, verl["entropy", mode], case["mask"])
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
-def test_kl_estimates_equal_verl(theirs: dict, kind: str) -> None:
-    """k3+ has the value of k3 and the gradient of k2, as `kl_estimator: k2` has. verl limits log-ratios to 20."""
+def test_kl_estimates_equal_verl(verl: dict, kind: str) -> None:
+    """k3+ has the value of k3 and the gradient of k2, like `kl_estimator: k2`. verl clamps log-ratios at 20."""
     case = draw(7, LENGTHS)
     logp, ref = torch.tensor(case["logp"], requires_grad=True), torch.tensor(case["ref"])
     values = kl_estimates(logp, ref, kind[:2])
-    np.testing.assert_allclose(values.detach().numpy(), theirs["kl", kind]["values"], atol=1e-12)
+    np.testing.assert_allclose(values.detach().numpy(), verl["kl", kind]["values"], atol=1e-12)
     values = kl_estimates(logp, ref, "k2") if kind == "k3+" else values
     (slopes,) = torch.autograd.grad(values.sum(), logp)
-    np.testing.assert_allclose(slopes.numpy(), theirs["kl", kind]["slopes"], atol=1e-12)
+    np.testing.assert_allclose(slopes.numpy(), verl["kl", kind]["slopes"], atol=1e-12)
 
 
-# ---- mismatch of the sampler
+# ---- sampler mismatch
 
 
 def weigh(
     case: Case, mode: str, importance_cap: float, importance_floor: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Our weights of the case's tokens, and which are out of bounds."""
+    """palestra's weights of the case's tokens, and which are out of bounds."""
     at = case["mask"] == 1
     sequence = torch.tensor(np.repeat(np.arange(len(at)), at.sum(1)))
     gaps = torch.tensor((case["old"] - case["sampler"])[at])
@@ -204,34 +206,34 @@ def weigh(
 
 
 @pytest.mark.parametrize("mode", CORRECTIONS)
-def test_importance_weights_equal_verl(theirs: dict, mode: str) -> None:
+def test_importance_weights_equal_verl(verl: dict, mode: str) -> None:
     """verl's weights are at least exp(-20), 2e-9."""
     case = distant_case()
     weights, outside = weigh(case, mode, **CORRECTIONS[mode][1])
     assert 0 < outside.sum() < len(outside)
-    np.testing.assert_allclose(weights, np.array(theirs[mode]["weights"])[case["mask"] == 1], atol=1e-8)
+    np.testing.assert_allclose(weights, np.array(verl[mode]["weights"])[case["mask"] == 1], atol=1e-8)
 
 
 @pytest.mark.parametrize("mode", CORRECTIONS)
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_weighted_losses_equal_verl(theirs: dict, name: str, mode: str) -> None:
+def test_weighted_losses_equal_verl(verl: dict, name: str, mode: str) -> None:
     """A token of weight 0 counts in the mean."""
     case = policy_case(name)
     tokens = inputs(case)
     value, _ = our_loss(name, tokens, **CORRECTIONS[mode][1], importance_mode=mode)
-    agree(tokens, value, theirs[name, mode], case["mask"])
+    assert_equal_loss(tokens, value, verl[name, mode], case["mask"])
 
 
 @pytest.mark.parametrize("mode", REJECTIONS)
-def test_rejected_tokens_are_those_of_verl(theirs: dict, mode: str) -> None:
+def test_rejected_tokens_equal_verl(verl: dict, mode: str) -> None:
     case = distant_case()
     _, outside = weigh(case, mode, 2.0, 0.25)
     assert 0 < outside.sum() < len(outside)
-    assert (np.array(theirs["rejection", mode]["mask"])[case["mask"] == 1] == 0).tolist() == outside.tolist()
+    assert (np.array(verl["rejection", mode]["mask"])[case["mask"] == 1] == 0).tolist() == outside.tolist()
 
 
 @pytest.mark.parametrize("mode", REJECTIONS)
-def test_rejected_tokens_count_in_our_mean_only(theirs: dict, mode: str) -> None:
+def test_rejected_tokens_count_in_palestras_mean_only(verl: dict, mode: str) -> None:
     """verl's mean is over the tokens that it keeps."""
     case = policy_case("vanilla")
     tokens = inputs(case)
@@ -239,4 +241,4 @@ def test_rejected_tokens_count_in_our_mean_only(theirs: dict, mode: str) -> None
     value, metrics = our_loss("vanilla", tokens, **options)
     kept = 1 - metrics["importance_cap_fraction"].item()
     assert 0.2 < kept < 0.9
-    agree(tokens, value / kept, theirs["vanilla", "rejection", mode], case["mask"])
+    assert_equal_loss(tokens, value / kept, verl["vanilla", "rejection", mode], case["mask"])

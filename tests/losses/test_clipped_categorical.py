@@ -61,7 +61,7 @@ def by_autograd(given: CategoricalInputs, clip: float, bonus: float) -> tuple[Te
     bonus=st.sampled_from([0.0, 0.1]),
     seed=st.integers(0, 2**31),
 )
-def test_loss_gradient_and_metrics_are_those_of_autograd(members, rows, actions, masked, clip, bonus, seed):
+def test_loss_gradient_and_metrics_equal_autograd(members, rows, actions, masked, clip, bonus, seed):
     drawn = inputs(members, rows, actions, masked, seed)
     out = drawn.outputs.clone().requires_grad_()
     loss, metrics = clipped_categorical_loss(drawn._replace(outputs=out), clip=clip, entropy=bonus)
@@ -75,7 +75,8 @@ def test_loss_gradient_and_metrics_are_those_of_autograd(members, rows, actions,
 
 
 def test_one_row_by_hand():
-    """Two actions of probability 3/4 and 1/4; the first was taken at probability 1/2: its ratio of 1.5 is clipped."""
+    """Two actions of probability 3/4 and 1/4; the first was sampled with probability 1/2: its ratio of 1.5 is
+    clipped."""
     out = torch.tensor([[[math.log(3.0), 0.0]]], requires_grad=True)
     half, one = torch.tensor([[math.log(0.5)]]), torch.ones(1, 1)
     drawn = CategoricalInputs(out, torch.zeros(1, 1, dtype=torch.long), None, half, 2 * one, one)
@@ -91,8 +92,8 @@ def test_one_row_by_hand():
 
 
 @pytest.mark.parametrize("where", ["outputs", "old_logp", "advantage", "weight"])
-def test_what_is_not_finite_reaches_the_gradient(where):
-    """A run stops at a gradient that is not a finite number."""
+def test_nonfinite_values_reach_the_gradient(where):
+    """A run stops at a gradient that is not finite."""
     drawn = inputs(1, 5, 3, False, 0)._replace(weight=torch.full((1, 5), 0.2))
     getattr(drawn, where)[0, 2] = torch.nan
     out = drawn.outputs.clone().requires_grad_()
@@ -101,7 +102,7 @@ def test_what_is_not_finite_reaches_the_gradient(where):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_ppo_gets_the_loss_of_every_other_actor_critic(masked):
+def test_ppo_loss_equals_the_plain_loss(masked):
     """Rows of several steps [P, T, M], as recurrent networks have them."""
     drawn = inputs(2, 12, 4, masked, 3)
     out, *rest = (None if x is None else x.unflatten(1, (3, 4)) for x in drawn)

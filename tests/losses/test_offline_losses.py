@@ -23,7 +23,7 @@ def test_expectile_loss_by_hand() -> None:
 
 @pytest.mark.parametrize("level", [0.1, 0.5, 0.7, 0.99])
 def test_minimum_of_the_expectile_loss_is_the_expectile(level: float) -> None:
-    """Of 0 and 1, equally likely, it is the level itself; of any numbers that of SciPy."""
+    """Of 0 and 1 with equal probability it is the level itself; of other numbers it equals SciPy's."""
     numbers = torch.tensor([0.3, -2.0, 5.0, 1.5, 1.5, 0.0], dtype=torch.float64)
     for targets, known in ((torch.tensor([0.0, 1.0]).double(), level), (numbers, scipy_expectile(numbers, level))):
         value = torch.full((1, len(targets)), float(known), dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Losses by hand: both signs of the advantage on both sides of the clip, and where the gradient must be zero."""
+"""Policy losses by hand: both signs of the advantage on both sides of the clip, and where the gradient must be zero."""
 
 import math
 from dataclasses import replace
@@ -54,13 +54,13 @@ INSIDE, ABOVE, BELOW = math.log(1.1), math.log(1.5), math.log(0.5)
 
 @pytest.mark.parametrize(
     ("gap", "advantage", "loss", "slope", "clipped"),
-    [  # slope: d loss / d logp; of -ratio * A it is -ratio * A, and 0 where the clip rules
+    [  # slope: d loss / d logp; of -ratio * A it is -ratio * A, and 0 where the clip applies
         (INSIDE, 2.0, -2.2, -2.2, 0),
         (INSIDE, -2.0, 2.2, 2.2, 0),
-        (ABOVE, 2.0, -2.4, 0.0, 1),  # good and already likelier: 1.2 * 2, no more push
-        (ABOVE, -2.0, 3.0, 3.0, 0),  # bad and likelier: pushed back, however far
-        (BELOW, 2.0, -1.0, -1.0, 0),  # good and less likely: pushed back
-        (BELOW, -2.0, 1.6, 0.0, 1),  # bad and already less likely: 0.8 * -2, no more push
+        (ABOVE, 2.0, -2.4, 0.0, 1),  # positive advantage, already likelier: 1.2 * 2, no gradient
+        (ABOVE, -2.0, 3.0, 3.0, 0),  # negative advantage, likelier: full gradient, however far
+        (BELOW, 2.0, -1.0, -1.0, 0),  # positive advantage, less likely: full gradient
+        (BELOW, -2.0, 1.6, 0.0, 1),  # negative advantage, already less likely: 0.8 * -2, no gradient
         (0.0, 2.0, -2.0, -2.0, 0),
     ],
 )
@@ -84,9 +84,9 @@ def test_clip_high_widens_the_upper_bound_only():
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "slope", "clipped"),
     [
-        (2.0, -2.0, 4.0, 4.0, 0),  # bad and likelier, within three times its advantage: as without
-        (5.0, -2.0, 6.0, 0.0, 1),  # beyond: 3 * 2, no more push
-        (5.0, 2.0, -2.4, 0.0, 1),  # good: the usual clip, whatever `dual_clip`
+        (2.0, -2.0, 4.0, 4.0, 0),  # negative advantage, likelier, within three times its advantage: unchanged
+        (5.0, -2.0, 6.0, 0.0, 1),  # above it: 3 * 2, no gradient
+        (5.0, 2.0, -2.4, 0.0, 1),  # positive advantage: the usual clip, whatever `dual_clip`
         (0.5, -2.0, 1.6, 0.0, 1),
     ],
 )
@@ -100,7 +100,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(ratio, advantage, loss
 
 @pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, gspo_loss])
 def test_every_surrogate_supports_kl_penalty_and_entropy_bonus(loss):
-    """At ratio 1 and advantage 0 nothing else is left: 0.5 * (1 - ln 2) less 0.1 * 2."""
+    """At ratio 1 and advantage 0 only these are left: 0.5 * (1 - ln 2) - 0.1 * 2."""
     tokens = scored([-1.0], [-1.0], [0.0], ref=[-1.0 + math.log(2)], entropy=[2.0], sequence=[0])
     value, figures = loss(tokens, kl=0.5, entropy=0.1)
     assert value.item() == pytest.approx(0.5 * (1 - math.log(2)) - 0.2, abs=1e-6)
@@ -121,7 +121,8 @@ def test_kl_to_the_reference_by_hand():
     value.backward()
     assert value.item() == pytest.approx(0.5 * (1 - math.log(2)), abs=1e-6)
     assert figures["reference_kl"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
-    assert tokens.logp_M.grad.item() == pytest.approx(0.5 * (1 - 2), abs=1e-6)  # down the slope: towards the reference
+    # along the negative gradient: towards the reference
+    assert tokens.logp_M.grad.item() == pytest.approx(0.5 * (1 - 2), abs=1e-6)
     assert clipped_policy_loss(scored([-1.0], [-1.0], [0.0], ref=[-1.0]), kl=1.0)[0].item() == 0
     with pytest.raises(ValueError, match="reference"):
         clipped_policy_loss(scored([-1.0], [-1.0], [1.0]), kl=0.5)
@@ -166,7 +167,7 @@ def test_cross_entropy_by_hand():
 
 @given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-1e3, 1e3)), min_size=1, max_size=9))
 def test_cross_entropy_accepts_negative_weights(pairs):
-    """A custom loss C of a client is trained by weights -dC/dlogp, negative ones too: so must the gradient be."""
+    """A custom loss C of a client is trained by weights -dC/dlogp, which may be negative."""
     logps, weights = (list(column) for column in zip(*pairs, strict=True))
     tokens = scored(logps, [0.0] * len(logps), weights, weight=[1.0] * len(logps))
     value, _ = cross_entropy_loss(tokens)
@@ -174,7 +175,7 @@ def test_cross_entropy_accepts_negative_weights(pairs):
     assert value.item() == pytest.approx(-np.dot(np.float32(logps), np.float32(weights)), rel=1e-4, abs=1e-2)
 
 
-# ---- sums over tokens, as a training service has them
+# ---- sums over tokens, as in a training service
 
 HALF, DOUBLE = math.log(0.5), math.log(2)
 
@@ -192,9 +193,9 @@ def test_importance_sampling_by_hand():
     ("ratio", "advantage", "options", "coefficient", "clipped"),
     [
         (2.0, 1.0, {}, 2.0, 0),
-        (8.0, 1.0, {}, 4.0, 1),  # capped, yet it goes on learning: a surrogate would give it up
+        (8.0, 1.0, {}, 4.0, 1),  # capped, but the gradient does not vanish: that of a clipped surrogate would
         (8.0, -1.0, {}, 4.0, 1),
-        (0.1, 1.0, {}, 0.1, 0),  # nothing below
+        (0.1, 1.0, {}, 0.1, 0),  # no lower bound
         (0.1, -1.0, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, 0.8, 1),
         (2.0, 1.0, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, 1.2, 1),
     ],
@@ -214,13 +215,14 @@ def test_dro_by_hand():
     value, figures = dro_loss(tokens, beta=0.5)
     assert value.item() == pytest.approx(3.0) and slopes(tokens, value) == pytest.approx([-1.0])
     assert figures["penalty"].item() == pytest.approx(1.0)
-    at_best = scored([-1.0], [-5.0], [2.0], weight=[1.0])  # where logp - old = advantage / beta, all is learnt
+    at_best = scored([-1.0], [-5.0], [2.0], weight=[1.0])  # the gradient is 0 where logp - old = advantage / beta
     assert slopes(at_best, dro_loss(at_best, beta=0.5)[0]) == pytest.approx([0.0], abs=1e-6)
 
 
 def test_gspo_by_hand():
     """Two sequences. The first has ratios 2 and 1/2, so 1 for both tokens: within bounds, slopes -1 * A. The second has
-    2 and 8, so 4: beyond 1.2, which silences its good token (-1.2 * 1) and not its bad one (4 * 3, slope 12)."""
+    2 and 8, so 4: above 1.2, so the token of positive advantage (-1.2 * 1) has no gradient, but that of negative
+    advantage has (4 * 3, slope 12)."""
     old = [-2.0, -2.0, -2.0, -2.0]
     logp = [-2 + DOUBLE, -2 + HALF, -2 + DOUBLE, -2 + 3 * DOUBLE]
     tokens = scored(logp, old, [1.0, 5.0, 1.0, -3.0], weight=[1.0] * 4, sequence=[0, 0, 1, 1])
@@ -231,7 +233,7 @@ def test_gspo_by_hand():
 
 
 def test_gspo_averages_over_masked_tokens_only():
-    """A prompt's tokens have no log-probability of the sampler: here -inf, which must not come near the mean. Order and
+    """A prompt's tokens have no log-probability of the sampler: here -inf, which must not enter the mean. Order and
     numbers of the sequences do not matter."""
     tokens = scored(
         [-1.0, -9.0, -1 + DOUBLE], [-1.0, -math.inf, -1.0], [1.0, 0.0, 1.0], weight=[1.0] * 3, sequence=[3, 0, 0]
@@ -247,7 +249,8 @@ def test_gspo_averages_over_masked_tokens_only():
 
 @pytest.mark.parametrize("loss", [clipped_policy_loss, cispo_loss, gspo_loss])
 def test_clip_bounds_may_be_per_token(loss):
-    """A tensor of bounds does to each token what numbers do to it alone; one may be a tensor and the other a number."""
+    """A tensor of bounds has the same effect on each token as single numbers; one bound may be a tensor and the other a
+    number."""
     names = ("clip", "clip_high") if loss is clipped_policy_loss else ("clip_low_threshold", "clip_high_threshold")
 
     def run(gaps, advantages, low, high):
@@ -263,7 +266,7 @@ def test_clip_bounds_may_be_per_token(loss):
 
 
 def naive(name, logp, old, advantage, sequence):
-    """The losses once more, written as the papers have them, one token after the other."""
+    """The losses again, as in the papers, token by token."""
     total = torch.zeros(())
     for t in range(len(logp)):
         ratio = torch.exp(logp[t] - old[t])
@@ -304,7 +307,8 @@ def test_losses_and_gradients_equal_their_formulas(name, seed):
 @pytest.mark.parametrize("name", [*POLICY_GRADIENTS, "dro"])
 @given(pairs=st.lists(st.tuples(st.floats(-9, 0), st.floats(-5, 5), st.floats(-2, 2)), min_size=1, max_size=9))
 def test_on_policy_gradients_equal_the_policy_gradient(name, pairs):
-    """At ratio 1 the gradient is -weight * advantage * dlogp, whatever the loss; so a good token becomes likelier."""
+    """At ratio 1 the gradient is -weight * advantage * dlogp, for every loss, so tokens of positive advantage become
+    likelier."""
     logps, advantages, weights = (list(column) for column in zip(*pairs, strict=True))
     tokens = scored(logps, logps, advantages, weight=weights, sequence=[0] * len(logps))
     expected = [-a * w for a, w in zip(advantages, weights, strict=True)]
@@ -369,7 +373,7 @@ def test_no_samples_give_no_micro_batches():
     ],
 )
 def test_micro_batches_sum_to_the_full_batch(loss, options):
-    """Loss, figures and gradient do not depend on how a batch is cut, though its parts have different lengths."""
+    """Loss, metrics and gradient do not depend on the split of a batch, though its parts have different lengths."""
     engine = tiny_lm(6)
     batch = samples([1, 9, 2, 5, 3])
     results = []
@@ -379,14 +383,14 @@ def test_micro_batches_sum_to_the_full_batch(loss, options):
             for _, b in adapter.weights.values():
                 b.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
         trainer = Trainer(engine, adapter, pack_tokens=pack_tokens)
-        metrics = trainer.forward_backward(referred(trainer, batch), loss, **options)
+        metrics = trainer.forward_backward(with_reference(trainer, batch), loss, **options)
         results.append((metrics, torch.cat([w.grad.flatten() for w in trainer.parameters])))
     for metrics, gradient in results[1:]:
         assert metrics == pytest.approx(results[0][0], abs=1e-5)
         torch.testing.assert_close(gradient, results[0][1], **GRADIENTS)
 
 
-def referred(trainer, batch):
+def with_reference(trainer, batch):
     """The samples with their log-probabilities under the trainer's reference."""
     found = trainer.logprobs(batch, reference=True)
     return [replace(sample, reference_logprobs=logprobs) for sample, logprobs in zip(batch, found, strict=True)]
@@ -399,14 +403,14 @@ def disturb(adapter, seed=1):
 
 
 def distance(trainer, batch):
-    return trainer.forward_backward(referred(trainer, batch), clipped_policy_loss, kl=1.0)["reference_kl"]
+    return trainer.forward_backward(with_reference(trainer, batch), clipped_policy_loss, kl=1.0)["reference_kl"]
 
 
 def test_reference_is_the_base_until_anchored():
     engine = tiny_lm(6)
     trainer = Trainer(
         engine, Adapter(engine.linear_layers, LoraConfig(), seed=0)
-    )  # B = 0: at the base, so no distance yet
+    )  # B = 0: equals the base, so the distance is 0
     batch = samples([4, 4])
     assert distance(trainer, batch) == 0
     disturb(trainer.adapter)

@@ -1,4 +1,4 @@
-"""Preferences by hand: what a margin is, what it costs, and that nothing but the two sides counts."""
+"""Preference losses by hand: the margin, its loss, and independence of everything but the two sides."""
 
 import math
 from dataclasses import replace
@@ -25,12 +25,12 @@ SIGNS = [1.0, 1.0, -1.0, -1.0]
 
 
 def scored(logp=LOGP, ref=REF, advantage=SIGNS, *, weight=None, group=None):
-    """Tokens of one pair, unless `group` says otherwise."""
+    """Tokens of one pair, unless `group` assigns others."""
     n = len(logp)
     return LossInputs(
         torch.tensor(logp, dtype=torch.float64, requires_grad=True),
         torch.zeros(n),
-        torch.full((n,), -9.0),  # whoever sampled does not count
+        torch.full((n,), -9.0),  # the sampler's log-probabilities do not matter
         None if ref is None else torch.tensor(ref, dtype=torch.float64),
         torch.tensor(advantage, dtype=torch.float64),
         torch.tensor(weight or [1 / n] * n, dtype=torch.float64),
@@ -83,7 +83,9 @@ def test_kto_by_hand():
 
 @pytest.mark.parametrize(
     ("options", "loss", "slope"),
-    [  # the reward's margin is 0.5 * 0.6 = 0.3; slope: d loss / d logp of a chosen token, less that of a rejected one
+    # the reward's margin is 0.5 * 0.6 = 0.3; slope: d loss / d logp of a chosen token; of a rejected one it is the
+    # negative
+    [
         ({"kind": "sigmoid"}, 0.554355, -0.212779),  # log(1 + e^-0.3), -0.5 / (1 + e^0.3)
         ({"kind": "hinge"}, 0.7, -0.5),  # 1 - 0.3
         ({"kind": "sigmoid", "label_smoothing": 0.1}, 0.584355, -0.162779),  # and a tenth of log(1 + e^0.3) = 0.854355
@@ -150,7 +152,7 @@ def test_policy_equal_to_its_reference_has_zero_margin():
     assert value.item() == pytest.approx(math.log(2)) and figures["margin"].item() == figures["accuracy"].item() == 0
 
 
-# ---- what cannot be asked
+# ---- refused inputs
 
 
 def test_missing_reference_is_refused_unless_reference_free():
@@ -186,7 +188,7 @@ KINDS = st.sampled_from([("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("h
 
 @given(logps, logps, KINDS, st.floats(0.05, 1))
 def test_loss_decreases_with_the_margin(logp, ref, kind, beta):
-    """Up to where it is content: for ipo beyond a margin of 1 / (2 beta), with smoothing beyond the log-odds of it."""
+    """Up to a minimum: for ipo a margin of 1 / (2 beta), with label smoothing its log-odds."""
     tokens = scored(logp, ref)
     value, figures = preference_loss(tokens, kind=kind[0], label_smoothing=kind[1], beta=beta)
     first, second, third, fourth = slopes(tokens, value)
@@ -201,7 +203,7 @@ def test_loss_decreases_with_the_margin(logp, ref, kind, beta):
 
 @given(logps, logps, st.sampled_from(["sigmoid", "hinge"]))
 def test_label_smoothing_of_one_half_is_symmetric(logp, ref, kind):
-    """As likely wrong as right: both ways round cost the same."""
+    """Both labels are equally likely: swapping the sides does not change the loss."""
     there = preference_loss(scored(logp, ref), kind=kind, label_smoothing=0.5)[0]
     back = preference_loss(scored(logp, ref, [-1.0, -1.0, 1.0, 1.0]), kind=kind, label_smoothing=0.5)[0]
     assert there.item() == pytest.approx(back.item())
@@ -220,7 +222,7 @@ def test_loss_is_invariant_to_order_and_numbering(logp, ref, order, first):
 
 @given(logps, logps, st.floats(-3, 3))
 def test_loss_is_invariant_to_a_common_shift(logp, ref, shift):
-    """What makes both sides likelier alike is not a preference."""
+    """A change that makes both sides likelier by the same amount is no preference."""
     value = preference_loss(scored(logp, ref))[0].item()
     assert preference_loss(scored([x + shift for x in logp], ref))[0].item() == pytest.approx(value)
 
@@ -249,7 +251,7 @@ def some_pairs(lengths, *, mean=False):
     return batch
 
 
-def referred(trainer, batch):
+def with_reference(trainer, batch):
     found = trainer.logprobs(batch, reference=True)
     return [replace(sample, reference_logprobs=logprobs) for sample, logprobs in zip(batch, found, strict=True)]
 
@@ -264,14 +266,14 @@ def moved_adapter(engine):
 
 @pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
 def test_micro_batches_of_whole_pairs_sum_to_the_full_batch(kind):
-    """Loss, figures and gradient do not depend on how a batch is cut; no cut goes through a pair."""
+    """Loss, metrics and gradient do not depend on the split of a batch; no split separates a pair."""
     engine = tiny_lm(6)
     batch = some_pairs([(1, 4), (3, 3), (5, 2), (2, 2)], mean=kind == "ipo")
     results = []
     for pack_tokens, parts in ((10_000, 1), (45, 2), (1, 4)):
         trainer = Trainer(engine, moved_adapter(engine), pack_tokens=pack_tokens)
         assert len(micro_batches(batch, pack_tokens)) == parts
-        metrics = trainer.forward_backward(referred(trainer, batch), preference_loss, kind=kind, beta=0.7)
+        metrics = trainer.forward_backward(with_reference(trainer, batch), preference_loss, kind=kind, beta=0.7)
         results.append((metrics, torch.cat([w.grad.flatten() for w in trainer.parameters])))
     for metrics, gradient in results[1:]:
         assert metrics == pytest.approx(results[0][0], abs=1e-5)
@@ -279,7 +281,7 @@ def test_micro_batches_of_whole_pairs_sum_to_the_full_batch(kind):
 
 
 def test_gradient_equals_plain_transformers_without_prompt_tokens():
-    """Full weights: our forest against DPO written down for one sequence at a time, prompts left out of it."""
+    """Full weights: palestra's packed forest against DPO computed one sequence at a time, without prompt tokens."""
     engine = tiny_lm(7)
     trainer = Trainer(engine, None)
     batch = some_pairs([(2, 3), (4, 1)])
@@ -305,7 +307,7 @@ def test_gradient_equals_plain_transformers_without_prompt_tokens():
 def test_training_widens_the_margin_with_a_fixed_reference():
     engine = tiny_lm(6)
     trainer = Trainer(engine, Adapter(engine.linear_layers, LoraConfig(), seed=0))
-    batch = referred(trainer, some_pairs([(2, 3), (4, 1)]))
+    batch = with_reference(trainer, some_pairs([(2, 3), (4, 1)]))
     seen = []
     for _ in range(8):
         seen.append(trainer.forward_backward(batch, preference_loss, beta=0.5))

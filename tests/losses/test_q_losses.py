@@ -1,4 +1,4 @@
-"""Targets and losses of values, worked by hand."""
+"""Value losses and targets by hand."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_gather_values_by_hand() -> None:
 
 
 def test_sequence_priority_by_hand() -> None:
-    # errors 1, 3 and (unknown) 50: .9 * 3 + .1 * 2; a stretch of which nothing is known is not urgent at all
+    # errors 1, 3 and (unknown) 50: .9 * 3 + .1 * 2; a sequence without known errors has priority 0
     error = torch.tensor([[1.0, 7.0], [-3.0, 7.0], [50.0, 7.0]])
     known = torch.tensor([[True, False], [True, False], [False, False]])
     assert sequence_priority(error, known).tolist() == pytest.approx([2.9, 0])

@@ -2,9 +2,9 @@
 
     bench/.venv-trl/bin/python trl_losses.py < cases.json
 
-A case names its `trainer` (a key of `TRAINERS`), the `config` of it, and arrays of B sequences padded to T tokens,
-which `mask` [B, T] tells from padding. Of pairs the first half of the sequences is chosen and the second half rejected.
-The trainers' own loss methods run, on what they read of a trainer and a model, and no trainer or model is built.
+A case has its `trainer` (a key of `TRAINERS`), the trainer's `config`, and arrays of B sequences padded to T tokens;
+`mask` [B, T] is 0 for padding. For pairs the first half of the sequences is chosen and the second half rejected. The
+trainers' own loss methods run on objects with only the attributes that they read; no trainer or model is built.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def orpo(case: dict[str, Any], logp: torch.Tensor) -> torch.Tensor:
 
 
 def reward(case: dict[str, Any], rewards: torch.Tensor) -> torch.Tensor:
-    """A reward for each side, in place of its only token's log-probability."""
+    """A reward of each side, in place of its only token's log-probability."""
     trainer = SimpleNamespace(
         args=SimpleNamespace(center_rewards_coefficient=case["center"]),
         model=SimpleNamespace(training=False),

@@ -2,8 +2,8 @@
 
     bench/.venv-verl/bin/python verl_losses.py < cases.json
 
-A case names its `kind` (a key of `KINDS`) and has arrays of B sequences padded to T tokens; `mask` [B, T] is 1 for the
-tokens of the policy, 0 for those of the env and for padding. The package's own functions run on them.
+A case has its `kind` (a key of `KINDS`) and arrays of B sequences padded to T tokens; `mask` [B, T] is 1 for the tokens
+of the policy, 0 for those of the env and for padding. The package's own functions run on them.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def correction(case: Case) -> Result:
 
 
 def overlong(case: Case) -> Result:
-    """What DAPO's reward manager adds to a score of 0 for answers of `lengths` tokens."""
+    """The penalty of DAPO's reward manager for a score of 0 and answers of `lengths` tokens."""
     lengths, limit = case["lengths"], case["limit"]
     settings = SimpleNamespace(enable=True, len=case["buffer"], penalty_factor=1.0, log=False)
     manager = DAPORewardManager(

@@ -1,4 +1,4 @@
-"""A TCP proxy between a process and a server, which can be slow, or down."""
+"""A TCP proxy between a process and a server that can be slow or down."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CHUNK_BYTES = 4096
 class Proxy:
     """Forwards connections to `port` of this machine from `self.port`.
 
-    `bytes_per_s` limits what clients send (None: unlimited); `sent_bytes` counts it. While `is_down`, connections are
-    closed at once, those that are open too.
+    `bytes_per_s` limits what clients send (None: unlimited); `sent_bytes` counts it. While `is_down`, new and open
+    connections are closed at once.
     """
 
     def __init__(self, port: int) -> None:

@@ -14,7 +14,7 @@ from palestra.runs import Run
 
 
 class FlakyFileSystem(MemoryFileSystem):
-    """A store in memory that can be down, or die after a number of writes."""
+    """A store in memory that can be down, or fail after a number of writes."""
 
     protocol = "flaky"
     store: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def new_run(root: Path, name: str = "demo") -> Run:
 
 
 def train(run: Run, steps: int, frozen: bool = False) -> None:
-    """Logs steps, and a checkpoint after each: a policy that changes, and one that does not."""
+    """Logs steps, with a checkpoint after each: of a policy that changes and one that does not."""
     for step in range(run.next_step, run.next_step + steps):
         run.log_metrics(step, "planner", {"loss": step / 4})
         run.log_timings(step, "team", {"rollout_s": 0.5})

@@ -1,4 +1,4 @@
-"""Runs mirrored to stores in memory and in folders: what a crash leaves, what is sent, and what is refused."""
+"""Runs mirrored to stores in memory and in folders: state after a crash, uploaded objects, and refusals."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def store():
 
 
 @pytest.fixture
-def soon(monkeypatch):
+def fast_retries(monkeypatch):
     """Retries within milliseconds."""
     monkeypatch.setattr("palestra.mirror.follow.RETRY", RetryPolicy(0.02, 0.05))
     monkeypatch.setattr("palestra.mirror.follow.OPEN_RETRY", RetryPolicy(0.02, 0.02, timeout_s=0.1))
     monkeypatch.setattr("palestra.mirror.follow.POLL_INTERVAL_S", 0.02)
 
 
-def opened(path):
+def open_mirror(path):
     uploader = Uploader(path, f"{URL}/{path.name}")
     uploader.open()
     return uploader
@@ -52,15 +52,15 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-# ---- whole states
+# ---- consistency
 
 
-def test_a_crash_before_any_write_leaves_a_whole_state(tmp_path, store):
-    """The sending of a new state ends before its first write, before its second, ...: the copy is the old or the new
-    state, and a new writer completes it."""
+def test_crash_at_any_write_leaves_a_complete_state(tmp_path, store):
+    """The upload of a new state crashes before its first write, its second, ...: the copy is the old or the new state,
+    and a new writer completes it."""
     with new_run(tmp_path / "runs") as run:
         train(run, 1)
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
         states = {1: contents(run.path)}
         train(run, 1)
         states[2] = contents(run.path)
@@ -85,10 +85,10 @@ def test_a_crash_before_any_write_leaves_a_whole_state(tmp_path, store):
         fetched = fetch_run(uploader.store.url, tmp_path / f"fetched-{writes}")
         assert contents(fetched.path) == states[fetched.manifest.progress]
         found.append(fetched.manifest.progress)
-        opened(run.path).sync()
+        open_mirror(run.path).sync()
         assert contents(fetch_run(uploader.store.url, tmp_path / f"again-{writes}").path) == states[2]
         named = {block for number in RunStore(uploader.store.url).generations() for block in _blocks(uploader, number)}
-        assert RunStore(uploader.store.url).objects() == named  # what the crashed one left is deleted
+        assert RunStore(uploader.store.url).objects() == named  # objects left by the crash are deleted
     assert num_writes >= 5 and found == [1] * num_writes + [2]
 
 
@@ -96,19 +96,19 @@ def _blocks(uploader, number):
     return uploader.store.read_manifest(number).blocks
 
 
-def test_only_what_changed_is_sent_and_old_states_are_deleted(tmp_path):
+def test_only_changes_are_sent_and_old_states_are_deleted(tmp_path):
     with new_run(tmp_path) as run:
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
         sent = []
         for _ in range(4):
             train(run, 1)
             before = uploader.sent_bytes
             assert uploader.sync() and not uploader.sync()
             sent.append(uploader.sent_bytes - before)
-        assert sent[0] > 400_000 and max(sent[1:]) < 20_000  # the base is sent once
+        assert sent[0] > 400_000 and max(sent[1:]) < 20_000  # the base is uploaded once
         assert uploader.store.generations() == [5, 4]
         checkpoints = {name.split("/")[1] for name in uploader.manifest.files if name.startswith("checkpoints/")}
-        assert checkpoints == {"step-000002", "step-000003"}  # as the run itself keeps
+        assert checkpoints == {"step-000002", "step-000003"}  # as many as the run itself keeps
         kept = uploader.store.read_manifest(4).blocks | uploader.store.read_manifest(5).blocks
         assert uploader.store.objects() == kept
 
@@ -117,7 +117,7 @@ def test_a_grown_log_sends_its_last_block(tmp_path, monkeypatch):
     monkeypatch.setattr("palestra.mirror.manifest.LOG_BLOCK_BYTES", 1000)
     with new_run(tmp_path) as run:
         train(run, 1)
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
         for step in range(200):
             run.log_metrics(1, "other", {"loss": step})
         train(run, 1)
@@ -138,7 +138,7 @@ def test_logs_after_the_checkpoint_are_not_mirrored(tmp_path):
         run.write_episodes(1, [])
         run.write_episodes(2, [])
         (run.path / ".tmp-half").write_text("half")
-        opened(run.path)
+        open_mirror(run.path)
     fetched = fetch_run(f"{URL}/demo", tmp_path / "fetched").path
     assert [line["step"] for line in read_lines(fetched / "metrics.jsonl")] == [0, 1]
     assert [path.name for path in (fetched / "episodes").iterdir()] == ["step-000001.parquet"]
@@ -155,14 +155,14 @@ def test_a_checkpoint_is_sent_although_the_run_prunes_it(tmp_path):
         assert not (run.path / "checkpoints" / "step-000000").exists()
         weights = [source for source in staged.sources if source.name.startswith("checkpoints/")]
         assert len(weights) == 2 and all(len(source.path.read_bytes()) == source.num_bytes for source in weights)
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
         uploader.sync()
         assert not (run.path / STAGING_FOLDER).exists()
 
 
 def test_a_damaged_checkpoint_is_not_mirrored(tmp_path):
     with new_run(tmp_path) as run:
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
         train(run, 1)
         weights = run.path / "checkpoints" / "step-000000" / "planner" / "weights.safetensors"
         weights.write_bytes(b"x" * weights.stat().st_size)
@@ -171,13 +171,13 @@ def test_a_damaged_checkpoint_is_not_mirrored(tmp_path):
     assert fetch_run(f"{URL}/demo", tmp_path / "fetched").manifest.progress == 0
 
 
-# ---- what is refused
+# ---- refusals
 
 
-def test_a_damaged_object_names_the_whole_generation_before_it(tmp_path, store):
+def test_damaged_object_error_names_the_last_complete_generation(tmp_path, store):
     with new_run(tmp_path / "runs") as run:
         train(run, 1)
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
         train(run, 1)
         uploader.sync()
     (new,) = uploader.manifest.files["checkpoints/step-000001/planner/weights.safetensors"].blocks
@@ -190,28 +190,28 @@ def test_a_damaged_object_names_the_whole_generation_before_it(tmp_path, store):
     assert not (tmp_path / "b" / "demo").exists()
 
     palestra("fetch", f"{URL}/demo", "--root", tmp_path / "b", "--generation", 1)
-    with Run.open(tmp_path / "b" / "demo") as again:  # goes on from there, and mends the copy
+    with Run.open(tmp_path / "b" / "demo") as again:  # continues from there, and repairs the copy
         assert again.resume().step == 0
-        mended = opened(again.path)
+        mended = open_mirror(again.path)
         train(again, 1)
         mended.sync()
     assert contents(fetch_run(f"{URL}/demo", tmp_path / "c").path).keys() == contents(again.path).keys()
 
 
-def test_a_missing_object_is_refused_where_no_generation_is_whole(tmp_path, store):
+def test_missing_object_without_complete_generation_is_refused(tmp_path, store):
     with new_run(tmp_path / "runs") as run:
         train(run, 1)
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
     (block,) = uploader.manifest.files["config.yaml"].blocks
     store().rm_file(f"bucket/runs/demo/objects/{block}")
     with pytest.raises(DamagedFile, match=r"is missing; it is a part of config\.yaml\. No earlier generation is whole"):
         fetch_run(f"{URL}/demo", tmp_path / "b")
 
 
-def test_a_torn_manifest_is_passed_over(tmp_path, store):
+def test_torn_manifest_is_skipped(tmp_path, store):
     with new_run(tmp_path / "runs") as run:
         train(run, 1)
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
         train(run, 1)
         uploader.sync()
     data = store().cat_file("bucket/runs/demo/manifests/00000002")
@@ -220,9 +220,9 @@ def test_a_torn_manifest_is_passed_over(tmp_path, store):
     assert "generation 2 is passed over" in said and "the run after 1 steps" in said
 
 
-def test_a_manifest_that_leads_out_of_the_run_is_refused(tmp_path, store):
+def test_manifest_with_paths_outside_the_run_is_refused(tmp_path, store):
     with new_run(tmp_path / "runs") as run:
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
     for name in ("../outside", "/etc/passwd", ".lock", "a/../../b"):
         uploader.manifest.files[name] = uploader.manifest.files["config.yaml"]
         uploader.store.write_manifest(uploader.manifest)
@@ -231,29 +231,29 @@ def test_a_manifest_that_leads_out_of_the_run_is_refused(tmp_path, store):
         del uploader.manifest.files[name]
 
 
-def test_a_second_writer_takes_the_copy_over(tmp_path):
+def test_second_writer_takes_over_the_copy(tmp_path):
     with new_run(tmp_path / "runs") as run:
         train(run, 1)
-        first = opened(run.path)
+        first = open_mirror(run.path)
     fetched = fetch_run(f"{URL}/demo", tmp_path / "b").path
-    second = opened(fetched)
+    second = open_mirror(fetched)
     with Run.open(run.path) as run:
         train(run, 1)
     with pytest.raises(MirrorTaken, match=rf"{second.writer} has taken over .*Stop one of the two"):
         first.sync()
     with new_run(tmp_path / "c") as other, pytest.raises(MirrorTaken, match="is the copy of another run"):
-        opened(other.path)
+        open_mirror(other.path)
 
 
 def test_an_older_folder_does_not_replace_a_newer_copy(tmp_path):
     with new_run(tmp_path / "runs") as run:
         train(run, 1)
-        uploader = opened(run.path)
+        uploader = open_mirror(run.path)
         old = fetch_run(f"{URL}/demo", tmp_path / "old").path
         train(run, 1)
         uploader.sync()
     with pytest.raises(MirrorTaken, match=r"has this run after 2 steps, and .* after 1 only: move that folder away"):
-        opened(old)
+        open_mirror(old)
     said = refused("fetch", f"{URL}/demo", "--root", tmp_path / "old")
     assert "is an older copy of this run, after 1 steps" in said
     assert "is there already" in palestra("fetch", f"{URL}/demo", "--root", tmp_path / "runs")
@@ -270,7 +270,7 @@ def test_an_older_folder_does_not_replace_a_newer_copy(tmp_path):
         ("gs://bucket/runs", "needs a package"),
     ],
 )
-def test_urls_that_are_refused(url, message):
+def test_invalid_urls_are_refused(url, message):
     with pytest.raises(ValueError, match=message) as caught:
         check_store_url(url)
     assert "secret" not in str(caught.value)
@@ -279,7 +279,7 @@ def test_urls_that_are_refused(url, message):
 # ---- a store that fails during training
 
 
-def test_training_goes_on_while_the_store_is_down_and_the_copy_catches_up(tmp_path, store, soon, capsys):
+def test_training_continues_while_the_store_is_down(tmp_path, store, fast_retries, capsys):
     said = []
     config = MirrorConfig(url=URL, min_interval_s=0.0)
     with new_run(tmp_path) as run, mirror_run(run.path, config, said.append):
@@ -301,7 +301,7 @@ def test_training_goes_on_while_the_store_is_down_and_the_copy_catches_up(tmp_pa
     assert contents(fetch_run(f"{URL}/demo", tmp_path / "b").path) == contents(run.path)
 
 
-def test_a_store_that_fails_at_the_end_fails_the_run(tmp_path, store, soon):
+def test_store_failure_at_the_end_fails_the_run(tmp_path, store, fast_retries):
     config = MirrorConfig(url=URL, final_wait_s=0.1)
     with new_run(tmp_path) as run:
         with (
@@ -317,7 +317,7 @@ def test_a_store_that_fails_at_the_end_fails_the_run(tmp_path, store, soon):
         assert send_state(run.path, MirrorConfig(url=URL)) == "1 steps"
 
 
-def test_an_error_of_the_run_is_not_hidden_by_that_of_its_mirror(tmp_path, store, soon):
+def test_mirror_error_does_not_hide_the_runs_error(tmp_path, store, fast_retries):
     said = []
     with new_run(tmp_path) as run:
         with pytest.raises(KeyError, match="the env"), mirror_run(run.path, MirrorConfig(url=URL), said.append):
@@ -326,7 +326,7 @@ def test_an_error_of_the_run_is_not_hidden_by_that_of_its_mirror(tmp_path, store
         assert "does not have the run's last state" in said[-1]
 
 
-def test_a_store_that_fails_at_the_beginning_stops_before_training(tmp_path, store, soon):
+def test_store_failure_at_the_start_prevents_training(tmp_path, store, fast_retries):
     store.is_down = True
     with new_run(tmp_path) as run:
         with pytest.raises(StoreError, match=r"does not answer: OSError: the store is down; is it up") as error:
@@ -353,7 +353,7 @@ GAMES = {
 
 
 class StopAfter(Callback):
-    """Ends the run after a log line."""
+    """Stops the run after a log line."""
 
     def __init__(self, step):
         self.last = step
@@ -363,17 +363,17 @@ class StopAfter(Callback):
             self.stop()
 
 
-def trained(tree, root, *callbacks):
-    """The folder of a run that is trained in this process, without pictures."""
+def train_run(tree, root, *callbacks):
+    """The folder of a run trained in this process, without plots."""
     with open_run(run_request(tree, root=root)) as opened:
         opened.train(callbacks)
     return opened.run.path
 
 
-def test_a_run_goes_on_from_a_folder_on_another_machine_bit_for_bit(tmp_path):
+def test_resume_from_a_mirror_is_bit_identical(tmp_path):
     url = f"file://{tmp_path}/store"
-    whole = trained(GAMES, tmp_path / "whole")
-    stopped = trained(GAMES | {"mirror": {"url": url, "min_interval_s": 0}}, tmp_path / "a", StopAfter(9))
+    whole = train_run(GAMES, tmp_path / "whole")
+    stopped = train_run(GAMES | {"mirror": {"url": url, "min_interval_s": 0}}, tmp_path / "a", StopAfter(9))
     assert len(read_lines(stopped / "metrics.jsonl")) < len(read_lines(whole / "metrics.jsonl"))
     assert " games " in palestra("runs", "--root", url)
     said = palestra("train", "--resume", f"{url}/games", "--root", tmp_path / "b")
@@ -386,7 +386,7 @@ def test_a_run_goes_on_from_a_folder_on_another_machine_bit_for_bit(tmp_path):
     assert mirror_status(run)["failing_since"] is None and not mirror_status(back)
 
 
-def test_a_finished_run_is_sent_by_sync(tmp_path):
+def test_sync_uploads_a_finished_run(tmp_path):
     url = f"file://{tmp_path}/store"
     with new_run(tmp_path) as run:
         train(run, 2)
@@ -404,15 +404,15 @@ def assert_same_training(run, whole):
 
 
 @pytest.mark.slow
-def test_a_population_goes_on_from_its_mirror(tmp_path):
+def test_population_resumes_from_its_mirror(tmp_path):
     tree = {
         "name": "psro",
         "env": {"type": "kuhn_poker"},
         "population": {"type": "psro", "iterations": 2},
         "oracle": {"type": "exact"},
     }
-    whole, url = trained(tree, tmp_path / "whole"), f"file://{tmp_path}/store"
-    trained(tree | {"mirror": url}, tmp_path / "a", StopAfter(4))
+    whole, url = train_run(tree, tmp_path / "whole"), f"file://{tmp_path}/store"
+    train_run(tree | {"mirror": url}, tmp_path / "a", StopAfter(4))
     fetched = fetch_run(f"{url}/psro", tmp_path / "b").path
     assert 4 < len(read_lines(fetched / "tasks.jsonl")) < len(read_lines(whole / "tasks.jsonl"))
     with open_run(run_request(tree, resume=fetched)) as opened:

@@ -1,5 +1,4 @@
-"""Training mirrored to a server of S3's protocol, which is slow or down, by processes that are killed. Run by
-`make test-s3`."""
+"""Training mirrored to an S3 server that is slow or down, by processes that are killed. Run by `make test-s3`."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ GAMES = {
 
 @pytest.fixture(scope="module")
 def server():
-    """The port of a server that holds one bucket."""
+    """The port of a server with one bucket."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)]
@@ -55,7 +54,7 @@ def server():
 
 @pytest.fixture
 def proxy(server, monkeypatch):
-    """The way to the server, with an empty bucket behind it."""
+    """A proxy in front of the server, with an empty bucket."""
     s3fs = pytest.importorskip("s3fs")
     for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(key, "a-secret-of-this-test")
@@ -85,7 +84,7 @@ def language(base):
 
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
-    """`palestra ARGUMENTS` as a process of its own, in `folder`."""
+    """`palestra ARGUMENTS` as a process in `folder`."""
     folder.mkdir(exist_ok=True)
     tests = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "OMP_NUM_THREADS": "1"}
@@ -100,7 +99,7 @@ def finish(process, code=0):
     return out + err
 
 
-def written(folder, tree, **changes):
+def write_config(folder, tree, **changes):
     folder.mkdir(exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(tree | changes))
@@ -140,12 +139,12 @@ def assert_same(run, whole):
 
 
 def train_killed(folder, proxy, tree, point):
-    """Trains until there is a state to go on from, then kills the process: in the middle of an object, or between two,
-    with some of a new state's objects in the store and not its manifest."""
-    config = written(folder, tree, mirror={"url": STORE, "min_interval_s": 0})
+    """Trains until there is a complete state, then kills the process: in the middle of an object's upload, or between
+    two, when some objects of a new state but not its manifest are in the store."""
+    config = write_config(folder, tree, mirror={"url": STORE, "min_interval_s": 0})
     process = start(folder, "train", config)
     wait_until(lambda: generation(proxy) >= 3, process)
-    proxy.bytes_per_s = 20_000  # all connections together send several times that
+    proxy.bytes_per_s = 20_000  # all connections together send several times this
     at, objects = generation(proxy), names(proxy, "objects")
     if point == "object":
         sent = proxy.sent_bytes
@@ -162,10 +161,10 @@ def train_killed(folder, proxy, tree, point):
 
 @pytest.mark.parametrize("point", ["object", "between"])
 @pytest.mark.parametrize("kind", ["games", "language"])
-def test_killed_in_an_upload_and_resumed_on_another_machine(kind, point, proxy, base, tmp_path):
+def test_resume_on_another_machine_after_a_kill_during_an_upload(kind, point, proxy, base, tmp_path):
     tree = GAMES if kind == "games" else language(base)
     whole = tmp_path / "whole"
-    plain = start(whole, "train", written(whole, tree))
+    plain = start(whole, "train", write_config(whole, tree))
     train_killed(tmp_path / "a", proxy, tree, point)
     finish(plain)
     said = finish(start(tmp_path / "b", "train", "--resume", f"{STORE}/run"))
@@ -181,15 +180,15 @@ def test_killed_in_an_upload_and_resumed_on_another_machine(kind, point, proxy, 
     assert "a-secret-of-this-test" not in said
 
 
-def test_a_store_that_is_down_for_a_while_is_caught_up_with(proxy, tmp_path):
+def test_copy_catches_up_after_the_store_was_down(proxy, tmp_path):
     tree = GAMES | {"env_steps": 3200, "checkpoint_every": 320}
-    process = start(tmp_path, "train", written(tmp_path, tree, mirror={"url": STORE, "min_interval_s": 0}))
+    process = start(tmp_path, "train", write_config(tmp_path, tree, mirror={"url": STORE, "min_interval_s": 0}))
     run = tmp_path / "runs" / "run"
     wait_until(lambda: generation(proxy) >= 2, process)
     proxy.is_down = True
     steps = len(read_lines(run / "metrics.jsonl"))
     wait_until(lambda: '"failing_since": "' in (run / "mirror.json").read_text(), process)
-    wait_until(lambda: len(read_lines(run / "metrics.jsonl")) > steps + 4, process)  # training goes on
+    wait_until(lambda: len(read_lines(run / "metrics.jsonl")) > steps + 4, process)  # training continues
     proxy.is_down = False
     said = finish(process)
     assert f"alarm: the mirror {STORE}/run is behind, training goes on without it:" in said
@@ -200,7 +199,7 @@ def test_a_store_that_is_down_for_a_while_is_caught_up_with(proxy, tmp_path):
 
 def test_a_store_that_refuses_at_the_end_is_an_error(proxy, tmp_path):
     settings = {"url": STORE, "min_interval_s": 0, "final_wait_s": 1}
-    process = start(tmp_path, "train", written(tmp_path, GAMES, mirror=settings))
+    process = start(tmp_path, "train", write_config(tmp_path, GAMES, mirror=settings))
     wait_until(lambda: generation(proxy) >= 2, process)
     proxy.is_down = True
     said = " ".join(finish(process, code=1).split())
@@ -215,7 +214,7 @@ def test_a_store_that_refuses_at_the_end_is_an_error(proxy, tmp_path):
 
 def test_a_damaged_object_and_a_missing_bucket_are_refused(proxy, tmp_path):
     tree = GAMES | {"env_steps": 640}
-    finish(start(tmp_path, "train", written(tmp_path, tree), "--mirror", STORE))
+    finish(start(tmp_path, "train", write_config(tmp_path, tree), "--mirror", STORE))
     finish(start(tmp_path, "train", "--resume", "runs/run", "--set", "env_steps=960"))
     newest, older = sorted(names(proxy, "manifests"))[::-1][:2]
     manifest = Manifest.from_bytes(newest, proxy.bucket.cat_file(f"bucket/runs/run/manifests/{newest}"))
@@ -224,6 +223,8 @@ def test_a_damaged_object_and_a_missing_bucket_are_refused(proxy, tmp_path):
     said = finish(start(tmp_path / "b", "train", "--resume", f"{STORE}/run"), code=1)
     assert f"objects/{new} is damaged" in said and "generation" in said and not (tmp_path / "b/runs/run").exists()
     assert newest > older
-    said = finish(start(tmp_path / "c", "train", written(tmp_path / "c", tree), "--mirror", "s3://none/runs"), code=1)
+    said = finish(
+        start(tmp_path / "c", "train", write_config(tmp_path / "c", tree), "--mirror", "s3://none/runs"), code=1
+    )
     assert "error: the store s3://none/runs/run does not answer: FileNotFoundError" in said
     assert "does the bucket or folder exist?" in said

@@ -1,4 +1,4 @@
-"""Credit against sums written out by hand and against the definitions, term by term."""
+"""Advantages and targets, by hand and against their definitions term by term."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def course(
     bootstrap: dict[int, float] | None = None,
     agent_mask: list[bool] | None = None,
 ) -> AdvantageInputs:
-    """One seat of one game: `done` are the steps that ended it, `bootstrap` what stands for the future after them."""
+    """One seat of one game: `over` are the steps that ended it, `bootstrap` the values after them."""
     T = len(rewards)
     last = torch.zeros(T, 1, 1, dtype=torch.float64)
     for t, value in (bootstrap or {}).items():
@@ -59,7 +59,7 @@ def test_terminated_step_does_not_bootstrap() -> None:
 
 
 def test_truncated_step_bootstraps_from_its_final_observation() -> None:
-    # 2 + .5*4 - 1 = 3 at step 1: 4 is the value of the last view, 1.5 that of the next game's first
+    # 2 + .5*4 - 1 = 3 at step 1: 4 is the value of the last observation, 1.5 that of the next game's first
     advantages, _ = gae(course([1, 2, 3], [0.5, 1, 1.5, 2], over=(1,), bootstrap={1: 4.0}), gamma=0.5, gae_lambda=0.5)
     assert numbers(advantages) == pytest.approx([1 + 0.25 * 3, 3, 2.5])
 
@@ -80,8 +80,8 @@ def test_lambda_0_gives_td_errors_and_lambda_1_returns() -> None:
 
 
 def two_turns() -> AdvantageInputs:
-    """Seats 0 and 1 move in turn, twice each; the game ends with step 3 and pays +1 and -1; seat 0 is paid .1 with
-    seat 1's first move. Values of moments at which a seat does not act are 99."""
+    """Seats 0 and 1 move in turn, twice each; the game ends with step 3 and pays +1 and -1; seat 0 is paid .1 with seat
+    1's first move. Values of steps at which a seat does not act are 99."""
     rewards = torch.tensor([[[0.0, 0.0]], [[0.1, 0.0]], [[0.0, 0.0]], [[1.0, -1.0]]])
     values = torch.tensor([[[0.2, 99.0]], [[99.0, -0.1]], [[0.4, 99.0]], [[99.0, 0.3]], [[0.2, 99.0]]])
     agent_mask = values < 50
@@ -122,7 +122,8 @@ def test_action_without_next_decision_in_the_rollout_is_unknown() -> None:
 
 
 def test_values_of_inactive_steps_are_not_used() -> None:
-    agent_mask = [True, True, False, False]  # the move at 1 is not known: its next decision lies beyond the last step
+    # the action at step 1 has no known advantage: its next decision lies after the last step
+    agent_mask = [True, True, False, False]
     plain = course([1, 1, 1], [0.5, 0.5, 0.5, 0.5], agent_mask=agent_mask)
     other = course([1, 1, 1], [0.5, 0.5, 77, 77], agent_mask=agent_mask)
     (first, known), (second, _) = (gae(game, gamma=0.9, gae_lambda=0.95) for game in (plain, other))
@@ -134,8 +135,8 @@ def test_values_of_inactive_steps_are_not_used() -> None:
 
 
 def decisions(game: AdvantageInputs, b: int, n: int) -> list[list[tuple[int, float, float, float]]]:
-    """The known decisions of seat n in game b, in chains that a game's end or the last step breaks: (step, reward till
-    the next decision, own value, value of the next decision or what stands for it)."""
+    """The known decisions of seat n in game b, in chains that end with a game or the last step: (step, reward until the
+    next decision, own value, value of the next decision or the bootstrap value)."""
     T = len(game.rewards)
     chains: list[list[tuple[int, float, float, float]]] = [[]]
     t = 0
@@ -201,8 +202,8 @@ def vtrace_by_definition(
 
 @st.composite
 def courses(draw: st.DrawFn, *, turns: bool = True, settled: bool = True) -> AdvantageInputs:
-    """Random games of random seats, which end for all or for some; with `settled` all of them act at the last moment,
-    so that every move is known."""
+    """Random games of random seats, which end for all seats or for some; with `settled` all seats act at the last step,
+    so that every decision is known."""
     T, B, N = draw(st.integers(1, 7)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     eighths = st.integers(-24, 24).map(lambda x: x / 8)
 
@@ -258,7 +259,7 @@ def test_vtrace_equals_its_definition(
 
 
 def test_vtrace_by_hand() -> None:
-    """Ratios 2 and .5, bounds of 1: the first action counts as if on-policy, the second by half."""
+    """Ratios 2 and .5, bounds of 1: the first action has weight 1, the second 1/2."""
     game = course([1, 2], [0.5, 1, 100], over=(1,))
     ratio = torch.tensor([2.0, 0.5]).view(2, 1, 1)
     advantages, targets, _ = vtrace(game, ratio, gamma=0.5)

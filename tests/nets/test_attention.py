@@ -32,7 +32,7 @@ def test_two_positions_by_hand() -> None:
         for parameter in layer.parameters():
             parameter.zero_()
         layer.query.bias[0, 0] = torch.tensor([1.0, -1.0])
-        # inputs are (a key of the second position, 1, 0): rows of the weight are the inputs' parts
+        # inputs are (a key of the second position, 1, 0): rows of the weight belong to the inputs' parts
         layer.key_value.weight[0] = torch.tensor([[0.0, 2, 1, 5], [1, 0, 3, 1]])
         layer.gate.weight[0, 0] = 2.0
         layer.out.weight[0], layer.out.bias[0, 0] = torch.eye(2), torch.tensor([10.0, 20.0])
@@ -59,7 +59,7 @@ def test_parallel_and_recurrent_forms_agree(dead: bool) -> None:
 
 
 def test_masked_positions_do_not_count() -> None:
-    """Nor do later ones under a causal mask; the others do."""
+    """Nor do later ones with a causal mask; the others do."""
     torch.manual_seed(0)
     layer, x = retention(), torch.randn(2, 3, 4, 8)
     acts = torch.tensor([True, False, True, True]).expand(2, 3, 4)

@@ -1,4 +1,4 @@
-"""Squashed and drawn actions: densities against torch.distributions, values worked by hand, marginals, gradients."""
+"""Squashed and sampled actions: densities against torch.distributions, values by hand, marginals, gradients."""
 
 import math
 
@@ -34,8 +34,8 @@ def test_log_densities_equal_the_transformed_distribution():
     mean, log_std = out.chunk(2, -1)
     transforms = [TanhTransform(cache_size=1), AffineTransform(MIDDLE, HALF)]
     reference = TransformedDistribution(Normal(mean.double(), log_std.exp().double()), transforms)
-    expected = (reference.log_prob(action.double()) + HALF.log()).sum(-1)  # ours is of units, not of actions
-    inside = (head.to_unit(action).abs() < 0.999).all(-1)  # nearer to the edge float32 cannot undo the squashing
+    expected = (reference.log_prob(action.double()) + HALF.log()).sum(-1)  # this density is of units, not of actions
+    inside = (head.to_unit(action).abs() < 0.999).all(-1)  # closer to the bound float32 cannot invert the squashing
     assert inside.sum() > 400
     torch.testing.assert_close(logp[inside], expected[inside].float(), atol=2e-3, rtol=0)
     torch.testing.assert_close(
@@ -95,7 +95,7 @@ def test_unbounded_space_is_refused(head):
 
 @pytest.mark.parametrize("kind", [SquashedHead, TanhHead])
 def test_number_with_a_single_value_has_finite_densities(kind):
-    """It is played within 1 around that value, to which the env clips it."""
+    """Actions are sampled within 1 around that value, to which the env clips them."""
     head = kind(Continuous((-1.0, 0.5), (1.0, 0.5)))
     out = torch.randn(100, head.outputs, generator=generator(1)).requires_grad_()
     action, logp = head.sample(out.detach(), None, generator())
@@ -134,7 +134,7 @@ def test_zero_noise_gives_the_mode():
     assert torch.equal(head.evaluate_actions(out, action, None)[0], torch.zeros(7))
 
 
-# ---- draws of discrete actions
+# ---- samples of discrete actions
 
 
 def test_gumbel_samples_have_softmax_marginals():
@@ -149,7 +149,7 @@ def test_gumbel_samples_have_softmax_marginals():
         assert drawn[:, 3].sum() == 0
 
 
-def test_gumbel_gradient_is_that_of_the_relaxed_softmax():
+def test_gumbel_gradient_equals_that_of_the_relaxed_softmax():
     logits = torch.tensor([[0.2, -0.3, 0.9]], requires_grad=True)
     worth = torch.tensor([[1.0, -2.0, 0.5]])
     (gumbel_softmax(logits, generator(4), temperature=0.7) * worth).sum().backward()
@@ -159,7 +159,7 @@ def test_gumbel_gradient_is_that_of_the_relaxed_softmax():
     torch.testing.assert_close(logits.grad, soft * (worth - (soft * worth).sum()) / 0.7)
 
 
-# ---- codes
+# ---- encoded actions
 
 
 def seating(seats: tuple[tuple[int, ...], ...]) -> SeatMapping:
@@ -188,7 +188,7 @@ def test_encoded_discrete_actions_by_hand():
     last = torch.tensor([[True, True, True, False]])
     assert codes.encode(torch.tensor([[1, 9, 1, 2]]), last).tolist() == [
         [0, 1, 0, 1, 1, 0, 0]
-    ]  # who rests does the first
+    ]  # a seat that does not act has the first action
 
 
 def test_encoded_continuous_actions_omit_padding():
@@ -205,7 +205,7 @@ def test_one_hot():
 
 @pytest.mark.parametrize("kind", [SquashedHead, TanhHead, GaussianHead])
 def test_actions_outside_the_space_are_encoded_as_the_env_clips_them(kind):
-    """As recorded actions of a Gaussian policy are; its density needs them as they were drawn."""
+    """As recorded actions of a Gaussian policy are; its density needs the unclipped ones."""
     encoder = ActionEncoder({0: kind(SPACE)})
     actions = torch.tensor([[[3.0, -1.0, 0.5]], [[-2.0, 9.0, -7.0]]])
     clipped = torch.minimum(torch.maximum(actions, torch.tensor(SPACE.low)), torch.tensor(SPACE.high))

@@ -1,4 +1,4 @@
-"""Layers by oneDNN give the results and the gradients of float64, as PyTorch's own products do."""
+"""Layers by oneDNN equal float64 up to rounding, with their gradients, as PyTorch's own products do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layer(members: int, inputs: int, outputs: int) -> list[Tensor]:
     return [part.requires_grad_() for part in parts]
 
 
-def exact(parts: list[Tensor], activation: Activation | None, outer: Tensor) -> list[Tensor]:
+def float64_layer(parts: list[Tensor], activation: Activation | None, outer: Tensor) -> list[Tensor]:
     """The layer in float64 by PyTorch's operations, and its gradients."""
     wide = [part.detach().double().requires_grad_() for part in parts]
     out = torch.baddbmm(wide[2], wide[0], wide[1])
@@ -35,7 +35,7 @@ def exact(parts: list[Tensor], activation: Activation | None, outer: Tensor) -> 
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the weights of all products that oneDNN computes from now on."""
+    """Returns a list, to which the shape of the weights of each oneDNN product is appended."""
     seen, product = [], onednn_product()
     assert product is not None
 
@@ -51,15 +51,15 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("shape", [(18, 64), (64, 64), (64, 5), (64, 1)])
 @pytest.mark.parametrize("activation", ["tanh", "relu", None])
 @pytest.mark.parametrize("members", [1, 2])
-def test_outputs_and_gradients_are_those_of_float64(monkeypatch, members, activation, shape):
+def test_outputs_and_gradients_match_float64(monkeypatch, members, activation, shape):
     parts, seen = layer(members, *shape), count_products(monkeypatch)
-    before = exact(parts, None, torch.zeros(members, ROWS, shape[1]))[0]
+    before = float64_layer(parts, None, torch.zeros(members, ROWS, shape[1]))[0]
     # units within rounding of 0 may be active in one precision only
     outer = normal(members, ROWS, shape[1], seed=3).masked_fill(before.abs() < 1e-5, 0.0)
     out = dense_layers(parts[0], (activation,), *parts[1:])
     found = [out, *torch.autograd.grad(out, parts, outer)]
     assert len(seen) == (members if shape[1] > 1 else 0)
-    for mine, right in zip(found, exact(parts, activation, outer), strict=True):
+    for mine, right in zip(found, float64_layer(parts, activation, outer), strict=True):
         # sums of up to 8200 products in float32: rounding gives about 1e-6 of the largest
         torch.testing.assert_close(mine.detach().double(), right, rtol=0, atol=1e-5 * float(right.abs().max()))
 
@@ -72,7 +72,7 @@ def test_columns_and_expanded_gradients_are_computed_as_copies(monkeypatch):
     for activation in ("tanh", None):
         sums = dense_layers(apart, (activation,), weight, bias).sum()  # its gradient is one number, expanded
         found = torch.autograd.grad(sums, (apart, weight, bias))
-        right = exact([apart, weight, bias], activation, torch.ones(1, ROWS, 64))[1:]
+        right = float64_layer([apart, weight, bias], activation, torch.ones(1, ROWS, 64))[1:]
         for mine, one in zip(found, right, strict=True):
             torch.testing.assert_close(mine.double(), one, rtol=0, atol=1e-5 * float(one.abs().max()))
     assert len(seen) == 2
@@ -81,8 +81,8 @@ def test_columns_and_expanded_gradients_are_computed_as_copies(monkeypatch):
 @needs_onednn
 @pytest.mark.parametrize("activation", ["tanh", "relu", None])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_visible(monkeypatch, activation, value):
-    """A run stops at a loss that is not a finite number: no layer may hide it."""
+def test_nonfinite_values_are_propagated(monkeypatch, activation, value):
+    """A run stops at a loss that is not finite, so no layer may hide it."""
     x, weight, bias = (part.detach() for part in layer(1, 64, 64))
     seen = count_products(monkeypatch)
     bias[0, 0, 3] = value
@@ -93,8 +93,8 @@ def test_what_is_not_finite_stays_visible(monkeypatch, activation, value):
 
 @needs_onednn
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
-def test_second_gradients_are_those_of_pytorchs_products(monkeypatch, activation):
-    """A discriminator's penalty is a function of gradients."""
+def test_second_gradients_match_pytorch(monkeypatch, activation):
+    """A discriminator's gradient penalty needs them."""
 
     def penalty_gradients() -> list[Tensor]:
         net = MLP(18, [64], activation, make_generators([0]), outputs=64)
@@ -112,7 +112,7 @@ def test_second_gradients_are_those_of_pytorchs_products(monkeypatch, activation
 
 
 @pytest.mark.parametrize("kind", ["few rows", "narrow", "float64", "bfloat16", "autocast"])
-def test_other_layers_stay_pytorchs_own_bit_for_bit(kind):
+def test_other_layers_are_pytorchs_bit_for_bit(kind):
     rows = 64 if kind == "few rows" else ROWS
     dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(kind, torch.float32)
     width = 63 if kind == "narrow" else 64

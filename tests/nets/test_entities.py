@@ -1,4 +1,4 @@
-"""Attention over entities: arrangements by hand, order and numbers that do not matter, and learners that use it."""
+"""Attention over entities: layouts by hand, invariance to order and number, and learners that use it."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ ENVS: dict[str, Any] = {
 }
 
 
-def played(env: VectorEnv, steps: int = 6) -> np.ndarray:
+def random_observations(env: VectorEnv, steps: int = 6) -> np.ndarray:
     """Observations of random play [T, B, N, D]."""
     policy = UniformVectorPolicy(env, range(len(env.seats)))
     return VectorRollout(env, np.arange(env.num_envs)).collect([policy], steps, 0).obs
 
 
-# ---- where entities are
+# ---- layouts of entities
 
 
-def test_arrangement_by_hand() -> None:
-    """Of two seats with one and two entities of width 2, at columns in any order; own numbers come first."""
+def test_layout_by_hand() -> None:
+    """Two seats with one and two entities of width 2, at columns in any order; the seat's own numbers come first."""
     layout = EntityLayout(1, (2,), (2,), ((4, 0, 2, 3, 1), (2, 1, 0, -1, -1), None))
     obs = torch.tensor([[10.0, 11, 12, 13, 14], [20, 21, 22, 0, 0]])
     assert layout.arrange(obs, torch.tensor([0, 1])).tolist() == [[14, 10, 12, 13, 11], [22, 21, 20, 0, 0]]
     assert layout.arrange(obs[1], torch.tensor(1)).tolist() == [22, 21, 20, 0, 0]
 
 
-def test_entities_of_spread_and_tag_are_where_they_say() -> None:
-    """Relative to the agents, from the places of all in the env's state."""
+def test_entities_of_spread_and_tag_have_relative_positions() -> None:
+    """Positions relative to the agent, compared with the env's state."""
     env = SimpleSpread(4, agents=3)
-    obs = played(env)[-1]
+    obs = random_observations(env)[-1]
     landmarks, others = env.observation_entities[0]
     assert landmarks.position == others.position == (0, 1)
     pos = env.internal_state["pos"]
@@ -65,7 +65,7 @@ def test_entities_of_spread_and_tag_are_where_they_say() -> None:
         expected = np.concatenate([pos[:, 1 + i] - pos[:, 0], np.zeros((4, 2))], 1)
         np.testing.assert_allclose(obs[:, 0][:, columns], expected, atol=1e-6)
     tag = SimpleTag(4, num_good=2, num_adversaries=3)
-    obs, pos, vel = played(tag)[-1], tag.internal_state["pos"], tag.internal_state["vel"]
+    obs, pos, vel = random_observations(tag)[-1], tag.internal_state["pos"], tag.internal_state["vel"]
     for seat in (1, 4):
         obstacles, hunters, good = tag.observation_entities[seat]
         for kind, first, members in ((obstacles, 5, range(2)), (hunters, 0, range(3)), (good, 3, range(2))):
@@ -78,10 +78,10 @@ def test_entities_of_spread_and_tag_are_where_they_say() -> None:
 
 @pytest.mark.slow  # combat takes long to compile
 def test_positions_of_allies_are_relative() -> None:
-    """Of units in sight the distance, which is seen too, is theirs."""
+    """For units in sight their length equals the distance, which is observed too."""
     env = Combat(4, map="3m")
     (allies,) = env.observation_entities[0]
-    each = played(env)[:, :, 0][..., [list(columns) for columns in allies.columns]]
+    each = random_observations(env)[:, :, 0][..., [list(columns) for columns in allies.columns]]
     x, y = allies.position
     np.testing.assert_allclose(np.hypot(each[..., x], each[..., y]), each[..., 1], atol=1e-6)
     assert each[..., 1].max() > 0.1
@@ -108,9 +108,9 @@ def outputs(env: VectorEnv, seats: dict[str, list[int]], obs: np.ndarray, policy
 
 @pytest.mark.parametrize("name", [pytest.param(e, marks=[pytest.mark.slow] * (e == "combat")) for e in ENVS])
 def test_outputs_do_not_depend_on_the_order_of_entities(name: str) -> None:
-    """Those of a flat network do."""
+    """Those of a flat network depend on it."""
     env, rng = ENVS[name](), np.random.default_rng(0)
-    obs = played(env)
+    obs = random_observations(env)
     shuffled = obs.copy()
     for kind in env.observation_entities[0]:
         order = rng.permutation(len(kind.columns))[::-1]
@@ -139,11 +139,11 @@ def test_absent_entities_change_nothing() -> None:
 
 
 def test_one_policy_plays_seats_with_different_numbers_of_entities() -> None:
-    """Adversaries and agents of simple_tag, whose observations differ in length; each seat's outputs are those that a
-    policy of its own with the same weights has."""
+    """Adversaries and agents of simple_tag, whose observations differ in length; each seat's outputs equal those of a
+    separate policy with the same weights."""
     env = SimpleTag(4, num_good=2, num_adversaries=3)
     assert len(set(env.observation_shapes)) == 2
-    obs = played(env)
+    obs = random_observations(env)
     together = outputs(env, {"all": [0, 1, 2, 3, 4]}, obs).unflatten(2, (4, 5))
     for seat in range(5):
         torch.testing.assert_close(outputs(env, {"all": [seat]}, obs), together[:, :, :, seat])
@@ -163,8 +163,8 @@ def test_saved_policy_plays_with_more_agents(tmp_path: Path) -> None:
 # ---- graphs
 
 
-def on_a_line(*places: float) -> Tensor:
-    """An observation of a seat, at 0, whose entities are at `places` and have random other numbers [1, 1, D]."""
+def observation_on_a_line(*places: float) -> Tensor:
+    """An observation [1, 1, D] of a seat at 0 whose entities are at `places`, with random other features."""
     others = torch.randn(len(places), 2)
     entities = torch.cat([torch.tensor(places)[:, None], others], 1)
     return torch.cat([torch.tensor([0.5, -0.5]), entities.flatten()])[None, None]
@@ -176,8 +176,8 @@ def graph(entities: int, neighbours: int | None, blocks: int = 1) -> EntityEncod
 
 
 def test_edges_by_hand() -> None:
-    """The seat at 0, entities at 1, 1.75 and -3, and one that is absent: who is the nearest of whom; and two that are
-    equally near."""
+    """The nearest neighbours of the seat at 0 and of entities at 1, 1.75 and -3, with one absent entity; and two
+    entities at equal distance."""
     places = torch.tensor([0, 1, 1.75, -3, 0])[None, None, :, None]
     present = torch.tensor([True, True, True, True, False])[None, None]
     edges = [
@@ -191,10 +191,10 @@ def test_edges_by_hand() -> None:
 
 
 def test_graph_of_three_nodes_by_hand() -> None:
-    """The seat at 0, entities at 1 and 1.75, each with one neighbour, one head: the seat reads itself and the first
-    entity, whose neighbour is the second."""
+    """The seat at 0, entities at 1 and 1.75, each with one neighbour, one head: the seat attends to itself and the
+    first entity, whose neighbour is the second."""
     torch.manual_seed(0)
-    net, obs = graph(2, 1, blocks=2), on_a_line(1.0, 1.75)
+    net, obs = graph(2, 1, blocks=2), observation_on_a_line(1.0, 1.75)
     w = {name: parameter.detach()[0] for name, parameter in net.named_parameters()}
 
     def dense(name: str, x: Tensor) -> Tensor:
@@ -220,33 +220,33 @@ def test_graph_of_three_nodes_by_hand() -> None:
 
 
 def test_messages_pass_one_edge_in_each_block() -> None:
-    """What the seat knows of entities at 1, 1.75 and -3: of the second after two blocks, of the last never."""
+    """The seat at 0 gets information of the entity at 1.75 after two blocks, of that at -3 never."""
     torch.manual_seed(0)
     for blocks, known in ((1, [True, False, False]), (2, [True, True, False]), (3, [True, True, False])):
-        obs = on_a_line(1.0, 1.75, -3.0).requires_grad_()
+        obs = observation_on_a_line(1.0, 1.75, -3.0).requires_grad_()
         (gradient,) = torch.autograd.grad(graph(3, 1, blocks)(obs).square()[..., 0].sum(), obs)
         assert (gradient[0, 0, 2:].view(3, 3).abs().amax(1) > 1e-6).tolist() == known
 
 
 def test_order_of_nodes_does_not_matter() -> None:
     torch.manual_seed(0)
-    net, obs = graph(4, 2, blocks=2), on_a_line(1.0, 1.75, -3.0, 0.4)
+    net, obs = graph(4, 2, blocks=2), observation_on_a_line(1.0, 1.75, -3.0, 0.4)
     own, entities = obs[..., :2], obs[..., 2:].unflatten(-1, (4, 3))
     shuffled = torch.cat([own, entities[:, :, [2, 0, 3, 1]].flatten(2)], -1)
     torch.testing.assert_close(net(shuffled), net(obs))
 
 
 def test_graph_of_all_edges_is_attention() -> None:
-    """Also with as many neighbours as there are entities; fewer give other outputs. Seats of simple_tag see different
-    numbers of entities."""
+    """With at least as many neighbours as entities; with fewer the outputs differ. Seats of simple_tag observe
+    different numbers of entities."""
     env, seats = SimpleTag(4, num_good=2, num_adversaries=3), {"all": [0, 1, 2, 3, 4]}
-    obs = played(env)
+    obs = random_observations(env)
     attention = outputs(env, seats, obs)
     for neighbours, equal in ((None, True), (6, True), (2, False)):
         policy = POLICY.model_copy(update={"encoder": "graph", "graph_neighbours": neighbours})
         found = outputs(env, seats, obs, policy)
         assert torch.allclose(found, attention, atol=1e-5) == equal
-    for seat in range(5):  # a policy of its own, with the same weights, for each seat
+    for seat in range(5):  # a separate policy with the same weights for each seat
         alone = outputs(env, {"all": [seat]}, obs, policy)
         torch.testing.assert_close(alone, found.unflatten(2, (4, 5))[:, :, :, seat])
 
@@ -255,8 +255,8 @@ def test_graph_of_all_edges_is_attention() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ppo", "mappo", "a seat each", "trpo", "mat", "dqn", "sac", "memory", "graph"])
-def test_learners_take_the_encoder(kind: str) -> None:
-    """Every layer of the encoder is trained, and what is played is what is trained."""
+def test_learners_train_the_encoder(kind: str) -> None:
+    """Every layer of the encoder is trained, and play uses the trained weights."""
     config: Any = {
         "mappo": ppo(critic="central", rollout_length=8),
         "trpo": TRPO(rollout_length=8),
@@ -279,7 +279,7 @@ def test_learners_take_the_encoder(kind: str) -> None:
         assert not torch.equal(value, before[name]) or "bias" in name, name
 
 
-def test_settings_that_do_not_fit_are_refused() -> None:
+def test_incompatible_settings_are_refused() -> None:
     near = {"encoder": "graph", "graph_neighbours": 1}
     with pytest.raises(ValueError, match="the env does not say which numbers of every entity these are"):
         PPO().build_learner(Foraging(2), {"a": [0]}, {"a": NetPolicyConfig(**near)}, {"a": 0})
@@ -294,7 +294,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 
 class Marked(VectorEnv):
-    """One of four entities in random order is marked; the seat is paid 1 for saying whether its number is positive."""
+    """One of four entities in random order is marked; the seat is paid 1 for the sign of its number."""
 
     name = "marked"
     seats = ("seat",)
@@ -333,7 +333,7 @@ def test_attention_learns_which_entity_counts() -> None:
 
 
 class Nearby(Marked):
-    """The same, but what counts is the number of the nearest of four entities, each on a line."""
+    """The same with the nearest of four entities on a line in place of the marked one."""
 
     name = "nearby"
     observation_entities = ((Entities.in_a_row(1, 4, 2, (0,)),),)
@@ -347,7 +347,7 @@ class Nearby(Marked):
 
 
 def test_graph_learns_from_its_nearest_neighbour() -> None:
-    """Which pays 1; guessing pays 0.5, and so does an edge to others."""
+    """The return is 1; guessing, or an edge to another entity, gives 0.5."""
     env, config = Nearby(), ppo(rollout_length=4, gamma=0.0)
     policy = NetPolicyConfig(hidden=[16], encoder="graph", graph_neighbours=1, lr=1e-2)
     made = config.build_learner(env, {"a": [0]}, {"a": policy}, {"a": 3})
@@ -357,7 +357,7 @@ def test_graph_learns_from_its_nearest_neighbour() -> None:
 
 @pytest.mark.slow
 def test_graph_learns_to_spread() -> None:
-    """From -27 of random play, with two neighbours."""
+    """The return rises from -27 of random play, with two neighbours."""
     env = SimpleSpread(64)
     policy = NetPolicyConfig(
         hidden=[32], activation="relu", lr=2e-3, encoder="graph", graph_neighbours=2, attention_blocks=2

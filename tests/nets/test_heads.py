@@ -1,4 +1,4 @@
-"""Distributions over actions against PyTorch's own, and against counts."""
+"""Distributions over actions, against PyTorch's own and against frequencies."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_logprobs_and_entropy_equal_torch() -> None:
 )
 @settings(max_examples=50)
 def test_illegal_actions_are_never_sampled(out: np.ndarray, mask: np.ndarray, seed: int) -> None:
-    mask[:, seed % 5] = True  # somebody who acts has a move
+    mask[:, seed % 5] = True  # a seat that acts has a legal action
     head, action_mask = CategoricalHead(Discrete(5)), torch.from_numpy(mask)
     action, logp = head.sample(torch.from_numpy(out), action_mask, generator(seed))
     assert action_mask.gather(1, action[:, None]).all()
@@ -118,7 +118,7 @@ def test_action_mask_blocks_gradients_without_nan() -> None:
 
 
 def test_masks_may_be_wider_than_the_actions() -> None:
-    """Seats with fewer actions than others have their masks padded at the end."""
+    """Seats with fewer actions than others have masks padded at the end."""
     head, out = CategoricalHead(Discrete(2)), noise(5, 2)
     wide = torch.tensor([True, True, False, False]).expand(5, 4)
     assert torch.equal(head.logits(out, wide), head.logits(out, None))
@@ -155,7 +155,7 @@ def test_multi_discrete_parts_are_sampled_separately() -> None:
 
 
 def test_gaussian_head_equals_torch() -> None:
-    head = make_head(Continuous((-1.0, 0.0), (1.0, 4.0)))  # middle 0 and 2, half-widths 1 and 2
+    head = make_head(Continuous((-1.0, 0.0), (1.0, 4.0)))  # centres 0 and 2, half-widths 1 and 2
     out = torch.tensor([0.5, -0.25, math.log(0.5), math.log(2.0)])
     action = torch.tensor([0.2, 3.0])
     logp, entropy = head.evaluate_actions(out, action, None)
@@ -200,7 +200,7 @@ def test_unbounded_spaces_are_supported_or_refused() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_gradients_of_categorical_scores_are_those_of_finite_differences(masked):
+def test_gradients_of_categorical_scores_match_finite_differences(masked):
     generator = torch.Generator().manual_seed(0)
     out = torch.randn(2, 6, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     action = torch.randint(4, (2, 6), generator=generator)
@@ -210,7 +210,7 @@ def test_gradients_of_categorical_scores_are_those_of_finite_differences(masked)
 
 
 def test_number_with_a_single_value_has_finite_densities() -> None:
-    """It is played around that value, to which the env clips it."""
+    """Actions are sampled around that value, to which the env clips them."""
     space = Continuous((-1.0, 0.5), (1.0, 0.5))
     head = GaussianHead(space)
     out = noise(200, 4).requires_grad_()

@@ -1,4 +1,4 @@
-"""Stacked networks against PyTorch's own layers, and against themselves one by one."""
+"""Stacked networks, against PyTorch's own layers and against each network alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def jitter(module: nn.Module, seed: int = 0) -> None:
-    """Moves every weight, so that biases are not zero and members differ everywhere."""
+    """Changes every weight, so that biases are not zero and members differ everywhere."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -118,7 +118,7 @@ def test_bfloat16_convolutions_are_close_and_train_float32_weights() -> None:
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 def test_first_and_second_gradients_pass_gradcheck(activation: Activation, members: int) -> None:
-    """Also of gradients: a discriminator's penalty is made of them."""
+    """Also second gradients: a discriminator's gradient penalty needs them."""
     mlp = MLP(3, [4], activation, make_generators(range(members)), outputs=2).double()
     names = [name for name, _ in mlp.named_parameters()]
     x = noise(members, 5, 3).double().requires_grad_()
@@ -210,8 +210,8 @@ def test_member_of_a_stack_plays_alone_as_in_it(config: NetConfig) -> None:
     alone = with_member_weights(pattern, taken)
     x = noise(1, 5, 2, 4)
     torch.testing.assert_close(alone.unroll(x)[0][0], source.unroll(x.expand(2, -1, -1, -1))[0][1])
-    taken["head.weight"][:] = 0.0  # neither the arrays that it was made of
-    jitter(alone)  # nor the network that it is like are its weights
+    taken["head.weight"][:] = 0.0  # its weights share memory neither with the arrays that it was made of
+    jitter(alone)  # nor with the network that it was copied from
     assert all(torch.equal(weight, member_weights(pattern, 0)[name]) for name, weight in kept.items())
     assert not torch.equal(alone.head.weight[0], torch.zeros_like(alone.head.weight[0]))
 
@@ -299,7 +299,7 @@ def test_invalid_shapes_are_refused(wrong: dict) -> None:
 
 
 def test_byte_vectors_are_accepted_as_numbers() -> None:
-    """Views of uint8 need not be pixels: a board of small whole numbers is one dimension of bytes."""
+    """Observations of uint8 are not always pixels: a board of small integers is a vector of bytes."""
     net = Net((4,), 3, CONFIGS[0], make_generators([0]))
     board = torch.tensor(np.array([[[0, 1, 2, 3]]], np.uint8))
     torch.testing.assert_close(net(board), net(board.float()))

@@ -1,4 +1,4 @@
-"""Team values: one mix worked by hand, and that it never falls as a seat's value rises."""
+"""Mixed team values by hand, and their monotonicity in each seat's value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_vdn_by_hand() -> None:
 
 
 def test_qmix_by_hand() -> None:
-    """Two seats, a state of one number, two units; what makes weights is a factor of the state and a bias."""
+    """Two seats, a state of one number, two units; the hypernetworks are linear in the state."""
     mixer = QMIXMixer(seats=2, state=1, units=2, seed=0)
     first, second = mixer.weights
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_qplex_by_hand() -> None:
         mixer.scale.layers[1].bias[:] = torch.tensor([2.0, -3.0])
         mixer.shift.layers[1].bias[:] = torch.tensor([0.5, 1.0])
         mixer.key.layers[1].bias[:] = -4.0
-        mixer.by_action.layers[0].weight[0, 2] = 1.0  # of seat 0's second action
+        mixer.by_action.layers[0].weight[0, 2] = 1.0  # for seat 0's second action
         mixer.by_action.layers[1].weight[:] = torch.tensor([[0.0, 1.0]])  # sigmoid(1) for seat 1
     q, best = torch.tensor([[1.0, 2.0]], requires_grad=True), torch.tensor([[1.5, 4.0]])
     actions = torch.tensor([[0.0, 1.0, 1.0, 0.0]])
@@ -91,7 +91,7 @@ numbers = st.floats(-50, 50, width=32)
 )
 def test_qmix_is_monotone(q: np.ndarray, rise: np.ndarray, state: np.ndarray, weights: int) -> None:
     mixer = QMIXMixer(seats=3, state=5, units=8, seed=weights).double()
-    with torch.no_grad():  # any weights that learning may come to, not only those it begins with
+    with torch.no_grad():  # any weights that training may reach, not only the initial ones
         generator = torch.Generator().manual_seed(weights)
         for parameter in mixer.parameters():
             parameter.normal_(0, 2, generator=generator)
@@ -110,7 +110,7 @@ def test_individual_argmax_equals_the_joint_argmax() -> None:
 
 
 def test_qmix_represents_non_additive_values() -> None:
-    """Of [[0, 1], [1, 8]] the best sum of two numbers says [[-1.5, 2.5], [2.5, 6.5]]."""
+    """The best additive fit of [[0, 1], [1, 8]] is [[-1.5, 2.5], [2.5, 6.5]]."""
     mixer = QMIXMixer(seats=2, state=1, units=8, seed=0)
     q = torch.zeros(2, 2, requires_grad=True)
     payoff, state = torch.tensor([0.0, 1.0, 1.0, 8.0]), torch.ones(4, 1)
@@ -132,9 +132,9 @@ def test_mixing_weights_depend_on_the_state() -> None:
 
 
 @pytest.mark.parametrize("monotonic", [True, False])
-def test_mixing_network_begins_near_the_sum(monotonic: bool) -> None:
-    """In states of many numbers too, a seat's value counts about once: more multiplies every learning rate, and with
-    targets of the mixer's own values these then grow without bound."""
+def test_initial_mixing_network_is_near_the_sum(monotonic: bool) -> None:
+    """Also with large states each seat's value has a weight of about 1. Larger weights multiply every learning rate,
+    and with bootstrapped targets the values grow without bound."""
     mixer = QMIXMixer(seats=3, state=54, units=32, seed=0, monotonic=monotonic)
     state = torch.randn(500, 54, generator=torch.Generator().manual_seed(0))
     q = torch.zeros(500, 3, requires_grad=True)

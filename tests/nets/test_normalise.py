@@ -1,4 +1,4 @@
-"""Running means and deviations against NumPy's."""
+"""Running means and deviations, against NumPy's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_member_without_data_keeps_its_statistics() -> None:
 def test_old_rows_decay() -> None:
     norm = RunningNorm(1, 1, decay=0.5)
     norm.update(torch.tensor([[[1.0], [3.0]]]), torch.ones(1, 2))  # mean 2, square 5, of 2
-    norm.update(torch.tensor([[[8.0]]]), torch.ones(1, 1))  # 2 count for 1 now: half and half
+    norm.update(torch.tensor([[[8.0]]]), torch.ones(1, 1))  # the 2 old rows count as 1 now: half and half
     assert norm.mean.item() == pytest.approx((2 + 8) / 2)
     assert norm.square.item() == pytest.approx((5 + 64) / 2)
     assert norm.std().item() == pytest.approx(np.sqrt(34.5 - 25))

@@ -1,4 +1,4 @@
-"""Replay buffer of transitions: credit by hand and by definition, prioritised sampling, ring buffers."""
+"""Replay buffer of transitions: credit by hand and by definition, prioritised sampling, ring buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from palestra.types import RolloutBatch
 
 
 def everything(replay: ReplayBuffer) -> TransitionBatch:
-    """All rows in the order of their places, each once."""
+    """All rows in the order of their indices, each once."""
     places = np.arange(len(replay))
     replay.ring.sample = lambda count, rng, beta: (places, np.ones(len(places)))  # type: ignore[method-assign]
     found = replay.sample(0, np.random.default_rng(0))
@@ -30,9 +30,9 @@ def everything(replay: ReplayBuffer) -> TransitionBatch:
 def game(
     rewards: list[Any], agent_mask: list[Any] | None = None, ends: dict[int, str] | None = None, first: int = 0
 ) -> RolloutBatch:
-    """A batch of one game: `rewards` a list for each step of one number for each seat. The view of moment t is t (from
-    `first` on) plus a tenth of the seat, the last view of a game that step t ended is 100 + t likewise; the state has
-    the same whole numbers. Action a = t % 3; at moment t action t % 3 is not legal."""
+    """A batch of one game: `rewards` has a list for each step, of one number for each seat. The observation at step t
+    is t (from `first` on) plus a tenth of the seat; the last observation of a game that ends with step t is 100 + t
+    plus the same; the state has the same integers. Action a = t % 3; at step t action t % 3 is not legal."""
     T, N = len(rewards), len(rewards[0])
     ends = ends or {}
     time = np.arange(first, first + T + 1)
@@ -98,14 +98,14 @@ def test_terminated_and_truncated_counts_as_terminated() -> None:
 
 
 def test_three_step_transitions() -> None:
-    # rows 0 and 1 look three ahead; the game is cut off after step 4, so rows 2, 3 and 4 look at its last view
+    # rows 0 and 1 look three ahead; the game is truncated after step 4, so rows 2, 3 and 4 use its last observation
     replay = ReplayBuffer(10, n_step=3, gamma=0.5)
     replay.add(game([[1.0], [2.0], [4.0], [8.0], [16.0], [32.0]], ends={4: "truncated"}))
     moves = everything(replay)
     assert column(moves.rewards)[:5] == [1 + 1 + 1, 2 + 2 + 2, 4 + 4 + 4, 8 + 8, 16]
     assert column(moves.discounts) == [0.125, 0.125, 0.125, 0.25, 0.5, 0]
     assert column(moves.next_obs)[:5] == [3, 4, 104, 104, 104]
-    assert column(moves.weight) == [1, 1, 1, 1, 1, 0]  # of the last too little is known
+    assert column(moves.weight) == [1, 1, 1, 1, 1, 0]  # of the last row too little is known
 
 
 def test_three_step_transitions_of_a_terminated_episode() -> None:
@@ -130,12 +130,12 @@ def test_turn_based_time_counts_own_decisions() -> None:
     replay = ReplayBuffer(10, gamma=0.5)
     replay.add(turns())
     moves = everything(replay)
-    # seat 0 moved at 0 and 2: .25 fell with the other's move; its last move is paid with the other's last
+    # seat 0 moved at 0 and 2: .25 was paid with the other's move; its last move is paid with the other's last
     assert column(moves.rewards) == [0.25, 0, 1, 0]
     assert column(moves.discounts) == [0.5, 0, 0, 0]
     assert column(moves.weight) == [1, 0, 1, 0]
     assert column(moves.next_obs)[0] == 2 and column(moves.next_obs)[2] == 103
-    # seat 1 moved at 1 and 3; the .5 before its first move is nobody's
+    # seat 1 moved at 1 and 3; the .5 before its first move is ignored
     assert column(moves.rewards, 1) == [0, 0.125, 0, -1]
     assert column(moves.discounts, 1) == [0, 0.5, 0, 0]
     assert column(moves.weight, 1) == [0, 1, 0, 1]
@@ -168,7 +168,7 @@ def test_eliminated_seat_is_credited_to_the_end_without_delaying_others() -> Non
     assert moves.next_action_mask[0].tolist() == [
         [True, False, True],
         [False, True, True],
-    ]  # of moment 1; of its decision at 0
+    ]  # of step 1; of its decision at 0
     assert moves.next_agent_mask.tolist() == [[True, False], [True, False], [True, False]]
 
 
@@ -182,7 +182,8 @@ def test_team_credit_counts_team_time() -> None:
     assert column(moves.next_obs) == [2, 3, 103, 103]
     assert moves.weight.tolist() == [[1, 1]] * 4
     assert moves.agent_mask.tolist() == [[True, False], [False, True]] * 2
-    assert moves.next_agent_mask.tolist() == [[True, False], [False, True], [False, False], [False, False]]  # it ends
+    # the game ends
+    assert moves.next_agent_mask.tolist() == [[True, False], [False, True], [False, False], [False, False]]
 
 
 def test_only_transitions_of_learning_seats_are_stored() -> None:
@@ -195,7 +196,7 @@ def test_only_transitions_of_learning_seats_are_stored() -> None:
     assert moves.weight.tolist() == [[0, 1], [0, 1]]
 
 
-# ---- across the borders of batches
+# ---- across batches
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -203,7 +204,7 @@ def test_only_transitions_of_learning_seats_are_stored() -> None:
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("horizon", [1, 4])
 def test_short_batches_equal_one_long_batch(turns: bool, n: int, joint: bool, horizon: int) -> None:
-    """The env of these games cuts off every third; masks and lengths vary from game to game."""
+    """The env truncates every third game; masks and lengths vary from game to game."""
 
     def played(length: int) -> TransitionBatch:
         env = Countdown(games=3, turns=turns)
@@ -232,7 +233,7 @@ def test_short_batches_equal_one_long_batch(turns: bool, n: int, joint: bool, ho
 
 
 def definition(batch: RolloutBatch, t: int, b: int, s: int, n: int, gamma: float) -> tuple[float, float, Any] | None:
-    """A decision's reward, discount and next view in plain words; None where they are not known."""
+    """A decision's reward, discount and next observation, computed plainly; None if they are not known."""
     total, made = 0.0, 0
     for u in range(t, len(batch.rewards)):
         total += gamma**made * float(batch.rewards[u, b, s])
@@ -268,7 +269,7 @@ def test_n_step_credit_equals_its_definition(turns: bool, n: int) -> None:
 
 
 def test_abandoned_episode_is_not_joined_to_the_next() -> None:
-    """Where games cannot be saved they begin anew at a checkpoint."""
+    """Games that cannot be saved start again after a checkpoint."""
     replay = ReplayBuffer(10, n_step=2, gamma=0.5)
     replay.add(game([[1.0], [2.0]]))
     replay.add(game([[4.0], [8.0], [16.0]]))
@@ -276,7 +277,7 @@ def test_abandoned_episode_is_not_joined_to_the_next() -> None:
     assert column(everything(replay).weight) == [1, 0, 1, 1, 0]
 
 
-# ---- the ring
+# ---- ring buffer
 
 
 def test_newest_rows_overwrite_the_oldest() -> None:
@@ -291,7 +292,7 @@ def test_newest_rows_overwrite_the_oldest() -> None:
 
 
 def test_overwritten_row_gets_no_credit() -> None:
-    """Row 0 is known only at the end, when its place belongs to another."""
+    """Row 0 becomes known only at the end, when its index belongs to another row."""
     agent_mask = [[True, False]] + [[False, True]] * 3 + [[True, True]]
     replay = ReplayBuffer(3, gamma=0.5)
     replay.add(game([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [7.0, 4.0]], agent_mask, ends={3: "terminated"}))
@@ -388,7 +389,7 @@ def test_sum_tree_finds_prefix_sums() -> None:
         4,
         4,
     ]
-    tree.set_values(np.array([3, 1, 3]), np.array([9.0, 5.0, 0.0]))  # the last of two for one place holds
+    tree.set_values(np.array([3, 1, 3]), np.array([9.0, 5.0, 0.0]))  # the last of two for one index holds
     assert tree.of(np.arange(5)).tolist() == [1, 5, 2, 0, 4] and tree.total == 12
     assert tree.find_prefix_sums(np.array([1.0, 5.99, 6.0, 8.0])).tolist() == [1, 1, 2, 4]
 
@@ -472,7 +473,7 @@ def test_overwritten_row_loses_its_priority() -> None:
     replay = ReplayBuffer(2, n_step=2, priority=1.0)
     replay.add(game([[1.0], [2.0], [3.0]]))
     assert replay.ring.tree is not None
-    assert replay.ring.tree.of(np.arange(2)).tolist() == [0, 1]  # row 2, not yet known, in the place of row 0
+    assert replay.ring.tree.of(np.arange(2)).tolist() == [0, 1]  # row 2, not yet known, at the index of row 0
 
 
 def test_sampling_is_uniform_without_priorities() -> None:

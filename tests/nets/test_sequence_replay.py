@@ -1,4 +1,4 @@
-"""Stretches of games: credit within them, where memory begins, what is not learned from, rings that come round."""
+"""Replay of sequences: credit within them, stored recurrent states, burn-in, and overwriting in the ring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def swept(turns: bool = False, steps: int = 12, games: int = 4) -> RolloutBatch:
 
 
 def everything(segments: SequenceReplay) -> SequenceBatch:
-    """All stretches in the order of their places, each once."""
+    """All sequences in the order of their indices, each once."""
     places = np.arange(len(segments))
     segments.ring.sample = lambda count, rng, beta: (places, np.ones(len(places)))  # type: ignore[method-assign]
     found = segments.sample(0, np.random.default_rng(0))
@@ -60,7 +60,7 @@ def test_sequence_credit_equals_transition_credit(turns: bool, n: int, joint: bo
     )
     for name in (*names, "next_agent_mask"):
         assert torch.equal(getattr(found, name).flatten(0, 1), getattr(moves, name)), name
-    # the number of the next moment leads to the view that comes next
+    # the index of the next step leads to the next observation
     seen = 0
     for t in range(12):
         for m in range(4):
@@ -90,7 +90,7 @@ def test_sequences_start_with_the_stored_recurrent_state() -> None:
     segments.add(swept())
     found = everything(segments)
     assert list(found.recurrent_states) == ["gru"]
-    # games of two seats, three units: game 1 has rows 2 and 3 of the player's memory
+    # games of two seats, three units: game 1 has rows 2 and 3 of the policy's recurrent state
     assert found.recurrent_states["gru"].shape == (1, 8, 3)
     assert found.recurrent_states["gru"][0, 2:4].tolist() == [[6, 7, 8], [9, 10, 11]]
 
@@ -103,8 +103,8 @@ def test_recurrent_states_are_kept_per_member() -> None:
 
 
 def test_burn_in_steps_are_not_trained() -> None:
-    """Games of Countdown last 2 to 5 steps. In the second batch a game is under way, so its first steps do not count,
-    until it ends and the next begins with nothing to remember."""
+    """Games of Countdown last 2 to 5 steps. In the second batch a game is in progress, so its first steps are burn-in,
+    until it ends and the next game starts with a zero state."""
     env = Countdown(games=4)
     sweeper, segments = VectorRollout(env, np.arange(4)), SequenceReplay(8, burn_in=3)
     for i in range(2):
@@ -126,7 +126,7 @@ def test_newest_sequences_overwrite_the_oldest() -> None:
         batch = swept()
         segments.add(replace(batch, rewards=np.full_like(batch.rewards, number)))
     assert len(segments) == 6
-    # of 12 stretches the last 6, number i at place i % 6: games 2 and 3 of the second batch, then those of the third
+    # of 12 sequences the last 6, number i at index i % 6: games 2 and 3 of the second batch, then those of the third
     games, found, is_first = [2, 3, 0, 1, 2, 3], everything(segments), SequenceReplay(4)
     assert found.rewards[0, :, 0].tolist() == [1, 1, 2, 2, 2, 2]
     is_first.add(batch)
@@ -162,5 +162,5 @@ def test_sequences_are_sampled_by_priority() -> None:
     found = segments.sample(4000, np.random.default_rng(0))
     shares = np.bincount(found.index.numpy(), minlength=4) / 4000
     assert shares == pytest.approx([0.25, 0.75, 0, 0], abs=0.01)
-    known = found.weight[0, :, 0]  # of the rarest 1, of what is three times as likely a third
+    known = found.weight[0, :, 0]  # weight 1 for the least likely, 1/3 for those three times as likely
     assert known.numpy() == pytest.approx(np.where(found.index.numpy() == 0, 1, 1 / 3), rel=1e-4)

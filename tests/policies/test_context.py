@@ -1,4 +1,5 @@
-"""Conversations within a budget: what is rewritten, what a policy sees and is trained on, and what long ones cost."""
+"""Conversations within a budget: rewriting, prompts and training of rewritten conversations, and the cost of long
+ones."""
 
 from __future__ import annotations
 
@@ -28,8 +29,7 @@ ANSWER_TOKENS = 8
 
 
 class Clerk(Env):
-    """An agent that looks something up `turns` times, each result `size` characters long; a digit at the start of an
-    answer pays."""
+    """An agent with `turns` tool results of `size` characters each; an answer that starts with a digit is rewarded."""
 
     name = "clerk"
     seats = ("agent",)
@@ -58,7 +58,7 @@ class Clerk(Env):
 
 
 def tool_tokenizer():
-    """The tests' tokenizer, whose template writes the role of a tool as text."""
+    """The tests' tokenizer, whose template writes the tool role as text."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ '<|' + m['role'] + '|>'", "{{ '<|user|>'")
     return tokenizer
@@ -70,7 +70,7 @@ def policy_of(engine, **context) -> LanguagePolicy:
     return LanguagePolicy("agent@0", Sampler(engine), encoder, sampling, context=ContextConfig(**context))
 
 
-def played(policy, env, k=1):
+def play_once(policy, env, k=1):
     spec = EpisodeSpec(3, {"agent": policy}, 1)
     return asyncio.run(EpisodeRunner(lambda: env, "clerk").play(spec, Branching(branch_at="root", group_size=k)))
 
@@ -78,7 +78,7 @@ def played(policy, env, k=1):
 # ---- rewriting
 
 
-def talk(turns):
+def conversation(turns):
     """A system message and a question, then `turns` answers, each with a tool's result of ten words."""
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]
     for i in range(turns):
@@ -92,33 +92,33 @@ def words(messages):
 
 def test_oldest_tool_results_are_dropped_first():
     """3 words before the first answer, and 12 in each of four turns: 51. A dropped result has 3 words instead of 10."""
-    whole = talk(4)
+    whole = conversation(4)
     assert drop_oldest(whole, 51, words) == whole
     shorter = drop_oldest(whole, 40, words)  # 51 - 7 - 7 = 37
     assert [m["content"] for m in shorter if m["role"] == "tool"][:2] == [DROPPED_RESULT] * 2
     assert [m for i, m in enumerate(shorter) if i not in (3, 5)] == [m for i, m in enumerate(whole) if i not in (3, 5)]
 
 
-def test_oldest_turns_are_dropped_where_results_are_not_enough():
+def test_oldest_turns_are_dropped_if_results_are_not_enough():
     """Without three results 30 words: 3, three turns of 5 and one of 12. Without two of these turns, and with the mark
     of 4 words, 24; the last turn stays whole."""
-    shorter = drop_oldest(talk(4), 24, words)
+    shorter = drop_oldest(conversation(4), 24, words)
     assert [m["role"] for m in shorter] == ["system", "user", "assistant", "tool", "assistant", "tool"]
     assert shorter[1]["content"] == "go\n[2 earlier turns dropped]" and shorter[2]["content"] == "call 2"
-    assert shorter[-2:] == talk(4)[-2:]
-    assert drop_oldest(talk(4), 1, words)[-2:] == talk(4)[-2:]
-    assert drop_oldest(talk(0), 1, words) == talk(0)
+    assert shorter[-2:] == conversation(4)[-2:]
+    assert drop_oldest(conversation(4), 1, words)[-2:] == conversation(4)[-2:]
+    assert drop_oldest(conversation(0), 1, words) == conversation(0)
 
 
 async def summarise(messages, limit, count_tokens):
-    """A summary, as a model would write it, in place of everything but the last turn."""
+    """Replaces everything but the last turn by a summary, as a model would write it."""
     await asyncio.sleep(0)
     return [*messages[:2], {"role": "user", "content": f"so far {len(messages) - 4} messages"}, *messages[-2:]]
 
 
-def test_hook_rewrites_what_the_policy_sees_and_is_trained_on():
+def test_hook_rewrites_prompts_and_training_samples():
     policy = policy_of(tiny_lm(1), max_tokens=200, compress="policies.test_context:summarise", max_tool_tokens=64)
-    episode = played(policy, Clerk(12, 40))
+    episode = play_once(policy, Clerk(12, 40))
     assert episode.error is None
     prompts = [node.answers["agent"].prompt_ids for node in episode.nodes]
     assert max(map(len, prompts)) <= 200 and len(prompts) == 12
@@ -138,8 +138,8 @@ def test_hook_rewrites_what_the_policy_sees_and_is_trained_on():
     assert [len(s.token_ids) for s in samples] == [ANSWER_TOKENS] * 12  # no token of a result is trained
 
 
-def test_conversation_that_stays_too_long_ends_the_trajectory_truncated():
-    episode = played(policy_of(tiny_lm(1), max_tokens=120), Clerk(6, 100))
+def test_trajectory_is_truncated_if_the_conversation_stays_too_long():
+    episode = play_once(policy_of(tiny_lm(1), max_tokens=120), Clerk(6, 100))
     assert episode.error is None and len(episode.nodes) == 1
     assert episode.nodes[0].truncated and episode.nodes[0].info[CONTEXT_FULL_KEY]
     policy = policy_of(tiny_lm(1), max_tokens=20)
@@ -162,7 +162,7 @@ def test_text_conversations_are_rewritten_too():
 # ---- results of tools
 
 
-def test_long_results_are_cut_with_a_mark_wherever_they_enter():
+def test_long_results_are_cut_with_a_mark():
     """The prompt of a later turn, which continues from tokens, equals that of the whole conversation encoded again."""
     policy = policy_of(tiny_lm(1), max_tool_tokens=10)
     first = Chat(({"role": "user", "content": "look"},))
@@ -188,10 +188,10 @@ def test_unknown_hooks_are_refused(path):
 
 
 def check_long_conversation(turns: int, tokens: int) -> None:
-    """Each turn computes its own tokens only, and what is kept is one conversation."""
+    """Each turn computes its own tokens only, and the cache holds one conversation."""
     engine = tiny_lm(1, max_position_embeddings=40_000)
     policy = policy_of(engine)
-    episode = played(policy, Clerk(turns, tokens // turns - ANSWER_TOKENS - 4))
+    episode = play_once(policy, Clerk(turns, tokens // turns - ANSWER_TOKENS - 4))
     assert episode.error is None and len(episode.nodes) == turns
     answer = episode.nodes[-1].answers["agent"]
     length = len(answer.prompt_ids) + len(answer.token_ids)
@@ -204,18 +204,19 @@ def check_long_conversation(turns: int, tokens: int) -> None:
 
 
 def check_long_training(turns: int, tokens: int, budget: int) -> None:
-    """A conversation of `tokens` in all, rewritten within `budget`, plays and trains: no pass is longer than that."""
+    """A conversation of `tokens` in total, rewritten within `budget`, plays and trains: no pass is longer than the
+    budget."""
     engine = tiny_lm(1, max_position_embeddings=budget + ANSWER_TOKENS)
     context = ContextConfig(max_tokens=budget, target=0.5, max_tool_tokens=budget // 4)
     sampling = SamplingConfig(max_tokens=ANSWER_TOKENS, stop_at_eos=False)
     config = LoraPolicyConfig(lr=1e-3, rank=4, micro_batch_tokens=8 * budget, context=context, sampling=sampling)
     learner = LanguageLearner("agent", config, LocalWeights(config, engine, seed=1), Sampler(engine), tool_tokenizer())
-    episode = played(learner.policy(), Clerk(turns, tokens // turns - ANSWER_TOKENS - 4), k=2)
+    episode = play_once(learner.policy(), Clerk(turns, tokens // turns - ANSWER_TOKENS - 4), k=2)
     assert episode.error is None and len(episode.leaves()) == 2 and not any(n.truncated for n in episode.nodes)
     answers = answers_of([episode])
     assert len(answers) == 2 * turns and max(len(a.prompt_ids) for a in answers) <= budget
     batch = learner.sampler.batch
-    # two trajectories, each of whose rewrites computes half a budget again for half a budget of new tokens
+    # two trajectories; each rewrite computes half a budget again for half a budget of new tokens
     assert batch.counts["prefill_tokens"] < 2 * 2 * tokens
     metrics = asyncio.run(update_learner(GRPO(group_size=2, scale="none"), learner, [episode], 0.0))
     assert metrics["samples"] == 2 * turns and np.isfinite(metrics["grad_norm"])
@@ -223,7 +224,7 @@ def check_long_training(turns: int, tokens: int, budget: int) -> None:
     assert torch.stack(moved).sum() > 0
 
 
-def test_conversation_of_many_turns_costs_its_tokens_once():
+def test_conversation_of_many_turns_computes_its_tokens_once():
     check_long_conversation(turns=24, tokens=3000)
 
 

@@ -1,4 +1,4 @@
-"""Endpoint policies at the context limit of a served model: a real HTTP server, and trees that it ends."""
+"""Endpoint policies at the context limit of a served model: a real HTTP server, and truncated trees."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_key_is_not_in_the_error(monkeypatch):
 
 
 def test_a_trajectory_at_the_endpoint_context_limit_is_truncated_and_scored():
-    """The third answer is refused: the two turns before it stay."""
+    """The third answer is refused; the two turns before it are kept."""
     with Script((200, FINE), (200, FINE), (400, VLLM)) as server:
         team = {"guide": policy(server), "walker": policy(server)}
         arena = EpisodeRunner(lambda: Whisper(turns=4), "whisper")

@@ -1,4 +1,4 @@
-"""Frozen members: many in one call play as each would alone, and tables play what they say."""
+"""Frozen members: grouped members play as each does alone, and tabular members play their probabilities."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VIEW = 5
 def net(
     seed: int, config: NetConfig = SMALL, space: Space = Discrete(3), *, norm: bool = False, seat_id: bool = False
 ) -> NetMember:
-    """A network that plays its likeliest actions at seat 1 of 2."""
+    """A network that plays greedily at seat 1 of 2."""
     seating = SeatMapping(("m",), ((1,),), 2, (VIEW,), space, seat_id)
     head = make_head(space)
     scale = None
@@ -53,7 +53,7 @@ def noise(seed: int) -> torch.Generator:
 
 
 def rows(seed: int, games: int, members: np.ndarray, memory: int = 0, actions: int | None = 3) -> ActBatch:
-    """Rows of seat 1 in a frame of random views."""
+    """Rows of seat 1 in a vector step of random observations."""
     rng = np.random.default_rng(seed)
     frame = empty_step(games, 2, (VIEW,), num_actions=actions)
     frame.obs[:] = rng.normal(size=frame.obs.shape)
@@ -65,8 +65,8 @@ def rows(seed: int, games: int, members: np.ndarray, memory: int = 0, actions: i
     return ActBatch(frame, here, np.ones_like(here), members, remembered, is_first, rng, noise(seed))
 
 
-def alone(member: NetMember, given: ActBatch) -> tuple[np.ndarray, torch.Tensor | None]:
-    """What a member does in all games, as a player of its own, and what it remembers then."""
+def play_alone(member: NetMember, given: ActBatch) -> tuple[np.ndarray, torch.Tensor | None]:
+    """The actions of a member in all games, played alone, and its recurrent state afterwards."""
     normalise = member.norm.normalise if member.norm else None
     player = NetVectorPolicy(member.seat_mapping, member.net, greedy_selector(member.head), normalise=normalise)
     memory = given.recurrent_state[None] if given.recurrent_state.shape[1] else None
@@ -91,7 +91,7 @@ def test_group_plays_as_its_members_alone(
     given = rows(seed, len(who), who, memory)
     actions, kept = NetGroup(cast).act(given)
     for number, member in enumerate(cast):
-        wanted, remembered = alone(member, given)
+        wanted, remembered = play_alone(member, given)
         np.testing.assert_array_equal(actions[who == number], wanted[who == number])
         if remembered is not None:
             assert kept is not None
@@ -100,7 +100,7 @@ def test_group_plays_as_its_members_alone(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_members_clip_normalised_observations_alone_and_in_a_group(seed: int) -> None:
-    """Each at its own limit: observations of 50 deviations tell members that clip from those that do not."""
+    """Each at its own limit: observations of 50 deviations distinguish members that clip from those that do not."""
     cast = [net(i, norm=True) for i in range(3)]
     for member, clip in zip(cast, (10.0, 0.5, math.inf), strict=True):
         assert member.norm
@@ -109,10 +109,10 @@ def test_members_clip_normalised_observations_alone_and_in_a_group(seed: int) ->
     given = rows(seed, len(who), who)
     given.frame.obs[:] *= 150
     together, _ = NetGroup(cast).act(given)
-    unclipped = alone(replace(cast[1], norm=None), given)[0]
+    unclipped = play_alone(replace(cast[1], norm=None), given)[0]
     for number, member in enumerate(cast):
         own = np.flatnonzero(who == number)
-        wanted, _ = alone(member, given)
+        wanted, _ = play_alone(member, given)
         np.testing.assert_array_equal(together[own], wanted[own])
         single, _ = NetGroup([member]).act(replace(given, member_index=np.zeros_like(who)))
         np.testing.assert_array_equal(single[own], wanted[own])
@@ -126,7 +126,7 @@ def test_group_supports_every_action_space(space: Space) -> None:
     given = rows(0, 12, who, actions=None)
     actions, _ = NetGroup(cast).act(given)
     for number, member in enumerate(cast):
-        np.testing.assert_allclose(actions[who == number], alone(member, given)[0][who == number], rtol=1e-5)
+        np.testing.assert_allclose(actions[who == number], play_alone(member, given)[0][who == number], rtol=1e-5)
 
 
 def test_live_member_uses_its_current_weights() -> None:
@@ -139,7 +139,7 @@ def test_live_member_uses_its_current_weights() -> None:
             parameter.normal_(generator=noise(1))
     after = group.act(given)[0]
     assert (before != after).any()
-    np.testing.assert_array_equal(after, alone(member, given)[0])
+    np.testing.assert_array_equal(after, play_alone(member, given)[0])
 
 
 def test_group_does_not_change_its_members() -> None:

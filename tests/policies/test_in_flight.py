@@ -1,4 +1,4 @@
-"""In-flight updates while a request is being made: it begins with the newest weights."""
+"""In-flight updates while a request is prepared: it starts with the newest weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def versions_of(engine: Engine, snapshots: list[Snapshot], **options: object) ->
 
 
 def check_version_1(engine: Engine, snapshots: list[Snapshot], answers: list[Answer]) -> None:
-    """Checks that all tokens are recorded as version 1's and have its probabilities."""
+    """Asserts that all tokens are recorded as version 1's and have its probabilities."""
     for answer in answers:
         assert answer.policy == "walker@1" and answer_versions(answer).tolist() == [1] * 8
         sample = Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, answer.logprobs)
@@ -54,7 +54,7 @@ def check_version_1(engine: Engine, snapshots: list[Snapshot], answers: list[Ans
 
 
 @pytest.mark.parametrize("kv_update", ["recompute_kv", "keep_kv"])
-def test_an_update_while_a_prefix_is_computed_reaches_the_requests_that_wait(
+def test_update_during_a_prefix_reaches_waiting_requests(
     engine: Engine, snapshots: list[Snapshot], kv_update: KVUpdate
 ) -> None:
     old, new = versions_of(engine, snapshots)
@@ -75,7 +75,7 @@ def test_an_update_while_a_prefix_is_computed_reaches_the_requests_that_wait(
     assert not old._prefixes and not new._prefixes
 
 
-def test_an_update_while_a_conversation_is_rewritten_reaches_its_request(
+def test_update_during_a_rewrite_reaches_its_request(
     engine: Engine, snapshots: list[Snapshot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updated = asyncio.Event()
@@ -100,6 +100,6 @@ def test_an_update_while_a_conversation_is_rewritten_reaches_its_request(
     check_version_1(engine, snapshots, asyncio.run(play()))
 
 
-def test_a_policy_that_is_not_updated_plays_with_its_own_weights(engine: Engine, snapshots: list[Snapshot]) -> None:
+def test_policy_without_updates_keeps_its_weights(engine: Engine, snapshots: list[Snapshot]) -> None:
     old, _ = versions_of(engine, snapshots)
     assert {answer.policy for answer in asyncio.run(old.act(ASKED))} == {"walker@0"}

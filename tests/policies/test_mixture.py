@@ -1,4 +1,4 @@
-"""Mixtures: a game's members are drawn once, kept to its end, and known afterwards."""
+"""Mixtures: a game's members are drawn once, fixed until its end, and known afterwards."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SMALL = NetConfig(hidden=[4])
 
 
 def always(action: int, seats: int = 2, config: NetConfig = SMALL) -> NetMember:
-    """A network that takes one of three actions."""
+    """A network that always takes one of three actions."""
     net = Net((4,), 3, config, make_generators([action]))
     constant(net, [[5.0 * (action == a) for a in range(3)]])
     return NetMember(SeatMapping(("m",), ((0,),), seats, (4,), Discrete(3)), net, make_head(Discrete(3)), greedy=True)
 
 
-def three(seats: int = 2) -> dict[str, FrozenMember]:
-    """Members known by what they do; the second is of another shape."""
+def three_members(seats: int = 2) -> dict[str, FrozenMember]:
+    """Members with different fixed actions; the second has another shape."""
     other = NetConfig(hidden=[4], activation="relu")
     return {"zero": always(0, seats), "one": always(1, seats, other), "two": always(2, seats)}
 
@@ -60,7 +60,7 @@ def swept(env: VectorEnv, players: Sequence, steps: int) -> tuple:  # type: igno
 
 def test_members_are_fixed_within_a_game() -> None:
     env = Open(200, seats=3)
-    mixture = Mixture(env, [1, 2], three(3), IndependentSampler([{0: 0.2, 1: 0.8}, {1: 0.5, 2: 0.5}]))
+    mixture = Mixture(env, [1, 2], three_members(3), IndependentSampler([{0: 0.2, 1: 0.8}, {1: 0.5, 2: 0.5}]))
     _, batch = swept(env, [UniformVectorPolicy(env, [0]), mixture], 40)
     begun = np.cumsum(batch.is_first[:-1], 0)
     for game in range(5):
@@ -73,13 +73,13 @@ def test_members_are_fixed_within_a_game() -> None:
     assert len(tags) == len(batch.episode_stats["returns"]) > 1000
     share = [(members[:, 0] == 1).mean(), (members[:, 1] == 2).mean()]
     np.testing.assert_allclose(share, [0.8, 0.5], atol=0.06)
-    assert abs(np.corrcoef(members.T)[0, 1]) < 0.12  # seats draw by themselves
+    assert abs(np.corrcoef(members.T)[0, 1]) < 0.12  # seats draw independently
 
 
 def test_sampling_is_not_biased_by_game_length() -> None:
-    """A member is drawn by game: how long games last says nothing of it."""
+    """Members are drawn by game, whatever its length."""
     env = Open(500)
-    mixture = Mixture(env, [1], three(), IndependentSampler([{0: 1.0, 2: 1.0}]))
+    mixture = Mixture(env, [1], three_members(), IndependentSampler([{0: 1.0, 2: 1.0}]))
     sweeper, first = swept(env, [UniformVectorPolicy(env, [0]), mixture], 1)
     assert len(first.end_index[0]) == 0
     now = sweeper.recurrent_states["mixture"][:, 1].numpy()
@@ -88,7 +88,7 @@ def test_sampling_is_not_biased_by_game_length() -> None:
 
 def test_joint_lineups_are_sampled_together() -> None:
     env = Open(200, seats=3)
-    mixture = Mixture(env, [0, 2], three(3), JointSampler([[0, 1], [1, 0], [2, 2]], [0.5, 0.25, 0.25]))
+    mixture = Mixture(env, [0, 2], three_members(3), JointSampler([[0, 1], [1, 0], [2, 2]], [0.5, 0.25, 0.25]))
     _, batch = swept(env, [UniformVectorPolicy(env, [1]), mixture], 30)
     tags, members = mixture.played_members(batch)
     np.testing.assert_array_equal(members, np.array([[0, 1], [1, 0], [2, 2]])[tags])
@@ -98,7 +98,7 @@ def test_joint_lineups_are_sampled_together() -> None:
 def test_self_play_share_is_respected() -> None:
     env = Open(200)
     lots = SelfPlaySampler(IndependentSampler([{0: 1.0}]), 0.3, 2)
-    _, batch = swept(env, [UniformVectorPolicy(env, [0]), mixture := Mixture(env, [1], three(), lots)], 30)
+    _, batch = swept(env, [UniformVectorPolicy(env, [0]), mixture := Mixture(env, [1], three_members(), lots)], 30)
     tags, members = mixture.played_members(batch)
     np.testing.assert_array_equal(tags == -1, members[:, 0] == 2)
     assert abs((tags == -1).mean() - 0.3) < 0.06
@@ -107,7 +107,7 @@ def test_self_play_share_is_respected() -> None:
 def test_scheduled_lineups_are_played_the_given_number_of_times() -> None:
     env = Open(7)
     lineups, times = np.array([[0, 1], [1, 2], [2, 0]]), np.array([5, 0, 9])
-    mixture = Mixture(env, [0, 1], three(), LineupSchedule(lineups, times))
+    mixture = Mixture(env, [0, 1], three_members(), LineupSchedule(lineups, times))
     _, batch = swept(env, [mixture], 60)
     tags, members = mixture.played_members(batch)
     counted = tags[tags >= 0]
@@ -145,7 +145,7 @@ def test_members_are_restored_after_load(memory: int) -> None:
 
 def test_batch_holds_the_initial_recurrent_state() -> None:
     env = Open(4)
-    mixture = Mixture(env, [1], three(), IndependentSampler([{0: 0.5, 1: 0.5}]))
+    mixture = Mixture(env, [1], three_members(), IndependentSampler([{0: 0.5, 1: 0.5}]))
     sweeper, _ = swept(env, [UniformVectorPolicy(env, [0]), mixture], 3)
     before = sweeper.recurrent_states["mixture"].clone()
     batch = sweeper.collect([UniformVectorPolicy(env, [0]), mixture], 20, 4)

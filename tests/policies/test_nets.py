@@ -1,4 +1,4 @@
-"""Networks at seats: assignment, inputs, and agreement of sampler and trainer."""
+"""Networks at seats: assignment, inputs, and agreement of sampling and training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from palestra.policies.nets import ActionSelector, NetVectorPolicy, greedy_selec
 from palestra.policies.vector import ScriptedVectorPolicy, UniformVectorPolicy
 
 
-class Room(VectorEnv):
-    """Seats that see random numbers; a view starts with its seat's number. Nothing ever happens."""
+class RandomObservations(VectorEnv):
+    """Seats observe random numbers; an observation starts with its seat's number. No game ends."""
 
     name = "room"
 
@@ -49,9 +49,9 @@ FRESH = np.zeros(3, bool)
 
 
 def player(
-    env: Room, seats: dict[str, list[int]], config: NetConfig, choose: ActionSelector | None = None
+    env: RandomObservations, seats: dict[str, list[int]], config: NetConfig, choose: ActionSelector | None = None
 ) -> NetVectorPolicy:
-    """Policies that fit one stack; the weights of a name are always the same."""
+    """Policies that fit in one stack; the weights of a name are always the same."""
     (seating,) = group_into_stacks(env, seats, dict.fromkeys(seats, config))
     head = make_head(seating.action_space)
     seeds = [int.from_bytes(name.encode(), "big") for name in seating.names]
@@ -61,11 +61,11 @@ def player(
     return made
 
 
-# ---- who sits where
+# ---- assignment to seats
 
 
 def test_policies_of_equal_shape_share_a_stack() -> None:
-    env = Room([4, 4, 6, 4, 4], [FOUR] * 5)
+    env = RandomObservations([4, 4, 6, 4, 4], [FOUR] * 5)
     seats = {"a": [0], "b": [1], "c": [2], "d": [3, 4]}
     stacks = group_into_stacks(env, seats, dict.fromkeys(seats, NetConfig()))
     assert [(stack.names, stack.seats, stack.observation_shape) for stack in stacks] == [
@@ -76,7 +76,7 @@ def test_policies_of_equal_shape_share_a_stack() -> None:
 
 
 def test_policies_of_different_shape_do_not_share_a_stack() -> None:
-    env = Room([4, 4, 4], [FOUR, FOUR, Discrete(3)])
+    env = RandomObservations([4, 4, 4], [FOUR, FOUR, Discrete(3)])
     kinds = {"a": NetConfig(), "b": NetConfig(hidden=[8]), "c": NetConfig()}
     assert [stack.names for stack in group_into_stacks(env, {"a": [0], "b": [1], "c": [2]}, kinds)] == [
         ("a",),
@@ -86,7 +86,7 @@ def test_policies_of_different_shape_do_not_share_a_stack() -> None:
 
 
 def test_policy_cannot_play_seats_of_different_spaces() -> None:
-    env = Room([4, 6], [FOUR] * 2)
+    env = RandomObservations([4, 6], [FOUR] * 2)
     with pytest.raises(ValueError, match="policy both plays seat0, seat1, which differ in what they see or may do"):
         group_into_stacks(env, {"both": [0, 1]}, {"both": NetConfig()})
 
@@ -119,18 +119,18 @@ def test_seat_one_hot_is_for_policies_of_several_seats() -> None:
     class CustomNetConfig(NetConfig):
         seat_one_hot: bool = True
 
-    env = Room([4, 4, 4], [FOUR] * 3)
+    env = RandomObservations([4, 4, 4], [FOUR] * 3)
     stacks = group_into_stacks(env, {"a": [0], "b": [1, 2]}, dict.fromkeys("ab", CustomNetConfig()))
     assert [stack.seat_id for stack in stacks] == [False, True]
 
 
-# ---- how they act
+# ---- acting
 
 
 @pytest.mark.parametrize("space", [FOUR, MultiDiscrete((2, 3)), Continuous((-1.0, 0.0), (1.0, 4.0))])
 @pytest.mark.parametrize("memory", [0, 5])
 def test_sampled_logprobs_equal_the_trainers(space: Space, memory: int) -> None:
-    env = Room([4, 4, 4, 4], [space] * 4)
+    env = RandomObservations([4, 4, 4, 4], [space] * 4)
     made = player(env, {"a": [2, 0], "b": [3, 1]}, NetConfig(hidden=[8], gru_units=memory))
     frame, kept = env.reset(np.array([1])), made.initial_state(3)
     if memory:
@@ -155,7 +155,7 @@ def test_sampled_logprobs_equal_the_trainers(space: Space, memory: int) -> None:
 
 @pytest.mark.parametrize("memory", [0, 5])
 def test_policy_outputs_do_not_depend_on_the_stack(memory: int) -> None:
-    env, config = Room([4, 4, 4], [FOUR] * 3), NetConfig(hidden=[8], gru_units=memory)
+    env, config = RandomObservations([4, 4, 4], [FOUR] * 3), NetConfig(hidden=[8], gru_units=memory)
     best = greedy_selector(make_head(FOUR))
     frame = env.reset(np.array([3]))
     both = player(env, {"a": [2], "b": [0]}, config, best)
@@ -170,7 +170,7 @@ def test_policy_outputs_do_not_depend_on_the_stack(memory: int) -> None:
 
 
 def test_only_legal_actions_are_played() -> None:
-    env = Room([4, 4, 5], [FOUR, FOUR, Discrete(2)])
+    env = RandomObservations([4, 4, 5], [FOUR, FOUR, Discrete(2)])
     seats = [player(env, {"a": [0, 1]}, NetConfig()), player(env, {"c": [2]}, NetConfig())]
     best = [player(env, {"a": [0, 1]}, NetConfig(), greedy_selector(make_head(FOUR)))]
     for seed in range(20):
@@ -182,7 +182,7 @@ def test_only_legal_actions_are_played() -> None:
 
 
 def test_recurrent_state_is_reset_at_episode_start() -> None:
-    env = Room([4, 4], [FOUR] * 2)
+    env = RandomObservations([4, 4], [FOUR] * 2)
     made = player(env, {"a": [0, 1]}, NetConfig(hidden=[8], gru_units=5), greedy_selector(make_head(FOUR)))
     frame, empty = env.reset(np.array([0])), made.initial_state(3)
     assert empty is not None
@@ -191,7 +191,7 @@ def test_recurrent_state_is_reset_at_episode_start() -> None:
     _, _, begun = made.act(frame, empty, FRESH)
     _, _, gone_on = made.act(frame, full, FRESH)
     assert mixed is not None and begun is not None and gone_on is not None
-    rows = {0: gone_on, 1: begun, 2: gone_on}  # two seats a game
+    rows = {0: gone_on, 1: begun, 2: gone_on}  # two seats in each game
     for game, expected in rows.items():
         columns = slice(2 * game, 2 * game + 2)
         torch.testing.assert_close(mixed[:, columns], expected[:, columns])
@@ -199,7 +199,7 @@ def test_recurrent_state_is_reset_at_episode_start() -> None:
 
 
 def test_observations_are_normalised() -> None:
-    env = Room([4, 4], [FOUR] * 2)
+    env = RandomObservations([4, 4], [FOUR] * 2)
     plain = player(env, {"a": [0, 1]}, NetConfig())
     norm = RunningNorm(1, 4)
     rows = torch.randn(1, 50, 4, generator=torch.Generator().manual_seed(1)) * 3 + 1
@@ -216,7 +216,7 @@ def test_observations_are_normalised() -> None:
 
 
 def test_script_actions_are_in_seat_order() -> None:
-    env = Room([4, 4, 4], [FOUR] * 3)
+    env = RandomObservations([4, 4, 4], [FOUR] * 3)
     actions, logp, memory = ScriptedVectorPolicy(
         env, [2, 0], lambda env, seat: np.full(env.num_envs, seat, np.int32)
     ).act(env.reset(np.array([0])), None, FRESH)

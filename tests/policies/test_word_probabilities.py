@@ -22,7 +22,7 @@ N = 6000
 
 
 def merging() -> PreTrainedTokenizerFast:
-    """A tokenizer that has "ab" as one token, and as two."""
+    """A tokenizer that can encode "ab" as one token or as two."""
     plain = tiny_tokenizer()
     tokenizer = Tokenizer(models.BPE(vocab=plain.get_vocab() | {"ab": 271}, merges=[("a", "b")]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -32,7 +32,7 @@ def merging() -> PreTrainedTokenizerFast:
 
 
 def speaker(most: int, **sampling: object) -> LanguagePolicy:
-    """The base that ships with palestra, in a game that it knows."""
+    """The shipped base, in a game that it knows."""
     engine, settings = Engine.load("tiny"), SamplingConfig(max_tokens=most, **sampling)
     return LanguagePolicy("it", Sampler(engine), ChatEncoder(engine.tokenizer), settings)
 
@@ -49,7 +49,7 @@ def test_word_has_all_its_token_spellings() -> None:
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_probabilities_match_sampled_frequencies(most: int) -> None:
-    """A word shorter than `most` must be followed by the end; one that is as long need not."""
+    """A word shorter than `most` must be followed by the end token; one of that length need not."""
     policy = speaker(most)
     for number, query in enumerate(QUERIES):
         answers = asyncio.run(policy.act(Query(query.role, query.observation, n=N, seed=7)))

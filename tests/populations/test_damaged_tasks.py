@@ -1,4 +1,4 @@
-"""A population's run with damaged files ends as if they were not, or is refused in one line and left as it is."""
+"""A population's run with damaged files ends as the undamaged run, or is refused with one line and not changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from toy_follow import contents, done_run, go_on, new_run
+from toy_follow import contents, done_run, new_run, resume
 from toy_tasks import Adder, Sums
 
 from palestra.agents.trained_agent import find_agents
@@ -27,7 +27,7 @@ NUMBER = "members/sum-0-1/deep/number"
 
 
 class StopAfter(PlanCallback):
-    """Asks for a stop after some tasks."""
+    """Requests a stop after some tasks."""
 
     def __init__(self, tasks: int) -> None:
         self.left = tasks
@@ -43,7 +43,7 @@ class Stopped(NamedTuple):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    """A run that stopped after 12 of its 30 tasks, and what it should come to."""
+    """A run that stopped after 12 of its 30 tasks, and the result of the uninterrupted run."""
     root, watcher = tmp_path_factory.mktemp("tasks"), StopAfter(12)
     backend = InlineBackend(Adder)
     with new_run(root) as run:
@@ -69,7 +69,7 @@ def lines(change: Callable[[list[bytes]], list[bytes]], name: str = "tasks.jsonl
 
 
 def forge(number: int, **changes: object) -> Damage:
-    """A line of tasks.jsonl that says something else, with the checksum that it should then have."""
+    """Changes a line of tasks.jsonl, and gives it the checksum of its new contents."""
 
     def change(kept: list[bytes]) -> list[bytes]:
         line = json.loads(kept[number]) | changes
@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 @pytest.mark.parametrize("name", SAME)
 def test_damaged_task_logs_resume_to_the_undamaged_result(stopped: Stopped, copied: Path, name: str) -> None:
     SAME[name](copied)
-    go_on(copied)
+    resume(copied)
     assert contents(copied) == stopped.whole
 
 

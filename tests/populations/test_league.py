@@ -1,4 +1,4 @@
-"""AlphaStar's rules, each by an answer worked by hand; then the league as a whole, in any order of events."""
+"""AlphaStar's rules, each by hand; then the league as a whole, with results in any order."""
 
 import cProfile
 import itertools
@@ -20,7 +20,7 @@ ME = "main_0"
 
 
 def league(*members, seed=0, **config):
-    """A league whose population begins with `uniform` and members frozen by the learners they are named after."""
+    """A league whose population starts with `uniform` and members frozen by the learners they are named after."""
     population = Population(("player",))
     population.add(Member("uniform", "player"))
     made = League(LeagueConfig(**{"explore_share": 0.0, "games_per_cell": 0, **config}), population, seed=seed)
@@ -32,8 +32,8 @@ def league(*members, seed=0, **config):
     return made
 
 
-def knows(made, name, **rates):
-    """Tells a learner's win rates against members (their hyphens written as underscores)."""
+def set_win_rates(made, name, **rates):
+    """Sets a learner's win rates against members (hyphens in their names written as underscores)."""
     for other, rate in rates.items():
         away = next((m for m in [*made.logic.history(), *made.learners] if m.replace("-", "_") == other), other)
         made.win_rates.add(name, away, games=100, points=100 * rate)
@@ -48,13 +48,13 @@ def near(mix):
 
 
 def answer(task, rate=0.5, games=100):
-    """What a worker says who wins `rate` of its games against everybody."""
+    """The result of a worker whose learner wins `rate` of its games against every opponent."""
     met = OpponentResult(games, 2 * rate - 1, 1.0, games * rate, 0)
     opponents = dict.fromkeys(task.opponents.mixes["player"], met)
     return TrainResult(env_steps=task.env_steps, mean_return=2 * rate - 1, opponents=opponents)
 
 
-# whom a main agent meets
+# opponents of main agents
 
 
 def test_main_agent_starts_with_self_play_and_initial_members():
@@ -62,9 +62,10 @@ def test_main_agent_starts_with_self_play_and_initial_members():
 
 
 def test_main_agent_plays_exploiters_that_beat_it():
-    """Priority (1-p)^2 over .9, .6, .2 is .01, .16, .64 of .81; the exploiter of old is below .3: all 15 % go to it."""
+    """Priorities (1-p)^2 of .9, .6, .2 are .01, .16, .64 of .81; only the earlier exploiter is below .3, so it gets all
+    15 %."""
     made = league("main_0-2", "main_exploiter_0-2")
-    knows(made, ME, uniform=0.9, main_0_2=0.6, main_exploiter_0_2=0.2)
+    set_win_rates(made, ME, uniform=0.9, main_0_2=0.6, main_exploiter_0_2=0.2)
     expected = {
         "uniform": 0.5 * 0.01 / 0.81,
         "main_0-2": 0.5 * 0.16 / 0.81,
@@ -75,25 +76,25 @@ def test_main_agent_plays_exploiters_that_beat_it():
 
 
 def test_main_agent_plays_past_opponents_that_it_no_longer_beats():
-    """Rates .9, .5, .6, .55 of its past: the end that never rises (.55) is dropped, .5 is below .7."""
+    """Win rates .9, .5, .6, .55 against its past: the non-increasing suffix (.55) is dropped; .5 is below .7."""
     made = league("main_0-2", "main_0-4", "main_0-6", pfsp_share=0.0, verification_share=1.0)
-    knows(made, ME, uniform=0.9, main_0_2=0.5, main_0_4=0.6, main_0_6=0.55)
+    set_win_rates(made, ME, uniform=0.9, main_0_2=0.5, main_0_4=0.6, main_0_6=0.55)
     squares = np.array([0.01, 0.25, 0.16])
     assert met(made, ME) == near(dict(zip(["uniform", "main_0-2", "main_0-4"], squares / squares.sum(), strict=True)))
 
 
 def test_exploiters_take_precedence_over_past_opponents():
     made = league("main_0-2", "main_0-4", "main_exploiter_0-2", pfsp_share=0.0, verification_share=1.0)
-    knows(made, ME, uniform=0.9, main_0_2=0.1, main_0_4=0.6, main_exploiter_0_2=0.29)
+    set_win_rates(made, ME, uniform=0.9, main_0_2=0.1, main_0_4=0.6, main_exploiter_0_2=0.29)
     assert met(made, ME) == {"main_exploiter_0-2": 1.0}
-    knows(made, ME, main_exploiter_0_2=1.0)
+    set_win_rates(made, ME, main_exploiter_0_2=1.0)
     assert "main_exploiter_0-2" not in met(made, ME)
 
 
 @pytest.mark.parametrize("rates", [(0.9, 0.8, 0.75), (0.71, 0.8, 0.9)], ids=["falls steadily", "all beaten"])
 def test_verification_share_is_self_play_if_nothing_is_forgotten(rates):
     made = league("main_0-2", "main_0-4", pfsp_share=0.0, verification_share=1.0)
-    knows(made, ME, **dict(zip(["uniform", "main_0_2", "main_0_4"], rates, strict=True)))
+    set_win_rates(made, ME, **dict(zip(["uniform", "main_0_2", "main_0_4"], rates, strict=True)))
     assert met(made, ME) == {ME: 1.0}
 
 
@@ -105,7 +106,7 @@ def test_self_play_is_shared_between_main_agents():
 def test_too_strong_main_agent_is_replaced_by_its_past():
     """0.3 is not above 0.3. Its past: p(1-p) over .8, .6, .5 is .16, .24, .25."""
     made = league("main_1-2", "main_1-4", main_agents=2, pfsp_share=0.0, verification_share=0.0)
-    knows(made, ME, uniform=0.8, main_1_2=0.6, main_1_4=0.5, main_1=0.3)
+    set_win_rates(made, ME, uniform=0.8, main_1_2=0.6, main_1_4=0.5, main_1=0.3)
     past = {"uniform": 0.16 / 0.65 / 2, "main_1-2": 0.24 / 0.65 / 2, "main_1-4": 0.25 / 0.65 / 2}
     assert met(made, ME) == near({ME: 0.5} | past)
 
@@ -115,7 +116,7 @@ def test_untrained_main_agent_is_its_initial_member():
     assert met(made, ME) == {ME: 0.5, "uniform": 0.5}
 
 
-# whom exploiters meet
+# opponents of exploiters
 
 
 def test_main_exploiter_plays_current_main_agents():
@@ -125,23 +126,23 @@ def test_main_exploiter_plays_current_main_agents():
 
 def test_losing_main_exploiter_plays_the_main_agents_past():
     made = league("main_0-2", "main_0-4")
-    knows(made, "main_exploiter_0", uniform=0.5, main_0_2=0.2, main_0_4=0.0, main_0=0.1)
+    set_win_rates(made, "main_exploiter_0", uniform=0.5, main_0_2=0.2, main_0_4=0.0, main_0=0.1)
     assert met(made, "main_exploiter_0") == near({"uniform": 0.25 / 0.41, "main_0-2": 0.16 / 0.41})
-    knows(made, "main_exploiter_0", main_0=0.2)
+    set_win_rates(made, "main_exploiter_0", main_0=0.2)
     assert met(made, "main_exploiter_0") == {"main_0": 1.0}
 
 
 def test_league_exploiter_plays_the_history_by_capped_priority():
     """min(.5, 1-p) over .9, .7, .2 is .1, .3, .5; exploiters are history too."""
     made = league("main_0-2", "main_exploiter_0-2")
-    knows(made, "league_exploiter_1", uniform=0.9, main_0_2=0.7, main_exploiter_0_2=0.2)
+    set_win_rates(made, "league_exploiter_1", uniform=0.9, main_0_2=0.7, main_exploiter_0_2=0.2)
     expected = {"uniform": 0.1 / 0.9, "main_0-2": 0.3 / 0.9, "main_exploiter_0-2": 0.5 / 0.9}
     assert met(made, "league_exploiter_1") == near(expected)
 
 
 def test_share_of_games_refreshes_the_judging_win_rates():
     made = league("main_0-2", "main_0-4", explore_share=0.3)
-    knows(made, ME, uniform=1.0, main_0_2=1.0, main_0_4=0.5)
+    set_win_rates(made, ME, uniform=1.0, main_0_2=1.0, main_0_4=0.5)
     mix = met(made, ME)
     assert mix["uniform"] == mix["main_0-2"] == pytest.approx(0.1)
     assert mix["main_0-4"] == pytest.approx(0.1 + 0.7 * 0.5) and mix[ME] == pytest.approx(0.7 * 0.5)
@@ -149,7 +150,7 @@ def test_share_of_games_refreshes_the_judging_win_rates():
     assert made.logic.judges(made.learners["league_exploiter_0"]) == made.logic.history()
 
 
-# what is ordered, and what comes of it
+# tasks and results
 
 
 def test_initial_tasks():
@@ -168,7 +169,7 @@ def test_slice_starts_from_the_last_and_plays_the_newest():
     (second,) = made.on_result(main, answer(main))
     assert second.output_member == "main_0-2" and second.start == "main_0-1" and second.members == ("main_0-1",)
     (against,) = made.on_result(exploiter, answer(exploiter))
-    assert against.opponents.mixes == {"player": {"main_0-1": 1.0}}  # who was uniform before it had trained
+    assert against.opponents.mixes == {"player": {"main_0-1": 1.0}}  # it was uniform before it had trained
     assert against.members == ("main_0-1", "main_exploiter_0-1")
     made.on_result(against, answer(against, 0.6))
     assert made.win_rates.rate("main_exploiter_0", "main_0") == pytest.approx(0.6)
@@ -202,15 +203,15 @@ def test_learners_start_from_and_reset_to_the_trained_member():
     [
         (1, (0.9, 0.9), False),  # too early
         (2, (0.9, 0.71), True),
-        (2, (0.9, 0.7), False),  # not above
+        (2, (0.9, 0.7), False),  # not above the threshold
         (3, (0.9, 0.69), False),
-        (4, (0.0, 0.0), True),  # time is up
+        (4, (0.0, 0.0), True),  # the maximum of slices is reached
     ],
 )
 def test_conditions_for_freezing_a_main_agent(since, rates, frozen):
     made = league("main_0-2", min_slices=2, max_slices=4)
     made.learners[ME].slices_since_freeze = since
-    knows(made, ME, uniform=rates[0], main_0_2=rates[1])
+    set_win_rates(made, ME, uniform=rates[0], main_0_2=rates[1])
     assert made.logic.should_freeze(made.learners[ME]) is frozen
 
 
@@ -218,12 +219,12 @@ def test_main_exploiter_is_frozen_by_win_rate_against_main_agents():
     made = league("main_0-2", "main_0-4", min_slices=2, max_slices=4)
     exploiter = made.learners["main_exploiter_0"]
     exploiter.slices_since_freeze = 2
-    knows(made, exploiter.name, uniform=0.0, main_0_2=0.0, main_0_4=0.0, main_0=0.8)
+    set_win_rates(made, exploiter.name, uniform=0.0, main_0_2=0.0, main_0_4=0.0, main_0=0.8)
     assert made.logic.should_freeze(exploiter)
 
 
 def play_out(made, rate=0.5, choose=lambda waiting: 0):
-    """Does all tasks, in an order of one's own; they are returned as they were done."""
+    """Runs all tasks in an order given by `choose`; returns them in the order in which they were done."""
     waiting, done = list(made.initial_tasks()), []
     while waiting:
         task = waiting.pop(choose(waiting))
@@ -296,7 +297,7 @@ def test_slice_metrics_are_logged():
     assert figures["env_steps"] == 20_000 and figures["iteration"] == 3
 
 
-# the whole
+# the whole league
 
 
 @settings(max_examples=20, deadline=None)
@@ -322,16 +323,16 @@ def test_league_invariants_hold_in_any_order_of_results(data):
         assert all(learner.slices == 5 and learner.frozen_copies for learner in made.learners.values())
         return done
 
-    def noted(kept, value):
+    def record(kept, value):
         kept.append(value)
         return value
 
     first = run(
-        lambda n: noted(orders, data.draw(st.integers(0, n - 1))),
-        lambda: noted(outcomes, data.draw(st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))),
+        lambda n: record(orders, data.draw(st.integers(0, n - 1))),
+        lambda: record(outcomes, data.draw(st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))),
     )
     again, results = iter(orders), iter(outcomes)
-    assert run(lambda n: next(again), lambda: next(results)) == first  # what a resume relies on
+    assert run(lambda n: next(again), lambda: next(results)) == first  # a resume relies on this
 
 
 @given(st.lists(st.floats(0, 1), max_size=8))
@@ -350,7 +351,8 @@ def test_without_monotone_suffix_by_hand():
 
 
 def calls_of_a_slice(members):
-    """Python calls in which a league of this size takes a result of a slice and makes the next task, a mean of 20."""
+    """Python calls for handling the result of a slice and making the next task, in a league of this size: the mean of
+    20."""
     names = [f"{learner}-{i + 10}" for i in range(members // 4) for learner in (ME, "main_exploiter_0")]
     names += [f"league_exploiter_{n}-{i + 10}" for i in range(members // 4) for n in (0, 1)]
     made = league(*names, opponents_per_slice=64, rated_opponents=16, games_per_cell=8, min_slices=1, max_slices=1)

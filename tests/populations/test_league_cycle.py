@@ -1,4 +1,4 @@
-"""The league in a game with a cycle, with the real scheduler: exact gradients of mixed strategies in place of nets."""
+"""The league in a cyclic game, with the real scheduler; exact gradients of mixed strategies in place of networks."""
 
 from functools import cache
 from pathlib import Path
@@ -16,11 +16,11 @@ from palestra.populations.tasks import OpponentResult, PlayResult, PlayTask, Tra
 from palestra.runs import Run
 from palestra.seeding import derive_seed
 
-BEATS = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]])  # rock, paper, scissors: what the row wins from the column
+BEATS = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]])  # rock, paper, scissors: the row player's payoffs
 
 
-class Climber:
-    """Trains a strategy softmax(logits) by the gradient of what it wins, plus a little entropy."""
+class GradientTrainer:
+    """Trains a strategy softmax(logits) by the gradient of its payoff plus a small entropy bonus."""
 
     def __init__(self, seed=0, steps=20, rate=0.5, entropy=0.01):
         self.seed, self.steps, self.rate, self.entropy = seed, steps, rate, entropy
@@ -75,13 +75,13 @@ def plan_of(seed=0, **config):
 
 
 def worst(own, others):
-    """The lowest win rate against any of these, a draw counting half."""
+    """The lowest win rate against any of these, counting a draw as 1/2."""
     return min(0.5 + own @ BEATS @ other / 2 for other in others)
 
 
 def final_worst(folder: Path, seed, **config):
-    """How the last main agent does against the worst for it of all frozen members, itself included."""
-    plan, worker, members = plan_of(seed, **config), Climber(seed), {}
+    """The win rate of the last main agent against its worst opponent among all frozen members, itself included."""
+    plan, worker, members = plan_of(seed, **config), GradientTrainer(seed), {}
     waiting = list(plan.initial_tasks())
     while waiting:
         task = waiting.pop(0)
@@ -107,7 +107,7 @@ def test_league_does_not_cycle_where_self_play_does(tmp_path, seed):
 
 def train(folder: Path, stop=lambda: False, resumed=False):
     """A run of a small league by the real scheduler, and its members' strategies."""
-    plan, backend = plan_of(slices=5, league_exploiters=0, min_slices=1, max_slices=2), InlineBackend(Climber)
+    plan, backend = plan_of(slices=5, league_exploiters=0, min_slices=1, max_slices=2), InlineBackend(GradientTrainer)
     with Run.open(folder) if resumed else Run.create(folder.parent, "", folder.name) as run:
         run_plan(plan, backend, run, stop=stop)
     backend.close()

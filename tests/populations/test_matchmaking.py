@@ -1,4 +1,4 @@
-"""Mixtures by hand, and their laws."""
+"""Matchmaking: mixtures by hand, and their properties."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Meta-strategies and what is answered of them, by hand."""
+"""Meta-strategies, and the opponents of responses to them, by hand."""
 
 import numpy as np
 import pytest
@@ -21,8 +21,8 @@ CHICKEN = np.array([[0.0, 7], [2, 6]])  # dare, yield
 
 
 def aumann():
-    """The correlated equilibrium of chicken in which a third of the games each is (dare, yield), (yield, dare) and
-    (yield, yield)."""
+    """The correlated equilibrium of chicken with probability 1/3 each for (dare, yield), (yield, dare) and (yield,
+    yield)."""
     return MetaStrategy(TWO, (("dare", "yield"), ("dare", "yield")), np.array([[0, 1], [1, 1]]) / 3, correlated=True)
 
 
@@ -60,15 +60,15 @@ def test_joint_lineups_of_three_players_name_two_others():
 
 
 def test_equilibrium_gaps_of_chicken():
-    """Recommended to yield, daring earns 3.5 and yielding 4; recommended to dare, 7 and 6: an equilibrium, worth 5 to
-    each. Fixed beforehand, daring and yielding earn 14/3 each, which is 1/3 less."""
+    """Recommended to yield, daring earns 3.5 and yielding 4; recommended to dare, 7 and 6: an equilibrium of value 5
+    for each. Without the recommendation, daring and yielding earn 14/3 each, 1/3 less."""
     tables = [CHICKEN, CHICKEN.T]
     assert equilibrium_gap(aumann(), tables, coarse=False) == pytest.approx(0)
     assert equilibrium_gap(aumann(), tables, coarse=True) == pytest.approx(-2 / 3)
     pure = MetaStrategy(TWO, (("dare", "yield"),) * 2, np.array([[0.0, 0], [0, 1]]), correlated=True)
     assert (
         equilibrium_gap(pure, tables, coarse=False) == equilibrium_gap(pure, tables) == pytest.approx(2)
-    )  # both would rather dare: 7 - 6
+    )  # both gain by daring: 7 - 6
 
 
 @settings(max_examples=30)
@@ -87,7 +87,7 @@ def test_gap_of_independent_players_is_nash_conv(seed, shape):
 
 
 def test_rectified_responses_play_opponents_they_beat():
-    """Of rock, paper and scissors alike: rock meets itself and scissors, never paper."""
+    """Of rock, paper and scissors with equal weights: rock plays itself and scissors, never paper."""
     names = (["rock", "paper", "scissors"],) * 2
     meta = MetaStrategy.independent(("all", "all"), names, [np.full(3, 1 / 3)] * 2)
     assert beaten_opponents(meta, [RPS, -RPS], "all", "rock") == Opponents({"all": {"rock": 0.5, "scissors": 0.5}})

@@ -1,4 +1,4 @@
-"""Cells against the numbers that NumPy makes of the same games all at once."""
+"""Payoff cells, against NumPy's numbers for all games at once."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_exact_payoffs_are_kept_on_merge():
     known = PayoffCell(0, (0.5, -0.5), (0, 0), (0, 0), exact=True)
     after = known.merge(cell([(3, -3), (5, -5)]))
     assert after.mean == (0.5, -0.5) and after.stderr == (0, 0)
-    assert after.games == 2 and after.wins == (2, 0)  # ratings count the games all the same
+    assert after.games == 2 and after.wins == (2, 0)  # ratings still count the games
     assert cell([(3, -3)]).merge(known).mean == (0.5, -0.5)
     assert known.merge(PayoffCell(0, (0.25, -0.25), (0, 0), (0, 0), exact=True)).mean == (0.25, -0.25)
 

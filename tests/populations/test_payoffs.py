@@ -124,7 +124,7 @@ def test_csv_has_one_row_per_cell():
     assert [row["exact"] for row in rows] == ["False"] * 3 + ["True"] * 3
 
 
-# ---- where games go
+# ---- allocation of games
 
 
 def uniform(made):
@@ -146,9 +146,11 @@ def test_games_are_allocated_by_meta_strategy_weight():
     made = pair()
     strategies = [np.array([1.0, 0.0, 0.0]), np.array([1.0, 0.0])]
     given = allocate_games(made, strategies, 100)
-    assert set(given) == {("r0", "b0"), ("r1", "b0"), ("r2", "b0"), ("r0", "b1")}  # no one's deviation reads the rest
+    # no player's deviation depends on the others
+    assert set(given) == {("r0", "b0"), ("r1", "b0"), ("r2", "b0"), ("r0", "b1")}
     others = [given["r1", "b0"], given["r2", "b0"], given["r0", "b1"]]
-    assert given["r0", "b0"] > max(others) + 3 and max(others) - min(others) <= 1  # both players read the first
+    # both players' deviations depend on the first
+    assert given["r0", "b0"] > max(others) + 3 and max(others) - min(others) <= 1
 
 
 def test_allocation_is_greedily_optimal():
@@ -167,7 +169,8 @@ def test_allocation_is_greedily_optimal():
 
 
 def test_variance_gain_of_a_cell_by_hand():
-    """Red's members are weighed by blue's squared shares, blue's by red's; variance of no games is 1, for each seat."""
+    """Red's members are weighted by blue's squared shares, blue's by red's; without games the variance is 1 for each
+    seat."""
     gains = _variance_gains(pair(), [np.array([0.5, 0.5, 0.0]), np.array([0.25, 0.75])])
     assert gains["r0", "b0"] == (pytest.approx(0.25**2 + 0.5**2), 0)
     assert gains["r2", "b1"] == (pytest.approx(0.75**2), 0)
@@ -176,12 +179,12 @@ def test_variance_gain_of_a_cell_by_hand():
 def test_symmetric_cells_count_both_orders():
     made = table(["all", "all"], {"all": ["a", "b"]})
     gains = _variance_gains(made, [np.array([0.3, 0.7])] * 2)
-    assert gains["a", "b"][0] == pytest.approx(2 * (0.3**2 + 0.7**2))  # read by both, sitting at either seat
+    assert gains["a", "b"][0] == pytest.approx(2 * (0.3**2 + 0.7**2))  # needed by both players, in either seat
     assert gains["a", "a"][0] == pytest.approx(2 * 0.3**2)
 
 
 def test_joint_strategy_is_marginalised_over_others():
-    """Under 'both the same', each of blue's is met half the time: as under independent halves."""
+    """With "both the same", each of blue's members is met half of the time, as with independent halves."""
     made = table(["red", "blue"], {"red": ["r", "s"], "blue": ["b", "c"]})
     assert _variance_gains(made, np.eye(2) / 2) == _variance_gains(made, [np.array([0.5, 0.5])] * 2)
 

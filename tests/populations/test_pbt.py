@@ -1,4 +1,4 @@
-"""Population-based training: each rule by hand, then a search whose answer is known."""
+"""Population-based training: each rule by hand, then a search with a known optimum."""
 
 import math
 
@@ -26,7 +26,7 @@ def answer(task, value=0.0, against=()):
 
 
 def first_slices(made, values):
-    """Every learner's first slice, done in order with these returns; the slices that come next."""
+    """Completes every learner's first slice in order, with these returns; returns the next slices."""
     return [
         made.on_result(task, answer(task, value))[0] for task, value in zip(made.initial_tasks(), values, strict=True)
     ]
@@ -54,7 +54,7 @@ def test_initial_tasks_are_self_play_with_different_settings():
 def test_later_slices_play_the_latest_other_members():
     made = plan(select_every=6)
     later = first_slices(made, [0.0] * 5)
-    assert later[0].self_play == 1  # nobody else had trained yet
+    assert later[0].self_play == 1  # no other learner had trained yet
     assert later[2].opponents.mixes == {"p": {"learner_0-1": 0.5, "learner_1-1": 0.5}}
     assert later[2].self_play == 0.2 and later[2].start == "learner_2-1"
     assert later[2].members == ("learner_0-1", "learner_1-1", "learner_2-1")
@@ -64,7 +64,7 @@ def test_worst_copies_the_best_and_perturbs():
     made = plan(select_every=1)
     before = {name: dict(learner.settings) for name, learner in made.learners.items()}
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
-    assert [task.copied_from for task in later] == ["", "", "", "", "learner_1"]  # who ended when all had trained
+    assert [task.copied_from for task in later] == ["", "", "", "", "learner_1"]  # it ended after all had trained
     worst = later[4]
     assert worst.start == "learner_1-1" and worst.output_member == "learner_4-2"
     ratio = worst.settings["lr"] / before["learner_1"]["lr"]
@@ -72,13 +72,13 @@ def test_worst_copies_the_best_and_perturbs():
     (after,) = made.on_result(worst, answer(worst, 5.0))
     assert after.copied_from == "" and after.start == "learner_4-2"
     (second,) = made.on_result(later[3], answer(later[3], 0.2))
-    assert second.copied_from == "learner_4"  # which is the best now
+    assert second.copied_from == "learner_4"  # the best learner now
 
 
 def test_untested_settings_are_not_copied():
     made = plan(select_every=1)
     later = first_slices(made, [0.5, 0.9, 0.4, 0.3, 0.1])
-    made.learners["learner_1"].score = 0.0  # what learner_4 took over is now the best, but it has not trained with it
+    made.learners["learner_1"].score = 0.0  # learner_4's new setting is now the best, but it has not trained with it
     (second,) = made.on_result(later[3], answer(later[3], -1.0))
     assert second.copied_from == ""
 
@@ -133,7 +133,8 @@ def test_slice_metrics_are_logged_and_final_members_kept():
 
 
 def run_search(seed):
-    """Learners gain 1 a slice less what their rate is off 3e-3 (in decades): what they reach and where they end."""
+    """Learners gain 1 per slice minus the distance of their learning rate from 3e-3 in decades; returns the tasks, the
+    best return and the final distances."""
     made, gained = (
         plan(seed=seed, num_learners=10, slices=40, select_every=2, search={"lr": SearchSpace(low=1e-5, high=1e-1)}),
         {"": 0.0},
@@ -155,7 +156,7 @@ def test_pbt_finds_the_best_setting_and_beats_fixed_ones():
         first = [abs(math.log10(task.settings["lr"] / 3e-3)) for task in done[:10]]
         assert np.median(off) < 0.15 < np.median(first)
         assert reached > 40 * (1 - min(first))  # the best of the first draws, kept for all slices
-    assert run_search(0)[0] == run_search(0)[0]  # what a resume relies on
+    assert run_search(0)[0] == run_search(0)[0]  # a resume relies on this
 
 
 def test_invalid_searches_are_refused():

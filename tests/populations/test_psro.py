@@ -1,5 +1,5 @@
-"""PSRO against known answers and theorems: exact curves on Kuhn and Leduc, double oracle, levels, joint solvers; and a
-state that follows from the order of finished tasks alone."""
+"""PSRO against known results and theorems: exact curves on Kuhn and Leduc poker, double oracle, levels, joint solvers;
+and a state that depends on the order of finished tasks alone."""
 
 import math
 import random
@@ -38,8 +38,8 @@ def on_kuhn(players=TWO, seats=(), rng=None, **config):
     return plan, game, drive(plan, game, rng)
 
 
-def team(log, figure):
-    """A figure of the lines of all together, by iteration."""
+def team_metric(log, figure):
+    """A metric of the lines that concern all players, by iteration."""
     return {lines["team"]["iteration"]: lines["team"][figure] for *_, lines in log if figure in lines.get("team", {})}
 
 
@@ -53,11 +53,11 @@ def test_kuhn_with_nash_follows_openspiels_curve():
     curve = plan.nash_convs
     assert curve[0] == pytest.approx(11 / 12) and curve[1] == pytest.approx(5 / 6)
     assert curve[2] < 0.397 and curve[3] < 0.218 and curve[10] < 0.016
-    assert team(log, "nash_conv") == curve
+    assert team_metric(log, "nash_conv") == curve
 
 
 def test_uniform_solver_gives_fictitious_play():
-    """OpenSpiel's psro_v2 and XFP both have 0.625 at 1, 0.264 at 5, 0.167 at 10; answers equally good may differ."""
+    """OpenSpiel's psro_v2 and XFP both have 0.625 at 1, 0.264 at 5, 0.167 at 10; equally good responses may differ."""
     curve = on_kuhn(iterations=10, meta_solver={"type": "uniform"})[0].nash_convs
     assert curve[5] == pytest.approx(0.264, abs=0.05) and curve[10] == pytest.approx(0.167, abs=0.04)
     play = XFPSolver(tree("kuhn_poker"))
@@ -78,7 +78,7 @@ def test_leduc_follows_openspiels_curve():
 
 def test_exact_response_gains_sum_to_nash_conv():
     plan, _, log = on_kuhn(iterations=8)
-    gaps = team(log, "gap")
+    gaps = team_metric(log, "gap")
     assert len(gaps) == 8
     for number, gap in gaps.items():
         assert gap == pytest.approx(plan.nash_convs[number - 1], abs=1e-9)
@@ -128,7 +128,7 @@ def test_replayed_log_gives_the_same_tasks_and_metrics(seed, config):
     log = drive(psro(iterations=4, **config), game, rng)
     assert not replay_log(psro(iterations=4, **config), log)
     some = rng.randrange(len(log))
-    assert replay_log(psro(iterations=4, **config), log[:some])  # what is left to do of a run that was killed
+    assert replay_log(psro(iterations=4, **config), log[:some])  # the remaining tasks of a killed run
 
 
 def test_cells_are_played_as_soon_as_both_members_exist():
@@ -137,13 +137,13 @@ def test_cells_are_played_as_soon_as_both_members_exist():
     new = plan.on_result(first, game(first))
     assess, one, two = new
     assert [task.kind for task in new] == ["assess", "train", "train"]
-    (play,) = plan.on_result(one, game(one))  # while the other still trains
+    (play,) = plan.on_result(one, game(one))  # while the other player still trains
     assert play.cells == (("player_0-1", "uniform"),) and play.members == ("player_0-1",)
     (both,) = plan.on_result(two, game(two))
     assert sorted(both.cells) == [("player_0-1", "player_1-1"), ("uniform", "player_1-1")]
     assert plan.on_result(play, game(play)) == []
     assert [task.output_member for task in plan.on_result(both, game(both))] == ["", "player_0-2", "player_1-2"]
-    assert plan.on_result(assess, game(assess)) == []  # nobody waited for it
+    assert plan.on_result(assess, game(assess)) == []  # no task waited for it
 
 
 # levels
@@ -154,14 +154,14 @@ def test_pipeline_levels_train_concurrently_against_lower_snapshots():
     trained = [task for task, *_ in log if task.kind == "train"]
     numbers = {task.output_member: int(task.output_member.partition("~")[0].rpartition("-")[2]) for task in trained}
     at = {task.output_member: place for place, task in enumerate(trained)}
-    assert at["player_0-3~1"] < at["player_0-1"]  # the third began before the first was done
+    assert at["player_0-3~1"] < at["player_0-1"]  # the third level started before the first was done
     met = {
         task.output_member: {n for mix in task.opponents.mixes.values() for n in mix} - {"uniform"} for task in trained
     }
     snapshots = [(maker, name) for maker, names in met.items() for name in names if "~" in name]
     assert snapshots and all(numbers[name] < numbers[maker] for maker, name in snapshots)
     for maker, names in met.items():
-        if "~" not in maker:  # what is frozen has answered frozen members only
+        if "~" not in maker:  # frozen members responded to frozen members only
             assert not any("~" in name for name in names)
 
 
@@ -187,12 +187,13 @@ def test_pipeline_slice_starts_from_the_previous_one():
 
 @pytest.mark.parametrize("solver", ["cce", "ce"])
 def test_jpsro_closes_the_gap_of_three_player_kuhn(solver):
-    """Marris et al., 2021: it converges to an equilibrium of its kind; the gap that responses find is the true one."""
+    """Marris et al., 2021: it converges to an equilibrium of its kind, and the gap measured by responses is the true
+    one."""
     steps = 7 if solver == "cce" else 4
     plan = psro(THREE, iterations=steps, meta_solver={"type": solver})
     game = ExactGame(tree("kuhn_poker", players=3), THREE)
     log = drive(plan, game)
-    gaps = team(log, "gap")
+    gaps = team_metric(log, "gap")
     assert gaps[1] > 2 and gaps[steps] < (0.1 if solver == "cce" else 0.5)
     if solver == "cce":
         for number in (1, 4, 7):
@@ -201,8 +202,8 @@ def test_jpsro_closes_the_gap_of_three_player_kuhn(solver):
 
 @pytest.mark.parametrize("rng", [None, random.Random(1)])
 def test_jpsro_drops_duplicates_and_ends_at_an_equilibrium(rng):
-    """Every member of Kuhn poker is another policy, and the run ends by itself once no exact response gains anything,
-    at a correlated equilibrium of the whole game."""
+    """All members are different policies of Kuhn poker, and the run ends by itself once no exact response gains, at a
+    correlated equilibrium of the whole game."""
     plan, game, _ = on_kuhn(rng=rng, meta_solver={"type": "ce"}, iterations=40)
     members = plan.payoffs.members
     assert len(plan.meta_strategies) < 40 and plan.meta_strategies[-1].names == plan.meta_strategies[-2].names
@@ -236,9 +237,9 @@ def test_correlated_solver_trains_a_response_per_recommendation():
             assert recommended == set(meta.marginal(player))
 
 
-def learned(game, games=None, spread=0.0):
-    """A game whose responses are learned: of their returns the mean and, with `games`, the number and spread are
-    known."""
+def run_learned_task(game, games=None, spread=0.0):
+    """Runs tasks of a game with learned responses: results have the mean return and, with `games`, the number of games
+    and their spread."""
 
     def do(task):
         result = game(task)
@@ -265,7 +266,7 @@ def test_responses_to_recommendations_are_limited(limit):
     """Without a limit the members of learned responses may double in every iteration."""
     config = {"max_responses": limit} if limit else {}
     plan = psro(meta_solver={"type": "ce"}, iterations=6, **config)
-    drive(plan, learned(large_game(0)))
+    drive(plan, run_learned_task(large_game(0)))
     counts = responses_by_iteration(plan)
     assert max(counts.values()) == (limit or 4) and len(plan.meta_strategies) == 7
     for number, meta in enumerate(plan.meta_strategies[:-1], start=1):
@@ -276,7 +277,7 @@ def test_responses_to_recommendations_are_limited(limit):
 
 
 def test_limited_responses_still_end_at_an_equilibrium():
-    """Members that are recommended less often have their response once the others gain nothing."""
+    """Rarer recommendations get their responses once the others gain nothing."""
     plan, game, _ = on_kuhn(meta_solver={"type": "ce"}, iterations=200, max_responses=1)
     assert plan.is_done and len(plan.meta_strategies) < 200
     assert max(responses_by_iteration(plan).values()) == 1
@@ -286,10 +287,10 @@ def test_limited_responses_still_end_at_an_equilibrium():
 
 @pytest.mark.parametrize(("spread", "joins"), [(0.0, True), (1.0, True), (60.0, False)])
 def test_learned_responses_join_if_their_gain_exceeds_its_error(spread, joins):
-    """A response to uniform play of chicken: daring earns 3.5, yielding 4, and uniform play 3.75, so that it gains
-    0.25. With 10,000 games the standard errors are 0, 0.01 and 0.6."""
+    """The response to uniform play of chicken: daring earns 3.5, yielding 4 and uniform play 3.75, so the gain is 0.25.
+    With 10,000 games the standard errors are 0, 0.01 and 0.6."""
     plan = psro(meta_solver={"type": "ce"}, iterations=1)
-    drive(plan, learned(chicken(), games=10_000, spread=spread))
+    drive(plan, run_learned_task(chicken(), games=10_000, spread=spread))
     assert [len(own) for own in plan.meta_strategies[-1].names] == [1 + joins, 1 + joins]
 
 
@@ -304,14 +305,14 @@ def test_payoffs_of_uncertain_members_make_a_gain_uncertain():
 
 
 @pytest.mark.parametrize("solver", ["ce", "cce"])
-def test_run_ends_where_the_table_is_full(monkeypatch, solver):
-    """The solver would refuse a larger one."""
+def test_run_ends_when_the_table_is_full(monkeypatch, solver):
+    """The solver would refuse a larger table."""
     most = 8 * (2 * 9 * 8) * (2 * 9 * 8 + 81) if solver == "ce" else 8 * (2 * 5) * (2 * 5 + 25)
     monkeypatch.setattr(equilibria, "MAX_BYTES", most)
     plan = psro(meta_solver={"type": solver}, iterations=20)
     members = "9 x 9" if solver == "ce" else "5 x 5"
     with pytest.warns(UserWarning, match=f"with {members} members, whose .*, since solver {solver} takes no larger"):
-        drive(plan, learned(large_game(1)))
+        drive(plan, run_learned_task(large_game(1)))
     assert plan.is_done and [len(own) for own in plan.meta_strategies[-1].names] == [int(members[0])] * 2
     assert not [response for response in plan.responses if not response.is_frozen]
     assert plan.summary()["iteration"] == len(plan.meta_strategies) - 1 < 20
@@ -332,15 +333,15 @@ def test_rectified_responses_start_from_supported_members():
     plan, game = psro(("agent",), ("agent", "agent"), rectified=True, iterations=3), Matrix([RPS, -RPS], TWO)
     game.players, game.actions = ["agent", "agent"], {"agent": 3}
     seen = []
-    for task, _, _ in drive(plan, symmetric(game)):
+    for task, _, _ in drive(plan, run_symmetric_task(game)):
         if task.kind == "train":
             seen.append((task.start, set(task.opponents.mixes["agent"])))
     assert len(seen) >= 3
     assert all(start is None or start in plan.population.members for start, _ in seen)
 
 
-def symmetric(game):
-    """The tasks of one population in a symmetric game of two."""
+def run_symmetric_task(game):
+    """Runs the tasks of one population in a symmetric two-player game."""
 
     def do(task):
         if task.kind == "assess":
@@ -387,12 +388,12 @@ def test_adaptive_games_follow_the_meta_strategy():
     assert plan.payoffs.games().min() == 100 < plan.payoffs.games().max()
     assert not [
         task for task, *_ in on_kuhn(iterations=2, adaptive_games=1000)[2] if "/more-" in task.name
-    ]  # all is known
+    ]  # all payoffs are known
 
 
 def test_exact_payoffs_count_no_games():
     plan, _, log = on_kuhn(iterations=2)
-    assert plan.matches.num_games == 0 and team(log, "games")[2] == 0 and team(log, "env_steps")[2] == 40
+    assert plan.matches.num_games == 0 and team_metric(log, "games")[2] == 0 and team_metric(log, "env_steps")[2] == 40
 
 
 def test_run_stops_at_the_target_nash_conv():
@@ -418,7 +419,7 @@ def test_iteration_metrics_hold_the_meta_strategy():
     assert lines[-1]["player_0"]["value"] == pytest.approx(-1 / 18, abs=0.1)
 
 
-# mistakes
+# errors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ratings: ladders whose Elo is planted, cycles that no rating sees."""
+"""Ratings: ladders with known Elo, and cycles that a rating cannot express."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ CYCLE = np.array([[0.0, 10, 90], [90, 0, 10], [10, 90, 0]])
 
 
 def ladder(elo, games=1000.0):
-    """Points as expected of these ratings."""
+    """Expected scores of these ratings."""
     points = games / (1 + 10 ** ((elo[None, :] - elo[:, None]) / 400))
     np.fill_diagonal(points, 0)
     return points
@@ -32,7 +32,7 @@ def ladder(elo, games=1000.0):
 
 
 def test_elo_update_by_hand():
-    """Equals: the winner takes half of k. 400 points ahead one is expected to score 10/11."""
+    """Equal ratings: the winner gains half of k. With 400 points more the expected score is 10/11."""
     assert elo_update(1200, 1200, 1.0) == (1216, 1184)
     assert elo_update(1200, 1200, 0.5) == (1200, 1200)
     one, other = elo_update(1600, 1200, 0.0, k_factor=11)
@@ -48,7 +48,7 @@ def test_elo_fit_recovers_known_ratings(planted):
 
 
 def test_standard_errors_match_repeated_fits():
-    """Two players, n even games: the difference of log-odds has variance 4 / n, each half of it from the average."""
+    """Two players, n even games: the difference of log-odds has variance 4 / n, half of it relative to the average."""
     assert fit_elo(np.array([[0, 50.0], [50, 0]]), prior_draws=0).stderr_M == pytest.approx(
         [400 / np.log(10) * 0.1] * 2
     )
@@ -95,8 +95,8 @@ def test_ladder_has_no_cyclicity():
 
 
 def test_partial_cyclicity_by_hand():
-    """Log-odds of a ladder with steps of 1 and of a cycle of 1 are orthogonal: 1, 1, 2 and 1, 1, -1 have squares 6 and
-    3, so a third of their sum is cyclic."""
+    """Log-odds of a ladder with steps of 1 and of a cycle of 1 are orthogonal: 1, 1, 2 and 1, 1, -1 have squared norms
+    6 and 3, so a third of the sum is cyclic."""
     flow = np.array([[0, 2.0, 1], [-2, 0, 2], [-1, -2, 0]])
     games = 1e9
     points = games / (1 + np.exp(-flow))
@@ -105,7 +105,7 @@ def test_partial_cyclicity_by_hand():
 
 
 def test_insignificant_cycles_are_not_reported():
-    """Three equals after ten games each: 6 : 4 all round may well be luck; 600 : 400 is not."""
+    """Three equals after ten games per pair: 6 : 4 all round may be chance; 600 : 400 is not."""
     lucky = np.array([[0, 6.0, 4], [4, 0, 6], [6, 4, 0]])
     assert cyclicity(NAMES, lucky).groups == [] and cyclicity(NAMES, 100 * lucky).groups == [NAMES]
 
@@ -142,11 +142,11 @@ def test_openskill_ignores_games_against_oneself():
     assert openskill_ratings([(("a", "a"), (1, 0))]) == {}
 
 
-# ---- what weighs opponents
+# ---- evaluation by opponents' weights
 
 
 def test_nash_averaging_is_invariant_to_copies():
-    """Balduzzi et al. (2018), sec. 3: a copy of rock neither gains nor loses anyone anything."""
+    """Balduzzi et al. (2018), sec. 3: a copy of rock does not change any other member's rating."""
     table = log_odds(CYCLE)
     strategy, skill = nash_averaging(table)
     assert strategy == pytest.approx([1 / 3] * 3) and skill == pytest.approx([0] * 3, abs=1e-9)
@@ -164,8 +164,8 @@ def test_nash_averaging_of_a_ladder_is_its_best_member():
 
 
 def test_relative_performance_by_hand():
-    """Rock alone against all three loses; all three against rock and scissors: paper and rock, 1/3 rock 2/3 paper,
-    earn 1/3 against either."""
+    """Rock alone loses to all three; all three against rock and scissors: 1/3 rock and 2/3 paper earn 1/3 against
+    either."""
     rps = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
     assert relative_performance(rps[:1]) == pytest.approx(-1) and relative_performance(rps) == pytest.approx(0)
     assert relative_performance(rps[:, [0, 2]]) == pytest.approx(1 / 3)

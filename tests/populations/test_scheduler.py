@@ -1,4 +1,4 @@
-"""The scheduler: every finished task counts once, and resume after any kill is exact."""
+"""The scheduler: every finished task counts once, and a resume after any kill is exact."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from toy_follow import contents, done_run, go_on, new_run
+from toy_follow import contents, done_run, new_run, resume
 from toy_tasks import Adder, LookTask, Sums, Value, expected, make
 
 from palestra.backends.inline import InlineBackend
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class Given:
-    """A plan of given tasks, none of which leads to others."""
+    """A plan of given tasks, none of which adds others."""
 
     def __init__(self, *tasks: Task) -> None:
         self.tasks = tasks
@@ -49,7 +49,7 @@ def test_plan_runs_to_its_end(tmp_path: Path) -> None:
     assert (path / "members" / "sum-0-8" / "deep" / "number").read_text() == str(plan.total)
     lines = read_lines(path / "tasks.jsonl")
     assert [(line["task"]["name"], Value(**line["result"])) for line in lines] == plan.heard
-    assert len(lines) == 15 + 15  # 8 + 4 + 2 + 1 members, each made and looked at
+    assert len(lines) == 15 + 15  # 8 + 4 + 2 + 1 members, each trained and played
     assert sorted(file.name for file in (path / "members").iterdir()) == sorted(plan.made)
 
 
@@ -110,7 +110,7 @@ def test_resume_after_stop_is_bit_identical(tmp_path: Path, tasks: int) -> None:
         assert not run_plan(Sums(8), InlineBackend(Adder), run, callback=watcher, stop=lambda: watcher.seen >= tasks)
     assert len(read_lines(run.path / "tasks.jsonl")) == tasks
     elapsed = max((t["elapsed_s"] for t in read_lines(run.path / "timings.jsonl")), default=0.0)
-    assert go_on(run.path).total == expected(8)
+    assert resume(run.path).total == expected(8)
     assert contents(run.path) == contents(done_run(tmp_path, name="whole")[0])
     assert all(t["elapsed_s"] >= elapsed for t in read_lines(run.path / "timings.jsonl")[tasks:])
 
@@ -119,13 +119,13 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     path, _ = done_run(tmp_path)
     whole = contents(path)
     lines = (path / "tasks.jsonl").read_bytes().splitlines(keepends=True)
-    (path / "tasks.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:20])  # its last line torn
+    (path / "tasks.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:20])  # its last line is torn
     (path / "metrics.jsonl").write_text('{"step": 0, "poli')
     timings = (path / "timings.jsonl").read_bytes().splitlines(keepends=True)
     (path / "timings.jsonl").write_bytes(b"".join(timings[:10]))
     (path / "members" / ".tmp-sum-0-1").mkdir()
-    (path / "members" / "sum-0-8" / "deep" / "number").write_text("1")  # a member without a line counts for nothing
-    go_on(path)
+    (path / "members" / "sum-0-8" / "deep" / "number").write_text("1")  # a member without a line is ignored
+    resume(path)
     assert contents(path) == whole
 
 
@@ -135,13 +135,13 @@ def test_changed_member_is_named(tmp_path: Path, damage: str) -> None:
     number = path / "members" / "sum-0-2" / "deep" / "number"
     number.unlink() if damage == "missing" else number.write_text("1")
     with pytest.raises(ValueError, match=f"sum-0-2/deep/number is {damage}"):
-        go_on(path)
+        resume(path)
 
 
 def test_resume_with_another_plan_is_refused(tmp_path: Path) -> None:
     path, _ = done_run(tmp_path)
     with pytest.raises(ValueError, match=r"line 5: the run did train task train/sum-4-5, which is not in the plan"):
-        go_on(path, leaves=4)
+        resume(path, leaves=4)
 
 
 def test_member_names_are_unique_and_plain(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_member_names_are_unique_and_plain(tmp_path: Path) -> None:
 def test_failed_task_ends_the_run_and_keeps_finished_tasks(tmp_path: Path) -> None:
     with new_run(tmp_path) as run, pytest.raises(ValueError, match="task train/sum-0-2 failed: RuntimeError: no train"):
         run_plan(Sums(8), InlineBackend(partial(Adder, bad="train/sum-0-2")), run)
-    assert go_on(run.path).total == expected(8)
+    assert resume(run.path).total == expected(8)
     assert contents(run.path) == contents(done_run(tmp_path, name="whole")[0])
 
 
@@ -168,12 +168,13 @@ def in_another_process(path: Path, kind: str, leaves: int, deadly: int = -1) -> 
 
 
 def kill_at(root: Path, deadly: int) -> bool:
-    """Runs in a process that dies at one of its file operations, then to the end; False where it was over before."""
+    """Runs in a process that dies at one of its file operations, then to the end; returns False if the run ended before
+    that."""
     with new_run(root, f"killed-{deadly}") as run:
         pass
     died = in_another_process(run.path, "inline", 4, deadly).wait() == -signal.SIGKILL
     kept = (run.path / "tasks.jsonl").read_bytes() if (run.path / "tasks.jsonl").exists() else b""
-    go_on(run.path, 4)
+    resume(run.path, 4)
     assert (run.path / "tasks.jsonl").read_bytes().startswith(kept)
     assert contents(run.path) == contents(done_run(root, 4, f"whole-{deadly}")[0])
     return died
@@ -190,12 +191,12 @@ def test_kill_at_every_file_operation_loses_no_task(tmp_path: Path) -> None:
     deadly = 0
     while kill_at(tmp_path, deadly):
         deadly += 7
-    assert deadly > 100  # as many as its tasks make, or the test tests nothing
+    assert deadly > 100  # at least as many as its tasks make, otherwise the test proves nothing
 
 
 def kill_again_and_again(root: Path, kind: str, leaves: int, kills: int) -> None:
-    """Runs in processes that are killed at random moments, then to the end. With several workers the order of the lines
-    may differ, and nothing else."""
+    """Runs in processes that are killed at random moments, then to the end. With several workers only the order of the
+    lines may differ."""
     chance, killed = random.Random(0), 0
     new_run(root, "killed").close()
     path = root / "killed"
@@ -207,7 +208,7 @@ def kill_again_and_again(root: Path, kind: str, leaves: int, kills: int) -> None
         time.sleep(chance.uniform(0, 0.02))
         process.kill()
         if process.wait() == 0:
-            break  # on a busy machine it ended before it was killed
+            break  # on a busy machine the run ended before the kill
         assert process.returncode == -signal.SIGKILL
         killed += 1
     assert killed

@@ -1,5 +1,4 @@
-"""Self-play with a pool: fictitious play by known values, whom each matchmaker has a learner meet, and the order of
-tasks."""
+"""Self-play with a pool: known values of fictitious play, the opponents of each matchmaker, and the order of tasks."""
 
 import random
 
@@ -42,7 +41,7 @@ def test_uniform_history_gives_fictitious_play():
 
 def test_latest_opponent_only_cycles():
     plan, log = on_kuhn(slices=12, nash_conv_of="latest")
-    assert min(plan.nash_convs.values()) > 0.3  # the average of the same members does better:
+    assert min(plan.nash_convs.values()) > 0.3  # the average of the same members is better:
     assert on_kuhn(slices=12)[0].nash_convs[12] < 0.7
     for name, task in train_tasks(log).items():
         player, _, number = name.rpartition("-")

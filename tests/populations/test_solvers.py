@@ -1,5 +1,4 @@
-"""Solvers by name: one interface, in which those that correlate players and those that do not can stand in for each
-other."""
+"""Meta-solvers by name: one interface for solvers that correlate players and for those that do not."""
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ EACH = pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 @EACH
 def test_solvers_find_the_uniform_strategy_of_rock_paper_scissors(solver):
     for one in solver.solve([RPS, -RPS]):
-        assert one == pytest.approx([1 / 3] * 3, abs=0.12)  # fictitious play's average turns around it
+        assert one == pytest.approx([1 / 3] * 3, abs=0.12)  # fictitious play's average cycles around it
 
 
 @EACH
@@ -67,7 +66,7 @@ def test_cells_without_games_are_refused(solver):
 
 
 @pytest.mark.parametrize("solver", [one for one in SOLVERS if not isinstance(one, Nash)], ids=repr)
-def test_joint_solvers_take_any_number_of_players(solver):
+def test_joint_solvers_support_any_number_of_players(solver):
     payoffs = list(np.random.default_rng(2).normal(size=(3, 2, 3, 2)))
     assert [len(one) for one in solver.solve(payoffs)] == [2, 3, 2]
     assert solver.solve_joint(payoffs).sum() == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""Tasks and results come back from JSON as they were, to the bit, and what does not fit is named."""
+"""Tasks and results survive JSON bit for bit, and invalid records are named."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ PAIRS: list[tuple[Task, Result]] = [
 
 
 def line(record: TaskRecord) -> dict[str, Any]:
-    """As it stands in the file."""
+    """The JSON line of a record, as in the file."""
     found: dict[str, Any] = json.loads(to_json_line(record.to_json()))
     return found
 
 
 @pytest.mark.parametrize(("task", "result"), PAIRS)
-def test_lines_hold_all_fields_and_a_checksum_of_what_stands_before_it(task: Task, result: Result) -> None:
+def test_lines_have_all_fields_and_their_checksum(task: Task, result: Result) -> None:
     values = TaskRecord(7, task, FILES, result).to_json()
     bare = to_json_line(values)
     assert bare == to_json_line(values | {"task": asdict(task), "result": asdict(result)})
@@ -91,7 +91,7 @@ def test_lines_hold_all_fields_and_a_checksum_of_what_stands_before_it(task: Tas
 def test_task_records_survive_json(task: Task, result: Result) -> None:
     record = TaskRecord(7, task, FILES, result)
     assert task_record(line(record), "here") == record
-    assert line(task_record(line(record), "here")) == line(record)  # 4 games won are 4, and not 4.0
+    assert line(task_record(line(record), "here")) == line(record)  # 4 games won are 4, not 4.0
     assert through_json(result, task) == result
 
 

@@ -1,4 +1,4 @@
-"""Win rates against a game-by-game account, and mixtures of mixtures."""
+"""Win rates compared with game-by-game updates, and mixtures of mixtures."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ def test_decay_by_hand():
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=5), st.sampled_from([0.9, 0.99, 1.0]))
 def test_blocks_of_games_equal_single_games(blocks, decay):
-    """Blocks of games that all end alike, reported as blocks and one by one as in the pseudocode."""
+    """Blocks of games with equal results, reported as blocks and one by one as in the pseudocode."""
     rates, games, wins = WinRates(decay), 0.0, 0.0
     for n, won in blocks:
         rates.add("a", "b", games=n, points=n * won)

@@ -1,4 +1,5 @@
-"""Extensive-form double oracle as a plan: with exact responses the curve of the solver itself, and no task too many."""
+"""Extensive-form double oracle as a plan: with exact responses it has the curve of the tabular solver, without extra
+tasks."""
 
 import random
 
@@ -18,7 +19,7 @@ def on(game, rng=None, **config):
 
 
 def test_kuhn_is_solved_in_a_few_iterations():
-    """What best responses allow is soon all that an equilibrium plays."""
+    """Few best responses contain all actions of an equilibrium."""
     plan, log = on("kuhn_poker", iterations=6, cfr_iterations=2000)
     assert plan.nash_convs[1] > 0.1 and plan.nash_convs[6] < 0.002
     assert plan.population.members["solution-6"].player == ""

@@ -1,4 +1,4 @@
-"""Envs on servers that are processes of their own: they keep the contract, and outlive their servers."""
+"""Envs on servers in other processes: they pass the env check, and survive lost servers."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import time
 
 import grpc
 import pytest
-from env_servers import all_closed, comes_to, describe, load, serving
+from env_servers import count_sessions, describe_env, serving, wait_for_value, wait_until_closed
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 from warm_processes import run_palestra
@@ -38,8 +38,8 @@ def server():
 
 
 @pytest.fixture
-def doomed():
-    """One that a test may kill."""
+def killable():
+    """A server that a test may kill."""
     with serving(TOYS) as server:
         yield server
 
@@ -48,7 +48,7 @@ def at(server, kind="remote_toys:Count", **options):
     return {"type": kind, "at": [server.address], **options}
 
 
-# ---- the contract
+# ---- the env check
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_remote_envs_pass_the_env_check(server, env):
 
 def test_remote_env_equals_local_env(server):
     async def game(env):
-        steps, rng = [await settled(env.reset(5))], random.Random(0)
+        steps, rng = [await awaited(env.reset(5))], random.Random(0)
         while not steps[-1].done:
             seats = steps[-1].observations
-            actions = {seat: await settled(env.expert(seat, rng)) for seat in seats}
-            steps.append(await settled(env.step(actions)))
+            actions = {seat: await awaited(env.expert(seat, rng)) for seat in seats}
+            steps.append(await awaited(env.step(actions)))
         return steps, rng.random()
 
     for env in ({"type": "text_tic_tac_toe"}, {"type": "debate"}, {"type": "plan_path", "size": 5}):
@@ -86,7 +86,7 @@ def test_remote_env_equals_local_env(server):
             assert not hasattr(there, "expert")
 
 
-async def settled(result):
+async def awaited(result):
     return await result if asyncio.iscoroutine(result) else result
 
 
@@ -103,11 +103,11 @@ def test_remote_forks_and_experts_work(server, kind):
         assert episode.error is None and len(episode.nodes) == 3 + 9 + 27 + 81
         played.append([(node.id, node.parent, node.observations, node.rewards, node.info) for node in episode.nodes])
     assert played[0] == played[1] and pop_metrics()["env_lost"] == 0
-    all_closed(server.address)
+    wait_until_closed(server.address)
 
 
 def test_remote_env_errors_fail_their_episodes(server):
-    async def said(*words):
+    async def failing_game(*words):
         env = make_env(**at(server, "remote_toys:Sick"))
         await env.reset(0)
         for word in words[:-1]:
@@ -116,14 +116,14 @@ def test_remote_env_errors_fail_their_episodes(server):
             await (await env.fork()).step({"a": words[-1]})
         return raised.value
 
-    assert "no such word" in str(asyncio.run(said("fail")))
-    odd = asyncio.run(said("odd"))
+    assert "no such word" in str(asyncio.run(failing_game("fail")))
+    odd = asyncio.run(failing_game("odd"))
     assert isinstance(odd, ValueError) and "builtins.object cannot be sent" in str(odd)
-    assert "could not be forked: TypeError: cannot pickle 'generator'" in str(asyncio.run(said("whole", "x")))
+    assert "could not be forked: TypeError: cannot pickle 'generator'" in str(asyncio.run(failing_game("whole", "x")))
 
 
 def test_blocking_env_does_not_block_others(server):
-    async def both():
+    async def run_both():
         slow, fast = make_env(**at(server, "remote_toys:Waits")), make_env(**at(server))
         await slow.reset(0), await fast.reset(0)
         waits = asyncio.create_task(slow.step({"a": "1.5"}))
@@ -131,13 +131,13 @@ def test_blocking_env_does_not_block_others(server):
         for _ in range(3):
             await fast.step({"a": "go"})
         assert time.monotonic() - start < 1 and not waits.done()
-        await slow.close()  # which the server does not wait for
+        await slow.close()  # the server does not wait for it
 
-    asyncio.run(both())
-    all_closed(server.address)
+    asyncio.run(run_both())
+    wait_until_closed(server.address)
 
 
-# ---- mistakes
+# ---- errors
 
 
 def test_invalid_env_options_are_refused_at_construction(server):
@@ -160,38 +160,38 @@ def test_invalid_server_options_are_refused():
 
 
 def test_step_before_reset_or_after_close_is_refused(server):
-    async def closed():
+    async def closed_game():
         env = make_env(**at(server))
         await env.reset(0)
         await env.close()
         await env.step({"a": "1"})
 
-    for game in (make_env(**at(server)).step({"a": "1"}), closed()):
+    for game in (make_env(**at(server)).step({"a": "1"}), closed_game()):
         with pytest.raises(ValueError, match=r"call reset\(seed\) first"):
             asyncio.run(game)
 
 
-# ---- servers that go
+# ---- lost servers
 
 
-def test_session_survives_a_server_restart(doomed):
-    """Killed in its midst, and started again: the game goes on as if nothing had been."""
+def test_session_survives_a_server_restart(killable):
+    """The server is killed during a game and started again: the game continues unchanged."""
 
     async def game(env, disturb):
-        steps = [await settled(env.reset(11))]
+        steps = [await awaited(env.reset(11))]
         while not steps[-1].done:
-            steps.append(await settled(env.step(dict.fromkeys(steps[-1].observations, "x"))))
+            steps.append(await awaited(env.step(dict.fromkeys(steps[-1].observations, "x"))))
             if len(steps) == 4:
                 await asyncio.to_thread(disturb)
         return steps
 
     def disturb():
-        doomed.kill()
-        doomed.start()
+        killable.kill()
+        killable.start()
 
     pop_metrics()
     whole = asyncio.run(game(make_env(type="remote_toys:Count", to=7), lambda: None))
-    assert asyncio.run(game(make_env(**at(doomed, to=7)), disturb)) == whole
+    assert asyncio.run(game(make_env(**at(killable, to=7)), disturb)) == whole
     metrics = pop_metrics()
     assert (metrics["env_sessions"], metrics["env_lost"], metrics["env_replays"], metrics["env_replayed_steps"]) == (
         1,
@@ -199,21 +199,21 @@ def test_session_survives_a_server_restart(doomed):
         1,
         4,
     )
-    (line,) = (line for line in worker_stats.take_report(0) if line["where"] == doomed.address)
-    assert (line["done"], line["lost"] >= 1, line["replays"]) == (1, True, 1) and doomed.address in line["why"]
+    (line,) = (line for line in worker_stats.take_report(0) if line["where"] == killable.address)
+    assert (line["done"], line["lost"] >= 1, line["replays"]) == (1, True, 1) and killable.address in line["why"]
 
 
 @pytest.mark.slow
-def test_fork_and_expert_survive_a_server_restart(doomed):
+def test_fork_and_expert_survive_a_server_restart(killable):
     async def game():
-        env = make_env(**at(doomed, to=5))
+        env = make_env(**at(killable, to=5))
         await env.reset(3)
         await env.step({"a": "x"})
         before = await env.expert("b", random.Random(2))
         twin = await env.fork()
-        await asyncio.to_thread(doomed.kill)
+        await asyncio.to_thread(killable.kill)
         late = await env.fork()
-        await asyncio.to_thread(doomed.start)
+        await asyncio.to_thread(killable.start)
         assert await env.expert("b", random.Random(2)) == before
         return [await one.step({"b": "y"}) for one in (late, twin, env)]
 
@@ -222,7 +222,7 @@ def test_fork_and_expert_survive_a_server_restart(doomed):
 
 
 def test_fork_survives_its_original(server):
-    """Though that is closed before the copy is made; and a copy that is closed at once leaves the original be."""
+    """The original is closed before the copy is made; closing a copy does not affect the original."""
 
     async def game(kind):
         env = make_env(**at(server, kind))
@@ -241,13 +241,13 @@ def test_fork_survives_its_original(server):
 
 
 @pytest.mark.slow
-def test_nondeterministic_env_is_detected_on_replay(doomed):
+def test_nondeterministic_env_is_detected_on_replay(killable):
     async def game():
-        env = make_env(**at(doomed, "remote_toys:Fickle"))
+        env = make_env(**at(killable, "remote_toys:Fickle"))
         await env.reset(3)
         await env.step({"a": "x"})
-        await asyncio.to_thread(doomed.kill)
-        await asyncio.to_thread(doomed.start)
+        await asyncio.to_thread(killable.kill)
+        await asyncio.to_thread(killable.start)
         await env.step({"b": "x"})
 
     with pytest.raises(RuntimeError, match=r"not a function of its seed and the actions: .* joint step 0 is another"):
@@ -255,9 +255,9 @@ def test_nondeterministic_env_is_detected_on_replay(doomed):
 
 
 @pytest.mark.slow
-def test_request_timeout_moves_the_session_to_another_server(doomed):
-    """Silence is taken for a loss; where it is the same everywhere, the episode fails."""
-    env = at(doomed, "remote_toys:Waits")
+def test_request_timeout_moves_the_session_to_another_server(killable):
+    """Silence counts as a loss; if every server is silent, the episode fails."""
+    env = at(killable, "remote_toys:Waits")
     env["at"] = {"servers": env["at"], "request_timeout": 0.2}
 
     async def game():
@@ -269,18 +269,18 @@ def test_request_timeout_moves_the_session_to_another_server(doomed):
         asyncio.run(game())
 
 
-def test_timeout_names_the_expected_servers(doomed):
-    env = at(doomed)
+def test_timeout_names_the_expected_servers(killable):
+    env = at(killable)
     env["at"] = {"servers": env["at"], "server_timeout": 0.3}
     remote = make_env(**env)
-    doomed.kill()
-    with pytest.raises(TimeoutError, match=rf"no env server has answered for 0.3 s .*Servers: {doomed.address}"):
+    killable.kill()
+    with pytest.raises(TimeoutError, match=rf"no env server has answered for 0.3 s .*Servers: {killable.address}"):
         asyncio.run(remote.reset(0))
 
 
 @pytest.mark.slow
 def test_servers_can_join_and_leave(server, tmp_path):
-    """By a file of addresses: new games go to those who are there, and a game under way is not torn from its server."""
+    """By a file of addresses: new games go to the listed servers, and running games stay on their server."""
     names = tmp_path / "servers.txt"
     names.write_text(f"# ours\n{server.address}\n")
 
@@ -290,11 +290,11 @@ def test_servers_can_join_and_leave(server, tmp_path):
         await old.reset(0)
         with serving(TOYS) as other:
             names.write_text(f"{other.address}\n")
-            while load(other.address) == 0:  # until the file has been read again
+            while count_sessions(other.address) == 0:  # until the file has been read again
                 new = make_env(**env)
                 await new.reset(0)
                 await asyncio.sleep(0.05)
-            assert load(server.address) >= 1
+            assert count_sessions(server.address) >= 1
             await old.step({"a": "x"})
             names.write_text(f"{server.address}\n{other.address}\n")
             await asyncio.to_thread(other.kill)
@@ -313,26 +313,26 @@ def ask(address, *requests, client="test"):
         return batch(pb.Requests(requests=requests), timeout=10, metadata=(("client", client),)).replies
 
 
-def opening(session, **options):
+def open_request(session, **options):
     return pb.Open(kind=pb.Kind(type="remote_toys:Count", options=encode_mapping(options)), seed=encode_value(session))
 
 
 def test_sessions_are_batched_in_one_message(server):
-    """As a client in another language would, by single calls."""
+    """With single calls, as a client in another language would send them."""
     numbers = range(1, 6)
-    ask(server.address, *(pb.Request(id=n, session=n, open=opening(n)) for n in numbers))
+    ask(server.address, *(pb.Request(id=n, session=n, open=open_request(n)) for n in numbers))
     replies = ask(server.address, *(pb.Request(id=n, session=n, step=encode_mapping({"a": str(n)})) for n in numbers))
     assert [read_step(reply.step).info["heard"] for reply in replies] == [{"a": str(n)} for n in numbers]
     other = ask(server.address, pb.Request(id=1, session=1, step=encode_mapping({})), client="somebody else")
     assert other[0].fault.why == pb.Fault.UNKNOWN
-    again = ask(server.address, pb.Request(id=1, session=1, open=opening(1)), pb.Request(id=2, session=1))
+    again = ask(server.address, pb.Request(id=1, session=1, open=open_request(1)), pb.Request(id=2, session=1))
     assert [reply.fault.why for reply in again] == [pb.Fault.REFUSED] * 2
     ask(server.address, *(pb.Request(session=n, close=pb.Close()) for n in numbers))
-    all_closed(server.address)
+    wait_until_closed(server.address)
 
 
 def test_server_supports_grpc_reflection(server):
-    description = describe(server.address, type="remote_toys:Count")
+    description = describe_env(server.address, type="remote_toys:Count")
     assert list(description.seats) == ["a", "b"] and description.expert and "math" in description.types
     assert [option.shown for option in description.options] == ["to: 'int' = 3", "split: 'str' = 'train'"]
     with grpc.insecure_channel(server.address) as channel:
@@ -361,17 +361,17 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_sessions_of_dead_clients_are_released():
-    """Gone with a word, without one, and as one who asked by single calls."""
+    """Clients that say goodbye, that vanish, and that sent single calls."""
     with serving(TOYS, "--lease", 1) as server:
-        ask(server.address, pb.Request(id=1, session=1, open=opening(1)))
+        ask(server.address, pb.Request(id=1, session=1, open=open_request(1)))
         clients = []
         for _ in range(2):
             command = [sys.executable, "-c", CLIENT, server.address]
             clients.append(subprocess.Popen(command, env=server.environment, stdout=subprocess.PIPE, text=True))
             assert clients[-1].stdout.readline() == "open\n"
         clients[0].kill()
-        os.kill(clients[1].pid, signal.SIGSTOP)  # its machine, as it were, has lost its network
-        all_closed(server.address)
+        os.kill(clients[1].pid, signal.SIGSTOP)  # as if its machine had lost the network
+        wait_until_closed(server.address)
         clients[1].kill()
         for client in clients:
             client.communicate()
@@ -384,12 +384,12 @@ def test_stopping_server_lets_sessions_finish():
         await env.reset(0)
         server.process.terminate()
         with grpc.insecure_channel(server.address) as channel:
-            comes_to(lambda: health(channel), "NOT_SERVING")
-        (reply,) = ask(server.address, pb.Request(id=1, session=1, open=opening(1)))
+            wait_for_value(lambda: health(channel), "NOT_SERVING")
+        (reply,) = ask(server.address, pb.Request(id=1, session=1, open=open_request(1)))
         assert reply.fault.why == pb.Fault.DRAINING
         late = make_env(**at(server) | {"at": [server.address, other.address]})
         await late.reset(1)
-        assert load(other.address) == 1
+        assert count_sessions(other.address) == 1
         for seat in "aba":
             step = await env.step({seat: "x"})
         assert step.done
@@ -403,7 +403,7 @@ def test_stopping_server_lets_sessions_finish():
 
 @pytest.mark.slow
 def test_workers_share_a_port_and_lost_sessions_are_replayed(tmp_path):
-    """A client finds them all; one that dies loses its own sessions, which are played again."""
+    """A client finds all workers; a worker that dies loses only its own sessions, which are replayed."""
     with serving(TOYS, "--workers", 2, "--grace", 1) as server:
 
         async def games():
@@ -435,7 +435,7 @@ def test_second_server_on_a_port_is_refused(server):
         assert done.returncode == 2 and "Choose another --port" in done.stderr
 
 
-# ---- who may come in
+# ---- access control
 
 
 @pytest.fixture(scope="module")
@@ -454,7 +454,7 @@ def test_token_and_tls_are_supported(certificate, tmp_path, monkeypatch):
     ours.write_text("open sesame\n")
     theirs.write_text("let me in\n")
 
-    def played(**at):
+    def play_games(**at):
         async def game():
             env = make_env(type="remote_toys:Count", at={"servers": [server.address], "server_timeout": 0.5, **at})
             return await env.reset(0)
@@ -462,18 +462,18 @@ def test_token_and_tls_are_supported(certificate, tmp_path, monkeypatch):
         return asyncio.run(game())
 
     with serving(TOYS, *options, environment={"PALESTRA_ENV_TOKEN": "open sesame"}) as server:
-        assert "sesame" not in server.said
+        assert "sesame" not in server.first_line
         ca = str(certificate / "cert.pem")
-        assert isinstance(played(ca=ca, token_file=str(ours)), Step)
+        assert isinstance(play_games(ca=ca, token_file=str(ours)), Step)
         monkeypatch.setenv("OURS", "open sesame")
-        assert isinstance(played(ca=ca, token_env="OURS"), Step)
+        assert isinstance(play_games(ca=ca, token_env="OURS"), Step)
         for wrong in ({}, {"token_file": str(theirs)}):
             with pytest.raises(ValueError, match="refuses the token"):
-                played(ca=ca, **wrong)
+                play_games(ca=ca, **wrong)
         with pytest.raises(ValueError, match="no env server says what env"):
-            played(token_file=str(ours))  # without TLS
+            play_games(token_file=str(ours))  # without TLS
         with pytest.raises(ValueError, match="no env server says what env"):
-            played(tls=True, token_file=str(ours))  # nobody vouches for it
+            play_games(tls=True, token_file=str(ours))  # its certificate is not trusted
         credentials = grpc.ssl_channel_credentials((certificate / "cert.pem").read_bytes())
         with grpc.secure_channel(server.address, credentials) as channel:
             assert health(channel) == "SERVING"  # which needs no token

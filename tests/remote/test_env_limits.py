@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 import raw
-from env_servers import EnvServer, all_closed, comes_to, load, serving
+from env_servers import EnvServer, count_sessions, serving, wait_for_value, wait_until_closed
 
 from palestra.remote.envs import MAX_REQUEST_BYTES, MAX_REQUESTS_PER_MESSAGE, SERVICE
 from palestra.remote.envs import envs_pb2 as pb
@@ -37,20 +37,20 @@ def ask(address: str, *requests: pb.Request, client: str = "test", timeout: floa
         return list(reply.replies)
 
 
-def opening(session: int, seed: pb.Value | None = None, type: str = COUNT, **options: object) -> pb.Request:
+def open_request(session: int, seed: pb.Value | None = None, type: str = COUNT, **options: object) -> pb.Request:
     kind = pb.Kind(type=type, options=encode_mapping(options))
     return pb.Request(id=session, session=session, open=pb.Open(kind=kind, seed=seed or encode_value(session)))
 
 
-def closing(session: int) -> pb.Request:
+def close_request(session: int) -> pb.Request:
     return pb.Request(session=session, close=pb.Close())
 
 
-def saying(session: int, word: object) -> pb.Request:
+def step_request(session: int, word: object) -> pb.Request:
     return pb.Request(id=session, session=session, step=encode_mapping({"a": word}))
 
 
-def refused(address: str, *requests: pb.Request) -> pb.Fault:
+def fault_of(address: str, *requests: pb.Request) -> pb.Fault:
     began = time.monotonic()
     reply = ask(address, *requests)[-1]
     assert time.monotonic() - began < 5
@@ -72,15 +72,15 @@ def refused(address: str, *requests: pb.Request) -> pb.Fault:
     ids=lambda seed: f"{seed.WhichOneof('kind')}-{seed.ByteSize()}",
 )
 def test_seeds_beyond_64_bits_are_refused(server: EnvServer, seed: pb.Value) -> None:
-    """A generator seeded with a longer one takes the square of its length to make: 20 MB took 20 minutes."""
-    fault = refused(server.address, opening(1, seed, "plan_path"))
+    """A generator needs time quadratic in the length of its seed: 20 MB took 20 minutes."""
+    fault = fault_of(server.address, open_request(1, seed, "plan_path"))
     assert fault.why == pb.Fault.REFUSED and "64 bits" in fault.message
-    assert load(server.address) == 0
+    assert count_sessions(server.address) == 0
 
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
 def test_every_64_bit_seed_is_accepted(server: EnvServer, seed: int) -> None:
-    replies = ask(server.address, opening(1, encode_value(seed)), closing(1))
+    replies = ask(server.address, open_request(1, encode_value(seed)), close_request(1))
     assert replies[0].HasField("opened")
 
 
@@ -91,22 +91,25 @@ def test_values_are_limited_in_size(server: EnvServer) -> None:
         (twins, "16,384 are the most"),
     ]:
         step = pb.Request(id=1, session=1, step=pb.Pairs(pairs=[pb.Pair(name="a", value=value)]))
-        assert message in refused(server.address, opening(1), step).message
-        ask(server.address, closing(1))
+        assert message in fault_of(server.address, open_request(1), step).message
+        ask(server.address, close_request(1))
     with pytest.raises(ValueError, match="are no array"):
         read_value(pb.Value(array=pb.Array(dtype="S0", shape=[10**9])))
-    assert "are the most" in refused(server.address, opening(1, to="x" * 300_000)).message
+    assert "are the most" in fault_of(server.address, open_request(1, to="x" * 300_000)).message
 
 
 def test_messages_are_limited_in_size(server: EnvServer) -> None:
-    for requests in ([saying(1, "x" * (MAX_REQUEST_BYTES + 2**20))], [saying(1, "x")] * (MAX_REQUESTS_PER_MESSAGE + 1)):
+    for requests in (
+        [step_request(1, "x" * (MAX_REQUEST_BYTES + 2**20))],
+        [step_request(1, "x")] * (MAX_REQUESTS_PER_MESSAGE + 1),
+    ):
         with pytest.raises(grpc.RpcError) as error:
             ask(server.address, *requests)
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_client_messages_stay_within_the_limit(server: EnvServer) -> None:
-    """However much is asked while one is being written."""
+    """However many requests are made while one message is being written."""
 
     async def games() -> None:
         envs = [make_env(type=COUNT, at=[server.address]) for _ in range(20)]
@@ -118,7 +121,7 @@ def test_client_messages_stay_within_the_limit(server: EnvServer) -> None:
             await envs[0].step({"b": "x" * (MAX_REQUEST_BYTES + 1)})
 
     asyncio.run(games())
-    all_closed(server.address)
+    wait_until_closed(server.address)
 
 
 @pytest.mark.parametrize(
@@ -146,19 +149,19 @@ def test_browser_requests_are_not_answered(server: EnvServer, sent: bytes) -> No
 @pytest.mark.slow
 def test_sessions_are_limited_and_expire() -> None:
     with serving(TOYS, "--sessions", 4, "--idle", 1, "--lease", 2) as server:
-        replies = ask(server.address, *(opening(n) for n in (1, 2, 3)))
+        replies = ask(server.address, *(open_request(n) for n in (1, 2, 3)))
         assert [reply.HasField("opened") for reply in replies] == [True, True, False]
         assert "this client has 2 sessions open" in replies[2].fault.message
-        ask(server.address, opening(1), opening(2), client="another")
-        (reply,) = ask(server.address, opening(1), client="a third")
+        ask(server.address, open_request(1), open_request(2), client="another")
+        (reply,) = ask(server.address, open_request(1), client="a third")
         assert reply.fault.why == pb.Fault.REFUSED and "4 sessions open, as many as it may" in reply.fault.message
-        comes_to(lambda: load(server.address), 0)
+        wait_for_value(lambda: count_sessions(server.address), 0)
 
         async def game():
-            """Outlives the end of its session: that is played again."""
+            """A game that continues after its session has expired: the session is replayed."""
             env = make_env(type=COUNT, at=[server.address])
             await env.reset(1)
-            await asyncio.to_thread(comes_to, lambda: load(server.address), 0)
+            await asyncio.to_thread(wait_for_value, lambda: count_sessions(server.address), 0)
             return await env.step({"a": "x"})
 
         assert asyncio.run(game()).info == {"heard": {"a": "x"}}
@@ -175,21 +178,21 @@ def test_env_call_over_its_time_limit_is_given_up() -> None:
                 await slow.step({"a": "8"})
 
         asyncio.run(game())
-        ask(server.address, opening(1, type="remote_toys:Hangs"))
+        ask(server.address, open_request(1, type="remote_toys:Hangs"))
         with pytest.raises(grpc.RpcError):
-            ask(server.address, saying(1, "hang"), timeout=30)
-        comes_to(lambda: plays(server), True, seconds=60)  # by another worker
+            ask(server.address, step_request(1, "hang"), timeout=30)
+        wait_for_value(lambda: plays(server), True, seconds=60)  # by another worker
         assert "an env worker hung" in server.stop()
 
 
 def plays(server: EnvServer) -> bool:
     try:
-        return ask(server.address, opening(1), client="new", timeout=1)[0].HasField("opened")
+        return ask(server.address, open_request(1), client="new", timeout=1)[0].HasField("opened")
     except grpc.RpcError:
         return False
 
 
-# ---- the end
+# ---- shutdown
 
 
 def children(pid: int) -> list[int]:
@@ -203,22 +206,22 @@ def children(pid: int) -> list[int]:
 def test_signal_to_all_processes_lets_sessions_finish(number: signal.Signals) -> None:
     """A terminal sends Ctrl-C to the workers too, and a service manager SIGTERM."""
     server = EnvServer(TOYS, "--grace", 30)
-    ask(server.address, opening(1))
+    ask(server.address, open_request(1))
     for pid in [*children(server.process.pid), server.process.pid]:
         os.kill(pid, number)
     time.sleep(1)
-    assert ask(server.address, saying(1, "x"))[0].HasField("step")
-    ask(server.address, closing(1))
+    assert ask(server.address, step_request(1, "x"))[0].HasField("step")
+    ask(server.address, close_request(1))
     out, _ = server.process.communicate(timeout=20)
     assert server.process.returncode == 0, out
 
 
 def hung() -> EnvServer:
-    """A server whose worker hears nothing any more."""
+    """A server whose worker does not react any more."""
     server = EnvServer(TOYS, "--grace", 1)
-    ask(server.address, opening(1, type="remote_toys:Hangs"))
+    ask(server.address, open_request(1, type="remote_toys:Hangs"))
     with pytest.raises(grpc.RpcError):
-        ask(server.address, saying(1, "hang"), timeout=1)
+        ask(server.address, step_request(1, "hang"), timeout=1)
     return server
 
 
@@ -244,7 +247,7 @@ def test_second_signal_exits_at_once() -> None:
 def test_hung_worker_dies_with_its_server() -> None:
     server = hung()
     server.kill()
-    comes_to(lambda: listens(server), False)
+    wait_for_value(lambda: listens(server), False)
 
 
 def listens(server: EnvServer) -> bool:

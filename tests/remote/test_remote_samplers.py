@@ -1,4 +1,4 @@
-"""Runs whose samplers are processes of their own: the same episodes, whatever dies, and no process left behind."""
+"""Runs whose samplers are other processes: the same episodes, whichever process dies, and no process left behind."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TWO = {"type": "processes", "count": 2}
 
 
 def tree(**changes: Any) -> dict[str, Any]:
-    """A team of two adapters and a frozen base, in three steps."""
+    """A run of two adapters and a frozen base, with three steps."""
     speech = {"type": "lora", "base": "tiny", "rank": 4, "lr": 3e-3, "sampling": {"max_tokens": 6}}
     whole: dict[str, Any] = {
         "name": "apart",
         "steps": 3,
         "episodes": 4,
         "env": {"type": "plan_path", "size": 5, "team": "planner_executor", "max_turns": 2, "reward": "dense"},
-        "policies": {"planner": speech, "executor": speech | {"rank": 2}, "plain": speech_of_the_base()},
+        "policies": {"planner": speech, "executor": speech | {"rank": 2}, "plain": frozen_base_policy()},
         "algorithm": {"type": "grpo", "group_size": 4},
         "evals": {"dev": {"episodes": 4, "seats": {"executor": "plain"}}},
         "checkpoint_every": 1,
@@ -47,11 +47,11 @@ def tree(**changes: Any) -> dict[str, Any]:
     return whole | changes
 
 
-def speech_of_the_base() -> dict[str, Any]:
+def frozen_base_policy() -> dict[str, Any]:
     return {"type": "frozen", "base": "tiny", "sampling": {"max_tokens": 6}}
 
 
-def trained(folder: Path, name: str, watcher: Callback | None = None, **changes: Any) -> Path:
+def train_run(folder: Path, name: str, watcher: Callback | None = None, **changes: Any) -> Path:
     config = validate(TextConfig, tree(**changes))
     setup = build(config)
     if isinstance(watcher, Killer):
@@ -67,16 +67,16 @@ def sampler_of(setup: TextTrainer) -> VllmSampler:
     return sampler
 
 
-def played(run: Path) -> list[Episode]:
+def episodes_of(run: Path) -> list[Episode]:
     return [episode for file in sorted((run / "episodes").iterdir()) for episode in load_episodes(file)]
 
 
 def answers(run: Path) -> list[Answer]:
-    return [answer for episode in played(run) for node in episode.nodes for answer in node.answers.values()]
+    return [answer for episode in episodes_of(run) for node in episode.nodes for answer in node.answers.values()]
 
 
 def assert_the_same(here: Path, there: Path) -> None:
-    """Tokens exactly, log-probabilities and figures but for rounding, which updates carry on: batches differ."""
+    """Tokens are equal exactly, log-probabilities and metrics up to rounding, since batches differ."""
     ours, theirs = answers(here), answers(there)
     assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
@@ -114,7 +114,7 @@ class Killer(Callback):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("here"), "here")
+    return train_run(tmp_path_factory.mktemp("here"), "here")
 
 
 @pytest.mark.slow
@@ -127,8 +127,8 @@ def test_remote_samplers_give_the_same_run(here: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_sampler_is_restarted_without_changing_the_run(here: Path, tmp_path: Path) -> None:
     killer = Killer()
-    there = trained(tmp_path, "there", killer, sampler=TWO)
-    assert killer.killed and not any(episode.error for episode in played(there))
+    there = train_run(tmp_path, "there", killer, sampler=TWO)
+    assert killer.killed and not any(episode.error for episode in episodes_of(there))
     assert_the_same(here, there)
 
 
@@ -139,7 +139,7 @@ def test_remote_rollouts_run_during_training(tmp_path: Path) -> None:
         assert run_training(build(config), run)
     figures = [line for line in read_lines(run.path / "metrics.jsonl") if line["policy"] == "planner"]
     assert [line["staleness"] for line in figures] == [0, 1, 1, 1] and all(line["updates"] for line in figures)
-    assert not any(episode.error for episode in played(run.path))
+    assert not any(episode.error for episode in episodes_of(run.path))
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_eval_and_collect_use_remote_samplers(tmp_path: Path) -> None:
         return CliRunner().invoke(app, [str(word) for word in words])
 
     with serving("--base", "tiny") as (url, _):
-        there = trained(tmp_path, "there", sampler={"type": "vllm", "urls": [url]}, steps=1)
+        there = train_run(tmp_path, "there", sampler={"type": "vllm", "urls": [url]}, steps=1)
         command = ["eval", there, "--episodes", "3", "--json"]
         elsewhere, here = palestra(*command), palestra(*command, "--in-process")
         assert elsewhere.exit_code == 0 and json.loads(elsewhere.stdout) == json.loads(here.stdout)
@@ -215,7 +215,7 @@ def test_invalid_sampler_configs_are_refused(sampler: dict[str, Any], said: str)
 def test_policies_without_remote_sampling_are_refused() -> None:
     with pytest.raises(ValueError, match="so sampler: has no effect"):
         validate(TextConfig, tree(sampler=TWO, engine="http://localhost:8000"))
-    full = {"planner": {"type": "full", "base": "tiny"}, "executor": speech_of_the_base()}
+    full = {"planner": {"type": "full", "base": "tiny"}, "executor": frozen_base_policy()}
     with pytest.raises(ValueError, match=r"policies\.planner is a full model"):
         build(validate(TextConfig, tree(sampler=TWO, policies=full, evals={})))
     elsewhere = RemoteSamplers(

@@ -1,5 +1,5 @@
-"""Routed experts from a server that answers as vLLM 0.22 documents (CompletionResponseChoice.routed_experts), to the
-sample of the algorithm, and through a recorded episode."""
+"""Routed experts from a server that answers as documented for vLLM 0.22 (CompletionResponseChoice.routed_experts), in
+the samples of the algorithm, and after recording."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TOKENS = [7, 8, 9]
 
 
 def experts_of(prompt: int) -> np.ndarray:
-    """Numbers of [P + T - 1, 3 layers, 2] experts, as small integers."""
+    """Expert numbers [P + T - 1, 3 layers, 2] as small integers."""
     return np.arange((prompt + len(TOKENS) - 1) * 6, dtype=np.uint8).reshape(-1, 3, 2)
 
 
 class Vllm(BaseHTTPRequestHandler):
-    """Two answers to every prompt, of the same tokens."""
+    """A server that gives two answers with equal tokens to every prompt."""
 
     old = False
 

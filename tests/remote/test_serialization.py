@@ -26,7 +26,7 @@ from palestra.remote.envs.serialization import (
 )
 from palestra.types import Step
 
-TEXTS = st.text(st.characters(codec=None)) | st.text(st.characters(categories=["Cs", "Ll"]))  # lone surrogates too
+TEXTS = st.text(st.characters(codec=None)) | st.text(st.characters(categories=["Cs", "Ll"]))  # also lone surrogates
 NUMBERS = st.integers() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=True)
 LEAVES = st.none() | st.booleans() | NUMBERS | TEXTS | st.binary()
 DTYPES = arrays.scalar_dtypes() | arrays.unicode_string_dtypes() | arrays.byte_string_dtypes()
@@ -50,18 +50,20 @@ def there_and_back(value):
     return read_value(pb.Value.FromString(encode_value(value).SerializeToString()))
 
 
-def equal(one, other):
-    """As the contract's check has it; sets by their members, one of which may be nan."""
+def is_equal(one, other):
+    """As in the env check; sets by their members, one of which may be nan."""
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, set):
         return type(one) is type(other) and sorted(map(repr, one)) == sorted(map(repr, other))
     if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+        return type(one) is type(other) and len(one) == len(other) and all(map(is_equal, one, other))
     if isinstance(one, dict):
         keys = zip(one, other, strict=True)  # in the same order
         return (
-            all(map(equal, *zip(*keys, strict=True))) and all(map(equal, one.values(), other.values())) if one else True
+            all(map(is_equal, *zip(*keys, strict=True))) and all(map(is_equal, one.values(), other.values()))
+            if one
+            else True
         )
     return _same(one, other)
 
@@ -69,7 +71,7 @@ def equal(one, other):
 @settings(max_examples=50)
 @given(VALUES)
 def test_values_survive_serialization(value):
-    assert equal(there_and_back(value), value)
+    assert is_equal(there_and_back(value), value)
 
 
 @settings(max_examples=30)
@@ -80,7 +82,7 @@ def test_steps_survive_serialization(observations, rewards, state, truncated):
     write_step(message, step)
     back = read_step(pb.Step.FromString(message.SerializeToString()))
     for part in ("observations", "rewards", "team_reward", "legal_actions", "state", "truncated", "info"):
-        assert equal(getattr(back, part), getattr(step, part)), part
+        assert is_equal(getattr(back, part), getattr(step, part)), part
 
 
 def test_int_float_and_nan_are_preserved():

@@ -1,4 +1,4 @@
-"""A run whose envs are on servers is the run that it is without them, whatever becomes of the servers."""
+"""A run whose envs are on servers equals the run without servers, even if servers are lost."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def config(base, steps, **env):
         "algorithm": {"type": "grpo", "branch_at": "turn", "group_size": 3},
         "evals": {"dev": {"episodes": 4}},
         "checkpoint_every": 50,
-        # siblings alone: who shares a batch hangs on who is faster, and with it the last bits of sums
+        # siblings share a batch only with each other: otherwise the last bits of sums would depend on timing
         "max_num_seqs": 3,
     }
 
@@ -50,14 +50,14 @@ def assert_same(run, other):
         assert (run / log).read_bytes() == (other / log).read_bytes(), log
 
 
-def happened(run):
-    """What the run noted of its envs, in all."""
+def env_metrics(run):
+    """The sums of what the run recorded about its envs."""
     lines = read_lines(run / "timings.jsonl")
     return {key: sum(line.get(key, 0) for line in lines) for key in ("env_sessions", "env_lost", "env_replays")}
 
 
-def trained_in_here(folder, tree):
-    """The folder of a run in this process."""
+def train_here(folder, tree):
+    """The folder of a run trained in this process."""
     checked = validate(TextConfig, tree)
     with Run.create(folder, dump(checked), "run") as run:
         assert run_training(build(checked), run)
@@ -68,10 +68,10 @@ def test_env_on_a_server_gives_the_same_run(base, tmp_path):
     tree = config(base, 1)
     pop_metrics()
     with serving(TOYS) as server:
-        here = trained_in_here(tmp_path / "here", tree)
-        there = trained_in_here(tmp_path / "there", override(tree, [f"env.at=[{server.address}]"]))
+        here = train_here(tmp_path / "here", tree)
+        there = train_here(tmp_path / "there", override(tree, [f"env.at=[{server.address}]"]))
     assert_same(here, there)
-    metrics = happened(there)
+    metrics = env_metrics(there)
     assert metrics["env_sessions"] >= 6 and metrics["env_lost"] == 0
     assert "env_sessions" not in (here / "timings.jsonl").read_text()
     assert load(there / "config.yaml")["env"]["at"] == [server.address]
@@ -79,7 +79,7 @@ def test_env_on_a_server_gives_the_same_run(base, tmp_path):
 
 @pytest.mark.slow
 def test_command_line_supports_local_and_remote_envs(base, tmp_path):
-    """Training, evaluation during and after it and demonstrations by the env's expert, with the env here and there."""
+    """Training, evaluation during and after it, and demonstrations by the env's expert, with local and remote envs."""
     with serving(f"{TOYS},text_tic_tac_toe") as server:
         local, here = train(tmp_path / "here", base, 2)
         finish(local)
@@ -105,7 +105,7 @@ def answers(episode):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_run_is_unchanged_by_servers_killed_for_three_minutes(base, tmp_path):
-    """Of three servers, one is killed every 20 seconds, and started again 5 seconds later: nobody would know."""
+    """One of three servers is killed every 20 seconds, and started again 5 seconds later: the run is unchanged."""
     steps = 54
     quiet, whole = train(tmp_path / "quiet", base, steps)
     finish(quiet)
@@ -114,16 +114,16 @@ def test_run_is_unchanged_by_servers_killed_for_three_minutes(base, tmp_path):
         places = ",".join(server.address for server in servers)
         process, run = train(tmp_path / "killed", base, steps, f"env.at=[{places}]", "env.seconds=0.7")
         began = time.monotonic()
-        while not ended(process, began + 20 * (kills + 1)) and kills < 9:
+        while not ends_before(process, began + 20 * (kills + 1)) and kills < 9:
             victim = rng.choice(servers)
             victim.kill()
             kills += 1
-            ended(process, time.monotonic() + 5)
+            ends_before(process, time.monotonic() + 5)
             victim.start()
         finish(process)
         seconds = time.monotonic() - began
     assert_same(run, whole)
-    metrics = happened(run)
+    metrics = env_metrics(run)
     assert (
         kills >= 7 and kills / 2 <= metrics["env_lost"] <= 30 * kills and metrics["env_replays"] == metrics["env_lost"]
     ), (
@@ -135,8 +135,8 @@ def test_run_is_unchanged_by_servers_killed_for_three_minutes(base, tmp_path):
     print(f"{kills} kills in {seconds:.0f} s: {metrics}")
 
 
-def ended(process, until):
-    """Whether the process ends before that time."""
+def ends_before(process, until):
+    """True if the process ends before that time."""
     while time.monotonic() < until:
         if process.poll() is not None:
             return True

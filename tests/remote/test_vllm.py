@@ -1,5 +1,5 @@
-"""The contract of samplers over HTTP: the same tests for a server of ours, which always runs, and for the official vLLM
-where there is one (`-m gpu`; PALESTRA_VLLM_URL names one of the base `tiny` that runs already)."""
+"""The contract of samplers over HTTP: the same tests for palestra's server, which always runs, and for the official
+vLLM if there is one (`-m gpu`; PALESTRA_VLLM_URL is the address of a running one with the base `tiny`)."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from palestra.web.retry import RetryPolicy
 
 KEY = "open sesame"
 WORDS = SamplingConfig(max_tokens=6)
-MORE = 5000  # tokens than the base has positions
+MORE = 5000  # more tokens than the base has positions
 
 
-class There(NamedTuple):
-    """A server, and what a client must know of it."""
+class ServerInfo(NamedTuple):
+    """A server, and what a client needs to know of it."""
 
     url: str
     ours: bool
@@ -58,20 +58,20 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module", params=["ours", pytest.param("vllm", marks=pytest.mark.gpu)])
-def there(request: pytest.FixtureRequest) -> Iterator[There]:
+def there(request: pytest.FixtureRequest) -> Iterator[ServerInfo]:
     with ExitStack() as stack:
         if request.param == "ours":
             url, _ = stack.enter_context(serving("--base", "tiny", key=KEY))
-            yield There(url, True, KEY)
+            yield ServerInfo(url, True, KEY)
         elif url := os.environ.get("PALESTRA_VLLM_URL", ""):
-            yield There(url, False, os.environ.get("VLLM_API_KEY", ""))
+            yield ServerInfo(url, False, os.environ.get("VLLM_API_KEY", ""))
         elif importlib.util.find_spec("vllm") and torch.cuda.is_available():
-            yield There(stack.enter_context(official("tiny")), False, "")
+            yield ServerInfo(stack.enter_context(official("tiny")), False, "")
         else:
             pytest.skip("no vLLM here: set PALESTRA_VLLM_URL, or install vllm beside a GPU")
 
 
-def opened(there: There, **options: Any) -> VllmSampler:
+def open_sampler(there: ServerInfo, **options: Any) -> VllmSampler:
     sampler = VllmSampler(
         [SamplerServer(there.url)], AdapterStore(None, "tiny"), RequestTimeouts(60.0, 1.0), there.key, **options
     )
@@ -80,8 +80,8 @@ def opened(there: There, **options: Any) -> VllmSampler:
 
 
 @pytest.fixture
-def sampler(there: There) -> Iterator[VllmSampler]:
-    made = opened(there)
+def sampler(there: ServerInfo) -> Iterator[VllmSampler]:
+    made = open_sampler(there)
     yield made
     made.close()
 
@@ -90,8 +90,8 @@ def prompt(engine: Engine, text: str = "up down left") -> np.ndarray:
     return np.array(engine.tokenizer.encode(text), np.int32)
 
 
-def strong(engine: Engine, name: str, seed: int = 0, rank: int = 4) -> Snapshot:
-    """An adapter that changes much."""
+def strong_adapter(engine: Engine, name: str, seed: int = 0, rank: int = 4) -> Snapshot:
+    """An adapter that changes the outputs strongly."""
     adapter = Adapter(engine.linear_layers, LoraConfig(rank=rank, alpha=8), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def strong(engine: Engine, name: str, seed: int = 0, rank: int = 4) -> Snapshot:
     return adapter.snapshot(name)
 
 
-def together(sampler: VllmSampler, *requests: Request) -> list[list[Completion]]:
+def sample_together(sampler: VllmSampler, *requests: Request) -> list[list[Completion]]:
     async def asked() -> list[list[Completion]]:
         return await asyncio.gather(*(sampler.sample(request) for request in requests))
 
@@ -115,14 +115,14 @@ def logprobs(answers: list[list[Completion]]) -> np.ndarray:
     return np.concatenate([answer.logprobs for each in answers for answer in each])
 
 
-def adapters_at(there: There) -> set[str]:
+def adapters_at(there: ServerInfo) -> set[str]:
     call = urllib.request.Request(f"{there.url}/v1/models", headers={"Authorization": f"Bearer {there.key}"})
     with urllib.request.urlopen(call) as answer:
         return {card["id"] for card in json.load(answer)["data"] if card["parent"]}
 
 
-def test_token_ids_are_sent_and_received(there: There, engine: Engine, sampler: VllmSampler) -> None:
-    (answers,) = together(sampler, Request(prompt(engine), 4, WORDS, seed=2**63 - 9))
+def test_token_ids_are_sent_and_received(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
+    (answers,) = sample_together(sampler, Request(prompt(engine), 4, WORDS, seed=2**63 - 9))
     assert len(answers) == 4 and len({tuple(ids) for ids in tokens(answers)}) > 1
     for answer in answers:
         assert 1 <= len(answer.token_ids) == len(answer.logprobs) <= 6
@@ -133,11 +133,11 @@ def test_token_ids_are_sent_and_received(there: There, engine: Engine, sampler: 
         assert answer.stop_reason == ("stop" if ended else "length") and (ended or len(answer.token_ids) == 6)
 
 
-def test_samples_depend_on_the_seed_only(there: There, engine: Engine, sampler: VllmSampler) -> None:
-    red, blue = strong(engine, "red@1", 1), strong(engine, "blue@2", 2, rank=2)
+def test_samples_depend_on_the_seed_only(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
+    red, blue = strong_adapter(engine, "red@1", 1), strong_adapter(engine, "blue@2", 2, rank=2)
     asked = [Request(prompt(engine), 3, WORDS, adapter, seed) for adapter in (red, blue) for seed in (5, 6)]
-    alone = [together(sampler, request)[0] for request in asked]
-    shared = together(sampler, *asked)
+    alone = [sample_together(sampler, request)[0] for request in asked]
+    shared = sample_together(sampler, *asked)
     assert [tokens(answers) for answers in shared] == [tokens(answers) for answers in alone]
     assert len({str(tokens(answers)) for answers in shared}) == 4
     for a, b in zip(shared, alone, strict=True):
@@ -146,17 +146,17 @@ def test_samples_depend_on_the_seed_only(there: There, engine: Engine, sampler: 
         )
 
 
-def test_palestra_sampler_server_equals_the_engine(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_palestra_sampler_server_equals_the_engine(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
     if not there.ours:
         pytest.skip("vLLM draws from another generator")
     cut = SamplingConfig(max_tokens=6, temperature=0.7, top_k=20, top_p=0.9, stop=(" down",))
-    red = strong(engine, "red@1")
+    red = strong_adapter(engine, "red@1")
     kept = cut.model_copy(update={"keep_sampling_mask": True})
     asked = [
         Request(prompt(engine), 4, sampling, adapter, seed, keep_kv=seed == 1)
         for seed, (sampling, adapter) in enumerate([(WORDS, None), (cut, red), (WORDS, red), (kept, red)])
     ]
-    here, elsewhere = Sampler(engine).sample_all(asked), together(sampler, *asked)
+    here, elsewhere = Sampler(engine).sample_all(asked), sample_together(sampler, *asked)
     assert [tokens(answers) for answers in elsewhere] == [tokens(answers) for answers in here]
     for ours, theirs in zip(here, elsewhere, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -165,20 +165,20 @@ def test_palestra_sampler_server_equals_the_engine(there: There, engine: Engine,
             assert masks[0] == masks[1] and bool(masks[0]) == (ours is here[-1])
 
 
-def test_stop_token_is_part_of_the_answer(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_stop_token_is_part_of_the_answer(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
     start, greedy = prompt(engine), SamplingConfig(max_tokens=8, temperature=0, stop_at_eos=False)
-    ((whole, twin),) = together(sampler, Request(start, 2, greedy))
+    ((whole, twin),) = sample_together(sampler, Request(start, 2, greedy))
     assert len(whole.token_ids) == 8 and whole.stop_reason == "length" and tokens([twin]) == tokens([whole])
     third = int(whole.token_ids[2])
     first = whole.token_ids.tolist().index(third) + 1
     by_id = greedy.model_copy(update={"stop_token_ids": (third,)})
     by_text = greedy.model_copy(update={"stop": (engine.tokenizer.decode([third]),)})
-    for stopped in together(sampler, Request(start, 1, by_id), Request(start, 1, by_text)):
+    for stopped in sample_together(sampler, Request(start, 1, by_id), Request(start, 1, by_text)):
         assert tokens(stopped) == [whole.token_ids[:first].tolist()] and stopped[0].stop_reason == "stop"
 
 
 def test_trainer_and_sampler_agree_on_base_and_adapters_in_one_batch(
-    there: There, engine: Engine, sampler: VllmSampler
+    there: ServerInfo, engine: Engine, sampler: VllmSampler
 ) -> None:
     claims = [
         SampledPolicy("red", LoraConfig(rank=4), WORDS),
@@ -189,7 +189,9 @@ def test_trainer_and_sampler_agree_on_base_and_adapters_in_one_batch(
     assert sampler.zero_adapter is not None
 
 
-def test_sampling_masks_are_checked_and_refused_of_vllm(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_sampling_masks_are_checked_and_refused_for_vllm(
+    there: ServerInfo, engine: Engine, sampler: VllmSampler
+) -> None:
     cut = SamplingConfig(top_k=20, top_p=0.9, temperature=0.7, keep_sampling_mask=True)
     policies = [SampledPolicy("red", LoraConfig(rank=4), cut)]
     if there.ours:
@@ -199,7 +201,7 @@ def test_sampling_masks_are_checked_and_refused_of_vllm(there: There, engine: En
         check_logprobs(sampler, engine, policies, None)
 
 
-def test_sampler_with_other_weights_is_refused(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_sampler_with_other_weights_is_refused(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
     other = Engine.load("tiny", device="cpu")
     with torch.no_grad():
         next(iter(other.linear_layers.values())).weight.mul_(1.1)
@@ -209,8 +211,8 @@ def test_sampler_with_other_weights_is_refused(there: There, engine: Engine, sam
 
 
 def test_sampler_without_the_windows_of_the_base_is_refused(tmp_path: Path) -> None:
-    """The same weights on both sides, but the server attends to all keys, the trainer to the last 32: prompts of 12
-    tokens would not show it."""
+    """The same weights on both sides, but the server attends to all keys, the trainer to the last 32: shorter prompts
+    of 12 tokens would not show it."""
 
     def save(name: str, window: int | None) -> str:
         shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -222,7 +224,7 @@ def test_sampler_without_the_windows_of_the_base_is_refused(tmp_path: Path) -> N
 
     whole = save("whole", None)
     with serving("--base", whole) as (url, _):
-        sampler = opened(There(url, True, ""))
+        sampler = open_sampler(ServerInfo(url, True, ""))
         claims = [SampledPolicy("red", LoraConfig(rank=4), WORDS)]
         check_logprobs(sampler, Engine.load(whole, device="cpu"), claims, None)
         with pytest.raises(ValueError, match=r'does not agree .* policy "red"'):
@@ -230,11 +232,11 @@ def test_sampler_without_the_windows_of_the_base_is_refused(tmp_path: Path) -> N
 
 
 def test_adapter_versions_have_unique_names_and_are_unloaded(
-    there: There, engine: Engine, sampler: VllmSampler
+    there: ServerInfo, engine: Engine, sampler: VllmSampler
 ) -> None:
     before, sampler.zero_adapter = adapters_at(there), None
-    first, second = strong(engine, "red@1", 1), strong(engine, "red@1", 2)
-    (a,), (b,) = together(sampler, *(Request(prompt(engine), 1, WORDS, each, 3) for each in (first, second)))
+    first, second = strong_adapter(engine, "red@1", 1), strong_adapter(engine, "red@1", 2)
+    (a,), (b,) = sample_together(sampler, *(Request(prompt(engine), 1, WORDS, each, 3) for each in (first, second)))
     names = {sampler.adapter_store.adapter_name(each) for each in (first, second)}
     assert adapters_at(there) - before == names and all(name.startswith("red@1.") for name in names)
     assert a.logprobs[0] != pytest.approx(b.logprobs[0], abs=1e-3)
@@ -250,19 +252,19 @@ def test_adapter_versions_have_unique_names_and_are_unloaded(
     while (gone in adapters_at(there) or (folder / gone).exists()) and time.monotonic() < until:
         time.sleep(0.02)
     assert adapters_at(there) - before == names - {gone} and not (folder / gone).exists()
-    assert tokens(together(sampler, Request(prompt(engine), 1, WORDS, second, 3))[0]) == tokens([b])
+    assert tokens(sample_together(sampler, Request(prompt(engine), 1, WORDS, second, 3))[0]) == tokens([b])
 
 
-def test_lost_adapters_are_reloaded(there: There, engine: Engine, sampler: VllmSampler) -> None:
-    red = strong(engine, "red@1")
+def test_lost_adapters_are_reloaded(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
+    red = strong_adapter(engine, "red@1")
     request = Request(prompt(engine), 2, WORDS, red, 4)
-    (before,) = together(sampler, request)
+    (before,) = sample_together(sampler, request)
     send(there, "/v1/unload_lora_adapter", {"lora_name": sampler.adapter_store.adapter_name(red)})  # as a restart does
-    (after,) = together(sampler, request)
+    (after,) = sample_together(sampler, request)
     assert tokens(after) == tokens(before)
 
 
-def send(there: There, path: str, body: dict[str, Any], key: str | None = None) -> tuple[int, str]:
+def send(there: ServerInfo, path: str, body: dict[str, Any], key: str | None = None) -> tuple[int, str]:
     headers = {"Authorization": f"Bearer {key or there.key}", "Content-Type": "application/json"}
     call = urllib.request.Request(there.url + path, json.dumps(body).encode(), headers)
     try:
@@ -273,30 +275,30 @@ def send(there: There, path: str, body: dict[str, Any], key: str | None = None) 
             return error.code, error.read().decode()
 
 
-def test_server_refusals_are_reported(there: There, engine: Engine, sampler: VllmSampler) -> None:
+def test_server_refusals_are_reported(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
     status, said = send(there, "/v1/completions", {"model": "nobody@3", "prompt": [5], "max_tokens": 1})
     assert status == 404 and "nobody@3" in said
     status, said = send(there, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
     assert status in (400, 404, 500) and "/nowhere" in said
     with pytest.raises(ValueError, match=f"{there.url} answered 400: "):
-        together(sampler, Request(np.full(MORE, 7, np.int32), 1, WORDS))
+        sample_together(sampler, Request(np.full(MORE, 7, np.int32), 1, WORDS))
     with pytest.raises(ValueError, match=r'serves tiny, not "huge": set sampler\.model'):
         VllmSampler(
             [SamplerServer(there.url, "huge")], AdapterStore(None, "tiny"), RequestTimeouts(), there.key
         ).connect()
 
 
-def test_web_page_cannot_load_an_adapter(there: There, engine: Engine, sampler: VllmSampler) -> None:
-    """Not even one that knows the key, by a simple request without CORS or under a rebound name."""
+def test_web_page_cannot_load_an_adapter(there: ServerInfo, engine: Engine, sampler: VllmSampler) -> None:
+    """Also not with the key, by a simple request without CORS, or with a rebound name."""
     if not there.ours:
         pytest.skip("vLLM has no such check")
-    red = strong(engine, "red@1")
-    together(sampler, Request(prompt(engine), 1, WORDS, red, 4))
+    red = strong_adapter(engine, "red@1")
+    sample_together(sampler, Request(prompt(engine), 1, WORDS, red, 4))
     before, body = adapters_at(there), json.dumps({"lora_name": sampler.adapter_store.adapter_name(red)}).encode()
     host = urlsplit(there.url).netloc
     for page in (
         {"Origin": "https://evil.example"},
-        {"Origin": f"http://{host}"},  # it shows no pages
+        {"Origin": f"http://{host}"},  # it serves no pages
         {"Origin": "http://evil.example:8001", "Host": "evil.example:8001"},
         {"Host": "evil.example:8001"},
     ):
@@ -307,7 +309,7 @@ def test_web_page_cannot_load_an_adapter(there: There, engine: Engine, sampler: 
     assert ask(there.url, "GET", "/health").status == 200
 
 
-def test_sampler_request_bodies_are_limited(there: There) -> None:
+def test_sampler_request_bodies_are_limited(there: ServerInfo) -> None:
     if not there.ours:
         pytest.skip("vLLM has bounds of its own")
     key = f"Bearer {there.key}"
@@ -320,7 +322,7 @@ def test_sampler_request_bodies_are_limited(there: There) -> None:
 
 @pytest.mark.slow
 def test_flood_of_bytes_takes_no_memory() -> None:
-    """Of a server without a key, as anybody on the machine may send it."""
+    """To a server without a key, as any program on the machine may send it."""
     with serving("--base", "tiny") as (url, process):
         assert ask(url, "POST", vllm.COMPLETIONS_PATH, json.dumps(BASE).encode()).status == 200
         before = resident(process.pid)
@@ -355,7 +357,7 @@ BASE = {"model": "tiny", "prompt": [5], "max_tokens": 1}
         ("load_lora_adapter", b'{"lora_name": ["x"], "lora_path": {}}'),
     ],
 )
-def test_malformed_calls_get_400(there: There, path: str, body: bytes) -> None:
+def test_malformed_calls_get_400(there: ServerInfo, path: str, body: bytes) -> None:
     if not there.ours:
         pytest.skip("of our server alone")
     reply = ask(there.url, "POST", f"/v1/{path}", body, Authorization=f"Bearer {there.key}")
@@ -363,7 +365,7 @@ def test_malformed_calls_get_400(there: There, path: str, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e300])
-def test_extreme_temperature_does_not_affect_the_batch(there: There, temperature: float) -> None:
+def test_extreme_temperature_does_not_affect_the_batch(there: ServerInfo, temperature: float) -> None:
     if not there.ours:
         pytest.skip("of our server alone")
     status, said = send(there, vllm.COMPLETIONS_PATH, {**BASE, "temperature": temperature, "logprobs": 0})
@@ -381,7 +383,7 @@ def test_extreme_temperature_does_not_affect_the_batch(there: There, temperature
         (None, b""),
     ],
 )
-def test_invalid_adapter_is_refused(there: There, tmp_path: Path, config: bytes | None, weights: bytes) -> None:
+def test_invalid_adapter_is_refused(there: ServerInfo, tmp_path: Path, config: bytes | None, weights: bytes) -> None:
     if not there.ours:
         pytest.skip("of our server alone")
     if config is None:
@@ -393,28 +395,28 @@ def test_invalid_adapter_is_refused(there: There, tmp_path: Path, config: bytes 
     assert status == 400 and "cannot load the adapter" in said
 
 
-def test_wrong_key_is_reported(there: There) -> None:
+def test_wrong_key_is_reported(there: ServerInfo) -> None:
     if not there.key:
         pytest.skip("this server wants no key")
     with pytest.raises(ValueError, match=r"answered 401.*sampler\.key_env"):
-        opened(there._replace(key="friend"))
+        open_sampler(there._replace(key="friend"))
 
 
 def test_missing_server_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"no answer from the sampler at http://127.0.0.1:9.*Is it running"):
-        opened(There("http://127.0.0.1:9", True, ""))
+        open_sampler(ServerInfo("http://127.0.0.1:9", True, ""))
     assert time.monotonic() - began < 10
 
 
-def test_failover_to_another_server(there: There, engine: Engine) -> None:
+def test_failover_to_another_server(there: ServerInfo, engine: Engine) -> None:
     servers = [
         SamplerServer("http://127.0.0.1:9", "tiny", is_palestra=there.ours),
         SamplerServer(there.url, "tiny", is_palestra=there.ours),
     ]
     made = VllmSampler(servers, AdapterStore(None, "tiny"), RequestTimeouts(60.0, 5.0), there.key)
-    red = strong(engine, "red@1")
-    found = together(made, *(Request(prompt(engine), 1, WORDS, red, seed) for seed in range(6)))
+    red = strong_adapter(engine, "red@1")
+    found = sample_together(made, *(Request(prompt(engine), 1, WORDS, red, seed) for seed in range(6)))
     assert len(found) == 6 and servers[0].failures and not servers[1].failures
     made.close()
 
@@ -425,7 +427,7 @@ def test_run_ends_without_samplers(engine: Engine, monkeypatch: pytest.MonkeyPat
         [SamplerServer("http://127.0.0.1:9", "tiny")], AdapterStore(None, "tiny"), RequestTimeouts(60.0, 0.3)
     )
     with pytest.raises(ValueError, match="no sampler answered for 0 seconds"):
-        together(made, Request(prompt(engine), 1, WORDS))
+        sample_together(made, Request(prompt(engine), 1, WORDS))
     with pytest.raises(ValueError, match="no sampler answered"):
         made.clear_cache()
     made.close()

@@ -1,4 +1,4 @@
-"""Charts on a page: what they are made of. What they look like is seen in test_page_browser.py."""
+"""Charts on a page: their SVG elements. test_page_browser.py tests their appearance."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_markers_have_their_value_as_title():
 
 
 def test_charts_have_no_ids_links_or_styles():
-    """No ids, no links and no styles: they would meet those of the page's other charts, or load something."""
+    """No ids, no links and no styles: they would conflict with other charts on the page, or load something."""
     html = chart_html(Chart("t", [curve("a", [1, 2], has_markers=True)], "x"))
     html += heat_map_html(HeatMap("h", np.array([[1.0]]), ["a"], ["b"]))
     assert not re.search(r" id=|href|url\(|<style|<defs|<metadata", html)

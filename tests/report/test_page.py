@@ -1,4 +1,4 @@
-"""The page on a run: whole, for runs of every kind, and safe whatever agents said."""
+"""The page of a run: complete for runs of every kind, and safe for any text of agents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOID = {"meta", "img", "br", "hr", "link", "input"}
 
 
 class Page(HTMLParser):
-    """What a page is made of: its tags, its attributes, its words; tags must close in order."""
+    """The contents of a page: tags, attributes and text; tags must be closed in order."""
 
     def __init__(self, page):
         super().__init__(convert_charrefs=True)
@@ -57,7 +57,7 @@ def loads_nothing(page):
 
 
 def tree(text="up"):
-    """An episode of two joint steps, each with a sibling that was only tried."""
+    """An episode of two joint steps, each with a sibling that was not continued."""
     nodes = []
     for depth in range(2):
         parent = None if depth == 0 else 0
@@ -76,7 +76,7 @@ def tree(text="up"):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that says the worst in every place where something can be said."""
+    """A run with hostile text in every place where text can be."""
     config = f"name: a\nseed: 3\nsteps: 2\nenv: {{type: maze}}\nalgorithm: {{type: grpo}}\nnote: {HOSTILE[:60]!r}\n"
     with Run.create(tmp_path, config, "a", {"seed": 3}) as run:
         for step, success in ((-1, 0.25), (1, 0.75)):

@@ -1,4 +1,4 @@
-"""The page on a run in a real browser: charts that can be read, in light and in dark. Screenshots are kept in
+"""The page of a run in a real browser: legible charts, in light and dark mode. Screenshots are kept in
 .cache/screenshots."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from browsers import launched, shot, watch
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
-# For every chart: the boxes of its letters and of itself, and the colours that a reader sees.
+# For every chart: the boxes of its texts and of itself, and the displayed colours.
 LOOK = """() => [...document.querySelectorAll("figure svg")].map(svg => {
   const box = part => { const r = part.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] };
   const texts = [...svg.querySelectorAll("text")];
@@ -39,7 +39,7 @@ def browser():
 
 
 def write_run(root: Path) -> None:
-    """A run of language agents with awkward values: large and tiny ones, gaps, many policies, long names."""
+    """A run of language agents with difficult values: large and tiny ones, gaps, many policies, long names."""
     rng = np.random.default_rng(0)
     names = ["planner", "executor", "critic of what both of them say", *(f"helper-{i}" for i in range(5))]
     config = "name: awkward\nseed: 1\nsteps: 300\nenv: {type: maze}\nalgorithm: {type: grpo}\n"
@@ -108,7 +108,7 @@ def inside(box: list[float], frame: list[float]) -> bool:
 
 
 def overlapping(texts: list[list[Any]]) -> list[tuple[str, str]]:
-    """Pairs of texts whose boxes share more than a pixel; those of a line's height are larger than its letters."""
+    """Pairs of texts whose boxes overlap by more than a pixel; the height of a line exceeds that of its letters."""
     found = []
     for i, (one, left, top, right, bottom) in enumerate(texts):
         for other, *box in texts[:i]:

@@ -58,7 +58,7 @@ def test_plot_command_is_deterministic(runs, tmp_path):
     svg = (tmp_path / "a.svg").read_text()
     assert (
         svg == (tmp_path / "b.svg").read_text() and ">success (test)</text>" in svg and ">k=8</text>" in svg
-    )  # letters stay so
+    )  # text stays text
     assert 'width="237.6pt"' in svg  # 3.3 inches
     palestra("plot", *runs, "--metric", "success", "--out", tmp_path / "s.svg")
     assert ">search success (best of 8)</text>" in (tmp_path / "s.svg").read_text()

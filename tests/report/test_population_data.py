@@ -1,4 +1,4 @@
-"""Data read from a population's run directory, on runs with known answers."""
+"""Data read from a population's run folder, for runs with known results."""
 
 import json
 from dataclasses import asdict
@@ -37,19 +37,19 @@ def cell(one, other, wins, losses, draws=0):
     return (one, other), PayoffCell(games, (mean, -mean), (m2, m2), (wins, losses), draws)
 
 
-def played(name, *cells):
+def play_line(name, *cells):
     members, payoffs = zip(*cells, strict=True)
     task = PlayTask(f"play/{name}", cells=members, games_per_cell=payoffs[0].games)
     return task, PlayResult(payoffs)
 
 
-def trained(name, player="agent", opponents=(), **fields):
+def train_line(name, player="agent", opponents=(), **fields):
     task = TrainTask(f"train/{name}", player=player, opponents=Opponents(dict(opponents)), output_member=name, **fields)
     return task, TrainResult(env_steps=10, mean_return=0.0)
 
 
 def made_run(folder, tasks, members=None, metrics=()):
-    """A run directory as the scheduler leaves it."""
+    """A run folder as the scheduler leaves it."""
     with Run.create(folder, "") as run:
         for number, (task, result) in enumerate(tasks):
             run.append_line("tasks.jsonl", TaskRecord(number, task, {}, result).to_json())
@@ -70,19 +70,19 @@ def symmetric(*names):
 
 
 def ladder(folder):
-    """Members of which each beats those before it, 80 to 20."""
+    """Members of which each beats all earlier ones, 80 to 20."""
     names = ["uniform", "a", "b", "c"]
     cells = [cell(low, high, 20, 80) for low, high in combinations(names, 2)]
-    tasks = [*(trained(name) for name in names[1:]), played("all", *cells, cell("b", "b", 50, 50))]
+    tasks = [*(train_line(name) for name in names[1:]), play_line("all", *cells, cell("b", "b", 50, 50))]
     return made_run(folder, tasks, symmetric(*names[1:]))
 
 
 def cycle(folder):
-    """Rock, paper, scissors, which all beat uniform play a little."""
+    """Rock, paper, scissors, which all slightly beat uniform play."""
     cells = [cell("rock", "scissors", 90, 10), cell("scissors", "paper", 90, 10), cell("paper", "rock", 90, 10)]
     cells += [cell(name, "uniform", 30, 20, 50) for name in ("rock", "paper", "scissors")]
     names = ("rock", "paper", "scissors")
-    return made_run(folder, [*(trained(name) for name in names), played("all", *cells)], symmetric(*names))
+    return made_run(folder, [*(train_line(name) for name in names), play_line("all", *cells)], symmetric(*names))
 
 
 def text_of(what):
@@ -113,7 +113,7 @@ def test_cyclic_population_has_equal_ratings_and_a_warning(tmp_path):
     assert np.ptp([row.elo for row in three]) < 1e-6
     assert {row.name: row.worst_opponent for row in three} == {"rock": "paper", "paper": "scissors", "scissors": "rock"}
     assert all(row.worst_win_rate == pytest.approx(0.1) for row in three)
-    assert rows["uniform"].win_rate == pytest.approx(0.45)  # draws count half
+    assert rows["uniform"].win_rate == pytest.approx(0.45)  # draws count as 1/2
     assert "cycles" in cyclicity_warning(record) and "rock" in cyclicity_warning(record)
     lines = standings_csv(record).splitlines()
     assert lines[0].startswith("member,elo,") and len(lines) == 5 and lines[-1].startswith("uniform,")
@@ -128,10 +128,10 @@ def test_payoff_table_shows_both_sides_and_missing_pairs(tmp_path):
     with Run.open(path) as run:
         run.append_line(
             "crossplay.jsonl", crossplay_line(*cell("a", "b", 80, 20))
-        )  # 100 games more, the other way round
+        )  # 100 games more, with seats swapped
     assert read_record(path).payoffs.cell(("a", "b")).mean[0] == pytest.approx(0.0)
     lonely = made_run(
-        tmp_path, [trained("x"), trained("y"), played("x", cell("x", "uniform", 1, 0))], symmetric("x", "y")
+        tmp_path, [train_line("x"), train_line("y"), play_line("x", cell("x", "uniform", 1, 0))], symmetric("x", "y")
     )
     assert "-" in text_of(crossplay_table(read_record(lonely)))
     assert [row.name for row in standings(read_record(lonely))] == ["x", "uniform"]
@@ -140,13 +140,15 @@ def test_payoff_table_shows_both_sides_and_missing_pairs(tmp_path):
 def test_large_populations_show_the_newest_members(tmp_path):
     names = [f"m-{i}" for i in range(30)]
     cells = [cell(name, "uniform", 6, 4) for name in names]
-    record = read_record(made_run(tmp_path, [*(trained(n) for n in names), played("all", *cells)], symmetric(*names)))
+    record = read_record(
+        made_run(tmp_path, [*(train_line(n) for n in names), play_line("all", *cells)], symmetric(*names))
+    )
     text = " ".join(text_of(crossplay_table(record)).split())  # the path of a run may break the line
     assert "newest 16 of 31" in text
 
 
 def two_players(folder):
-    """Matching pennies: two pure members each; the second plays the first's opposite, so that answers go round."""
+    """Matching pennies: two pure members each, so that best responses form a cycle."""
     members = Population(("row", "column"))
     members.add(Member("uniform", ""))
     for name in ("row-1", "row-2", "column-1", "column-2"):
@@ -154,7 +156,10 @@ def two_players(folder):
     mean = {("row-1", "column-1"): 1, ("row-2", "column-2"): 1, ("row-1", "column-2"): -1, ("row-2", "column-1"): -1}
     cells = [(pair, PayoffCell(10, (v, -v), (0.0, 0.0), (0, 0), exact=True)) for pair, v in mean.items()]
     snapshot = [(("row-2~1", "column-1"), PayoffCell(10, (9.0, -9.0), (0.0, 0.0), (0, 0)))]
-    tasks = [trained(m.name, m.player) for m in members if m.player] + [played("all", *cells), played("try", *snapshot)]
+    tasks = [train_line(m.name, m.player) for m in members if m.player] + [
+        play_line("all", *cells),
+        play_line("try", *snapshot),
+    ]
     metrics = [
         (0, "team", {"iteration": 0, "members": 2, "games": 5, "env_steps": 100}),
         (1, "team", {"iteration": 0, "nash_conv": 2.0, "exploitability": 1.0}),
@@ -177,7 +182,7 @@ def test_two_populations_are_rows_and_columns(tmp_path):
     after = {names[i]: names[j] for i, j in answers}
     assert after == {"row-1": "column-2", "column-2": "row-2", "row-2": "column-1", "column-1": "row-1"}
     with pytest.raises(ValueError, match="played no games"):
-        standings(record)  # payoffs that were worked out are no wins
+        standings(record)  # exact payoffs are not win rates
 
 
 def test_best_responses_in_a_symmetric_game_follow_the_cycle(tmp_path):
@@ -198,7 +203,9 @@ def test_logged_counters_take_precedence(tmp_path):
         (0, "team", {"iteration": 1, "members": 2, "games": 0, "env_steps": 700}),
         (1, "team", {"iteration": 1, "nash_conv": 1.5, "env_steps": 70, "games": 7}),
     ]
-    (point,) = nash_conv_points(read_record(made_run(tmp_path, [trained("a"), trained("b")], symmetric("a"), metrics)))
+    (point,) = nash_conv_points(
+        read_record(made_run(tmp_path, [train_line("a"), train_line("b")], symmetric("a"), metrics))
+    )
     assert point == {"nash_conv": 1.5, "env_steps": 70, "games": 7, "seconds": 2.0}
 
 
@@ -206,8 +213,8 @@ def test_mixtures_are_meta_strategies_or_main_agent_opponents(tmp_path):
     assert mixtures_by_player(read_record(two_players(tmp_path)))["row"] == [{"row-1": 0.25, "row-2": 0.75}]
     order = {"opponents": {"agent": {"uniform": 0.5, "a": 0.5}}, "self_play": 0.4}
     tasks = [
-        trained("main_0-1", learner="main_0", **order),
-        trained("main_exploiter_0-1", learner="main_exploiter_0", **order),
+        train_line("main_0-1", learner="main_0", **order),
+        train_line("main_exploiter_0-1", learner="main_exploiter_0", **order),
     ]
     assert mixtures_by_player(read_record(made_run(tmp_path, tasks))) == {
         "main_0": [{"itself": 0.4, "uniform": 0.3, "a": 0.3}]
@@ -216,7 +223,7 @@ def test_mixtures_are_meta_strategies_or_main_agent_opponents(tmp_path):
 
 def league_like(folder):
     order = {"opponents": {"agent": {"uniform": 1.0}}, "self_play": 0.5, "settings": {"lr": 1e-3}}
-    tasks = [trained(f"main_0-{i}", learner="main_0", **order) for i in (1, 2)]
+    tasks = [train_line(f"main_0-{i}", learner="main_0", **order) for i in (1, 2)]
     metrics = [(i, "main_0", {"iteration": i + 1, "worst_win_rate": 0.5, "rating": 0.5, "lr": 1e-3}) for i in (0, 1)]
     return made_run(folder, tasks, symmetric("main_0-1", "main_0-2"), metrics)
 

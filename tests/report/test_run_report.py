@@ -49,7 +49,7 @@ def test_summary_table_compares_first_and_last_lines(tmp_path):
 
 
 @pytest.mark.parametrize(("step", "cells"), [(-1, ["25.0%", "-"]), (9, ["-", "25.0%"])])
-def test_a_lone_evaluation_stands_once(tmp_path, step, cells):
+def test_single_evaluation_is_shown_once(tmp_path, step, cells):
     with Run.create(tmp_path, "") as run:
         run.log_eval(step, "dev", TEAM | {"success": 0.25, "episodes": 100.0})
     table = summary_table(run.path)
@@ -58,7 +58,7 @@ def test_a_lone_evaluation_stands_once(tmp_path, step, cells):
 
 
 def test_short_run_is_summarised_by_first_and_last_line(tmp_path):
-    """Windows of ten lines would be the same twelve lines but two."""
+    """Windows of ten lines would share all but two of the twelve lines."""
     with Run.create(tmp_path, "") as run:
         for step in range(4):
             run.log_metrics(step, "a", LEARNER | {"local_reward": step / 10})

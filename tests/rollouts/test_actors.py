@@ -1,4 +1,4 @@
-"""Actors play on while another learns; one that dies is replaced, and loses nothing but its games."""
+"""Actors keep playing while the learner trains; a dead actor is replaced, and only its games are lost."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_actors_use_the_newest_weights(actors: ActorPool) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         batch = actors.collect([], 5, 0)
-        if np.allclose(batch.logp, np.log(1 / 5), atol=1e-6):  # all outputs zero: uniform
+        if np.allclose(batch.logp, np.log(1 / 5), atol=1e-6):  # all outputs zero: uniform play
             return
     raise AssertionError("no batch of the new weights came")
 
 
 def test_actors_drop_batches_instead_of_blocking(actors: ActorPool) -> None:
     actors.collect([], 5, 0)
-    time.sleep(1.0)  # they fill their slots, and go on
+    time.sleep(1.0)  # they fill their slots, and continue
     dropped = 0.0
     deadline = time.monotonic() + 60
     while not dropped and time.monotonic() < deadline:
@@ -79,14 +79,14 @@ def test_actors_drop_batches_instead_of_blocking(actors: ActorPool) -> None:
     assert dropped > 0
 
 
-def kill_and_go_on(actors: ActorPool, kills: int) -> None:
+def kill_actors(actors: ActorPool, kills: int) -> None:
     rng = np.random.default_rng(0)
     for kill in range(kills):
         victim = int(rng.integers(2))
         for _ in range(4):
             actors.collect([], 5, 0)
         while actors.collect([], 5, 0).worker != victim:
-            pass  # a batch between two deaths: it is not an actor that cannot live
+            pass  # a batch between two deaths shows that actors can start
         os.kill(actors.actors[victim].process.pid, signal.SIGKILL)
         for _ in range(4):
             batch = actors.collect([], 5, 0)
@@ -97,13 +97,13 @@ def kill_and_go_on(actors: ActorPool, kills: int) -> None:
 
 
 def test_killed_actors_are_replaced(actors: ActorPool) -> None:
-    kill_and_go_on(actors, 2)
+    kill_actors(actors, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_twenty_killed_actors_are_replaced(actors: ActorPool) -> None:
-    kill_and_go_on(actors, 20)
+    kill_actors(actors, 20)
 
 
 def test_close_ends_processes_and_frees_shared_memory(actors: ActorPool) -> None:

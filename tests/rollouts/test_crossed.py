@@ -1,4 +1,5 @@
-"""Crossed joints: seats that act at once meet in all combinations of their answers, and each answer is one answer."""
+"""Crossed joints: answers of seats that act at the same time are combined in all ways, and each answer is one
+sample."""
 
 import asyncio
 
@@ -19,7 +20,7 @@ from palestra.types import Step
 
 
 class Sums(Env):
-    """Two seats say a number at once, then a alone, `turns` times over; the team earns what was said."""
+    """Both seats answer with a number at the same time, then a alone, `turns` times; the team reward is the sum."""
 
     name = "sums"
     seats = ("a", "b")
@@ -28,13 +29,13 @@ class Sums(Env):
         self.turns = turns
 
     def reset(self, seed):
-        self.said, self.left = [], 2 * self.turns
+        self.answers, self.left = [], 2 * self.turns
         return Step({"a": "both", "b": "both"})
 
     def step(self, actions):
-        self.said.append(sorted(actions.items()))
+        self.answers.append(sorted(actions.items()))
         self.left -= 1
-        seen = {"a": str(self.said)} | ({"b": str(self.said)} if self.left % 2 == 0 else {})
+        seen = {"a": str(self.answers)} | ({"b": str(self.answers)} if self.left % 2 == 0 else {})
         return Step(
             seen if self.left else {}, {"a": float(actions["a"])}, team_reward=sum(map(float, actions.values()))
         )
@@ -46,15 +47,16 @@ def grow(branching, *, turns=1, make_env=Sums, seats=("a", "b"), matches=1):
     return asyncio.run(arena.play_all([EpisodeSpec(i, team, i) for i in range(matches)], branching)), team
 
 
-def said(nodes):
+def texts_of(nodes):
     return ["".join(answer.text for answer in node.answers.values()) for node in nodes]
 
 
 def test_siblings_are_all_combinations_of_the_answers():
     (episode,), team = grow(Branching("turn", 3, "best", joints="crossed"))
     first = episode.children(None)
-    assert said(first) == ["00", "01", "02", "10", "11", "12", "20", "21", "22"]
-    assert [node.team_reward for node in first] == [0, 1, 2, 1, 2, 3, 2, 3, 4]  # each was stepped with its own
+    assert texts_of(first) == ["00", "01", "02", "10", "11", "12", "20", "21", "22"]
+    # each sibling was stepped with its own actions
+    assert [node.team_reward for node in first] == [0, 1, 2, 1, 2, 3, 2, 3, 4]
     assert [query.n for query in team["a"].queries] == [3, 3] and [query.n for query in team["b"].queries] == [3]
     for seat in "ab":
         own = {answer.text: answer for answer in team[seat].spoken[:3]}
@@ -67,16 +69,16 @@ def test_episode_continues_from_the_best_combination():
     assert "('a', '2'), ('b', '2')" in episode.nodes[9].observations["a"]
 
 
-def test_crossed_equals_paired_where_one_seat_acts():
+def test_crossed_equals_paired_if_one_seat_acts():
     (episode,), _ = grow(Branching("turn", 3, "best", joints="crossed"))
-    assert said(episode.children(8)) == ["0", "1", "2"]
+    assert texts_of(episode.children(8)) == ["0", "1", "2"]
 
 
 def test_paired_siblings_use_each_answer_once():
     (episode,), _ = grow(Branching("turn", 3, "best"))
-    assert said(episode.children(None)) == ["00", "11", "22"]
+    assert texts_of(episode.children(None)) == ["00", "11", "22"]
     (plain,), _ = grow(Branching(joints="crossed"))
-    assert said(plain.nodes) == ["00", "0"]  # of one answer each there is one combination
+    assert texts_of(plain.nodes) == ["00", "0"]  # with one answer each there is one combination
 
 
 def test_full_tree_expands_every_combination():
@@ -86,7 +88,7 @@ def test_full_tree_expands_every_combination():
 
 
 class Many(Env):
-    """Thirteen seats at once."""
+    """Thirteen seats that act at the same time."""
 
     seats = tuple("abcdefghijklm")
 
@@ -118,17 +120,17 @@ def test_crossed_trees_are_reproducible_from_the_seed():
         arena = EpisodeRunner(lambda: Sums(2), "toy")
         branching = Branching("turn", 3, "epsilon", 0.5, joints="crossed")
         (episode,) = asyncio.run(arena.play_all([EpisodeSpec(0, {"a": policy, "b": policy}, seed)], branching))
-        return said(episode.nodes)
+        return texts_of(episode.nodes)
 
     assert drawn(1) == drawn(1) != drawn(2)
 
 
-# ---- what is counted
+# ---- metrics
 
 
 def test_metrics_count_a_shared_answer_once():
-    """a answers 3 times with b and 3 times alone; its first three earn (mean over b's) 0, 1, 2 and the team 1, 2, 3;
-    what the team is paid while a is alone, 1 in the mean, belongs to each of b's answers, too."""
+    """a answers 3 times with b and 3 times alone. Its first three earn (mean over b's) 0, 1, 2, and the team 1, 2, 3.
+    The team reward while a is alone, 1 on average, also counts for each of b's answers."""
     episodes, _ = grow(Branching("turn", 3, "best", joints="crossed"))
     a, b = policy_metrics(episodes, "a"), policy_metrics(episodes, "b")
     assert (a["answers"], b["answers"]) == (6, 3)
@@ -148,7 +150,7 @@ def test_throughput_counts_a_shared_answer_once():
 
 
 def test_shared_answers_survive_a_file_round_trip(tmp_path):
-    """Credit of what was read is credit of what was written, though all answers say the same."""
+    """The credit of a file equals that of the original episode, although all answers have the same text."""
     episodes, _ = grow(Branching("turn", 4, "best", joints="crossed"), matches=2)
     for answer in answers_of(episodes):
         answer.token_ids = np.array([len(answer.text)], np.int32)
@@ -179,11 +181,11 @@ def test_each_crossed_answer_gives_one_sample():
         samples, figures = GRPO(group_size=3, joints="crossed").build_samples(episodes, policy)
         taught = [id(sample.token_ids) for sample in samples if sample.has_gradient]
         assert len(taught) == len(set(taught))
-        middle = [answer for answer in team[policy].spoken if answer.text == "1"]  # worth the mean of its group
+        middle = [answer for answer in team[policy].spoken if answer.text == "1"]  # the value is the mean of its group
         assert len(taught) == len(team[policy].spoken) - len(middle)
         assert figures["zero_std_fraction"] == 0 and figures["influence/" + policy] == pytest.approx(expected(policy))
 
 
 def expected(policy):
-    """Of the score 2a + b, less a's half: 1.5a + b, whose variances are as 2.25 to 1."""
+    """Of the score 2a + b, minus a/2: 1.5a + b, whose variances are in the ratio 2.25 : 1."""
     return {"a": 2.25 / 3.25, "b": 1 / 3.25}[policy]

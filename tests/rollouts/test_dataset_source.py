@@ -1,4 +1,4 @@
-"""Learning from files: what each kind of file becomes, whose words it is now, in which order, and what is refused."""
+"""Learning from files: conversion of each kind of file, assignment to policies, order, and refused files."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ def text(policy, token_ids):
 
 
 def tree(path, **options):
-    """The episodes of a table: (parent, observation, answer, reward, over, success) of each node."""
+    """The episodes of a table: (parent, observation, answer, reward, done, success) of each node."""
     (record,) = read(path, **options)
     return [
         [
@@ -78,7 +78,7 @@ def tree(path, **options):
     ]
 
 
-def said(*pairs):
+def answers_of(*pairs):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
@@ -93,7 +93,10 @@ def test_preference_rows_become_two_siblings(tmp_path):
 
 
 def test_message_prompts_become_chat_observations(tmp_path):
-    asked, answers = said(("system", "s"), ("user", "2 + 2")), (said(("assistant", "4")), said(("assistant", "5")))
+    asked, answers = (
+        answers_of(("system", "s"), ("user", "2 + 2")),
+        (answers_of(("assistant", "4")), answers_of(("assistant", "5"))),
+    )
     prompted = {"prompt": asked, "chosen": answers[0], "rejected": answers[1]}
     repeated = {"prompt": "2 + 2", "chosen": asked[1:] + answers[0], "rejected": asked[1:] + answers[1]}
     unprompted = {"chosen": asked + answers[0], "rejected": asked + answers[1]}
@@ -109,10 +112,10 @@ def test_each_assistant_message_is_a_turn(tmp_path):
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     messages = [
-        *said(("user", "?")),
+        *answers_of(("user", "?")),
         call,
         {"role": "tool", "content": "1"},
-        *said(("assistant", "one"), ("user", "ta")),
+        *answers_of(("assistant", "one"), ("user", "ta")),
     ]
     first, second = tree(write_lines(tmp_path / "a.jsonl", {"messages": messages, "tools": tools}))[0]
     spelled = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -122,7 +125,8 @@ def test_each_assistant_message_is_a_turn(tmp_path):
 
 def test_next_turn_continues_the_tokens_of_the_conversation(tmp_path, speaker):
     path = write_lines(
-        tmp_path / "a.jsonl", {"messages": said(("user", "u"), ("assistant", "x"), ("user", "v"), ("assistant", "y"))}
+        tmp_path / "a.jsonl",
+        {"messages": answers_of(("user", "u"), ("assistant", "x"), ("user", "v"), ("assistant", "y"))},
     )
     policy = speaker()
     (episode,) = play(recorded(path, {"a": policy}), [0])
@@ -137,7 +141,7 @@ def test_next_turn_continues_the_tokens_of_the_conversation(tmp_path, speaker):
 
 
 def test_text_prompts_are_formatted_as_env_observations(tmp_path, speaker):
-    """The prompt: preceded by the role, or by the policy's own system text."""
+    """The prompt, after the role or the policy's own system text."""
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "2 + 2", "completion": "4"})
     for policy, roles, system in (
         (speaker(), None, "<|system|>r<|end|>"),
@@ -189,7 +193,7 @@ def test_missing_files_are_refused_with_accepted_formats(tmp_path):
         read(write_lines(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a"}), seat=None)
 
 
-# ---- episodes that were played
+# ---- recorded episodes
 
 
 def write_play(path, seats, count=4, turns=1, k=1, arena="train"):
@@ -247,7 +251,7 @@ def test_recorded_tokens_are_kept_if_the_tokenizer_decodes_them(tmp_path, speake
 
 
 def test_answers_of_another_tokenizer_are_retokenised(tmp_path, speaker):
-    """Those of `Spoken` are bytes, which this tokenizer reads otherwise."""
+    """The tokens of `Spoken` are bytes, which this tokenizer decodes differently."""
     path = write_play(tmp_path / "a.parquet", dict.fromkeys(Whisper.seats, Spoken("p", lambda query, i: "1")))
     seats = dict.fromkeys(Whisper.seats, speaker())
     answer = play(recorded(path, seats), [0])[0].nodes[0].answers["guide"]
@@ -303,7 +307,7 @@ def test_rebuilt_prompts_need_the_env_or_a_system_text(tmp_path, speaker):
     assert text(speakers["guide"], answer.prompt_ids).startswith("<|system|>you<|end|>")
 
 
-# ---- the order
+# ---- order
 
 
 def numbered(tmp_path, speaker, seed=0, count=10):
@@ -322,7 +326,7 @@ def test_each_epoch_is_a_new_permutation_of_the_episodes(tmp_path, speaker):
     assert len({tuple(epoch) for epoch in epochs}) == 3 and list(range(10)) not in epochs
     assert (
         drawn(source, range(5, 28)) == [*epochs[0], *epochs[1], *epochs[2]][5:28]
-    )  # whichever numbers are asked for at once
+    )  # whichever numbers are requested together
     assert Counter(drawn(source, range(30))) == dict.fromkeys(range(10), 3)
     assert drawn(numbered(tmp_path, speaker), range(20)) == epochs[0] + epochs[1]
     assert drawn(numbered(tmp_path, speaker, seed=1), range(10)) not in epochs
@@ -344,7 +348,7 @@ def test_on_episode_is_called_for_recorded_episodes(tmp_path, speaker):
     assert received == played and source.observe(played, {}) == {}
 
 
-# ---- what cannot be learned is said at once
+# ---- errors before training
 
 
 def test_algorithms_that_need_sampler_logprobs_refuse_data_without_them(tmp_path, speaker):

@@ -1,4 +1,4 @@
-"""Ranks that share a rollout play each its part, and all know all of it, in order."""
+"""Ranks that share a rollout: each plays its part, and all get all episodes in order."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ from palestra.types import Episode
 
 
 @dataclass
-class Meeting:
-    """Where threads stand for processes."""
+class ThreadGroup:
+    """A meeting point of threads that stand for processes."""
 
     size: int
     things: dict = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Meeting:
 @dataclass
 class Member:
     rank: int
-    meeting: Meeting
+    meeting: ThreadGroup
 
     @property
     def world_size(self):
@@ -42,7 +42,7 @@ class Member:
 
 
 class Numbers:
-    """A source whose episodes are their numbers; it notes who played which."""
+    """A source whose episodes are their numbers; it records which rank played which."""
 
     def __init__(self):
         self.played = []
@@ -60,7 +60,7 @@ class Numbers:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
 def test_ranks_split_episodes_and_gather_them_in_order(size):
-    meeting, readied = Meeting(size), []
+    meeting, readied = ThreadGroup(size), []
     sources, results, heard = ([Numbers() for _ in range(size)], [None] * size, [[] for _ in range(size)])
 
     @contextlib.contextmanager
@@ -69,12 +69,12 @@ def test_ranks_split_episodes_and_gather_them_in_order(size):
         yield
         readied.append("closed")
 
-    def follow(rank):
+    def run_rank(rank):
         shared = RankSplitSource(sources[rank], RankSplit(Member(rank, meeting), opened))
         on_episode = heard[rank].append
         results[rank] = asyncio.run(shared.play(range(10, 17), Branching(), {}, on_episode))
 
-    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -97,6 +97,8 @@ def test_distributed_runner_records_failed_episodes():
         def step(self, actions):
             raise AssertionError("reset failed")
 
-    arena = RankSplitRunner(EpisodeRunner(Broken, "broken"), RankSplit(Member(0, Meeting(1)), contextlib.nullcontext))
+    arena = RankSplitRunner(
+        EpisodeRunner(Broken, "broken"), RankSplit(Member(0, ThreadGroup(1)), contextlib.nullcontext)
+    )
     (episode,) = asyncio.run(arena.play_all([EpisodeSpec(3, {}, 0)], Branching()))
     assert episode.error == "RuntimeError: no such game" and arena.name == "broken"

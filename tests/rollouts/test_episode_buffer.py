@@ -64,9 +64,9 @@ def test_drop_removes_only_the_given_episodes(tmp_path):
 
 
 def test_buffer_is_empty_after_rollback_before_dropped_episodes(tmp_path):
-    """Episodes of the weights that were once to come are of no use to weights that come to be others."""
+    """Episodes of weights after the rollback point are useless: the weights will be others."""
     filled(tmp_path / "buffer", range(4)).drop(2)
     buffer = EpisodeBuffer(tmp_path / "buffer", 1)
     assert not any(number in buffer for number in range(4))
     asyncio.run(buffer.put(1, 0, played(1)))
-    assert 1 in EpisodeBuffer(tmp_path / "buffer", 1)  # and what it plays then is kept again
+    assert 1 in EpisodeBuffer(tmp_path / "buffer", 1)  # and episodes played after that are stored again

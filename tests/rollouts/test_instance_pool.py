@@ -1,4 +1,4 @@
-"""A pool of instances: probabilities and running success by hand, and what drawing by learnability is worth."""
+"""A pool of instances: probabilities and running success by hand, and learning with sampling by learnability."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from palestra.training.loop import restore_checkpoint, run_training
 from palestra.types import TEAM, Answer, Episode, Node, Step
 
 
-def ended(*success, error=None, chosen=1):
-    """An episode whose siblings ended with `success`; play continued from the first `chosen`."""
+def episode_with(*success, error=None, chosen=1):
+    """An episode whose siblings ended with `success`; play continued from sibling `chosen`."""
     nodes = [Node(i, None, 0, {}, {}, done=True, chosen=i < chosen, info={"success": s}) for i, s in enumerate(success)]
     return Episode("train", 0, {}, nodes, error)
 
 
 def test_probabilities_by_hand():
-    """p(1 - p) of .5, .9, 0 and of one never played, taken for .5: .25, .09, 0 and .25 of .59."""
+    """p(1 - p) for .5, .9, 0 and one that was never played (taken as .5): .25, .09, 0 and .25, of .59."""
     memory = {POOL_KEY: {"train": {"0": 0.5, "1": 0.9, "2": 0.0}}}
     expected = 0.2 / 4 + 0.8 * np.array([0.25, 0.09, 0.0, 0.25]) / 0.59
     assert InstancePool(size=4, floor=0.2).probabilities("train", memory) == pytest.approx(expected)
@@ -43,23 +43,29 @@ def test_probabilities_by_hand():
 
 
 def test_running_success_by_hand():
-    """From .5 half the way to 1 is .75, and from there half the way to 0 is .375; a failed episode tells nothing."""
+    """From .5 half of the way to 1 is .75, and from there half of the way to 0 is .375; a failed episode changes
+    nothing."""
     pool, memory = InstancePool(size=4), {}
-    outcomes = [(2, ended(1, 1)), (2, ended(0, 0)), (3, ended(1, 0, 0, 0)), (1, ended(1, error="broken"))]
+    outcomes = [
+        (2, episode_with(1, 1)),
+        (2, episode_with(0, 0)),
+        (3, episode_with(1, 0, 0, 0)),
+        (1, episode_with(1, error="broken")),
+    ]
     metrics = pool.observe("train", outcomes, memory)
     assert memory == {POOL_KEY: {"train": {"2": 0.375, "3": 0.375}}}
     learnability = (2 * 0.375 * 0.625 + 2 * 0.25) / 4
     assert metrics == pytest.approx(
         {"pool_seen": 0.5, "pool_solved": 0, "pool_unsolved": 0, "pool_learnability": learnability}
     )
-    pool.observe("train", [(0, ended(0))] * 3, memory)
-    assert pool.observe("train", [(1, ended(1))] * 4, memory)["pool_unsolved"] == 0.25
+    pool.observe("train", [(0, episode_with(0))] * 3, memory)
+    assert pool.observe("train", [(1, episode_with(1))] * 4, memory)["pool_unsolved"] == 0.25
     assert pool.observe("train", [], memory)["pool_solved"] == 0.25
 
 
 def test_success_counts_all_siblings_not_only_the_best():
-    assert sibling_success(ended(1, 0, 0, 0, chosen=1)) == 0.25
-    assert sibling_success(ended(1, error="broken")) is None
+    assert sibling_success(episode_with(1, 0, 0, 0, chosen=1)) == 0.25
+    assert sibling_success(episode_with(1, error="broken")) is None
     assert sibling_success(Episode("train", 0, {}, [Node(0, None, 0, {}, {}, done=True)])) is None
 
 
@@ -82,14 +88,14 @@ def test_draws_follow_the_probabilities_and_stay_in_the_pool():
     whole = source.episode_specs(range(50), memory)
     alone = [source.episode_specs([number], memory)[0] for number in range(50)]
     assert [spec.instance for _, spec in alone] == [spec.instance for _, spec in whole]
-    assert len({spec.seed for _, spec in whole}) == 50  # a second visit samples anew
+    assert len({spec.seed for _, spec in whole}) == 50  # a second visit samples again
 
 
-# ---- what it is worth
+# ---- learning
 
 
 class Mixed(Env):
-    """One answer, right or wrong. The policy knows 90 instances of 200, can learn 20, and 90 accept no answer."""
+    """One answer, right or wrong. Of 200 instances the policy knows 90, can learn 20, and 90 accept no answer."""
 
     name = "mixed"
     seats = ("agent",)
@@ -104,7 +110,7 @@ class Mixed(Env):
 
 
 class Table:
-    """A policy with one logit for each instance: -1.5 where it can learn, else 4."""
+    """A policy with one logit for each instance: -1.5 if it can be learned, otherwise 4."""
 
     name = "agent"
 
@@ -134,7 +140,7 @@ class Table:
         self.logits += step
 
 
-def trained(sampling, seed, steps=60):
+def train_policy(sampling, seed, steps=60):
     """The policy after `steps` steps of 8 episodes of 8 siblings."""
     policy, memory = Table(), {}
     pool = InstancePool(size=200, sampling=sampling)
@@ -151,12 +157,12 @@ def trained(sampling, seed, steps=60):
     return policy.success()
 
 
-def test_learnability_beats_uniform_sampling_where_few_instances_can_be_learned():
-    """480 episodes: uniform visits each instance 2.4 times, of which a tenth can be learned. Of five seeds uniform
-    sampling ends between .53 and .70 of right answers there, learnability between .70 and .75."""
+def test_learnability_beats_uniform_sampling_if_few_instances_can_be_learned():
+    """With 480 episodes uniform sampling visits each instance 2.4 times; a tenth of them can be learned. Over five
+    seeds the share of right answers there ends between .53 and .70, and with learnability between .70 and .75."""
     before = Table().success()
-    uniform = [trained("uniform", seed) for seed in range(3)]
-    learnability = [trained("learnability", seed) for seed in range(3)]
+    uniform = [train_policy("uniform", seed) for seed in range(3)]
+    learnability = [train_policy("learnability", seed) for seed in range(3)]
     assert min(uniform) > before and min(learnability) > max(uniform)
     assert np.mean(learnability) > np.mean(uniform) + 0.08
 

@@ -21,7 +21,7 @@ def test_return_is_team_reward_plus_mean_seat_return():
 
 
 def test_shared_prefix_counts_for_each_trajectory():
-    """A trunk that earns 1, and two ends that earn 0 and 4: trajectories of 1 and 5."""
+    """A shared step that earns 1, and two leaves that earn 0 and 4: trajectories of 1 and 5."""
     nodes = [node(0, None, 0, {"red": 0.0}, team=1.0)]
     nodes += [node(i, 0, 1, {"blue": 0.0}, team=4.0 * (i - 1), done=True) for i in (1, 2)]
     assert episode_return(Episode("e", 0, SEATS, nodes)) == 3.0

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which episodes are played again, and how often."""
+"""Dynamic sampling: which episodes are replaced, and how often."""
 
 import asyncio
 
@@ -20,7 +20,8 @@ from palestra.types import TEAM, Answer, Step
 
 
 class Stubborn(Env):
-    """One turn, paid for the number said in every instance that `FLAT` does not name; there all earn the same."""
+    """One turn that pays the number in the answer, except in the instances of `FLAT`, where all answers earn the
+    same."""
 
     name = "stubborn"
     seats = ("a",)
@@ -49,7 +50,7 @@ def play(numbers, flat, monkeypatch, **settings):
 
 
 def test_flat_episodes_are_replaced_in_place(monkeypatch):
-    """Of 0, 1, 2 the second is flat, and so is the first instance played for it."""
+    """Of 0, 1, 2 the second is flat, and so is the first replacement."""
     flat = [1, 1 + ATTEMPT_STRIDE]
     seeds, episodes, heard = play(range(3), flat, monkeypatch, flat_groups="refill")
     assert seeds == [0, 1 + 2 * ATTEMPT_STRIDE, 2] and len(heard) == 5
@@ -75,11 +76,11 @@ def test_batch_baselines_have_no_flat_groups():
         GRPO(group_size=1, baseline="batch", scale="batch", flat_groups="refill")
 
 
-# ---- curricula, which observe replaced episodes too
+# ---- curricula, which also observe replaced episodes
 
 
 class Coin(Env):
-    """One turn. In instances of `SOLVED` every answer is right, elsewhere only "1"."""
+    """One turn. In instances of `SOLVED` every answer is right, in others only "1"."""
 
     name = "coin"
     seats = ("agent",)
@@ -101,7 +102,7 @@ class Solved(Coin):
 
 
 class Tossed:
-    """A policy that answers 0 or 1, each as often, with one token."""
+    """A policy that answers 0 or 1 with equal probability, with one token."""
 
     name = "agent@0"
 
@@ -112,7 +113,7 @@ class Tossed:
 
 
 def coins(flat_groups, *, steps=30, envs=(Coin,), **options):
-    """A run without learners, of steps of four episodes."""
+    """A run without learners, with steps of four episodes."""
     games = EnvSource(
         {kind.__name__: EpisodeRunner(kind, kind.__name__) for kind in envs}, lambda: {"agent": Tossed()}, 0, **options
     )
@@ -120,33 +121,33 @@ def coins(flat_groups, *, steps=30, envs=(Coin,), **options):
     return TextTrainer([Stage(games, algorithm, steps, 4)], {}, [], 0, checkpoint_every=10)
 
 
-def trained(setup, folder, should_stop=lambda: False):
+def train_setup(setup, folder, should_stop=lambda: False):
     with Run.create(folder, "") as run:
         run_training(setup, run, should_stop=should_stop)
         return run.path
 
 
 @pytest.mark.parametrize("flat_groups", ["count", "refill"])
-def test_a_pool_learns_from_replaced_episodes_which_instances_are_solved(tmp_path, flat_groups):
-    """Nine of ten instances are solved: all that refill keeps of them is the last attempt."""
+def test_pool_counts_successes_of_replaced_episodes(tmp_path, flat_groups):
+    """Nine of ten instances are solved: of these, refill keeps only the last attempt."""
     pool = InstancePool(size=10)
     setup = coins(flat_groups, pool=pool)
-    trained(setup, tmp_path)
+    train_setup(setup, tmp_path)
     assert pool.probabilities("Coin", setup.algorithm_state)[0] > 0.6
 
 
-def test_frontier_learns_from_replaced_episodes_which_env_is_solved(tmp_path):
+def test_frontier_counts_successes_of_replaced_episodes(tmp_path):
     setup = coins("refill", steps=15, envs=(Coin, Solved), curriculum="frontier")
-    path = trained(setup, tmp_path)
+    path = train_setup(setup, tmp_path)
     assert setup.algorithm_state[SUCCESS_KEY]["Solved"] == 1.0
     lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == TEAM]
     assert lines[0]["Solved.success"] == 1.0 and lines[-1]["Coin.share"] > 0.9
 
 
 def test_a_refilled_pool_resumes_exactly(tmp_path):
-    whole = trained(coins("refill", pool=InstancePool(size=10)), tmp_path / "whole")
+    whole = train_setup(coins("refill", pool=InstancePool(size=10)), tmp_path / "whole")
     calls = iter(range(100))
-    stopped = trained(coins("refill", pool=InstancePool(size=10)), tmp_path / "stopped", lambda: next(calls) == 12)
+    stopped = train_setup(coins("refill", pool=InstancePool(size=10)), tmp_path / "stopped", lambda: next(calls) == 12)
     with Run.open(stopped) as again:
         setup = coins("refill", pool=InstancePool(size=10))
         restore_checkpoint(setup, again)

@@ -1,4 +1,4 @@
-"""Replays: what is recorded is what was played, recording changes nothing, and a run keeps them."""
+"""Replays: they contain the game as it was played, recording changes nothing, and a run stores them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENVS += [KuhnPoker, LeducPoker, LiarsDice]
 
 
 def record(env: VectorEnv, num_episodes: int = 2, seed: int = 3) -> tuple[ReplayRecorder, dict[str, Any]]:
-    """Plays an evaluation of random players."""
+    """Plays a recorded evaluation with random players."""
     recorder = ReplayRecorder(env, num_episodes)
     metrics = play_eval(recorder, [UniformVectorPolicy(env, range(len(env.seats)))], env.num_envs, seed)
     return recorder, metrics
@@ -62,17 +62,17 @@ def test_png_holds_the_pixels(shape):
     assert (read_png(to_png(picture)) == picture).all()
 
 
-def test_other_arrays_are_no_pictures():
+def test_other_arrays_are_refused_as_pictures():
     with pytest.raises(ValueError, match=r"render returned an array float64 \[4, 4\]: return uint8"):
         to_png(np.zeros((4, 4)))
 
 
-def test_shapes_lie_where_they_were_drawn():
+def test_shapes_are_drawn_at_their_positions():
     canvas = Canvas(-1, 1, size=100)
     canvas.disc(0.5, 0.5, 0.2, RED)  # right and up: column 75, row 25
     canvas.rectangle(-0.5, -0.5, 0.4, 0.2, (0, 0, 0))
     canvas.line((-1, 0), (1, 0), (0, 0, 255))
-    canvas.disc(9, 9, 0.2, RED)  # outside: nothing
+    canvas.disc(9, 9, 0.2, RED)  # outside: nothing is drawn
     picture = canvas.picture()
     assert tuple(picture[25, 75]) == RED and tuple(picture[25, 86]) != RED
     assert tuple(picture[75, 25]) == (0, 0, 0) and tuple(picture[75, 36]) != (0, 0, 0) == tuple(picture[71, 25])
@@ -106,7 +106,7 @@ def test_recording_changes_no_result():
     assert with_replays == without
 
 
-def test_pictures_move():
+def test_pictures_change_between_steps():
     frames = record(SimpleSpread(2))[0].replays()[0].frames
     assert len(frames) == 25 and len({frame.picture for frame in frames}) > 20, "they stand still only by chance"
 
@@ -118,11 +118,11 @@ def test_observations_that_are_pictures_need_no_renderer(monkeypatch):
     assert (read_png(frame.picture) == env.reset(np.arange(2)).obs[0, 0, :, :, -1]).all()
 
 
-def test_an_env_that_draws_nothing_has_no_replays():
+def test_env_without_renderer_has_no_replays():
     assert record(MatrixGame(4))[0].replays() == []
 
 
-def test_long_games_are_cut(monkeypatch):
+def test_long_replays_are_truncated(monkeypatch):
     monkeypatch.setattr(replay_recorder, "MAX_FRAMES", 10)
     for replay in record(SimpleSpread(2))[0].replays():
         assert len(replay.frames) == 10 and replay.end == "cut" and replay.success is None

@@ -12,7 +12,7 @@ from palestra.runs import load_episodes, read_lines
 from palestra.types import Step
 
 
-def test_terms_are_weighted_and_all_else_stays():
+def test_only_terms_are_weighted():
     terms = {"a": {"form": -0.5, "facts": 2.0}, "b": {"facts": 1.0}}
     step = Step({}, rewards={"a": 1.5, "b": 1.0, "c": 7.0}, team_reward=3.0, info={REWARD_TERMS_KEY: terms, "turn": 2})
     weighted = reweigh(step, {"form": 0.0, "facts": 0.5})
@@ -22,8 +22,8 @@ def test_terms_are_weighted_and_all_else_stays():
     assert reweigh(step, {}) is step and reweigh(Step({}), {"form": 2.0}) == Step({})
 
 
-def test_a_part_of_a_reward_without_a_name_keeps_its_weight():
-    step = Step({}, rewards={"a": 5.0}, info={REWARD_TERMS_KEY: {"a": {"form": -1.0}}})  # 6 is not named
+def test_unnamed_part_of_a_reward_is_not_weighted():
+    step = Step({}, rewards={"a": 5.0}, info={REWARD_TERMS_KEY: {"a": {"form": -1.0}}})  # 6 has no name
     assert reweigh(step, {"form": 0.0}).rewards == {"a": 6.0}
 
 
@@ -48,14 +48,14 @@ def config(**changes):
 
 
 def messages_by_step(run):
-    """The rewards of right messages, by training step: the first seat is an expert, and always right."""
+    """The rewards of right messages by training step: the first seat is an expert, and always right."""
     episodes = [load_episodes(file) for file in sorted((run / "episodes").glob("*.parquet"))]
     return [{node.rewards["first"] for e in step for node in e.nodes if "first" in node.rewards} for step in episodes]
 
 
-def test_a_run_fades_a_term_and_its_evaluations_have_the_envs_own(tmp_path):
+def test_run_fades_a_term_in_training_and_not_in_evaluations(tmp_path):
     weights = {"message": {"start": 2.0, "end": 0.0, "steps": 2}}
-    with contextlib.suppress(RunFailed):  # the tiny base may learn nothing from so little
+    with contextlib.suppress(RunFailed):  # the tiny base may learn nothing in so few steps
         palestra.train(config(reward_weights=weights), root=tmp_path)
     (path,) = tmp_path.iterdir()
     assert messages_by_step(path) == [{2.0}, {1.0}, {0.0}]
@@ -64,7 +64,7 @@ def test_a_run_fades_a_term_and_its_evaluations_have_the_envs_own(tmp_path):
 
 
 @pytest.mark.parametrize("more", [{}, {"staleness": 1}, {"backend": {"type": "inline"}}], ids=str)
-def test_a_weight_fades_over_the_steps_of_the_run_whatever_its_stages_play(tmp_path, more):
+def test_weight_fades_over_the_steps_of_a_run_with_stages(tmp_path, more):
     """One step of eight episodes, then three of two."""
     weights = {"message": {"start": 2.0, "end": 0.0, "steps": 4}}
     stages = [{"steps": 1, "episodes": 8}, {"steps": 3, "episodes": 2}]
@@ -74,6 +74,6 @@ def test_a_weight_fades_over_the_steps_of_the_run_whatever_its_stages_play(tmp_p
     assert messages_by_step(path) == [{2.0}, {1.5}, {1.0}, {0.5}]
 
 
-def test_a_term_that_no_reward_has_is_refused_after_the_first_step(tmp_path):
+def test_unused_term_is_refused_after_the_first_step(tmp_path):
     with pytest.raises(ValueError, match=r"reward_weights names mesage, and no reward .* it has message"):
         palestra.train(config(reward_weights={"mesage": 0.5}), root=tmp_path)

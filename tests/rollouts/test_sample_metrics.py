@@ -1,4 +1,4 @@
-"""pass@k and majority vote: by hand, by enumeration, and in evaluations as a user plays them."""
+"""pass@k and majority vote: by hand, by enumeration, and in evaluations from the command line."""
 
 import json
 from itertools import combinations
@@ -42,8 +42,8 @@ def test_pass_at_k_by_hand():
             pass_at_k(*wrong)
 
 
-def test_the_majority_votes_by_answer():
-    """Three say 7, two say 8; of a tie the mean; who says nothing has no vote."""
+def test_majority_vote_by_hand():
+    """Three answer 7 and two 8; a tie counts as the mean; an episode without an answer does not vote."""
     seven, eight, none = sample(True, "7"), sample(False, " 8"), unanswered()
     assert majority_success([seven, seven, seven, eight, eight]) == 1
     assert majority_success([seven, eight, eight, none, none, none]) == 0
@@ -51,13 +51,13 @@ def test_the_majority_votes_by_answer():
 
 
 def test_an_env_without_final_answers_has_no_majority():
-    """The answers of seats are not the team's."""
+    """Answers of seats are not the team's answer."""
     ended = sample(True, answers={"a": "7", "b": "8"})
     assert "maj_at_k" not in sample_metrics([ended] * 4, 2) and "maj_at_k" not in sample_metrics([sample(True)] * 4, 2)
 
 
 def test_an_instance_without_any_answer_counts_as_lost():
-    """Whether the env reports answers is decided over all instances: one may end before any sample has one."""
+    """Whether the env reports answers is decided over all instances: in one of them no sample may have an answer."""
     cut_off, solved = sample(False), sample(True, "7")
     assert sample_metrics([cut_off, cut_off, solved, solved], 2)["maj_at_k"] == {"2": 0.5}
     assert sample_metrics([unanswered(), unanswered(), solved, solved], 2)["maj_at_k"] == {"2": 0.5}
@@ -65,7 +65,7 @@ def test_an_instance_without_any_answer_counts_as_lost():
 
 
 def test_metrics_are_means_over_instances():
-    """One and four successes of four: pass@1 is 1/4 and 1, pass@2 is 1/2 and 1. A failed sample is none."""
+    """One and four successes of four: pass@1 is 1/4 and 1, pass@2 is 1/2 and 1. A failed sample is no success."""
     episodes = [sample(i == 0, "7" if i == 0 else "8") for i in range(4)] + [sample(True, "7")] * 4
     found = sample_metrics(episodes, 4)
     assert found["episodes"] == 2 and found["samples"] == 4
@@ -98,7 +98,7 @@ def run(base, tmp_path_factory):
         return opened.path
 
 
-def test_a_run_records_them(run):
+def test_run_records_sample_metrics(run):
     lines = {line["name"]: line for line in read_lines(run / "evals.jsonl")}
     assert "pass_at_k" not in lines["one"]
     found = lines["test"]
@@ -106,7 +106,7 @@ def test_a_run_records_them(run):
     assert found["pass_at_k"]["1"] < found["pass_at_k"]["2"] < found["pass_at_k"]["4"]
 
 
-def test_the_command_line_plays_and_shows_them(run):
+def test_eval_command_prints_sample_metrics(run):
     shown = CliRunner().invoke(app, ["eval", str(run), "--episodes", "10", "--samples", "4"])
     assert shown.exit_code == 0 and "pass@4" in shown.output
     plain = CliRunner().invoke(app, ["eval", str(run), "--episodes", "10", "--samples", "4", "--json"])
@@ -126,7 +126,7 @@ def test_the_command_line_plays_and_shows_them(run):
         ["math_relay", "--env", "team=single"],
     ],
 )
-def test_the_final_answer_of_a_team_votes(arguments):
+def test_final_answer_of_a_team_votes(arguments):
     options = ["--seats", "*=expert", "--episodes", "3", "--samples", "2", "--json"]
     done = CliRunner().invoke(app, ["eval", *arguments, *options])
     found = json.loads(done.stdout)

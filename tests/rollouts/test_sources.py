@@ -33,7 +33,7 @@ def test_envs_are_sampled_by_weight(weights, share):
 
 
 def test_frontier_prefers_envs_of_medium_success():
-    """s(1 - s) is .25 of one env and .09 of the other: .25 / .34 of nine tenths, and half of one tenth."""
+    """s(1 - s) is .25 for one env and .09 for the other: .25 / .34 of nine tenths, and half of one tenth."""
     source = games(curriculum="frontier")
     memory = {SUCCESS_KEY: {"whisper": 0.5, "chant": 0.9}}
     assert source.env_probabilities(memory) == pytest.approx(
@@ -60,7 +60,7 @@ def test_success_rate_is_per_env_without_failed_episodes():
     source, memory = games(curriculum="frontier", rate=0.5), {}
     first = [ended("whisper", True), ended("whisper", False), ended("whisper", True, error="broken")]
     assert source.observe(first, memory)["whisper.success"] == 0.5
-    assert memory == {SUCCESS_KEY: {"whisper": 0.5}}  # the other was not played
+    assert memory == {SUCCESS_KEY: {"whisper": 0.5}}  # the other env was not played
     figures = source.observe([ended("whisper", True), ended("chant", False)], memory)
     assert memory == {SUCCESS_KEY: {"whisper": 0.75, "chant": 0.0}}
     assert figures["whisper.success"] == 1.0 and figures["chant.share"] == pytest.approx(0.05)

@@ -23,7 +23,7 @@ from palestra.types import Episode, Step
 
 
 class Count(Env):
-    """One seat says a number, `turns` times; it is paid that number, and sees the numbers said so far."""
+    """One seat answers with a number, `turns` times; the number is its reward, and it observes all earlier numbers."""
 
     name = "count"
     seats = ("a",)
@@ -43,7 +43,7 @@ class Count(Env):
 
 
 class Both(Env):
-    """Two seats answer at once, `turns` times; the team is paid where they agree."""
+    """Two seats answer at the same time, `turns` times; the team is paid if they agree."""
 
     name = "both"
     seats = ("a", "b")
@@ -74,11 +74,11 @@ def shape(episode: Episode):
     return [(n.id, n.parent, n.depth, n.chosen, n.done, n.answers["a"].text) for n in episode.nodes]
 
 
-# ---- a full context
+# ---- context limit
 
 
 def crowded(query, i):
-    """Says its number; of trajectories that began with 1, the third prompt does not fit."""
+    """Answers with its number; in trajectories that began with 1, the third prompt exceeds the context."""
     if query.observation.startswith("1 "):
         raise ContextLengthExceeded("context length")
     return str(i)
@@ -94,7 +94,7 @@ def test_trajectory_beyond_the_context_is_truncated_without_its_siblings():
     metrics = episode_metrics([episode])
     assert metrics["context_full_fraction"] == 0.5 and metrics["success"] == 0.5 and metrics["failed"] == 0
     (group,) = GRPO(branch_at="root", group_size=2).groups(episode)
-    assert sorted(group.values) == [0, 1]  # the rewards so far count
+    assert sorted(group.values) == [0, 1]  # rewards before the limit count
 
 
 def test_turn_tree_ends_if_its_best_sibling_exceeds_the_context():
@@ -124,7 +124,7 @@ def test_engine_and_servers_report_prompts_beyond_the_context():
     assert not isinstance(request_error("no such model"), ContextLengthExceeded)
 
 
-# ---- the shapes of trees
+# ---- shapes of trees
 
 
 def test_unbranched_episode_is_a_tree_with_one_branch():
@@ -144,7 +144,7 @@ def test_keep_best_continues_from_the_highest_reward():
         (5, 1, 1, False, True, "1"),
     ]
     assert [n.id for n in episode.trajectory(episode.nodes[5])] == [1, 5]
-    assert episode_metrics([episode])["steps_per_episode"] == 2  # tried siblings are no lines
+    assert episode_metrics([episode])["steps_per_episode"] == 2  # siblings that were not continued are not trajectories
 
 
 def test_keep_best_uses_the_mixed_reward_of_acting_seats():
@@ -179,7 +179,7 @@ def test_root_branching_samples_whole_trajectories():
         (i, 2) for i in range(4, 8)
     ]
     assert [q.n for q in team["a"].queries] == [4] + [1] * 8
-    assert len({q.seed for q in team["a"].queries}) == 9  # no two lines draw the same
+    assert len({q.seed for q in team["a"].queries}) == 9  # trajectories draw independently
     assert len(episode.leaves()) == 4
 
 
@@ -237,7 +237,7 @@ def test_episode_done_at_reset_has_no_nodes():
     assert episode_metrics([episode])["failed"] == 0 and episode_metrics([episode])["steps_per_episode"] == 0
 
 
-# ---- what policies are asked
+# ---- queries of policies
 
 
 @pytest.mark.parametrize("branching", [Branching("root", 3), Branching("turn", 3, "best"), Branching("turn", 2, "all")])
@@ -301,7 +301,7 @@ def test_episodes_are_independent_of_the_batch(branching):
 
 
 class Late(Count):
-    """Takes a while that differs from step to step, and from one instance of this class to the next."""
+    """Takes a time that differs between steps and between instances of this class."""
 
     async def reset(self, seed):
         return super().reset(seed)
@@ -328,15 +328,15 @@ class Blocking(Count):
 @pytest.mark.parametrize("branching", TREES, ids=str)
 @pytest.mark.parametrize("make_env", [lambda: Late(3), lambda: Blocking(3)], ids=["coroutines", "threads"])
 def test_results_do_not_depend_on_step_timing(branching, make_env):
-    """Coroutine and blocking envs grow the very trees that the plain env grows: ids, draws, and order."""
+    """Coroutine and blocking envs give exactly the trees of the plain env: ids, draws and order."""
     assert drawn(1, branching, make_env) == drawn(1, branching)
 
 
-# ---- waiting together
+# ---- concurrency
 
 
 class Meeting(Count):
-    """Its step ends only when `guests` steps are under way at once: one after the other would never end."""
+    """Its step returns only when `guests` steps run at the same time: sequential steps would never return."""
 
     blocking = True
     guests = threading.Barrier(60, timeout=30)
@@ -366,7 +366,7 @@ def test_blocking_env_steps_of_siblings_run_concurrently():
 
 
 def test_twenty_blocking_steps_of_50_ms_overlap():
-    class Sleepy(Count):
+    class SlowStep(Count):
         blocking = True
 
         def step(self, actions):
@@ -374,9 +374,9 @@ def test_twenty_blocking_steps_of_50_ms_overlap():
             return super().step(actions)
 
     best = math.inf
-    for _ in range(3):  # the best of three: a busy machine is not a failure
+    for _ in range(3):  # the best of three, since the machine may be busy
         start = time.perf_counter()
-        grow(lambda: Sleepy(1), Branching(), matches=20)
+        grow(lambda: SlowStep(1), Branching(), matches=20)
         best = min(best, time.perf_counter() - start)
     assert best < 0.5
 
@@ -411,11 +411,11 @@ def test_on_episode_is_called_once_per_episode():
     assert sorted(e.seed for e in done) == [e.seed for e in episodes] == [0, 1, 2, 3, 4]
 
 
-# ---- failures are data
+# ---- failures are recorded
 
 
 class Fragile(Count):
-    """Instance 1 breaks at `where`; every env notes that it was closed."""
+    """Instance 1 fails at `where`; every env records that it was closed."""
 
     where = ""
     opened: list
@@ -517,11 +517,11 @@ def test_observation_for_an_unknown_seat_is_reported():
 
 
 def test_wrong_return_type_of_step_gives_an_explained_failure():
-    class Gymlike(Count):
+    class ReturnsTuple(Count):
         def step(self, actions):
             return {"a": "-"}, 0.0, True, False, {}
 
-    (episode,), _ = grow(lambda: Gymlike(1), Branching(), seats=("a",))
+    (episode,), _ = grow(lambda: ReturnsTuple(1), Branching(), seats=("a",))
     assert "step must return a palestra.types.Step, and returned a tuple, as in Gymnasium" in episode.error
     assert "require_step" in episode.traceback
 
@@ -551,11 +551,11 @@ def test_error_in_one_branch_fails_the_whole_tree():
     }
 
 
-# ---- figures
+# ---- metrics
 
 
 def test_metrics_by_hand():
-    """Two instances of two secrets: one line right in the end, one wrong."""
+    """Two instances of two secrets: one trajectory ends right, one wrong."""
 
     def script(query, i):
         return "1" if query.role == "w" else str(i)
@@ -588,7 +588,7 @@ def test_env_info_flags_invalid_answers_per_seat(flag):
 
 
 def test_scripted_answers_depend_on_the_turn_only():
-    """Not on who else plays: a resumed run must hear what an uninterrupted one does."""
+    """They do not depend on other seats: a resumed run must get the answers of an uninterrupted one."""
     policy = ScriptedPolicy(["4", "5", "6"])
     team = {"a": policy}
     episodes = asyncio.run(
@@ -620,8 +620,8 @@ def test_endless_game_gives_a_failed_episode():
     assert "has not ended after 7 joint steps" in (episode.error or "") and len(episode.nodes) == 7
 
 
-class Thinker:
-    """Never has an answer."""
+class NeverAnswers:
+    """Never answers."""
 
     name = "thinker"
 
@@ -634,7 +634,7 @@ class Thinker:
 
 
 def test_cancelled_rollouts_close_their_envs():
-    kind, thinker = type("Fragile", (Fragile,), {"opened": [], "closed": []}), Thinker()
+    kind, thinker = type("Fragile", (Fragile,), {"opened": [], "closed": []}), NeverAnswers()
 
     async def broken_off():
         playing = asyncio.create_task(

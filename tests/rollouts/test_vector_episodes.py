@@ -1,4 +1,4 @@
-"""Recorded episodes of vector envs: what is written is read back bit for bit, and can be learned from as if played."""
+"""Recorded episodes of vector envs: they are read back bit for bit, and learned from like played ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def uniform(env: VectorEnv) -> list[UniformVectorPolicy]:
     return [UniformVectorPolicy(env, [seat], f"random{seat}") for seat in range(len(env.seats))]
 
 
-def recorded(env: VectorEnv, steps: int, path: Path) -> RolloutBatch:
+def record_uniform_play(env: VectorEnv, steps: int, path: Path) -> RolloutBatch:
     """Writes episodes to a file; returns them as they were played."""
     record_vector_episodes(env, uniform(env), steps, path, seed=3)
     return VectorRollout(env, 3 + np.arange(env.num_envs)).collect(uniform(env), steps, 3)
@@ -50,7 +50,7 @@ ENVS = {
 @pytest.mark.parametrize("kind", ENVS)
 def test_episodes_survive_a_write_and_read(kind: str, tmp_path: Path) -> None:
     env = ENVS[kind]()
-    played = recorded(env, 11, tmp_path / "moves.parquet")
+    played = record_uniform_play(env, 11, tmp_path / "moves.parquet")
     found = read_vector_episodes([tmp_path / "moves.parquet"], env)
     assert len(list(tmp_path.iterdir())) == 1 and found.obs.dtype == played.obs.dtype
     acts = in_game_order(played.agent_mask[:-1])
@@ -76,21 +76,21 @@ def test_episodes_survive_a_write_and_read(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("count_env_steps", [False, True])
 @pytest.mark.parametrize("kind", ["turns", "masks", "mortal"])
 def test_replay_of_a_file_equals_replay_of_the_rollout(kind: str, count_env_steps: bool, tmp_path: Path) -> None:
-    """Two-step returns, ends of games and of single seats; what the last step of an unfinished game came to, only the
-    rollout knows."""
+    """Two-step returns, ends of games and of single seats. Only the rollout knows the result of the last step of an
+    unfinished game."""
     env = ENVS[kind]()
-    played = recorded(env, 11, tmp_path / "moves.parquet")
+    played = record_uniform_play(env, 11, tmp_path / "moves.parquet")
     T, B = played.terminated.shape
     here, there = (
         ReplayBuffer(T * B, n_step=2, gamma=0.9, count_env_steps=count_env_steps or kind == "turns") for _ in "ab"
     )
     here.add(played)
     there.add(read_vector_episodes([tmp_path / "moves.parquet"], env))
-    rows = np.arange(T * B).reshape(T, B).T.ravel()  # of the rollout, in the order of the file
+    rows = np.arange(T * B).reshape(T, B).T.ravel()  # the rollout's rows, in the order of the file
     assert here.ring.columns.keys() == there.ring.columns.keys()
     known = there.ring.columns["known"]
     assert known.sum() >= (T - 3) * known.shape[1] and (here.ring.columns["known"][rows] >= known).all()
-    ahead = known & (there.ring.columns["discounts"] > 0)  # what follows the end of a seat does not matter
+    ahead = known & (there.ring.columns["discounts"] > 0)  # observations after the end of a seat do not matter
     for name in ("obs", "rewards", "discounts", "agent_mask", "next_obs", "next_agent_mask"):
         where = ahead if name.startswith("next_") else known
         np.testing.assert_array_equal(here.ring.columns[name][rows][where], there.ring.columns[name][where])
@@ -113,10 +113,10 @@ def test_several_files_are_read_one_after_another(tmp_path: Path) -> None:
 
 
 def test_files_can_be_queried_and_filtered(tmp_path: Path) -> None:
-    """Returns by episode and seat as a query finds them are those of the games; episodes without a final observation
-    are unfinished; the better half of the episodes is a file of episodes, too."""
+    """Returns by episode and seat from a query equal those of the games; episodes without a final observation are
+    unfinished; a file of the better half of the episodes is valid too."""
     env = Countdown(4)
-    played = recorded(env, 12, tmp_path / "moves.parquet")
+    played = record_uniform_play(env, 12, tmp_path / "moves.parquet")
     table = pq.read_table(tmp_path / "moves.parquet")
     assert table.column("policy").unique().to_pylist() == ["random0", "random1"]
     assert set(table.column("env").unique().to_pylist()) == {"countdown"}

@@ -1,4 +1,4 @@
-"""Sweeps against a loop that plays each game by itself, in the plainest way."""
+"""Rollouts of vector envs, compared with a loop over single games."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from palestra.types import RolloutBatch
 
 
 class Mute(Countdown):
-    """The same, but it cannot say how its games stand."""
+    """Countdown without saved state."""
 
     def save(self) -> Any:
         return None
@@ -34,13 +34,13 @@ KEPT_COPY = pytest.mark.filterwarnings("ignore:__array__ implementation:Deprecat
 
 
 def by_view(env: VectorEnv, seat: int) -> np.ndarray:
-    """Actions that follow from what a seat sees."""
+    """Actions that depend on a seat's observation."""
     view = env.vector_step.obs[:, seat]  # type: ignore[attr-defined]
     return ((view[:, 1] + 2 * seat + view[:, 0]) % 2).astype(np.int32)
 
 
 def recurrent(env: VectorEnv, seats: dict[str, list[int]]) -> list[NetVectorPolicy]:
-    """Players that remember, one for each shape of policy."""
+    """Recurrent policies, one for each shape."""
     config = NetConfig(hidden=[8], gru_units=6)
     players = []
     for seating in group_into_stacks(env, seats, dict.fromkeys(seats, config)):
@@ -58,7 +58,9 @@ def arrays_of(batch: RolloutBatch) -> dict[str, np.ndarray]:
     return {key: value.copy() for key, value in flat.items()}
 
 
-def same(first: RolloutBatch | dict[str, np.ndarray], second: RolloutBatch | dict[str, np.ndarray]) -> None:
+def assert_equal_batches(
+    first: RolloutBatch | dict[str, np.ndarray], second: RolloutBatch | dict[str, np.ndarray]
+) -> None:
     one, two = (x if isinstance(x, dict) else arrays_of(x) for x in (first, second))
     assert set(one) == set(two)
     for key, value in one.items():
@@ -136,7 +138,7 @@ def test_restart_resets_all_envs() -> None:
     sweeper, player = VectorRollout(env, SEEDS), recurrent(env, {"a": [0, 1]})
     first = arrays_of(sweeper.collect(player, 7, seed=1))
     sweeper.restart(SEEDS)
-    same(sweeper.collect(player, 7, seed=1), first)
+    assert_equal_batches(sweeper.collect(player, 7, seed=1), first)
 
 
 def test_rollout_length_may_change() -> None:
@@ -147,7 +149,7 @@ def test_rollout_length_may_change() -> None:
         assert batch.obs.shape == (steps + 1, 4, 2, 4) and batch.rewards.shape == (steps, 4, 2)
 
 
-# ---- who plays
+# ---- players
 
 
 def test_players_act_at_their_own_seats() -> None:
@@ -178,7 +180,7 @@ def test_rollouts_are_reproducible_from_the_seed() -> None:
             )
         )
 
-    same(played(1), played(1))
+    assert_equal_batches(played(1), played(1))
     assert not np.array_equal(played(1)["actions"], played(2)["actions"])
 
 
@@ -205,11 +207,11 @@ def test_actions_of_every_kind_are_recorded(space: Space) -> None:
         assert (batch.actions.dtype == np.float32) == isinstance(space, Continuous)
 
 
-# ---- memory and state
+# ---- recurrent state and saved state
 
 
 def test_initial_recurrent_state_is_recorded() -> None:
-    """Log-probabilities found again from the batch alone are those of the players."""
+    """Log-probabilities recomputed from the batch alone equal those of the players."""
     env = Countdown(4, turns=True)
     sweeper, (player,) = VectorRollout(env, SEEDS), recurrent(env, {"a": [0], "b": [1]})
     first = sweeper.collect([player], 3, seed=0)
@@ -239,12 +241,12 @@ def test_resume_in_mid_episode_is_bit_identical(turns: bool) -> None:
     kept = {key: value.copy() for key, value in saved.items()}
     expected = [arrays_of(sweeper.collect(players, 5, seed=s)) for s in (1, 2)]
     for key, value in kept.items():
-        np.testing.assert_array_equal(saved[key], value, err_msg=key)  # it did not move on with the games
+        np.testing.assert_array_equal(saved[key], value, err_msg=key)  # it did not advance with the games
     other = Countdown(4, turns=turns)
     loaded, players = VectorRollout(other, np.zeros(4, np.int64)), recurrent(other, {"a": [0], "b": [1]})
     loaded.load(saved, players)
     for s, batch in zip((1, 2), expected, strict=True):
-        same(loaded.collect(players, 5, seed=s), batch)
+        assert_equal_batches(loaded.collect(players, 5, seed=s), batch)
 
 
 def test_env_without_state_is_not_saved() -> None:
@@ -262,7 +264,7 @@ def test_recurrent_state_is_saved_without_warning() -> None:
 
 
 class Drift(NativeEnv):
-    """Seats see a number that wanders at random."""
+    """Seats observe a random walk."""
 
     name = "drift"
 
@@ -290,7 +292,7 @@ class Drift(NativeEnv):
 @KEPT_COPY
 @pytest.mark.parametrize("remembers", [True, False])
 def test_unused_policy_names_are_refused(remembers: bool) -> None:
-    """A native env saves its random numbers as `memory.rng`: those and a policy called rng are two things."""
+    """A native env saves its random numbers as `memory.rng`, which must not collide with a policy called rng."""
     env = Drift(3)
     sweeper = VectorRollout(env, np.arange(3))
     players: list[VectorPolicy] = (
@@ -301,4 +303,4 @@ def test_unused_policy_names_are_refused(remembers: bool) -> None:
     assert saved is not None
     other = VectorRollout(Drift(3), np.arange(3))
     other.load(saved, players)
-    same(other.collect(players, 6, seed=1), expected)
+    assert_equal_batches(other.collect(players, 6, seed=1), expected)

@@ -55,10 +55,10 @@ def test_the_interval_of_an_evaluation_is_a_95_percent_interval():
     assert (round(low, 2), round(high, 2)) == (0.49, 0.94)  # Wilson (1927)
     assert eval_interval({"return": 2.0, "deviation": 1.0, "episodes": 100.0}) == pytest.approx((1.804, 2.196))
     assert eval_interval({"returns": {"a": 1.0}, "episodes": 9.0}) is None
-    assert eval_interval({"success": 7.0, "episodes": 9.0}) is None  # no share: the file was edited
+    assert eval_interval({"success": 7.0, "episodes": 9.0}) is None  # not a share: the file was edited
 
 
-def test_held_out_is_said_once():
+def test_held_out_is_mentioned_once():
     assert held_out_label({}, "dev") == "held-out dev" and held_out_label({}, "held_out") == "held out"
     config = {"env_steps": 1000, "evals": {"held_out": {"greedy": True}}}
     assert held_out_label(config, "held_out") == "held out (greedy)"

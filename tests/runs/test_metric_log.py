@@ -1,4 +1,4 @@
-"""Logs are read on from where the last look ended, whatever happens to them in between."""
+"""Logs are read from the end of the last read, also if they were truncated in between."""
 
 import json
 

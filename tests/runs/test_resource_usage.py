@@ -15,7 +15,7 @@ from palestra.runs.resource_usage import STATM, ResourceMeter
 needs_proc = pytest.mark.skipif(not STATM.exists(), reason="this system has no /proc")
 
 
-def test_cpu_use_is_that_since_the_last_call():
+def test_cpu_use_is_since_the_last_call():
     meter = ResourceMeter()
     started, cpu = time.monotonic(), time.process_time()
     while time.process_time() - cpu < 0.2:
@@ -27,10 +27,10 @@ def test_cpu_use_is_that_since_the_last_call():
 
 
 @needs_proc
-def test_memory_grows_by_what_is_held():
+def test_memory_grows_by_allocated_pages():
     meter = ResourceMeter()
     before = meter.metrics()["rss_gib"]
-    with mmap.mmap(-1, 2**25) as held:  # 1/32 GiB of new pages: an array may get memory that was held before
+    with mmap.mmap(-1, 2**25) as held:  # 1/32 GiB of new pages: an array may reuse memory of the process
         pages = np.frombuffer(held, np.uint8)
         pages.fill(1)
         assert meter.metrics()["rss_gib"] - before == pytest.approx(2**25 / 2**30, rel=0.3)
@@ -38,7 +38,7 @@ def test_memory_grows_by_what_is_held():
 
 
 @needs_proc
-def test_a_run_logs_them_once_a_step(tmp_path: Path):
+def test_run_logs_resource_usage_once_per_step(tmp_path: Path):
     with Run.create(tmp_path, "name: a\n", "a") as run:
         for step in range(2):
             run.log_timings(step, "walker", {"train_s": 1.0})

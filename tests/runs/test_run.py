@@ -1,4 +1,4 @@
-"""Runs: what is written comes back, and a process killed at any moment loses nothing that was promised."""
+"""Runs: what is written is read back, and a process killed at any moment loses no recorded data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save(text: str) -> object:
 
 
 def train(run: Run, steps: int) -> None:
-    """Steps whose every byte follows from the step, as a seeded training's do."""
+    """Trains steps whose every byte depends on the step alone, as in a seeded training."""
     for step in range(run.next_step, steps):
         for policy in ("planner", "coder"):
             run.log_metrics(step, policy, {"loss": 1 / (step + 1), "tokens": step * 3})
@@ -73,8 +73,8 @@ def episode(seed: int) -> Episode:
     return Episode("relay", seed, {"a": "planner", "b": "coder"}, nodes)
 
 
-def same(left: Episode, right: Episode) -> bool:
-    """Equal in every field; arrays make == on the dataclasses ambiguous."""
+def is_equal(left: Episode, right: Episode) -> bool:
+    """True if all fields are equal; arrays make == on dataclasses ambiguous."""
     return plain(left) == plain(right)
 
 
@@ -95,7 +95,7 @@ def test_episodes_survive_a_write_and_read(tmp_path: Path) -> None:
         path = run.write_episodes(12, [episode(5), failed, bare])
     assert path == run.path / "episodes" / "step-000012.parquet"
     loaded = load_episodes(path)
-    assert all(same(a, b) for a, b in zip(loaded, [episode(5), failed, bare], strict=True))
+    assert all(is_equal(a, b) for a, b in zip(loaded, [episode(5), failed, bare], strict=True))
     loaded[0].nodes[0].answers["a"].logprobs += 1  # the arrays are the caller's own
 
 
@@ -108,7 +108,7 @@ def test_episode_tables_can_be_queried(tmp_path: Path) -> None:
         (1, "a", "planner@3"),
         (1, "b", "planner@3"),
         (2, "a", "planner@3"),
-        (2, "b", "coder"),  # rewarded without acting: no answer, and the policy the seat was given to
+        (2, "b", "coder"),  # rewarded without acting: no answer, and the policy assigned to the seat
     ]
     assert [row["reward"] for row in rows] == [0.1, None, None, None, 1.0, -1.0]
     assert [row["advantage"] for row in rows[:3]] == [0.25, -0.5, None]
@@ -186,7 +186,7 @@ def test_resume_truncates_logs_to_the_checkpoint(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "evals.jsonl", "checkpoints.jsonl"):
         with open(run.path / name, "ab") as file:
             file.write(b'{"step": 3, "pol')  # torn by a full disk
-    (run.path / "checkpoints" / "step-000003").mkdir()  # renamed, but the process died before its line
+    (run.path / "checkpoints" / "step-000003").mkdir()  # renamed, but the process died before it wrote the line
     (run.path / "checkpoints" / ".tmp-step-000004").mkdir()
 
     with Run.open(run.path) as run:
@@ -234,7 +234,7 @@ def test_resume_refuses_a_truncated_log(tmp_path: Path) -> None:
 
 
 def contents(path: Path) -> dict[str, bytes | None]:
-    """Every file and folder of a run (but for its lock) with its bytes."""
+    """Every file and folder of a run (without its lock) with its bytes."""
     found = [file for file in sorted(path.rglob("*")) if file.name != ".lock"]
     return {str(file.relative_to(path)): file.read_bytes() if file.is_file() else None for file in found}
 
@@ -254,7 +254,7 @@ def edit_the_config(run: Path) -> None:
 
 @pytest.mark.parametrize("damage", [lose_a_log, edit_an_evaluation, edit_the_config])
 def test_a_refused_resume_changes_nothing(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """Not even what a resume completes or removes: a checkpoint that waits for its rename, and unfinished files."""
+    """Also what a resume would complete or remove: a checkpoint that waits for its rename, and unfinished files."""
     with new_run(tmp_path) as run:
         train(run, 3)
     folder = run.path / "checkpoints"
@@ -311,9 +311,9 @@ def test_custom_log_is_checkpointed_and_truncated(tmp_path: Path) -> None:
         run.rewrite_log("tasks.jsonl", [{"a": 1}])
         run.append_line("tasks.jsonl", {"a": 3})
         assert (run.path / "tasks.jsonl").read_bytes() == b'{"a": 1}\n{"a": 3}\n'
-        same = (run.path / "tasks.jsonl").stat().st_ino
+        inode = (run.path / "tasks.jsonl").stat().st_ino
         run.rewrite_log("tasks.jsonl", [{"a": 1}, {"a": 3}])
-        assert (run.path / "tasks.jsonl").stat().st_ino == same
+        assert (run.path / "tasks.jsonl").stat().st_ino == inode
         run.rewrite_log("tasks.jsonl", [])
         assert (run.path / "tasks.jsonl").read_bytes() == b""
 
@@ -329,7 +329,7 @@ def test_second_writer_process_is_refused(tmp_path: Path) -> None:
 
 
 def train_in_another_process(path: Path, steps: int, deadly: int = -1) -> subprocess.Popen[bytes]:
-    """Resume and train the run at `path`; the process kills itself (-9) before its file operation number `deadly`."""
+    """Resumes and trains the run at `path`; the process kills itself (-9) before its file operation number `deadly`."""
     return subprocess.Popen([sys.executable, "-m", "tests.runs.test_run", str(path), str(steps), str(deadly)], cwd=ROOT)
 
 
@@ -363,7 +363,8 @@ def names(path: Path) -> set[str]:
 
 
 def kill_at(root: Path, deadly: int) -> bool:
-    """Train three steps after one, dying at one file operation, and then to the end; False where training was over."""
+    """Trains three steps after one in a process that dies at one file operation, then to the end; returns False if
+    training ended before that."""
     with new_run(root, "killed") as run:
         train(run, 1)
     process = train_in_another_process(run.path, 4, deadly)
@@ -371,7 +372,7 @@ def kill_at(root: Path, deadly: int) -> bool:
     for checkpoint in list_checkpoints(run.path):
         assert len(list(checkpoint.path.rglob("*.bin"))) == 2
     with Run.open(run.path) as again:
-        assert again.resume()  # the first checkpoint at least
+        assert again.resume()  # at least the first checkpoint
         train(again, 4)
     assert_as_if_never_killed(run.path, 4)
     shutil.rmtree(run.path)
@@ -389,7 +390,7 @@ def test_kill_at_every_file_operation_loses_no_data(tmp_path: Path) -> None:
     deadly = 0
     while kill_at(tmp_path, deadly):
         deadly += 1
-    assert deadly > 60  # as many as three steps make, or the test tests nothing
+    assert deadly > 60  # at least as many as three steps make, otherwise the test proves nothing
 
 
 @pytest.mark.slow
@@ -399,7 +400,8 @@ def test_resume_after_repeated_kills_is_bit_identical(tmp_path: Path) -> None:
     path = tmp_path / "killed"
     while not (list_checkpoints(path) and list_checkpoints(path)[-1].step == steps - 1):
         process = train_in_another_process(path, steps)
-        time.sleep(chance.uniform(0.2, 0.6) + kills / 50)  # longer and longer: the end comes on a slow machine too
+        # longer and longer, so that the run also ends on a slow machine
+        time.sleep(chance.uniform(0.2, 0.6) + kills / 50)
         process.kill()
         kills += process.wait() != 0
     with Run.open(path) as run:

@@ -1,4 +1,4 @@
-"""Series of a run by hand: what is read from its logs, smoothed, thinned, aligned and compared."""
+"""Series of a run by hand: reading from logs, smoothing, thinning, alignment and comparison."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_x_axis_counts_finished_training_steps(tmp_path):
 
 
 def test_x_axis_counts_env_steps_if_the_run_does(tmp_path):
-    """Steps of unequal length: an evaluation after step 1 is at what was done after it, not at the mean pace."""
+    """Steps of unequal length: an evaluation after step 1 is at the env steps after it, not at the mean per step."""
     with Run.create(tmp_path, "") as run:
         for step, done in enumerate((100, 300, 900)):
             run.log_metrics(step, "team", {"env_steps": done})

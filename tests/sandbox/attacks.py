@@ -1,4 +1,4 @@
-"""Programs that try to exceed a limit, to change or learn something outside, or to hang or blind the supervisor.
+"""Programs that try to exceed a limit, to change or learn something outside, or to hang or deceive the supervisor.
 
 Each prints ESCAPED if it succeeds. They run after the prelude of `attempts.py` and HELPERS, with
 100 MiB of memory, 1 MiB of disk and 1.5 seconds of processor time. Numbers of system calls are those of x86-64.
@@ -428,7 +428,7 @@ for n in range(2000): open(f'{n}', 'w').close(); os.truncate(f'{n}', 2**20)""",
 
 ATTACKS = DISK | MEMORY | PROCESSES | OTHERS | SOCKETS | FILES | LEFTOVERS
 
-# Those that succeed for any user, on any kernel and file system, where nothing holds them back.
+# Programs that succeed for any user, on any kernel and file system, without a sandbox.
 REAL_ATTACKS = (
     "files that never had a name",
     "files that never had a name, mapped and closed",

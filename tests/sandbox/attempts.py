@@ -1,7 +1,7 @@
-"""What programs do that want out, or more than their share: each prints ESCAPED, or leaves a trace, if it gets it.
+"""Programs that try to escape the sandbox or to exceed a limit: each prints ESCAPED, or leaves a trace, if it succeeds.
 
-They find in SECRET a file's path, in OUTSIDE a folder's, in PORT, UDP, ABSTRACT and UNIX the addresses of servers, in
-VICTIM a process, in TOKEN a name to go by, in LIBRARY a file they may read, in PACKAGES what others installed.
+Their variables: SECRET is the path of a file, OUTSIDE of a folder; PORT, UDP, ABSTRACT and UNIX are addresses of
+servers; VICTIM is a process, TOKEN a process name, LIBRARY a file that they may read, PACKAGES installed packages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def memory(data, size): return ctypes.create_string_buffer(data, size)
 SECRET, OUTSIDE, PORT, UDP, ABSTRACT, UNIX, VICTIM, TOKEN, LIBRARY, PACKAGES = {world}
 """
 
-# Those that succeed for any user where nothing holds them back.
+# Programs that succeed for any user without a sandbox.
 REAL = {
     "read a file": "escaped(open(SECRET).read())",
     "list a folder": "escaped(os.listdir(os.path.dirname(SECRET)))",
@@ -61,7 +61,7 @@ REAL = {
     "watch a folder": "libc.inotify_add_watch(libc.inotify_init(), OUTSIDE.encode(), 4095) >= 0 and escaped()",
 }
 
-# Those that need rights, or luck, to succeed anywhere, or that nobody should try unprotected.
+# Programs that need privileges or luck to succeed anywhere, or that are not safe to try without a sandbox.
 MORE = {
     "read through a hard link": "os.link(SECRET, 'link'); escaped(open('link').read())",
     "move a file in": "os.rename(SECRET, 'mine'); escaped(open('mine').read())",
@@ -136,7 +136,7 @@ for which in range(16):
 """,
 }
 
-# Those that take more than their share, or will not end.
+# Programs that exceed a limit, or do not end.
 BOMBS = {
     "forbid its killing": """
 for number in set(range(1, 65)) - {9, 17, 19, 32, 33}: signal.signal(number, signal.SIG_IGN)

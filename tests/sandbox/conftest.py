@@ -1,4 +1,4 @@
-"""The world around the sandbox, which no program may change."""
+"""The state outside the sandbox, which no program may change."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Attacks on limits, locks, flags, kernel memory and the supervisor are contained.
 
-The table of docs/sandbox.md counts these. Controls show that many of them succeed without a sandbox.
+The table of docs/sandbox.md counts these. Control tests show that many of them succeed without a sandbox.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls are those of x86-64"),
 ]
 OURS = replace(LIMITS, cpu=1.5, wall=4.0)
-MOST = 3 * OURS.wall + 7  # seconds: twice the wall limit on top while others have the processors, and the clean-up
+MOST = 3 * OURS.wall + 7  # seconds: twice the wall limit in addition on a busy machine, and the clean-up
 QUICK = {*DISK, *OTHERS, *SOCKETS, *FILES, *LEFTOVERS} - {"folders 10,000 deep", "very long names"}
 QUICK |= {"shared memory that it unmaps page by page", "memory of threads whose first one is gone", "large pipes"}
 
@@ -49,7 +49,7 @@ def test_attack_is_contained(name: str, backend: str, world: World) -> None:
 
 @pytest.mark.parametrize("backend", ["sandlock", pytest.param("bubblewrap", marks=pytest.mark.slow)])
 def test_hostile_leftover_files_do_not_block_readers(backend: str) -> None:
-    """Pipes, loops of links, names that are no text, holes, and a folder that is deep."""
+    """Pipes, cycles of links, names that are not valid text, sparse files, and a deep folder."""
     if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     names = ("pipes and sockets in its folder", "links that go round", "names that are no text", "holes")
@@ -79,7 +79,8 @@ def test_attack_succeeds_without_a_sandbox(name: str, world: World) -> None:
     assert happened, outcome
 
 
-# Runs programs where `unshare` fails, so that nobody may mount. Prints why the backend does not work, or the outcome.
+# Runs programs while `unshare` fails, so that nothing can be mounted. Prints why the backend does not work, or the
+# outcome.
 WITHOUT_MOUNTS = """
 import asyncio, ctypes, json, sys
 path, backend, limits, programs = json.load(sys.stdin)
@@ -103,7 +104,7 @@ for source in programs:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["sandlock", "bubblewrap"])
 def test_disk_use_is_limited_without_mount_permission(backend: str, world: World) -> None:
-    """There the folder, and files without a name, are measured; no process may become one that cannot be."""
+    """Then the folder and files without a name are measured; no process may become unmeasurable."""
     attacks = DISK | {"another program": "os.execv(sys.executable, [sys.executable, '-c', 'print(\"ESCAPED\")'])"}
     programs = [PRELUDE.format(world=world.prelude_values()) + HELPERS + source for source in attacks.values()]
     asked = json.dumps([sys.path, backend, asdict(OURS), ["import os; print(os.statvfs('.').f_blocks)", *programs]])
@@ -112,7 +113,7 @@ def test_disk_use_is_limited_without_mount_permission(backend: str, world: World
     results = [json.loads(line) for line in done.stdout.splitlines()]
     if reason := results[0][0]:
         pytest.skip(f"{backend} does not work where nobody may mount: {reason}")
-    assert int(results[0][1]) > 2 * OURS.disk // 4096  # no file system of its own
+    assert int(results[0][1]) > 2 * OURS.disk // 4096  # no separate file system
     for name, (_, stdout, ended) in zip(attacks, results[1:], strict=True):
         assert "ESCAPED" not in stdout, (name, ended)
     assert world.state() == world.before

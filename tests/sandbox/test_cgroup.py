@@ -1,4 +1,4 @@
-"""Cgroups of runs: what is written where, on a tree of plain files; and, where the kernel allows it, real ones."""
+"""Cgroups of runs: what is written where, in a tree of plain files, and real cgroups if the kernel allows them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN = "user.slice/run-1.scope"
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """/proc/self of a process in OWN, on a hierarchy whose user.slice shares out its controllers."""
+    """/proc/self of a process in OWN, in a hierarchy whose user.slice delegates its controllers."""
     mount, folder = tmp_path / "cgroup", tmp_path / "proc"
     folder.mkdir()
     for inner, shared in ((mount / OWN, ""), (mount / "user.slice", SHARED), (mount, SHARED)):
@@ -35,7 +35,7 @@ def proc(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_nearest_ancestor_that_shares_out_memory_and_pids_is_taken(proc: Path, tmp_path: Path) -> None:
+def test_nearest_ancestor_that_delegates_memory_and_pids_is_used(proc: Path, tmp_path: Path) -> None:
     assert cgroup.own_cgroup(proc) == tmp_path / "cgroup" / OWN
     assert cgroup.find_parent("auto", proc) == tmp_path / "cgroup/user.slice"
     (tmp_path / "cgroup/user.slice/cgroup.subtree_control").write_text("cpu memory")
@@ -44,13 +44,13 @@ def test_the_nearest_ancestor_that_shares_out_memory_and_pids_is_taken(proc: Pat
     assert cgroup.find_parent("auto", proc) is None
 
 
-def test_without_a_hierarchy_of_version_2_there_is_none(proc: Path) -> None:
+def test_no_cgroup_without_a_version_2_hierarchy(proc: Path) -> None:
     (proc / "mountinfo").write_text("30 1 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n")
     assert cgroup.find_parent("auto", proc) is None
     assert cgroup.find_parent("auto", proc / "nothing") is None
 
 
-def test_off_is_off_and_a_folder_that_is_asked_for_must_be_a_cgroup(proc: Path, tmp_path: Path) -> None:
+def test_configured_folder_must_be_a_cgroup(proc: Path, tmp_path: Path) -> None:
     assert cgroup.find_parent("off", proc) is None
     assert cgroup.find_parent(str(tmp_path / "cgroup" / OWN), proc) == tmp_path / "cgroup" / OWN
     with pytest.raises(ValueError, match=r"PALESTRA_CGROUP=.*is no cgroup of version 2 .*set auto or off"):
@@ -72,13 +72,13 @@ def test_limits_of_a_run_are_written_to_its_cgroup(tmp_path: Path) -> None:
         cgroup.make_run(tmp_path, "17", ResourceLimits())
 
 
-def test_an_end_by_the_kernel_is_read_and_removal_kills_first(tmp_path: Path) -> None:
+def test_kernel_kills_are_reported_and_removal_kills_first(tmp_path: Path) -> None:
     folder = cgroup.make_run(tmp_path, "17", ResourceLimits())
     assert not cgroup.ran_out_of_memory(folder)
     for count in (0, 2):
         (folder / "memory.events").write_text(f"low 0\nmax 9\noom 1\noom_kill {count}\noom_group_kill 1\n")
         assert cgroup.ran_out_of_memory(folder) == bool(count)
-    assert not cgroup.remove(folder)  # plain files remain; those of a cgroup go with it
+    assert not cgroup.remove(folder)  # plain files remain; those of a cgroup disappear with it
     assert (folder / "cgroup.kill").read_text() == "1"
     for path in folder.iterdir():
         path.unlink()
@@ -86,8 +86,8 @@ def test_an_end_by_the_kernel_is_read_and_removal_kills_first(tmp_path: Path) ->
     assert cgroup.remove(folder)
 
 
-def test_a_folder_that_no_process_can_enter_is_noticed(proc: Path, tmp_path: Path) -> None:
-    """A tree of plain files takes what is written, and moves nothing."""
+def test_folder_that_no_process_can_enter_is_detected(proc: Path, tmp_path: Path) -> None:
+    """Writes to a tree of plain files succeed, but move no process."""
     folder = cgroup.make_run(tmp_path / "cgroup", "17", ResourceLimits())
     with pytest.raises(OSError, match="no cgroup that a process can enter"), cgroup.entered(folder, proc):
         pytest.fail("entered")
@@ -96,7 +96,7 @@ def test_a_folder_that_no_process_can_enter_is_noticed(proc: Path, tmp_path: Pat
 
 
 @pytest.fixture
-def asked_in_vain(tmp_path: Path, proc: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unusable_cgroup(tmp_path: Path, proc: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     client.stop_fork_server()
     client.backend_problem.cache_clear()
     monkeypatch.setenv(cgroup.SETTING, str(tmp_path / "cgroup"))
@@ -105,10 +105,10 @@ def asked_in_vain(tmp_path: Path, proc: Path, monkeypatch: pytest.MonkeyPatch) -
     client.backend_problem.cache_clear()
 
 
-def test_where_a_cgroup_was_asked_for_in_vain_nothing_runs(
-    asked_in_vain: None, monkeypatch: pytest.MonkeyPatch
+def test_nothing_runs_if_the_configured_cgroup_is_unusable(
+    unusable_cgroup: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder looks like a cgroup; only the trial shows that it is none."""
+    """The folder looks like a cgroup; only the trial shows that it is not one."""
     with pytest.raises(ValueError, match="programs cannot be run safely here"):
         open_sandbox()
     with pytest.raises(ValueError, match=r"PALESTRA_CGROUP=.*no cgroup can be used there"):
@@ -118,7 +118,7 @@ def test_where_a_cgroup_was_asked_for_in_vain_nothing_runs(
         open_sandbox(unsafe=True)
 
 
-# Enters a cgroup, leaves a child and a grandchild of a new session there, comes back, and waits.
+# Enters a cgroup, leaves a child and a grandchild in a new session there, returns, and waits.
 TWO_LEFT_BEHIND = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -133,8 +133,8 @@ time.sleep(600)
 """
 
 
-def test_what_starts_in_a_cgroup_is_killed_with_it_and_nothing_else() -> None:
-    """On any hierarchy of version 2 where this user may make a cgroup; without its controllers too."""
+def test_processes_of_a_cgroup_and_no_others_are_killed_with_it() -> None:
+    """In any version 2 hierarchy in which this user may make a cgroup, also without its controllers."""
     own = cgroup.own_cgroup()
     if own is None or not (os.access(own, os.W_OK) and os.access(own / "cgroup.procs", os.W_OK)):
         pytest.skip(f"this user may make no cgroup of version 2 here ({own})")
@@ -161,7 +161,7 @@ HOGS = {
 
 
 @pytest.mark.parametrize("program", HOGS)
-def test_a_run_is_limited_by_a_real_cgroup(program: str, tmp_path: Path) -> None:
+def test_run_is_limited_by_a_real_cgroup(program: str, tmp_path: Path) -> None:
     if (parent := cgroup.find_parent("auto")) is None:
         pytest.skip("no cgroup of version 2 that shares out memory and pids, and that this user may write, is here")
     limits = ResourceLimits(memory=2**27, wall=20.0, cpu=10.0)

@@ -1,7 +1,7 @@
-"""That whatever programs try in order to get out, to reach others, or to take more than their share, comes to nothing.
+"""Attempts to escape the sandbox, to reach other processes, or to exceed a limit fail.
 
-The attempts (`attempts.py`) say if they succeed, and the world outside is looked at afterwards. That they are real is
-shown by the controls: without a sandbox they do succeed.
+The attempts (`attempts.py`) print whether they succeed, and the state outside is compared afterwards. Control tests
+show that they are real: without a sandbox they succeed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_escape_attempt_fails_in_the_sandbox(name: str, backend: str, world: Wor
         pytest.skip(f"{backend} does not work here: {reason}")
     began = time.monotonic()
     outcome = attempt(backend, ALL[name], world)
-    assert time.monotonic() - began < LIMITS.wall + 7  # others may have the processors for a while
+    assert time.monotonic() - began < LIMITS.wall + 7  # the machine may be busy for a while
     assert "ESCAPED" not in outcome.stdout, outcome
     assert not any(mistake in outcome.stderr for mistake in MISTAKES), outcome.stderr
     assert world.state() == world.before
@@ -38,7 +38,7 @@ FEW = ("read a file", "list the user's home", "change a file's mode", "connect t
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in REAL])
 def test_escape_attempt_succeeds_without_a_sandbox(name: str, world: World) -> None:
-    """So that the test above can fail."""
+    """A control: it shows that the test above can fail."""
     outcome = attempt("unsafe", REAL[name], world, ResourceLimits())
     time.sleep(0.02)
     happened = "ESCAPED" in outcome.stdout or world.state() != world.before

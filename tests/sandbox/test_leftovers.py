@@ -1,4 +1,4 @@
-"""That after very many runs, some of them nasty, nothing is left of any."""
+"""A thousand runs, some of them hostile, leave no processes, files or folders."""
 
 from __future__ import annotations
 
@@ -44,17 +44,15 @@ def test_thousand_runs_leave_no_process_or_file(backend: str, tmp_path: Path, mo
     if reason := client.backend_problem(backend):
         pytest.skip(f"{backend} does not work here: {reason}")
     client.stop_fork_server()
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # others may be running programs too
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # other tests may be running programs too
     before = traces()
     rng = random.Random(5)
     programs = [rng.choice(NASTY) if rng.random() < 0.2 else rng.choice(PLAIN) for _ in range(RUNS)]
     outcomes = asyncio.run(all_of(Sandbox(backend), programs))
     assert [outcome for program, outcome in zip(programs, outcomes, strict=True) if wrong(program, outcome)] == []
-    assert len({outcome.ended for outcome in outcomes}) == 6  # all the ways to end
+    assert len({outcome.ended for outcome in outcomes}) == 6  # all kinds of ends
     fork_server = Path(f"/proc/{client._fork_server().process.pid}")
-    wait_for(
-        "", lambda: (fork_server / "task" / fork_server.name / "children").read_text()
-    )  # the last that were cancelled
+    wait_for("", lambda: (fork_server / "task" / fork_server.name / "children").read_text())  # the last cancelled runs
     assert len(os.listdir(fork_server / "fd")) < 12
     (root,) = tmp_path.iterdir()
     assert list(root.iterdir()) == []
@@ -71,7 +69,7 @@ def wait_for(wanted: object, look: Callable[[], object], most: float = 10.0) -> 
 
 
 async def all_of(sandbox: Sandbox, programs: list[str]) -> list[RunResult]:
-    """Cancels a tenth of all that would hang a little after it has started, and runs them once more."""
+    """Runs all programs; cancels a tenth of those that would hang shortly after their start, and runs them again."""
 
     async def one(number: int, program: str) -> RunResult:
         if program in NASTY and number % 10 == 0:
@@ -90,7 +88,7 @@ def wrong(program: str, outcome: RunResult) -> bool:
 
 
 def traces() -> dict[str, set[object]]:
-    """What runs might leave beside folders: processes that go by our name, our own children, open files."""
+    """Traces that runs might leave besides folders: processes with our name, child processes, open files."""
     return {
         "named": {path for path in Path("/proc").glob("[0-9]*/comm") if _text(path).strip() == TOKEN},
         "children": set(_text(Path(f"/proc/self/task/{os.getpid()}/children")).split()),
@@ -103,5 +101,5 @@ def traces() -> dict[str, set[object]]:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # gone
+    except OSError:  # the process has ended
         return ""

@@ -1,4 +1,4 @@
-"""What a sandbox provides, its limits, and the results it reports."""
+"""The environment in a sandbox, its limits, and the results that it reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[..., RunResult]
 
 @pytest.fixture(params=["sandlock", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bubblewrap", "unsafe"))])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a program, by each backend that works here."""
+    """Runs a program, with each backend that works here."""
     if request.param != "unsafe" and (reason := client.backend_problem(request.param)):
         pytest.skip(f"{request.param} does not work here: {reason}")
     sandbox = Sandbox(request.param)
@@ -36,7 +36,7 @@ def sandbox() -> Sandbox:
     return open_sandbox(unsafe=True)
 
 
-# ---- what a program is given
+# ---- the environment of a program
 
 
 def test_program_uses_stdin_stdout_and_stderr(run: Run) -> None:
@@ -137,7 +137,7 @@ def test_equal_programs_give_equal_output(run: Run) -> None:
     assert first.stdout and (first.stdout, first.stderr) == (second.stdout, second.stderr)
 
 
-# ---- how it ended
+# ---- ends
 
 
 def test_traceback_names_the_program_only(run: Run) -> None:
@@ -172,14 +172,14 @@ def test_undecodable_output_is_replaced(run: Run) -> None:
 # ---- limits
 
 
-def test_wall(run: Run) -> None:
+def test_wall_limit(run: Run) -> None:
     outcome = run("import time; print('begun', flush=True); time.sleep(60)", limits=ResourceLimits(wall=0.5))
     assert (outcome.ended, outcome.code, outcome.ok, outcome.stdout) == ("wall", None, False, "begun\n")
     assert 0.5 <= outcome.seconds < 2
 
 
 @pytest.mark.parametrize("heed", ["signal.signal(n, signal.SIG_IGN)", "signal.signal(n, lambda *_: None)"])
-def test_wall_whatever_it_does_with_signals(run: Run, heed: str) -> None:
+def test_wall_limit_with_ignored_signals(run: Run, heed: str) -> None:
     source = f"import signal, time\nfor n in (1, 2, 3, 13, 14, 15, 24): {heed}\nwhile True: time.sleep(9)"
     assert run(source, limits=ResourceLimits(wall=0.5)).ended == "wall"
 
@@ -220,7 +220,7 @@ def test_a_program_that_sleeps_uses_no_cpu(run: Run) -> None:
 
 @pytest.mark.parametrize("size", [200, 10_000])
 def test_memory_limit(run: Run, size: int) -> None:
-    """A little too much is seen by the watch, far too much is refused by the kernel."""
+    """Slightly too much is found by the monitor, far too much is refused by the kernel."""
     outcome = run(f"x = b'x' * ({size} * 2**20); print('got it')", limits=ResourceLimits(memory=100 * MIB))
     assert (outcome.ended, outcome.stdout) == ("memory", "")
 
@@ -252,7 +252,7 @@ print('done')
     assert run(source, limits=ResourceLimits(memory=150 * MIB)).stdout == "done\n"
 
 
-def test_threads_with_large_stacks_may_reserve_what_they_do_not_use(run: Run) -> None:
+def test_unused_reserved_stacks_do_not_count(run: Run) -> None:
     source = "import threading; threading.stack_size(2**28); threading.Thread(target=print, args=(1,)).start()"
     assert run(source).stdout == "1\n"
 
@@ -316,7 +316,7 @@ def test_files_outside_the_folder_are_refused(sandbox: Sandbox, name: str) -> No
         asyncio.run(sandbox.run_python("print(1)", files={name: ""}))
 
 
-# ---- many at once, and what is left
+# ---- concurrency, and leftovers
 
 
 def test_hung_programs_do_not_block_others(sandbox: Sandbox) -> None:
@@ -329,7 +329,7 @@ def test_hung_programs_do_not_block_others(sandbox: Sandbox) -> None:
         for task in hanging:
             task.cancel()
         await asyncio.gather(*hanging, return_exceptions=True)
-        await until(lambda: not supervisors())
+        await wait_until(lambda: not supervisors())
         return quick, over
 
     quick, over = asyncio.run(both())
@@ -340,41 +340,41 @@ def test_cancelling_ends_the_program(sandbox: Sandbox, tmp_path: Path) -> None:
     source = "import os, time\nopen('up', 'w').close()\nif os.fork() == 0: os.setsid()\ntime.sleep(60)"
 
     async def cancelled() -> None:
-        await until(lambda: not supervisors())  # one that has answered an earlier test may not have ended yet
+        await wait_until(lambda: not supervisors())  # a sandbox of an earlier test may not have ended yet
         task = asyncio.create_task(sandbox.run_python(source, limits=ResourceLimits(wall=60)))
-        await until(lambda: len(supervisors()) == len(folders()) == 1)
+        await wait_until(lambda: len(supervisors()) == len(folders()) == 1)
         (folder,) = folders()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: not supervisors())
-        assert folder.name not in {path.name for path in below(Path("/"))}
+        await wait_until(lambda: not supervisors())
+        assert folder.name not in {path.name for path in run_folders_in(Path("/"))}
 
     asyncio.run(cancelled())
 
 
 def test_dead_fork_server_is_replaced(sandbox: Sandbox) -> None:
     first = asyncio.run(sandbox.run_python("print(1)"))
-    process = client._fork_server().process  # asked again, there may be a new one by then
+    process = client._fork_server().process  # by then there may be a new one
     process.kill()
     process.wait()
     assert replace(asyncio.run(sandbox.run_python("print(1)")), seconds=0) == replace(first, seconds=0)
 
 
 def test_killed_supervisor_leaves_nothing(sandbox: Sandbox) -> None:
-    """As the kernel does where memory runs out."""
+    """As the kernel kills it when memory runs out."""
 
     async def killed() -> None:
-        await until(lambda: not supervisors())  # one that has answered an earlier test may not have ended yet
+        await wait_until(lambda: not supervisors())  # a sandbox of an earlier test may not have ended yet
         task = asyncio.create_task(sandbox.run_python("import time; time.sleep(60)", limits=ResourceLimits(wall=60)))
-        await until(lambda: len(supervisors()) == len(folders()) == 1)
+        await wait_until(lambda: len(supervisors()) == len(folders()) == 1)
         (supervisor,) = supervisors()
         (folder,) = folders()
         os.kill(supervisor, 9)
         with pytest.raises(SandboxError, match="supervisor process died"):
             await task
-        await until(lambda: not supervisors())
-        assert folder.name not in {path.name for path in below(Path("/"))}
+        await wait_until(lambda: not supervisors())
+        assert folder.name not in {path.name for path in run_folders_in(Path("/"))}
 
     asyncio.run(killed())
 
@@ -387,7 +387,7 @@ def test_runs_from_several_loops_and_threads(sandbox: Sandbox) -> None:
     assert asyncio.run(threads()) == ["0\n", "1\n", "2\n", "3\n"]
 
 
-# ---- which backend
+# ---- choice of the backend
 
 
 def test_first_working_sandbox_is_used() -> None:
@@ -398,8 +398,8 @@ def test_first_working_sandbox_is_used() -> None:
 
 
 @pytest.fixture
-def nothing_works(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No package sandlock and no bwrap: what is not there is not found."""
+def without_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither the package sandlock nor bwrap is available."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     client.backend_problem.cache_clear()
@@ -407,7 +407,7 @@ def nothing_works(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     client.backend_problem.cache_clear()
 
 
-def test_no_working_sandbox_is_refused_unless_unsafe(nothing_works: None) -> None:
+def test_no_working_sandbox_is_refused_unless_unsafe(without_backends: None) -> None:
     with pytest.raises(ValueError) as error:
         open_sandbox()
     for word in ("the package is not installed", "pip install 'palestra[sandbox]'", "no program bwrap", "unsafe: true"):
@@ -415,7 +415,7 @@ def test_no_working_sandbox_is_refused_unless_unsafe(nothing_works: None) -> Non
     assert open_sandbox(unsafe=True).name == "unsafe"
 
 
-async def until(happened: Callable[[], bool], most: float = 10.0) -> None:
+async def wait_until(happened: Callable[[], bool], most: float = 10.0) -> None:
     end = time.monotonic() + most
     while not happened():
         assert time.monotonic() < end, "it did not happen"
@@ -429,10 +429,12 @@ def supervisors() -> list[int]:
 
 
 def folders() -> list[Path]:
-    """The folders of the runs that our fork server keeps, as their supervisors see them."""
-    return [path for pid in supervisors() for path in below(Path(f"/proc/{pid}/root")) if path.name == f"{pid}"]
+    """The folders of runs of this process's fork server, as its supervisors see them."""
+    return [
+        path for pid in supervisors() for path in run_folders_in(Path(f"/proc/{pid}/root")) if path.name == f"{pid}"
+    ]
 
 
-def below(root: Path) -> list[Path]:
+def run_folders_in(root: Path) -> list[Path]:
     """The folders of runs of any fork server."""
     return list((root / os.environ.get("TMPDIR", "/tmp").lstrip("/")).glob("palestra-sandbox-*/*"))

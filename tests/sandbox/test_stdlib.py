@@ -1,4 +1,4 @@
-"""That programs can use the standard library: the filter of system calls refuses what is not on its list."""
+"""Programs can use the standard library, although system calls that are not on the filter's list are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from palestra.sandbox import ResourceLimits, Sandbox, client
 
-# Each prints "yes" where it works as it does without a sandbox.
+# Each prints "yes" if it works as it does without a sandbox.
 WORKS = {
     "numbers": """
 import math, cmath, decimal, fractions, statistics, random, secrets, numbers

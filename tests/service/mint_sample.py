@@ -1,6 +1,6 @@
-"""A program of the shape of MinT's older sample, which no official client runs as printed. Prints what it saw, as JSON.
+"""A program like MinT's older sample, which no official client runs as printed. Prints its results as JSON.
 
-Two debaters, of whom a given judge prefers one; all calls are under way before any is waited for.
+Two debaters, one of which a given judge prefers; all calls are sent before any result is awaited.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ async def debate(agents):
 
 
 async def officially(agent):
-    """The same calls as official clients have them, and what one advantage for all tokens comes to."""
+    """The same calls with the names of official clients, and the result of one advantage for all tokens."""
     tokenizer = agent.get_tokenizer()
     size = len(tokenizer.encode("hello there")) - 1
     data = [datum(tokenizer, "hello there", [0.5], weights=[1.0] * size)]

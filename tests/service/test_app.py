@@ -1,4 +1,4 @@
-"""Routes: what they queue, what they answer, and what they refuse. The worker's part is played by the tests."""
+"""Routes: queued requests, answers, and refusals. The tests take the worker's place."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_openapi_lists_the_request_bodies(front: Front) -> None:
     assert "LoraConfig" in schema["components"]["schemas"]
 
 
-# -- who asks ----------------------------------------------------------------------------------------------------------
+# -- access control ----------------------------------------------------------------------------------------------------
 
 
 def test_every_route_but_health_and_version_needs_a_key(shared: Front) -> None:
@@ -124,7 +124,7 @@ def test_every_route_but_health_and_version_needs_a_key(shared: Front) -> None:
 
 
 def test_client_config_selects_a_transport_without_redirects(front: Front) -> None:
-    """0.22 reads an archive's address from a redirect, which its usual transport follows."""
+    """0.22 reads an archive's address from a redirect, which its default transport would follow."""
     for version, pyqwest in (("0.22.0", False), ("0.38.0", True), ("", True)):
         config = front.post("/client/config", {}, headers={"X-Stainless-Package-Version": version}).json()
         assert config["use_pyqwest_transport"] is pyqwest
@@ -356,7 +356,7 @@ def test_refused_protobuf_body_is_recorded_as_failed(front: Front) -> None:
 
 def test_full_queue_sends_retry_after_and_uses_no_sequence_number(front: Front) -> None:
     model = front.model()
-    front.context.limits.queue = 3  # one is the model's creation, counted for a second more
+    front.context.limits.queue = 3  # one is the model's creation, which is counted for another second
     replies = [front.post("/forward_backward", gradients(model, seq)) for seq in (1, 2, 3)]
     assert [reply.status_code for reply in replies] == [200, 200, 429]
     assert replies[2].headers["Retry-After"]
@@ -366,9 +366,10 @@ def test_full_queue_sends_retry_after_and_uses_no_sequence_number(front: Front) 
 def test_queue_is_limited_in_bytes(front: Front) -> None:
     model = front.model()
     front.context.limits.queue_bytes = 1
-    assert front.post("/forward_backward", gradients(model, 1)).status_code == 429  # the creation still counts
+    assert front.post("/forward_backward", gradients(model, 1)).status_code == 429  # the creation is still counted
     front.app.state.queue = RequestQueue(front.context)
-    assert front.post("/forward_backward", gradients(model, 1)).status_code == 200  # alone, it may be of any size
+    # a single request may be of any size
+    assert front.post("/forward_backward", gradients(model, 1)).status_code == 200
     reply = front.post("/forward_backward", gradients(model, 2))
     assert reply.status_code == 429 and reply.headers["Retry-After"]
     assert "1 of your requests (0.0 MiB) wait" in reply.json()["detail"]
@@ -483,7 +484,7 @@ def test_sampling_request_is_queued_with_resolved_names(front: Front) -> None:
     ("seed", "drawn"), [(2**63, 2**63), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)]
 )
 def test_seeds_of_64_bits_are_accepted_exactly(front: Front, seed: int, drawn: int) -> None:
-    """As in the sampler itself, which counts them modulo 2**64."""
+    """As in the sampler, which takes them modulo 2**64."""
     body = {"prompt": PROMPT, "num_samples": 1, "base_model": "tiny"}
     assert front.post("/asample", {**body, "sampling_params": {"seed": seed}}).status_code == 200
     assert SampleJob.model_validate_json(front.take().body).seed == drawn
@@ -506,7 +507,7 @@ def test_topk_prompt_logprobs_include_prompt_logprobs(front: Front) -> None:
     ],
 )
 def test_answers_over_the_token_limit_are_refused(front: Front, given: dict[str, Any]) -> None:
-    """Its tokens, each with the likeliest ones beside it, count together; the message names the limit and the fix."""
+    """Each token counts together with its alternatives; the message names the limit and the fix."""
     reply = front.post("/asample", {"prompt": PROMPT, "base_model": "tiny", **given})
     assert reply.status_code == 400
     assert "more than 2097152: lower max_tokens" in reply.json()["detail"]
@@ -572,7 +573,7 @@ def test_sampler_keeps_its_weights_when_its_path_is_overwritten(front: Front) ->
     assert front.post("/create_sampling_session", other).status_code == 400
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
 def test_result_follows_the_accept_header_and_stays_available(front: Front) -> None:

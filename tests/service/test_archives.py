@@ -1,4 +1,4 @@
-"""Weights as files: what goes out at signed addresses, and what may come in."""
+"""Weights as files: downloads at signed addresses, and uploads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays on the wire: what is sent arrives, in every form clients send it, and no bytes bring the reader down."""
+"""Arrays in requests: every form that clients send is decoded exactly, and no bytes crash the decoder."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_forward_endpoint_body_decodes_to_the_same_data() -> None:
     assert same(codec.decode_data(call)[0], Datum(np.array([1]), np.array([2]), {}))
 
 
-# There and back
+# Round trips
 
 sizes = hnp.array_shapes(min_dims=1, max_dims=2, min_side=1, max_side=5)
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -173,7 +173,7 @@ def test_sparse_tensor_of_a_sampling_request_is_padded() -> None:
     assert found.tolist() == [[7, -1], [-1, 8]]
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -210,13 +210,13 @@ def sparse(
 @pytest.mark.parametrize(
     "call",
     [
-        sparse([2, 3], [0, 1], [0]),  # a row too few
+        sparse([2, 3], [0, 1], [0]),  # one row too few
         sparse([2, 3], [0, 1, 2], [0]),  # more cells than columns
         sparse([2, 3], [0, 1, 1], [0], values=2),
         sparse([2, 3], [1, 1, 1], [0]),
         sparse([2, 3], [0, 2, 1], [0]),
         sparse([2, 3], [0, 2**63 - 1, 1], [0]),
-        sparse([3, 3], [0, 2**63 - 1, -(2**63), 1], [0]),  # differences that wrap around
+        sparse([3, 3], [0, 2**63 - 1, -(2**63), 1], [0]),  # differences that overflow
         sparse([2, 3], [0, 1, 1], [3]),
         sparse([2, 3], [0, 1, 1], [-1]),
         sparse([2, 3], [0, 1, 1], [-(2**63)]),
@@ -240,7 +240,7 @@ def test_total_size_of_sparse_tensors_is_limited() -> None:
     side = math.isqrt(tensors.MAX_SPARSE_CELLS) // 2
     one = sparse([side, side], [0] * (side + 1), []).data[0]
     assert codec.decode_data(pb.ForwardBackwardRequest(data=[one]))[0].targets.shape == (side, side)
-    huge = sparse([-(2**62), 1], [], []).data[0]  # counts for nothing: it would buy room for others
+    huge = sparse([-(2**62), 1], [], []).data[0]  # adds nothing to the size, but would enlarge the limit
     with pytest.raises(BadRequest, match="Send less data"):
         codec.decode_data(pb.ForwardBackwardRequest(data=[*[one] * 5, huge]))
 
@@ -278,7 +278,7 @@ def test_invalid_protobuf_is_refused(wrong: bytes) -> None:
         codec.train_call_from_proto(wrong)
 
 
-# Whatever comes, only BadRequest
+# Any input raises BadRequest or is decoded
 
 
 def digest(call: pb.ForwardBackwardRequest) -> None:
@@ -310,7 +310,7 @@ edits = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size
 
 def edited(body: bytes, changes: list[tuple[float, bytes]]) -> bytes:
     raw = bytearray(body)
-    for place, new in changes:  # an empty edit cuts the rest off
+    for place, new in changes:  # an empty edit truncates the rest
         at = int(place * len(raw))
         raw = raw[:at] if not new else raw[:at] + new + raw[at + len(new) :]
     return bytes(raw)
@@ -351,7 +351,7 @@ def test_arbitrary_tensors_raise_only_bad_request(inputs: dict[str, pb.Tensor]) 
 
 
 def test_forward_backward_results_are_encoded() -> None:
-    """Read as 0.38 does: each run of datums with equal trailing shapes in a record of its own, offsets in bytes."""
+    """Decoded like 0.38: each sequence of datums with equal trailing shapes is one record, with offsets in bytes."""
     shapes = [(2,), (1,), (2, 2), (3,)]
     outputs = [{"logprobs": -np.arange(1, 1 + math.prod(shape), dtype=np.float32).reshape(shape)} for shape in shapes]
     result = codec.encode_forward_backward(outputs, {"loss:sum": 1.25})

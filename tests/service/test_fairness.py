@@ -1,4 +1,5 @@
-"""Two keys on a real server: a heavy queue does not hold a light key's requests, nor keep memory when it is over."""
+"""Two keys on a real server: a heavy queue does not delay a light key's requests, and its memory is released
+afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from palestra.service.api.api_keys import add_key
 
 
 class Client(httpx.Client):
-    """A holder of a key, who samples from the bare base."""
+    """The client of one key, which samples from the base without an adapter."""
 
     def ask(self, samples: int, tokens: int, **fields: Any) -> str:
         prompt = {"chunks": [{"tokens": [5, 6, 7, 8]}]}
@@ -72,17 +73,17 @@ def test_memory_of_a_burst_is_released(served: tuple[Server, dict[str, Client]])
     for request in [bob.ask(8, 16) for _ in range(8)]:
         bob.answer(request)
     (worker,) = server.workers()
-    before = settled(worker)
+    before = idle_memory(worker)
     bob.answer(bob.ask(64, 256))
     for request in [bob.ask(1, 8) for _ in range(120)]:
         bob.answer(request)
     for request in [bob.ask(64, 64), *(bob.ask(1, 8) for _ in range(100))]:
         bob.answer(request)
-    assert settled(worker) < 1.2 * before
+    assert idle_memory(worker) < 1.2 * before
 
 
-def settled(pid: int) -> int:
-    """Resident kB once there has been nothing to do for some seconds."""
+def idle_memory(pid: int) -> int:
+    """Resident kB once the server has been idle for some seconds."""
     time.sleep(4.0)
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))

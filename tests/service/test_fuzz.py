@@ -1,6 +1,5 @@
-"""Whatever is sent gets a clear answer below 500, costs little, touches nothing of others, and the worker works on.
-
-A front end on a real store and vault, and behind it a real worker, which takes what got past the front end.
+"""Any request gets a clear answer below 500, costs little, and changes nothing of other owners; the worker keeps
+running. The front end has a real store and weight store, and a real worker takes the requests that pass validation.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ PROMPT = {"chunks": [{"tokens": [5, 6, 7]}]}
 
 
 def routes() -> list[tuple[str, APIRoute]]:
-    """Every route there is, with its whole path."""
+    """All routes with their full paths."""
     return [(f"{prefix}{r.path}", r) for router, prefix in ROUTERS for r in router.routes if isinstance(r, APIRoute)]
 
 
 class Target(Front):
-    """A front end with a model, a sampler and checkpoints of ada's, and a worker that takes what is queued."""
+    """A front end with a model, a sampler and checkpoints of ada, and a worker that takes queued requests."""
 
     def __init__(self, data: Path, base: Path) -> None:
         bells, url = WakeupSocket.pair(), f"sqlite:///{data / 'store.sqlite'}"
@@ -72,10 +71,10 @@ class Target(Front):
             WorkerSettings(store=url, data=data, bases=bases, device="cpu", patience=0.0), store, bells[1]
         )
         self.tried = 0
-        self.of_ada()
+        self.create_resources()
 
-    def of_ada(self) -> None:
-        """What others must not see, and strangers' requests may name."""
+    def create_resources(self) -> None:
+        """Makes ada's resources, which others must not see but may name."""
         lora = {"rank": 2, "seed": 1}
         body = {"session_id": "mine", "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
         self.model_id = str(self.result(self.post("/create_model", body, of="ada"))["model_id"])
@@ -93,13 +92,13 @@ class Target(Front):
         return f"tinker://{self.model_id}/{'weights' if name == 'whole' else 'sampler_weights'}/{name}"
 
     def work(self) -> None:
-        """Lets the worker do what is queued; no error may leave it, since that would be its end."""
+        """Runs the worker until the queue is empty; no error may leave it, since it would end the worker."""
         while self.worker.step():
             pass
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """The worker works meanwhile: some replies wait for it."""
+        """Runs the worker on a thread: some replies wait for it."""
         over, faults = threading.Event(), []
 
         def run() -> None:
@@ -126,13 +125,13 @@ class Target(Front):
     def answer_of(self, request: str) -> Any:
         return self.post("/retrieve_future", {"request_id": request}, of="ada").json()
 
-    def lives(self) -> bool:
-        """Whether a normal request still has a normal answer."""
+    def is_alive(self) -> bool:
+        """True if a normal request still gets a normal answer."""
         asked = {"sampling_session_id": self.sampler_id, "prompt": PROMPT, "sampling_params": {"max_tokens": 2}}
         return bool(self.result(self.post("/asample", asked, of="ada"))["sequences"])
 
-    def tries(self, method: str, path: str, body: Any = None, **given: Any) -> Any:
-        """A reply to what may be anything: below 500, and what is wrong is said."""
+    def try_request(self, method: str, path: str, body: Any = None, **given: Any) -> Any:
+        """The reply to an arbitrary request: its status is below 500, and errors have a message."""
         self.tried += 1
         reply = self.ask(method, path, body, **{"of": "ada", **given})
         assert reply.status_code < 500, (method, path, reply.text)
@@ -142,7 +141,7 @@ class Target(Front):
 
 
 @contextlib.contextmanager
-def opened(data: Path, base: Path) -> Iterator[Target]:
+def open_target(data: Path, base: Path) -> Iterator[Target]:
     made = Target(data, base)
     yield made
     made.context.store.close()
@@ -152,23 +151,23 @@ def opened(data: Path, base: Path) -> Iterator[Target]:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Iterator[Target]:
-    with opened(tmp_path_factory.mktemp("fuzz"), base) as made:
+    with open_target(tmp_path_factory.mktemp("fuzz"), base) as made:
         yield made
 
 
 @pytest.fixture
 def other(tmp_path: Path, base: Path) -> Iterator[Target]:
-    """One whose model and checkpoints may be lost in a test."""
-    with opened(tmp_path, base) as made:
+    """A target whose model and checkpoints a test may delete."""
+    with open_target(tmp_path, base) as made:
         yield made
 
 
 def fuzz(examples: int, *strategies: Any, **named: Any) -> Callable[[Callable[..., None]], None]:
-    """Runs a function on that many examples at once."""
+    """Runs a property test with this many examples."""
 
     def run(test: Callable[..., None]) -> None:
         profile = settings(max_examples=examples, deadline=None, suppress_health_check=QUIET, database=None)
-        with contextlib.suppress(Unsatisfiable):  # there is nothing that could be wrong with some requests
+        with contextlib.suppress(Unsatisfiable):  # some requests have nothing that could be wrong
             profile(hypothesis.seed(0)(given(*strategies, **named)(test)))()
 
     return run
@@ -196,7 +195,7 @@ BY_HAND = {
 
 
 def real_ids(target: Target) -> dict[str, Any]:
-    """Values with which a request gets further than to "there is no such thing"."""
+    """Existing ids, with which a request gets further than "not found"."""
     return {
         "model_id": target.model_id,
         "session_id": "mine",
@@ -212,14 +211,14 @@ def real_ids(target: Target) -> dict[str, Any]:
     }
 
 
-def helped(tree: Any, names: dict[str, Any], room: list[bool]) -> Any:
-    """A body with some ids that are there, and no more to sample than a test has time for."""
+def with_real_ids(tree: Any, names: dict[str, Any], room: list[bool]) -> Any:
+    """A body with some existing ids, and a bounded number of samples."""
     if isinstance(tree, list):
-        return [helped(branch, names, room) for branch in tree]
+        return [with_real_ids(branch, names, room) for branch in tree]
     if not isinstance(tree, dict):
         return tree
     small = {"num_samples": 3, "n": 3, "max_tokens": 4, "max_completion_tokens": 4, "rank": 8}
-    tree = {key: helped(branch, names, room) for key, branch in tree.items()}
+    tree = {key: with_real_ids(branch, names, room) for key, branch in tree.items()}
     if "sampling_params" in tree or "messages" in tree or "prompt" in tree:
         place = tree.get("sampling_params") if "messages" not in tree and "model" not in tree else tree
         if isinstance(place, dict) and place.get("max_tokens") is None:
@@ -234,7 +233,7 @@ def helped(tree: Any, names: dict[str, Any], room: list[bool]) -> Any:
 
 @amounts
 def test_fuzzed_json_bodies_never_crash_the_server(other: Target, amount: int) -> None:
-    """Schemathesis makes bodies that fit the server's OpenAPI page, and bodies that nearly do."""
+    """Schemathesis makes bodies that fit the server's OpenAPI page, and bodies that nearly fit."""
     schema = schemathesis.openapi.from_dict(whole_page(other))
     names = real_ids(other)
     with other.at_work():
@@ -245,17 +244,17 @@ def test_fuzzed_json_bodies_never_crash_the_server(other: Target, amount: int) -
 
                 @fuzz(2 * amount, cases, st.lists(st.booleans(), min_size=6, max_size=6))
                 def send(case: Any, room: list[bool]) -> None:
-                    body = helped(copy.deepcopy(case.body), names, room)
+                    body = with_real_ids(copy.deepcopy(case.body), names, room)
                     packed = encoded(body)
                     path = case.formatted_path
                     given = {} if packed is None else {"headers": {"Content-Type": "application/json"}}
-                    other.tries(case.method, path, packed, params=plain(case.query), **given)
+                    other.try_request(case.method, path, packed, params=plain(case.query), **given)
 
-    assert other.lives()
+    assert other.is_alive()
 
 
 def whole_page(target: Target) -> dict[str, Any]:
-    """The server's OpenAPI page, with the bodies that routes read by hand."""
+    """The server's OpenAPI page, with the bodies of routes that parse them by hand."""
     page: dict[str, Any] = target.get("/openapi.json").json()
     template = "#/components/schemas/{model}"
     _, found = models_json_schema([(body, "validation") for body in BY_HAND.values()], ref_template=template)
@@ -276,7 +275,7 @@ def encoded(body: Any) -> bytes | None:
 
 
 def plain(query: Any) -> dict[str, str]:
-    """A query with no key or value that cannot stand in an address."""
+    """The query without keys and values that an address cannot contain."""
     return {str(k): str(v).encode("ascii", "ignore").decode() for k, v in dict(query or {}).items()}
 
 
@@ -288,7 +287,7 @@ FLOATS = st.one_of(st.floats(width=32), st.sampled_from([0.0, -1.0, 1e38, 3e4]))
 
 @st.composite
 def tensors(draw: st.DrawFn, size: int) -> pb.Tensor:
-    """One of `size` numbers, or of whatever."""
+    """A tensor of `size` numbers, or of any size."""
     kind = draw(st.sampled_from([1, 2, 3, 4, 1, 2, 0, 9]))
     length = size if draw(st.integers(0, 4)) else draw(st.integers(0, 40))
     many = draw(st.lists(INTEGERS if kind in (2, 3) else FLOATS, min_size=length, max_size=length))
@@ -313,7 +312,7 @@ def tensors(draw: st.DrawFn, size: int) -> pb.Tensor:
 
 @st.composite
 def calls(draw: st.DrawFn, model: str) -> pb.ForwardBackwardRequest:
-    """Messages, most of them nearly right."""
+    """Messages, most of them nearly valid."""
     losses = st.one_of(
         st.just("cross_entropy"), st.sampled_from([*LOSS_SPECS]), st.sampled_from(["cross_entropy", "x", "\0"])
     )
@@ -345,7 +344,7 @@ def calls(draw: st.DrawFn, model: str) -> pb.ForwardBackwardRequest:
 
 @st.composite
 def mutations(draw: st.DrawFn, model: str) -> bytes:
-    """The bytes of a message with some of them changed, cut out, or put in."""
+    """The bytes of a message with some changed, removed or inserted."""
     raw = bytearray(draw(calls(model)).SerializeToString())
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(raw)))
@@ -357,19 +356,19 @@ def mutations(draw: st.DrawFn, model: str) -> bytes:
 def test_fuzzed_protobuf_bodies_never_crash_the_server(target: Target, amount: int) -> None:
     @fuzz(60 * amount, calls(target.model_id))
     def valid(call: pb.ForwardBackwardRequest) -> None:
-        target.tries("POST", "/forward_backward", call.SerializeToString(), headers=PROTOBUF)
+        target.try_request("POST", "/forward_backward", call.SerializeToString(), headers=PROTOBUF)
 
     target.work()
 
     @fuzz(60 * amount, mutations(target.model_id))
     def mutated(body: bytes) -> None:
-        target.tries("POST", "/forward_backward", body, headers=PROTOBUF)
+        target.try_request("POST", "/forward_backward", body, headers=PROTOBUF)
 
     target.work()
     failed = target.context.store.find(requests, requests.c.state == "failed", limit=100_000)
     assert all(json.loads(row.result)["category"] == "user" for row in failed), [row.result for row in failed][:3]
     assert target.context.store.count(requests, requests.c.state == "done", requests.c.kind.like("forward%"))
-    assert target.lives()
+    assert target.is_alive()
 
 
 # -- headers and addresses ---------------------------------------------------------------------------------------------
@@ -401,9 +400,9 @@ def test_false_headers_never_crash_the_server(target: Target, amount: int) -> No
 
     @fuzz(50 * amount, st.sampled_from(posts), lies, bodies)
     def send(path: str, headers: list[tuple[str, str]], body: bytes) -> None:
-        target.tries("POST", re.sub(r"\{.*?\}", "x", path), body, headers=dict(headers))
+        target.try_request("POST", re.sub(r"\{.*?\}", "x", path), body, headers=dict(headers))
 
-    assert target.lives()
+    assert target.is_alive()
 
 
 TRICKS = [
@@ -431,10 +430,10 @@ def test_malicious_paths_never_crash_the_server(target: Target, amount: int) -> 
     @fuzz(60 * amount, st.sampled_from(found), st.lists(parts, min_size=5, max_size=5))
     def send(route: tuple[str, APIRoute], values: list[str]) -> None:
         path = re.sub(r"\{.*?\}", lambda _: values.pop(), route[0])
-        target.tries(min(route[1].methods), path, b"{}", of="bob")
+        target.try_request(min(route[1].methods), path, b"{}", of="bob")
 
     assert sorted(path.name for path in target.context.weight_store.root.iterdir()) == before
-    assert target.lives()
+    assert target.is_alive()
 
 
 # -- bombs -------------------------------------------------------------------------------------------------------------
@@ -471,7 +470,7 @@ def test_decompression_bombs_cost_little_time(target: Target, name: str) -> None
     verb, body, headers = BOMBS[name]
     began = time.monotonic()
     tracemalloc.start()
-    reply = target.tries("POST", f"/{verb}", body, headers=headers)
+    reply = target.try_request("POST", f"/{verb}", body, headers=headers)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 400 <= reply.status_code < 500
@@ -510,14 +509,14 @@ def absurd(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_nonsensical_bodies_get_4xx(target: Target, verb: str, body: dict[str, Any]) -> None:
-    assert 400 <= target.tries("POST", f"/{verb}", body).status_code < 500
+    assert 400 <= target.try_request("POST", f"/{verb}", body).status_code < 500
 
 
-# -- other people's things ---------------------------------------------------------------------------------------------
+# -- resources of other owners -----------------------------------------------------------------------------------------
 
 
 def bodies(target: Target) -> dict[str, dict[str, Any]]:
-    """For every route that reads a body, one that is fine if it comes from ada."""
+    """For every route that reads a body, one that is valid if ada sends it."""
     inputs = {"target_tokens": {"data": [6], "dtype": "int64"}, "weights": {"data": [1.0], "dtype": "float32"}}
     data = {
         "data": [{"model_input": {"chunks": [{"tokens": [5]}]}, "loss_fn_inputs": inputs}],
@@ -574,9 +573,9 @@ OWN = {  # the caller's own
 
 
 def test_owners_cannot_read_or_change_others_resources(target: Target) -> None:
-    """Every route there is, asked with ids of ada's by bob, and by one without a key."""
+    """Every route, with ids of ada, called by bob and without a key."""
     ids = {"run": target.model_id, "kind": "weights", "name": "whole", "file": "adapter_model.safetensors"}
-    given, before, asked = bodies(target), everything(target), 0
+    given, before, asked = bodies(target), stored_state(target), 0
     for whole, route in routes():
         name = re.sub("^/(oai/)?api/v1/", "", whole)
         owned = {"samplers/{id}": target.sampler_id, "sessions/{id}": "mine", "sessions/{id}/finish": "mine"}
@@ -587,10 +586,10 @@ def test_owners_cannot_read_or_change_others_resources(target: Target) -> None:
         for method in route.methods:
             query = "?expires=99999999999&signature=x" if name.startswith("downloads") else ""
             if name not in OPEN:
-                keyless = target.tries(method, path + query, given.get(name), of="nobody")
+                keyless = target.try_request(method, path + query, given.get(name), of="nobody")
                 assert keyless.status_code in (401, 403), (method, path, keyless.text)
             if name not in OPEN | OWN:
-                reply = target.tries(method, path + query, given.get(name), of="bob")
+                reply = target.try_request(method, path + query, given.get(name), of="bob")
                 if name == "cancel_future":
                     assert reply.json() == {"cancelled": False}
                     continue
@@ -599,13 +598,13 @@ def test_owners_cannot_read_or_change_others_resources(target: Target) -> None:
                 asked += 1
             elif method == "GET" or name == "sessions/search":
                 body = {"owner": {}, "limit": 100} if method == "POST" else None
-                assert "mine" not in target.tries(method, path, body, of="bob").text
+                assert "mine" not in target.try_request(method, path, body, of="bob").text
     target.work()
-    assert everything(target) == before
+    assert stored_state(target) == before
     assert asked > 35
 
 
-def everything(target: Target) -> list[Any]:
+def stored_state(target: Target) -> list[Any]:
     store = target.context.store
     rows = [tuple(row) for table in TABLES for row in store.find(table, table.c.owner == "ada", limit=10_000)]
     weights = [w.tolist() for w in target.worker.live_models.get(target.model_id).trainer.parameters]
@@ -613,30 +612,30 @@ def everything(target: Target) -> list[Any]:
 
 
 def test_the_owner_may_send_the_same_requests(target: Target) -> None:
-    """Or the test above would prove nothing."""
+    """Otherwise the test above would prove nothing."""
     for name, body in bodies(target).items():
         if "{" in name or name in ("unload_model", "train_step"):
             continue
         prefix = "/oai/api/v1" if "completions" in name else ""
         if prefix:
             continue  # they wait for their answer
-        reply = target.tries("POST", f"{prefix}/{name}", body)
+        reply = target.try_request("POST", f"{prefix}/{name}", body)
         assert reply.status_code == 200, (name, reply.text)
         target.work()
-    assert target.lives()
+    assert target.is_alive()
 
 
 def test_resources_of_an_unserved_base_get_an_answer(target: Target) -> None:
     known, target.context.bases = target.context.bases, {}
     try:
         for name, body in bodies(target).items():
-            target.tries("POST", f"{'/oai/api/v1' if 'completions' in name else ''}/{name}", body)
+            target.try_request("POST", f"{'/oai/api/v1' if 'completions' in name else ''}/{name}", body)
         for path in (
             "/training_runs",
             "/checkpoints",
             f"/training_runs/{target.model_id}",
             f"/samplers/{target.sampler_id}",
         ):
-            target.tries("GET", path)
+            target.try_request("GET", path)
     finally:
         target.context.bases = known

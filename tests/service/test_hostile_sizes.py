@@ -1,4 +1,4 @@
-"""Bodies that are as large or as tangled as may be: refused at once, or read while others are still answered."""
+"""Bodies as large or as nested as allowed: refused at once, or read while other clients are still answered."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def impatient(front: Front, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def drip(url: str, path: str, pieces: list[bytes], **headers: str) -> Reply:
-    """The reply to a body that is sent in pieces, 0.1 s apart."""
+    """The reply to a body sent in pieces, 0.1 s apart."""
     fields = {"X-API-Key": "tml-any", "Content_Length": str(sum(map(len, pieces)))} | headers
     with connected(url) as wire:
         wire.sendall(head(url, "POST", path, **fields))

@@ -1,8 +1,8 @@
-"""SIGKILL at any moment, under load: what was acknowledged is there, and what was not says so.
+"""SIGKILL at any moment, under load: acknowledged writes are kept, and lost state is reported.
 
-Clients in threads train, save and sample, and check the answers: a model that lost state says so
-before it answers anything else, that weights loaded again give the log-probabilities seen when they were saved, that a
-seeded sample is always the same, that no request stays without an answer.
+Clients in threads train, save and sample, and check that a model that lost state reports this before it answers
+anything else, that weights loaded again give the log-probabilities seen when they were saved, that a seeded sample is
+always the same, and that every request gets an answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from palestra.service.storage.store import Store
 from palestra.service.storage.tables import checkpoints, models
 from palestra.service.storage.weight_store import WeightStore
 
-SILENCE = 150.0  # seconds without an answer that are a fault, on a machine that does other things too
+SILENCE = 150.0  # seconds without an answer that count as a fault on a busy machine
 
 
 class Refused(Exception):
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 class Client(threading.Thread):
-    """One that trains, saves and samples until `over`; `fault` is the invariant it found broken, if any."""
+    """A client that trains, saves and samples until `over`; `fault` is the violated invariant, if any."""
 
     def __init__(self, server: Server, number: int, over: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -66,12 +66,12 @@ class Client(threading.Thread):
             self.losses += 1
             self.recover()
         self.sample()
-        self.read_again()
+        self.check_one()
 
-    # -- the wire ------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def post(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The reply, asked for again while nobody is there."""
+        """The reply; the request is repeated while no server answers."""
         until = time.monotonic() + SILENCE
         while True:
             try:
@@ -98,7 +98,7 @@ class Client(threading.Thread):
     def train(self, verb: str, **fields: Any) -> str:
         return self.ask(verb, model_id=self.model, seq_id=next(self.seqs), **fields)
 
-    # -- what it does --------------------------------------------------------------------------------------------------
+    # -- operations ----------------------------------------------------------------------------------------------------
 
     def create(self) -> None:
         self.seqs = itertools.count(1)
@@ -106,7 +106,7 @@ class Client(threading.Thread):
         self.model = self.answer(self.ask("create_model", **fields, lora_config={"rank": 4, "seed": 1}))["model_id"]
 
     def step(self) -> None:
-        """Gradients and a step, the one asked for before the other is answered."""
+        """Requests gradients and a step before the gradients are answered."""
         data = [self.datum(self.dice.randrange(1000)) for _ in range(2)]
         given = {"data": data, "loss_fn": "cross_entropy"}
         asked = [self.train("forward_backward", forward_backward_input=given)]
@@ -114,7 +114,8 @@ class Client(threading.Thread):
         self.all_or_none([*asked])
 
     def all_or_none(self, asked: list[str]) -> None:
-        """The answers. Once one is refused, so are all after it: nothing runs on a model that is not what it was."""
+        """The answers. After a refused request all later ones must be refused: nothing runs on a model that has lost
+        state."""
         refused: list[Refused] = []
         for request in asked:
             try:
@@ -144,7 +145,7 @@ class Client(threading.Thread):
         self.saved.append((path, logps, checksum(self.server.data, path)))
 
     def recover(self) -> None:
-        """As clients do: load what was saved last, or begin anew."""
+        """Recovers as clients do: loads the last saved weights, or makes a new model."""
         if not self.saved:
             self.create()
             return
@@ -166,12 +167,12 @@ class Client(threading.Thread):
         self.wanted = tokens
         self.answered.append((request, said))
 
-    def read_again(self) -> None:
+    def check_one(self) -> None:
         request, said = self.dice.choice(self.answered)
         assert self.post("retrieve_future", {"request_id": request}) == said
 
     def check_all(self) -> None:
-        """Every checkpoint that was acknowledged is there, unaltered; some are loaded."""
+        """Checks that every acknowledged checkpoint exists unchanged, and loads some of them."""
         for path, _, wanted in self.saved:
             assert checksum(self.server.data, path) == wanted
         for path, logps, _ in self.dice.sample(self.saved, min(4, len(self.saved))):
@@ -182,7 +183,7 @@ class Client(threading.Thread):
 
 
 def checksum(data: Path, path: str) -> str:
-    """Of the weights at a path, found to be whole."""
+    """The checksum of the weights at a path, which must be complete."""
     store = Store.open(f"sqlite:///{data / 'store.sqlite'}")
     row = store.get(checkpoints, path)
     store.close()
@@ -193,7 +194,7 @@ def checksum(data: Path, path: str) -> str:
 
 
 class Load:
-    """Clients at work, in whose midst things are killed."""
+    """Clients at work, while processes are killed."""
 
     def __init__(self, server: Server, clients: int, seed: int) -> None:
         self.server, self.dice, self.over = server, random.Random(seed), threading.Event()
@@ -201,8 +202,8 @@ class Load:
         for client in self.clients:
             client.start()
 
-    def moves(self, answers: int = 4) -> None:
-        """Returns once every client has had some more answers."""
+    def wait_for_answers(self, answers: int = 4) -> None:
+        """Returns once every client has got some more answers."""
         before, until = [client.count for client in self.clients], time.monotonic() + SILENCE
         while any(client.count < count + answers for client, count in zip(self.clients, before, strict=True)):
             self.check()
@@ -210,8 +211,8 @@ class Load:
             time.sleep(0.01)
 
     def kill(self, what: str) -> None:
-        """Kills the "front" end, its "worker" or "all", at a random moment; or all of it in the midst of a "save", or
-        the worker when a model has "unsaved" steps."""
+        """Kills the "front" end, its "worker" or "all" at a random moment; or all during a "save", or the worker while
+        a model has "unsaved" steps."""
         moments = {"save": partial(half_saved, self.server.data), "unsaved": partial(unsaved, self.server.data)}
         at_random = partial(time.sleep, self.dice.uniform(0.0, 0.5))
         self.server.kill({"save": "all", "unsaved": "worker"}.get(what, what), moments.get(what, at_random))
@@ -235,7 +236,7 @@ class Load:
 
 
 def unsaved(data: Path) -> None:
-    """Returns while a model has learned something since it was saved."""
+    """Returns while a model has steps that were not saved."""
     store, until = Store.open(f"sqlite:///{data / 'store.sqlite'}"), time.monotonic() + SILENCE
     while not store.count(models, models.c.changed > models.c.kept, models.c.state == "live"):
         assert time.monotonic() < until
@@ -243,7 +244,7 @@ def unsaved(data: Path) -> None:
 
 
 def half_saved(data: Path) -> None:
-    """Returns while a checkpoint is being written, if that can be seen within some seconds."""
+    """Returns while a checkpoint is being written, if that is seen within some seconds."""
     until = time.monotonic() + 20
     while time.monotonic() < until:
         if any(path.name.startswith(".tmp-") for path in (data / "weights").iterdir()):
@@ -260,9 +261,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def survive(server: Server, kills: list[str], clients: int) -> Load:
     load = Load(server, clients, seed=len(kills))
     for what in kills:
-        load.moves()
+        load.wait_for_answers()
         load.kill(what)
-    load.moves()
+    load.wait_for_answers()
     load.end()
     assert all(client.saved for client in load.clients)
     return load
@@ -271,7 +272,7 @@ def survive(server: Server, kills: list[str], clients: int) -> Load:
 @pytest.mark.timeout(400)
 def test_two_kills_lose_no_acknowledged_write(server: Server) -> None:
     load = survive(server, ["unsaved", "front"], clients=2)
-    assert sum(client.losses for client in load.clients) > 0  # or the test would prove nothing
+    assert sum(client.losses for client in load.clients) > 0  # otherwise the test would prove nothing
 
 
 @pytest.mark.slow
@@ -291,7 +292,7 @@ def test_eight_clients_survive_kills_of_front_end_and_worker(server: Server) -> 
 
 @pytest.mark.slow
 def test_resume_after_server_restart_is_bit_identical(server: Server) -> None:
-    """No weights are loaded: gathered gradients, the optimizer and the order of requests outlive the restart."""
+    """No weights are loaded: accumulated gradients, the optimizer and the order of requests survive the restart."""
     probes = []
     for number in range(2):
         client = Client(server, number, threading.Event())

@@ -1,4 +1,4 @@
-"""/metrics of a real server, scraped over HTTP and read by Prometheus's own parser."""
+"""/metrics of a real server, scraped over HTTP and parsed by Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_requests_are_counted_by_route_and_status(server: Server, key: str) -> N
     httpx.post(f"{server.url}/api/v1/create_session", headers={"X-API-Key": "wrong"}, json={})
     after = scrape(server, key)
 
-    def more(endpoint: str, status: str) -> float:
+    def increase_of(endpoint: str, status: str) -> float:
         return count(after, endpoint, status) - count(before, endpoint, status)
 
-    assert more("healthz", "2xx") == 3
-    assert more("unknown", "4xx") == 1
-    assert more("create_session", "4xx") == 1
-    assert more("metrics", "2xx") == 1  # the scrape before; this one has not ended when it is written
+    assert increase_of("healthz", "2xx") == 3
+    assert increase_of("unknown", "4xx") == 1
+    assert increase_of("create_session", "4xx") == 1
+    assert increase_of("metrics", "2xx") == 1  # the previous scrape; this one has not ended when it is written
     labels = (("endpoint", "healthz"), ("le", "+Inf"), ("method", "GET"), ("status", "2xx"))
     assert after["palestra_http_request_seconds_bucket", labels] >= 3
 

@@ -1,4 +1,4 @@
-"""Plain inference in OpenAI's style; a thread plays the worker."""
+"""Inference in OpenAI's API; a thread takes the worker's place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def answered(front: Front, tiny: Any) -> Callable[..., tuple[httpx.Response, list[SampleJob]]]:
-    """Asks, and answers every sample with "hello you." and the end token; the reply, and what was sampled."""
+    """Sends a request, and answers every sample with "hello you." and the end token; returns the reply and the
+    requests."""
     ids = [*tiny.tokenizer.encode("hello you.", add_special_tokens=False), tiny.tokenizer.eos_token_id]
     answer = codec.SampledSequence(np.array(ids), np.full(len(ids), -0.5), "stop")
 

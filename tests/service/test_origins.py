@@ -1,4 +1,4 @@
-"""Browsers' pages of other sites are refused; programs, which say no origin, are not."""
+"""Pages of other origins in a browser are refused; programs, which send no Origin, are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT = "https://chat.example.org"
         ("127.0.0.1", (), {"host": HERE, "origin": "https://evil.example"}, True),
         ("127.0.0.1", (), {"host": HERE, "origin": "http://127.0.0.1:3000"}, True),  # another program's page
         ("127.0.0.1", (), {"host": HERE, "origin": "null"}, True),  # a file, a sandboxed frame
-        ("127.0.0.1", (), {"host": "evil.example:8000", "origin": "http://evil.example:8000"}, True),  # rebound
+        ("127.0.0.1", (), {"host": "evil.example:8000", "origin": "http://evil.example:8000"}, True),  # DNS rebinding
         ("127.0.0.1", (), {"host": "evil.example:8000"}, True),  # the same with GET, which has no Origin
         ("127.0.0.1", (), {"host": "[::1"}, True),
         ("127.0.0.1", (CHAT,), {"host": HERE, "origin": CHAT}, False),

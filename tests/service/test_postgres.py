@@ -1,4 +1,4 @@
-"""A server on PostgreSQL with a second front end: what is asked of one is answered at the other."""
+"""A server on PostgreSQL with a second front end: requests to one are answered at the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Wire:
-    """One training client, which may turn to another front end at any moment."""
+    """A training client that may switch to another front end at any moment."""
 
     def __init__(self, url: str) -> None:
         self.seqs = itertools.count(1)
@@ -27,7 +27,7 @@ class Wire:
         self.url = url
 
     def post(self, verb: str, **body: Any) -> dict[str, Any]:
-        """The reply, asked for again while there is none."""
+        """The reply; the request is repeated while no server answers."""
         until = time.monotonic() + 300
         while True:
             reply = httpx.post(f"{self.url}/api/v1/{verb}", json=body, timeout=60)
@@ -74,7 +74,7 @@ def loss_of(answer: dict[str, Any]) -> float:
 
 @pytest.fixture
 def servers(postgres: str, tmp_path: Path) -> Iterator[tuple[Server, Server]]:
-    """One with the engine, and a front end alone."""
+    """A server with the engine, and a second front end without one."""
     whole = Server(tmp_path / "data", "--store", postgres)
     front = Server(tmp_path / "data", "--store", postgres, "--front-only")
     yield whole, front
@@ -91,7 +91,7 @@ def test_two_front_ends_share_one_engine_on_postgresql(servers: tuple[Server, Se
     losses = []
     for url in (whole.url, front.url) * 4:
         gradients, step = client.gradients(), client.step()
-        client.turn_to(url)  # what was asked of one is read at the other
+        client.turn_to(url)  # requests to one are answered at the other
         losses.append(loss_of(client.answer(gradients)))
         client.answer(step)
     assert losses[-1] < 0.5 * losses[0]
@@ -108,7 +108,7 @@ def test_two_front_ends_share_one_engine_on_postgresql(servers: tuple[Server, Se
 
     whole.kill()
     client.turn_to(front.url)
-    waits = client.sample(path)  # nobody is there who could run it
+    waits = client.sample(path)  # no engine could run it
     assert httpx.post(f"{front.url}/api/v1/retrieve_future", json={"request_id": waits}, timeout=60).status_code == 408
     whole.start()
     assert client.answer(waits)["sequences"] == said

@@ -1,4 +1,4 @@
-"""The bodies of requests: what official clients send is read, what would break a server is refused by name."""
+"""Request bodies: those of official clients are parsed, dangerous ones are refused by name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_bodies_of_official_clients_parse_without_loss(generation: str) -> None:
 
 
 def _without_type(tree: Any) -> Any:
-    """`type` only repeats what the endpoint says; with an optimizer it is kept."""
+    """Drops `type`, which only repeats the endpoint; with an optimizer it is kept."""
     if isinstance(tree, dict):
         return {k: _without_type(v) for k, v in tree.items() if k != "type" or v == "adamw"}
     return [_without_type(v) for v in tree] if isinstance(tree, list) else tree
@@ -82,7 +82,7 @@ def test_unknown_fields_are_dropped_and_defaults_filled() -> None:
 
 @pytest.mark.parametrize("stop", [None, [], "end", ["a", "b"], [1, 2]])
 def test_null_and_empty_stop_are_distinguished(stop: Any) -> None:
-    """null and [] mean different things."""
+    """null and [] have different meanings."""
     assert read(requests.SamplingParams, stop=stop).stop == stop
 
 
@@ -217,7 +217,7 @@ def test_responses_serialise_to_the_json_clients_expect() -> None:
     assert json.loads(future.model_dump_json()) == {"request_id": "r", "model_id": None, "sample_sequence_ids": None}
 
 
-# The generated module says what wire.proto says
+# The generated module agrees with wire.proto
 
 SCALARS = ["double", "float", "int64", "uint64", "int32", "fixed64", "fixed32", "bool", "string"]
 TYPES = dict(enumerate(SCALARS, 1)) | {12: "bytes", 13: "uint32"}
@@ -225,7 +225,7 @@ FIELD = re.compile(r"^(optional |repeated )?(map<\w+, \w+>|\w+) (\w+) = (\d+);$"
 
 
 def declared() -> tuple[dict[str, set[tuple[str, ...]]], dict[str, set[tuple[str, int]]]]:
-    """Messages and enums of wire.proto, read line by line: every line must be one that this reader knows."""
+    """Messages and enums of wire.proto, parsed line by line; every line must be recognised."""
     messages: dict[str, set[tuple[str, ...]]] = {}
     enums: dict[str, set[tuple[str, int]]] = {}
     current, oneof = "", ""
@@ -256,7 +256,7 @@ def generated(message: Any) -> set[tuple[str, ...]]:
             key, value = field.message_type.fields
             kind, label = f"map<{_kind(key)}, {_kind(value)}>", "map"
         oneof = field.containing_oneof.name if field.containing_oneof else ""
-        if oneof.startswith("_"):  # how protobuf spells `optional`
+        if oneof.startswith("_"):  # protobuf's representation of `optional`
             oneof, label = "", "optional"
         fields.add((str(field.number), field.name, kind, label, oneof))
     return fields

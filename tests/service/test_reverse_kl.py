@@ -1,4 +1,4 @@
-"""MinT's reverse-KL pass: what the front end lets through, and a student that learns by it on a running server.
+"""MinT's reverse-KL pass: requests that the front end accepts, and a student that learns on a running server.
 
 The requests are those of MinT's client (mindlab-toolkit 0.2.0), which numbers them only on request.
 """
@@ -95,7 +95,7 @@ def test_other_owners_weights_are_refused_as_reference(shared: Front) -> None:
 
 @pytest.mark.slow
 def test_student_converges_to_its_reference(tmp_path: Path) -> None:
-    """Unnumbered passes and numbered steps take turns, as MinT's client sends them."""
+    """Unnumbered passes and numbered steps alternate, as MinT's client sends them."""
     with serving(tmp_path / "data") as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http:
 
         def ask(verb: str, **body: Any) -> dict[str, Any]:

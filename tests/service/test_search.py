@@ -1,4 +1,4 @@
-"""Sessions found again by what their clients said of them, and put into projects."""
+"""Sessions are found by their clients' metadata, and assigned to projects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_sessions_are_found_by_name_metadata_project_and_status(front: Front) ->
     assert found(front) == [blue, red]
     assert found(front, display_name="RUN team") == [blue, red]
     assert found(front, display_name="run red") == [red]
-    assert found(front, display_name="red", session_id=blue) == [blue, red]  # either will do
+    assert found(front, display_name="red", session_id=blue) == [blue, red]  # one matching criterion is enough
     assert found(front, session_id=red) == [red]
     assert found(front, user_metadata={"game": "chess", "k": "1"}) == [blue]
     assert found(front, project_ids=["p"]) == [blue] and found(front, project_ids=["default"]) == [red]

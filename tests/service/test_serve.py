@@ -1,4 +1,4 @@
-"""The whole server: two processes, started, asked, and ended as a user does."""
+"""The whole server: two processes, started, called and stopped as by a user."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def children(pid: int) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status")
     return not status.exists() or "State:\tZ" in status.read_text()
 
@@ -65,7 +65,7 @@ def test_server_answers_refuses_a_second_server_and_exits_cleanly(server: Server
     assert "is writing the server's data" in second.stderr
     workers = children(server.process.pid)
     assert server.end(signal.SIGTERM) == 0
-    assert all(gone(pid) for pid in workers)
+    assert all(has_ended(pid) for pid in workers)
 
 
 @pytest.mark.slow
@@ -78,9 +78,9 @@ def test_dead_worker_is_replaced_and_orphaned_worker_exits(server: Server) -> No
     workers = children(server.process.pid)
     assert server.end(signal.SIGKILL) != 0
     deadline = time.monotonic() + 20
-    while not all(gone(pid) for pid in workers) and time.monotonic() < deadline:
+    while not all(has_ended(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert all(gone(pid) for pid in workers)
+    assert all(has_ended(pid) for pid in workers)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`palestra train --engine URL` is `palestra train`: the same figures, the same checkpoints, the same friendliness."""
+"""`palestra train --engine URL` equals `palestra train`: the same metrics and checkpoints, and equally clear errors."""
 
 from __future__ import annotations
 
@@ -70,20 +70,20 @@ def config(folder: Path, name: str, **changes: Any) -> Path:
     return folder / f"{name}.yaml"
 
 
-def palestra(folder: Path, *words: Any, **given: Any) -> Any:
+def start_command(folder: Path, *words: Any, **given: Any) -> Any:
     return start_palestra(*words, cwd=folder, with_stderr=False, **given)
 
 
-def ended(process: Any) -> str:
+def wait_for_success(process: Any) -> str:
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     return said
 
 
 def refused(folder: Path, *words: Any, key: str | None = None) -> str:
-    """What the command line says where it refuses something; in a process of its own, for its threads."""
+    """The error message of a refused command line, run as a process because of its threads."""
     env = os.environ | ({"TINKER_API_KEY": key} if key else {})
-    done = palestra(folder, *words, env=env)
+    done = start_command(folder, *words, env=env)
     said, _ = done.communicate(timeout=240)
     assert done.returncode == 2, said
     assert "Traceback" not in said
@@ -106,8 +106,8 @@ def assert_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -
 
 def test_remote_training_equals_local_training_also_after_kills(server: Server, tmp_path: Path) -> None:
     path = config(tmp_path, "here")
-    here = palestra(tmp_path, "train", path)
-    there = palestra(tmp_path, "train", path, "--engine", server.url, "--name", "there")
+    here = start_command(tmp_path, "train", path)
+    there = start_command(tmp_path, "train", path, "--engine", server.url, "--name", "there")
     run = tmp_path / "runs" / "there"
     while len(read_lines(run / "metrics.jsonl")) < 2 * 3:
         assert there.poll() is None, there.communicate()
@@ -115,12 +115,13 @@ def test_remote_training_equals_local_training_also_after_kills(server: Server, 
     there.kill()
     there.communicate()
     assert there.returncode == -signal.SIGKILL
-    ended(palestra(tmp_path, "train", "--resume", run))
-    ended(here)
+    wait_for_success(start_command(tmp_path, "train", "--resume", run))
+    wait_for_success(here)
     assert_alike(figures(run), figures(tmp_path / "runs" / "here"))
     assert_alike(figures(run, "evals.jsonl"), figures(tmp_path / "runs" / "here", "evals.jsonl"))
     assert list_checkpoints(run)[-1].step == STEPS - 1
-    output = ended(palestra(tmp_path, "eval", run, "--episodes", 5))  # in process, from what was downloaded
+    # in this process, from the downloaded weights
+    output = wait_for_success(start_command(tmp_path, "eval", run, "--episodes", 5))
     assert "5 episodes" in " ".join(output.split())  # the path of a run may break the line
 
 
@@ -136,8 +137,8 @@ def close(setup: TextTrainer) -> None:
         each.close()
 
 
-def trained(folder: Path, tree: dict[str, Any], engine: str | None = None, pause: int | None = None) -> Path:
-    """The folder of a run, here or on a server; with `pause` it was stopped after so many steps, and resumed."""
+def train_run(folder: Path, tree: dict[str, Any], engine: str | None = None, pause: int | None = None) -> Path:
+    """The folder of a run, here or on a server; with `pause` it was stopped after that many steps, and resumed."""
     config = validate(TextConfig, tree | {"engine": engine})
     ends = [lambda: len(list_checkpoints(run.path)) + 1 == pause, lambda: False] if pause else [lambda: False]
     with Run.create(folder, dump(config), "there" if engine else "here") as run:
@@ -150,9 +151,9 @@ def trained(folder: Path, tree: dict[str, Any], engine: str | None = None, pause
     return run.path
 
 
-# Skipped: where no answer has an advantage, the first gradient of a penalty is rounding, which Adam makes a full step.
+# Skipped: if no answer has an advantage, the first gradient of a penalty is rounding, which Adam scales to a full step.
 SKIP = {"flat_groups": "skip"}
-ELSEWHERE = {  # algorithms that are nothing but log-probabilities
+ELSEWHERE = {  # algorithms that need only log-probabilities
     "dpo": {"type": "dpo", "group_size": 4, "pairs": "all"},
     "kl": {"type": "grpo", "group_size": 4, "kl_coef": 0.1, "clip": 0.05} | SKIP,
     "dual_clip": {"type": "grpo", "group_size": 4, "dual_clip": 1.01, "loss_aggregation": "sequence"},
@@ -165,8 +166,8 @@ ELSEWHERE = {  # algorithms that are nothing but log-probabilities
 
 
 def assert_the_same(here: Path, there: Path) -> None:
-    """But for the entropy, which is not asked for; and for which side of a pair a policy likes more, which while it is
-    still its reference is for rounding to say."""
+    """Except for the entropy, which is not requested, and for the accuracy on pairs, which depends on rounding while
+    the policy equals its reference."""
     ours, theirs = figures(here), figures(there)
     assert any("loss" in line for line in theirs) and not any("entropy" in line for line in theirs)
     vague = {"entropy", "accuracy"}
@@ -174,12 +175,12 @@ def assert_the_same(here: Path, there: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_dpo_trains_remotely_as_locally(
+def test_algorithm_trains_remotely_as_locally(
     server: Server, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_weights, "MAX_CHUNK_SEQUENCES", 5)  # pairs lie in two requests
+    monkeypatch.setattr(remote_weights, "MAX_CHUNK_SEQUENCES", 5)  # pairs are split over two requests
     tree = whisper(ELSEWHERE[name])
-    assert_the_same(trained(tmp_path, tree), trained(tmp_path, tree, server.url))
+    assert_the_same(train_run(tmp_path, tree), train_run(tmp_path, tree, server.url))
 
 
 @pytest.mark.parametrize("name", ["clipped", "gspo", "dpo"])
@@ -191,13 +192,13 @@ def test_only_standard_requests_are_sent_to_other_servers(
 
     monkeypatch.setattr(ServiceConnection, "is_palestra", other)
     tree = whisper(ELSEWHERE[name])
-    assert_the_same(trained(tmp_path, tree), trained(tmp_path, tree, server.url))
+    assert_the_same(train_run(tmp_path, tree), train_run(tmp_path, tree, server.url))
 
 
 def test_off_policy_correction_is_the_same_remotely(server: Server, tmp_path: Path) -> None:
-    """Episodes learned from twice: the second time the weights have moved on."""
+    """Two updates on the same episodes: in the second the weights have moved."""
 
-    async def twice(setup: TextTrainer) -> list[Metrics]:
+    async def update_twice(setup: TextTrainer) -> list[Metrics]:
         moment, learner = setup.position_of(0), setup.learners["guide"]
         algorithm = moment.stage.algorithm
         episodes = await moment.stage.source.play(moment.episode_numbers, algorithm.branching, setup.algorithm_state)
@@ -205,17 +206,17 @@ def test_off_policy_correction_is_the_same_remotely(server: Server, tmp_path: Pa
 
     tree = whisper({"type": "grpo", "group_size": 4, "importance_cap": 1.05})
     here, there = (build(validate(TextConfig, tree | {"engine": engine})) for engine in (None, server.url))
-    ours, theirs = asyncio.run(twice(here)), asyncio.run(twice(there))
+    ours, theirs = asyncio.run(update_twice(here)), asyncio.run(update_twice(there))
     close(there)
     assert theirs[1]["sampler_kl"] > 1e-3 and theirs[1]["importance_cap_fraction"] > 0
     assert_alike(theirs, [{k: v for k, v in line.items() if k != "entropy"} for line in ours])
 
 
 def test_stage_reference_is_the_same_remotely_also_after_resume(server: Server, tmp_path: Path) -> None:
-    """Also after a stop in its middle."""
+    """Also after a stop in the middle of a stage."""
     stages = [{"steps": 1, "algorithm": ELSEWHERE["sft"]}, {"steps": 2, "algorithm": ELSEWHERE["kl"]}]
     tree = whisper(ELSEWHERE["sft"], stages=stages, checkpoint_every=1)
-    assert_the_same(trained(tmp_path, tree), trained(tmp_path, tree, server.url, pause=2))
+    assert_the_same(train_run(tmp_path, tree), train_run(tmp_path, tree, server.url, pause=2))
 
 
 def test_losses_map_to_wire_losses() -> None:

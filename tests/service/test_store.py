@@ -1,4 +1,5 @@
-"""The queue and the tables, on SQLite as `palestra serve` has it and on PostgreSQL; two stores are two processes."""
+"""The queue and the tables, on SQLite (as in `palestra serve`) and on PostgreSQL; two stores stand for two
+processes."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def checkpoint(path, folder, expires=None):
 def test_expired_rows_are_removed_and_used_folders_listed(store):
     now = time.time()
     store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("kept", "f1")))
-    store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("kept", "f2")))  # in place of the first
+    store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("kept", "f2")))  # replaces the first
     store.apply_updates(RowUpdate.upsert(checkpoints, checkpoint("over", "f3", expires=now - 1)))
     for id, seen in (("old", now - ANSWER_TTL_S - 1), ("new", now)):
         store.insert(sessions, id=id, owner="ann", created=seen, seen=seen, info={})

@@ -1,4 +1,4 @@
-"""MinT's older sample, in its shape, as a program of its own against a running server."""
+"""MinT's older sample, as a program against a running server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the sample saw."""
+    """The output of the sample."""
     with serving(tmp_path_factory.mktemp("data")) as url:
         env = os.environ | {"MINT_BASE_URL": url, "MINT_API_KEY": "sk-any", "TINKER_TELEMETRY": "0"}
         command = [sys.executable, str(Path(__file__).with_name("mint_sample.py"))]
@@ -29,7 +29,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_documented_older_example_runs(seen: Any) -> None:
     first, second = seen["losses"]
     assert len(first) == len(second) == 4
-    assert first[0] < 0 < second[0]  # PPO's loss has the sign against the advantage
+    assert first[0] < 0 < second[0]  # PPO's loss has the sign opposite to the advantage
     assert first[0] != first[2]  # a step changed the weights in between
 
 

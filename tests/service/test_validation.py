@@ -1,4 +1,4 @@
-"""Training calls: what a loss needs, in the shape it reads it; the rest refused by name."""
+"""Training requests: inputs of each loss and their shapes; other requests are refused by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_loss_mask_alone_becomes_cross_entropy_weights() -> None:
 
 
 def test_scalar_advantage_is_broadcast_to_tokens() -> None:
-    """MinT's Chinese page sends it so; its client adds weights of the same length."""
+    """MinT's Chinese documentation sends it so; its client adds weights of the same length."""
     (found,) = check(datum(logprobs=[-1, -2, -3], advantages=[0.5], weights=[1]), loss="importance_sampling")
     assert found.inputs["advantages"].tolist() == [0.5, 0.5, 0.5]
     assert found.inputs["weights"].tolist() == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""Folders of weights: whole or absent, refused once altered, and never where a client's words lead."""
+"""Folders of weights: complete or absent, refused if altered, and never outside the store."""
 
 from __future__ import annotations
 

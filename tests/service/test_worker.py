@@ -1,4 +1,4 @@
-"""The worker on a real store and vault, in process: what it answers, in which order, and what a crash leaves of it."""
+"""The worker on a real store and weight store, in process: answers, order, and state after a crash."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from palestra.service.storage.wakeup import WakeupSocket
 from palestra.types import Datum
 
 
-class Desk:
-    """A store with requests, and a worker that takes them when `run` says so."""
+class WorkerBench:
+    """A store with requests, and a worker that takes them when `run` is called."""
 
     def __init__(self, data: Path, base: Path, **settings: Any) -> None:
         data.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ class Desk:
         self.start()
 
     def start(self) -> None:
-        """A new worker; the old one, if there was one, is a crash of which nothing but the data is left."""
+        """A new worker; an old one, if any, counts as crashed: only its data remain."""
         self.worker = Worker(self.settings, self.store, self.bells[0])
         self.worker.recover()
 
@@ -99,7 +99,7 @@ class Desk:
         return row
 
     def answer(self, request: str) -> dict[str, Any]:
-        """The answer to a request. Raises AssertionError where it has none, or an error."""
+        """The answer to a request. Raises AssertionError if there is none, or an error."""
         row = self.row(request)
         assert row.state == "done", (row.state, row.result)
         readers: dict[str, Callable[[bytes], Any]] = {
@@ -144,11 +144,11 @@ def logps(answer: dict[str, Any]) -> list[list[float]]:
 
 
 @pytest.fixture
-def open_desk(tmp_path: Path, base: Path) -> Iterator[Callable[..., Desk]]:
-    desks: list[Desk] = []
+def open_desk(tmp_path: Path, base: Path) -> Iterator[Callable[..., WorkerBench]]:
+    desks: list[WorkerBench] = []
 
-    def open_one(name: str = "one", **settings: Any) -> Desk:
-        desks.append(Desk(tmp_path / name, base, **{"patience": 0.05, **settings}))
+    def open_one(name: str = "one", **settings: Any) -> WorkerBench:
+        desks.append(WorkerBench(tmp_path / name, base, **{"patience": 0.05, **settings}))
         return desks[-1]
 
     yield open_one
@@ -157,12 +157,12 @@ def open_desk(tmp_path: Path, base: Path) -> Iterator[Callable[..., Desk]]:
 
 
 @pytest.fixture
-def desk(open_desk: Callable[..., Desk]) -> Desk:
+def desk(open_desk: Callable[..., WorkerBench]) -> WorkerBench:
     return open_desk()
 
 
-def trained(desk: Desk, model: str, first: int, seeds: range) -> int:
-    """Steps on data of each of `seeds`; the next number."""
+def trained(desk: WorkerBench, model: str, first: int, seeds: range) -> int:
+    """Trains steps on data of each of `seeds`; returns the next sequence number."""
     for seed in seeds:
         desk.learn(model, first, seed)
         desk.step(model, first + 1)
@@ -174,13 +174,13 @@ def trained(desk: Desk, model: str, first: int, seeds: range) -> int:
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def test_kv_cache_has_the_budget_of_the_settings(desk: Desk) -> None:
+def test_kv_cache_has_the_budget_of_the_settings(desk: WorkerBench) -> None:
     settings = desk.settings.model_copy(update={"kv_cache_gib": 0.25})
     batch: Any = load_base("small", settings.bases["small"], settings).sampler.batch
     assert batch.memory.limit == 2**28
 
 
-def test_requests_run_in_sequence_order_not_arrival_order(desk: Desk) -> None:
+def test_requests_run_in_sequence_order_not_arrival_order(desk: WorkerBench) -> None:
     model = desk.model()
     late = [desk.step(model, 4), desk.learn(model, 3, 1), desk.learn(model, 2, 0)]
     desk.run()
@@ -188,14 +188,14 @@ def test_requests_run_in_sequence_order_not_arrival_order(desk: Desk) -> None:
     first = desk.learn(model, 1, kind="forward", forward_only=True)
     desk.run()
     fresh = logps(desk.answer(first))
-    assert fresh == logps(desk.answer(late[2]))  # the step, which came first, had not been made
+    assert fresh == logps(desk.answer(late[2]))  # the step, which arrived first, had not been made
     assert desk.answer(late[0])["metrics"]["grad_norm:mean"] > 0
     after = desk.learn(model, 5, kind="forward", forward_only=True)
     desk.run()
     assert logps(desk.answer(after)) != fresh
 
 
-def test_missing_sequence_number_is_skipped_after_a_wait(desk: Desk) -> None:
+def test_missing_sequence_number_is_skipped_after_a_wait(desk: WorkerBench) -> None:
     model = desk.model()
     second = desk.learn(model, 2)
     desk.run()
@@ -211,7 +211,7 @@ def test_missing_sequence_number_is_skipped_after_a_wait(desk: Desk) -> None:
     assert desk.answer(third)
 
 
-def test_missing_number_among_forward_backwards_is_awaited(open_desk: Callable[..., Desk]) -> None:
+def test_missing_number_among_forward_backwards_is_awaited(open_desk: Callable[..., WorkerBench]) -> None:
     desk = open_desk(patience=1000.0)
     model = desk.model()
     first, third = desk.learn(model, 1), desk.learn(model, 3)
@@ -222,7 +222,7 @@ def test_missing_number_among_forward_backwards_is_awaited(open_desk: Callable[.
     assert desk.answer(second) and desk.answer(third)
 
 
-def test_repeated_request_runs_once(desk: Desk) -> None:
+def test_repeated_request_runs_once(desk: WorkerBench) -> None:
     model, other = desk.model(), desk.model(2, seed=3)
     twice = [desk.learn(model, 1), desk.learn(model, 1)]
     desk.run()
@@ -234,7 +234,7 @@ def test_repeated_request_runs_once(desk: Desk) -> None:
     assert desk.store.count(requests) == 4
 
 
-def test_refused_sequence_number_is_not_awaited(open_desk: Callable[..., Desk]) -> None:
+def test_refused_sequence_number_is_not_awaited(open_desk: Callable[..., WorkerBench]) -> None:
     desk = open_desk(patience=1000.0)
     model = desk.model()
     for kind, seq in (("forward_backward", 1), ("save", 3)):
@@ -246,7 +246,7 @@ def test_refused_sequence_number_is_not_awaited(open_desk: Callable[..., Desk]) 
     assert desk.error(refused.id) == "no such thing"
 
 
-def test_unnumbered_requests_run_in_arrival_order(open_desk: Callable[..., Desk]) -> None:
+def test_unnumbered_requests_run_in_arrival_order(open_desk: Callable[..., WorkerBench]) -> None:
     desk = open_desk(patience=1000.0)
     model = desk.model()
     ids = [desk.learn(model, None), desk.step(model, None), desk.learn(model, 1), desk.step(model, None)]
@@ -259,7 +259,7 @@ def test_unnumbered_requests_run_in_arrival_order(open_desk: Callable[..., Desk]
 # -- several models ----------------------------------------------------------------------------------------------------
 
 
-def test_models_in_a_shared_pass_learn_as_if_alone(open_desk: Callable[..., Desk]) -> None:
+def test_models_in_a_shared_pass_learn_as_if_alone(open_desk: Callable[..., WorkerBench]) -> None:
     together, apart = open_desk("together"), open_desk("apart")
     shapes: list[dict[str, Any]] = [
         {"rank": 2, "seed": 1},
@@ -281,12 +281,12 @@ def test_models_in_a_shared_pass_learn_as_if_alone(open_desk: Callable[..., Desk
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def answered(desk: Desk, ids: list[str]) -> int:
+def answered(desk: WorkerBench, ids: list[str]) -> int:
     return sum(desk.row(id).state == "done" for id in ids)
 
 
-def test_queued_gradients_of_one_key_do_not_block_another(open_desk: Callable[..., Desk]) -> None:
-    """Bob's requests of three models came first; ada's has its answer after a few turns."""
+def test_queued_gradients_of_one_key_do_not_block_another(open_desk: Callable[..., WorkerBench]) -> None:
+    """Bob's requests for three models came first; ada's request is answered after a few turns."""
     desk = open_desk(pack_tokens=40, patience=1000.0)  # two requests in a micro-batch
     bobs = [desk.model(number, session="b", owner="bob") for number in range(3)]
     adas = desk.model(1)
@@ -302,8 +302,8 @@ def test_queued_gradients_of_one_key_do_not_block_another(open_desk: Callable[..
     assert answered(desk, queued) == 30
 
 
-def test_long_request_is_interleaved_with_other_keys_requests(open_desk: Callable[..., Desk]) -> None:
-    """There is a pause after each datum of bob's, whose weights are in the end what they are alone."""
+def test_long_request_is_interleaved_with_other_keys_requests(open_desk: Callable[..., WorkerBench]) -> None:
+    """The worker pauses after each datum of bob's request; his final weights equal those without ada's requests."""
     desk, alone = open_desk("shared", pack_tokens=8), open_desk("alone", pack_tokens=8)
     weights = []
     for one in (desk, alone):
@@ -322,7 +322,7 @@ def test_long_request_is_interleaved_with_other_keys_requests(open_desk: Callabl
     assert all(map(torch.equal, *weights))
 
 
-def test_stopping_worker_finishes_a_long_request(open_desk: Callable[..., Desk]) -> None:
+def test_stopping_worker_finishes_a_long_request(open_desk: Callable[..., WorkerBench]) -> None:
     desk = open_desk(pack_tokens=8)
     model = desk.model()
     desk.run()
@@ -334,15 +334,15 @@ def test_stopping_worker_finishes_a_long_request(open_desk: Callable[..., Desk])
 
 
 class SlowTraining(Worker):
-    """A worker whose every micro-batch of training takes a second, as those of many models do."""
+    """A worker whose micro-batches of training take a second each, as with many models."""
 
     def _train(self) -> bool:
         time.sleep(1.0)
         return super()._train()
 
 
-def test_answer_waits_for_no_micro_batch_at_each_token(open_desk: Callable[..., Desk]) -> None:
-    """Sampling has as much time as training: all tokens of an answer follow one micro-batch."""
+def test_tokens_of_an_answer_do_not_wait_for_micro_batches(open_desk: Callable[..., WorkerBench]) -> None:
+    """Sampling gets as much time as training: all tokens of an answer follow one micro-batch."""
     desk = open_desk()
     desk.worker = SlowTraining(desk.settings, desk.store, desk.bells[0])
     asked = desk.sample(None, sampling={"max_tokens": 6, "stop_at_eos": False})
@@ -351,8 +351,8 @@ def test_answer_waits_for_no_micro_batch_at_each_token(open_desk: Callable[..., 
     assert all(len(each["tokens"]) == 6 for each in desk.answer(asked)["sequences"])
 
 
-def test_many_samples_of_one_key_do_not_block_another(open_desk: Callable[..., Desk]) -> None:
-    """Bob fills all rows for many tokens each; what ada asks for is there a few turns later."""
+def test_many_samples_of_one_key_do_not_block_another(open_desk: Callable[..., WorkerBench]) -> None:
+    """Bob fills all rows with many tokens each; ada's request is answered a few turns later."""
     desk = open_desk(max_num_seqs=16)
     heavy = [
         desk.sample(None, i, "bob", num_samples=32, sampling={"max_tokens": 60, "stop_at_eos": False}) for i in range(4)
@@ -369,9 +369,9 @@ def test_many_samples_of_one_key_do_not_block_another(open_desk: Callable[..., D
     assert answered(desk, heavy) == 4
 
 
-def test_failed_request_does_not_affect_others(desk: Desk) -> None:
+def test_failed_request_does_not_affect_others(desk: WorkerBench) -> None:
     bad, good = desk.model(1), desk.model(2)
-    wrong = desk.learn(bad, 1, loss="importance_sampling", logprobs=-1e5, advantages=1.0)  # exp of it is infinite
+    wrong = desk.learn(bad, 1, loss="importance_sampling", logprobs=-1e5, advantages=1.0)  # its exp is infinite
     right = desk.learn(good, 1)
     garbage = desk.ask(bad, "forward_backward", b"\xff\xff", 2)
     desk.run()
@@ -382,13 +382,13 @@ def test_failed_request_does_not_affect_others(desk: Desk) -> None:
     assert all(torch.isfinite(w.grad).all() for w in desk.worker.live_models.get(good).trainer.parameters)
 
 
-def test_diverged_model_fails_alone(desk: Desk) -> None:
-    """NaN in its weights must not reach those who share its passes: masks do not keep it out."""
+def test_diverged_model_fails_alone(desk: WorkerBench) -> None:
+    """NaN in its weights must not reach models in the same passes: masks do not stop it."""
     wild, tame = desk.model(1), desk.model(2)
     desk.learn(wild, 1)
     desk.step(wild, 2, lr=1e38)
     desk.run()
-    with torch.no_grad():  # a step that large may or may not do it, as the weights have it
+    with torch.no_grad():  # a step of this size may or may not do it, depending on the weights
         for weight in desk.worker.live_models.get(wild).trainer.parameters:
             weight.fill_(torch.nan)
     desk.step(wild, 3, lr=0.0)
@@ -405,7 +405,7 @@ def test_diverged_model_fails_alone(desk: Desk) -> None:
     assert "NaN" in desk.error(samples[0]) and "NaN" in desk.error(asked)
     np.testing.assert_allclose(logps(desk.answer(beside)), logps(desk.answer(alone)), atol=LOGPROB_ATOL)
     assert all(torch.isfinite(w.grad).all() for w in desk.worker.live_models.get(tame).trainer.parameters)
-    after = desk.sample(None, sampling={"max_tokens": 20})  # in the slots that the wild one had
+    after = desk.sample(None, sampling={"max_tokens": 20})  # in the slots of the diverged model
     desk.run()
     for id in (samples[1], after):
         assert desk.answer(id)["sequences"][0]["tokens"] == desk.answer(plain)["sequences"][0]["tokens"]
@@ -416,7 +416,7 @@ def test_diverged_model_fails_alone(desk: Desk) -> None:
 
 @pytest.mark.parametrize("settings", [{"idle": 0.0}, {"resident": 0}])
 def test_evicted_model_resumes_bit_identically(
-    open_desk: Callable[..., Desk], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    open_desk: Callable[..., WorkerBench], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steady, moved = open_desk("steady"), open_desk("moved", **settings)
     for desk in (steady, moved):
@@ -425,7 +425,7 @@ def test_evicted_model_resumes_bit_identically(
         model, seq = desk.model(seed=4), 1
         for seed in range(4):
             desk.learn(model, seq, seed)
-            desk.run()  # gathered gradients leave memory too
+            desk.run()  # accumulated gradients leave memory too
             assert (model in desk.worker.live_models.live) == (desk is steady)
             desk.step(model, seq + 1)
             desk.run()
@@ -436,7 +436,7 @@ def test_evicted_model_resumes_bit_identically(
 
 
 def test_model_with_pending_requests_is_not_evicted(
-    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+    open_desk: Callable[..., WorkerBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     desk = open_desk(idle=0.0, patience=1000.0)
@@ -450,8 +450,10 @@ def test_model_with_pending_requests_is_not_evicted(
     assert model not in desk.worker.live_models.live
 
 
-def test_eviction_waits_for_the_end_of_a_pass(open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model in the middle of its gradients would otherwise leave memory without them."""
+def test_eviction_waits_for_the_end_of_a_pass(
+    open_desk: Callable[..., WorkerBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a model would leave memory before all its gradients are computed."""
     monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     desk = open_desk(idle=0.0, pack_tokens=8)  # a pause after each datum
     model = desk.model()
@@ -465,7 +467,7 @@ def test_eviction_waits_for_the_end_of_a_pass(open_desk: Callable[..., Desk], mo
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def test_load_restores_the_saved_state(desk: Desk) -> None:
+def test_load_restores_the_saved_state(desk: WorkerBench) -> None:
     model = desk.model()
     seq = trained(desk, model, 1, range(2))
     desk.save(model, seq, "half")
@@ -477,12 +479,13 @@ def test_load_restores_the_saved_state(desk: Desk) -> None:
     assert all(map(torch.equal, desk.weights(model), wanted))
     desk.load(model, seq + 10, path, optimizer=False)
     desk.run()
-    assert not desk.worker.live_models.get(model).trainer.optimizer.state  # moments of other weights mean nothing
+    # optimizer moments of other weights are useless
+    assert not desk.worker.live_models.get(model).trainer.optimizer.state
     trained(desk, model, seq + 11, range(2, 4))
     assert not all(map(torch.equal, desk.weights(model), wanted))
 
 
-def test_failed_load_leaves_weights_unchanged(desk: Desk) -> None:
+def test_failed_load_leaves_weights_unchanged(desk: WorkerBench) -> None:
     model = desk.model()
     seq = trained(desk, model, 1, range(1))
     desk.save(model, seq, "good")
@@ -492,8 +495,8 @@ def test_failed_load_leaves_weights_unchanged(desk: Desk) -> None:
     bare, good = (
         desk.store.get(checkpoints, f"tinker://{model}/{p}") for p in ("sampler_weights/bare", "weights/good")
     )
-    half = desk.load(model, seq + 4, bare.path)  # has no optimizer
-    spoil(desk.worker.weight_store.root / good.folder / "adapter_model.safetensors")
+    half = desk.load(model, seq + 4, bare.path)  # the checkpoint has no optimizer
+    damage(desk.worker.weight_store.root / good.folder / "adapter_model.safetensors")
     torn = desk.load(model, seq + 5, good.path)
     desk.run()
     assert "holds no optimizer" in desk.error(half)
@@ -502,25 +505,25 @@ def test_failed_load_leaves_weights_unchanged(desk: Desk) -> None:
     trained(desk, model, seq + 6, range(1))
 
 
-def spoil(path: Path) -> None:
+def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-def test_damaged_weights_are_refused_for_sampling(desk: Desk) -> None:
+def test_damaged_weights_are_refused_for_sampling(desk: WorkerBench) -> None:
     model = desk.model()
     desk.save(model, 1, "x", "sampler_weights")
     desk.run()
     folder = desk.store.get(checkpoints, f"tinker://{model}/sampler_weights/x").folder
-    spoil(desk.worker.weight_store.root / folder / "adapter_model.safetensors")
+    damage(desk.worker.weight_store.root / folder / "adapter_model.safetensors")
     sample, bare = desk.sample(folder), desk.sample(None)
     desk.run()
     assert "damaged" in desk.error(sample)
     assert desk.answer(bare)
 
 
-def test_checkpoint_names_are_overwritten_only_on_request(desk: Desk) -> None:
+def test_checkpoint_names_are_overwritten_only_on_request(desk: WorkerBench) -> None:
     model = desk.model()
     first = desk.save(model, 1, "x", overwrite=False)
     desk.run()
@@ -531,7 +534,7 @@ def test_checkpoint_names_are_overwritten_only_on_request(desk: Desk) -> None:
     assert desk.store.get(checkpoints, f"tinker://{model}/weights/x").folder != folder
 
 
-def test_samplers_are_frozen_during_training(desk: Desk) -> None:
+def test_samplers_are_frozen_during_training(desk: WorkerBench) -> None:
     model = desk.model(train_unembed=True)
     seq = trained(desk, model, 1, range(1))
     desk.ask(model, "save", SaveJob(sampler="s:sample:0"), seq)
@@ -545,13 +548,13 @@ def test_samplers_are_frozen_during_training(desk: Desk) -> None:
     bare = desk.sample(None, prompt_logprobs=True)
     desk.run()
     assert desk.answer(before) == desk.answer(after) != desk.answer(bare)
-    desk.start()  # the snapshot comes from the disk now
+    desk.start()  # the snapshot is now loaded from disk
     again = desk.sample(folder, prompt_logprobs=True)
     desk.run()
     assert desk.answer(again) == desk.answer(before)
 
 
-def test_expired_weights_are_swept(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_weights_are_swept(desk: WorkerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     monkeypatch.setattr("palestra.service.storage.weight_store.MIN_SWEEP_AGE_S", -1.0)
     model = desk.model()
@@ -574,10 +577,11 @@ def test_expired_weights_are_swept(desk: Desk, monkeypatch: pytest.MonkeyPatch) 
     desk.ask(model, "unload", b"{}", None)
     desk.run()
     kept = {row.folder for row in desk.store.find(checkpoints)}
-    assert {path.name for path in desk.worker.weight_store.root.iterdir()} == kept  # nothing of the model itself
+    # nothing of the model itself is left
+    assert {path.name for path in desk.worker.weight_store.root.iterdir()} == kept
 
 
-def test_unloaded_model_is_removed(desk: Desk) -> None:
+def test_unloaded_model_is_removed(desk: WorkerBench) -> None:
     model = desk.model()
     ids = [desk.learn(model, 1), desk.ask(model, "unload", b"{}", 2), desk.learn(model, 3), desk.learn(model, 4)]
     desk.run()
@@ -592,7 +596,7 @@ def test_unloaded_model_is_removed(desk: Desk) -> None:
 # -- crashes -----------------------------------------------------------------------------------------------------------
 
 
-def test_unsaved_state_lost_in_a_crash_is_reported_until_load(desk: Desk) -> None:
+def test_unsaved_state_lost_in_a_crash_is_reported_until_load(desk: WorkerBench) -> None:
     model, fresh = desk.model(1), desk.model(2)
     seq = trained(desk, model, 1, range(2))
     desk.save(model, seq, "x")
@@ -613,13 +617,13 @@ def test_unsaved_state_lost_in_a_crash_is_reported_until_load(desk: Desk) -> Non
     load, then = desk.load(model, seq + 8, path), desk.learn(model, seq + 9, 9, kind="forward", forward_only=True)
     desk.run()
     assert "cannot be read" in desk.error(spoiled)
-    assert "the server restarted" in desk.error(still)  # not a step on weights that are not the client's
+    assert "the server restarted" in desk.error(still)  # not a step on weights that differ from the client's
     assert desk.answer(load)["path"] == path
     assert logps(desk.answer(then)) == logps(desk.answer(check))
     assert desk.store.get(models, model).state == "live"
 
 
-def test_model_unchanged_since_its_save_survives_a_crash(desk: Desk) -> None:
+def test_model_unchanged_since_its_save_survives_a_crash(desk: WorkerBench) -> None:
     model = desk.model()
     seq = trained(desk, model, 1, range(2))
     desk.save(model, seq, "x")
@@ -632,7 +636,7 @@ def test_model_unchanged_since_its_save_survives_a_crash(desk: Desk) -> None:
     assert all(map(torch.equal, desk.weights(model), wanted))
 
 
-def test_accumulated_gradients_do_not_count_as_saved(desk: Desk) -> None:
+def test_accumulated_gradients_do_not_count_as_saved(desk: WorkerBench) -> None:
     model = desk.model()
     desk.learn(model, 1)
     desk.save(model, 2, "x")
@@ -643,7 +647,7 @@ def test_accumulated_gradients_do_not_count_as_saved(desk: Desk) -> None:
     assert "the server restarted" in desk.error(step)
 
 
-def test_lost_model_can_be_unloaded_and_is_never_recreated(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_model_can_be_unloaded_and_is_never_recreated(desk: WorkerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = desk.model()
     trained(desk, model, 1, range(1))
     desk.start()
@@ -651,14 +655,14 @@ def test_lost_model_can_be_unloaded_and_is_never_recreated(desk: Desk, monkeypat
     desk.run()
     monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     desk.worker.settings.idle = 0.0
-    desk.run()  # out of memory, and back
+    desk.run()  # evicted from memory, and loaded again
     second, unload = desk.learn(model, 4), desk.ask(model, "unload", b"{}", None)
     desk.run()
     assert "lost all it had learned" in desk.error(first) and "lost all it had learned" in desk.error(second)
     assert desk.answer(unload) and desk.store.get(models, model).state == "gone"
 
 
-def test_interrupted_requests_run_again(open_desk: Callable[..., Desk]) -> None:
+def test_interrupted_requests_run_again(open_desk: Callable[..., WorkerBench]) -> None:
     desk = open_desk(patience=60.0)
     model = desk.model()
     desk.run()
@@ -679,9 +683,9 @@ def test_interrupted_requests_run_again(open_desk: Callable[..., Desk]) -> None:
 
 @pytest.fixture
 def locked(
-    open_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Desk, sqlite3.Connection]]:
-    """A desk whose worker is patient, and a connection that can lock its database."""
+    open_desk: Callable[..., WorkerBench], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[WorkerBench, sqlite3.Connection]]:
+    """A worker with a long patience, and a connection that can lock its database."""
     monkeypatch.setattr("palestra.service.storage.database.BUSY_TIMEOUT_MS", 50)
     desk = open_desk()
     desk.store.close()
@@ -692,7 +696,9 @@ def locked(
     other.close()
 
 
-def test_locked_database_is_retried(locked: tuple[Desk, sqlite3.Connection], capfd: pytest.CaptureFixture[str]) -> None:
+def test_locked_database_is_retried(
+    locked: tuple[WorkerBench, sqlite3.Connection], capfd: pytest.CaptureFixture[str]
+) -> None:
     desk, other = locked
     model = desk.model()
     desk.run()
@@ -711,7 +717,7 @@ def test_locked_database_is_retried(locked: tuple[Desk, sqlite3.Connection], cap
 
 
 def test_stopping_worker_gives_up_on_a_locked_database(
-    locked: tuple[Desk, sqlite3.Connection], monkeypatch: pytest.MonkeyPatch
+    locked: tuple[WorkerBench, sqlite3.Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk, other = locked
     monkeypatch.setattr("palestra.service.engine.worker_process.MIN_STOP_ATTEMPTS", 1)
@@ -727,8 +733,8 @@ def test_stopping_worker_gives_up_on_a_locked_database(
     assert desk.answer(waits)
 
 
-def test_requests_taken_in_a_broken_transaction_are_taken_again(locked: tuple[Desk, sqlite3.Connection]) -> None:
-    """The connection broke while the database said what had been taken."""
+def test_requests_taken_in_a_broken_transaction_are_taken_again(locked: tuple[WorkerBench, sqlite3.Connection]) -> None:
+    """The connection broke while the database returned the taken requests."""
     desk, _ = locked
     waits = desk.sample(None)
     desk.store.take_queued()
@@ -740,10 +746,10 @@ def test_requests_taken_in_a_broken_transaction_are_taken_again(locked: tuple[De
     assert desk.answer(waits) and not desk.store.database.had_outage
 
 
-def test_request_that_kills_its_worker_is_failed(desk: Desk) -> None:
+def test_request_that_kills_its_worker_is_failed(desk: WorkerBench) -> None:
     model = desk.model()
     desk.run()
-    killer = desk.step(model, 3)  # waits for number 2 for ever, as far as this test goes
+    killer = desk.step(model, 3)  # in this test number 2 never arrives
     for _ in range(MAX_TAKES):
         desk.worker.step()
         desk.start()
@@ -751,7 +757,7 @@ def test_request_that_kills_its_worker_is_failed(desk: Desk) -> None:
     assert row.state == "failed" and json.loads(row.result)["category"] == "server"
 
 
-def test_stopping_worker_leaves_queued_requests_to_the_next(open_desk: Callable[..., Desk]) -> None:
+def test_stopping_worker_leaves_queued_requests_to_the_next(open_desk: Callable[..., WorkerBench]) -> None:
     steady, stopped = open_desk("steady", patience=1000.0), open_desk("stopped", patience=1000.0)
     for desk in (steady, stopped):
         model = desk.model(seed=1)
@@ -770,7 +776,7 @@ def test_stopping_worker_leaves_queued_requests_to_the_next(open_desk: Callable[
     assert all(map(torch.equal, steady.weights(model), stopped.weights(model)))
 
 
-def test_full_disk_fails_the_request_and_keeps_models(desk: Desk) -> None:
+def test_full_disk_fails_the_request_and_keeps_models(desk: WorkerBench) -> None:
     model = desk.model()
     trained(desk, model, 1, range(1))
     root = desk.worker.weight_store.root
@@ -785,7 +791,7 @@ def test_full_disk_fails_the_request_and_keeps_models(desk: Desk) -> None:
     assert desk.answer(again)
 
 
-def test_samplers_of_expired_sessions_are_removed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_of_expired_sessions_are_removed(desk: WorkerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("palestra.service.engine.worker.SWEEP_INTERVAL_S", 0.0)
     for id, seen in (("old", 1.0), ("new", time.time())):
         desk.store.insert(sessions, id=id, owner="ada", created=1.0, seen=seen, finished=None, info={})

@@ -1,4 +1,4 @@
-"""A run's figures in TensorBoard, read back by its own reader; and what a sink may not do to a run."""
+"""A run's metrics in TensorBoard, read back by its own reader, and independence of the run from its sinks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from palestra.web.retry import RetryPolicy
 LINE = {"loss": 0.5, "note": "text", "nothing": None}
 
 
-def written(folder):
+def read_scalars(folder):
     """Every scalar in a folder of event files: {name: [(step, value)]}."""
     read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     read.Reload()
@@ -51,7 +51,7 @@ def test_existing_run_is_sent_once(tmp_path):
     path = a_run(tmp_path)
     assert "7 lines sent" in palestra("sync", path, "--to", "tensorboard")
     assert "0 lines sent" in palestra("sync", path, "--to", "tensorboard")
-    sent = written(path / "sinks" / "tensorboard")
+    sent = read_scalars(path / "sinks" / "tensorboard")
     assert sent.pop("time/team/cpu_percent") and sent.pop("time/team/rss_gib")
     assert sent == {
         "planner/loss": [(1, 0.0), (2, 0.25), (3, 0.5)],
@@ -62,7 +62,7 @@ def test_existing_run_is_sent_once(tmp_path):
     with Run.open(path) as run:
         run.log_eval(1, "late", {"success": 1.0})
     assert "1 lines sent" in palestra("sync", path, "--to", "tensorboard")
-    assert len(written(path / "sinks" / "tensorboard")["planner/loss"]) == 3
+    assert len(read_scalars(path / "sinks" / "tensorboard")["planner/loss"]) == 3
 
 
 def test_rewritten_steps_are_sent_again_and_replaced(tmp_path):
@@ -73,7 +73,7 @@ def test_rewritten_steps_are_sent_again_and_replaced(tmp_path):
     palestra("sync", path, "--to", "tensorboard")
     (path / "metrics.jsonl").write_bytes(b"".join(kept[:2]))
     palestra("sync", path, "--to", "tensorboard")
-    assert written(path / "sinks" / "tensorboard")["planner/loss"] == [(1, 0.0), (2, 0.25)]
+    assert read_scalars(path / "sinks" / "tensorboard")["planner/loss"] == [(1, 0.0), (2, 0.25)]
 
 
 def test_partial_lines_and_truncation_are_handled(tmp_path):
@@ -90,7 +90,7 @@ def test_partial_lines_and_truncation_are_handled(tmp_path):
     with open(log, "ab") as file:
         file.write(b'{"step": 1}\n')
     assert [line["step"] for _, line in tail.new_lines()] == [1]
-    tail.offsets["metrics.jsonl"] = 5  # in the midst of a line
+    tail.offsets["metrics.jsonl"] = 5  # in the middle of a line
     assert [line["step"] for _, line in tail.new_lines()] == [1]
 
 
@@ -103,7 +103,7 @@ def test_failing_sink_warns_once_without_stopping_the_run(tmp_path, monkeypatch)
         looked.wait(0.3)
     (line,) = messages
     assert "the sink tensorboard fails, training continues without it" in line
-    assert "7 lines sent" in palestra("sync", path, "--to", "tensorboard")  # nothing was lost
+    assert "7 lines sent" in palestra("sync", path, "--to", "tensorboard")  # no line was lost
 
 
 def test_concurrent_senders_are_refused(tmp_path):
@@ -134,7 +134,7 @@ def test_folder_that_is_not_a_run_is_refused(tmp_path):
 @pytest.mark.slow
 def test_training_sends_metrics_live_also_after_resume(base, tmp_path):
     path = two_agents(base, tmp_path, sinks=["tensorboard"])
-    whole = written(path / "sinks" / "tensorboard")
+    whole = read_scalars(path / "sinks" / "tensorboard")
     for name in ("guide", "walker"):
         expected = [
             (line["step"] + 1, line["tokens"]) for line in lines(path / "metrics.jsonl") if line["policy"] == name
@@ -142,7 +142,7 @@ def test_training_sends_metrics_live_also_after_resume(base, tmp_path):
         assert whole[f"{name}/tokens"] == [(step, pytest.approx(count, rel=1e-5)) for step, count in expected]
     assert [step for step, _ in whole["eval/dev/returns/guide"]] == [0, 3]
     palestra("train", "--resume", path, "--set", "steps=5")
-    again = written(path / "sinks" / "tensorboard")
+    again = read_scalars(path / "sinks" / "tensorboard")
     assert [step for step, _ in again["guide/tokens"]] == [1, 2, 3, 4, 5]
     sent = json.loads((path / "sinks" / "tensorboard" / "sent.json").read_text())
     assert sent["metrics.jsonl"] == (path / "metrics.jsonl").stat().st_size

@@ -18,7 +18,7 @@ parser = pytest.importorskip("prometheus_client.parser", reason="pip install 'pa
 
 
 def scraped(port: int) -> dict[tuple[str, ...], float]:
-    """The samples by name and labels, as Prometheus reads them."""
+    """The samples by name and labels, as Prometheus parses them."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         families = list(parser.text_string_to_metric_families(answer.read().decode()))
     order = ("run", "policy", "key")
@@ -53,7 +53,7 @@ def test_newest_values_of_every_log_are_served(tmp_path: Path) -> None:
         scraped(port)
 
 
-def test_a_taken_port_is_a_warning_and_not_the_end(tmp_path: Path) -> None:
+def test_taken_port_is_only_a_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as taken, Run.create(tmp_path, "name: demo\n", "demo") as run:
         config = validate(SinksConfig, {"sinks": [{"type": "prometheus", "port": taken.getsockname()[1]}]}).sinks

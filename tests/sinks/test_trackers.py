@@ -1,4 +1,4 @@
-"""Weights & Biases, MLflow and Trackio, offline, read back from the files of each. Run by `make test-sinks`."""
+"""Weights & Biases, MLflow and Trackio, offline, read back from their files. Run by `make test-sinks`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def path(tmp_path):
 
 
 def sync(path, kind, *settings):
-    """Sends the run, one more line, and the rest; nothing comes twice."""
+    """Sends the run, one more line, and the rest; no line is sent twice."""
     options = [part for setting in settings for part in ("--set", setting)]
     for count in (4, 0):
         done = CliRunner().invoke(app, ["sync", str(path), "--to", kind, *options], catch_exceptions=False)
@@ -44,20 +44,21 @@ def test_wandb_offline(path):
     sync(path, "wandb", "mode=offline", "project=games")
     until = time.monotonic() + 20
     while len(rows := history(records := wandb_records(path))) < 5 and time.monotonic() < until:
-        time.sleep(0.2)  # wandb writes from a process of its own, which may end after the run did
+        time.sleep(0.2)  # wandb writes in its own process, which may end after the run
     seen = [(row["training_step"], row["planner/loss"]) for row in rows if "planner/loss" in row]
     assert seen == [*LOSSES, (4, 0.75)]
     assert [(row["training_step"], row["eval/test/success"]) for row in rows if "eval/test/success" in row] == [
         (0, 0.25)
     ]
     runs = [r.run for r in records if r.WhichOneof("record_type") == "run"]
-    assert {run.project for run in runs} == {"games"} and len({run.run_id for run in runs}) == 1  # resumed, not anew
+    # resumed, not started again
+    assert {run.project for run in runs} == {"games"} and len({run.run_id for run in runs}) == 1
     metrics = [r.metric for r in records if r.WhichOneof("record_type") == "metric"]
     assert any(metric.glob_name == "*" and metric.step_metric == "training_step" for metric in metrics)
 
 
 def history(records):
-    """The figures of each call, by name."""
+    """The metrics of each call, by name."""
     return [
         {"".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         for record in records
@@ -66,13 +67,13 @@ def history(records):
 
 
 def wandb_records(path):
-    """The records of all that a run wrote for wandb."""
+    """The records of all wandb files of a run."""
     files = sorted(path.glob("sinks/wandb/wandb/offline-run-*/*.wandb"))
     return [record for file in files for record in read_records(file)]
 
 
 def read_records(file):
-    """Those of one file: LevelDB's log format, in blocks of 32 KiB, after a header of seven bytes."""
+    """The records of one file: LevelDB's log format, in blocks of 32 KiB, after a header of seven bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, parts = file.read_bytes(), 7, b""
@@ -84,7 +85,7 @@ def read_records(file):
         _, length, kind = struct.unpack_from("<IHB", data, at)
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last of several
+        if kind in (1, 4):  # whole, or the last of several fragments
             yield wandb_internal_pb2.Record.FromString(parts)
             parts = b""
 

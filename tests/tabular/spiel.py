@@ -1,4 +1,4 @@
-"""Policies on our trees, and the same in OpenSpiel's hands."""
+"""Policies on palestra's game trees, and the same policies in OpenSpiel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tree(env_type: str, **options: Any) -> GameTree:
 
 @cache
 def spiel_tree(game: str) -> GameTree:
-    """A game of OpenSpiel's; words are its own names for information states."""
+    """The tree of an OpenSpiel game; information states are named by OpenSpiel's strings."""
     return build_game_tree(OpenSpielRules(game))
 
 
@@ -34,15 +34,15 @@ def random_policy(tree: GameTree, seed: int, sharpness: float = 1.0) -> np.ndarr
     return np.asarray(odds / odds.sum(1, keepdims=True))
 
 
-def seated(tree: GameTree, player: int, policy: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """`rest`, where that player plays by `policy`."""
+def with_player(tree: GameTree, player: int, policy: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """`rest` with that player's actions replaced by those of `policy`."""
     joined = rest.copy()
     joined[tree.player_rows(player)] = policy[tree.player_rows(player)]
     return joined
 
 
 def table(tree: GameTree, policy: np.ndarray) -> Any:
-    """A policy on a `spiel_tree` as OpenSpiel's."""
+    """A policy on a `spiel_tree` as an OpenSpiel policy."""
     rows = zip(tree.info_state_texts, tree.action_mask, policy, strict=True)
     return pyspiel.TabularPolicy(
         {words: [(int(a), float(row[a])) for a in np.flatnonzero(legal)] for words, legal, row in rows}

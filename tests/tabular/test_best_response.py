@@ -1,4 +1,4 @@
-"""Best answers, NashConv and payoffs are OpenSpiel's."""
+"""Best responses, NashConv and payoffs equal OpenSpiel's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pyspiel
 import pytest
-from tabular.spiel import random_policy, seated, spiel_tree, table, tree
+from tabular.spiel import random_policy, spiel_tree, table, tree, with_player
 
 from palestra.tabular.best_response import (
     best_response,
@@ -20,12 +20,12 @@ from palestra.tabular.game_tree import GameTree, expected_returns, mixture_polic
 
 
 def always_fold(found: GameTree) -> np.ndarray:
-    """The first legal action; where none is to be answered, that checks."""
+    """The first legal action: fold, or check if there is no bet."""
     return np.eye(found.action_mask.shape[1])[found.action_mask.argmax(1)]
 
 
 def test_known_nash_conv() -> None:
-    """OpenSpiel's unit tests: uniform and always-fold play."""
+    """Values of OpenSpiel's unit tests: uniform and always-fold play."""
     kuhn, leduc = tree("kuhn_poker"), tree("leduc_poker")
     assert nash_conv(kuhn, uniform_policy(kuhn)) == pytest.approx(11 / 12, abs=1e-12)
     assert nash_conv(leduc, uniform_policy(leduc)) == pytest.approx(4.747222222222222, abs=1e-12)
@@ -35,9 +35,10 @@ def test_known_nash_conv() -> None:
 
 @pytest.mark.parametrize("alpha", [0, 0.2, 1 / 3])
 def test_kuhn_equilibrium_has_zero_nash_conv(alpha: float) -> None:
-    """Kuhn (1950): bet a jack with alpha and a king with 3 alpha, call with a queen at alpha + 1/3. Worth -1/18."""
+    """Kuhn (1950): bet a jack with alpha and a king with 3 alpha, call with a queen at alpha + 1/3. The value is
+    -1/18."""
     kuhn = tree("kuhn_poker")
-    bets = {  # by moves, probabilities of a bet with a jack, a queen, a king
+    bets = {  # by moves so far, probabilities of a bet with a jack, a queen, a king
         0: {"none": (alpha, 0, 3 * alpha), "pass bet": (0, alpha + 1 / 3, 1)},
         1: {"pass": (1 / 3, 0, 1), "bet": (0, 1 / 3, 1)},
     }
@@ -59,7 +60,7 @@ def test_kuhn_equilibrium_has_zero_nash_conv(alpha: float) -> None:
         "leduc_poker",
         "liars_dice(dice_sides=3)",
         "tiny_hanabi",
-        "dark_hex(num_rows=2,num_cols=2)",  # its tensors say less than its strings
+        "dark_hex(num_rows=2,num_cols=2)",  # its tensors contain less than its strings
     ],
 )
 def test_nash_conv_and_best_responses_equal_openspiel(game: str) -> None:
@@ -78,7 +79,8 @@ def test_nash_conv_and_best_responses_equal_openspiel(game: str) -> None:
 
 @pytest.mark.slow
 def test_nash_conv_equals_openspiel_with_imperfect_recall_strings() -> None:
-    """Dark hex of 2 x 3: 7,246 strings, and more states, since a string does not tell all that its player saw."""
+    """Dark hex of 2 x 3: 7,246 strings, and more states, since a string does not contain everything its player
+    observed."""
     game = "dark_hex(num_rows=2,num_cols=3)"
     found = spiel_tree(game)
     strings = list(zip(found.state_player.tolist(), found.info_state_texts, strict=True))
@@ -104,7 +106,7 @@ def test_best_response_earns_its_reported_value(name: str) -> None:
 
 
 def test_ties_go_to_the_first_action() -> None:
-    """Against one who always passes in Kuhn poker, a king wins the ante either way."""
+    """Against a player that always passes in Kuhn poker, a king wins the ante with either action."""
     kuhn = tree("kuhn_poker")
     passing = np.tile([1.0, 0.0], (12, 1))
     answer, _ = best_response(kuhn, passing, 0)
@@ -139,11 +141,11 @@ def test_payoff_tables_hold_the_value_of_every_profile(
     for choice in product(*map(range, counts)):
         joined = uniform_policy(found)
         for player, k in enumerate(choice):
-            joined = seated(found, player, members[player][k], joined)
+            joined = with_player(found, player, members[player][k], joined)
         assert np.allclose([payoffs[choice] for payoffs in table], expected_returns(found, joined), atol=1e-12)
 
 
-# ---- joint play
+# ---- joint distributions
 
 
 def test_response_to_independent_mixtures_equals_response_to_the_mixture() -> None:
@@ -156,22 +158,24 @@ def test_response_to_independent_mixtures_equals_response_to_the_mixture() -> No
 
 
 def test_response_to_joint_play_uses_the_correlation() -> None:
-    """Three-player Kuhn poker: whatever one plan wins against the draw, the best answer wins at least; and less than
-    who could see which was drawn."""
+    """Three-player Kuhn poker: the best response earns at least as much as any policy against the joint draw, and less
+    than a player that observes the draw."""
     kuhn = tree("kuhn_poker", players=3)
     members, weights = [random_policy(kuhn, seed, sharpness=3) for seed in range(4)], np.array([0.1, 0.2, 0.3, 0.4])
     for player in range(3):
         answer, value = best_response_to_joint(kuhn, members, weights, player)
-        assert value == pytest.approx(against(kuhn, player, answer, members, weights), abs=1e-12)
+        assert value == pytest.approx(return_against(kuhn, player, answer, members, weights), abs=1e-12)
         tried = [random_policy(kuhn, 50 + seed) for seed in range(30)]
         tried += [best_response(kuhn, member, player)[0] for member in members]
         tried.append(best_response(kuhn, mixture_policy(kuhn, members, weights), player)[0])
-        assert all(value >= against(kuhn, player, policy, members, weights) - 1e-12 for policy in tried)
+        assert all(value >= return_against(kuhn, player, policy, members, weights) - 1e-12 for policy in tried)
         seeing = sum(w * best_response(kuhn, member, player)[1] for w, member in zip(weights, members, strict=True))
         assert value <= seeing + 1e-12
 
 
-def against(tree: GameTree, player: int, policy: np.ndarray, members: list[np.ndarray], weights: np.ndarray) -> float:
-    """What a policy wins where the others play by one of `members` together."""
-    worth = [expected_returns(tree, seated(tree, player, policy, member))[player] for member in members]
+def return_against(
+    tree: GameTree, player: int, policy: np.ndarray, members: list[np.ndarray], weights: np.ndarray
+) -> float:
+    """The return of a policy if the others play by one of `members` together."""
+    worth = [expected_returns(tree, with_player(tree, player, policy, member))[player] for member in members]
     return float(np.dot(weights, worth))

@@ -1,4 +1,4 @@
-"""Solvers make OpenSpiel's iterates, and come as near to an equilibrium as they are known to."""
+"""Iterative solvers: iterates equal OpenSpiel's, and known distances from an equilibrium."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_consecutive_runs_equal_one_run(make: type[CFRSolver] | type[XFPSolver])
 
 
 def test_masked_actions_are_never_played() -> None:
-    """Leduc poker without raises: calls alone are left, so that the only choice is not a choice."""
+    """Leduc poker without raises: only calls are left, so every decision has one action."""
     leduc = tree("leduc_poker")
     calm = leduc.action_mask & (np.arange(3) < 2)
     solver = CFRSolver(leduc, plus=True, action_mask=calm)
@@ -82,7 +82,7 @@ def test_masked_actions_are_never_played() -> None:
     assert not policy[~calm].any() and np.allclose(policy.sum(1), 1)
     assert nash_conv(leduc, policy, action_mask=calm) == pytest.approx(0, abs=1e-9)
     assert nash_conv(leduc, policy) > 1
-    once = leduc.action_mask & ~(np.arange(3) == 0)  # nobody folds
+    once = leduc.action_mask & ~(np.arange(3) == 0)  # no player folds
     solver = CFRSolver(leduc, plus=True, action_mask=once)
     solver.run(200)
     assert nash_conv(leduc, solver.average_policy(), action_mask=once) < 0.02

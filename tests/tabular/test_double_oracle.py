@@ -1,4 +1,4 @@
-"""Double oracles go the way that is known of them."""
+"""Double oracles: curves known from papers and OpenSpiel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_uniform_psro_equals_fictitious_play() -> None:
     [("kuhn_poker", {1: 0.625}), ("leduc_poker", {1: 5.21, 5: 3.39, 10: 2.35, 20: 1.55, 30: 1.09, 38: 0.91})],
 )
 def test_uniform_psro_follows_openspiels_curve(name: str, known: dict[int, float]) -> None:
-    """OpenSpiel's psro_v2 with exact answers and payoffs from 1,000 games each."""
+    """OpenSpiel's psro_v2 with exact responses, and payoffs from 1,000 games each."""
     stages = list(islice(psro(tree(name), Uniform().solve), max(known) + 1))
     assert {number: stages[number].nash_conv for number in known} == pytest.approx(known, abs=0.006)
 
@@ -44,7 +44,7 @@ def test_nash_psro_follows_openspiels_curve_within_noise() -> None:
 
 
 def test_iterate_is_an_equilibrium_of_its_members() -> None:
-    """NashConv of the mixture, among the members alone, is 0 where Nash weighs them."""
+    """NashConv of the mixture, restricted to the members, is 0 with Nash weights."""
     kuhn, members = tree("kuhn_poker"), [uniform_policy(tree("kuhn_poker"))]
     for stage in islice(psro(kuhn, Nash().solve), 4):
         assert [mix.sum() for mix in stage.member_weights] == pytest.approx([1, 1])
@@ -66,7 +66,7 @@ def test_psro_on_a_three_player_game_from_another_start() -> None:
 
 
 def test_anytime_psro_never_gets_worse() -> None:
-    """But for what regret matching leaves open; PSRO's own curve goes up by 2 from its start."""
+    """Except for what regret matching leaves open; PSRO's own curve rises by 2 from its start."""
     curve = [stage.nash_conv for stage in islice(anytime_psro(tree("leduc_poker"), iterations=200), 9)]
     assert np.diff(curve).max() < 0.01 and curve[8] < 2.5
     kuhn = [stage.nash_conv for stage in islice(anytime_psro(tree("kuhn_poker"), iterations=300), 11)]
@@ -77,7 +77,7 @@ def test_xdo_follows_the_published_curve() -> None:
     """Exploitability, half of NashConv, on Leduc poker: below 0.42 at 6, 0.09 at 8, 0.001 at 16 (its authors' runs)."""
     leduc = tree("leduc_poker")
     stages = list(islice(xdo(leduc), 9))
-    assert stages[1].nash_conv == pytest.approx(6.83, abs=5e-3)  # a single answer each: as PSRO's first
+    assert stages[1].nash_conv == pytest.approx(6.83, abs=5e-3)  # a single response each, as in PSRO's first iteration
     assert stages[6].nash_conv / 2 < 0.42 and stages[8].nash_conv / 2 < 0.09
     allowed = [stage.num_members for stage in stages]
     assert allowed[0] == (0, 0) and allowed[1] == (468, 468) and allowed == sorted(allowed)
@@ -112,7 +112,7 @@ def test_members_are_best_responses_to_the_previous_policy() -> None:
     seen: list[tuple[int, ...]] = []
 
     def solve(payoffs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The newest member, which makes PSRO iterated best response."""
+        """Weights the newest member only, which makes PSRO iterated best response."""
         seen.append(payoffs[0].shape)
         return [np.eye(size)[-1] for size in payoffs[0].shape]
 

@@ -1,4 +1,4 @@
-"""Trees have what is known of their games, and policies on them are worth what OpenSpiel says."""
+"""Game trees: known counts, and values of policies equal to OpenSpiel's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyspiel
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tabular.spiel import random_policy, seated, spiel_tree, table, tree
+from tabular.spiel import random_policy, spiel_tree, table, tree, with_player
 
 from palestra.envs.rules import TERMINAL, KuhnRules, Rules
 from palestra.tabular.best_response import nash_conv
@@ -27,10 +27,10 @@ from palestra.tabular.game_tree import (
 @pytest.mark.parametrize(
     ("env_type", "options", "states", "nodes", "ends"),
     [
-        ("kuhn_poker", {}, 12, 58, 30),  # 6 deals of 5 ends
+        ("kuhn_poker", {}, 12, 58, 30),  # 6 deals with 5 terminal states
         ("leduc_poker", {}, 936, 9457, 5520),
-        ("kuhn_poker", {"players": 3}, 48, 617, 312),  # 24 deals of 13 ends
-        ("liars_dice", {"faces": 3}, 192, 1147, 567),  # 9 rolls; 63 ways to end: a set of bids, then the call
+        ("kuhn_poker", {"players": 3}, 48, 617, 312),  # 24 deals with 13 terminal states
+        ("liars_dice", {"faces": 3}, 192, 1147, 567),  # 9 rolls; 63 terminal states: a set of bids, then the call
     ],
 )
 def test_tree_sizes_match_known_counts(
@@ -56,7 +56,8 @@ def test_information_state_rows_of_kuhn_poker() -> None:
 
 
 def test_equivalent_dice_rolls_are_merged() -> None:
-    """Two dice of two faces each: 9 pairs of throws, not 16; a throw of two different faces is twice as likely."""
+    """Two dice of two faces each: 9 pairs of throws, not 16; a throw of two different faces is twice as likely as a
+    double."""
     dice = tree("liars_dice", dice=2, faces=2)
     assert len(dice.end_sequences) == 9 * 255 and len(dice.end_sequences) < len(
         spiel_tree("liars_dice(numdice=2,dice_sides=2)").end_sequences
@@ -72,8 +73,8 @@ def test_terminal_probabilities_sum_to_one() -> None:
 
 
 def test_expected_returns_by_hand() -> None:
-    """Uniform Kuhn poker: showdowns cancel over the deals, the first seat wins 1 by a fold one time in four and loses 1
-    one time in eight."""
+    """Uniform Kuhn poker: showdowns cancel over the deals, the first seat wins 1 by a fold with probability 1/4, and
+    loses 1 with 1/8."""
     kuhn = tree("kuhn_poker")
     assert expected_returns(kuhn, uniform_policy(kuhn)) == pytest.approx([0.125, -0.125], abs=1e-15)
 
@@ -127,7 +128,7 @@ def test_policy_is_recovered_from_its_realization_plan(seed: int) -> None:
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 4))
 @settings(max_examples=20, deadline=None)
 def test_mixture_earns_the_mean_of_its_members(seed: int, count: int) -> None:
-    """Against anybody: that is what makes a mixture of policies one policy."""
+    """Against any policy: this defines the mixture of policies as one policy."""
     for found in (tree("kuhn_poker", players=3), tree("leduc_poker")):
         rng = np.random.default_rng(seed)
         members = [random_policy(found, seed + k, sharpness=3) for k in range(count)]
@@ -135,13 +136,15 @@ def test_mixture_earns_the_mean_of_its_members(seed: int, count: int) -> None:
         rest = random_policy(found, seed + 100)
         mixed = mixture_policy(found, members, weights)
         for player in range(found.num_players):
-            worth = [expected_returns(found, seated(found, player, member, rest)) for member in members]
-            assert np.allclose(expected_returns(found, seated(found, player, mixed, rest)), weights @ worth, atol=1e-12)
+            worth = [expected_returns(found, with_player(found, player, member, rest)) for member in members]
+            assert np.allclose(
+                expected_returns(found, with_player(found, player, mixed, rest)), weights @ worth, atol=1e-12
+            )
 
 
 def test_mixture_of_two_policies_by_hand() -> None:
-    """One always bets; the other passes first, and bets when it is bet against. Half and half bets first one time in
-    two; when it has passed it can only be the other."""
+    """One policy always bets; the other passes first, and bets after a bet. The equal mixture first bets with
+    probability 1/2; after a pass it can only be the second policy."""
     kuhn = tree("kuhn_poker")
     bet, sly = np.tile([0.0, 1.0], (12, 1)), np.tile([0.0, 1.0], (12, 1))
     sly[kuhn.levels[0][0]] = [1, 0]
@@ -161,7 +164,7 @@ def test_players_may_have_different_mixtures() -> None:
     )
 
 
-# ---- what is refused, and what is remembered
+# ---- refused games, and perfect recall
 
 
 class Guess(NamedTuple):
@@ -169,7 +172,7 @@ class Guess(NamedTuple):
 
 
 class Forgetting(Rules[Guess]):
-    """One player says 0 or 1 twice, and wins where it says both; it is shown nothing."""
+    """One player chooses 0 or 1 twice, and wins if both are chosen; it observes nothing."""
 
     name = "forgetting"
     num_players = 1
@@ -201,7 +204,7 @@ class Forgetting(Rules[Guess]):
 def test_tree_has_perfect_recall() -> None:
     found = build_game_tree(Forgetting())
     assert found.has_ambiguous_tensors and len(found.state_player) == 3 and not found.info_state_tensors.any()
-    assert nash_conv(found, uniform_policy(found)) == 0.5  # always right, where uniform play is so half of the time
+    assert nash_conv(found, uniform_policy(found)) == 0.5  # always right; uniform play is right half of the time
     with pytest.raises(ValueError, match="does not tell which information state"):
         found.find_info_states(0, found.info_state_tensors)
 
@@ -214,14 +217,14 @@ def test_ambiguous_legal_actions_are_refused() -> None:
 
 
 def test_too_large_game_is_refused() -> None:
-    for most in (20, 40):  # too many states; few enough states, too many ways to them
+    for most in (20, 40):  # too many states; few enough states, but too many histories
         with pytest.raises(ValueError, match=rf"kuhn_poker has more than {most} nodes"):
             build_game_tree(KuhnRules(), max_nodes=most)
 
 
 @pytest.mark.slow
 def test_tic_tac_toe_matches_known_counts_and_openspiel() -> None:
-    """255,168 games, as is well known, and what its uniform players could win OpenSpiel says too."""
+    """255,168 games, a known count; the uniform players' value equals OpenSpiel's."""
     found = tree("tic_tac_toe")
     assert (found.num_nodes, len(found.end_sequences), len(found.state_player)) == (
         549_946,

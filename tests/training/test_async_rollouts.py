@@ -1,4 +1,4 @@
-"""Training that does not wait: bounded age by construction, nothing waits that need not, and nothing is lost."""
+"""Asynchronous rollouts: bounded staleness by construction, no unnecessary waiting, and no lost episodes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from palestra.types import TEAM, Sample
 
 
 class Slow(Whisper):
-    """Whisper whose steps take 50 ms in every other instance: of somebody who waits, on a thread."""
+    """Whisper whose steps take 50 ms in every other instance, blocking a thread."""
 
     blocking = True
 
@@ -57,11 +57,11 @@ class Slow(Whisper):
         return super().step(actions)
 
 
-# ---- the bound, with learners that only count
+# ---- the staleness bound, with learners that only count
 
 
-class Tally:
-    """A learner that has one optimizer step in each training step, and whose policy says so in its name."""
+class CountingLearner:
+    """A learner with one optimizer step per training step, and the number of steps in its policy's name."""
 
     def __init__(self, name, during=None):
         self.name, self.version, self.during = name, 0, during
@@ -91,8 +91,8 @@ class Tally:
         self.version = int((folder / "version").read_text())
 
 
-class Halting(Env):
-    """Whisper in which an instance waits, at its first step, for what `gates` says; `began` notes who began."""
+class GatedEnv(Env):
+    """Whisper in which an instance waits at its first step for `gates(seed)`; `began` lists the started instances."""
 
     name = "whisper"
     seats = Whisper.seats
@@ -116,11 +116,11 @@ class Halting(Env):
 
 
 def toy(staleness, stages, gates, *, during=None, began=None, **options):
-    """A run of stages (steps, episodes), in which an instance waits for `gates(number)`."""
-    learners = {name: Tally(name, during if name == "guide" else None) for name in Whisper.seats}
+    """A trainer with stages (steps, episodes), in which an instance waits for `gates(number)`."""
+    learners = {name: CountingLearner(name, during if name == "guide" else None) for name in Whisper.seats}
     began = [] if began is None else began
     games = EnvSource(
-        {"whisper": EpisodeRunner(lambda: Halting(gates, began), "whisper")},
+        {"whisper": EpisodeRunner(lambda: GatedEnv(gates, began), "whisper")},
         lambda: {name: learner.policy() for name, learner in learners.items()},
         seed=0,
     )
@@ -143,7 +143,7 @@ def version(policy):
     return int(policy.split("@")[1])
 
 
-async def at_once(number):
+async def no_gate(number):
     pass
 
 
@@ -154,11 +154,11 @@ async def at_once(number):
     seed=st.integers(0, 999),
 )
 def test_staleness_is_bounded_and_steps_train_their_own_episodes(tmp_path_factory, staleness, stages, seed):
-    async def anyhow(number):
+    async def random_gate(number):
         for _ in range(random.Random(f"{seed} {number}").choice((0, 1, 5, 40, 200))):
             await asyncio.sleep(0)
 
-    setup = toy(staleness, stages, anyhow, during=anyhow)
+    setup = toy(staleness, stages, random_gate, during=random_gate)
     path = run_toy(setup, tmp_path_factory.mktemp("toy"))
     steps = recorded(path)
     assert [e.seed for episodes in steps for e in episodes] == list(range(sum(s * e for s, e in stages)))
@@ -170,13 +170,13 @@ def test_staleness_is_bounded_and_steps_train_their_own_episodes(tmp_path_factor
         assert all(
             e.seats == {name: e.nodes[i].answers[name].policy for i, name in enumerate(e.seats)} for e in episodes
         )
-        assert step - max(ages) >= first  # none of a stage plays with the weights of the stage before
+        assert step - max(ages) >= first  # no episode of a stage is played with weights of the stage before
         assert (line["staleness"], line["staleness_max"]) == (np.mean(ages), max(ages))
 
 
 def test_rollouts_run_during_training(tmp_path):
-    """Training of each step but the last ends when the whole next step has been played: if play waited, nothing ever
-    would."""
+    """Training of each step but the last waits until the whole next step has been played: if rollouts waited for
+    training, the run would never end."""
     done = asyncio.Event()
 
     class Watch(Callback):
@@ -188,18 +188,18 @@ def test_rollouts_run_during_training(tmp_path):
 
     watch = Watch()
 
-    async def until_next(trained):
+    async def wait_for_next_step(trained):
         while watch.count < min(3 * (trained + 2), 12):
             done.clear()
             await done.wait()
 
-    setup = toy(1, [(4, 3)], at_once, during=until_next)
+    setup = toy(1, [(4, 3)], no_gate, during=wait_for_next_step)
     with Run.create(tmp_path, "") as run:
         assert run_training(setup, run, watch)
 
 
 def test_slow_episode_blocks_training_only_at_the_staleness_bound(tmp_path):
-    """Number 0 of two a step goes on when all that may begin before it has ended have begun."""
+    """Episode 0 (of two per step) waits until all episodes that may start before it ends have started."""
     began: list[int] = []
 
     async def gates(number):
@@ -242,7 +242,7 @@ def test_training_error_propagates_and_cancels_rollouts(tmp_path):
 
 
 def test_evaluations_run_at_their_interval(tmp_path):
-    setup = toy(2, [(5, 2)], at_once)
+    setup = toy(2, [(5, 2)], no_gate)
     seats = setup.stages[0].source.seats
     setup.evals = [TextEval(name="dev", episodes=3, every=2, arena=EpisodeRunner(Whisper, "dev"), seat_policies=seats)]
     path = run_toy(setup, tmp_path)
@@ -250,7 +250,7 @@ def test_evaluations_run_at_their_interval(tmp_path):
 
 
 def test_buffer_keeps_episodes_needed_by_checkpoints_and_is_removed_at_the_end(tmp_path):
-    """Checkpoints after steps 1, 3, 5, ...: a run may go on from the newest two."""
+    """Checkpoints after steps 1, 3, 5, ...: a run may resume from the newest two."""
     kept = {}
 
     class Look(Callback):
@@ -259,7 +259,7 @@ def test_buffer_keeps_episodes_needed_by_checkpoints_and_is_removed_at_the_end(t
             kept[step] = min(int(name[8:14]) for name in names)
 
     with Run.create(tmp_path, "") as run:
-        assert run_training(toy(1, [(8, 2)], at_once, checkpoint_every=2), run, Look())
+        assert run_training(toy(1, [(8, 2)], no_gate, checkpoint_every=2), run, Look())
         assert not (run.path / "buffer").exists()
     assert kept == {0: 0, 1: 0, 2: 0, 3: 0, 4: 4, 5: 4, 6: 8, 7: 8}
 
@@ -272,17 +272,17 @@ def test_stopped_run_keeps_started_episodes_and_does_not_replay_them(tmp_path):
             finished.append(episode.seed)
 
     with Run.create(tmp_path, "x: 1") as run:
-        assert not run_training(toy(2, [(6, 3)], at_once), run, Count(), should_stop=lambda: len(finished) >= 9)
+        assert not run_training(toy(2, [(6, 3)], no_gate), run, Count(), should_stop=lambda: len(finished) >= 9)
         path, step = run.path, list_checkpoints(run.path)[-1].step
         assert sorted(finished) == list(range(3 * (step + 3))) and run.next_step == step + 1
     with Run.open(path) as run:
-        again = toy(2, [(6, 3)], at_once)
+        again = toy(2, [(6, 3)], no_gate)
         assert restore_checkpoint(again, run) == step + 1 and again.learners["guide"].version == step + 1
         assert run_training(again, run, Count())
     assert sorted(finished) == [e.seed for episodes in recorded(path) for e in episodes] == list(range(18))
 
 
-# ---- adapters
+# ---- language models
 
 
 def config(base, *changes, **tree):
@@ -342,7 +342,7 @@ MIXES = {
 
 @pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
 def test_resume_after_kill_is_bit_identical(base, tmp_path, changes):
-    """Killed after step 7 was trained, three steps beyond its checkpoint, with some of later steps in the buffer."""
+    """Killed after step 7, three steps after its checkpoint, with episodes of later steps in the buffer."""
     whole = config(base, keep_every=3, **changes)
 
     class Freezes(Callback):
@@ -366,7 +366,7 @@ def test_resume_after_kill_is_bit_identical(base, tmp_path, changes):
 
 
 def assert_trained(path, finished):
-    """Every finished episode was trained as it lay in the buffer, token for token."""
+    """Asserts that every finished episode was trained on unchanged from the buffer, token for token."""
     setup = build(validate(TextConfig, parse((path / "config.yaml").read_text())))
     trained = dict(enumerate(e for episodes in recorded(path) for e in episodes))
     assert [e.seed for e in trained.values()] == list(range(setup.position_of(setup.steps - 1).episode_numbers.stop))
@@ -374,11 +374,11 @@ def assert_trained(path, finished):
     for name, data in finished.items():
         scratch.write_bytes(data)
         (kept,) = load_episodes(scratch)
-        assert said(kept) == said(trained[int(name[8:14])]), name
+        assert answers_of(kept) == answers_of(trained[int(name[8:14])]), name
 
 
-def said(episode):
-    """What was asked and answered, with whose weights and how likely."""
+def answers_of(episode):
+    """The prompts and answers, with their policy versions and log-probabilities."""
     return (
         episode.env,
         episode.seats,
@@ -398,7 +398,7 @@ def test_no_deadlock_if_half_of_the_episodes_block(base, tmp_path):
         steps = recorded(run.path)
     assert [e.seed for episodes in steps for e in episodes] == list(range(24))
     for episodes in steps:
-        assert len({tuple(e.seats.values()) for e in episodes}) == 1  # all of a step began at one moment
+        assert len({tuple(e.seats.values()) for e in episodes}) == 1  # all episodes of a step started together
         assert not any(e.error for e in episodes)
 
 
@@ -407,7 +407,7 @@ def test_full_model_with_staleness_is_refused(base):
         config(base, "policies.walker.type=full", "policies.walker.batch_size=null")
 
 
-# ---- one engine for both
+# ---- one engine for sampling and training
 
 
 def samples(count, seed=0):
@@ -452,7 +452,7 @@ def test_gradients_are_unaffected_by_sampling_in_between():
 
 
 def test_remote_training_does_not_block_the_event_loop():
-    """Weights that are elsewhere block whoever waits for them, and nobody else."""
+    """Remote weights block the caller that waits for them, and no other coroutine."""
     import threading
 
     class Elsewhere:
@@ -475,8 +475,8 @@ def test_remote_training_does_not_block_the_event_loop():
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_clearing_the_sampler_cache_does_not_change_running_requests(keep):
-    """After each token of several snapshots' answers, and of turns that go on from kept ones: prompts are then computed
-    again, to rounding."""
+    """After each token of answers of several snapshots, and of turns that continue from kept prefixes: prompts are then
+    computed again, equal up to rounding."""
     engine = tiny_lm(3)
     snapshots = [learner_of(engine).weights.snapshot(f"a@{i}") for i in range(2)]
     for i, snapshot in enumerate(snapshots):
@@ -509,11 +509,11 @@ def test_clearing_the_sampler_cache_does_not_change_running_requests(keep):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=LOGPROB_ATOL if keep else 0, rtol=0)
 
 
-# ---- kill -9
+# ---- kills
 
 
 def seen_in(run):
-    """What a process that is dead has left: finished episodes, trained ones, and whole lines of metrics."""
+    """The state left by a killed process: finished episodes, trained ones, and complete lines of metrics."""
     finished = {f.name: f.read_bytes() for f in (run / "buffer").glob("episode-*")}
     trained = {f.name: f.read_bytes() for f in (run / "episodes").glob("step-*")}
     lines = (run / "metrics.jsonl").read_bytes() if (run / "metrics.jsonl").exists() else b""
@@ -524,9 +524,9 @@ def lines_of(run):
     return len(read_lines(run / "metrics.jsonl"))
 
 
-def kill_again_and_again(folder, base, kills, steps):
-    """A run that is killed whenever it has trained some more steps, up to four, and some milliseconds: what each
-    process left, and the run."""
+def kill_repeatedly(folder, base, kills, steps):
+    """Trains a run that is killed each time it has trained up to four more steps, and some milliseconds later; returns
+    the state left by each process, and the run."""
     folder.mkdir()
     tree = config(base, steps=steps, env={"type": "training.test_async_rollouts:Slow", "seconds": 0.01}).model_dump(
         mode="json"
@@ -547,7 +547,7 @@ def kill_again_and_again(folder, base, kills, steps):
         process.communicate()
         assert process.returncode == -9, f"the run ended after {len(left)} kills: give it more steps"
         left.append(seen_in(run))
-        process = start(folder, "--resume", run, forked=len(left) < kills)  # another hash seed, in the end
+        process = start(folder, "--resume", run, forked=len(left) < kills)  # with another hash seed at the end
     finish(process)
     return run, left
 
@@ -558,21 +558,21 @@ def assert_nothing_was_lost(run, left, steps):
     assert names == [(step, name) for step in range(steps) for name in ("guide", "walker", TEAM)]
     assert all(line["staleness_max"] <= 2 for line in map(json.loads, metrics.splitlines()) if line["policy"] != TEAM)
     for finished, trained, lines in left:
-        assert metrics.startswith(lines)  # what was trained, and trained again, is the same
+        assert metrics.startswith(lines)  # episodes that were trained on again are the same
         assert all((run / "episodes" / name).read_bytes() == data for name, data in trained.items())
         assert_trained(run, finished)
     for (before, _, _), (after, _, _) in pairwise(left):
         numbers = {name[8:14]: name for name in before}
         again = {name: data for name, data in after.items() if name[8:14] in numbers}
-        assert all(before.get(name) == data for name, data in again.items())  # none was played a second time
+        assert all(before.get(name) == data for name, data in again.items())  # no episode was played twice
     assert max(len(finished) for finished, _, _ in left) > 6 and not (run / "buffer").exists()
 
 
 def test_a_kill_loses_no_episode(base, tmp_path):
-    assert_nothing_was_lost(*kill_again_and_again(tmp_path / "a", base, 1, 8), 8)
+    assert_nothing_was_lost(*kill_repeatedly(tmp_path / "a", base, 1, 8), 8)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_twenty_kills_lose_no_episode(base, tmp_path):
-    assert_nothing_was_lost(*kill_again_and_again(tmp_path / "a", base, 20, 60), 60)
+    assert_nothing_was_lost(*kill_repeatedly(tmp_path / "a", base, 20, 60), 60)

@@ -1,4 +1,4 @@
-"""`torchrun -m palestra train` as its users start it: the run of one process, stopped, killed and gone on with."""
+"""`torchrun -m palestra train` as users start it: equal to one process, also when stopped, killed and resumed."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ FULL = {
 
 
 def start(folder, ranks, *arguments):
-    """`palestra train`, under torchrun where there is more than one rank."""
+    """`palestra train`, under torchrun if there is more than one rank."""
     command = [
         str(BIN / "torchrun"),
         "--nproc-per-node",
@@ -62,7 +62,7 @@ def finish(process, code=0):
 
 
 def assert_same_run(run, whole):
-    """The same figures to float tolerance."""
+    """The same metrics to float tolerance."""
     for log in ("metrics.jsonl", "evals.jsonl"):
         found, expected = read_lines(run / log), read_lines(whole / log)
         assert len(found) == len(expected)
@@ -74,7 +74,7 @@ def assert_same_run(run, whole):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run of one process that nobody disturbed."""
+    """The uninterrupted run of one process."""
     folder = tmp_path_factory.mktemp("whole")
     finish(start(folder, 1, *demo(name="one")))
     return folder / "runs" / "one"
@@ -84,7 +84,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("ranks,mode", [(2, None), (2, "fsdp"), (4, "fsdp")])
 def test_several_ranks_equal_one_process(tmp_path, whole, ranks, mode):
     said = finish(start(tmp_path, ranks, *demo(*([f"parallel={mode}"] if mode else []), name="many")))
-    assert said.count("curves:") == 1 and said.count("run runs/many") == 1  # one rank speaks
+    assert said.count("curves:") == 1 and said.count("run runs/many") == 1  # only one rank prints
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["many"]
     assert_same_run(tmp_path / "runs" / "many", whole)
 
@@ -107,7 +107,7 @@ def once(met, process):
 def test_resume_with_another_number_of_ranks(tmp_path, whole, sent):
     process, run = start(tmp_path, 2, *demo("parallel=fsdp", name="stopped")), tmp_path / "runs" / "stopped"
     once(lambda: logged(run) >= 3, process)
-    os.kill(process.pid, sent)  # to torchrun, which hands it on
+    os.kill(process.pid, sent)  # to torchrun, which forwards it
     said = process.communicate(timeout=120)[0]
     assert "stopping after this step" in said and "palestra train --resume runs/stopped" in said
     assert 1 <= len(read_lines(run / "checkpoints.jsonl")) < 4
@@ -150,7 +150,7 @@ def test_sharded_full_models_are_saved_whole(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["type: ppo, critic: separate", "type: maac"])
-def test_ranks_train_a_critic_of_its_own_as_one_process_does(tmp_path, algorithm):
+def test_ranks_train_a_separate_critic_as_one_process_does(tmp_path, algorithm):
     """The critic is an adapter beside the policy's, with its own optimizer, learning rate and clip."""
     rates = ["policies.planner.critic_lr=0.01", "policies.planner.critic_max_grad_norm=0.1"]
     changes = [f"algorithm={{{algorithm}, group_size: 2}}", "policies.planner.batch_size=10", *rates, "steps=3"]

@@ -1,4 +1,4 @@
-"""In-flight weight updates: answers that take new weights while they are sampled, in whole runs on a real engine."""
+"""In-flight weight updates: answers that get new weights while they are sampled, in whole runs on a real engine."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_each_token_has_the_log_probability_of_its_version(base, tmp_path):
 
 
 def test_kept_keys_and_values_are_of_older_versions(base, tmp_path):
-    """The recorded log-probabilities are the sampler's all the same: they belong to no single version."""
+    """The recorded log-probabilities are still the sampler's, but belong to no single version."""
     path, trainer, snapshots = run_with_snapshots(config(base, "keep_kv"), tmp_path)
     gaps = []
     for answer in answers_of([episode for episodes in recorded(path) for episode in episodes], "walker"):
@@ -105,8 +105,8 @@ def test_kept_keys_and_values_are_of_older_versions(base, tmp_path):
 
 
 def test_token_staleness_by_hand():
-    """Versions 0, 2, 3 after 3, 4 and 5 trained steps: step 5 trains. Tokens of version 2 and 3 are 1 and 0 steps old,
-    those of version 0 are 2."""
+    """Versions 0, 2 and 3 after 3, 4 and 5 trained steps; step 5 trains. Tokens of version 2 and 3 are 1 and 0 steps
+    old, those of version 0 are 2."""
     tokens = np.zeros(4, np.int32)
 
     def episode(policy, versions, error=None):
@@ -124,7 +124,7 @@ def test_token_staleness_by_hand():
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["keep_kv", "recompute_kv"])
 def test_two_agents_learn_with_in_flight_updates(base, tmp_path, update):
-    """Answers of eight tokens, of which the first counts: of versions up to four steps old."""
+    """Answers of eight tokens, of which only the first counts, with versions up to four steps old."""
     speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 8, "stop_at_eos": False}}
     evals = {"test": {"episodes": 200, "env": {"split": "test"}}}
     settings = config(

@@ -1,4 +1,4 @@
-"""From a config to trained agents: they learn, each its own part, and nothing moves that should not."""
+"""From a config to trained agents: each learns its own part, and nothing else changes."""
 
 import asyncio
 import io
@@ -21,11 +21,11 @@ from palestra.runs import Run, list_checkpoints, load_episodes, read_lines
 from palestra.training.loop import Callback, Evaluation, restore_checkpoint, run_training
 from palestra.types import TEAM
 
-BAR = 0.85  # held-out success of a trained pair; one in four by chance
+BAR = 0.85  # held-out success of a trained pair; chance is 1/4
 
 
 def whisper(base, *settings, steps=20, **tree):
-    """The config of a pair that learns Whisper: two adapters of one base, unless said otherwise."""
+    """The config of a pair that learns Whisper: two adapters of one base by default."""
     speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}
     config = {
         "name": "whisper",
@@ -46,7 +46,7 @@ def run_of(config, root, setup=None):
 
 
 def matches(setup, step):
-    """Those of a step, in its only env."""
+    """The episode specs of a step, in its only env."""
     moment = setup.position_of(step)
     return [match for _, match in moment.stage.source.episode_specs(moment.episode_numbers, setup.algorithm_state)]
 
@@ -71,7 +71,7 @@ def weights_of(setup, name):
 
 
 @pytest.fixture(scope="module")
-def learned(base, tmp_path_factory):
+def trained_pair(base, tmp_path_factory):
     """A trained pair, and the base's weights before and after."""
     config = whisper(base)
     setup = build(config)
@@ -80,14 +80,14 @@ def learned(base, tmp_path_factory):
     return path, setup, before
 
 
-def test_two_adapters_learn_to_cooperate(learned):
-    path, _, _ = learned
+def test_two_adapters_learn_to_cooperate(trained_pair):
+    path, _, _ = trained_pair
     before, after = scores(path)
     assert before < 0.5 and after > BAR
 
 
-def test_lora_training_changes_adapters_and_not_the_base(learned):
-    path, setup, before = learned
+def test_lora_training_changes_adapters_and_not_the_base(trained_pair):
+    path, setup, before = trained_pair
     after = weights_of(setup, "guide")
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert setup.learners["guide"].sampler.engine is setup.learners["walker"].sampler.engine  # one base in memory
@@ -97,8 +97,8 @@ def test_lora_training_changes_adapters_and_not_the_base(learned):
     assert any(not torch.equal(guide[key], walker[key]) for key in guide)
 
 
-def test_run_records_episodes_policies_and_advantages(learned):
-    path, _, _ = learned
+def test_run_records_episodes_policies_and_advantages(trained_pair):
+    path, _, _ = trained_pair
     metrics = read_lines(path / "metrics.jsonl")
     assert [(line["step"], line["policy"]) for line in metrics] == [
         (step, name) for step in range(20) for name in ("guide", "walker", TEAM)
@@ -118,8 +118,8 @@ def test_run_records_episodes_policies_and_advantages(learned):
             assert answer.policy == f"{seat}@{updates:.0f}" and seat in node.advantages
 
 
-def test_train_instances_are_unique_and_evaluation_is_held_out(learned):
-    path, setup, _ = learned
+def test_train_instances_are_unique_and_evaluation_is_held_out(trained_pair):
+    path, setup, _ = trained_pair
     seeds = [e.seed for file in sorted((path / "episodes").iterdir()) for e in load_episodes(file)]
     assert seeds == list(range(20 * 32))
     env = Whisper(split="test")
@@ -133,8 +133,8 @@ def examine(path, seats=None, *, swap=False, sampling=None, checkpoint=None, epi
     return evaluate(path, env, seats, swap=swap, episodes=episodes, sampling=sampling or {}, checkpoint=checkpoint)[:2]
 
 
-def test_trained_run_is_evaluated_with_swapped_and_base_policies(learned):
-    path, setup, _ = learned
+def test_trained_run_is_evaluated_with_swapped_and_base_policies(trained_pair):
+    path, setup, _ = trained_pair
     guide, walker = (setup.learners[name].policy().name for name in ("guide", "walker"))
     who, figures = examine(path)
     assert who == {"guide": guide, "walker": walker}  # the versions that the recorded episodes name
@@ -148,8 +148,8 @@ def test_trained_run_is_evaluated_with_swapped_and_base_policies(learned):
     assert examine(path, env={"turns": 2}, episodes=5)[1]["steps_per_episode"] == 4
 
 
-def test_invalid_evaluations_are_refused_with_the_reason(learned):
-    path, _, _ = learned
+def test_invalid_evaluations_are_refused_with_the_reason(trained_pair):
+    path, _, _ = trained_pair
     with pytest.raises(ValueError, match="no checkpoint after 3 steps; it has: 10, 20"):
         examine(path, checkpoint=3)
     with pytest.raises(ValueError, match='no policy "nobody"; the run has guide, walker'):
@@ -195,7 +195,7 @@ def test_full_model_learns_and_its_weights_change(base, tmp_path):
 
 
 def test_students_imitate_their_teachers(base, tmp_path):
-    """A teacher that answers "1" whatever it sees: the pupils must come to say just that, and then stop."""
+    """The teacher answers "1" to everything: the students must learn to answer just that, and then to stop."""
     student = {"type": "lora", "base": str(base), "lr": 1e-2, "teacher": "master", "sampling": {"max_tokens": 4}}
     config = whisper(
         base,
@@ -207,7 +207,7 @@ def test_students_imitate_their_teachers(base, tmp_path):
     lines = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
     assert lines[-1]["nll"] < 0.1 < 1 < lines[0]["nll"] and lines[0]["target_fraction"] == 1.0
     assert list(setup.learners) == ["guide", "walker"]
-    seats = setup.evals[0].seat_policies()  # in evaluations the pupil speaks for itself
+    seats = setup.evals[0].seat_policies()  # in evaluations the student acts itself
     episodes = asyncio.run(setup.evals[0].arena.play_all(matches(setup, 0), setup.stages[0].algorithm.branching))
     assert member_name(seats["guide"].name) == "guide" and episodes[0].error is None
     spoken = asyncio.run(seats["guide"].act(query("g", "hhhhhh1", n=20)))
@@ -236,11 +236,11 @@ def test_sft_trains_on_successful_trajectories_only(base, tmp_path):
     assert taught == expected
 
 
-# ---- who learns and who does not
+# ---- policies in training and others
 
 
-def test_frozen_and_scripted_policies_are_not_trained(base, learned, tmp_path):
-    path, _, _ = learned
+def test_frozen_and_scripted_policies_are_not_trained(base, trained_pair, tmp_path):
+    path, _, _ = trained_pair
     folder = list_checkpoints(path)[-1].path / "guide"
     frozen = {"type": "frozen", "base": str(base), "path": str(folder), "sampling": {"max_tokens": 1}}
     config = whisper(base, policies={"guide": frozen, "walker": whisper(base).policies["walker"].model_dump()}, steps=4)
@@ -284,7 +284,7 @@ def test_policies_may_have_different_bases(base, other_base, tmp_path):
 
 
 def test_policy_without_samples_is_not_updated(base, tmp_path):
-    """The walker's team reward never differs where the guide is always wrong: no groups, no update, and no crash."""
+    """If the guide is always wrong the walker's team reward never differs: no groups, no update, and no crash."""
     policies = {"guide": {"type": "scripted", "answers": [""]}, "walker": whisper(base).policies["walker"].model_dump()}
     path, setup = run_of(whisper(base, policies=policies, steps=2, evals={}), tmp_path)
     assert setup.learners["walker"].version == 0
@@ -300,7 +300,7 @@ def test_batches_and_epochs_set_the_number_of_optimizer_steps(base, tmp_path):
     path, setup = run_of(config, tmp_path)
     line = read_lines(path / "metrics.jsonl")[0]
     assert line["updates"] == 2 * -(-line["samples"] // 50) == setup.learners["guide"].version
-    assert line["kl"] > 0  # the second batch is not on policy any more
+    assert line["kl"] > 0  # the second batch is off-policy
 
 
 def test_learning_rate_follows_its_schedule(base, tmp_path):
@@ -326,7 +326,7 @@ def test_evaluations_run_before_during_and_after_training():
     assert [step for step in range(-1, 10) if Evaluation(name="x", episodes=1).is_due(step, 10)] == [-1, 9]
 
 
-# ---- determinism, stopping, failing
+# ---- determinism, stopping, failures
 
 
 def lines(path):
@@ -359,7 +359,7 @@ def test_sampling_depends_on_run_seed_and_instance_only(base):
 
 
 def resumed_after(config, root, steps):
-    """A run that was stopped after `steps` and went on in what might be another process."""
+    """A run that was stopped after `steps` steps and resumed with a new setup."""
     with Run.create(root, dump(config), config.name) as run:
         played = []
         done = run_training(build(config), run, Noted(played), lambda: len(played) == steps)
@@ -406,7 +406,7 @@ def test_resume_after_stop_is_bit_identical(base, tmp_path, changes):
 
 
 def test_resume_with_stateful_frozen_policies_is_bit_identical(base, other_base, tmp_path):
-    """Neither a script's place nor what a frozen model's sampler keeps may hang on the steps before."""
+    """Neither a script's position nor a frozen model's cache may depend on earlier steps."""
     policies = {
         "guide": {"type": "frozen", "base": str(other_base), "history": "conversation", "sampling": {"max_tokens": 2}},
         "walker": whisper(base).policies["walker"].model_dump(),
@@ -457,7 +457,7 @@ def test_step_of_failed_episodes_only_changes_no_weights(base, tmp_path, monkeyp
     assert read_lines(path / "evals.jsonl")[0]["failed"] == 200
 
 
-# ---- configs that cannot work say so before anything is loaded
+# ---- invalid configs are refused before anything is loaded
 
 WRONG = [
     ({"policies.walker": None}, "policies.walker"),
@@ -511,7 +511,7 @@ def test_misspelt_policy_name_is_refused_with_a_suggestion(base):
 
 
 def test_evaluation_may_assign_other_policies_to_seats(base, tmp_path):
-    """The expert at both seats wins always; at one of them the other decides, as untrained as it is."""
+    """The expert at both seats always wins; with the expert at one seat the untrained policy at the other decides."""
     evals = {
         "both": {"episodes": 20, "seats": {"guide": "expert", "walker": "expert"}},
         "one": {"episodes": 20, "seats": {"guide": "expert"}},
@@ -546,7 +546,7 @@ def test_env_without_success_is_reported_by_returns_per_seat(base, tmp_path):
     config = whisper(base, steps=1, **tree, algorithm={"type": "grpo", "branch_at": "root", "group_size": 4})
     path, _ = run_of(config, tmp_path)
     for line in read_lines(path / "evals.jsonl"):
-        assert "success" not in line and sum(line["returns"].values()) <= 0  # zero-sum, but for penalties
+        assert "success" not in line and sum(line["returns"].values()) <= 0  # zero-sum except for penalties
     assert "success" not in read_lines(path / "metrics.jsonl")[-1]
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(summary_table(path))

@@ -1,4 +1,4 @@
-"""A base that cannot run on packed rows: a whole run of two agents, turns and groups on it, and its resume."""
+"""A base that cannot run on packed rows: a whole run with two agents, turns and groups, and its resume."""
 
 import json
 

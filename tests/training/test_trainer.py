@@ -1,4 +1,4 @@
-"""The loop over any trainer: logging, evaluation, checkpoints, stopping and resuming."""
+"""The training loop over any trainer: logging, evaluation, checkpoints, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from palestra.types import TEAM, Metrics
 
 @dataclass
 class Counter:
-    """A trainer whose weights are a number: the sum of the steps that it was updated on."""
+    """A trainer whose weights are a number: the sum of the steps on which it was updated."""
 
     steps: int = 12
     log_every: int = 1

@@ -1,4 +1,4 @@
-"""Runs in vectorised games from the command line: they learn, resume exactly, and say what is wrong."""
+"""Runs in vector envs from the command line: they learn, resume exactly, and explain errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ runner = CliRunner()
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """Two hundred short sweeps of simple_spread; a policy with memory and a central critic with memory, too."""
+    """Two hundred short rollouts of simple_spread; the policy and the central critic are recurrent."""
     tree: dict[str, Any] = {
         "name": "spread",
         "env_steps": 16 * 5 * 40,
@@ -61,20 +61,20 @@ def finish(process: Any) -> str:
 
 
 def train(folder: Path, tree: dict[str, Any], *arguments: object) -> Path:
-    """Trains in a process of its own; the run's folder."""
+    """Trains in a separate process; returns the run's folder."""
     finish(launch(folder, write(folder, tree), *arguments))
     return folder / "runs" / str(tree["name"])
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """What the seed determines: logs, and the files of the newest checkpoint."""
+    """The files determined by the seed: logs, and those of the newest checkpoint."""
     newest = sorted((run / "checkpoints").iterdir())[-1]
     files = [run / "metrics.jsonl", run / "evals.jsonl", *(f for f in newest.rglob("*") if f.is_file())]
     return {str(file.relative_to(run)): file.read_bytes() for file in files}
 
 
 def kill_at_random(folder: Path, tree: dict[str, Any], kills: int) -> Path:
-    """A run that is killed `kills` times, each at a random moment after its first checkpoint, and goes on."""
+    """A run that is killed `kills` times, each at a random moment after its first checkpoint, and resumed."""
     rng = random.Random(kills)
     run = folder / "runs" / str(tree["name"])
     process = launch(folder, write(folder, tree))
@@ -134,21 +134,21 @@ def test_run_learns_and_its_reports_work(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of `config()` that nobody disturbed."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of `config()`."""
     return train(tmp_path_factory.mktemp("whole") / "whole", config())
 
 
-def test_resume_after_kill_is_bit_identical(whole: Path, tmp_path: Path) -> None:
-    assert contents(kill_at_random(tmp_path / "killed", config(), kills=1)) == contents(whole)
+def test_resume_after_kill_is_bit_identical(uninterrupted: Path, tmp_path: Path) -> None:
+    assert contents(kill_at_random(tmp_path / "killed", config(), kills=1)) == contents(uninterrupted)
 
 
 @pytest.mark.slow
-def test_finished_run_is_extended_to_more_steps(whole: Path, tmp_path: Path) -> None:
-    """As one that was to go that far, but for learning rates that fall: this one's stays."""
+def test_finished_run_is_extended_to_more_steps(uninterrupted: Path, tmp_path: Path) -> None:
+    """Equal to a run of that length from the start; the learning rate must be constant."""
     run = train(tmp_path / "short", config(env_steps=16 * 5 * 24))
     finish(launch(tmp_path / "short", "--resume", run, "--set", f"env_steps={16 * 5 * 40}"))
-    assert contents(run) == contents(whole)
+    assert contents(run) == contents(uninterrupted)
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_invalid_configs_are_refused_with_the_reason(tmp_path: Path, changes: di
 
 
 def test_behaviour_cloning_of_recorded_play_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted player of the combat game wins; a clone of a few thousand of its moves does too."""
+    """The scripted player of the combat game wins, and so does a clone of a few thousand of its actions."""
     monkeypatch.chdir(tmp_path)
     tree = config(
         name="clone",
@@ -256,7 +256,8 @@ def test_behaviour_cloning_of_recorded_play_wins(tmp_path: Path, monkeypatch: py
 def test_offline_run_learns_from_files_and_resumes_on_the_same_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Recorded by two commands, trained on both files, extended bit for bit as if never stopped; other data refused."""
+    """Files recorded by two commands; a run on both is extended bit for bit as if never stopped, and other data are
+    refused."""
     monkeypatch.chdir(tmp_path)
     tree = config(
         env_steps=2 * 8 * 16,

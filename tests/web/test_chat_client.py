@@ -1,4 +1,4 @@
-"""Asking an endpoint: again where that may help, in time, and without telling the key."""
+"""The chat client: retries, timeouts, and no key in error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FINE = {"choices": [{"message": {"role": "assistant", "content": "fine"}}]}
 
 
 class Script(ThreadingHTTPServer):
-    """Gives its replies in order, the last one for ever: (status, body, headers), or seconds to keep silent for."""
+    """Sends its replies in order, the last one forever: (status, body, headers), or seconds of silence."""
 
     daemon_threads = True
 

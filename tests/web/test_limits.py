@@ -23,7 +23,7 @@ Serve = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts servers whose model says "fine"; returns an address and the key that it asks for."""
+    """Starts servers whose model answers "fine"; returns an address and its key."""
     servers = []
 
     def start(deliver: Callable[[ChatCall], None] = lambda asked: asked.answer.set_result("fine"), **limits) -> tuple:
@@ -52,11 +52,11 @@ def test_non_browser_client_is_answered(serve: Serve) -> None:
     [
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
-        {"Origin": "http://127.0.0.1:3000"},  # the page of another program on this machine
+        {"Origin": "http://127.0.0.1:3000"},  # a page of another program on this machine
         {"Origin": "http://evil.example", "Host": "evil.example"},  # DNS rebinding
         {"Host": "evil.example"},
         {"Host": ""},
-        {"Sec_Fetch_Site": "cross-site"},  # an image or a script of a page: no Origin
+        {"Sec_Fetch_Site": "cross-site"},  # an image or script in a page: no Origin
     ],
 )
 def test_browser_origin_is_refused_even_with_the_key(serve: Serve, headers: dict[str, str]) -> None:
@@ -113,7 +113,7 @@ def test_concurrent_requests_are_limited_and_released(serve: Serve) -> None:
             time.sleep(0.01)
         reply = post((url, key))
         assert reply.status == 429 and "retry-after: 1" in reply.head
-    deadline = time.monotonic() + 5  # those who hung up make room
+    deadline = time.monotonic() + 5  # closed connections make room
     while not all(call.answer.cancelled() for call in asked[:4]):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -141,7 +141,7 @@ def test_headers_are_limited_in_size_and_time(serve: Serve, monkeypatch: pytest.
                 wire.sendall(b"x" * bounds.MAX_HEADER_BYTES)
             except ConnectionError:
                 break
-        assert answer(wire).status in (431, 0)  # 0: the refusal was lost in what was still being sent
+        assert answer(wire).status in (431, 0)  # 0: the refusal was lost while the request was still being sent
     with many(url, 3, b"GET /v1/models HTTP/1.1\r\nX: ") as slow:
         assert [answer(wire).status for wire in slow] == [0, 0, 0]
     with connected(url) as wire:  # and those of a later request

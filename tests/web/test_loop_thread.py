@@ -1,4 +1,4 @@
-"""A coroutine runs on the loop's own thread, and the thread ends when it should."""
+"""Coroutines run on the loop's own thread, which ends when it should."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_close_cancels_tasks_then_calls_on_close_and_ends_the_thread() -> None:
 
     loop_thread.on_close = on_close
     loop_thread.run_detached(wait)
-    loop_thread.run(asyncio.sleep(0))  # the task has begun
+    loop_thread.run(asyncio.sleep(0))  # the task has started
     loop_thread.close()
     loop_thread.close()
     assert seen == ["cancelled", "closed"] and loop_thread.loop.is_closed()
@@ -64,8 +64,8 @@ def test_close_respects_its_timeout() -> None:
     assert loop_thread.loop.is_closed()
 
 
-def test_an_open_loop_does_not_keep_the_interpreter_from_exiting() -> None:
-    """A task that ignores its cancellation delays the exit by the exit timeout at most."""
+def test_open_loop_does_not_block_the_interpreters_exit() -> None:
+    """A task that ignores its cancellation delays the exit by at most the exit timeout."""
     code = """
 import asyncio, time
 from palestra.web.loop_thread import LoopThread

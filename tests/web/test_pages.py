@@ -1,4 +1,4 @@
-"""Pages of a real browser can do nothing to a server on this machine."""
+"""Pages in a real browser can neither read from nor write to a server on this machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Blank(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def elsewhere() -> Iterator[int]:
-    """The port of another server, whose pages are of another origin."""
+    """The port of another server, whose pages have another origin."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Blank) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield server.server_port
@@ -62,7 +62,7 @@ def test_web_page_can_neither_send_nor_read(elsewhere: int) -> None:
         for site in (f"http://127.0.0.1:{elsewhere}/", f"http://evil.example:{elsewhere}/"):
             page.goto(site)
             assert page.evaluate(SEND, [server.url, HELLO]) == ""
-        rebound = page.goto(f"http://evil.example:{port}/v1/models")  # its name now points here
+        rebound = page.goto(f"http://evil.example:{port}/v1/models")  # its name now resolves to this machine
         assert rebound.status == 403
         said = page.evaluate(SEND, [f"http://evil.example:{port}/v1", HELLO])
         assert "not called" in said or "may not call" in said

@@ -10,7 +10,7 @@ import time
 import pytest
 
 WELL = "import threading; begun = threading.Event(); on_stop(begun.set, 60); print(flush=True); begun.wait()"
-STUCK = "on_stop(lambda: None, {seconds}); print(flush=True)\nwhile True: pass"  # no event loop would hear of a signal
+STUCK = "on_stop(lambda: None, {seconds}); print(flush=True)\nwhile True: pass"  # no event loop would receive a signal
 
 
 def started(code: str) -> subprocess.Popen[str]:
@@ -40,7 +40,7 @@ def test_hung_server_is_ended_with_a_traceback() -> None:
 def test_second_signal_exits_at_once() -> None:
     process = started(STUCK.format(seconds=60))
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)  # or the two would be one
+    time.sleep(0.2)  # otherwise both signals would be merged
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM

@@ -52,7 +52,7 @@ def play(given: ExactWorker, cells: list[tuple[str, str]], games: int, members: 
 
 
 def test_exact_values_of_uniform_kuhn_poker() -> None:
-    """11/12 (OpenSpiel's tests); the first player wins 1/8 of uniform play by uniform play."""
+    """11/12 (OpenSpiel's tests); between uniform players the first one earns 1/8."""
     given = kuhn()
     found = given.run_task(AssessTask("a", iteration=0, strategies=dict.fromkeys(SEATS, UNIFORM)), {}, None)
     assert isinstance(found, AssessResult)
@@ -62,7 +62,7 @@ def test_exact_values_of_uniform_kuhn_poker() -> None:
 
 
 def test_exact_best_responses_to_uniform_play(tmp_path: Path) -> None:
-    """They win what NashConv says: 1/2 and 5/12."""
+    """Their gains add up to NashConv: 1/2 and 5/12."""
     given = kuhn()
     for player, other, value in (("player_0", "player_1", 1 / 2), ("player_1", "player_0", 5 / 12)):
         won = train(given, player, Opponents({other: UNIFORM}), tmp_path / player)
@@ -92,7 +92,7 @@ def test_double_oracle_tasks_approach_the_equilibrium(tmp_path: Path) -> None:
 
 
 def test_one_population_plays_every_seat(tmp_path: Path) -> None:
-    """Against itself a policy wins nothing; the best response to uniform play wins (1/2 + 5/12) / 2."""
+    """Against itself a policy earns 0; the best response to uniform play earns (1/2 + 5/12) / 2."""
     given = kuhn(("all",))
     assert train(given, "all", Opponents({"all": UNIFORM}), tmp_path / "a") == pytest.approx(11 / 24)
     cells = [("a", "uniform"), ("a", "a"), ("uniform", "a")]
@@ -104,7 +104,7 @@ def test_one_population_plays_every_seat(tmp_path: Path) -> None:
 
 
 def test_exact_response_to_correlated_play(tmp_path: Path) -> None:
-    """Alike in both line-ups: the answer to a joint draw of one policy is that to the policy itself."""
+    """Equal opponents in both line-ups: the response to a joint draw of one policy equals that to the policy itself."""
     given = kuhn(("a", "b", "c"))
     one = Opponents({"b": UNIFORM, "c": UNIFORM})
     both = Opponents(joint=(Lineup({"b": "uniform", "c": "uniform"}, 0.5),) * 2)

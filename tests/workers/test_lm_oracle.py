@@ -1,4 +1,4 @@
-"""Language agents as a population: what they play is what is read off them, and responses respond."""
+"""Language agents as a population: tables equal their play, and responses beat their opponents."""
 
 from __future__ import annotations
 
@@ -45,17 +45,19 @@ def worker(players: tuple[str, ...] = SEATS, **changes: Any) -> LanguageWorker:
 
 
 @pytest.fixture(scope="module")
-def shared() -> LanguageWorker:
-    """Has been taught the words once."""
+def taught_worker() -> LanguageWorker:
+    """A worker that has imitated the words once."""
     return worker()
 
 
 @pytest.fixture(scope="module")
-def response(shared: LanguageWorker, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
-    """Player 0's response to a player that moves at random."""
+def response(taught_worker: LanguageWorker, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
+    """Player 0's response to a uniformly random player."""
     out = tmp_path_factory.mktemp("members") / "bold"
     out.mkdir()
-    return out, train(shared, "bold", out, player="player_0", opponents=Opponents({"player_1": {"uniform": 1.0}}))
+    return out, train(
+        taught_worker, "bold", out, player="player_0", opponents=Opponents({"player_1": {"uniform": 1.0}})
+    )
 
 
 def test_kv_cache_has_the_budget_of_the_config() -> None:
@@ -88,32 +90,32 @@ def assess(worker: LanguageWorker, strategies: dict[str, dict[str, float]], memb
 
 
 def value(worker: LanguageWorker, members: dict[str, Path], *names: str) -> list[float]:
-    """What members win from each other, read off them."""
+    """The payoffs of members against each other, from their tables."""
     strategies = {seat: {name: 1.0} for seat, name in zip(SEATS, names, strict=True)}
     return list(assess(worker, strategies, members).values)
 
 
-def test_uniform_play_has_the_known_nash_conv(shared: LanguageWorker) -> None:
+def test_uniform_play_has_the_known_nash_conv(taught_worker: LanguageWorker) -> None:
     strategies = {seat: {"uniform": 1.0} for seat in SEATS}
-    assessment = assess(shared, strategies, {})
+    assessment = assess(taught_worker, strategies, {})
     assert assessment.nash_conv == pytest.approx(11 / 12) and assessment.exploitability == pytest.approx(11 / 24)
 
 
-def test_trained_response_beats_uniform_play(shared: LanguageWorker, response: Any) -> None:
+def test_trained_response_beats_uniform_play(taught_worker: LanguageWorker, response: Any) -> None:
     out, stats = response
-    assert value(shared, {"bold": out}, "bold", "uniform")[0] > 0.3  # uniform play: 0.125, at best 0.5
+    assert value(taught_worker, {"bold": out}, "bold", "uniform")[0] > 0.3  # uniform play: 0.125, at best 0.5
     met = stats.opponents["random"]
     assert met.games == 2 * 16 * 4 and met.mean_return == stats.mean_return
     assert met.wins + met.draws < met.games
 
 
-def test_sampled_games_match_exact_values(shared: LanguageWorker, response: Any) -> None:
-    """Means of 600 games are within four standard errors of the exact ones, and nobody says what is not a word."""
+def test_sampled_games_match_exact_values(taught_worker: LanguageWorker, response: Any) -> None:
+    """Means of 600 games are within four standard errors of the exact ones, and no answer is not a word."""
     out, _ = response
     members = {"bold": out}
     cells = (("bold", "uniform"), ("uniform", "uniform"))
-    for names, cell in zip(cells, play(shared, 600, *cells, members=members), strict=True):
-        exact = value(shared, members, *names)
+    for names, cell in zip(cells, play(taught_worker, 600, *cells, members=members), strict=True):
+        exact = value(taught_worker, members, *names)
         error = np.sqrt(cell.m2[0]) / 600
         assert abs(cell.mean[0] - exact[0]) < 4 * error
         assert cell.games == 600 and sum(cell.wins) + cell.draws == 600
@@ -128,7 +130,7 @@ def test_exact_payoffs_need_no_games(response: Any) -> None:
 
 
 def test_greedy_members_are_deterministic_tables(response: Any) -> None:
-    """What is read off a member that no longer draws is a table of zeros and ones, and its games go by it."""
+    """The table of a greedy member has zeros and ones, and its games follow the table."""
     out, _ = response
     greedy = worker(greedy=True)
     assert greedy.action_reader is not None
@@ -139,19 +141,19 @@ def test_greedy_members_are_deterministic_tables(response: Any) -> None:
     assert abs(cell.mean[0] - value(greedy, {"bold": out}, "bold", "uniform")[0]) < 4 * np.sqrt(cell.m2[0]) / 400
 
 
-def test_responses_are_reproducible_from_task_name_and_seed(shared: LanguageWorker, tmp_path: Path) -> None:
-    """Twice the same task in two workers gives equal files; another name does not."""
+def test_responses_are_reproducible_from_task_name_and_seed(taught_worker: LanguageWorker, tmp_path: Path) -> None:
+    """The same task in two workers gives equal files; another name does not."""
     weights = []
     for number, name in enumerate(("one", "one", "two")):
         out = tmp_path / str(number)
         opponents = Opponents({"player_0": {"uniform": 1.0}})
-        train(shared if number else worker(), name, out, player="player_1", opponents=opponents, train_steps=1)
+        train(taught_worker if number else worker(), name, out, player="player_1", opponents=opponents, train_steps=1)
         weights.append((out / "adapter_model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
 
 
 def test_imitation_has_its_own_learning_rate(tmp_path: Path) -> None:
-    """Responses that do not learn (rate 0) have been taught the words, which the base does not say."""
+    """Responses with a learning rate of 0 still answer with the words by imitation; the base does not."""
     still = worker(policy=TREE["policy"] | {"lr": 0.0}, imitation_lr=3e-3)
     train(still, "taught", tmp_path, player="player_0", opponents=Opponents({"player_1": {"uniform": 1.0}}))
     reader = still.action_reader
@@ -172,7 +174,7 @@ def test_imitated_players_have_the_odds_of_the_config(odds: float, least: float,
 
 
 def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:
-    """A learner goes on from a member, against members and itself, at both seats in turn."""
+    """A learner starts from a member, and plays members and itself, at both seats in turn."""
     out, _ = response
     everyone = worker(("agent",))
     order = {"player": "agent", "opponents": Opponents({"agent": {"bold": 1.0}}), "self_play": 0.5, "train_steps": 5}
@@ -183,7 +185,7 @@ def test_one_population_plays_every_seat(response: Any, tmp_path: Path) -> None:
     assert cell.games == 40
 
 
-def test_imitation_is_not_held_up_by_a_warm_up() -> None:
+def test_imitation_ignores_the_warm_up() -> None:
     weights = []
     for ratio in (0.0, 0.5):
         taught = asyncio.run(worker(policy=TREE["policy"] | {"warmup_ratio": ratio}, imitation_steps=2)._teach())

@@ -1,4 +1,4 @@
-"""Members from their folders: a table plays as the network that it was asked from."""
+"""Members from their folders: a table plays as the network that it was computed from."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ assert KUHN is not None
 TREE = build_game_tree(KUHN)
 
 
-def kept(folder: Path, seats: tuple[int, ...] = (1,), **changes: object) -> dict[str, Path]:
-    """The folder of a network as it is before it learns, far from uniform play."""
+def save_member(folder: Path, seats: tuple[int, ...] = (1,), **changes: object) -> dict[str, Path]:
+    """The folder of an untrained network, whose policy is far from uniform."""
     policy = NetPolicyConfig.model_validate({"hidden": [16], **changes})
     learner = PPO().build_learner(ENV, {"it": list(seats)}, {"it": policy}, {"it": 5})
     with torch.no_grad():
@@ -46,7 +46,7 @@ def kept(folder: Path, seats: tuple[int, ...] = (1,), **changes: object) -> dict
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("seats", [(1,), (0, 1)])
 def test_network_member_as_a_policy_table(best: bool, norm: bool, seats: tuple[int, ...], tmp_path: Path) -> None:
-    members = kept(tmp_path, seats, seat_one_hot=True, normalize_observations=norm)
+    members = save_member(tmp_path, seats, seat_one_hot=True, normalize_observations=norm)
     table = MemberLoader(ENV, TREE, greedy=best).policy("it", members)
     member = MemberLoader(ENV, TREE, greedy=best, tables=False).member("it", members, [1])
     assert isinstance(member, NetMember)
@@ -62,7 +62,7 @@ def test_network_member_as_a_policy_table(best: bool, norm: bool, seats: tuple[i
 
 
 def pictures() -> Push:
-    """An env whose seats see white pictures."""
+    """An env whose seats observe white pictures."""
     env = Push(4, (Discrete(3),) * 2)
     env.observation_shapes, env.vector_step = ((20, 20, 3),) * 2, empty_step(4, 2, (20, 20, 3))
     return env
@@ -87,7 +87,7 @@ ALIKE: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # algorithm, env, network
 
 @pytest.mark.parametrize("kind", ALIKE)
 def test_members_of_one_shape_have_the_outputs_of_their_networks_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    """Each of two members plays as its learner does, though networks of one shape are built once."""
+    """Each of two members plays as its learner does, although networks of one shape are built once."""
     algorithm, env, changes = ALIKE[kind]
     seats, policy = list(range(len(env.seats))), NetPolicyConfig.model_validate({"hidden": [8], **changes})
     learners = {name: algorithm.build_learner(env, {name: seats}, {name: policy}, {name: 5}) for name in "ab"}
@@ -117,7 +117,7 @@ def test_members_of_one_shape_have_the_outputs_of_their_networks_bit_for_bit(kin
 
 
 def test_members_load_as_tables_or_networks(tmp_path: Path) -> None:
-    nets, remembering = kept(tmp_path / "net"), kept(tmp_path / "gru", gru_units=4)
+    nets, remembering = save_member(tmp_path / "net"), save_member(tmp_path / "gru", gru_units=4)
     write_table(tmp_path / "table", uniform_policy(TREE))
     table = {"table": tmp_path / "table"}
     reader = MemberLoader(ENV, TREE)
@@ -131,7 +131,9 @@ def test_members_load_as_tables_or_networks(tmp_path: Path) -> None:
     np.testing.assert_array_equal(reader.policy("table", table), uniform_policy(TREE))
 
 
-def test_members_used_longest_ago_are_dropped_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_members_are_dropped_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(member_loader, "MAX_MEMBERS", 2)
     members = {}
     for number, name in enumerate("abc"):
@@ -149,7 +151,7 @@ def test_members_used_longest_ago_are_dropped_and_read_again(tmp_path: Path, mon
 
 def test_members_without_table_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="remembers more than a view says"):
-        MemberLoader(ENV, TREE).policy("it", kept(tmp_path, gru_units=4))
+        MemberLoader(ENV, TREE).policy("it", save_member(tmp_path, gru_units=4))
     with pytest.raises(ValueError, match="has no rules here"):
         MemberLoader(ENV).policy(UNIFORM_MEMBER, {})
     with pytest.raises(ValueError, match='does not bring the files of member "who"'):
@@ -157,7 +159,7 @@ def test_members_without_table_are_refused(tmp_path: Path) -> None:
 
 
 def test_perfect_recall_table_is_refused_for_ambiguous_observations(tmp_path: Path) -> None:
-    """Where all information states look alike, only a policy that does everywhere the same plays by views."""
+    """If all information states look equal, only a policy with the same plan everywhere can play by observations."""
     blind = replace(TREE, info_state_tensors=np.zeros_like(TREE.info_state_tensors))
     write_table(tmp_path / "even", uniform_policy(TREE))
     write_table(tmp_path / "odd", np.eye(2)[np.arange(len(TREE.state_player)) % 2])
@@ -168,12 +170,13 @@ def test_perfect_recall_table_is_refused_for_ambiguous_observations(tmp_path: Pa
         MemberLoader(ENV, blind).member("odd", members, [0])
 
 
-def test_members_play_as_themselves_if_observations_do_not_tell_the_legal_actions(tmp_path: Path) -> None:
-    """No table by observation holds what they do there, whose legal actions are those of the game."""
+def test_members_play_as_themselves_if_observations_hide_the_legal_actions(tmp_path: Path) -> None:
+    """No table by observation can represent them there, since legal actions differ between states of one
+    observation."""
     some = TREE.action_mask.copy()
     some[::2, 1] = False
     blind = replace(TREE, info_state_tensors=np.zeros_like(TREE.info_state_tensors), action_mask=some)
-    loader, members = MemberLoader(ENV, blind), kept(tmp_path)
+    loader, members = MemberLoader(ENV, blind), save_member(tmp_path)
     assert isinstance(loader.member("it", members, [1]), NetMember)
     assert isinstance(loader.member(UNIFORM_MEMBER, {}, [0]), UniformMember)
     assert loader.policy("it", members)[::2, 0].tolist() == [1.0] * len(some[::2])

@@ -1,4 +1,4 @@
-"""Networks as workers: they learn best responses, play cells without bias, and are judged exactly."""
+"""Networks as workers: they learn best responses, play payoff cells without bias, and are assessed exactly."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def assess(given: NetWorker, first: str, second: str, members: Mapping[str, Path
     ],
 )
 def test_every_algorithm_learns_to_beat_uniform_play(algorithm: Any, tmp_path: Path) -> None:
-    """The first player of Kuhn poker wins 1/2 at most from uniform play, and uniform play 1/8 itself."""
+    """The best response to uniform play earns 1/2 as first player of Kuhn poker, uniform play 1/8."""
     given = NetWorker(oracle(algorithm=algorithm, env_steps=30_000), SEATS, seed=2)
     result = train(given, tmp_path)
     value = assess(given, "it", "uniform", {"it": tmp_path}).values[0]
@@ -119,7 +119,7 @@ def test_response_starts_from_another_member(algorithm: Any, tmp_path: Path) -> 
         np.testing.assert_allclose(new[name], weights, atol=1e-5)
     assert any(not np.allclose(fresh[name], weights, atol=1e-3) for name, weights in old.items())
     steps = [read_arrays(tmp_path / name / TRAINING_FILE)["versions"][0] for name in ("first", "next")]
-    assert steps[1] == 2 * steps[0]  # moments and counts come along
+    assert steps[1] == 2 * steps[0]  # optimizer moments and counts are copied too
 
 
 def test_opponents_are_sampled_by_the_mixture(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_shared_learner_trains_at_every_seat(tmp_path: Path) -> None:
     games = {name: met.games for name, met in result.opponents.items()}
     assert games["self"] / sum(games.values()) == pytest.approx(0.25, abs=0.1)
     mine, theirs = play(given, "play/it", [("it", "uniform"), ("uniform", "it")], 2000, {"it": tmp_path})
-    assert mine.mean[0] > 0.2 and theirs.mean[1] > 0.2  # (1/2 + 5/12) / 2 at most
+    assert mine.mean[0] > 0.2 and theirs.mean[1] > 0.2  # at most (1/2 + 5/12) / 2
 
 
 def test_correlated_opponents_are_sampled_jointly(tmp_path: Path) -> None:
@@ -156,7 +156,8 @@ def test_correlated_opponents_are_sampled_jointly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tabulate", [True, False])
 def test_payoff_cells_are_unbiased_by_game_length(tabulate: bool, tmp_path: Path) -> None:
-    """Against who always bets games are shorter where one passes: each must count as much."""
+    """Against a player that always bets, games in which the other passes are shorter: all games must have equal
+    weight."""
     given = NetWorker(oracle(tabulate=tabulate), SEATS, seed=1)
     train(given, tmp_path / "a")
     members = {"a": tmp_path / "a"}

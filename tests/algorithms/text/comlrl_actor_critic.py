@@ -94,7 +94,7 @@ def one_agent(trainer: Any, agent: int, rollouts: list[Any]) -> dict[str, Any]:
     critic = trainer.critics[agent if len(trainer.critics) > 1 else 0] if trainer.critics else actor
     gradients = [p.grad for p in actor.model.parameters() if p.grad is not None]
     return {
-        "samples": [told(sample) for sample in own],
+        "samples": [sample_record(sample) for sample in own],
         "policy_loss": losses[0],
         "value_error": losses[1],
         "head_gradient": float(critic.value_head.value_projection.bias.grad),
@@ -119,7 +119,7 @@ def recorded_losses() -> Iterator[list[float]]:
         torch.stack = stack
 
 
-def told(sample: Any) -> dict[str, Any]:
+def sample_record(sample: Any) -> dict[str, Any]:
     ids, joint = sample.full_input_ids.tolist(), sample.metadata.get("joint_input_ids")
     end = sample.prompt_len + sample.response_len
     return {

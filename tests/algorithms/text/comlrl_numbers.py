@@ -66,14 +66,14 @@ def case(name: str, joint_mode: str, turns: int, normalised: bool) -> dict[str, 
         {
             "turn": samples[0].turn_idx,
             "rewards": rewards[number * joint : (number + 1) * joint],
-            "agents": [told(trainer, agent, sample) for agent, sample in enumerate(samples)],
+            "agents": [sample_record(trainer, agent, sample) for agent, sample in enumerate(samples)],
         }
         for number, samples in enumerate(zip(*agents, strict=True))
     ]
     return {"name": name, "joint_mode": joint_mode, "turns": turns, "normalised": normalised, "nodes": nodes}
 
 
-def told(trainer: Any, agent: int, sample: Any) -> dict[str, Any]:
+def sample_record(trainer: Any, agent: int, sample: Any) -> dict[str, Any]:
     model, data = trainer.agents[agent], sample.completions_data
     loss = trainer._compute_loss_with_gradients(model, data, sample.returns)
     prompt = data["prompt_input_ids"][0]

@@ -1,4 +1,5 @@
-"""The presets of CoMLRL's algorithms beside its own trainers: returns, advantages and losses of the same joint answers.
+"""Returns of the presets of CoMLRL's algorithms, compared with its own trainers: returns, advantages and losses of the
+same joint answers.
 
 comlrl_1.4.3.jsonl has its numbers; comlrl_numbers.py writes them, in a virtual environment with the package.
 """
@@ -32,7 +33,8 @@ def algorithm(case: dict[str, Any]) -> GRPO:
 
 
 def episode_of(case: dict[str, Any]) -> Episode:
-    """The rollout tree: siblings are the joint answers of a turn, and each has the next turn's below it."""
+    """The rollout tree: siblings are the joint answers of a turn; each has the joint answers of the next turn as
+    children."""
     episode = Episode("toy", 0, {seat: seat for seat in SEATS})
     parents: list[int | None] = [None]
     for turn in case["nodes"]:
@@ -61,14 +63,14 @@ def episode_of(case: dict[str, Any]) -> Episode:
 
 
 def answer_of(seat: str, logprob: float) -> Answer:
-    """One token in place of an answer's: only their sum is in CoMLRL's loss."""
+    """An answer of one token with this log-probability: CoMLRL's loss depends on the sum over tokens only."""
     return Answer("", f"{seat}@0", np.ones(1, np.int32), np.ones(1, np.int32), np.array([logprob], np.float32))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, list(c.values())[:4])))
 def test_returns_and_losses_are_those_of_comlrl(case: dict[str, Any]) -> None:
-    """Its mode "cross" adds an answer's returns up where we take their mean, so without standardising its steps are as
-    many times larger as an answer has partners."""
+    """CoMLRL's mode "cross" adds up an answer's returns; palestra takes their mean. Without standardisation, CoMLRL's
+    loss is larger by the number of an answer's partners."""
     config, episode = algorithm(case), episode_of(case)
     partners = GENERATIONS if case["joint_mode"] == "cross" else 1
     found = {seat: list(config.groups(episode)) for seat in SEATS}
@@ -76,13 +78,13 @@ def test_returns_and_losses_are_those_of_comlrl(case: dict[str, Any]) -> None:
         groups = [group for group in found[seat] if group.seat == seat]
         samples, _ = config.build_samples([episode], seat)
         for i, (turn, group) in enumerate(zip(case["nodes"], groups, strict=True)):
-            theirs = turn["agents"][number]
-            assert group.values == pytest.approx([value / partners for value in theirs["returns"]], abs=1e-5)
+            expected = turn["agents"][number]
+            assert group.values == pytest.approx([value / partners for value in expected["returns"]], abs=1e-5)
             own = samples[i * GENERATIONS : (i + 1) * GENERATIONS]
             # the loss of an on-policy step: the mean over answers of -A log p, each with a denominator of 1
             assert all(sample.denominator == 1 for sample in own)
             loss = -np.mean([sample.advantages[0] * sample.logprobs[0] for sample in own])
-            assert loss * (1 if case["normalised"] else partners) == pytest.approx(theirs["loss"], abs=2e-4)
+            assert loss * (1 if case["normalised"] else partners) == pytest.approx(expected["loss"], abs=2e-4)
 
 
 def test_normalised_baselines_are_all_the_mean() -> None:

@@ -1,4 +1,4 @@
-"""Credit across seats: tables worked by hand, the axioms that name each kind, and what it does for teams that learn."""
+"""Credit across seats: tables worked by hand, the axioms that define each kind, and its effect on teams that learn."""
 
 import asyncio
 import random
@@ -37,14 +37,16 @@ def close(x):
 
 
 def test_batch_advantages_subtract_the_batch_mean():
-    """Of 1, 2, 6 and 3 the mean is 3: a value alone in its group teaches, and groups without differences too."""
+    """The mean of 1, 2, 6 and 3 is 3. An answer alone in its group has an advantage, and so have groups of equal
+    values."""
     assert batch_advantages([[1.0], [2.0, 6.0], [3.0]]) == [[-2.0], [-1.0, 3.0], [0.0]]
     assert batch_advantages([[4.0, 4.0], [1.0, 1.0]]) == [[1.5, 1.5], [-1.5, -1.5]]
     assert batch_advantages([[2.5], [2.5]]) == [[0.0], [0.0]] and batch_advantages([]) == []
 
 
 def test_role_advantages_subtract_a_moving_average():
-    """b: 0 -> 0.5 -> 0.25 with a decay of a half, and each return less the average that it is already in."""
+    """b: 0 -> 0.5 -> 0.25 with a decay of 1/2. Each advantage is the return minus the average that already includes
+    it."""
     assert role_advantages([1.0, 0.0], 0.0, decay=0.5) == ([0.5, -0.25], 0.25)
     assert role_advantages([1.0, -1.0], 0.0) == (pytest.approx([0.95, -0.9975]), pytest.approx(-0.0025))
     assert role_advantages([], 0.7) == ([], 0.7)
@@ -52,7 +54,7 @@ def test_role_advantages_subtract_a_moving_average():
 
 @given(st.lists(values, min_size=1, max_size=9), values)
 def test_role_advantage_is_proportional_to_return_minus_old_average(returns, average):
-    """Taking the return into its own average scales by the decay, and does not bias."""
+    """Including a return in its own average scales the advantage by the decay, and does not bias it."""
     for value in returns:
         (advantage,), after = role_advantages([value], average)
         assert advantage == close(0.95 * (value - average))
@@ -67,39 +69,40 @@ def test_role_advantage_of_a_constant_return_vanishes():
 
 # ---- tables by hand
 
-TWO = np.array([[4.0, 0.0], [0.0, 2.0]])  # seat 0 says the row, seat 1 the column; the mean is 1.5
+TWO = np.array([[4.0, 0.0], [0.0, 2.0]])  # seat 0 chooses the row, seat 1 the column; the mean is 1.5
 GRID = np.indices((2, 2, 2)).astype(float)
 AND_AND_ONE = 8 * GRID[0] * GRID[1] + 4 * GRID[2]  # a and b earn 8 together, c earns 4 alone; the mean is 2 + 2
 
 
 def test_counterfactual_credit_of_two_seats_by_hand():
-    """The means of columns, of what row 0 or 1 would have made, are 2 and 1; those of rows too."""
+    """The means of columns, over the choices of seat 0, are 2 and 1; the means of rows too."""
     assert counterfactual_credit(TWO, 0).tolist() == [[2, -1], [-2, 1]]
     assert counterfactual_credit(TWO, 1).tolist() == [[2, -2], [-1, 1]]
 
 
 def test_shapley_values_of_two_seats_by_hand():
-    """Half of what the seat brings when it comes first (2 or 1, less 1.5), half of what it does when it comes last."""
+    """Half of what the seat adds when it comes first (2 or 1, less 1.5), and half of what it adds when it comes
+    last."""
     assert shapley_credit(TWO, 0).tolist() == [[1.25, -0.25], [-1.25, 0.25]]
     assert shapley_credit(TWO, 1).tolist() == [[1.25, -1.25], [-0.25, 0.25]]
 
 
 def test_credits_of_three_seats_by_hand():
-    """At (1, 1, 1), worth 12: alone a lifts its game from 2 to 4 and with b from 4 to 8, c its own from 2 to 4. The
-    counterfactuals 4, 4 and 2 count the same 8 twice."""
+    """At (1, 1, 1), of value 12: a alone raises the first game from 2 to 4, and with b from 4 to 8; c raises its own
+    from 2 to 4. The counterfactuals 4, 4 and 2 count the same 8 twice."""
     assert [shapley_credit(AND_AND_ONE, i)[1, 1, 1] for i in range(3)] == close([3, 3, 2])
     assert [counterfactual_credit(AND_AND_ONE, i)[1, 1, 1] for i in range(3)] == close([4, 4, 2])
 
 
 def test_credits_of_three_seats_with_a_harmful_one_by_hand():
-    """At (1, 0, 1), worth 4: a brings 2 or, after b's 0, nothing; b takes 2 from an average team and 4 from one with a.
-    Whatever a says then, the team earns the same."""
+    """At (1, 0, 1), of value 4: a adds 2 or, after b's 0, nothing; b costs an average team 2 and a team with a 4. The
+    team then earns the same for every answer of a."""
     assert [shapley_credit(AND_AND_ONE, i)[1, 0, 1] for i in range(3)] == close([1, -3, 2])
     assert [counterfactual_credit(AND_AND_ONE, i)[1, 0, 1] for i in range(3)] == close([0, -4, 2])
 
 
 def test_credit_in_context_fixes_the_others_answers():
-    """Where seat 1 gave its first answer, seat 0's were worth 4 and 0; where it gave its second, 0 and 2."""
+    """With seat 1's first answer, seat 0's answers have the values 4 and 0; with its second, 0 and 2."""
     credit = counterfactual_credit(TWO, 0)
     assert credit_in_context(credit, 0, np.array([[0, 0]])).tolist() == [2, -2]
     assert credit_in_context(credit, 0, np.array([[0, 1]])).tolist() == [-1, 1]
@@ -107,11 +110,11 @@ def test_credit_in_context_fixes_the_others_answers():
     assert credit_in_context(counterfactual_credit(np.array([3.0, 1.0]), 0), 0, np.array([[0]])).tolist() == [
         1,
         -1,
-    ]  # nobody else acts
+    ]  # no other seat acts
 
 
 def test_total_effect_index_by_hand():
-    """3a + b has variance 9/4 + 1/4; of an exclusive or each seat decides all, of a constant none does anything."""
+    """3a + b has variance 9/4 + 1/4. Each seat decides all of an exclusive or, and nothing of a constant."""
     two = np.indices((2, 2)).astype(float)
     assert [total_effect_index(3 * two[0] + two[1], i) for i in range(2)] == close([0.9, 0.1])
     assert [total_effect_index((two[0] != two[1]).astype(float), i) for i in range(2)] == [1, 1]
@@ -122,7 +125,7 @@ def test_total_effect_index_by_hand():
 
 
 def over_orders(q, seat):
-    """Shapley's own words: what a seat adds when it joins, a mean over the orders in which seats may come."""
+    """Shapley's definition: what a seat adds when it joins, averaged over all orders of the seats."""
     seats = range(q.ndim)
     total = np.zeros_like(q)
     orders = list(permutations(seats))
@@ -173,7 +176,8 @@ def test_credits_are_additive(q, seed):
 
 @given(tables)
 def test_all_credits_average_to_the_group_mean_baseline(q):
-    """The derivation of docs/algorithms/credit.md: averaged over what the others say, all three are one."""
+    """The derivation of docs/algorithms/credit.md: averaged over the other seats' answers, all three credits are
+    equal."""
     for seat in range(q.ndim):
         others = tuple(i for i in range(q.ndim) if i != seat)
         plain = q.mean(axis=others) - q.mean()
@@ -185,7 +189,8 @@ def test_all_credits_average_to_the_group_mean_baseline(q):
 
 @given(tables, st.data())
 def test_credit_in_context_sums_to_zero_over_own_answers(q, data):
-    """Over a seat's own answers both kinds sum to zero in every joint: they shift no gradient."""
+    """In every joint answer, both kinds sum to zero over a seat's own answers, so they add nothing to the expected
+    gradient."""
     joint = np.array([[data.draw(st.integers(0, side - 1)) for side in q.shape]])
     for seat in range(q.ndim):
         for credit in (shapley_credit, counterfactual_credit):
@@ -203,7 +208,7 @@ def test_shapley_of_two_seats_is_the_mean_of_both_other_credits(q):
 
 
 class Matrix(Env):
-    """Every seat says a word at once, and the team earns what the words are worth together."""
+    """Each seat says a word at the same time; the team reward is a function of all words."""
 
     name = "matrix"
 
@@ -221,7 +226,7 @@ class Matrix(Env):
 
 
 class Speaker:
-    """Words drawn by their logits, and a plain policy gradient on them."""
+    """A policy over words with one logit each, trained by a plain policy gradient."""
 
     def __init__(self, name, words):
         self.name, self.words, self.logits = name, words, dict.fromkeys(words, 0.0)
@@ -256,7 +261,7 @@ async def train(algorithm, worth, team, steps, lr):
             speaker.learn(algorithm.build_samples(episodes, seat)[0], lr)
 
 
-def trained(algorithm, seats, worth, words, steps, lr):
+def train_team(algorithm, seats, worth, words, steps, lr):
     team = {seat: Speaker(seat, words) for seat in seats}
     asyncio.run(train(algorithm, worth, team, steps, lr))
     return team
@@ -271,14 +276,15 @@ KINDS = {
 }
 
 
-def yeses(said):
+def count_yes(said):
     return said.count("yes")
 
 
 def right_signs(algorithm):
-    """The share of taught answers that are pushed the right way: "yes" up, the other words down."""
+    """The share of trained answers whose advantage has the right sign: positive for "yes", negative for the other
+    words."""
     words = ["yes", "no", "hm"]
-    episodes = asyncio.run(play(algorithm, yeses, {seat: Speaker(seat, words) for seat in FOUR}, episodes=4))
+    episodes = asyncio.run(play(algorithm, count_yes, {seat: Speaker(seat, words) for seat in FOUR}, episodes=4))
     samples = [sample for seat in FOUR for sample in algorithm.build_samples(episodes, seat)[0]]
     samples = [sample for sample in samples if sample.has_gradient]
     assert len(samples) > 40
@@ -286,8 +292,8 @@ def right_signs(algorithm):
 
 
 def test_paired_joints_dilute_the_team_reward():
-    """A seat's right word earns 1, and the luck of the three others as much again: a third of what is taught is wrong.
-    Crossed, every answer has met the same teams."""
+    """A seat's right word earns 1, and each of the three others' random words as much: a third of the advantages have
+    the wrong sign. Crossed, every answer is combined with the same teams."""
     assert right_signs(KINDS["paired"]) < 0.75
     assert all(right_signs(KINDS[kind]) == 1 for kind in ("crossed", "counterfactual", "shapley"))
 
@@ -295,7 +301,12 @@ def test_paired_joints_dilute_the_team_reward():
 def test_crossed_joints_learn_faster_than_paired_ones():
     words = ["yes", "no", "hm"]
     paired, crossed = (
-        np.mean([speaker.probability("yes") for speaker in trained(KINDS[kind], FOUR, yeses, words, 12, 1.0).values()])
+        np.mean(
+            [
+                speaker.probability("yes")
+                for speaker in train_team(KINDS[kind], FOUR, count_yes, words, 12, 1.0).values()
+            ]
+        )
         for kind in ("paired", "crossed")
     )
     assert paired < 0.9 < 0.94 < crossed
@@ -304,8 +315,8 @@ def test_crossed_joints_learn_faster_than_paired_ones():
 CLIMB = {"aa": 11, "ab": -30, "ba": -30, "bb": 7, "bc": 6, "cc": 5}
 
 
-def climb(said):
-    """The climbing game (Claus & Boutilier, 1998): the best word is the worst one to say to a team that does not."""
+def climbing_reward(said):
+    """The climbing game (Claus & Boutilier, 1998): the best word earns the least if the others do not choose it too."""
     return CLIMB.get("".join(said), 0)
 
 
@@ -313,8 +324,9 @@ def climb(said):
     ("kind", "climbs"), [("paired", False), ("crossed", False), ("counterfactual", True), ("shapley", True)]
 )
 def test_credit_in_context_avoids_relative_overgeneralisation(kind, climbs):
-    """Relative overgeneralisation: "a" is worth -19 / 3 to a team that draws its words, 11 to the one that says "a"."""
+    """Relative overgeneralisation: "a" earns -19 / 3 on average with partners that draw at random, and 11 with partners
+    that say "a"."""
     algorithm = KINDS[kind].model_copy(update={"group_size": 6})
-    team = trained(algorithm, ("x", "y"), climb, ["a", "b", "c"], 40, 0.1)
+    team = train_team(algorithm, ("x", "y"), climbing_reward, ["a", "b", "c"], 40, 0.1)
     probabilities = [team[seat].probability("a") for seat in "xy"]
     assert min(probabilities) > 0.95 if climbs else max(probabilities) < 0.05

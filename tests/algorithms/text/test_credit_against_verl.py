@@ -1,4 +1,4 @@
-"""Our advantages and rewards beside verl's, on the same random trajectories.
+"""Advantages and rewards of palestra equal those of verl on the same random trajectories.
 
 `make test-verl` installs verl 0.9.1 in a virtual environment of its own and runs this.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from actor_critic_runs import FixedValuesLearner, answer, credited, play
-from losses.peer_cases import VERL, agree, draw, run_cases, trained_tokens
+from actor_critic_runs import FixedValuesLearner, answer, credit_samples, play
+from losses.peer_cases import VERL, assert_equal_loss, draw, run_cases, trained_tokens
 
 from palestra.algorithms.text.grpo import GRPO, overlong_penalty
 from palestra.algorithms.text.ppo import PPO, adapt_kl_coef
@@ -28,7 +28,7 @@ TURNS = [[3, 2], [4], [1, 2, 2], [6], [2, 5], [1, 1], [3], [4, 4], [2]]  # token
 GROUPS = [4, 3, 2]
 GAP = 2  # tokens of the env between two turns
 PENALTY = {"kl_coef": 0.1, "kl_in_reward": True}
-GROUPED: dict[str, tuple[Case, dict]] = {  # verl's estimator, and our settings
+GROUPED: dict[str, tuple[Case, dict]] = {  # verl's estimator, and the settings of palestra
     "grpo": ({"estimator": "grpo"}, {}),
     "dr_grpo": ({"estimator": "grpo", "options": {"norm_adv_by_std_in_grpo": False}}, {"scale": "none"}),
     "rloo": ({"estimator": "rloo"}, {"baseline": "others", "scale": "none"}),
@@ -38,7 +38,7 @@ GROUPED: dict[str, tuple[Case, dict]] = {  # verl's estimator, and our settings
         {"baseline": "others", "scale": "none"} | PENALTY,
     ),
 }
-BATCHED = {  # by verl's estimator: our settings
+BATCHED = {  # by verl's estimator: the settings of palestra
     "reinforce_plus_plus": {"group_size": 1, "baseline": "batch", "scale": "batch"},
     "reinforce_plus_plus_baseline": {"baseline": "mean", "scale": "batch"},
 }
@@ -68,7 +68,7 @@ def credit_case(turns: Sequence[Sequence[int]], groups: Sequence[int], *, is_fin
 
 
 def grouped_case(name: str) -> Case:
-    """Without a penalty, the second group is flat."""
+    """The named case; for estimators without a penalty, all rewards of the second group are equal."""
     case = credit_case(TURNS, GROUPS, **GROUPED[name][0])
     if "kl_coef" not in case:
         case["rewards"][4:7] = 0
@@ -84,7 +84,7 @@ def by_turn(case: Case, name: str) -> list[list[np.ndarray]]:
 
 
 def episodes_of(case: Case) -> list[Episode]:
-    """An episode of each group."""
+    """One episode for each group."""
     lines = [
         [
             ({"a": answer(len(old), logprobs=old)}, {"a": float(reward.sum())}, 0.0)
@@ -96,9 +96,9 @@ def episodes_of(case: Case) -> list[Episode]:
 
 
 def credit(algorithm: GRPO | PPO, case: Case, field: str = "advantages") -> np.ndarray:
-    """Our advantages of all tokens, trajectory by trajectory, or another field of the samples."""
+    """palestra's advantages (or another field of the samples) of all tokens, trajectory by trajectory."""
     values, reference = ([*chain(*by_turn(case, name))] for name in ("values", "ref"))
-    samples, _ = credited(algorithm, episodes_of(case), FixedValuesLearner(values, reference=reference))
+    samples, _ = credit_samples(algorithm, episodes_of(case), FixedValuesLearner(values, reference=reference))
     return np.concatenate([getattr(sample, field) for sample in samples])
 
 
@@ -117,8 +117,8 @@ def whole_case(mode: str) -> Case:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> dict:
-    """verl's answers to all cases, from one process."""
+def verl() -> dict:
+    """verl's results for all cases, from one process."""
     cases: dict = {name: grouped_case(name) for name in GROUPED}
     cases |= {(name, "alone"): credit_case([[3], [2]], [1, 1], estimator=name) for name in ("grpo", "rloo")}
     cases["rloo_vectorized", "alone"] = credit_case([[3], [2]], [1, 1], estimator="rloo_vectorized")
@@ -140,67 +140,69 @@ def theirs() -> dict:
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_group_advantages_equal_verl(theirs: dict, name: str) -> None:
-    """verl divides by the sample deviation plus 1e-6, we by the population's (Shao et al., 2024, leave it open)."""
+def test_group_advantages_equal_verl(verl: dict, name: str) -> None:
+    """verl divides by the sample deviation plus 1e-6, palestra by the population deviation (Shao et al., 2024, leave it
+    open)."""
     case, settings = grouped_case(name), GROUPED[name][1]
-    ours = credit(grpo(**settings), case)
+    found = credit(grpo(**settings), case)
     sizes = np.repeat(GROUPS, GROUPS)
     factor = np.sqrt((sizes - 1) / sizes) if "scale" not in settings else np.ones(len(sizes))
-    expected = np.array(theirs[name]["advantages"])[case["mask"] == 1]
-    np.testing.assert_allclose(ours * per_token(case, factor), expected, atol=1e-5)
-    assert np.abs(ours).max() > 0.5
+    expected = np.array(verl[name]["advantages"])[case["mask"] == 1]
+    np.testing.assert_allclose(found * per_token(case, factor), expected, atol=1e-5)
+    assert np.abs(found).max() > 0.5
 
 
-def test_only_answer_of_a_group_has_no_advantage(theirs: dict) -> None:
-    """verl's grpo and rloo take the reward itself, without a baseline; its rloo_vectorized has 0 as we do."""
+def test_only_answer_of_a_group_has_no_advantage(verl: dict) -> None:
+    """verl's grpo and rloo take the reward itself, without a baseline; its rloo_vectorized gives 0, as palestra
+    does."""
     case = credit_case([[3], [2]], [1, 1])
     at = case["mask"] == 1
     rewards = per_token(case, case["rewards"].sum(1))
     for name in ("grpo", "rloo"):
-        np.testing.assert_allclose(np.array(theirs[name, "alone"]["advantages"])[at], rewards, atol=1e-5)
-    assert not np.array(theirs["rloo_vectorized", "alone"]["advantages"]).any()
+        np.testing.assert_allclose(np.array(verl[name, "alone"]["advantages"])[at], rewards, atol=1e-5)
+    assert not np.array(verl["rloo_vectorized", "alone"]["advantages"]).any()
     assert not credit(grpo(), case).any() and not credit(grpo(baseline="others", scale="none"), case).any()
 
 
 @pytest.mark.parametrize("name", BATCHED)
-def test_batch_advantages_equal_verl_for_answers_of_equal_length(theirs: dict, name: str) -> None:
-    """verl's mean and (sample) deviation are over tokens, ours over answers: for unequal lengths verl's advantages are
-    ours, standardised over tokens."""
+def test_batch_advantages_equal_verl_for_answers_of_equal_length(verl: dict, name: str) -> None:
+    """verl's mean and (sample) deviation are over tokens, palestra's over answers. For unequal lengths verl's
+    advantages are palestra's, standardised over tokens."""
     case = credit_case([[4]] * 9, GROUPS)
-    ours, tokens = credit(grpo(**BATCHED[name]), case), case["mask"].sum()
-    expected = np.array(theirs[name, "equal"]["advantages"])[case["mask"] == 1]
-    np.testing.assert_allclose(ours * np.sqrt((tokens - 1) / tokens), expected, atol=1e-5)
+    found, tokens = credit(grpo(**BATCHED[name]), case), case["mask"].sum()
+    expected = np.array(verl[name, "equal"]["advantages"])[case["mask"] == 1]
+    np.testing.assert_allclose(found * np.sqrt((tokens - 1) / tokens), expected, atol=1e-5)
 
     case = credit_case(TURNS, GROUPS, is_final=True)
-    ours = credit(grpo(**BATCHED[name]), case)
-    expected = np.array(theirs[name]["advantages"])[case["mask"] == 1]
-    np.testing.assert_allclose((ours - ours.mean()) / ours.std(ddof=1), expected, atol=1e-5)
+    found = credit(grpo(**BATCHED[name]), case)
+    expected = np.array(verl[name]["advantages"])[case["mask"] == 1]
+    np.testing.assert_allclose((found - found.mean()) / found.std(ddof=1), expected, atol=1e-5)
 
 
-def test_reinforce_pp_returns_with_a_kl_penalty_equal_verl(theirs: dict) -> None:
-    """A token's return has the penalty from it on. Ours is relative to the mean and deviation of whole trajectories,
-    verl's then of all tokens."""
+def test_reinforce_pp_returns_with_a_kl_penalty_equal_verl(verl: dict) -> None:
+    """A token's return contains the penalties from that token on. palestra normalises by the mean and deviation of
+    whole trajectories, verl by those of all tokens."""
     case = credit_case(TURNS, [1] * 9, is_final=True)
-    returns = np.array(theirs["penalised"]["returns"])
+    returns = np.array(verl["penalised"]["returns"])
     whole = returns[:, 0]
-    ours = credit(grpo(**BATCHED["reinforce_plus_plus"], **PENALTY), case)
+    found = credit(grpo(**BATCHED["reinforce_plus_plus"], **PENALTY), case)
     expected = (returns[case["mask"] == 1] - whole.mean()) / whole.std()
-    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "kl_coef"), [("gae", 0.0), ("penalised gae", 0.1)])
-def test_gae_over_turns_equals_verl(theirs: dict, name: str, kl_coef: float) -> None:
-    """Tokens of the env between the turns cost no discount. verl divides by the sample deviation of all tokens."""
+def test_gae_over_turns_equals_verl(verl: dict, name: str, kl_coef: float) -> None:
+    """Tokens of the env between the turns are not discounted. verl divides by the sample deviation of all tokens."""
     case = credit_case(TURNS, [1] * 9)
     at, tokens = case["mask"] == 1, case["mask"].sum()
     algorithm = PPO(gamma=0.9, gae_lambda=0.8, kl_coef=kl_coef)
-    np.testing.assert_allclose(credit(algorithm, case, "returns"), np.array(theirs[name]["returns"])[at], atol=1e-5)
-    ours = credit(algorithm, case) * np.sqrt((tokens - 1) / tokens)
-    np.testing.assert_allclose(ours, np.array(theirs[name]["advantages"])[at], atol=1e-5)
+    np.testing.assert_allclose(credit(algorithm, case, "returns"), np.array(verl[name]["returns"])[at], atol=1e-5)
+    found = credit(algorithm, case) * np.sqrt((tokens - 1) / tokens)
+    np.testing.assert_allclose(found, np.array(verl[name]["advantages"])[at], atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_rewards_to_gradients_over_turns_equal_verl(theirs: dict, mode: str) -> None:
+def test_rewards_to_gradients_over_turns_equal_verl(verl: dict, mode: str) -> None:
     """A row of verl is a whole trajectory with all its turns, so that its mean over sequences is `trajectory`."""
     case = whole_case(mode)
     aggregation = {"token-mean": "token", "seq-mean-token-mean": "trajectory"}[mode]
@@ -208,22 +210,22 @@ def test_rewards_to_gradients_over_turns_equal_verl(theirs: dict, mode: str) -> 
     samples = [sample for episode in episodes_of(case) for sample in algorithm.build_samples([episode], "p")[0]]
     tokens = trained_tokens(samples, [*chain(*by_turn(case, "logp"))])
     value, _ = algorithm.loss(tokens, **algorithm.loss_options)
-    agree(tokens, value, theirs["whole", mode], case["mask"])
+    assert_equal_loss(tokens, value, verl["whole", mode], case["mask"])
 
 
 # ---- rewards
 
 
-def test_overlong_penalty_equals_verl(theirs: dict) -> None:
-    ours = [-overlong_penalty(length, 20, 6) for length in range(1, 21)]
-    assert ours[13] == 0 and ours[14] < 0 and ours[19] == -1
-    np.testing.assert_allclose(ours, theirs["overlong"]["rewards"], atol=1e-6)
+def test_overlong_penalty_equals_verl(verl: dict) -> None:
+    found = [-overlong_penalty(length, 20, 6) for length in range(1, 21)]
+    assert found[13] == 0 and found[14] < 0 and found[19] == -1
+    np.testing.assert_allclose(found, verl["overlong"]["rewards"], atol=1e-6)
 
 
-def test_adaptive_kl_coefficient_equals_verl(theirs: dict) -> None:
-    """The update is the same. verl passes it the mean over the tokens of a sequence; Ziegler et al. (2019), and we,
-    their sum."""
-    ours = [0.1]
+def test_adaptive_kl_coefficient_equals_verl(verl: dict) -> None:
+    """The update is the same. verl passes it the mean over the tokens of a sequence; Ziegler et al. (2019) and palestra
+    pass their sum."""
+    found = [0.1]
     for kl in (3.0, 2.1, 0.5, 1.9):
-        ours.append(adapt_kl_coef(ours[-1], kl, target=2.0, sequences=8, horizon=100))
-    np.testing.assert_allclose(ours[1:], theirs["controller"]["coefs"], atol=1e-12)
+        found.append(adapt_kl_coef(found[-1], kl, target=2.0, sequences=8, horizon=100))
+    np.testing.assert_allclose(found[1:], verl["controller"]["coefs"], atol=1e-12)

@@ -1,4 +1,5 @@
-"""On-policy distillation: advantages by hand, the teacher's scores, and a student that comes to play as its teacher."""
+"""On-policy distillation: advantages by hand, the teacher's scores, and a student that learns its teacher's
+behaviour."""
 
 import asyncio
 
@@ -26,9 +27,9 @@ from palestra.training.loop import run_training
 from palestra.types import Answer, Episode, Node, Sample
 
 
-class Taught:
-    """A learner whose teacher gives every token the log-probability -0.1 times its id. It makes `updates` optimizer
-    steps of an update, and gives every token the log-probability `now`."""
+class KnownTeacherLearner:
+    """A learner whose teacher returns -0.1 times its id as the log-probability of every token. An update has `updates`
+    optimizer steps; the learner itself returns the log-probability `now` for every token."""
 
     def __init__(self, updates=1, now=-1.0):
         self.updates, self.now = updates, now
@@ -49,15 +50,15 @@ def test_the_advantage_is_the_teachers_log_ratio_by_hand():
     nodes = [Node(0, None, 0, {}, {"a": said, "b": other}), Node(1, None, 0, {}, {"a": said}, {"a": 9.0}, done=True)]
     samples, metrics = Distill().build_samples([Episode("hand", 0, {"a": "p", "b": "q"}, nodes)], "p")
     assert len(samples) == 1 and metrics == {}
-    (sample,), metrics = asyncio.run(Distill().finalize_samples(samples, Taught(), {}))
+    (sample,), metrics = asyncio.run(Distill().finalize_samples(samples, KnownTeacherLearner(), {}))
     assert sample.advantages == pytest.approx([0.5, -1.0]) and metrics == {}
     assert sample.reference_logprobs == pytest.approx([-0.5, -2.0]) and sample.old_logprobs == "current"
     assert nodes[0].advantages["a"] == pytest.approx(-0.25)
     assert Distill().loss is distillation_loss and Distill().loss_options == {"importance_cap": 2.0}
-    assert asyncio.run(Distill().finalize_samples([], Taught(), {})) == ([], {})
-    (several,), _ = asyncio.run(Distill().finalize_samples(samples, Taught(updates=2, now=-0.7), {}))
+    assert asyncio.run(Distill().finalize_samples([], KnownTeacherLearner(), {})) == ([], {})
+    (several,), _ = asyncio.run(Distill().finalize_samples(samples, KnownTeacherLearner(updates=2, now=-0.7), {}))
     assert several.old_logprobs == pytest.approx([-0.7, -0.7])
-    (plain,), _ = asyncio.run(Distill(old_logprobs="sampler").finalize_samples(samples, Taught(), {}))
+    (plain,), _ = asyncio.run(Distill(old_logprobs="sampler").finalize_samples(samples, KnownTeacherLearner(), {}))
     assert plain.old_logprobs is None
 
 
@@ -86,7 +87,8 @@ def gradient_of(probabilities, sampler, teacher, *, before=None, **settings):
 
 
 def kl_gradient(probabilities, teacher):
-    """Of KL(student || teacher) with respect to the student's logits: p (log p - log q - KL)."""
+    """The gradient of KL(student || teacher) with respect to the student's logits, p (log p - log q - KL), and the
+    KL."""
     p, q = np.array(probabilities), np.array(teacher)
     gaps = np.log(p) - np.log(q)
     return p * (gaps - p @ gaps), p @ gaps
@@ -94,7 +96,7 @@ def kl_gradient(probabilities, teacher):
 
 @pytest.mark.parametrize("before", [None, [0.7, 0.3]])
 def test_a_student_that_agrees_with_its_teacher_has_no_gradient(before):
-    """Also where an older version sampled, whose log-ratios to the teacher are not 0, and whatever bounds the ratio."""
+    """Also if an older version sampled, whose log-ratios to the teacher are not 0, and with any bound on the ratio."""
     found, metrics = gradient_of([0.5, 0.5], [0.9, 0.1], [0.5, 0.5], before=before)
     np.testing.assert_allclose(found, 0, atol=1e-7)
     assert float(metrics["teacher_kl"]) == pytest.approx(0, abs=1e-7)
@@ -102,8 +104,8 @@ def test_a_student_that_agrees_with_its_teacher_has_no_gradient(before):
 
 @pytest.mark.parametrize("before", [None, [0.7, 0.3]])
 @pytest.mark.parametrize("sampler", [[0.6, 0.4], [0.9, 0.1]])
-def test_the_gradient_is_that_of_the_divergence_for_any_sampler(sampler, before):
-    """With ratios that no bound changes, at the first optimizer step and at later ones."""
+def test_gradient_equals_that_of_the_kl_for_any_sampler(sampler, before):
+    """With ratios below every bound, at the first optimizer step and at later ones."""
     student, teacher = [0.6, 0.4], [0.2, 0.8]
     expected, kl = kl_gradient(student, teacher)
     found, metrics = gradient_of(student, sampler, teacher, before=before, importance_cap=1e9)
@@ -112,8 +114,8 @@ def test_the_gradient_is_that_of_the_divergence_for_any_sampler(sampler, before)
 
 
 def test_importance_ratios_of_distillation_are_bounded():
-    """The second token is four times as likely as when it was sampled, and counts twice: its share of the mean is 0.2
-    and not its probability, 0.4."""
+    """The second token is four times as likely as when it was sampled, and is weighted by the cap of 2: its share of
+    the mean is 0.2 instead of its probability, 0.4."""
     found, metrics = gradient_of([0.6, 0.4], [0.9, 0.1], [0.2, 0.8])
     first, second = 0.6 * np.log(0.6 / 0.2), 0.2 * np.log(0.4 / 0.8)
     assert found[0] == pytest.approx(first * 0.4 - second * 0.6, abs=1e-6)
@@ -154,8 +156,8 @@ def run_of(root, tree):
 
 
 @pytest.mark.slow
-def test_a_student_comes_to_play_as_its_teacher(base, tmp_path):
-    """Held out; one in four by chance. The student never sees a reward."""
+def test_student_learns_its_teachers_behaviour(base, tmp_path):
+    """On held-out instances; chance is 1/4. The student never sees a reward."""
     taught = run_of(tmp_path / "teacher", tree(base, {"type": "dpo"}, {}, 20))
     goal = read_lines(taught / "evals.jsonl")[-1]["success"]
     folder = list_checkpoints(taught)[-1].path
@@ -171,7 +173,7 @@ def test_a_student_comes_to_play_as_its_teacher(base, tmp_path):
     assert distances[0] > 4 * abs(distances[-1])
 
 
-def test_a_student_without_a_teacher_that_can_score_says_so(base):
+def test_teacher_that_cannot_score_is_refused(base):
     for policies, message in (
         ({}, "policies.guide is to be distilled and has no teacher"),
         ({"old": {"type": "random"}, "guide": {"teacher": "old"}}, "old cannot score tokens"),
@@ -184,7 +186,7 @@ def test_a_student_without_a_teacher_that_can_score_says_so(base):
 def test_the_teacher_reads_another_seats_prompt():
     """Seat "b" does not learn. The scores depend on the prompt that is read: -0.1 times its first token."""
 
-    class Reader(Taught):
+    class PromptTokenTeacher(KnownTeacherLearner):
         async def teacher_logprobs(self, samples):
             return [np.full(len(s.token_ids), -0.1 * s.prompt_ids[0], np.float32) for s in samples]
 
@@ -195,7 +197,7 @@ def test_the_teacher_reads_another_seats_prompt():
     episode = Episode("hand", 0, {"a": "p", "b": "p"}, [Node(0, None, 0, {}, answers, done=True)])
     config = Distill(teacher_seats={"a": "b"})
     samples, _ = config.build_samples([episode], "p")
-    (sample,), _ = asyncio.run(config.finalize_samples(samples, Reader(), {}))
+    (sample,), _ = asyncio.run(config.finalize_samples(samples, PromptTokenTeacher(), {}))
     assert sample.prompt_ids.tolist() == [1] and sample.advantages == pytest.approx([-2.0, -2.0])
     with pytest.raises(ValueError, match='what seat "c" reads in the same joint step, in which a, b act'):
         Distill(teacher_seats={"a": "c"}).build_samples([episode], "p")
@@ -205,7 +207,7 @@ def test_the_teacher_reads_another_seats_prompt():
 
 
 @pytest.mark.parametrize("teacher", ["old", "learner"])
-def test_a_seat_comes_to_answer_as_one_with_a_hint(base, tmp_path, teacher):
+def test_seat_learns_to_answer_as_a_teacher_with_a_hint(base, tmp_path, teacher):
     """The teacher is a frozen policy, or the student itself."""
     speech = {"base": str(base), "sampling": {"max_tokens": 1}}
     settings = {
@@ -224,8 +226,8 @@ def test_a_seat_comes_to_answer_as_one_with_a_hint(base, tmp_path, teacher):
 
 
 def test_a_teacher_behind_an_endpoint_scores_as_in_this_process(tmp_path):
-    """The endpoint is `palestra serve-sampler`, over HTTP; the student's own base is the teacher, so nothing is to be
-    learned from it."""
+    """The endpoint is `palestra serve-sampler`, over HTTP; the student's own base is the teacher, so there is nothing
+    to learn."""
     engine, rng = Engine.load("tiny"), np.random.default_rng(0)
     blank = np.zeros(3, np.float32)
     samples = [Sample(rng.integers(5, 250, n), rng.integers(5, 250, 3), blank, blank) for n in (1, 7)]

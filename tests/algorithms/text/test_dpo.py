@@ -1,4 +1,4 @@
-"""Which siblings become pairs, worked by hand; what a pair counts; and that a team learns from nothing but pairs."""
+"""Selection of pairs by hand, the weight of a pair, and a team that learns from pairs alone."""
 
 import asyncio
 from itertools import count
@@ -29,7 +29,7 @@ def answer(policy="p@0", ids=None):
 
 
 def turn(values, said=None, policy="p@0"):
-    """One joint step of seat "a": siblings that earned `values`, and said the tokens `said` where that matters."""
+    """One joint step of seat "a": siblings with these values; `said` sets their tokens."""
     episode = Episode("hand", 0, {"a": "p"})
     for i, value in enumerate(values):
         spoken = answer(policy, said[i] if said else None)
@@ -37,7 +37,7 @@ def turn(values, said=None, policy="p@0"):
     return episode
 
 
-def paired(episode, samples):
+def node_pairs(episode, samples):
     """(chosen node, rejected node) of each pair of one-answer sides."""
     of = {tuple(n.answers["a"].token_ids.tolist()): n.id for n in episode.nodes}
     chosen = [of[tuple(s.token_ids.tolist())] for s in samples if s.advantages[0] > 0]
@@ -49,21 +49,21 @@ def notes(episode, seat="a"):
     return [node.advantages.get(seat) for node in episode.nodes]
 
 
-# ---- who is preferred to whom
+# ---- which sibling is preferred
 
 
 def test_the_best_is_preferred_to_the_worst():
     episode = turn([0.0, 2.0, -1.0, 1.0])
     samples, figures = DPO().build_samples([episode], "p")
-    assert paired(episode, samples) == [(1, 2)] and notes(episode) == [0, 1, -1, 0]
+    assert node_pairs(episode, samples) == [(1, 2)] and notes(episode) == [0, 1, -1, 0]
     assert figures == {"groups": 1.0, "pairs": 1.0, "zero_std_fraction": 0.0}
 
 
 def test_pairs_all_uses_every_pair_of_different_values():
-    """Of 0, 2, 0, 1 the equal ones are no pair; a note is pairs won less pairs lost."""
+    """Of 0, 2, 0, 1 equal values form no pair; an answer's note is the number of pairs it won minus those it lost."""
     episode = turn([0.0, 2.0, 0.0, 1.0])
     samples, figures = DPO(pairs="all").build_samples([episode], "p")
-    assert sorted(paired(episode, samples)) == [(1, 0), (1, 2), (1, 3), (3, 0), (3, 2)]
+    assert sorted(node_pairs(episode, samples)) == [(1, 0), (1, 2), (1, 3), (3, 0), (3, 2)]
     assert notes(episode) == [-2, 3, -2, 2 - 1]
     assert figures == {"groups": 1.0, "pairs": 5.0, "zero_std_fraction": 0.0}
     assert [s.group for s in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
@@ -71,12 +71,12 @@ def test_pairs_all_uses_every_pair_of_different_values():
 
 def test_pairs_need_the_minimum_margin():
     episode = turn([0.0, 1.0, 3.0])
-    assert paired(episode, DPO(pairs="all", min_margin=2.0).build_samples([episode], "p")[0]) == [(2, 0), (2, 1)]
-    assert paired(episode, DPO(pairs="all", min_margin=2.5).build_samples([episode], "p")[0]) == [(2, 0)]
+    assert node_pairs(episode, DPO(pairs="all", min_margin=2.0).build_samples([episode], "p")[0]) == [(2, 0), (2, 1)]
+    assert node_pairs(episode, DPO(pairs="all", min_margin=2.5).build_samples([episode], "p")[0]) == [(2, 0)]
     assert DPO(min_margin=3.1).build_samples([episode], "p")[0] == []
     assert (
         len(DPO(min_margin=0.3).build_samples([turn([0.4, 0.7])], "p")[0]) == 2
-    )  # 0.7 - 0.4 is a little less, in floats
+    )  # 0.7 - 0.4 is slightly less than 0.3 in floats
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e9 + 0.1])
@@ -90,7 +90,7 @@ def test_equal_values_give_no_pair(value):
 
 
 def test_equal_answers_give_no_pair():
-    """Chance paid the first and not the second; the next best pair is the third over the second."""
+    """Answers 1 and 2 are equal and were rewarded by chance; the next best pair is the third over the second."""
     episode = turn([3.0, 0.0, 2.0], [[5, 6], [5, 6], [8]])
     (better, worse), figures = DPO().build_samples([episode], "p")
     assert better.token_ids.tolist() == [8] and worse.token_ids.tolist() == [5, 6]
@@ -100,14 +100,14 @@ def test_equal_answers_give_no_pair():
 
 def test_empty_answers_are_not_paired():
     episode = turn([9.0, 0.0, 1.0], [[], [5], [6]])
-    assert paired(episode, DPO().build_samples([episode], "p")[0]) == [(2, 1)]
+    assert node_pairs(episode, DPO().build_samples([episode], "p")[0]) == [(2, 1)]
 
 
 def test_pair_values_use_the_mixed_reward():
     episode = turn([1.0, 0.0])
     episode.nodes[1].rewards = {"a": 0.5, "b": 100.0}
-    assert paired(episode, DPO(team_weight=1.0).build_samples([episode], "p")[0]) == [(0, 1)]
-    assert paired(episode, DPO(team_weight=0.2).build_samples([episode], "p")[0]) == [(1, 0)]
+    assert node_pairs(episode, DPO(team_weight=1.0).build_samples([episode], "p")[0]) == [(0, 1)]
+    assert node_pairs(episode, DPO(team_weight=0.2).build_samples([episode], "p")[0]) == [(1, 0)]
 
 
 def test_only_own_answers_of_successful_rollouts_are_paired():
@@ -127,10 +127,10 @@ def test_no_episodes_give_no_pairs():
 @given(st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=6))
 def test_chosen_side_has_the_higher_value(values):
     every, one = turn(values), turn(values)
-    found = paired(every, DPO(pairs="all").build_samples([every], "p")[0])
+    found = node_pairs(every, DPO(pairs="all").build_samples([every], "p")[0])
     assert all(values[better] > values[worse] for better, worse in found)
     assert len(set(found)) == len(found) == sum(a > b for a in values for b in values)
-    for better, worse in paired(one, DPO().build_samples([one], "p")[0]):
+    for better, worse in node_pairs(one, DPO().build_samples([one], "p")[0]):
         assert values[better] == max(values) and values[worse] == min(values)
 
 
@@ -138,7 +138,7 @@ def test_chosen_side_has_the_higher_value(values):
 
 
 def lines():
-    """Root branching: two lines in which a speaks twice and b once; the second line is better."""
+    """Root branching: two trajectories in which a acts twice and b once; the second has the higher value."""
     episode = Episode("hand", 0, {"a": "p", "b": "q"})
     rows = [
         (None, "a", "p@0", [10, 11], 0.0, False),
@@ -166,7 +166,7 @@ def test_trajectory_pairs_hold_all_answers_of_a_seat():
 
 
 def test_ipo_averages_over_the_tokens_of_a_side():
-    """Three tokens chosen, five rejected, in two answers each."""
+    """Three tokens chosen and five rejected, in two answers each."""
     samples, _ = DPO(branch_at="root", group_size=2, loss_type="ipo").build_samples([lines()], "p")
     assert [s.advantages.tolist() for s in samples] == [
         pytest.approx([1 / 3]),
@@ -248,14 +248,14 @@ def run_of(config, root):
 
 
 @pytest.fixture(scope="module")
-def learned(base, tmp_path_factory):
-    """A pair that learned for 20 steps, from pairs alone."""
+def pair_run(base, tmp_path_factory):
+    """A run of two policies that learn for 20 steps from pairs alone."""
     return run_of(whisper(base), tmp_path_factory.mktemp("runs"))
 
 
-def test_team_learns_from_pairs(learned):
-    """Held out; one in four by chance."""
-    before, after = [line["success"] for line in read_lines(learned[0] / "evals.jsonl")]
+def test_team_learns_from_pairs(pair_run):
+    """On held-out instances; chance is 1/4."""
+    before, after = [line["success"] for line in read_lines(pair_run[0] / "evals.jsonl")]
     assert before < 0.4 and after > 0.8
 
 
@@ -269,7 +269,7 @@ def test_team_learns_from_trajectory_pairs_without_a_reference(base, tmp_path, a
 
 
 def test_full_model_learns_from_pairs_with_a_copy_as_reference(base, tmp_path):
-    """Held out; one in four by chance. Without a copy the config says what to set."""
+    """On held-out instances; chance is 1/4. Without a copy the error message names the setting."""
     full = {"type": "full", "base": str(base), "lr": 2e-3, "sampling": {"max_tokens": 1}}
     tree = parse(dump(whisper(base, steps=15))) | {"policies": {"guide": full, "walker": full | {"reference": "copy"}}}
     with pytest.raises(ValueError, match=r"set policies\.guide\.reference: copy"):
@@ -280,8 +280,8 @@ def test_full_model_learns_from_pairs_with_a_copy_as_reference(base, tmp_path):
     assert setup.learners["guide"].weights.trainer.full_reference.is_base
 
 
-def test_run_records_pairs_as_advantages(learned):
-    path, _ = learned
+def test_run_records_pairs_as_advantages(pair_run):
+    path, _ = pair_run
     metrics = [line for line in read_lines(path / "metrics.jsonl") if line["policy"] == "guide"]
     first, last = metrics[0], metrics[-1]
     assert first["groups"] == 32 and first["samples"] == 2 * first["pairs"] > 0
@@ -295,9 +295,9 @@ def test_run_records_pairs_as_advantages(learned):
                 assert node.advantages[seat] in (-1, 0, 1)
 
 
-def test_reference_stays_the_base_during_training(learned):
-    """After 20 steps the reference is still the base: what the run's own margins are measured from."""
-    path, setup = learned
+def test_reference_stays_the_base_during_training(pair_run):
+    """After 20 steps the reference is still the base: the margins that the run records are relative to it."""
+    path, setup = pair_run
     episodes = load_episodes(path / "episodes" / "step-000000.parquet")
     learner, algorithm = setup.learners["guide"], setup.stages[0].algorithm
     samples, _ = algorithm.build_samples(episodes, "guide")
@@ -306,7 +306,8 @@ def test_reference_stays_the_base_during_training(learned):
     now = asyncio.run(learner.logprobs(samples))
     assert figures == {}
     for sample, own in zip(refined, now, strict=True):
-        np.testing.assert_allclose(sample.reference_logprobs, sample.logprobs, atol=1e-3)  # of step 0, who was the base
+        # of step 0, sampled by the base
+        np.testing.assert_allclose(sample.reference_logprobs, sample.logprobs, atol=1e-3)
         assert np.abs(sample.reference_logprobs - own).max() > 0.1
     free = DPO(reference_free=True)
     assert asyncio.run(free.finalize_samples(samples, learner, {})) == (samples, {})

@@ -29,7 +29,7 @@ def test_single_token_advantage_is_reward_minus_value():
 
 
 def test_rewards_affect_earlier_tokens_only():
-    """Of a reward of 8 at the second of three tokens the first has half, the last nothing."""
+    """With a reward of 8 at the second of three tokens, the first gets half and the last nothing."""
     assert gae(row(0, 8, 0), row(0, 0, 0), gamma=0.5, gae_lambda=1).tolist() == [4, 8, 0]
     assert gae(row(0, 8, 0), row(0, 0, 0), gamma=1, gae_lambda=0).tolist() == [0, 8, 0]
 
@@ -77,7 +77,7 @@ def test_gae_equals_vector_gae_for_one_seat(chain, gamma, lam):
     T = len(rewards)
     course = vectorised.AdvantageInputs(
         rewards.view(T, 1, 1),
-        torch.cat([values, torch.tensor([7.0])]).view(T + 1, 1, 1),  # of the next game, which must not matter
+        torch.cat([values, torch.tensor([7.0])]).view(T + 1, 1, 1),  # of the next game, which must have no effect
         torch.zeros(T, 1, 1, dtype=torch.float64),
         (torch.arange(T) == T - 1).view(T, 1),
         torch.ones(T + 1, 1, 1, dtype=torch.bool),
@@ -92,11 +92,11 @@ def test_mismatched_lengths_are_refused():
         gae(row(1, 2), row(1), gamma=1, gae_lambda=1)
 
 
-# ---- one scale for a step
+# ---- standardisation over a step
 
 
 def test_standardise_by_hand():
-    """1, 2, 3 are 1, 0 and 1 from their mean, with a mean square of 2/3."""
+    """1, 2 and 3 differ from their mean by -1, 0 and 1, with a mean square of 2/3."""
     assert standardise(row(1, 2, 3)).tolist() == pytest.approx([-(1.5**0.5), 0, 1.5**0.5], abs=1e-6)
 
 
@@ -112,16 +112,16 @@ def test_standardise_gives_mean_0_deviation_1_and_keeps_order(numbers):
     assert np.argsort(result).tolist() == np.argsort(numbers).tolist()
 
 
-# ---- what a critic explains
+# ---- explained variance
 
 
 def test_explained_variance_by_hand():
     returns = row(1, 3)
     assert explained_variance(row(1, 3), returns) == 1
-    assert explained_variance(row(6, 8), returns) == 1  # what is wrong by a constant tells them apart all the same
+    assert explained_variance(row(6, 8), returns) == 1  # a constant error does not matter
     assert explained_variance(row(2, 2), returns) == 0
     assert explained_variance(row(1.5, 2.5), returns) == 0.75  # a quarter of the variance is left
-    assert explained_variance(row(3, 1), returns) == -3  # -2 and 2 are left, with variance 4 where there was 1
+    assert explained_variance(row(3, 1), returns) == -3  # the residuals -2 and 2 have variance 4, the returns 1
 
 
 def test_explained_variance_of_equal_returns_is_none():

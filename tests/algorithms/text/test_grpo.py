@@ -1,4 +1,4 @@
-"""GRPO credit: groups and advantages by hand; and tests of each defect published for AT-GRPO's own code."""
+"""GRPO credit: groups and advantages by hand, and a test of each defect published for AT-GRPO's own code."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def answer(policy="p@0", ids=None):
     return Answer("x", policy, np.array([1, 2], np.int32), np.array(ids, np.int32), np.full(n, -0.25, np.float32))
 
 
-def grow(*nodes, seats=None, error=None):
+def tree_of(*nodes, seats=None, error=None):
     """An episode from (parent, seat answers by policy, local rewards, team reward, over) in order."""
     episode = Episode("hand", 0, seats or {"a": "p", "b": "q"}, error=error)
     for parent, policies, local, team, over in nodes:
@@ -62,7 +62,8 @@ def test_advantages_by_hand():
 
 
 def test_leave_one_out_advantages_by_hand():
-    """RLOO: of 1, 0, 0, 0 the first is 1 above the mean of the others, and each other a third below that of its own."""
+    """RLOO: of 1, 0, 0, 0 the first is 1 above the mean of the others; each other one is 1/3 below the mean of its
+    others."""
     assert group_advantages([1, 0, 0, 0], baseline="others", scale="none") == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
     assert group_advantages([3, 1], baseline="others", scale="none") == pytest.approx([2, -2])
     assert group_advantages([2, 2], baseline="others", scale="none") == [0, 0]
@@ -76,7 +77,7 @@ def test_advantages_from_the_largest_and_from_nothing_by_hand():
 
 
 def test_batch_deviation_by_hand():
-    """Of -1, 1, -3, 3 and a flat group's zeros the mean square is 20 / 6."""
+    """Of -1, 1, -3, 3 and the zeros of a group with equal values the mean square is 20 / 6."""
     assert batch_spread([[-1, 1], [-3, 3], [0, 0]]) == pytest.approx((20 / 6) ** 0.5)
     assert batch_spread([]) == batch_spread([[0.0, 0.0]]) == 1
 
@@ -123,13 +124,13 @@ def test_values_equal_up_to_rounding_give_zero_advantages():
     assert not any(group_advantages([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6]))
 
 
-# ---- groups of whole lines
+# ---- groups of whole trajectories
 
 
 def two_lines(alpha):
-    """Root branching: two lines of two turns; seat a acts first, then b."""
+    """Root branching: two trajectories of two turns; seat a acts first, then b."""
     a, b = {"a": "p@0"}, {"b": "q@0"}
-    episode = grow(
+    episode = tree_of(
         (None, a, {"a": 1.0}, 0.0, False),
         (None, a, {"a": 0.0, "b": 5.0}, 1.0, False),  # b is rewarded before it ever acts
         (0, b, {"b": 2.0, "a": 0.5}, 2.0, True),
@@ -141,15 +142,16 @@ def two_lines(alpha):
 def test_trajectory_value_is_team_plus_own_rewards():
     _, groups = two_lines(alpha=0.5)
     assert [g.seat for g in groups] == ["a", "b"]
-    assert groups[0].values == pytest.approx([1.0 + 0.5 * 0 + 0.5 + 0.5 * 2, 0.0 + 0.5 * 1])  # b's 2.0 and 5.0: not
+    assert groups[0].values == pytest.approx([1.0 + 0.5 * 0 + 0.5 + 0.5 * 2, 0.0 + 0.5 * 1])  # not b's 2.0 and 5.0
     assert groups[1].values == pytest.approx([0.5 * 2 + 2.0, 0.5 * 1 + 5.0])
     assert [[n.id for n in nodes] for g in groups for nodes in g.nodes] == [[0], [1], [2], [3]]
 
 
 def test_roles_of_one_policy_share_the_advantage_of_their_trajectory():
-    """MATPO: one policy plans and, once in the first trajectory and twice in the second, works; the team is paid."""
+    """MATPO: one policy plans, and works once in the first trajectory and twice in the second; the reward is the
+    team's."""
     plan, work = {"planner": "p@0"}, {"worker": "p@0"}
-    episode = grow(
+    episode = tree_of(
         (None, plan, {}, 0.0, False),
         (None, plan, {}, 0.0, False),
         (0, work, {}, 1.0, True),
@@ -163,10 +165,10 @@ def test_roles_of_one_policy_share_the_advantage_of_their_trajectory():
     assert sorted(sample.advantages[0] for sample in samples) == pytest.approx([-1, -1, -1, 1, 1])
 
 
-def called_by_the_winner():
-    """One policy plans four times; only the first plan, which wins, calls a worker."""
+def winner_calls_worker():
+    """One policy plans four times; only the first plan, which succeeds, calls a worker."""
     plan, work = {"planner": "p@0"}, {"worker": "p@0"}
-    return grow(
+    return tree_of(
         (None, plan, {}, 0.0, False),
         *[(None, plan, {}, 0.0, True)] * 3,
         (0, work, {}, 1.0, True),
@@ -176,7 +178,7 @@ def called_by_the_winner():
 
 def test_a_worker_that_one_trajectory_called_has_the_advantage_of_all_siblings():
     """MATPO: of returns 1, 0, 0, 0 the first is root 3 deviations above the mean, for both seats."""
-    episode, algorithm = called_by_the_winner(), GRPO(branch_at="root", group_size=4)
+    episode, algorithm = winner_calls_worker(), GRPO(branch_at="root", group_size=4)
     samples, metrics = algorithm.build_samples([episode], "p")
     root3 = 3**0.5
     assert advantages(episode, "planner")[:4] == pytest.approx([root3, *[-1 / root3] * 3])
@@ -186,7 +188,7 @@ def test_a_worker_that_one_trajectory_called_has_the_advantage_of_all_siblings()
 
 
 def test_a_worker_is_credited_if_the_first_trajectory_does_not_call_it():
-    episode = called_by_the_winner()
+    episode = winner_calls_worker()
     episode.nodes[0].done, episode.nodes[3].done, episode.nodes[4].parent = True, False, 3
     samples, _ = GRPO(branch_at="root", group_size=4, scale="none").build_samples([episode], "p")
     assert advantages(episode, "worker")[4] == pytest.approx(0.75) and len(samples) == 5
@@ -194,7 +196,7 @@ def test_a_worker_is_credited_if_the_first_trajectory_does_not_call_it():
 
 def test_batch_deviation_is_of_answers():
     """Advantages 3/4, -1/4, -1/4, -1/4 of plans, and 3/4 of the one worker's answer."""
-    episode = called_by_the_winner()
+    episode = winner_calls_worker()
     GRPO(branch_at="root", group_size=4, scale="batch").build_samples([episode], "p")
     deviation = np.std([0.75, -0.25, -0.25, -0.25, 0.75])
     assert advantages(episode, "worker")[4] == pytest.approx(0.75 / deviation)
@@ -203,19 +205,19 @@ def test_batch_deviation_is_of_answers():
 @pytest.mark.parametrize(
     ("settings", "worker"),
     [
-        ({"baseline": "batch", "scale": "none"}, 1 - 2 / 5),  # the mean of what five answers are worth
+        ({"baseline": "batch", "scale": "none"}, 1 - 2 / 5),  # the mean of five answers' values
         ({"baseline": "role", "scale": "none"}, 0.95),
-        ({"supervision": "turn"}, 0.0),  # no sibling's worker has a first turn to compare with
+        ({"supervision": "turn"}, 0.0),  # no sibling has a first turn of the worker to compare with
     ],
 )
 def test_other_measures_are_of_siblings_in_which_the_seat_acted(settings, worker):
-    episode = called_by_the_winner()
+    episode = winner_calls_worker()
     GRPO(branch_at="root", group_size=4, **settings).build_samples([episode], "p")
     assert advantages(episode, "worker")[4] == pytest.approx(worker)
 
 
 def test_a_worker_of_its_own_policy_is_compared_with_its_own_siblings():
-    episode = called_by_the_winner()
+    episode = winner_calls_worker()
     episode.seats["worker"] = "q@0"
     episode.nodes[4].answers["worker"].policy = "q@0"
     GRPO(branch_at="root", group_size=4).build_samples([episode], "q")
@@ -234,7 +236,9 @@ def test_other_seats_rewards_do_not_count():
 
 def test_all_answers_of_a_trajectory_share_its_advantage():
     a = {"a": "p@0"}
-    episode = grow((None, a, {}, 0.0, False), (None, a, {}, 0.0, False), (0, a, {}, 1.0, True), (1, a, {}, 0.0, True))
+    episode = tree_of(
+        (None, a, {}, 0.0, False), (None, a, {}, 0.0, False), (0, a, {}, 1.0, True), (1, a, {}, 0.0, True)
+    )
     samples, figures = GRPO(branch_at="root", group_size=2).build_samples([episode], "p")
     assert advantages(episode, "a") == pytest.approx([1, -1, 1, -1])
     assert figures == {"groups": 1.0, "zero_std_fraction": 0.0}
@@ -249,7 +253,7 @@ def test_all_answers_of_a_trajectory_share_its_advantage():
 
 def test_trajectories_without_the_seat_are_not_in_its_group():
     a, b = {"a": "p@0"}, {"b": "q@0"}
-    episode = grow(
+    episode = tree_of(
         (None, a, {}, 9.0, True),  # ends before b's turn
         (None, a, {}, 0.0, False),
         (None, a, {}, 0.0, False),
@@ -265,9 +269,9 @@ def test_trajectories_without_the_seat_are_not_in_its_group():
 
 
 def chain(policy="p@0"):
-    """Turn branching, best kept: the second sibling of each turn goes on."""
+    """Turn branching; the sibling of the highest value, the second of each turn, continues."""
     a, b = {"a": policy}, {"b": "q@0"}
-    return grow(
+    return tree_of(
         (None, a, {"a": 0.0}, 0.0, False),
         (None, a, {"a": 1.0}, 0.0, False),
         (1, b, {"b": 0.0}, 3.0, True),
@@ -282,14 +286,14 @@ def test_turn_groups_are_siblings_by_episode_parent_and_seat():
 
 
 def test_turn_value_is_the_step_reward_if_one_sibling_continues():
-    """The chosen sibling's later 4.0 must not be set against siblings that were never played on."""
+    """The later reward of 4.0 of the continued sibling must not be compared with siblings that were not continued."""
     assert next(iter(GRPO(branch_at="turn", continue_from="best", group_size=2).groups(chain()))).values == [0.0, 1.0]
     assert next(iter(GRPO(branch_at="turn", continue_from="random", group_size=2).groups(chain()))).values == [0.0, 1.0]
 
 
 def test_simultaneous_seats_form_separate_groups():
     both = {"a": "p@0", "b": "q@0"}
-    episode = grow((None, both, {"a": 1.0}, 0.0, True), (None, both, {"b": 1.0}, 0.0, True))
+    episode = tree_of((None, both, {"a": 1.0}, 0.0, True), (None, both, {"b": 1.0}, 0.0, True))
     algorithm = GRPO(branch_at="turn", group_size=2)
     algorithm.build_samples([episode], "p")
     algorithm.build_samples([episode], "q")
@@ -299,7 +303,7 @@ def test_simultaneous_seats_form_separate_groups():
 
 def test_full_tree_value_adds_the_mean_of_its_children():
     a = {"a": "p@0"}
-    episode = grow(
+    episode = tree_of(
         (None, a, {}, 1.0, False),  # 0: 1 + mean(2 + mean(8, 0), 3) = 1 + mean(6, 3) = 5.5
         (None, a, {}, 2.0, False),  # 1: 2 + mean(1, 0) = 2.5
         (0, a, {}, 2.0, False),  # 2: 2 + mean(8, 0) = 6
@@ -313,13 +317,14 @@ def test_full_tree_value_adds_the_mean_of_its_children():
     assert [g.values for g in groups] == [[5.5, 2.5], [6.0, 3.0], [1.0, 0.0], [8.0, 0.0]]
     GRPO(branch_at="turn", continue_from="all", group_size=2, scale="none").build_samples([episode], "p")
     assert advantages(episode, "a") == pytest.approx([1.5, -1.5, 1.5, -1.5, 0.5, -0.5, 4.0, -4.0])
-    for leaf in episode.leaves():  # along every line they share what it earned above the tree's mean, 4
+    # along every trajectory the advantages add up to what it earned above the tree's mean, 4
+    for leaf in episode.leaves():
         line = episode.trajectory(leaf)
         assert sum(n.advantages["a"] for n in line) == pytest.approx(sum(n.team_reward for n in line) - 4)
 
 
 def test_lookahead_counts_team_and_own_rewards_only():
-    episode = grow(
+    episode = tree_of(
         (None, {"a": "p@0"}, {"a": 1.0}, 0.0, False),
         (None, {"a": "p@0"}, {}, 0.0, True),
         (0, {"b": "q@0"}, {"b": 100.0, "a": 4.0}, 2.0, True),
@@ -345,7 +350,7 @@ def test_failed_episodes_give_no_samples(at):
 def test_episode_in_which_only_a_fixed_policy_differs_has_no_signal(at):
     """A frozen opponent's name has no version. Answers of b differ in reward, those of a do not."""
     both = {"a": "p@0", "b": "rival"}
-    episode = grow((None, both, {"b": 1.0}, 0.0, True), (None, both, {"b": 0.0}, 0.0, True), seats=both)
+    episode = tree_of((None, both, {"b": 1.0}, 0.0, True), (None, both, {"b": 0.0}, 0.0, True), seats=both)
     algorithm = GRPO(branch_at=at, group_size=2, flat_groups="refill")
     assert not algorithm.has_signal(episode)
     samples, _ = algorithm.build_samples([episode], "p")
@@ -357,7 +362,7 @@ def test_episode_in_which_only_a_fixed_policy_differs_has_no_signal(at):
 @pytest.mark.parametrize(("flat_groups", "trained"), [("count", [0, 0, 1, 1]), ("skip", [1, 1]), ("refill", [1, 1])])
 def test_flat_group_has_no_gradient_and_is_counted(flat_groups, trained):
     a = {"a": "p@0"}
-    flat = grow((None, a, {}, 1.0, True), (None, a, {}, 1.0, True))
+    flat = tree_of((None, a, {}, 1.0, True), (None, a, {}, 1.0, True))
     algorithm = GRPO(branch_at="turn", group_size=2, flat_groups=flat_groups)
     samples, figures = algorithm.build_samples([flat, chain()], "p")
     assert figures == {"groups": 2.0, "zero_std_fraction": 0.5}
@@ -365,10 +370,10 @@ def test_flat_group_has_no_gradient_and_is_counted(flat_groups, trained):
 
 
 def test_batch_scaling_uses_one_deviation():
-    """Two groups, worth 0 and 2 and worth 0 and 6: -1, 1, -3, 3 before, with a deviation of root 5. With a scale of
-    their own both would be -1 and 1."""
+    """Two groups, with values 0 and 2 and values 0 and 6: centred they are -1, 1, -3, 3, with a deviation of sqrt(5).
+    With one deviation per group both would be -1 and 1."""
     a = {"a": "p@0"}
-    one, other = (grow((None, a, {}, 0.0, True), (None, a, {}, high, True)) for high in (2.0, 6.0))
+    one, other = (tree_of((None, a, {}, 0.0, True), (None, a, {}, high, True)) for high in (2.0, 6.0))
     GRPO(branch_at="turn", group_size=2, scale="batch").build_samples([one, other], "p")
     assert advantages(one, "a") == pytest.approx([-1 / 5**0.5, 1 / 5**0.5])
     assert advantages(other, "a") == pytest.approx([-3 / 5**0.5, 3 / 5**0.5])
@@ -379,11 +384,11 @@ def test_batch_scaling_uses_one_deviation():
 
 def alone(value, policy="p@0", seat="a"):
     """An episode of one answer."""
-    return grow((None, {seat: policy}, {}, value, True))
+    return tree_of((None, {seat: policy}, {}, value, True))
 
 
 def test_batch_baseline_covers_answers_without_siblings():
-    """REINFORCE++: 0, 1 and 5 are -2, -1 and 3 from their mean, with a deviation of root 14 / 3."""
+    """REINFORCE++: 0, 1 and 5 are -2, -1 and 3 from their mean, with a deviation of sqrt(14 / 3)."""
     episodes = [alone(0.0), alone(1.0), alone(5.0)]
     samples, figures = GRPO(group_size=1, baseline="batch", scale="batch").build_samples(episodes, "p")
     deviation = (14 / 3) ** 0.5
@@ -395,7 +400,7 @@ def test_batch_baseline_covers_answers_without_siblings():
 
 
 def test_batch_baseline_uses_own_episodes_only():
-    """What another policy earned in the same step is not a measure."""
+    """Returns of another policy in the same step are not part of the baseline."""
     episodes = [alone(0.0), alone(2.0), alone(100.0, policy="q@0")]
     samples, _ = GRPO(group_size=1, baseline="batch", scale="none").build_samples(episodes, "p")
     assert [sample.advantages[0] for sample in samples] == [-1, 1]
@@ -416,9 +421,9 @@ def test_role_average_persists_between_steps():
 
 
 def test_role_baseline_uses_the_trajectory_return():
-    """At the root a return counts all of a line, and every turn of the seat carries its advantage."""
+    """With root branching the return is that of the whole trajectory, and every turn of the seat has its advantage."""
     a, b = {"a": "p@0"}, {"b": "q@0"}
-    line = grow((None, a, {"a": 1.0}, 0.0, False), (0, b, {}, 0.0, False), (1, a, {}, 2.0, True))
+    line = tree_of((None, a, {"a": 1.0}, 0.0, False), (0, b, {}, 0.0, False), (1, a, {}, 2.0, True))
     samples, _ = GRPO(branch_at="root", group_size=1, baseline="role", scale="none").build_samples([line], "p", {})
     assert [s.advantages.tolist() for s in samples] == [pytest.approx([0.95 * 3] * 2)] * 2
 
@@ -443,11 +448,11 @@ def test_incompatible_settings_are_refused_with_the_reason(settings, message):
         GRPO(**settings)
 
 
-# ---- what counts how much
+# ---- weights of tokens and answers
 
 
-def worth_of_tokens(samples):
-    """Every sample's share of the batch's mean, a token's and in all."""
+def sample_weights(samples):
+    """Each sample's share of the batch's mean: per token, and in all."""
     (pack,) = micro_batches(samples, 10**6)
     return [
         (share, share * len(sample.token_ids)) for sample, share in zip(pack.samples, pack.token_weights, strict=True)
@@ -455,7 +460,7 @@ def worth_of_tokens(samples):
 
 
 def two_lengths(stop="stop"):
-    episode = grow((None, {"a": "p@0"}, {}, 0.0, True), (None, {"a": "p@0"}, {}, 1.0, True))
+    episode = tree_of((None, {"a": "p@0"}, {}, 0.0, True), (None, {"a": "p@0"}, {}, 1.0, True))
     for node, length in zip(episode.nodes, (1, 3), strict=True):
         node.answers["a"] = answer(ids=range(length))
     episode.nodes[1].answers["a"].stop_reason = stop
@@ -465,9 +470,9 @@ def two_lengths(stop="stop"):
 def test_loss_aggregation_weights_tokens_or_answers_equally():
     """Of answers of 1 and 3 tokens: a quarter for each token, or a half for each answer."""
     by_token, _ = GRPO(group_size=2).build_samples([two_lengths()], "p")
-    assert worth_of_tokens(by_token) == [(0.25, 0.25), (0.25, 0.75)]
+    assert sample_weights(by_token) == [(0.25, 0.25), (0.25, 0.75)]
     by_answer, _ = GRPO(group_size=2, loss_aggregation="sequence").build_samples([two_lengths()], "p")
-    assert worth_of_tokens(by_answer) == pytest.approx(np.array([(0.5, 0.5), (1 / 6, 0.5)]))
+    assert sample_weights(by_answer) == pytest.approx(np.array([(0.5, 0.5), (1 / 6, 0.5)]))
     assert [s.advantages[0] for s in by_answer] == [s.advantages[0] for s in by_token] == [-1, 1]
 
 
@@ -475,13 +480,14 @@ def test_truncated_answers_count_in_the_group_without_gradient():
     episode = two_lengths("length")
     samples, _ = GRPO(group_size=2, overlong="drop", kl_coef=0.1).build_samples([episode], "p")
     assert [(len(s.token_ids), s.has_gradient) for s in samples] == [(1, True), (3, False)]
-    assert samples[0].advantages[0] == -1 and worth_of_tokens(samples)[0] == (0.25, 0.25)
+    assert samples[0].advantages[0] == -1 and sample_weights(samples)[0] == (0.25, 0.25)
     assert advantages(episode, "a") == [-1, 1]
     assert len(GRPO(group_size=2).build_samples([two_lengths("length")], "p")[0]) == 2
 
 
 def test_overlong_buffer_beyond_the_limit_is_refused():
-    """It would penalise an answer of two tokens. The limit may also be that of the policies, known after validation."""
+    """With it, an answer of two tokens would be penalised. The limit may also be that of the policies, known after
+    validation."""
     message = "overlong_buffer: 64 is longer than the token limit of 16"
     with pytest.raises(ValueError, match=message):
         GRPO(overlong="penalty", max_completion_length=16, overlong_buffer=64)
@@ -497,7 +503,7 @@ def test_a_constant_normaliser_divides_by_the_token_limit():
     """Dr. GRPO: the sums over answers of 1 and 3 tokens, divided by 2 answers times the limit of 8 tokens."""
     algorithm = GRPO(group_size=2, loss_aggregation="constant", max_completion_length=8)
     samples, _ = algorithm.build_samples([two_lengths()], "p")
-    assert worth_of_tokens(samples) == [(1 / 16, 1 / 16), (1 / 16, 3 / 16)]
+    assert sample_weights(samples) == [(1 / 16, 1 / 16), (1 / 16, 3 / 16)]
     with pytest.raises(ValueError, match="set max_completion_length"):
         GRPO(group_size=2, loss_aggregation="constant").build_samples([two_lengths()], "p")
 
@@ -509,7 +515,7 @@ def test_overlong_penalty_by_hand():
 
 def test_overlong_penalty_lowers_the_value():
     """Rewards 0 and 1 for 1 and 3 tokens, of at most 3: with a buffer of 2 the second answer loses all of its reward,
-    and the group has signal all the same, since the penalty is not a reward."""
+    and the advantages of the group are not zero, although the penalty is not a reward."""
     episode = two_lengths()
     algorithm = GRPO(group_size=2, overlong="penalty", max_completion_length=3, overlong_buffer=2)
     assert next(iter(algorithm.groups(episode))).values == [0, 0] and algorithm.has_signal(episode)
@@ -522,7 +528,7 @@ def test_overlong_penalty_lowers_the_value():
 
 
 def crossing_of(table, local=None, chosen=None):
-    """One joint step of seats a and b, whose siblings are all pairs of their answers, worth `table` to the team."""
+    """One joint step of seats a and b, whose siblings are all pairs of their answers, with the team rewards `table`."""
     rows, columns = len(table), len(table[0])
     own = {"a": [answer("p@0") for _ in range(rows)], "b": [answer("q@0") for _ in range(columns)]}
     episode = Episode("hand", 0, {"a": "p", "b": "q"})
@@ -540,13 +546,13 @@ TABLE = [[4.0, 0.0], [0.0, 2.0]]
 
 
 def credits(episode, seat, **settings):
-    """The samples' advantages of the policy at `seat`, unscaled, and the figures."""
+    """The samples' advantages of the policy at `seat`, unscaled, and the metrics."""
     samples, figures = GRPO(group_size=2, scale="none", **settings).build_samples([episode], {"a": "p", "b": "q"}[seat])
     return [float(sample.advantages[0]) for sample in samples], figures
 
 
 def test_shared_answer_is_one_sample_with_the_mean_value():
-    """Rows of 4, 0 and 0, 2 are worth 2 and 1."""
+    """The rows 4, 0 and 0, 2 have the values 2 and 1."""
     episode = crossing_of(TABLE)
     given, figures = credits(episode, "a", joints="crossed")
     assert given == [0.5, -0.5] and figures["groups"] == 1
@@ -556,7 +562,7 @@ def test_shared_answer_is_one_sample_with_the_mean_value():
 
 
 def test_credit_is_relative_to_the_continued_joint():
-    """From (0, 0): a's answers made 4 and 0 of it, or for Shapley that and the mean's 0.5 and -0.5, by halves."""
+    """From (0, 0): a's answers change the value to 4 and 0; for Shapley, the mean of that and of 0.5 and -0.5."""
     assert credits(crossing_of(TABLE), "a", credit="counterfactual")[0] == [2, -2]
     assert credits(crossing_of(TABLE, chosen=(1, 1)), "a", credit="counterfactual")[0] == [-1, 1]
     assert credits(crossing_of(TABLE), "a", credit="shapley")[0] == [1.25, -1.25]
@@ -573,14 +579,14 @@ def test_credit_is_the_group_mean_if_all_joints_continue():
 
 
 def test_each_seat_is_credited_with_its_own_mixed_reward():
-    """a is paid 10 for its first answer, and that is none of b's credit."""
+    """a is paid 10 for its first answer, which is no part of b's credit."""
     episode = crossing_of(TABLE, local=lambda i, j: {"a": 10.0 * (i == 0)})
     assert credits(episode, "a", credit="counterfactual")[0] == [7, -7]
     assert credits(episode, "b", credit="counterfactual")[0] == [2, -2]
 
 
 def test_metrics_give_the_contribution_of_each_seat():
-    """At (0, 0), worth 2.5 above the mean. a's counterfactuals 2, -1, -2 and 1 have a mean square of 2.5, of the
+    """At (0, 0), of value 2.5 above the mean. a's counterfactuals 2, -1, -2 and 1 have a mean square of 2.5, of the
     table's variance of 2.75."""
     _, figures = credits(crossing_of(TABLE), "a", credit="shapley")
     assert figures == pytest.approx(
@@ -591,7 +597,7 @@ def test_metrics_give_the_contribution_of_each_seat():
 
 
 def test_influence_metric_reveals_a_lazy_seat():
-    """Whatever b says, the team earns what a makes of it."""
+    """The team reward depends on a's answer alone."""
     lazy = crossing_of([[3.0, 3.0], [1.0, 1.0]])
     given, figures = credits(lazy, "b", credit="counterfactual")
     assert given == [0, 0] and (figures["influence/b"], figures["shapley/b"], figures["zero_std_fraction"]) == (0, 0, 1)
@@ -619,7 +625,7 @@ def test_crossed_credit_sets_crossed_joints(settings):
 
 
 def test_equal_texts_are_separate_answers():
-    """Two draws of one text are two samples, as in any group: what is shared is the answer, not what it says."""
+    """Two draws of one text are two samples, as in any group: answers are shared, texts are not."""
     episode = crossing_of(TABLE)
     for node in episode.nodes:
         for said in node.answers.values():
@@ -699,7 +705,7 @@ def test_answers_without_tokens_get_an_advantage_but_no_sample():
 
 
 class Council(Env):
-    """Three seats speak in turn, twice; each is paid for the number it says after the point."""
+    """Three seats speak in turn, twice; each is paid the number after the point of its answer."""
 
     name = "council"
     seats = ("x", "y", "z")
@@ -735,13 +741,13 @@ def test_learners_get_exactly_their_own_answers(at):
             assert (sample.logprobs == -0.5).all() and len(set(sample.advantages.tolist())) == 1
 
 
-# ---- the published defects of the authors' code, one test each
+# ---- published defects of the authors' code, one test each
 
 
 class Relay(Env):
-    """Turn by turn, a says a digit and then b does; both are added to a sum that everyone sees. Deterministic.
+    """In each turn a says a digit, then b; both are added to a sum that all seats observe. Deterministic.
 
-    Either seat is paid locally for its own digit, so siblings that say different things earn different things.
+    Each seat has its own digit as local reward, so different siblings have different rewards.
     """
 
     name = "relay"
@@ -766,7 +772,7 @@ class Relay(Env):
 
 
 def digit(query, i):
-    """K different digits that depend on the seed, so that the best is not always the same sibling."""
+    """K different digits that depend on the seed, so that the best sibling varies."""
     return str((query.seed + 2 * i) % 9 + 1)
 
 
@@ -835,7 +841,7 @@ def test_defect_4_a_group_never_spans_two_instances_or_observations(branching):
             firsts = {nodes[0].observations[group.seat] for nodes in group.nodes}
             assert len({text.split(" turn")[0] for text in firsts}) == 1
             if branching.branch_at == "turn" or group.seat == "a":
-                assert len(firsts) == 1  # the very same prompt
+                assert len(firsts) == 1  # the identical prompt
     together = [s for e in episodes for s in algorithm.build_samples([e], "a")[0]]
     for one, other in zip(algorithm.build_samples(episodes, "a")[0], together, strict=True):
-        np.testing.assert_array_equal(one.advantages, other.advantages)  # no episode changes another's credit
+        np.testing.assert_array_equal(one.advantages, other.advantages)  # no episode changes the credit of another

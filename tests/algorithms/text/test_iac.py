@@ -1,4 +1,4 @@
-"""IAC and MAAC: answers as actions by hand, what a critic reads, and a critic's own adapter."""
+"""IAC and MAAC: answers as actions by hand, inputs of a critic, and a critic with its own adapter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from actor_critic_runs import FixedValuesLearner, credited, lists, play, played, run_of, steps_of, whisper
+from actor_critic_runs import (
+    FixedValuesLearner,
+    credit_samples,
+    lists,
+    logged_steps,
+    play,
+    play_first_step,
+    run_of,
+    whisper,
+)
 
 from palestra.algorithms.presets import TEXT_PRESETS, expand_preset
 from palestra.algorithms.text.answer_critic import critic_input
@@ -29,7 +38,8 @@ from palestra.training.loop import restore_checkpoint, run_training
 from palestra.training.text import update_learner
 from palestra.types import Answer, Node, Sample
 
-TURNS = (  # a says two tokens, b one, a one; a's first answer earns 2.5 until its second one, which earns 1
+# a answers with two tokens, b with one, a with one; a's first answer earns 2.5 until its second, which earns 1
+TURNS = (
     ({"a": 2}, {"a": 2.0}, 0.0),
     ({"b": 1}, {"a": 0.5, "b": 3.0}, 0.0),
     ({"a": 1}, {"a": 1.0}, 0.0),
@@ -47,18 +57,18 @@ def test_advantages_of_answers_by_hand():
     """Values 1 and 4 of the states before the answers: 2.5 + 0.5 * 4 - 1 = 3.5 and 1 - 4 = -3, at each token of an
     answer; with lambda 1 the first is 3.5 + 0.5 * -3 = 2. Values after an answer's first token do not count."""
     options = {"gamma": 0.5, "normalize_advantages": False}
-    samples, _ = credited(preset("iac", **options), [play(TURNS)], FixedValuesLearner([[1, 99], [4]]))
+    samples, _ = credit_samples(preset("iac", **options), [play(TURNS)], FixedValuesLearner([[1, 99], [4]]))
     assert lists(samples, "advantages") == [[3.5, 3.5], [-3.0]]
     assert lists(samples, "returns") == [[4.5, 4.5], [1.0]] and lists(samples, "values") == [[1.0, 1.0], [4.0]]
-    assert [sample.denominator for sample in samples] == [1.0, 1.0]  # answers count, whatever their lengths
+    assert [sample.denominator for sample in samples] == [1.0, 1.0]  # means over answers do not depend on their lengths
     further = PPO(action_level="turn", gae_lambda=1.0, **options)
-    samples, _ = credited(further, [play(TURNS)], FixedValuesLearner([[1, 99], [4]]))
+    samples, _ = credit_samples(further, [play(TURNS)], FixedValuesLearner([[1, 99], [4]]))
     assert lists(samples, "advantages") == [[2.0, 2.0], [-3.0]]
 
 
 def test_advantages_of_answers_are_standardised_over_answers():
-    """3.5 and -3 become 1 and -1, though three tokens have them."""
-    samples, _ = credited(preset("iac", gamma=0.5), [play(TURNS)], FixedValuesLearner([[1, 99], [4]]))
+    """3.5 and -3 become 1 and -1: the three tokens do not count."""
+    samples, _ = credit_samples(preset("iac", gamma=0.5), [play(TURNS)], FixedValuesLearner([[1, 99], [4]]))
     assert lists(samples, "advantages") == [[1.0, 1.0], [-1.0]]
 
 
@@ -68,7 +78,7 @@ def test_penalty_of_an_answer_is_the_sum_over_its_tokens():
     reference = [[-2.0, -3.0], [-2.0]]
     learner = FixedValuesLearner([[0, 0], [0]], reference=reference)
     algorithm = preset("iac", normalize_advantages=False, kl_coef=0.5)
-    samples, metrics = credited(algorithm, [play(TURNS)], learner)
+    samples, metrics = credit_samples(algorithm, [play(TURNS)], learner)
     assert lists(samples, "advantages") == [[1.0, 1.0], [0.5]]
     assert metrics["kl_sequence"] == pytest.approx(4.0)
 
@@ -76,17 +86,17 @@ def test_penalty_of_an_answer_is_the_sum_over_its_tokens():
 def test_advantages_of_an_action_critic_by_hand():
     """Values 2 and 4 of the answers: their targets are 2.5 + 0.5 * 4 = 4.5 and 1, their advantages the values."""
     algorithm = preset("iac", critic="separate", critic_type="q", gamma=0.5, normalize_advantages=False)
-    samples, _ = credited(algorithm, [play(TURNS)], FixedValuesLearner([[2], [4]]))
+    samples, _ = credit_samples(algorithm, [play(TURNS)], FixedValuesLearner([[2], [4]]))
     assert lists(samples, "returns") == [[4.5, 4.5], [1.0]] and lists(samples, "values") == [[2.0, 2.0], [4.0]]
     assert lists(samples, "advantages") == [[2.0, 2.0], [4.0]]
 
 
-def test_an_exact_action_critic_still_tells_good_from_bad():
-    """Two answers to one prompt earn 3 and 1, as the critic says: no residual is left, and the advantages are 1 and
-    -1."""
+def test_exact_action_critic_still_gives_advantages():
+    """Two answers to one prompt earn 3 and 1, which the critic predicts exactly: the residuals are 0, and the
+    advantages 1 and -1."""
     episode = play(*((({"a": 1}, {"a": reward}, 0.0),) for reward in (3.0, 1.0)))
     algorithm = preset("maac", critic_type="q", group_size=2)
-    samples, metrics = credited(algorithm, [episode], FixedValuesLearner([[3], [1]]))
+    samples, metrics = credit_samples(algorithm, [episode], FixedValuesLearner([[3], [1]]))
     assert lists(samples, "advantages") == [[1.0], [-1.0]] and metrics["explained_variance"] == 1.0
 
 
@@ -110,11 +120,11 @@ def test_loss_of_answers_by_hand():
     loss.backward()
     assert inputs.value_M.grad.tolist() == pytest.approx([-0.6, 0.0, 2.4])
     assert inputs.logp_M.grad.tolist() == pytest.approx([-1.0, -1.0, 0.5])
-    assert metrics["value_loss"].item() == pytest.approx((1 + 1 + 16) / 4)  # each token has its answer's error
+    assert metrics["value_loss"].item() == pytest.approx((1 + 1 + 16) / 4)  # each token has the error of its answer
 
 
 def answers(logp: list[float], old: list[float], advantage: float) -> LossInputs:
-    """Two tokens of one answer, of weight 1, and one of another, of advantage 0."""
+    """Two tokens of one answer of weight 1, and one token of another answer of advantage 0."""
     column = torch.tensor(logp, requires_grad=True)
     weight, advantages = torch.ones(3), torch.tensor([advantage, advantage, 0.0])
     sequence = torch.tensor([0, 0, 1])
@@ -128,8 +138,8 @@ BOUNDS = {"clip": 0.2}
 @pytest.mark.parametrize(
     ("gaps", "advantage", "slope"),
     [
-        ((0.15, 0.15), 1.0, 0.0),  # each token is within 1.2, and the answer's ratio of 1.35 is not
-        ((0.5, -0.5), 1.0, -1.0),  # the first token is beyond, and the answer's ratio is 1
+        ((0.15, 0.15), 1.0, 0.0),  # each token is within 1.2, but the answer's ratio of 1.35 is not
+        ((0.5, -0.5), 1.0, -1.0),  # the first token is out of bounds, but the answer's ratio is 1
         ((0.05, 0.05), 2.0, -2.0 * math.exp(0.1)),
         ((-0.15, -0.15), -1.0, 0.0),  # 0.74 is below 0.8
         ((0.3, 0.3), -1.0, math.exp(0.6)),
@@ -161,7 +171,7 @@ def test_importance_ratios_stay_those_of_tokens():
 
 
 def test_a_shared_critic_has_ratios_of_answers_too():
-    """The gradient of the policy is that with a separate critic; that of the values is of the first tokens."""
+    """The policy gradient equals that with a separate critic; the value gradient comes from the first tokens only."""
     inputs = answers([0.05, 0.05, 0.0], [0.0, 0.0, 0.0], 1.0)
     value = torch.tensor([1.0, 7.0, 5.0], requires_grad=True)
     inputs = inputs._replace(value_M=value, return_M=torch.tensor([2.0, 2.0, 1.0]))
@@ -172,7 +182,7 @@ def test_a_shared_critic_has_ratios_of_answers_too():
 
 
 def test_values_of_answers_are_clipped():
-    """From 0, a value of 1 on its way to 2 has moved beyond 0.2 and has no gradient; 5 is beyond its return."""
+    """From 0, a value of 1 on its way to 2 has moved by more than 0.2 and has no gradient; 5 has passed its return."""
     inputs = tokens_of([1.0, 77.0, 5.0], [2.0, 2.0, 1.0], old=[0.0, 0.0, 0.0])
     loss, metrics = value_function_loss(inputs, value_coef=1.0, value_clip=0.2, value_per_answer=True)
     assert loss.item() == pytest.approx(((0.2 - 2) ** 2 + 16) / 4)
@@ -191,10 +201,10 @@ def test_policy_gradient_of_stale_samples_is_corrected():
     assert metrics["importance_cap_fraction"].item() == pytest.approx(0.5)
 
 
-# ---- what a central critic reads
+# ---- inputs of a central critic
 
 
-def said(prompt: list[int], ids: list[int]) -> Answer:
+def answer_to(prompt: list[int], ids: list[int]) -> Answer:
     return Answer("x", "p@0", np.array(prompt, np.int32), np.array(ids, np.int32), np.zeros(len(ids), np.float32))
 
 
@@ -203,26 +213,28 @@ def nodes_of(*steps: dict[str, Answer]) -> list[Node]:
 
 
 def test_seats_that_act_at_once_are_read_by_their_prompts():
-    """The others in their order, the seat's own last, and no answer: these are what is to be judged."""
-    answers = {"a": said([1, 2], [9]), "b": said([3], [8]), "c": said([4], [7])}
+    """Prompts of the others in their order, then the seat's own; no answer, since the value must not depend on them."""
+    answers = {"a": answer_to([1, 2], [9]), "b": answer_to([3], [8]), "c": answer_to([4], [7])}
     nodes = nodes_of(answers)
     assert critic_input(nodes, ["a", "b", "c"], "b", joint=True).tolist() == [1, 2, 4, 3]
     assert critic_input(nodes, ["a", "b", "c"], "c", joint=True).tolist() == [1, 2, 3, 4]
 
 
 def test_earlier_answers_of_others_are_read():
-    """b acts after a, and a again: their newest prompts, with the answers that were given. c has not spoken yet, and
-    d's policy has no tokens."""
-    nodes = nodes_of({"a": said([1], [9]), "d": Answer("x", "d")}, {"b": said([2], [8, 8])}, {"a": said([3], [7])})
+    """b acts after a, and a again: the newest prompts with the answers to them. c has not acted yet, and d's policy has
+    no tokens."""
+    nodes = nodes_of(
+        {"a": answer_to([1], [9]), "d": Answer("x", "d")}, {"b": answer_to([2], [8, 8])}, {"a": answer_to([3], [7])}
+    )
     seats = ["a", "b", "c", "d"]
     assert critic_input(nodes[:2], seats, "b", joint=True).tolist() == [1, 9, 2]
     assert critic_input(nodes, seats, "a", joint=True).tolist() == [2, 8, 8, 3]
 
 
 def test_action_critics_read_the_answers_too():
-    """Of this step: of others where they act at once, and the seat's own, which is last."""
-    answers = {"a": said([1, 2], [9]), "b": said([3], [8, 8])}
-    nodes = nodes_of(answers, {"a": said([4], [7])})
+    """Answers of this step: of others that act at the same time, and the seat's own, which is last."""
+    answers = {"a": answer_to([1, 2], [9]), "b": answer_to([3], [8, 8])}
+    nodes = nodes_of(answers, {"a": answer_to([4], [7])})
     assert critic_input(nodes[:1], ["a", "b"], "a", joint=True, with_answers=True).tolist() == [3, 8, 8, 1, 2, 9]
     assert critic_input(nodes, ["a", "b"], "a", joint=True, with_answers=True).tolist() == [3, 8, 8, 4, 7]
     assert critic_input(nodes, ["a", "b"], "a", joint=False, with_answers=True).tolist() == [4, 7]
@@ -242,18 +254,18 @@ def test_samples_have_what_the_critic_reads():
         assert shared.build_samples([episode], "p")[0][0].critic_ids is None
 
 
-# ---- a critic of its own
+# ---- a separate critic
 
 
 def test_a_separate_critic_does_not_move_the_policy(base):
-    """The policy's gradient is that without a value loss, however large that is; the critic's adapter and head have
-    one, and its step has a rate and a clip of its own."""
+    """The policy's gradient equals that without a value loss, however large that loss is. The critic's adapter and head
+    have gradients, and its step has its own learning rate and clip."""
     found = {}
     for coef in (0.0, 1e3):
         algorithm = {"type": "maac", "value_coef": coef, "normalize_advantages": False}
         setup = build(whisper(base, steps=1, episodes=6, algorithm=algorithm, policy={"critic_lr": 0.02}))
         learner = setup.learners["guide"]
-        samples, _ = setup.stages[0].algorithm.build_samples(played(setup), "guide")
+        samples, _ = setup.stages[0].algorithm.build_samples(play_first_step(setup), "guide")
         samples, _ = asyncio.run(setup.stages[0].algorithm.finalize_samples(samples, learner, {}))
         algorithm = setup.stages[0].algorithm
         asyncio.run(learner.forward_backward(samples, algorithm.loss, **algorithm.loss_options))
@@ -268,7 +280,8 @@ def test_a_separate_critic_does_not_move_the_policy(base):
     assert any(gradient.abs().max() > 0 for gradient in found[0.0])
     trainer = learner.weights.critic
     averages = [trainer.optimizer.state[p]["exp_avg"] for p in trainer.critic_parameters]
-    assert metrics["critic_grad_norm"] > 100  # before it is clipped to 1, of which Adam's average takes a tenth
+    # the gradient before it is clipped to 1; Adam's average takes a tenth of it
+    assert metrics["critic_grad_norm"] > 100
     assert float(torch.nn.utils.get_total_norm(averages)) == pytest.approx(0.1, rel=1e-3)
     assert moved[-1] == pytest.approx(0.02, rel=1e-3)  # the first step of Adam is the learning rate
 
@@ -276,7 +289,7 @@ def test_a_separate_critic_does_not_move_the_policy(base):
 @pytest.mark.parametrize("critic", ["separate", "central"])
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_separate_critic_converges_to_the_return(base, critic, level):
-    """Where every line earns 2 in the end, a critic alone comes to say 2 at both turns."""
+    """Every trajectory returns 2: a critic trained alone converges to 2 at both turns."""
     if (critic, level) == ("central", "token"):
         pytest.skip("refused")
     env = {"type": "toys:Chant", "turns": 2}
@@ -285,7 +298,7 @@ def test_separate_critic_converges_to_the_return(base, critic, level):
     tree = config.model_dump() | {"env": env, "seats": {"caller": "guide", "herald": "walker", "walker": "walker"}}
     setup = build(validate(TextConfig, tree))
     learner, algorithm = setup.learners["guide"], setup.stages[0].algorithm
-    episodes = played(setup)
+    episodes = play_first_step(setup)
     for episode in episodes:
         for node in episode.nodes:
             node.rewards, node.team_reward = {}, 2.0 * node.done
@@ -298,8 +311,8 @@ def test_separate_critic_converges_to_the_return(base, critic, level):
 
 
 def secret_games(setup, step):
-    """The games of a step, which pay for a secret of 1, whatever is said: the guide's prompt ends with it, and the
-    walker's has noise and the guide's word."""
+    """The games of a step. They pay for a secret of 1, whatever the answers: the guide's prompt ends with the secret,
+    the walker's has noise and the guide's word."""
     moment = setup.position_of(step)
     branching = moment.stage.algorithm.branching
     episodes = asyncio.run(moment.stage.source.play(moment.episode_numbers, branching, setup.algorithm_state))
@@ -311,7 +324,7 @@ def secret_games(setup, step):
 
 
 def test_central_critic_sees_what_the_policy_does_not(base):
-    """The guide's prompt tells the critic of the walker what its games, which it has not seen, will pay."""
+    """The walker's critic reads the guide's prompt, and so predicts the return of games that it was not trained on."""
     shares = {}
     for critic in ("separate", "central"):
         algorithm = {"action_level": "turn", "critic": critic, "gae_lambda": 0.0, "value_coef": 1.0}
@@ -335,7 +348,7 @@ def test_resume_after_stop_is_bit_identical(base, tmp_path):
     )
     whole = run_of(config, tmp_path)
     with Run.create(tmp_path, dump(config), config.name) as run:
-        assert not run_training(build(config), run, should_stop=lambda: len(steps_of(run.path)) == 2)
+        assert not run_training(build(config), run, should_stop=lambda: len(logged_steps(run.path)) == 2)
     with Run.open(run.path) as run:
         setup = build(validate(TextConfig, parse(run.config)))
         assert restore_checkpoint(setup, run) == 2
@@ -351,15 +364,15 @@ def test_resume_after_stop_is_bit_identical(base, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "critic_type", "bar"), [("iac", "v", 0.75), ("maac", "v", 0.75), ("maac", "q", 0.45)])
 def test_two_agents_learn_to_cooperate(base, tmp_path, name, critic_type, bar):
-    """Two secrets a game, held-out instances, won one time in four by chance. With q, which has no baseline, they learn
-    one of them."""
+    """Two secrets a game, on held-out instances; chance is 1/4. With q, which has no baseline, they learn one of
+    them."""
     algorithm = {"type": name, "critic_type": critic_type}
     path = run_of(whisper(base, steps=30, episodes=96, algorithm=algorithm), tmp_path)
     before, after = (line["success"] for line in read_lines(path / "evals.jsonl"))
     assert before < 0.4 and after > bar
 
 
-# ---- what cannot be
+# ---- refused settings
 
 
 def test_central_critic_of_tokens_is_refused():

@@ -1,6 +1,7 @@
 """Values, targets, losses and gradients of IAC and MAAC are those of CoMLRL's trainers.
 
-comlrl_iac_1.4.3.jsonl has theirs; comlrl_actor_critic.py writes them, in a virtual environment with the package.
+comlrl_iac_1.4.3.jsonl has CoMLRL's values; comlrl_actor_critic.py writes them, in a virtual environment with the
+package.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ SEATS = ("a", "b")
 
 
 def learner_of(case: dict[str, Any], seat: str) -> LanguageLearner:
-    """A learner at CoMLRL's weights: the tiny base, with the same value head. A critic of its own is an adapter that
-    has not moved."""
+    """A learner at CoMLRL's weights: the tiny base, with the same value head. A separate critic is a new adapter, which
+    equals the base."""
     shared = case["critic"] == "shared"
     config = FullPolicyConfig(base="tiny") if shared else LoraPolicyConfig(base="tiny")
     learner = Engines("cpu", 8).build_learner(seat, config, 0, critic=True, separate_critic=not shared)
@@ -61,10 +62,11 @@ def episode_of(case: dict[str, Any]) -> Episode:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, list(c.values())[:6])))
 def test_values_and_losses_are_those_of_comlrl(case: dict[str, Any]) -> None:
-    """Its joint prompts have labels between them, so that they are given to our critic as they are.
+    """CoMLRL's joint prompts have labels between the seats' prompts, so they are passed to palestra's critic as they
+    are.
 
-    The advantage of its action critic is the residual, target minus value, whose mean is 0 for an exact critic; ours is
-    the value, and the loss that which follows from its values and log-probabilities.
+    CoMLRL's action critic has the residual as its advantage, target minus value, whose mean is 0 for an exact critic.
+    palestra takes the value; the expected loss is computed from CoMLRL's values and log-probabilities.
     """
     is_q = case["critic_type"] == "q"
     options = {} if case["critic"] == "central" else {"critic": case["critic"]}
@@ -79,28 +81,28 @@ def test_values_and_losses_are_those_of_comlrl(case: dict[str, Any]) -> None:
         old_logprobs="sampler",
     )
     algorithm = PPO.model_validate(expand_preset(tree, TEXT_PRESETS))
-    for seat, theirs in zip(SEATS, case["agents"], strict=True):
+    for seat, comlrl in zip(SEATS, case["agents"], strict=True):
         learner = learner_of(case, seat)
         samples, _ = algorithm.build_samples([episode_of(case)], seat)
-        for sample, one in zip(samples, theirs["samples"], strict=True):
+        for sample, one in zip(samples, comlrl["samples"], strict=True):
             if one["critic_ids"]:
                 sample.critic_ids = np.array(one["critic_ids"], np.int32)
         samples, _ = asyncio.run(algorithm.finalize_samples(samples, learner, {}))
         logps = asyncio.run(learner.logprobs(samples))
-        for sample, logp, one in zip(samples, logps, theirs["samples"], strict=True):
+        for sample, logp, one in zip(samples, logps, comlrl["samples"], strict=True):
             assert logp.sum() == pytest.approx(one["logprob"], abs=LOGPROB_ATOL)
             assert sample.values[0] == pytest.approx(one["value"], abs=LOGPROB_ATOL)
             assert sample.returns[0] == pytest.approx(one["target"], abs=LOGPROB_ATOL)
             assert sample.advantages[0] == pytest.approx(one["value" if is_q else "advantage"], abs=1e-3)
         metrics = asyncio.run(learner.forward_backward(samples, algorithm.loss, **algorithm.loss_options))
-        value_loss = case["value_loss_coef"] * theirs["value_error"]
-        of_values = -np.mean([one["logprob"] * one["value"] for one in theirs["samples"]])
-        expected = (of_values if is_q else theirs["policy_loss"]) + (value_loss if case["critic"] == "shared" else 0.0)
+        value_loss = case["value_loss_coef"] * comlrl["value_error"]
+        of_values = -np.mean([one["logprob"] * one["value"] for one in comlrl["samples"]])
+        expected = (of_values if is_q else comlrl["policy_loss"]) + (value_loss if case["critic"] == "shared" else 0.0)
         assert metrics["loss"] == pytest.approx(expected, rel=1e-3, abs=1e-3)
-        assert float(critic_trainer(learner).critic.bias.grad) == pytest.approx(theirs["head_gradient"], abs=1e-3)
+        assert float(critic_trainer(learner).critic.bias.grad) == pytest.approx(comlrl["head_gradient"], abs=1e-3)
         if case["critic"] == "shared":
             gradients = [p.grad for p in learner.weights.trainer.policy_parameters if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
-            assert norm == pytest.approx(theirs["policy_gradient_norm"], rel=2e-3)
+            assert norm == pytest.approx(comlrl["policy_gradient_norm"], rel=2e-3)
         else:
-            assert metrics["value_loss"] == pytest.approx(theirs["value_error"] / 2, abs=1e-3)
+            assert metrics["value_loss"] == pytest.approx(comlrl["value_error"] / 2, abs=1e-3)

@@ -1,4 +1,5 @@
-"""KL penalties in the loss and in the reward: worked by hand, against exact gradients, and at the reference itself."""
+"""KL penalties in the loss and in the reward: by hand, against exact gradients, and for a policy equal to its
+reference."""
 
 import asyncio
 
@@ -45,7 +46,7 @@ def siblings(*rows):
     return Episode("hand", 0, {"a": "p"}, nodes)
 
 
-def credited(algorithm, episodes, learner):
+def credit_samples(algorithm, episodes, learner):
     samples, _ = algorithm.build_samples(episodes, "p", {})
     samples, metrics = asyncio.run(algorithm.finalize_samples(samples, learner, {}))
     return [s.advantages.tolist() for s in samples], metrics, samples
@@ -66,8 +67,8 @@ LOGITS, REFERENCE = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.log_softmax(torch
 
 
 def expected_gradient(**options):
-    """The gradient of the KL penalty in the loss with respect to the logits, in expectation over the policy's own
-    tokens: every token of the vocabulary once, with its probability as its weight."""
+    """The gradient of the KL penalty in the loss with respect to the logits, in expectation over the policy: every
+    token of the vocabulary once, weighted by its probability."""
     logits = LOGITS.clone().requires_grad_()
     logp = torch.log_softmax(logits, 0)
     zeros = torch.zeros(4)
@@ -84,18 +85,18 @@ def exact_gradient():
 @pytest.mark.parametrize(
     "options", [{"kl_estimator": "k2"}, *({"kl_estimator": k, "kl_importance_weight": True} for k in ("k1", "k3"))]
 )
-def test_the_gradient_is_the_divergences(options):
+def test_gradient_equals_that_of_the_divergence(options):
     torch.testing.assert_close(expected_gradient(**options), exact_gradient())
 
 
-def test_the_gradient_of_k1_is_nothing_and_that_of_k3_another_divergences():
+def test_k1_has_no_gradient_and_k3_that_of_the_forward_kl():
     torch.testing.assert_close(expected_gradient(kl_estimator="k1"), torch.zeros(4), atol=1e-6, rtol=0)
     forward = torch.log_softmax(LOGITS, 0).exp() - REFERENCE.exp()  # of KL(reference || policy)
     torch.testing.assert_close(expected_gradient(), forward)
     assert (forward - exact_gradient()).abs().max() > 0.1
 
 
-def test_an_importance_weight_counts_a_token_by_its_ratio():
+def test_importance_weight_scales_the_kl_of_a_token():
     """Ratio e, log-ratio to the reference 1: k3 is 1/e, times e is 1."""
     one = [torch.tensor([x]) for x in (-1.0, 0.0, -2.0, -2.0, 0.0, 1.0)]
     _, metrics = clipped_policy_loss(LossInputs(*one), kl=1.0, kl_importance_weight=True)
@@ -110,23 +111,23 @@ HELD = Drifted({A: [-2.0, -0.5], B: [-1.5]})  # log-ratios 1 and -0.5; 1
 
 
 def test_a_value_contains_the_penalty_of_the_whole_answer():
-    """RLOO: values 1 - 0.4 * 0.5 and 0 - 0.4 * 1; each beside the other."""
+    """RLOO: the values are 1 - 0.4 * 0.5 and 0 - 0.4 * 1; each is the baseline of the other."""
     algorithm = GRPO(branch_at="root", group_size=2, baseline="others", scale="none", kl_coef=0.4, kl_in_reward=True)
     episode = siblings(*PLAYED)
-    found, metrics, _ = credited(algorithm, [episode], HELD)
+    found, metrics, _ = credit_samples(algorithm, [episode], HELD)
     assert found[0] == pytest.approx([1.2, 1.2]) and found[1] == pytest.approx([-1.2])
     assert metrics["reference_kl"] == pytest.approx(0.5) and metrics["groups"] == 1
     assert [node.info["kl_penalty"]["a"] for node in episode.nodes] == pytest.approx([0.2, 0.4])
     assert "kl" not in algorithm.loss_options and algorithm.needs_reference
 
 
-def test_a_token_answers_for_the_penalty_from_it_on():
-    """REINFORCE++: values 0.8 and -0.4 have mean 0.2 and deviation 0.6; the second token does not pay for the first,
-    whose penalty is 0.4."""
+def test_advantage_of_a_token_has_penalties_from_that_token_on():
+    """REINFORCE++: values 0.8 and -0.4 have mean 0.2 and deviation 0.6; the second token does not include the first
+    one's penalty of 0.4."""
     settings = {"branch_at": "root", "group_size": 1, "baseline": "batch", "kl_coef": 0.4, "kl_in_reward": True}
-    found, _, _ = credited(GRPO(**settings, scale="none"), [siblings(row) for row in PLAYED], HELD)
+    found, _, _ = credit_samples(GRPO(**settings, scale="none"), [siblings(row) for row in PLAYED], HELD)
     assert found[0] == pytest.approx([0.6, 1.0]) and found[1] == pytest.approx([-0.6])
-    found, _, _ = credited(GRPO(**settings, scale="batch"), [siblings(row) for row in PLAYED], HELD)
+    found, _, _ = credit_samples(GRPO(**settings, scale="batch"), [siblings(row) for row in PLAYED], HELD)
     assert found[0] == pytest.approx([1.0, 1.0 + 0.4 / 0.6]) and found[1] == pytest.approx([-1.0])
 
 
@@ -135,7 +136,9 @@ def test_earlier_turns_are_earlier_tokens():
     nodes = [Node(0, None, 0, {}, {"a": first}), Node(1, 0, 1, {}, {"a": then}, {"a": 2.0}, done=True)]
     settings = {"branch_at": "root", "group_size": 1, "baseline": "role", "scale": "none"}
     algorithm = GRPO(**settings, kl_coef=1.0, kl_in_reward=True)
-    found, _, _ = credited(algorithm, [Episode("e", 0, {"a": "p"}, nodes)], Drifted({(7,): [-1.5], (8,): [-1.25]}))
+    found, _, _ = credit_samples(
+        algorithm, [Episode("e", 0, {"a": "p"}, nodes)], Drifted({(7,): [-1.5], (8,): [-1.25]})
+    )
     assert found == [pytest.approx([0.95 * 1.25]), pytest.approx([0.95 * 1.25 + 0.5])]
 
 
@@ -144,7 +147,7 @@ def test_a_penalty_alone_is_not_scaled_to_the_size_of_a_reward(scale):
     """Two siblings of equal rewards, 1e-4 apart in their penalties."""
     rows = [((7,), [-1.0], 1.0), ((8,), [-1.0], 1.0)]
     algorithm = GRPO(branch_at="root", group_size=2, scale=scale, kl_coef=1.0, kl_in_reward=True)
-    found, _, _ = credited(algorithm, [siblings(*rows)], Drifted({(7,): [-1.0], (8,): [-1.0001]}))
+    found, _, _ = credit_samples(algorithm, [siblings(*rows)], Drifted({(7,): [-1.0], (8,): [-1.0001]}))
     assert np.abs(found).max() == pytest.approx(5e-5, rel=1e-2)
 
 
@@ -157,15 +160,15 @@ def test_a_penalty_alone_is_not_scaled_to_the_size_of_a_reward(scale):
         ({"kl_in_reward": True, "kl_importance_weight": True}, "leave kl_importance_weight out"),
     ],
 )
-def test_estimators_that_do_not_fit_say_so(settings, message):
+def test_contradicting_kl_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         GRPO(kl_coef=0.1, **settings)
 
 
-# ---- at the reference
+# ---- a policy equal to its reference
 
 
-def at_the_reference(algorithm, rewards, batch_size=None):
+def update_at_reference(algorithm, rewards, batch_size=None):
     """A learner on its reference, and the metrics of its update by answers of 6 tokens with these rewards."""
     engine = tiny_lm(0, initializer_range=0.2)
     config = LoraPolicyConfig(batch_size=batch_size, lr=1e-2)
@@ -195,34 +198,34 @@ def at_the_reference(algorithm, rewards, batch_size=None):
     ],
     ids=str,
 )
-def test_without_advantages_no_step_is_made_from_the_reference(settings):
-    learner, metrics = at_the_reference(GRPO(branch_at="root", group_size=4, kl_coef=0.1, **settings), [1.0] * 4)
+def test_no_step_at_the_reference_without_advantages(settings):
+    learner, metrics = update_at_reference(GRPO(branch_at="root", group_size=4, kl_coef=0.1, **settings), [1.0] * 4)
     assert metrics["updates"] == 0 and learner.version == 0 and learner.is_at_reference
 
 
-def test_ppo_makes_nothing_of_rounding_either():
-    """Without rewards, and with a critic that begins at 0, every advantage is exactly 0."""
-    _, metrics = at_the_reference(PPO(kl_coef=0.1), [0.0] * 4)
+def test_ppo_at_the_reference_has_no_gradient():
+    """Without rewards and with a new critic (values 0), every advantage is exactly 0."""
+    _, metrics = update_at_reference(PPO(kl_coef=0.1), [0.0] * 4)
     assert metrics["kl_sequence"] == 0 and metrics["grad_norm"] == 0
 
 
-def test_from_the_first_step_away_the_penalty_pulls_back():
-    """Of two batches the first has no advantages: it is left out, the second makes a step, and then flat rewards make
-    one by the penalty alone."""
+def test_penalty_alone_makes_a_step_once_the_policy_has_moved():
+    """Of two batches the first has no advantages and is skipped; the second makes a step. Then rewards without
+    differences make a step by the penalty alone."""
     algorithm = GRPO(branch_at="root", group_size=4, kl_coef=0.1)
-    learner, metrics = at_the_reference(algorithm, [0.5, 0.0, 0.5, 1.0], batch_size=2)
+    learner, metrics = update_at_reference(algorithm, [0.5, 0.0, 0.5, 1.0], batch_size=2)
     assert metrics["updates"] == 1 and learner.version == 1 and not learner.is_at_reference
     node = Node(0, None, 0, {}, {"a": answer([7, 8], [-1.0, -1.0])}, {"a": 1.0}, done=True)
     flat = [Episode("hand", 0, {"a": "p"}, [node])]
     assert asyncio.run(update_learner(algorithm, learner, flat, 0.0))["updates"] == 1
 
 
-def test_a_checkpoint_remembers_what_the_reference_is(tmp_path):
+def test_checkpoint_keeps_the_reference(tmp_path):
     algorithm = GRPO(branch_at="root", group_size=4, kl_coef=0.1)
-    learner, _ = at_the_reference(algorithm, [0.0, 0.0, 0.0, 1.0])
+    learner, _ = update_at_reference(algorithm, [0.0, 0.0, 0.0, 1.0])
     learner.start_stage()
     assert learner.version == 1 and learner.is_at_reference
     learner.save(tmp_path)
-    again, _ = at_the_reference(algorithm, [0.0] * 4)
+    again, _ = update_at_reference(algorithm, [0.0] * 4)
     again.load(tmp_path)
     assert again.version == 1 and again.is_at_reference

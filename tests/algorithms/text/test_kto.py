@@ -1,4 +1,4 @@
-"""Which answers are desirable, worked by hand; the reference point; and that a team learns from labels alone."""
+"""Labels of answers by hand, the reference point, and a team that learns from labels alone."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from palestra.types import Answer, Episode, Node
 
 
 def turn(values, said, prompt=(1, 2)):
-    """Siblings of seat "a" that earned `values` and said the tokens `said`."""
+    """Siblings of seat "a" with these values and the tokens `said`."""
     episode = Episode("hand", 0, {"a": "p"})
     for i, (value, ids) in enumerate(zip(values, said, strict=True)):
         spoken = Answer("x", "p@0", np.array(prompt), np.array(ids), np.zeros(len(ids), np.float32))
@@ -49,7 +49,7 @@ def built(episode, **settings):
 
 
 def test_answers_are_desirable_by_their_siblings_mean():
-    """Of 0, 3, 1.5, 1.5 the mean is 1.5: two are neither."""
+    """The mean of 0, 3, 1.5 and 1.5 is 1.5: the two equal to it have no label."""
     episode = turn([0.0, 3.0, 1.5, 1.5], [[5], [6, 7], [8], [9]])
     samples, metrics = built(episode, desirable_weight=2.0)
     assert samples == [([5], [-1.0]), ([6, 7], [2.0, 2.0])] and [n.advantages["a"] for n in episode.nodes] == [
@@ -69,7 +69,7 @@ def test_a_threshold_needs_no_siblings():
 
 
 def test_a_side_is_a_whole_trajectory_and_counts_once():
-    """Two turns of 1 and 2 tokens; the seat's return is that of both."""
+    """Two turns of 1 and 2 tokens; the seat's return is that of both turns."""
     episode = turn([0.0, 1.0], [[5], [6, 7]])
     first, then = episode.nodes
     then.parent, first.done = 0, False
@@ -79,7 +79,7 @@ def test_a_side_is_a_whole_trajectory_and_counts_once():
 
 
 def recorded(folder, *rows):
-    """The episodes of rows of a table, whose answers have two tokens each."""
+    """An episode for each row of a table, whose answers have two tokens each."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (file,) = read_data([DataConfig(path=str(folder / "rows.jsonl"))], "writer")
     for node in (node for episode in file.episodes for node in episode.nodes):
@@ -123,9 +123,9 @@ def test_a_played_episode_of_one_branch_is_labelled_by_its_return(at, team, sign
     assert [s.advantages.tolist() for s in algorithm.build_samples([episode], "q")[0]] == [[sign]]
 
 
-def test_answers_that_play_did_not_continue_from_are_compared_by_their_step():
-    """The second of two answers was continued, and earned 9 later, which the first had no chance to. Of two that were
-    both continued the later rewards count: the mean of 4 and 0, and 1."""
+def test_answers_not_continued_are_compared_by_step_reward():
+    """Of two answers only the second was continued, and earned 9 later, which must not count. If both were continued,
+    later rewards count: the mean of 4 and 0, and 1."""
     episode = turn([1.0, 0.0, 9.0], [[5], [6], [7]])
     first, second, later = episode.nodes
     first.done = second.done = False
@@ -139,8 +139,9 @@ def test_answers_that_play_did_not_continue_from_are_compared_by_their_step():
     assert [node.advantages["a"] for node in episode.nodes] == [1, -1, 1, -1, 1]
 
 
-class Moved:
-    """A learner that finds every token `gap` likelier than its reference does, which finds it 0.1 times its id."""
+class DriftedLearner:
+    """A learner for which every token is `gap` likelier than under its reference, whose log-probability is 0.1 times
+    the id."""
 
     is_at_reference = False
 
@@ -153,22 +154,22 @@ class Moved:
 
 
 def test_the_reference_point_is_that_of_answers_to_other_prompts():
-    """Two answers to a prompt, of 2 and 1 tokens, and three to another, of 1, 3 and 1, 0.2 nats a token. Each prompt
-    is read with answers to the other: of 1 and 3, and of 2, 1 and 2 tokens, 9 in all. z_0 is 9 / 5 * 0.2 = 0.36, which
-    the tokens of a side share."""
+    """Two answers to a prompt, of 2 and 1 tokens, and three to another, of 1, 3 and 1, each with 0.2 nats a token. Each
+    prompt is scored with the answers to the other: of 1 and 3, and of 2, 1 and 2 tokens, 9 in all. z_0 is 9 / 5 * 0.2 =
+    0.36, which the tokens of a side share."""
     episodes = [
         turn([0.0, 1.0], [[5, 6], [7]]),
         turn([0.0, 1.0, 1.0], [[8], [9, 10, 11], [12]], prompt=[3]),
     ]
     samples, _ = KTO().build_samples(episodes, "p")
-    learner = Moved(0.2)
+    learner = DriftedLearner(0.2)
     found, metrics = asyncio.run(KTO().finalize_samples(samples, learner, {}))
     assert metrics["reference_point"] == pytest.approx(0.36)
     first, second = [([1, 2], [8]), ([1, 2], [9, 10, 11])], [([3], [5, 6]), ([3], [7]), ([3], [5, 6])]
     assert learner.asked[0] == learner.asked[1] == first + second
     assert found[0].reference_logprobs == pytest.approx([-0.5 + 0.18, -0.6 + 0.18])
     assert found[1].reference_logprobs == pytest.approx([-0.7 + 0.36])
-    assert asyncio.run(KTO().finalize_samples(samples, Moved(-0.2), {}))[1]["reference_point"] == 0
+    assert asyncio.run(KTO().finalize_samples(samples, DriftedLearner(-0.2), {}))[1]["reference_point"] == 0
     learner.is_at_reference = True
     assert asyncio.run(KTO().finalize_samples(samples, learner, {}))[1]["reference_point"] == 0
     assert asyncio.run(KTO().finalize_samples([], learner, {})) == ([], {})
@@ -176,7 +177,7 @@ def test_the_reference_point_is_that_of_answers_to_other_prompts():
 
 def test_the_reference_point_of_one_prompt_is_0():
     samples, _ = KTO().build_samples([turn([0.0, 1.0], [[5, 6], [7]])], "p")
-    learner = Moved(0.2)
+    learner = DriftedLearner(0.2)
     found, metrics = asyncio.run(KTO().finalize_samples(samples, learner, {}))
     assert metrics["reference_point"] == 0 and found[1].reference_logprobs == pytest.approx([-0.7])
     assert learner.asked == [[([1, 2], [5, 6]), ([1, 2], [7])]]  # the reference, of the answers themselves
@@ -190,7 +191,7 @@ def test_an_answer_to_another_prompt_replays_no_experts():
         answer.routed_experts = np.zeros((len(answer.token_ids) + 1, 1, 2), np.int16)
     samples, _ = KTO().build_samples(episodes, "p")
 
-    class Replaying(Moved):
+    class Replaying(DriftedLearner):
         async def logprobs(self, samples, *, reference=False):
             self.replayed.append([s.routed_experts is not None for s in samples])
             return await super().logprobs(samples, reference=reference)
@@ -206,7 +207,7 @@ def test_the_loss_is_called_with_what_was_set():
 
 
 def test_labels_are_rewards(tmp_path):
-    """TRL's columns of unpaired preferences."""
+    """The data have TRL's columns of unpaired preferences."""
     rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (file,) = read_data([DataConfig(path=str(tmp_path / "rows.jsonl"))], "writer")
@@ -224,7 +225,7 @@ def test_labels_are_rewards(tmp_path):
     ids=["kto", "simpo", "orpo"],
 )
 def test_a_team_learns_from_labels_and_without_a_reference(base, tmp_path, algorithm):
-    """Held out; one in four by chance."""
+    """On held-out instances; chance is 1/4."""
     path = run_of(base, tmp_path, algorithm)
     before, after = [line["success"] for line in read_lines(path / "evals.jsonl")]
     assert before < 0.4 and after > 0.7

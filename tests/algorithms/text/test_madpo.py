@@ -1,4 +1,4 @@
-"""MADPO: the margin of joint answers by hand, and beside CoMLRL's own loss of the same joint answers.
+"""MADPO: the margin of joint answers by hand, and losses equal to CoMLRL's for the same joint answers.
 
 comlrl_madpo_1.4.3.json has its numbers; comlrl_madpo.py writes them, in a virtual environment with the package.
 """
@@ -73,13 +73,14 @@ def test_losses_are_those_of_comlrl():
 
 
 @pytest.mark.parametrize("settings", [{"branch_at": "root"}, {"reference_free": False}, {"loss_type": "ipo"}])
-def test_a_joint_margin_that_cannot_be_is_refused(settings):
+def test_impossible_joint_margin_is_refused(settings):
     with pytest.raises(ValueError, match="set branch_at: turn, reference_free: true and loss_type"):
         DPO(**{"margin": "joint", "reference_free": True} | settings)
 
 
 def test_a_team_learns_from_joint_pairs(base, tmp_path):
-    """Both seats answer the same noise at once, and earn 1 together if they begin alike."""
+    """Both seats answer the same noise at the same time, and earn 1 together if their answers begin with the same
+    token."""
     speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}
     tree = {
         "steps": 12,

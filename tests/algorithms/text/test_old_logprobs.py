@@ -1,4 +1,4 @@
-"""Ratios are relative to the trainer's own log-probabilities, so that a sampler's rounding is never clipped."""
+"""Ratios are relative to the trainer's own log-probabilities, so the sampler's rounding is never clipped."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ GSPO = {
 
 
 def played(engine: Engine, groups: int = 4) -> list[Episode]:
-    """Answers of 12 tokens, four to each prompt, sampled by the base; rewards are arbitrary."""
+    """Episodes with answers of 12 tokens, four to each prompt, sampled by the base; rewards are arbitrary."""
     rng = np.random.default_rng(0)
     sampling = SamplingConfig(max_tokens=12, stop_at_eos=False)
     requests = [Request(rng.integers(5, 250, 9).astype(np.int32), 4, sampling, seed=i) for i in range(groups)]
@@ -43,7 +43,7 @@ def played(engine: Engine, groups: int = 4) -> list[Episode]:
 
 
 def updated(dtype: torch.dtype, batch_size: int | None = None, **settings) -> dict[str, float]:
-    """The metrics of one update by GSPO on what was just sampled."""
+    """The metrics of one update by GSPO on answers that were just sampled."""
     engine = tiny_lm(0, initializer_range=0.2)
     engine.model.to(dtype)
     engine = Engine(engine.model, engine.tokenizer, "tiny-random")
@@ -55,7 +55,7 @@ def updated(dtype: torch.dtype, batch_size: int | None = None, **settings) -> di
 @pytest.mark.parametrize("batch_size", [None, 8])
 def test_gspo_clips_nothing_in_the_first_update_in_bf16(batch_size):
     """Also before the second optimizer step (with a learning rate of 0), from log-probabilities of a pass of its own.
-    The sampler's are off by more than the bounds, and that is logged apart."""
+    The sampler's differ by more than the bounds, which is a metric of its own."""
     metrics = updated(torch.bfloat16, batch_size)
     assert metrics["clip_fraction"] == 0 and metrics["kl"] == 0 and metrics["updates"] == (2 if batch_size else 1)
     assert 1e-4 < abs(metrics["sampler_kl"]) < 1e-1 and metrics["importance_cap_fraction"] == 0

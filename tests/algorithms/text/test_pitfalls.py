@@ -1,4 +1,4 @@
-"""Mistakes that others have made in training language agents with rewards and written down: one test each."""
+"""Published mistakes in training language agents with rewards: one test each."""
 
 import asyncio
 from itertools import count
@@ -27,7 +27,7 @@ def answer(policy="p@0", length=2):
 
 
 def lines(*plays):
-    """An episode of lines side by side: each a list of (seat, rewards of that step), all played by one policy."""
+    """An episode of parallel trajectories: each is a list of (seat, rewards of that step), all played by one policy."""
     seats = {seat: "p" for play in plays for seat, _ in play}
     episode = Episode("hand", 0, seats)
     for play in plays:
@@ -40,8 +40,8 @@ def lines(*plays):
     return episode
 
 
-def lessons(samples):
-    """What each sample moves: its advantage times its tokens' part of the batch's mean."""
+def contributions(samples):
+    """Each sample's contribution to the update: its advantage times its tokens' share of the batch's mean."""
     (pack,) = micro_batches(samples, 10**6, token_weight(samples))
     return [float(s.advantages.sum() * share) for s, share in zip(pack.samples, pack.token_weights, strict=True)]
 
@@ -51,15 +51,16 @@ def lessons(samples):
 
 @pytest.mark.parametrize("weigh", ["token", "sequence"])
 def test_turns_have_equal_weight_in_long_and_short_trajectories(weigh):
-    """Lessons divided by the number of a line's turns make long lines cheap, and agents lazy (Dr. MAMR, 2025)."""
+    """Dividing the loss by the number of turns gives long trajectories little weight, and makes agents lazy (Dr. MAMR,
+    2025)."""
     episode = lines([("a", {}), ("a", {}), ("a", {"a": 1.0})], [("a", {"a": 0.0})])
     samples, _ = GRPO(branch_at="root", group_size=2, loss_aggregation=weigh).build_samples([episode], "p")
-    assert lessons(samples) == pytest.approx([0.25, 0.25, 0.25, -0.25])
+    assert contributions(samples) == pytest.approx([0.25, 0.25, 0.25, -0.25])
 
 
 def test_groups_do_not_compare_turns_by_index():
-    """Which lines have a third turn is the policy's own doing: to compare third turns among themselves is biased. Here
-    the long lines won and lost; the second turn of the winner is worth what its line is, though it is alone."""
+    """The policy itself decides which trajectories have a third turn, so a comparison of third turns is biased. Here
+    one long trajectory won and one lost; the winner's second turn has the advantage of its trajectory."""
     episode = lines([("a", {}), ("a", {"a": 1.0})], [("a", {"a": 0.0})], [("a", {"a": 0.0})])
     (group,) = GRPO(branch_at="root", group_size=3).groups(episode)
     assert group.values == [1.0, 0.0, 0.0] and [len(nodes) for nodes in group.nodes] == [2, 1, 1]
@@ -68,38 +69,39 @@ def test_groups_do_not_compare_turns_by_index():
 
 
 def test_aggregation_weights_trajectories_or_turns_equally():
-    """Of trajectories of 9 turns and of 1, won and lost: with `sequence` a turn is a sequence, and the long trajectory
+    """A trajectory of 9 turns won and one of 1 turn lost. With `sequence` a turn is a sequence, so the long trajectory
     has nine tenths of the mean; with `trajectory` each has half."""
     episode = lines([("a", {})] * 8 + [("a", {"a": 1.0})], [("a", {"a": 0.0})])
     parts = {}
     for unit in ("sequence", "trajectory"):
         samples, _ = GRPO(branch_at="root", group_size=2, loss_aggregation=unit).build_samples([episode], "p")
-        *long, short = lessons(samples)
+        *long, short = contributions(samples)
         parts[unit] = sum(long), short
     assert parts == {"sequence": pytest.approx((0.9, -0.1)), "trajectory": pytest.approx((0.5, -0.5))}
 
 
 def test_zero_advantage_answers_count_in_the_token_mean():
-    """Values 0, 1/2, 1/2, 1/2, 1 in answers of 2 tokens: the two outer answers have a gradient, of a fifth of the mean
-    each, not of a half."""
+    """Values 0, 1/2, 1/2, 1/2, 1 in answers of 2 tokens: the answers of 0 and 1 have a gradient, of weight 1/5 each and
+    not 1/2."""
     episode = lines(*([("a", {"a": value})] for value in (0.0, 0.5, 0.5, 0.5, 1.0)))
     algorithm = GRPO(branch_at="root", group_size=5, scale="none")
     samples, _ = algorithm.build_samples([episode], "p")
     assert [s.has_gradient for s in samples] == [True, False, False, False, True]
-    assert lessons(samples) == pytest.approx([-0.1, 0, 0, 0, 0.1])
+    assert contributions(samples) == pytest.approx([-0.1, 0, 0, 0, 0.1])
     assert token_weight(samples) == 0.1 and trained_share(samples) == pytest.approx(0.4)
-    for held in ({"kl_coef": 0.1}, {"entropy_coef": 0.1}):  # the penalty and the bonus are of all five
+    for held in ({"kl_coef": 0.1}, {"entropy_coef": 0.1}):  # the penalty and the bonus are averaged over all five
         samples, _ = algorithm.model_copy(update=held).build_samples([episode], "p")
-        assert all(s.has_gradient for s in samples) and lessons(samples) == pytest.approx([-0.1, 0, 0, 0, 0.1])
+        assert all(s.has_gradient for s in samples) and contributions(samples) == pytest.approx([-0.1, 0, 0, 0, 0.1])
 
 
 @pytest.mark.parametrize(("flat_groups", "share"), [("count", 0.5), ("skip", 1.0), ("refill", 1.0)])
 def test_flat_groups_are_counted_or_skipped(flat_groups, share):
-    """A group with a difference and one without: with `count` the first has half of the mean, else all of it."""
+    """One group with different values and one with equal values: with `count` the first has half of the mean, otherwise
+    all of it."""
     flat, differing = (lines([("a", {"a": 1.0})], [("a", {"a": value})]) for value in (1.0, 0.0))
     algorithm = GRPO(branch_at="root", group_size=2, flat_groups=flat_groups)
     samples, metrics = algorithm.build_samples([flat, differing], "p")
-    assert sum(map(abs, lessons(samples))) == pytest.approx(share) and metrics["zero_std_fraction"] == 0.5
+    assert sum(map(abs, contributions(samples))) == pytest.approx(share) and metrics["zero_std_fraction"] == 0.5
     assert (algorithm.has_signal(flat), algorithm.has_signal(differing)) == (False, True)
 
 
@@ -107,13 +109,14 @@ def test_flat_groups_are_counted_or_skipped(flat_groups, share):
 
 
 def duel(wins):
-    """A line of a zero-sum game in which seat a `wins` or b does."""
+    """One branch of a zero-sum game in which either seat a `wins` or b does."""
     sign = 1.0 if wins else -1.0
     return lines([("a", {}), ("b", {"a": sign, "b": -sign})])
 
 
 def test_groups_never_mix_seats_of_a_zero_sum_game():
-    """Their mean is 0 whatever happens: the winning seat would be praised for being the seat that wins."""
+    """The mean over both seats is always 0: with a shared baseline the winning seat would get a positive advantage for
+    its role."""
     play = [("a", {}), ("b", {"a": 1.0, "b": -1.0})]
     groups = list(GRPO(branch_at="root", group_size=2).groups(lines(play, play)))
     assert [(group.seat, group.values) for group in groups] == [("a", [1, 1]), ("b", [-1, -1])]
@@ -122,7 +125,8 @@ def test_groups_never_mix_seats_of_a_zero_sum_game():
 
 
 def test_opposite_roles_have_separate_baselines():
-    """Role-conditioned advantages: what always happens comes to teach neither seat, and a surprise teaches both."""
+    """Role-conditioned advantages: a return that is always the same gives neither seat an advantage, an unusual one
+    both."""
     algorithm, memory = GRPO(branch_at="root", group_size=1, baseline="role", scale="none"), {}
     for _ in range(20):
         algorithm.build_samples([duel(wins=True) for _ in range(10)], "p", memory)
@@ -138,7 +142,8 @@ def test_opposite_roles_have_separate_baselines():
 
 
 def test_reward_scales_of_seats_are_normalised_separately():
-    """Deviations are of a seat's own group (Dr. MAS, 2026): rewards of hundreds teach as much as rewards of one."""
+    """Deviations are of a seat's own group (Dr. MAS, 2026): rewards of hundreds have the same effect as rewards of
+    one."""
     episode = lines(
         [("a", {"a": 0.0}), ("b", {"b": 300.0})],
         [("a", {"a": 1.0}), ("b", {"b": 100.0})],
@@ -152,7 +157,7 @@ def test_reward_scales_of_seats_are_normalised_separately():
 
 
 class Merging:
-    """Characters, and "ab" as one token: whoever says "a", then "b", says other tokens than those of the text."""
+    """Characters, with "ab" as one token: the sampled tokens "a", "b" differ from the encoding of their text."""
 
     added_tokens_decoder: dict = {}
     chat_template = None
@@ -165,16 +170,16 @@ class Merging:
         return ["".join("ab" if i == 1 else chr(i) for i in row) for row in rows]
 
 
-class Fixed:
-    """A sampler that says "a" and "b" as two tokens, and the number of the sibling."""
+class FixedSampler:
+    """A sampler that returns "a" and "b" as two tokens, then the number of the sibling."""
 
     async def sample(self, request):
         ids = [np.array([97, 98, 48 + i], np.int32) for i in range(request.n)]
         return [Completion(row, np.full(3, -0.5, np.float32), "stop") for row in ids]
 
 
-class Talk(Env):
-    """Two turns of one seat, which is paid for the number it says."""
+class TwoTurns(Env):
+    """Two turns of one seat, which is paid the number in its answer."""
 
     name = "talk"
     seats = ("a",)
@@ -190,13 +195,13 @@ class Talk(Env):
 
 @pytest.mark.parametrize("at", ["root", "turn"])
 def test_next_turn_reuses_the_sampled_tokens(at):
-    """The second turn's prompt begins with the first turn's very tokens, where encoding its text would give others."""
+    """The second turn's prompt begins with the first turn's tokens; encoding its text would give other tokens."""
     tokenizer = Merging()
     assert tokenizer.encode(tokenizer.batch_decode([[97, 98]])[0]) == [1]
     algorithm = GRPO(branch_at=at, group_size=2, scale="none")
-    speaker = LanguagePolicy("p@0", Fixed(), ChatEncoder(tokenizer), SamplingConfig(), history="conversation")
+    speaker = LanguagePolicy("p@0", FixedSampler(), ChatEncoder(tokenizer), SamplingConfig(), history="conversation")
     (episode,) = asyncio.run(
-        EpisodeRunner(Talk, "talk").play_all([EpisodeSpec(0, {"a": speaker}, 0)], algorithm.branching)
+        EpisodeRunner(TwoTurns, "talk").play_all([EpisodeSpec(0, {"a": speaker}, 0)], algorithm.branching)
     )
     assert episode.error is None
     samples, _ = algorithm.build_samples([episode], "p")
@@ -206,18 +211,18 @@ def test_next_turn_reuses_the_sampled_tokens(at):
     for sample in later:
         line = next(ids for ids in first if tuple(sample.prompt_ids[3:6]) == ids)
         assert sample.prompt_ids[:6].tolist() == [*first[line], *line]
-        assert 1 in sample.prompt_ids[6:]  # the env's own quotation of "ab" is new text
+        assert 1 in sample.prompt_ids[6:]  # the env's own quotation of "ab" is new text, and is encoded
     for node in episode.nodes:
         said = node.answers["a"]
         taught = [s for s in samples if s.token_ids is said.token_ids]
         assert all(s.logprobs is said.logprobs and s.prompt_ids is said.prompt_ids for s in taught)
 
 
-# ---- weights that have moved on
+# ---- stale samples
 
 
-class Now:
-    """A learner that thinks of every token what `logprobs` has for it, by sample."""
+class CurrentLearner:
+    """A learner whose current log-probabilities are `logprobs`, one list per sample."""
 
     name, version, is_at_reference = "p", 3, False
 
@@ -248,7 +253,7 @@ def mismatched(old, sampler, advantages, sequences=None):
 
 
 def test_truncated_importance_sampling_by_hand():
-    """Ratios 2, 1/2 and 4, of at most 3: advantages 1, 1 and -2 become 2, 1/2 and -6."""
+    """Ratios 2, 1/2 and 4 with a cap of 3: advantages 1, 1 and -2 become 2, 1/2 and -6."""
     tokens = mismatched([0.5, 0.25, 0.5], [0.25, 0.5, 0.125], [1, 1, -2])
     moved, figures = correct_mismatch(tokens, importance_cap=3.0)
     assert moved.advantage_M.tolist() == pytest.approx([2, 0.5, -6]) and tokens.advantage_M.tolist() == [1, 1, -2]
@@ -282,7 +287,7 @@ def test_mismatch_is_only_measured_without_a_cap():
 
 def test_kl_penalty_requests_reference_logprobs_only():
     samples = [sample([-0.5], [1.0]), sample([-0.5, -0.5], [1.0, 1.0])]
-    learner = Now([[-7.0], [-7.0, -7.0]], reference=[[-1.0], [-2.0, -3.0]])
+    learner = CurrentLearner([[-7.0], [-7.0, -7.0]], reference=[[-1.0], [-2.0, -3.0]])
     held = asyncio.run(add_reference_logprobs(samples, learner))
     assert [s.reference_logprobs.tolist() for s in held] == [[-1], [-2, -3]]
     assert [s.logprobs.tolist() for s in held] == [[-0.5], [-0.5, -0.5]] and samples[0].reference_logprobs is None
@@ -293,13 +298,13 @@ def test_kl_penalty_requests_reference_logprobs_only():
     assert held is samples and held[0].old_logprobs is None
 
 
-LOGITS = [0.4, -0.3, 1.1, 0.0]  # of the policy in training, over four answers of a token each
-SAMPLER = [0.4, 0.4, 0.05, 0.15]  # how likely each was when it was drawn
+LOGITS = [0.4, -0.3, 1.1, 0.0]  # log-probabilities under the policy in training, of four answers of a token each
+SAMPLER = [0.4, 0.4, 0.05, 0.15]  # log-probabilities under the sampler
 WORTH = [1.0, -0.5, 2.0, -1.0]
 
 
 def expected_gradient(algorithm):
-    """The gradient of an update, expected over everything that the sampler may have said: each answer in its share."""
+    """The gradient of an update, in expectation over the sampler: each answer is weighted by its probability there."""
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     logp = torch.log_softmax(logits, 0)
     now = [[value] for value in logp.detach().tolist()]
@@ -307,7 +312,7 @@ def expected_gradient(algorithm):
         Sample(np.array([1]), np.array([i]), np.log(np.array([SAMPLER[i]])), np.array([WORTH[i]]), weight=SAMPLER[i])
         for i in range(4)
     ]
-    drawn, _ = asyncio.run(algorithm.finalize_samples(drawn, Now(now), {}))
+    drawn, _ = asyncio.run(algorithm.finalize_samples(drawn, CurrentLearner(now), {}))
     (pack,) = micro_batches(drawn, 10**6)
     tokens = build_loss_inputs(pack, logp, -logp)
     loss, _ = algorithm.loss(tokens, **algorithm.loss_options)
@@ -316,7 +321,7 @@ def expected_gradient(algorithm):
 
 
 def on_policy_gradient():
-    """Of the expected worth itself."""
+    """The gradient of the expected return itself."""
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     (torch.softmax(logits, 0) * torch.tensor(WORTH, dtype=torch.float64)).sum().backward()
     return logits.grad.numpy()
@@ -324,14 +329,14 @@ def on_policy_gradient():
 
 @pytest.mark.parametrize("surrogate", ["clipped", "cispo"])
 def test_corrected_stale_samples_give_the_on_policy_gradient(surrogate):
-    """Exactly, where nothing is truncated: a sum over all answers, no estimate."""
+    """Exact if nothing is truncated: a sum over all answers, not an estimate."""
     found = expected_gradient(GRPO(importance_cap=1e9, surrogate=surrogate))
     np.testing.assert_allclose(found, on_policy_gradient(), atol=1e-6)
 
 
 def test_uncorrected_stale_samples_bias_the_gradient():
-    """To pretend that they are fresh leaves out the ratio, and a clip that counts staleness as an update's own step
-    silences what the policy has come to say more often: both turn the gradient away from the best answer."""
+    """Treating stale samples as on-policy leaves out the ratio. A clip relative to the sampler stops the gradient of
+    answers that have become likelier. Both turn the gradient away from the best answer."""
     right = on_policy_gradient()
     uncorrected, clipped = GRPO(importance_cap=None), GRPO(old_logprobs="sampler")
     for wrong in (expected_gradient(uncorrected), expected_gradient(clipped)):
@@ -339,7 +344,7 @@ def test_uncorrected_stale_samples_bias_the_gradient():
 
 
 def test_truncated_correction_bias_shrinks_with_the_cap():
-    """Ratios of at most 3 bias the answer whose ratio is 10, and bound what a single token can do."""
+    """A cap of 3 biases the answer whose ratio is 10, and bounds the effect of a single token."""
     distance = [
         np.abs(expected_gradient(GRPO(importance_cap=most)) - on_policy_gradient()).max()
         for most in (1.0, 3.0, 6.0, 20.0)
@@ -348,7 +353,7 @@ def test_truncated_correction_bias_shrinks_with_the_cap():
 
 
 def test_importance_sampling_loss_needs_no_correction():
-    """Importance sampling without a clip is unbiased by itself, and unbounded."""
+    """Importance sampling without a clip is unbiased without a correction, and unbounded."""
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     share, worth = (torch.tensor(row, dtype=torch.float64) for row in (SAMPLER, WORTH))
     logp = torch.log_softmax(logits, 0)

@@ -1,4 +1,5 @@
-"""A reward model: its loss by hand, what it reads, and pairs to a reward model to a policy that its rewards improve."""
+"""A reward model: its loss by hand, its inputs, and a policy that learns from the rewards of a model trained on
+pairs."""
 
 import asyncio
 
@@ -33,7 +34,7 @@ def turn(values, ids):
 
 
 def test_loss_by_hand():
-    """Rewards 2 and 1, and 0 and 1: margins 1 and -1. The sums are 3 and 1, of which the squares are 10."""
+    """Rewards 2 and 1, and 0 and 1: margins 1 and -1. The sums 3 and 1 have squares that add up to 10."""
     value = torch.tensor([2.0, 1.0, 0.0, 1.0])
     tokens = LossInputs(
         value,
@@ -93,7 +94,7 @@ def test_learned_rewards_replace_or_join_those_of_the_env(env_weight, rewards):
     assert terms == [{"env": env_weight, "reward_model": 2.0}, {"env": 3 * env_weight, "reward_model": 4.0}]
 
 
-# ---- pairs, a reward model, a policy
+# ---- from pairs to a reward model to a policy
 
 
 def config(base, **tree):
@@ -129,7 +130,7 @@ def judge(base, pairs, tmp_path_factory):
 
 
 def test_reward_model_prefers_the_better_of_held_out_answers(judge, pairs):
-    """Pairs of another run: other prompts, and one answer of each is right."""
+    """The pairs are of another run: other prompts, and one answer of each pair is right."""
     setup = build(validate(TextConfig, load(judge / "config.yaml")))
     with Run.open(judge) as run:
         restore_checkpoint(setup, run)
@@ -142,7 +143,7 @@ def test_reward_model_prefers_the_better_of_held_out_answers(judge, pairs):
 
 
 def test_policy_learns_the_task_from_the_reward_model_alone(base, judge, tmp_path):
-    """The env's own reward has no weight in training, and measures what was learned: one in two by chance."""
+    """The env's own reward has weight 0 in training, and measures success; chance is 1/2."""
     tree = {
         "algorithm": {"type": "grpo", "group_size": 8, "branch_at": "root"},
         "reward_model": {"path": str(judge)},

@@ -1,4 +1,4 @@
-"""SFT: imitation and world-model targets on token arrays by hand, and a learned world model."""
+"""SFT: imitation and next-observation targets on token arrays by hand, and a learned world model."""
 
 import asyncio
 
@@ -25,7 +25,8 @@ def answer(prompt, said, policy="p@0"):
 
 
 def episode(*turns, parents=None, ends=None, rewards=None):
-    """A tree from turns {seat: answer}, in order; `parents` default to one line, `ends` says which leaf succeeded."""
+    """A tree from turns {seat: answer}, in order; `parents` default to one trajectory, `ends` says which leaf
+    succeeded."""
     parents = parents or [None, *range(len(turns) - 1)]
     ends = {len(turns) - 1: True} if ends is None else ends
     grown = Episode("hand", 0, {"a": "p", "b": "p"})
@@ -40,20 +41,20 @@ def lists(samples):
     return [(s.prompt_ids.tolist(), s.token_ids.tolist(), s.weight) for s in samples]
 
 
-# ---- what is new in the next prompt
+# ---- new tokens of the next prompt
 
 
 @pytest.mark.parametrize(
     ("prompt", "said", "later", "new"),
     [
-        ([1, 2], [5, 9], [1, 2, 5, 9, 3, 4], [3, 4]),  # a conversation: all that follows the answer
-        ([1, 2, 7], [5], [1, 2, 8, 4], [8, 4]),  # each prompt alone: from the first difference, not one after it
+        ([1, 2], [5, 9], [1, 2, 5, 9, 3, 4], [3, 4]),  # a conversation: everything after the answer
+        ([1, 2, 7], [5], [1, 2, 8, 4], [8, 4]),  # separate prompts: from the first difference, not one token after it
         ([1, 2, 7], [5], [1, 2, 8], [8]),
-        ([1, 2, 7], [5], [3, 2, 7], [3, 2, 7]),  # nothing shared
-        ([1, 2], [5, 9], [1, 2, 5, 8], [5, 8]),  # begins with the prompt, and not with the whole answer
+        ([1, 2, 7], [5], [3, 2, 7], [3, 2, 7]),  # nothing in common
+        ([1, 2], [5, 9], [1, 2, 5, 8], [5, 8]),  # begins with the prompt, but not with the whole answer
         ([1, 2], [5, 9], [1, 2, 5], [5]),
         ([1, 2, 7], [5], [1, 2], []),
-        ([1, 2, 7], [5], [1, 2, 7], []),  # the same again
+        ([1, 2, 7], [5], [1, 2, 7], []),  # the same prompt again
         ([1, 2], [5, 9], [1, 2, 5, 9], []),
     ],
 )
@@ -62,7 +63,7 @@ def test_new_tokens_of_the_next_prompt(prompt, said, later, new):
 
 
 def test_world_model_targets_are_the_seats_next_observation():
-    """b's turn stands between a's; the last turn of each has nothing after it."""
+    """b's turn lies between a's; the last turn of each has no next observation."""
     play = episode(
         {"a": answer([1, 2, 7], [5, 9])},
         {"b": answer([6, 6], [8])},
@@ -108,7 +109,7 @@ def test_only_own_answers_are_targets():
 
 
 def two_lines(**more):
-    """A shared first turn; the first line fails, the second succeeds."""
+    """Two trajectories with a shared first turn; the first fails, the second succeeds."""
     turns = [{"a": answer([1], [5])}, {"a": answer([2, 2], [6])}, {"a": answer([2, 2], [7])}]
     return episode(*turns, parents=[None, 0, 0], ends={1: False, 2: True}, **more)
 
@@ -117,10 +118,10 @@ def test_successful_trajectories_are_targets_with_shared_prefix_once():
     samples, figures = SFT().build_samples([two_lines()], "p")
     assert lists(samples) == [([1], [5], 1.0), ([2, 2], [7], 1.0)] and figures["target_fraction"] == 0.5
     samples, figures = SFT(imitate="all", world_model_weight=1.0).build_samples([two_lines()], "p")
-    assert [s.token_ids.tolist() for s in samples] == [[5], [6], [7], [2, 2]]  # siblings were shown one observation
+    assert [s.token_ids.tolist() for s in samples] == [[5], [6], [7], [2, 2]]  # siblings had the same observation
     assert figures == {"target_fraction": 1.0, "world_model_fraction": 1 / 3}
     samples, figures = SFT(imitate="none", world_model_weight=1.0).build_samples([two_lines()], "p")
-    assert lists(samples) == [([1, 5], [2, 2], 1.0)]  # of failures too
+    assert lists(samples) == [([1, 5], [2, 2], 1.0)]  # also of failed trajectories
 
 
 def test_shared_answer_is_one_target_recorded_at_each_sibling():
@@ -133,7 +134,7 @@ def test_shared_answer_is_one_target_recorded_at_each_sibling():
 
 
 def test_trajectories_are_selected_by_seat_return():
-    """Its own 1.5 and 1 in the first line, 1.5 in the second; there then half of the team's 4 too."""
+    """Its own 1.5 and 1 in the first trajectory and 1.5 in the second; the second also has half of the team's 4."""
     play = two_lines(rewards={0: {"a": 1.5}, 1: {"a": 1.0}})
     for least, kept in ((2.5, [[5], [6]]), (2.6, []), (1.5, [[5], [6], [7]]), (None, [[5], [6], [7]])):
         samples, _ = SFT(imitate="all", min_return=least).build_samples([play], "p")
@@ -144,7 +145,7 @@ def test_trajectories_are_selected_by_seat_return():
 
 
 def test_best_of_n_imitates_each_seats_highest_return():
-    """Of a's returns 1, 3 and 3 the second is kept, of b's 5, 0 and 4 the first; no line succeeded."""
+    """Of a's returns 1, 3 and 3 the second is kept, of b's 5, 0 and 4 the first; no trajectory succeeded."""
     turns = [{"a": answer([1], [10 + i]), "b": answer([2], [20 + i])} for i in range(3)]
     rewards = {0: {"a": 1.0, "b": 5.0}, 1: {"a": 3.0}, 2: {"a": 3.0, "b": 4.0}}
     play = episode(*turns, parents=[None] * 3, ends=dict.fromkeys(range(3), False), rewards=rewards)
@@ -156,7 +157,7 @@ def test_best_of_n_imitates_each_seats_highest_return():
 
 
 def test_policy_improves_by_imitating_its_best_answers(base):
-    """Of answers to noise half or somewhat more are right; of four answers of one start nearly always one."""
+    """Half of the answers to noise are right, or slightly more; of four answers from one start one nearly always is."""
     speech = {"type": "lora", "base": str(base), "lr": 1e-2, "sampling": {"max_tokens": 1}}
     tree = {
         "steps": 8,
@@ -184,11 +185,11 @@ def test_settings_without_targets_are_refused():
         SFT(imitate="none")
 
 
-# ---- a world that is learned
+# ---- a learned world model
 
 
-def dials(base, split):
-    """A hand that learns what its dials do, while it is played at random."""
+def world_model_setup(base, split):
+    """A learner of the next observation of Dials, in episodes of random play."""
     hand = {"type": "lora", "base": str(base), "lr": 1e-2, "lr_schedule": "linear", "history": "conversation"}
     config = {
         "steps": 120,
@@ -211,9 +212,9 @@ def test_evaluation_positions_are_held_out():
 
 
 def test_world_model_generalises_to_held_out_positions(base):
-    """A next observation is two letters of eight and three tokens of the template: who knows the template alone has
-    2 log(8) / 5 = 0.83 nats a token to go."""
-    asyncio.run(learned(dials(base, "train"), dials(base, "test")))
+    """A next observation is two letters of eight and three tokens of the template: a model that knows only the template
+    has a loss of 2 log(8) / 5 = 0.83 nats per token."""
+    asyncio.run(learned(world_model_setup(base, "train"), world_model_setup(base, "test")))
 
 
 async def learned(setup, test):

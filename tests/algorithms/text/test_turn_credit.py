@@ -1,4 +1,4 @@
-"""Rewards by turn: process supervision and returns to go by hand, in trees that are played, and with a reward model."""
+"""Rewards by turn: process supervision and returns to go by hand, in played trees, and with a reward model."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ ROOT3 = 3**0.5
 
 
 def lines(*rewards, other=()):
-    """An episode of one line for each list of rewards of seat "a"; after the turns in `other` seat "b" earns it 1."""
+    """An episode of one branch for each list of rewards of seat "a"; after the turns in `other` seat "b" acts, which
+    earns a 1."""
     episode = Episode("hand", 0, {"a": "p", "b": "q"})
     for own in rewards:
         parent = None
@@ -63,12 +64,12 @@ def test_turn_advantages_by_hand():
     found = turn_advantages([[0, 1], [2, 1], [2]], scale="none")
     assert found == [[-1, 0], [1, 0], [0]]
     assert turn_advantages([[0, 1], [0, 3]], gamma=0.5) == [[-1, -1], [1, 1]]
-    assert turn_advantages([[1], [1, 5]]) == [[-1], [1, 0]]  # nothing to compare the second turn with
+    assert turn_advantages([[1], [1, 5]]) == [[-1], [1, 0]]  # no other second turn to compare with
     assert turn_advantages([[1], [1, 5]], baseline="max", scale="none") == [[-5], [0, 0]]
 
 
 def test_a_turn_is_credited_with_what_follows_it():
-    """A good first turn and a bad second one: the return of the line hides both."""
+    """A good first turn and a bad second one: the return of the trajectory would hide both."""
     episode = lines([1, 0], [0, 1])
     assert credit(episode)[0] == [0, 0, 0, 0]
     assert credit(episode, supervision="turn")[0] == [0, -1, 0, 1]
@@ -84,14 +85,14 @@ def test_samples_have_the_advantages_of_their_turns():
     assert samples == [] and metrics["zero_std_fraction"] == 1.0
 
 
-def test_a_turn_earns_what_others_add_before_the_seats_next():
-    """After the first turn of each line seat b earns seat a 1 more."""
+def test_turn_reward_includes_what_others_add_before_the_next_turn():
+    """After the first turn of each trajectory seat b's answer earns seat a another 1."""
     assert credit(lines([0, 1], [0, 0], other=(0,)), supervision="turn", scale="none")[0] == [0.5, 0.5, -0.5, -0.5]
     found = credit(lines([0, 1], [0, 0], other=(0,)), supervision="process", scale="none")[0]
     assert found == [0.5, 0.25, -0.5, -0.75]  # rewards [1, 1] and [1, 0], less their mean of 3/4
 
 
-def test_what_is_earned_before_the_first_turn_is_nobodys():
+def test_rewards_before_a_seats_first_turn_are_ignored():
     episode = lines([0, 1], [0, 0])
     node = episode.nodes[0]
     node.answers = {"b": Answer("x", "q@0", *np.array([[1], [9]]), np.zeros(1, np.float32))}
@@ -118,14 +119,14 @@ def test_refill_keeps_an_episode_with_advantages_of_turns_alone():
         ({"gamma": 0.9, "branch_at": "root"}, "set supervision: process or turn"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings, message):
+def test_incompatible_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         GRPO(**settings)
 
 
 @pytest.mark.parametrize("supervision", ["process", "turn"])
-def test_rewards_of_turns_teach(base, tmp_path, supervision):
-    """Each of four turns of a seat earns 1 for an answer of one parity: 2 by chance."""
+def test_policy_learns_from_rewards_of_turns(base, tmp_path, supervision):
+    """Each of four turns of a seat earns 1 for an answer of one parity: the return is 2 by chance."""
     tree = {
         "steps": 6,
         "episodes": 8,

@@ -1,4 +1,4 @@
-"""Actor-critic learning: one update worked out in the plainest way, what must not matter, and learning itself."""
+"""Actor-critic learning: one update against a plain reference implementation, invariances, and learning."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def learner(
     return config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
 
 
-def swept(made: ActorCriticLearner, env: VectorEnv, steps: int, seed: int = 0, sweeps: int = 1) -> RolloutBatch:
-    """The last of some sweeps; the others bring games out of step."""
+def collect_rollout(
+    made: ActorCriticLearner, env: VectorEnv, steps: int, seed: int = 0, sweeps: int = 1
+) -> RolloutBatch:
+    """The last of `sweeps` rollouts; the earlier ones make the games differ in their steps."""
     sweeper = VectorRollout(env, np.arange(env.num_envs))
     for i in range(sweeps):
         batch = sweeper.collect([*made.rollout_policies(0)], steps, seed + i)
@@ -52,7 +54,7 @@ def swept(made: ActorCriticLearner, env: VectorEnv, steps: int, seed: int = 0, s
 
 
 def weights(made: ActorCriticLearner, name: str) -> dict[str, torch.Tensor]:
-    """The weights of a policy and of the critic that judges it."""
+    """The weights of a policy and of its critic."""
     found = {}
     for stack in made.stacks:
         if name in stack.seat_mapping.names:
@@ -69,7 +71,7 @@ def snapshot(made: ActorCriticLearner) -> dict[str, np.ndarray]:
     return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
-# ---- one update, worked out move by move
+# ---- one update, computed decision by decision
 
 
 class Textbook:
@@ -91,7 +93,7 @@ class Textbook:
         return self.net("critic", view).item()
 
     def moves(self, b: int) -> list[tuple[int, float, bool]]:
-        """Known moves of game b, last first: step, error, and whether the next known move is of the same game."""
+        """Decisions of game b, last first: step, error, and whether the next decision belongs to the same game."""
         batch, seat, found = self.batch, self.seat, []
         T = len(batch.rewards)
         own = [t for t in range(T + 1) if batch.agent_mask[t, b, seat]]
@@ -175,10 +177,10 @@ class Textbook:
     [
         A2C(gamma=0.9, gae_lambda=0.8, entropy_coef=0.05),
         A2C(gamma=0.9, gae_lambda=0.8, normalize_advantages=False, entropy_coef=0),
-        ppo(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1),  # ratios of one: the plain policy gradient
+        ppo(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1),  # ratios of 1: the plain policy gradient
         A2C(
             gamma=0.9, gae_lambda=1.0, normalize_advantages=False, entropy_coef=0, off_policy_correction="vtrace"
-        ),  # on-policy, to the end: the same
+        ),  # on-policy V-trace equals GAE with lambda 1
         A2C(gamma=0.9, gae_lambda=0.8, aux_value_coef=0.7),
     ],
 )
@@ -200,7 +202,7 @@ def test_update_equals_a_reference_implementation(config: ActorCriticConfig, tur
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_sequential_update_equals_a_reference_implementation(turns: bool) -> None:
-    """The policy that is second in the random order has advantages times the ratios of the first."""
+    """The second policy of the random order has advantages times the ratios of the first."""
     env, policy = Countdown(4, turns=turns), NetPolicyConfig(hidden=[6], lr=5e-2, adam_eps=1e-2, max_grad_norm=10)
     config = ppo(gamma=0.9, gae_lambda=0.8, epochs=1, minibatches=1, sequential=True)
     made = learner(config, env, {"a": [0], "b": [1]}, policy)
@@ -226,10 +228,10 @@ def test_sequential_update_equals_a_reference_implementation(turns: bool) -> Non
     assert right < 1e-5 and (turns or wrong > 1e-4), differences
 
 
-# ---- what must not matter
+# ---- invariances
 
 
-EVERYTHING = ppo(
+ALL_OPTIONS = ppo(
     rollout_length=9,
     epochs=2,
     minibatches=2,
@@ -238,7 +240,7 @@ EVERYTHING = ppo(
     value_norm=True,
     off_policy_correction="vtrace",
 )
-EVERYTHING_BESIDES = EVERYTHING.model_copy(update={"aux_value_coef": 0.5})
+ALL_OPTIONS_AND_AUX_VALUE = ALL_OPTIONS.model_copy(update={"aux_value_coef": 0.5})
 SMALL = NetPolicyConfig(hidden=[6], normalize_observations=True, lr_schedule="linear")
 
 
@@ -246,7 +248,7 @@ SMALL = NetPolicyConfig(hidden=[6], normalize_observations=True, lr_schedule="li
 @pytest.mark.parametrize(
     "config",
     [
-        EVERYTHING_BESIDES,
+        ALL_OPTIONS_AND_AUX_VALUE,
         ppo(rollout_length=9, epochs=2, minibatches=3),
         A2C(rollout_length=9),
         ppo(rollout_length=9, epochs=2, minibatches=2, sequential=True),
@@ -257,23 +259,23 @@ def test_resume_from_state_arrays_is_bit_identical(config: ActorCriticConfig, me
     policy = SMALL.model_copy(update={"gru_units": memory})
     seats = {"a": [0], "b": [1], "c": [2, 3]}
 
-    def played(made: ActorCriticLearner, sweeper: VectorRollout, first: int) -> None:
+    def train_twice(made: ActorCriticLearner, sweeper: VectorRollout, first: int) -> None:
         for i in range(first, first + 2):
             made.update(sweeper.collect(made.rollout_policies(i / 9), 9, i), i / 9)
 
     env, other = Countdown(4, seats=4), Countdown(4, seats=4)
     made, again = learner(config, env, seats, policy), learner(config, other, seats, policy)
     one, two = VectorRollout(env, np.arange(4)), VectorRollout(other, np.arange(4))
-    played(made, one, 0)
+    train_twice(made, one, 0)
     kept = snapshot(made)
-    played(again, two, 0)  # another learner that has played as much, with other weights
+    train_twice(again, two, 0)  # another learner after as many updates, with other weights
     again.update(two.collect(again.rollout_policies(0), 9, 99), 0.5)
-    played(made, one, 2)
+    train_twice(made, one, 2)
     again.load_arrays(kept)
     two = VectorRollout(other, np.arange(4))
     is_first = learner(config, other, seats, policy)
-    played(is_first, two, 0)  # brings the games to where they were
-    played(again, two, 2)
+    train_twice(is_first, two, 0)  # makes the games' state equal
+    train_twice(again, two, 2)
     expected = snapshot(made)
     assert set(expected) == set(snapshot(again))
     for key, value in snapshot(again).items():
@@ -283,7 +285,7 @@ def test_resume_from_state_arrays_is_bit_identical(config: ActorCriticConfig, me
 
 @pytest.mark.parametrize("memory", [0, 5])
 def test_policies_learn_the_same_in_any_stack(memory: int) -> None:
-    """With one minibatch; with more, its moves are dealt to them in another order."""
+    """With one minibatch; with more, decisions are assigned to minibatches in another order."""
     config = ppo(rollout_length=8, epochs=2, minibatches=1)
     policy = NetPolicyConfig(hidden=[6], gru_units=memory)
     apart = {"a": policy, "b": policy.model_copy(update={"adam_eps": 1.0001e-5})}
@@ -293,7 +295,7 @@ def test_policies_learn_the_same_in_any_stack(memory: int) -> None:
         learner(config, env, {"a": [0], "b": [1]}, apart),
     )
     assert (len(together.stacks), len(alone.stacks)) == (1, 2)
-    batch = swept(together, env, 8)
+    batch = collect_rollout(together, env, 8)
     first = together.update(batch, 0.0)
     if memory:
         batch.recurrent_state |= {"a": batch.recurrent_state["a+b"][:1], "b": batch.recurrent_state["a+b"][1:]}
@@ -311,7 +313,7 @@ def test_rewards_of_one_policy_do_not_affect_another(auxiliary: float) -> None:
         Countdown(4),
     )
     made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
-    batch = swept(made, env, 8)
+    batch = collect_rollout(made, env, 8)
     made.update(batch, 0.0)
     batch.rewards[..., 1] *= 3
     other.update(batch, 0.0)
@@ -321,10 +323,10 @@ def test_rewards_of_one_policy_do_not_affect_another(auxiliary: float) -> None:
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_steps_without_an_action_have_no_gradient(turns: bool) -> None:
-    """A seat that only waits has no part in the loss: what it "did" and what it was paid for may be anything."""
+    """A seat that does not act has no part in the loss: its recorded action and reward may be anything."""
     config, env = A2C(rollout_length=9), Countdown(4, turns=turns)
     made, other = (learner(config, env, {"a": [0], "b": [1]}) for _ in range(2))
-    batch = swept(made, env, 9)
+    batch = collect_rollout(made, env, 9)
     made.update(batch, 0.0)
     waits = ~batch.agent_mask[:-1]
     batch.actions[waits], batch.logp[waits] = 1, -5.0
@@ -353,7 +355,7 @@ def test_learning_rate_anneals_to_zero() -> None:
         policy = NetPolicyConfig(hidden=[6], lr_schedule=schedule)  # type: ignore[arg-type]
         made = learner(ppo(rollout_length=8), env, {"a": [0, 1]}, policy)
         before = weights(made, "a")
-        made.update(swept(made, env, 8), 1.0)
+        made.update(collect_rollout(made, env, 8), 1.0)
         assert moves != all(torch.equal(value, before[key]) for key, value in weights(made, "a").items())
 
 
@@ -374,12 +376,12 @@ def test_learning_rate_anneals_to_zero() -> None:
     ids=["entropy", "gamma"],
 )
 def test_scheduled_values_are_interpolated_linearly(configs: tuple[PPO, ...]) -> None:
-    """The update is that of a run with this mean throughout, and not that of the beginning."""
+    """The update equals that of a run with this mean value throughout, and not that with the first value."""
     found = []
     for config in configs:
         env = Countdown(4)
         made = learner(config, env, {"a": [0, 1]})
-        made.update(swept(made, env, 8), 0.5)
+        made.update(collect_rollout(made, env, 8), 0.5)
         found.append(weights(made, "a"))
     for key, weight in found[0].items():
         torch.testing.assert_close(weight, found[1][key])
@@ -394,7 +396,7 @@ def test_scheduled_values_run_from_start_to_end() -> None:
 
 
 def test_observations_are_normalised_by_statistics_before_the_update() -> None:
-    """So the ratios of a batch begin at one."""
+    """So the ratios of a batch start at 1."""
     env = Countdown(4)
     made = learner(ppo(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0, 1]}, SMALL)
     sweeper = VectorRollout(env, np.arange(4))
@@ -419,14 +421,14 @@ def test_on_policy_ratios_are_one_with_recurrence(correct: str) -> None:
 
 
 def test_vtrace_corrects_off_policy_batches() -> None:
-    """Of a batch in which one action's log-probability is said to be much lower than it was, so that the ratio is cut
-    to one, nothing changes; where it is said to be higher, its advantage counts for less."""
+    """If the recorded log-probability of an action is much lower than the true one, its ratio is cut to 1 and nothing
+    changes; if it is higher, the advantage has less weight."""
     config = A2C(rollout_length=8, off_policy_correction="vtrace", normalize_advantages=False, gae_lambda=1.0)
     env = Countdown(4)
     figures = []
     for shift in (0.0, -3.0, 3.0):
         made = learner(config, env, {"a": [0, 1]})
-        batch = swept(made, env, 8)
+        batch = collect_rollout(made, env, 8)
         batch.logp += shift
         figures.append(made.update(batch, 0.0)["a"]["policy_loss"])
     assert figures[1] == pytest.approx(figures[0])
@@ -435,13 +437,13 @@ def test_vtrace_corrects_off_policy_batches() -> None:
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_importance_weights_are_applied_once(turns: bool) -> None:
-    """In its first pass PPO takes the step of A2C: V-trace has weighted the moves of an older policy already, so that
-    ratios begin at one, and none is out of bounds before anything is learned."""
+    """PPO's first pass makes the step of A2C: V-trace has already weighted the actions of an older policy, so the
+    ratios start at 1 and none is clipped before the first step."""
     env, made = Countdown(4, turns=turns), []
     for config in (ppo, A2C):
         own = config(rollout_length=8, epochs=1, minibatches=1, off_policy_correction="vtrace")
         made.append(learner(own, env, {"a": [0, 1]}))
-        batch = swept(made[-1], env, 8)
+        batch = collect_rollout(made[-1], env, 8)
         batch.logp += np.random.default_rng(0).normal(0, 2, batch.logp.shape).astype(np.float32)
         figures = made[-1].update(batch, 0.0)["a"]
         assert "kl" not in figures or (abs(figures["kl"]) < 1e-9 and figures["clip_fraction"] == 0)
@@ -452,7 +454,7 @@ def test_importance_weights_are_applied_once(turns: bool) -> None:
 def test_nonfinite_loss_raises_before_the_update() -> None:
     config, env = ppo(rollout_length=8), Countdown(4)
     made = learner(config, env, {"a": [0], "b": [1]})
-    batch = swept(made, env, 8)
+    batch = collect_rollout(made, env, 8)
     before = snapshot(made)
     batch.rewards[3, 2, 1] = np.nan
     with pytest.raises(NonFiniteGradient, match="policy b") as caught:
@@ -487,10 +489,10 @@ def test_two_processes_with_equal_games_equal_one(memory: int) -> None:
 
 
 def test_gradients_are_clipped_per_member() -> None:
-    """The first step of Adam hides a gradient's scale but for `eps`: with a large one it shows."""
+    """Adam's first step hides a gradient's scale except through `eps`: a large `eps` shows it."""
     env, policy = Countdown(4), NetPolicyConfig(hidden=[6], max_grad_norm=0.01, adam_eps=100.0, lr=1.0)
     made = learner(A2C(rollout_length=8, normalize_advantages=False), env, {"a": [0], "b": [1]}, policy)
-    batch = swept(made, env, 8)
+    batch = collect_rollout(made, env, 8)
     batch.rewards[..., 1] *= 100
     before = {name: weights(made, name) for name in "ab"}
     figures = made.update(batch, 0.0)
@@ -533,7 +535,7 @@ def test_shared_policy_needs_the_seat_one_hot_for_distinct_tasks() -> None:
         made = learner(ppo(rollout_length=8, gamma=0.9), env, {"a": [0, 1]}, policy)
         train(made, VectorRollout(env, np.arange(32)), 8, 25)
         both = mean_return(env, made.greedy_policies(), 20).mean()
-        assert both > 0.95 if seat_id else both < 0.55  # one answer cannot be right for both
+        assert both > 0.95 if seat_id else both < 0.55  # one answer cannot be right for both seats
 
 
 @pytest.mark.parametrize(
@@ -577,7 +579,7 @@ def test_continuous_cart_is_balanced() -> None:
 
 
 class Product(NativeEnv):
-    """Games of one step: each of two seats sees a sign, and both are paid the product, whatever they do."""
+    """Games of one step: each of two seats observes a sign, and both are paid the product, whatever their actions."""
 
     name = "product"
 
@@ -614,13 +616,13 @@ def test_central_critic_uses_the_global_state(critics: str, state: bool) -> None
         config = A2C(rollout_length=8, critic=critic, critics=critics, epochs=4)  # type: ignore[arg-type]
         made = learner(config, env, {"a": [0], "b": [1]})
         figures = train(made, VectorRollout(env, np.arange(64)), 8, 40)
-        for line in figures.values():  # half the variance of a sign where it is unknown
+        for line in figures.values():  # half the variance of a sign that the critic does not know
             assert bar[0] <= line["value_loss"] <= bar[1]
 
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_auxiliary_value_loss_matches_the_critic(norm: bool) -> None:
-    """In the critic's units, from the same views: it misses the targets by about as much."""
+    """The auxiliary loss is in the critic's units, from the same observations: its error is about as large."""
     env = Countdown(32)
     made = learner(ppo(rollout_length=8, aux_value_coef=1.0, value_norm=norm), env, {"a": [0], "b": [1]})
     lines = train(made, VectorRollout(env, np.arange(32)), 8, 40).values()
@@ -638,7 +640,7 @@ def test_independent_policies_learn_to_coordinate(config: PPO) -> None:
 
 
 def nash_conv_of(made: ActorCriticLearner) -> float:
-    """How much the two players of Kuhn poker together could win by playing best against the policy."""
+    """NashConv of the policy in Kuhn poker: what both players together could gain by best responses."""
     game, head = pyspiel.load_game("kuhn_poker"), made.stacks[0].head
 
     def probabilities(state: Any) -> dict[int, float]:
@@ -649,7 +651,7 @@ def nash_conv_of(made: ActorCriticLearner) -> float:
 
 
 def test_self_play_lowers_nash_conv_in_kuhn_poker() -> None:
-    """With enough entropy; without, the best answer to what one plays now is chased in circles."""
+    """With enough entropy; without, the policy follows best responses to its current play in circles."""
     env, policy = KuhnPoker(128), NetPolicyConfig(hidden=[32], lr=3e-3)
     config = ppo(rollout_length=16, gamma=1.0, entropy_coef=0.3, epochs=2, minibatches=1, normalize_advantages=False)
     made = learner(config, env, {"a": [0, 1]}, policy)
@@ -668,7 +670,7 @@ def test_simple_spread_is_learned_beyond_chance() -> None:
     assert mean_return(env, made.greedy_policies(), 25).mean() > chance + 4
 
 
-# ---- known faults
+# ---- regressions
 
 
 def test_critic_loss_is_reported_per_policy() -> None:
@@ -676,7 +678,7 @@ def test_critic_loss_is_reported_per_policy() -> None:
     shown = []
     for scale in (1, 10):
         made = learner(ppo(rollout_length=8), env, {"a": [0], "b": [1]}, apart)
-        batch = swept(made, env, 8)
+        batch = collect_rollout(made, env, 8)
         batch.rewards[..., 1] *= scale
         shown.append(made.update(batch, 0.0)["a"]["value_loss"])
     assert shown[0] == pytest.approx(shown[1])
@@ -692,7 +694,7 @@ def unit(width: int) -> Continuous:
 def test_seats_may_have_action_spaces_of_different_sizes(spaces: tuple[Space, ...]) -> None:
     env = Push(4, spaces)
     made = learner(ppo(rollout_length=8, epochs=1, minibatches=1), env, {"a": [0], "b": [1]})
-    batch = swept(made, env, 8)
+    batch = collect_rollout(made, env, 8)
     assert not batch.actions[:, :, 0, make_head(spaces[0]).width :].any()
     for figures in made.update(batch, 0.0).values():
         assert figures["kl"] == pytest.approx(0, abs=1e-9)

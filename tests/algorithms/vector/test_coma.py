@@ -1,4 +1,4 @@
-"""Counterfactual credit: by hand, one update worked out in the plainest way, and learning."""
+"""Counterfactual credit: by hand, one update against a plain reference implementation, and learning."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_counterfactual_advantage_by_hand() -> None:
     q = torch.tensor([[1.0, 2.0, 6.0], [1.0, 2.0, 6.0], [-1.0, 0.0, 9.0]])
     policy = torch.tensor([[0.5, 0.25, 0.25], [0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
     credit = counterfactual_advantages(q, policy, torch.tensor([2, 1, 0]))
-    # 6 - (.5 + .5 + 1.5); nothing for the only action there is; -1 - (-.5), whatever an illegal action is worth
+    # 6 - (.5 + .5 + 1.5); nothing for the only action there is; -1 - (-.5), whatever the value of an illegal action
     assert credit.tolist() == pytest.approx([3.5, 0.0, -0.5])
 
 
 def test_expected_advantage_is_zero() -> None:
-    """So the baseline does not change what the gradient tends to (Foerster et al., 2018, lemma 1)."""
+    """So the baseline does not change the expected gradient (Foerster et al., 2018, lemma 1)."""
     q = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     policy = torch.softmax(q.flip(0), 1)
     credit = torch.stack([counterfactual_advantages(q, policy, torch.full((5,), action)) for action in range(4)], 1)
@@ -57,8 +57,8 @@ def test_expected_advantage_is_zero() -> None:
 
 
 class Textbook:
-    """The first update of a policy at one seat, which sees everything only through its critic: networks of one hidden
-    layer of tanh, targets by the recursion y = r + gamma * ((1 - lam) * Q' + lam * y')."""
+    """The first update of a policy at one seat with a central critic: networks of one hidden layer of tanh, targets by
+    the recursion y = r + gamma * ((1 - lam) * Q' + lam * y')."""
 
     def __init__(
         self, made: COMALearner, batch: RolloutBatch, learning: dict[str, int], name: str, config: COMA
@@ -141,7 +141,7 @@ class Textbook:
         return self.step(self.critic, loss, policy)
 
     def policy_after(self, policy: NetPolicyConfig) -> Weights:
-        """Judged by the critic after its own update."""
+        """Advantages are those of the critic after its own update."""
         loss, critic = torch.zeros(()), {key: w.detach() for key, w in self.critic_after(policy).items()}
         moves = [(int(t), int(b)) for t, b in np.argwhere(self.batch.agent_mask[:-1, :, self.seat])]
         for t, b in moves:
@@ -160,7 +160,7 @@ class Textbook:
     [
         ({"a": 0, "b": 1, "c": 2}, 7),  # games of 3 and 4 steps
         ({"a": 1}, 14),  # one of 5 too, which is cut off, and one of 2
-        ({"a": 1}, 13),  # the last one goes on
+        ({"a": 1}, 13),  # the last game continues
     ],
 )
 def test_update_equals_a_reference_implementation(learning: dict[str, int], steps: int, turns: bool) -> None:
@@ -188,10 +188,10 @@ def test_update_equals_a_reference_implementation(learning: dict[str, int], step
                 assert (weight - before[key]).abs().max() > 1e-6, key
                 torch.testing.assert_close(weight, after[key], rtol=1e-3, atol=2e-6)
         for key, weight in member_weights(judge.target, p).items():
-            assert torch.equal(weight, books[name].critic[key])  # not renewed yet
+            assert torch.equal(weight, books[name].critic[key])  # the target network is not updated yet
 
 
-# ---- what it is made of
+# ---- target network, resume, inputs
 
 
 def test_target_network_is_updated_at_its_interval() -> None:
@@ -231,7 +231,7 @@ def test_resume_from_state_arrays_is_bit_identical(memory: int, turns: bool) -> 
 
 @pytest.mark.parametrize("horizon", [1, 2, 7])
 def test_short_rollouts_are_accepted(horizon: int) -> None:
-    """With and without ends of games, with and without moves whose worth is known."""
+    """With and without ends of games, with and without decisions of known value."""
     env = Countdown(4, turns=True, seats=3)
     made = learner(COMA(rollout_length=horizon), env, {"a": [0], "b": [1, 2]})
     sweeper = VectorRollout(env, np.arange(4))
@@ -263,8 +263,8 @@ def test_continuous_actions_are_refused() -> None:
 
 
 def test_seat_gets_no_credit_for_others_actions() -> None:
-    """The second player alone decides what both get. Once the critics know, the first has nothing to learn, however
-    much its returns vary; by the plain policy gradient it would."""
+    """The second player alone decides what both get. Once the critics have learned this, the first player's gradient
+    vanishes, however much its returns vary; that of the plain policy gradient does not."""
     env = MatrixGame(32, payoff=[[-1, 1], [-1, 1]])
     made = learner(COMA(rollout_length=4, entropy_coef=0.0), env, {"a": [0], "b": [1]}, POLICY)
     figures = train(made, VectorRollout(env, np.arange(32)), 4, 40)

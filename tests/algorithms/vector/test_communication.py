@@ -1,4 +1,4 @@
-"""Communication between the seats of a team: messages by hand, who sends them, and a game that needs them."""
+"""Communication between the seats of a team: messages by hand, their recipients, and a game that needs them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from palestra.rollouts.vector_rollout import VectorRollout
 
 
 class Polls(VectorEnv):
-    """Each of three seats sees a bit of its own, and is paid 1 for saying how many of the other two are 1. Without a
-    word from them 1 is the best answer, right in half of all games. A game is one step."""
+    """Each of three seats observes its own bit, and is paid 1 for the number of the other two bits that are 1. Without
+    messages the best answer is 1, right in half of all games. A game is one step."""
 
     name = "polls"
     seats = ("seat0", "seat1", "seat2")
@@ -58,7 +58,7 @@ def learner(
     seeds = {name: number + 7 for number, name in enumerate(seats)}
     made = config.build_learner(env, seats, dict.fromkeys(seats, settings), seeds)
     assert isinstance(made, ActorCriticLearner)
-    for stack in made.stacks:  # larger than it begins, so that every input matters
+    for stack in made.stacks:  # larger than at initialisation, so that every input matters
         stack.net.head.weight.data.mul_(50)
     return made
 
@@ -85,7 +85,7 @@ def test_two_rounds_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["ppo", "memory", "turns", "trpo"])
 def test_log_probabilities_of_training_equal_those_of_acting(kind: str) -> None:
-    """Of two teams in a stack, and in minibatches, which do not split teams."""
+    """For two teams in one stack, also in minibatches, which keep teams whole."""
     env = Countdown(6, seats=6, turns=kind == "turns")
     config = TRPO() if kind == "trpo" else PPO(epochs=1, minibatches=3)
     made = learner(config, env, {"a": [0, 2, 4], "b": [1, 3, 5]}, gru_units=4 if kind == "memory" else 0)
@@ -104,7 +104,7 @@ def test_log_probabilities_of_training_equal_those_of_acting(kind: str) -> None:
 
 
 def test_messages_reach_the_own_team_only(tmp_path: Path) -> None:
-    """Also from files, where a seat alone hears nothing."""
+    """Also for policies loaded from files, where a single seat gets no messages."""
     env = Countdown(4, seats=4)
     made = learner(PPO(), env, {"a": [0, 1], "b": [2, 3]})
     stack, step = made.stacks[0], env.reset(np.arange(4))
@@ -118,14 +118,14 @@ def test_messages_reach_the_own_team_only(tmp_path: Path) -> None:
     assert alone.net.team_size == 1 and alone.net.plays_team
 
 
-def test_settings_that_do_not_fit_are_refused() -> None:
+def test_incompatible_settings_are_refused() -> None:
     policy = NetPolicyConfig(communication_rounds=1)
     with pytest.raises(ValueError, match="communication_rounds: seats that communicate are trained together"):
         DQN().build_learner(Polls(4), {"a": [0, 1, 2]}, {"a": policy}, {"a": 0})
 
 
 def test_communication_wins_a_game_of_private_bits() -> None:
-    """Nearly always right with one round, in half of all games without."""
+    """Nearly always right with one round of messages, in half of all games without."""
     returns = []
     for rounds in (1, 0):
         env = Polls(64)

@@ -1,4 +1,4 @@
-"""CQL for continuous actions: the soft maximum beside an integral, the penalty by hand, and what it learns."""
+"""CQL for continuous actions: the soft maximum beside an integral, the penalty by hand, and learning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(config: Any, env: VectorEnv) -> Any:
     return config.build_learner(env, {"a": [0]}, {"a": POLICY}, {"a": 5})
 
 
-def recorded(env: VectorEnv, steps: int, path: Path) -> str:
+def record_uniform_play(env: VectorEnv, steps: int, path: Path) -> str:
     """Writes episodes of uniform play."""
     record_vector_episodes(env, [UniformVectorPolicy(env, [0])], steps, path, seed=3)
     return str(path)
@@ -59,10 +59,10 @@ def test_soft_maximum_of_sampled_actions_equals_the_integral() -> None:
     assert few.exp().mean().log().item() == pytest.approx(integral, abs=0.03)  # unbiased before the logarithm
 
 
-def test_cql_pushes_values_down_where_no_data_are(tmp_path: Path) -> None:
+def test_cql_lowers_values_outside_the_data(tmp_path: Path) -> None:
     """The penalty is the gap of the critics' soft maximum, its gradient that of the coefficient times the gap."""
     env = Track(8)
-    data = recorded(env, 20, tmp_path / "moves.parquet")
+    data = record_uniform_play(env, 20, tmp_path / "moves.parquet")
     made = build(CQLSAC(data=data, sampled_actions=500, conservative_coef=3), env)
     batch = made.replay.sample(4, np.random.default_rng(0))
     joint = made.action_encoder.encode(batch.actions, batch.agent_mask)
@@ -79,14 +79,14 @@ def test_cql_pushes_values_down_where_no_data_are(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_cql_of_continuous_actions_beats_clones_of_mixed_players(tmp_path: Path) -> None:
-    """A third of the episodes brakes towards the target, two thirds push at random."""
+    """A third of the episodes brake towards the target, two thirds push at random."""
     env, rng = Track(32), np.random.default_rng(0)
 
     def towards(env: VectorEnv, seat: int) -> np.ndarray:
         seen = env.vector_step.obs[:, seat]
         return (np.clip(-seen[:, :1], -1, 1) + 0.3 * rng.normal(size=(env.num_envs, 1))).astype(np.float32)
 
-    paths = [recorded(env, 40, tmp_path / "random.parquet"), str(tmp_path / "good.parquet")]
+    paths = [record_uniform_play(env, 40, tmp_path / "random.parquet"), str(tmp_path / "good.parquet")]
     better = ScriptedVectorPolicy(env, [0], towards)
     record_vector_episodes(env, [better], 20, Path(paths[1]))
     best, scores = mean_return(env, [better], 40).item(), []
@@ -99,6 +99,6 @@ def test_cql_of_continuous_actions_beats_clones_of_mixed_players(tmp_path: Path)
 
 
 def test_discrete_actions_are_refused(tmp_path: Path) -> None:
-    data = recorded(Track(2), 4, tmp_path / "moves.parquet")
+    data = record_uniform_play(Track(2), 4, tmp_path / "moves.parquet")
     with pytest.raises(ValueError, match="use type: cql, or iql"):
         build(CQLSAC(data=data), Countdown(seats=1))

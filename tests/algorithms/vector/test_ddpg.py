@@ -25,7 +25,8 @@ BOTH = {"a": [0], "b": [1]}
 
 
 def test_targets_of_ddpg_by_hand():
-    """The copies of policy and critic say what comes next is worth; views have 4 numbers, the action comes after."""
+    """Target policy and target critic give the value of the next step; observations have 4 numbers, followed by the
+    action."""
     learner = made(DDPG(), Countdown(space=LINE, seats=1))
     constant(learner.copies[0], [[math.atanh(0.3)]])
     linear(learner.critics[0].target, [{0: 2.0, 4: 10.0}])
@@ -37,7 +38,8 @@ def test_targets_of_ddpg_by_hand():
 
 
 def test_td3_targets_use_the_smaller_critic_and_smoothing():
-    """Noise so large that it is always cut off: the next action is 0.3 less or more the bound, or the space's end."""
+    """The noise is so large that it is always clipped: the next action is 0.3 plus or minus the bound, or the end of
+    the space."""
     learner = made(TD3(target_noise=1e6, target_noise_clip=0.5), Countdown(space=LINE, seats=1))
     constant(learner.copies[0], [[math.atanh(0.7)]])
     linear(learner.critics[0].target, [{4: 10.0}, {4: 4.0}])
@@ -48,8 +50,8 @@ def test_td3_targets_use_the_smaller_critic_and_smoothing():
 
 
 def test_maddpg_targets_see_the_others_target_actions():
-    """Columns: state 2, who acts 2, who is asked 2, what the others do 2, own action 1. Each policy's own is hidden
-    among the others'."""
+    """Columns: state 2, agent mask 2, seat one-hot 2, actions of the others 2, own action 1. A policy's own action is
+    masked among the others'."""
     learner = made(DDPG(critic="central"), Countdown(space=LINE), seats=BOTH)
     assert learner.critics[0].net.observation_shape == (9,)
     constant(learner.copies[0], [[math.atanh(0.3)], [math.atanh(-0.5)]])
@@ -104,7 +106,8 @@ def test_discrete_targets_are_drawn_from_legal_actions():
     "config", [DDPG(action_l2_coef=0.1, critic_lr=1e-30), TD3(action_l2_coef=0.1, policy_delay=1, critic_lr=1e-30)]
 )
 def test_policy_follows_the_gradient_of_the_first_critic(config):
-    """Of value 3 for each unit; the second critic of TD3 would go the other way. Only the last bias has a gradient."""
+    """Gradients of a value of 3 per unit of action; TD3's second critic has the opposite sign. Only the last bias has a
+    gradient."""
     learner = made(config, Countdown(space=LINE, seats=1), SMALL.model_copy(update={"max_grad_norm": 1e9}))
     constant(learner.stacks[0].net, [[0.4]])
     slopes = [{4: 3.0}, {4: -50.0}][: learner.num_critics]
@@ -181,12 +184,12 @@ def test_resume_is_bit_identical(config, space, critic):
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("game", [SimpleTag, SimpleSpeakerListener])
 def test_seats_may_differ_in_observations_and_actions(game, continuous, critic):
-    """As each would alone: padding reaches no network."""
+    """Each seat's update equals that of the seat alone: padding reaches no network."""
     env = game(4, continuous_actions=continuous)
     learner = made(
         TD3(critic=critic, learning_starts=16, batch_size=8), env, seats={seat: [i] for i, seat in enumerate(env.seats)}
     )
-    figures = train(learner, VectorRollout(env, np.arange(4)), 30, 2)  # the first at random
+    figures = train(learner, VectorRollout(env, np.arange(4)), 30, 2)  # the first rollout is random
     assert set(figures) == set(env.seats)
     assert all(np.isfinite(list(line.values())).all() for line in figures.values())
     widths = [space.n if isinstance(space, Discrete) else len(space.low) for space in env.action_spaces]
@@ -206,7 +209,7 @@ def test_recurrent_networks_are_refused():
 
 @pytest.mark.parametrize("config", [DDPG, TD3])
 def test_cart_control_is_learned(config):
-    """At random it loses 30 a game, left alone 6; steered well 0.15."""
+    """Mean loss per game: 30 at random, 6 without control, 0.15 with good control."""
     policy = NetPolicyConfig(lr=3e-3, max_grad_norm=10, activation="relu", hidden=[32, 32])
     learner = made(config(**FAST), Track(16), policy)
     train(learner, VectorRollout(Track(16), np.arange(16)), 4, 60)
@@ -217,7 +220,7 @@ def test_cart_control_is_learned(config):
 
 @pytest.mark.parametrize("critic", ["own", "central"])
 def test_every_seat_learns_its_cues(critic):
-    """Chance is one of three; central critics learn from what the team is paid."""
+    """Chance is 1/3; central critics learn from the team reward."""
     env, policy = Cues(16, team=critic == "central"), NetPolicyConfig(lr=3e-3, max_grad_norm=10, hidden=[32])
     learner = made(TD3(**FAST, action_l2_coef=0.03, critic=critic), env, policy, BOTH)
     train(learner, VectorRollout(env, np.arange(16)), 4, 80)
@@ -225,10 +228,10 @@ def test_every_seat_learns_its_cues(critic):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # half a minute where nothing else runs
+@pytest.mark.timeout(1200)  # half a minute on an idle machine
 def test_simple_speaker_listener_is_learned():
-    """MADDPG in simple_speaker_listener: 41 lost a game at random, about 15 by a listener who waits in the middle of
-    all landmarks, 8 where words have come to mean them."""
+    """MADDPG in simple_speaker_listener: a loss of 41 per game at random, about 15 for a listener that stays in the
+    middle of all landmarks, 8 once messages name the landmarks."""
     config = DDPG(critic="central", learning_starts=5000, batch_size=512, gamma=0.95, tau=0.01, gradient_steps=4)
     env = SimpleSpeakerListener(64)
     learner = made(config, env, NetPolicyConfig(lr=2e-3, activation="relu"), {"speaker": [0], "listener": [1]})

@@ -1,4 +1,4 @@
-"""Algorithms learn as they come: nothing is set besides the env, its steps and the algorithm's name."""
+"""Algorithms learn with default settings: only the env, its steps and the algorithm's name are set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deep Q-learning: updates worked out in the plainest way, exploration, state, and learning itself."""
+"""Deep Q-learning: updates against a plain reference implementation, exploration, state, and learning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def learner(
     return config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
 
 
-def played(
+def train_on_play(
     made: QLearner, env: VectorEnv, updates: int, others: list[Any] | None = None
 ) -> dict[str, dict[str, float]]:
     figures: dict[str, dict[str, float]] = train(
@@ -51,11 +51,11 @@ def snapshot(made: QLearner) -> dict[str, np.ndarray]:
     return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
-# ---- one update, worked out row by row
+# ---- one update, computed row by row
 
 
 def values(weights: dict[str, torch.Tensor], view: torch.Tensor, duelling: bool) -> torch.Tensor:
-    """Of each action, by a network of one hidden layer of tanh."""
+    """The value of each action, by a network of one hidden layer of tanh."""
     hidden = torch.tanh(view @ weights["body.layers.0.weight"] + weights["body.layers.0.bias"][0])
     out = hidden @ weights["head.weight"] + weights["head.bias"][0]
     return out[0] + out[1:] - out[1:].mean() if duelling else out
@@ -70,7 +70,7 @@ def member(made: QLearner, name: str, target: bool = False) -> dict[str, torch.T
 
 
 def next_draw(made: QLearner, config: QLearningConfig) -> TransitionBatch:
-    """What the next gradient step learns from."""
+    """The rows of replay that the next gradient step draws."""
     rng = np.random.default_rng(derive_seed(made.seeds[made.names[0]], "moments", made.steps))
     assert isinstance(made.replay, ReplayBuffer)
     return made.replay.sample(config.batch_size, rng, config.priority_beta)
@@ -87,7 +87,7 @@ def test_update_equals_a_reference_implementation(turns: bool, duelling: bool, d
     )
     seats = {"one": [0, 2], "two": [1]}
     made = learner(config, env, seats)
-    played(made, env, 4)
+    train_on_play(made, env, 4)
     drawn, before = next_draw(made, config), {n: (member(made, n), member(made, n, True)) for n in seats}
     lines, error, known = made.train_step(as_sequences(drawn), 0.0)
 
@@ -138,22 +138,22 @@ def test_target_networks_follow_by_polyak() -> None:
     env = Cues(games=4)
     made = learner(DQN(**QUICK | {"gradient_steps": 3}, tau=0.25, target_interval=3), env, {"a": [0], "b": [1]})
     before = member(made, "b", True)
-    played(made, env, 1)
+    train_on_play(made, env, 1)
     fast, slow = member(made, "b"), member(made, "b", True)
     for key, weight in slow.items():
         assert torch.allclose(weight, 0.75 * before[key] + 0.25 * fast[key])
     made.config = made.config.model_copy(update={"gradient_steps": 2})
-    played(made, env, 1)
+    train_on_play(made, env, 1)
     assert all(torch.equal(weight, slow[key]) for key, weight in member(made, "b", True).items())
     made.config = made.config.model_copy(update={"gradient_steps": 1, "tau": 1.0})
-    played(made, env, 1)
+    train_on_play(made, env, 1)
     assert all(torch.equal(weight, member(made, "b")[key]) for key, weight in member(made, "b", True).items())
 
 
-# ---- with memory
+# ---- recurrent networks
 
 
-def stretches_of(made: QLearner, drawn: int = 6) -> SequenceBatch:
+def sequences_of(made: QLearner, drawn: int = 6) -> SequenceBatch:
     assert isinstance(made.replay, SequenceReplay)
     return made.replay.sample(drawn, np.random.default_rng(0))
 
@@ -163,8 +163,8 @@ def test_recurrent_values_equal_step_by_step_play(turns: bool) -> None:
     env = Countdown(games=4, turns=turns, seats=2)
     config = DQN(**QUICK | {"rollout_length": 7}, gamma=0.9, n_step=1 if turns else 2)
     made = learner(config, env, {"one": [0], "two": [1]}, NetPolicyConfig(hidden=[8], gru_units=5, lr=1e-2))
-    played(made, env, 3)
-    drawn = stretches_of(made)
+    train_on_play(made, env, 3)
+    drawn = sequences_of(made)
     _, taken, following = made.online_and_target_values(0, drawn)
     stack, head, slow = made.stacks[0], made.heads[0], made.target_nets[0]
     checked = cut = 0
@@ -217,10 +217,10 @@ def test_sequences_and_transitions_agree_without_memory() -> None:
             assert torch.allclose(a[known], b.view(a.shape)[known], atol=1e-6)
 
 
-# ---- play
+# ---- exploration
 
 
-def moves_of(made: QLearner, env: VectorEnv, progress: float, steps: int = 60) -> tuple[np.ndarray, Any]:
+def collected_actions(made: QLearner, env: VectorEnv, progress: float, steps: int = 60) -> tuple[np.ndarray, Any]:
     batch = VectorRollout(env, np.arange(env.num_envs)).collect(made.rollout_policies(progress), steps, 3)
     return batch.actions.copy(), batch
 
@@ -243,11 +243,11 @@ def test_epsilon_sets_the_share_of_random_actions() -> None:
     made = learner(config, env, {"one": [0, 1]})
     best = VectorRollout(env, np.arange(50))
     greedy = best.collect(made.greedy_policies(), 60, 3).actions.copy()
-    # at random one of three actions is the best one too; all moves are random before anything is learned
-    assert (moves_of(made, env, 1.0)[0] != greedy).mean() == pytest.approx(2 / 3, abs=0.02)
+    # a random action of three is also the greedy one; before learning starts all actions are random
+    assert (collected_actions(made, env, 1.0)[0] != greedy).mean() == pytest.approx(2 / 3, abs=0.02)
     made.env_steps_seen = 10
     for progress, epsilon in ((0.25, 0.6), (1.0, 0.3)):
-        assert (moves_of(made, env, progress)[0] != greedy).mean() == pytest.approx(epsilon * 2 / 3, abs=0.02)
+        assert (collected_actions(made, env, progress)[0] != greedy).mean() == pytest.approx(epsilon * 2 / 3, abs=0.02)
 
 
 def test_random_actions_are_uniform_over_legal_ones() -> None:
@@ -262,20 +262,20 @@ def test_no_update_before_learning_starts() -> None:
     env = Cues(games=4)
     made = learner(DQN(**QUICK | {"learning_starts": 33}), env, {"one": [0, 1]})
     sweeper = VectorRollout(env, np.arange(4))
-    for i, steps in enumerate((0, 0, 2)):  # 16 moments each
+    for i, steps in enumerate((0, 0, 2)):  # 16 transitions each
         assert bool(made.update(sweeper.collect(made.rollout_policies(0), 4, i), 0.0)["one"]) == (i == 2)
         assert made.steps == steps
 
 
 def test_processes_start_learning_together() -> None:
     env = Cues(games=4)
-    together = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other could not yet
+    together = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other process could not learn yet
     made = DQN(**QUICK).build_learner(env, {"one": [0, 1]}, {"one": POLICY}, {"one": 1}, together)
-    played(made, env, 2)
+    train_on_play(made, env, 2)
     assert made.steps == 0
 
 
-# ---- what is kept
+# ---- state
 
 
 @pytest.mark.parametrize(
@@ -291,10 +291,10 @@ def test_resume_is_bit_identical(options: dict[str, Any], memory: int) -> None:
     config = DQN(**QUICK | {"buffer_size": 60}, **options)
     policy = NetPolicyConfig(hidden=[8], gru_units=memory, normalize_observations=True)
     made, other = (learner(config, env, {"one": [0], "two": [1]}, policy) for _ in range(2))
-    played(made, env, 6)
+    train_on_play(made, env, 6)
     other.load_arrays(snapshot(made))
     for each in (made, other):
-        played(each, Countdown(games=4, turns=True), 3)
+        train_on_play(each, Countdown(games=4, turns=True), 3)
     for name, array in made.state_arrays().items():
         assert np.array_equal(array, other.state_arrays()[name]), name
     assert made.steps == 18
@@ -306,7 +306,7 @@ def test_exported_policy_plays_identically(tmp_path: Path, duelling: bool, memor
     env = Countdown(games=12)
     policy = NetPolicyConfig(hidden=[8, 8], gru_units=memory, lr=1e-2, normalize_observations=True)
     made = learner(DQN(**QUICK, duelling=duelling), env, {"one": [0], "two": [1]}, policy)
-    played(made, env, 10)
+    train_on_play(made, env, 10)
     for name, write in made.member_writers().items():
         write(tmp_path / name)
     read = [read_policy(tmp_path / name, env, [seat], best=True) for seat, name in enumerate(("one", "two"))]
@@ -328,7 +328,7 @@ def test_burn_in_shorter_than_the_sequence_is_required() -> None:
         DQN(burn_in=8)
 
 
-# ---- learning itself
+# ---- learning
 
 
 def test_cue_task_is_learned() -> None:
@@ -338,13 +338,13 @@ def test_cue_task_is_learned() -> None:
     )
     made = learner(config, env, {"one": [0], "two": [1]})
     assert (mean_return(env, made.greedy_policies(), 50) < 0.8).all()
-    played(made, env, 60)
+    train_on_play(made, env, 60)
     assert (mean_return(env, made.greedy_policies(), 50) == 1).all()
 
 
 def test_best_response_to_uniform_kuhn_poker_is_learned() -> None:
-    """Against uniform play the best a first player can earn is 1/2, a second one 5/12: so uniform play has a NashConv
-    of 11/12 (OpenSpiel). Seats take turns; only one learns."""
+    """Against uniform play a best response earns 1/2 as the first player and 5/12 as the second, so uniform play has a
+    NashConv of 11/12 (OpenSpiel). Each seat is learned in turn against uniform play."""
     env = KuhnPoker(num_envs=64)
     config = DQN(
         rollout_length=4,
@@ -358,24 +358,24 @@ def test_best_response_to_uniform_kuhn_poker_is_learned() -> None:
     )
     for seat, value in ((0, 1 / 2), (1, 5 / 12)):
         made = learner(config, env, {"one": [seat]}, NetPolicyConfig(hidden=[32], lr=5e-3))
-        played(made, env, 100, [UniformVectorPolicy(env, [1 - seat])])
+        train_on_play(made, env, 100, [UniformVectorPolicy(env, [1 - seat])])
         held_out = KuhnPoker(num_envs=1024)
         earned = mean_return(held_out, [*made.greedy_policies(), UniformVectorPolicy(held_out, [1 - seat])], 40)[seat]
         assert earned == pytest.approx(value, abs=0.07), seat
 
 
 def test_recurrent_network_learns_a_memory_task() -> None:
-    """The cue is seen in the first of three steps; the answer counts in the last."""
+    """The cue is observed in the first of three steps; the answer is rewarded in the last."""
     env = Cues(games=16, steps=3, fleeting=True, seats=1)
     config = DQN(rollout_length=6, gradient_steps=4, batch_size=192, learning_starts=100, tau=0.05, gamma=0.9)
     made = learner(config, env, {"one": [0]}, NetPolicyConfig(hidden=[16], gru_units=16, lr=1e-2))
-    played(made, env, 100)
+    train_on_play(made, env, 100)
     assert mean_return(env, made.greedy_policies(), 60)[0] > 0.95
 
 
 def test_independent_dqn_misses_the_optimum_of_the_two_step_game() -> None:
-    """The two-step game of Rashid et al. (2018), all moves random: by itself a seat sees means over the other's moves,
-    0.5 and 4.5 behind the risky door, of which 4.455 arrives at the first; so both go for the certain 7."""
+    """The two-step game of Rashid et al. (2018), all actions random: an independent seat learns means over the other's
+    actions, 0.5 and 4.5 after the risky action, discounted to 4.455 at the first step; so both choose the certain 7."""
     env = TwoStepGame(num_envs=16)
     config = DQN(
         epsilon=1,
@@ -390,7 +390,7 @@ def test_independent_dqn_misses_the_optimum_of_the_two_step_game() -> None:
     )
     policy = NetPolicyConfig(hidden=[32], lr=5e-3, max_grad_norm=10, lr_schedule="linear")
     made = learner(config, env, {"one": [0], "two": [1]}, policy)
-    played(made, env, 250)
+    train_on_play(made, env, 250)
     q = made.heads[0].values(made.stacks[0].net(torch.eye(3).expand(2, 3, 3))).detach().numpy()
     assert q[0, 0] == pytest.approx([0.99 * 7, 0.99 * 4.5], abs=0.4)
     assert q[:, 1] == pytest.approx(np.full((2, 2), 7), abs=0.2)

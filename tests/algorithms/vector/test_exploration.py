@@ -31,7 +31,7 @@ def test_noise_is_standard_normal_and_forgets_exponentially(rho: float) -> None:
     assert abs(x.mean()) < 0.03 and abs(x.std() - 1) < 0.02 and abs((x[0] ** 2).mean() - 1) < 0.35
     for lag in (1, 3):
         assert abs(correlation(x, lag) - rho**lag) < 0.02
-    assert abs(np.corrcoef(x[:, 0], x[:, 1])[0, 1]) < 0.15  # no number knows of another
+    assert abs(np.corrcoef(x[:, 0], x[:, 1])[0, 1]) < 0.15  # all numbers are independent
 
 
 @pytest.mark.parametrize("config", [TD3(), SAC()])
@@ -54,7 +54,7 @@ def test_training_starts_after_a_tenth_of_a_short_run_or_ten_thousand_steps() ->
 
 
 @pytest.mark.parametrize("config", [TD3(learning_starts=1), SAC(learning_starts=1)])
-def test_noise_goes_on_where_it_was_saved(config: Any) -> None:
+def test_noise_continues_after_a_restore(config: Any) -> None:
     env = Countdown(8, space=LINE, seats=1)
     learner, other = (made(config, env, seats={"a": [0]}) for _ in range(2))
     rollout = VectorRollout(env, np.arange(8))

@@ -1,4 +1,4 @@
-"""FACMAC: targets and gradients of the mixed critic by hand and by finite differences; state; what it learns."""
+"""FACMAC: targets and gradients of the mixed critic by hand and by finite differences; state; learning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from palestra.rollouts.vector_rollout import VectorRollout
 
 LINE = Continuous((-2.0,), (2.0,))
 BOTH = {"a": [0], "b": [1]}
-VIEW = 4  # numbers of an observation of Countdown; the seat's own action comes after
+VIEW = 4  # numbers in an observation of Countdown; the seat's own action follows
 
 
 def test_target_of_the_sum_by_hand() -> None:
@@ -87,7 +87,7 @@ def policy_value(learner: Any, drawn: Any) -> float:
 
 @pytest.mark.parametrize("mixer", ["qmix", "nonmonotonic"])
 def test_policy_gradient_equals_finite_differences(mixer: Any) -> None:
-    """Equation 7: of the value of all seats' current actions, of which the recorded ones are no part."""
+    """Equation 7: the gradient of the value of all seats' current actions; recorded actions have no part in it."""
     policy = NetPolicyConfig(hidden=[4], activation="tanh", max_grad_norm=1e9)
     learner = made(FACMAC(mixer=mixer, action_l2_coef=0), Countdown(space=LINE), policy, BOTH)
     generator = noise(3)
@@ -99,7 +99,7 @@ def test_policy_gradient_equals_finite_differences(mixer: Any) -> None:
         actions=torch.randn(5, 2, 1, generator=generator),
         agent_mask=torch.tensor([[True, True]] * 4 + [[True, False]]),
     )
-    with torch.no_grad():  # policies whose actions differ from 0
+    with torch.no_grad():  # policies with actions other than 0
         learner.stacks[0].optimizer.flat.copy_(torch.randn(learner.stacks[0].optimizer.flat.shape, generator=generator))
     joint = learner.action_encoder.encode(drawn.actions, drawn.agent_mask)
     batches = [learner.update_batch(learner.stacks[0], drawn, joint)]
@@ -121,7 +121,8 @@ def test_policy_gradient_equals_finite_differences(mixer: Any) -> None:
 
 
 def test_critic_gradient_equals_finite_differences() -> None:
-    """Of half the squared error of the mixed value, for a weight of a seat's network and one of the mixer."""
+    """The gradient of half the squared error of the mixed value, for a weight of a seat's network and one of the
+    mixer."""
     policy = NetPolicyConfig(hidden=[4], activation="tanh", max_grad_norm=1e9, lr=1e-9)
     learner = made(FACMAC(), Countdown(space=LINE), policy, BOTH)
     generator = noise(5)

@@ -1,4 +1,4 @@
-"""Continuous actions of which a number has a single value: training goes on, and the env gets that value."""
+"""Continuous actions with a component of a single value: training continues, and the env gets that value."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LEARNERS = {
 
 
 class Fixed(Countdown):
-    """Countdown with two numbers as actions, of which the second is always 0.5; keeps what it got."""
+    """Countdown with actions of two numbers, of which the second is always 0.5; records the actions."""
 
     def __init__(self) -> None:
         super().__init__(4, space=Continuous((-1.0, 0.5), (1.0, 0.5)))

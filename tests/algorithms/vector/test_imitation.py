@@ -1,4 +1,4 @@
-"""Imitation: losses by hand, and experts that are imitated from few games."""
+"""Imitation: losses by hand, and policies that imitate an expert from few games."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def learner(config: BC | GAIL, env: VectorEnv, seats: dict[str, list[int]], poli
     return config.build_learner(env, seats, dict.fromkeys(seats, policy), seeds)
 
 
-def right(env: VectorEnv, seat: int) -> np.ndarray:
+def right_answers(env: VectorEnv, seat: int) -> np.ndarray:
     """The right answers of `Cues`."""
     return ((env.internal_state["cue"] + seat) % 3).astype(np.int32)  # type: ignore[attr-defined]
 
 
-def steady(env: VectorEnv, seat: int) -> np.ndarray:
-    """Brings the cart of `Track` to a stand."""
+def stop_cart(env: VectorEnv, seat: int) -> np.ndarray:
+    """Stops the cart of `Track`."""
     place, speed = env.internal_state["cart"].T  # type: ignore[attr-defined]
     return np.clip(-2.0 * place - 2.0 * speed, -1, 1).astype(np.float32)[:, None]
 
 
-def shown(env: VectorEnv, script: Callable[[VectorEnv, int], np.ndarray], steps: int, path: Path) -> str:
-    """A file of what a script does at all seats."""
+def record_script(env: VectorEnv, script: Callable[[VectorEnv, int], np.ndarray], steps: int, path: Path) -> str:
+    """Records a script's play at all seats; returns the path of the file."""
     record_vector_episodes(env, [ScriptedVectorPolicy(env, range(len(env.seats)), script)], steps, path)
     return str(path)
 
@@ -70,7 +70,8 @@ def test_undecided_discriminator_loss_is_two_log_two() -> None:
 
 
 def test_optimal_discriminator_logit_is_the_log_frequency_ratio() -> None:
-    """Expert's moves are 3, 1, 0 of 4, the policy's 1, 1, 2: the logits log(3), log(1) leave no gradient."""
+    """The expert's frequencies are 3/4, 1/4, 0, the policy's 1/4, 1/4, 1/2: at the logits log(3) and log(1) the
+    gradient is 0."""
     logit = torch.tensor([math.log(3), 0.0, -40.0], requires_grad=True)
     expert, policy = logit[[0, 0, 0, 1]], logit[[0, 1, 2, 2]]
     discriminator_loss(expert[None], policy[None])[0].sum().backward()
@@ -97,7 +98,7 @@ def test_gradient_penalty_interpolates_expert_and_policy() -> None:
     assert penalty.tolist() == pytest.approx([16])
     penalty.sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == pytest.approx([2 * 4 * 3 / 5, 2 * 4 * 4 / 5])
-    bowl = gradient_penalty(  # half the square: the slope is the place itself
+    bowl = gradient_penalty(  # half the square of x, whose gradient is x
         lambda x: x.square().sum(-1) / 2,
         torch.full((1, 1, 1), 6.0),
         torch.full((1, 1, 1), 2.0),
@@ -118,25 +119,25 @@ def test_actions_are_encoded_as_numbers() -> None:
     assert encode_actions(open_ended, torch.tensor([[3.0, 9.0]])).tolist() == [[3, 1]]
 
 
-# ---- data
+# ---- demonstrations
 
 
 def test_policy_without_demonstrated_actions_is_refused(tmp_path: Path) -> None:
     env = Cues(2, turns=True)
-    path = shown(env, right, 1, tmp_path / "moves.parquet")
+    path = record_script(env, right_answers, 1, tmp_path / "moves.parquet")
     with pytest.raises(ValueError, match="no step has an action of policy b"):
         learner(BC(demonstrations=path), env, {"a": [0], "b": [1]})
 
 
-# ---- cloning
+# ---- behaviour cloning
 
 
 def test_clone_matches_the_expert_frequencies(tmp_path: Path) -> None:
-    """The likelihood is highest at the frequencies: here of answers to each cue, with probabilities 1/2, 1/4, 1/4."""
+    """The likelihood is highest at the expert's frequencies: per cue, answers with probabilities 1/2, 1/4, 1/4."""
     env = Cues(64, seats=1)
     rng = np.random.default_rng(0)
-    drawn = shown(
-        env, lambda env, seat: (right(env, 0) + rng.integers(0, 4, 64) % 3) % 3, 40, tmp_path / "moves.parquet"
+    drawn = record_script(
+        env, lambda env, seat: (right_answers(env, 0) + rng.integers(0, 4, 64) % 3) % 3, 40, tmp_path / "moves.parquet"
     )
     made = learner(BC(demonstrations=drawn, batch_size=2048), env, {"a": [0]})
     figures = train(made, VectorRollout(env, np.arange(64)), 16, 15)
@@ -153,7 +154,8 @@ def test_clone_matches_the_expert_frequencies(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turns", [False, True])
 def test_behaviour_cloning_learns_from_few_games(turns: bool, tmp_path: Path) -> None:
     env = Cues(16, seats=2, turns=turns)
-    path = shown(env, right, 2 if turns else 1, tmp_path / "moves.parquet")  # 16 games of one move a seat
+    # 16 games with one action per seat
+    path = record_script(env, right_answers, 2 if turns else 1, tmp_path / "moves.parquet")
     made = learner(BC(demonstrations=path, batch_size=64), env, {"a": [0], "b": [1]})
     assert mean_return(env, [UniformVectorPolicy(env, [0, 1])], 100).mean() == pytest.approx(1 / 3, abs=0.05)
     train(made, VectorRollout(env, np.arange(16)), 4, 10)
@@ -162,7 +164,7 @@ def test_behaviour_cloning_learns_from_few_games(turns: bool, tmp_path: Path) ->
 
 def test_recurrent_clone_solves_a_memory_task(tmp_path: Path) -> None:
     env = Cues(32, seats=1, steps=4, fleeting=True)
-    path = shown(env, right, 10, tmp_path / "moves.parquet")  # the third game of each is cut short
+    path = record_script(env, right_answers, 10, tmp_path / "moves.parquet")  # the third game of each is cut short
     for memory in (16, 0):
         policy = NetPolicyConfig(hidden=[16], lr=1e-2, gru_units=memory)
         made = learner(BC(demonstrations=path, sequence_length=6, batch_size=384), env, {"a": [0]}, policy)
@@ -174,10 +176,10 @@ def test_recurrent_clone_solves_a_memory_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize("normalise", [False, True])
 def test_behaviour_cloning_of_continuous_actions(normalise: bool, tmp_path: Path) -> None:
     env = Track(8)
-    path = shown(env, steady, 20, tmp_path / "moves.parquet")  # 8 games
+    path = record_script(env, stop_cart, 20, tmp_path / "moves.parquet")  # 8 games
     expert, chance = (
         mean_return(env, [p], 60).item()
-        for p in (ScriptedVectorPolicy(env, [0], steady), UniformVectorPolicy(env, [0]))
+        for p in (ScriptedVectorPolicy(env, [0], stop_cart), UniformVectorPolicy(env, [0]))
     )
     made = learner(
         BC(demonstrations=path),
@@ -190,7 +192,7 @@ def test_behaviour_cloning_of_continuous_actions(normalise: bool, tmp_path: Path
 
 
 def test_behaviour_cloning_uses_the_action_masks(tmp_path: Path) -> None:
-    """Where only one action was legal, choosing it says nothing: a clone of such moves alone has nothing to learn."""
+    """If only one action is legal, choosing it has no information: a clone of such actions alone has no gradient."""
     env = Countdown(4, space=Discrete(2))
     env.reset(np.arange(4))
     path = tmp_path / "moves.parquet"
@@ -215,7 +217,7 @@ def test_seats_may_have_action_spaces_of_different_sizes(spaces: tuple[Space, Sp
         own = first * (np.arange(width) < make_head(spaces[seat]).width)
         return np.tile(own, (4, 1)).astype(first.dtype)
 
-    path = shown(env, script, 5, tmp_path / "moves.parquet")
+    path = record_script(env, script, 5, tmp_path / "moves.parquet")
     made = learner(BC(demonstrations=path, batch_size=16), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(4)), 1, 30)
     played = VectorRollout(env, np.arange(4)).collect(made.greedy_policies(), 1, 0).actions[0, 0]
@@ -242,7 +244,7 @@ def test_clone_resume_from_state_arrays_is_bit_identical(memory: int, tmp_path: 
     assert made.state_arrays()["versions"].tolist() == [16, 16]
 
 
-# ---- by a discriminator
+# ---- GAIL
 
 
 def test_env_rewards_are_not_used(tmp_path: Path) -> None:
@@ -254,7 +256,7 @@ def test_env_rewards_are_not_used(tmp_path: Path) -> None:
     first = made.update(batch, 0.0)
     batch.rewards[:] = np.nan
     assert other.update(batch, 0.0) == first
-    assert np.isnan(batch.rewards).all()  # and what was played is left as it was
+    assert np.isnan(batch.rewards).all()  # and the batch of play is not modified
     for key, value in snapshot(made).items():
         np.testing.assert_array_equal(value, snapshot(other)[key], err_msg=key)
 
@@ -280,7 +282,7 @@ def test_gail_resume_from_state_arrays_is_bit_identical(tmp_path: Path) -> None:
 
 def test_policies_without_actions_in_a_step_are_skipped(tmp_path: Path) -> None:
     env = Cues(3, turns=True, steps=2)
-    path = shown(env, right, 8, tmp_path / "moves.parquet")
+    path = record_script(env, right_answers, 8, tmp_path / "moves.parquet")
     made = learner(GAIL(demonstrations=path, rollout_length=1), env, {"a": [0], "b": [1]})
     sweeper = VectorRollout(env, np.arange(3))
     reported = []
@@ -288,7 +290,7 @@ def test_policies_without_actions_in_a_step_are_skipped(tmp_path: Path) -> None:
         figures = made.update(sweeper.collect(made.rollout_policies(0), 1, i), 0.0)
         reported.append(sorted(name for name, line in figures.items() if "discriminator_accuracy" in line))
     assert all(np.isfinite(list(line.values())).all() for line in figures.values())
-    assert reported == [[]] * 4  # the two share a stack, and one of them always waits
+    assert reported == [[]] * 4  # the two share a stack, and one of them never acts
 
 
 def test_pixel_observations_are_refused(tmp_path: Path) -> None:
@@ -301,16 +303,16 @@ def test_pixel_observations_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reward", ["positive", "logit"])
 def test_gail_learns_from_few_games(reward: Any, tmp_path: Path) -> None:
     env = Cues(32, seats=2, steps=2)
-    path = shown(env, right, 2, tmp_path / "moves.parquet")  # 32 games
+    path = record_script(env, right_answers, 2, tmp_path / "moves.parquet")  # 32 games
     made = learner(GAIL(demonstrations=path, rollout_length=8, gamma=0.9, reward=reward), env, {"a": [0], "b": [1]})
     train(made, VectorRollout(env, np.arange(32)), 8, 40)
-    assert (mean_return(env, made.greedy_policies(), 40) > 0.95).all()  # the expert's is 1, by chance a third
+    assert (mean_return(env, made.greedy_policies(), 40) > 0.95).all()  # the expert's return is 1, chance 1/3
 
 
 def test_gail_of_continuous_actions(tmp_path: Path) -> None:
     env = Track(32)
-    path = shown(Track(8), steady, 20, tmp_path / "moves.parquet")
-    others: list[VectorPolicy] = [ScriptedVectorPolicy(env, [0], steady), UniformVectorPolicy(env, [0])]
+    path = record_script(Track(8), stop_cart, 20, tmp_path / "moves.parquet")
+    others: list[VectorPolicy] = [ScriptedVectorPolicy(env, [0], stop_cart), UniformVectorPolicy(env, [0])]
     expert, chance = (mean_return(env, [player], 40).item() for player in others)
     made = learner(GAIL(demonstrations=path, rollout_length=20, gamma=0.9), env, {"a": [0]})
     train(made, VectorRollout(env, np.arange(32)), 20, 60)

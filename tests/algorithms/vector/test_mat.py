@@ -47,7 +47,7 @@ class Mortal(Countdown):
 def learner(
     env: VectorEnv, seats: dict[str, list[int]], policy: NetPolicyConfig = SMALL, scale: float = 50, **settings: Any
 ) -> MATLearner:
-    """A learner whose last layer is `scale` times as large as it begins, so that every input matters."""
+    """A learner whose last layer is scaled by `scale`, so that every input matters."""
     seeds = {name: number + 7 for number, name in enumerate(seats)}
     made = MAT(**settings).build_learner(env, seats, dict.fromkeys(seats, policy), seeds)
     assert isinstance(made, MATLearner)
@@ -67,8 +67,9 @@ def transformer(seats: int, view: int = 3, **settings: Any) -> MultiAgentTransfo
 @BOTH
 @pytest.mark.parametrize("kind", KINDS)
 def test_parallel_and_sequential_decoding_agree(kind: str, attention: str) -> None:
-    """The log-probabilities of acting equal those of training to 1e-5: two teams in a stack, masks, seats that wait or
-    are dead, all kinds of actions. Retention has up to 2e-5: it is normalised, and some sums nearly cancel."""
+    """Log-probabilities of acting equal those of training to 1e-5, for two teams in a stack, masks, seats that wait or
+    are dead, and all kinds of actions. For retention they differ by up to 2e-5: it is normalised, and some sums nearly
+    cancel."""
     envs: dict[str, VectorEnv] = {
         "discrete": Countdown(6, seats=6),
         "turns": Countdown(6, seats=6, turns=True),
@@ -91,7 +92,7 @@ def test_parallel_and_sequential_decoding_agree(kind: str, attention: str) -> No
 
 @BOTH
 def test_actions_depend_on_earlier_seats_only(attention: str) -> None:
-    """And on all of them; observations of every seat matter to all."""
+    """Each action depends on all earlier seats, and on the observations of all seats."""
     torch.manual_seed(0)
     net, obs, actions = transformer(4, attention_type=attention), torch.randn(1, 5, 4, 3), torch.randint(4, (1, 5, 4))
     everyone = torch.ones(1, 5, 4, dtype=torch.bool)
@@ -108,7 +109,7 @@ def test_actions_depend_on_earlier_seats_only(attention: str) -> None:
 
 @BOTH
 def test_seats_that_do_not_act_are_left_out(attention: str) -> None:
-    """Outputs and values of the others are those of a smaller team, bit for bit but for rounding."""
+    """Outputs and values of the other seats equal those of a smaller team, up to rounding."""
     torch.manual_seed(0)
     net, obs, actions = transformer(4, attention_type=attention), torch.randn(1, 6, 4, 3), torch.randint(4, (1, 6, 4))
     for living in ([0, 1, 3], [1, 2], [2], [0, 3]):
@@ -130,7 +131,7 @@ def layer_norm(x: Tensor) -> Tensor:
 @BOTH
 def test_outputs_by_hand(attention: str) -> None:
     """One block, one head, two seats: the layers of Wen et al. (2022, figure 2) one row at a time, and retention (Sun
-    et al., 2023, eq. 5 and 8) as one state that keys and values are added to."""
+    et al., 2023, eq. 5 and 8) in its recurrent form."""
     torch.manual_seed(0)
     net = transformer(2, attention_heads=1, attention_blocks=1, attention_type=attention)
     obs, actions = torch.randn(2, 3), [3, 1]
@@ -212,7 +213,7 @@ def test_policy_loss_equals_a_reference_implementation(turns: bool) -> None:
     made = learner(env, {"team": [0, 1, 2]}, clip=0.05, epochs=1, minibatches=1, entropy_coef=0.0)
     sweeper = VectorRollout(env, np.arange(5))
     batch = sweeper.collect(made.rollout_policies(0), 12, 0)
-    with torch.no_grad():  # as if after some updates
+    with torch.no_grad():  # other values than at initialisation
         for parameter in made.stacks[0].net.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     expected = loss_by_hand(made, batch)
@@ -240,8 +241,8 @@ def test_resume_from_state_arrays_is_bit_identical(normed: Any) -> None:
     assert not any("critic" in key for key in made.state_arrays())  # the encoder is saved once
 
 
-def test_saved_policies_play_on_as_a_team(tmp_path: Any) -> None:
-    """From its files, at all seats and at fewer."""
+def test_saved_policies_play_as_a_team(tmp_path: Any) -> None:
+    """Loaded from files, at all seats and at fewer."""
     env = Countdown(4, seats=4)
     made = learner(env, {"team": [0, 1, 2, 3]})
     made.member_writers()["team"](tmp_path)
@@ -253,7 +254,7 @@ def test_saved_policies_play_on_as_a_team(tmp_path: Any) -> None:
     assert two.act(step, None, np.ones(4, bool))[0].shape == (4, 2)
 
 
-def test_settings_that_do_not_fit_are_refused() -> None:
+def test_incompatible_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="the critic of mat is its own encoder"):
         MAT(critic="central")
     with pytest.raises(ValueError, match="gru_units, communication_rounds: the transformer"):
@@ -271,15 +272,15 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 @BOTH
 def test_team_finds_different_actions(attention: Any) -> None:
-    """Both are paid where their actions differ, and see nothing. Seats that share a network and draw at once earn 0.5
-    at most; one that knows the action of the other always 1, whichever that is."""
+    """Both seats are paid if their actions differ, and observe nothing. Seats that share a network and act
+    independently earn 0.5 at most; if the second seat knows the first one's action, they always earn 1."""
     env = MatrixGame(64, payoff=[[0, 1], [1, 0]])
     policy = NetPolicyConfig(hidden=[16], lr=1e-2, attention_type=attention)
     made = learner(env, {"team": [0, 1]}, policy, 1, **DIFFERENT)
     train(made, VectorRollout(env, np.arange(64)), 8, 12)
     assert mean_return(env, made.sampling_policies(), 8).min() > 0.9
     batch = VectorRollout(env, np.arange(64)).collect(made.sampling_policies(), 8, 3)
-    assert 0.2 < batch.actions[..., 0].mean() < 0.8  # the bonus keeps the first seat undecided
+    assert 0.2 < batch.actions[..., 0].mean() < 0.8  # the entropy bonus keeps the first seat undecided
 
 
 def test_independent_seats_do_not_find_different_actions() -> None:
@@ -294,7 +295,7 @@ def test_independent_seats_do_not_find_different_actions() -> None:
     ("attention", "updates"), [("softmax", 6), pytest.param("retention", 24, marks=pytest.mark.slow)]
 )
 def test_transformer_learns_to_spread(attention: Any, updates: int) -> None:
-    """From -27 of random play to above -25; greedy play of retention is there after 16 updates."""
+    """The return rises from -27 (random play) to above -25; with retention, greedy play reaches it after 16 updates."""
     env = SimpleSpread(64)
     policy = NetPolicyConfig(hidden=[32], activation="relu", lr=2e-3, attention_type=attention)
     made = learner(env, {"team": [0, 1, 2]}, policy, 1, rollout_length=25, value_norm=True)

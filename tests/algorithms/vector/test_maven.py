@@ -1,4 +1,4 @@
-"""MAVEN: latents of games, the update worked out row by row, what is saved, and committed exploration."""
+"""MAVEN: latents of games, the update computed row by row, saved state, and committed exploration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def learner(config: MixingConfig, env: VectorEnv, seats: dict[str, list[int]], p
     return config.build_learner(env, seats, own, {name: number + 5 for number, name in enumerate(seats)})
 
 
-def played(made: Any, env: VectorEnv, updates: int, others: Any = ()) -> dict[str, dict[str, float]]:
+def train_on_play(made: Any, env: VectorEnv, updates: int, others: Any = ()) -> dict[str, dict[str, float]]:
     """Trains on new games; returns the metrics of the last update."""
     sweeper = VectorRollout(env, np.arange(env.num_envs))
     found: dict[str, dict[str, float]] = train(made, sweeper, made.config.rollout_length, updates, others)
@@ -76,7 +76,7 @@ def test_head_selects_the_block_of_a_latent() -> None:
 
 @pytest.mark.parametrize("memory", [0, 6])
 def test_seats_share_the_latent_of_a_game_until_it_ends(memory: int) -> None:
-    """Two stacks, one of them of two policies: every action is the best by the block of the game's latent."""
+    """Two stacks, one of them of two policies: every action is the greedy one in the block of the game's latent."""
     env = Countdown(games=6, seats=3)
     policy = NetPolicyConfig(hidden=[16], gru_units=memory)
     policies = {"one": policy, "two": policy.model_copy(update={"lr": 1e-2}), "three": policy}
@@ -121,7 +121,7 @@ def test_replay_has_the_latents_beside_the_state() -> None:
 
 
 def test_returns_and_initial_states_of_ended_games() -> None:
-    """Over two rollouts, against the games put together by hand; seat 1 is not part of the team."""
+    """Over two rollouts, compared with games that the test puts together; seat 1 is not part of the team."""
     env = Countdown(games=4, seats=2)
     made = learner(MAVEN(**QUICK, latents=3), env, {"one": [0]})
     sweeper, others = VectorRollout(env, np.arange(4)), [UniformVectorPolicy(env, [1])]
@@ -182,11 +182,11 @@ def test_policy_of_latents_learns_which_suits_a_state() -> None:
     assert policy.preferred() == 0
 
 
-# ---- one update, worked out row by row
+# ---- one update, computed row by row
 
 
 def block(made: MAVENLearner, nets: Any, seat: int, view: torch.Tensor, latent: int) -> torch.Tensor:
-    """The values of a seat's actions by the block of a latent."""
+    """The values of a seat's actions in the block of a latent."""
     for stack, net in zip(made.stacks, nets, strict=True):
         for p, own in enumerate(stack.seat_mapping.seats):
             if seat in own:
@@ -204,7 +204,7 @@ def test_update_equals_a_reference_implementation(turns: bool) -> None:
     policies = {"one": POLICY, "two": NetPolicyConfig(hidden=[8], lr=1e-2), "three": POLICY}
     made = learner(config, env, {"one": [0], "two": [1], "three": [3]}, policies)
     assert [stack.seat_mapping.names for stack in made.stacks] == [("one", "three"), ("two",)]
-    played(made, env, 4, [UniformVectorPolicy(env, [2])])
+    train_on_play(made, env, 4, [UniformVectorPolicy(env, [2])])
     assert isinstance(made.replay, ReplayBuffer)
     drawn = made.replay.sample(16, np.random.default_rng(derive_seed(5, "moments", made.steps)))
     assert drawn.action_mask is not None and drawn.next_action_mask is not None
@@ -218,7 +218,7 @@ def test_update_equals_a_reference_implementation(turns: bool) -> None:
         known += 1
         latent, one_hot = int(drawn.state[m, 2:].argmax()), drawn.state[m, 2:]
         now, then, chances = [], [], []
-        for s in (0, 3, 1):  # as the stacks have them
+        for s in (0, 3, 1):  # in the order of the stacks
             q, acts = block(made, online, s, drawn.obs[m, s], latent), drawn.agent_mask[m, s]
             now.append(q[drawn.actions[m, s]] * acts)
             chances.append(q.masked_fill(~drawn.action_mask[m, s], -torch.inf).softmax(0) * acts)
@@ -245,20 +245,20 @@ def test_update_equals_a_reference_implementation(turns: bool) -> None:
         parts = slopes[: len(nets[0])] if p == 0 else slopes[len(nets[0]) :]
         norm = torch.cat([g[own].flatten() for g in parts]).norm().item()
         assert lines[p]["grad_norm"][own].item() == pytest.approx(norm, rel=1e-3)
-    ours = (made.variational_adam.exp_avg - 0.9 * average).flatten()  # a tenth of the gradient, with bounded length
+    ours = (made.variational_adam.exp_avg - 0.9 * average).flatten()  # a tenth of the gradient, clipped in norm
     given = torch.cat([g.flatten() for g in mine])
     assert torch.allclose(ours / ours.norm(), given / given.norm(), atol=1e-5)
 
 
 def test_mutual_information_makes_latents_differ() -> None:
-    """Without rewards nothing but the bound shapes behaviour: with it the cross-entropy falls towards 0, without it
-    stays at log 3 nats, that of a guess."""
+    """Without rewards only the mutual-information bound changes behaviour: with it the cross-entropy falls towards 0,
+    without it stays at log 3 nats, that of a guess."""
     losses = []
     for coef in (1.0, 0.0):
         env = Unpaid(games=8)
         config = MAVEN(**QUICK | {"gradient_steps": 4, "batch_size": 64}, latents=3, mi_coef=coef, epsilon_end=1)
         made = learner(config, env, TWO, NetPolicyConfig(hidden=[16], lr=1e-2))
-        losses.append(played(made, env, 40)["one"]["mi_loss"])
+        losses.append(train_on_play(made, env, 40)["one"]["mi_loss"])
     assert losses[0] < 0.5 and losses[1] > 0.8
 
 
@@ -275,18 +275,18 @@ def test_resume_is_bit_identical(mixer: Any, memory: int, state: bool) -> None:
         policy = NetPolicyConfig(hidden=[8], gru_units=memory, normalize_observations=True)
         return learner(config, env, TWO, policy), VectorRollout(env, np.arange(4))
 
-    def go_on(made: Any, sweeper: VectorRollout, seeds: range) -> None:
+    def continue_training(made: Any, sweeper: VectorRollout, seeds: range) -> None:
         for k in seeds:
             made.update(sweeper.collect(made.rollout_policies(0.1), 5, k), 0.1)
 
     (made, sweeper), (other, later) = build(), build()
-    go_on(made, sweeper, range(5))
+    continue_training(made, sweeper, range(5))
     games = sweeper.save()
-    assert games is not None and made.latent_policy.returns.any()  # in the midst of games
+    assert games is not None and made.latent_policy.returns.any()  # in the middle of games
     other.load_arrays({key: value.copy() for key, value in made.state_arrays().items()})
     later.load(games, other.rollout_policies(0.1))
     for each, played_by in ((made, sweeper), (other, later)):
-        go_on(each, played_by, range(5, 9))
+        continue_training(each, played_by, range(5, 9))
     for name, array in made.state_arrays().items():
         assert np.array_equal(array, other.state_arrays()[name]), name
     assert {"games/current", "latent_adam/0.exp_avg", "variational_adam/0.exp_avg"} <= set(made.state_arrays())
@@ -297,7 +297,7 @@ def test_saved_policies_play_the_preferred_latent(tmp_path: Path, memory: int, d
     env = Countdown(games=4)
     config = MAVEN(**QUICK, latents=3, duelling=duelling)
     made = learner(config, env, TWO, NetPolicyConfig(hidden=[8], gru_units=memory, normalize_observations=True))
-    played(made, env, 6)
+    train_on_play(made, env, 6)
     actions = []
     for preferred in range(3):
         with torch.no_grad():
@@ -334,11 +334,11 @@ def test_pixels_without_a_state_are_refused() -> None:
             learner(MAVEN(mixer=mixer), env, TWO)
 
 
-# ---- what it learns
+# ---- learning
 
 
 def m_step_return(config: MixingConfig, seed: int, updates: int) -> float:
-    """The greedy return in the game of ten steps: 13 at best, 10 in the branch that is found more easily."""
+    """The greedy return in the game of ten steps: 13 at best, 10 in the branch that is easier to find."""
     env = MStepGame(16, steps=10)
     policy = NetPolicyConfig(hidden=[32], activation="relu", lr=5e-3, max_grad_norm=10)
     made = config.build_learner(env, TWO, dict.fromkeys(TWO, policy), {"one": 2 * seed + 1, "two": 2 * seed + 2})
@@ -361,5 +361,5 @@ COMMITTED: dict[str, Any] = {
 
 
 def test_maven_finds_the_better_branch_of_the_m_step_game() -> None:
-    """With this seed; not with every one (docs/games.md)."""
+    """With this seed, not with every seed (docs/games.md)."""
     assert m_step_return(MAVEN(**COMMITTED), 4, 120) == 13

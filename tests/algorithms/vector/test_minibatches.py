@@ -1,4 +1,4 @@
-"""Standardised advantages: by hand, far from 0, and over several processes."""
+"""Standardised advantages: by hand, with a mean far from 0, and over several processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from palestra.learners.policy_stack import single_process_sum
 
 
 def advantages(mean: float, deviation: float) -> tuple[Tensor, Tensor]:
-    """Advantages and weights [P, T, C] of two members, a fifth of them unknown."""
+    """Advantages and weights [P, T, C] of two members, a fifth of them with weight 0."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, 64, 50, generator=generator, dtype=torch.float64)
     weight = (torch.rand(2, 64, 50, generator=generator) > 0.2).float()
@@ -22,7 +22,7 @@ def advantages(mean: float, deviation: float) -> tuple[Tensor, Tensor]:
 
 
 def reference(advantage: Tensor, weight: Tensor) -> Tensor:
-    """The same in float64."""
+    """Standardised advantages computed in float64."""
     x, w = advantage.double(), weight.double()
     count = w.sum((1, 2), keepdim=True)
     mean = (w * x).sum((1, 2), keepdim=True) / count
@@ -43,8 +43,8 @@ def test_standardised_advantages_by_hand() -> None:
 
 @pytest.mark.parametrize(("mean", "deviation"), [(0.3, 1.0), (-1000, 0.1), (1e5, 1.0), (0, 1e-4), (3e3, 3e3)])
 def test_advantages_far_from_zero_are_standardised(mean: float, deviation: float) -> None:
-    """The mean of squares minus the square of the mean has no right digit in float32 from -1000 with a deviation of
-    0.1."""
+    """In float32 the mean of squares minus the square of the mean has no correct digit for a mean of -1000 and a
+    deviation of 0.1."""
     advantage, weight = advantages(mean, deviation)
     found = standardise(advantage, weight, single_process_sum)
     torch.testing.assert_close(found.double(), reference(advantage, weight), rtol=1e-3, atol=1e-3)

@@ -52,7 +52,7 @@ def test_policy_of_a_seat_is_fixed_within_a_game(eta: float) -> None:
     made = learner(env, eta=eta, epsilon=0.0)
     batch = VectorRollout(env, np.arange(512)).collect(made.rollout_policies(0.0), 40, 0)
     responded, agent_mask = batch.logp == BEST_RESPONSE_LOGP, batch.agent_mask[:-1]
-    games = np.cumsum(batch.is_first[:-1], 0)  # the number of each game at its place
+    games = np.cumsum(batch.is_first[:-1], 0)  # the number of the current game at each step
     shares = []
     for seat in range(2):
         for b in range(512):

@@ -1,4 +1,4 @@
-"""Offline learning: updates worked out row by row, known answers, state, and policies better than those of the data."""
+"""Offline learning: updates computed row by row, known answers, state, and policies better than those of the data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def learner(config: Any, env: VectorEnv, seats: dict[str, list[int]], policy: Ne
     return config.build_learner(env, seats, dict.fromkeys(seats, policy), {name: i + 5 for i, name in enumerate(seats)})
 
 
-def recorded(env: VectorEnv, steps: int, path: Path, seed: int = 3) -> str:
+def record_uniform_play(env: VectorEnv, steps: int, path: Path, seed: int = 3) -> str:
     """Writes episodes of uniform play."""
     record_vector_episodes(env, [UniformVectorPolicy(env, range(len(env.seats)))], steps, path, seed=seed)
     return str(path)
@@ -81,7 +81,7 @@ class Naive:
 
 
 class NaiveIQL:
-    """IQL of policy `p` of the first stack: every row of a minibatch by itself, as the paper's equations stand."""
+    """IQL of policy `p` of the first stack: row by row, as in the paper's equations."""
 
     def __init__(self, made: Any, p: int) -> None:
         self.p, self.config, stack, critic = p, made.config, made.stacks[0], made.critics[0]
@@ -150,7 +150,9 @@ def test_iql_update_equals_a_reference_implementation(kind: str, tmp_path: Path)
     """Two policies at two seats each in one stack, with ends of games and illegal actions."""
     env: VectorEnv = Track(4, steps=3) if kind == "continuous" else Countdown(4, turns=kind == "turns", seats=4)
     seats = {"one": [0]} if kind == "continuous" else SEATS
-    config = IQL(data=recorded(env, 12, tmp_path / "moves.parquet"), gamma=0.9, tau=0.3, batch_size=12, beta=0.5)
+    config = IQL(
+        data=record_uniform_play(env, 12, tmp_path / "moves.parquet"), gamma=0.9, tau=0.3, batch_size=12, beta=0.5
+    )
     made = learner(config, env, seats)
     assert len(made.stacks) == 1
     naive = [NaiveIQL(made, p) for p in range(len(seats))]
@@ -167,7 +169,7 @@ def test_iql_update_equals_a_reference_implementation(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("turns", [False, True])
 def test_cql_update_equals_a_reference_implementation(turns: bool, tmp_path: Path) -> None:
     env = Countdown(4, turns=turns, seats=4)
-    data = recorded(env, 12, tmp_path / "moves.parquet")
+    data = record_uniform_play(env, 12, tmp_path / "moves.parquet")
     config = CQL(data=data, gamma=0.9, tau=0.3, batch_size=12, gradient_steps=1, n_step=2, conservative_coef=0.7)
     made = learner(config, env, SEATS)
     naive = [(Naive(made.stacks[0].net, p), Naive(made.target_nets[0], p)) for p in range(2)]
@@ -198,10 +200,10 @@ def test_cql_update_equals_a_reference_implementation(turns: bool, tmp_path: Pat
 
 @pytest.mark.parametrize(("level", "critic"), [(0.5, "own"), (0.9, "central")])
 def test_iql_values_and_policy_of_a_bandit(level: float, critic: Any, tmp_path: Path) -> None:
-    """One of three actions, equally often in the data, is paid 1: the expectile is t / (t + 2 (1 - t)), the policy
-    plays the right one with odds exp(beta) : 2. The pay of a seat does not depend on what the other does."""
+    """One of three actions, equally often in the data, is paid 1. The expectile is t / (t + 2 (1 - t)); the policy
+    plays the right action with odds exp(beta) : 2. A seat's reward does not depend on the other's action."""
     env = Cues(64, seats=2)
-    data = recorded(env, 40, tmp_path / "moves.parquet")
+    data = record_uniform_play(env, 40, tmp_path / "moves.parquet")
     config = IQL(data=data, expectile=level, beta=2.0, tau=0.05, batch_size=256, critic=critic)
     made = learner(
         config, env, {"a": [0, 1]}, POLICY.model_copy(update={"seat_one_hot": True, "lr_schedule": "linear"})
@@ -220,7 +222,7 @@ def test_cql_values_of_a_bandit(tmp_path: Path) -> None:
     """At the minimum, with p the softmax of the values and f = 1/3 the frequency of each action in the data,
     f (Q(a) - r(a)) + alpha (p(a) - f) = 0."""
     env = Cues(64, seats=1)
-    config = CQL(data=recorded(env, 40, tmp_path / "moves.parquet"), conservative_coef=0.5, batch_size=1024)
+    config = CQL(data=record_uniform_play(env, 40, tmp_path / "moves.parquet"), conservative_coef=0.5, batch_size=1024)
     made = learner(config, env, {"a": [0]}, POLICY.model_copy(update={"lr": 5e-3}))
     batch = VectorRollout(env, np.arange(64)).collect(made.rollout_policies(0.0), 1, 0)
     for _ in range(8):
@@ -236,9 +238,9 @@ def test_cql_values_of_a_bandit(tmp_path: Path) -> None:
 
 
 def test_seat_that_terminated_does_not_bootstrap(tmp_path: Path) -> None:
-    """Paid 1, then out, while the partner is cut off later: worth 1, not 1 / (1 - gamma)."""
+    """The seat is paid 1 and terminates, and the partner is truncated later: the value is 1, not 1 / (1 - gamma)."""
     env = PettingZooEnv(4, env="mortal_games:parting", options={"length": 6})
-    data = recorded(env, 24, tmp_path / "moves.parquet")
+    data = record_uniform_play(env, 24, tmp_path / "moves.parquet")
     policy = POLICY.model_copy(update={"lr": 2e-2})
     common: dict[str, Any] = {"data": data, "gamma": 0.99, "tau": 0.2, "batch_size": 64}
     seats = {"early": [0], "late": [1]}
@@ -252,7 +254,7 @@ def test_seat_that_terminated_does_not_bootstrap(tmp_path: Path) -> None:
 
 def test_cql_without_its_term_is_deep_q_learning_on_the_data(tmp_path: Path) -> None:
     env = Countdown(4, seats=2)
-    data = recorded(env, 12, tmp_path / "moves.parquet")
+    data = record_uniform_play(env, 12, tmp_path / "moves.parquet")
     seats, same = {"a": [0], "b": [1]}, {"batch_size": 16, "gradient_steps": 4}
     offline = learner(CQL(data=data, conservative_coef=0, **same), env, seats)
     online = learner(DQN(duelling=False, n_step=1, **same), env, seats)
@@ -270,7 +272,7 @@ def test_cql_without_its_term_is_deep_q_learning_on_the_data(tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["iql", "central", "cql"])
 def test_resume_from_state_arrays_is_bit_identical(kind: str, tmp_path: Path) -> None:
     env = Countdown(4, seats=3)
-    data = [recorded(env, 12, tmp_path / f"{seed}.parquet", seed) for seed in range(2)]
+    data = [record_uniform_play(env, 12, tmp_path / f"{seed}.parquet", seed) for seed in range(2)]
     common: dict[str, Any] = {"data": data, "batch_size": 32, "gradient_steps": 4}
     config = CQL(**common) if kind == "cql" else IQL(**common, critic="central" if kind == "central" else "own")
     policy = NetPolicyConfig(hidden=[6], normalize_observations=True, lr_schedule="linear")
@@ -283,15 +285,15 @@ def test_resume_from_state_arrays_is_bit_identical(kind: str, tmp_path: Path) ->
         one.update(batch, 0.5)
     for key, value in snapshot(made).items():
         np.testing.assert_array_equal(value, snapshot(again)[key], err_msg=key)
-    recorded(env, 12, tmp_path / "1.parquet", seed=9)
+    record_uniform_play(env, 12, tmp_path / "1.parquet", seed=9)
     with pytest.raises(ValueError, match=r"1\.parquet are not those that the checkpoint was trained on"):
         learner(config, env, {"a": [0], "b": [1, 2]}, policy).load_arrays(snapshot(made))
 
 
 @pytest.mark.parametrize("config", [IQL, CQL])
-def test_play_is_not_trained_on(config: Any, tmp_path: Path) -> None:
+def test_rollouts_are_not_trained_on(config: Any, tmp_path: Path) -> None:
     env = Countdown(4)
-    data = recorded(env, 12, tmp_path / "moves.parquet")
+    data = record_uniform_play(env, 12, tmp_path / "moves.parquet")
     made, other = (learner(config(data=data, batch_size=16, gradient_steps=4), env, {"a": [0, 1]}) for _ in range(2))
     for one, seed in ((made, 1), (other, 2)):
         one.update(VectorRollout(env, np.arange(4)).collect(one.rollout_policies(0.0), 4, seed), 0.0)
@@ -299,19 +301,19 @@ def test_play_is_not_trained_on(config: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(value, snapshot(other)[key], err_msg=key)
 
 
-# ---- refusals
+# ---- refused settings
 
 
-def test_what_offline_learning_does_not_support_is_refused(tmp_path: Path) -> None:
+def test_unsupported_offline_settings_are_refused(tmp_path: Path) -> None:
     env = Cues(2, turns=True)
-    data = recorded(env, 1, tmp_path / "moves.parquet")
+    data = record_uniform_play(env, 1, tmp_path / "moves.parquet")
     for config, name in ((IQL(data=data), "iql"), (CQL(data=data), "cql")):
         with pytest.raises(ValueError, match="no step has an action of policy a and what followed: record more steps"):
             learner(config, env, {"a": [0], "b": [1]})
         with pytest.raises(ValueError, match=f"policy a has memory, but {name} learns from single moments"):
             learner(config, env, {"a": [0], "b": [1]}, NetPolicyConfig(gru_units=4))
     with pytest.raises(ValueError, match=r"cql compares the values of single actions, .* for continuous actions"):
-        learner(CQL(data=recorded(Track(2), 4, tmp_path / "track.parquet")), Track(2), {"a": [0]})
+        learner(CQL(data=record_uniform_play(Track(2), 4, tmp_path / "track.parquet")), Track(2), {"a": [0]})
     with pytest.raises(ValueError, match=r"none\.parquet does not hold episodes"):
         learner(IQL(data=str(tmp_path / "none.parquet")), env, {"a": [0, 1]})
     with pytest.raises(ValueError, match="at least 1 item"):
@@ -322,8 +324,8 @@ def test_what_offline_learning_does_not_support_is_refused(tmp_path: Path) -> No
 
 
 class Corridors(NativeEnv):
-    """Every seat walks along nine places of its own, from one of the first eight: left, stay or right. It sees its
-    place, one-hot, and is paid 1 for each of 16 steps that ends at the last place; then the game is cut off."""
+    """Every seat walks along its own nine places, starting in one of the first eight: left, stay or right. It observes
+    its place, one-hot, and is paid 1 for each of 16 steps that ends at the last place; then the game is truncated."""
 
     name, PLACES, LENGTH = "corridors", 9, 16
 
@@ -361,12 +363,12 @@ class Corridors(NativeEnv):
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], float]:
-    """Files of two players, of whom none knows the way, and the return of the better one: two thirds by one that turns
-    back in the middle, one third by one that goes on from there, but not before. Each acts at random now and then."""
+    """Files of two players, and the return of the better one. Two thirds are of a player that walks to the middle and
+    turns back, one third of one that walks on only from the middle. Both sometimes act at random."""
     rng, paths, best = np.random.default_rng(0), [], 0.0
     env = Corridors(32)
 
-    def half(first: bool) -> Any:
+    def record_player(first: bool) -> Any:
         def script(env: VectorEnv, seat: int) -> np.ndarray:
             place = env.internal_state["place"][:, seat]  # type: ignore[attr-defined]
             action = np.where((place < 4) == first, 2, 0)
@@ -375,14 +377,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], float]:
         return script
 
     for first, steps in ((True, 128), (False, 64)):
-        player = ScriptedVectorPolicy(env, [0, 1], half(first))
+        player = ScriptedVectorPolicy(env, [0, 1], record_player(first))
         paths.append(str(tmp_path_factory.mktemp("mixed") / "moves.parquet"))
         record_vector_episodes(env, [player], steps, paths[-1])
         best = max(best, float(mean_return(env, [player], 64).mean()))
     return paths, best
 
 
-def trained(config: Any, env: VectorEnv, updates: int) -> float:
+def greedy_return(config: Any, env: VectorEnv, updates: int) -> float:
     """Mean return of the greedy policies, one for each seat, in games of other seeds."""
     made = learner(config, env, {"a": [0], "b": [1]}, NetPolicyConfig(hidden=[32], lr=1e-2))
     train(made, VectorRollout(env, np.arange(env.num_envs)), config.rollout_length, updates)
@@ -390,22 +392,22 @@ def trained(config: Any, env: VectorEnv, updates: int) -> float:
 
 
 @pytest.mark.parametrize("kind", ["iql", "cql"])
-def test_offline_learning_stitches_what_no_player_of_the_data_did(kind: str, mixed: tuple[list[str], float]) -> None:
-    """A player that walks straight from place s is paid for 9 + s steps, 12.5 on average; a clone turns back with the
-    majority."""
+def test_offline_learning_combines_parts_of_both_players(kind: str, mixed: tuple[list[str], float]) -> None:
+    """A player that walks straight from place s is paid for 9 + s steps, 12.5 on average; a clone turns back like most
+    of the data."""
     paths, best = mixed
     env = Corridors(32)
     common: dict[str, Any] = {"data": paths, "gamma": 0.9, "tau": 0.1, "rollout_length": 2, "batch_size": 128}
     config = IQL(**common, expectile=0.9, beta=5) if kind == "iql" else CQL(**common, conservative_coef=0.2)
-    score = trained(config, env, 8)
-    cloned = trained(BC(demonstrations=paths, rollout_length=2, gradient_steps=64), env, 4)
+    score = greedy_return(config, env, 8)
+    cloned = greedy_return(BC(demonstrations=paths, rollout_length=2, gradient_steps=64), env, 4)
     assert score > 11 and score > best + 4 and score > cloned + 4, (score, best, cloned)
 
 
-def test_iql_of_continuous_actions_beats_the_players_of_the_data(tmp_path: Path) -> None:
-    """Uniform actions push the cart about; their mean leaves it where it starts."""
+def test_iql_of_continuous_actions_beats_the_data(tmp_path: Path) -> None:
+    """The data have uniform actions, whose mean leaves the cart where it starts."""
     env = Track(32)
-    data = recorded(env, 60, tmp_path / "moves.parquet")
+    data = record_uniform_play(env, 60, tmp_path / "moves.parquet")
     chance = mean_return(env, [UniformVectorPolicy(env, [0])], 40).item()
     scores = []
     iql = IQL(data=data, gamma=0.7, tau=0.1, beta=10, batch_size=128)

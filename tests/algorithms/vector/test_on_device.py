@@ -1,5 +1,6 @@
-"""Every algorithm on another device than the CPU: on a pretended one (pretended_device.py) its numbers are those of the
-CPU, nothing mixes tensors of both, and neither acting nor an update waits for the device more often than it must."""
+"""Every algorithm on another device than the CPU: on a pretended one (pretended_device.py) its numbers equal those of
+the CPU, no operation mixes tensors of both, and neither acting nor an update synchronises with the device more often
+than needed."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from palestra.training.gradient_sync import SharedMemoryAllReduce
 
 ALL = ("one", "two")
 STARTS = {"learning_starts": 1, "buffer_size": 64, "batch_size": 16, "gradient_steps": 3}
-STEPS = 8  # of a rollout
+STEPS = 8  # steps of a rollout
 FAST = ("mappo", "ppo with memory", "qmix", "sac, continuous", "coma")  # the others are slow tests
 
 # algorithm, env, settings of the policies
@@ -113,8 +114,8 @@ def make(
     return learner
 
 
-def trained(learner: NetLearner, updates: int = 2) -> list[dict[str, dict[str, float]]]:
-    """The metrics of some updates."""
+def update_metrics(learner: NetLearner, updates: int = 2) -> list[dict[str, dict[str, float]]]:
+    """The metrics of `updates` updates."""
     rollout = VectorRollout(learner.env, np.arange(learner.env.num_envs))
     found = []
     for i in range(updates):
@@ -153,7 +154,7 @@ def test_numbers_are_those_of_the_cpu(name: str, device: PretendedDevice, tmp_pa
     config, kind, settings = CASES[name]
     config = with_file(config, kind, tmp_path)
     here, there = (make(config, kind, settings, torch.device(each)) for each in ("cpu", DEVICE))
-    expected, found = trained(here), trained(there)
+    expected, found = update_metrics(here), update_metrics(there)
     assert [list(line) for line in found] == [list(line) for line in expected]
     for line, other in zip(found, expected, strict=True):
         for policy in line:
@@ -172,7 +173,7 @@ def test_acting_waits_once_per_step(name: str, device: PretendedDevice) -> None:
     step, first = learner.env.reset(np.arange(6)), np.ones(6, bool)
     player.reset_rng(0)
     state = player.initial_state(6)
-    player.act(step, state, first)  # makes the constants
+    player.act(step, state, first)  # the first call creates constants
     assert waits_of(device, lambda: player.act(step, state, first)) == 1
 
 
@@ -191,7 +192,7 @@ def test_waits_of_an_update_do_not_grow_with_its_gradient_steps(name: str, devic
     assert found[0] == found[1] <= 8
 
 
-def test_gradients_that_are_not_finite_change_nothing_and_raise_after_the_update(device: PretendedDevice) -> None:
+def test_nonfinite_gradients_change_no_weights_and_raise_after_the_update(device: PretendedDevice) -> None:
     learner = make(ppo(), "discrete", {}, DEVICE)
     batch = VectorRollout(learner.env, np.arange(6)).collect(learner.rollout_policies(0.0), STEPS, 0)
     before = learner.state_arrays()
@@ -204,12 +205,12 @@ def test_gradients_that_are_not_finite_change_nothing_and_raise_after_the_update
 
 
 def test_gradients_are_summed_over_processes_from_any_device(device: PretendedDevice) -> None:
-    """Each learner is one of two processes, of which the other has gradients and statistics of 0."""
+    """Each learner is one of two processes; the other one's gradients and statistics are 0."""
     config, kind, settings = CASES["mappo"]
     found = []
     for each in (torch.device("cpu"), DEVICE):
         together = GradientSync(partial(SharedMemoryAllReduce(1).all_reduce, rank=0), 2)
-        found.append(trained(make(config, kind, settings, each, gradient_sync=together)))
+        found.append(update_metrics(make(config, kind, settings, each, gradient_sync=together)))
     for line, other in zip(*found, strict=True):
         for policy in line:
             assert line[policy] == pytest.approx(other[policy], rel=1e-3, abs=1e-4)
@@ -217,15 +218,15 @@ def test_gradients_are_summed_over_processes_from_any_device(device: PretendedDe
 
 @pytest.mark.filterwarnings("ignore:for .*copying from a non-meta parameter")
 @pytest.mark.parametrize("name", ["ppo with memory", "qmix with memory"])
-def test_checkpoint_goes_on_on_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
+def test_checkpoint_of_the_device_resumes_on_the_cpu(name: str, device: PretendedDevice, tmp_path: Path) -> None:
     """The state, the saved policies and the running games."""
     config, kind, settings = CASES[name]
     here, there, again = (make(config, kind, settings, torch.device(each)) for each in ("cpu", DEVICE, "cpu"))
-    trained(here)
-    trained(there)
+    update_metrics(here)
+    update_metrics(there)
     there.write_state(tmp_path)
     again.read_state(tmp_path)
-    for line, other in zip(trained(again), trained(here), strict=True):
+    for line, other in zip(update_metrics(again), update_metrics(here), strict=True):
         for policy in line:
             assert line[policy] == pytest.approx(other[policy], rel=2e-3, abs=2e-4)
     there.member_writers()["one"](tmp_path / "one")

@@ -1,4 +1,4 @@
-"""Seats that terminate before the game ends for the others: what comes after is worth nothing to them."""
+"""Seats that terminate before the game ends for the others: their value after that is 0."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ ALONE = {
 MEMORY = {"ppo": ALONE["ppo"], "dqn": ALONE["dqn"]}
 
 
-def worth_to_early(
+def value_of_early(
     config: Any,
     options: dict[str, Any],
     updates: int = 30,
     memory: int = 0,
     seats: dict[str, list[int]] = SEATS,
 ) -> float:
-    """What training makes the first view of agent "early" worth."""
+    """The value of the first observation of agent "early" after training."""
     env = PettingZooEnv(4, env="mortal_games:parting", options=options)
     policy = NetPolicyConfig(hidden=[16], lr=2e-2, gru_units=memory)
     learner = config.build_learner(env, seats, dict.fromkeys(seats, policy), dict(zip(seats, (1, 2), strict=False)))
@@ -85,10 +85,10 @@ def worth_to_early(
     for i in range(updates):
         batch = sweeper.collect(learner.rollout_policies(0.0), config.rollout_length, i)
         figures = learner.update(batch, 0.0)
-    return said(learner, batch, figures)
+    return first_value(learner, batch, figures)
 
 
-def said(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]) -> float:
+def first_value(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]) -> float:
     first = torch.from_numpy(batch.is_first)
     if isinstance(learner, ActorCriticLearner):
         return float(learner._values(RolloutTensors.of(batch))[0][first][:, 0].mean())
@@ -108,28 +108,28 @@ def said(learner: Any, batch: RolloutBatch, figures: dict[str, dict[str, float]]
 
 @pytest.mark.parametrize("kind", ALONE)
 def test_terminated_seat_does_not_bootstrap(kind: str) -> None:
-    """Paid 1, then out, while the partner is cut off nine steps later: worth 1. Were its last view worth anything, it
-    would be worth more with every update, up to 1 / (1 - gamma) = 100. Of central critics only the mean over the ten
-    steps is measured, nine of which are worth 0."""
+    """The seat is paid 1 and terminates; its partner is truncated nine steps later: the value is 1. If the last
+    observation were bootstrapped from, the value would rise with every update, up to 1 / (1 - gamma) = 100. For central
+    critics only the mean over the ten steps is measured, nine of which have the value 0."""
     within = 0.15 if kind in ("masac", "maddpg") else 0.05
-    assert worth_to_early(ALONE[kind], {}) == pytest.approx(1.0, abs=within)
+    assert value_of_early(ALONE[kind], {}) == pytest.approx(1.0, abs=within)
 
 
 @pytest.mark.parametrize("options", [{}, {"flags": "terminated truncated", "length": 1}])
 def test_terminated_seat_of_a_team_does_not_bootstrap(options: dict[str, Any]) -> None:
-    """One transformer plays both: the one that goes on no longer attends to the one that has terminated."""
-    assert worth_to_early(ALONE["mat"], options, seats=TEAM) == pytest.approx(1.0, abs=0.05)
+    """One transformer plays both seats: the one that continues no longer attends to the one that has terminated."""
+    assert value_of_early(ALONE["mat"], options, seats=TEAM) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("kind", ["ppo", "vtrace", "trpo", "mat", "coma", "dqn", "pqn", "sac", "td3", "maddpg"])
 def test_terminated_seat_does_not_bootstrap_if_others_are_truncated(kind: str) -> None:
-    """Both ends in one step, and both flags on one agent: it has terminated."""
-    assert worth_to_early(ALONE[kind], {"flags": "terminated truncated", "length": 1}) == pytest.approx(1.0, abs=0.05)
+    """Both ends in one step, and both flags on one agent: then it has terminated."""
+    assert value_of_early(ALONE[kind], {"flags": "terminated truncated", "length": 1}) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("kind", MEMORY)
 def test_terminated_seat_does_not_bootstrap_with_recurrence(kind: str) -> None:
-    assert worth_to_early(MEMORY[kind], {}, 15, memory=4) == pytest.approx(1.0, abs=0.05)
+    assert value_of_early(MEMORY[kind], {}, 15, memory=4) == pytest.approx(1.0, abs=0.05)
 
 
 MIXED = {
@@ -144,23 +144,23 @@ MIXED = {
 
 @pytest.mark.parametrize("kind", MIXED)
 def test_team_value_equals_the_team_return(kind: str) -> None:
-    """The team earns the mean of 1 and 0 at its first step, and nothing after. Measured is the mean over the ten
-    steps, nine of which are worth 0."""
-    assert worth_to_early(MIXED[kind], {}, updates=30) == pytest.approx(0.5, abs=0.075)
+    """The team earns the mean of 1 and 0 at its first step, and nothing after. The measured mean is over ten steps,
+    nine of which have the value 0."""
+    assert value_of_early(MIXED[kind], {}, updates=30) == pytest.approx(0.5, abs=0.075)
 
 
 @pytest.mark.parametrize("kind", ["qmix", "maven", "facmac"])
 def test_team_value_does_not_bootstrap_if_all_seats_terminate(kind: str) -> None:
-    """One agent terminates and is truncated in the same step, in which the other terminates: worth the mean of 1 and
-    0."""
+    """One agent terminates and is truncated in the same step, in which the other terminates: the value is the mean of 1
+    and 0."""
     options = {"flags": "terminated truncated", "length": 1, "dies": True}
-    assert worth_to_early(MIXED[kind], options, updates=15) == pytest.approx(0.5, abs=0.05)
+    assert value_of_early(MIXED[kind], options, updates=15) == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("flags", ["terminated", "truncated"])
 def test_team_value_bootstraps_until_the_last_seat_terminates(flags: str) -> None:
-    """In games of one step: the partner is cut off, so the team's value of what follows counts, without the seat that
-    has terminated."""
+    """Games of one step. The partner is truncated, so the team's value of its last observations is added, without the
+    seat that has terminated."""
     env = PettingZooEnv(4, env="mortal_games:parting", options={"flags": flags, "length": 1})
     batch = VectorRollout(env, np.arange(4)).collect([UniformVectorPolicy(env, [0, 1])], 3, 0)
     for team in ([0, 1], [0]):
@@ -172,13 +172,13 @@ def test_team_value_bootstraps_until_the_last_seat_terminates(flags: str) -> Non
 
 
 def test_truncated_seat_bootstraps() -> None:
-    """What follows its last view, which is its first too, is worth as much: (1 - 0.5) v = 1."""
+    """Its last observation equals its first, so that the value is (1 - 0.5) v = 1."""
     config = DQN(**OFF | {"gamma": 0.5})
-    assert worth_to_early(config, {"flags": "truncated"}) == pytest.approx(2.0, abs=0.3)
+    assert value_of_early(config, {"flags": "truncated"}) == pytest.approx(2.0, abs=0.3)
 
 
 def test_last_action_of_a_seat_is_credited_before_the_game_ends() -> None:
-    """A sweep that stops in the midst of a game knows already what a seat's last move came to."""
+    """A rollout that stops in the middle of a game already has the return of a terminated seat's last action."""
     env = PettingZooEnv(4, env="mortal_games:parting")
     policy = NetPolicyConfig(hidden=[16])
     learner = ppo(**ON).build_learner(env, SEATS, dict.fromkeys(SEATS, policy), {"early": 1, "late": 2})
@@ -193,7 +193,7 @@ CENTRAL = {name: ALONE[name] for name in ("mappo", "happo", "coma", "masac", "ma
 
 
 def state_after_training(config: Any, seats: dict[str, list[int]], **options: Any) -> dict[str, np.ndarray]:
-    """The state of a learner but for its replay buffer, after three rollouts."""
+    """The state of a learner without its replay buffer, after three rollouts."""
     env = PettingZooEnv(4, env="mortal_games:parting", options=options)
     policy = NetPolicyConfig(hidden=[8])
     config = config.model_copy(update={"gradient_steps": 2} if hasattr(config, "gradient_steps") else {})
@@ -206,7 +206,7 @@ def state_after_training(config: Any, seats: dict[str, list[int]], **options: An
 
 @pytest.mark.parametrize("kind", [*CENTRAL, "mat"])
 def test_terminated_seat_may_see_nan(kind: str) -> None:
-    """A central critic, mixer or transformer, which takes the views of all seats, learns as if it saw zeros."""
+    """A central critic, mixer or transformer reads the observations of all seats, and learns as if these were zeros."""
     config, seats = (ALONE["mat"], TEAM) if kind == "mat" else (CENTRAL[kind], SEATS)
     nothing, zeros = (state_after_training(config, seats, last=last) for last in (np.nan, 0.0))
     assert any(name.startswith("net.") for name in nothing)

@@ -1,4 +1,5 @@
-"""Parallelised Q-learning: targets and updates worked out move by move, state, and learning alone and in teams."""
+"""Parallelised Q-learning: targets and updates computed decision by decision, state, and learning alone and in
+teams."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ def learner(
     return made
 
 
-# ---- targets and one update, move by move
+# ---- targets and one update, decision by decision
 
 
 def q_values(made: PQNLearner, seat: int, view: np.ndarray) -> torch.Tensor:
-    """The values of all actions at one view, with their graph."""
+    """The values of all actions at one observation, with their graph."""
     for stack in made.stacks:
         for p, own in enumerate(stack.seat_mapping.seats):
             if seat in own:
@@ -51,7 +52,7 @@ def best(made: PQNLearner, batch: RolloutBatch, t: int, b: int, seat: int) -> fl
 
 
 def final(made: PQNLearner, batch: RolloutBatch, t: int, b: int, seat: int, last: int) -> float:
-    """The best value at the last view of the game that ended at step t; legal is what was at step `last`."""
+    """The best value of the last observation of the game that ended at step t, with the action mask of step `last`."""
     (f,) = [i for i, pair in enumerate(zip(*batch.end_index, strict=True)) if tuple(map(int, pair)) == (t, b)]
     legal = batch.action_mask[last, b, seat]  # type: ignore[index]
     return float(q_values(made, seat, batch.final_obs[f, seat]).detach().numpy()[legal].max())
@@ -76,7 +77,7 @@ def expected_targets(made: PQNLearner, batch: RolloutBatch, b: int, team: list[i
             stop = later[0] - 1
             assert following is not None
             ahead = (1 - lam) * following[0] + lam * following[1]
-        else:  # nothing is known of the last decision but its value
+        else:  # the last decision has no target but its own value
             following = here, here
             continue
         found[t] = float(batch.rewards[t : stop + 1, b, team].mean(-1).sum()) + gamma * ahead
@@ -197,7 +198,7 @@ def test_memory_task_needs_recurrence() -> None:
 
 @pytest.mark.parametrize("mixer", ["none", "vdn"])
 def test_team_reward_is_credited_to_the_right_seat(mixer: Any) -> None:
-    """Three seats are paid the share of those who are right; no seat observes whether it was."""
+    """Each of three seats is paid the share of correct seats; no seat observes whether it was correct."""
     env = Cues(16, seats=3, team=True)
     policy = POLICY.model_copy(update={"seat_one_hot": True, "hidden": [32]})
     made = learner(PQN(rollout_length=8, mixer=mixer), env, {"a": [0, 1, 2]}, {"a": policy})
@@ -206,7 +207,7 @@ def test_team_reward_is_credited_to_the_right_seat(mixer: Any) -> None:
 
 
 def test_vdn_learns_the_values_of_the_two_step_game() -> None:
-    """All moves random: the sums nearest to [[0, 1], [1, 8]] are [[-1.5, 2.5], [2.5, 6.5]], as with VDN's replay."""
+    """With random actions, the sums nearest to [[0, 1], [1, 8]] are [[-1.5, 2.5], [2.5, 6.5]], as with VDN's replay."""
     env = TwoStepGame(num_envs=64)
     config = PQN(rollout_length=8, mixer="vdn", epsilon_end=1.0, q_lambda=0.0)
     policy = POLICY.model_copy(update={"hidden": [32], "lr_schedule": "linear"})

@@ -1,4 +1,4 @@
-"""Several processes that train the same networks: they begin together, and learn from different rows of the same
+"""Several processes that train the same networks: they start learning together, from different rows of the same
 data."""
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OFFLINE: dict[str, Any] = {"iql": IQL, "cql": CQL, "bc": BC}
 
 
 def test_two_processes_in_a_game_of_turns_begin_to_learn_together(tmp_path: Path) -> None:
-    """They fill their buffers at different speeds: one that began to learn alone would wait for the other's gradients
-    forever."""
+    """Their buffers fill at different speeds: a process that started to learn alone would wait for the other's
+    gradients forever."""
     tree = {
         "name": "turns",
         "env_steps": 300,
@@ -57,7 +57,7 @@ def test_two_processes_in_a_game_of_turns_begin_to_learn_together(tmp_path: Path
 @pytest.mark.parametrize("config", [SAC, DDPG, TD3, FACMAC])
 def test_learner_waits_until_all_processes_are_ready(config: Any) -> None:
     env = Cues(games=4)
-    waits = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other could not learn yet
+    waits = GradientSync(all_reduce=lambda x: x, num_processes=2)  # as if the other process could not learn yet
     for sync, steps in ((GradientSync(), 2), (waits, 0)):
         policy = NetPolicyConfig(hidden=[8])
         settings = {"learning_starts": 4, "batch_size": 4, "gradient_steps": 2}
@@ -78,7 +78,7 @@ def train_once(data: str, folder: Path, rank: ProcessRank | None = None) -> None
         batch = VectorRollout(env, np.arange(4)).collect(learner.rollout_policies(0.0), 2, 0)
         learner.update(batch, 0.0)
         write_arrays(folder / f"{kind}-{rank.rank if rank else 'alone'}.safetensors", learner.state_arrays())
-    sync.all_ready(True)  # all have written
+    sync.all_ready(True)  # all processes have written
 
 
 @pytest.mark.timeout(150)

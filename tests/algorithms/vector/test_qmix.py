@@ -1,4 +1,4 @@
-"""Q-learning of teams: updates worked out row by row, state, and what sums and monotone mixes can learn."""
+"""Q-learning of teams: updates computed row by row, state, and what additive and monotonic mixers can learn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def learner(
     return made
 
 
-def played(
+def train_on_play(
     made: QMIXLearner, env: VectorEnv, updates: int, others: list[Any] | None = None
 ) -> dict[str, dict[str, float]]:
     figures: dict[str, dict[str, float]] = train(
@@ -51,11 +51,11 @@ def snapshot(made: QMIXLearner) -> dict[str, np.ndarray]:
     return {key: value.copy() for key, value in made.state_arrays().items()}
 
 
-# ---- one update, worked out row by row
+# ---- one update, computed row by row
 
 
 def seat_value(made: QMIXLearner, net: str, seat: int, view: torch.Tensor) -> torch.Tensor:
-    """What the seat's network, or its slow copy, says of each action."""
+    """The values of a seat's actions, by its network ("fast") or the target network."""
     for stack, slow in zip(made.stacks, made.target_nets, strict=True):
         for p, own in enumerate(stack.seat_mapping.seats):
             if seat in own:
@@ -70,7 +70,7 @@ def mixer_inputs(q: torch.Tensor, action: torch.Tensor, legal: torch.Tensor, act
     return SeatValues(q[action] * acts, best, torch.nn.functional.one_hot(action, len(q)) * acts)
 
 
-def together(seats: list[SeatValues]) -> SeatValues:
+def stack_seats(seats: list[SeatValues]) -> SeatValues:
     """Returns the inputs of one row from those of its seats."""
     best, actions = [each.best for each in seats], [each.actions for each in seats]
     return SeatValues(torch.stack([each.q for each in seats])[None], torch.stack(best)[None], torch.cat(actions)[None])
@@ -87,7 +87,7 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
     policies = {"one": POLICY, "two": NetPolicyConfig(hidden=[8], lr=1e-2), "three": POLICY}
     made = learner(config, env, {"one": [0], "two": [1], "three": [3]}, policies)
     assert [stack.seat_mapping.names for stack in made.stacks] == [("one", "three"), ("two",)]
-    played(made, env, 4, [UniformVectorPolicy(env, [2])])
+    train_on_play(made, env, 4, [UniformVectorPolicy(env, [2])])
     assert isinstance(made.replay, ReplayBuffer)
     rng = np.random.default_rng(derive_seed(5, "moments", made.steps))
     drawn: TransitionBatch = made.replay.sample(16, rng, config.priority_beta)
@@ -100,15 +100,15 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
             errors.append(0.0)
             continue
         now, then = [], []
-        for s in (0, 3, 1):  # as the stacks have them
+        for s in (0, 3, 1):  # in the order of the stacks
             q, acts = seat_value(made, "fast", s, drawn.obs[m, s]), drawn.agent_mask[m, s]
             now.append(mixer_inputs(q, drawn.actions[m, s], drawn.action_mask[m, s], acts))
             chooser = seat_value(made, "fast", s, drawn.next_obs[m, s]).detach()
             choice = chooser.masked_fill(~drawn.next_action_mask[m, s], -torch.inf).argmax()
             judge = seat_value(made, "slow", s, drawn.next_obs[m, s])
             then.append(mixer_inputs(judge, choice, drawn.next_action_mask[m, s], drawn.next_agent_mask[m, s]))
-        total = made.mixer(together(now), drawn.state[m : m + 1])[0]
-        after = made.target_mixer(together(then), drawn.next_state[m : m + 1])[0].detach()
+        total = made.mixer(stack_seats(now), drawn.state[m : m + 1])[0]
+        after = made.target_mixer(stack_seats(then), drawn.next_state[m : m + 1])[0].detach()
         reward = (drawn.rewards[m, 0] + drawn.rewards[m, 1] + drawn.rewards[m, 3]) / 3
         error = reward + drawn.discounts[m, 0] * after - total
         losses.append(drawn.weight[m, 0] * 0.5 * error**2)
@@ -128,7 +128,7 @@ def test_update_equals_a_reference_implementation(turns: bool, mixer: Any) -> No
         norm = torch.cat([g[own].flatten() for g in parts]).norm().item()
         assert lines[p]["grad_norm"][own].item() == pytest.approx(norm, rel=1e-3), i
     assert (made.mixer_adam is not None) == (mixer != "vdn")
-    if made.mixer_adam:  # which has only bounded its length
+    if made.mixer_adam:  # the clip only bounded the gradient's norm
         ours = (made.mixer_adam.exp_avg - 0.9 * average).flatten()  # a tenth of the gradient
         own = torch.cat([g.flatten() for g in slopes[len(nets[0]) + len(nets[1]) :]])
         assert torch.allclose(ours / ours.norm(), own / own.norm(), atol=1e-5)
@@ -173,10 +173,10 @@ def test_resume_is_bit_identical(mixer: Any, memory: int) -> None:
     config = QMIX(**QUICK | {"buffer_size": 60}, mixer=mixer, priority_exponent=0.6, n_step=2)
     policy = NetPolicyConfig(hidden=[8], gru_units=memory, normalize_observations=True)
     made, other = (learner(config, env, {"one": [0], "two": [1]}, policy) for _ in range(2))
-    played(made, env, 5)
+    train_on_play(made, env, 5)
     other.load_arrays(snapshot(made))
     for each in (made, other):
-        played(each, Countdown(games=4), 3)
+        train_on_play(each, Countdown(games=4), 3)
     for name, array in made.state_arrays().items():
         assert np.array_equal(array, other.state_arrays()[name]), name
     assert made.steps == 16 and any(name.startswith("target_mixer") for name in made.state_arrays()) == (mixer != "vdn")
@@ -192,7 +192,7 @@ def test_unsupported_settings_are_refused() -> None:
     assert learner(QMIX(mixer="vdn"), env, {"one": [0, 1]}).mixer_adam is None
 
 
-# ---- what it learns
+# ---- learning
 
 
 RANDOM: dict[str, Any] = {
@@ -220,12 +220,12 @@ def team_values(made: QMIXLearner, view: torch.Tensor, state: torch.Tensor) -> n
 
 
 def two_step(mixer: Any, updates: int) -> tuple[QMIXLearner, list[np.ndarray]]:
-    """The two-step game, all moves random, as Rashid et al. (2018, section 5) have it."""
+    """A learner of the two-step game with random actions, as in Rashid et al. (2018, section 5)."""
     env = TwoStepGame(num_envs=16)
     policy = NetPolicyConfig(hidden=[32], lr=1e-2, max_grad_norm=10, lr_schedule="linear")
     config = QMIX(**RANDOM, gradient_steps=2, batch_size=128, mixer=mixer)
     made = learner(config, env, {"one": [0], "two": [1]}, policy)
-    played(made, env, updates)
+    train_on_play(made, env, updates)
     return made, [team_values(made, state, state) for state in torch.eye(3)]
 
 
@@ -255,13 +255,13 @@ def climbing(mixer: Any, updates: int) -> QMIXLearner:
     env = MatrixGame(num_envs=32, game="climbing")
     policy = NetPolicyConfig(hidden=[16], lr=2e-2, max_grad_norm=100, lr_schedule="linear")
     made = learner(QMIX(**RANDOM, gradient_steps=2, batch_size=512, mixer=mixer), env, {"one": [0], "two": [1]}, policy)
-    played(made, env, updates)
+    train_on_play(made, env, updates)
     return made
 
 
 def test_vdn_learns_the_nearest_additive_values_of_the_climbing_game() -> None:
-    """They are means of row and column less the mean of all, -31/9: 16/3 for the lower right, which is best among them
-    and pays 5, not 11."""
+    """They are the means of row and column minus the overall mean, -31/9: 16/3 for the lower right, the highest of
+    them, which pays 5 and not 11."""
     made = climbing("vdn", 120)
     nearest = CLIMBING.mean(1, keepdims=True) + CLIMBING.mean(0) - CLIMBING.mean()
     assert nearest[2, 2] == pytest.approx(5 / 3 + 11 / 3 + 31 / 9)
@@ -270,7 +270,7 @@ def test_vdn_learns_the_nearest_additive_values_of_the_climbing_game() -> None:
 
 
 def test_qplex_learns_the_climbing_game() -> None:
-    """Its values are neither sums nor monotone, and its optimum pays 11."""
+    """Its values are neither additive nor monotonic, and the optimum pays 11."""
     made = climbing("qplex", 250)
     assert team_values(made, torch.zeros(6), torch.zeros(7)) == pytest.approx(CLIMBING, abs=0.5)
     assert mean_return(made.env, made.greedy_policies(), 1).tolist() == [11, 11]
@@ -283,7 +283,7 @@ def test_policies_coordinate_on_one_of_two_optima(mixer: Any) -> None:
         rollout_length=4, gradient_steps=2, batch_size=64, learning_starts=64, tau=0.1, mixer=mixer, epsilon_end=0.1
     )
     made = learner(config, env, {"one": [0], "two": [1]})
-    played(made, env, 80)
+    train_on_play(made, env, 80)
     assert mean_return(env, made.greedy_policies(), 1).tolist() == [1, 1]
 
 
@@ -291,19 +291,19 @@ def test_policies_coordinate_on_one_of_two_optima(mixer: Any) -> None:
     ("mixer", "seats"), [("vdn", {"one": [0, 1, 2]}), ("qmix", {"one": [0], "two": [1], "three": [2]})]
 )
 def test_team_reward_is_credited_to_the_right_seat(mixer: Any, seats: dict[str, list[int]]) -> None:
-    """The team reward is the share of correct seats: no seat observes whether it was right."""
+    """The team reward is the share of correct seats; no seat observes whether it was correct."""
     env = Cues(games=16, seats=3, team=True)
     config = QMIX(rollout_length=4, gradient_steps=4, batch_size=128, learning_starts=100, tau=0.05, mixer=mixer)
     made = learner(config, env, seats, NetPolicyConfig(hidden=[32], lr=1e-2, seat_one_hot=True))
-    played(made, env, 60)
+    train_on_play(made, env, 60)
     assert (mean_return(env, made.greedy_policies(), 50) > 0.97).all()
 
 
 def test_recurrent_team_learns_a_memory_task() -> None:
-    """The cue is seen in the first of two steps; the answers count in the second."""
+    """The cue is observed in the first of two steps; the answers are rewarded in the second."""
     env = Cues(games=16, steps=2, fleeting=True, team=True)
     config = QMIX(rollout_length=4, gradient_steps=4, batch_size=128, learning_starts=100, tau=0.05, gamma=0.9)
     policy = NetPolicyConfig(hidden=[16], gru_units=16, lr=1e-2)
     made = learner(config, env, {"one": [0], "two": [1]}, policy)
-    played(made, env, 80)
+    train_on_play(made, env, 80)
     assert (mean_return(env, made.greedy_policies(), 50) > 0.95).all()

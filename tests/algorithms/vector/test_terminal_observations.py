@@ -1,5 +1,5 @@
-"""The last observation of a game that terminated is worth nothing, whatever it holds: also NaN, which an env may put
-where it has nothing to show."""
+"""The last observation of a terminated game has the value 0, whatever its numbers: also NaN, which an env may return if
+it has nothing to show."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Ending(Countdown):
         return frame
 
 
-def trained(config: Any, env: Ending, last: float, policy: NetPolicyConfig) -> dict[str, np.ndarray]:
-    """The state of a learner but for its replay buffer, after three rollouts of games that end with `last`."""
+def state_after_training(config: Any, env: Ending, last: float, policy: NetPolicyConfig) -> dict[str, np.ndarray]:
+    """The state of a learner without its replay buffer, after three rollouts of games that end with `last`."""
     env.last = last
     if hasattr(config, "data"):
         players = [UniformVectorPolicy(env, [0, 1])]
@@ -100,8 +100,8 @@ def trained(config: Any, env: Ending, last: float, policy: NetPolicyConfig) -> d
 
 
 def check(config: Any, env: Ending, policy: NetPolicyConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)  # of recorded episodes
-    nothing, something = (trained(config, env, last, policy) for last in (math.nan, 0.25))
+    monkeypatch.chdir(folder)  # a file of recorded episodes
+    nothing, something = (state_after_training(config, env, last, policy) for last in (math.nan, 0.25))
     assert any(name.startswith("net.") for name in nothing)
     for name, array in nothing.items():
         assert np.array_equal(array, something[name]), name
@@ -129,7 +129,7 @@ def test_terminal_observations_change_no_update_of_recurrent_policies(
 
 @pytest.mark.parametrize("mixer", ["vdn", "qmix", "qplex"])
 def test_seats_that_do_not_act_enter_a_team_value_with_zeros(mixer: Any) -> None:
-    """Also those whose value is NaN, as that of a seat that has terminated while the others go on."""
+    """Also those whose value is NaN, like a seat that has terminated while others continue."""
     policy = NetPolicyConfig(hidden=[8])
     learner = QMIX(**OFF, mixer=mixer).build_learner(
         Countdown(seats=3), {"all": [0, 1, 2]}, {"all": policy}, {"all": 1}
@@ -145,7 +145,7 @@ def test_seats_that_do_not_act_enter_a_team_value_with_zeros(mixer: Any) -> None
 
 @pytest.mark.parametrize("kind", ["terminated", "truncated"])
 def test_advice_on_a_diverged_loss_names_last_observations_that_are_evaluated(kind: str) -> None:
-    """Those of truncated games, which critics bootstrap from; those of terminated games are no cause."""
+    """Those of truncated games, from which critics bootstrap; those of terminated games are not the cause."""
     env = Ending(4)
     env.last = 0.0
     players = [UniformVectorPolicy(env, [0, 1])]

@@ -129,8 +129,8 @@ def test_fisher_product_equals_the_fisher_matrix(turns: bool) -> None:
 def step_by_hand(
     made: TRPOLearner, stack: PolicyStack, batch: RolloutBatch, advantages: Tensor, known: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The weights [D] of the policy of a stack after its step, by matrices; and the ratios [T, B] of new to old
-    probabilities of its actions. `advantages` [T, B, N] are normalised and weighted."""
+    """The weights [D] of the policy of a stack after its step, computed with explicit matrices, and the ratios [T, B]
+    of new to old probabilities of its actions. `advantages` [T, B, N] are normalised and weighted."""
     config, (seat,) = made.config, stack.seat_mapping.all_seats
     here = [(t, b) for t, b in np.ndindex(*known.shape[:2]) if known[t, b, seat]]
     old = {at: math.exp(float(batch.logp[(*at, seat)])) for at in np.ndindex(*known.shape[:2])}
@@ -205,7 +205,7 @@ def test_sequential_update_equals_a_reference_implementation(turns: bool) -> Non
 
 @pytest.mark.parametrize("kind", ["discrete", "continuous", "vectors", "memory"])
 def test_divergence_stays_within_the_bound(kind: str) -> None:
-    """Measured on the rollout with the policies before and after each update, also where two policies share a stack."""
+    """Measured on the rollout, with the policies before and after each update, also if two policies share a stack."""
     envs: dict[str, VectorEnv] = {
         "continuous": Track(16),
         "vectors": Push(16, (MultiDiscrete((2, 3)),) * 2),
@@ -234,11 +234,11 @@ def test_divergence_stays_within_the_bound(kind: str) -> None:
             for name, own in zip(stack.seat_mapping.names, divergence.tolist(), strict=True):
                 assert 0 <= own <= 0.02 * (1 + 1e-3) and own == pytest.approx(figures[name]["kl"], abs=2e-3)
                 steps.append(own)
-    assert np.mean(np.array(steps) > 0.005) > 0.7  # and the steps are not small
+    assert np.mean(np.array(steps) > 0.005) > 0.7  # the steps are not trivially small
 
 
-def test_policy_without_a_better_step_stays_as_it_is() -> None:
-    """Where every action earns the same, there is nothing to improve, and nothing is not a number."""
+def test_policy_without_an_improving_step_is_unchanged() -> None:
+    """If every action earns the same, no step improves, and no NaN appears."""
     env = Cues(8, team=True)
     made = learner(TRPO(normalize_advantages=False), env, {"a": [0], "b": [1]})
     batch = VectorRollout(env, np.arange(8)).collect(made.rollout_policies(0), 4, 0)
@@ -272,7 +272,7 @@ def test_resume_from_state_arrays_is_bit_identical(sequential: bool, memory: int
         np.testing.assert_array_equal(value, again.state_arrays()[key], err_msg=key)
 
 
-def test_hatrpo_is_a_name_for_sequential_trpo_with_a_central_critic() -> None:
+def test_hatrpo_equals_sequential_trpo_with_a_central_critic() -> None:
     tree = expand_preset({"type": "hatrpo", "kl_bound": 0.005}, VECTOR_PRESETS)
     assert TRPO(**tree) == hatrpo(kl_bound=0.005)
     with pytest.raises(ValueError, match="aux_value_coef: steps of trpo follow the policy's own loss only"):
@@ -293,7 +293,7 @@ def expected_return(made: TRPOLearner, payoff: np.ndarray) -> float:
 
 @pytest.mark.parametrize("game", ["climbing", "penalty", "coordination"])
 def test_joint_policy_improves_monotonically(game: Any) -> None:
-    """The exact return never falls by more than what sampling of 2,048 games blurs, and ends at an equilibrium."""
+    """The exact return never falls by more than the sampling error of 2,048 games, and ends at an equilibrium."""
     payoff, env = np.array(PAYOFFS[game], float), MatrixGame(256, game=game)
     made = learner(hatrpo(rollout_length=8, kl_bound=0.05, value_norm=True), env, {"a": [0], "b": [1]})
     sweeper, returns = VectorRollout(env, np.arange(256)), [expected_return(made, payoff)]
@@ -306,9 +306,9 @@ def test_joint_policy_improves_monotonically(game: Any) -> None:
 
 
 @pytest.mark.parametrize("sequential", [True, False])
-def test_sequential_steps_do_not_pass_each_other(sequential: bool) -> None:
-    """Each of two leans to the action that the other avoids. By long simultaneous steps they change sides, again and
-    again; the one that steps second takes the first one's step into account."""
+def test_sequential_steps_account_for_each_other(sequential: bool) -> None:
+    """Each of two policies prefers the action that the other avoids. With long simultaneous steps they swap actions
+    again and again; in sequential updates the second step takes the first into account."""
     payoff, env = np.array(PAYOFFS["coordination"], float), MatrixGame(512, game="coordination")
     config = TRPO(critic="central", sequential=sequential, rollout_length=4, kl_bound=0.5, gae_lambda=1.0)
     made = learner(config, env, {"a": [0], "b": [1]})
@@ -327,7 +327,7 @@ def test_sequential_steps_do_not_pass_each_other(sequential: bool) -> None:
 
 
 def test_hatrpo_learns_to_spread() -> None:
-    """Three policies, one for each agent: from -27 of random play to above -24 in 15 updates."""
+    """Three policies, one for each agent: the return rises from -27 (random play) to above -24 in 15 updates."""
     env = SimpleSpread(64)
     config = hatrpo(rollout_length=25, gamma=0.95, value_norm=True, epochs=2, minibatches=2)
     made = learner(config, env, {f"agent_{i}": [i] for i in range(3)}, NetPolicyConfig(hidden=[32], lr=3e-3))

@@ -1,4 +1,4 @@
-"""PopArt and value clipping: cases by hand, values that stay while statistics move, and values in units of reward."""
+"""PopArt and value clipping: cases by hand, values that stay while statistics change, and values in units of reward."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_value_clipping_needs_old_values() -> None:
 @pytest.mark.parametrize("memory", [0, 4])
 @pytest.mark.parametrize("critics", ["each", "one"])
 def test_values_stay_when_the_statistics_move(critics: Any, memory: int) -> None:
-    """Returns grow a thousandfold. Values differ by the rounding of such numbers; without PopArt they would grow
-    with the deviation of the returns."""
+    """Returns grow by a factor of 1,000. Values change by rounding only; without PopArt they would grow with the
+    deviation of the returns."""
     env = Countdown(4)
     for norm, stays in (("popart", True), (True, False)):
         config = ppo(rollout_length=8, value_norm=norm, critic="central", critics=critics)
@@ -88,7 +88,7 @@ def test_values_stay_when_the_statistics_move(critics: Any, memory: int) -> None
 
 
 def test_value_clipping_bounds_how_far_values_move() -> None:
-    """Many small steps on one batch: beyond the clip the gradient ends."""
+    """Many small steps on one batch: outside the clip the gradient is 0."""
     env, moved = Countdown(4), {}
     for clip in (None, 0.05):
         config = ppo(rollout_length=8, epochs=200, minibatches=1, value_clip=clip)
@@ -110,8 +110,8 @@ class Scaled(Cues):
 
 
 def test_popart_values_have_units_of_reward() -> None:
-    """Two seats in one stack, paid 1 and 1,000 for the right answer, learn it and what it is worth; a critic of plain
-    returns comes nowhere near 1,000 in as many steps."""
+    """Two seats in one stack, paid 1 and 1,000 for the right answer, learn the answer and its value; a critic of plain
+    returns stays far below 1,000 in as many steps."""
     for norm in ("popart", False):
         env = Scaled(32)
         made = learner(ppo(rollout_length=8, gamma=0.9, value_norm=norm, value_clip=0.2), env)

@@ -52,7 +52,7 @@ def test_global_state_is_normalised_by_running_statistics(algorithm: Any) -> Non
 
 
 def test_global_features_concatenate_observations_without_padding() -> None:
-    """In simple_adversary one seat sees less than the others."""
+    """In simple_adversary one seat observes less than the others."""
     env = SimpleAdversary(4)
     made = learner(ALGORITHMS[0], env)
     batch = VectorRollout(env, np.arange(4)).collect(made.rollout_policies(0.0), 3, 0)
@@ -63,7 +63,7 @@ def test_global_features_concatenate_observations_without_padding() -> None:
 
 
 def test_normalised_state_bounds_initial_mixer_values() -> None:
-    """SMAX's world state has positions up to 32: a mixer that saw them raw began with values in the hundreds."""
+    """SMAX's world state has positions up to 32: with raw positions the mixer's initial values are in the hundreds."""
 
     class Large(Combat):
         def step(self, actions: np.ndarray) -> Any:

@@ -1,5 +1,5 @@
-"""The calls of MinT's recipes/lora_adapter.py: a little SFT, both kinds of saving, a sampler named by path and base,
-and a greedy answer; then, as one would on the next day, training goes on from the saved state."""
+"""The calls of MinT's recipes/lora_adapter.py: a few steps of SFT, both kinds of saving, a sampler named by path and
+base, a greedy answer; then training continues from the saved state in a new client."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The calls of MinT's recipes/dpo_native.py: Bradley-Terry on pairs of answers, as a loss of the client's own."""
+"""The calls of MinT's recipes/dpo_native.py: a Bradley-Terry loss on pairs of answers, defined by the client."""
 
 import json
 import os

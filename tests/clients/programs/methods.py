@@ -1,5 +1,5 @@
-"""Calls every public method of the SDK's clients once, each with arguments that make sense, and prints as JSON what
-became of it: "works", or the message of the error. A method without a call in this program is "not tried"."""
+"""Calls every public method of the SDK's clients once, each with sensible arguments, and prints the result of each as
+JSON: "works", or the error message. A method without a call in this program is "not tried"."""
 
 import asyncio
 import datetime
@@ -29,23 +29,23 @@ def traced_nll(logprobs, weights):
     return loss, {"custom/nll:sum": loss}
 
 
-def settled(value):
-    """What a call came to, whether it is a value, a coroutine, a future, or a coroutine of a future."""
+def resolve(value):
+    """The result of a call that returns a value, a coroutine, a future, or a coroutine of a future."""
     if inspect.iscoroutine(value):
         value = asyncio.run(asyncio.wait_for(value, WAIT))
     return value.result(WAIT) if hasattr(value, "result") else value
 
 
-class Bench:
+class Clients:
     """Clients, and weights that may be read, changed and deleted."""
 
     def __init__(self):
         self.ServiceClient = tinker.ServiceClient()
-        self.TrainingClient = settled(self.ServiceClient.create_lora_training_client(BASE, rank=4))
+        self.TrainingClient = resolve(self.ServiceClient.create_lora_training_client(BASE, rank=4))
         self.run = self.TrainingClient.get_info().model_id
         self.state = self.TrainingClient.save_state("state").result().path
         self.weights = self.TrainingClient.save_weights_for_sampler("weights").result().path
-        self.SamplingClient = settled(self.ServiceClient.create_sampling_client(model_path=self.weights))
+        self.SamplingClient = resolve(self.ServiceClient.create_sampling_client(model_path=self.weights))
         self.RestClient = self.ServiceClient.create_rest_client()
         self.session = self.run.partition(":")[0]
         self.sampler = f"{self.session}:sample:0"
@@ -61,12 +61,12 @@ class Bench:
         return [types.Datum(model_input=types.ModelInput.from_ints(IDS[:-1]), loss_fn_inputs=inputs)]
 
     def name(self):
-        """A new one."""
+        """A new name."""
         self.names += 1
         return f"name-{self.names}"
 
     def doomed(self):
-        """A path that may be deleted."""
+        """A new path of weights, to be deleted."""
         return self.TrainingClient.save_weights_for_sampler(self.name()).result().path
 
     def external(self):
@@ -148,14 +148,14 @@ def tried(bench, kind, method):
     if given is None:
         return "not tried"
     try:
-        settled(function(*given[0], **given[1]))
+        resolve(function(*given[0], **given[1]))
     except Exception as error:
         return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return "works"
 
 
 def methods(bench, kind):
-    """Closing comes last."""
+    """The public methods of a client; closing comes last."""
     cls = type(getattr(bench, kind))
     named = [n for n in dir(cls) if not n.startswith("_") and callable(getattr(cls, n)) and n not in NOT_CALLS]
     return sorted(named, key=lambda name: (name == "close", name))
@@ -165,7 +165,7 @@ def main():
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     os.environ["TINKER_PROJECT_ID"] = "a-project"  # where copies go
-    bench = Bench()
+    bench = Clients()
     names = [(kind, name) for kind in CLASSES for name in methods(bench, kind)]
     print(json.dumps({f"{kind}.{name}": tried(bench, kind, name) for kind, name in names}))
 

@@ -1,5 +1,5 @@
-"""The calls of MinT's recipes/multi_agent_rl.py in their order: two LoRA clients of one session, of which B answers a
-question after it has seen A's answer; both are then trained on the right one. Prints what became of it, as JSON."""
+"""The calls of MinT's recipes/multi_agent_rl.py in their order: two LoRA clients of one session, B answers a question
+after it has observed A's answer; both are then trained on the right answer. Prints the results as JSON."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def answer(sampler, tokenizer, prompt, temperature):
 
 
 def play(samplers, tokenizer, temperature):
-    """Every question with A's answer, B's, and the prompts that they read."""
+    """All questions with A's answer, B's answer, and the prompts of both."""
     for question, right in QUESTIONS.items():
         first = prompt_of(tokenizer, question)
         said = answer(samplers[0], tokenizer, first, temperature)

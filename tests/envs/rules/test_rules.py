@@ -1,4 +1,5 @@
-"""Our rules are OpenSpiel's, state by state, and our vectorised envs' views; words tell what views tell."""
+"""palestra's rules equal OpenSpiel's state by state, and its vectorised envs' observations; texts distinguish the same
+states as tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ GAMES += [pytest.param(*pair, id=pair[1], marks=pytest.mark.slow) for pair in SL
 
 
 def pairs(rules: Rules[Any], theirs: OpenSpielRules) -> Iterator[tuple[Any, Any]]:
-    """Every state of ours, with one of OpenSpiel's that the same moves lead to."""
+    """Every state of `rules`, with the state of OpenSpiel that the same moves lead to."""
     waiting, known = [(rules.initial_state(), theirs.initial_state())], {rules.initial_state()}
     while waiting:
         state, other = waiting.pop()
@@ -70,7 +71,7 @@ def test_states_equal_openspiel(rules: Rules[Any], game: str) -> None:
         assert turn == theirs.current_player(other)
         for player in range(
             rules.num_players if turn != CHANCE else 0
-        ):  # it shows dice as they fall, before it sorts them
+        ):  # OpenSpiel shows dice in the order of the rolls, before it sorts them
             view = rules.info_state(state, player)
             assert view.dtype == np.float32 and np.array_equal(view, theirs.info_state(other, player))
         if turn == TERMINAL:
@@ -110,8 +111,8 @@ def test_action_names_are_distinct_single_words(rules: Rules[Any]) -> None:
     assert all(word and not any(letter.isspace() for letter in word) for word in rules.action_names)
 
 
-def follow(env: VectorEnv, rules: Rules[Any], chance: Any, steps: int) -> int:
-    """Plays an env at random beside the rules; how many games ended."""
+def play_beside(env: VectorEnv, rules: Rules[Any], chance: Any, steps: int) -> int:
+    """Plays an env at random beside the rules; returns how many games ended."""
     rng, seats, ended = np.random.default_rng(1), range(rules.num_players), 0
     frame = env.reset(np.arange(env.num_envs))
     drawn = [iter(chance(b)) for b in range(env.num_envs)]
@@ -150,18 +151,18 @@ def dealt(rules: Rules[Any], state: Any, drawn: Iterator[int]) -> Any:
 @pytest.mark.parametrize("players", [2, 3, 4])
 def test_vectorised_kuhn_poker_shows_these_views(players: int) -> None:
     env = KuhnPoker(20, players=players)
-    assert follow(env, KuhnRules(players), lambda b: env.internal_state["cards"][b].tolist(), 40) > 60
+    assert play_beside(env, KuhnRules(players), lambda b: env.internal_state["cards"][b].tolist(), 40) > 60
 
 
 def test_vectorised_leduc_poker_shows_these_views() -> None:
     env = LeducPoker(20)
-    assert follow(env, LeducRules(), lambda b: env.internal_state["cards"][b].tolist(), 80) > 100
+    assert play_beside(env, LeducRules(), lambda b: env.internal_state["cards"][b].tolist(), 80) > 100
 
 
 def test_vectorised_liars_dice_shows_these_views() -> None:
     env = LiarsDice(20, dice=2, faces=3)
     rules = LiarsDiceRules(dice=2, faces=3)
-    assert follow(env, rules, lambda b: env.internal_state["dice"][b].ravel().tolist(), 80) > 100
+    assert play_beside(env, rules, lambda b: env.internal_state["dice"][b].ravel().tolist(), 80) > 100
 
 
 def test_info_state_texts_by_hand() -> None:
@@ -198,7 +199,7 @@ def test_folds_end_a_hand_of_leduc_poker() -> None:
 
 @pytest.mark.parametrize(("counts", "total", "turns"), [((1, 2), 6, 4), ((2, 1, 1), 4, 3), ((1, 1, 3), 5, 2)])
 def test_bargaining_equals_openspiel(counts: tuple[int, ...], total: int, turns: int, tmp_path: Path) -> None:
-    """Where the last of the moves is, OpenSpiel takes any new offer for the refusal that it is."""
+    """For its last offer OpenSpiel also accepts a new offer, and takes it as a refusal."""
     rules = BargainingRules(counts, total, turns)
     pool = ",".join(map(str, (*counts, 0)[:3]))
     instances = [" ".join(",".join(map(str, (*worth, 0)[:3])) for worth in deal) for deal in rules.valuations]
@@ -219,7 +220,7 @@ def test_bargaining_equals_openspiel(counts: tuple[int, ...], total: int, turns:
             ends += 1
             continue
         legal = rules.legal_actions(state)
-        names = {meant(theirs, other, action): action for action in theirs.legal_actions(other)}
+        names = {action_name(theirs, other, action): action for action in theirs.legal_actions(other)}
         assert (
             set(names) == {rules.action_names[action] for action in legal} - {"refuse"} or len(state.moves) == turns - 1
         )
@@ -229,8 +230,8 @@ def test_bargaining_equals_openspiel(counts: tuple[int, ...], total: int, turns:
     assert ends > 10
 
 
-def meant(theirs: OpenSpielRules, state: Any, action: int) -> str:
-    """Our word for an action of OpenSpiel's: "Offer: Book: 1, Hat: 0, Basketball: 0" keeps one book."""
+def action_name(theirs: OpenSpielRules, state: Any, action: int) -> str:
+    """palestra's name of an OpenSpiel action: "Offer: Book: 1, Hat: 0, Basketball: 0" is "keep-1-0" for two kinds."""
     text = state.state.action_to_string(action)
     if text == "Agree":
         return "agree"
@@ -241,10 +242,11 @@ def meant(theirs: OpenSpielRules, state: Any, action: int) -> str:
 
 def test_bargaining_by_hand() -> None:
     rules = BargainingRules((1, 2), total=6, turns=3)
-    deal = rules.valuations.index(((4, 1), (2, 2)))  # the book is worth 4 to one and 2 to the other, a hat 1 and 2
+    # the book has the value 4 for one player and 2 for the other, a hat 1 and 2
+    deal = rules.valuations.index(((4, 1), (2, 2)))
     start = after(rules, deal)
     keep_book, keep_hats = (rules.action_names.index(word) for word in ("keep-1-0", "keep-0-2"))
-    assert rules.legal_actions(start) == list(range(6))  # nothing yet to agree to
+    assert rules.legal_actions(start) == list(range(6))  # there is no offer to accept yet
     assert rules.returns(after(rules, deal, keep_book, rules.agree_action)) == (4, 4)
     assert rules.returns(after(rules, deal, keep_hats, keep_hats, rules.agree_action)) == (4, 4)
     assert rules.returns(after(rules, deal, keep_hats, keep_hats, rules.refuse_action)) == (0, 0)
@@ -258,12 +260,12 @@ def test_bargaining_deals_allow_gains_from_trade() -> None:
     for first, second in BargainingRules((1, 2, 1), total=5).valuations:
         assert np.dot(first, (1, 2, 1)) == np.dot(second, (1, 2, 1)) == 5
         assert np.all(np.add(first, second) > 0) and np.any(np.multiply(first, second) > 0)
-    some, even, other = (0, 2), (1, 1), (2, 0)  # all that two kinds of one item can be worth, 2 in all
+    some, even, other = (0, 2), (1, 1), (2, 0)  # the largest total value of two kinds of one item, 2 in all
     by_hand = [(some, even), (even, some), (even, even), (even, other), (other, even)]
     assert BargainingRules((1, 1), total=2).valuations == by_hand
 
 
-# ---- what is refused
+# ---- refused games
 
 
 def test_invalid_games_are_refused() -> None:
@@ -303,7 +305,7 @@ def test_unsupported_openspiel_games_are_refused() -> None:
         OpenSpielRules("tic_tac_toe", "information_state")
 
 
-def test_observations_do_not_change_what_information_states_are() -> None:
+def test_observations_do_not_change_information_states() -> None:
     """In liar's dice of 3 faces both tensors have 12 numbers."""
     game = "liars_dice(dice_sides=3)"
     trees = [build_game_tree(OpenSpielRules(game, view)) for view in ("information_state", "observation")]
@@ -313,7 +315,7 @@ def test_observations_do_not_change_what_information_states_are() -> None:
 
 
 def test_information_states_follow_strings_if_tensors_are_ambiguous() -> None:
-    """In dark hex a tensor does not tell when a stone was put where it is."""
+    """In dark hex a tensor does not tell when a stone was placed."""
     found = build_game_tree(OpenSpielRules("dark_hex(num_rows=2,num_cols=2)"))
     rows = zip(found.state_player.tolist(), found.info_state_texts, found.info_state_tensors, strict=True)
     strings, tensors = zip(*(((player, text), (player, view.tobytes())) for player, text, view in rows), strict=True)

@@ -1,4 +1,4 @@
-"""Shared by tests of programs."""
+"""Fixtures for tests of programs."""
 
 from __future__ import annotations
 

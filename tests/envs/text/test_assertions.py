@@ -1,4 +1,4 @@
-"""Assertions as tests of programs: in which forms they are read, and that they are judged apart from the program."""
+"""Assertions as tests of programs: the forms that are read, and their evaluation apart from the program."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_code import both, play
-from toy_programs import failures, tried
+from toy_code import play, scripted_pair
+from toy_programs import failures, try_program
 
 from palestra.envs.text.code.asserts import InseparableTestsError, find_entry_point, parse_asserts
 from palestra.envs.text.code.env import CoderTester
@@ -41,8 +41,8 @@ def load(folder: Path, *rows: dict[str, Any]) -> tuple[ProgramProblem, ...]:
     return load_programs(path)
 
 
-def share(lab: ProgramTestRunner, problem: ProgramProblem, answer: str) -> float:
-    trials = tried(lab, problem.program_from(answer, problem.kind), *problem.tests).results
+def passed_share(lab: ProgramTestRunner, problem: ProgramProblem, answer: str) -> float:
+    trials = try_program(lab, problem.program_from(answer, problem.kind), *problem.tests).results
     return sum(trial.passed for trial in trials) / len(trials)
 
 
@@ -104,7 +104,7 @@ BODIES: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("which", ["right", "wrong"])
 def test_assertion_forms_distinguish_right_from_wrong(lab: ProgramTestRunner, tmp_path: Path, which: str) -> None:
-    """All in one run: the function's first argument says which form it is called for."""
+    """All in one run: the function's first argument names the form that calls it."""
     program, cases = "def form(name, *xs, base=0):\n", []
     for name, (body, *answers) in BODIES.items():
         problem = human_eval(tmp_path, f"METADATA = {{}}\n\n\ndef check(candidate):\n    {body}\n")
@@ -113,7 +113,7 @@ def test_assertion_forms_distinguish_right_from_wrong(lab: ProgramTestRunner, tm
             ProgramTest(f"def f(*xs, **named):\n    return form({name!r}, *xs, **named)\n{problem.tests[0].input_text}")
         )
         program += f"    if name == {name!r}:\n        {answers[which == 'wrong']}\n"
-    trials = tried(lab, ProgramSpec(program, "assertion", "form", PROMPT), *cases).results
+    trials = try_program(lab, ProgramSpec(program, "assertion", "form", PROMPT), *cases).results
     odd = {name: trial for name, trial in zip(BODIES, trials, strict=True) if trial.passed != (which == "right")}
     assert not odd
 
@@ -128,16 +128,16 @@ def check(candidate):
 """
     problem = human_eval(tmp_path, test)
     assert len(problem.tests) == 3  # the first tests nothing
-    assert share(lab, problem, "def f(x):\n    return x") == 1.0
-    assert share(lab, problem, "def f(x):\n    return min(x, 1)") == pytest.approx(1 / 3)
+    assert passed_share(lab, problem, "def f(x):\n    return x") == 1.0
+    assert passed_share(lab, problem, "def f(x):\n    return min(x, 1)") == pytest.approx(1 / 3)
 
 
 def test_check_with_local_names_runs_as_one_test(lab: ProgramTestRunner, tmp_path: Path) -> None:
     test = "TWO = 2\ndef half(x):\n    return x / TWO\ndef check(candidate):\n    assert half(candidate(3)) == 3\n"
     problem = human_eval(tmp_path, test)
     assert len(problem.tests) == 1
-    assert share(lab, problem, "def f(x):\n    return 2 * x") == 1.0
-    assert share(lab, problem, "def f(x):\n    return x") == 0.0
+    assert passed_share(lab, problem, "def f(x):\n    return 2 * x") == 1.0
+    assert passed_share(lab, problem, "def f(x):\n    return x") == 0.0
 
 
 def test_mbpp_with_imports_and_its_reference(lab: ProgramTestRunner, tmp_path: Path) -> None:
@@ -145,14 +145,14 @@ def test_mbpp_with_imports_and_its_reference(lab: ProgramTestRunner, tmp_path: P
     asserts = ["assert f('aab') == {'a': 2, 'b': 1}", "assert math.isclose(sum(f('ab').values()), 2)"]
     problem = mbpp(tmp_path, *asserts, code=code, setup="import math")
     assert problem.kind == "assertion" and failures(lab, problem) == []
-    assert share(lab, problem, "def f(xs):\n  return {'a': 2, 'b': 1}") == 0.5
+    assert passed_share(lab, problem, "def f(xs):\n  return {'a': 2, 'b': 1}") == 0.5
 
 
 def test_mbpp_whose_tests_use_what_the_reference_imports(lab: ProgramTestRunner, tmp_path: Path) -> None:
     code = "import math\nimport re\ndef f(x):\n  return re.match('a', x) or math.pi"
     problem = mbpp(tmp_path, "assert f('a')", "assert math.isclose(f('b'), math.pi)", code=code)
     assert failures(lab, problem) == []  # a Match is true
-    assert share(lab, problem, "def f(x):\n  return 0 if x == 'a' else 3.141592653589793") == 0.5
+    assert passed_share(lab, problem, "def f(x):\n  return 0 if x == 'a' else 3.141592653589793") == 0.5
 
 
 def test_problems_whose_tests_need_the_programs_own_names_are_left_out(tmp_path: Path) -> None:
@@ -181,15 +181,15 @@ def test_assertions_without_the_function_are_refused(
 ) -> None:
     problem = human_eval(tmp_path, test)
     with pytest.raises(ValueError, match=why):
-        share(lab, problem, "def f(x):\n    return 1")
+        passed_share(lab, problem, "def f(x):\n    return 1")
 
 
 @pytest.mark.parametrize(
     ("test", "passes"),
     [
         ("x = 0\nfor n in range(3):\n    x = f(x)\nassert x == 3", True),
-        ("x = 0\nfor n in range(4):\n    x = f(x)\nassert x == 4", False),  # one call too deep
-        ("x = 0\nwhile x >= 0:\n    x = f(x)\nassert x", False),  # for this program, never ends
+        ("x = 0\nfor n in range(4):\n    x = f(x)\nassert x == 4", False),  # the recursion is one call too deep
+        ("x = 0\nwhile x >= 0:\n    x = f(x)\nassert x", False),  # never ends for this program
         ("x = 'a' * 200_000\nfor n in range(20):\n    f(x + str(n))\nassert f(1) == 2", None),
     ],
 )
@@ -200,9 +200,9 @@ def test_stateful_assertions_are_separated_correctly(
     code = ProgramSpec("def f(x):\n    return x + 1", "assertion", "f")
     if passes is None:
         with pytest.raises(ValueError, match="bytes of arguments"):
-            tried(lab, code, ProgramTest(test))
+            try_program(lab, code, ProgramTest(test))
     else:
-        assert tried(lab, code, ProgramTest(test)).results[0].passed is passes
+        assert try_program(lab, code, ProgramTest(test)).results[0].passed is passes
 
 
 def test_failing_program_fails_its_assertions(lab: ProgramTestRunner) -> None:
@@ -213,9 +213,9 @@ def test_failing_program_fails_its_assertions(lab: ProgramTestRunner) -> None:
         ("def g(x): return 1", "ProgramError: NameError: the program defines no f"),
         ("def f(x): return 0", "AssertionError"),
     ]:
-        made = tried(lab, ProgramSpec(source, "assertion", "f"), case)
+        made = try_program(lab, ProgramSpec(source, "assertion", "f"), case)
         assert (made.results[0].completed, made.results[0].passed, made.results[0].output) == (False, False, said)
-    assert tried(lab, ProgramSpec("def f(", "assertion", "f"), case).compile_error
+    assert try_program(lab, ProgramSpec("def f(", "assertion", "f"), case).compile_error
 
 
 def test_assertions_are_parsed_to_cases() -> None:
@@ -250,5 +250,5 @@ def test_env_supports_assertion_problems(sandboxed: None, tmp_path: Path) -> Non
         ("def f(x):\n    return 0.5", "#### f(1) -> 1.0", {"coder": 0.5, "tester": 0.0}),  # the question shows f(1)
         (forge, "#### f(8) -> 8", {"coder": -0.05, "tester": 0.0}),
     ]:
-        _, step = play(env, both(f"```python\n{program}\n```", answer))
+        _, step = play(env, scripted_pair(f"```python\n{program}\n```", answer))
         assert step.rewards == pytest.approx(worth)

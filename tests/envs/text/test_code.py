@@ -1,5 +1,4 @@
-"""A coder and a tester: what they see, what their answers are worth, when play stops, and that hanging programs hold
-nobody up."""
+"""A coder and a tester: observations, rewards, ends of episodes, and programs that hang."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_code import ADD, BAD, ECHO, GOOD, both, play, write
+from toy_code import ADD, BAD, ECHO, GOOD, play, scripted_pair, write
 
 from palestra.envs.base import check_env
 from palestra.envs.text.code.answers import read_program, read_test, write_program, write_test
@@ -30,7 +29,7 @@ OPTIONS: list[dict[str, Any]] = [
 pytestmark = pytest.mark.usefixtures("sandboxed")
 
 
-# ---- the contract
+# ---- the env check
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -49,7 +48,7 @@ def test_env_passes_the_env_check_in_all_configurations(source: str, team: Any, 
 
 
 def sometimes_right(env: CoderTester, seat: str, observation: Any, rng: random.Random) -> str:
-    """Answers that lead through all branches: those of the expert, of another problem's, and nonsense."""
+    """Answers that reach all branches: the expert's, answers to another problem, and nonsense."""
     env.reset(rng.randrange(3))
     return rng.choice([env.expert(seat, rng), "```python\nprint(1)\n```", "[1,2] -> [3]", "#### [x for x in xs]", ""])
 
@@ -94,7 +93,7 @@ def test_options_are_checked() -> None:
 
 def test_rewards_of_one_turn_by_hand(add: Any) -> None:
     """Worked by hand: a - b is right at (0, 0) alone, so at 1 of 4 tests."""
-    _, step = play(add(), both(BAD, "#### add(2, 3) -> 5"))
+    _, step = play(add(), scripted_pair(BAD, "#### add(2, 3) -> 5"))
     assert step.rewards == pytest.approx({"coder": 1 / 4, "tester": 1.0})
     assert step.team_reward == 0.25
     assert step.info == {
@@ -117,7 +116,7 @@ def test_rewards_of_one_turn_by_hand(add: Any) -> None:
     ],
 )
 def test_program_rewards_by_hand(add: Any, program: str, worth: float) -> None:
-    _, step = play(add(), both(program, "nothing"))
+    _, step = play(add(), scripted_pair(program, "nothing"))
     assert step.rewards == pytest.approx({"coder": worth, "tester": -0.1})
     assert step.info["invalid"] == {"coder": worth == -0.1, "tester": True}
 
@@ -128,14 +127,14 @@ def test_program_rewards_by_hand(add: Any, program: str, worth: float) -> None:
         ("", -0.1),
         ("add(1) 2", -0.1),
         ("#### sub(1, 2) -> 3", -0.1),
-        ("#### add(1, 2) -> 4", 0.0),  # can be read, and is wrong
+        ("#### add(1, 2) -> 4", 0.0),  # can be read, but is wrong
         ("#### add(1) -> 1", 0.0),
         ("#### add(1, 2) -> 3", 1.0),
         ("I think so.\n#### assert add('a', 'b') == 'ab'", 1.0),
     ],
 )
 def test_tester_rewards_by_hand(add: Any, test: str, worth: float) -> None:
-    _, step = play(add(), both("", test))
+    _, step = play(add(), scripted_pair("", test))
     assert step.rewards == pytest.approx({"coder": -0.1, "tester": worth})
 
 
@@ -155,9 +154,9 @@ COPIES = [
 def test_a_test_with_an_input_that_the_question_shows_earns_nothing(tmp_path: Path, test: str) -> None:
     question = ADD["question"] + "\n>>> add(0, 9)\n9"
     env = CoderTester(source=write(tmp_path / "a.jsonl", ADD | {"question": question}), split="all")
-    _, right = play(env, both(GOOD, test))
+    _, right = play(env, scripted_pair(GOOD, test))
     assert right.rewards["tester"] == 0.0 and right.done and not right.info["invalid"]["tester"]
-    _, wrong = play(env, both(BAD, test))
+    _, wrong = play(env, scripted_pair(BAD, test))
     assert "The question shows this input" in wrong.observations["tester"]
     assert "The question shows this input" not in wrong.observations["coder"]
     assert right.rewards["coder"] == 1.0
@@ -189,7 +188,7 @@ def test_copied_example_inputs_of_stdin_problems_earn_nothing(
         "tests": [["3 4\n", "7\n"]],
     }
     env = CoderTester(source=write(tmp_path / "a.jsonl", problem), split="all")
-    _, step = play(env, both("", f"```\n{given}\n```\n```\n{expected}\n```"))
+    _, step = play(env, scripted_pair("", f"```\n{given}\n```\n```\n{expected}\n```"))
     assert step.rewards["tester"] == pytest.approx(worth)
 
 
@@ -200,7 +199,7 @@ def test_shown_examples_of_shipped_problems_earn_nothing() -> None:
 
 
 def test_leading_whitespace_is_kept(tmp_path: Path) -> None:
-    """A triangle on the right side and one on the left are two."""
+    """A triangle aligned right and one aligned left differ."""
     stars = ECHO | {
         "reference": "n = int(input())\nfor i in range(1, n + 1): print(('*' * i).rjust(n))",
         "examples": [["2\n", " *\n**\n"]],
@@ -209,17 +208,19 @@ def test_leading_whitespace_is_kept(tmp_path: Path) -> None:
     env = CoderTester(source=write(tmp_path / "a.jsonl", stars), split="all")
     left = "```python\nfor i in range(1, int(input()) + 1): print('*' * i)\n```"
     test = "```\n5\n```\n```\n    *\n   **\n  ***\n ****\n*****\n```"
-    start, step = play(env, both(left, test))
+    start, step = play(env, scripted_pair(left, test))
     assert "Output:\n```\n *\n**\n```" in start.observations["tester"]
     assert step.info["passed"] == 0.0 and step.rewards == pytest.approx({"coder": 0.0, "tester": 1.0})
-    _, end = play(env, both(f"```python\n{stars['reference']}\n```", test))
+    _, end = play(env, scripted_pair(f"```python\n{stars['reference']}\n```", test))
     assert end.info["success"] and end.info["agreed"]
 
 
 def test_total_reward_depends_on_the_last_answers_only(add: Any) -> None:
-    """Playing on pays nothing in itself, and getting worse is paid back."""
+    """Further turns earn nothing in themselves, and a worse answer returns its reward."""
     env = add(max_turns=3)
-    steps = play(env, both(BAD, "#### add(1, 2) -> 3"), both("", ""), both(BAD, "#### add(2, 1) -> 4"))
+    steps = play(
+        env, scripted_pair(BAD, "#### add(1, 2) -> 3"), scripted_pair("", ""), scripted_pair(BAD, "#### add(2, 1) -> 4")
+    )
     assert steps[-1].done and steps[-1].truncated and not steps[-1].info["success"]
     assert sum(step.team_reward for step in steps) == pytest.approx(0.25)
     assert sum(step.rewards.get("coder", 0) for step in steps) == pytest.approx(0.25)
@@ -228,24 +229,24 @@ def test_total_reward_depends_on_the_last_answers_only(add: Any) -> None:
 
 @pytest.mark.parametrize(("program", "paid"), [(GOOD, 1.0), (BAD, 0.0)])
 def test_outcome_reward_pays_at_the_end_only(add: Any, program: str, paid: float) -> None:
-    wrong, last = both(GOOD, "#### add(1, 2) -> 4"), both(program, "#### add(0, 0) -> 0")
+    wrong, last = scripted_pair(GOOD, "#### add(1, 2) -> 4"), scripted_pair(program, "#### add(0, 0) -> 0")
     *_, middle, end = play(add(reward="outcome"), wrong, last)
-    assert middle.team_reward == 0.0 and middle.info["success"]  # the program is right, but they go on
+    assert middle.team_reward == 0.0 and middle.info["success"]  # the program is right, but the seats continue
     assert end.done and end.team_reward == paid and end.rewards == {"coder": 0.0, "tester": 0.0}
 
 
-# ---- when play stops
+# ---- ends of episodes
 
 
 def test_episode_ends_on_agreement(add: Any) -> None:
-    _, right = play(add(), both(GOOD, "#### add(1, 2) -> 3"))
+    _, right = play(add(), scripted_pair(GOOD, "#### add(1, 2) -> 3"))
     assert right.done and right.info["success"] and not right.truncated
-    _, wrong = play(add(), both(BAD, "#### add(5, 2) -> 3"))
+    _, wrong = play(add(), scripted_pair(BAD, "#### add(5, 2) -> 3"))
     assert wrong.done and not wrong.info["success"] and not wrong.truncated
 
 
 def test_hidden_tests_do_not_end_the_episode(add: Any) -> None:
-    _, step = play(add(), both(GOOD, "#### add(1, 2) -> 4"))
+    _, step = play(add(), scripted_pair(GOOD, "#### add(1, 2) -> 4"))
     assert not step.done and step.info["success"] and not step.info["agreed"]
 
 
@@ -266,17 +267,17 @@ def test_passing_program_replaces_a_missing_reference(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ADD | {"reference": None})
     env = CoderTester(source=source, split="all")
     for program, test, worth in [(GOOD, "#### add(1, 2) -> 3", 1.0), (BAD, "#### add(5, 2) -> 3", 0.0)]:
-        _, step = play(env, both(program, test))
+        _, step = play(env, scripted_pair(program, test))
         assert step.rewards["tester"] == pytest.approx(worth)
     with pytest.raises(ValueError, match="no reference solution"):
         env.expert("coder", random.Random(0))
 
 
-# ---- what they see
+# ---- observations
 
 
 def test_both_seats_observe_the_test_results(add: Any) -> None:
-    start, step = play(add(), both(BAD, "#### add(2, 3) -> 5"))
+    start, step = play(add(), scripted_pair(BAD, "#### add(2, 3) -> 5"))
     for seat, program, test in [("coder", "Your program", "The tester's test"), ("tester", "The coder's", "Your test")]:
         assert "Write a function `add(a, b)`" in start.observations[seat]
         assert "Examples:\nadd(5, 1) -> 6" in start.observations[seat]
@@ -290,25 +291,25 @@ def test_both_seats_observe_the_test_results(add: Any) -> None:
 
 
 def test_hidden_tests_are_not_shown(add: Any) -> None:
-    steps = play(add(), both("", ""), both(BAD, "#### add(2, 3) -> 5"))
+    steps = play(add(), scripted_pair("", ""), scripted_pair(BAD, "#### add(2, 3) -> 5"))
     shown = "".join(text for step in steps for text in step.observations.values())
     assert not any(word in shown for word in ("30", "20", "0, 0", "-1, 5"))
 
 
 def test_failures_are_described_in_observations(add: Any) -> None:
     loop = "```python\ndef add(a, b):\n    while True: pass\n```"
-    _, crashed = play(add(), both("```python\ndef add(a, b):\n    return a / 0\n```", "#### add(1, 2) -> 3"))
+    _, crashed = play(add(), scripted_pair("```python\ndef add(a, b):\n    return a / 0\n```", "#### add(1, 2) -> 3"))
     assert "The program failed: ZeroDivisionError: division by zero" in crashed.observations["tester"]
-    _, hung = play(add(time_limit_s=0.4), both(loop, "#### add(1, 2) -> 3"))
+    _, hung = play(add(time_limit_s=0.4), scripted_pair(loop, "#### add(1, 2) -> 3"))
     assert "The program failed: out of time" in hung.observations["coder"]
-    _, bad = play(add(), both("```python\ndef add(\n```", "none"))
+    _, bad = play(add(), scripted_pair("```python\ndef add(\n```", "none"))
     assert "The program does not compile: SyntaxError" in bad.observations["coder"]
     assert "no test that could be read" in bad.observations["coder"]
 
 
 def test_compact_observations_are_short() -> None:
     env = CoderTester(source="drills", rendering="compact")
-    start, step = play(env, both("xs", "[1,2] -> [7]"), seed=3)
+    start, step = play(env, scripted_pair("xs", "[1,2] -> [7]"), seed=3)
     assert env.roles == {"coder": "code coder", "tester": "code tester"}
     short = env.problem.short_question
     assert start.observations == {"coder": short, "tester": short}
@@ -319,8 +320,8 @@ def test_stdin_programs_are_supported(tmp_path: Path) -> None:
     env = CoderTester(source=write(tmp_path / "a.jsonl", ECHO), split="all")
     start, step, end = play(
         env,
-        both("```python\nprint(input().upper())\n```", "Input:\n```\nx y\n```\nOutput:\n```\nx y\n```"),
-        both("```\nprint(input())\n```", "x y -> x y"),
+        scripted_pair("```python\nprint(input().upper())\n```", "Input:\n```\nx y\n```\nOutput:\n```\nx y\n```"),
+        scripted_pair("```\nprint(input())\n```", "x y -> x y"),
     )
     assert "Input:\n```\na\n```\nOutput:\n```\na\n```" in start.observations["coder"]
     assert "The program printed\n```\nX Y\n```" in step.observations["coder"]
@@ -328,7 +329,7 @@ def test_stdin_programs_are_supported(tmp_path: Path) -> None:
     assert end.done and end.info["success"]
 
 
-# ---- reading and writing answers
+# ---- parsing answers
 
 
 def test_reading_programs() -> None:

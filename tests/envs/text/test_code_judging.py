@@ -1,4 +1,4 @@
-"""Judging of programs: attacks on the reward, programs run once, and hung programs that do not block others."""
+"""Judging programs: attacks on the reward, equal programs run once, and hung programs that do not block others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_code import ADD, GOOD, both, play, write
+from toy_code import ADD, GOOD, play, scripted_pair, write
 
 from palestra.envs.text.code import env as code
 from palestra.envs.text.code.env import CoderTester
@@ -23,7 +23,7 @@ from palestra.types import Episode, Step
 pytestmark = pytest.mark.usefixtures("sandboxed")
 
 
-def test_programs_cannot_find_what_is_expected(tmp_path: Path) -> None:
+def test_programs_cannot_find_the_expected_results(tmp_path: Path) -> None:
     riddle = ADD | {"examples": [], "tests": [[[n, 0], f"xyzzy{n}"] for n in range(4)], "entry": "find"}
     program = """
 import gc, os, sys
@@ -38,8 +38,10 @@ def find(a, b):
     return len(seen)
 """
     source = write(tmp_path / "a.jsonl", riddle)
-    _, step = play(CoderTester(source=source, split="all", time_limit_s=20), both(f"```python\n{program}\n```", ""))
-    assert step.info["passed"] == 0.0 and step.rewards["coder"] == 0.0  # it did run
+    _, step = play(
+        CoderTester(source=source, split="all", time_limit_s=20), scripted_pair(f"```python\n{program}\n```", "")
+    )
+    assert step.info["passed"] == 0.0 and step.rewards["coder"] == 0.0  # the program did run
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def find(a, b):
     ],
 )
 def test_programs_cannot_forge_results(add: Any, program: str) -> None:
-    _, step = play(add(), both(f"```python\n{program}\n```", ""))
+    _, step = play(add(), scripted_pair(f"```python\n{program}\n```", ""))
     assert step.info["passed"] == 0.0
 
 
@@ -66,7 +68,7 @@ def test_equal_programs_run_once(add: Any, monkeypatch: pytest.MonkeyPatch) -> N
         return await run_python(self, source, **options)
 
     monkeypatch.setattr(Sandbox, "run_python", counted)
-    answers = both("```python\ndef add(a, b):\n    return a + b  # once\n```", "#### add(8, 1) -> 9")
+    answers = scripted_pair("```python\ndef add(a, b):\n    return a + b  # once\n```", "#### add(8, 1) -> 9")
 
     async def group() -> list[Step]:
         envs = [add() for _ in range(6)]
@@ -76,7 +78,7 @@ def test_equal_programs_run_once(add: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
     steps = asyncio.run(group())
     assert all(step == steps[0] for step in steps) and steps[0].info["success"]
-    assert len(runs) == len(set(runs)) <= 3  # the hidden tests, the tester's, and the reference on that
+    assert len(runs) == len(set(runs)) <= 3  # the hidden tests, the tester's test, and the reference on that test
 
 
 def test_env_without_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +89,7 @@ def test_env_without_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     try:
         with pytest.raises(ValueError, match="unsafe: true"):
             CoderTester()
-        play(CoderTester(unsafe=True, source="drills"), both("xs", "[1] -> [1]"))
+        play(CoderTester(unsafe=True, source="drills"), scripted_pair("xs", "[1] -> [1]"))
     finally:
         for cached in (client.backend_problem, code._lab):
             cached.cache_clear()
@@ -97,7 +99,7 @@ def test_env_without_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     ("episodes", "seconds"), [(10, 4.0), pytest.param(200, 40.0, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_hung_programs_do_not_block_others(tmp_path: Path, episodes: int, seconds: float) -> None:
-    """Every tenth hangs for all of its time; all others are done before the first of these gives up."""
+    """Every tenth program hangs until its time limit; all others end before the first of these does."""
     ends = ends_of(tmp_path, episodes, seconds, "__import__('time').sleep(99)")
     assert (len(ends[True]), len(ends[False])) == (episodes // 10, episodes * 9 // 10)
     assert max(ends[False]) < seconds <= min(ends[True])
@@ -111,8 +113,8 @@ def test_endless_computation_does_not_block_others(tmp_path: Path) -> None:
 
 
 def ends_of(folder: Path, episodes: int, seconds: float, hang: str) -> dict[bool, list[float]]:
-    """When each of so many episodes ended, in seconds after the first began: those that hung in their first turn, and
-    the others. All must end in success."""
+    """The ends of the episodes, in seconds after the first started: of those that hung in their first turn, and of the
+    others. All must end in success."""
     source, ends, began = (
         write(folder / "add.jsonl", ADD),
         {True: list[float](), False: list[float]()},
@@ -124,7 +126,7 @@ def ends_of(folder: Path, episodes: int, seconds: float, hang: str) -> dict[bool
         if "Turn 2" in query.observation:
             return GOOD
         hangs = hanging.setdefault(query.seed, len(hanging) % 10 == 0)
-        unlike = f"# {query.seed}"  # the others' programs, whose results are known
+        unlike = f"# {query.seed}"  # programs of other episodes, whose results are known
         return f"```python\n{unlike}\ndef add(a, b):\n    return {hang if hangs else 'a + b'}\n```"
 
     def done(episode: Episode) -> None:

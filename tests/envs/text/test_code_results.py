@@ -1,4 +1,4 @@
-"""Forged results of programs: they cost the trainer neither time nor memory, and earn nothing."""
+"""Forged results of programs: they cost the trainer little time and memory, and earn nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_code import ADD, both, play, write
-from toy_programs import tried
+from toy_code import ADD, play, scripted_pair, write
+from toy_programs import try_program
 
 from palestra.envs.text.code import test_runner
 from palestra.envs.text.code.answers import read_test
@@ -22,7 +22,7 @@ from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTest, Progra
 from palestra.types import Step
 
 MIB = 2**20
-STEP = 2**61 - 1  # its multiples have one hash
+STEP = 2**61 - 1  # all multiples have the same hash
 
 
 def fenced(source: str) -> str:
@@ -30,7 +30,7 @@ def fenced(source: str) -> str:
 
 
 async def longest_pause(work: Coroutine[Any, Any, Step]) -> tuple[Step, float]:
-    """What comes of `work`, and for how many seconds the event loop did nothing else meanwhile."""
+    """The result of `work`, and the longest time in seconds for which the event loop was blocked."""
     task, longest = asyncio.ensure_future(work), 0.0
     while not task.done():
         began = time.monotonic()
@@ -55,9 +55,9 @@ def add(a, b):
     env = CoderTester(source=source, split="all", time_limit_s=20)
     env.reset(0)
     began = time.process_time()
-    step, pause = asyncio.run(longest_pause(env.step(both(fenced(forge), ""))))
+    step, pause = asyncio.run(longest_pause(env.step(scripted_pair(fenced(forge), ""))))
     assert step.info["passed"] == 0.0
-    assert pause < 10 and time.process_time() - began < 10  # 85 s and 30 s where Python builds the sets
+    assert pause < 10 and time.process_time() - began < 10  # 85 s and 30 s if Python builds the sets
 
 
 FORGED: dict[str, Callable[[], str]] = {
@@ -99,11 +99,13 @@ def test_files_left_behind_cost_no_memory(add: Any) -> None:
         envs = [add() for _ in range(4)]
         for env in envs:
             env.reset(0)
-        return await asyncio.gather(*(env.step(both(fenced(f"# {n}\n{program}"), "")) for n, env in enumerate(envs)))
+        return await asyncio.gather(
+            *(env.step(scripted_pair(fenced(f"# {n}\n{program}"), "")) for n, env in enumerate(envs))
+        )
 
-    steps, peak = traced(lambda: asyncio.run(four()))
+    steps, peak = with_peak_memory(lambda: asyncio.run(four()))
     assert all(step.info["passed"] == 0.0 for step in steps)
-    assert peak < 16 * MIB  # 1.1 GiB where all files come out
+    assert peak < 16 * MIB  # 1.1 GiB if all files are returned
 
 
 @pytest.mark.usefixtures("sandboxed")
@@ -113,15 +115,15 @@ def test_long_output_is_not_kept(tmp_path: Path) -> None:
     _lab.cache_clear()
 
     def six() -> list[Step]:
-        return [play(env, both(fenced(f"print('{n}' * {8 * MIB})"), ""))[-1] for n in range(6)]
+        return [play(env, scripted_pair(fenced(f"print('{n}' * {8 * MIB})"), ""))[-1] for n in range(6)]
 
-    steps, peak = traced(six)
+    steps, peak = with_peak_memory(six)
     assert not any(step.info["success"] for step in steps)
-    assert peak < 4 * MIB  # 48 MiB are kept where whole output is
+    assert peak < 4 * MIB  # 48 MiB if whole outputs are kept
 
 
-def traced(work: Callable[[], list[Step]]) -> tuple[list[Step], int]:
-    """What `work` returns, and how many bytes it took at most."""
+def with_peak_memory(work: Callable[[], list[Step]]) -> tuple[list[Step], int]:
+    """The result of `work`, and the peak of its memory in bytes."""
     tracemalloc.start()
     try:
         return work(), tracemalloc.get_traced_memory()[1]
@@ -132,26 +134,26 @@ def traced(work: Callable[[], list[Step]]) -> tuple[list[Step], int]:
 def test_stored_results_are_limited_in_size(lab: ProgramTestRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_runner, "CACHE_BYTES", 12_000)
     for n in range(5):
-        made = tried(lab, ProgramSpec(f"print('{n}' * 10_000)"), "")
+        made = try_program(lab, ProgramSpec(f"print('{n}' * 10_000)"), "")
         assert made.results[0].output == str(n) * test_runner.MAX_OUTPUT_CHARS
     assert len(lab._known) == 2 and lab._size == sum(result.size_bytes for result in lab._known.values()) <= 12_000
 
 
 def test_long_output_is_compared_in_full(lab: ProgramTestRunner) -> None:
     long = ProgramTest("", "".join(f"{n}\n" for n in range(50_000)))
-    assert tried(lab, ProgramSpec("for n in range(50_000): print(n)"), long).results[0].passed
-    assert not tried(lab, ProgramSpec("for n in range(49_999): print(n)"), long).results[0].passed
+    assert try_program(lab, ProgramSpec("for n in range(50_000): print(n)"), long).results[0].passed
+    assert not try_program(lab, ProgramSpec("for n in range(49_999): print(n)"), long).results[0].passed
     value = ProgramTest("(200_000,)", repr(list(range(200_000))))
-    made = tried(lab, ProgramSpec("def f(n): return list(range(n))", "function", "f"), value)
+    made = try_program(lab, ProgramSpec("def f(n): return list(range(n))", "function", "f"), value)
     assert made.results[0].passed and len(made.results[0].output) == test_runner.MAX_OUTPUT_CHARS
 
 
 def test_output_far_longer_than_expected_is_wrong(lab: ProgramTestRunner) -> None:
-    """Even where only blanks follow what is expected."""
+    """Even if only blanks follow the expected output."""
     code = partial(ProgramSpec, entry="f")
-    assert tried(lab, code("print('1' + ' ' * 1000)"), ProgramTest("", "1\n")).results[0].passed
-    assert not tried(lab, code("print('1' + ' ' * 100_000 + '2')"), ProgramTest("", "1\n")).results[0].passed
-    made = tried(lab, code("def f(): return 'a' * 100_000", "function"), ProgramTest("()", "'a'"))
+    assert try_program(lab, code("print('1' + ' ' * 1000)"), ProgramTest("", "1\n")).results[0].passed
+    assert not try_program(lab, code("print('1' + ' ' * 100_000 + '2')"), ProgramTest("", "1\n")).results[0].passed
+    made = try_program(lab, code("def f(): return 'a' * 100_000", "function"), ProgramTest("()", "'a'"))
     assert (made.results[0].completed, made.results[0].output) == (False, "the result is too long, or nested too deep")
 
 

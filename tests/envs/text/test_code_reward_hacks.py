@@ -1,4 +1,4 @@
-"""Programs and tests that try to be paid without solving anything: none is, by any judge."""
+"""Programs and tests that try to earn a reward without solving the task: none does, with any judge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_code import ADD, both, play, write
+from toy_code import ADD, play, scripted_pair, write
 
 from palestra.envs.text.code.env import CoderTester
 from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTest, ProgramTestRunner
@@ -30,7 +30,7 @@ JUDGES: dict[str, tuple[ProgramTest, ...]] = {
         ProgramTest("for n in (6, 7):\n    assert str(f(n)) == str(n * n + 1)"),
     ),
 }
-# How each program returns or prints; ANYTHING is what it makes of any argument.
+# How each program returns or prints its result; ANYTHING is applied to every argument.
 FORMS = {"stdin": "{hack}\nprint(ANYTHING)", "function": "{hack}\ndef f(x): return ANYTHING"}
 FORMS["assertion"] = FORMS["function"]
 
@@ -178,7 +178,7 @@ def test_hacking_program_passes_no_test(lab: ProgramTestRunner, name: str) -> No
 
 
 def test_correct_program_passes_all_tests(lab: ProgramTestRunner) -> None:
-    """What the others fail can be passed."""
+    """The tests that hacks fail can be passed."""
     source = """
 def f(x):
     if x == 0: return 1 / x
@@ -268,12 +268,12 @@ TESTS = (
 @pytest.mark.parametrize("number", range(len(TESTS)))
 def test_hacking_test_earns_nothing(tmp_path: Path, number: int) -> None:
     env = CoderTester(source=write(tmp_path / "a.jsonl", SQUARE), split="all")
-    _, step = play(env, both("", TESTS[number]))
+    _, step = play(env, scripted_pair("", TESTS[number]))
     assert step.rewards["tester"] in (-0.1, 0.0) and step.team_reward == 0.0
 
 
 @pytest.mark.usefixtures("sandboxed")
 def test_correct_test_earns_the_full_reward(tmp_path: Path) -> None:
     env = CoderTester(source=write(tmp_path / "a.jsonl", SQUARE), split="all")
-    _, step = play(env, both("", "#### f(7) -> 50"))
+    _, step = play(env, scripted_pair("", "#### f(7) -> 50"))
     assert step.rewards["tester"] == 1.0

@@ -1,4 +1,4 @@
-"""Connect four: our rules are OpenSpiel's, and the experts of the two board games play as well as they claim."""
+"""Connect four: palestra's rules equal OpenSpiel's, and the experts of both board games have the stated strength."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPIEL = pyspiel.load_game("connect_four")
 
 
 def random_games(games: int) -> list[list[tuple[ConnectFourState, Any]]]:
-    """The states of ours, each with OpenSpiel's, that games of random moves pass through."""
+    """States of games with random moves, each with OpenSpiel's state."""
     lines = []
     for seed in range(games):
         rng, ours, theirs = random.Random(seed), RULES.initial_state(), SPIEL.new_initial_state()
@@ -53,7 +53,7 @@ def test_random_games_equal_openspiel() -> None:
 
 
 def test_a_full_board_is_a_draw() -> None:
-    """Found by a search without lines: OpenSpiel agrees that nobody has won."""
+    """The position comes from a search for boards without four in a row: OpenSpiel agrees that it is a draw."""
     moves = [0, 1, 0, 1, 0, 1, 1, 0, 1, 0, 1, 0, 2, 3, 2, 3, 2, 3, 3, 2, 3, 2, 3, 2, 4, 5, 4, 5, 4, 5, 5, 4, 5, 4, 5, 4]
     state, theirs = RULES.initial_state(), SPIEL.new_initial_state()
     for move in [*moves, *[6] * 6]:
@@ -96,7 +96,7 @@ def test_there_are_69_lines_of_four() -> None:
 
 @cache
 def value(rules: Any, state: Any, player: int) -> float:
-    """What perfect play gives, by walking through everything."""
+    """The value of perfect play, by exhaustive search."""
     turn = rules.current_player(state)
     if turn == TERMINAL:
         return float(rules.returns(state)[player])
@@ -105,7 +105,8 @@ def value(rules: Any, state: Any, player: int) -> float:
 
 
 def test_full_search_finds_perfect_play() -> None:
-    """Connect four's last 7 moves, and tic-tac-toe whole: each action is best that a walk through everything says."""
+    """The last 7 moves of connect four, and all of tic-tac-toe: the chosen actions are those that exhaustive search
+    calls best."""
     ends = [line[35][0] for line in random_games(300) if len(line) > 37][:6]
     toe = TicTacToeRules()
     cases: list[tuple[Any, Any]] = [(RULES, state) for state in ends]
@@ -120,7 +121,7 @@ def test_full_search_finds_perfect_play() -> None:
 
 
 def random_boards(rules: TicTacToeRules, games: int) -> list[Any]:
-    """The boards that games of random moves pass through, each once."""
+    """The distinct boards in games with random moves."""
     boards = set()
     for seed in range(games):
         rng, state = random.Random(seed), rules.initial_state()
@@ -154,7 +155,7 @@ def test_evaluation_is_symmetric() -> None:
 
 
 def play(env: TextGame, seed: int, experts: Collection[str]) -> dict[str, float]:
-    """What is won where experts sit at some seats, and chance at the others."""
+    """The returns of seats of which some are played by experts and the others at random."""
     rng, step = random.Random(seed), env.reset(seed)
     while not step.done:
         ((seat, _),) = step.observations.items()

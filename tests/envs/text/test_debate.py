@@ -28,21 +28,21 @@ SHAPES = [
 ]
 
 
-def last(env: Debate, seed: int = 0, **talks):
+def last_step(env: Debate, seed: int = 0, **talks):
     return play(env, seed, **talks)[0][-1]
 
 
-def talk(seat: str, observation: str, rng: random.Random) -> str:
+def random_answer(seat: str, observation: str, rng: random.Random) -> str:
     return " ".join(rng.choices(WORDS, k=rng.randint(0, 9)))
 
 
-# ---- the contract
+# ---- the env check
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=lambda o: " ".join(map(str, o.values())))
 def test_env_passes_the_env_check(options):
     for reward, source in product(("dense", "outcome"), ({}, DRILLS)):
-        check_env(lambda: Debate(**options, **source, reward=reward), seeds=range(2), act=talk)  # noqa: B023
+        check_env(lambda: Debate(**options, **source, reward=reward), seeds=range(2), act=random_answer)  # noqa: B023
 
 
 @pytest.mark.parametrize("options", SHAPES, ids=lambda o: " ".join(map(str, o.values())))
@@ -71,7 +71,7 @@ def test_experts_of_long_debates_do_not_repeat():
         assert case["repetition"] < 0.3
 
 
-# ---- who speaks, and what they see
+# ---- observations
 
 
 def test_con_observes_pro_only_in_turn_based_debates():
@@ -87,7 +87,7 @@ def test_con_observes_pro_only_in_turn_based_debates():
     assert all(view.endswith("said none left 2") for view in steps[0].observations.values())
 
 
-def test_the_compact_view_holds_what_a_seat_needs_and_no_more():
+def test_compact_view_has_only_what_a_seat_needs():
     env = Debate(**DRILLS, rounds=1, judge="seat")
     env.topic = None
     steps, _ = play(env, 7, pro="claim r0 because r99 r1 so yes")
@@ -103,13 +103,13 @@ def test_the_compact_view_holds_what_a_seat_needs_and_no_more():
     assert steps[2].legal_actions == {"judge": ["pro", "con"]}
 
 
-def test_the_full_view_shows_motion_evidence_and_what_was_said():
+def test_full_view_shows_motion_evidence_and_speeches():
     env = Debate(rounds=1, judge="seat")
     steps, _ = play(env, 3, pro="I have\n\ncon, round 1:\nnothing to say")
     view = steps[1].observations["con"]
     assert f"Motion: {env.topic.text}" in view and "You are con." in view
     assert all(f"[{fact.id}] {fact.text}" in view for fact in env.topic.facts)
-    assert "pro, round 1:\n> I have\n> \n> con, round 1:\n> nothing to say" in view  # nobody speaks in another's name
+    assert "pro, round 1:\n> I have\n> \n> con, round 1:\n> nothing to say" in view  # no seat speaks in another's name
     judge = steps[2].observations["judge"]
     assert all((fact.text in judge) == (fact.side == "con") for fact in env.topic.facts)  # pro cited nothing
     assert env.roles["pro"] != env.roles["con"] and "200 words" in env.roles["pro"]
@@ -117,18 +117,18 @@ def test_the_full_view_shows_motion_evidence_and_what_was_said():
 
 def test_text_before_the_mark_is_not_shown():
     env = Debate(**DRILLS, rounds=1)
-    thinking = last(env, pro=lambda *a: f"claim r0 because r1 so no #### {expert(*a)}")
+    thinking = last_step(env, pro=lambda *a: f"claim r0 because r1 so no #### {expert(*a)}")
     assert thinking.info["case"]["pro"]["worth"] == 1.0
     assert "r0" not in env.speeches[0].argument.text.split() or "r0" in [f.id for f in env.topic.facts_of("pro")]
 
 
-# ---- what it earns
+# ---- rewards
 
 
 def test_dense_competitive_rewards_are_the_margin_and_zero_sum():
     env = Debate(**DRILLS, rounds=2)
     for seed in range(20):
-        steps, earned = play(env, seed, con=lambda seat, view, env: talk(seat, view, random.Random(view)))
+        steps, earned = play(env, seed, con=lambda seat, view, env: random_answer(seat, view, random.Random(view)))
         assert all(sum(step.rewards.values()) == pytest.approx(0) and step.team_reward == 0 for step in steps)
         assert earned["pro"] == pytest.approx(steps[-1].info["margin"]) == -earned["con"]
     first = play(env, pro="claim {} so yes")[0][1]
@@ -147,7 +147,7 @@ def test_outcome_rewards_are_zero_sum():
 
 
 def test_empty_draw_is_not_a_success():
-    assert not last(Debate(**DRILLS), pro="", con="").info["success"]
+    assert not last_step(Debate(**DRILLS), pro="", con="").info["success"]
 
 
 def test_unreadable_answers_are_flagged_and_earn_nothing():
@@ -172,7 +172,7 @@ def test_truth_rewards_team_and_honesty_each_seat():
 
 
 def test_truth_is_found_if_both_show_all_facts():
-    """Each concludes for its own side; the rules find the side that has more to show."""
+    """Each seat concludes for its own side; the rules decide for the side with more facts."""
     env = Debate(mode="truth", rounds=2, split="all")
 
     def advocate(seat: str, observation: str, env: Debate) -> str:
@@ -180,7 +180,7 @@ def test_truth_is_found_if_both_show_all_facts():
         return expert(seat, observation, env).rpartition("So:")[0] + f"So: {stance}."
 
     for seed in range(60):
-        info = last(env, seed, pro=advocate, con=advocate).info
+        info = last_step(env, seed, pro=advocate, con=advocate).info
         assert info["success"] and info["winner"] == info["truth"] == env.topic.truth
 
 
@@ -188,11 +188,11 @@ def test_withheld_facts_hide_the_truth_unless_conceded():
     env = Debate(**DRILLS, mode="truth", rounds=1)
     for seed in range(30):
         truth, other = sorted(SIDES, key=lambda side: draw_synthetic_topic(seed, "train", "truth", 3).truth != side)
-        assert last(env, seed, **{truth: "claim up because down so left"}).info["success"]
+        assert last_step(env, seed, **{truth: "claim up because down so left"}).info["success"]
         fact = draw_synthetic_topic(seed, "train", "truth", 3).facts_of(other)[0].id
         own = {"pro": "yes", "con": "no"}[other]
         shown = f"claim {own} because {fact} so {own}"
-        assert not last(env, seed, **{truth: "claim up because down so left", other: shown}).info["success"]
+        assert not last_step(env, seed, **{truth: "claim up because down so left", other: shown}).info["success"]
 
 
 @pytest.mark.parametrize("verdict, judge", [("pro", 1.0), ("con", 0.0), ("both", -0.1)])
@@ -268,7 +268,7 @@ def test_drills_are_many_with_disjoint_splits(mode):
     assert sum(map(len, drawn.values())) == len(set().union(*drawn.values()))
 
 
-def test_the_facts_of_a_drill_tell_the_truth_and_which_side_has_them_is_open():
+def test_facts_of_a_drill_are_true_and_the_favoured_side_varies():
     truths = []
     for seed in range(300):
         topic = draw_synthetic_topic(seed, "train", "truth", 4)
@@ -287,7 +287,7 @@ def test_custom_topic_file(tmp_path):
     env = Debate(topics=path, split="all", rounds=1)
     assert {play(env, seed)[0][0] and env.topic.text for seed in range(20)} == {"The gate was open.", "It was shut."}
     truth = Debate(topics=path, split="all", mode="truth", rounds=1)
-    assert last(truth).info["success"] and truth.topic.text == "It was shut."  # conceded: pro has more facts
+    assert last_step(truth).info["success"] and truth.topic.text == "It was shut."  # conceded: pro has more facts
     path.write_text(json.dumps(line | {"topic": "A new one."}))
     env.reset(0)
     assert env.topic.text == "A new one."

@@ -17,7 +17,7 @@ from palestra.envs.text.guessing.describe import (
 from palestra.envs.text.splits import split_of_text
 
 
-def test_an_episode_worked_by_hand():
+def test_episode_by_hand():
     env = DescribeGuess(choices=3, shots=0)
     assert env.reset(0).observations == {"describer": "The thing: apron"}
     step = env.step({"describer": "you wear it\nto cook"})
@@ -30,7 +30,7 @@ def test_an_episode_worked_by_hand():
     assert last.info == {"turn": 2, "success": True, "withheld": False, "invalid": invalid, "gold": "apron"}
 
 
-def test_a_description_with_the_name_is_withheld_and_so_is_the_guess_worth_chance():
+def test_description_with_the_name_is_withheld():
     env = DescribeGuess(choices=3, shots=0)
     env.reset(0)
     step = env.step({"describer": "aprons"})
@@ -54,7 +54,7 @@ def test_a_description_with_the_name_is_withheld_and_so_is_the_guess_worth_chanc
         ("", "ant", False),
     ],
 )
-def test_what_names_a_thing(description, thing, named):
+def test_names_in_a_text_are_recognised(description, thing, named):
     assert names_thing(description, thing) == named
 
 
@@ -68,18 +68,18 @@ def test_no_noun_is_named_by_its_worked_description_or_its_kind():
 @pytest.mark.parametrize(
     ("reply", "named"), [("The owl!", "owl"), ("owl or ant", None), ("an owlet", None), ("", None), ("ant, ant", "ant")]
 )
-def test_a_guess_is_the_one_thing_of_the_list_that_is_named(reply, named):
+def test_guess_is_the_only_named_thing_of_the_list(reply, named):
     assert named_choice(reply, ["owl", "ant", "fig"]) == named
 
 
-def test_things_of_splits_are_apart_and_worked_examples_are_of_base():
+def test_splits_have_different_things_and_examples_are_of_base():
     for split in ("train", "dev", "test", "base"):
         instances = [draw_instance(seed, 8, split) for seed in range(200)]
         assert {split_of_text(f"describe {each.thing}") for each in instances} == {split}
         assert all(each.thing in each.choices and len(set(each.choices)) == 8 for each in instances)
         assert len({each.thing for each in instances}) > 25
         first = sum(each.choices[0] == each.thing for each in instances)
-        assert 10 < first < 45  # its place in the list says nothing: 25 of 200 on average
+        assert 10 < first < 45  # its index in the list has no information: 25 of 200 on average
     assert {split_of_text(f"describe {noun}") for noun in DESCRIPTIONS} == {"base"}
 
 
@@ -92,7 +92,7 @@ def test_shots_are_earlier_turns():
     assert [m["content"] for m in seen[2:5:2]] == list(DESCRIPTIONS)[:2]
 
 
-def test_kinds_tell_things_apart_more_often_than_chance():
+def test_kinds_identify_things_more_often_than_chance():
     env, rng, right = DescribeGuess(split="test", choices=4), random.Random(0), 0
     kinds = kinds_of_nouns()
     for seed in range(50):
@@ -104,7 +104,7 @@ def test_kinds_tell_things_apart_more_often_than_chance():
     assert right > 40
 
 
-def test_it_is_an_env():
+def test_env_passes_the_env_check():
     check_env(lambda: DescribeGuess(shots=1))
 
 

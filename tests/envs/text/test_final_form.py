@@ -1,4 +1,4 @@
-"""Which answers a judge of mathematics takes: final forms of the right value, in any ordinary spelling."""
+"""Answers that the judge of mathematics accepts: final forms of the right value, in any ordinary spelling."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Guessing games: what a question is worth worked by hand, experts at their optimum, lies found out."""
+"""Guessing games: rewards of questions by hand, experts at their optimum, and lies of the answerer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ QUESTIONS: list[dict[str, Any]] = [
 ENVS = [(GuessNumber, options) for options in NUMBERS] + [(TwentyQuestions, options) for options in QUESTIONS]
 
 
-def with_secret(env: GuessingGame, secret: Any) -> Any:
-    """The first step of a game about this secret."""
+def reset_to_secret(env: GuessingGame, secret: Any) -> Any:
+    """The first step of a game with this secret."""
     env.drawn = [secret]
     return env.reset(0)
 
 
-def made(game: Any, **options: Any) -> GuessingGame:
-    """An env of whichever split holds a secret: with few secrets not all do."""
+def env_with_secret(game: Any, **options: Any) -> GuessingGame:
+    """An env of a split that contains this secret: with few secrets not all do."""
     for split in SPLIT_SHARES:
         with suppress(ValueError):
             return game(split=split, **options)
@@ -46,7 +46,7 @@ def made(game: Any, **options: Any) -> GuessingGame:
 
 
 def play(env: GuessingGame, *answers: str) -> list[Any]:
-    """The steps that these answers lead to, each given by the seat that acts."""
+    """The steps of a game with these answers, each given by the seat that acts."""
     steps = []
     seat = env.asker
     for answer in answers:
@@ -60,7 +60,7 @@ def play(env: GuessingGame, *answers: str) -> list[Any]:
 
 def test_guess_reward_is_its_information_gain() -> None:
     env = GuessNumber(low=1, high=8)
-    step = with_secret(env, 3)
+    step = reset_to_secret(env, 3)
     assert env.questions == 4 and "Guesses left: 4." in step.observations["guesser"]
     first, outside, again, won = play(env, "#### 4", "9", "4", "3.")
     assert first.rewards == {"guesser": pytest.approx(math.log2(8 / 3) / 3)}  # 1, 2, 3 are left of 8
@@ -83,7 +83,7 @@ def test_guess_reward_is_its_information_gain() -> None:
 
 def test_episode_is_truncated_at_the_guess_limit() -> None:
     env = GuessNumber(low=1, high=8, max_guesses=2, rendering="compact")
-    assert with_secret(env, 8).observations == {"guesser": "range 1 8 left 2"}
+    assert reset_to_secret(env, 8).observations == {"guesser": "range 1 8 left 2"}
     _, last = play(env, "1", "fly")
     assert last.done and last.truncated and last.team_reward == 0 and not last.info["success"]
 
@@ -97,15 +97,15 @@ def test_guess_outside_the_range_is_invalid(answer: str) -> None:
 
 def test_numbers_may_be_negative() -> None:
     env = GuessNumber(low=-3, high=3)
-    with_secret(env, -2)
+    reset_to_secret(env, -2)
     assert play(env, "I say\n#### -2")[0].info["success"]
 
 
 @pytest.mark.parametrize("high", [2, 7, 8, 100])
 def test_bisection_finds_every_number_in_the_least_guesses(high: int) -> None:
-    env, most = made(GuessNumber, high=high), 0
+    env, most = env_with_secret(GuessNumber, high=high), 0
     for secret in range(1, high + 1):
-        step = with_secret(env, secret)
+        step = reset_to_secret(env, secret)
         while not step.done:
             step = env.step({"guesser": env.expert("guesser", random.Random(secret))})
         assert step.info["success"]
@@ -118,7 +118,7 @@ def test_bisection_finds_every_number_in_the_least_guesses(high: int) -> None:
 
 def test_lie_is_penalised_and_corrected() -> None:
     env = GuessNumber(low=1, high=8, answers="seat", rendering="compact")
-    with_secret(env, 6)
+    reset_to_secret(env, 6)
     asked, lied = play(env, "4", "lower")
     assert asked.observations == {"answerer": "secret 6 asked 4 left 3"}
     assert asked.rewards == {"guesser": pytest.approx(1 / 3)}  # by the truth: 5, 6, 7, 8 are left
@@ -133,24 +133,24 @@ def test_lie_is_penalised_and_corrected() -> None:
 
 def test_uncorrected_lie_is_observed() -> None:
     env = GuessNumber(low=1, high=8, answers="seat", corrected=False, rendering="compact")
-    with_secret(env, 6)
+    reset_to_secret(env, 6)
     _, lied = play(env, "4", "lower")
     assert lied.rewards == {"answerer": -0.5} and lied.observations == {"guesser": "range 1 8 4 lower left 3"}
     assert int(env.expert("guesser", random.Random(0))) == 2
     play(env, "1", "lower")
-    assert 1 <= int(env.expert("guesser", random.Random(0))) <= 8  # nothing fits what it heard
+    assert 1 <= int(env.expert("guesser", random.Random(0))) <= 8  # nothing is consistent with the answers
 
 
 def test_last_question_is_answered_before_the_end() -> None:
     env = GuessNumber(low=1, high=8, max_guesses=1, answers="seat")
-    with_secret(env, 6)
+    reset_to_secret(env, 6)
     asked, answered = play(env, "4", "#### lower")
     assert not asked.done and answered.done and answered.truncated and answered.rewards == {"answerer": -0.5}
 
 
 def test_outcome_reward_pays_success_only() -> None:
     env = TwentyQuestions(answers="seat", reward="outcome")
-    with_secret(env, "eagle")
+    reset_to_secret(env, "eagle")
     paid = [(step.team_reward, *step.rewards.values()) for step in play(env, "bird", "no", "hm", "is eagle")]
     assert paid == [(0, 0), (0, 0), (0, 0), (1, 0)]
 
@@ -184,7 +184,7 @@ def test_attribute_table_separates_all_things() -> None:
 )
 def test_questions_are_parsed(answer: str, heard: str | None) -> None:
     env = TwentyQuestions(rendering="compact")
-    with_secret(env, "eagle")
+    reset_to_secret(env, "eagle")
     step = env.step({"asker": answer})
     assert step.info["invalid"] == {"asker": heard is None}
     assert step.observations["asker"] == (f"{heard} left 19" if heard else "left 19")
@@ -193,7 +193,7 @@ def test_questions_are_parsed(answer: str, heard: str | None) -> None:
 def test_wrong_guess_removes_one_candidate() -> None:
     env = TwentyQuestions(things=4)
     assert env.secrets == ("dog", "cat", "horse", "cow")
-    with_secret(env, "cow")
+    reset_to_secret(env, "cow")
     wrong, halved, won = play(env, "is dog", "farm", "is it a cow?")
     assert wrong.rewards == {"asker": pytest.approx(math.log(4 / 3) / math.log(4))}
     assert halved.rewards == {"asker": pytest.approx(math.log(3 / 2) / math.log(4))}  # horse or cow
@@ -203,7 +203,7 @@ def test_wrong_guess_removes_one_candidate() -> None:
 
 def test_answerer_observes_the_truth() -> None:
     env = TwentyQuestions(answers="seat")
-    with_secret(env, "penguin")
+    reset_to_secret(env, "penguin")
     step = env.step({"asker": "flies"})
     assert "The secret thing is: penguin." in step.observations["answerer"]
     assert "Is it a bird?" in step.observations["answerer"] and "Now you are asked: Can it fly?" in str(step)
@@ -213,7 +213,7 @@ def test_answerer_observes_the_truth() -> None:
 def test_experts_find_every_thing() -> None:
     env, asked = TwentyQuestions(answers="seat", rendering="compact"), []
     for number, secret in enumerate(env.secrets):
-        step = with_secret(env, secret)
+        step = reset_to_secret(env, secret)
         while not step.done:
             seat = next(iter(step.observations))
             step = env.step({seat: env.expert(seat, random.Random(number))})
@@ -230,9 +230,9 @@ def test_custom_attribute_table(tmp_path: Path) -> None:
         "things": {"owl": ["flies"], "emu": [], "kiwi": []},
     }
     file.write_text(json.dumps(table))
-    env = made(TwentyQuestions, file=file)
+    env = env_with_secret(TwentyQuestions, file=file)
     for secret in env.secrets:
-        step = with_secret(env, secret)
+        step = reset_to_secret(env, secret)
         while not step.done:
             step = env.step({"asker": env.expert("asker", random.Random(0))})
         assert step.info["success"]
@@ -256,7 +256,7 @@ def test_invalid_tables_are_refused(tmp_path: Path, table: dict[str, Any], why: 
         TwentyQuestions(file=tmp_path / "none.json")
 
 
-# ---- both
+# ---- both games
 
 
 @pytest.mark.parametrize(("game", "options"), ENVS, ids=str)

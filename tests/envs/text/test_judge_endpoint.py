@@ -1,4 +1,4 @@
-"""The judge behind an endpoint, against a real server on this machine that errs, hangs, is biased, or tells tales."""
+"""The judge behind an endpoint: a real server on this machine that fails, hangs, is biased, or reveals the key."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ KEY = "sk-very-secret-4711"
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """No verdicts of other tests, no proxy of this machine's, and a key."""
+def isolated(monkeypatch):
+    """No cached verdicts of other tests, no proxy of this machine, and a key."""
     monkeypatch.setattr(verdict_cache, "_memory", {})
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("TOY_JUDGE_KEY", KEY)
@@ -43,12 +43,12 @@ def debate(server: Endpoint, changes: dict | None = None, **options) -> Debate:
 
 
 def verdict(server: Endpoint, changes: dict | None = None, **options) -> dict:
-    """What the last step says of a debate of two experts."""
+    """The info of the last step of a debate between two experts."""
     return play(debate(server, changes, **options))[0][-1].info
 
 
-def for_con(body: dict, number: int = 0) -> str:
-    """An upright judge that always finds for con, whatever con is called."""
+def decide_for_con(body: dict, number: int = 0) -> str:
+    """A fair judge that always decides for con, under whichever name con appears."""
     return json.dumps({"scores": {"A": 2, "B": 9} if con(body) == "B" else {"A": 9, "B": 2}})
 
 
@@ -56,11 +56,11 @@ def con(body: dict) -> str:
     return "A" if debate_in(body)["A holds that the motion is"] == "not right" else "B"
 
 
-# ---- what is asked, and what the answer does
+# ---- prompts and verdicts
 
 
 def test_both_orders_are_judged_and_averaged():
-    with endpoint(for_con) as server:
+    with endpoint(decide_for_con) as server:
         env = debate(server, reward="dense")
         steps, earned = play(env)
         first, second = sorted(server.bodies, key=con, reverse=True)
@@ -81,7 +81,7 @@ def test_both_orders_are_judged_and_averaged():
 
 
 def test_judge_sees_cited_facts_only():
-    with endpoint(for_con) as server:
+    with endpoint(decide_for_con) as server:
         env = debate(server)
         play(env, con="claim no because up so no")
     assert debate_in(server.bodies[0])["facts"] == {fact.id: fact.text for fact in env.topic.facts_of("pro")}
@@ -91,7 +91,7 @@ def test_swapping_cancels_position_bias():
     def first_wins(body, number):
         return '{"winner": "A"}'
 
-    def biased(body, number):  # con argues better by 2, what is first gets 5 more
+    def biased(body, number):  # con is better by 2; the first speaker gets 5 more
         return json.dumps({"scores": {"A": 8, "B": 5} if con(body) == "B" else {"A": 10, "B": 1}})
 
     with endpoint(first_wins) as server:
@@ -105,7 +105,7 @@ def test_swapping_cancels_position_bias():
 
 
 def test_truth_mode_asks_the_judge_for_the_truth():
-    with endpoint(for_con) as server:
+    with endpoint(decide_for_con) as server:
         for seed in range(8):
             env = debate(server, mode="truth")
             steps, earned = play(env, seed)
@@ -122,13 +122,13 @@ def test_env_passes_the_env_check_with_an_inconsistent_judge():
 
 
 def test_request_fields_can_be_added():
-    with endpoint(for_con) as server:
+    with endpoint(decide_for_con) as server:
         verdict(server, {"body": {"max_tokens": 500, "temperature": 0.7}, "key_env": None})
     assert server.bodies[0]["max_tokens"] == 500 and server.bodies[0]["temperature"] == 0.7
     assert "authorization" not in server.headers[0]
 
 
-# ---- verdicts are read strictly
+# ---- parsing of verdicts
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_only_well_formed_verdicts_are_parsed(reply, scores):
 
 def test_unparsable_verdict_is_requested_again():
     def mumbles(body, number):
-        return for_con(body) if len(body["messages"]) == 4 else "Well, con I guess."
+        return decide_for_con(body) if len(body["messages"]) == 4 else "Well, con I guess."
 
     with endpoint(mumbles) as server:
         assert verdict(server)["winner"] == "con"
@@ -180,24 +180,24 @@ def test_unparsable_verdict_is_requested_again():
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_transient_failure_is_retried(status):
-    with endpoint(lambda body, number: Reply(status=status) if number < 3 else for_con(body)) as server:
+    with endpoint(lambda body, number: Reply(status=status) if number < 3 else decide_for_con(body)) as server:
         assert verdict(server)["winner"] == "con"
     assert len(server.bodies) == 5
 
 
 def test_non_completion_page_is_retried():
-    with endpoint(lambda body, number: Reply(raw="<html>busy") if number < 2 else for_con(body)) as server:
+    with endpoint(lambda body, number: Reply(raw="<html>busy") if number < 2 else decide_for_con(body)) as server:
         assert verdict(server)["winner"] == "con"
 
 
 def test_retry_after_is_respected_in_seconds_and_as_date():
     for split in ("test", "dev"):
-        retry_after = "1" if split == "test" else formatdate(time.time() + 2.5, usegmt=True)  # of whole seconds
+        retry_after = "1" if split == "test" else formatdate(time.time() + 2.5, usegmt=True)  # in whole seconds
         asked: list[float] = []
 
         def busy(body, number):
             asked.append(time.monotonic())  # noqa: B023
-            return Reply(status=429, headers={"Retry-After": retry_after}) if number == 0 else for_con(body)  # noqa: B023
+            return Reply(status=429, headers={"Retry-After": retry_after}) if number == 0 else decide_for_con(body)  # noqa: B023
 
         with endpoint(busy) as server:
             assert verdict(server, {"swap": False}, split=split)["winner"] == "con"
@@ -229,7 +229,7 @@ def test_permanent_failure_is_not_retried(status, text):
 
 def test_timeout_is_retried():
     def slow_at_first(body, number):
-        return Reply(wait=None) if number == 0 else for_con(body)
+        return Reply(wait=None) if number == 0 else decide_for_con(body)
 
     with endpoint(slow_at_first) as server:
         assert verdict(server, {"timeout": 1, "swap": False})["winner"] == "con"
@@ -237,7 +237,7 @@ def test_timeout_is_retried():
 
 
 def test_unreachable_endpoint_is_reported():
-    with endpoint(for_con) as server:
+    with endpoint(decide_for_con) as server:
         pass
     with pytest.raises(EndpointError, match=r"failed 2 times \(last: ConnectError"):
         verdict(server, {"retries": 1})
@@ -252,11 +252,11 @@ def test_total_timeout_is_respected():
 
 
 def test_hung_judge_does_not_block_other_debates():
-    """200 debates at once; the judge never answers in 20 of them. The others end first, and these fail."""
+    """200 debates at once; the judge never answers 20 of them. The others end first, and these fail."""
 
     def hangs_at_times(body, number):
         spoken = debate_in(body)["speeches"][0]["text"]
-        return Reply(wait=None) if int(re.search(r"number (\d+)", spoken)[1]) % 10 == 0 else for_con(body)
+        return Reply(wait=None) if int(re.search(r"number (\d+)", spoken)[1]) % 10 == 0 else decide_for_con(body)
 
     with endpoint(hangs_at_times) as server:
         options = {"timeout": 3, "limit": 6, "retries": 1, "swap": False}
@@ -277,17 +277,17 @@ def numbered(i: int) -> ScriptedPolicy:
     return ScriptedPolicy(lambda query, rng: f"claim yes because number {i} so no", "numbered")
 
 
-# ---- verdicts are kept
+# ---- cache of verdicts
 
 
 def test_equal_debates_are_judged_once():
-    with endpoint(for_con) as server:
+    with endpoint(decide_for_con) as server:
 
         async def many() -> list:
             return await asyncio.gather(*(playing(debate(server)) for _ in range(10)))
 
         assert {steps[-1].info["winner"] for steps, _ in asyncio.run(many())} == {"con"}
-        assert len(server.bodies) == 2  # both orders, by one of the ten
+        assert len(server.bodies) == 2  # both orders, for each of the ten debates
         verdict(server)
         assert len(server.bodies) == 2
         play(debate(server), 1)
@@ -295,7 +295,7 @@ def test_equal_debates_are_judged_once():
 
 
 def test_failures_are_not_cached():
-    with endpoint(lambda body, number: Reply(status=400) if number == 0 else for_con(body)) as server:
+    with endpoint(lambda body, number: Reply(status=400) if number == 0 else decide_for_con(body)) as server:
         with pytest.raises(EndpointError):
             verdict(server, {"swap": False})
         assert verdict(server, {"swap": False})["winner"] == "con"
@@ -303,7 +303,7 @@ def test_failures_are_not_cached():
 
 def test_disk_cache_survives_the_process(tmp_path, monkeypatch):
     cache = tmp_path / "verdicts" / "toy.sqlite"
-    with endpoint(for_con) as server:
+    with endpoint(decide_for_con) as server:
         before = verdict(server, {"cache": cache})
         assert len(server.bodies) == 2
         monkeypatch.setattr(verdict_cache, "_memory", {})
@@ -330,12 +330,12 @@ def test_disk_cache_survives_the_process(tmp_path, monkeypatch):
 def test_invalid_cache_file_is_reported(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("I am no database, and nobody may write into me. " * 20)
-    with endpoint(for_con) as server, pytest.raises(ValueError, match=r"cannot keep verdicts in .*notes.txt"):
+    with endpoint(decide_for_con) as server, pytest.raises(ValueError, match=r"cannot keep verdicts in .*notes.txt"):
         debate(server, {"cache": path})
     assert path.read_text().startswith("I am no database")
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_uncreatable_cache_folder_is_reported(tmp_path):
     (tmp_path / "notes.txt").write_text("no folder")
     with pytest.raises(ValueError, match=r"cannot keep verdicts in .*toy.sqlite: .*name another file as judge.cache"):
         EndpointJudge(url="http://127.0.0.1:1", model="m", cache=tmp_path / "notes.txt" / "toy.sqlite").check()
@@ -359,12 +359,12 @@ def test_key_is_in_no_error_repr_or_info():
     chain = [error.value, error.value.__cause__, error.value.__context__]
     for shown in (*map(repr, chain), repr(episode), repr(env.judge), repr(vars(env)), env.judge.model_dump_json()):
         assert KEY not in shown
-    with endpoint(for_con) as server:
+    with endpoint(decide_for_con) as server:
         assert KEY not in repr(verdict(server))
 
 
 def test_missing_or_invalid_key_is_reported_without_showing_it(monkeypatch):
-    with endpoint(for_con) as server:
+    with endpoint(decide_for_con) as server:
         for key, message in (("", "set the environment variable TOY_JUDGE_KEY"), ("sk 12\n34", "one line of ASCII")):
             monkeypatch.setenv("TOY_JUDGE_KEY", key)
             with pytest.raises(ValueError, match=message) as error:
@@ -373,7 +373,7 @@ def test_missing_or_invalid_key_is_reported_without_showing_it(monkeypatch):
 
 
 def test_experts_cite_all_facts_of_a_drill():
-    """What the tests above rely on: two experts cite all the facts of a drill."""
+    """An assumption of the tests above: two experts cite all facts of a drill."""
     env = Debate(source="drills", rounds=1)
     play(env)
     assert all(set(s.argument.supporting_ids) == {f.id for f in env.topic.facts_of(s.side)} for s in env.speeches)

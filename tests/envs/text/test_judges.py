@@ -1,4 +1,4 @@
-"""The rule-based judge, on cases by hand and on attempts to fool it."""
+"""The rule-based judge: cases by hand, and attempts to cheat it."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ PRO = (
 )
 
 
-def said(topic: Topic, *answers: str, longest: int = 200) -> list[Argument]:
-    """Answers read, by pro and con in turn."""
+def parsed_answers(topic: Topic, *answers: str, longest: int = 200) -> list[Argument]:
+    """The parsed answers of pro and con in turn."""
     return [parse_argument(answer, topic, ("pro", "con")[i % 2], longest) for i, answer in enumerate(answers)]
 
 
-def judged(topic: Topic, *answers: str, **options) -> list[Speech]:
-    """The same, and what each is worth."""
+def scores(topic: Topic, *answers: str, **options) -> list[Speech]:
+    """The parsed answers, and their scores."""
     rules = RuleJudge(topic, (len(answers) + 1) // 2, **options)
-    arguments = said(topic, *answers)
+    arguments = parsed_answers(topic, *answers)
     return [Speech(i // 2 + 1, a, rules.score_argument(a, arguments[:i])) for i, a in enumerate(arguments)]
 
 
-# ---- reading
+# ---- parsing
 
 
 def test_compact_arguments_are_parsed():
-    (argument,) = said(DRILL, "claim r1 because r7 so yes")
+    (argument,) = parsed_answers(DRILL, "claim r1 because r7 so yes")
     assert (argument.has_claim, argument.has_reason, argument.has_conclusion, argument.stance) == (
         True,
         True,
@@ -56,14 +56,14 @@ def test_compact_arguments_are_parsed():
         "pro",
     )
     assert argument.supporting_ids == ("r1", "r7") and argument.false_ids == argument.rebutted_ids == ()
-    _, con = said(DRILL, "", "r9 because r3 r1 against r7 r12 so no")
-    assert con.has_claim and con.supporting_ids == ("r9", "r3")  # what comes before the first word is a claim
-    assert con.false_ids == ("r1",)  # the other side's, as its own
+    _, con = parsed_answers(DRILL, "", "r9 because r3 r1 against r7 r12 so no")
+    assert con.has_claim and con.supporting_ids == ("r9", "r3")  # text before the first keyword is a claim
+    assert con.false_ids == ("r1",)  # the other side's fact, cited as its own
     assert sorted(con.rebutted_ids) == ["r12", "r7"] and con.stance == "con"
 
 
 def test_prose_arguments_are_parsed():
-    pro, con = said(
+    pro, con = parsed_answers(
         TRAM,
         PRO,
         "I argue that the town can wait with its tram. Since laying rails would close the market street for a year, "
@@ -86,32 +86,32 @@ def test_prose_arguments_are_parsed():
     ],
 )
 def test_keywords_inside_a_sentence_start_no_part(text):
-    (argument,) = said(TRAM, text)
+    (argument,) = parsed_answers(TRAM, text)
     assert (argument.has_claim, argument.has_reason, argument.has_conclusion) == (True, True, True)
     assert argument.rebuttal_words == () and argument.stance == "pro"
 
 
 def test_bare_numbers_are_not_citations():
-    (bare,) = said(TRAM, "Claim: a tram for the town. Because: P1 P2. So: yes.")
+    (bare,) = parsed_answers(TRAM, "Claim: a tram for the town. Because: P1 P2. So: yes.")
     assert bare.supporting_ids == () and bare.false_ids == () and not bare.has_reason
-    (other,) = said(TRAM, "Because: the purple monkey dances slowly tonight [P1]. So: yes.")
+    (other,) = parsed_answers(TRAM, "Because: the purple monkey dances slowly tonight [P1]. So: yes.")
     assert other.supporting_ids == ()
-    (speech,) = said(TRAM, "Because: a tram carries more riders [P1]. So: yes.")
+    (speech,) = parsed_answers(TRAM, "Because: a tram carries more riders [P1]. So: yes.")
     assert speech.supporting_ids == ("P1",)
 
 
 def test_conclusion_needs_a_reason_and_the_own_side():
-    assert not said(DRILL, "so yes claim r1 because r7")[0].has_conclusion
-    assert not said(DRILL, "claim r1 so yes")[0].has_conclusion
-    other = said(DRILL, "claim r1 because r7 so no")[0]
+    assert not parsed_answers(DRILL, "so yes claim r1 because r7")[0].has_conclusion
+    assert not parsed_answers(DRILL, "claim r1 so yes")[0].has_conclusion
+    other = parsed_answers(DRILL, "claim r1 because r7 so no")[0]
     assert not other.has_conclusion and other.stance == "con"
 
 
 def test_too_long_arguments_are_cut():
-    (argument,) = said(DRILL, "claim r1 because r7 so yes " + "up " * 94, longest=10)
+    (argument,) = parsed_answers(DRILL, "claim r1 because r7 so yes " + "up " * 94, longest=10)
     assert argument.text == "claim r1 because r7 so yes up up up up"
-    assert argument.read_share == pytest.approx(38 / (27 + 3 * 94 - 1))  # characters, the last blank aside
-    (endless,) = said(DRILL, "x" * 100_000, longest=10)
+    assert argument.read_share == pytest.approx(38 / (27 + 3 * 94 - 1))  # in characters, without the last blank
+    (endless,) = parsed_answers(DRILL, "x" * 100_000, longest=10)
     assert endless.read_share == pytest.approx(120 / 100_000)
 
 
@@ -125,47 +125,48 @@ def test_stop_words_and_inflection_are_ignored():
 
 
 def test_best_argument_scores_one():
-    pro, con = judged(DRILL, "claim r1 because r7 so yes", "claim r3 because r9 against r7 so no")
+    pro, con = scores(DRILL, "claim r1 because r7 so yes", "claim r3 because r9 against r7 so no")
     assert pro.parts.worth == con.parts.worth == 1.0
     parts = pro.parts
     assert (parts.structure, parts.evidence, parts.rebuttal, parts.repetition, parts.honesty) == (1, 1, 1, 0, 1)
 
 
 def test_partial_evidence_without_rebuttal_by_hand():
-    _, con = judged(DRILL, "claim r1 because r7 so yes", "claim r3 because r3 so no")
-    # The reason adds nothing to the claim, and without one there is no conclusion; one fact of two; no answer to pro.
+    _, con = scores(DRILL, "claim r1 because r7 so yes", "claim r3 because r3 so no")
+    # The reason adds nothing to the claim, and without a reason there is no conclusion; one fact of two; no rebuttal of
+    # pro.
     assert con.parts.structure == pytest.approx(1 / 3)
     assert con.parts.evidence == pytest.approx(1 / 2) and con.parts.rebuttal == 0
     assert con.parts.worth == pytest.approx(1 / 4 / 3 + 1 / 2 / 2)
 
 
 def test_fabricated_facts_lower_the_score():
-    _, con = judged(DRILL, "claim r1 because r1 so yes", "claim r3 because r9 r1 against r7 r5 so no")
-    # Named: r3, r9 (its own), r1 (pro's, as its own), r5 (nobody's), r7 (pro's, but not said): 2 of 5 are real.
+    _, con = scores(DRILL, "claim r1 because r1 so yes", "claim r3 because r9 r1 against r7 r5 so no")
+    # Named: r3, r9 (its own), r1 (pro's, as its own), r5 (of no seat), r7 (pro's, but not cited): 2 of 5 are real.
     assert con.parts.honesty == pytest.approx(2 / 5) and con.parts.evidence == pytest.approx(2 / 5)
-    assert con.parts.rebuttal == 0  # r1, which pro did say, is not argued against
+    assert con.parts.rebuttal == 0  # r1, which pro did cite, is not argued against
     assert con.parts.worth == pytest.approx(1 / 4 + 2 / 5 / 2)
 
 
 def test_rebuttal_score_is_shared_with_fabrications():
-    _, con = judged(DRILL, "claim yes because r1 so yes", "claim r3 because r9 against r1 r7 so no")
+    _, con = scores(DRILL, "claim yes because r1 so yes", "claim r3 because r9 against r1 r7 so no")
     assert con.parts.rebuttal == pytest.approx(1 / 2)
 
 
 def test_fabricated_facts_can_be_rebutted():
-    _, con = judged(DRILL, "claim yes because r12 so yes", "claim r3 because r9 against r12 so no")
+    _, con = scores(DRILL, "claim yes because r12 so yes", "claim r3 because r9 against r12 so no")
     assert con.parts.rebuttal == 1 and con.parts.honesty == 1
 
 
 def test_silent_opponent_needs_no_rebuttal():
     left, made_up = "claim r3 because r9 so no", "claim r3 because r9 against r1 so no"
-    assert judged(DRILL, "", left)[1].parts.rebuttal == 1.0
-    assert judged(DRILL, "", made_up)[1].parts.rebuttal == 0.0
-    assert judged(DRILL, "", "")[1].parts.worth == 0.0
+    assert scores(DRILL, "", left)[1].parts.rebuttal == 1.0
+    assert scores(DRILL, "", made_up)[1].parts.rebuttal == 0.0
+    assert scores(DRILL, "", "")[1].parts.worth == 0.0
 
 
 def test_scores_over_rounds_count_each_fact_once():
-    speeches = judged(
+    speeches = scores(
         DRILL,
         "claim yes because r1 so yes",
         "claim r3 because r9 against r1 so no",
@@ -174,10 +175,10 @@ def test_scores_over_rounds_count_each_fact_once():
     )
     first, all_of_it, second, again = [s.parts for s in speeches]
     assert (first.structure, first.evidence, first.rebuttal) == (0.5, 0.5, 0.5)
-    assert (second.structure, second.evidence, second.rebuttal) == (0.5, 0.5, 0.5)  # r1 is not news, r7 is
+    assert (second.structure, second.evidence, second.rebuttal) == (0.5, 0.5, 0.5)  # r1 was cited before, r7 is new
     assert first.worth + second.worth == pytest.approx(1.0)
     assert (all_of_it.structure, all_of_it.evidence, all_of_it.rebuttal) == (0.5, 1.0, 0.5)
-    # r7 is new and stands unanswered, nothing else is news, and all of its three runs of three words were said before.
+    # r7 is new and not answered, nothing else is new, and all of its three runs of three words occurred before.
     assert (again.structure, again.evidence, again.rebuttal, again.repetition) == (0.5, 0, 0, 0.5)
     assert again.worth == pytest.approx(0.5 / 4 - 0.5 / 4)
 
@@ -187,9 +188,9 @@ def test_prose_is_scored_by_the_same_rules():
         "Claim: a tram would hurt the town. Because: laying the rails would close the market street for a whole year "
         "[C1]. Against: that it carries 160 riders helps few, when half of them travel before seven [P1, C2]. So: no."
     )
-    speeches = judged(TRAM, PRO, con)
+    speeches = scores(TRAM, PRO, con)
     assert [s.parts.worth for s in speeches] == [1.0, 1.0]
-    unanswered = judged(TRAM, PRO, con.replace("Against: that it carries 160 riders helps few, when", "And"))[1]
+    unanswered = scores(TRAM, PRO, con.replace("Against: that it carries 160 riders helps few, when", "And"))[1]
     assert unanswered.parts.rebuttal == 0
 
 
@@ -199,9 +200,9 @@ def test_paraphrases_can_be_rebutted():
         "Claim: the town is poor. Because: rails would close the market street for a year [C1]. Against: {} So: no."
     )
     assert (
-        judged(TRAM, pro, answer.format("drivers whom a town likes drive buses just as well."))[1].parts.rebuttal == 1
+        scores(TRAM, pro, answer.format("drivers whom a town likes drive buses just as well."))[1].parts.rebuttal == 1
     )
-    assert judged(TRAM, pro, answer.format("the weather is bad."))[1].parts.rebuttal == 0
+    assert scores(TRAM, pro, answer.format("the weather is bad."))[1].parts.rebuttal == 0
 
 
 def test_repetition_counts_runs_of_three():
@@ -213,7 +214,7 @@ def test_repetition_counts_runs_of_three():
 
 def test_weights_are_options():
     only = ScoreWeights(structure=0, evidence=1, rebuttal=0, repetition=0)
-    speeches = judged(DRILL, "r1 r7", "claim r3 because r9 against r1 so no", weights=only)
+    speeches = scores(DRILL, "r1 r7", "claim r3 because r9 against r1 so no", weights=only)
     assert [s.parts.worth for s in speeches] == [1.0, 1.0]
     env = make_env("palestra.envs.text.debate.env:Debate", weights={"evidence": 0.5})
     assert env.weights == ScoreWeights(evidence=0.5)
@@ -227,10 +228,10 @@ def test_weights_are_options():
 def test_higher_score_wins_and_equal_scores_draw():
     rules = RuleJudge(DRILL, 1)
     best, worse = "claim r1 because r7 so yes", "claim r3 because r3 so no"
-    assert rules.verdict(judged(DRILL, best, worse)).winner == "pro"
-    assert rules.verdict(judged(DRILL, best, worse)).margin == pytest.approx(1 - 1 / 3)
-    assert rules.verdict(judged(DRILL, "", worse)).winner == "con"
-    assert rules.verdict(judged(DRILL, "", "")).winner == "draw"
+    assert rules.verdict(scores(DRILL, best, worse)).winner == "pro"
+    assert rules.verdict(scores(DRILL, best, worse)).margin == pytest.approx(1 - 1 / 3)
+    assert rules.verdict(scores(DRILL, "", worse)).winner == "con"
+    assert rules.verdict(scores(DRILL, "", "")).winner == "draw"
 
 
 UNEVEN = Topic("c1", (*DRILL.facts, Fact("r11", "r11", "con")))
@@ -238,18 +239,19 @@ UNEVEN = Topic("c1", (*DRILL.facts, Fact("r11", "r11", "con")))
 
 def test_truth_mode_favours_the_side_with_more_facts():
     answers = ("claim r1 because r7 so yes", "claim r3 because r9 r11 against r1 so no")
-    pro, con = judged(UNEVEN, *answers, mode="truth")
+    pro, con = scores(UNEVEN, *answers, mode="truth")
     assert (pro.parts.evidence, con.parts.evidence) == (pytest.approx(2 / 3), 1.0)
     assert RuleJudge(UNEVEN, 1, "truth").verdict([pro, con]).winner == "con"
-    assert RuleJudge(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "draw"  # each shows all it has
+    assert RuleJudge(UNEVEN, 1).verdict(scores(UNEVEN, *answers)).winner == "draw"  # each seat cites all its facts
 
 
 def test_truth_mode_allows_concession():
-    answers = ("claim r1 because r7 so no", "claim no because r5 so up")  # con shows nothing, but pro gives way
-    assert RuleJudge(UNEVEN, 1, "truth").verdict(judged(UNEVEN, *answers, mode="truth")).winner == "con"
-    assert RuleJudge(UNEVEN, 1).verdict(judged(UNEVEN, *answers)).winner == "pro"  # in a competition nobody does
-    crossed = judged(UNEVEN, "claim r1 because r7 so no", "claim r3 because r3 so yes", mode="truth")
-    assert RuleJudge(UNEVEN, 1, "truth").verdict(crossed).winner == "pro"  # both give way: the scores decide
+    answers = ("claim r1 because r7 so no", "claim no because r5 so up")  # con cites nothing, but pro concedes
+    assert RuleJudge(UNEVEN, 1, "truth").verdict(scores(UNEVEN, *answers, mode="truth")).winner == "con"
+    # in competitive mode no seat concedes
+    assert RuleJudge(UNEVEN, 1).verdict(scores(UNEVEN, *answers)).winner == "pro"
+    crossed = scores(UNEVEN, "claim r1 because r7 so no", "claim r3 because r3 so yes", mode="truth")
+    assert RuleJudge(UNEVEN, 1, "truth").verdict(crossed).winner == "pro"  # both concede: the scores decide
 
 
 def test_verdict_must_name_exactly_one_side():
@@ -257,7 +259,7 @@ def test_verdict_must_name_exactly_one_side():
     assert [read_verdict(text) for text in ("", "pro con", "process", "#### ", "yes")] == [None] * 5
 
 
-# ---- nobody wins by other means than arguing
+# ---- attempts to win without arguing
 
 
 def stuffed(seat: str, observation: str, env: Debate) -> str:
@@ -279,7 +281,7 @@ def parrot(seat: str, observation: str, env: Debate) -> str:
 
 
 def all_facts(seat: str, observation: str, env: Debate) -> str:
-    """All the evidence as one's own, with every part of an answer."""
+    """Cites all evidence as its own, with every part of an answer."""
     reasons = " ".join(f"{fact.text} [{fact.id}]." for fact in env.topic.facts)
     return f"Claim: {env.topic.text} Because: {reasons} So: {'yes' if seat == 'pro' else 'no'}."
 

@@ -1,4 +1,4 @@
-"""Grading of answers: directly where they are plain, else by math-verify, and without blocking."""
+"""Grading of answers: directly if they are plain, otherwise by math-verify, without blocking the event loop."""
 
 import asyncio
 import json
@@ -19,22 +19,22 @@ from palestra.envs.text.math.grading import CORRECT, INCORRECT, UNREADABLE, Answ
 from palestra.policies.scripted import ScriptedPolicy
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
-HANG = "(x+1)^{99999}"  # sympy would multiply it out
-GOLD = "2\\sqrt{2}"  # no plain number, so that math-verify is asked
+HANG = "(x+1)^{99999}"  # sympy would expand it
+GOLD = "2\\sqrt{2}"  # not a plain number, so math-verify grades it
 SAME = "\\sqrt{2} + \\sqrt{2}"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture
-def judges(monkeypatch):
-    """A judging process of the test's own, which nobody has asked yet."""
+def graders(monkeypatch):
+    """A grader of this test alone, whose process has not started."""
     own = GraderClient("math")
     monkeypatch.setattr(grader_client, "MATH_GRADER", own)
     yield own
     own.close()
 
 
-# ---- where an answer stands
+# ---- extraction of the answer
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_multiline_answer_is_extracted():
     assert multiline_answer("1 0\n0 1", allow_unmarked=True) == "1 0\n0 1"
 
 
-# ---- at once
+# ---- direct grading
 
 
 @pytest.mark.parametrize(
@@ -153,27 +153,27 @@ def test_unparsable_answers_are_unreadable():
     assert asyncio.run(grade_answer("\\{3", GOLD)) == AnswerGrade(0.0, is_readable=False)
 
 
-def test_grader_process_starts_lazily(judges):
+def test_grader_process_starts_lazily(graders):
     assert asyncio.run(grade_answer("26", "26")).is_correct
     assert asyncio.run(grade_answer("27", "26")) == INCORRECT
-    assert judges.process is None
+    assert graders.process is None
     assert asyncio.run(grade_answer(SAME, GOLD)).is_correct
-    assert judges.process is not None
+    assert graders.process is not None
 
 
-def test_graders_serve_consecutive_event_loops(judges):
+def test_graders_serve_consecutive_event_loops(graders):
     for _ in range(2):
         assert asyncio.run(grade_answer(SAME, GOLD)).is_correct
 
 
-def test_grading_timeout_is_reported_as_not_graded(judges):
+def test_grading_timeout_is_reported_as_not_graded(graders):
     assert asyncio.run(grade_answer(HANG, GOLD, cpu_limit_s=0.3)) == AnswerGrade(
         0.0, is_readable=False, is_graded=False
     )
 
 
-def test_hung_grading_does_not_block_other_episodes(judges, tmp_path):
-    """With a handful of judges and one queue the last of the others would wait for nearly all hanging ones to end."""
+def test_hung_grading_does_not_block_other_episodes(graders, tmp_path):
+    """With a few graders and one queue the last of the others would wait for nearly all hanging ones."""
     seconds, ended = 0.3, {}
     questions = [{"question": f"{n} times one?", "answer": f"{n}\\pi"} for n in range(1000, 1200)]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
@@ -186,7 +186,7 @@ def test_hung_grading_does_not_block_other_episodes(judges, tmp_path):
         lambda: Math(team="single", path=tmp_path / "q.jsonl", split="all", grader_time_limit_s=seconds), "math"
     )
     matches = [EpisodeSpec(n, {"reasoner": ScriptedPolicy(answer)}, n) for n in range(200)]
-    asyncio.run(grade_answer(SAME, GOLD))  # the judges are up
+    asyncio.run(grade_answer(SAME, GOLD))  # the graders have started
     began = time.monotonic()
     episodes = asyncio.run(
         arena.play_all(matches, Branching(), lambda episode: ended.update({episode.seed: time.monotonic() - began}))
@@ -197,10 +197,10 @@ def test_hung_grading_does_not_block_other_episodes(judges, tmp_path):
     for seed in range(200):
         assert episodes[seed].nodes[-1].info["unjudged"] == {"reasoner": seed % 10 == 0}
     others = max(ended[seed] for seed in range(200) if seed % 10)
-    assert sum(ended[seed] > others for seed in hanging) >= 4  # of 20: one queue leaves one or two
+    assert sum(ended[seed] > others for seed in hanging) >= 4  # of 20: one queue would leave one or two
 
 
-# ---- life and death
+# ---- processes
 
 
 def children(process: int) -> list[int]:
@@ -214,8 +214,8 @@ def alive(process: int) -> bool:
         return False
 
 
-def until(condition, seconds=20.0):
-    """Waits for what is bound to happen."""
+def wait_until(condition, seconds=20.0):
+    """Waits until the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it has not happened"
@@ -223,16 +223,16 @@ def until(condition, seconds=20.0):
 
 
 @LINUX
-def test_killed_graders_are_replaced_and_retried(judges):
+def test_killed_graders_are_replaced_and_retried(graders):
     async def play():
         assert (await grade_answer(SAME, GOLD)).is_correct
-        first = judges.process.pid
+        first = graders.process.pid
         asked = [asyncio.create_task(grade_answer(text, GOLD, cpu_limit_s=0.4)) for text in (HANG, SAME, HANG)]
         while len(children(first)) < 2:
             await asyncio.sleep(0.01)
         os.kill(first, signal.SIGKILL)
         verdicts = await asyncio.gather(*asked)
-        assert judges.process.pid != first
+        assert graders.process.pid != first
         return verdicts
 
     verdicts = asyncio.run(play())
@@ -244,16 +244,16 @@ def test_killed_graders_are_replaced_and_retried(judges):
 
 
 @LINUX
-def test_repeatedly_dying_graders_are_given_up(judges):
+def test_repeatedly_dying_graders_are_given_up(graders):
     async def play():
         asked = asyncio.create_task(grade_answer(HANG, GOLD, cpu_limit_s=20.0))
         for _ in range(2):
-            while not (judges.process and children(judges.process.pid)):
+            while not (graders.process and children(graders.process.pid)):
                 await asyncio.sleep(0.01)
-            killed, orphans = judges.process, children(judges.process.pid)
+            killed, orphans = graders.process, children(graders.process.pid)
             killed.kill()
-            until(lambda orphans=orphans: not any(map(alive, orphans)))
-            while judges.process is killed:
+            wait_until(lambda orphans=orphans: not any(map(alive, orphans)))
+            while graders.process is killed:
                 await asyncio.sleep(0.01)
         return await asked
 
@@ -281,16 +281,16 @@ asyncio.run(main())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     started = list(map(int, done.stdout.split()))
     assert len(started) == 2, done.stderr
-    until(lambda: not any(map(alive, started)))
+    wait_until(lambda: not any(map(alive, started)))
 
 
 @LINUX
-def test_grader_process_does_not_load_torch(judges):
+def test_grader_process_does_not_load_torch(graders):
     asyncio.run(grade_answer(SAME, GOLD))
-    assert "libtorch" not in Path(f"/proc/{judges.process.pid}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{graders.process.pid}/maps").read_text()
 
 
-def test_missing_package_is_named_with_its_extra(judges, monkeypatch, tmp_path):
+def test_missing_package_is_named_with_its_extra(graders, monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"math-verify.*not here.*pip install 'palestra\[math\]'"):

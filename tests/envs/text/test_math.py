@@ -21,7 +21,7 @@ SUM = Problem("Work out 12 + 7 * 2.", "26", "12 + 7 * 2", "12+7*2", "arithmetic"
 
 
 def game(monkeypatch, problem=SUM, **options) -> Math:
-    """An env whose every problem is the given one."""
+    """An env whose problem is always the given one."""
     env = Math(**options)
     monkeypatch.setattr(type(env.source), "problem", lambda *_: problem)
     return env
@@ -36,15 +36,17 @@ def play(env, *turns):
     return asyncio.run(steps())
 
 
-def say(reasoner, tool):
+def answers(reasoner, tool):
     return {"reasoner": reasoner, "tool": tool}
 
 
-def test_a_talk_worked_by_hand(monkeypatch):
+def test_episode_by_hand(monkeypatch):
     env = game(monkeypatch, rendering="compact")
-    begun, first, second, last = play(env, say("38", "(12+7)*2/0"), say("24", "print(12 + 7*2)"), say("26", "12+7*2"))
+    begun, first, second, last = play(
+        env, answers("38", "(12+7)*2/0"), answers("24", "print(12 + 7*2)"), answers("26", "12+7*2")
+    )
     assert begun.observations == dict.fromkeys(("reasoner", "tool"), "12 + 7 * 2")
-    # A wrong number is worth nothing; a program that fails, and so prints nothing that can be read, costs.
+    # A wrong number earns nothing; a program that fails, and so prints nothing readable, has a penalty.
     assert first.rewards == {"reasoner": 0.0, "tool": pytest.approx(-0.1)}
     assert first.info["reward_terms"]["tool"] == {"form": -0.1, "correct": 0.0}
     assert first.info["invalid"] == {"reasoner": False, "tool": True}
@@ -53,7 +55,8 @@ def test_a_talk_worked_by_hand(monkeypatch):
         "reasoner": "12 + 7 * 2 tool error you 38",
         "tool": "12 + 7 * 2 reasoner 38 you error",
     }
-    # Rewards are what changed: the reasoner is as wrong as before, the program runs, prints a number, the right one.
+    # Rewards are changes of the score: the reasoner is as wrong as before; the program runs and prints the right
+    # number.
     assert second.rewards == {"reasoner": pytest.approx(0.0), "tool": pytest.approx(0.1 + 1.0)}
     assert second.observations["reasoner"] == "12 + 7 * 2 tool error you 38 tool 26 you 24"
     assert (second.team_reward, second.info["success"]) == (0.0, False)
@@ -65,7 +68,7 @@ def test_a_talk_worked_by_hand(monkeypatch):
 
 def test_withdrawn_answer_returns_its_reward(monkeypatch):
     env = game(monkeypatch, rendering="compact")
-    _, _, second = play(env, say("26", "1"), say("no idea", "print('hello')"))
+    _, _, second = play(env, answers("26", "1"), answers("no idea", "print('hello')"))
     assert second.rewards == {"reasoner": pytest.approx(-1.1), "tool": pytest.approx(-0.05)}
     assert second.info["invalid"] == {"reasoner": True, "tool": True}
     assert second.observations["tool"].endswith("reasoner 26 you 1 reasoner none you none")
@@ -73,22 +76,23 @@ def test_withdrawn_answer_returns_its_reward(monkeypatch):
 
 def test_episode_ends_on_agreement(monkeypatch):
     env = game(monkeypatch, rendering="compact")
-    *_, last = play(env, say("24", "24.0"))
+    *_, last = play(env, answers("24", "24.0"))
     assert last.done and not last.truncated
     assert (last.info["agreed"], last.info["success"], last.team_reward) == (True, False, 0.0)
 
 
 def test_episode_continues_without_agreement(monkeypatch):
     env = game(monkeypatch, rendering="compact", max_turns=2)
-    *_, first, last = play(env, say("26", "27"), say("26", "27"))
+    *_, first, last = play(env, answers("26", "27"), answers("26", "27"))
     assert not first.done
     assert last.done and last.truncated
-    assert (last.info["agreed"], last.info["success"], last.team_reward) == (False, True, 1.0)  # the reasoner's counts
+    # the reasoner's answer counts
+    assert (last.info["agreed"], last.info["success"], last.team_reward) == (False, True, 1.0)
 
 
 def test_two_empty_answers_are_not_agreement(monkeypatch):
     env = game(monkeypatch, rendering="compact")
-    *_, step = play(env, say("", "print('')"))
+    *_, step = play(env, answers("", "print('')"))
     assert not step.done
 
 
@@ -99,7 +103,7 @@ def test_unevaluated_answers_earn_nothing(monkeypatch):
         assert not last.info["success"]
     quotient = Problem("Work out 12 / 4.", "3", "12 / 4", "12//4", "q", needs_computation=True)
     *_, last = play(game(monkeypatch, quotient, team="single", rendering="compact"), {"reasoner": "12/4"})
-    assert last.rewards == {"reasoner": 0.0}  # a fraction can be read, and is not the answer
+    assert last.rewards == {"reasoner": 0.0}  # a fraction can be read, but is not the answer
 
 
 def test_word_problem_needs_an_evaluated_number(monkeypatch):
@@ -111,7 +115,7 @@ def test_word_problem_needs_an_evaluated_number(monkeypatch):
 
 def test_outcome_reward_pays_at_the_end_only(monkeypatch):
     env = game(monkeypatch, rendering="compact", reward="outcome")
-    _, first, last = play(env, say("26", "24"), say("26", "26"))
+    _, first, last = play(env, answers("26", "24"), answers("26", "26"))
     assert (first.rewards, first.team_reward) == ({"reasoner": 0.0, "tool": 0.0}, 0.0)
     assert (last.rewards, last.team_reward) == ({"reasoner": 0.0, "tool": 0.0}, 1.0)
 
@@ -127,7 +131,7 @@ def test_single_seat_answers_until_it_repeats_itself(monkeypatch):
 
 def test_full_rendering_by_hand(monkeypatch):
     env = game(monkeypatch)
-    begun, step = play(env, say("Twelve and 14.\n#### 24", "So:\n```python\nprint(12 + 7 * 2)\n```"))
+    begun, step = play(env, answers("Twelve and 14.\n#### 24", "So:\n```python\nprint(12 + 7 * 2)\n```"))
     assert begun.observations["tool"] == "Problem: Work out 12 + 7 * 2.\n\nThis is turn 1 of 4."
     assert step.observations["tool"] == (
         "Problem: Work out 12 + 7 * 2.\n\n"
@@ -141,7 +145,7 @@ def test_full_rendering_by_hand(monkeypatch):
 
 
 def test_full_rendering_needs_the_answer_mark(monkeypatch):
-    *_, step = play(game(monkeypatch), say("26", "```python\nprint(1 / 0)\n```"))
+    *_, step = play(game(monkeypatch), answers("26", "```python\nprint(1 / 0)\n```"))
     assert step.rewards == {"reasoner": pytest.approx(-0.1), "tool": pytest.approx(-0.1)}
     assert "Answer: none was found" in step.observations["reasoner"]
     assert "It failed: ZeroDivisionError: division by zero" in step.observations["reasoner"]
@@ -150,7 +154,7 @@ def test_full_rendering_needs_the_answer_mark(monkeypatch):
 @pytest.mark.parametrize("rendering", ["full", "compact"])
 @pytest.mark.parametrize("kind", list(PROBLEM_GENERATORS))
 def test_experts_succeed(kind, rendering):
-    """Programs of the tool's expert run in the sandbox wherever they are more than one sum."""
+    """Programs of the tool's expert run in the sandbox if they are more than one sum."""
     for difficulty in range(1, 6):
         env = Math(kinds=[kind], difficulty=difficulty, rendering=rendering)
         env.reset(0)
@@ -181,7 +185,7 @@ def test_problems_from_a_file_are_played(tmp_path):
     env.reset(0)
     *_, last = play(env, {seat: env.expert(seat, random.Random(0)) for seat in env.seats})
     assert last.info["success"]
-    *_, last = play(env, say(r"\boxed{\frac{5}{2}}", "```\nprint(5 / 2)\n```"))
+    *_, last = play(env, answers(r"\boxed{\frac{5}{2}}", "```\nprint(5 / 2)\n```"))
     assert last.info["success"] and last.info["agreed"]
 
 
@@ -207,7 +211,7 @@ def test_actions_of_wrong_seats_or_after_the_end_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="all of"):
         play(env, {"reasoner": "26"})
     with pytest.raises(ValueError, match="the game is over"):
-        play(env, say("26", "26"), say("26", "26"))
+        play(env, answers("26", "26"), answers("26", "26"))
 
 
 @pytest.mark.parametrize("options", [{"max_turns": 0}, {"tool_time_limit_s": 0.0}, {"grader_time_limit_s": 10_000.0}])
@@ -234,7 +238,7 @@ def test_arithmetic_output_equals_python(source):
 )
 def test_arithmetic_errors_equal_python(source, error):
     assert arithmetic_output(source).error == error
-    assert run(f"{source}#").error == error  # the same from the sandbox
+    assert run(f"{source}#").error == error  # the same error from the sandbox
 
 
 @pytest.mark.parametrize("source", ["", "x", "print(1)(2)", "1+1;2", "print(12+7)*2", "9" * 300, "import os"])
@@ -265,10 +269,10 @@ def test_program_is_extracted_from_an_answer():
 
 
 def test_hung_programs_do_not_block_others():
-    """Every tenth of 200 hangs, for a second each: the others end before the first of those does."""
+    """Every tenth of 200 programs hangs for a second: all others end before the first of those does."""
     ended: dict[int, float] = {}
 
-    async def one(seed):
+    async def run_one(seed):
         env = Math(kinds=["arithmetic"], difficulty=1, rendering="compact", max_turns=1, tool_time_limit_s=1.0)
         env.reset(seed)
         hangs = seed % 10 == 0
@@ -277,8 +281,8 @@ def test_hung_programs_do_not_block_others():
         ended[seed] = time.monotonic()
         assert step.info["success"] and step.info["invalid"]["tool"] == hangs
 
-    async def together():
-        await asyncio.gather(*map(one, range(200)))
+    async def run_all():
+        await asyncio.gather(*map(run_one, range(200)))
 
-    asyncio.run(together())
+    asyncio.run(run_all())
     assert max(ended[seed] for seed in range(200) if seed % 10) < min(ended[seed] for seed in range(0, 200, 10))

@@ -20,7 +20,7 @@ def operands(calculation: str) -> list[str]:
     return NUMBER.findall(calculation.partition("=")[0])
 
 
-def test_an_episode_worked_by_hand():
+def test_episode_by_hand():
     env = MathRelay(shots=0, split="test", limit=30)
     first = env.reset(0)
     assert first.observations == {"first": "27 people are on a bus and 21 of them get off."}
@@ -41,7 +41,7 @@ def test_an_episode_worked_by_hand():
     }
 
 
-def test_a_wrong_message_and_the_form_of_a_calculation_earn_nothing():
+def test_wrong_message_earns_nothing():
     env = MathRelay(limit=30, split="test")
     env.reset(0)
     assert env.step({"first": "27 - 21 = 7"}).rewards == {"first": 0.0}
@@ -79,7 +79,7 @@ def test_words_of_a_story_agree_with_its_calculations():
         assert story.middle.split()[-1] == story.end.split()[0]
 
 
-def test_the_parts_of_a_story_do_what_its_signs_say():
+def test_parts_of_a_story_match_its_signs():
     def signs(seed: int, *allowed: str) -> str:
         story = relay_story(seed, 30, "train", *([allowed] if allowed else []))
         return story.middle.split()[1] + story.end.split()[1]
@@ -91,8 +91,8 @@ def test_the_parts_of_a_story_do_what_its_signs_say():
 
 
 @pytest.mark.parametrize(("limit", "signs"), [(12, ["++"]), (20, ["++"]), (30, list(get_args(Signs)))])
-def test_no_calculation_of_a_held_out_story_is_in_a_story_of_training(limit, signs):
-    """Of no seat: neither the first part's nor the second's, in whatever order a sum is written."""
+def test_held_out_calculations_are_not_in_training_stories(limit, signs):
+    """For both seats, and with the operands of a sum in any order."""
     stories = {split: [relay_story(seed, limit, split, signs) for seed in range(300)] for split in get_args(Split)}
     seen = {split: {key for story in own for key in story.calculations} for split, own in stories.items()}
     assert not (seen["base"] | seen["train"]) & (seen["dev"] | seen["test"])
@@ -108,7 +108,7 @@ def sorted_numbers(calculation: str) -> tuple[int, ...]:
     return tuple(sorted(map(int, operands(calculation))))
 
 
-def test_shots_are_earlier_turns_with_right_messages_and_answers_of_the_base_split():
+def test_shots_are_right_earlier_turns_of_the_base_split():
     env = MathRelay(shots=4)
     asked = env.reset(0).observations["first"]
     assert isinstance(asked, Chat) and asked.num_shared == len(asked.messages) - 1 == 9
@@ -121,7 +121,7 @@ def test_shots_are_earlier_turns_with_right_messages_and_answers_of_the_base_spl
         assert seen.messages[2 + 2 * number]["content"] == story.end
 
 
-def test_ablations_replace_the_message_and_nothing_else():
+def test_ablations_replace_only_the_message():
     seen = {}
     for message in ("sent", "blank", "foreign"):
         env = MathRelay(shots=0, message=message)
@@ -153,7 +153,7 @@ def test_experts_succeed(limit: int):
 
 
 @pytest.mark.parametrize("options", [{}, {"shots": 0, "reward": "outcome"}, {"limit": 9, "split": "dev"}])
-def test_conforms(options: dict):
+def test_env_passes_the_env_check(options: dict):
     check_env(lambda: MathRelay(**options))
 
 
@@ -168,7 +168,7 @@ def test_options_out_of_range_are_refused():
         MathRelay().step({"first": "1"})
 
 
-def test_a_lone_seat_observes_the_whole_story_and_answers_once():
+def test_single_seat_observes_the_whole_story_and_answers_once():
     env = MathRelay(team="single", shots=1, limit=30, split="test")
     asked = env.reset(0).observations["solver"].messages
     assert asked[-1]["content"] == f"{env.story.opening} {env.story.rest}"

@@ -12,7 +12,7 @@ from palestra.envs.text.math.review import MathReview, last_number
 from palestra.envs.text.splits import split_of_text
 
 
-def test_an_episode_worked_by_hand():
+def test_episode_by_hand():
     env = MathReview(shots=0, split="test")
     first = env.reset(0)
     right = int(env.problem.answer)
@@ -48,7 +48,7 @@ def test_single_reasoner_decides_alone():
     assert last.done and last.team_reward == 1.0 and not last.rewards and last.info["success"]
 
 
-def test_shots_are_earlier_turns_with_right_answers_and_every_second_proposal_wrong():
+def test_shots_have_right_answers_and_every_second_proposal_wrong():
     env = MathReview(shots=4)
     asked = env.reset(0).observations["reasoner"]
     assert isinstance(asked, Chat) and asked.num_shared == len(asked.messages) - 1 == 9
@@ -86,7 +86,7 @@ def test_the_last_number_of_a_reply_is_its_answer(reply: str, number: str | None
 
 @pytest.mark.parametrize("kind", ["sum", "arithmetic", "word"])
 @pytest.mark.parametrize("difficulty", [1, 3, 5])
-def test_experts_succeed_and_examples_answer_as_they_do(kind: str, difficulty: int):
+def test_experts_succeed_and_match_the_examples(kind: str, difficulty: int):
     env = MathReview(kinds=[kind], difficulty=difficulty)
     for seed in range(5):
         env.reset(seed)

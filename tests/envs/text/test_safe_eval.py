@@ -1,4 +1,4 @@
-"""Only what is allowed is evaluated, and every number on the way is bounded."""
+"""Only allowed expressions are evaluated, and every intermediate number is bounded."""
 
 from __future__ import annotations
 

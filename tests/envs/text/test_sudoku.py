@@ -1,4 +1,4 @@
-"""Sudoku: the solver against known counts, puzzles with one solution, splits by form, rewards worked by hand."""
+"""Sudoku: the solver against known counts, puzzles with one solution, splits by canonical form, rewards by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EULER_SOLVED = "4839216579673458212518764935481329767295641381367982453726895148
 
 
 def small(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Sudoku:
-    """An env whose every instance is the puzzle above."""
+    """An env whose instance is always the puzzle above."""
     monkeypatch.setattr(sudoku, "draw_puzzle", lambda *_: Puzzle(CLUES, SOLUTION))
     return Sudoku(size=4, clues=12, **options)
 
@@ -63,10 +63,10 @@ def test_deduced_cells_are_correct(size: int) -> None:
 
 
 def test_certain_cells_by_hand() -> None:
-    """Only 1 is left to the last cell; the first row lacks 1 and 2, but column 1 holds 2 already."""
+    """Only 1 is possible in the last cell; the first row lacks 1 and 2, but column 1 already has 2."""
     assert forced_cells(4, CLUES) == [(0, 1), (1, 2), (4, 3), (15, 1)]
     assert forced_cells(4, (1, *(0,) * 4, *(0,) * 11)) == []
-    one_home = (0, 0, 0, 0, 0, 0, 0, 1, 0, 1, *(0,) * 6)  # of the first box's cells only r1 c1 is left to the 1
+    one_home = (0, 0, 0, 0, 0, 0, 0, 1, 0, 1, *(0,) * 6)  # of the first box's cells only r1 c1 can be 1
     assert (0, 1) in forced_cells(4, one_home)
 
 
@@ -94,8 +94,8 @@ def test_digging_keeps_the_solution_unique() -> None:
     assert board and find_solutions(4, board) == [SOLUTION]
 
 
-def turned(size: int, board: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
-    """The same sudoku in other words: digits renamed, lines moved within bands and stacks, and these moved, too."""
+def permuted(size: int, board: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """An equivalent sudoku: digits renamed, lines permuted within bands and stacks, and bands and stacks permuted."""
     high, wide = BOXES[size]
     rows, columns = rng.choice(line_orders(size, high)), rng.choice(line_orders(size, wide))
     names = [0, *rng.sample(range(1, size + 1), size)]
@@ -113,13 +113,13 @@ def test_canonical_form_is_invariant_to_symmetries(size: int) -> None:
         board = drawn.solution if size == 9 else drawn.clues
         texts.add(canonical_text(size, board))
         for _ in range(8):
-            image = turned(size, board, rng)
+            image = permuted(size, board, rng)
             assert image != board and canonical_text(size, image) == canonical_text(size, board)
     assert len(texts) == 6
 
 
 def test_number_of_canonical_forms_matches_known_counts() -> None:
-    """Two of 4x4 and 49 of 6x6 grids are essentially different (Pettersen, Silver, Jarvis)."""
+    """There are two essentially different grids of 4x4, and 49 of 6x6 (Pettersen, Silver, Jarvis)."""
     assert len({canonical_text(4, grid) for grid in find_solutions(4, (0,) * 16, 1000)}) == 2
     rng = random.Random(0)
     assert 20 < len({canonical_text(6, random_grid(6, rng)) for _ in range(120)}) <= 49
@@ -165,11 +165,11 @@ def test_answers_are_parsed(answer: str, cells: dict[int, int] | None) -> None:
 # ---- the env
 
 
-def test_a_game_of_one_agent_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episode_of_one_agent_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     env = small(monkeypatch, team="single", max_turns=5)
     step = env.reset(0)
     assert "r1  .  . |  3  4" in step.observations["agent"] and "not clues: none" in step.observations["agent"]
-    step = env.step({"agent": "r1 c1 1 r1 c2 4"})  # of 4 empty cells one is right, one wrong
+    step = env.step({"agent": "r1 c1 1 r1 c2 4"})  # of 4 empty cells one is right and one wrong
     assert step.team_reward == 0 and step.info["violations"] == ["row 1", "column 2", "box 1"]
     assert "These hold a digit twice: row 1, column 2, box 1." in step.observations["agent"]
     step = env.step({"agent": "r1 c2 2"})
@@ -231,7 +231,7 @@ def test_the_checker_confirms_or_replaces(monkeypatch: pytest.MonkeyPatch) -> No
     }
     step = env.step({"proposer": "fly"})
     assert step.info["invalid"] == {"proposer": True} and step.observations["checker"].endswith("proposed none")
-    step = env.step({"checker": "ok"})  # confirms nothing
+    step = env.step({"checker": "ok"})  # there is nothing to confirm
     assert step.info["invalid"] == {"checker": False} and step.team_reward == 0 and step.done and step.truncated
 
 
@@ -267,7 +267,7 @@ def test_env_passes_the_env_check(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_experts_solve_it_whatever_stands_on_the_board(options: dict[str, Any]) -> None:
+def test_experts_solve_from_any_board(options: dict[str, Any]) -> None:
     env = Sudoku(**options | {"max_turns": 200})
     for seed in range(3):
         rng, step, paid = random.Random(seed), env.reset(seed), 0.0

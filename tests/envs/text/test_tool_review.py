@@ -18,7 +18,7 @@ def lookup(**options) -> ToolReview:
     return ToolReview(shots=0, kinds=["lookup"], split="test", **options)
 
 
-def test_an_episode_worked_by_hand():
+def test_episode_by_hand():
     env = ToolReview(shots=0, kinds=["sum"], split="test", limit=30)
     first = env.reset(0)
     story = (
@@ -37,7 +37,7 @@ def test_an_episode_worked_by_hand():
     assert last.info == {"turn": 2, "success": True, "kind": "sum", "calls": 1, "invalid": invalid, "gold": "33"}
 
 
-def test_a_wrong_call_earns_nothing_and_the_reviewer_may_correct_it_once():
+def test_wrong_call_earns_nothing_and_may_be_corrected_once():
     env = lookup()
     env.reset(SEED)
     wrong, right = render(env.question.wrong_call), render(env.question.right_call)
@@ -52,7 +52,7 @@ def test_a_wrong_call_earns_nothing_and_the_reviewer_may_correct_it_once():
     env.reset(SEED)
     env.step({"caller": wrong})
     env.step({"reviewer": wrong})
-    last = env.step({"reviewer": right})  # no call is left: this is its answer, and none
+    last = env.step({"reviewer": right})  # no call is left, so this is its answer, which is invalid
     assert last.done and last.team_reward == 0.0 and last.info["invalid"]["reviewer"]
 
 
@@ -75,7 +75,7 @@ def test_without_own_calls_the_reviewers_first_reply_is_the_answer():
         ('<tool_call>{"name": "calculator", "arguments": {"expression": "9 ** 9 ** 9"}}</tool_call>', "Error: "),
     ],
 )
-def test_what_is_no_call_or_fails_is_said_and_earns_nothing(reply, result):
+def test_invalid_and_failed_calls_are_reported_and_earn_nothing(reply, result):
     env = lookup()
     env.reset(SEED)
     step = env.step({"caller": reply})
@@ -96,7 +96,7 @@ def test_a_reply_that_quotes_the_result_or_names_several_numbers_is_not_right():
     assert is_right("27 - 21 + 27 = 33", sums) and not is_right("27 - 21 + 27", sums)
 
 
-def test_a_lone_agent_calls_and_answers():
+def test_single_agent_calls_and_answers():
     env = lookup(team="single")
     assert set(env.reset(SEED).observations) == {"agent"}
     step = env.step({"agent": render(env.question.right_call)})
@@ -114,14 +114,14 @@ def test_only_the_team_is_rewarded_for_the_outcome():
 
 
 @pytest.mark.parametrize("kind", ["sum", "lookup"])
-def test_the_right_call_finds_the_answer_and_the_wrong_one_another_result(kind):
+def test_right_call_returns_the_answer_and_wrong_call_another(kind):
     for seed in range(100):
         question = draw_question(kind, seed, 99, "train")
         right, wrong = (run_call(call, question.library) for call in (question.right_call, question.wrong_call))
         assert (right == question.answer if kind == "sum" else question.answer in right) and wrong != right
 
 
-def test_places_of_splits_are_apart_and_their_numbers_are_drawn_anew():
+def test_splits_have_different_places_and_numbers_vary():
     names = {
         split: {draw_question("lookup", seed, 99, split).right_call.arguments["query"] for seed in range(300)}
         for split in ("train", "dev", "test", "base")
@@ -146,7 +146,7 @@ def test_the_expert_is_always_right_also_after_a_wrong_call(team):
         assert step.info["success"] and step.info["calls"] == 2
 
 
-def test_shots_are_earlier_turns_of_the_base_split_and_half_of_them_correct_a_wrong_call():
+def test_half_of_the_shots_correct_a_wrong_call():
     env = ToolReview(shots=4)
     asked = env.reset(0).observations["caller"]
     assert isinstance(asked, Chat) and asked.num_shared == len(asked.messages) - 1 == 9
@@ -161,7 +161,7 @@ def test_shots_are_earlier_turns_of_the_base_split_and_half_of_them_correct_a_wr
     assert render(questions[2].wrong_call) in seen[5]["content"]
 
 
-def test_it_is_an_env():
+def test_env_passes_the_env_check():
     check_env(lambda: ToolReview(shots=2))
 
 

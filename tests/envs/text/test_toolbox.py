@@ -1,4 +1,4 @@
-"""Tools: how models read them, what happens to whatever they are called with, and that nothing leads out of them."""
+"""Tools: their descriptions, validation of arguments, errors and time limits, and confinement to the scratch folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def call(tools, name, arguments, scratch=None, **options):
     return asyncio.run(Toolbox(tools, **options).call(ToolCall(name, arguments), scratch or ToolState()))
 
 
-# ---- what a model reads
+# ---- descriptions
 
 
 @dataclass
@@ -180,7 +180,7 @@ def test_invalid_tools_are_refused():
         Toolbox([convert, convert])
 
 
-# ---- what comes back
+# ---- results and errors
 
 
 def test_results_are_text_of_bounded_length():
@@ -198,7 +198,7 @@ def test_results_are_text_of_bounded_length():
 
 
 def test_errors_of_custom_tools_are_reported():
-    """ValueError is the agent's mistake, anything else is not."""
+    """ValueError is the agent's mistake, any other error is not."""
     errors = {
         "value": ValueError("no such day"),
         "key": KeyError("x"),
@@ -262,7 +262,7 @@ def test_hung_tool_is_abandoned():
         started = time.monotonic()
         found = await box.call_all(calls, before)
         took = time.monotonic() - started
-        await asyncio.sleep(0.5)  # by now both have come to an end
+        await asyncio.sleep(0.5)  # by now both have ended
         return found, took, before
 
     found, took, before = asyncio.run(both())
@@ -419,7 +419,7 @@ def test_calculator_by_hand(expression, worth):
         "1" * 401,
     ],
 )
-def test_what_is_no_small_arithmetic_is_refused(expression):
+def test_other_or_large_expressions_are_refused(expression):
     with pytest.raises(ValueError, match=r"\w"):
         calculator(expression)
 
@@ -483,7 +483,7 @@ def test_best_documents_are_ranked_first():
     assert call(SEARCH, "read_document", {"title": "Arle"}).text.endswith("there is: nothing near")
 
 
-def test_an_index_is_built_once_and_only_read(tmp_path):
+def test_index_is_built_once_and_read_only(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     assert open_index(tmp_path) is open_index(tmp_path)
     with pytest.raises(Exception, match="readonly"):
@@ -538,7 +538,7 @@ def sandbox():
 
 
 def run(codes, scratch=None, seconds=5.0):
-    """What each of the programs shows, and the scratch after them."""
+    """The output of each program, and the scratch folder after them."""
     box = Toolbox([make_tool(python_tool(sandbox(), seconds), is_built_in=True)])
 
     async def one_by_one():
@@ -568,7 +568,7 @@ def test_repl_keeps_state_between_programs():
 
 
 def test_replayed_programs_see_their_original_files():
-    """What a program did to its files is not done twice when it is run again."""
+    """A replayed program's changes of files are not applied again."""
     first = ["open('log', 'a').write('one ')", "text = open('log').read()\nopen('log', 'a').write('two ')"]
     shown, scratch = run(first, ToolState(files={"log": "zero "}))
     assert scratch.files == {"log": "zero one two "}
@@ -584,7 +584,7 @@ def test_forked_tool_state_forks_the_repl():
     assert one[-1] == "2" and other == ["1"]
 
 
-def test_only_plain_small_text_files_come_back():
+def test_only_small_plain_text_files_are_returned():
     codes = [
         "open('b.bin', 'wb').write(b'\\xff')",
         "import os\nos.symlink('/etc/passwd', 'link')\nos.makedirs('d')\nopen('d/a.txt', 'w').write('in a folder')",

@@ -1,4 +1,4 @@
-"""The tools env: tasks that need tools, one seat or two, and rewards by hand."""
+"""The tools env: tasks that need tools, with one seat or two, and rewards by hand."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 from palestra.sandbox import open_sandbox
 from palestra.testing import tiny_tokenizer
 
-LIGHT = ["lookup", "compute", "lookup_compute", "files"]  # all but python, which costs a process a call
+LIGHT = ["lookup", "compute", "lookup_compute", "files"]  # all but python, which starts a process per call
 
 
 def tools(**options):
-    """The env by its options' schema, as a config makes it; unsafe only where no sandbox works."""
+    """The env from its options' schema, as a config builds it; unsafe only if no sandbox works."""
     try:
         open_sandbox()
     except ValueError:
@@ -39,7 +39,7 @@ def tools(**options):
     return make_env("palestra.envs.text.tools.env:Tools", **options)
 
 
-def spelled(name, **arguments):
+def tool_call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
@@ -62,23 +62,23 @@ def play(env, seed, player=None):
 
 
 def find(env, kind, start=0):
-    """A seed whose task is of that kind."""
+    """A seed whose task is of this kind."""
     return next(seed for seed in range(start, start + 500) if env.reset(seed).info["kind"] == kind)
 
 
-# ---- the contract
+# ---- the env check
 
 
-def wild(seat, seen, rng):
-    """Says anything: good calls, bad ones, answers, in any mixture."""
+def random_answer(seat, seen, rng):
+    """Random answers: valid calls, invalid calls and final answers, in any mixture."""
     sayings = [
-        spelled("search", query="vellamore inhabitants"),
-        spelled("search", query="toka bilu"),
-        spelled("read_document", title="Vellamore"),
-        spelled("calculator", expression="2 ** 70"),
-        spelled("write_file", path=rng.choice(["a", "../a"]), text="x"),
-        spelled("list_files"),
-        spelled("nothing"),
+        tool_call("search", query="vellamore inhabitants"),
+        tool_call("search", query="toka bilu"),
+        tool_call("read_document", title="Vellamore"),
+        tool_call("calculator", expression="2 ** 70"),
+        tool_call("write_file", path=rng.choice(["a", "../a"]), text="x"),
+        tool_call("list_files"),
+        tool_call("nothing"),
         "<tool_call>{",
         "hm",
     ]
@@ -96,17 +96,17 @@ def test_env_passes_the_env_check(team, world, rendering, reward):
         return tools(team=team, task_source=world, rendering=rendering, reward=reward, kinds=LIGHT, max_turns=4)
 
     check_env(make, seeds=range(3))
-    check_env(make, seeds=range(3), act=wild)
+    check_env(make, seeds=range(3), act=random_answer)
 
 
 def test_program_tasks_pass_the_env_check():
     def act(seat, seen, rng):
-        return spelled("python", code=rng.choice(["x = 1\nopen('a', 'a').write('x')", "x", "1 / 0"]))
+        return tool_call("python", code=rng.choice(["x = 1\nopen('a', 'a').write('x')", "x", "1 / 0"]))
 
     check_env(lambda: tools(kinds=["program"], max_turns=4), seeds=range(1), act=act)
 
 
-# ---- who can solve it
+# ---- who can solve the tasks
 
 
 @pytest.mark.parametrize("rendering", ["full", "compact"])
@@ -123,13 +123,13 @@ def test_expert_solves_every_task(world, kind, team, rendering):
         assert any(tool_calls_of(message) for _, seen, _ in turns for message in seen.messages), "some tool is called"
 
 
-def guesses():
-    """Players who never call a tool."""
+def guessing_players():
+    """Players that never call a tool."""
     documents = open_index(BUILT_IN_CORPUS).documents
     words = sorted({value for document in documents for value in document.facts.values()})
 
     def echo(seat, seen, rng):
-        """A number of the question's, or else a word."""
+        """A number from the question, or otherwise a word."""
         asked = str(seen.messages[-1]["content"]).replace("?", "").split()
         numbers = [word for word in asked if word.isdecimal()]
         return f"#### {rng.choice(numbers or asked)}"
@@ -152,7 +152,7 @@ def guesses():
 @pytest.mark.parametrize("world", ["corpus", "drills"])
 def test_tasks_need_tools(world):
     env = tools(task_source=world, kinds=LIGHT)
-    for name, player in guesses().items():
+    for name, player in guessing_players().items():
         solved = sum(play(env, seed, player)[0][-1].info["success"] for seed in range(200))
         assert solved < 0.05 * 200, name
 
@@ -176,11 +176,11 @@ def test_correct_answers_are_accepted():
     assert not is_correct("Guild of Ten", "the Guild of Nine") and not is_correct("9" * 5000, "1")
 
 
-# ---- what is seen
+# ---- observations
 
 
 def test_conversation_extends_the_previous_one():
-    """So that a policy's prompt begins with the very tokens of its earlier turn."""
+    """So a policy's prompt begins with the tokens of its earlier turn."""
     for team in ("single", "researcher_solver"):
         env = tools(team=team, kinds=["lookup_compute"])
         _, turns = play(env, 0)
@@ -229,7 +229,7 @@ def test_first_prompt_by_hand():
 
 
 def test_compact_conversations_are_short():
-    """In tokens of a vocabulary of 512 that was made for them, as the shipped bases' are."""
+    """Lengths in tokens of a vocabulary of 512 trained on such texts, like that of the shipped bases."""
     options = {"task_source": "drills", "rendering": "compact"}
 
     def written(env, seeds):
@@ -261,7 +261,7 @@ def test_invalid_call_in_compact_rendering():
     env = tools(task_source="drills", kinds=["lookup"], rendering="compact")
     env.reset(0)
     step = asyncio.run(
-        env.step({"agent": f"{spelled('search')}\n{spelled('search', query='toka')}\n<tool_call>so</tool_call>"})
+        env.step({"agent": f"{tool_call('search')}\n{tool_call('search', query='toka')}\n<tool_call>so</tool_call>"})
     )
     replies = step.observations["agent"].messages[2:]
     assert (replies[0]["role"], replies[0]["content"]) == ("tool", "error")
@@ -274,10 +274,10 @@ def test_invalid_call_in_compact_rendering():
 def after(env, seed, *answers):
     env.reset(seed)
 
-    async def said_all():
+    async def answer_in_turn():
         return [await env.step({env._acting: answer}) for answer in answers]
 
-    return asyncio.run(said_all())
+    return asyncio.run(answer_in_turn())
 
 
 def test_rewards_of_one_seat():
@@ -288,11 +288,11 @@ def test_rewards_of_one_seat():
     steps = after(
         env,
         0,
-        spelled("search", query=high),  # good, for the first time, and one of three things found
-        spelled("search", query=high),  # nothing new
-        f"{spelled('search')} {spelled('search', query=low)}",  # one bad call of two, and another thing found
+        tool_call("search", query=high),  # a new valid call, which finds one of three things
+        tool_call("search", query=high),  # nothing new
+        f"{tool_call('search')} {tool_call('search', query=low)}",  # one invalid call of two, and another thing found
         "<tool_call>what?",
-        spelled("calculator", expression=work),
+        tool_call("calculator", expression=work),
         "#### " + env.task.answer,
     )
     rewards = [step.rewards["agent"] for step in steps]
@@ -319,10 +319,10 @@ def test_rewards_of_two_seats():
     steps = after(
         env,
         0,
-        "\n".join(spelled("search", query=need.expected_words[0]) for need in (high, low)),
+        "\n".join(tool_call("search", query=need.expected_words[0]) for need in (high, low)),
         f"I only pass on: {high.note}",
-        spelled("search", query=high.expected_words[0]),  # a tool that the solver has not
-        spelled("calculator", expression=work),
+        tool_call("search", query=high.expected_words[0]),  # a tool that the solver does not have
+        tool_call("calculator", expression=work),
         "#### 1",
     )
     assert [step.rewards for step in steps] == [
@@ -343,7 +343,7 @@ def test_outcome_reward_pays_for_the_answer_only():
     assert after(env, 0, "", "<tool_call>", "")[-1].rewards == {"solver": 0}
 
 
-def test_an_answer_that_cannot_be_right_costs_a_little():
+def test_unreadable_answer_has_a_penalty():
     env = tools(task_source="drills", kinds=["compute"])
     for said_last, cost in (("", -INVALID_PENALTY), ("no idea", -INVALID_PENALTY), ("#### 7", 0.0)):
         (step,) = after(env, 0, said_last)
@@ -352,8 +352,8 @@ def test_an_answer_that_cannot_be_right_costs_a_little():
 
 def test_episode_is_truncated_at_the_turn_limit():
     env = tools(task_source="drills", kinds=["lookup"], max_turns=2, team="researcher_solver")
-    look = spelled("search", query="toka")
-    steps = after(env, 0, look, look, spelled("list_files"), spelled("list_files"))
+    look = tool_call("search", query="toka")
+    steps = after(env, 0, look, look, tool_call("list_files"), tool_call("list_files"))
     assert list(steps[1].observations) == ["solver"] and "(there is none)" in str(steps[1].observations["solver"])
     assert steps[-1].done and steps[-1].truncated and not steps[-1].info["success"]
     short = tools(kinds=["lookup_compute"], max_turns=1)
@@ -363,7 +363,7 @@ def test_episode_is_truncated_at_the_turn_limit():
 
 def test_calls_in_one_answer_are_counted():
     env = tools(task_source="drills", kinds=["lookup"], max_calls=2)
-    (step,) = after(env, 0, spelled("list_files") * 5)
+    (step,) = after(env, 0, tool_call("list_files") * 5)
     replies = [message["content"] for message in step.observations["agent"].messages if message["role"] == "tool"]
     assert replies == ["no files"] * 2 + ["Error: not called: one answer may hold 2 calls"] * 3
     assert step.rewards["agent"] == pytest.approx(-INVALID_PENALTY * 3 / 5)
@@ -374,7 +374,7 @@ def test_a_file_must_hold_the_answer():
     seed = next(seed for seed in range(100) if env.world.task(seed).output_file)
     answer = env.world.task(seed).answer
     assert not after(env, seed, f"#### {answer}")[-1].info["success"]
-    wrong = spelled("write_file", path="total.txt", text="1")
+    wrong = tool_call("write_file", path="total.txt", text="1")
     steps = after(env, seed, wrong)
     assert env.expert("agent", random.Random(0)) != "#### done"
     while not steps[-1].done:
@@ -382,7 +382,7 @@ def test_a_file_must_hold_the_answer():
     assert steps[-1].info["success"] and env.scratch.files["total.txt"] == answer
 
 
-# ---- where tasks come from
+# ---- sources of tasks
 
 
 def test_a_task_is_of_one_split():
@@ -414,7 +414,7 @@ def test_custom_tasks_are_played(tmp_path):
     env = tools(**options)
     seen = {env.reset(seed).observations["agent"].messages[1]["content"]: seed for seed in range(20)}
     assert set(seen) == {"How high?", "Who?\nFiles in the scratch folder: a/b.txt"}
-    steps = after(env, max(seen.values()), spelled("search", query="founded"))
+    steps = after(env, max(seen.values()), tool_call("search", query="founded"))
     assert "arle: Arle was founded in 1204." in str(steps[-1].observations["agent"])
     for split in ("train", "test"):
         assert play(tools(split=split, **options), 0)[0][-1].info["success"]
@@ -475,7 +475,7 @@ def test_incompatible_options_are_refused(options, message):
         tools(**options)
 
 
-# ---- tools of users', some of which hang
+# ---- users' tools, some of which hang
 
 MODULE = '''
 import asyncio
@@ -512,22 +512,22 @@ def module(tmp_path, monkeypatch):
     found.RELEASED.set()
 
 
-def test_a_users_tool_takes_five_lines(module):
+def test_custom_tool_by_path(module):
     env = tools(tools=["own_tools:convert"], kinds=["compute"], team="researcher_solver")
-    steps = after(env, 0, "no note", spelled("convert", kilometres=1.609344))
+    steps = after(env, 0, "no note", tool_call("convert", kilometres=1.609344))
     chat = steps[-1].observations["solver"]
     assert chat.messages[-1]["content"] == "1.0"
     assert chat.tools[-1]["function"]["description"] == "Converts kilometres to miles."
 
 
 def test_hung_tools_do_not_block_others(module):
-    """200 episodes, of which 20 call something that hangs: the 180 are done before the first of the 20, which receive
-    an error and go on."""
-    hanging = [spelled("wait"), spelled("wait_async"), spelled("python", code="import time\ntime.sleep(60)")]
+    """200 episodes, of which 20 call a tool that hangs: the 180 end before the first of the 20, which get an error and
+    continue."""
+    hanging = [tool_call("wait"), tool_call("wait_async"), tool_call("python", code="import time\ntime.sleep(60)")]
     quick = [
-        spelled("convert", kilometres=1),
-        spelled("answer_async", number=1),
-        spelled("calculator", expression="1 + 1"),
+        tool_call("convert", kilometres=1),
+        tool_call("answer_async", number=1),
+        tool_call("calculator", expression="1 + 1"),
     ]
     names = ["convert", "wait", "wait_async", "answer_async"]
     options = {"kinds": ["compute"], "call_time_limit_s": 4.0, "tools": [f"own_tools:{name}" for name in names]}
@@ -548,8 +548,8 @@ def test_hung_tools_do_not_block_others(module):
 
 @pytest.mark.slow
 def test_hung_programs_do_not_block_others():
-    """The same where everybody runs programs, as many as the machine can run at once."""
-    hanging, quick = spelled("python", code="import time\ntime.sleep(600)"), spelled("python", code="print(1 + 1)")
+    """The same if all episodes run programs, as many as the machine can run at the same time."""
+    hanging, quick = tool_call("python", code="import time\ntime.sleep(600)"), tool_call("python", code="print(1 + 1)")
     arena, done = EpisodeRunner(lambda: tools(kinds=["program"], call_time_limit_s=40.0), "tools"), []
     matches = [
         EpisodeSpec(i, {"agent": ScriptedPolicy([hanging if i % 10 == 0 else quick, "0"])}, i) for i in range(200)
@@ -564,10 +564,10 @@ def test_tool_state_is_forked_with_the_episode():
     env.reset(0)
 
     async def both():
-        await env.step({"agent": spelled("write_file", path="a", text="one")})
+        await env.step({"agent": tool_call("write_file", path="a", text="one")})
         twin = env.fork()
-        await twin.step({"agent": spelled("write_file", path="a", text="two")})
-        return [await each.step({"agent": spelled("read_file", path="a")}) for each in (env, twin)]
+        await twin.step({"agent": tool_call("write_file", path="a", text="two")})
+        return [await each.step({"agent": tool_call("read_file", path="a")}) for each in (env, twin)]
 
     assert [step.observations["agent"].messages[-1]["content"] for step in asyncio.run(both())] == ["one", "two"]
 

@@ -26,7 +26,7 @@ def test_full_rendering_states_rules_and_equal_observations(name: str) -> None:
     assert full.reset(5).observations == compact.reset(5).observations
 
 
-def test_the_full_rendering_reads_the_words_after_the_mark() -> None:
+def test_full_rendering_parses_the_words_after_the_mark() -> None:
     env: Any = make_env("text_kuhn", rendering="full")
     for answer, is_read in [("bet", True), ("I hold a king.\n#### Bet", True), ("#### bet!", False), ("bet it", False)]:
         env.reset(0)

@@ -1,4 +1,5 @@
-"""Agent programs of users' own: what they ask is observed, what policies say is answered, what they return is paid."""
+"""Users' agent programs: their model calls are observations, policies' answers are returned to them, their return value
+is the reward."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_tools_are_called_and_their_results_are_observed():
 
 
 def test_siblings_are_tried_at_every_turn():
-    """The guide of each line says something of its own; every line is played to its end."""
+    """The guide of each branch answers differently; every branch is played to its end."""
     wild = ScriptedPolicy(lambda query, rng: rng.choice(("red", "green", "blue")))
     env = {"function": "toy_workflows:relay", "seats": PAIR}
     for branching in (Branching("turn", 4, "best"), Branching("root", 4)):

@@ -1,6 +1,6 @@
-"""Games of JaxMARL's Overcooked, recorded step by step, and the same games played in ours from the same states.
+"""Games of JaxMARL's Overcooked, recorded step by step, and replayed in palestra's Overcooked from the same states.
 
-Shapes: `T` steps, `B` games, 2 seats, `C` cells, `P` pots. The states of a recording are in our arrays: see
+Shapes: `T` steps, `B` games, 2 seats, `C` cells, `P` pots. The states of a recording have the layout of
 `OvercookedArrays`.
 """
 
@@ -62,8 +62,8 @@ def read_recordings(path: Path) -> dict[str, Recording]:
 
 
 def replay(layout: str, one: Recording) -> Counter[str]:
-    """Plays the recorded actions in our env from the recorded first states, and fails at the first difference in a
-    state, a reward, an end or an observation. Returns how often things happened."""
+    """Plays the recorded actions in palestra's env from the recorded first states, and fails at the first difference in
+    a state, a reward, an end or an observation. Returns the counts of `events`."""
     steps, games = one.actions.shape[:2]
     env = Overcooked(games, layout=layout, max_steps=steps, shaped_reward=0.5)
     env.reset(np.arange(games))
@@ -84,8 +84,8 @@ def replay(layout: str, one: Recording) -> Counter[str]:
 
 
 def events(one: Recording) -> Counter[str]:
-    """Returns how often soups were served, shaped rewards were paid, items were put down, and cooks were in each
-    other's way."""
+    """Returns how often soups were served, shaped rewards were paid, items were put down, and cooks blocked each
+    other."""
     moved = one.actions < 4
     held, cells = one.cooks[..., 2], one.cooks[..., 0]
     put = (np.diff((one.counters > 0).sum(2), axis=0) > 0).sum()

@@ -3,8 +3,8 @@
     python -m venv VENV && VENV/bin/pip install -e . -r tests/envs/vector/peers/requirements.txt
     cd tests && VENV/bin/python -m envs.vector.overcooked_jaxmarl
 
-writes envs/vector/overcooked_jaxmarl_0.2.0.npz: of every layout 16 games of 100 steps, half of them from random states.
-Actions are drawn at random, two of five interact.
+writes envs/vector/overcooked_jaxmarl_0.2.0.npz: 16 games of 100 steps of every layout, half of them from random states.
+Actions are random; two of five are "interact".
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ with warnings.catch_warnings(action="ignore"):
 from envs.vector.overcooked_games import LAYOUTS, RECORDED, Recording, write_recordings
 
 ACTION_SHARES = np.array([0.13, 0.13, 0.13, 0.13, 0.08, 0.4])
-ITEMS = {3: 1, 5: 2, 9: 3}  # onion, plate, dish: JaxMARL's numbers of objects -> ours
-EMPTY_POT, FULL_POT = 23, 20  # its states of a pot; below 20 the steps that are left
+ITEMS = {3: 1, 5: 2, 9: 3}  # onion, plate, dish: JaxMARL's object numbers -> palestra's
+EMPTY_POT, FULL_POT = 23, 20  # JaxMARL's states of a pot; below 20 the number of remaining steps
 SEATS = ("agent_0", "agent_1")
 
 
 def record(layout: str, games: int, steps: int, seed: int) -> Recording:
-    """Plays `games` episodes of `steps` steps in JaxMARL's `layout`; every second one begins in a random state."""
-    with warnings.catch_warnings(action="ignore"):  # about a second version of the env
+    """Plays `games` episodes of `steps` steps in JaxMARL's `layout`; every second one starts in a random state."""
+    with warnings.catch_warnings(action="ignore"):  # JaxMARL warns about a second version of the env
         envs = [
             jaxmarl.make("overcooked", layout=overcooked_layouts[layout], random_reset=drawn, max_steps=steps)
             for drawn in (False, True)
@@ -40,12 +40,12 @@ def record(layout: str, games: int, steps: int, seed: int) -> Recording:
     obs, state = jax.tree.map(lambda fixed, drawn: jnp.stack([fixed[::2], drawn[1::2]], 1).reshape(fixed.shape), *begun)
     step = jax.jit(jax.vmap(envs[0].step_env))
     actions = rng.choice(len(ACTION_SHARES), (steps, games, 2), p=ACTION_SHARES).astype(np.int32)
-    states, views, rewards, shaped, done = [in_our_arrays(state, envs[0])], [seen(obs)], [], [], []
+    states, views, rewards, shaped, done = [in_our_arrays(state, envs[0])], [observation_rows(obs)], [], [], []
     for actions_B2 in actions:
         given = {seat: actions_B2[:, n] for n, seat in enumerate(SEATS)}
         obs, state, paid, ended, info = step(keys, state, given)
         states.append(in_our_arrays(state, envs[0]))
-        views.append(seen(obs))
+        views.append(observation_rows(obs))
         rewards.append(np.stack([paid[seat] for seat in SEATS], 1))
         shaped.append(np.stack([info["shaped_reward"][seat] for seat in SEATS], 1))
         done.append(np.asarray(ended["__all__"]))
@@ -61,7 +61,7 @@ def record(layout: str, games: int, steps: int, seed: int) -> Recording:
 
 
 def in_our_arrays(state: Any, env: Any) -> dict[str, np.ndarray]:
-    """Returns states of JaxMARL's env, [B, ...] each, as arrays of ours."""
+    """Returns the states of JaxMARL's env, each [B, ...], in palestra's arrays."""
     margin = (state.maze_map.shape[1] - env.height) // 2
     objects = np.asarray(state.maze_map)[:, margin:-margin, margin:-margin]
     games = len(objects)
@@ -70,24 +70,25 @@ def in_our_arrays(state: Any, env: Any) -> dict[str, np.ndarray]:
     status = objects[..., 2].reshape(games, -1)[:, cells].astype(np.int8)
     places = np.asarray(state.agent_pos)
     cooks = np.stack(
-        [places[..., 1] * env.width + places[..., 0], np.asarray(state.agent_dir_idx), ours(state.agent_inv)], -1
+        [places[..., 1] * env.width + places[..., 0], np.asarray(state.agent_dir_idx), item_numbers(state.agent_inv)],
+        -1,
     )
     return {
         "cooks": cooks.astype(np.int8),
-        "counters": ours(flat),
+        "counters": item_numbers(flat),
         "onions": np.minimum(EMPTY_POT - status, 3),
         "cooking": np.where(status <= FULL_POT, status, 0),
     }
 
 
-def ours(objects: Any) -> np.ndarray:
-    """Returns our numbers of items for JaxMARL's numbers of objects, 0 for what is no item."""
+def item_numbers(objects: Any) -> np.ndarray:
+    """Returns palestra's item numbers for JaxMARL's object numbers, 0 for objects that are not items."""
     items = np.zeros(16, np.int8)
     items[list(ITEMS)] = list(ITEMS.values())
     return items[np.asarray(objects).astype(int)]
 
 
-def seen(obs: dict[str, Any]) -> np.ndarray:
+def observation_rows(obs: dict[str, Any]) -> np.ndarray:
     """Returns the observations of both seats as rows, uint8 [B, 2, C * 26]."""
     return np.stack([np.asarray(obs[seat]).reshape(len(obs[seat]), -1) for seat in SEATS], 1)
 

@@ -1,4 +1,4 @@
-"""Games of ours played again in OpenSpiel, decision by decision."""
+"""Games of palestra's envs replayed in OpenSpiel, decision by decision."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from palestra.envs.vector.base import VectorEnv, VectorStep
 
 
 class Mirror:
-    """The games of `env`, each also as a state of OpenSpiel's `game`; `chance(b)` is what chance has in store for the
-    game just begun in place b. Reset and step compare all that both say: whose turn it is, what that seat may do, what
-    every seat knows, and who won what."""
+    """The games of `env`, each also as a state of OpenSpiel's `game`; `chance(b)` returns the chance outcomes of the
+    game just begun at index b. Reset and step compare the acting seat, its legal actions, every seat's information
+    state, and the rewards."""
 
     def __init__(self, env: VectorEnv, game: str, chance: Callable[[int], list[int]]) -> None:
         self.env, self.chance = env, chance
@@ -70,21 +70,21 @@ class Mirror:
 
 
 def play(mirror: Mirror, games: int, choose: Callable[[VectorStep], np.ndarray]) -> None:
-    """Plays until so many games have ended."""
+    """Plays until `games` games have ended."""
     frame = mirror.reset(np.arange(mirror.env.num_envs))
     while mirror.ended < games:
         frame = mirror.step(choose(frame))
 
 
-def check_layout(env: VectorEnv, game: str) -> None:
-    """Views and actions are as many as OpenSpiel's."""
+def assert_equal_spaces(env: VectorEnv, game: str) -> None:
+    """Asserts that the sizes of observations and actions equal OpenSpiel's."""
     theirs = pyspiel.load_game(game)
     assert env.observation_shapes == (tuple(theirs.information_state_tensor_shape()),) * theirs.num_players()
     assert all(space.n == theirs.num_distinct_actions() for space in env.action_spaces)  # type: ignore[union-attr]
     assert env.seats == tuple(f"player_{n}" for n in range(theirs.num_players()))
 
 
-def deviation(counts: np.ndarray) -> float:
-    """Pearson's chi-square of counts that should all be the same."""
+def chi_square(counts: np.ndarray) -> float:
+    """Pearson's chi-square of counts that should be uniform."""
     expected = counts.mean()
     return float(((counts - expected) ** 2 / expected).sum())

@@ -1,4 +1,4 @@
-"""Combat keeps SMAC's interface and StarCraft's numbers, and can be won by skilled play."""
+"""Combat has SMAC's interface and StarCraft's numbers, and can be won by skilled play."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_env_passes_the_vector_env_check(name: CombatMap) -> None:
     check_vector_env(lambda games: Combat(games, map=name), num_envs=4, steps=130)
 
 
-DIGESTS = {  # computed by the version before there were options of random battles
+DIGESTS = {  # computed by the version before random battles had options
     "3m": "2af51bf940fed58e",
     "2s3z": "885428000d895696",
     "3s5z": "205b698383219545",
@@ -58,8 +58,8 @@ DIGESTS = {  # computed by the version before there were options of random battl
 
 
 @pytest.mark.parametrize("name", DIGESTS)
-def test_steps_without_options_are_those_before_there_were_any(name: CombatMap) -> None:
-    """Every array of 150 steps of eight games with random legal actions, bit for bit."""
+def test_default_battles_equal_recorded_digests(name: CombatMap) -> None:
+    """Digests of every array in 150 steps of eight games with random legal actions."""
     env, found, rng = Combat(8, map=name), hashlib.sha256(), np.random.default_rng(0)
     frame = env.reset(np.arange(8))
     mask = frame.action_mask
@@ -74,7 +74,7 @@ def test_steps_without_options_are_those_before_there_were_any(name: CombatMap) 
 
 
 def stats(env: Combat, b: int, u: int) -> np.ndarray:
-    """The numbers of the unit's type."""
+    """The attributes of the unit's type."""
     row: np.ndarray = env.params.stats_KF[env.internal_state["types"][b, u]]
     return row
 
@@ -86,13 +86,13 @@ def shield_and_type(env: Combat, b: int, u: int, shields: bool) -> list[float]:
 
 
 def direction(env: Combat, b: int, n: int) -> list[float]:
-    """Where the ally looks, as (x, y), if it has a cone of sight."""
+    """The direction (x, y) in which the ally looks, if it has a cone of sight."""
     by_move = {2: [0.0, 1.0], 3: [0.0, -1.0], 4: [1.0, 0.0], 5: [-1.0, 0.0]}
     return by_move[env.internal_state["facing"][b, n]] if env.params.has_cone else []
 
 
 def view_of(env: Combat, b: int, n: int) -> list[float]:
-    """What seat n sees by SMAC's definition, from the units themselves."""
+    """The observation of seat n by SMAC's definition, computed from the units."""
     units, rules, allies = env.internal_state["units"][b], env.params, len(env.seats)
     mine = units[n]
     if mine[HEALTH] <= 0:
@@ -159,19 +159,19 @@ def test_observations_state_and_masks_equal_smac(options: dict[str, Any]) -> Non
 
 
 def field(name: CombatMap, places: list[tuple[float, float]], **options: Any) -> Combat:
-    """One game whose units stand as said, allies first."""
+    """One game whose units stand at these places, allies first."""
     env = Combat(1, map=name, **options)
     env.reset(np.array([0]))
     env.internal_state["units"][0, :, [X, Y]] = np.array(places).T
-    env.step(np.full((1, len(env.seats)), STOP))  # legal actions and views of the new places
+    env.step(np.full((1, len(env.seats)), STOP))  # updates action mask and observations for the new places
     return env
 
 
-def test_a_marine_shoots_every_1_7_steps_and_kills_in_eight_shots() -> None:
+def test_marine_shoots_every_1_7_steps_and_kills_in_eight_shots() -> None:
     env = field("3m", [(1, 1), (1, 30), (10, 16), (15, 16), (30, 1), (30, 30)])
     units = env.internal_state["units"][0]
     units[:, HEALTH], units[:, COOLDOWN] = 45, 0
-    units[3:, COOLDOWN] = 1e9  # they do not shoot back
+    units[3:, COOLDOWN] = 1e9  # enemies do not shoot back
     rewards, healths = [], []
     for _ in range(12):
         rewards.append(float(env.step(np.array([[STOP, STOP, ATTACK]])).rewards[0, 0]))
@@ -185,17 +185,17 @@ def test_a_marine_shoots_every_1_7_steps_and_kills_in_eight_shots() -> None:
 @pytest.mark.parametrize(
     ("shooter", "victim", "shield", "loss"),
     [
-        (0, 5, 80, (18, 0)),  # stalker at stalker: 13 and 5 for armour
-        (0, 5, 0, (0, 17)),  # of which armour takes 1
+        (0, 5, 80, (18, 0)),  # stalker at stalker: 13, and 5 more against armoured units
+        (0, 5, 0, (0, 17)),  # less 1 of armour
         (0, 7, 50, (13, 0)),
         (0, 7, 0, (0, 12)),
-        (2, 5, 80, (16, 0)),  # zealot: two hits of 8, of each of which armour takes 1
+        (2, 5, 80, (16, 0)),  # zealot: two hits of 8, each less 1 of armour
         (2, 7, 0, (0, 14)),
-        (2, 7, 4, (4, 10)),  # the first hit finds the shield: 8 - 4 - 1, the second takes 8 - 1
-        (0, 7, 12.75, (12.75, 0.5)),  # of the quarter that is left, armour leaves no less than a half
+        (2, 7, 4, (4, 10)),  # the first hit meets the shield: 8 - 4 - 1; the second takes 8 - 1
+        (0, 7, 12.75, (12.75, 0.5)),  # a quarter of a point is left, and armour leaves at least a half
     ],
 )
-def test_shields_come_first_and_armour_takes_its_part(
+def test_shields_absorb_damage_first_and_armour_reduces_the_rest(
     shooter: int, victim: int, shield: float, loss: tuple[float, float]
 ) -> None:
     places = [(1.0, 2.0 * u) for u in range(5)] + [(30.0, 2.0 * u) for u in range(5)]
@@ -212,7 +212,7 @@ def test_shields_come_first_and_armour_takes_its_part(
     assert np.allclose(frame.rewards[0], sum(loss) * 20 / most)
 
 
-def test_units_walk_at_their_own_speed_and_not_over_the_border() -> None:
+def test_units_move_at_their_speed_and_stay_inside() -> None:
     env = field("2s3z", [(2, 5), (31.5, 6), (2, 7), (2, 8), (2, 9), *[(20, 28)] * 5])
     before = env.internal_state["units"][0].copy()
     env.step(np.array([[EAST, EAST, EAST, 3, 5]]))
@@ -223,7 +223,7 @@ def test_units_walk_at_their_own_speed_and_not_over_the_border() -> None:
     assert np.allclose(moved, expected)
 
 
-def test_an_attack_out_of_reach_walks_to_it_and_no_further() -> None:
+def test_attack_out_of_range_moves_into_range() -> None:
     env = field("3m", [(10, 16), (1, 1), (1, 2), (15.9, 16), (31, 30), (31, 31)])
     env.internal_state["units"][0, 3, [X, Y]] = 15.9, 16
     env.internal_state["units"][0, 0, [X, Y]] = 10, 16
@@ -234,10 +234,10 @@ def test_an_attack_out_of_reach_walks_to_it_and_no_further() -> None:
     gap = env.internal_state["units"][0, 3, X] - env.internal_state["units"][0, 0, X]
     assert (
         gap == pytest.approx(5.6) and env.internal_state["units"][0, 3, HEALTH] == 45
-    )  # both came 0.15 closer, to 5.75
+    )  # before that both moved 0.15 closer, to 5.75
 
 
-def test_enemies_go_on_with_their_target_while_it_is_in_reach() -> None:
+def test_enemies_keep_their_target_while_it_is_in_range() -> None:
     env = field("3m", [(16, 16), (1, 1), (1, 2), (20, 16), (31, 30), (31, 31)])
     assert env.internal_state["target"][0, 0] == 0
     env.internal_state["units"][0, 1, [X, Y]] = 19, 16  # nearer now
@@ -282,7 +282,7 @@ def test_battle_is_truncated_at_the_step_limit() -> None:
 
 
 def test_dead_seats_are_truncated_with_the_living() -> None:
-    """They are paid on: what the team would have won is theirs too."""
+    """They continue to be rewarded: the team's return counts for them too."""
     env = Combat(1, max_steps=2)
     theirs = to_parallel(lambda games: env)
     theirs.reset(seed=0)
@@ -295,8 +295,8 @@ def test_dead_seats_are_truncated_with_the_living() -> None:
     assert not any(terminated.values()) and all(truncated.values())
 
 
-def battles(env: Combat, scripted: bool) -> tuple[float, np.ndarray]:
-    """The share of first battles that are won, and what each yields."""
+def play_battles(env: Combat, scripted: bool) -> tuple[float, np.ndarray]:
+    """The share of the first battles that are won, and the return of each."""
     rng, B = np.random.default_rng(0), env.num_envs
     frame, open_B, won_B, earned_B = env.reset(np.arange(B)), np.ones(B, bool), np.zeros(B, bool), np.zeros(B)
     while open_B.any():
@@ -313,14 +313,14 @@ def battles(env: Combat, scripted: bool) -> tuple[float, np.ndarray]:
 
 @pytest.mark.parametrize("name", ["3m", "8m", "2s3z", "3s5z"])
 def test_focus_fire_script_wins_and_random_play_does_not(name: CombatMap) -> None:
-    won, earned_B = battles(Combat(100, map=name), scripted=True)
+    won, earned_B = play_battles(Combat(100, map=name), scripted=True)
     assert won >= 0.8 and earned_B.max() == pytest.approx(20)
-    won, earned_B = battles(Combat(100, map=name), scripted=False)
+    won, earned_B = play_battles(Combat(100, map=name), scripted=False)
     assert won < 0.05 and 0 < earned_B.mean() < 10
 
 
-def kited(env: Combat) -> np.ndarray:
-    """Actions of stalkers that shoot when they can and else walk away from zealots, off the border."""
+def kiting_actions(env: Combat) -> np.ndarray:
+    """Actions of stalkers that shoot if they can and otherwise walk away from zealots, off the border."""
     units, actions = (
         env.internal_state["units"],
         np.stack([env.scripted_actions("focus", n) for n in range(len(env.seats))], axis=1),
@@ -339,11 +339,11 @@ def kited(env: Combat) -> np.ndarray:
 
 
 def test_kiting_stalkers_beat_zealots() -> None:
-    assert battles(Combat(20, map="3s_vs_3z"), scripted=True)[0] == 0
+    assert play_battles(Combat(20, map="3s_vs_3z"), scripted=True)[0] == 0
     env = Combat(8, map="3s_vs_3z")
     frame, won_B = env.reset(np.arange(8)), np.zeros(8, bool)
     for _ in range(100):
-        frame = env.step(kited(env))
+        frame = env.step(kiting_actions(env))
         assert frame.success is not None and not (frame.terminated & ~frame.success).any()
         won_B |= frame.success
     assert won_B.all()
@@ -354,8 +354,8 @@ def test_random_battles_pass_the_vector_env_check(sight: Any) -> None:
     check_vector_env(lambda games: Combat(games, **RANDOM, sight=sight), num_envs=4, steps=230)
 
 
-def starts(env: Combat) -> tuple[np.ndarray, np.ndarray]:
-    """Types [B, U] and places [B, U, 2] at the start of as many battles as the env has copies."""
+def battle_starts(env: Combat) -> tuple[np.ndarray, np.ndarray]:
+    """Types [B, U] and positions [B, U, 2] at the start of one battle for each copy."""
     env.reset(np.arange(env.num_envs))
     return env.internal_state["types"].copy(), env.internal_state["units"][:, :, [X, Y]].copy()
 
@@ -363,7 +363,7 @@ def starts(env: Combat) -> tuple[np.ndarray, np.ndarray]:
 def test_types_are_drawn_by_their_weights_and_enemies_have_the_same() -> None:
     weights = {"marine": 1.0, "stalker": 3.0, "zealot": 0.0}
     env = Combat(4000, type_weights=weights, allies=5, enemies=7)
-    types, _ = starts(env)
+    types, _ = battle_starts(env)
     assert np.array_equal(types[:, :5], types[:, 5:10])
     shares = [(types[:, units] == "szm".index("s")).mean() for units in (slice(0, 5), slice(10, 12))]
     assert shares == pytest.approx([0.75, 0.75], abs=0.02) and not (types == "szm".index("z")).any()
@@ -374,7 +374,7 @@ def test_types_are_drawn_by_their_weights_and_enemies_have_the_same() -> None:
 
 
 def test_reflected_armies_are_mirror_images() -> None:
-    _, places = starts(Combat(2000, type_weights=ALL_TYPES, allies=3, enemies=4, start="reflect"))
+    _, places = battle_starts(Combat(2000, type_weights=ALL_TYPES, allies=3, enemies=4, start="reflect"))
     allies, mirrored, extra = places[:, :3], places[:, 3:6], places[:, 6]
     assert np.allclose(allies[..., 0] + mirrored[..., 0], 32) and np.array_equal(allies[..., 1], mirrored[..., 1])
     assert allies[..., 0].max() < 15 < 17 < extra[:, 0].min() and allies[..., 0].mean() == pytest.approx(7.5, abs=0.2)
@@ -382,22 +382,22 @@ def test_reflected_armies_are_mirror_images() -> None:
 
 
 def test_surrounded_allies_stand_in_the_middle_of_one_to_four_groups() -> None:
-    _, places = starts(Combat(2000, type_weights=ALL_TYPES, allies=5, enemies=20, start="surround"))
+    _, places = battle_starts(Combat(2000, type_weights=ALL_TYPES, allies=5, enemies=20, start="surround"))
     assert np.abs(places[:, :5] - 16).max() <= 1
     off = places[:, 5:] - 16
     assert np.abs(np.abs(off[..., 0]) - np.abs(off[..., 1])).max() <= 2 and np.abs(off).max() <= 16
     corners = (off[..., 0] > 0) * 2 + (off[..., 1] > 0)
     groups = np.array([len(set(row)) for row in corners[np.abs(off).min(axis=(1, 2)) > 1]])
-    assert set(groups) == {1, 2, 3, 4}  # of groups that keep off the middle, one to a corner
+    assert set(groups) == {1, 2, 3, 4}  # positions of groups off the middle, at most one per corner
 
 
 def test_either_start_is_drawn_half_of_the_time() -> None:
-    _, places = starts(Combat(2000, type_weights=ALL_TYPES, start="surround_and_reflect"))
+    _, places = battle_starts(Combat(2000, type_weights=ALL_TYPES, start="surround_and_reflect"))
     reflected = np.isclose(places[:, 0, 0] + places[:, 3, 0], 32) & (places[:, 0, 1] == places[:, 3, 1])
     assert reflected.mean() == pytest.approx(0.5, abs=0.04)
 
 
-def test_units_of_a_cone_see_and_attack_where_they_walked() -> None:
+def test_units_with_a_cone_see_and_attack_in_their_last_direction() -> None:
     env = field("3m", [(10, 16), (1, 1), (1, 30), (15, 16), (5, 16), (10, 21)], sight="cone")
     env.internal_state["units"][0, 3:, COOLDOWN] = 1e9
     assert env.vector_step.action_mask is not None
@@ -408,15 +408,15 @@ def test_units_of_a_cone_see_and_attack_where_they_walked() -> None:
         assert frame.action_mask is not None and frame.action_mask[0, 0, ATTACK:].tolist() == targets
         seen = frame.obs[0, 0, 4:19].reshape(3, 5).any(axis=1)
         assert seen.tolist() == targets
-        frame = env.step(np.array([[STOP, STOP, STOP]]))  # who stops goes on looking there
+        frame = env.step(np.array([[STOP, STOP, STOP]]))  # a unit that stops keeps its direction
         assert frame.action_mask is not None and frame.action_mask[0, 0, ATTACK:].tolist() == targets
 
 
 def test_random_battles_are_won_by_focus_fire_more_often_than_at_random() -> None:
     env = Combat(200, **RANDOM | {"enemies": 5})
-    won, earned_B = battles(env, scripted=True)
+    won, earned_B = play_battles(env, scripted=True)
     assert won > 0.4 and earned_B.max() == pytest.approx(20)
-    assert battles(env, scripted=False)[0] < 0.05
+    assert play_battles(env, scripted=False)[0] < 0.05
 
 
 def test_unknown_options_and_scripts_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Action masks and nested observations of EnvPool's envs, on a stand-in for the package."""
+"""Action masks and nested observations of EnvPool's envs, with a stand-in for the package."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from gymnasium import spaces
 
 
 class Pool:
-    """A pool of games that show one number and a mask, or `shown` of so many games, and take an action of
-    `action_space`."""
+    """A pool of games that return one number and a mask, or `shown(games)`, and take an action of `action_space`."""
 
     def __init__(self, games: int, action_space: spaces.Space[Any], mask: Any, shown: Any) -> None:
         self.games = games
@@ -69,8 +68,8 @@ def test_masks_that_fit_no_seat_are_refused(make: Any, action_space: Any, mask: 
         make(action_space, mask)
 
 
-def test_masks_of_seats_are_heeded(make: Any) -> None:
-    env = make(spaces.Box(1, 3, (2,), np.int32), [[1, 0, 1], [0, 0, 1]])  # integers of two agents, from 1 on
+def test_masks_of_seats_are_applied(make: Any) -> None:
+    env = make(spaces.Box(1, 3, (2,), np.int32), [[1, 0, 1], [0, 0, 1]])  # integers of two agents, starting at 1
     frame = env.reset(np.arange(2))
     assert env.seats == ("agent_0", "agent_1") and [space.n for space in env.action_spaces] == [3, 3]
     assert frame.action_mask is not None and frame.action_mask[1].tolist() == [
@@ -88,7 +87,7 @@ def test_env_without_masks(make: Any) -> None:
 
 
 def parts(games: int) -> dict[str, Any]:
-    """A dictionary with a dictionary and a tuple in it; of game b the numbers are 10 b + 0, 1, 2, ..."""
+    """A dictionary with a dictionary and a tuple; game b has the numbers 10 b + 0, 1, 2, ..."""
     place = 10 * np.arange(games, dtype=np.float64)[:, None]
     return {"start": (place + 3, place.astype(np.int32) + 4), "goal": {"y": place[:, 0] + 2, "x": place + np.arange(2)}}
 

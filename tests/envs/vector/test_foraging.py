@@ -23,11 +23,11 @@ VARIANTS: list[dict[str, Any]] = [
         "max_steps": 16,
         "cooperative": True,
         "max_food_level": 3,
-    },  # there is room for one or two only
+    },  # only one or two pieces fit
 ]
 
 
-def theirs(
+def make_lbforaging(
     *,
     size: int = 8,
     agents: int = 2,
@@ -65,9 +65,9 @@ def mask(env: ForagingEnv) -> np.ndarray:
     return action_mask
 
 
-def together(env: ForagingEnv, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Actions of which a share takes all agents to one piece of food and loads it: chance alone eats too rarely.
-    Some are illegal."""
+def cooperative_actions(env: ForagingEnv, share: float, rng: np.random.Generator) -> np.ndarray:
+    """Actions, a `share` of which move all agents to one piece of food and load it: random play eats too rarely. Some
+    are illegal."""
     actions = rng.integers(0, 6, len(env.players))
     food = np.argwhere(env.field)[0]
     for n, player in enumerate(env.players):
@@ -78,18 +78,18 @@ def together(env: ForagingEnv, share: float, rng: np.random.Generator) -> np.nda
     return actions
 
 
-# The package makes its boxes of float64 bounds with float32 as type.
+# The package creates float32 boxes with float64 bounds.
 @pytest.mark.filterwarnings("ignore:.*precision lowered by casting.*:UserWarning")
 @pytest.mark.parametrize("options", VARIANTS)
 def test_games_equal_the_lbforaging_package(options: dict[str, Any]) -> None:
     rng, eaten, cut = np.random.default_rng(1), 0, 0
     for seed in range(6):
-        env, other = Foraging(1, **options), theirs(**options)
+        env, other = Foraging(1, **options), make_lbforaging(**options)
         frame, (obs, _) = env.reset(np.array([seed])), other.reset(seed=seed)
         for _ in range(250):
             assert np.array_equal(frame.obs[0], np.stack(obs))
             assert frame.action_mask is not None and np.array_equal(frame.action_mask[0], mask(other))
-            actions = together(other, 0.8 if seed % 2 else 0.05, rng)
+            actions = cooperative_actions(other, 0.8 if seed % 2 else 0.05, rng)
             frame = env.step(actions[None].astype(np.int32))
             obs, rewards, done, _, _ = other.step(actions.tolist())
             assert np.array_equal(frame.rewards[0], np.array(rewards, np.float32))
@@ -107,8 +107,8 @@ def test_env_passes_the_vector_env_check(options: dict[str, Any]) -> None:
     check_vector_env(lambda games: Foraging(games, **options), num_envs=4, steps=180)
 
 
-def placed(agents: list[list[int]], food: list[list[int]], **options: Any) -> Foraging:
-    """A game with agents and food as said, each row, column, level."""
+def env_with(agents: list[list[int]], food: list[list[int]], **options: Any) -> Foraging:
+    """A game with these agents and food, each (row, column, level)."""
     env = Foraging(1, agents=len(agents), food=len(food), **options)
     env.reset(np.array([0]))
     env.internal_state["agents"][0], env.internal_state["food"][0] = agents, food
@@ -118,13 +118,13 @@ def placed(agents: list[list[int]], food: list[list[int]], **options: Any) -> Fo
 
 
 def test_move_conflicts_block_and_swaps_are_allowed() -> None:
-    env = placed([[0, 0, 1], [0, 2, 1], [4, 4, 1], [4, 5, 1]], [[6, 1, 1]])
+    env = env_with([[0, 0, 1], [0, 2, 1], [4, 4, 1], [4, 5, 1]], [[6, 1, 1]])
     env.step(np.array([[4, 3, 4, 3]]))
     assert env.internal_state["agents"][0, :, :2].tolist() == [[0, 0], [0, 2], [4, 5], [4, 4]]
 
 
 def test_food_is_shared_by_level_and_a_failed_attempt_costs() -> None:
-    env = placed([[2, 1, 1], [2, 3, 2], [5, 4, 1]], [[2, 2, 3], [5, 5, 2]], penalty=0.1)
+    env = env_with([[2, 1, 1], [2, 3, 2], [5, 4, 1]], [[2, 2, 3], [5, 5, 2]], penalty=0.1)
     frame = env.step(np.array([[5, 5, 5]]))
     assert np.allclose(frame.rewards[0], [3 / 15, 6 / 15, -0.1])  # 1 * 3 and 2 * 3, over (1 + 2) * (3 + 2)
     assert env.internal_state["food"][0].tolist() == [[0, 0, 0], [5, 5, 2]] and not frame.done[0]
@@ -135,7 +135,7 @@ def test_food_is_shared_by_level_and_a_failed_attempt_costs() -> None:
 
 
 def test_eating_all_food_is_success_and_resets() -> None:
-    env = placed([[2, 1, 2]], [[2, 2, 2]])
+    env = env_with([[2, 1, 2]], [[2, 2, 2]])
     frame = env.step(np.array([[5]]))
     assert frame.rewards[0, 0] == 1 and frame.terminated[0] and frame.success is not None and frame.success[0]
     assert frame.final_obs[0, 0].tolist() == [-1, -1, 0, 2, 1, 2]
@@ -143,14 +143,14 @@ def test_eating_all_food_is_success_and_resets() -> None:
 
 
 def test_game_is_truncated_at_the_step_limit() -> None:
-    env = placed([[0, 0, 1]], [[2, 2, 2]], max_steps=2)
+    env = env_with([[0, 0, 1]], [[2, 2, 2]], max_steps=2)
     assert not env.step(np.array([[0]])).done[0]
     frame = env.step(np.array([[0]]))
     assert frame.truncated[0] and not frame.terminated[0] and frame.success is not None and not frame.success[0]
 
 
 def test_out_of_range_actions_do_nothing() -> None:
-    env = placed([[3, 3, 1], [5, 5, 1]], [[1, 1, 2]])
+    env = env_with([[3, 3, 1], [5, 5, 1]], [[1, 1, 2]])
     env.step(np.array([[-7, 99]]))
     assert env.internal_state["agents"][0].tolist() == [[3, 3, 1], [5, 5, 1]]
 

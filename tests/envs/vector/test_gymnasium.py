@@ -1,4 +1,4 @@
-"""Gymnasium's envs go as Gymnasium plays them; its spaces read as ours."""
+"""Gymnasium's envs equal Gymnasium's own, and its spaces are converted to palestra's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_envs_pass_the_vector_env_check(id: str, options: dict[str, Any]) -> Non
 
 
 def test_cart_pole_equals_gymnasium() -> None:
-    """Two games from seeds 3 and 4, each beside an env of its own; the next game's seed follows from the first's."""
+    """Two games from seeds 3 and 4, each beside an env of Gymnasium; the next game's seed follows from the first's."""
     env, seeds = GymnasiumEnv(2), [3, 4]
     theirs = [gymnasium.make("CartPole-v1") for _ in seeds]
     frame, rng, played = env.reset(np.array(seeds)), np.random.default_rng(0), [0, 0]
@@ -62,7 +62,8 @@ def test_cart_pole_equals_gymnasium() -> None:
 
 
 def test_pendulum_clips_actions_to_its_bounds() -> None:
-    """A torque of 9 is one of 2, the bound; rewards and views are Gymnasium's to the precision of float32."""
+    """A torque of 9 is clipped to the bound of 2; rewards and observations equal Gymnasium's to the precision of
+    float32."""
     env, theirs = GymnasiumEnv(1, id="Pendulum-v1"), gymnasium.make("Pendulum-v1")
     assert env.action_spaces == (Continuous((-2.0,), (2.0,)),)
     env.reset(np.array([7]))
@@ -88,7 +89,7 @@ def test_taxi_has_an_action_mask() -> None:
 
 
 class Masked(gymnasium.Env[Any, Any]):
-    """Says which actions are legal, of whatever kind they are."""
+    """An env of any action space that returns a mask of legal actions."""
 
     observation_space = spaces.Box(0, 1, (1,), np.float32)
 
@@ -113,8 +114,8 @@ def test_unsupported_action_masks_are_refused(actions: Any) -> None:
     assert GymnasiumGame(lambda: Masked(spaces.Discrete(2))).spec.has_action_mask
 
 
-class Shop(gymnasium.Env[Any, Any]):
-    """Each of its seats may sell (0), and buy (1) while it has less than 2; 2 is never legal. A mask is part of each
+class MaskedShop(gymnasium.Env[Any, Any]):
+    """Each seat may sell (0), and buy (1) while it has less than 2; 2 is never legal. A mask is part of each
     observation; a game has 3 steps, and `taken` holds all actions."""
 
     def __init__(self, seats: int = 0) -> None:
@@ -141,8 +142,8 @@ class Shop(gymnasium.Env[Any, Any]):
         return self.seen(), 0.0, self.time == 3, False, {}
 
 
-def test_action_mask_in_the_observation_is_heeded() -> None:
-    shop = Shop()
+def test_action_mask_in_the_observation_is_applied() -> None:
+    shop = MaskedShop()
     env = SyncVectorEnv(lambda: GymnasiumGame(lambda: shop), 1)
     frame = env.reset(np.array([0]))
     assert env.observation_shapes == ((1,),) and frame.action_mask is not None
@@ -154,7 +155,7 @@ def test_action_mask_in_the_observation_is_heeded() -> None:
 
 def test_each_seat_may_have_an_action_mask_in_its_observation() -> None:
     def make(games: int) -> SyncVectorEnv:
-        return SyncVectorEnv(partial(GymnasiumGame, partial(Shop, 2)), games)
+        return SyncVectorEnv(partial(GymnasiumGame, partial(MaskedShop, 2)), games)
 
     check_vector_env(make, steps=20)
     frame = make(1).reset(np.array([0]))
@@ -172,7 +173,7 @@ def test_observation_beside_an_action_mask_may_have_several_parts() -> None:
         obs_encoder(split_action_mask(spaces.Dict({"action_mask": mask}))[0], "x")
 
 
-class Forgetful(Masked):
+class LosesMask(Masked):
     """Gives no mask after the reset; ends after 2 steps, or with `ends` after the first."""
 
     def __init__(self, ends: bool) -> None:
@@ -184,19 +185,19 @@ class Forgetful(Masked):
 
 
 def test_missing_action_mask_is_reported() -> None:
-    """At the end of a game nobody needs it."""
-    env = SyncVectorEnv(partial(GymnasiumGame, partial(Forgetful, True)), 1)
+    """At the end of a game no mask is needed."""
+    env = SyncVectorEnv(partial(GymnasiumGame, partial(LosesMask, True)), 1)
     env.reset(np.array([0]))
     frame = env.step(np.zeros((1, 1), np.int32))
     assert frame.terminated[0] and frame.action_mask is not None and frame.action_mask.tolist() == [[[True, False]]]
-    game = GymnasiumGame(partial(Forgetful, False))
+    game = GymnasiumGame(partial(LosesMask, False))
     game.reset(0)
     with pytest.raises(ValueError, match="gave an action_mask in the info of its first reset and gives none now"):
         game.step(np.zeros(1, np.int32))
 
 
 class Switches(gymnasium.Env[Any, Any]):
-    """Takes integers, and keeps them."""
+    """Takes integers, and records them."""
 
     observation_space = spaces.Box(0, 1, (1,), np.float32)
     action_space = spaces.Box(np.array([-1, 5]), np.array([1, 6]), dtype=np.int64)
@@ -214,7 +215,7 @@ class Switches(gymnasium.Env[Any, Any]):
 
 
 def test_box_of_integers_is_played_as_choices() -> None:
-    """Uniform play takes all six equally often."""
+    """Uniform play draws all six equally often."""
     switches = Switches()
     env = SyncVectorEnv(lambda: GymnasiumGame(lambda: switches), 1)
     assert env.action_spaces == (MultiDiscrete((3, 2)),)
@@ -226,7 +227,7 @@ def test_box_of_integers_is_played_as_choices() -> None:
 
 
 class Bargain(gymnasium.Env[Any, Any]):
-    """Two seats, tuples all through: seat 0 is paid what seat 1 chose and the other way round."""
+    """Two seats, with tuples of everything: each seat is paid the other's choice."""
 
     observation_space = spaces.Tuple([spaces.Box(-1, 1, (2,)), spaces.Discrete(3)])
     action_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3, start=5)])
@@ -249,7 +250,7 @@ def test_tuple_action_space_makes_seats() -> None:
     check_vector_env(make)
     env = make(1)
     assert env.seats == ("agent_0", "agent_1") and env.action_spaces == (Discrete(2), Discrete(3))
-    assert env.reset(np.array([0])).obs[0, 1].sum() == 1  # one-hot, as long as the longest view
+    assert env.reset(np.array([0])).obs[0, 1].sum() == 1  # one-hot, as long as the longest observation
     frame = env.step(np.array([[1, 1]]))
     assert frame.rewards.tolist() == [[6, 1]] and not frame.done[0]
     frame = env.step(np.array([[1, 2]]))
@@ -257,8 +258,9 @@ def test_tuple_action_space_makes_seats() -> None:
     assert frame.success is not None and frame.success[0]
 
 
-class Race(gymnasium.Env[Any, Any]):
-    """Two seats; the first arrives after two steps, the second is stopped after three. All are paid 1 in every step."""
+class SeparateEnds(gymnasium.Env[Any, Any]):
+    """Two seats; the first terminates after two steps, the second is truncated after three. Both are paid 1 in every
+    step."""
 
     observation_space = spaces.Tuple([spaces.Discrete(4), spaces.Discrete(4)])
     action_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
@@ -273,7 +275,7 @@ class Race(gymnasium.Env[Any, Any]):
 
 
 def test_seats_terminate_separately() -> None:
-    env = SyncVectorEnv(partial(GymnasiumGame, Race), 1)
+    env = SyncVectorEnv(partial(GymnasiumGame, SeparateEnds), 1)
     shown = [env.reset(np.array([0])).copy()] + [env.step(np.zeros((1, 2), np.int32)).copy() for _ in range(4)]
     assert [frame.agent_mask[0].tolist() for frame in shown] == [[True, True]] * 2 + [[False, True]] + [
         [True, True]
@@ -284,8 +286,8 @@ def test_seats_terminate_separately() -> None:
 
 
 def test_seats_terminate_or_truncate_separately() -> None:
-    """Of three seats the first terminates at once, the second is cut off at once, the third at the end, where the env
-    says that the first is cut off too: it has terminated. Those that left keep what they saw last."""
+    """Of three seats the first terminates and the second is truncated in the first step, the third at the end. The env
+    then marks the first as truncated too, but it has terminated. Seats that left keep their last observations."""
     env = SyncVectorEnv(partial(GymnasiumGame, Trio), 1)
     for _ in range(2):
         env.reset(np.array([0]))
@@ -332,7 +334,7 @@ def test_every_observation_space_is_encoded() -> None:
 
 
 def test_images_of_floats_are_scaled_from_their_bounds() -> None:
-    """To 0 to 1, as convolutions want them; where there are no bounds they are left as they are."""
+    """To [0, 1], as convolutions expect; without bounds they are not scaled."""
     shape = (84, 84, 3)
     pixels = np.random.default_rng(0).uniform(0, 255, shape).astype(np.float32)
     view = obs_encoder(spaces.Box(0, 255, shape, np.float32), "")
@@ -352,7 +354,8 @@ def test_every_action_space_is_decoded() -> None:
     assert shifted.space == Discrete(4) and [shifted.decode(np.int32(a)) for a in (0, 3)] == [-1, 2]
     grid = action_decoder(spaces.MultiDiscrete([[2, 3], [4, 5]]), "")
     assert grid.space == MultiDiscrete((2, 3, 4, 5))
-    assert grid.decode(np.array([1, 2, 3, 4, 9])).tolist() == [[1, 2], [3, 4]]  # longer where another seat has more
+    # longer if another seat has more choices
+    assert grid.decode(np.array([1, 2, 3, 4, 9])).tolist() == [[1, 2], [3, 4]]
     switches = action_decoder(spaces.MultiBinary(2), "")
     assert switches.space == MultiDiscrete((2, 2)) and switches.decode(np.array([0, 1])).tolist() == [0, 1]
     box = action_decoder(spaces.Box(np.array([0, -1]), np.array([1, 3]), dtype=np.float64), "")

@@ -1,4 +1,4 @@
-"""Kuhn poker: every game there is, as OpenSpiel plays it, and the values known for it."""
+"""Kuhn poker: every possible game equals OpenSpiel's, and known values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyspiel
 import pytest
-from envs.vector.spiel import Mirror, check_layout, deviation, play
+from envs.vector.spiel import Mirror, assert_equal_spaces, chi_square, play
 
 from palestra.envs.vector.check import check_vector_env, random_actions
 from palestra.envs.vector.kuhn import BET, KuhnPoker
@@ -22,14 +22,14 @@ SECOND = {
 
 
 def histories(state: Any) -> list[list[int]]:
-    """The moves of all games from a state of OpenSpiel on."""
+    """The remaining moves of all games from a state of OpenSpiel."""
     if state.is_terminal():
         return [[]]
     return [[action, *rest] for action in state.legal_actions() for rest in histories(state.child(action))]
 
 
 def seeds_of_deals(players: int) -> dict[tuple[int, ...], int]:
-    """For each deal a seed that begins with it."""
+    """For each deal a seed that gives it."""
     env = KuhnPoker(4000, players=players)
     env.reset(np.arange(env.num_envs))
     deals = {tuple(cards): seed for seed, cards in enumerate(env.internal_state["cards"][:, :players].tolist())}
@@ -38,7 +38,7 @@ def seeds_of_deals(players: int) -> dict[tuple[int, ...], int]:
 
 
 def every_game(players: int) -> list[tuple[tuple[int, ...], list[int], list[float]]]:
-    """Deal, moves and rewards of every game, each compared with OpenSpiel at every decision."""
+    """Deal, moves and rewards of every game, compared with OpenSpiel at every decision."""
     game, deals = f"kuhn_poker(players={players})", seeds_of_deals(players)
     state = pyspiel.load_game(game).new_initial_state()
     for card in range(players):
@@ -61,7 +61,7 @@ def every_game(players: int) -> list[tuple[tuple[int, ...], list[int], list[floa
 
 @pytest.mark.parametrize(("players", "games"), [(2, 6 * 5), (3, 24 * 13), (4, 120 * 33)])
 def test_every_game_equals_openspiel(players: int, games: int) -> None:
-    check_layout(KuhnPoker(1, players=players), f"kuhn_poker(players={players})")
+    assert_equal_spaces(KuhnPoker(1, players=players), f"kuhn_poker(players={players})")
     assert len(every_game(players)) == games  # 1 + players * 2 ** (players - 1) ways to play each deal
 
 
@@ -73,7 +73,7 @@ def test_consecutive_games_equal_openspiel(players: int) -> None:
 
 
 def value(first: dict[tuple[int, str], float], second: dict[tuple[int, str], float]) -> float:
-    """What player_0 wins on average, given how likely each player bets on its card after those moves."""
+    """The mean return of player_0, given each player's probability of a bet by its card and the moves so far."""
     total = 0.0
     for deal, moves, rewards in every_game(2):
         chance, before = 1 / 6, ""
@@ -87,7 +87,7 @@ def value(first: dict[tuple[int, str], float], second: dict[tuple[int, str], flo
 
 def test_known_game_values() -> None:
     half = dict.fromkeys([*FIRST, *SECOND], 0.5)
-    assert value(half, half) == pytest.approx(1 / 8)  # bet and fold 1/4, pass, bet and fold 1/8; showdowns even out
+    assert value(half, half) == pytest.approx(1 / 8)  # bet and fold 1/4; pass, bet and fold 1/8; showdowns cancel
     assert value(FIRST, SECOND) == pytest.approx(-1 / 18)  # in equilibrium (Kuhn, 1950)
 
 
@@ -97,7 +97,7 @@ def test_game_by_hand() -> None:
     assert frame.obs[0].tolist() == [[1, 0, 0, 0, 1, *[0] * 6], [0, 1, 0, 1, 0, *[0] * 6]]
     assert frame.state is not None and frame.state[0].tolist() == [0, 0, 1, 0, 1, 0, *[0] * 6]
     assert frame.agent_mask[0].tolist() == [True, False]
-    frame = env.step(np.array([[0, 1]]))  # the second seat's is ignored
+    frame = env.step(np.array([[0, 1]]))  # the second seat's action is ignored
     assert frame.obs[0, 1].tolist() == [0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0] and frame.agent_mask[0].tolist() == [
         False,
         True,
@@ -126,7 +126,7 @@ def test_deals_are_uniform() -> None:
         counts += np.bincount(cards @ [9, 3, 1], minlength=27)
         env.step(np.zeros((200, 2), int))
         env.step(np.zeros((200, 2), int))  # two passes end it
-    assert np.count_nonzero(counts) == 6 and deviation(counts[counts > 0]) < 20.5  # 1 in 1000 at 5 degrees of freedom
+    assert np.count_nonzero(counts) == 6 and chi_square(counts[counts > 0]) < 20.5  # 1 in 1000 at 5 degrees of freedom
 
 
 @pytest.mark.parametrize("players", [2, 4])

@@ -1,10 +1,10 @@
-"""Leduc poker, game by game as OpenSpiel plays it, and games worked by hand."""
+"""Leduc poker: games equal OpenSpiel's, and games by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from envs.vector.spiel import Mirror, check_layout, deviation, play
+from envs.vector.spiel import Mirror, assert_equal_spaces, chi_square, play
 
 from palestra.envs.vector.base import VectorStep
 from palestra.envs.vector.check import check_vector_env, random_actions
@@ -13,22 +13,22 @@ from palestra.envs.vector.leduc import CALL, FOLD, RAISE, LeducPoker
 
 def test_ten_thousand_games_equal_openspiel() -> None:
     env, rng = LeducPoker(500), np.random.default_rng(0)
-    check_layout(env, "leduc_poker")
+    assert_equal_spaces(env, "leduc_poker")
     mirror = Mirror(env, "leduc_poker", lambda b: env.internal_state["cards"][b, :3].tolist())
     ends: set[tuple[float, ...]] = set()
 
     def choose(frame: VectorStep) -> np.ndarray:
         ends.update(tuple(pair) for pair in frame.rewards[frame.terminated].tolist())
         actions = random_actions(env, frame, rng)
-        patient = rng.random(actions.shape) < 0.5  # else half of the games end in an early fold
+        patient = rng.random(actions.shape) < 0.5  # otherwise half of the games end in an early fold
         return np.where(patient & (actions == FOLD), CALL, actions)
 
     play(mirror, 10_000, choose)
     assert {abs(first) for first, _ in ends} == {0, 1, 3, 5, 7, 9, 11, 13}  # 1, up to two bets of 2, up to two of 4
 
 
-def played(cards: list[int], moves: list[int]) -> VectorStep:
-    """The last frame of a game with the cards of both players and the public one."""
+def last_step(cards: list[int], moves: list[int]) -> VectorStep:
+    """The last vector step of a game with these cards of both players and the public card."""
     env = LeducPoker(1)
     env.reset(np.array([0]))
     env.internal_state["cards"][0] = cards + [card for card in range(6) if card not in cards]
@@ -44,7 +44,7 @@ def played(cards: list[int], moves: list[int]) -> VectorStep:
 @pytest.mark.parametrize(
     ("cards", "moves", "rewards"),
     [
-        ([5, 0, 2], [CALL, RAISE, FOLD], [-1, 1]),  # a bet nobody answers
+        ([5, 0, 2], [CALL, RAISE, FOLD], [-1, 1]),  # a bet that the other folds to
         ([5, 0, 2], [RAISE, RAISE, FOLD], [-3, 3]),  # 1 and 2
         ([5, 0, 2], [CALL, CALL, CALL, CALL], [1, -1]),  # king above jack
         ([0, 2, 1], [CALL, CALL, CALL, CALL], [1, -1]),  # a pair of jacks above a queen
@@ -54,7 +54,7 @@ def played(cards: list[int], moves: list[int]) -> VectorStep:
     ],
 )
 def test_games_by_hand(cards: list[int], moves: list[int], rewards: list[float]) -> None:
-    assert played(cards, moves).rewards[0].tolist() == rewards
+    assert last_step(cards, moves).rewards[0].tolist() == rewards
 
 
 def test_action_and_agent_masks_by_hand() -> None:
@@ -66,13 +66,13 @@ def test_action_and_agent_masks_by_hand() -> None:
     assert action_mask[0].tolist() == [[True, True, True]] * 2 and frame.agent_mask[0].tolist() == [False, True]
     env.step(np.array([[FOLD, RAISE]]))
     assert action_mask[0].tolist() == [[True, True, False]] * 2 and frame.agent_mask[0].tolist() == [True, False]
-    env.step(np.array([[CALL, FOLD]]))  # the second round: player_0 begins again
+    env.step(np.array([[CALL, FOLD]]))  # the second round: player_0 acts first again
     assert action_mask[0].tolist() == [[False, True, True]] * 2 and frame.agent_mask[0].tolist() == [True, False]
 
 
 def test_observations_and_state_by_hand() -> None:
     env = LeducPoker(1)
-    seed = next(seed for seed in range(1000) if dealt(env, seed) == [3, 0, 4])
+    seed = next(seed for seed in range(1000) if cards_of(env, seed) == [3, 0, 4])
     env.reset(np.array([seed]))
     for action in (CALL, RAISE, CALL):
         env.step(np.full((1, 2), action))
@@ -89,7 +89,7 @@ def test_observations_and_state_by_hand() -> None:
     assert env.vector_step.state[0, 12:].tolist() == [0] * 22  # no public card, no moves
 
 
-def dealt(env: LeducPoker, seed: int) -> list[int]:
+def cards_of(env: LeducPoker, seed: int) -> list[int]:
     env.reset(np.array([seed]))
     cards: list[int] = env.internal_state["cards"][0, :3].tolist()
     return cards
@@ -111,7 +111,7 @@ def test_deals_are_uniform() -> None:
         for action in (RAISE, FOLD):
             env.step(np.full((500, 2), action))
     assert np.count_nonzero(counts) == 6 * 5 * 4
-    assert deviation(counts[counts > 0]) < 172.5  # 1 in 1000 at 119 degrees of freedom
+    assert chi_square(counts[counts > 0]) < 172.5  # 1 in 1000 at 119 degrees of freedom
 
 
 def test_env_passes_the_vector_env_check() -> None:

@@ -1,4 +1,4 @@
-"""Liar's dice, game by game as OpenSpiel plays it, and games worked by hand."""
+"""Liar's dice: games equal OpenSpiel's, and games by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs.vector.spiel import Mirror, check_layout, deviation, play
+from envs.vector.spiel import Mirror, assert_equal_spaces, chi_square, play
 
 from palestra.envs.vector.base import VectorStep
 from palestra.envs.vector.check import check_vector_env, random_actions
@@ -16,12 +16,12 @@ from palestra.envs.vector.liars_dice import LiarsDice
 def mirrored(games: int, dice: int, faces: int) -> Mirror:
     env = LiarsDice(games, dice=dice, faces=faces)
     game = f"liars_dice(numdice={dice},dice_sides={faces})"
-    check_layout(env, game)
+    assert_equal_spaces(env, game)
     return Mirror(env, game, lambda b: env.internal_state["dice"][b].ravel().tolist())
 
 
 def careful(frame: VectorStep, rng: np.random.Generator) -> np.ndarray:
-    """Raises the bid by little, so that games grow long, and calls every sixth bid a lie."""
+    """Raises the bid by little, so that games are long, and calls every sixth bid a lie."""
     assert frame.action_mask is not None
     lowest = frame.action_mask.argmax(axis=2)
     liar = frame.action_mask.shape[2] - 1
@@ -43,7 +43,7 @@ def test_long_games_equal_openspiel(dice: int, faces: int, games: int) -> None:
     play(mirror, games, lambda frame: careful(frame, rng))
 
 
-def played(dice: list[list[int]], moves: list[int], faces: int = 6) -> VectorStep:
+def last_step(dice: list[list[int]], moves: list[int], faces: int = 6) -> VectorStep:
     env = LiarsDice(1, dice=len(dice[0]), faces=faces)
     env.reset(np.array([0]))
     env.internal_state["dice"][0] = dice
@@ -56,17 +56,17 @@ def played(dice: list[list[int]], moves: list[int], faces: int = 6) -> VectorSte
 @pytest.mark.parametrize(
     ("dice", "moves", "rewards"),
     [
-        ([[2], [4]], [2, 12], [1, -1]),  # one three: there is
-        ([[2], [4]], [3, 12], [-1, 1]),  # one four: there is none
-        ([[2], [4]], [0, 4, 12], [-1, 1]),  # player_1 says one five, and has it
+        ([[2], [4]], [2, 12], [1, -1]),  # one three: true
+        ([[2], [4]], [3, 12], [-1, 1]),  # one four: false
+        ([[2], [4]], [0, 4, 12], [-1, 1]),  # player_1 bids one five, and has it
         ([[2], [2]], [8, 12], [1, -1]),  # two threes
         ([[2], [5]], [8, 12], [1, -1]),  # a three and the wild six
         ([[2], [5]], [5, 12], [1, -1]),  # one six
-        ([[2], [5]], [11, 12], [-1, 1]),  # two sixes: the three is none
+        ([[2], [5]], [11, 12], [-1, 1]),  # two sixes: the three does not count
     ],
 )
 def test_games_by_hand(dice: list[list[int]], moves: list[int], rewards: list[float]) -> None:
-    assert played(dice, moves).rewards[0].tolist() == rewards
+    assert last_step(dice, moves).rewards[0].tolist() == rewards
 
 
 def test_action_and_agent_masks_by_hand() -> None:
@@ -121,7 +121,7 @@ def test_dice_are_uniform() -> None:
         counts += np.bincount(env.internal_state["dice"][:, :, 0] @ [6, 1], minlength=36)
         for action in (0, 12):
             env.step(np.full((500, 2), action))
-    assert deviation(counts) < 66.7  # 1 in 1000 at 35 degrees of freedom
+    assert chi_square(counts) < 66.7  # 1 in 1000 at 35 degrees of freedom
 
 
 def test_dice_of_one_player_are_independent() -> None:
@@ -129,7 +129,7 @@ def test_dice_of_one_player_are_independent() -> None:
     env.reset(np.arange(9000))
     pairs = np.bincount(env.internal_state["dice"][:, 0] @ [3, 1], minlength=9)
     assert pairs[[3, 6, 7]].tolist() == [0, 0, 0]  # in order
-    assert deviation(pairs[[0, 4, 8]] * 2.0) < 30 and abs(pairs[[0, 4, 8]].sum() - 3000) < 150  # doubles: 1 in 3
+    assert chi_square(pairs[[0, 4, 8]] * 2.0) < 30 and abs(pairs[[0, 4, 8]].sum() - 3000) < 150  # doubles: 1 in 3
 
 
 @pytest.mark.parametrize(("dice", "faces"), [(1, 6), (3, 2)])

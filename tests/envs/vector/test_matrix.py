@@ -22,7 +22,7 @@ THEIRS = {
 
 
 def table(env: MatrixGame) -> np.ndarray:
-    """What each seat earns [A, A, 2], by playing every joint action of a one-shot game."""
+    """The rewards [A, A, 2] of each seat, from playing every joint action of a one-shot game."""
     rows, columns = (space.n for space in env.action_spaces)  # type: ignore[union-attr]
     env.reset(np.arange(env.num_envs))
     frame = env.step(np.array(list(product(range(rows), range(columns)))))

@@ -1,4 +1,4 @@
-"""MPE's four games: the numbers of the `mpe2` package, and cases worked by hand."""
+"""MPE's four games: equal to the `mpe2` package, and cases by hand."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_env_passes_the_vector_env_check(game: type[VectorEnv], continuous: bool
     check_vector_env(lambda games: game(games, max_cycles=10, continuous_actions=continuous), steps=45)  # type: ignore[call-arg]
 
 
-class Theirs:
-    """One game of mpe2, gone on by itself after its end as ours is."""
+class Mpe2Game:
+    """One game of mpe2 that resets itself after its end, as palestra's does."""
 
     def __init__(self, module: Any, options: dict[str, Any]) -> None:
         self.env = module.parallel_env(**options)
@@ -85,8 +85,9 @@ class Theirs:
         return self.now(views), np.array([rewards[s] for s in self.seats], np.float32), cuts[self.seats[0]]
 
 
-def played(env: VectorEnv, steps: int) -> tuple[list[np.ndarray], list[VectorStep]]:
-    """Random actions, each kept for some steps so that agents run fast and far, and all frames, the reset's first."""
+def play_random(env: VectorEnv, steps: int) -> tuple[list[np.ndarray], list[VectorStep]]:
+    """Random actions, each repeated for some steps so that agents move fast and far; all vector steps, the reset's
+    first."""
     rng = np.random.default_rng(0)
     frames = [env.reset(SEEDS).copy()]
     actions: list[np.ndarray] = []
@@ -106,15 +107,15 @@ def test_games_equal_mpe2(
     game: Any, ours: dict[str, Any], module: Any, options: dict[str, Any], continuous: bool
 ) -> None:
     env = game(len(SEEDS), continuous_actions=continuous, **ours)
-    theirs = Theirs(module, {**options, "continuous_actions": continuous})
+    theirs = Mpe2Game(module, {**options, "continuous_actions": continuous})
     assert list(env.seats) == theirs.seats
     for i, seat in enumerate(env.seats):
         assert env.observation_shapes[i] == theirs.env.observation_space(seat).shape
         space = theirs.env.action_space(seat)
         assert (len(env.action_spaces[i].low),) == space.shape if continuous else env.action_spaces[i].n == space.n
-    actions, frames = played(env, 2 * env.max_cycles + 5)
+    actions, frames = play_random(env, 2 * env.max_cycles + 5)
     for b, seed in enumerate(SEEDS.tolist()):
-        equal(frames[0], b, *theirs.reset(seed), f"game {b}")
+        assert_equal_step(frames[0], b, *theirs.reset(seed), f"game {b}")
         for step, (action, frame) in enumerate(zip(actions, frames[1:], strict=True), 1):
             spaces = enumerate(env.action_spaces)
             given = [action[b, i, : len(s.low)] if continuous else action[b, i] for i, s in spaces]
@@ -127,17 +128,17 @@ def test_games_equal_mpe2(
                 np.testing.assert_array_equal(frame.final_obs[b], views, err_msg=where)
                 np.testing.assert_array_equal(frame.final_state[b], state, err_msg=where)
                 views, state = theirs.reset(None)
-            equal(frame, b, views, state, where)
+            assert_equal_step(frame, b, views, state, where)
 
 
-def equal(frame: VectorStep, b: int, views: np.ndarray, state: np.ndarray, where: str) -> None:
+def assert_equal_step(frame: VectorStep, b: int, views: np.ndarray, state: np.ndarray, where: str) -> None:
     assert frame.state is not None
     np.testing.assert_array_equal(frame.obs[b], views, err_msg=where)
     np.testing.assert_array_equal(frame.state[b], state, err_msg=where)
 
 
-def placed(env: Any, entities: list[tuple[float, float]], goal: int = 0) -> Any:
-    """The env just reset, with its agents, then its landmarks, at these places in every game."""
+def place_entities(env: Any, entities: list[tuple[float, float]], goal: int = 0) -> Any:
+    """The env after a reset, with its agents and then its landmarks at these positions in every game."""
     env.reset(np.arange(env.num_envs))
     env.internal_state["pos"][:] = entities
     env.internal_state["goal"][:] = goal
@@ -145,8 +146,8 @@ def placed(env: Any, entities: list[tuple[float, float]], goal: int = 0) -> Any:
 
 
 def test_spread_rewards_distance_and_collisions() -> None:
-    env = placed(SimpleSpread(2, agents=2, local_ratio=0.25), [(0, 0), (1, 0), (0, 1), (1, 2)])
-    # 1 from (0, 0) to the first landmark, 2 from (1, 0) to the second; nobody moves in the first step.
+    env = place_entities(SimpleSpread(2, agents=2, local_ratio=0.25), [(0, 0), (1, 0), (0, 1), (1, 2)])
+    # 1 from (0, 0) to the first landmark, 2 from (1, 0) to the second; no agent moves in the first step.
     np.testing.assert_array_equal(env.step(np.zeros((2, 2), int)).rewards, np.full((2, 2), 0.75 * -3))
     env.internal_state["pos"][1] = [(0, 0), (0.25, 0), (0, 1), (0.25, 2)]
     env.internal_state["vel"][:] = 0
@@ -154,11 +155,11 @@ def test_spread_rewards_distance_and_collisions() -> None:
 
 
 def test_overlapping_discs_repel() -> None:
-    env = placed(SimpleSpread(1, agents=2), [(0, 0), (0.2, 0), (5, 5), (5, 5)])
+    env = place_entities(SimpleSpread(1, agents=2), [(0, 0), (0.2, 0), (5, 5), (5, 5)])
     # Radii 0.15 overlap by 0.1: force 100 * 0.1 for 0.1 s, to the left and to the right.
     obs = env.step(np.zeros((1, 2), int)).obs[0]
     np.testing.assert_allclose(obs[:, :4], [[-1.0, 0, 0, 0], [1, 0, 0.2, 0]], atol=1e-6)
-    # Forces come before motion: the second step's still finds them overlapping, the third's 0.4 apart.
+    # Forces act before motion: in the second step the discs still overlap, in the third they are 0.4 apart.
     obs = env.step(np.zeros((1, 2), int)).obs[0]
     np.testing.assert_allclose(obs[:, :4], [[-1.75, 0, -0.1, 0], [1.75, 0, 0.3, 0]], atol=1e-6)
     obs = env.step(np.zeros((1, 2), int)).obs[0]
@@ -167,15 +168,15 @@ def test_overlapping_discs_repel() -> None:
 
 @pytest.mark.parametrize(("action", "velocity"), [(0, (0, 0)), (1, (-1, 0)), (2, (1, 0)), (3, (0, -1)), (4, (0, 1))])
 def test_actions_accelerate_in_their_direction(action: int, velocity: tuple[float, float]) -> None:
-    env = placed(SimpleSpread(1, agents=1), [(0, 0), (0, 0)])
+    env = place_entities(SimpleSpread(1, agents=1), [(0, 0), (0, 0)])
     np.testing.assert_allclose(env.step(np.array([[action]])).obs[0, 0, :2], np.multiply(velocity, 0.5))
-    env = placed(SimpleSpread(1, agents=1, continuous_actions=True), [(0, 0), (0, 0)])
+    env = place_entities(SimpleSpread(1, agents=1, continuous_actions=True), [(0, 0), (0, 0)])
     strength = np.eye(5)[[[action]]] * 0.5
     np.testing.assert_allclose(env.step(strength).obs[0, 0, :2], np.multiply(velocity, 0.25))
 
 
 def test_adversary_rewards_depend_on_goal_distance() -> None:
-    env = placed(SimpleAdversary(1), [(3, 4), (1, 0), (0, 2), (7, 7), (0, 0)], goal=1)
+    env = place_entities(SimpleAdversary(1), [(3, 4), (1, 0), (0, 2), (7, 7), (0, 0)], goal=1)
     frame = env.step(np.zeros((1, 3), int))
     np.testing.assert_array_equal(frame.rewards[0], [-5, 5 - 1, 5 - 1])
     np.testing.assert_array_equal(frame.obs[0, 0], [4, 3, -3, -4, -2, -4, -3, -2, 0, 0])
@@ -183,22 +184,22 @@ def test_adversary_rewards_depend_on_goal_distance() -> None:
 
 
 def test_tag_rewards_touches_and_penalises_leaving() -> None:
-    env = placed(SimpleTag(1, num_obstacles=0), [(0.5, 0.5), (0.5, 0.6), (-0.5, 0), (0.5, 0.55)])
+    env = place_entities(SimpleTag(1, num_obstacles=0), [(0.5, 0.5), (0.5, 0.6), (-0.5, 0), (0.5, 0.55)])
     np.testing.assert_array_equal(env.step(np.zeros((1, 4), int)).rewards[0], [20, 20, 20, -20])
     for place, fine in [((0.89, 0), 0), ((0.95, 0), 0.5), ((0, -1.5), math.e), ((3, 3), 20)]:
-        env = placed(SimpleTag(1, num_obstacles=0), [(9, 9), (-9, 9), (9, -9), place])
+        env = place_entities(SimpleTag(1, num_obstacles=0), [(9, 9), (-9, 9), (9, -9), place])
         np.testing.assert_allclose(env.step(np.zeros((1, 4), int)).rewards[0, 3], -fine, rtol=1e-6)
 
 
 def test_tag_has_speed_limits() -> None:
-    env = placed(SimpleTag(1, num_obstacles=0), [(0, 0), (0, 3), (0, 6), (0, 9)])
+    env = place_entities(SimpleTag(1, num_obstacles=0), [(0, 0), (0, 3), (0, 6), (0, 9)])
     for _ in range(20):
         obs = env.step(np.full((1, 4), 2)).obs
     np.testing.assert_allclose(obs[0, :, 0], [1, 1, 1, 1.3], rtol=1e-6)
 
 
 def test_listener_observes_the_message_and_both_share_the_cost() -> None:
-    env = placed(SimpleSpeakerListener(1), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)], goal=2)
+    env = place_entities(SimpleSpeakerListener(1), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)], goal=2)
     frame = env.step(np.array([[1, 0]]))
     np.testing.assert_array_equal(frame.rewards[0], [-25, -25])
     np.testing.assert_array_equal(frame.obs[0, 0, :3], np.array([0.15, 0.15, 0.65], np.float32))
@@ -207,11 +208,11 @@ def test_listener_observes_the_message_and_both_share_the_cost() -> None:
 
 
 def test_out_of_range_actions_are_clipped_or_ignored() -> None:
-    env = placed(SimpleSpeakerListener(1), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)])
+    env = place_entities(SimpleSpeakerListener(1), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)])
     for action in (-1, 5, 2**31 - 1, -(2**31)):
         obs = env.step(np.full((1, 2), action)).obs[0, 1]
         np.testing.assert_array_equal(obs[[0, 1, 8, 9, 10]], [0, 0, 1, 0, 0])
-    env = placed(SimpleSpeakerListener(1, continuous_actions=True), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)])
+    env = place_entities(SimpleSpeakerListener(1, continuous_actions=True), [(9, 9), (0, 0), (1, 1), (2, 2), (3, 4)])
     strange = np.array([[[7, -7, np.nan, 0, 0], [0, np.nan, 9, -3, np.inf]]])
     np.testing.assert_array_equal(env.step(strange).obs[0, 1, [0, 1, 8, 9, 10]], [0.5, 0.5, 1, 0, 0])
 

@@ -1,4 +1,4 @@
-"""OpenSpiel's games go as OpenSpiel plays them."""
+"""OpenSpiel's games through the adapter equal OpenSpiel's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_games_pass_the_vector_env_check(game: str) -> None:
 
 
 def rebuilt(name: str, state: pyspiel.State) -> pyspiel.State:
-    """A state of its own after the same history."""
+    """A new state with the same history."""
     is_first, joint = pyspiel.load_game(name).new_initial_state(), []
     for move in state.full_history():
         if not is_first.is_simultaneous_node():
@@ -55,7 +55,7 @@ def rebuilt(name: str, state: pyspiel.State) -> pyspiel.State:
     ],
 )
 def test_observations_equal_openspiel_at_the_same_history(name: str, view: str) -> None:
-    """Rebuilt by OpenSpiel from each game's own history; returns are the rewards added up."""
+    """States are rebuilt by OpenSpiel from each game's history; returns are sums of the rewards."""
     env = OpenSpielEnv(3, game=name, view=view)  # type: ignore[arg-type]
     assert isinstance(env.inner, SyncVectorEnv)
     rng, frame, ended = np.random.default_rng(0), env.reset(np.arange(3)), 0
@@ -80,8 +80,8 @@ def test_observations_equal_openspiel_at_the_same_history(name: str, view: str) 
 
 
 def test_uniform_kuhn_poker_has_value_one_eighth() -> None:
-    """Showdowns cancel over the deals. The first seat bets and the other folds one time in four (1 won); it passes, is
-    bet against and folds one time in eight (1 lost)."""
+    """Showdowns cancel over the deals. With probability 1/4 the first seat bets and the other folds (+1); with 1/8 it
+    passes, the other bets, and it folds (-1)."""
     policy = pyspiel.UniformRandomPolicy(pyspiel.load_game("kuhn_poker"))
     exact = pyspiel.expected_returns(pyspiel.load_game("kuhn_poker").new_initial_state(), policy, -1, True)
     assert np.allclose(exact, [0.125, -0.125])
@@ -95,15 +95,15 @@ def test_uniform_kuhn_poker_has_value_one_eighth() -> None:
 
 
 def test_deals_are_uniform_and_differ_between_games() -> None:
-    """Kuhn: the first seat's card stands in the three numbers after the two that say who looks."""
+    """Kuhn: the first seat's card is in the three numbers after the two of the observing seat."""
     env = OpenSpielEnv(600, game="kuhn_poker")
     cards = env.reset(np.arange(600)).obs[:, 0, 2:5]
     assert (cards.sum(1) == 1).all() and np.allclose(cards.mean(0), 1 / 3, atol=0.06)
 
 
 def test_simultaneous_prisoners_dilemma() -> None:
-    """OpenSpiel's prisoner's dilemma pays 5 and 5 for silence, 1 and 1 for treason, 10 and 0 for treason against
-    silence."""
+    """OpenSpiel's prisoner's dilemma pays 5 and 5 for mutual cooperation, 1 and 1 for mutual defection, 10 and 0 if one
+    defects."""
     env = OpenSpielEnv(3, game="matrix_pd")
     assert env.reset(np.arange(3)).agent_mask.all()
     frame = env.step(np.array([[0, 0], [1, 1], [1, 0]], np.int32))
@@ -120,13 +120,13 @@ def test_tic_tac_toe_win_by_hand() -> None:
         frame.action_mask is not None
         and frame.action_mask[0, 0].tolist() == [False, False, True, False, False] + [True] * 4
     )
-    frame = env.step(np.array([[0, 0]], np.int32))  # taken: the first legal place, 2, instead, which wins
+    frame = env.step(np.array([[0, 0]], np.int32))  # occupied: the first legal cell, 2, is used instead, which wins
     assert frame.rewards.tolist() == [[1, -1]] and frame.terminated[0] and frame.agent_mask[0].tolist() == [True, False]
 
 
-def test_hanabi_pays_every_card_to_all_and_takes_it_back_when_lives_run_out() -> None:
-    """One colour of cards 1, 1, 1, 2, 2, 3, 3, 4, 4, 5; hands of two, one life. Actions 2 and 3 play a card. The first
-    players who play a card that fits have 1 each; a card that does not fit ends the game, for 0 in all."""
+def test_hanabi_rewards_are_shared_and_lost_with_the_last_life() -> None:
+    """One colour of cards 1, 1, 1, 2, 2, 3, 3, 4, 4, 5; hands of two, one life. Actions 2 and 3 play a card. Each
+    fitting card pays 1 to all; a card that does not fit ends the game with a return of 0."""
     env = OpenSpielEnv(400, game="hanabi(players=2,colors=1,hand_size=2,max_life_tokens=1)")
     frame, paid, returns = env.reset(np.arange(400)), np.zeros(400), []
     for _ in range(3):
@@ -142,9 +142,9 @@ def test_hanabi_pays_every_card_to_all_and_takes_it_back_when_lives_run_out() ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # half a minute where nothing else runs
+@pytest.mark.timeout(1200)  # half a minute on an idle machine
 def test_hanabi_of_two_colours_is_learned(tmp_path: Path) -> None:
-    """By PPO, one network for both players: random play has 0.8 of 6 points, learned play about 3.2."""
+    """By PPO, one network for both players: random play scores 0.8 of 6 points, learned play about 3.2."""
     run = pl.train(
         env={
             "type": "openspiel",
@@ -163,10 +163,10 @@ def test_hanabi_of_two_colours_is_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # 20 s each where nothing else runs
+@pytest.mark.timeout(1200)  # 20 s each on an idle machine
 @pytest.mark.parametrize("name", ["hanabi_tiny_mappo", "hanabi_tiny_vdn"])
 def test_shipped_hanabi_is_learned(name: str, tmp_path: Path) -> None:
-    """Uniform play has 0.39 of 6 points (2,607 games, standard error 0.02)."""
+    """Uniform play scores 0.39 of 6 points (2,607 games, standard error 0.02)."""
     run = pl.train(f"configs/games/{name}.yaml", env_steps=100_000, seed=3, root=tmp_path)
     first, *_, last = run.evals["return"].tolist()
     assert first < 1.2 and last > 1.5

@@ -1,7 +1,7 @@
-"""Overcooked is JaxMARL's game: from equal states and actions come that package's numbers, which were recorded.
+"""Overcooked is JaxMARL's game: equal states and actions give the numbers recorded from that package.
 
-overcooked_jaxmarl_0.2.0.npz has its games; overcooked_jaxmarl.py writes them. peers/test_overcooked.py plays more of
-them where the package is installed.
+overcooked_jaxmarl_0.2.0.npz has its games; overcooked_jaxmarl.py writes them. peers/test_overcooked.py plays more if
+the package is installed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_games_equal_the_jaxmarl_package(layout: str, recordings: dict[str, Reco
     replay(LAYOUTS[layout], recordings[layout])
 
 
-def test_recorded_games_have_all_that_can_happen(recordings: dict[str, Recording]) -> None:
+def test_recorded_games_cover_all_events(recordings: dict[str, Recording]) -> None:
     happened: Counter[str] = sum((replay(LAYOUTS[name], one) for name, one in recordings.items()), Counter())
     few = {name: count for name, count in happened.items() if count < 5}
     assert len(happened) == 8 and not few
@@ -68,8 +68,8 @@ def test_random_starts_pass_the_vector_env_check() -> None:
     )
 
 
-def placed(cooks: list[list[int]], *, onions: int = 0, cooking: int = 0, **options: Any) -> Overcooked:
-    """A game with cooks as said, each cell, direction faced and item held, and pots alike."""
+def env_with(cooks: list[list[int]], *, onions: int = 0, cooking: int = 0, **options: Any) -> Overcooked:
+    """A game with these cooks, each (cell, direction, held item), and these pots."""
     env = Overcooked(1, **options)
     env.reset(np.array([0]))
     env.internal_state["cooks"][0] = cooks
@@ -90,23 +90,24 @@ def test_soup_is_cooked_and_served_as_worked_by_hand() -> None:
     env = Overcooked(1, shaped_reward=1.0)
     env.reset(np.array([0]))
 
-    def paid(actions: list[int]) -> list[float]:
+    def rewards_of(actions: list[int]) -> list[float]:
         rewards = []
         for action in actions:
             frame = env.step(np.array([[action, STAY]]))
             own, other = frame.rewards[0].tolist()
-            assert other == (own if own == 20 else 0)  # deliveries are for both, shaped rewards for who earns them
+            # deliveries are paid to both, shaped rewards to the seat that earns them
+            assert other == (own if own == 20 else 0)
             rewards.append(own)
         return rewards
 
     assert env.internal_state["cooks"][0, :, 0].tolist() == [6, 8]
-    assert paid(2 * onion) == 2 * [0, 0, 0, 0, 3, 0]
-    assert paid(onion[:-1]) == [0, 0, 0, 0, 3]
+    assert rewards_of(2 * onion) == 2 * [0, 0, 0, 0, 3, 0]
+    assert rewards_of(onion[:-1]) == [0, 0, 0, 0, 3]
     assert channel(env.vector_step, 0, 2, TIME_LEFT) == channel(env.vector_step, 1, 2, TIME_LEFT) == 19
-    assert paid(plate) == [0, 0, 0, 3, 0, 0, 0]
+    assert rewards_of(plate) == [0, 0, 0, 3, 0, 0, 0]
     assert channel(env.vector_step, 0, 2, TIME_LEFT) == 12
-    assert paid([INTERACT] * 13) == [0] * 12 + [5]  # 12 steps too early
-    assert paid(serve) == [0, 0, 0, 20]
+    assert rewards_of([INTERACT] * 13) == [0] * 12 + [5]  # 12 steps too early
+    assert rewards_of(serve) == [0, 0, 0, 20]
     assert env.internal_state["cooks"][0, 0].tolist() == [13, DOWN, NOTHING]
     assert env.internal_state["onions"][0, 0] == 0 and env.internal_state["steps"][0] == 41
 
@@ -115,27 +116,27 @@ def test_plate_is_rewarded_while_a_pot_needs_one() -> None:
     """Cell 11 has the plates below it, cell 12 a counter; cramped_room has one pot."""
     at_plates, beside = [11, DOWN, NOTHING], [12, DOWN, NOTHING]
     for onions, other, reward in ((0, beside, 0), (1, beside, 3), (1, [12, DOWN, PLATE], 0), (3, [12, DOWN, SOUP], 3)):
-        env = placed([at_plates, other], onions=onions, shaped_reward=1.0)
+        env = env_with([at_plates, other], onions=onions, shaped_reward=1.0)
         assert env.step(np.array([[INTERACT, STAY]])).rewards[0].tolist() == [reward, 0]
         assert env.internal_state["cooks"][0, 0, 2] == PLATE
-    env = placed([at_plates, beside], onions=1, shaped_reward=1.0)
-    env.internal_state["counters"][0, 4] = PLATE  # one that lies about will do
+    env = env_with([at_plates, beside], onions=1, shaped_reward=1.0)
+    env.internal_state["counters"][0, 4] = PLATE  # a plate on a counter is enough
     assert not env.step(np.array([[INTERACT, STAY]])).rewards.any()
 
 
 def test_first_seat_acts_before_the_second() -> None:
     """forced_coordination: the cooks stand on both sides of the counter at cell 12."""
-    env = placed([[11, RIGHT, ONION], [13, LEFT, NOTHING]], layout="forced_coordination")
+    env = env_with([[11, RIGHT, ONION], [13, LEFT, NOTHING]], layout="forced_coordination")
     env.step(np.array([[INTERACT, INTERACT]]))
     assert (
         env.internal_state["cooks"][0, :, 2].tolist() == [NOTHING, ONION] and not env.internal_state["counters"].any()
     )
-    env = placed([[11, RIGHT, NOTHING], [13, LEFT, ONION]], layout="forced_coordination")
+    env = env_with([[11, RIGHT, NOTHING], [13, LEFT, ONION]], layout="forced_coordination")
     env.step(np.array([[INTERACT, INTERACT]]))
     assert env.internal_state["cooks"][0, :, 2].tolist() == [NOTHING, NOTHING]
     assert env.internal_state["counters"][0, 12] == ONION
-    env = placed([[11, RIGHT, ONION], [13, LEFT, PLATE]], layout="forced_coordination")
-    env.step(np.array([[INTERACT, INTERACT]]))  # no room for the second
+    env = env_with([[11, RIGHT, ONION], [13, LEFT, PLATE]], layout="forced_coordination")
+    env.step(np.array([[INTERACT, INTERACT]]))  # no room for the second cook's item
     assert env.internal_state["cooks"][0, :, 2].tolist() == [NOTHING, PLATE]
 
 
@@ -143,22 +144,22 @@ def test_first_seat_acts_before_the_second() -> None:
     ("before", "actions", "after"),
     [
         ((6, 8), (RIGHT, LEFT), (6, 8)),  # the same cell
-        ((6, 7), (RIGHT, LEFT), (6, 7)),  # each other's
-        ((6, 7), (RIGHT, STAY), (6, 7)),  # somebody stands there
-        ((6, 7), (RIGHT, UP), (6, 7)),  # somebody cannot leave: the pot is above
-        ((6, 7), (RIGHT, RIGHT), (7, 8)),  # somebody leaves
+        ((6, 7), (RIGHT, LEFT), (6, 7)),  # each other's cell
+        ((6, 7), (RIGHT, STAY), (6, 7)),  # the cell is occupied
+        ((6, 7), (RIGHT, UP), (6, 7)),  # the occupant cannot leave: the pot is above
+        ((6, 7), (RIGHT, RIGHT), (7, 8)),  # the occupant leaves
         ((6, 7), (DOWN, DOWN), (11, 12)),
-        ((6, 7), (-1, 99), (6, 7)),  # no actions
+        ((6, 7), (-1, 99), (6, 7)),  # not actions
     ],
 )
 def test_cooks_do_not_share_or_swap_cells(
     before: tuple[int, int], actions: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    env = placed([[before[0], UP, NOTHING], [before[1], UP, NOTHING]])
+    env = env_with([[before[0], UP, NOTHING], [before[1], UP, NOTHING]])
     env.step(np.array([actions]))
     assert tuple(env.internal_state["cooks"][0, :, 0]) == after
     turned = [action if 0 <= action < STAY else UP for action in actions]
-    assert env.internal_state["cooks"][0, :, 1].tolist() == turned  # also towards what is in the way
+    assert env.internal_state["cooks"][0, :, 1].tolist() == turned  # also if the way is blocked
 
 
 def test_game_is_truncated_at_the_step_limit_and_urgent_before() -> None:
@@ -173,8 +174,8 @@ def test_game_is_truncated_at_the_step_limit_and_urgent_before() -> None:
 
 
 def test_weight_of_shaped_rewards_falls_over_episodes() -> None:
-    """An onion put into a pot pays 3, at first; after a quarter of the steps 2.25, and nothing in the end."""
-    env = placed([[7, UP, ONION], [8, UP, NOTHING]], max_steps=6, shaped_reward=1.0, shaped_steps=8)
+    """An onion put into a pot pays 3 at first, 2.25 after a quarter of the steps, and 0 at the end."""
+    env = env_with([[7, UP, ONION], [8, UP, NOTHING]], max_steps=6, shaped_reward=1.0, shaped_steps=8)
     rewards = []
     for _ in range(10):
         env.internal_state["cooks"][0, 0] = [7, UP, ONION]
@@ -185,8 +186,8 @@ def test_weight_of_shaped_rewards_falls_over_episodes() -> None:
     assert env.internal_state["played"][0] == 0
 
 
-def test_random_starts_are_even() -> None:
-    """In 2,000 games items held, directions, cells and the 24 states of the pot come alike often."""
+def test_random_starts_are_uniform() -> None:
+    """Over 2,000 games, held items, directions, cells and the 24 states of the pot are uniform."""
     env = Overcooked(2000, random_start=True)
     env.reset(np.arange(2000))
     cooks, onions, cooking = (env.internal_state[name] for name in ("cooks", "onions", "cooking"))
@@ -202,7 +203,7 @@ def test_random_starts_are_even() -> None:
 
 def test_kitchen_is_drawn() -> None:
     """Cells of cramped_room are 48 pixels wide, in the middle of a square: its first row lies 24 pixels down."""
-    env = placed([[6, LEFT, ONION], [13, DOWN, SOUP]], onions=3)
+    env = env_with([[6, LEFT, ONION], [13, DOWN, SOUP]], onions=3)
     picture = env.render(0)
 
     def colour(cell: int) -> tuple[int, ...]:
@@ -215,9 +216,9 @@ def test_kitchen_is_drawn() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)  # a minute where nothing else runs
+@pytest.mark.timeout(2400)  # a minute on an idle machine
 def test_shipped_config_learns_to_serve(tmp_path: Path) -> None:
-    """Random play serves a soup in 20 to 30 games; the bar is ten soups a game, counted without shaped rewards."""
+    """Random play serves a soup in 20 to 30 games; the threshold is ten soups per game, without shaped rewards."""
     run = pl.train(ROOT / "configs/games/overcooked_ppo.yaml", seed=1, root=tmp_path)
     first, *_, last = run.evals["return"].tolist()
     assert first < 5 and last >= 200

@@ -1,4 +1,4 @@
-"""PettingZoo's envs go as PettingZoo plays them, and ours pass PettingZoo's own tests."""
+"""PettingZoo's envs equal PettingZoo's own, and exported envs of palestra pass PettingZoo's tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from palestra.envs.vector.pettingzoo.export import to_aec, to_parallel
 from palestra.envs.vector.pettingzoo.games import PettingZooEnv, load_game, strip_check_wrappers
 from palestra.envs.vector.sync_vector import SingleStep, SyncVectorEnv, VectorEnvSpec, episode_seed
 
-with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # it imports by its own old names
+# the package imports itself under its old name
+with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
     from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, seed_test
     from pettingzoo.utils.wrappers import AssertOutOfBoundsWrapper, TerminateIllegalWrapper
 
@@ -36,7 +37,7 @@ class Strict(AssertOutOfBoundsWrapper):
     pass
 
 
-def theirs(path: str, options: dict[str, Any] | None = None) -> Any:
+def make_pettingzoo(path: str, options: dict[str, Any] | None = None) -> Any:
     module, _, factory = path.partition(":")
     return getattr(importlib.import_module(module), factory)(**(options or {}))
 
@@ -71,8 +72,8 @@ def test_subprocess_games_are_the_same() -> None:
 
 @pytest.mark.parametrize(("path", "options"), [(TALK, {"max_cycles": 25}), (KNIGHTS, {"max_cycles": 500})])
 def test_parallel_envs_equal_pettingzoo(path: str, options: dict[str, Any]) -> None:
-    """Agents that end (knights die) act no more; state, views and rewards are theirs."""
-    env, other = PettingZooEnv(1, env=path, options=options, state=True), theirs(path, options)
+    """Agents that end (knights die) no longer act; state, observations and rewards equal PettingZoo's."""
+    env, other = PettingZooEnv(1, env=path, options=options, state=True), make_pettingzoo(path, options)
     assert env.seats == tuple(other.possible_agents)
     rng, played, deaths = np.random.default_rng(0), 0, 0
     frame, (seen, _) = env.reset(np.array([5])), other.reset(seed=5)
@@ -111,10 +112,10 @@ def test_parallel_envs_equal_pettingzoo(path: str, options: dict[str, Any]) -> N
     ],
 )
 def test_turn_based_returns_equal_pettingzoo(path: str, options: dict[str, Any], seeds: Any) -> None:
-    """Games played by PettingZoo's own loop, agent_iter and last, against ours with the same actions; among the knights
-    an archer dies long before the game ends."""
+    """Games played by PettingZoo's own loop (agent_iter and last), compared with the adapter with the same actions; in
+    knights an archer dies long before the game ends."""
     for seed in seeds:
-        other, rng = theirs(path, options), np.random.default_rng(seed)
+        other, rng = make_pettingzoo(path, options), np.random.default_rng(seed)
         other.reset(seed=seed)
         moves: list[tuple[str, int]] = []
         expected = dict.fromkeys(other.possible_agents, 0.0)
@@ -142,8 +143,8 @@ def test_turn_based_returns_equal_pettingzoo(path: str, options: dict[str, Any],
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("flags", ["terminated", "truncated", "terminated truncated"])
 def test_agents_terminate_separately(factory: str, dies: bool, flags: str) -> None:
-    """Agent "early" ends with its first action, "late" 4 steps later; what is both terminated and truncated has
-    terminated."""
+    """Agent "early" ends with its first action, "late" 4 steps later; an agent that is both terminated and truncated
+    has terminated."""
     options = {"flags": flags, "dies": dies, "length": 4}
     env, died = PettingZooEnv(2, env=f"mortal_games:{factory}", options=options), "terminated" in flags
     steps = 4 + (factory == "parting_turns")
@@ -194,7 +195,7 @@ def test_connect_four_win_by_hand() -> None:
     for _ in range(6):
         frame = env.step(np.full((1, 2), 3, np.int32))
     assert frame.action_mask is not None and frame.action_mask[0, 0].tolist() == [True] * 3 + [False] + [True] * 3
-    frame = env.step(np.full((1, 2), 3, np.int32))  # illegal: the first legal one instead
+    frame = env.step(np.full((1, 2), 3, np.int32))  # illegal: the first legal action is used instead
     assert frame.obs[0, 1].reshape(6, 7, 2)[5, 0, 1] == 1
 
 
@@ -214,19 +215,19 @@ def test_registered_envs_are_made_by_name() -> None:
 
 
 def test_checking_wrappers_are_removed_and_others_kept() -> None:
-    """Connect four is wrapped, from the outside, in OrderEnforcing, AssertOutOfBounds and TerminateIllegal."""
+    """Connect four is wrapped, from outside in, in OrderEnforcing, AssertOutOfBounds and TerminateIllegal."""
     assert type(load_game(FOUR).env) is TerminateIllegalWrapper
     turns = load_game(SPREAD).env.aec_env
-    assert turns is turns.unwrapped and theirs(SPREAD).aec_env is not theirs(SPREAD).aec_env.unwrapped
+    assert turns is turns.unwrapped and make_pettingzoo(SPREAD).aec_env is not make_pettingzoo(SPREAD).aec_env.unwrapped
     assert (
-        strip_check_wrappers(Strict(theirs(FOUR))).__class__ is Strict
-    )  # a user's own, though derived from one that only checks
+        strip_check_wrappers(Strict(make_pettingzoo(FOUR))).__class__ is Strict
+    )  # a user's wrapper, derived from one that only checks
 
 
 def test_observations_are_requested_once_per_step() -> None:
-    """And PettingZoo's own wrapper asks twice."""
+    """PettingZoo's own wrapper requests them twice."""
     asked = []
-    for env in (load_game(SPREAD).env, theirs(SPREAD)):
+    for env in (load_game(SPREAD).env, make_pettingzoo(SPREAD)):
         env.reset(seed=0)
         world, count = env.unwrapped, Counter()
         look = world.observe
@@ -245,7 +246,7 @@ def test_env_that_skips_turns_is_refused_as_parallel() -> None:
 
 
 def failing_env() -> None:
-    """A factory with a fault of its own."""
+    """A factory that itself fails."""
     1 / 0  # noqa: B018
 
 
@@ -264,11 +265,11 @@ def test_invalid_envs_are_refused() -> None:
         PettingZooEnv(1, env="pettingzoo.test.example_envs.generated_agents_env_v0:env")
 
 
-# ---- ours as PettingZoo's
+# ---- export to PettingZoo
 
 
 class Sizes(Counting):
-    """Everybody acts always; the second seat has several choices or numbers of another length."""
+    """All seats always act; the second seat has another number of choices or of values."""
 
     def __init__(self, spec: VectorEnvSpec) -> None:
         self.spec = spec
@@ -299,7 +300,7 @@ def matrix(games: int) -> VectorEnv:
     return MatrixGame(games, rounds=6)
 
 
-ADVICE = [  # PettingZoo's advice about views and names, which ours need not heed
+ADVICE = [  # PettingZoo's advice about observations and names, which palestra's envs need not follow
     "ignore:Observations? .*:UserWarning",
     "ignore:.*recommend agents to be named:UserWarning",
     "ignore:Agents? .*:UserWarning",
@@ -353,7 +354,7 @@ def test_reset_without_seed_follows_from_the_last_seed() -> None:
 
 
 def test_exported_aec_env_selects_acting_seats() -> None:
-    """Seat "long" drops out after 3 steps; the rewards of a joint step fall when the last has spoken."""
+    """Seat "long" drops out after 3 steps; the rewards of a joint step are paid after its last seat has acted."""
     env, asked = to_aec(counting), []
     env.reset(seed=6)
     returns = {"wide": 0.0, "long": 0.0}

@@ -1,5 +1,5 @@
-"""Agents of PettingZoo's envs that come back, come late, or are paid after they were truncated; parts and states that
-they see."""
+"""Agents of PettingZoo's envs that return, join late, or are rewarded after truncation; observations of several parts;
+global states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from palestra.envs.vector.sync_vector import SyncVectorEnv
 
 
 class Returns(Parting):
-    """Its agent "early" ends with the first step and acts again from step 3 on, paid 1 in every step."""
+    """Agent "early" ends with the first step and acts again from step 3 on; it is paid 1 in every step."""
 
     def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
         result = super().step(actions)
@@ -26,7 +26,7 @@ class Returns(Parting):
 
 
 class ReturnsInTurns(PartingTurns):
-    """The same in turns."""
+    """The same in a turn-based env."""
 
     def step(self, action: Any) -> None:
         super().step(action)
@@ -46,7 +46,7 @@ def test_agent_that_acts_after_its_end_is_refused(adapter: Any, env: Any, steps:
         assert not game.step(np.zeros(2, np.int32)).terminated
     with pytest.raises(ValueError, match="lets agent early act again after it ended, which PettingZoo forbids"):
         game.step(np.zeros(2, np.int32))
-    game.reset(1)  # everybody acts in the next game
+    game.reset(1)  # all agents act in the next game
 
 
 class PaysOn(Parting):
@@ -58,7 +58,7 @@ class PaysOn(Parting):
 
 
 @pytest.mark.parametrize(("flags", "paid"), [("terminated", 1), ("truncated", 4), ("terminated truncated", 1)])
-def test_rewards_after_the_end_of_an_agent_are_those_of_truncated_agents(flags: str, paid: int) -> None:
+def test_rewards_after_the_end_count_for_truncated_agents_only(flags: str, paid: int) -> None:
     env = SyncVectorEnv(lambda: ParallelGame(PaysOn(flags, length=4)), 1)
     env.reset(np.array([0]))
     rewards = [env.step(np.zeros((1, 2), np.int32)).rewards[0].copy() for _ in range(4)]
@@ -66,7 +66,7 @@ def test_rewards_after_the_end_of_an_agent_are_those_of_truncated_agents(flags: 
 
 
 class Joins(PartingTurns):
-    """Agent "late" joins with the first move of "early", which stays."""
+    """Agent "late" joins with the first move of "early", which continues."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> None:
         super().reset(seed, options)
@@ -99,7 +99,7 @@ def test_agent_that_joins_a_turn_based_game_later() -> None:
 
 
 class Parts(Parting):
-    """Shows two parts beside the action mask, none of them called observation; action 1 is illegal."""
+    """Observations have two parts beside the action mask, neither called "observation"; action 1 is illegal."""
 
     def observation_space(self, agent: str) -> spaces.Space:
         mask = spaces.Box(0, 1, (2,), np.int8)
@@ -119,7 +119,7 @@ def test_all_parts_beside_an_action_mask_are_observed() -> None:
 
 
 class Stated(Parting):
-    """Its global state is the time and the square of it, which no `state_space` describes."""
+    """The global state is the time and its square, without a `state_space`."""
 
     def state(self) -> np.ndarray:
         return np.array([self.time, self.time**2], np.float64)

@@ -1,4 +1,4 @@
-"""Pong's picture shows the game, its physics are as said, and its tracker is neither weak nor perfect."""
+"""Pong: pictures show the game, its physics are as documented, and its tracker is neither weak nor perfect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_env_passes_the_vector_env_check(options: dict[str, Any]) -> None:
 
 
 def picture(env: Pong, b: int, mirrored: bool) -> np.ndarray:
-    """The present picture, drawn anew."""
+    """The current picture, drawn again."""
     ball, paddles = env.internal_state["ball"][b], env.internal_state["paddles"][b]
     picture = np.zeros((84, 84), np.uint8)
     picture[:2] = picture[-2:] = 128
@@ -57,12 +57,12 @@ def test_final_observation_is_kept() -> None:
     before = env.step(np.array([[UP, DOWN]])).obs.copy()
     frame = env.step(np.array([[STAY, STAY]]))
     assert frame.truncated[0] and np.array_equal(frame.final_obs[..., :3], before[..., 1:])
-    # The paddles (the only things in these columns) have left the middle and are back in it in the next game.
+    # The paddles (the only objects in these columns) have left the middle; in the next game they are back in it.
     assert not frame.final_obs[0, 0, 38:41, 4, 3].all() or not frame.final_obs[0, 0, 43:46, 4, 3].all()
     assert frame.obs[0, 0, 37:47, 4].all() and frame.state is not None and frame.state[0, 8] == 0
 
 
-def placed(ball: list[float], right: float = 42, left: float = 42, **options: Any) -> Pong:
+def env_with(ball: list[float], right: float = 42, left: float = 42, **options: Any) -> Pong:
     env = Pong(1, **options)
     env.reset(np.array([0]))
     env.internal_state["ball"][0], env.internal_state["paddles"][0] = ball, (right, left)
@@ -70,23 +70,23 @@ def placed(ball: list[float], right: float = 42, left: float = 42, **options: An
 
 
 def test_ball_moves_and_bounces_off_walls() -> None:
-    env = placed([40, 4, 1, -0.5])
-    env.step(np.array([[STAY, STAY]]))  # 4, 3.5, 3, then 2.5 and 2 over the border: 3.5, 4
+    env = env_with([40, 4, 1, -0.5])
+    env.step(np.array([[STAY, STAY]]))  # 4, 3.5, 3, then 2.5 and 2 beyond the border: 3.5, 4
     assert env.internal_state["ball"][0].tolist() == [44, 4, 1, 0.5]
-    env = placed([40, 80, -1, 0.75])
-    env.step(np.array([[STAY, STAY]]))  # 80.75, 81.5 over it: 80.5, 79.75, 79
+    env = env_with([40, 80, -1, 0.75])
+    env.step(np.array([[STAY, STAY]]))  # 80.75, 81.5 beyond it: 80.5, 79.75, 79
     assert env.internal_state["ball"][0].tolist() == [36, 79, -1, -0.75]
 
 
 @pytest.mark.parametrize(("offset", "speed"), [(0.0, 0.0), (3.0, 0.5), (-6.0, -1.0)])
 def test_paddles_accelerate_and_deflect_the_ball(offset: float, speed: float) -> None:
-    env = placed([75.5, 42 + offset, 1, 0])
+    env = env_with([75.5, 42 + offset, 1, 0])
     env.step(np.array([[STAY, STAY]]))
-    # After 1.5 pixels it meets the paddle, half a pixel of its second frame is left, then two at 1.05.
+    # After 1.5 pixels it hits the paddle; half a pixel of its second frame is left, then two at speed 1.05.
     assert np.allclose(
         env.internal_state["ball"][0], [76.5 - 2.1, 42 + offset + 2 * 1.05 * 0.75 * speed, -1.05, 1.05 * 0.75 * speed]
     )
-    env = placed([8.5, 42 + offset, -1, 0])
+    env = env_with([8.5, 42 + offset, -1, 0])
     env.step(np.array([[STAY, STAY]]))
     assert np.allclose(
         env.internal_state["ball"][0], [7.5 + 2.1, 42 + offset + 2 * 1.05 * 0.75 * speed, 1.05, 1.05 * 0.75 * speed]
@@ -94,7 +94,7 @@ def test_paddles_accelerate_and_deflect_the_ball(offset: float, speed: float) ->
 
 
 def test_ball_speed_is_limited() -> None:
-    env = placed([75.5, 42, 2, 0])
+    env = env_with([75.5, 42, 2, 0])
     env.internal_state["hits"][0] = 19
     for hits in (20, 21):
         while env.internal_state["hits"][0] < hits:
@@ -103,7 +103,7 @@ def test_ball_speed_is_limited() -> None:
 
 
 def test_missed_ball_scores_and_serves_again() -> None:
-    env = placed([82, 42, 1, 0], right=70)
+    env = env_with([82, 42, 1, 0], right=70)
     frame = env.step(np.array([[STAY, STAY]]))
     assert (
         frame.rewards[0].tolist() == [-1, 1]
@@ -119,7 +119,7 @@ def test_missed_ball_scores_and_serves_again() -> None:
 
 @pytest.mark.parametrize(("ball", "won"), [([2.0, 42, -1, 0], True), ([82.0, 42, 1, 0], False)])
 def test_last_point_ends_the_game(ball: list[float], won: bool) -> None:
-    env = placed(ball, right=70, left=70, points=3)
+    env = env_with(ball, right=70, left=70, points=3)
     env.internal_state["scores"][0] = 2
     frame = env.step(np.array([[STAY, STAY]]))
     assert frame.terminated[0] and not frame.truncated[0] and frame.success is not None and frame.success[0] == won
@@ -129,15 +129,15 @@ def test_last_point_ends_the_game(ball: list[float], won: bool) -> None:
 
 
 def test_paddles_move_four_pixels_and_stay_inside() -> None:
-    env = placed([40, 42, 1, 0], right=10)
+    env = env_with([40, 42, 1, 0], right=10)
     env.step(np.array([[UP, DOWN]]))
     assert env.internal_state["paddles"][0].tolist() == [7, 46]
-    env.step(np.array([[-3, 3]]))  # out of range: stay
+    env.step(np.array([[-3, 3]]))  # out of range: no movement
     assert env.internal_state["paddles"][0].tolist() == [7, 46]
 
 
 def test_atari_action_set() -> None:
-    env = placed([40, 42, 1, 0], minimal=False)
+    env = env_with([40, 42, 1, 0], minimal=False)
     assert env.action_spaces == (Discrete(6), Discrete(6)) and Pong(1).action_spaces[0] == Discrete(3)
     places = []
     for action in range(6):
@@ -147,8 +147,8 @@ def test_atari_action_set() -> None:
     assert places == [0, 0, -4, 4, -4, 4]
 
 
-def share(first: Player, second: Player, *, steps: int) -> float:
-    """The share of points that `first_0` makes."""
+def point_share(first: Player, second: Player, *, steps: int) -> float:
+    """The share of points won by `first_0`."""
     env, made = Pong(32), np.zeros(2)
     env.reset(np.arange(32))
     for _ in range(steps):
@@ -162,8 +162,8 @@ def tracker(env: Pong, seat: int) -> np.ndarray:
     return env.scripted_actions("tracker", seat)
 
 
-def foreseeing(env: Pong, seat: int) -> np.ndarray:
-    """Goes where the ball will come down, to hit it with the end of the paddle and away from the other one."""
+def predictive_script(env: Pong, seat: int) -> np.ndarray:
+    """Moves to where the ball will arrive, to hit it with the end of the paddle and away from the opponent."""
     ball, paddles = env.internal_state["ball"], env.internal_state["paddles"]
     frames = ((77.0, 7.0)[seat] - ball[:, 0]) / ball[:, 2]
     folded = np.mod(ball[:, 1] + ball[:, 3] * frames - 3, 156)
@@ -178,14 +178,14 @@ def test_scripts_rank_foresight_tracker_random() -> None:
     def chance(env: Pong, seat: int) -> np.ndarray:
         return rng.integers(0, 3, env.num_envs)
 
-    assert share(tracker, chance, steps=400) >= 0.9
-    assert share(chance, tracker, steps=400) <= 0.1
-    assert share(foreseeing, tracker, steps=800) >= 0.7
-    assert 0.4 < share(chance, chance, steps=400) < 0.6
+    assert point_share(tracker, chance, steps=400) >= 0.9
+    assert point_share(chance, tracker, steps=400) <= 0.1
+    assert point_share(predictive_script, tracker, steps=800) >= 0.7
+    assert 0.4 < point_share(chance, chance, steps=400) < 0.6
 
 
 def test_tracker_supports_the_atari_action_set() -> None:
-    env = placed([40, 42, 1, 0], right=60, left=20, minimal=False)
+    env = env_with([40, 42, 1, 0], right=60, left=20, minimal=False)
     env.internal_state["drawn"][:, :, 1] = 41
     assert env.scripted_actions("tracker", 0).tolist() == [2] and env.scripted_actions("tracker", 1).tolist() == [3]
 

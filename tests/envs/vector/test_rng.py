@@ -1,4 +1,4 @@
-"""Our kernels draw NumPy's own numbers."""
+"""The random numbers of compiled kernels equal NumPy's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seats that change places."""
+"""Seats that swap positions in each game."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_env_passes_the_env_check() -> None:
 
 
 def test_seat_gets_observations_and_rewards_of_its_position() -> None:
-    """Games in step with the plain env: what is done at a seat is done at its place."""
+    """Games in step with the plain env: an action of a seat is played at its position."""
     inner, rotated = LeducPoker(40), SeatShuffledEnv(LeducPoker(40))
     rng, rows = np.random.default_rng(0), np.arange(40)[:, None]
     plain, seen = inner.reset(np.arange(40)), rotated.reset(np.arange(40))

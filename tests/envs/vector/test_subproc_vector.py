@@ -1,4 +1,4 @@
-"""Games in processes of their own go as in one loop, outlive whatever kills a process, and leave nothing behind."""
+"""Games in subprocesses equal those of a loop, survive killed processes, and leave no processes or memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SHARED = Path("/dev/shm")
 
 
 @contextmanager
-def playing(make: Callable[[], Counting], games: int, processes: int, **options: float) -> Iterator[SubprocVectorEnv]:
-    """The env, which must leave neither processes nor shared memory behind."""
+def open_env(make: Callable[[], Counting], games: int, processes: int, **options: float) -> Iterator[SubprocVectorEnv]:
+    """The env; asserts that it leaves neither processes nor shared memory."""
     env = SubprocVectorEnv(make, games, processes, **options)
     name = env._memory[0].shared_memory.name
     try:
@@ -51,7 +51,7 @@ def alive(pid: int) -> bool:
     return not SHARED.exists() or b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
 
 
-def same(one: VectorStep, other: VectorStep, games: list[int]) -> bool:
+def assert_equal_games(one: VectorStep, other: VectorStep, games: list[int]) -> bool:
     over = one.done[games]
     for part in fields(VectorStep):
         mine, theirs = getattr(one, part.name)[games], getattr(other, part.name)[games]
@@ -67,27 +67,27 @@ def test_subproc_env_passes_the_vector_env_check() -> None:
 
 
 def test_subproc_env_equals_sync_env() -> None:
-    """Also where there are more processes asked for than games, and parts of different sizes."""
+    """Also with more processes than games, and with shares of different sizes."""
     rng = np.random.default_rng(0)
     loop = SyncVectorEnv(Counting, 5)
-    with playing(Counting, 5, 3) as env:
+    with open_env(Counting, 5, 3) as env:
         assert [worker.part for worker in env._workers] == [slice(0, 1), slice(1, 3), slice(3, 5)]
         for seeds in (np.arange(5), np.arange(5) + 100):
             frame = env.reset(seeds)
-            assert same(loop.reset(seeds), frame, [0, 1, 2, 3, 4])
+            assert assert_equal_games(loop.reset(seeds), frame, [0, 1, 2, 3, 4])
             for _ in range(30):
                 actions = random_actions(env, frame, rng)
                 frame = env.step(actions)
-                assert same(loop.step(actions), frame, [0, 1, 2, 3, 4])
-    with playing(Counting, 1, 8) as env:
+                assert assert_equal_games(loop.step(actions), frame, [0, 1, 2, 3, 4])
+    with open_env(Counting, 1, 8) as env:
         assert len(env._workers) == 1
 
 
 def test_killed_processes_are_replaced_without_affecting_others() -> None:
-    """20 kills, before a step or in its midst. The games of processes never killed stay equal to those of a loop, and
-    the killed ones begin anew, cut off at what was last seen."""
+    """20 kills, before or during a step. Games of processes that are never killed stay equal to those of a loop; killed
+    games are truncated at their last observation and start again."""
     rng, loop = np.random.default_rng(0), SyncVectorEnv(Counting, 6)
-    with playing(Counting, 6, 3) as env:
+    with open_env(Counting, 6, 3) as env:
         spared = [0, 1]
         frame, begun = env.reset(np.arange(6)).copy(), set(range(6))
         loop.reset(np.arange(6))
@@ -95,27 +95,28 @@ def test_killed_processes_are_replaced_without_affecting_others() -> None:
             for _ in range(3):
                 actions = random_actions(env, frame, rng)
                 frame = env.step(actions).copy()
-                assert same(loop.step(actions), frame, spared)
+                assert assert_equal_games(loop.step(actions), frame, spared)
             victim = env._workers[1 + number % 2]
             assert victim.child.process.pid is not None
             os.kill(victim.child.process.pid, signal.SIGKILL)
             if number % 3:
-                victim.child.process.join()  # dead before the step begins, and not in its midst
+                victim.child.process.join()  # dead before the step begins, not during it
             actions = random_actions(env, frame, rng)
             before, frame = frame, env.step(actions).copy()
-            assert same(loop.step(actions), frame, spared)
+            assert assert_equal_games(loop.step(actions), frame, spared)
             if env.restarts == number + 1:
                 assert frame.truncated[victim.part].all() and not frame.rewards[victim.part].any()
                 assert np.array_equal(frame.final_obs[victim.part], before.obs[victim.part])
                 assert frame.final_state is not None and before.state is not None
                 assert np.array_equal(frame.final_state[victim.part], before.state[victim.part])
-                dead = before.seat_terminated & ~before.done[:, None]  # the rest is cut off
+                dead = before.seat_terminated & ~before.done[:, None]  # the others are truncated
                 assert np.array_equal(frame.seat_terminated[victim.part], dead[victim.part])
                 assert not frame.terminated[victim.part].any() and not frame.obs[victim.part, :, 1].any()
             else:
-                assert number % 3 == 0  # it had answered before the signal came: the next step meets its end
+                # the process had answered before the signal arrived: the next step detects its end
+                assert number % 3 == 0
                 frame = env.step(actions).copy()
-                assert same(loop.step(actions), frame, spared) and frame.truncated[victim.part].all()
+                assert assert_equal_games(loop.step(actions), frame, spared) and frame.truncated[victim.part].all()
             is_first = set(frame.obs[victim.part, 0, 0].tolist())
             assert len(is_first) == 2 and not is_first & begun  # never the same games again
             begun |= is_first
@@ -123,9 +124,9 @@ def test_killed_processes_are_replaced_without_affecting_others() -> None:
 
 
 def test_saved_state_resumes_in_other_processes() -> None:
-    """Also after a process was lost, and in another number of processes, or in a loop."""
+    """Also after the loss of a process, and with another number of processes, or in a loop."""
     rng = np.random.default_rng(0)
-    with playing(Counting, 5, 2) as env, playing(Counting, 5, 3) as other:
+    with open_env(Counting, 5, 2) as env, open_env(Counting, 5, 3) as other:
         frame = env.reset(np.arange(5))
         for _ in range(7):
             frame = env.step(random_actions(env, frame, rng))
@@ -137,19 +138,21 @@ def test_saved_state_resumes_in_other_processes() -> None:
         frame = env.step(random_actions(env, frame, rng))
         saved, loop = env.save(), SyncVectorEnv(Counting, 5)
         assert saved is not None and frame.truncated[lost.part].all()
-        assert same(frame, other.load(saved), [0, 1, 2, 3, 4]) and same(frame, loop.load(saved), [0, 1, 2, 3, 4])
+        assert assert_equal_games(frame, other.load(saved), [0, 1, 2, 3, 4]) and assert_equal_games(
+            frame, loop.load(saved), [0, 1, 2, 3, 4]
+        )
         for _ in range(30):
             actions = random_actions(env, frame, rng)
             frame = env.step(actions)
-            assert same(frame, other.step(actions), [0, 1, 2, 3, 4])
-            assert same(frame, loop.step(actions), [0, 1, 2, 3, 4])
+            assert assert_equal_games(frame, other.step(actions), [0, 1, 2, 3, 4])
+            assert assert_equal_games(frame, loop.step(actions), [0, 1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("how", ["error", "segfault"])
 def test_failed_games_restart_from_other_seeds(how: str) -> None:
-    """One seed in seven fails at time 4; failures are distinguished from the ends of games."""
+    """One seed in seven fails at time 4; failures are distinguished from ends of games."""
     rng = np.random.default_rng(0)
-    with playing(partial(Falls, how, 4, 7), 4, 2) as env:
+    with open_env(partial(Falls, how, 4, 7), 4, 2) as env:
         frame = env.reset(np.array([1, 2, 7, 3]))
         for _ in range(3):
             assert not env.step(random_actions(env, frame, rng)).done.any()
@@ -173,7 +176,7 @@ def test_repeated_failures_raise_with_the_reason() -> None:
 
 
 def test_hung_process_is_replaced() -> None:
-    with playing(partial(Falls, "sleep", 2, 2), 2, 2, timeout_s=3.0) as env:
+    with open_env(partial(Falls, "sleep", 2, 2), 2, 2, timeout_s=3.0) as env:
         env.reset(np.array([2, 3]))
         assert not env.step(np.zeros((2, 2), np.int32)).done.any()
         frame = env.step(np.zeros((2, 2), np.int32))
@@ -193,10 +196,10 @@ def test_package_env_runs_in_process_or_subprocesses() -> None:
     rng, here, there = np.random.default_rng(0), PackageVectorEnv(Counting, 2, 0), PackageVectorEnv(Counting, 2, 2)
     assert here.seats == there.seats == ("wide", "long") and there.restarts == 0
     frame = here.reset(np.arange(2))
-    assert same(frame, there.reset(np.arange(2)), [0, 1])
+    assert assert_equal_games(frame, there.reset(np.arange(2)), [0, 1])
     for _ in range(10):
         actions = random_actions(here, frame, rng)
-        assert same(here.step(actions), there.step(actions), [0, 1])
+        assert assert_equal_games(here.step(actions), there.step(actions), [0, 1])
     here.close()
     there.close()
     with pytest.raises(ValueError, match="num_processes is -1"):
@@ -221,7 +224,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_their_parent(end: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C reaches the whole group of processes, kill -9 only the parent."""
+    """Ctrl-C reaches the whole process group, kill -9 only the parent."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     paths = os.pathsep.join(filter(None, sys.path))

@@ -1,4 +1,4 @@
-"""A loop over one-at-a-time games keeps the contract of `VectorEnv`."""
+"""A loop over single envs satisfies the contract of `VectorEnv`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_sync_env_passes_the_vector_env_check() -> None:
 
 
 def test_sync_env_equals_single_games() -> None:
-    """Seeds 6 and 7: games of 6 steps (terminated) and 7 (cut off)."""
+    """Seeds 6 and 7: games of 6 steps (terminated) and 7 (truncated)."""
     env = SyncVectorEnv(Counting, 2)
     frame = env.reset(np.array([6, 7]))
     assert frame.obs.tolist() == [[[6, 0, 0], [6, 0, 0]], [[7, 0, 0], [7, 0, 0]]]
@@ -56,7 +56,8 @@ def test_episode_resets_in_the_step_of_its_end() -> None:
 
 
 def test_games_are_saved_by_their_actions() -> None:
-    """Two games of 6 and 7 steps, the first in its second game after eight; loaded, they go on as the saved ones do."""
+    """Two games of 6 and 7 steps, the first in its second game after eight steps; restored games continue like the
+    saved ones."""
     env, other = SyncVectorEnv(Counting, 2), SyncVectorEnv(Counting, 2)
     env.reset(np.array([6, 7]))
     for number in range(8):
@@ -72,7 +73,7 @@ def test_games_are_saved_by_their_actions() -> None:
 
 
 def test_long_games_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more than 5 steps here: a game of 5 ends with its fifth, one of 7 goes on."""
+    """Games of more than 5 steps here: a game of 5 ends with its fifth, one of 7 continues."""
     monkeypatch.setattr("palestra.envs.vector.sync_vector.MAX_REPLAY_STEPS", 5)
     short, long = SyncVectorEnv(Counting, 1), SyncVectorEnv(Counting, 1)
     short.reset(np.array([5]))
@@ -83,7 +84,7 @@ def test_long_games_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
         long.step(np.zeros((1, 2), np.int32))
     assert short.save() is not None and long.save() is None
     long.step(np.zeros((1, 2), np.int32))
-    assert long.save() is not None  # the next game has begun
+    assert long.save() is not None  # the next game has started
 
 
 def test_illegal_actions_become_the_first_legal_one() -> None:

@@ -1,4 +1,4 @@
-"""Alpha-rank: games of the papers, chains solved by hand, and OpenSpiel's own distributions on random tables."""
+"""Alpha-rank: games of the papers, chains by hand, and OpenSpiel's distributions on random tables."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_rock_paper_scissors_is_uniform():
 
 
 def test_battle_of_the_sexes_has_half_mass_on_each_equilibrium():
-    """Omidshafiei et al. (2019), fig. 8: half the time at each."""
+    """Omidshafiei et al. (2019), fig. 8."""
     found = alpha_rank([np.array([[3.0, 0], [0, 2]]), np.array([[2.0, 0], [0, 3]])])
     assert found == pytest.approx(np.eye(2) / 2, abs=1e-5)
 
@@ -78,13 +78,13 @@ def test_result_equals_openspiel(shape):
         assert alpha_rank(payoffs, alpha=alpha).ravel() == pytest.approx(
             theirs.compute(payoffs, alpha=alpha)[2], abs=1e-6
         )
-    with np.errstate(over="ignore"):  # in theirs
+    with np.errstate(over="ignore"):  # in OpenSpiel's table
         swept, alpha = theirs.sweep_pi_vs_alpha(payoffs, return_alpha=True)
     assert alpha_rank(payoffs, alpha=alpha).ravel() == pytest.approx(swept, abs=1e-3)
 
 
 def test_alpha_sweep_equals_strong_selection():
-    """On generic games alpha has no end, so the sweep's is that of any alpha far enough."""
+    """In generic games the limit of alpha exists, so the sweep's result equals that of any large alpha."""
     payoffs = tables(2, (3, 3))
     assert alpha_rank(payoffs, alpha="sweep") == pytest.approx(alpha_rank(payoffs, alpha=100.0), abs=1e-4)
 
@@ -93,7 +93,7 @@ def test_alpha_sweep_equals_strong_selection():
 
 
 def test_stationary_distribution_by_hand():
-    """From 0 to 1 one time in ten, back one in two; 1 to 2 and back alike: shares 5 : 1 : 1."""
+    """From 0 to 1 with probability 1/10 and back with 1/2; 1 to 2 and back alike: shares 5 : 1 : 1."""
     chain = np.array([[0, 0.1, 0], [0.5, 0, 0.3], [0, 0.3, 0]])
     assert stationary_distribution(chain) == pytest.approx([5 / 7, 1 / 7, 1 / 7])
 
@@ -107,8 +107,8 @@ def test_stationary_distribution_is_a_fixed_point(size):
 
 
 def test_stationary_distribution_with_tiny_transition_rates():
-    """Two pairs of states with moves of 1e-40 between them: an eigenvector routine sees two chains, and the answer
-    still is 2 : 2 : 1 : 1."""
+    """Two pairs of states with transitions of 1e-40 between them: an eigenvector routine would find two chains, but the
+    answer is 2 : 2 : 1 : 1."""
     chain = np.zeros((4, 4))
     chain[0, 1] = chain[1, 0] = chain[2, 3] = chain[3, 2] = 1
     chain[0, 2], chain[2, 0] = 1e-40, 2e-40

@@ -1,4 +1,4 @@
-"""Convex programs: both methods, and what has no solution."""
+"""Convex programs: both methods, and infeasible constraints."""
 
 import numpy as np
 import pytest
@@ -33,14 +33,14 @@ def test_newton_and_corner_average_agree(objective):
 
 @pytest.mark.parametrize("objective", ["gini", "entropy"])
 def test_forbidden_entries_are_zero(objective):
-    """x0 <= 0, then x1 <= x0: the rest is uniform. And x0 <= 2 x0 binds nothing."""
+    """x0 <= 0, then x1 <= x0: the others are uniform. x0 <= 2 x0 is always satisfied."""
     assert most_random_distribution(np.array([[1.0, 0, 0, 0], [-1, 1, 0, 0]]), objective).tolist() == [0, 0, 0.5, 0.5]
     assert most_random_distribution(np.array([[-1.0, 0]]), objective).tolist() == [0.5, 0.5]
     assert most_random_distribution(np.zeros((0, 4)), objective).tolist() == [0.25] * 4
 
 
 def test_cyclic_constraints_force_equality():
-    """x0 <= x1 <= x2 <= x0 leaves no room, yet is not a contradiction."""
+    """x0 <= x1 <= x2 <= x0 has only the solution of equality, but is feasible."""
     rows = np.array([[1.0, -1, 0, 0], [0, 1, -1, 0], [-1, 0, 1, 0], [0, 0, 3, -1]])
     assert most_random_distribution(rows, "gini") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
     assert most_random_distribution(rows, "entropy") == pytest.approx(np.array([1, 1, 1, 3]) / 6)
@@ -70,7 +70,7 @@ def test_constraint_violation_by_hand():
 
 
 def test_infeasible_corner_average_is_moved_inside():
-    """HiGHS's corners may violate a row by a little more than the constraints allow."""
+    """HiGHS's corners may violate a row by slightly more than the constraints allow."""
     rows, inside = np.array([[1.0, -1.0]]), np.array([0.4, 0.6])
     moved = convex._moved_inside(rows, np.array([0.5 + 1e-8, 0.5 - 1e-8]), inside)
     assert 0 < convex.constraint_violation(rows, moved) < convex.CONSTRAINT_TOLERANCE

@@ -1,4 +1,4 @@
-"""Correlated equilibria: chicken by hand, JPSRO on three players, and their own definition on random games."""
+"""Correlated equilibria: chicken by hand, JPSRO's three-player games, and the definition on random games."""
 
 from itertools import product
 
@@ -34,9 +34,9 @@ def randomness(joint, objective):
 
 @BOTH
 def test_chicken_by_hand(solve):
-    """With a for both daring, b for each that one does, c for neither: a player recommended to dare must not gain by
-    yielding, 2a <= b, which binds. Least a^2 + 2b^2 + c^2 on b = 2a, c = 1 - 5a is at a = 5/34; most entropy, at c^5 =
-    16 a^5."""
+    """Probabilities a if both dare, b for each cell in which one does, c if neither does. A player recommended to dare
+    must not gain by yielding, 2a <= b, which binds. The minimum of a^2 + 2b^2 + c^2 on b = 2a, c = 1 - 5a is at a =
+    5/34; the entropy is largest at c^5 = 16 a^5."""
     assert solve(CHICKEN) == pytest.approx(np.array([[5, 10], [10, 9]]) / 34, abs=1e-9)
     a = 1 / (5 + 16**0.2)
     assert solve(CHICKEN, objective="entropy") == pytest.approx(np.array([[a, 2 * a], [2 * a, 1 - 5 * a]]), abs=1e-8)
@@ -88,7 +88,7 @@ def test_no_player_gains_by_deviating(solve, objective, drawn):
 @OBJECTIVES
 @pytest.mark.parametrize("seed", range(3))
 def test_no_equilibrium_has_a_higher_objective(solve, objective, seed):
-    """A general optimiser, started from what we found, finds nothing better; nor is one of its own."""
+    """A general optimiser, started from the solution, finds nothing better, nor does it from a start of its own."""
     payoffs = game(seed, (3, 2), whole=False)
     gains, joint = GAINS[solve](payoffs), solve(payoffs, objective=objective)
 
@@ -122,14 +122,14 @@ def test_degenerate_tables_are_solved(solve, objective, seed):
 
 @OBJECTIVES
 def test_rounded_win_rate_tables_are_solved(objective):
-    """A table on which the most random distribution was once one from which a player gains 0.15."""
+    """A regression: for this table the solver once returned a distribution from which a player gains 0.15."""
     wins = np.round(np.random.default_rng(130).random((8, 8)), 2)
     payoffs = [wins, 1 - wins]
     assert most_gained(CE, payoffs, CE(payoffs, objective=objective)) < 1e-8
 
 
-def awkward(seed):
-    """Ordinary tables and degenerate ones: win rates of two decimals, whole numbers, near ties, three players."""
+def degenerate_table(seed):
+    """Ordinary and degenerate tables: win rates of two decimals, integers, near ties, three players."""
     rng = np.random.default_rng(seed)
     kind, (m, k) = seed % 5, rng.integers(2, 11, 2)
     if kind == 0:
@@ -148,12 +148,12 @@ def awkward(seed):
 
 
 def agrees_with_linear_programming(seed):
-    """No gain beyond the tolerance, and no distribution within the constraints, as HiGHS finds it, that is more random
-    by the objective's slope there.
+    """Asserts that no player gains more than the tolerance, and that HiGHS finds no distribution within the constraints
+    that is better along the objective's gradient.
 
-    HiGHS keeps constraints to its least tolerance, 1e-10: by its default, 1e-7, it breaks those of near ties (payoffs
-    that differ by 1e-7) and finds distributions that are no equilibria. Status 4: it gave up."""
-    payoffs = awkward(seed)
+    HiGHS uses its smallest tolerance, 1e-10: with the default of 1e-7 it violates the constraints of near ties (payoffs
+    that differ by 1e-7), and finds distributions that are not equilibria. Status 4: it gave up."""
+    payoffs = degenerate_table(seed)
     for solve, objective in product((CE, CCE), ("gini", "entropy")):
         joint, gains = solve(payoffs, objective=objective).ravel(), GAINS[solve](payoffs)
         size = np.abs(gains).max()
@@ -177,7 +177,7 @@ def test_hundreds_of_ill_conditioned_tables_agree_with_linear_programming():
 
 
 def one_large(seed, size, shape=(5, 5)):
-    """Payoffs from 0 to 1, but for one of a player: `size`."""
+    """Payoffs from 0 to 1, except one of a player's: `size`."""
     rng = np.random.default_rng(seed)
     payoffs = [rng.random(shape) for _ in shape]
     payoffs[rng.integers(len(shape))][tuple(rng.integers(members) for members in shape)] = size
@@ -185,8 +185,8 @@ def one_large(seed, size, shape=(5, 5)):
 
 
 def best_by_linear_programming(gains, slope):
-    """The least slope @ x of a distribution x without gains, as HiGHS finds it in units in which no coefficient is
-    far above 1: of every row its median, and of every entry its largest then."""
+    """The minimum of slope @ x over distributions x without gains, by HiGHS, in units in which no coefficient is far
+    above 1: rows are divided by their medians, then columns by their largest entries."""
     rows = np.array([row / np.median(np.abs(row[row != 0])) for row in gains if row.any()])
     units = 1 / np.maximum(np.abs(rows).max(axis=0), 1)
     found = linprog(
@@ -203,9 +203,9 @@ def best_by_linear_programming(gains, slope):
 @BOTH
 @OBJECTIVES
 @pytest.mark.parametrize("size", [-1e3, -1e4, -1e5, -1e6, -1e7, 1e4, 1e7])
-def test_one_large_payoff_hides_no_gain(solve, objective, size):
-    """A gain is measured beside the other payoffs, not beside the largest: at 1e-8 of that a player would gain up to
-    0.1 here. And no distribution without gains is much more random."""
+def test_one_large_payoff_does_not_hide_gains(solve, objective, size):
+    """A gain is relative to the other payoffs, not to the largest: 1e-8 of the largest would allow gains of up to 0.1
+    here. No distribution without gains has a much better objective."""
     for seed in range(3):
         payoffs = one_large(seed, size)
         joint, gains = solve(payoffs, objective=objective).ravel(), GAINS[solve](payoffs)
@@ -218,14 +218,14 @@ def test_one_large_payoff_hides_no_gain(solve, objective, size):
 @BOTH
 @OBJECTIVES
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (3, 3, 3)])
-def test_one_large_payoff_of_a_small_table_hides_no_gain(solve, objective, shape):
+def test_one_large_payoff_of_a_small_table_does_not_hide_gains(solve, objective, shape):
     for seed, size in product(range(3), (-1e4, -1e6)):
         payoffs = one_large(seed, size, shape)
         assert most_gained(solve, payoffs, solve(payoffs, objective=objective)) <= 1e-6
 
 
 @BOTH
-def test_gains_of_a_player_with_small_payoffs_count_beside_its_own(solve):
+def test_gains_are_relative_to_the_players_own_payoffs(solve):
     rng = np.random.default_rng(0)
     payoffs = [1e6 * rng.random((4, 5)), rng.random((4, 5))]
     joint = solve(payoffs).ravel()
@@ -234,8 +234,8 @@ def test_gains_of_a_player_with_small_payoffs_count_beside_its_own(solve):
 
 
 def test_gain_units_by_hand():
-    """The row player's differences are 1, 3 and 1000, the median 3; the column player's are 1e-9 and 2e-9, so that the
-    least unit counts. No unit is above the largest difference."""
+    """The row player's differences are 1, 3 and 1000, the median 3; the column player's are 1e-9 and 2e-9, so the
+    smallest unit applies. No unit is above the largest difference."""
     row, column = np.array([[0.0, 0, 0], [1, 3, 1000]]), np.array([[0.0, 1e-9, 2e-9], [0, 1e-9, 2e-9]])
     assert gain_units([row, column]) == pytest.approx([300, 1])
     assert gain_units([row / 1000, column]) == pytest.approx([1, 1])

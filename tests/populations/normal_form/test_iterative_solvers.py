@@ -1,4 +1,4 @@
-"""Solvers that play the table over and over: cycles and rates known from theory, and OpenSpiel's own averages."""
+"""Iterative solvers: cycles and rates known from theory, and OpenSpiel's averages."""
 
 from functools import partial
 
@@ -17,7 +17,8 @@ from palestra.populations.normal_form.iterative_solvers import (
 from palestra.populations.normal_form.payoff_tensors import member_returns, own_axis_first
 
 RPS = np.array([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]])
-SHAPLEY = [np.eye(3), np.roll(np.eye(3), 1, axis=1)]  # Shapley (1964): row wants to match, column to be one further
+# Shapley (1964): the row player wants to match, the column player to be one further
+SHAPLEY = [np.eye(3), np.roll(np.eye(3), 1, axis=1)]
 
 
 def tables(seed, shape):
@@ -29,8 +30,8 @@ def test_uniform_strategies():
 
 
 def test_fictitious_play_by_hand():
-    """Matching pennies: to uniform play, where all is equal, both answer heads. Against heads the column prefers tails
-    for two rounds, until its average is (1/3, 2/3) and the row turns."""
+    """Matching pennies: both respond to uniform play with heads, the first of equals. Against heads the column prefers
+    tails for two rounds, until its average is (1/3, 2/3) and the row turns."""
     pennies = [np.array([[1.0, -1], [-1, 1]]), np.array([[-1.0, 1], [1, -1]])]
     assert [one.tolist() for one in fictitious_play(pennies, iterations=1)] == [[1, 0], [1, 0]]
     assert [one.tolist() for one in fictitious_play(pennies, iterations=2)] == [[1, 0], [0.5, 0.5]]
@@ -49,7 +50,7 @@ def test_fictitious_play_converges_in_zero_sum_games():
 
 
 def test_fictitious_play_cycles_in_shapleys_game():
-    """The averages do not settle: at twenty times as many rounds they still move as far as before."""
+    """The averages do not converge: after twenty times as many rounds they still move as far as before."""
     far = []
     for iterations in (50, 1000):
         path = [fictitious_play(SHAPLEY, iterations=int(iterations * share))[0] for share in (1, 1.3, 1.7, 2.2, 2.8)]
@@ -58,7 +59,7 @@ def test_fictitious_play_cycles_in_shapleys_game():
 
 
 def test_fictitious_play_of_three_players():
-    """All want to be where the others are: the first answers, to uniform play, decide."""
+    """Every player wants to match the others: the first responses, to uniform play, decide."""
     payoff = np.zeros((2, 2, 2))
     payoff[0, 0, 0], payoff[1, 1, 1] = 1, 2
     assert [one.tolist() for one in fictitious_play([payoff] * 3, iterations=50)] == [[0, 1]] * 3
@@ -78,7 +79,8 @@ def test_regret_matching_converges_in_zero_sum_games():
 
 
 def test_replicator_step_by_hand():
-    """From (1/2, 1/2) with payoffs 3 and 1: the first gains 1/2 * (3 - 2) * dt. Averaged with where it started."""
+    """From (1/2, 1/2) with payoffs 3 and 1: the first gains 1/2 * (3 - 2) * dt. The result is averaged with the
+    start."""
     row, _ = projected_replicator([np.array([[3.0], [1.0]]), np.zeros((2, 1))], iterations=1, dt=0.1, gamma=0)
     assert row == pytest.approx([0.525, 0.475])
 
@@ -110,7 +112,7 @@ def test_projection_is_the_nearest_distribution(point, seed):
     assert np.linalg.norm(found - point) <= np.linalg.norm(others - point, axis=1).min() + 1e-9
 
 
-# ---- OpenSpiel's
+# ---- against OpenSpiel
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (4, 2), (2, 3, 2)])

@@ -1,4 +1,4 @@
-"""Tables: what is one, and what leaving a joint distribution gains, by hand."""
+"""Payoff tables: validation, and gains from deviating from a joint distribution by hand."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Random payoff tables through every meta-solver: none fails, from an equilibrium no player gains by leaving, and what
-OpenSpiel computes too is equal to it."""
+"""Random payoff tables through every meta-solver: no failures, no gains from deviating from an equilibrium, and
+equality with OpenSpiel's solvers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ("integer", "rounded", "near ties", "normal")
 
 
 def payoffs(seed: int) -> list[np.ndarray]:
-    """Payoffs of 2 players with 2 to 10 members, in turn zero-sum and not, or of 3 players with 2 to 4."""
+    """Payoffs of 2 players with 2 to 10 members, alternately zero-sum and general-sum, or of 3 players with 2 to 4."""
     rng = np.random.default_rng(seed)
     kind = KINDS[seed % len(KINDS)]
     players = 3 if seed % 5 == 4 else 2
@@ -43,7 +43,7 @@ def table(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.nda
 
 
 def check_table(seed: int, ce_objectives: tuple[str, ...], cce_objectives: tuple[str, ...]) -> None:
-    """Solves the table of `seed` with every solver, of `ce` and `cce` with these objectives."""
+    """Solves the table of `seed` with every solver, `ce` and `cce` with these objectives."""
     tables = payoffs(seed)
     for objective in ce_objectives:
         ce = solvers.CorrelatedEquilibrium(objective=objective).solve_joint(tables)
@@ -97,9 +97,9 @@ def test_solvers_find_equilibria_of_random_tables(first: int) -> None:
         check_table(seed, (one,), (other,))
 
 
-def test_table_with_rows_at_their_limit_is_solved_without_a_warning() -> None:
-    """A corner violates one row of near ties a little, while others are met with equality at both ends of the way
-    back into the constraints."""
+def test_table_with_binding_rows_is_solved_without_a_warning() -> None:
+    """A corner slightly violates one row of near ties, while other rows are met with equality along the whole way back
+    into the constraints."""
     check_table(1270, ("gini", "entropy"), ("gini", "entropy"))
 
 

@@ -1,4 +1,4 @@
-"""Nash by linear programming: games solved by hand, and the equilibrium's own definition on random ones."""
+"""Nash by linear programming: games solved by hand, and the definition of an equilibrium on random games."""
 
 import numpy as np
 import pytest
@@ -25,11 +25,12 @@ def nash_conv(payoffs, strategies):
     ("table", "row", "column", "worth"),
     [
         (RPS, [1 / 3] * 3, [1 / 3] * 3, 0),
-        # Rock's win over scissors counts double: with a = 2, b = c = 1 the shares are (c, a, b) / 4 of what beats what.
+        # Rock's win over scissors counts double: with a = 2, b = c = 1 the shares of rock, paper and scissors are (c,
+        # a, b) / 4.
         ([[0, -1, 2], [1, 0, -1], [-2, 1, 0]], [1 / 4, 1 / 2, 1 / 4], [1 / 4, 1 / 2, 1 / 4], 0),
         ([[1, -1], [-1, 1]], [0.5, 0.5], [0.5, 0.5], 0),  # matching pennies
         ([[3, -1], [-2, 1]], [3 / 7, 4 / 7], [2 / 7, 5 / 7], 1 / 7),  # 3p - 2(1-p) = -p + (1-p): p = 3/7
-        ([[4, 1, 3], [2, 0, 5]], [1, 0], [0, 1, 0], 1),  # a saddle point: row's worst 1, column's best 1
+        ([[4, 1, 3], [2, 0, 5]], [1, 0], [0, 1, 0], 1),  # a saddle point: the row's worst 1, the column's best 1
         ([[2], [3], [1]], [0, 1, 0], [1], 3),
         ([[2, 3, 1]], [1], [0, 0, 1], 1),
         ([[7]], [1], [1], 7),
@@ -48,7 +49,7 @@ def test_nash_is_invariant_to_constant_sums_and_scale():
 
 
 def test_nash_is_exact_in_the_units_of_each_player():
-    """A billion added to one player's payoffs is a billion times what either may gain."""
+    """A constant of a billion on one player's payoffs, a billion times any gain, does not change the result."""
     row, column = zero_sum([[3, -1], [-2, 1]])
     for payoffs in ([row + 1e9, column], [row, column - 1e9]):
         for ties in ("vertex", "entropy"):
@@ -57,9 +58,9 @@ def test_nash_is_exact_in_the_units_of_each_player():
             assert found[1] == pytest.approx([2 / 7, 5 / 7], abs=1e-6)
 
 
-def test_constant_sum_is_relative_to_what_each_player_can_gain():
-    """Matching pennies for one player, and a million for the other whatever they play: no constant sum, and no
-    equilibrium by maximin strategies."""
+def test_constant_sum_is_relative_to_each_players_range():
+    """Matching pennies for one player and always a million for the other: not constant-sum, and maximin strategies are
+    not an equilibrium."""
     with pytest.raises(ValueError, match=r"add up to 999999\.9 to 1000000\.1"):
         nash([np.full((2, 2), 1e6), 0.1 * np.array([[-1.0, 1], [1, -1]])])
 
@@ -97,7 +98,7 @@ def test_near_ties_are_solved(digits):
 
 
 def test_entropy_tie_break_plays_equal_members_equally():
-    """Rock twice: the third of rock is shared, as no other solution treats the two alike."""
+    """With rock twice, the third of rock is split equally: every other solution treats equal members differently."""
     twice = RPS[np.ix_([0, 0, 1, 2], [0, 0, 1, 2])]
     assert nash(zero_sum(twice), ties="entropy")[0] == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3])
     assert nash(zero_sum(np.zeros((3, 2))), ties="entropy")[0] == pytest.approx([1 / 3] * 3)

@@ -1,4 +1,4 @@
-"""The packages behind the adapters exclude each other: each venv runs the tests whose package it has."""
+"""The packages behind the adapters conflict with each other: each venv runs the tests of its own package."""
 
 from __future__ import annotations
 

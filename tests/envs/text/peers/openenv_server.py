@@ -1,4 +1,4 @@
-"""A server of OpenEnv's own making, with a small game: find a number by being told more or less.
+"""A server made with OpenEnv, with a small game: find a number from the hints "more" and "less".
 
     python openenv_server.py PORT SESSIONS
 

@@ -1,4 +1,4 @@
-"""Envs of an OpenEnv server, a process of OpenEnv's own making, through our adapter."""
+"""Envs of an OpenEnv server, which is a process made with OpenEnv, through palestra's adapter."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def narrow_url() -> Iterator[str]:
     yield from serve(1)
 
 
-def played(env: OpenEnv, *answers: str, seed: int = 3) -> list[Any]:
-    """The steps of a game in which these answers are given."""
+def play_game(env: OpenEnv, *answers: str, seed: int = 3) -> list[Any]:
+    """The steps of a game with these answers."""
 
     async def play() -> list[Any]:
         steps = [await env.reset(seed)]
@@ -68,9 +68,9 @@ def played(env: OpenEnv, *answers: str, seed: int = 3) -> list[Any]:
     return asyncio.run(play())
 
 
-def number(url: str, seed: int) -> int:
-    """Which one the server has drawn."""
-    (right,) = [n for n in range(1, 10) if played(OpenEnv(url=url), str(n), seed=seed)[-1].done]
+def secret_number(url: str, seed: int) -> int:
+    """The number that the server has drawn."""
+    (right,) = [n for n in range(1, 10) if play_game(OpenEnv(url=url), str(n), seed=seed)[-1].done]
     return right
 
 
@@ -81,29 +81,29 @@ def test_env_passes_the_env_check(url: str, reward: Any) -> None:
 
 
 def test_a_game_is_played(url: str) -> None:
-    right = number(url, 3)
+    right = secret_number(url, 3)
     wrong = 1 if right > 1 else 2
-    first, hint, last = played(OpenEnv(url=url, show=["text"]), f"I try.\n#### {wrong}", f'{{"message": "{right}"}}')
+    first, hint, last = play_game(OpenEnv(url=url, show=["text"]), f"I try.\n#### {wrong}", f'{{"message": "{right}"}}')
     assert first.observations == {"agent": "guess 1 to 9"}
     assert hint.observations == {"agent": "more" if wrong < right else "less"}
     terms = {"reward_terms": {"agent": {"server": 0.01, "form": 0.0}}}
     assert hint.rewards == {"agent": 0.01} and hint.info == {"success": False, "invalid": {"agent": False}} | terms
     assert last.done and not last.truncated and last.rewards == {"agent": 1.0} and last.info["success"]
-    whole = played(OpenEnv(url=url), str(wrong))[1]
+    whole = play_game(OpenEnv(url=url), str(wrong))[1]
     assert whole.observations["agent"].splitlines()[1:] == ["guesses: 1"]
 
 
 def test_rewards_may_be_paid_at_the_end(url: str) -> None:
-    right = number(url, 3)
+    right = secret_number(url, 3)
     wrong = 1 if right > 1 else 2
-    steps = played(OpenEnv(url=url, reward="outcome"), str(wrong), str(wrong), str(right))
+    steps = play_game(OpenEnv(url=url, reward="outcome"), str(wrong), str(wrong), str(right))
     assert [step.rewards["agent"] for step in steps] == [0, 0, 0, pytest.approx(1.02)]
-    cut = played(OpenEnv(url=url, reward="outcome", max_steps=2), str(wrong), str(wrong))[-1]
+    cut = play_game(OpenEnv(url=url, reward="outcome", max_steps=2), str(wrong), str(wrong))[-1]
     assert cut.truncated and cut.rewards == {"agent": pytest.approx(0.02)} and not cut.info["success"]
 
 
 def test_invalid_actions_are_refused(url: str) -> None:
-    _, long, odd, fine = played(OpenEnv(url=url, show=["text"]), "9" * 30, '{"guess": 4}', "0")
+    _, long, odd, fine = play_game(OpenEnv(url=url, show=["text"]), "9" * 30, '{"guess": 4}', "0")
     assert long.rewards == {"agent": -0.1} and long.info["invalid"] == {"agent": True}
     assert long.info["reward_terms"] == {"agent": {"server": 0.0, "form": -0.1}}
     assert long.observations["agent"].startswith("guess 1 to 9\nYour action was refused: message: String should have")
@@ -112,15 +112,15 @@ def test_invalid_actions_are_refused(url: str) -> None:
 
 
 def test_reset_options_reach_the_env(url: str) -> None:
-    assert played(OpenEnv(url=url, reset={"most": 50}, show=["text"]))[0].observations == {"agent": "guess 1 to 50"}
+    assert play_game(OpenEnv(url=url, reset={"most": 50}, show=["text"]))[0].observations == {"agent": "guess 1 to 50"}
 
 
 def test_failed_or_silent_server_fails_the_episode(url: str) -> None:
     with pytest.raises(RuntimeError, match=r"failed at a step with EXECUTION_ERROR.*the server's own fault"):
-        played(OpenEnv(url=url), "crash")
+        play_game(OpenEnv(url=url), "crash")
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"did not answer a step for 0\.5 s"):
-        played(OpenEnv(url=url, timeout=0.5), "sleep")
+        play_game(OpenEnv(url=url, timeout=0.5), "sleep")
     assert time.monotonic() - start < 2.5
 
 
@@ -138,9 +138,9 @@ def test_nondeterministic_game_is_not_forked(url: str) -> None:
 
 
 def test_sessions_are_released_on_close(narrow_url: str) -> None:
-    """A closed game's place is free at once; two at a time are too many here."""
+    """A closed game's place is free at once; this server allows only one game at a time."""
     env = OpenEnv(url=narrow_url)
-    seen = [played(env, "1", seed=seed)[1].observations for seed in (1, 1, 1)]
+    seen = [play_game(env, "1", seed=seed)[1].observations for seed in (1, 1, 1)]
     assert seen[0] == seen[1] == seen[2]
 
     async def two() -> None:
@@ -160,7 +160,7 @@ def test_unreachable_server_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(ValueError, match="no OpenEnv server answers"):
-        played(OpenEnv(url=f"http://127.0.0.1:{port}"))
+        play_game(OpenEnv(url=f"http://127.0.0.1:{port}"))
     with pytest.raises(ValueError, match="no address of a server"):
         OpenEnv(url="localhost:8000")
     with pytest.raises(ValueError, match="timeout=0"):

@@ -1,4 +1,4 @@
-"""TextArena's games through our adapter: as TextArena plays them, and each from its seed alone."""
+"""TextArena's games through palestra's adapter: as TextArena plays them, each determined by its seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.peers
 
 
 def some_move(seat: str, seen: str, rng: random.Random) -> str:
-    """Often one that the game has named in brackets."""
+    """Often a move that the game has named in brackets."""
     named = re.findall(r"\[[^\[\]\n]{1,12}\]", seen)
     return rng.choice(named) if named and rng.random() < 0.8 else rng.choice(["[0]", "[2 3]", "[up]", "hello"])
 
@@ -34,7 +34,7 @@ def some_move(seat: str, seen: str, rng: random.Random) -> str:
         ("LiarsDice-v0-small", 3),
         ("PublicGoodsGame-v0", 3),
         ("SimpleNegotiation-v0-short", 2),
-        ("Countdown-v0", 1),  # says why a move is invalid where its reward belongs
+        ("Countdown-v0", 1),  # this game gives the reason of an invalid move as its reward
     ],
 )
 def test_games_pass_the_env_check(game: str, players: int) -> None:
@@ -55,7 +55,7 @@ def test_games_equal_textarena() -> None:
         move = moves.choice(["[check]", "[bet]", "[call]", "[fold]"])
         state = random.getstate()
         step = env.step({f"player_{mover}": move})
-        assert random.getstate() == state  # ours has dice of its own
+        assert random.getstate() == state  # the adapter's game has its own generator
         done, _ = theirs.step(action=move)
         assert done == step.done
     rewards, _ = theirs.close()
@@ -116,8 +116,8 @@ def test_one_players_success_and_the_limit() -> None:
     assert step.done and step.truncated and step.info["success"] is False
 
 
-def test_a_game_that_all_have_lost_ends() -> None:
-    """TextArena itself looks for the next player for ever."""
+def test_game_lost_by_all_players_ends() -> None:
+    """TextArena itself searches for the next player forever."""
     env, reasons = TextArena(game="PublicGoodsGame-v0", max_steps=150), []
     for seed in range(3):
         rng, step = random.Random(seed), env.reset(seed)

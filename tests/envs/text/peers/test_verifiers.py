@@ -1,4 +1,4 @@
-"""Envs of verifiers through our adapter: its own machinery runs the episodes, our policies answer."""
+"""Envs of verifiers through palestra's adapter: verifiers runs the episodes, palestra's policies answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from palestra.policies.scripted import ScriptedPolicy
 from palestra.rollouts.tree_rollout import Branching, EpisodeRunner, EpisodeSpec
 
 pytestmark = pytest.mark.peers
-WORDS = 27  # of the toy taskset
+WORDS = 27  # of the toy task set
 PAIR = {"taskset": "toy_verifiers", "env": "toy_verifiers_team"}
 
 
 def repeat(query: Any, rng: random.Random) -> str:
-    """What was said last, but for its first word."""
+    """Answers with the last message without its first word."""
     return query.observation.messages[-1]["content"].split(" ", 1)[1]
 
 
@@ -39,7 +39,7 @@ def test_task_is_prompted_answered_and_scored() -> None:
     chat = node.observations["agent"]
     assert episode.error is None and isinstance(chat, Chat)
     assert [message["role"] for message in chat.messages] == ["system", "user"]
-    terms = node.info["reward_terms"]["agent"]  # one for each reward function of the taskset
+    terms = node.info["reward_terms"]["agent"]  # one for each reward function of the task set
     assert node.rewards == {"agent": 1.0} and sum(terms.values()) == 1.0 and "program" not in terms
     assert node.info == {"metrics": {"length": 3.0}, "success": True, "reward_terms": {"agent": terms}}
     wrong = play(["nothing"])
@@ -84,7 +84,7 @@ def test_role_with_its_own_model_is_not_a_seat() -> None:
 
 
 def test_verifiers_config_is_passed_through() -> None:
-    """One turn is all that the walker has: the second is refused, and what it said first is scored."""
+    """The walker has one turn: the second is refused, and its first answer is scored."""
     episode = play(config={"walker": {"max_turns": 1}}, **PAIR)
     assert [list(node.answers) for node in episode.nodes] == [["guide"], ["walker"]]
     assert episode.error is None and episode.nodes[-1].rewards == {"guide": 1.0, "walker": 0.0}

@@ -1,4 +1,4 @@
-"""Two-player Atari: prepared as in the literature, both seats playing one game."""
+"""Two-player Atari: preprocessing as in the literature, both seats in one game."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_games_of_other_kinds_are_played(name: str) -> None:
 
 
 def test_pong_rewards_are_zero_sum() -> None:
-    """Who does not move loses the ball; a serve not made in time costs its maker a point alone."""
+    """A seat that does not move loses the ball; a serve that is not made in time costs only its maker a point."""
     env = AtariEnv(1)
     assert env.seats == ("first_0", "second_0") and env.action_spaces == (Discrete(6),) * 2
     env.reset(np.array([0]))
@@ -69,7 +69,7 @@ def test_subprocess_games_are_the_same() -> None:
 
 
 def test_frame_skip_repeats_actions_and_sums_rewards() -> None:
-    """Four steps without skipping are one with it."""
+    """Four steps without frame skip equal one step with it."""
     held, single = game(), game(frame_skip=1)
     held.reset(5)
     single.reset(5)

@@ -35,7 +35,8 @@ def test_envs_pass_the_vector_env_check(id: str, options: dict[str, Any], steps:
 
 
 def test_foraging_rewards_equal_envpool() -> None:
-    """Beside a pool of its own, whose next game begins a step late. Nothing but food pays, one at most a game."""
+    """Compared with a pool of EnvPool, whose next game starts one step later. Only food is rewarded, at most 1 per
+    game."""
     env, theirs = EnvPoolEnv(2, id="LevelBasedForaging-v0"), pool("LevelBasedForaging-v0", 2)
     assert (
         env.seats == ("agent_0", "agent_1")
@@ -68,7 +69,8 @@ def test_multi_agent_rewards_equal_envpool() -> None:
     frame, (seen, info), rng = env.reset(np.arange(3)), theirs.reset(), np.random.default_rng(0)
     assert env.seats == ("player_0", "player_1") and frame.agent_mask.all()
     for _ in range(13):
-        rows = info["players"]["env_id"].argsort(kind="stable")  # games of several players come as they are done
+        # games of several players return in the order in which they are done
+        rows = info["players"]["env_id"].argsort(kind="stable")
         assert np.array_equal(frame.obs.reshape(6, -1), seen[rows].reshape(6, -1))
         actions = random_actions(env, frame, rng)
         frame = env.step(actions)
@@ -81,7 +83,7 @@ def test_multi_agent_rewards_equal_envpool() -> None:
 
 @pytest.mark.parametrize("id", ["LeducHoldem-v1", "ConnectFour-v1"])
 def test_turn_based_games_are_zero_sum(id: str) -> None:
-    """Exactly one acts and has legal actions; returns of every game sum to zero and are paid at its end."""
+    """Exactly one seat acts and has legal actions; returns of every game sum to zero and are paid at its end."""
     env = EnvPoolEnv(16, id=id)
     rng, frame, ended = np.random.default_rng(0), env.reset(np.arange(16)), 0
     for _ in range(80):

@@ -1,4 +1,4 @@
-"""Every env in JaxMARL's registry is played through the adapter, or the adapter refuses it as stated here."""
+"""Every env in JaxMARL's registry is played through the adapter, or refused by it for the reason stated here."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 ROBOTARIUM = [id for id in registered_envs if id.startswith("JaxRobotarium_")]
 REFUSED = {
     "storm": "and no observation of agent 0",
-    # The enemies' policy is a Flax module, which no config can name.
+    # The enemies' policy is a Flax module, which cannot be named in a config.
     "LearnedPolicyEnemySMAX": "missing 2 required positional arguments: 'policy' and 'params'",
-    # Their package is a git submodule of JaxMARL, which an installation from PyPI does not have.
+    # Their package is a git submodule of JaxMARL, which the distribution on PyPI does not contain.
     **dict.fromkeys(ROBOTARIUM, "requires the jaxrobotarium package"),
-    # JaxMARL has deprecated its envs on Brax, as Brax itself is.
+    # JaxMARL has deprecated its Brax envs, as Brax itself has.
     **dict.fromkeys(["ant_4x2", "halfcheetah_6x1", "hopper_3x1", "humanoid_9|8", "walker2d_2x3"], "requires brax"),
 }
 SHORT: dict[str, dict[str, Any]] = {  # options with which games end within the steps of the check
@@ -44,10 +44,10 @@ def test_refusals_say_why(id: str) -> None:
         JaxMarlEnv(1, id=id)
 
 
-@pytest.mark.timeout(1200)  # seconds; storm_np is compiled for 30 s on an idle core, for minutes on a busy one
+@pytest.mark.timeout(1200)  # seconds; storm_np compiles for 30 s on an idle core, for minutes on a busy one
 @pytest.mark.parametrize("id", sorted(set(registered_envs) - REFUSED.keys()))
 def test_every_env_is_played(id: str) -> None:
-    """Without games alone, for which the env would be compiled anew."""
+    """Without the check of single games, for which the env would be compiled again."""
     options = SHORT.get(id, {})
     make = lambda games: JaxMarlEnv(games, id=id, options=options)  # noqa: E731
     check_vector_env(make, num_envs=2, steps=20, check_independence=False, expect_end=id in SHORT)

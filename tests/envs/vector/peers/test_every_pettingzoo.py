@@ -22,12 +22,13 @@ with warnings.catch_warnings(action="ignore"):
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 REGISTRIES = {"aec": aec_registry, "parallel": parallel_registry}
-# Their second `reset(seed)` begins another game than the first: it does not reset everything.
+# Their second `reset(seed)` starts another game than the first: it does not reset everything.
 NOT_REPEATABLE = {"atari/maze_craze-v3", "butterfly/knights_archers_zombies-v11"}
 
 
 def forms(id: str) -> list[str]:
-    """The registries that have the env. Atari games are parallel, and their turn-based forms converted from those."""
+    """The registries that contain the env. Atari games are parallel; their turn-based forms are converted from
+    those."""
     return [form for form, registry in REGISTRIES.items() if id in registry and (form, id[:5]) != ("aec", "atari")]
 
 

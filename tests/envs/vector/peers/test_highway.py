@@ -1,4 +1,4 @@
-"""Several vehicles of highway-env act, each with its own view."""
+"""Several vehicles of highway-env act, each with its own observation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_observations_are_relative_to_each_vehicle() -> None:
     assert len(env.seats) == 3 and env.action_spaces == (Discrete(5),) * 3 and frame.agent_mask.all()
     assert len({frame.obs[0, n].tobytes() for n in range(3)}) == 3
     frame = env.step(np.array([[1, 1, 1]], np.int32))
-    assert frame.rewards[0, 0] == frame.rewards[0, 1] == frame.rewards[0, 2] > 0  # idle in lane at speed is paid
+    # staying in the lane at speed is rewarded
+    assert frame.rewards[0, 0] == frame.rewards[0, 1] == frame.rewards[0, 2] > 0
 
 
 def test_continuous_actions_are_supported() -> None:

@@ -1,4 +1,4 @@
-"""JaxMARL's games go as JaxMARL plays them."""
+"""JaxMARL's games through the adapter equal JaxMARL's own."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ pytestmark = pytest.mark.peers
     ],
 )
 def test_envs_pass_the_vector_env_check(options: dict[str, Any]) -> None:
-    """Two games only: each number of games is compiled anew."""
+    """Two games only: each number of games is compiled separately."""
     check_vector_env(lambda games: JaxMarlEnv(games, **options), num_envs=2, steps=60)
 
 
 def test_simple_spread_equals_jaxmarl() -> None:
-    """From the key of each seed, split as ours are: one half plays, the other goes on."""
+    """Starting from the key of each seed, split as in the adapter: one half for the step, the other for the next
+    split."""
     env, theirs = JaxMarlEnv(2), jaxmarl.make("MPE_simple_spread_v3")
     assert (
         env.seats == tuple(theirs.agents)
@@ -67,7 +68,7 @@ def test_simple_spread_equals_jaxmarl() -> None:
             assert np.allclose(frame.rewards[b], [rewards[seat] for seat in env.seats], atol=1e-5)
             assert frame.truncated[b] == done["__all__"] and not frame.terminated[b]
             games[b] = (key, state)
-    assert frame.truncated.all()  # JaxMARL's clock allows 26 steps
+    assert frame.truncated.all()  # JaxMARL's time limit allows 26 steps
 
 
 def test_time_limit_may_terminate_instead_of_truncate() -> None:
@@ -78,7 +79,7 @@ def test_time_limit_may_terminate_instead_of_truncate() -> None:
 
 
 class Parting:
-    """Agent "early" dies at its first step, and "late" after `dies` steps; the time limit is 4. Both are paid 0."""
+    """Agent "early" dies at its first step, and "late" after `dies` steps; the time limit is 4. All rewards are 0."""
 
     agents = ("early", "late")
     max_steps = 4
@@ -100,14 +101,14 @@ class Parting:
 
     def step_env(self, key: Any, time: Any, actions: Any) -> Any:
         time = time + 1
-        over = time >= jnp.minimum(self.max_steps, self.dies)  # then JaxMARL's envs call all agents done
+        over = time >= jnp.minimum(self.max_steps, self.dies)  # then JaxMARL's envs mark all agents as done
         done = {"early": time >= 1, "late": over, "__all__": over}
         return self.seen(time), time, dict.fromkeys(self.agents, 0.0), done, {}
 
 
 @pytest.mark.parametrize("dies", [3, 9])
 def test_seat_that_died_before_the_time_limit_stays_terminated(dies: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit the other is truncated; a game of all dead is terminated for both."""
+    """At the limit the other seat is truncated; a game in which all are dead is terminated for both."""
     monkeypatch.setattr(adapter, "compiled_env", lambda *_: CompiledEnv("toy", Parting(dies)))
     length = min(4, dies)
     check_vector_env(lambda games: JaxMarlEnv(games, id="toy"), num_envs=2, steps=10)
@@ -123,8 +124,8 @@ def test_seat_that_died_before_the_time_limit_stays_terminated(dies: int, monkey
 
 
 class Numbered:
-    """Agents 0 and 1, as in the storm envs, see parts with names and are paid in a list: agent 0 its action, agent 1
-    twice its own. A game is cut off after `episode_length` steps, as those of MABrax."""
+    """Agents 0 and 1, as in the storm envs, observe named parts and get rewards in a list: agent 0 its action, agent 1
+    twice its own. A game is truncated after `episode_length` steps, as in MABrax."""
 
     agents = (0, 1)
     episode_length = 3
@@ -159,8 +160,8 @@ def test_numbered_agents_that_see_several_parts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_marines_win_by_shooting_first_and_lose_by_standing() -> None:
-    """Allies that shoot whom they may (actions from 5 on) win many games; those that only stand (4) none, and their
-    games end by their death. Won games are successes; rewards stay between 0 and 2 a game."""
+    """Allies that shoot whenever possible (actions from 5 on) win many games; allies that only stop (4) win none, and
+    die. Won games are successes; returns stay between 0 and 2."""
     env = JaxMarlEnv(16, id="HeuristicEnemySMAX", map="3m")
     assert env.seats == ("ally_0", "ally_1", "ally_2") and env.state_size > 0
     wins = {}
@@ -172,7 +173,7 @@ def test_marines_win_by_shooting_first_and_lose_by_standing() -> None:
             first = np.where(attack.any(2), 5 + attack.argmax(2), np.where(frame.action_mask[..., 1], 1, 4))
             frame = env.step((first if shoots else np.full((16, 3), 4)).astype(np.int32))
             paid += frame.rewards[:, 0]
-            assert (frame.agent_mask == frame.action_mask[..., :4].any(2)).all()  # the dead may only stand
+            assert (frame.agent_mask == frame.action_mask[..., :4].any(2)).all()  # dead units may only stop
             assert not (frame.success & ~frame.terminated).any() and (paid >= 0).all() and (paid <= 2.001).all()
             ended, won = ended + int(frame.done.sum()), won + int(frame.success.sum())
             paid[frame.done] = 0
@@ -182,7 +183,7 @@ def test_marines_win_by_shooting_first_and_lose_by_standing() -> None:
 
 
 def test_hanabi_is_turn_based_with_shared_rewards() -> None:
-    """Exactly the mover acts; every point is paid to all; the fireworks hold 25 at most."""
+    """Exactly one seat acts; every point is paid to all seats; the maximum is 25."""
     env = JaxMarlEnv(8, id="hanabi")
     rng, frame, paid, ended = np.random.default_rng(0), env.reset(np.arange(8)), np.zeros(8), 0
     for step in range(120):

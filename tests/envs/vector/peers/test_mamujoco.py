@@ -1,4 +1,4 @@
-"""Multi-agent MuJoCo of Gymnasium-Robotics through the PettingZoo adapter: every step is the package's own."""
+"""Multi-agent MuJoCo of Gymnasium-Robotics through the PettingZoo adapter: every step equals the package's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with warnings.catch_warnings(action="ignore"):
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 FACTORY = "gymnasium_robotics.envs.multiagent_mujoco.mamujoco_v1:parallel_env"
-# The scenarios of several agents, each with its factorisation into the fewest agents.
+# The multi-agent scenarios, each with its factorisation into the fewest agents.
 SCENARIOS = {
     "Ant": "2x4",
     "HalfCheetah": "2x3",
@@ -48,7 +48,7 @@ def options(scenario: str, steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scenario", sorted(SCENARIOS))
 def test_every_step_equals_the_package(scenario: str) -> None:
-    """Two games beside two of the package, into their second episodes; the state is that of its `state()`."""
+    """Two games beside two of the package, into their second episodes; the state equals its `state()`."""
     given = options(scenario, 20)
     env, others = PettingZooEnv(2, env=FACTORY, options=given, state=True), [parallel(given) for _ in range(2)]
     assert env.seats == tuple(others[0].possible_agents) and isinstance(env.action_spaces[0], Continuous)
@@ -85,13 +85,13 @@ def rows(env: PettingZooEnv, seen: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def ordered(scenario: str, obs: np.ndarray) -> np.ndarray:
-    """Observations, of Pusher sorted: the package orders joints by their names, of which three of Pusher's are one, so
-    that each instance has an order of its own."""
+    """Observations, sorted for Pusher: the package orders joints by name, and three joints of Pusher have the same
+    name, so the order differs between instances."""
     return np.sort(obs) if scenario == "Pusher" else obs
 
 
 def test_coupled_half_cheetah_fails_in_the_package() -> None:
-    """It reads `ten_J` of MuJoCo as a dense matrix, which it is no longer."""
+    """It reads MuJoCo's `ten_J` as a dense matrix, which it no longer is."""
     with pytest.raises(IndexError, match="invalid index to scalar variable"):
         parallel({"scenario": "CoupledHalfCheetah", "agent_conf": "1p1", "agent_obsk": 1})
 

@@ -1,4 +1,4 @@
-"""VMAS's scenarios go as VMAS plays them, the same from the same seeds."""
+"""VMAS's scenarios through the adapter equal VMAS's own, and are determined by the seeds."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.peers
     ],
 )
 def test_scenarios_pass_the_vector_env_check(scenario: str, options: dict[str, Any]) -> None:
-    """But for games going as alone: VMAS draws for all its games at once."""
+    """Without the check of single games: VMAS draws for all its games at once."""
     make = lambda games: VmasEnv(games, scenario=scenario, steps=8, options=options)  # noqa: E731
     check_vector_env(make, num_envs=3, steps=20, check_independence=False)
 
 
 def test_balance_equals_vmas() -> None:
-    """Beside an env of VMAS's own from the seed that ours begins with, until the first game ends."""
+    """Compared with an env of VMAS with the same first seed, until the first game ends."""
     env = VmasEnv(4, scenario="balance", steps=30)
     theirs = vmas.make_env("balance", num_envs=4, max_steps=30, terminated_truncated=True)
     assert len(env.seats) == theirs.n_agents and all(isinstance(space, Continuous) for space in env.action_spaces)
@@ -57,7 +57,7 @@ def test_balance_equals_vmas() -> None:
 
 
 def test_only_finished_games_are_reset() -> None:
-    """The package of "balance" falls for some games sooner than for others."""
+    """The package of "balance" falls at different times in different games."""
     env = VmasEnv(6, scenario="balance", steps=100)
     rng, frame = np.random.default_rng(0), env.reset(np.arange(6))
     for _ in range(100):
@@ -73,8 +73,8 @@ def test_only_finished_games_are_reset() -> None:
 
 
 def test_discrete_actions_accelerate() -> None:
-    """Agents of simple_spread that go right (2) gain speed to the right: their own speed is seen after two numbers
-    of place."""
+    """Agents of simple_spread that choose right (2) accelerate to the right: observations have the velocity after two
+    numbers of position."""
     env = VmasEnv(2, scenario="simple_spread", options={"continuous_actions": False})
     assert all(isinstance(space, Discrete) for space in env.action_spaces)
     frame = env.reset(np.arange(2))
