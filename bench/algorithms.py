@@ -1,20 +1,19 @@
-"""Algorithms for language agents on two small tasks and one of a real model, with equal samples: what each learns and
-what it costs.
+"""Compares algorithms for language agents at equal samples on two small tasks and one of a real model: scores and cost.
 
-    python bench/algorithms.py                          5 seeds each of what was not measured; hours on one core
+    python bench/algorithms.py                          5 seeds of each method; hours on one core
     python bench/algorithms.py --processes 11           11 runs at once, one torch thread each
     python bench/algorithms.py --methods GRPO "online DPO" --tasks duel
     python bench/algorithms.py --tasks real --device cuda --processes 4
-    python bench/algorithms.py --report                 prints the tables of what was measured and draws the picture
-    python bench/algorithms.py --quick                  two small steps, one seed, no tuning: does the road hold?
+    python bench/algorithms.py --report                 prints the tables of the ledger and draws the picture
+    python bench/algorithms.py --quick                  two small steps, one seed, no tuning: a smoke test
 
-`sums` is cooperative, `duel` zero-sum (both a base of a million parameters, on the CPU), `real` a lone agent of
-SmolLM2-135M-Instruct (configs/algorithms/), on `--device`; several processes on one GPU slow each other down, unless
-CUDA's multi-process service runs (docs/scaling/gpu.md). Learning rates that were tuned are in
-algorithms_parts/rates.yaml; a method without one takes the better of two on instances of split dev, with two seeds that
-are not counted. `real` has one rate, which is not tuned. Scores are of split test. One seed of all methods comes after
-the other, so that what is broken off has as many of each. What was measured is a line for each run in the ledger
-(bench/measured/); what is there is not run again. Runs are in runs/algorithms/.
+`sums` is cooperative, `duel` zero-sum (both with a base of a million parameters, on the CPU); `real` is a single agent
+on SmolLM2-135M-Instruct, on `--device`. Configs are in configs/algorithms/. Several processes on one GPU slow each
+other down unless CUDA's multi-process service runs (docs/scaling/gpu.md). Tuned learning rates are in
+algorithms_parts/rates.yaml; a method without one gets the better of two rates on split dev, tried with two seeds that
+are not counted. `real` has one rate, which is not tuned. Scores are on split test. All methods run with one seed before
+the next seed begins, so that an interrupted comparison has equally many seeds of each. The ledger (bench/measured/) has
+a line for each run; a run with a line is not repeated. Run folders are in runs/algorithms/.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=names)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=1, help="runs at once")
-    parser.add_argument("--device", default="cpu", help="of the task real: cpu or cuda")
-    parser.add_argument("--ledger", type=Path, help=f"file of what was measured; {LEDGER} if not given")
-    parser.add_argument("--unsafe", action="store_true", help="sums runs programs of models without a sandbox")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--no-tune", action="store_true", help="the lowest learning rate of a task for all methods")
-    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--device", default="cpu", help="device of the task real: cpu or cuda")
+    parser.add_argument("--ledger", type=Path, help=f"file with a line for each measured run; {LEDGER} if not given")
+    parser.add_argument("--unsafe", action="store_true", help="run the programs that models write without a sandbox")
+    parser.add_argument("--quick", action="store_true", help="two small steps, one seed, no tuning")
+    parser.add_argument("--no-tune", action="store_true", help="use the lowest learning rate of a task for all methods")
+    parser.add_argument("--report", action="store_true", help="only print the tables and draw the picture")
     return parser.parse_args()
 
 

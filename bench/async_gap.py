@@ -1,20 +1,20 @@
-"""How stale episodes may be, and what waiting costs: gaps at which a toy task is still learned, and wall times.
+"""Measures how stale episodes may be (the gaps at which a task is still learned) and what waiting for envs costs.
 
     python bench/async_gap.py               gaps 0 to 24, two seeds each, and an env that waits 1 s a step
     python bench/async_gap.py --quick       gaps 0 and 2, one seed, a third of the steps
     python bench/async_gap.py --task duel   gaps 0 to 12 of the 16 steps of a task of bench/algorithms.py, by GRPO
 
-Gap: an agent sees a bit behind noise and must say the other one (an adapter on a random base of 0.1M parameters, one
-time in two right by chance), in equal numbers of steps whatever `staleness: N` and the kind of in-flight updates. A gap
-is learned if the held-out success, a mean over seeds, is at least 0.9 of that without staleness. With `--task` the
-same of a shipped task, whose score is that of bench/algorithms.py on split dev.
+Gap: the value N of `staleness: N`. An agent sees a bit after noise and must answer with the other bit (an adapter on a
+random base of 0.1M parameters; chance is 0.5). The number of steps is the same for all gaps and kinds of in-flight
+updates. A gap counts as learned if the held-out success, a mean over seeds, is at least 0.9 of that without staleness.
+With `--task` the same is measured on a shipped task, scored on split dev as in bench/algorithms.py.
 
-Waiting: two such questions an episode, each step of 1 s on a thread, which takes no CPU. Wall seconds of training with
-staleness N over those without. Figures:
+Waiting: an episode has two such questions, and each step waits 1 s on a thread, without CPU time. Reported are wall
+seconds of training with staleness N over those without. Figures:
 
     success_U_N      held-out success (of a task: score) after training with in-flight updates U (none, keep_kv,
                      recompute_kv) and gap N
-    largest_gap_U    largest gap that is learned, as are all smaller ones that were tried
+    largest_gap_U    largest gap that is learned, if all smaller ones that were tried are learned too
     wall_ratio_U_N   wall seconds over those of synchronous training, with the env that waits
 """
 
@@ -57,13 +57,13 @@ BASE = "base"  # folder of the random base
 LEARNED_SHARE = 0.9  # of the success without staleness
 STEPS, EVAL_EPISODES = 24, 100
 Results = dict[tuple[str, int], list[dict[str, float]]]
-Settings = Callable[[str, int, int], TextConfig]  # of a kind of updates, a gap and a seed
+Settings = Callable[[str, int, int], TextConfig]  # arguments: kind of in-flight updates, gap, seed
 console = Console(width=110)
 
 
 class Contrary(Env):
-    """An agent sees noise and a bit, and says the other bit by the parity of its answer's first character, `turns`
-    times; success is that of the last. Each step takes `seconds`."""
+    """An agent sees noise and a bit, and answers with the other bit: the parity of its answer's first character. An
+    episode has `turns` such questions; its success is that of the last. Each step takes `seconds`."""
 
     name = "contrary"
     seats = ("agent",)
@@ -107,7 +107,7 @@ def config(base: Path, update: str, gap: int, seed: int, steps: int, **changes: 
 
 
 def task_config(task: Task, update: str, gap: int, seed: int, quick: bool) -> TextConfig:
-    """The config of a run of GRPO on a task of bench/algorithms.py, with the learning rate that it was given there."""
+    """The config of a GRPO run on a task of bench/algorithms.py, with the learning rate used there."""
     rate = tuned_rates().get(task.name, {}).get("GRPO", task.rates[0])
     tree = settings_of(task, find_method(task, "GRPO"), rate, seed)
     tree |= {"staleness": gap, "in_flight_updates": update if gap else "none", "device": "cpu"}
@@ -117,7 +117,7 @@ def task_config(task: Task, update: str, gap: int, seed: int, quick: bool) -> Te
 
 
 def trained(folder: Path, settings: TextConfig, label: str, task: Task | None = None) -> dict[str, float]:
-    """Seconds of a run's training, its held-out success or score, and the mean staleness of its tokens."""
+    """Trains a run; returns its wall and CPU seconds, its held-out success or score, and its tokens' mean staleness."""
     watch = Stopwatch()
     with Run.create(folder, dump(settings), label) as run:
         run_training(build(settings), run, watch)
@@ -133,7 +133,7 @@ def trained(folder: Path, settings: TextConfig, label: str, task: Task | None = 
 
 
 def measure_gaps(folder: Path, gaps: tuple[int, ...], seeds: int, settings: Settings, task: Task | None) -> Results:
-    """Runs of each update and gap; without a gap there is one kind of run."""
+    """Results of runs with each kind of in-flight updates and each gap; gap 0 runs once a seed, as "none"."""
     results: Results = {}
     for seed in range(seeds):
         for update in UPDATES:
@@ -144,7 +144,7 @@ def measure_gaps(folder: Path, gaps: tuple[int, ...], seeds: int, settings: Sett
 
 
 def measure_waiting(folder: Path, gaps: tuple[int, ...], steps: int) -> Results:
-    """Runs in an env that waits, of each update and gap, in turn."""
+    """Results of runs in an env that waits, one for each gap and kind of in-flight updates."""
     changes = {"episodes": 4, "env": {"type": "async_gap:Contrary", "turns": 2, "seconds": WAIT_S}}
     changes["evals"] = {"test": {"episodes": 4, "env": {"split": "test", "seconds": 0.0}}}
     results: Results = {}
@@ -160,7 +160,7 @@ def mean(results: Results, key: tuple[str, int], what: str) -> float:
 
 
 def largest_gap(results: Results, update: str) -> int:
-    """The largest gap that is learned, as are all smaller ones that were tried."""
+    """The largest gap that is learned, if all smaller ones that were tried are learned too; 0 if none is."""
     bar, largest = LEARNED_SHARE * mean(results, ("none", 0), "success"), 0
     for gap in sorted(gap for own, gap in results if own == update and gap):
         if mean(results, (update, gap), "success") < bar:
@@ -203,7 +203,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="gaps 0 and 2, one seed, a third of the steps")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--task", choices=[task.name for task in TASKS], help="a shipped task; no env that waits")
+    parser.add_argument(
+        "--task",
+        choices=[task.name for task in TASKS],
+        help="a shipped task in place of the toy task; skips the env that waits",
+    )
     options = parser.parse_args()
     seeds = 1 if options.quick else options.seeds
     with tempfile.TemporaryDirectory() as name:
@@ -223,8 +227,8 @@ def main() -> None:
 
 
 def measure_toy(folder: Path, seeds: int, quick: bool) -> tuple[Results, Results]:
-    """The results of gaps and of waiting on a random base."""
-    engine = tiny_lm(initializer_range=0.2)  # wide: its last layer is not trained
+    """Results of the toy task by gap, and of the env that waits, on a random base."""
+    engine = tiny_lm(initializer_range=0.2)  # a wide range, since the last layer is not trained
     engine.model.save_pretrained(folder / BASE)
     engine.tokenizer.save_pretrained(folder / BASE)
     waiting = measure_waiting(folder, QUICK_GAPS if quick else WAITING_GAPS, 4 if quick else 10)

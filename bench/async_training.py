@@ -1,16 +1,16 @@
-"""What it is worth not to wait: the same samples with and without waiting for play, where each env step takes 50 ms.
+"""Measures asynchronous against synchronous training on equal samples, in an env whose steps take 50 ms each.
 
     python bench/async_training.py            about 10 minutes on one core: staleness 0, 1 and 2, three seeds each
     python bench/async_training.py --quick    about a minute: a fifth of the steps, and one seed
 
-The task is Plan-Path for a planner and an executor (two adapters on the base `tiny`), whose env sleeps in each joint
-step, as one would that runs a program or asks a judge. Everything else is equal: steps, episodes, seeds. Runs take
-turns, so that a busy machine slows all alike. Figures:
+The task is Plan-Path for a planner and an executor (two adapters on the base `tiny`). Its env sleeps in each joint
+step, as if it ran a program or asked a judge. Everything else is equal: steps, episodes, seeds. Runs with different
+staleness alternate, so that other load on the machine slows all of them equally. Figures:
 
     wall_ratio_N     wall seconds of training with staleness N over those without, a mean over seeds
     success_N        held-out success after training, a mean over seeds
-    success_gap_N    how far it is from that without staleness, over the half-width of the difference's 95 % interval
-                     (Student's t over seeds that are paired; without several seeds, of two proportions)
+    success_gap_N    its distance from the success without staleness, over the half-width of the difference's 95 %
+                     interval (Student's t over paired seeds; with one seed, the interval of two proportions)
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SlowPath(PlanPath):
 
 
 class Stopwatch(Callback):
-    """Wall and CPU seconds from the end of the first evaluation to that of the last step."""
+    """Wall and CPU seconds from the end of the first evaluation to the end of the last step."""
 
     def __init__(self) -> None:
         self.start = self.end = (0.0, 0.0)
@@ -79,7 +79,7 @@ class Stopwatch(Callback):
 
 
 def config(staleness: int, seed: int, steps: int) -> TextConfig:
-    """Eight episodes a step, of up to eight joint steps each, in which three answers are tried."""
+    """The config of a run: eight episodes a step, each of up to eight joint steps with three sibling answers."""
     policy = {"type": "lora", "base": "tiny", "lr": 2e-3, "lr_schedule": "linear", "sampling": {"max_tokens": 9}}
     evaluation = {"episodes": EVAL_EPISODES, "env": {"split": "test", "seconds": 0.0}}
     return validate(
@@ -99,7 +99,7 @@ def config(staleness: int, seed: int, steps: int) -> TextConfig:
 
 
 def trained(root: Path, staleness: int, seed: int, steps: int) -> dict[str, float]:
-    """Seconds of a run's training, and its held-out success before and after."""
+    """Trains a run; returns its wall and CPU seconds, and its held-out success after training."""
     settings, watch = config(staleness, seed, steps), Stopwatch()
     with Run.create(root, dump(settings), f"n{staleness}-{seed}") as run:
         run_training(build(settings), run, watch)
@@ -113,7 +113,7 @@ def trained(root: Path, staleness: int, seed: int, steps: int) -> dict[str, floa
 
 
 def half_width(ours: list[float], theirs: list[float]) -> float:
-    """Of the 95 % interval of the mean difference: over seeds, or with one seed over the evaluation's episodes."""
+    """Half-width of the 95 % interval of the mean difference: over seeds, or with one seed over evaluation episodes."""
     if len(ours) in T95:
         differences = np.array(ours) - np.array(theirs)
         return float(T95[len(ours)] * differences.std(ddof=1) / len(ours) ** 0.5)

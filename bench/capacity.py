@@ -1,19 +1,19 @@
-"""What `palestra plan` predicts beside what runs measure: 1M to 600M parameters, adapters, envs that wait, Ray, gRPC.
+"""Compares predictions of `palestra plan` with measured runs: 1M to 600M parameters, adapters, waiting envs, Ray, gRPC.
 
     python bench/capacity.py             nineteen runs, about fifteen minutes of CPU time
     python bench/capacity.py --quick     twelve runs of fewer steps, about six minutes
-    python bench/capacity.py --simulate  the simulated cluster alone: leagues on 1 to 1,000 workers (cluster.py)
+    python bench/capacity.py --simulate  only the simulated cluster: leagues on 1 to 1,000 workers (cluster.py)
     python bench/capacity.py --rows 1M-1 20M-8 --markdown rows.md
-    python bench/capacity.py --gpu       the plan of an H200 beside the step that bench/gpu.py measured there
-    python bench/capacity.py --config palestra/configs/demo.yaml    a run of a config, with what its policies do
+    python bench/capacity.py --gpu       the plan of an H200 compared with the step that bench/gpu.py measured there
+    python bench/capacity.py --config palestra/configs/demo.yaml    the run of a config, with its own policies
 
-Before each run the machine is measured again (builders/calibration.py, some seconds on three small models, none of them
-a base here), since its cores may be shared: a prediction is of the machine as it was just then. Models have random
-weights, and answers all have their full length. Seconds are medians over steps, without the first.
+The machine is calibrated again before each run (builders/calibration.py, some seconds on three small models, none of
+them a base here), since other programs may use its cores. Models have random weights, and all answers have their full
+length. Seconds are medians over steps, without the first.
 
-Compared are CPU seconds of a step, of all processes together, and where envs wait the wall seconds of a step, too. Wall
-seconds are predicted with what the probe took in wall seconds for each CPU second: other programs may use the cores.
-Figures, a ratio being predicted over measured:
+Compared are CPU seconds of a step, of all processes together, and, where envs wait, wall seconds of a step. The
+prediction of wall seconds uses the wall seconds that each CPU second of the calibration took. Figures, where a ratio is
+predicted over measured:
 
     within_25     share of the runs whose ratio lies within 25 % (|ratio - 1| <= 0.25), of both kinds where envs wait
     runs          their number
@@ -64,15 +64,15 @@ from palestra.types import Metrics
 NOISE = f"{NoiseEnv.__module__}:{NoiseEnv.__qualname__}"
 TARGETS = {"within_25": 0.9, "runs": 12}
 TOLERANCE = 0.25
-CORES, REPEATS = 2, 2  # of this machine; of each probe
+CORES, REPEATS = 2, 2  # cores of the machine in the plan; repeats of each calibration probe
 WORKERS = (1, 3, 10, 30, 100, 300, 1000)  # of the simulated cluster
-SHAPES = {  # hidden, inner, layers, query heads, key heads, width of a head, vocabulary
+SHAPES = {  # hidden size, MLP size, layers, query heads, key heads, width of a head, vocabulary
     "1M": (128, 384, 5, 4, 2, 32, 512),
     "5M": (256, 768, 6, 8, 4, 32, 2048),
     "20M": (384, 1152, 10, 12, 4, 32, 8192),
     "60M": (512, 1536, 16, 8, 4, 64, 16384),
-    "135M": (576, 1536, 30, 9, 3, 64, 49152),  # SmolLM2's, and of its kind
-    "600M": (1024, 3072, 28, 16, 8, 128, 151936),  # Qwen3-0.6B's
+    "135M": (576, 1536, 30, 9, 3, 64, 49152),  # SmolLM2-135M, a Llama model; the others are Qwen3 models
+    "600M": (1024, 3072, 28, 16, 8, 128, 151936),  # Qwen3-0.6B
 }
 console = Console(width=130)
 
@@ -80,8 +80,9 @@ console = Console(width=130)
 @dataclass(frozen=True)
 class Row:
     """A run to measure: the size of its base, adapters (a seat each), worker processes (0: none) and their backend,
-    whether envs are on a gRPC server, steps that play is ahead, joint steps of an episode, seconds that an env step
-    waits, episodes and answers of each prompt, and their lengths."""
+    `served` if envs are on a gRPC server, staleness, joint steps of an episode (`turns`), seconds that an env step
+    waits, episodes of a step, answers to each prompt (`group`), characters of an observation (`letters`), tokens of an
+    answer, and training steps."""
 
     name: str
     size: str
@@ -169,14 +170,14 @@ def config_of(row: Row, base: Path, *, wait: bool = True, at: str | None = None)
 
 
 def predict(config: TextConfig, row: Row, base: Path, machine: Machine) -> StepTime:
-    """Seconds of a step as the plan has them."""
+    """The step time that the plan predicts."""
     episode = replace(probe_episodes(config_of(row, base, wait=False)), env_cpu_s=0.0, env_wait_s=row.wait_s)
     workload = build_workload(config, episode, device="cpu", cache_bytes=machine.cache_bytes)
     return step_time(workload, machine, layout_of(config, CORES))
 
 
 class Stopwatch(Callback):
-    """Wall and CPU seconds at the end of each step: of this process and of all that it started."""
+    """Wall and CPU time in seconds at the end of each step; CPU time is that of this process and its descendants."""
 
     def __init__(self) -> None:
         self.wall, self.cpu = [], []
@@ -188,8 +189,8 @@ class Stopwatch(Callback):
 
 
 def compare_config(path: Path) -> Iterator[Compared]:
-    """Predicts and measures six steps of the run of a config, without its evaluations; lengths of episodes and answers
-    are those of its untrained policies."""
+    """Predicts and measures six steps of a config's run, without evaluations. Lengths of episodes and answers are those
+    of its untrained policies."""
     config = validate(TextConfig, override(load(path), ["steps=6", "evals={}"]))
     machine = Calibration("cpu").measure(REPEATS)
     episode = probe_episodes(config, own_policies=True)
@@ -200,7 +201,7 @@ def compare_config(path: Path) -> Iterator[Compared]:
 
 
 def measure(config: TextConfig) -> tuple[float, float]:
-    """CPU and wall seconds of a step."""
+    """CPU and wall seconds of a step: medians, without the first."""
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(config)) as run:
         run_training(build(config), run, watch := Stopwatch())
     return tuple(statistics.median(b - a for a, b in itertools.pairwise(times)) for times in (watch.cpu, watch.wall))
@@ -226,7 +227,7 @@ class Compared:
 
     @property
     def compared_ratios(self) -> list[float]:
-        """The ratios that count: of CPU seconds, and of wall seconds where envs wait."""
+        """The ratios that count: that of CPU seconds, and where envs wait that of wall seconds."""
         return [self.cpu_ratio, *([self.wall_ratio] if self.row.wait_s else [])]
 
     @property
@@ -235,7 +236,7 @@ class Compared:
 
 
 def compare(rows: Sequence[Row], folder: Path) -> Iterator[Compared]:
-    """Calibrates, predicts and measures, a row after the other."""
+    """Calibrates the machine, predicts and measures, for each row in turn."""
     calibration = Calibration("cpu")
     for row in rows:
         base = random_base(row.size, folder)
@@ -285,15 +286,15 @@ def cells(found: Compared) -> tuple[str, ...]:
 
 
 GPU_HEADS = ("H200", "plan s", "measured s", "ratio")
-ON_H200 = {  # seconds by bench/gpu.py: docs/scaling/gpu.md
+ON_H200 = {  # seconds measured by bench/gpu.py (docs/scaling/gpu.md)
     "135m": {"sampling": 0.57, "training": 0.53, "whole step": 1.20, "sampling without graphs": 7.4},
     "0.6b": {"sampling": 0.76, "training": 0.60, "whole step": 1.53, "sampling without graphs": 6.7},
 }
 
 
 def gpu_rows(folder: Path) -> list[tuple[str, ...]]:
-    """The plan of an H200 by its data sheet for the steps of bench/gpu.py: 16 prompts of 96 tokens, 8 answers of 128
-    each, one adapter of rank 16, bfloat16."""
+    """Table rows of planned and measured seconds on an H200. The plan uses the GPU's data sheet; steps are those of
+    bench/gpu.py: 16 prompts of 96 tokens, 8 answers of 128 tokens each, one adapter of rank 16, bfloat16."""
     from gpu import SHAPES as GPU_SHAPES
 
     gpu, rows = published_machine("h200"), []
@@ -334,8 +335,8 @@ def figures(found: Sequence[Compared]) -> dict[str, float]:
 
 
 def simulated(workers: Sequence[int]) -> list[tuple[str, ...]]:
-    """Leagues on simulated clusters: each has a node lost every 60,000 s of its workers' time, and eight slices for
-    each learner."""
+    """Table rows of leagues on simulated clusters of each size. A cluster loses a node every 60,000 worker-seconds;
+    each learner trains for eight slices."""
     rows = []
     for count in workers:
         line = simulate(count, max(3, count * 5 // 4), 8, False)
@@ -354,12 +355,12 @@ SIMULATED_HEADS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="twelve runs of fewer steps")
-    parser.add_argument("--simulate", action="store_true", help="the simulated cluster alone")
-    parser.add_argument("--gpu", action="store_true", help="the plan of a GPU beside what was measured there")
+    parser.add_argument("--simulate", action="store_true", help="only the simulated cluster")
+    parser.add_argument("--gpu", action="store_true", help="compare the plan of an H200 with measured seconds")
     parser.add_argument("--rows", nargs="*", default=[], help="names of runs (default: all)")
-    parser.add_argument("--config", type=Path, help="the run of a config in place of these")
-    parser.add_argument("--workers", type=int, nargs="*", default=WORKERS, help="of the simulated cluster")
-    parser.add_argument("--markdown", type=Path, help="write the table for a page, too")
+    parser.add_argument("--config", type=Path, help="a config whose run to measure in place of these")
+    parser.add_argument("--workers", type=int, nargs="*", default=WORKERS, help="sizes of the simulated cluster")
+    parser.add_argument("--markdown", type=Path, help="also write the table as Markdown to this file")
     args = parser.parse_args()
     if args.gpu:
         with tempfile.TemporaryDirectory() as folder:

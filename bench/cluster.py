@@ -2,13 +2,13 @@
 
     python bench/cluster.py            1,000 workers, leagues of up to 10,000 members, a node lost every minute
     python bench/cluster.py --quick    100 workers, a tenth of the members, a node lost every ten minutes
-    python bench/cluster.py --whole    without sampled opponents: what breaks first
-    python bench/cluster.py --results  only what the league itself takes for a result of training, in some seconds
+    python bench/cluster.py --whole    without sampled opponents, to see what breaks first
+    python bench/cluster.py --results  only the league's CPU time for a training result; takes some seconds
 
 Prints, for growing numbers of members: throughput and use of the workers (slices take a log-normal time, so some are
-stragglers), work lost with nodes and how long its tasks wait for another worker, and what the driver pays: CPU
-milliseconds for each finished task in the first and the last quarter of the run, its memory, and bytes of the task log.
-A driver whose cost for a task grows with the run would be the limit of a large league.
+stragglers); work lost with nodes and how long the lost tasks wait for another worker; and the driver's cost: CPU
+milliseconds for each finished task in the first and the last quarter of the run, memory, and size of the task log.
+If the driver's cost for a task grew with the run, it would limit large leagues.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from palestra.populations.tasks import (
 )
 from palestra.runs import Run
 
-MEDIAN_SLICE_S, SIGMA, GAME_S = 600.0, 0.5, 0.02  # a slice of training: log-normal; a game of the payoff table
+MEDIAN_SLICE_S, SIGMA, GAME_S = 600.0, 0.5, 0.02  # of a training slice (log-normal); of a game of the payoff table
 TARGETS = {"driver_cpu_growth": 2.0, "worker_use": 0.9}
 console = Console(width=120)
 
 
 def duration(task: Task, rng: TaskRng) -> float:
-    """Seconds of a task."""
+    """Simulated seconds of a task."""
     if isinstance(task, PlayTask):
         return GAME_S * task.games_per_cell * len(task.cells)
     return float(rng.lognormal(np.log(MEDIAN_SLICE_S), SIGMA))
 
 
 def outcome(task: Task, rng: TaskRng) -> Result:
-    """Games as if every member had a strength that grows with its age."""
+    """A result of the task as if every member's strength grew with its age."""
     if isinstance(task, PlayTask):
         return PlayResult(tuple(_cell(cell, task.games_per_cell, rng) for cell in task.cells))
     assert isinstance(task, TrainTask)
@@ -86,7 +86,7 @@ def _cell(members: tuple[str, ...], games: int, rng: TaskRng) -> PayoffCell:
 
 
 class DriverCosts(PlanCallback):
-    """CPU time of the driver at each finished task."""
+    """CPU time of the driver, in seconds, at each finished task."""
 
     def __init__(self) -> None:
         self.times = [time.process_time()]
@@ -95,14 +95,14 @@ class DriverCosts(PlanCallback):
         self.times.append(time.process_time())
 
     def ms_per_task(self, start: float, end: float) -> float:
-        """Mean milliseconds of a task in a part of the run, by fractions of its tasks."""
+        """Mean CPU milliseconds of a task between two fractions of the run's tasks."""
         first, last = (int(part * (len(self.times) - 1)) for part in (start, end))
         return 1e3 * (self.times[last] - self.times[first]) / max(1, last - first)
 
 
 def simulate(workers: int, learners: int, slices: int, whole: bool) -> dict[str, float]:
-    """Returns what a league of so many learners and slices costs. `whole`: every copy plays every other, and a slice's
-    task lists the whole distribution of opponents."""
+    """Returns throughput, losses and driver costs of a league of so many learners, each trained for `slices` slices.
+    `whole`: every copy plays every other, and the task of a slice lists the whole distribution of opponents."""
     mains = max(1, learners // 10)
     config = LeagueConfig(
         main_agents=mains,
@@ -142,8 +142,8 @@ def simulate(workers: int, learners: int, slices: int, whole: bool) -> dict[str,
 
 
 def result_ms(members: int, results: int = 150) -> float:
-    """Returns CPU milliseconds in which a league of 125 learners and so many members takes a result of training and
-    makes the next task, without log and files; the games of new copies are left out."""
+    """Returns the CPU milliseconds that a league of 125 learners and so many members needs to process a training result
+    and make the next task, without the log and files. Games of new copies are left out."""
     config = LeagueConfig(
         main_agents=12,
         main_exploiters=12,
@@ -183,7 +183,7 @@ def _rss_mb() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of everything")
-    parser.add_argument("--whole", action="store_true", help="without sampling, to see what breaks first")
+    parser.add_argument("--whole", action="store_true", help="without sampled opponents, to see what breaks first")
     parser.add_argument("--members", type=int, nargs="*", help="sizes of the league")
     parser.add_argument("--results", action="store_true", help="the league's cost of a result at 100 to 10,000 members")
     args = parser.parse_args()
@@ -194,10 +194,10 @@ def main() -> None:
         print(json.dumps({"bench": "league_results", "figures": found}))
         return
     workers = 100 if args.quick else 1000
-    learners = workers * 5 // 4  # each trains one slice at a time, and the games of frozen copies need workers too
+    learners = workers * 5 // 4  # each trains one slice at a time; games of frozen copies need workers too
     sizes = args.members or ([250, 500, 1000] if args.quick else [2500, 5000, 10_000])
     if min(sizes) < learners:
-        parser.error(f"--members: {min(sizes)} are fewer than the {learners} that train on {workers} workers")
+        parser.error(f"--members {min(sizes)} is less than the {learners} learners of {workers} workers: give more")
     rows = [simulate(workers, learners, size // learners, args.whole) for size in sizes]
     table = Table("", *(str(row["members"]) for row in rows), title=f"{workers} workers", title_justify="left")
     for key in list(rows[0])[1:]:

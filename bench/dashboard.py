@@ -1,12 +1,12 @@
-"""How fast the dashboard opens a large run, in a real browser.
+"""Measures how fast the dashboard opens a large run and responds, in a real browser.
 
     python bench/dashboard.py                     about 4 minutes: 10,000 steps, 100,000 episodes
     python bench/dashboard.py --steps 1000        about half a minute
-    python bench/dashboard.py --root FOLDER       keeps the run there, and takes the one that is there
+    python bench/dashboard.py --root FOLDER       writes the run to FOLDER, or uses the one that is there
 
-The run is written through palestra's own `Run`. Each page is opened anew, with nothing kept by the browser; an
+The run is written through palestra's own `Run`. Each page is opened in a new page with an empty browser cache. An
 interaction is timed in the page, from the event to the second frame after its answer is drawn. The best of several
-repeats is reported: others who use the machine only ever make it slower. The last line is JSON. Needs playwright and a
+repeats is reported, since other load on the machine only adds time. The last line is JSON. Needs playwright and a
 Chromium (CHROMIUM=/path/to/it).
 """
 
@@ -38,14 +38,14 @@ from palestra.runs import Run, load_episodes
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 PAGES = {"runs": ("#/", "a.row"), "curves": ("#/run/long", "canvas"), "episodes": ("#/run/long/episodes", "a.row")}
 
-# What the page has heard from the server, so that a list that is drawn before its answer is not taken for the answer.
+# Records the server's answers in the page, so that a list drawn before the answer came is not taken for the answer.
 HEARD = """const ask = window.fetch; window.heard = [];
 window.fetch = async (...asked) => {
     const said = await ask(...asked);
     window.heard.push(String(asked[0]));
     return said;
 };"""
-# From the event to the second frame after its answer is drawn: what a person waits, in milliseconds.
+# Milliseconds from the event to the second frame after its answer is drawn: what a person waits.
 ACT = """([selector, value, asks, shows]) => new Promise((resolve) => {
     window.heard.length = 0;
     const began = performance.now(), field = document.querySelector(selector);
@@ -67,7 +67,7 @@ HOVER = """() => new Promise((resolve) => {
     requestAnimationFrame(() => requestAnimationFrame(() => resolve(performance.now() - began)));
 })"""
 
-# What is done with the list, in this order: where, what is chosen or typed there (None: a click), what is asked then.
+# Actions on the list, in this order: name, selector, value chosen or typed (None: a click), part of the request's URL.
 COUNTS, LINE = "[data-counts]", "ol.words > li"
 SEAT, NEXT = "form.filters label:nth-of-type(2) select", "div.bar:last-of-type > button:last-of-type"
 ACTS: list[tuple[str, str, str | None, str]] = [
@@ -111,8 +111,8 @@ def parsed() -> argparse.Namespace:
 
 
 def measured(root: Path, cache: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each figure. The server is started anew for each repeat, so that it opens the run as if for the first
-    time; from the second on the index of episodes is in the cache."""
+    """Seconds of each figure, one value for each repeat. Each repeat starts a new server, which opens the run for the
+    first time; from the second repeat on, the index of episodes is in the cache."""
     rows: dict[str, list[float]] = {}
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -167,7 +167,7 @@ def interactions(page: Any, address: str, run: Path) -> dict[str, float]:
 
 
 def act(page: Any, *what: str | None) -> float:
-    """Seconds, once the page has come to rest."""
+    """Seconds of one interaction, begun after the page was idle for 0.2 s."""
     page.wait_for_timeout(200)
     return float(page.evaluate(ACT, list(what))) / 1000
 
@@ -175,11 +175,11 @@ def act(page: Any, *what: str | None) -> float:
 def listed(page: Any, address: str) -> None:
     page.goto("about:blank")
     opened(page, f"{address}#/run/long/episodes", "a.row")
-    page.wait_for_timeout(1500)  # the events' first word
+    page.wait_for_timeout(1500)  # until the event stream has sent its first message
 
 
 def written_again(path: Path) -> None:
-    """The newest step anew, as a run writes it that goes on."""
+    """Writes the episodes of the newest step again, as a run in progress writes a step."""
     newest = max((path / "episodes").glob("step-*.parquet"))
     with Run.open(path) as run:
         run.write_episodes(int(newest.stem.removeprefix("step-")), load_episodes(newest))

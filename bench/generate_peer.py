@@ -1,4 +1,4 @@
-"""Sampling with transformers' `generate` on one CPU thread: the peer of palestra's sampler."""
+"""Sampling with transformers' `generate` on one CPU thread, to compare palestra's sampler with."""
 
 import time
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ def generate_rate(
 ) -> float:
     """Sampled tokens per CPU second: K continuations of exactly `new` tokens for each prompt, temperature 1.
 
-    `prompts_at_once` prompts, so that many times K rows, share a call. Prompts have equal length, so nothing is
-    padding. Raises ValueError where they differ.
+    A call has `prompts_at_once` prompts, that is K times as many rows. Prompts must have equal length, so that there is
+    no padding; ValueError if they differ.
     """
     if len({len(prompt) for prompt in prompts}) != 1:
         raise ValueError("prompts differ in length: the peer would pay for padding. Pass prompts of one length.")
@@ -36,9 +36,10 @@ def best_generate_rate(
     sizes: Sequence[int] = (4, 8, 16, 32),
     repeats: int = 2,
 ) -> tuple[float, dict[int, float]]:
-    """The best of `sizes` (prompts per call) and the best rate at each, in sampled tokens per CPU second.
+    """The best rate over `sizes` (prompts per call) and the best rate at each size, in sampled tokens per CPU second.
 
-    Sets torch to one thread and `keep_freed_memory`, both for good. A short first call warms up and does not count.
+    Sets torch to one thread and calls `keep_freed_memory`; both stay set. A short first call warms up and does not
+    count.
     """
     keep_freed_memory()
     torch.set_num_threads(1)

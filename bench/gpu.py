@@ -1,18 +1,19 @@
-"""Whole GRPO steps on a GPU beside TRL, and what the GPU's arithmetic and memory allow.
+"""Measures GRPO steps on a GPU, compared with TRL and with the limits of the GPU's arithmetic and memory.
 
     python bench/gpu.py            SmolLM2-135M's and Qwen3-0.6B's shapes (random weights), about 5 minutes
     python bench/gpu.py --quick    the same with fewer steps and one size of TRL's micro-batches
     python bench/gpu.py --shapes 1.7b --alone    another shape, without TRL
 
-16 prompts of 96 tokens, 8 answers of 128 each, one LoRA adapter of rank 16, bfloat16, seconds of the clock, the best of
-some steps. TRL runs in this Python if it is installed, with transformers' `generate`, no reference model, and
-micro-batches of 32 and 128 answers. Figures, by shape:
+A step has 16 prompts of 96 tokens with 8 answers of 128 tokens each, one LoRA adapter of rank 16, bfloat16. Times are
+wall seconds, the best of several steps. TRL runs in this Python if it is installed, with transformers' `generate`, no
+reference model, and micro-batches of 32 and 128 answers. Figures, by shape:
 
     sample_tokens_per_s    sampled tokens per second
-    sample_of_limit        the least seconds of reading weights, cache and logits at the GPU's own copy rate, over those
-                           taken
+    sample_of_limit        seconds to read weights, cache and logits at the GPU's measured copy rate, over the seconds
+                           of sampling
     graphs_vs_plain        sampled tokens per second with decoding steps recorded as CUDA graphs, over those without
-    train_of_limit         the least FLOPs of forward and backward pass (limit.py) at the GPU's own rate, over the time
+    train_of_limit         seconds of the fewest FLOPs of a forward and backward pass (limit.py) at the GPU's measured
+                           rate, over the seconds of training
     step_vs_trl            whole steps per second over TRL's
     peak_vs_trl            peak GPU memory over TRL's
 """
@@ -48,7 +49,7 @@ console = Console(width=120)
 
 
 def clock(run: Callable[[], object], repeats: int) -> float:
-    """The least seconds of `repeats` runs."""
+    """The wall seconds of the fastest of `repeats` runs."""
     best = float("inf")
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -60,7 +61,7 @@ def clock(run: Callable[[], object], repeats: int) -> float:
 
 
 class OnGpu:
-    """palestra's engine on a device with one adapter in training."""
+    """palestra's engine on a device, with one adapter in training."""
 
     def __init__(self, folder: str, device: str = "cuda") -> None:
         self.ours = Ours(folder, RANK, device=device)
@@ -76,7 +77,8 @@ class OnGpu:
 
 
 def busy_share(run: Callable[[], object]) -> float:
-    """The share of the seconds of `run` in which a kernel runs on the GPU (the profiler slows the rest)."""
+    """The share of the seconds of `run` in which a kernel runs on the GPU; a lower bound, since profiling slows the
+    rest."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         seconds = clock(run, 1)
     kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -84,7 +86,7 @@ def busy_share(run: Callable[[], object]) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes per second of a copy within the GPU, those read and those written."""
+    """Bytes per second of a copy within the GPU, bytes read plus bytes written."""
     a = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     b = torch.empty_like(a)
     return 2 * a.nbytes / clock(lambda: b.copy_(a), 10)
@@ -97,8 +99,8 @@ def matmul_rate() -> float:
 
 
 def least_sampling_seconds(config: object, rate: float) -> float:
-    """Seconds of what each decoding step must read: all weights, the keys and values of the live tokens (a prompt's
-    once), and the logits, written and read."""
+    """Seconds of sampling at `rate` bytes per second if each decoding step moves only what it must: all weights, keys
+    and values of the live tokens (those of a prompt once), and the logits, written and read."""
     layer = sum(inputs * outputs for inputs, outputs in layer_matrices(config).values())
     weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -107,7 +109,7 @@ def least_sampling_seconds(config: object, rate: float) -> float:
 
 
 def measured(shape: str, folder: str, *, repeats: int) -> dict[str, float]:
-    """Seconds, peak memory and shares of the limits of palestra's steps."""
+    """palestra's steps: seconds, peak GPU memory in GiB and shares of the limits."""
     config = SHAPES[shape]
     ours = OnGpu(folder)
     for _ in range(2):
@@ -140,7 +142,7 @@ def measured(shape: str, folder: str, *, repeats: int) -> dict[str, float]:
 
 
 def trl_steps(folder: str, *, quick: bool) -> dict[str, float]:
-    """TRL's fastest steps."""
+    """TRL's steps with its fastest micro-batch size: seconds, and the least peak GPU memory in GiB of all sizes."""
     prompts = Path(folder) / "prompts.json"
     prompts.write_text(json.dumps(random_prompts(GROUPS, PROMPT)))
     spec = {"model": folder, "prompts": str(prompts), "K": K, "new_tokens": NEW, "prompts_per_step": GROUPS}
@@ -161,7 +163,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="without TRL")
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("this bench needs a CUDA device; bench/lm.py is the one for a CPU")
+        raise SystemExit("bench/gpu.py needs a CUDA device. On a CPU, run bench/lm.py.")
     table = Table(title=f"{torch.cuda.get_device_name()}: seconds of a GRPO step, {GROUPS} x {K} answers")
     for heading in ("", "sampling", "training", "whole step", "peak GiB"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -170,7 +172,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_random(SHAPES[shape], folder)
             found = {"palestra": measured(shape, folder, repeats=2 if given.quick else 4)}
-            console.print(f"{shape}: {json.dumps(found)}")  # at once: TRL takes long
+            console.print(f"{shape}: {json.dumps(found)}")  # before TRL, which takes long
             names = ("sample_tokens_per_s", "sample_of_limit", "graphs_vs_plain", "train_of_limit")
             figures |= {f"{name}_{shape}": found["palestra"][name] for name in names}
             if not given.alone and find_spec("trl"):

@@ -1,12 +1,13 @@
-"""Where a GPU begins to train small networks faster than the CPU: env steps per second of rollouts and updates.
+"""Measures where a GPU trains small networks faster than the CPU: env steps per second of rollouts and updates.
 
-    python bench/gpu_nets.py            some minutes; without CUDA the CPU alone is measured
+    python bench/gpu_nets.py            some minutes; without CUDA only the CPU is measured
     python bench/gpu_nets.py --quick    a minute on 16 cores: shorter rollouts, each setting measured once
 
-MAPPO on simple_spread and independent PPO on Overcooked's cramped room, palestra's own, with two networks (policy and
-critic) of two hidden layers; two passes over each rollout in four minibatches. Envs run on one core of the CPU in both
-columns. The CPU's networks have the better of one thread and of one for each two cores, at most 8 (--quick: one for 64
-games of narrow networks, otherwise those). Figures, for each env, width and number of games:
+MAPPO on simple_spread and independent PPO on Overcooked's cramped room (palestra's own envs), with two networks (policy
+and critic) of two hidden layers, and two passes over each rollout in four minibatches. Envs run on one CPU core in both
+cases. On the CPU, networks run with one thread and with half as many threads as cores, at most 8; the faster counts
+(--quick: one thread for 64 games of narrow networks, otherwise the larger number). Figures, for each env, width and
+number of games:
 
     *_cpu, *_cuda      env steps per second
     *_cuda_over_cpu    their ratio
@@ -44,7 +45,7 @@ console = Console(width=120)
 
 @dataclass(frozen=True)
 class Setting:
-    """One cell of the table. `length` are the steps of a rollout."""
+    """One row of the table: env, width of the hidden layers, parallel games, and steps of a rollout (`length`)."""
 
     env: str
     width: int
@@ -77,7 +78,8 @@ class Measured:
 
 
 def measure(setting: Setting, device: str, threads: int, seconds: float, quick: bool) -> Measured:
-    """Trains for `seconds` after one rollout and update that are not counted, unless they are slow."""
+    """Trains for `seconds`; returns the speed. A first rollout and update are not counted; if they are slow on a CPU
+    with `quick`, only they are."""
     trainer = check_vector_run(setting.config(device, threads))
     rollout_s, update_s, updates = 0.0, 0.0, 0
 
@@ -103,7 +105,8 @@ def measure(setting: Setting, device: str, threads: int, seconds: float, quick: 
 
 
 def on_cpu(setting: Setting, seconds: float, quick: bool) -> Measured:
-    """Measures with one thread and with all cores; returns the better."""
+    """Measures with one thread and with half as many as cores, at most 8; returns the faster. With `quick`, one of
+    the two."""
     cores = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
     threads: Sequence[int] = sorted({1, cores})
     if quick:
@@ -129,8 +132,8 @@ def main() -> None:
     parser.add_argument("--envs", nargs="+", choices=list(ENVS), default=list(ENVS))
     options = parser.parse_args()
     seconds, cuda = 0.5 if options.quick else 8.0, torch.cuda.is_available()
-    console.print(f"GPU: {torch.cuda.get_device_name()}" if cuda else "no CUDA here: the CPU alone is measured")
-    for env in options.envs:  # compiles the env, and what only the CPU compiles; starts CUDA
+    console.print(f"GPU: {torch.cuda.get_device_name()}" if cuda else "no CUDA device: only the CPU is measured")
+    for env in options.envs:  # compiles the env and the CPU's kernels, and starts CUDA
         for device in ("cpu", "cuda") if cuda else ("cpu",):
             measure(Setting(env, 8, 8, 2), device, 1, 0.0, options.quick)
     table, figures = Table("env", "units", "games", title="env steps per second"), {}

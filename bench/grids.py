@@ -1,11 +1,11 @@
-"""Results of a shipped grid: what its runs scored as one file in bench/measured/grids, and a page of the docs from it.
+"""Results of a shipped grid: collects the scores of its runs in bench/measured/grids and writes a docs page from them.
 
     palestra grid configs/grids/cooperation.yaml --workers 16
     python bench/grids.py cooperation --collect runs/cooperation   scores and curves of its finished runs, then the page
-    python bench/grids.py cooperation                              the page from what was measured before
+    python bench/grids.py cooperation                              the page from scores collected before
 
-The page is docs/results-grid.md with docs/results-grid.svg, and for another grid docs/results-NAME.md. What it says
-besides figures is in bench/grid-notes/NAME.md, above and below the mark <!-- results -->.
+The page is docs/results-grid.md with docs/results-grid.svg, and for another grid docs/results-NAME.md. Its text is in
+bench/grid-notes/NAME.md, above and below the mark <!-- results -->.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from palestra.runs import read_lines
 from palestra.runs.headline import headline_eval
 from palestra.runs.series import RunLogs, series_of
 
-PAGES = {"cooperation": "grid"}  # docs/results-PAGE.md, where it has not the grid's name
+PAGES = {"cooperation": "grid"}  # grids whose page docs/results-PAGE.md has another name than the grid
 Line = dict[str, Any]
 
 
 def collect(grid: GridConfig, runs: Path) -> list[Line]:
-    """Returns a line for each finished run: task, algorithm, seed, metric, its last value, CPU seconds of rollouts and
-    updates, and the curve of the metric: [env steps, value] of each evaluation."""
+    """Returns a line for each finished run: task, algorithm, seed, metric, the metric's last value, CPU seconds of
+    rollouts and updates, and the metric's curve as [env steps, value] for each evaluation."""
     lines, done = [], finished_cells(runs)
     for task, algorithm, seed in grid.keys:
         run = runs / cell_name(task, algorithm, seed)
@@ -46,7 +46,7 @@ def collect(grid: GridConfig, runs: Path) -> list[Line]:
 
 
 def env_steps_per_step(logs: RunLogs) -> int:
-    """Returns the joint steps of one step of a run."""
+    """Returns the joint steps in one training step of a run."""
     line = next(line for line in logs.metrics if "env_steps" in line)
     return round(line["env_steps"] / (line["step"] + 1))
 
@@ -58,7 +58,7 @@ def cpu_seconds(run: Path) -> float:
 
 
 def results_of(grid: GridConfig, lines: list[Line]) -> GridResults:
-    """Returns the results that the page and its figure are made of."""
+    """Returns the results that the page and its figure show."""
     values: dict[str, dict[str, dict[int, float]]] = {a: {t: {} for t in grid.tasks} for a in grid.algorithms}
     for line in lines:
         values[line["algorithm"]][line["task"]][line["seed"]] = line["value"]
@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="a file in configs/grids, without .yaml")
     parser.add_argument("--collect", type=Path, metavar="RUNS", help="folder of the grid's runs")
-    parser.add_argument("--measured", type=Path, help="another file for what was measured; no page is written")
+    parser.add_argument("--measured", type=Path, help="another file of scores; no page is written")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the page")
     options = parser.parse_args()
     grid = load_grid(Path(f"configs/grids/{options.name}.yaml"))

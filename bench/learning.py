@@ -1,14 +1,13 @@
-"""Does it learn? Trains shipped configs to a bar, several seeds each, and writes docs/results-games.md with curves.
+"""Trains shipped configs with several seeds, compares scores with a bar, and writes docs/results-games.md with curves.
 
     python bench/learning.py                      all tasks, 3 seeds each, one at a time
     python bench/learning.py --tasks combat_vdn   some of them
-    python bench/learning.py --report             writes the page from what was measured, and trains nothing
-    python bench/learning.py --quick              a twentieth of the steps and one seed: does the road hold?
+    python bench/learning.py --report             writes the page from the ledger, without training
+    python bench/learning.py --quick              a twentieth of the steps and one seed: a smoke test
 
-A task is a config in configs/games/, scored at the end on held-out seeds, the policies at their best (in Kuhn poker by
-the exploitability of what they play when they draw their moves). What was measured is kept in
-bench/measured/learning.jsonl, curves and all; a task and seed that is there is not run again. Runs lie in
-runs/learning/.
+A task is a config in configs/games/. Its run is scored at the end by the config's evaluation on held-out seeds (in Kuhn
+poker, by the exploitability of the policies' sampled play). The ledger bench/measured/learning.jsonl has scores and
+curves; a task and seed that it lists is not run again. Run folders are in runs/learning/.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from palestra.runs import Checkpoint, list_checkpoints, read_lines
 
 ROOT = Path("runs/learning")
 LEDGER, QUICK = Path("bench/measured/learning.jsonl"), ROOT / "quick.jsonl"  # a line for each run
-ENVS = Path(".cache/envs")  # made by `make test-envs`
-NOTES = Path("bench/learning-notes.md")  # what the page says besides figures
+ENVS = Path(".cache/envs")  # virtual environment that `make test-envs` makes
+NOTES = Path("bench/learning-notes.md")  # the text of the page
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t, 97.5 %, by number of seeds
 Curve = list[tuple[float, float]]  # joint steps, score
 
 
 @dataclass(frozen=True)
 class Task:
-    """A config, what is scored, and the bar: at least `bar`, or with `low` at most. `curve` reads the scores of a run,
-    the last of which counts."""
+    """A config, the name of its score, the bar (the score must be at least `bar`, with `low` at most) and why it is the
+    bar. `curve` reads the scores of a run; the last one counts."""
 
     name: str
     scored: str
@@ -48,8 +47,8 @@ class Task:
     why: str
     curve: Callable[[Path], Curve]
     low: bool = False
-    first: int = 0  # seed: those before it were looked at
-    venv: Path = Path(sys.prefix)  # where the env's package is
+    first: int = 0  # first seed that counts: settings were chosen on those before it
+    venv: Path = Path(sys.prefix)  # virtual environment with the env's package
 
     @property
     def config(self) -> Path:
@@ -63,13 +62,13 @@ class Task:
 
 
 def env_steps_per_step(run: Path) -> int:
-    """Joint steps of one step of a run."""
+    """Joint steps in one training step of a run."""
     config = load(run / "config.yaml")
     return int(config["algorithm"]["rollout_length"]) * int(config["env"]["num_envs"])
 
 
 def held_out(key: str, scale: float = 1.0, shift: float = 0.0) -> Callable[[Path], Curve]:
-    """A figure of the evaluation of that name."""
+    """A function that reads the curve of a metric in the evaluation `held_out`, as `scale * value + shift`."""
 
     def curve(run: Path) -> Curve:
         each = env_steps_per_step(run)
@@ -80,13 +79,14 @@ def held_out(key: str, scale: float = 1.0, shift: float = 0.0) -> Callable[[Path
 
 
 def exploitability(run: Path) -> Curve:
-    """Half the NashConv of two policies in Kuhn poker (OpenSpiel's measure) at every checkpoint that was kept."""
+    """Curve of exploitability: half the NashConv of two policies in Kuhn poker (as in OpenSpiel) at each checkpoint
+    that the run still has."""
     each = env_steps_per_step(run)
     return [((checkpoint.step + 1) * each, exploitability_at(checkpoint)) for checkpoint in list_checkpoints(run)]
 
 
 def exploitability_at(checkpoint: Checkpoint) -> float:
-    """From every information state that the players can meet."""
+    """Exploitability at one checkpoint, from the policies' probabilities at every information state."""
     import pyspiel
     import torch
     from open_spiel.python import policy as spiel_policy
@@ -184,7 +184,7 @@ TASKS = [
 
 
 def train(task: Task, seed: int, quick: bool) -> dict[str, Any]:
-    """One run and its score."""
+    """Trains one run; returns its ledger line. Raises RuntimeError if training fails."""
     name, settings = f"{task.name}-{seed}", [f"seed={seed}"]
     if quick:
         name, steps = f"{name}-quick", int(load(task.config)["env_steps"])
@@ -201,7 +201,7 @@ def train(task: Task, seed: int, quick: bool) -> dict[str, Any]:
 
 
 def cpu_seconds(run: Path) -> float:
-    """Of rollouts and updates."""
+    """CPU seconds of a run's rollouts and updates."""
     lines = [line for line in read_lines(run / "timings.jsonl") if line["policy"] == "team"]
     return float(sum(value for line in lines for key, value in line.items() if key.endswith("cpu_s")))
 
@@ -212,7 +212,7 @@ def known_results(quick: bool) -> list[dict[str, Any]]:
 
 
 def run_missing(tasks: list[Task], seeds: int, quick: bool, jobs: int) -> None:
-    """Runs what has not been run yet."""
+    """Runs each task and seed that the ledger lacks, and appends its line."""
     ledger = QUICK if quick else LEDGER
     ledger.parent.mkdir(parents=True, exist_ok=True)
     have = {(line["task"], line["seed"]) for line in known_results(quick)}
@@ -228,8 +228,8 @@ def run_missing(tasks: list[Task], seeds: int, quick: bool, jobs: int) -> None:
 # ---- the page
 
 HEAD = """Made by `python bench/learning.py`. Each config is trained with several seeds and scored at the end on
-held-out seeds, mean with its 95 % interval (Student's t). CPU seconds are those of rollouts and updates, on one core
-of a machine that others used too. The scores and curves of all runs are in
+held-out seeds: means with 95 % intervals (Student's t). CPU seconds are those of rollouts and updates, on one core of a
+machine that other programs used too. The scores and curves of all runs are in
 [bench/measured/learning.jsonl](../bench/measured/learning.jsonl)."""
 
 
@@ -240,7 +240,7 @@ def interval(values: list[float]) -> str:
 
 
 def row(task: Task, lines: list[dict[str, Any]]) -> str:
-    """A line of the table."""
+    """A row of the page's table."""
     bar, steps = f"{'≤' if task.low else '≥'} {task.bar:g}", int(load(task.config)["env_steps"])
     link = f"[{task.name}](../configs/games/{task.name}.yaml)"
     if not lines:
@@ -253,7 +253,7 @@ def row(task: Task, lines: list[dict[str, Any]]) -> str:
 
 
 def report(results: list[dict[str, Any]], target: Path) -> None:
-    """The table, the curves, and where the bars come from."""
+    """Writes the page: the table, the curves, the sources of the bars, and the notes."""
     lines = ["# What is learned in vectorised games", "", HEAD, ""]
     lines += ["| config | scored | mean of the seeds | bar | seeds reach it | CPU-s | env steps |", f"|{'---|' * 7}"]
     lines += [row(task, [line for line in results if line["task"] == task.name]) for task in TASKS]
@@ -265,7 +265,7 @@ def report(results: list[dict[str, Any]], target: Path) -> None:
 
 
 def draw(results: list[dict[str, Any]], target: Path) -> None:
-    """The scores of every run as it went on, and the bars."""
+    """Draws the curve of each run, and the bars."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -298,8 +298,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the steps and one seed")
+    parser.add_argument("--report", action="store_true", help="only write the page from the ledger")
     options = parser.parse_args()
     tasks = [task for task in TASKS if not options.tasks or task.name in options.tasks]
     if not options.report:

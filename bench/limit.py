@@ -1,4 +1,4 @@
-"""How fast a shared-prefix GRPO step could be: this machine's matmul rate over the arithmetic the step cannot avoid."""
+"""The least time of a shared-prefix GRPO step: the FLOPs that the step cannot avoid, and this machine's matmul rate."""
 
 import random
 import time
@@ -23,12 +23,12 @@ class StepFlops(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All four parts together."""
+        """The sum of all four parts."""
         return sum(self)
 
 
 def cpu_seconds(run: Callable[[], object], repeats: int) -> float:
-    """The least CPU seconds of `repeats` runs, after one that warms up."""
+    """The CPU seconds of the fastest of `repeats` runs, after one that warms up."""
     run()
     best = float("inf")
     for _ in range(repeats):
@@ -41,7 +41,7 @@ def cpu_seconds(run: Callable[[], object], repeats: int) -> float:
 def matmul_rate(seconds: float = 1.0) -> float:
     """FLOP per CPU second of float32 matrix products on one thread: the best of `MATMULS`, about `seconds` for all.
 
-    Sets torch to one thread for good. The best of many short runs, since a shared machine only ever slows them.
+    Sets torch to one thread, which stays set. Takes the best of many short runs, since other load only slows them.
     """
     torch.set_num_threads(1)
     return max(_rate(*shape, seconds / len(MATMULS)) for shape in MATMULS)
@@ -58,7 +58,7 @@ def _rate(rows: int, inner: int, columns: int, seconds: float) -> float:
 
 
 def layer_matrices(config: Qwen3Config) -> dict[str, tuple[int, int]]:
-    """`(in, out)` of the seven linear maps of one decoder layer."""
+    """The sizes `(in, out)` of the seven linear maps of one decoder layer, by name."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     return {
@@ -81,16 +81,16 @@ def shared_prefix_step_flops(config: Qwen3Config, prompt: int, new: int, K: int,
     - *forward*: the same tokens packed, the prompt once and then K branches. *backward*: with LoRA (`rank` > 0) the
       base is frozen, so 2 per parameter and token for the gradient of activations, plus 4 per LoRA parameter and
       token; with `rank` 0 everything trains, so 4 per parameter and token.
-    - LoRA stands beside the base, on all seven maps of each layer, so it costs 2 per LoRA parameter and token in
-      prefill, decode and forward. (Merging it would spare about a tenth, for one adapter at a time.)
+    - LoRA is computed beside the base, on all seven maps of each layer, so it costs 2 per LoRA parameter and token in
+      prefill, decode and forward. (Merging it would save about a tenth, for one adapter at a time.)
     - Attention: 4 per pair of query and visible key, per head and head dimension, 8 in the backward. A prompt token
       sees the prompt up to itself, a branch token the prompt and its own branch up to itself.
     - The last layer: only the last prompt token and the branches are read, so the other prompt tokens stop at its keys
-      and values. The first layer: below it stands only the embedding, so with LoRA no gradient of its input.
+      and values. The first layer: only the embedding is below it, so LoRA needs no gradient of its input.
     - LM head, tied to the embedding: `1 + K * (new - 1)` positions, in sampling and in training; siblings share one.
 
-    The step is taken as sampling, then one forward and backward: a sampler that kept its activations could spare the
-    forward, at a price in memory.
+    The step is taken to be sampling, then one forward and backward. A sampler that stored its activations could save
+    the forward, at a cost in memory.
     """
     branch = K * (new - 1)
     root = (_tokens(config, prompt, 1, rank), _attention(config, prompt, new, 0), _head(config, 1, rank))
@@ -100,7 +100,7 @@ def shared_prefix_step_flops(config: Qwen3Config, prompt: int, new: int, K: int,
 
 
 def _tokens(config: Qwen3Config, tokens: int, read: int, rank: int) -> tuple[float, float]:
-    """Forward and backward FLOPs of the linear maps for `tokens`, of which `read` leave the last layer."""
+    """Forward and backward FLOPs of the linear maps for `tokens`, of which `read` pass through the whole last layer."""
     forward = backward = 0.0
     for layer in range(config.num_hidden_layers):
         last = layer == config.num_hidden_layers - 1
@@ -162,12 +162,14 @@ def qwen3_config(
 
 
 def tiny_random(path: str | Path, vocabulary: int = 512, seed: int = 0) -> Qwen3ForCausalLM:
-    """The benchmark's model with random weights, saved at `path` in float32, beside a tokenizer of words t2, t3, ..."""
+    """Saves the benchmark's model with random weights in float32 at `path`, with a tokenizer of words t2, t3, ...;
+    returns the model."""
     return save_random(tiny_config(vocabulary), path, seed)
 
 
 def save_random(config: Qwen3Config, path: str | Path, seed: int = 0) -> Qwen3ForCausalLM:
-    """A model with random weights, saved at `path` in float32, beside a tokenizer of words t2, t3, ..."""
+    """Saves a model with random weights in float32 at `path`, with a tokenizer of words t2, t3, ...; returns the
+    model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float().eval()
@@ -180,6 +182,6 @@ def save_random(config: Qwen3Config, path: str | Path, seed: int = 0) -> Qwen3Fo
 
 
 def random_prompts(count: int, length: int, vocabulary: int = 512, seed: int = 0) -> list[list[int]]:
-    """Token ids of `count` prompts, without the two special tokens of `tiny_random`."""
+    """Random token ids of `count` prompts of `length` tokens, without the two special tokens of `tiny_random`."""
     generator = random.Random(seed)
     return [[generator.randrange(2, vocabulary) for _ in range(length)] for _ in range(count)]

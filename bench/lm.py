@@ -1,19 +1,20 @@
-"""The engine's speed, beside TRL and transformers' `generate`, and against what the machine's arithmetic allows.
+"""Measures the engine's speed compared with TRL, with transformers' `generate`, and with the machine's matmul rate.
 
-    python bench/lm.py            about 10 minutes; the peer's virtual environment is made on the first run
+    python bench/lm.py            about 10 minutes; the first run makes TRL's virtual environment
     python bench/lm.py --quick    about 2 minutes
     python bench/lm.py --peak     also peak.py, which takes long: see there
-    python bench/lm.py --model smollm2    another model instead, SmolLM2-135M: real_model.py (--quick: without TRL)
+    python bench/lm.py --model smollm2    SmolLM2-135M in place of the tiny model: real_model.py (--quick: without TRL)
 
-Everything runs in one thread on the same tiny model (1.05 million parameters, random weights), prompts and K, and is
-measured in CPU seconds; palestra and its peers take turns, so that a busy machine slows them alike. Figures:
+Everything runs in one thread on the same tiny model (1.05 million parameters, random weights) with the same prompts and
+K, and is measured in CPU seconds. palestra and its peers run alternately, so that other load on the machine slows them
+equally. Figures:
 
     step_vs_trl         samples per CPU second of whole GRPO steps (sampling, forward, backward, update), over TRL's
-    step_of_limit       the least FLOPs of such a step (limit.py) over the machine's matmul rate, over the time taken
+    step_of_limit       seconds of the step's fewest FLOPs (limit.py) at the machine's matmul rate, over those measured
     sample_vs_generate  sampled tokens per CPU second over those of transformers' `generate`
     adapters16_vs_1     sampled tokens per CPU second with 16 adapters in one batch, over those with one
     sample_of_limit_135m, step_of_limit_135m, step_vs_trl_135m
-                        with --model: the same for a real model, and for its sampling alone
+                        with --model: the same for a real model; sample_of_limit for sampling alone
     peak_vs_trl         with --peak: peak memory of a step on the shape of Qwen3-0.6B, over TRL's (at most 0.33)
 """
 
@@ -57,7 +58,7 @@ console = Console(width=110)
 
 
 class Ours:
-    """palestra's engine on the benchmark's model; no token ends an answer, so that each has exactly `new` tokens."""
+    """palestra's engine on the benchmark's model. No token ends an answer, so that each has exactly `new` tokens."""
 
     def __init__(self, path: str, rank: int = RANK, cache_bytes: int | None = None, *, device: str = "cpu") -> None:
         self.engine, self.rank = Engine.load(path, device=device), rank
@@ -75,13 +76,13 @@ class Ours:
         return self.sampler.sample_all(requests)
 
     def step(self, trainer: Trainer, prompts: Sequence[np.ndarray], new: int = NEW) -> None:
-        """One whole GRPO step."""
+        """Makes one GRPO step: samples and trains."""
         assert trainer.adapter is not None
         self.train(trainer, prompts, self.sample(prompts, K, new, [trainer.adapter.snapshot()]))
 
     def train(self, trainer: Trainer, prompts: Sequence[np.ndarray], groups: Sequence[list]) -> None:
-        """The update from sampled `groups`; rewards are the share of even tokens, so that every group has
-        differences."""
+        """Updates the adapter from sampled `groups`. The reward of an answer is its share of even tokens, so that
+        rewards differ in every group."""
         samples = []
         for prompt, siblings in zip(prompts, groups, strict=True):
             rewards = np.array([np.mean(s.token_ids % 2 == 0) for s in siblings])
@@ -97,14 +98,14 @@ def ids(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def trl_rate(path: str, folder: Path, *, quick: bool) -> dict:
-    """Samples per CPU second of TRL's GRPOTrainer on the same model and prompts, from its own process."""
+    """Figures of TRL's GRPOTrainer on the same model and prompts, in its own process."""
     spec = {"model": path, "K": K, "new_tokens": NEW, "prompts_per_step": 16, "rank": RANK}
     spec |= {"steps": 3, "warmup": 1, "micro_batches": [16]} if quick else {"steps": 6}
     return run_trl(spec, random_prompts(GROUPS, PROMPT), folder)
 
 
 def run_trl(spec: dict, prompts: list[list[int]], folder: Path) -> dict:
-    """What trl_grpo.py prints for `spec`, with `prompts` in a file of `folder`."""
+    """Runs trl_grpo.py for `spec`, with `prompts` in a file of `folder`; returns the figures that it prints."""
     file = folder / "prompts.json"
     file.write_text(json.dumps(prompts))
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
@@ -116,7 +117,7 @@ def run_trl(spec: dict, prompts: list[list[int]], folder: Path) -> dict:
 
 
 def install_trl() -> None:
-    """The peer's own virtual environment, made once."""
+    """Makes TRL's virtual environment, unless it is there."""
     if (TRL / "installed").exists():
         return
     console.print(f"installing TRL into {TRL} (once, some minutes)")
@@ -127,7 +128,7 @@ def install_trl() -> None:
 
 
 def whole_steps(ours: Ours, path: str, folder: Path, *, quick: bool) -> dict[str, float]:
-    """Whole GRPO steps, palestra and TRL in turn; the best of each."""
+    """Figures of whole GRPO steps: palestra and TRL run alternately, and the best of each counts."""
     (adapter,) = ours.adapters(1)
     trainer, prompts = Trainer(ours.engine, adapter), ids(GROUPS, PROMPT)
     flops = shared_prefix_step_flops(tiny_config(), PROMPT, NEW, K, GROUPS, RANK).total
@@ -149,7 +150,7 @@ def whole_steps(ours: Ours, path: str, folder: Path, *, quick: bool) -> dict[str
 
 
 def sampling(ours: Ours, path: str, *, quick: bool) -> dict[str, float]:
-    """Sampled tokens per CPU second, bare base, beside `generate`."""
+    """The figure of sampling without adapters: tokens per CPU second over those of `generate`."""
     prompts = ids(GROUPS, PROMPT)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     best_peer, best = 0.0, 0.0
@@ -168,7 +169,7 @@ def base_request(prompt: np.ndarray, seed: int) -> Request:
 
 
 def growth(ours: Ours, *, quick: bool) -> dict[str, float]:
-    """How the cost of sampling grows with K, with the prompt's length and with the number of adapters."""
+    """Prints sampling rates by K, prompt length and number of adapters; returns the figure of 16 adapters."""
     repeats = 2 if quick else 4
     snapshots = [adapter.snapshot(f"a{i:02}") for i, adapter in enumerate(ours.adapters(16))]
 
@@ -183,7 +184,7 @@ def growth(ours: Ours, *, quick: bool) -> dict[str, float]:
     table.add_row("prompt tokens", *(f"{n}: {rate(ids(32, n), K, snapshots[:1]):,.0f}" for n in lengths))
     prompts = ids(GROUPS, PROMPT)
     rates: dict[int, float] = {}
-    for _ in range(2):  # in turn, so that noise falls on all alike
+    for _ in range(2):  # alternately, so that other load affects all sizes
         for n in (1, 2, 4, 16):
             rates[n] = max(rates.get(n, 0.0), rate(prompts, K, snapshots[:n]))
     table.add_row("adapters in the batch", *(f"{n}: {value:,.0f}" for n, value in rates.items()))
@@ -192,7 +193,7 @@ def growth(ours: Ours, *, quick: bool) -> dict[str, float]:
 
 
 def real_model(base: str, *, quick: bool) -> None:
-    """Prints the figures of real_model.py."""
+    """Measures a real model with real_model.py and prints its lines and figures."""
     with tempfile.TemporaryDirectory() as name:
         if not quick:
             install_trl()

@@ -1,17 +1,17 @@
-"""Peak memory of one GRPO step on the shape of Qwen3-0.6B (random weights), beside TRL's, each in a process of its own.
+"""Measures peak memory of one GRPO step on the shape of Qwen3-0.6B (random weights) and compares it with TRL's.
 
     python bench/peak.py            16 prompts x 8 answers x 128 tokens, 28 layers: hours, most of them TRL's
     python bench/peak.py --quick    2 prompts x 8 answers x 128 tokens, 4 layers: about 5 minutes
-    python bench/peak.py --alone    without TRL: about 30 CPU minutes (with --quick one)
+    python bench/peak.py --alone    without TRL: about 30 CPU minutes (one with --quick)
     python bench/peak.py --alone --tokens 24    shorter answers: five CPU minutes
 
 palestra samples and trains as `palestra info` suggests where memory is short: the KV cache has a budget of 0.25 GiB (a
-sixteenth of what all answers want), layers are recomputed, micro-batches have at most 1,024 tokens. TRL runs with
-micro-batches of 8 answers, which is its default, and recomputes its layers too. Both keep float32 weights and train a
-LoRA adapter; each makes one step. Figures, both at most:
+sixteenth of what all answers need), layers are recomputed, micro-batches have at most 1,024 tokens. TRL runs with its
+default micro-batches of 8 answers and recomputes its layers too. Both use float32 weights, train a LoRA adapter and
+make one step, each in a process of its own. Targets are upper bounds. Figures:
 
     peak_vs_trl         peak resident memory over TRL's
-    peak_gib_over_base  the same less the weights, in GiB
+    peak_gib_over_base  palestra's peak resident memory less the weights, in GiB
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ TARGETS = {"peak_vs_trl": 0.33, "peak_gib_over_base": 2.0}
 
 
 def run_ours(spec: dict) -> None:
-    """Prints the peak memory of sampling, of the whole step, and of the weights, in MiB."""
+    """Prints as JSON the peak memory of sampling and of the whole step, and the weights' size, in MiB; the number of
+    preempted answers and CPU seconds."""
     import numpy as np
     from lm import Ours
 
@@ -57,14 +58,14 @@ def run_ours(spec: dict) -> None:
 
 
 def peak_mib() -> float:
-    """Returns the peak resident memory of this process so far in MiB. (ru_maxrss would count that of the process that
-    started it, too.)"""
+    """Returns the peak resident memory of this process so far in MiB. (ru_maxrss would include the peak of the process
+    that started it.)"""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def peak_of(python: Path | str, script: str, *arguments: str) -> dict:
-    """What a process printed in its last line."""
+    """Runs a script of bench/ in a process of its own; returns the JSON of its last printed line."""
     path = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run(
@@ -76,7 +77,7 @@ def peak_of(python: Path | str, script: str, *arguments: str) -> dict:
 
 
 def peak_figures(trl_python: Path | None, *, quick: bool, tokens: int = NEW) -> dict[str, float]:
-    """Peak memory of palestra's step over that of TRL's (None: TRL is left out), and over the weights."""
+    """The figures: peak memory of palestra's step over TRL's (`trl_python` None: without it), and less the weights."""
     groups = 2 if quick else 16
     with tempfile.TemporaryDirectory() as name:
         save_random(qwen3_06b_config(4 if quick else 28), name)

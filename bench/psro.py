@@ -1,13 +1,13 @@
-"""Populations: how good, how fast, beside what others reach. Prints tables, and one line of JSON at the end.
+"""Measures training of populations, compared with published and OpenSpiel's results; prints tables and a line of JSON.
 
     python bench/psro.py                       every part
     python bench/psro.py --parts exact         some of them
-    python bench/psro.py --report              writes docs/results-populations.md from the parts that were run
-    python bench/psro.py --quick               shorter runs and fewer seeds: does the road hold?
+    python bench/psro.py --report              writes docs/results-populations.md from stored results, without running
+    python bench/psro.py --quick               shorter runs and fewer seeds: a smoke test
 
 A part is a module of `bench/psro_parts/` with `figures(quick) -> dict[str, float]`, which prints its own tables, and
-`TARGETS`, what its figures should be at most (`AT_LEAST` names those that should be at least that). NashConv is what
-all players could win together by best answers; exploitability, where a figure is named so, is half of it.
+`TARGETS`, the upper bounds of its figures (lower bounds for those in `AT_LEAST`). NashConv is the sum over players of
+what each could gain by a best response; figures named exploitability are half of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PARTS = {
     "league": "a league and self-play in a game with a cycle",
 }
 PAGE = Path("docs/results-populations.md")
-NOTES = Path("bench/psro-notes.md")  # what the page says besides figures
+NOTES = Path("bench/psro-notes.md")  # the text of the page
 console = Console(width=120, record=True)
 
 
 def verdicts(figures: dict[str, float], targets: dict[str, float], at_least: set[str]) -> Table:
-    """The figures that have a target, and whether they meet it."""
+    """A table of the figures, with their targets and whether they meet them."""
     shown = Table("figure", "", "target", "", title="Figures", title_justify="left")
     for name, value in figures.items():
         target, low = targets.get(name), name not in at_least
@@ -50,11 +50,11 @@ def verdicts(figures: dict[str, float], targets: dict[str, float], at_least: set
 
 
 def run_part(name: str, quick: bool) -> dict[str, Any]:
-    """Runs a part and keeps what it found, unless it was a quick one."""
+    """Runs a part; returns its figures, targets and printed text, which are also stored unless `quick`."""
     part: Any = importlib.import_module(f"psro_parts.{name}")
     part.console = console
     console.rule(PARTS[name])
-    console.export_text()  # forgets what came before
+    console.export_text()  # drops what was printed before
     figures = {key: float(f"{value:.4g}") for key, value in part.figures(quick).items()}
     console.print(verdicts(figures, part.TARGETS, getattr(part, "AT_LEAST", set())))
     found = {"figures": figures, "targets": part.TARGETS, "text": console.export_text()}
@@ -65,14 +65,14 @@ def run_part(name: str, quick: bool) -> dict[str, Any]:
 
 
 def report() -> None:
-    """The page: what each part printed when it was last run, and the notes."""
+    """Writes the page: what each part printed when it was last run, and the notes."""
     lines = [
         "# What populations reach",
         "",
-        "Made by `python bench/psro.py`, two cores, and `--report`. NashConv is what all",
+        "Made by `python bench/psro.py` on two cores, and `--report`. NashConv is the sum over players of what",
     ]
     lines += [
-        "players could win together by best answers; exploitability, where a figure is named so, is half of it.",
+        "each could gain by a best response; figures named exploitability are half of it.",
         "",
     ]
     for name, what in PARTS.items():
@@ -89,12 +89,14 @@ def report() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="with commas between")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--report", action="store_true", help="run nothing, write the page")
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(","), default=list(PARTS), help="names, separated by commas"
+    )
+    parser.add_argument("--quick", action="store_true", help="shorter runs and fewer seeds")
+    parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(f"--parts: unknown {', '.join(sorted(unknown))}. Parts are {', '.join(PARTS)}")
     if options.report:
         return report()
     found = [run_part(name, options.quick) for name in options.parts]

@@ -1,24 +1,25 @@
-"""Training SmolLM2-135M-Instruct to add, beside TRL and CoMLRL: samples per CPU second, peak memory, held-out success.
+"""Trains SmolLM2-135M-Instruct to add, compared with TRL and CoMLRL: samples per second, peak memory, held-out success.
 
-    python bench/real.py                 the learning curves too: about an hour on one core
-    python bench/real.py --quick         speed and memory alone: two steps of each, ten CPU minutes
-    python bench/real.py --only comlrl   beside one of the peers: trl or comlrl
+    python bench/real.py                 with learning curves: about an hour on one core
+    python bench/real.py --quick         only speed and memory: two steps of each, ten CPU minutes
+    python bench/real.py --only comlrl   compares with one of the peers: trl or comlrl
     python bench/real.py --device cuda   everything on a GPU
-    python bench/real.py --peers DIR     a virtual environment that has bench/peers/real.txt, or one to make
-    python bench/real.py --peers here    this Python has the peers
+    python bench/real.py --peers DIR     virtual environment with bench/peers/real.txt; made if it does not exist
+    python bench/real.py --peers here    the peers are installed in this Python
 
-One LoRA adapter of rank 16 answers sums of two numbers below 100 with three examples as earlier turns, by GRPO in
-groups of 8, in float32 with one thread; beside it TRL's GRPOTrainer (real_trl.py) with the same prompts, reward,
-learning rate and samples, which samples by transformers' `generate`. Two adapters, a reasoner and a checker, are
-measured beside CoMLRL's MAGRPO with two agents (real_comlrl.py); its agents answer at once, so that this compares speed
-alone. Everything runs in processes of its own, one after another.
-Figures, of CPU seconds and resident memory on a CPU, of seconds of the clock and allocated GPU memory on a GPU:
+One LoRA adapter of rank 16 learns sums of two numbers below 100, with three examples as earlier turns, by GRPO in
+groups of 8, in float32 with one thread. TRL's GRPOTrainer (real_trl.py) has the same prompts, reward, learning rate and
+number of samples, and samples by transformers' `generate`. Two adapters, a reasoner and a checker, are compared with
+CoMLRL's MAGRPO with two agents (real_comlrl.py). CoMLRL's agents answer simultaneously, so that only speed is
+comparable. Each run has a process of its own, one after another. Figures are of CPU seconds and resident memory on a
+CPU, of wall seconds and allocated GPU memory on a GPU:
 
     samples_vs_trl, samples_vs_comlrl   samples per second of whole steps after the first, over the peer's
     peak_vs_trl                         peak memory of the process, over TRL's
     success_minutes_vs_trl              minutes of training until TRL's final success on 200 held-out sums (greedy
-                                        answers, all adapters played by palestra), over TRL's; null if not reached in
-                                        three times as many steps, which take palestra less time than TRL its own
+                                        answers, all adapters evaluated by palestra), over TRL's; null if not reached
+                                        in three times as many steps, which take palestra less time than TRL needs for
+                                        its own
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Size(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Seconds after each step, peak memory in MB, and samples a step; on a GPU seconds of the clock and GPU memory."""
+    """CPU seconds after each step, peak resident memory in MB, and samples a step; on a GPU, wall seconds and allocated
+    GPU memory."""
 
     seconds: list[float]
     peak_mb: float
@@ -99,7 +101,7 @@ def run_child(command: Sequence[str | Path], folder: Path) -> tuple[str, float]:
 
 
 def run_ours(env: dict[str, Any], size: Size, folder: Path, name: str, device: str, seed: int) -> Measured:
-    """Trains a run of palestra called `name` in `folder`."""
+    """Trains a run of palestra called `name` in `folder`; returns its measurements."""
     lora = {"type": "lora", "base": BASE, "dtype": "float32", "rank": RANK, "lr": LR}
     lora |= {"sampling": {"max_tokens": MAX_TOKENS}}
     seats = make_env(**env).seats
@@ -127,7 +129,7 @@ def run_ours(env: dict[str, Any], size: Size, folder: Path, name: str, device: s
 
 
 def run_peer(python: Path, script: str, size: Size, folder: Path, agents: int, device: str, seed: int) -> Measured:
-    """Trains a peer's run; its adapters are saved in `folder`/peer."""
+    """Trains a peer's run with its adapters saved in `folder`/peer; returns its measurements."""
     problems = folder / "problems.json"
     problems.write_text(json.dumps(make_problems(size.steps * size.prompts)))
     task = {"model": resolve_base(BASE), "problems": str(problems), "folder": str(folder / "peer"), "seed": seed}
@@ -150,7 +152,7 @@ def make_problems(count: int) -> list[dict[str, str]]:
 
 
 def held_out_success(target: Target) -> float:
-    """Success of greedy answers to the held-out sums."""
+    """Share of held-out sums that greedy answers solve."""
     setup = open_text_eval(target, {}, {}, sampling={"temperature": 0}, in_process=True)
     return setup.play([setup.policy_names], HELD_OUT, 0, lambda played, of: None)[0].metrics["success"]
 
@@ -165,7 +167,7 @@ def peer_target(adapter: Path, folder: Path, device: str) -> Target:
 
 
 def learning_curve(name: str, measured: Measured, every: int, target: Callable[[int], Target]) -> list[Point]:
-    """Plays the held-out sums with the adapters of `name` after every so many steps; prints and returns the curve."""
+    """Evaluates the held-out sums with the adapters saved after every `every` steps; prints and returns the curve."""
     points = []
     for step in range(every, len(measured.seconds) + 1, every):
         points.append(Point(step, measured.seconds[step - 1] / 60, held_out_success(target(step))))
@@ -174,14 +176,14 @@ def learning_curve(name: str, measured: Measured, every: int, target: Callable[[
 
 
 def compare_learning(ours: Sequence[Point], trl: Sequence[Point]) -> float | None:
-    """Returns palestra's minutes until TRL's final success, over TRL's, or None if it is not reached."""
+    """Returns palestra's minutes until TRL's final success, over TRL's; None if palestra does not reach it."""
     reached = [point.minutes for point in ours if point.success >= trl[-1].success]
     return reached[0] / trl[-1].minutes if reached else None
 
 
 def peers_python(peers: str) -> Path:
-    """Returns the Python that has the peers: this one for "here", else that of a virtual environment, which is made
-    if it does not exist."""
+    """Returns the Python with the peers installed: this one for "here", else that of a virtual environment, which is
+    made if it does not exist."""
     if peers == "here":
         return Path(sys.executable)
     python = Path(peers) / "bin/python"
@@ -195,10 +197,10 @@ def peers_python(peers: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="speed and memory alone")
-    parser.add_argument("--only", choices=["trl", "comlrl"])
+    parser.add_argument("--quick", action="store_true", help="only speed and memory")
+    parser.add_argument("--only", choices=["trl", "comlrl"], help="compare with one of the peers")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--peers", default=str(HERE / ".venv-real"), help="a virtual environment, or: here")
+    parser.add_argument("--peers", default=str(HERE / ".venv-real"), help='a virtual environment, or "here"')
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     python, device, seed = peers_python(given.peers), given.device, given.seed

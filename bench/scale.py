@@ -1,4 +1,4 @@
-"""What it costs, and is worth, to do parts of a run in other processes and on other machines.
+"""Measures costs and gains of running parts of a run in other processes and on other machines.
 
     python bench/scale.py                       about 15 minutes
     python bench/scale.py --quick               about 4 minutes
@@ -6,13 +6,13 @@
     python bench/scale.py --report              also writes docs/results-scaling.md
 
 Four parts: envs on servers, samplers in processes of their own (scale_parts/samplers.py), training shared by ranks
-(scale_parts/sharding.py), the whole loop on workers and on Ray (scale_parts/loop.py). Each of the last three says its
-figures itself and runs alone, too.
+(scale_parts/sharding.py), the whole loop on workers and on Ray (scale_parts/loop.py). The docstrings of the last three
+describe their figures; each also runs alone.
 
-Envs: games of tic-tac-toe in words, whose steps take some microseconds, so that what is measured is the way there and
-back. Episodes play at once, each a coroutine that steps as soon as it has been answered: in this process, on 1 and on 4
-servers (processes of this machine, over TCP), and by single calls in place of the stream that clients use. Client and
-servers share the machine's cores, so CPU seconds stand beside wall time. Figures:
+Envs: games of tic-tac-toe as text. Their steps take some microseconds, so that communication dominates. Episodes run
+concurrently, each a coroutine that steps as soon as the last answer came: in this process, on 1 and on 4 servers
+(processes of this machine, over TCP), and by single calls in place of the stream that clients use. Client and servers
+share the machine's cores, so CPU seconds are reported as well as wall time. Figures:
 
     env_added_ms        median milliseconds of a step of a single episode on 1 server, less those in process
     env_steps_per_s     steps per second of 64 episodes on 4 servers
@@ -61,7 +61,8 @@ console = Console(width=110)
 
 
 class Speed(NamedTuple):
-    """Of one way to play: steps per second, milliseconds of a step, CPU microseconds of a step here and there."""
+    """The speed of one setup: steps per second, median and 99th percentile of a step's milliseconds, CPU microseconds
+    of a step in this process (`here`) and in servers (`there`)."""
 
     rate: float
     p50: float
@@ -78,7 +79,7 @@ HEADINGS = ("steps/s", "p50 ms", "p99 ms", "CPU µs here", "CPU µs there")
 
 @contextmanager
 def servers(number: int, envs: str = GAME, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Servers of `envs` on free ports, each a process; their addresses are in `address`."""
+    """Starts servers of `envs` on free ports, each a process with its address in `address`; ends them on exit."""
     command = [Path(sys.executable).parent / "palestra", "serve-envs", "--envs", envs, "--port", "0", *options]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
     try:
@@ -94,12 +95,13 @@ def servers(number: int, envs: str = GAME, *options: str) -> Iterator[list[subpr
 
 
 def cpu(processes: Sequence[subprocess.Popen[str]]) -> float:
-    """CPU seconds of these processes and their workers so far (Linux; 0 elsewhere)."""
+    """CPU seconds of these processes and their descendants so far (on Linux; 0 on other systems)."""
     return sum(cpu_seconds(pid) for process in processes for pid in process_tree(process.pid))
 
 
 async def episode(make: Callable[[], Any], seed: int, until: float, took: list[float]) -> None:
-    """Plays games at random, one after another, until that time; `took` has the seconds of each step."""
+    """Plays games with random actions, one after another, until that time; appends the seconds of each step to
+    `took`."""
     rng = random.Random(seed)
     while time.perf_counter() < until:
         env = make()
@@ -110,7 +112,7 @@ async def episode(make: Callable[[], Any], seed: int, until: float, took: list[f
             step = await settled(env.step({seat: rng.choice(legal)}))
             took.append(time.perf_counter() - start)
         await settled(env.close())
-        await asyncio.sleep(0)  # in process nothing else lets the others play
+        await asyncio.sleep(0)  # in process, nothing else gives control to other episodes
 
 
 async def settled(result: Any) -> Any:
@@ -120,7 +122,7 @@ async def settled(result: Any) -> Any:
 async def measure(
     make: Callable[[], Any], episodes: int, seconds: float, there: Sequence[subprocess.Popen[str]]
 ) -> Speed:
-    """How fast that many episodes play at once."""
+    """The speed of that many concurrent episodes, after a warm-up of half a second."""
     await asyncio.gather(*(episode(make, i, time.perf_counter() + 0.5, []) for i in range(episodes)))  # warms up
     took: list[float] = []
     start, own, theirs = time.perf_counter(), time.process_time(), cpu(there)
@@ -131,7 +133,7 @@ async def measure(
 
 
 class Calling(Env):
-    """The same env, asked by single calls."""
+    """The same env on a server, reached by single calls."""
 
     def __init__(self, call: Callable[..., Awaitable[pb.Reply]], numbers: Iterator[int]) -> None:
         self.call, self.session = call, next(numbers)
@@ -157,7 +159,7 @@ async def by_calls(episodes: int, seconds: float, there: Sequence[Any]) -> Speed
 
 
 def envs(quick: bool) -> tuple[Table, dict[str, float]]:
-    """Steps of envs here, and on servers."""
+    """The table and figures of env steps in this process and on servers."""
     seconds = 1.5 if quick else 8.0
     table = Table("", "episodes", *HEADINGS, title="steps of a small game", title_justify="left")
     found: dict[tuple[str, int], Speed] = {}
@@ -187,7 +189,7 @@ def envs(quick: bool) -> tuple[Table, dict[str, float]]:
 
 
 def elsewhere(name: str, title: str) -> Callable[[bool], tuple[Table, dict[str, float]]]:
-    """A part with a file of its own: its figures, in a table of two columns."""
+    """A part with a file of its own: a function that returns its figures and a table of two columns."""
 
     def part(quick: bool) -> tuple[Table, dict[str, float]]:
         figures: dict[str, float] = import_module(f"scale_parts.{name}").measure(quick)
@@ -208,11 +210,11 @@ PARTS = {
 
 
 def page(tables: Sequence[Table]) -> str:
-    """The tables as Markdown."""
+    """The page docs/results-scaling.md: the tables as Markdown."""
     cores, load = os.cpu_count(), os.getloadavg()[0]
     parts = [
         "# What scaling costs",
-        f"Made by `python bench/scale.py --report`, which says what is measured: {cores} cores of "
+        f"Made by `python bench/scale.py --report`, whose docstring describes the figures: {cores} cores of "
         f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}, gRPC {grpc.__version__}; "
         f"load {load:.1f} at the end.",
     ]
@@ -226,7 +228,7 @@ def page(tables: Sequence[Table]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
     parser.add_argument("--quick", action="store_true", help="shorter measurements")
     parser.add_argument("--report", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
     options = parser.parse_args()

@@ -1,19 +1,19 @@
-"""What the service costs, and how many clients share it.
+"""Measures the training service: the cost of HTTP, the speed with many clients, latency under load, and memory.
 
     python bench/service.py            about 5 minutes
     python bench/service.py --quick    about 3 minutes
 
-A round is what a client of reinforcement learning does: sample 8 answers of 16 tokens to each of 64 prompts of 96,
-train on all of them, step, and make a sampler of the new weights. It is done in this process, by one client of a
-server, and by 4 and 16 clients who share the same work, each with an adapter of its own. Server and clients share the
-machine's cores, so that wall time is what counts; the ways take turns, and the best of each is taken. Figures:
+A round is one step of reinforcement learning by a client: sample 8 answers of 16 tokens to each of 64 prompts of 96
+tokens, train on all of them, make an optimizer step, and export the weights to a sampler. Rounds run in this process,
+by one client of a server, and by 4 and 16 clients that share the same work, each with an adapter of its own. Server and
+clients share the machine's cores, so wall time counts. The ways alternate, and the best of each counts. Figures:
 
-    clients16_vs_1           rounds per second of 16 clients who do a 16th each, over those of one
-    http_overhead            seconds of a round over HTTP, by one client, over those in process, less one
-    small_p99_beside_heavy   99th percentile of the seconds of one answer of 5 tokens, while another key has 64 requests
-                             of 64 answers of 120 tokens in the queue, over the same alone
+    clients16_vs_1           rounds per second of 16 clients that do a 16th each, over those of one client
+    http_overhead            seconds of a round by one client over HTTP, over those in process, less one
+    small_p99_beside_heavy   99th percentile of the seconds of an answer of 5 tokens, while another key has 64 requests
+                             of 64 answers of 120 tokens in the queue, over the percentile without that load
     memory_after_burst       resident memory of the worker some seconds after a burst of large, many, and refused
-                             requests, over that before
+                             requests, over the memory before
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ console = Console(width=110)
 
 @dataclass
 class Client:
-    """Somebody with an adapter, here or on a server."""
+    """A client with an adapter, in this process or on a server; `seconds` has the least time of each phase."""
 
     weights: Weights
     sampler: SamplerProtocol
@@ -90,7 +90,8 @@ class Client:
 
 
 def credited(prompts: Sequence[np.ndarray], answers: Sequence[list]) -> Iterator[Sample]:
-    """Rewards are the share of even tokens, so that every group has differences."""
+    """Yields samples with advantages. The reward of an answer is its share of even tokens, so that rewards differ in
+    every group."""
     for prompt, siblings in zip(prompts, answers, strict=True):
         rewards = np.array([np.mean(s.token_ids % 2 == 0) for s in siblings])
         for s, advantage in zip(siblings, rewards - rewards.mean(), strict=True):
@@ -110,7 +111,7 @@ def remote(url: str, seed: int) -> Client:
 
 @contextmanager
 def server(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
-    """The address and the process of a server of its own, on a free port."""
+    """Starts a server on a free port; yields its address and process id, and ends it on exit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -132,11 +133,11 @@ def server(folder: Path, *options: str) -> Iterator[tuple[str, int]]:
 
 
 def together(clients: Sequence[Client], prompts: Sequence[np.ndarray]) -> float:
-    """Seconds in which the clients, at once, do a round of which each has an equal part."""
+    """Wall seconds in which the clients do one round concurrently, each an equal part of it."""
     parts = [prompts[i :: len(clients)] for i in range(len(clients))]
 
     async def all_at_once() -> None:
-        if len(clients) == 1:  # as a program does: in other threads than the first, memory costs more
+        if len(clients) == 1:  # in the main thread, as a program does: memory is slower in other threads
             return await clients[0].round(prompts)
         # each in a thread of its own, since training waits for its answer
         work = [asyncio.to_thread(asyncio.run, c.round(p)) for c, p in zip(clients, parts, strict=True)]
@@ -149,7 +150,7 @@ def together(clients: Sequence[Client], prompts: Sequence[np.ndarray]) -> float:
 
 
 def loaded(requests: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a small request alone and beside a heavy key, and the worker's memory around a burst."""
+    """Percentiles of a small request's seconds with and without a heavy key, and the worker's memory around a burst."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {name: add_key(Path(folder) / "keys", name) for name in ("small", "heavy")}
         with server(Path(folder) / "data", "--auth", str(Path(folder) / "keys")) as (url, pid):
@@ -162,7 +163,7 @@ def loaded(requests: int) -> tuple[dict[str, float], dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    sys.setswitchinterval(5e-4)  # clients are threads here, who would be processes, and must not wait for each other
+    sys.setswitchinterval(5e-4)  # clients are threads here but processes in practice: they must not wait for each other
     repeats = 2 if parser.parse_args().quick else 8
     prompts = [np.array(p, np.int32) for p in random_prompts(GROUPS, PROMPT, seed=0)]
     with tempfile.TemporaryDirectory() as folder, server(Path(folder) / "data") as (url, _):

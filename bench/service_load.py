@@ -1,4 +1,4 @@
-"""Load on a server with keys: a small client beside a heavy one, a burst of hostile sizes, and the worker's memory."""
+"""Load on a server with API keys: a small client beside a heavy one, a burst of extreme sizes, the worker's memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = {"chunks": [{"tokens": list(range(20, 52))}]}
 
 
 class Client:
-    """A holder of a key who samples from the bare base."""
+    """A client with an API key that samples from the base without an adapter."""
 
     def __init__(self, url: str, key: str) -> None:
         self.http = httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=600.0)
@@ -25,7 +25,7 @@ class Client:
         return await self.http.post("asample", json={**given, "sampling_params": {"max_tokens": tokens, "stop": []}})
 
     async def sample(self, samples: int, tokens: int, **fields: Any) -> float:
-        """Seconds until the answer is there."""
+        """Seconds until the answer has arrived."""
         start = time.perf_counter()
         said = await self.ask(samples, tokens, **fields)
         said.raise_for_status()
@@ -38,8 +38,8 @@ class Client:
 
 
 async def beside_heavy(url: str, keys: dict[str, str], requests: int) -> dict[str, float]:
-    """The 99th percentile of a small request's seconds, alone and beside a key with 64 requests of 64 answers of 120
-    tokens in the queue, which is full the whole time."""
+    """The 99th percentile of a small request's seconds, alone and while another key has 64 requests of 64 answers of
+    120 tokens in the queue, which is full the whole time."""
     small, heavy = Client(url, keys["small"]), Client(url, keys["heavy"])
     for _ in range(5):
         await small.sample(1, 5)
@@ -58,8 +58,9 @@ def p99(seconds: list[float]) -> float:
 
 
 async def memory_after_burst(url: str, keys: dict[str, str], worker: int) -> dict[str, float]:
-    """The worker's resident MiB before, at the peak of, and after a burst: many answers at once, then as many requests
-    of one answer, then both, long answers with their likeliest tokens, and what is refused."""
+    """The worker's resident memory in MiB before a burst, at its peak, and after it. The burst: a request of many
+    answers, then many requests of one answer, then both, long answers with top log-probabilities, and a request that is
+    refused."""
     client = Client(url, keys["heavy"])
     for _ in range(3):
         await asyncio.gather(*(client.sample(8, 16) for _ in range(8)))
@@ -83,7 +84,7 @@ async def sample_memory(worker: int, seen: list[float]) -> None:
 
 
 async def settled(worker: int) -> float:
-    """Resident MiB once it has had nothing to do for some seconds."""
+    """Resident memory in MiB after four idle seconds."""
     await asyncio.sleep(4.0)
     return resident(worker)
 
@@ -96,7 +97,7 @@ def resident(pid: int) -> float:
 
 
 def worker_of(server: int) -> int:
-    """The process of the server's engine."""
+    """The id of the process with the server's engine."""
     command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return next(int(line.split()[0]) for line in lines if "spawn_main" in line)

@@ -1,11 +1,12 @@
-"""QMIX on SMAX's map 3m beside JaxMARL's own: the CPU seconds of a million env steps, and the games won after them.
+"""Compares QMIX on SMAX's map 3m with JaxMARL's QMIX: CPU seconds of a million env steps, and games won after them.
 
-    python bench/smax.py            up to 50 minutes, for JaxMARL's; ours are taken from bench/learning.py, or run there
-    python bench/smax.py --quick    2 minutes each of JaxMARL's; does the road hold?
+    python bench/smax.py            up to 50 minutes for JaxMARL's runs; ours are from the ledger of bench/learning.py
+    python bench/smax.py --quick    2 minutes for each of JaxMARL's runs: a smoke test
 
-JaxMARL's QMIX is a script of its repository, fetched once and run as it is; `bench/peers/jaxmarl_qmix.py` has its
-settings. They are made for GPUs, with networks of 512 units, so that it is run with 64 as ours, too. Each has one
-thread. Tests and compiling are not counted. Needs `make test-envs` once, for our run of JaxMARL's env.
+JaxMARL's QMIX is a script of its repository, fetched once and run unchanged; `bench/peers/jaxmarl_qmix.py` has its
+settings. They are made for GPUs, with networks of 512 units, so the script also runs with 64 units, as ours. Each run
+has one thread. Tests and compiling are not counted. Runs that the ledger lacks are trained, which needs
+`make test-envs` once, for JaxMARL's env.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ console = Console(width=120)
 
 @dataclass(frozen=True)
 class Theirs:
-    """A run of JaxMARL's script, all networks `hidden` wide if that is given."""
+    """A run of JaxMARL's script; `hidden` is the width of all networks (None: the script's settings)."""
 
     path: Path
     hidden: int | None = None
@@ -46,7 +47,7 @@ class Theirs:
 
 
 def fetched() -> Path:
-    """JaxMARL's script, at the commit that `SCRIPT` names."""
+    """Downloads JaxMARL's script at the commit in `SCRIPT`, unless it is there; returns its path."""
     path = VENVS.parent / "scripts" / "qmix_rnn.py"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +58,10 @@ def fetched() -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--minutes", type=float, default=25.0, help="of CPU, for each of JaxMARL's runs (25)")
+    parser.add_argument("--quick", action="store_true", help="2 minutes for each of JaxMARL's runs")
+    parser.add_argument(
+        "--minutes", type=float, default=25.0, help="CPU minutes of each of JaxMARL's runs (default 25)"
+    )
     options = parser.parse_args()
     task = next(task for task in learning.TASKS if task.name == TASK)
     learning.run_missing([task], 1 if options.quick else 3, options.quick, 1)

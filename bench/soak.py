@@ -1,19 +1,19 @@
-"""Load on the real thing for a long time: a league over Ray, the service, and gRPC envs, with their memory.
+"""Loads a league over Ray, the service, and gRPC envs for a long time; reports speed, failures and memory growth.
 
     python bench/soak.py --minutes 30                  each part for 30 minutes
     python bench/soak.py --quick                       each part for a minute, with fewer clients and workers
     python bench/soak.py --only service --minutes 5 --markdown soak.md --plot soak.png
 
-Parts: `league` (soak_parts/league.py: 16 Ray workers, one killed every minute, members without end), `service`
-(soak_parts/service.py: 200 clients and 64 adapters of 8 keys, sampled and trained at once), `envs`
+Parts: `league` (soak_parts/league.py: 16 Ray workers, one killed every minute, a growing number of members), `service`
+(soak_parts/service.py: 200 clients and 64 adapters of 8 keys, sampled and trained concurrently), `envs`
 (soak_parts/envs.py: 2,000 gRPC sessions with steps of 20 ms). `--quick` has 4 workers, 60 clients with 16 adapters, and
 500 sessions. Figures of all parts that ran:
 
-    service_p99_vs_p50                 99th percentile of a request's seconds over the median, of the worst verb
-    rss_growth                         growth of resident memory over the last two thirds of the time, of the process
+    service_p99_vs_p50                 99th percentile of a request's seconds over the median, for the worst verb
+    rss_growth                         growth of resident memory over the last two thirds of the time, for the process
                                        group that grew most
     league_games_per_s_vs_one_worker   games per second of the league, over those of the same league on one worker
-    lost_tasks                         tasks, requests and episodes that were begun and came to nothing
+    lost_tasks                         lost tasks and sessions, failed requests and episodes
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ console = Console(width=120)
 
 
 def curve_rows(curves: Mapping[str, Curve]) -> list[tuple[str, ...]]:
-    """Rows of MB at each tenth of the time, and of the growth."""
+    """Table rows: memory of each process group in MB at each tenth of the time, and its growth."""
     return [
         (name, *(f"{mb:.0f}" for mb in at_tenths(curve)), f"{100 * growth(curve):+.1f} %")
         for name, curve in curves.items()
@@ -66,7 +66,7 @@ def show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def plot(curves: Mapping[str, Curve], path: Path) -> None:
-    """Draws memory over time, relative to the size at a third of the time."""
+    """Draws memory over time, relative to that at a third of the time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -80,7 +80,7 @@ def plot(curves: Mapping[str, Curve], path: Path) -> None:
 
 
 def figures_of(results: Sequence[SoakResult]) -> dict[str, float]:
-    """All figures, and those that are of several parts."""
+    """The figures of all parts, with those that combine several parts."""
     found: dict[str, float] = {}
     for result in results:
         found |= result.figures
@@ -93,11 +93,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a minute for each part, and fewer clients")
     parser.add_argument("--minutes", type=float, help="minutes of each part (default: 30, or 1 with --quick)")
-    parser.add_argument("--only", choices=PARTS, help="one part")
-    parser.add_argument("--markdown", type=Path, help="write the tables for a page, too")
-    parser.add_argument("--plot", type=Path, help="draw the memory curves as a picture")
+    parser.add_argument("--only", choices=PARTS, help="run one part")
+    parser.add_argument("--markdown", type=Path, help="also write the tables as Markdown to this file")
+    parser.add_argument("--plot", type=Path, help="draw the memory curves to this picture file")
     args = parser.parse_args()
-    sys.setswitchinterval(5e-4)  # clients are threads here, who would be processes, and must not wait for each other
+    sys.setswitchinterval(5e-4)  # clients are threads here but processes in practice: they must not wait for each other
     minutes = args.minutes or (1.0 if args.quick else 30.0)
     results, text = [], ""
     for name in [args.only] if args.only else PARTS:

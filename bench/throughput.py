@@ -1,25 +1,25 @@
-"""How many steps per second palestra and its peers make of one game: three agents, three landmarks, 25 steps;
-of Atari's Pong for two, of Overcooked and of Hanabi.
+"""Compares env steps per second of palestra and other libraries: simple_spread (three agents, three landmarks, 25
+steps), Atari's two-player Pong, Overcooked and Hanabi.
 
-    python bench/throughput.py            about 40 minutes; the peers' virtual environments are made on the first run
+    python bench/throughput.py            about 40 minutes; the first run makes the peers' virtual environments
     python bench/throughput.py --quick    about 4 minutes; --peers jaxmarl leaves out all others
-    python bench/throughput.py --markdown throughput.md    writes the tables for a page, too
+    python bench/throughput.py --markdown throughput.md    also writes the tables for a docs page
 
-A step is a joint one, of all agents. Everybody trains with PPO: two networks of 64-64 tanh units, a batch of 6000
-steps, two passes over it in four minibatches. Everybody runs alone, in turn, several times over; medians count.
-`bench/peers/` says how each is set up and what is not equal. Figures:
+A step is a joint step of all agents. All libraries train with PPO: two networks of 64-64 tanh units, a batch of 6000
+steps, two passes over it in four minibatches. They run one at a time, alternately and several times; medians count.
+The scripts in `bench/peers/` describe the setup of each and its differences. Figures are ratios of steps per second:
 
-    native_vs_*          training on the fastest simple_spread of each (palestra's in one process or two, the better)
-    sampling_vs_rllib    the same with networks that act and do not learn
-    same_env_vs_*        training on one env in Python, mpe2's through PettingZoo
-    overhead_over_raw    how much longer such a step takes in training, in one process, than in a bare loop
-    overhead_over_unchecked    the same, the bare loop without PettingZoo's checking wrappers, which palestra takes off
-    workers2_vs_1        two processes that train on palestra's own simple_spread, over one, at 1024 games
-    pong_vs_*            training on Atari's Pong for two
-    overcooked_*         Overcooked's cramped room, training and random moves, palestra's own over JaxMARL's
-    hanabi_vs_raw        random moves in OpenSpiel's Hanabi, in one process, over a bare loop
+    native_vs_*          training on the fastest simple_spread of each (palestra's with one or two processes, the
+    faster) sampling_vs_rllib    the same with networks that act without learning same_env_vs_*        training on one
+    env in Python, mpe2's through PettingZoo overhead_over_raw    time of a step of that env in training, in one
+    process, over that in a bare loop, less one overhead_over_unchecked    the same, for a bare loop without
+    PettingZoo's checking wrappers, which palestra removes workers2_vs_1        two processes that train on palestra's
+    own simple_spread, over one, at 1024 games pong_vs_*            training on Atari's two-player Pong overcooked_*
+    Overcooked's cramped room, training and random moves, palestra's own over JaxMARL's hanabi_vs_raw        random
+    moves in OpenSpiel's Hanabi, in one process, over a bare loop
 
-An update of 6000 steps has fixed costs that two processes both pay; `workers2_vs_1_small` is the same ratio there.
+`workers2_vs_1_small` is the ratio of workers2_vs_1 for a batch of 6000 steps: an update has fixed costs, which both
+processes pay.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TARGETS = {
     "overhead_over_raw": 0.15,
     "workers2_vs_1": 1.7,
 }
-AT_MOST = {"overhead_over_raw"}
+AT_MOST = {"overhead_over_raw"}  # figures whose target is an upper bound
 NAMES = {
     "ours": "palestra",
     "raw": "no framework",
@@ -61,8 +61,8 @@ NAMES = {
     "sample_factory": "Sample Factory, APPO",
 }
 HOME = {"jaxmarl": "JaxMARL's", "benchmarl": "VMAS's", "rllib": "mpe2", "sample_factory": "mpe2", "raw": "mpe2"}
-NO_RANDOM = {"sample_factory"}  # its policies always act
-PONG = {"rllib", "sample_factory"}  # measured on Atari's Pong, too
+NO_RANDOM = {"sample_factory"}  # cannot sample with random actions
+PONG = {"rllib", "sample_factory"}  # also measured on Atari's Pong
 WHATS = ("train", "sample", "random")
 OVERCOOKED_WHATS = ("train", "random")
 SIZES = (1, 4, 16, 64, 256, 1024)
@@ -72,23 +72,23 @@ console = Console(width=120)
 
 @dataclass
 class Results:
-    """What was measured, by job, and what went wrong."""
+    """The measurements of each job, and the error of each job that failed."""
 
     measured: dict[Job, list[dict[str, Any]]] = field(default_factory=dict)
     failed: dict[Job, str] = field(default_factory=dict)
 
     def rate(self, job: Job) -> float | None:
-        """Median joint steps per second."""
+        """Median joint steps per second of a job; None if it was not measured."""
         lines = self.measured.get(job)
         return statistics.median(one["env_steps_per_s"] for one in lines) if lines else None
 
     def best(self, jobs: Sequence[Job]) -> float | None:
-        """The best rate of some jobs."""
+        """The best rate of some jobs; None if none was measured."""
         return max((rate for job in jobs if (rate := self.rate(job))), default=None)
 
 
 def main_jobs(peers: Sequence[str], whats: Sequence[str]) -> list[Job]:
-    """Everybody on the env that is its fastest, palestra on that of the slowest too, and on Pong if a peer plays it."""
+    """The jobs of all tables but the last: each library on its fastest env, palestra also on the envs of others."""
     jobs = []
     for what in whats:
         jobs += native(what)
@@ -101,22 +101,22 @@ def main_jobs(peers: Sequence[str], whats: Sequence[str]) -> list[Job]:
 
 
 def native(what: str) -> list[Job]:
-    """palestra on its own env, in one process and in two."""
+    """palestra on its own simple_spread, in one process and in two."""
     return [Job("ours", what, "simple_spread", workers) for workers in (1, 2)]
 
 
 def on_python_env() -> list[Job]:
-    """palestra in training on mpe2's env."""
+    """palestra training on mpe2's simple_spread, in one process and in two."""
     return [Job("ours", "train", "mpe2", workers, games=60, horizon=BATCH // 60) for workers in (1, 2)]
 
 
 def on_pong() -> list[Job]:
-    """palestra in training on Atari's Pong."""
+    """palestra training on Atari's Pong, in one process and in two."""
     return [Job("ours", "train", "atari_pong", workers, games=16, horizon=BATCH // 16) for workers in (1, 2)]
 
 
 def overcooked(what: str) -> list[Job]:
-    """palestra on its own Overcooked."""
+    """palestra on its own Overcooked, in one process and in two."""
     return [Job("ours", what, "overcooked", workers) for workers in (1, 2)]
 
 
@@ -144,7 +144,7 @@ RAW_HANABI = Job("raw_spiel", "random", "hanabi", 1, games=1)
 
 
 def growth_jobs(sizes: Sequence[int]) -> list[Job]:
-    """palestra with more and more games; a batch has 6000 steps, but no less than 25 of each game."""
+    """palestra with growing numbers of games; a batch has 6000 steps, but at least 25 of each game."""
     return [
         Job("ours", "train", "simple_spread", workers, games, horizon=max(STEPS, BATCH // games))
         for games in sizes
@@ -154,7 +154,7 @@ def growth_jobs(sizes: Sequence[int]) -> list[Job]:
 
 
 def measure(jobs: Sequence[Job], seconds: float, repeats: int) -> Results:
-    """Every job in turn, `repeats` times."""
+    """Runs all jobs one after another, `repeats` times; prints a line for each."""
     results = Results()
     for repeat in range(repeats):
         for number, job in enumerate(jobs, 1):
@@ -189,7 +189,7 @@ def ratio(over: float | None, under: float | None) -> float | None:
 
 
 def figures(results: Results) -> dict[str, float | None]:
-    """The figures of the last line; None where what they need was not measured."""
+    """The figures by name; None for a figure whose jobs were not measured."""
     training, sampling, same = (results.best(jobs) for jobs in (native("train"), native("sample"), on_python_env()))
     small, large = (
         ratio(results.rate(two), results.rate(one)) for one, two in (native("train"), growth_jobs(SIZES[-1:]))
@@ -227,7 +227,7 @@ def figures(results: Results) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table, to be printed or written."""
+    """A table, to print or to write as Markdown."""
 
     title: str
     headings: tuple[str, ...]
@@ -257,7 +257,7 @@ def sheets(results: Results, peers: Sequence[str]) -> list[Sheet]:
 
 
 def own_envs(results: Results, peers: Sequence[str]) -> Sheet:
-    """Everybody on its fastest env; how many times its training palestra's better one is."""
+    """The table of each library on its fastest env, with palestra's best training rate over the library's."""
     best, rows = results.best(native("train")), []
     who = [[native(what)[i] for what in WHATS] for i in (0, 1)] + [[theirs(peer, w) for w in WHATS] for peer in peers]
     for jobs in who:
@@ -270,7 +270,7 @@ def own_envs(results: Results, peers: Sequence[str]) -> Sheet:
 
 
 def python_envs(results: Results, env: str, bare: Job, jobs: Sequence[Job]) -> Sheet:
-    """Everybody on an env in Python, as a share of what a bare loop makes of it."""
+    """The table of an env in Python: training rates, and their share of the rate of a bare loop."""
     raw, rows = results.rate(bare), []
     for job in [*jobs, bare]:
         share = ratio(results.rate(job), raw)
@@ -279,7 +279,7 @@ def python_envs(results: Results, env: str, bare: Job, jobs: Sequence[Job]) -> S
 
 
 def overcooked_env(results: Results) -> Sheet:
-    """palestra's Overcooked beside JaxMARL's."""
+    """The table of palestra's and JaxMARL's Overcooked."""
     rows = []
     for train, random in zip(*([*overcooked(w), theirs_on_overcooked(w)] for w in OVERCOOKED_WHATS), strict=True):
         rows.append([name(train), number(results, train), number(results, random), notes(results, train)])
@@ -288,7 +288,7 @@ def overcooked_env(results: Results) -> Sheet:
 
 
 def hanabi(results: Results) -> Sheet:
-    """palestra on OpenSpiel's Hanabi beside a bare loop."""
+    """The table of palestra on OpenSpiel's Hanabi and a bare loop."""
     random, train = on_hanabi()
     rows = [[name(random), number(results, train), number(results, random), notes(results, random)]]
     rows.append([name(RAW_HANABI), "", number(results, RAW_HANABI), notes(results, RAW_HANABI)])
@@ -296,7 +296,7 @@ def hanabi(results: Results) -> Sheet:
 
 
 def growth(results: Results) -> Sheet:
-    """palestra by the number of games."""
+    """The table of palestra's training by the number of games."""
     rows = []
     for games in sorted({job.games for job in growth_jobs(SIZES) if job in results.measured or job in results.failed}):
         jobs = {job.workers: job for job in growth_jobs([games])}
@@ -337,7 +337,7 @@ def versions(results: Results) -> str:
 
 
 def page(results: Results, shown: Sequence[Sheet], load: float, repeats: int, seconds: float) -> str:
-    """The tables and how they came about, as markdown."""
+    """The tables, the machine and the versions, as Markdown."""
     how = f"Medians of {repeats} runs of {seconds:.0f} s after warm-up, in turn. {machine()}; load {load:.1f} before."
     parts = [f"{how}\n\n{versions(results)}.\n", *(sheet.markdown() for sheet in shown)]
     return "\n".join([*parts, verdicts(results).markdown()])
@@ -359,18 +359,20 @@ def report_failures(results: Results) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="once, a few seconds each, and fewer things")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="only these (default: all)")
-    parser.add_argument("--repeats", type=int, help="how often everything is measured (default: 3)")
-    parser.add_argument("--markdown", type=Path, help="write the tables there, too")
+    parser.add_argument("--quick", action="store_true", help="one run of a few seconds each, fewer tables")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=PEERS, help="libraries to compare with (default: all)"
+    )
+    parser.add_argument("--repeats", type=int, help="runs of each job (default: 3)")
+    parser.add_argument("--markdown", type=Path, help="also write the tables as Markdown to this file")
     options = parser.parse_args()
     repeats, seconds = options.repeats or (1 if options.quick else 3), 3.0 if options.quick else 12.0
     load = os.getloadavg()[0]
     if load > 0.3:
-        console.print(f"[yellow]the machine is busy (load {load:.1f}): what follows is not a measurement[/]")
+        console.print(f"[yellow]the machine is busy (load {load:.1f}): the figures are not reliable[/]")
     if PONG & set(options.peers):
         try:
-            zoo.options("atari_pong")  # what is not there is said now, not after half an hour
+            zoo.options("atari_pong")  # reports a missing package now rather than after half an hour
         except ValueError as error:
             parser.error(str(error))
     for peer in options.peers:

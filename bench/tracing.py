@@ -1,6 +1,7 @@
-"""What a span costs: `python bench/tracing.py` prints CPU seconds per span, off and on, export included.
+"""Measures the cost of a span: `python bench/tracing.py` prints its CPU time with tracing off and on, export included.
 
-On, the spans go to a collector in another process, ten thousand of them in each of five rounds; the best round counts.
+With tracing on, spans go to a collector in another process. Each of five rounds has ten thousand spans; the best
+counts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SPANS, ROUNDS = 10_000, 5
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Takes whatever it gets."""
+    """A collector that answers every request with 200 and drops the spans."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))

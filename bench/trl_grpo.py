@@ -1,4 +1,4 @@
-"""Whole GRPO steps with TRL on one CPU thread, or on a GPU: the peer that palestra's engine is measured against.
+"""GRPO steps with TRL on one CPU thread or a GPU, to compare palestra's engine with.
 
 Runs in a virtual environment of its own, so that TRL and its dependencies stay out of palestra's:
 
@@ -7,14 +7,14 @@ Runs in a virtual environment of its own, so that TRL and its dependencies stay 
     bench/.venv-trl/bin/pip install trl==1.16.0 peft==0.21.2 transformers==5.23.0
     echo '{"model": "DIR", "prompts": "prompts.json"}' | PYTHONPATH=. bench/.venv-trl/bin/python bench/trl_grpo.py
 
-The JSON (on stdin, or as the only argument) holds the fields of `Spec`. One JSON line comes back, for the fastest of
-the tried micro-batches, with all of them under "tried".
+The JSON (on stdin, or as the only argument) has the fields of `Spec`. The result is printed as one line of JSON: that
+of the fastest micro-batch size, with the results of all sizes under "tried".
 
-Tuned for speed as far as TRL's own settings go: float32, no KL term and so no reference model, no gradient
-checkpointing, logging, evaluation, saving or data workers, one optimizer step per generation batch, which spares the
-second forward pass for the old log-probabilities. What it leaves out: vLLM, and transformers' continuous batching,
-which took eight times the CPU seconds of plain `generate` at this size. With `device` "cuda" weights are bfloat16 (or
-float32: `dtype`), and seconds are those of the clock.
+Tuned for speed as far as TRL's own settings allow: float32, no KL term and so no reference model, no gradient
+checkpointing, logging, evaluation, saving or data workers, one optimizer step per generation batch, which saves the
+second forward pass for the old log-probabilities. Left out are vLLM, and transformers' continuous batching, which took
+eight times the CPU seconds of plain `generate` at this size. With `device` "cuda", weights are bfloat16 (or float32, by
+`dtype`), and seconds are wall seconds.
 """
 
 import os
@@ -51,7 +51,8 @@ PACKAGES = ("torch", "trl", "transformers", "peft", "accelerate")
 
 @dataclass(frozen=True)
 class Spec:
-    """What to run. `micro_batches` are rows per forward pass; [] tries K, 2K and 4K, where larger ones were slower."""
+    """The run to measure. `micro_batches` are rows per forward pass; [] tries K, 2K and 4K (larger ones were
+    slower)."""
 
     model: str
     """Directory of a causal language model and its tokenizer."""
@@ -76,7 +77,7 @@ class Spec:
     gradient_checkpointing: bool = False
     device: str = "cpu"
     dtype: str = ""
-    """Of the weights and of all arithmetic; empty: float32 on a CPU, bfloat16 on a GPU."""
+    """Type of the weights and of all arithmetic; empty: float32 on a CPU, bfloat16 on a GPU."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -84,12 +85,12 @@ class Spec:
 
 
 def even_share(completion_ids: list[list[int]], **_: object) -> list[float]:
-    """Rewards in 0..1: the share of even token ids. Cheap, deterministic, and different inside nearly every group."""
+    """Rewards in 0..1: the share of even token ids. Cheap, deterministic, and different within nearly every group."""
     return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
 def seconds() -> float:
-    """CPU seconds of this process, or seconds of the clock once it uses a GPU."""
+    """CPU seconds of this process, or wall seconds once it uses a GPU."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -111,7 +112,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepClock(TrainerCallback):
-    """Reads `(seconds, seconds in generation, tokens sampled)` after every optimizer step."""
+    """Records `(seconds, seconds in generation, sampled tokens)` after every optimizer step."""
 
     def __init__(self) -> None:
         self.trainer: TimedTrainer | None = None
@@ -122,7 +123,7 @@ class StepClock(TrainerCallback):
 
 
 def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Prompts as text. Raises ValueError where token ids do not survive the tokenizer's round trip."""
+    """Prompts as text. Raises ValueError if decoding and encoding changes a prompt's token ids."""
     text = Path(path).read_text()
     prompts = json.loads(text) if text.lstrip()[:2].replace(" ", "") in ("[[", '["') else None
     if prompts is None:
@@ -169,7 +170,7 @@ def build_config(spec: Spec, micro_batch: int, output_dir: str) -> GRPOConfig:
 
 
 def build_trainer(spec: Spec, micro_batch: int, clock: StepClock, output_dir: str) -> TimedTrainer:
-    """A trainer over as many prompts as the run needs, the file's prompts repeated in order."""
+    """A trainer with as many prompts as the run needs; the file's prompts are repeated in order."""
     tokenizer = AutoTokenizer.from_pretrained(spec.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=spec.torch_dtype, attn_implementation=spec.attention)
     prompts = read_prompts(spec.prompts, tokenizer)
@@ -192,7 +193,7 @@ def build_trainer(spec: Spec, micro_batch: int, clock: StepClock, output_dir: st
 
 
 def run_steps(spec: Spec, micro_batch: int) -> dict[str, float]:
-    """Speed of whole steps after the warm-up, at one micro-batch."""
+    """Speed and memory of the steps after the warm-up, with one micro-batch size."""
     clock = StepClock()
     with tempfile.TemporaryDirectory() as output_dir:
         build_trainer(spec, micro_batch, clock, output_dir).train()
@@ -216,14 +217,17 @@ def run_steps(spec: Spec, micro_batch: int) -> dict[str, float]:
 
 
 def compare(spec: Spec) -> dict[str, object]:
-    """The fastest micro-batch's result. Peak memory is the process's so far, hence the ascending order."""
+    """The result of the fastest micro-batch size. Sizes are tried in ascending order, since a peak of memory is that of
+    the process so far."""
     rows = spec.prompts_per_step * spec.K
     sizes = sorted(
         spec.micro_batches or (spec.K * groups for groups in (1, 2, 4) if spec.prompts_per_step % groups == 0)
     )
     bad = [size for size in sizes if size < 1 or (spec.generation_batch or rows) % size]
     if bad or spec.warmup < 1 or rows % (spec.generation_batch or rows):
-        raise ValueError(f"micro-batches {bad or sizes} must divide the generation batch, that {rows}; warmup >= 1")
+        raise ValueError(
+            f"micro_batches {bad or sizes} must divide generation_batch, which must divide {rows}; warmup must be >= 1"
+        )
     tried = [run_steps(spec, size) for size in sizes]
     best = max(tried, key=lambda result: result["samples_per_cpu_s"])
     versions = {name: version(name) for name in PACKAGES}
@@ -231,7 +235,7 @@ def compare(spec: Spec) -> dict[str, object]:
 
 
 def main() -> None:
-    """Reads a `Spec` as JSON, prints the result as one JSON line."""
+    """Reads a `Spec` as JSON and prints the result as one line of JSON."""
     torch.set_num_threads(1)
     keep_freed_memory()
     warnings.filterwarnings("ignore")

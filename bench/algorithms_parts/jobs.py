@@ -1,4 +1,4 @@
-"""Which runs there are, in which order, and how several run at once."""
+"""The runs of the comparison: their order, and how several run at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from algorithms_parts.runs import TUNING, Job, Line, Place, has_weights, keep, k
 
 
 def chosen_rate(task: Task, method: Method, have: dict[Job, Line]) -> float | None:
-    """Returns the learning rate of a method: the tuned one, the only one, or the one with the highest score on dev, the
-    mean over the seeds of tuning. None if some were not tried yet."""
+    """Returns the learning rate of a method: the tuned one, the only one, or the one with the highest score on dev, a
+    mean over the tuning seeds. Returns None while some tuning runs are missing."""
     if (rate := tuned_rates().get(task.name, {}).get(method.name)) is not None:
         return rate
     if len(task.rates) == 1:
@@ -35,8 +35,8 @@ def tuning_jobs(task: Task, method: Method) -> list[Job]:
 
 @dataclass
 class Schedule:
-    """The runs still to be made, in their order. `take` waits until one can begin: one with a rate that is still being
-    tuned, or a teacher or reward model that is still in training, comes after these."""
+    """The runs that are still missing, in order. `take` waits until one can begin: a run whose learning rate is being
+    tuned, or whose teacher or reward model is in training, cannot begin before these end."""
 
     tasks: Sequence[Task]
     methods: Sequence[Method]
@@ -68,7 +68,7 @@ class Schedule:
         return chosen_rate(task, method, self.have) if self.tune else task.rates[0]
 
     def open_jobs(self) -> tuple[list[Job], bool]:
-        """Returns the runs that can begin now, and whether others cannot yet."""
+        """Returns the runs that can begin now, and True if others may begin later."""
         done = self.have.keys() | self.failed.keys() | self.running
         needed = {needed_run(Job(task.name, method.name, 0.0, 0)) for task, method in self.pairs() if method.needs}
         again = {job for job in needed & self.have.keys() if not has_weights(job, self.place)}
@@ -91,7 +91,8 @@ class Schedule:
         return jobs, waiting
 
     def _can_begin(self, job: Job) -> tuple[bool, bool]:
-        """Returns whether the run that a run needs is there, if there is one, and whether it still may be."""
+        """Returns two flags of the run that `job` needs: its weights are here; it has not failed. Both are True for a
+        job that needs none."""
         task = next(task for task in self.tasks if task.name == job.task)
         if job.method == UNTRAINED.name or not find_method(task, job.method).needs:
             return True, True
@@ -115,7 +116,7 @@ class Schedule:
                 self.changed.wait()
 
     def end(self, job: Job, line: Line | None, error: str = "") -> None:
-        """Notes the line of a run, or why it failed."""
+        """Stores the line of a run in the ledger, or the reason why it failed."""
         with self.changed:
             self.running.discard(job)
             if line:
@@ -130,8 +131,8 @@ class Schedule:
 
 
 def run_all(schedule: Schedule, processes: int) -> None:
-    """Makes all runs, `processes` at once, each in a process with one torch thread. One that fails does not end the
-    others; nor does a process that dies."""
+    """Makes all runs, `processes` at once, each in a process with one torch thread. A run that fails, or a process that
+    dies, does not end the others."""
     os.environ["OMP_NUM_THREADS"] = "1"
     threads = [threading.Thread(target=work, args=(schedule,), daemon=True) for _ in range(processes)]
     for thread in threads:
@@ -143,7 +144,7 @@ def run_all(schedule: Schedule, processes: int) -> None:
 
 
 def work(schedule: Schedule) -> None:
-    """Runs one after the other in a process of its own."""
+    """Makes one run after the other in a process of its own."""
     pool = _process()
     while job := schedule.take():
         try:

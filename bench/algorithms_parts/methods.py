@@ -1,4 +1,4 @@
-"""Tasks and methods of the comparison, and the whole config of a run."""
+"""Tasks and methods of the comparison, and the full config of a run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import yaml
 from palestra.config import Tree, load
 
 CONFIGS = Path(__file__).parents[2] / "configs/algorithms"
-RATES = Path(__file__).parent / "rates.yaml"  # learning rates that were chosen by tuning
-GROUP = 8  # siblings of most methods
+RATES = Path(__file__).parent / "rates.yaml"  # learning rates chosen by tuning
+GROUP = 8  # siblings in a group, for most methods
 
 
 @dataclass(frozen=True)
 class Task:
-    """A config and its score: the mean over `sides` of an evaluation metric. Each side is an evaluation on split dev,
-    and the seats that others take in it; `seat` None scores success, else that seat's return.
+    """A config and its score: the mean over `sides` of an evaluation metric. A side maps the name of an evaluation to
+    the policies that replace learners at seats, and to the seat whose return is the score (None: success is).
 
-    `rates` are the learning rates that are tried. `greedy`: scored by greedy answers. `on_device`: runs on the device
-    that the user names; others run on the CPU. `runs_programs`: agents write programs, which need a sandbox."""
+    `scored` names the score in tables, `bar` is the score on dev that a run should reach. `rates` are the
+    learning rates to try. `greedy`: answers are scored at temperature 0. `on_device`: runs on the device that the user
+    names; other tasks run on the CPU. `runs_programs`: agents write programs, which need a sandbox."""
 
     name: str
     scored: str
@@ -48,10 +49,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Method:
-    """A known name, and the settings it stands for. `lines` is how many lines of play grow from one instance: a step
-    plays that many fewer instances than methods with one. `policies` are further settings of the learners, and
-    `teacher` is the method whose run on the same task with the seed of tuning is the teacher, `judge` the one whose run
-    is the reward model. `one_policy`: the first learner of the task plays the seats of all."""
+    """A method by its published name, and its settings. `lines` is the number of trajectories from one instance: a step
+    plays that many times fewer instances than with a method of one. `policies` are further settings of the learners.
+    `teacher` is the method whose run on the same task, with the first tuning seed, is the teacher; `judge` is the one
+    whose run is the reward model. `one_policy`: the first learner of the task plays all learners' seats."""
 
     name: str
     algorithm: dict[str, Any]
@@ -64,7 +65,7 @@ class Method:
 
     @property
     def needs(self) -> str | None:
-        """The method whose run comes first."""
+        """The method that must run first: that of the teacher or of the reward model. None if there is none."""
         return self.teacher or self.judge
 
 
@@ -97,9 +98,9 @@ def pairs(**options: Any) -> dict[str, Any]:
 ALL = ("sums", "duel", "real")
 CRITIC = {"entropy_coef": 0.01, "critic": "separate"}
 DAPO = group(clip_high=0.28, flat_groups="refill", refill_attempts=3, overlong="penalty")
-# of 4 siblings, `all` are the pairs that CoMLRL's default keeps: at most 16 of a group
+# with 4 siblings, `all` gives the pairs that CoMLRL's default uses: at most 16 of a group
 MADPO = {"type": "madpo", "group_size": 4, "continue_from": "all", "pairs": "all", "beta": 0.1}
-# A reward model of all seats. It is no row of the tables: it learns to score answers, not to give them.
+# A reward model for all seats. It is not a row of the tables: it learns to score answers, not to give them.
 PAIRS = {"type": "reward_model", "branch_at": "root", "group_size": GROUP, "pairs": "all"}
 JUDGE = Method("reward model", PAIRS, one_policy=True)
 METHODS = [
@@ -120,12 +121,12 @@ METHODS = [
     Method("IAC", {"type": "iac"} | CRITIC, lines=1, tasks=("sums",)),
     Method("MAAC", {"type": "maac", "entropy_coef": 0.01}, lines=1, tasks=("sums",)),
     Method("MAGRPO", {"type": "magrpo", "group_size": GROUP, "entropy_coef": 0.01}, tasks=("duel",)),
-    # 4 joint answers of the first turn, 16 of the second: 40 answers, of which 8 lines have 32
+    # 4 joint answers in the first turn, 16 in the second: 40 answers, where 8 trajectories have 32
     Method("MAGRPO", {"type": "magrpo", "group_size": 4, "entropy_coef": 0.01}, lines=10, tasks=("sums",)),
     Method("MARLOO", {"type": "marloo", "group_size": GROUP, "entropy_coef": 0.01}, tasks=("duel",)),
     Method("MARLOO", {"type": "marloo", "group_size": 4, "entropy_coef": 0.01}, lines=10, tasks=("sums",)),
     Method("MADPO", MADPO, lines=10, tasks=("sums",)),
-    # the batches of two policies in one, so that there are as many optimizer steps as with a policy for each seat
+    # twice the batch size, since one policy learns from both seats: as many optimizer steps as with a policy for each
     Method("MATPO", group(), policies={"batch_size": 512}, one_policy=True, tasks=("sums",)),
     Method("online DPO", pairs(beta=0.1), tasks=ALL),
     Method("online IPO", pairs(beta=0.1, loss_type="ipo"), tasks=("duel",)),
@@ -156,12 +157,12 @@ def slug(method: Method) -> str:
 
 @cache
 def tuned_rates() -> dict[str, dict[str, float]]:
-    """Returns the learning rate of each task and method that was tuned before."""
+    """Returns the learning rates of rates.yaml, by task and method."""
     return yaml.safe_load(RATES.read_text()) or {}
 
 
 def settings_of(task: Task, method: Method, rate: float, seed: int) -> Tree:
-    """Returns the whole config of a run, without the path of a teacher or a reward model."""
+    """Returns the full config of a run, without the path of a teacher or a reward model."""
     tree = copy.deepcopy(load(task.config))
     tree |= {"seed": seed, "name": f"{task.name}-{slug(method)}-{rate:g}-{seed}", "algorithm": method.algorithm}
     tree["episodes"] = max(1, tree["episodes"] * GROUP // method.lines)
@@ -179,6 +180,6 @@ def settings_of(task: Task, method: Method, rate: float, seed: int) -> Tree:
 
 
 def shorten(tree: Tree) -> Tree:
-    """Returns a run of two small steps with small evaluations, to see whether all of it holds."""
+    """Returns the config of a smoke test: two small steps and small evaluations."""
     short = {key: value | {"episodes": 10} for key, value in tree["evals"].items()}
     return tree | {"steps": 2, "episodes": max(2, tree["episodes"] // 16), "evals": short}

@@ -1,5 +1,5 @@
-"""Tables and a picture of what was measured. Intervals are those of `palestra grid`: percentiles of a bootstrap that
-draws seeds anew within each task (palestra/experiments/statistics.py)."""
+"""Tables and a picture of the ledger. Intervals are computed as in `palestra grid`: percentiles of a bootstrap that
+resamples seeds within each task (palestra/experiments/statistics.py)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from palestra.experiments.statistics import Estimate, estimate, estimate_improve
 
 Ledger = dict[Job, Line]
 HEAD = ["", "seeds", "mean", "95 %", "above untrained", "answers to the bar", "KL", "entropy", "answers", "CPU-s", "lr"]
-CLOCK = "clock-s, GPU"  # of tasks that may run on a GPU; their CPU-s are of runs on the CPU
+CLOCK = "clock-s, GPU"  # a further column of tasks that may run on a GPU; their CPU-s are of runs on the CPU
 
 
 def counted(task: Task, method: Method, have: Ledger) -> list[Line]:
-    """Returns the runs that count, by seed, without those of tuning: at the chosen learning rate, or the lowest where
-    none was chosen."""
+    """Returns the runs that count, by seed: those at the chosen learning rate, or the lowest where none was chosen,
+    without tuning seeds."""
     runs = [have[job] for job in sorted(have) if job[:2] == (task.name, method.name) and job.seed not in TUNING]
     for rate in (chosen_rate(task, method, have), task.rates[0]):
         if own := [line for line in runs if line["rate"] == rate]:
@@ -76,8 +76,8 @@ def table(task: Task, have: Ledger) -> str:
 
 
 def over_tasks(have: Ledger) -> str:
-    """Returns the table of methods that have runs on all tasks: their scores between the untrained base (0) and the
-    best method of the task (1), and the chance that a run of theirs is above one of GRPO."""
+    """Returns the table of methods that have runs on all tasks: scores normalised between the untrained base (0) and
+    the best method of the task (1), and the probability that a run of the method scores above one of GRPO."""
     tasks = [task for task in TASKS if counted(task, find_method(task, "GRPO"), have)]
     every = [name for name in _names() if all(_runs(task, name, have) for task in tasks)]
     if len(tasks) < 2:
@@ -108,7 +108,7 @@ def _scaled(task: Task, values: np.ndarray, have: Ledger) -> np.ndarray:
 
 
 def draw(have: Ledger, target: Path) -> None:
-    """Draws the score on dev over answers sampled, the mean over seeds, a panel for each task."""
+    """Draws the score on dev over the number of sampled answers: means over seeds, one panel for each task."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""One run: trains it, scores it, and returns its line of the ledger. And the ledger."""
+"""One run of the comparison: its training, its score and its line in the ledger; reading and writing the ledger."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are kept, the device of tasks that are `on_device`, whether runs are only tried, and whether programs
-    that models write run without a sandbox."""
+    """The folder of runs, the ledger, the device of tasks that are `on_device`; `quick`: runs are smoke tests;
+    `unsafe`: programs that models write run without a sandbox."""
 
     root: Path
     ledger: Path
@@ -68,7 +68,7 @@ def known(ledger: Path) -> dict[Job, Line]:
 
 
 def keep(ledger: Path, line: Line) -> None:
-    """Appends a line in one write, so that several programs may keep theirs in one ledger."""
+    """Appends a line in one write, so that several programs may share a ledger."""
     ledger.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -78,8 +78,8 @@ def keep(ledger: Path, line: Line) -> None:
 
 
 def measure(job: Job, place: Place) -> Line:
-    """Trains and scores a run in this process; returns its line. What the run prints is in a log beside its folder. One
-    that was broken off goes on."""
+    """Trains and scores a run in this process; returns its line. The run's output goes to a log beside its folder. An
+    interrupted run is resumed."""
     task, method = _parts(job)
     place.root.mkdir(parents=True, exist_ok=True)
     with place.folder(job).with_suffix(".log").open("a") as log, contextlib.redirect_stdout(log):
@@ -89,14 +89,14 @@ def measure(job: Job, place: Place) -> Line:
 
 
 def release_models() -> None:
-    """Frees the models of what just ended, before others are loaded."""
+    """Frees the models of the run that ended, before others are loaded."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def config_of(job: Job, place: Place) -> Tree:
-    """Returns the run's whole config."""
+    """Returns the run's full config."""
     task, method = _parts(job)
     tree = placed(task, settings_of(task, method, job.rate, job.seed), place)
     if method.teacher:
@@ -109,7 +109,7 @@ def config_of(job: Job, place: Place) -> Tree:
 
 
 def placed(task: Task, tree: Tree, place: Place) -> Tree:
-    """Returns a config with the settings that depend on the machine. Tasks that are not `on_device` run on the CPU even
+    """Sets what depends on the machine in a config, and returns it. Tasks that are not `on_device` run on the CPU even
     where there is a GPU."""
     tree["device"] = place.device if task.on_device else "cpu"
     if task.runs_programs and place.unsafe:
@@ -118,14 +118,14 @@ def placed(task: Task, tree: Tree, place: Place) -> Tree:
 
 
 def needed_run(job: Job) -> Job:
-    """Returns the run whose policy is the teacher or the reward model."""
+    """Returns the run whose weights `job` uses as its teacher or reward model."""
     task, method = _parts(job)
     assert method.needs is not None
     return Job(job.task, method.needs, tuned_rates()[task.name][method.needs], TUNING[0])
 
 
 def has_weights(job: Job, place: Place) -> bool:
-    """True if the run's weights are here: those of a run that another machine measured are not."""
+    """True if the run's weights are on this machine; the ledger may have lines of runs measured on another one."""
     folder = place.folder(job)
     return folder.exists() and bool(list_checkpoints(folder))
 
@@ -145,7 +145,7 @@ def train_and_score(task: Task, job: Job, place: Place) -> Line:
 
 
 def curve(task: Task, run: Path) -> list[tuple[float, float]]:
-    """Returns the answers sampled in training until then, and the score on dev."""
+    """Returns a pair for each evaluation on dev: the answers sampled in training before it, and the score."""
     answers = np.cumsum(list(sampled(run)))
     points: dict[int, list[float]] = {}
     for line in read_lines(run / "evals.jsonl"):
@@ -155,8 +155,8 @@ def curve(task: Task, run: Path) -> list[tuple[float, float]]:
 
 
 def sampled(run: Path) -> Iterator[float]:
-    """Yields the answers sampled in each step, with those of instances that were replaced (taken for as long as the
-    others)."""
+    """Yields the answers sampled in each step, those of replaced instances included; these are assumed to have as many
+    answers as the others."""
     replaced = {line["step"]: line.get("redraws", 0.0) for line in read_lines(run / "metrics.jsonl") if is_team(line)}
     episodes = palestra.load_run(run).config["episodes"]
     for line in read_lines(run / "timings.jsonl"):
@@ -169,17 +169,18 @@ def is_team(line: Line) -> bool:
 
 
 def seconds(run: Path, ending: str) -> float:
-    """Returns the seconds of rollouts and of learning, without evaluations: `_cpu_s` of this process, `_s` of the
-    clock."""
+    """Returns the seconds of rollouts and training, without evaluations. `ending` is `_cpu_s` for CPU seconds of this
+    process, `_s` for wall seconds."""
     phases = [f"{phase}{ending}" for phase in ("rollout", "train")]
     lines = [line for line in read_lines(run / "timings.jsonl") if is_team(line)]
     return float(sum(line.get(phase, 0.0) for line in lines for phase in phases))
 
 
 def score(task: Task, run: Path, place: Place) -> dict[str, float]:
-    """Returns the score on split test; how far from the base the learners are there, and how undecided, by token.
+    """Returns the score on split test, and the learners' KL divergence from the base and entropy there, in nats per
+    token.
 
-    Both are of sampled answers, also where greedy ones are scored."""
+    Both are estimated from sampled answers, also where the score is of greedy ones."""
     episodes, scores, answers = (10 if place.quick else 300), [], []
     for side, (seats, _) in task.sides.items():
         scored = play(task, run, seats, episodes)
@@ -200,7 +201,7 @@ def play(task: Task, what: Path, seats: dict[str, str], episodes: int) -> Any:
 
 
 def samples(episodes: Sequence[Episode], learners: Sequence[str]) -> list[Sample]:
-    """Returns what learners said."""
+    """Returns the learners' answers as samples with advantages of zero."""
     said = [answer for episode in episodes for node in episode.nodes for answer in node.answers.values()]
     return [
         Sample(a.prompt_ids, a.token_ids, a.logprobs, np.zeros(len(a.token_ids)))
@@ -210,7 +211,7 @@ def samples(episodes: Sequence[Episode], learners: Sequence[str]) -> list[Sample
 
 
 def score_untrained(task: Task, place: Place) -> Line:
-    """Returns the line of the base's score on split test: of 300 instances if answers are greedy, else of 1,000."""
+    """Returns the line of the untrained base's score on split test: 300 instances if answers are greedy, else 1,000."""
     episodes = 10 if place.quick else 300 if task.greedy else 1000
     job = Job(task.name, UNTRAINED.name, 0.0, 0)
     tree = placed(task, settings_of(task, UNTRAINED, 0.0, 0), place) | {"algorithm": {"type": "grpo"}}

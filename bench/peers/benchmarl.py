@@ -1,7 +1,7 @@
-"""BenchMARL on VMAS's simple_spread, which plays all games on tensors: IPPO, parameters shared by all agents.
+"""BenchMARL on VMAS's simple_spread, which steps all games as tensors: IPPO with parameters shared by all agents.
 
-`train` counts whole iterations of its experiment, without evaluation and logging; sampling is the experiment's
-collector."""
+`train` counts whole iterations of its experiment, without evaluation and logging; `sample` counts the batches of the
+experiment's collector."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from peers.timing import CYCLES, SEATS, Spec, measure, print_result, read_spec
 
 
 class Enough(Exception):
-    """Time to stop."""
+    """Raised in a callback to end the experiment."""
 
 
 class Clock(Callback):
-    """Counts the joint steps of whole iterations, and ends the experiment; the first iteration warms up."""
+    """Counts the joint steps of whole iterations after the first, which warms up; ends the experiment after
+    `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -76,7 +77,8 @@ def experiment(spec: Spec, folder: str, clock: Clock) -> Experiment:
 
 
 def random_play(spec: Spec) -> Callable[[], int]:
-    """VMAS alone: a game's length of random moves in every game."""
+    """VMAS alone: a function that plays random moves in every game for one game's length and returns the joint
+    steps."""
     env = vmas.make_env(
         "simple_spread", num_envs=spec.games, device="cpu", continuous_actions=False, seed=0, n_agents=SEATS
     )

@@ -1,8 +1,8 @@
-"""JaxMARL: its simple_spread or Overcooked, and IPPO in the shape of its scripts: play and learning are one function.
+"""JaxMARL: its simple_spread or Overcooked, and IPPO as in its scripts: rollout and update are one compiled function.
 
-The scripts are no part of its package, so the training is written anew here: parameters shared by all seats, two
-networks under one Adam with a clipped gradient, advantages by GAE, losses clipped on both sides. Compiling is not
-counted. XLA uses all cores.
+The scripts are not part of its package, so this file has its own training: parameters shared by all seats, two networks
+under one Adam with a clipped gradient, GAE, policy and value losses clipped on both sides. Compiling is not counted.
+XLA uses all cores.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jaxmarl.wrappers.baselines import LogWrapper, MPELogWrapper
 from peers.timing import Spec, measure, print_result, read_spec
 
 GAMMA, LAM, CLIP, ENTROPY, VALUE = 0.99, 0.95, 0.2, 0.01, 0.5
-CALL = 4  # batches in one call of a compiled function
+CALL = 4  # batches in one call of the compiled function
 Params = list[tuple[jax.Array, jax.Array]]
 
 
 class Move(NamedTuple):
-    """One step of all columns (seats times games), [C, ...]."""
+    """One step of all C columns (seats times games); arrays are [C, ...]."""
 
     obs: jax.Array
     action: jax.Array
@@ -76,7 +76,7 @@ class Ippo:
         self.adam = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-4, eps=1e-5))
 
     def begin(self, key: jax.Array) -> tuple[Any, ...]:
-        """Parameters, the optimizer's state, games and first views, a key."""
+        """The initial state: parameters, the optimizer's state, games, first observations, a random key."""
         policy, critic, games, key = jax.random.split(key, 4)
         hidden = self.spec.hidden
         params = {
@@ -87,16 +87,16 @@ class Ippo:
         return params, self.adam.init(params), games, seen, key
 
     def columns(self, by_seat: dict[str, jax.Array]) -> jax.Array:
-        """[G, ...] of each seat -> [seats * G, ...]."""
+        """Concatenates the arrays [G, ...] of the seats to [seats * G, ...]."""
         return jnp.concatenate([by_seat[agent] for agent in self.env.agents])
 
     def seen_rows(self, seen: dict[str, jax.Array]) -> jax.Array:
-        """Views as rows of numbers, [seats * G, V]."""
+        """Flat observations [seats * G, V], float32."""
         rows = self.columns(seen)
         return rows.reshape(len(rows), -1).astype(jnp.float32)
 
     def step(self, games: Any, action: jax.Array, key: jax.Array) -> tuple[Any, ...]:
-        """Plays one joint step; an action for each column."""
+        """Makes one joint step in each game; `action` has one action for each column."""
         by_seat = dict(zip(self.env.agents, action.reshape(self.env.num_agents, -1), strict=True))
         return jax.vmap(self.env.step)(jax.random.split(key, self.spec.games), games, by_seat)
 
@@ -142,7 +142,7 @@ class Ippo:
         return VALUE * value_loss - gain - ENTROPY * entropy
 
     def epoch(self, rows: tuple[Move, jax.Array, jax.Array], state: Any, key: jax.Array) -> tuple[Any, None]:
-        """One pass over all rows, in an order of its own."""
+        """Makes one pass over all rows in a random order, in minibatches."""
         count = len(rows[1])
         order = jax.random.permutation(key, count)
         split = (self.spec.minibatches, count // self.spec.minibatches)
@@ -156,7 +156,7 @@ class Ippo:
         return jax.lax.scan(learn, state, parts)
 
     def update(self, state: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], jax.Array]:
-        """A batch, and what is learned from it."""
+        """Collects one batch and learns from it; returns the new state and the batch's mean reward."""
         params, adam, games, seen, key = state
         (games, seen, key), moves = jax.lax.scan(
             partial(self.play, params), (games, seen, key), None, self.spec.horizon
@@ -170,7 +170,8 @@ class Ippo:
         return (params, adam, games, seen, key), moves.reward.mean()
 
     def call(self) -> Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], jax.Array]]:
-        """From a state to the state some batches later, and a number that depends on all of them."""
+        """The function to compile: it maps a state to the state `CALL` batches later and a number that depends on all
+        of them, so that none is optimised away."""
         steps = CALL * self.spec.horizon
 
         def train(state: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array]:

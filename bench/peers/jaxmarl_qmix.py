@@ -1,8 +1,8 @@
-"""JaxMARL's own QMIX on a map of SMAX: the script of its repository as it is, with the settings that it has there for
-SMAX, but the map, the length of the run, and where `hidden` says so the width of all networks.
+"""JaxMARL's own QMIX on a map of SMAX: the unchanged script of its repository, with its settings for SMAX, except for
+the map, the length of the run and, with `hidden`, the width of all networks.
 
-The script reports to Weights & Biases; what it would say there is written down here. It runs one seed without `vmap`:
-under that, XLA computes a test in every update. Ends with the run, or once `seconds` of CPU have gone into it.
+The script reports to Weights & Biases; a module in its place records the metrics here. It runs one seed without `vmap`,
+under which XLA would compute a test in every update. Ends with the run, or after `seconds` of CPU time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TESTED = int(STEPS // (SETTINGS["NUM_STEPS"] * SETTINGS["NUM_ENVS"]) * SETTINGS[
 
 
 class Notes:
-    """What an update cost, tests and the time before learning apart, and how many games tests won."""
+    """CPU seconds of updates, without tests and the time before learning begins, and the share of test games won."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.start = seconds, time.process_time()
@@ -68,7 +68,7 @@ class Notes:
         self.last = now
         if now - self.start > self.seconds:
             self.print_result()
-            os._exit(0)  # a compiled loop cannot be left otherwise
+            os._exit(0)  # nothing else ends a compiled loop
 
     def print_result(self) -> None:
         from importlib.metadata import version

@@ -1,7 +1,7 @@
-"""OpenSpiel's PSRO with a DQN oracle, set up as its `psro_v2_example.py` is, but for the meta-solver: Nash, as ours.
+"""OpenSpiel's PSRO with a DQN oracle and the settings of its `psro_v2_example.py`, except for the meta-solver: Nash.
 
-Ends after the iteration in which `seconds` have passed. The clock stands while NashConv is measured, whenever a tenth
-more time has passed: that takes longer than an iteration.
+Ends after the iteration in which `seconds` have passed. NashConv is measured whenever a tenth more time has passed;
+that takes longer than an iteration and is not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ solver = psro_v2.PSROSolver(
 
 
 def nash_conv() -> float:
-    """Of the mixture that there is, as a policy over information states."""
+    """NashConv of the current mixture, as a policy over information states."""
     aggregator = policy_aggregator.PolicyAggregator(game)
     mixed = aggregator.aggregate(range(2), solver.get_policies(), solver.get_meta_strategies())
     return float(exploitability.nash_conv(game, mixed))

@@ -1,7 +1,7 @@
-"""palestra as its users run it: training is `palestra train`, read from the timings of its run; sampling is a sweep.
+"""palestra as its users run it: `train` runs `palestra train` and reads the run's timings; others collect rollouts.
 
-`workers` processes share the games. Training ends with Ctrl-C, as a user would end it, when it has gone on long enough;
-the run's first line, which has compiling in it, is left out.
+`workers` processes share the games. Training ends by SIGINT, as a user would end it, after `seconds`. The run's first
+line, which includes compiling, is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOREVER = 10**12
 
 
 def env_of(spec: Spec) -> dict[str, Any]:
-    """Ours, or one of PettingZoo through our adapter."""
+    """The config of an env: palestra's own, or one of OpenSpiel or PettingZoo through palestra's adapter."""
     if spec.env == "simple_spread":
         return {"type": "simple_spread", "max_cycles": CYCLES}
     if spec.env == "overcooked":
@@ -41,7 +41,7 @@ def env_of(spec: Spec) -> dict[str, Any]:
 
 
 def config(spec: Spec, games: int) -> dict[str, Any]:
-    """Independent PPO, one policy for all seats."""
+    """The config of a run: independent PPO, one policy for all seats."""
     return {
         "env": env_of(spec) | {"num_envs": games},
         "env_steps": FOREVER,
@@ -60,7 +60,7 @@ def config(spec: Spec, games: int) -> dict[str, Any]:
 
 
 def train(spec: Spec) -> dict[str, float]:
-    """Joint steps per second of a run, by its own timings."""
+    """Trains a run; returns its joint steps per second, from the run's timings. Raises SystemExit if it fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file, settings = (
@@ -90,7 +90,7 @@ def train(spec: Spec) -> dict[str, float]:
 
 
 def follow(run: subprocess.Popen, timings: Path, seconds: float) -> list[dict[str, float]]:
-    """The lines of a run's timings but the first, when they are of as many seconds or the run has ended."""
+    """Waits until the run's timings cover `seconds` or the run has ended; returns their lines without the first."""
     lines: list[dict[str, float]] = []
     while run.poll() is None and (len(lines) < 2 or sum(x["rollout_s"] + x["train_s"] for x in lines) < seconds):
         time.sleep(0.1)
@@ -100,7 +100,7 @@ def follow(run: subprocess.Popen, timings: Path, seconds: float) -> list[dict[st
 
 
 def play(spec: Spec) -> dict[str, float]:
-    """Joint steps per second of one process's share of the games, in sweeps."""
+    """Joint steps per second of rollouts on one process's share of the games."""
     setup = check_vector_run(validate(VectorConfig, config(spec, spec.games // spec.workers)))
     sweeper, numbers = setup.rollout, iter(range(FOREVER))
     random = [UniformVectorPolicy(sweeper.env, range(len(sweeper.env.seats)))]
@@ -119,7 +119,7 @@ def one_of_many(spec: Spec, barrier: Any, results: Any) -> None:
 
 
 def play_together(spec: Spec) -> dict[str, float]:
-    """The sum over processes that play at the same time, each on its own."""
+    """Plays in several processes at the same time, each on its own; returns the sum of their speeds."""
     context = get_context("spawn")
     barrier, results = context.Barrier(spec.workers), context.Queue()
     workers = [context.Process(target=one_of_many, args=(spec, barrier, results)) for _ in range(spec.workers)]

@@ -1,5 +1,5 @@
-"""An env of PettingZoo with no framework around it: one process, one game after the other, actions drawn before. Where
-`what` is "unchecked" without the wrappers that only check, which palestra's adapter takes off as well."""
+"""A PettingZoo env without a framework: one process, one game after the other, actions drawn in advance. With `what`
+"unchecked", the env is without the wrappers that only check, which palestra's adapter removes too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from palestra.envs.vector.pettingzoo.games import strip_check_wrappers
 
 spec = read_spec()
 env = zoo.make(spec.env)
-notes = "one process, random actions, nothing learns"
+notes = "one process, random actions, no learning"
 if spec.what == "unchecked" and type(env) is aec_to_parallel_wrapper:
     env.aec_env, notes = strip_check_wrappers(env.aec_env), f"{notes}; without PettingZoo's checks"
 env.reset(seed=0)
@@ -22,7 +22,7 @@ moves = [dict(zip(env.agents, row, strict=True)) for row in drawn]
 
 
 def advance() -> int:
-    """500 joint steps."""
+    """Makes 500 joint steps; returns their number."""
     for number in range(500):
         env.step(moves[number])
         if not env.agents:

@@ -1,5 +1,5 @@
-"""A game of OpenSpiel with no framework around it: one process, one game after the other, random legal moves and chance
-outcomes. The mover's observation tensor is made for each move."""
+"""An OpenSpiel game without a framework: one process, one game after the other, random legal moves and chance outcomes.
+The observation tensor of the player to move is computed for each move."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ state = begin()
 
 
 def advance() -> int:
-    """500 moves."""
+    """Makes 500 moves; returns their number."""
     global state
     for _ in range(500):
         state.observation_tensor(state.current_player())
@@ -41,4 +41,4 @@ def advance() -> int:
     return 500
 
 
-print_result(measure(advance, spec.seconds), ("open_spiel",), "one process, random moves, nothing learns")
+print_result(measure(advance, spec.seconds), ("open_spiel",), "one process, random moves, no learning")

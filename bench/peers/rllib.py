@@ -1,7 +1,7 @@
-"""RLlib on envs of PettingZoo: PPO, one policy for all seats, two env runners with 8 games each.
+"""RLlib on PettingZoo envs: PPO, one policy for all seats, two env runners with 8 games each.
 
-Sampling is what its PPO calls between updates; games played at random are drawn by the same env runners. `train` counts
-whole iterations of `Algorithm.train`.
+`sample` calls the function that its PPO calls between updates; `random` uses the same env runners with random actions.
+`train` counts whole iterations of `Algorithm.train`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
 from ray.rllib.execution.rollout_ops import synchronous_parallel_sample
 from ray.tune.registry import register_env
 
-GAMES = 8  # of an env runner
+GAMES = 8  # per env runner
 
 
 def make_env(settings: dict[str, Any]) -> ParallelPettingZooEnv:

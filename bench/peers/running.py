@@ -1,6 +1,6 @@
-"""Runs what is measured, each in a process and, for the peers, a virtual environment of its own.
+"""Runs each measurement in a process of its own, and each peer in a virtual environment of its own.
 
-`bench/peers/NAME.txt` has all packages that a peer needs, with exact versions; nothing else is installed.
+`bench/peers/NAME.txt` lists all packages that a peer needs, with exact versions; nothing else is installed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Protocol
 HERE = Path(__file__).parent
 VENVS = HERE.parent.parent / ".cache" / "peers"
 PEERS = ("jaxmarl", "benchmarl", "rllib", "sample_factory")
-OURS = ("ours", "raw", "raw_spiel")  # run where palestra does
-VENV_OF = {"jaxmarl_qmix": "jaxmarl"}  # scripts that run where another does
+OURS = ("ours", "raw", "raw_spiel")  # scripts that run in palestra's virtual environment
+VENV_OF = {"jaxmarl_qmix": "jaxmarl"}  # scripts that run in the virtual environment of another
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(HERE.parent),
-    "PYTHONSAFEPATH": "1",  # else rllib.py beside a script would hide the package of that name
+    "PYTHONSAFEPATH": "1",  # otherwise bench/peers/NAME.py would hide the package NAME
     "CUDA_VISIBLE_DEVICES": "",
     "JAX_PLATFORMS": "cpu",
     "PYGAME_HIDE_SUPPORT_PROMPT": "1",
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 class ScriptJob(Protocol):
-    """A script and its arguments as JSON."""
+    """A script of bench/peers and its arguments as JSON."""
 
     @property
     def script(self) -> str: ...
@@ -43,7 +43,7 @@ class ScriptJob(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to measure: a script and its arguments (see `timing.Spec`). `env` names the env."""
+    """One measurement: a script and its arguments, which `timing.Spec` describes."""
 
     script: str
     what: str
@@ -66,14 +66,15 @@ def python(script: str) -> str:
 
 
 def installed(peer: str) -> bool:
-    """Whether a peer's virtual environment is there, as its list of packages is now."""
+    """True if a peer's virtual environment exists and was made from its current list of packages."""
     mark = VENVS / peer / ".installed"
     return mark.exists() and mark.read_text() == (HERE / f"{peer}.txt").read_text()
 
 
 def install(peer: str) -> None:
-    """Makes a peer's virtual environment. torch goes first and alone, as in the Makefile, and then all else by itself:
-    the list is complete, so that pip has nothing to find out and brings no other torch."""
+    """Makes a peer's virtual environment, unless it is there. Installs torch first and alone, as the Makefile does,
+    then all packages without their dependencies: the list is complete, so that pip resolves nothing and brings no other
+    torch."""
     if installed(peer):
         return
     venv, packages = VENVS / peer, HERE / f"{peer}.txt"
@@ -89,7 +90,7 @@ def run(job: ScriptJob, seconds: float, limit: float) -> dict[str, Any]:
     """Returns the result that a job's script prints; raises `Failed` if it prints none within `limit` seconds."""
     command = [python(job.script), str(HERE / f"{job.script}.py"), job.spec_json(seconds)]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        # files and no pipes: those stay open as long as any process that a peer leaves behind
+        # files instead of pipes: a pipe stays open as long as any process that the peer leaves behind
         process = subprocess.Popen(
             command, env=os.environ | ENVIRONMENT, stdout=output, stderr=errors, start_new_session=True
         )
@@ -109,7 +110,7 @@ def run(job: ScriptJob, seconds: float, limit: float) -> dict[str, Any]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends what is left of a script and of the processes that it started, at first politely."""
+    """Ends a script and the processes that it started: SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -1,8 +1,8 @@
-"""Sample Factory on envs of PettingZoo: APPO, one policy for all seats, two workers with 32 games each that play on
+"""Sample Factory on PettingZoo envs: APPO, one policy for all seats, two workers with 32 games each that keep playing
 while it learns.
 
-It counts the steps of every agent, which are divided by the number of seats here. `train` counts what has been
-learned from.
+Sample Factory counts the steps of each agent; here they are divided by the number of seats. `train` counts the steps
+that it has learned from.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sample_factory.cfg.arguments import parse_full_cfg, parse_sf_args
 from sample_factory.envs.env_utils import register_env
 from sample_factory.train import make_runner
 
-GAMES = 32  # of a worker
+GAMES = 32  # per worker
 Row = list[Any]
 
 
 class Game(gymnasium.Env):
-    """PettingZoo's env in lists by agent, as Sample Factory wants it; it begins anew by itself."""
+    """A PettingZoo env with lists by agent, as Sample Factory needs it; it resets itself when a game ends."""
 
     def __init__(self, name: str) -> None:
         self.env = zoo.make(name, floats=True)
@@ -67,7 +67,7 @@ def make_env(name: str, cfg: Any = None, env_config: Any = None, render_mode: st
 
 
 def settings(spec: Spec, folder: str) -> dict[str, Any]:
-    """Those that differ from its defaults; a batch is counted in steps of single agents."""
+    """The settings that differ from Sample Factory's defaults; batch sizes count steps of single agents."""
     return {
         "algo": "APPO",
         "env": spec.env,
@@ -85,7 +85,7 @@ def settings(spec: Spec, folder: str) -> dict[str, Any]:
         "nonlinearity": "tanh",
         "normalize_input": False,
         "normalize_returns": False,
-        "decorrelate_experience_max_seconds": 0,  # else games begin with minutes of random moves
+        "decorrelate_experience_max_seconds": 0,  # otherwise games begin with minutes of random moves
         "decorrelate_envs_on_one_worker": False,
         "learning_rate": 3e-4,
         "ppo_clip_ratio": 0.2,
@@ -104,7 +104,8 @@ def parsed(spec: Spec, folder: str) -> Any:
 
 
 class Clock(AlgoObserver):
-    """Notes how much had been learned from when, and at the end says so; the first two iterations warm up."""
+    """Records the time and the steps learned from at each iteration; after `seconds`, prints the result and ends the
+    process. The first two iterations warm up."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.notes = spec, list[tuple[float, int]]()
@@ -116,7 +117,7 @@ class Clock(AlgoObserver):
         if len(self.notes) > 2 and self.notes[-1][0] - self.notes[0][0] >= self.spec.seconds:
             say(self.figures(), self.spec)
             shutil.rmtree(runner.cfg.train_dir, ignore_errors=True)
-            os._exit(0)  # now and then it hangs when it is to end; the caller ends its processes
+            os._exit(0)  # a regular end hangs now and then; the caller ends the other processes
 
     def figures(self) -> dict[str, float]:
         (start, before), (end, after) = self.notes[0], self.notes[-1]
@@ -125,7 +126,7 @@ class Clock(AlgoObserver):
 
 
 def train(cfg: Any, spec: Spec) -> None:
-    """Until the clock ends the process."""
+    """Trains until `Clock` ends the process."""
     _, runner = make_runner(cfg)
     runner.register_observer(Clock(spec))
     runner.init()
@@ -133,7 +134,7 @@ def train(cfg: Any, spec: Spec) -> None:
 
 
 def sample(cfg: Any, spec: Spec) -> None:
-    """Its sampling loop alone: what has been played is thrown away."""
+    """Measures the sampling loop alone; trajectories are dropped."""
     made = 0
     loop = SamplingLoop(cfg, obtain_env_info_in_a_separate_process(cfg))
 
@@ -143,7 +144,8 @@ def sample(cfg: Any, spec: Spec) -> None:
         loop.yield_trajectory_buffers(buffers, device)
 
     def wait() -> int:
-        """Until all games have sent a trajectory: they come in waves."""
+        """Waits for as many steps as all games have in one trajectory, since these arrive in waves; returns joint
+        steps."""
         before = made
         while made - before < spec.workers * GAMES * CYCLES * zoo.SEATS[spec.env]:
             time.sleep(0.002)

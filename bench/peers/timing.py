@@ -1,4 +1,4 @@
-"""Shared by the scripts of all peers: reading the spec, counting steps, printing the result."""
+"""Functions of all peers' scripts: reading the spec, measuring steps per second, printing the result."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from importlib.metadata import version
 
 @dataclass(frozen=True)
 class Spec:
-    """What to measure. `what` is train, sample (policies act, nothing learns) or random (nothing but the env and random
-    actions). A batch is `games` times `horizon` joint steps; PPO passes over it `epochs` times in `minibatches`."""
+    """What to measure. `what` is train, sample (policies act, without learning) or random (the env with random
+    actions). A batch is `games` times `horizon` joint steps; PPO makes `epochs` passes over it in `minibatches`."""
 
     what: str
     env: str = "simple_spread"
@@ -27,7 +27,7 @@ class Spec:
 
     @property
     def batch(self) -> int:
-        """Joint steps."""
+        """Joint steps of a batch."""
         return self.games * self.horizon
 
 
@@ -42,8 +42,8 @@ def read_spec() -> Spec:
 
 
 def measure(advance: Callable[[], int], seconds: float, warmup: int = 1) -> dict[str, float]:
-    """Joint steps per second of `advance`, which returns its count; `warmup` calls are not counted. `cpu_seconds` are
-    those of this process alone."""
+    """Joint steps per second of `advance`, which returns the number of steps it made; the first `warmup` calls are not
+    counted. `cpu_seconds` are those of this process alone."""
     for _ in range(warmup):
         advance()
     made, calls, start, cpu = 0, 0, time.perf_counter(), time.process_time()
@@ -55,5 +55,5 @@ def measure(advance: Callable[[], int], seconds: float, warmup: int = 1) -> dict
 
 
 def print_result(figures: dict[str, float], packages: tuple[str, ...], notes: str) -> None:
-    """Prints the figures as the script's last line, with the versions of `packages` and how it was set up."""
+    """Prints the figures as JSON in the script's last line, with the versions of `packages` and notes on the setup."""
     print(json.dumps({**figures, "versions": {name: version(name) for name in packages}, "notes": notes}), flush=True)

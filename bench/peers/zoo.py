@@ -1,5 +1,5 @@
-"""The envs of PettingZoo that several frameworks play, made alike for all of them: mpe2's simple_spread, and Atari's
-Pong for two, whose players see the console's 128 bytes of memory."""
+"""The PettingZoo envs that several frameworks play, with the same options for all: mpe2's simple_spread, and Atari's
+two-player Pong with the console's 128 bytes of memory as observation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEATS = {"mpe2": 3, "atari_pong": 2}
 
 
 def options(env: str) -> dict[str, Any]:
-    """What an env's function is called with; Pong's ROM is the one in ale-py's wheel."""
+    """Keyword arguments of an env's function. Pong's ROM is the one in ale-py's wheel; ValueError if it is missing."""
     if env == "mpe2":
         return {"max_cycles": CYCLES, "continuous_actions": False}
     found = importlib.util.find_spec("ale_py")
@@ -28,14 +28,14 @@ def options(env: str) -> dict[str, Any]:
 
 
 def make(env: str, floats: bool = False) -> Any:
-    """A new env for parallel play; `floats` are for frameworks that do not make views so by themselves."""
+    """A new env with the parallel API; `floats` converts observations to floats, for frameworks that do not."""
     module, function = FUNCTIONS[env].split(":")
     made = getattr(importlib.import_module(module), function)(**options(env))
     return Floats(made) if floats and made.observation_space(made.possible_agents[0]).dtype.kind != "f" else made
 
 
 class Floats(BaseParallelWrapper):
-    """An env whose views are floats."""
+    """An env with observations as float32."""
 
     def observation_space(self, agent: str) -> gymnasium.spaces.Box:
         views = self.env.observation_space(agent)

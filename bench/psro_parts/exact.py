@@ -1,9 +1,9 @@
-"""PSRO, anytime PSRO and XDO with exact best answers, and the solvers they lean on, beside what others reached.
+"""PSRO, anytime PSRO and XDO with exact best responses, and the solvers they use, compared with references.
 
 References: OpenSpiel's psro_v2 with an exact oracle and payoffs from 1,000 games per cell (one seed, release 2.0.2);
 OpenSpiel's CFR, CFR+ and XFP; the runs that the authors of XDO published (github.com/indylab/tabular_xdo). PSRO with
-Nash is noisy, for which of many answers comes in depends on payoffs to the last digit: beside exact payoffs stand three
-seeds with the noise of 1,000 games, drawn as normal numbers of the exact variance.
+Nash is sensitive to noise, since the last digits of the payoffs decide which of many best responses is added. Besides
+exact payoffs there are therefore three seeds with the noise of 1,000 games: normal numbers of the exact variance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from palestra.tabular.cfr import CFRSolver, TabularSolver, XFPSolver
 from palestra.tabular.double_oracle import MemberPolicies, MetaSolverFn, anytime_psro, psro, xdo
 from palestra.tabular.game_tree import GameTree, build_game_tree, uniform_policy
 
-# NashConv, but for XDO's curve, published as exploitability and doubled here.
+# NashConv, except for XDO_LEDUC: exploitability, as published.
 PSRO_NASH = {
     "kuhn_poker": {1: 0.833, 2: 0.397, 3: 0.218, 4: 0.099, 5: 0.080, 7: 0.036, 10: 0.016, 15: 0.013, 20: 0.0084},
     "leduc_poker": {1: 6.83, 2: 7.33, 5: 4.90, 10: 3.16, 15: 2.19, 20: 1.62, 25: 1.40, 30: 0.92, 35: 0.65, 38: 0.80},
@@ -68,7 +68,8 @@ def psro_curve(game: GameTree, solve: MetaSolverFn, last: int) -> Curve:
 
 
 def noisy_psro(game: GameTree, seed: int, last: int, games: int = 1000) -> Iterator[float]:
-    """NashConv of PSRO with Nash on payoffs that are estimated once each, from so many games."""
+    """Yields the NashConv of PSRO with Nash at each iteration; each payoff is estimated once, with the noise of so many
+    games."""
     draws = np.random.default_rng(seed).normal(size=(last + 1, last + 1)) / np.sqrt(games)
     members, squared = MemberPolicies(game, uniform_policy(game)), replace(game, returns=game.returns**2)
     while True:
@@ -93,7 +94,7 @@ def solver_curve(solver: TabularSolver, game: GameTree, marks: Sequence[int]) ->
 
 
 def timed(work: Callable[[], object], times: int = 1) -> float:
-    """Least CPU seconds of one call."""
+    """The CPU seconds of the fastest of `times` calls."""
     taken = []
     for _ in range(times):
         start = time.process_time()
@@ -110,7 +111,7 @@ def table(title: str, marks: Sequence[int], rows: Sequence[tuple[str, Curve]]) -
 
 
 def psro_tables(env_type: str, last: int, seeds: int) -> dict[str, Curve]:
-    """Prints PSRO's curves on a game; those with Nash and of anytime PSRO."""
+    """Prints PSRO's curves on a game; returns those of PSRO with Nash and of anytime PSRO."""
     game = tree(env_type)
     nash, even = psro_curve(game, Nash().solve, last), psro_curve(game, Uniform().solve, last)
     anytime = curve((stage.nash_conv for stage in anytime_psro(game)), min(last, 20))
@@ -129,7 +130,7 @@ def psro_tables(env_type: str, last: int, seeds: int) -> dict[str, Curve]:
 
 
 def xdo_table(game: GameTree, last: int = 16) -> Curve:
-    """Prints XDO's curve on Leduc poker in exploitability, which it gives."""
+    """Prints and returns XDO's curve on Leduc poker, in exploitability."""
     found = curve((stage.nash_conv / 2 for stage in xdo(game)), last)
     rows = [("XDO", found), ("XDO, its authors", dict(enumerate(XDO_LEDUC, 1)))]
     console.print(table("XDO on leduc_poker: exploitability by iteration", (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16), rows))
@@ -144,7 +145,7 @@ def solver_table(game: GameTree, most: int) -> None:
 
 
 def figures(quick: bool = False) -> dict[str, float]:
-    """All of them; the tables are printed. Nothing is drawn but the noise: exact runs come out the same every time."""
+    """All figures; prints the tables. Only the noise is random: exact runs give the same result every time."""
     kuhn = psro_tables("kuhn_poker", 10 if quick else 20, 1 if quick else 3)
     leduc = psro_tables("leduc_poker", 20 if quick else 38, 1 if quick else 3)
     game = tree("leduc_poker")

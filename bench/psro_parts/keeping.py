@@ -1,4 +1,4 @@
-"""What long measurements found, kept in the repository, so that they go on where they were broken off."""
+"""Stores results of long measurements in the repository, so that an interrupted one continues where it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Found = TypeVar("Found")  # of JSON
 
 
 def kept(name: str, measure: Callable[[], Found]) -> Found:
-    """What was measured under that name before, or is now."""
+    """Returns the stored result of that name; measures and stores it if there is none."""
     path = KEPT / f"{name}.json"
     if not path.exists():
         found = measure()

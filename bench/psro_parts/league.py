@@ -1,12 +1,12 @@
-"""Does a league forget? The last main agent against the worst for it of everybody it ever met, beside plain self-play.
+"""Does a league forget? The last main agent's win rate against the member worst for it, compared with self-play.
 
     python bench/psro_parts/league.py            about six CPU minutes
     python bench/psro_parts/league.py --seed 1   one seed, as JSON
 
 The game is rock, paper, scissors, lizard, Spock: five actions on a circle, each of which beats two and is beaten by the
-other two. Self-play runs round the circle. Both have the same networks, PPO, and env steps of the main agent. Win rates
-count a draw half and are worked out from the networks' probabilities, so that no luck is in them; "any strategy" are
-the pure ones, whoever may play them.
+other two. Self-play cycles through them. Both have the same networks, PPO, and env steps of the main agent. Win rates
+count a draw as half and are computed exactly from the networks' probabilities. "Any strategy" means the pure
+strategies, whether or not a member plays them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ console = Console(width=120)
 
 
 def circle(actions: int = ACTIONS) -> np.ndarray:
-    """What the row's action wins from the column's [A, A]: each beats those at odd distances behind it."""
+    """Payoffs [A, A] of the row's action against the column's: an action beats those at odd distances behind it."""
     ahead = (np.arange(actions)[:, None] - np.arange(actions)[None, :]) % actions
     return np.where(ahead == 0, 0, np.where(ahead % 2, 1, -1))
 
 
 def config(seed: int, slices: int, **plan: Any) -> PopulationConfig:
-    """A league, or with SELF_PLAY a main agent alone."""
+    """The config of a league, or with SELF_PLAY of a main agent alone."""
     wins = circle()
     tree = {
         "name": "league",
@@ -79,7 +79,7 @@ def config(seed: int, slices: int, **plan: Any) -> PopulationConfig:
 
 
 def strategies(made: PopulationConfig) -> tuple[str, dict[str, np.ndarray]]:
-    """Trains; the name of the last main agent, and the mixed strategy [A] of every frozen member."""
+    """Trains; returns the name of the last main agent and the mixed strategy [A] of every frozen member."""
     setup = build_population(made)
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(made)) as run:
         run_population(setup, run, PlanCallback())
@@ -89,7 +89,7 @@ def strategies(made: PopulationConfig) -> tuple[str, dict[str, np.ndarray]]:
 
 
 def strategy(made: PopulationConfig, path: Path, member: Member) -> np.ndarray:
-    """A member's probabilities of actions [A]: it sees nothing but zeros in a game of one round."""
+    """A member's action probabilities [A]; in a game of one round, the observation is all zeros."""
     env = make_vector_env(made.env, 1)
     if not member.weights:
         return np.full(ACTIONS, 1 / ACTIONS)
@@ -104,14 +104,14 @@ def strategy(made: PopulationConfig, path: Path, member: Member) -> np.ndarray:
 
 
 def worst(own: np.ndarray, others: dict[str, np.ndarray]) -> tuple[float, str]:
-    """The lowest win rate against any of these, and whose it is."""
+    """The lowest win rate against any of `others`, and that opponent's name."""
     rates = {name: 0.5 + float(own @ circle() @ other) / 2 for name, other in others.items()}
     name = min(rates, key=lambda name: rates[name])
     return rates[name], name
 
 
 def one_seed(seed: int, slices: int) -> dict[str, float]:
-    """Worst cases of the league's last main agent and of self-play's last agent."""
+    """Lowest win rates of the league's last main agent and of self-play's last agent, and the league's size."""
     last, league = strategies(config(seed, slices))
     final, selves = strategies(config(seed, slices, **SELF_PLAY))
     pure = dict(zip("01234", np.eye(ACTIONS), strict=True))
@@ -126,12 +126,12 @@ def one_seed(seed: int, slices: int) -> dict[str, float]:
 
 
 def figures(quick: bool = False) -> dict[str, float]:
-    """The mean over seeds of the lowest win rate against the whole history."""
+    """Means over seeds of the lowest win rate against all frozen members of the run."""
     return summary([one_seed(seed, SLICES // 4 if quick else SLICES) for seed in range(1 if quick else 3)])
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The figures, of seeds that were run; prints the table."""
+    """The figures from the results of each seed; prints the table."""
     shown = Table("lowest win rate against", *(f"seed {seed}" for seed in range(len(rows))), "mean")
     for key in rows[0]:
         shown.add_row(key, *(f"{row[key]:.3f}" for row in rows), f"{np.mean([row[key] for row in rows]):.3f}")

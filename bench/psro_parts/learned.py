@@ -1,13 +1,13 @@
-"""PSRO whose best responses are learned, on Leduc poker: how far it gets, and how fast beside OpenSpiel's.
+"""PSRO with learned best responses on Leduc poker: its NashConv, and its speed compared with OpenSpiel's.
 
-    cd bench; python -m psro_parts.learned ours 600        the curve of ten minutes' PSRO
-    cd bench; python -m psro_parts.learned xdo 600         of extensive-form double oracle
-    cd bench; python -m psro_parts.learned responses       how good single responses are, and what they cost
+    cd bench; python -m psro_parts.learned ours 600        the curve of PSRO, ten minutes
+    cd bench; python -m psro_parts.learned xdo 600         the curve of extensive-form double oracle
+    cd bench; python -m psro_parts.learned responses       quality and cost of single responses
     cd bench; python -m psro_parts.learned openspiel 3600  OpenSpiel's PSRO with a DQN oracle
 
-Ours are found by DQN, as OpenSpiel's; payoffs are worked out, where OpenSpiel plays 1,000 games a cell.
-Seconds are of the wall clock, all work counted but the measuring of NashConv. `wall_vs_openspiel` is the ratio of the
-times after which both were at the lowest NashConv that OpenSpiel came to.
+palestra's responses are learned by DQN, as OpenSpiel's are. Its payoffs are exact, where OpenSpiel plays 1,000 games a
+cell. Seconds are wall seconds of all work except measuring NashConv. `wall_vs_openspiel` is OpenSpiel's time to its
+lowest NashConv over palestra's time to the same value.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from palestra.workers.net_oracle import NetOracle, NetWorker
 TARGETS = {"wall_vs_openspiel": 30.0, "leduc_exploitability": 0.15}
 AT_LEAST = {"wall_vs_openspiel"}
 SECONDS = {"xdo": 300.0, "psro": 200.0, "openspiel": 1800.0}
-ENV_STEPS = {"xdo": 1_200_000, "psro": 400_000}  # of a response: what XDO solves is as good as they are everywhere
+ENV_STEPS = {"xdo": 1_200_000, "psro": 400_000}  # of a response; XDO needs responses that are good in all states
 SEEDS = range(3)
 SEATS = ("player_0", "player_1")
 ENV = {"type": "leduc_poker", "num_envs": 256}
@@ -58,7 +58,7 @@ DQN = {
     "epsilon_share": 0.8,
     "tau": 0.02,
 }
-PPO = {  # its critic sees both hands, so that the deal is no noise
+PPO = {  # its critic sees both hands, so that the deal adds no noise
     "type": "ppo",
     "rollout_length": 16,
     "epochs": 2,
@@ -89,7 +89,7 @@ def config(seed: int, plan: str, workers: int = 2) -> PopulationConfig:
 
 
 def ours(seconds: float, seed: int = 0, plan: str = "psro") -> Curve:
-    """NashConv of a run that ends after so many seconds."""
+    """The NashConv curve of a run that ends after so many seconds."""
     made, start = config(seed, plan), time.perf_counter()
     setup = build_population(made)
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(made)) as kept:
@@ -98,12 +98,12 @@ def ours(seconds: float, seed: int = 0, plan: str = "psro") -> Curve:
 
 
 def xdo(seconds: float, seed: int = 0) -> Curve:
-    """The same of extensive-form double oracle."""
+    """The NashConv curve of extensive-form double oracle, likewise."""
     return ours(seconds, seed, "xdo")
 
 
 def curve_of(path: Path) -> Curve:
-    """What a run's logs say of NashConv by time."""
+    """The NashConv curve in a run's logs."""
     measured = {line["step"]: line["nash_conv"] for line in read_lines(path / "metrics.jsonl") if "nash_conv" in line}
     times = {line["step"]: line["elapsed_s"] for line in read_lines(path / "timings.jsonl")}
     return [(times[step], value) for step, value in sorted(measured.items())]
@@ -113,8 +113,8 @@ def curve_of(path: Path) -> Curve:
 
 
 def responses(stages: Sequence[int] = (0, 10, 40), seeds: int = 1) -> Table:
-    """A table of what learned responses win of what exact ones do, beyond what the mixture that they answer wins:
-    uniform play, and the mixtures of PSRO with exact responses after some iterations."""
+    """A table of learned responses: the share of an exact response's gain over the mixture that they respond to, and of
+    its value. Mixtures are uniform play and those of PSRO with exact responses after some iterations."""
     shown = Table("algorithm", "env steps", "answers", "share of the gain", "of the value", "CPU s", title="Responses")
     for steps in (400_000, 1_200_000):
         for algorithm in (DQN, PPO):
@@ -138,7 +138,7 @@ def responses(stages: Sequence[int] = (0, 10, 40), seeds: int = 1) -> Table:
 
 
 def stages_of(tree: GameTree, wanted: Sequence[int]) -> dict[int, np.ndarray]:
-    """The policies [I, A] of exact PSRO after some iterations."""
+    """The policies [I, A] of exact PSRO after the `wanted` iterations."""
     found: dict[int, np.ndarray] = {}
     for number, stage in enumerate(psro(tree, Nash().solve)):
         if number in wanted:
@@ -149,7 +149,8 @@ def stages_of(tree: GameTree, wanted: Sequence[int]) -> dict[int, np.ndarray]:
 
 
 def response(worker: NetWorker, policy: np.ndarray, seat: int, seed: int) -> tuple[float, float, float, float]:
-    """What a learned response to `policy` wins, what an exact one does, what `policy` itself does, and CPU seconds."""
+    """Expected returns against `policy` of a learned response, of an exact one and of `policy` itself; and the CPU
+    seconds of learning."""
     tree = worker.loader.tree
     assert tree is not None
     with tempfile.TemporaryDirectory() as root:
@@ -168,7 +169,7 @@ def response(worker: NetWorker, policy: np.ndarray, seat: int, seed: int) -> tup
     return float(expected_returns(tree, joined)[seat]), exact, float(expected_returns(tree, policy)[seat]), spent
 
 
-# ---- beside OpenSpiel
+# ---- comparison with OpenSpiel
 
 
 def openspiel(seconds: float) -> Curve:
@@ -179,19 +180,19 @@ def openspiel(seconds: float) -> Curve:
 
 
 def reached(curve: Curve, level: float) -> float | None:
-    """Seconds until NashConv was at most `level`."""
+    """Seconds until NashConv was at most `level`; None if it never was."""
     return next((seconds for seconds, value in curve if value <= level), None)
 
 
 def ratio(mine: Curve, theirs: Curve) -> float:
-    """How many times longer they took to the lowest NashConv that they came to; 0 where it was not reached here."""
+    """Their seconds to their lowest NashConv, over ours to the same value; 0 if ours did not reach it."""
     lowest = min(value for _, value in theirs)
     fast, slow = reached(mine, lowest), reached(theirs, lowest)
     return slow / fast if fast and slow else 0.0
 
 
 def show(curves: Mapping[str, Curve]) -> None:
-    """A table of the seconds after which each run came below a NashConv."""
+    """Prints a table of the seconds until each run was at most at each NashConv."""
     levels = [4.0, 3.0, 2.0, 1.5, 1.0, 0.75, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
     shown = Table("seconds to NashConv", *map(str, levels), "last", title="Leduc poker", title_justify="left")
     for name, curve in curves.items():
@@ -201,8 +202,9 @@ def show(curves: Mapping[str, Curve]) -> None:
 
 
 def figures(quick: bool = False) -> dict[str, float]:
-    """`leduc_exploitability` is the last of XDO, `leduc_psro_exploitability` that of PSRO with shorter responses, means
-    over seeds; half of NashConv. So with the ratios of wall time: each is the least over seeds."""
+    """The figures. `leduc_exploitability` is XDO's last exploitability (half of NashConv), a mean over seeds;
+    `leduc_psro_exploitability` is that of PSRO with shorter responses. The two ratios of wall time,
+    `wall_vs_openspiel` and `wall_vs_openspiel_psro`, are the lowest over seeds."""
     if quick:
         solved, mine, theirs = {"XDO": xdo(60)}, {"PSRO": ours(60)}, openspiel(120)
     else:

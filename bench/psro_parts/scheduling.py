@@ -1,9 +1,9 @@
-"""What it costs to hand a task out, and what a second Ray worker is worth.
+"""Measures the scheduler's cost of a task, and the speedup by a second Ray worker.
 
     python bench/psro_parts/scheduling.py            about two minutes; prints the figures as JSON
 
-`overhead` follows a chain of tasks in which there is nothing to do: a task is handed out when the one before is done,
-on the disk and the plan notified. `ray_games` plays cells of Leduc poker between networks, as PSRO does, on Ray actors.
+`overhead` runs a chain of empty tasks: a task is submitted when the one before is done, written to disk and passed to
+the plan. `ray_speedup` plays payoff cells of Leduc poker between networks, as PSRO does, on Ray actors.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ class EmptyTask(Task):
 
 
 class MemberTask(EmptyTask):
-    """A `train` task, whose output is a member."""
+    """A `train` task with a member as output."""
 
     kind = "train"
 
 
 class Chain:
-    """`length` tasks of a kind, each named when the one before is done. `times` says when the plan was notified."""
+    """A plan of `length` tasks of a kind, each returned when the one before is done. `times` has the seconds at which
+    the plan was notified."""
 
     def __init__(self, length: int, kind: str) -> None:
         self.length, self.kind = length, kind
@@ -68,7 +69,7 @@ class Chain:
 
 
 class Nothing:
-    """A worker that does nothing; a member that it makes has the size of a small network."""
+    """A worker that does no work; an output member has the size of a small network."""
 
     def run_task(self, task: Task, members: Mapping[str, Path], out: Path | None) -> Result:
         if out:
@@ -77,7 +78,7 @@ class Nothing:
 
 
 def overhead(make: Callable[[WorkerFactory], Backend], kind: str = "play", tasks: int = 100) -> float:
-    """Median milliseconds between two notifications, for tasks that take no time themselves."""
+    """Median milliseconds between two notifications of the plan, with tasks that take no time themselves."""
     plan = Chain(tasks, kind)
     with tempfile.TemporaryDirectory() as root, Run.create(root, "") as run, closing(make(Nothing)) as backend:
         run_plan(plan, backend, run)
@@ -86,7 +87,7 @@ def overhead(make: Callable[[WorkerFactory], Backend], kind: str = "play", tasks
 
 
 def fsync(times: int = 50) -> float:
-    """Median milliseconds in which the disk takes a line: a task cannot take less."""
+    """Median milliseconds to write and fsync a line, the lower bound of a task's time."""
     taken = []
     with tempfile.NamedTemporaryFile() as file:
         for _ in range(times):
@@ -99,13 +100,13 @@ def fsync(times: int = 50) -> float:
 
 
 def leduc(games: int = 512) -> WorkerFactory:
-    """What makes a worker for Leduc poker."""
+    """A factory of workers for Leduc poker."""
     oracle = NetOracle(env={"type": "leduc_poker", "num_envs": games}, env_steps=games * 32)
     return partial(NetWorker, oracle, SEATS)
 
 
 def some_members(folder: Path, each: int = 3) -> list[tuple[str, str]]:
-    """Cells of a payoff table of barely trained networks, whose files lie in `folder`."""
+    """Trains `each` networks per seat briefly, with files in `folder`; returns the cells of their payoff table."""
     names = {seat: [f"{seat}-{number}" for number in range(each)] for seat in SEATS}
     worker = leduc()()
     for seat, other in (SEATS, SEATS[::-1]):
@@ -118,7 +119,7 @@ def some_members(folder: Path, each: int = 3) -> list[tuple[str, str]]:
 
 
 def warm(backend: Backend, task: Task) -> None:
-    """Returns when every worker has started, and has done `task` once."""
+    """Waits until every worker has started and has run `task` once."""
     busy = 0
     while busy < backend.workers:
         for _ in range(backend.workers):
@@ -131,7 +132,7 @@ def warm(backend: Backend, task: Task) -> None:
 def games_per_s(
     backend: Backend, folder: Path, cells: list[tuple[str, str]], tasks: int = 16, games: int = 2000
 ) -> float:
-    """How fast a backend, whose workers have started, plays `games` of each cell in each of `tasks`."""
+    """Games per second of a backend that plays `games` of each cell in each of `tasks`, after its workers started."""
     members = tuple(sorted({name for cell in cells for name in cell}))
     for name in members:
         backend.add_member(name, folder / name)
@@ -146,8 +147,9 @@ def games_per_s(
 
 
 def ray_speedup(repeats: int = 5) -> dict[str, float]:
-    """Games per second of one Ray worker and of two, medians of `repeats` in turn."""
-    os.environ.setdefault("RAY_worker_niceness", "0")  # as RayBackend has it where it starts Ray itself
+    """Games per second of one Ray worker and of two, medians over `repeats` alternating measurements, and their
+    ratio."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as RayBackend sets it when it starts Ray itself
     ray.init("local", num_cpus=3, include_dashboard=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as root, closing(RayBackend(leduc(), 1)) as one:
         cells = some_members(Path(root))
@@ -163,7 +165,7 @@ AT_LEAST = {"ray_2_vs_1"}
 
 
 def figures(quick: bool = False) -> dict[str, float]:
-    """All of them."""
+    """All figures."""
     local = partial(LocalBackend, workers=1)
     return {
         "fsync_ms": fsync(),

@@ -1,9 +1,9 @@
-"""PSRO over LoRA adapters on the tiny base, in Kuhn poker in words: how far NashConv falls.
+"""PSRO with LoRA adapters on the base `tiny` in Kuhn poker as text: NashConv by iteration.
 
-    cd bench; python -m psro_parts.text 0                       the curve of one seed, kept for the page
-    cd bench; python -m psro_parts.text 100 population.train_steps=40 with other settings, not kept
+    cd bench; python -m psro_parts.text 0                       the curve of one seed, stored for the page
+    cd bench; python -m psro_parts.text 100 population.train_steps=40 with other settings, not stored
 
-NashConv is exact, from the probabilities that agents give the words of every information state; uniform play has
+NashConv is exact, from the agents' probabilities of the allowed words in every information state; uniform play has
 11/12. The run is `configs/populations/text_kuhn_psro.yaml`, which ends once NashConv is low enough; iteration 0 is
 uniform play.
 """
@@ -36,7 +36,7 @@ console = Console(width=160)
 
 
 def curve(seed: int, settings: list[str]) -> tuple[list[float], float]:
-    """NashConv by iteration, and CPU seconds."""
+    """Trains a run; returns NashConv by iteration, and CPU seconds."""
     config = validate_population(override(load(CONFIG), [f"seed={seed}", *settings]))
     start = time.process_time()
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(config)) as kept:
@@ -46,7 +46,7 @@ def curve(seed: int, settings: list[str]) -> tuple[list[float], float]:
 
 
 def measured(seed: int) -> tuple[list[float], float]:
-    """The curve of a seed that counts, kept."""
+    """The stored curve of a seed that counts; trains and stores it if there is none."""
     return kept(f"text/{seed}", partial(curve, seed, []))
 
 
@@ -60,7 +60,7 @@ def show(curves: Mapping[int, tuple[list[float], float]]) -> None:
 
 
 def figures(quick: bool = False) -> dict[str, float]:
-    """The last NashConv, a mean over seeds."""
+    """The figure: the last NashConv, a mean over seeds."""
     settings = ["population.iterations=2", "population.train_steps=10", "oracle.imitation_steps=20"] if quick else []
     curves = {0: curve(0, settings)} if quick else {seed: measured(seed) for seed in range(SEEDS)}
     show(curves)

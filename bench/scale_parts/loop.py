@@ -1,24 +1,24 @@
-"""What the loop takes in one process, in processes of this machine and on Ray, and where its time goes.
+"""Measures a training step in one process, in several processes of this machine and on Ray, and its phases.
 
     python bench/scale_parts/loop.py            about five minutes on two cores; prints a table, and JSON
     python bench/scale_parts/loop.py --quick    about two: fewer steps of fewer episodes
     python bench/scale_parts/loop.py --quick --only ray_2 --copy-every 1
 
-Each way trains the same run of two adapters on the base `tiny` for some steps; figures are medians over all but the
-first, which warms up. On Ray a cluster is started here, so that its actors share this machine's cores with all else.
-Figures, WAY one of `inline`, `local_1`, `local_2`, `ray_1` and `ray_2` (as many workers):
+Each way trains the same run of two adapters on the base `tiny` for some steps; figures are medians over all steps but
+the first, which warms up. Ray's cluster is started here, so that its actors share this machine's cores.
+Figures, where WAY is `inline`, `local_1`, `local_2`, `ray_1` or `ray_2` (backend and number of workers):
 
     WAY_step_s       wall seconds of a step
-    WAY_rollout_s    those of play: until the last episode is there
-    WAY_train_s      those of training, all learners
-    WAY_driver_s     seconds of a step in which this process computed
+    WAY_rollout_s    wall seconds of the rollout, until the last episode has arrived
+    WAY_train_s      wall seconds of training all learners
+    WAY_driver_s     CPU seconds of this process in a step
     WAY_busy         share of the rollout's seconds in which a worker played, a mean over workers
-    WAY_worker_s     seconds of a step in which workers computed, all together (the learners' actors on Ray not counted)
+    WAY_worker_s     CPU seconds of all workers in a step (without the learners' actors on Ray)
     WAY_sent_mb      on Ray, MB of adapters that a step puts into the object store for all workers
     WAY_returned_mb  on Ray, MB of episodes that workers return in a step
     WAY_copied_mb    on Ray, MB that the learners' actors return in a step, a mean: adapters, and copies of states
-    WAY_start_s      from the beginning until the first step is over, processes and bases included
-    ahead_step_s     wall seconds of a step on two local workers that play one step ahead (staleness: 1)
+    WAY_start_s      wall seconds from the start to the end of the first step, with starting processes and loading bases
+    ahead_step_s     wall seconds of a step with two local workers and staleness 1
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def config(backend: dict[str, Any], quick: bool, staleness: int = 0) -> TextConf
 
 
 class Stopwatch(Callback):
-    """When each step was over, and for how long workers had played until then."""
+    """At the end of each step: seconds since the start, total wall and CPU seconds of workers, and MB sent, returned
+    and copied so far."""
 
     def __init__(self, setup: TextTrainer) -> None:
         source = setup.stages[0].source
@@ -102,7 +103,7 @@ class Stopwatch(Callback):
 
 
 def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, float]:
-    """The figures of one way."""
+    """Trains a run with one backend; returns its figures."""
     described = config(backend, quick, staleness)
     with tempfile.TemporaryDirectory() as root, Run.create(root, dump(described)) as run:
         began = time.perf_counter()
@@ -128,12 +129,12 @@ def way(backend: dict[str, Any], quick: bool, staleness: int = 0) -> dict[str, f
 
 
 def between(readings: list[float]) -> list[float]:
-    """What each step but the first added."""
+    """Differences between consecutive readings."""
     return [after - before for before, after in itertools.pairwise(readings)]
 
 
 def measure(quick: bool, only: str | None = None, copy_every: int = COPY_EVERY) -> dict[str, float]:
-    """All figures, or those of `only` one way; prints a table of them."""
+    """All figures, or those of one way if `only` names it; prints a table of them."""
     table, found = Table("way", *FIGURES), dict[str, float]()
     for name, backend in WAYS.items():
         if only not in (None, name):

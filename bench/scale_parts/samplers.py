@@ -1,14 +1,15 @@
-"""What sampling in processes of their own costs and is worth: tokens a second, milliseconds a request, seconds a run.
+"""Measures samplers in processes of their own: tokens per second, milliseconds per request, seconds of a run.
 
     python bench/scale_parts/samplers.py [--quick]
 
-Every way answers the same requests: two adapters on the base `tiny`, 8 siblings to a prompt, one torch thread in each
-process. Ways take turns, so that a busy machine slows all alike, and each counts with its best round. Figures:
+All ways answer the same requests: two adapters on the base `tiny`, 8 siblings to a prompt, one torch thread in each
+process. The ways alternate, so that other load on the machine slows all of them, and the best round of each counts.
+Figures:
 
-    tokens_per_s_here           sampled in this process
-    tokens_per_s_apart_N        by N sampler processes
-    tokens_ratio_N              of the two
-    added_ms_per_request        what HTTP and the other process add to a request of one token, a median
+    tokens_per_s_here           sampled tokens per second in this process
+    tokens_per_s_apart_N        sampled tokens per second of N sampler processes
+    tokens_ratio_N              tokens_per_s_apart_N over tokens_per_s_here
+    added_ms_per_request        milliseconds that HTTP and the other process add to a request of one token, by medians
     ahead_wall_ratio            wall seconds of training with staleness 1 and one sampler process, over those without it
 """
 
@@ -65,7 +66,7 @@ def _throughput(engine: Engine, ways: dict[str, SamplerProtocol], *, requests: i
     adapters = [_adapter(engine, f"agent_{i}", i) for i in range(2)]
     asked = [_request(engine, seed, SIBLINGS, ANSWER, adapters[seed % 2]) for seed in range(requests)]
     best = dict.fromkeys(ways, 0.0)
-    for _ in range(rounds + 1):  # the first one loads the adapters, and never wins
+    for _ in range(rounds + 1):  # the first round loads the adapters and is never the best
         for name, sampler in ways.items():
             best[name] = max(best[name], asyncio.run(_speed(sampler, asked)))
     figures = {f"tokens_per_s_{name}": speed for name, speed in best.items()}
@@ -73,14 +74,14 @@ def _throughput(engine: Engine, ways: dict[str, SamplerProtocol], *, requests: i
 
 
 async def _speed(sampler: SamplerProtocol, requests: list[Request]) -> float:
-    """Tokens a second over all `requests`, asked at once."""
+    """Sampled tokens per second of all `requests`, sent concurrently."""
     start = time.perf_counter()
     found = await asyncio.gather(*(sampler.sample(request) for request in requests))
     return sum(len(answer.token_ids) for each in found for answer in each) / (time.perf_counter() - start)
 
 
 def _added(engine: Engine, ways: dict[str, SamplerProtocol], *, times: int) -> float:
-    """Milliseconds that a request of one token takes longer by one sampler process."""
+    """Milliseconds that a request of one token takes longer in one sampler process than in this process, by medians."""
 
     async def taken(sampler: SamplerProtocol) -> list[float]:
         seconds = []
@@ -104,7 +105,7 @@ RUNS: dict[str, dict[str, Any] | None] = {"here": None, "apart": {"type": "proce
 
 
 def _seconds(folder: Path, name: str, sampler: dict[str, Any] | None, steps: int) -> float:
-    """Wall seconds of a run that plays one step ahead, without the time that it takes to load."""
+    """Wall seconds of a run with staleness 1, without loading."""
     policy = {"type": "lora", "base": "tiny", "lr": 1e-3, "sampling": {"max_tokens": 16}}
     tree = {
         "steps": steps,

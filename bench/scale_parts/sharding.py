@@ -1,9 +1,10 @@
-"""What several processes make of training a language model: memory a rank keeps, tokens per second, checkpoints.
+"""Measures training a language model in several processes: memory of a rank, tokens per second, seconds of a
+checkpoint.
 
     python bench/scale_parts/sharding.py [--quick]
 
-All processes run on this machine's CPU and talk over gloo. With fewer idle cores than processes they share cores, and
-the speeds are then of that: the memory is what it is anywhere. Peak memory of a process (RSS) counts Python, torch and
+All processes run on this machine's CPU and communicate over gloo. With fewer idle cores than processes they share
+cores, which lowers the speeds but does not change the memory. Peak memory of a process (RSS) includes Python, torch and
 transformers (some 400 MB) and the whole model, which each rank reads before it keeps its part.
 """
 
@@ -35,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def samples(groups: int) -> list[Sample]:
-    """Groups of 8 answers of 32 tokens to prompts of 64."""
+    """Random samples: for each group, 8 answers of 32 tokens to a prompt of 64 tokens."""
     rng, found = np.random.default_rng(0), []
     for _ in range(groups):
         prompt = rng.integers(5, 4000, 64).astype(np.int32)
@@ -54,14 +55,14 @@ def trainer(kind: str, mode: str, ranks: ProcessGroup) -> Trainer:
 
 
 def kept(learner: Trainer) -> int:
-    """Bytes of weights and of the optimizer's state that this rank keeps."""
+    """Bytes of weights and optimizer state that this rank stores."""
     weights = {id(p): p for p in [*learner.engine.model.parameters(), *learner.parameters]}.values()
     slots = [t for one in learner.optimizer.state.values() for t in one.values()]
     return sum(t.numel() * t.element_size() for t in [*(local_shard(w) for w in weights), *slots])
 
 
 def work(kind: str, mode: str, steps: int, groups: int) -> None:
-    """What one rank does; the first prints the figures of all."""
+    """Trains and saves on one rank; rank 0 prints the figures, the largest memory over ranks."""
     ranks = join_process_group()
     learner, batch, seconds = trainer(kind, mode, ranks), samples(groups), []
     for _ in range(steps + 1):
@@ -83,7 +84,7 @@ def work(kind: str, mode: str, steps: int, groups: int) -> None:
 
 
 def together(count: int, kind: str, mode: str, steps: int, groups: int) -> dict[str, float]:
-    """The figures of `count` processes."""
+    """Starts `count` processes of `work`; returns the figures that rank 0 prints. Raises RuntimeError if one fails."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     everyone = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
@@ -104,15 +105,16 @@ def together(count: int, kind: str, mode: str, steps: int, groups: int) -> dict[
 
 
 def peak_memory() -> int:
-    """Most bytes that this process had in main memory (Linux). What `getrusage` says begins with what the process had
-    that started it."""
+    """Peak resident memory of this process in bytes (Linux). The peak that `getrusage` reports would include that of
+    the process that started it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """Figures by name. `fsdp_memory_ratio` is of weights and optimizer, the most that a rank of 4 keeps over what a
-    single process keeps, all weights trained; `ddp_speedup` and `fsdp_speedup` of 2 processes over 1."""
+    """Figures by name, with all weights trained. `fsdp_memory_ratio` is the largest memory for weights and optimizer
+    state of a rank of 4, over that of a single process; `ddp_speedup` and `fsdp_speedup` are tokens per second of 2
+    processes over those of 1."""
     steps, groups = (2, 4) if quick else (5, 12)
     one = together(1, "full", "ddp", steps, groups)
     found = {"1.kept_mb": one["kept"] / 1e6, "1.rss_mb": one["rss"] / 1e6, "1.tokens_per_s": one["tokens_per_s"]}

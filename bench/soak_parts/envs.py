@@ -1,7 +1,7 @@
 """Many gRPC sessions of an env whose steps wait 20 ms, on a server of its own with two workers.
 
-Each session is a coroutine of one client: it opens an env, steps as soon as it is answered, closes it after 50 steps
-and opens the next.
+Each session is a coroutine of one client: it opens an env, steps as soon as the last answer arrived, closes the env
+after 50 steps and opens the next.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from palestra.remote.envs.remote_env import env_factory
 
 KIND = f"{NoiseEnv.__module__}:{NoiseEnv.__qualname__}"
 STEP_S, TURNS, WORKERS = 0.02, 50, 2
-WARM_UP = 0.1  # share of the time whose steps do not count
+WARM_UP = 0.1  # first part of the time, whose steps do not count
 
 
 class Sessions:
-    """Sessions that play until a time: seconds of steps after `start`, finished episodes, and errors."""
+    """Sessions that play until a time; counts seconds of steps after `start`, finished episodes, and errors."""
 
     def __init__(self, address: str, start: float, until: float) -> None:
         self.make = env_factory({"type": KIND, "seconds": STEP_S, "turns": TURNS, "at": [address]})
@@ -36,7 +36,7 @@ class Sessions:
             try:
                 await self._episode(seed)
                 self.episodes += 1
-            except Exception as error:  # counted: a failed episode is what a soak looks for
+            except Exception as error:  # counted, since a soak looks for failed episodes
                 self.failed.append(f"{type(error).__name__}: {error}")
 
     async def _episode(self, seed: int) -> None:
@@ -51,7 +51,7 @@ class Sessions:
 
 
 def soak(minutes: float, quick: bool) -> SoakResult:
-    """Plays that many sessions at once for `minutes`."""
+    """Plays all sessions concurrently for `minutes`."""
     sessions = 500 if quick else 2000
     with servers(1, KIND, "--workers", str(WORKERS)) as (process,):
         begun = time.monotonic()

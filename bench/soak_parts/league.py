@@ -1,9 +1,9 @@
 """A league of small networks over Ray whose workers are killed, and the same league on one worker.
 
-Rock, paper, scissors, one step a game; each slice of training freezes a copy, which plays 64 earlier ones, so that
-members are added as long as there is time. Now and then a worker that has a task in hand is killed (SIGKILL). A lost
-task is one that was submitted, did not wait when time was up, and is in tasks.jsonl not exactly once. In the end the
-run's records are replayed, as a resume does.
+The game is rock, paper, scissors with one step. Each slice of training freezes a copy, which plays 64 earlier ones, so
+that members are added until the time is over. Every `every_s` seconds a worker that runs a task is killed (SIGKILL). A
+task is lost if it was submitted, was not pending at the end, and is not in tasks.jsonl, or is there twice. At the end
+the run's records are replayed, as a resume does.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from palestra.populations.scheduler import PlanCallback, PlanRun, run_plan
 from palestra.populations.tasks import PlayResult, Task, TaskResult, TrainResult
 from palestra.runs import Run, read_lines
 
-GRACE_S = 120.0  # seconds that running tasks have to end, once time is up
-WARM_UP = 0.1  # share of the time whose games do not count
+GRACE_S = 120.0  # seconds that running tasks have to end after the time is over
+WARM_UP = 0.1  # first part of the time, whose games do not count
 
 
 def config(workers: int) -> PopulationConfig:
-    """A league with more learners than workers, so that none is idle."""
+    """The config of a league with more learners than workers, so that no worker is idle."""
     learners = max(4, workers + workers // 4)
     tree = {
         "env": {"type": "matrix", "game": "rock_paper_scissors", "num_envs": 256},
@@ -70,7 +70,7 @@ def config(workers: int) -> PopulationConfig:
 
 
 class CountedBackend(RayBackend):
-    """A Ray backend that remembers the tasks it was given, and those that waited when the run stopped."""
+    """A Ray backend that records the names of submitted tasks, and of those pending when the run stopped."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.submitted: set[str] = set()
@@ -87,7 +87,7 @@ class CountedBackend(RayBackend):
 
 
 class GameCounter(PlanCallback):
-    """Games at each finished task, with its time."""
+    """Records the number of games of each finished task, with the time in seconds."""
 
     def __init__(self) -> None:
         self.games: list[tuple[float, int]] = []
@@ -95,7 +95,7 @@ class GameCounter(PlanCallback):
     def on_task_done(self, number: int, done: TaskResult, lines: Any) -> None:
         result = done.result
         games = sum(cell.games for cell in result.payoffs) if isinstance(result, PlayResult) else 0
-        games += result.env_steps if isinstance(result, TrainResult) else 0  # a step is a game
+        games += result.env_steps if isinstance(result, TrainResult) else 0  # a game has one step
         self.games.append((time.monotonic(), games))
 
     def per_second(self, start: float, end: float) -> float:
@@ -104,7 +104,7 @@ class GameCounter(PlanCallback):
 
 
 def busy_workers() -> list[int]:
-    """Returns the Ray workers of this process that have a task in hand."""
+    """Returns the process ids of this process's Ray workers that run a task."""
     found = []
     for pid in process_tree(os.getpid()):
         try:
@@ -117,7 +117,7 @@ def busy_workers() -> list[int]:
 
 
 def cpu_by_part() -> dict[str, float]:
-    """Returns the CPU seconds so far of this process, of the workers that are there, and of Ray's own processes."""
+    """Returns the CPU seconds so far of this process, of living workers, and of Ray's own processes."""
     found = dict.fromkeys(("driver", "workers", "ray"), 0.0)
     for pid in process_tree(os.getpid()):
         try:
@@ -130,7 +130,7 @@ def cpu_by_part() -> dict[str, float]:
 
 
 def kill_workers(every_s: float, ended: threading.Event, killed: list[float]) -> None:
-    """Kills a busy worker every so many seconds; adds the CPU seconds that each had taken to `killed`."""
+    """Kills a busy worker every `every_s` seconds; appends the CPU seconds that it had used to `killed`."""
     rng = random.Random(0)
     while not ended.wait(every_s):
         if busy := busy_workers():
@@ -140,7 +140,7 @@ def kill_workers(every_s: float, ended: threading.Event, killed: list[float]) ->
 
 
 def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict[str, float], MemoryWatch]:
-    """Runs the league for `seconds` from when all workers are there; returns its figures and memory."""
+    """Runs the league for `seconds` after all workers have started; returns its figures and memory."""
     described = config(workers)
     setup = build_population(described)
     counter, ended, killed = GameCounter(), threading.Event(), list[float]()
@@ -150,7 +150,7 @@ def play(workers: int, seconds: float, kill_every_s: float | None) -> tuple[dict
             until, cpu = [float("inf")], dict[str, float]()
 
             def stop() -> bool:
-                if until[0] == float("inf") and len(counter.games) >= 4 * workers:  # all workers are there
+                if until[0] == float("inf") and len(counter.games) >= 4 * workers:  # all workers have started
                     until[0] = time.monotonic() + seconds
                     cpu.update(cpu_by_part())
                 return time.monotonic() >= until[0]
@@ -186,7 +186,7 @@ def replayed(setup: PopulationSetup, run: Run) -> int:
 
 
 def load_us(run: Path) -> float:
-    """Returns the CPU microseconds in which a network of a league's run is loaded: the least of ten rounds."""
+    """Returns the CPU microseconds to load a member's network from a league's run, the least of ten rounds."""
     env, folders = make_vector_env(config(1).env), list((run / "members").iterdir())[:50]
     rounds = []
     for _ in range(10):
@@ -198,7 +198,7 @@ def load_us(run: Path) -> float:
 
 
 def soak(minutes: float, quick: bool) -> SoakResult:
-    """Plays the league on one worker for a sixth of the time, then on many that are killed."""
+    """Runs the league on one worker for a sixth of the time, then on many of which some are killed."""
     workers, kill_every_s = (4, 20.0) if quick else (16, 60.0)
     alone, _ = play(1, 10 * minutes, None)
     many, memory = play(workers, 50 * minutes, kill_every_s)

@@ -1,4 +1,4 @@
-"""Memory and CPU time of processes, from /proc (Linux): what a soak watches, and by how much it grew; and durations."""
+"""Memory and CPU time of processes, read from /proc (Linux), the growth of memory, and statistics of durations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Curve = list[tuple[float, float]]  # seconds since the start, MB of a process
 
 @dataclass
 class SoakResult:
-    """What a part of the soak found: figures for the JSON line, rows of a table, and memory curves by process group."""
+    """The result of one part: figures for the JSON line, headings and rows of a table, memory curves by process
+    group."""
 
     figures: dict[str, float]
     heads: Sequence[str]
@@ -26,8 +27,8 @@ class SoakResult:
 
 
 class Durations:
-    """Counts of durations in steps of half a percent, from a microsecond to a day: of a size that does not grow with
-    them, as a list of them would beside the memory that is watched."""
+    """A histogram of durations in steps of half a percent, from a microsecond to a day. Its size is fixed, whereas a
+    list of durations would grow within the memory that is watched."""
 
     LEAST, STEP = 1e-6, 1.005
 
@@ -98,7 +99,7 @@ def cpu_seconds(pid: int) -> float:
 def process_tree(pid: int) -> list[int]:
     """Returns the ids of a process and all that descend from it."""
     found = [pid]
-    for parent in found:  # grows while it is read
+    for parent in found:  # `found` grows during the loop
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             try:
                 found += map(int, children.read_text().split())
@@ -108,8 +109,8 @@ def process_tree(pid: int) -> list[int]:
 
 
 def growth(curve: Curve) -> float:
-    """Returns the relative growth over the last two thirds of a curve: the median of their last quarter over that of
-    their first, less 1; 0 for a curve with too few points."""
+    """Returns the relative growth over the last two thirds of a curve: the median of the last quarter of these points
+    over the median of the first quarter, less 1; 0 for a curve with too few points."""
     sizes = [size for _, size in curve][len(curve) // 3 :]
     part = len(sizes) // 4
     return float(np.median(sizes[-part:]) / np.median(sizes[:part])) - 1 if part else 0.0

@@ -1,8 +1,9 @@
-"""The service under the load of many clients: 64 adapters of eight API keys, sampled and trained at once.
+"""The service under the load of many clients: 64 adapters of eight API keys, sampled and trained concurrently.
 
-Each key has eight adapters, and each adapter a client that trains it: gradients of a batch, an optimizer step, a
-sampler of the new weights. All other clients sample, from the newest weights of one of their key's adapters; the first
-key has more of them than the others. A client waits for its answer, then for an exponential time, and asks again.
+Each key has eight adapters, and each adapter has a client that trains it: gradients of a batch, an optimizer step, an
+export of the new weights to a sampler. All other clients sample from the newest weights of one of their key's adapters;
+the first key has more of these clients than the others. A client waits for its answer, then for an exponentially
+distributed time, and sends the next request.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from palestra.service.api.api_keys import add_key
 from palestra.service.client.connection import RequestRefused, ServiceConnection
 
 KEYS = 8
-HEAVY_SHARE = 1 / 3  # of all sampling clients, those of the first key
+HEAVY_SHARE = 1 / 3  # share of the sampling clients that use the first key
 THINK_S = 1.0  # mean seconds between an answer and the client's next request
 PROMPT_TOKENS, ANSWERS, ANSWER_TOKENS, TRAINED = 32, 4, 8, 4
-WARM_UP = 0.1  # share of the time whose requests do not count
+WARM_UP = 0.1  # first part of the time, whose requests do not count
 VERBS = ("sample", "forward_backward", "optim_step", "save_weights_for_sampler")
 
 
 @dataclass
 class Log:
-    """Seconds of answered requests, by key and verb, after the time `start`; and requests that failed."""
+    """Seconds of answered requests sent after the time `start`, by key and verb; and errors of failed requests."""
 
     start: float
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -55,12 +56,12 @@ class Log:
         return {} if verb in ("sample", "forward_backward") else dict(reply.json())
 
     def of_verb(self, verb: str) -> list[float]:
-        """Returns the seconds of a verb's requests of all keys."""
+        """Returns the seconds of all requests of a verb, over all keys."""
         return [s for (_, name), own in self.seconds.items() if name == verb for s in own]
 
 
 class Adapter:
-    """A model in training, and the sampler of its newest weights."""
+    """An adapter in training on the server, and the sampler with its newest weights."""
 
     def __init__(self, connection: ServiceConnection, key: int, log: Log, seed: int) -> None:
         self.connection, self.key, self.log, self.rng = connection, key, log, random.Random(seed)
@@ -80,13 +81,13 @@ class Adapter:
         return await self.log.timed(self.key, verb, request)
 
     async def publish(self) -> None:
-        """Makes a sampler of the current weights; the next samples are from it."""
+        """Exports the current weights to a new sampler, which the next samples use."""
         number = self.connection.next_number("sampler")
         if said := await self.ask("save_weights_for_sampler", sampling_session_seq_id=number):
             self.sampler, self.sampled = str(said["sampling_session_id"]), 0
 
     async def train(self) -> None:
-        """Trains on a batch of random tokens."""
+        """Trains on a batch of random tokens and exports the weights."""
         data = [self._datum() for _ in range(TRAINED)]
         await self.ask("forward_backward", forward_backward_input={"data": data, "loss_fn": "cross_entropy"})
         await self.ask("optim_step", adam_params={"learning_rate": 1e-5})
@@ -115,14 +116,14 @@ def tokens(rng: random.Random, number: int) -> list[int]:
 
 
 async def again_and_again(work: Any, rng: random.Random, until: float) -> None:
-    """Calls `work` until that time, with waits between the calls."""
+    """Calls `work` until the time `until`, with a random wait before each call."""
     while time.monotonic() < until:
         await asyncio.sleep(rng.expovariate(1 / THINK_S))
         await work()
 
 
 async def clients_of_key(adapters: list[Adapter], samplers: int, key: int, until: float) -> None:
-    """A trainer for each of the key's adapters, and `samplers` clients that sample."""
+    """Runs a training client for each of the key's adapters, and `samplers` sampling clients."""
     work = [again_and_again(adapter.train, adapter.rng, until) for adapter in adapters]
     for number in range(samplers):
         rng, adapter = random.Random(1000 * key + number), adapters[number % len(adapters)]
@@ -169,7 +170,7 @@ def soak(minutes: float, quick: bool) -> SoakResult:
 
 
 def result(log: Log, memory: MemoryWatch, seconds: float, more: dict[str, float]) -> SoakResult:
-    """Figures and a row for each verb, and for the samples of each key."""
+    """The result: figures, and a table row for each verb and for the samples of each key."""
     rows, worst = [], 0.0
     for verb in VERBS:
         own = log.of_verb(verb)
