@@ -1,11 +1,11 @@
-"""Compares every decoder of transformers with itself: sampling, training and LoRA gradients here, and transformers' own
-eager forward of single unpadded sequences. Writes the table docs/models.md.
+"""Compares sampling, training and LoRA gradients of every decoder of transformers, run by palestra, with transformers'
+own eager forward of single unpadded sequences. Writes the page docs/models.md.
 
     python scripts/architectures.py                     # all of them, a few minutes; writes docs/models.md
     python scripts/architectures.py llama qwen3_next    # some of them; prints their rows
 
 Models are tiny and random, of transformers' own classes. Each samples answers to prompts of several lengths in one
-batch, with siblings, under an adapter and without, then a second turn; the longest prompts go past every window.
+batch, with siblings, with an adapter and without, then a second turn; the longest prompts are longer than every window.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHAPE = {
     "pad_token_id": 0,
     "eos_token_id": 4,
 }
-# Given only to configs that have the key.
+# Set only in configs that have the key.
 OPTIONAL = {
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -83,7 +83,7 @@ DELTA = LATENT | {"layer_types": ["linear_attention", "full_attention"], "linear
                   "mlp_layer_types": ["dense", "sparse"], "num_experts_per_token": 2, "num_expert_group": 1}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8, "n_ctx": 256}
 
-# The families that people train, which run on packed rows, and what their configs get.
+# Families in common use, which run on packed rows, and further settings of their configs.
 PACKED: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": ROPE}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": SLIDING,
     "deepseek_v2": LATENT, "deepseek_v3": LATENT, "dots1": {}, "ernie4_5": {}, "ernie4_5_moe": {}, "exaone4": SLIDING,
@@ -100,7 +100,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "qwen3": {"rope_parameters": YARN}, "qwen3_moe": {}, "seed_oss": {}, "smollm3": {}, "solar_open": {},
     "starcoder2": WINDOWED, "vaultgemma": {}, "youtu": LATENT,
 }
-# Layers with a state, a convolution or attention of another kind: transformers' own forward and cache.
+# Models with a state, a convolution or another kind of attention, which run by transformers' own forward and cache.
 PLAIN: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1]}, "bloom": {}, "diffllama": {}, "doge": {}, "falcon_h1": MAMBA |
     {"mamba_d_ssm": 64}, "falcon_mamba": {"state_size": 8}, "granitemoehybrid": MAMBA | {"layer_types":
@@ -122,7 +122,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 4,
                "mamba_headdim": 16, "chunk_size": 16},
 }
-# Models of images and text, of which the language part runs.
+# Models of images and text, whose language part runs.
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 28, "patch_size": 14}
 PATCHES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32}
@@ -159,12 +159,13 @@ NO_DECODERS = {
 }
 # fmt: on
 CONFIGS = PACKED | PLAIN | OTHERS
-MAX_WEIGHTS = 30e6  # of a model that is built: defaults of other keys may make it large
+MAX_WEIGHTS = 30e6  # of a model to build: defaults of keys that are not set here may make it large
 
 
 class Row(NamedTuple):
-    """Results of one architecture: how it runs and why not on packed rows, or why it is refused; largest differences of
-    log-probabilities in nats, sampled and trained, and of gradients relative to the largest of all weights."""
+    """Results of one architecture: how it runs (`way`), why not on packed rows or why it is refused (`reason`), the
+    largest differences of log-probabilities in nats (sampled, trained), and that of gradients, relative to the largest
+    gradient of all weights."""
 
     kind: str
     way: str
@@ -175,14 +176,14 @@ class Row(NamedTuple):
 
 
 def random_model(kind: str, **changes: Any) -> PreTrainedModel:
-    """Returns a small model with no weight, norm or bias left at the value that it is initialised to. Raises what its
-    class raises, and ValueError if it would be large."""
+    """Returns a small model in which all weights, norms and biases differ from their initial values. Raises what its
+    class raises, and ValueError if the model would have more than `MAX_WEIGHTS` weights."""
     if kind in COMPOSITES:
         return _randomised(AutoConfig.for_model(kind, **COMPOSITES[kind]))
     default = AutoConfig.for_model(kind)
     optional = {key: value for key, value in OPTIONAL.items() if hasattr(default, key)}
     if hasattr(default, "kv_lora_rank") or kind == "falcon":
-        optional.pop("head_dim", None)  # that of the rotary part, and a property
+        optional.pop("head_dim", None)  # the width of the rotary part there, or a property
     return _randomised(AutoConfig.for_model(kind, **(SHAPE | optional | CONFIGS.get(kind, {}) | changes)))
 
 
@@ -211,8 +212,8 @@ def random_adapter(engine: Engine) -> Adapter:
 
 
 def play(engine: Engine, adapter: Adapter) -> tuple[list[Sample], list[bool]]:
-    """Returns sampled answers to prompts of several lengths in one batch, siblings each, and of a second turn; and
-    whether each was sampled with the adapter."""
+    """Returns sampled answers to prompts of several lengths in one batch, with siblings, and to a second turn; and for
+    each answer whether it was sampled with the adapter."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 250, n).astype(np.int32) for n in (7, 7, 21, 2 * WINDOW + 9)]
     snapshot, sampler = adapter.snapshot("adapter"), Sampler(engine)
@@ -232,7 +233,8 @@ def play(engine: Engine, adapter: Adapter) -> tuple[list[Sample], list[bool]]:
 
 
 def own_logprobs(plain: PreTrainedModel, adapter: Adapter | None, sample: Sample) -> torch.Tensor:
-    """Returns the log-probabilities [T] of an answer by one unpadded eager forward of transformers, with gradients."""
+    """Returns the log-probabilities [T] of an answer from one unpadded eager forward of transformers, with
+    gradients."""
     ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     with with_adapter(plain, adapter):
         logits = plain(input_ids=ids[:, :-1], use_cache=False).logits[0].float()
@@ -286,7 +288,7 @@ def rows(kinds: list[str]) -> Iterator[Row]:
             with contextlib.redirect_stdout(None), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 row = measure(kind)
-        except Exception as error:  # what a class makes of a config of another size
+        except Exception as error:  # a class may raise anything for a config of unusual sizes
             row = Row(kind, "not built", f"{type(error).__name__}: {error}".split("\n")[0])
         print(
             f"{kind:24} {row.way:10} {row.sampled:.0e} {row.trained:.0e} {row.gradient:.0e} {row.reason:.150}",
@@ -333,31 +335,33 @@ NOT_COMPARED = (
 )
 HEAD = """# Language models that run
 
-Made by `python scripts/architectures.py`. Every decoder of transformers either gives the numbers of transformers here
-or is refused at load: a check compares sampling and training with the model's own eager forward, on a small model of
-the same architecture (`engine/self_check.py`), and no list of names is kept. What follows was measured on tiny random
-models: the largest difference of log-probabilities in nats, sampled from the cache and computed in training, and of
-LoRA gradients relative to the largest. Prompts of several lengths with siblings in one batch, with an adapter and
-without, a second turn, and prompts past every window.
+Made by `python scripts/architectures.py`. A decoder of transformers either gives the same numbers as in transformers or
+is refused at load: a check compares sampling and training with the model's own eager forward, on a small model of the
+same architecture (`engine/self_check.py`); there is no list of supported names. The tables have differences measured on
+tiny random models: the largest of log-probabilities in nats, sampled from the cache and computed in training, and of
+LoRA gradients, relative to the largest gradient. Compared are prompts of several lengths with siblings in one batch,
+with an adapter and without, a second turn, and prompts longer than every window.
 
 - **On packed rows**: prompts are computed once for all their answers, and nothing is padded. Sliding windows, chunked
   attention, attention sinks, capped scores and latent attention (MLA) are included.
 - **On the plain path**: the model's own forward and transformers' own cache, for recurrent layers, convolutions and
   attention of other kinds. Everything else is the same: several adapters on one base, groups of answers, turns, resume.
   It is slower: only sequences of equal length share a batch in sampling, and a later turn computes its whole prompt. A
-  line at the start of a run says so and why.
+  run prints at its start that a model is on the plain path, and why.
 
-Of models of images and text (Gemma 3, Qwen2.5-VL, Qwen3-VL, Llama 4), the language part runs, on text; adapters train
-it alone. In mixtures of experts, adapters train attention and shared layers; stacked expert weights stay as they are,
-which a line at the start of a run says too, unless `target_parameters` names them ([kinds of
-adapters](real-models.md#kinds-of-adapters)). With LongRoPE (Phi-3 for 128k tokens), prompt and answer together are
-limited to the length from which the embedding would depend on the longest sequence of a batch (4,096 tokens for Phi-3).
+In models of images and text (Gemma 3, Qwen2.5-VL, Qwen3-VL, Llama 4), only the language part runs, on text; adapters
+train only that part. In mixtures of experts, adapters train attention and shared layers. Stacked expert weights are not
+trained unless `target_parameters` names them ([kinds of adapters](real-models.md#kinds-of-adapters)); a run prints this
+at its start. With LongRoPE (Phi-3 for 128k tokens), prompt and answer together are limited to the length from which the
+embedding would depend on the longest sequence of a batch (4,096 tokens for Phi-3). A policy with `long_context: true`,
+which needs the engine in this process, has no such limit: it uses the long factors for sequences of every length, as
+vLLM does with a longer `max_model_len`. Sequences longer than the limit are then computed as in transformers.
 
 """
 
 
 def main() -> None:
-    """Prints the rows of the architectures that are named, or writes the page of all of them."""
+    """Prints the rows of the architectures that the arguments name, or writes the page of all of them."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if sys.argv[1:]:

@@ -1,9 +1,10 @@
-"""Write the corpus of the tools env: short articles about Halvane, a country of islands that does not exist.
+"""Writes the corpus of the tools env: short articles about Halvane, a fictional country of islands.
 
     python scripts/make_corpus.py palestra/envs/text/tools/data/corpus.jsonl
 
-Names are chosen by hand, numbers are drawn: nobody can know them, and each stands in one article. An article's `facts`
-repeat what its text says, letter for letter; the tasks are made of them. One seed, always the same bytes.
+Names are chosen by hand and numbers are drawn at random, so that no model can know them; each fact is in one article.
+An article's `facts` repeat words of its text exactly; tasks are made from them. The seed is fixed: the bytes are always
+the same.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ Article = dict[str, Any]
 
 
 def written(number: int) -> str:
-    """As English has it, but years: 48,211."""
+    """A number with thousands separators: 48,211. Not used for years."""
     return f"{number:,}"
 
 

@@ -1,10 +1,10 @@
-"""Make a base model that ships from nothing: tokenizer, data, training, and a README with the exact counts.
+"""Trains a shipped base model from scratch: tokenizer, data, training, and a README with the number of examples.
 
     python scripts/make_tiny.py tiny       boards: Plan-Path and Sokoban, sums, small talk
     python scripts/make_tiny.py tasks      every other task, in its shortest form
 
-One thread, fp32, seeded: the same machine and library versions give the same bytes. Left out on purpose: no validation
-set, no checkpoints and no early stopping; `scripts/tiny_measure.py` says what came of it.
+Runs on one thread in fp32 with a fixed seed: the same machine and library versions give the same bytes. There is no
+validation set, no checkpoint and no early stopping; `scripts/tiny_measure.py` measures the result.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from palestra.types import Sample
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a base is made of: `runs(seed)` is what it reads; each word of `words` is one token, with and without a
-    space before it, and each of `marks` is one as it stands; `said` are the card's figures beside the counts."""
+    """How to make a base: `runs(seed)` yields its training data, in runs of examples that share a prompt; `roles` are
+    the roles of the chat template `template`; `steps` are training steps. Each of `words` is one token, with and
+    without a space before it, and each of `marks` is one token. `said` are further figures for the README."""
 
     runs: Callable[[int], Iterator[list[Any]]]
     words: list[str]
@@ -56,7 +57,7 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# As `palestra.chat.said` writes a message: text, then calls, each on a line of its own. Tools are not described.
+# Writes a message like `palestra.chat.render_message`: text, then calls, each on its own line. Tools are not described.
 TOOLS_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"
@@ -87,7 +88,7 @@ RECIPES = {
         said={"blind": task_data.BLIND, "slip": task_data.SLIP},
     ),
 }
-# Letters, digits and cells apart, so that "r1" is one token, "12" is two, and no token spans two words.
+# Separates letters, digits and cells, so that "r1" is one token, "12" is two, and no token spans two words.
 PIECES = r" ?[rc]1?[0-9](?![0-9a-zA-Z])| ?[a-zA-Z]+| ?[0-9]|[^\sa-zA-Z0-9]+|\s+"
 VOCABULARY = 512
 
@@ -96,7 +97,7 @@ MUON_RATE, ADAM_RATE, CLIP = 2e-2, 4e-3, 1.0
 
 
 def make_tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: any text encodes, and what the games say encodes in one token a word."""
+    """A byte-level BPE tokenizer: it encodes any text, and texts of the games with one token for each word."""
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -107,7 +108,7 @@ def make_tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The merges of frequent words come first: repeated this often, these words win over anything in the texts.
+    # Frequent words are merged first: repeated this often, these words come before all others of the texts.
     words = [*recipe.words, *(f" {word}" for word in recipe.words)]
     bpe.train_from_iterator(words * len(texts) + texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -144,10 +145,10 @@ def make_model(vocabulary: int, pad: int, end: int) -> Qwen3ForCausalLM:
 
 
 class Reader:
-    """Batches of samples, made as they are asked for: about TOKENS_PER_STEP distinct tokens each, and how many so far.
+    """Makes batches of samples of about TOKENS_PER_STEP distinct tokens, and counts the examples of each kind.
 
-    Runs are shuffled within windows, so that a batch holds many boards; a run stays together, since the trainer
-    computes once the prompt that its examples share.
+    Runs are shuffled within windows, so that a batch has many boards. A run stays together, since the trainer computes
+    the prompt that its examples share only once.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, source: Iterator[list[Any]], seed: int) -> None:
@@ -181,7 +182,8 @@ class Reader:
 
 
 def train(engine: Engine, reader: Reader, steps: int) -> None:
-    """Muon for the matrices inside the layers, which here learns as much as AdamW in a third of the steps."""
+    """Trains the model: with Muon for the matrices of the layers, which needs a third of AdamW's steps here, and with
+    AdamW for the rest."""
     trainer = Trainer(engine, None, pack_tokens=10**9)
     named = list(engine.model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
@@ -203,7 +205,7 @@ def train(engine: Engine, reader: Reader, steps: int) -> None:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Linear warm-up, then half a cosine down to a fiftieth."""
+    """The factor of the learning rates at a step: linear warm-up, then half a cosine down to a fiftieth."""
     return min(1.0, (step + 1) / WARM_UP) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
 
 
@@ -230,7 +232,7 @@ def main() -> None:
 
 
 def card(name: str, recipe: Recipe, counts: Counter[str], seed: int, parameters: int) -> str:
-    """The model's README: what it read, counted."""
+    """The text of the model's README, with the number of examples of each kind."""
     lines = ["| kind | examples |", "|---|---:|", *(f"| {kind} | {n:,} |" for kind, n in sorted(counts.items()))]
     template = (Path(__file__).parent / f"{name}_card.md").read_text()
     return template.format(

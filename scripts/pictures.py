@@ -1,6 +1,6 @@
-"""Make the pictures of the docs: pages of the dashboard and of `palestra play`, in a headless Chromium.
+"""Takes the pictures of the docs: pages of the dashboard and of `palestra play`, in a headless Chromium.
 
-    python scripts/pictures.py [FOLDER]         trains what the pictures show in FOLDER (default: runs/pictures), once
+    python scripts/pictures.py [FOLDER]    first trains the runs that FOLDER (default: runs/pictures) does not have
 
 Needs the extras `dashboard` and `dev` and a Chromium: CHROMIUM=/path/to/it, or one on the PATH.
 """
@@ -29,11 +29,11 @@ RUNS = {
 }
 ADDRESS = re.compile(r"http://\S+")
 COLOURS = 128
-SETTLE_MS = 1500  # events keep a connection open, so the network is never idle
+SETTLE_MS = 1500  # a fixed wait: the event stream keeps a connection open, so the network is never idle
 
 
 def train(folder: Path) -> None:
-    """Trains the runs that are not there yet."""
+    """Trains the runs that `folder` does not have."""
     for name, (config, *changes) in RUNS.items():
         if not (folder / name).exists():
             settings = [part for change in changes for part in ("--set", change)]
@@ -45,7 +45,7 @@ def train(folder: Path) -> None:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[str]:
-    """Context with a server of the command `palestra ARGUMENTS` at a free port; yields its address."""
+    """Runs `palestra ARGUMENTS` as a server on a free port; yields its address, and ends it on exit."""
     command = [*PALESTRA, *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -65,7 +65,7 @@ def take_dashboard(page: Page, address: str) -> None:
 
 
 def take_game(page: Page, address: str) -> None:
-    """Takes the picture of a game after two turns of the person."""
+    """Takes the picture of a game after two turns of the player."""
     page.set_viewport_size({"width": 900, "height": 720})
     page.goto(address)
     for turn in range(2):
@@ -84,14 +84,14 @@ def _save(page: Page, name: str) -> None:
     path = DOCS / f"{name}.png"
     page.screenshot(path=path)
     Image.open(path).quantize(COLOURS).save(path, optimize=True)  # a third of the bytes
-    page.goto("about:blank")  # closes the connection, for which the server would wait when it ends
+    page.goto("about:blank")  # closes the connection; otherwise the server would wait for it when it ends
 
 
 def launch(driver: Any) -> Any:
     """Starts Chromium. Raises SystemExit if there is none."""
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     if not path:
-        raise SystemExit("no Chromium here: name one as CHROMIUM=/path/to/it")
+        raise SystemExit("no Chromium on the PATH: set CHROMIUM=/path/to/it")
     return driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
 
 

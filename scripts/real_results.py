@@ -1,13 +1,13 @@
-"""Print what each seat of a trained team contributes: the team untrained, trained, and with one part replaced.
+"""Measures what each seat of a trained team contributes: the team untrained, trained, and with one part replaced.
 
     python scripts/real_results.py runs/real                    every row, greedy answers to 300 held-out instances
-    python scripts/real_results.py runs/real --only trained     the rows whose name begins so; several may be given
+    python scripts/real_results.py runs/real --only trained     rows whose name begins with "trained"; or several names
     python scripts/real_results.py runs/real --processes 2      two rows at once, each in a process with one thread
-    python scripts/real_results.py runs/real --report           only the table of what has been measured
+    python scripts/real_results.py runs/real --report           only the table of the rows measured so far
 
-For a run of two seats whose env has the option `shots`, such as those of configs/real. Every row plays the same
-instances of the split "test". What has been measured is kept in the run's real_results.jsonl; a second call goes on
-from there.
+For a run with two seats whose env has the option `shots`, such as those of configs/real. All rows play the same
+instances of the split "test". Results are stored in the run's real_results.jsonl; a row that is there is not measured
+again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GREEDY = {"temperature": 0}
 
 
 class Row(NamedTuple):
-    """A row of the table: changes to the env's options, and the policy of each seat that is not the run's own."""
+    """A row of the table: changes of the env's options, and the policies of seats that the run's own do not play."""
 
     name: str
     env: dict[str, Any]
@@ -82,7 +82,7 @@ def measure(setup: TextEvalSetup, env: Mapping[str, Any], row: Row, episodes: in
 
 
 def open_run(run: Path) -> tuple[TextEvalSetup, Mapping[str, Any]]:
-    """Returns the evaluation setup of a run, which loads a model when it plays, and the options of its env."""
+    """Returns the evaluation setup of a run, which loads the model when it first plays, and the options of its env."""
     target = find_target(run)
     return open_text_eval(target, {}, {}, sampling=GREEDY, in_process=True), target.tree["env"]
 
@@ -93,7 +93,7 @@ def measure_row(run: Path, row: Row, episodes: int) -> dict[str, Any]:
 
 
 def measure_rows(run: Path, rows: Sequence[Row], episodes: int, processes: int) -> Iterator[dict[str, Any]]:
-    """Yields the results of rows as they come, `processes` at once."""
+    """Measures rows, `processes` at once; yields their results as they finish."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, max(1, len(rows))), mp_context=context) as pool:
         for done in as_completed([pool.submit(measure_row, run, row, episodes) for row in rows]):
@@ -101,15 +101,16 @@ def measure_rows(run: Path, rows: Sequence[Row], episodes: int, processes: int) 
 
 
 def completeness(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns the share of episodes with a complete last answer, and success among these: skill apart from form."""
+    """Returns the share of episodes with a complete last answer, and the success among these, which does not count
+    wrong forms."""
     complete = [episode for episode in episodes if is_complete(episode.nodes[-1])]
     right = sum(episode.success for episode in complete)
     return {"complete": len(complete) / len(episodes), "success_if_complete": right / max(1, len(complete))}
 
 
 def is_complete(last: Node) -> bool:
-    """True if the answers of an episode's last node say something that the env reads (a number, or with tools a call or
-    a number), right or wrong, and ended before their limit of tokens."""
+    """True if all answers of an episode's last node are ones that the env can read (a number, or with tools a call or a
+    number), right or wrong, and ended before their token limit."""
     return not any(last.is_invalid(seat) or answer.stop_reason == "length" for seat, answer in last.answers.items())
 
 
@@ -135,11 +136,11 @@ def table_line(line: dict[str, Any], seat: Seat) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--episodes", type=int, default=300)
-    parser.add_argument("--only", nargs="+", default=[""], help="measure the rows whose names begin so")
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--episodes", type=int, default=300, help="held-out instances for each row (default: 300)")
+    parser.add_argument("--only", nargs="+", default=[""], help="measure only rows whose names begin with one of these")
     parser.add_argument("--processes", type=int, default=1, help="rows that are measured at once (default: 1)")
-    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--report", action="store_true", help="only print the table")
     options = parser.parse_args()
     run, episodes = options.run, options.episodes
     setup, env = open_run(run)

@@ -1,15 +1,15 @@
-"""Remake docs/results.md: does a team learn, and which part of AT-GRPO makes it learn?
+"""Reproduces docs/results.md: how well a team learns, and which parts of AT-GRPO matter.
 
-    python scripts/reproduce.py              every method and seed; a killed run goes on where it was
-    python scripts/reproduce.py --tune       choose the learning rates anew (scripts/reproduce_rates.yaml) and stop
-    python scripts/reproduce.py --quick      a smoke test of the whole road in a few minutes
-    python scripts/reproduce.py --report     only rewrite the tables from what has been run
+    python scripts/reproduce.py              every method and seed; finished jobs are skipped
+    python scripts/reproduce.py --tune       choose learning rates again (scripts/reproduce_rates.yaml) and stop
+    python scripts/reproduce.py --quick      a smoke test of all steps in a few minutes
+    python scripts/reproduce.py --report     only rewrite the page from the results measured so far
     python scripts/reproduce.py real         docs/results-real.md instead: see reproduce_real.py
 
-Every trained method may sample as many answers as any other (or, where it says so, take the CPU seconds that AT-GRPO
-took); its learning rate is chosen on dev layouts with a seed that is not reported, and it is scored once on test
-layouts by plain play at temperature 1. Jobs run in two processes of one thread each; what has been measured is kept in
-bench/measured/reproduce.jsonl.
+Every trained method may sample as many answers as any other (those named "equal CPU": train for the CPU seconds that
+AT-GRPO took). Learning rates are chosen on dev layouts with a seed that is not reported. A method is scored once on
+test layouts by play without branching at temperature 1. Jobs run in two processes of one thread each; results are
+stored in bench/measured/reproduce.jsonl.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ TUNING_SEED = 100
 RATES = (1e-3, 3e-3, 6e-3)
 
 TEAM = {"env.team": "planner_executor"}
-# A lone agent answers once where a team answers twice: twice the episodes a step make the samples equal.
+# A single agent answers once where a team answers twice: with twice the episodes a step, the samples are equal.
 ALONE = {"env.team": "single", "episodes": 64}
 ONE_TURN = {"env.team": "single", "env.max_turns": 1, "env.max_moves": 24, "policies.agent.sampling.max_tokens": 26}
 LINES = {"algorithm.branch_at": "root"}
 TURNS = {"algorithm.branch_at": "turn", "algorithm.continue_from": "best"}
 SHARED = {"seats": {"planner": "agent", "executor": "agent"}}
 
-# What each method changes in configs/reproduce/GAME.yaml. A method that is not trained has no algorithm.
+# The changes of each method to configs/reproduce/GAME.yaml. An untrained method has no algorithm.
 METHODS: dict[str, dict[str, Any]] = {
     "single agent, one turn": ONE_TURN,
     "single agent, multi-turn": ALONE,
@@ -82,7 +82,7 @@ BEST, PLANNER, EXECUTOR = "team + AT-GRPO, per role", "planner trained alone", "
 
 @dataclass(frozen=True)
 class Job:
-    """One training run and its score, or one evaluation of members that others trained."""
+    """One training run and its score."""
 
     game: str
     method: str
@@ -102,10 +102,10 @@ class Job:
 
 
 def config_of(job: Job, quick: bool) -> TextConfig:
-    """The job's config: the game's file with the method's changes."""
+    """The job's config: the game's config with the method's changes."""
     tree = load(Path("configs/reproduce") / f"{job.game}.yaml")
     changes = METHODS[job.method] | {"seed": job.seed}
-    if changes.get("env.max_turns") == 1:  # as many answers as a lone agent gives in all its turns
+    if changes.get("env.max_turns") == 1:  # as many answers as a single agent gives in all its turns
         changes["episodes"] = ALONE["episodes"] * tree["env"]["turns"]
     tree = override(tree, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
     for policy in tree["policies"].values():
@@ -141,7 +141,7 @@ def run(job: Job, quick: bool) -> dict[str, Any]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """The last evaluation, the training curve of turns, and the answers sampled."""
+    """The run's last evaluation, its training curve of success and turns, and the number of sampled answers."""
     evaluation = read_lines(folder / "evals.jsonl")[-1]
     lines = read_lines(folder / "metrics.jsonl")
     team = [line for line in lines if line["policy"] == "team"]
@@ -155,7 +155,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def joined(game: str, seed: int, results: list[dict], quick: bool) -> Iterable[dict[str, Any]]:
-    """Scores that need no training: roles swapped, and members trained alone then joined."""
+    """Yields the result lines that need no training: members trained alone and then joined, and roles swapped."""
     where = {
         (r["game"], r["method"], r["seed"]): r["folder"] for r in results if "folder" in r and r["phase"] == "test"
     }
@@ -179,7 +179,7 @@ def joined(game: str, seed: int, results: list[dict], quick: bool) -> Iterable[d
 
 
 class Ledger:
-    """Results on the disk; a job that is there is not run again."""
+    """The file of results; a job that has a line is not run again."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ def run_all(jobs: list[Job], ledger: Ledger, quick: bool) -> None:
 
 
 def tune(ledger: Ledger, games: Sequence[str], quick: bool) -> None:
-    """Every trained method at every rate, scored on dev; the scores become the file of rates."""
+    """Scores every trained method at every learning rate on dev, and writes the scores to the file of rates."""
 
     def jobs(method: str, cpu: dict[str, float]) -> list[Job]:
         return [Job(g, method, TUNING_SEED, rate, "tune", cpu.get(g)) for g in games for rate in RATES]
@@ -244,7 +244,7 @@ def tuned(game: str, method: str) -> float:
 
 
 def score(ledger: Ledger, games: Sequence[str], seeds: Sequence[int], quick: bool) -> None:
-    """Every method and seed at its own rate, scored on test."""
+    """Scores every method and seed on test, at the method's chosen learning rate."""
 
     def job(game: str, method: str, seed: int, cpu: float | None = None) -> Job:
         return Job(game, method, seed, tuned(game, method) if method in TRAINED else RATES[0], "test", cpu)
@@ -261,10 +261,10 @@ def main() -> None:
 
         return reproduce_real(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--games", nargs="+", default=list(GAMES), choices=GAMES)
+    parser.add_argument("--quick", action="store_true", help="a smoke test: two steps, one seed")
+    parser.add_argument("--report", action="store_true", help="only rewrite the page")
+    parser.add_argument("--tune", action="store_true", help="choose learning rates on dev layouts and stop")
+    parser.add_argument("--games", nargs="+", default=list(GAMES), choices=GAMES, help="games to run (default: all)")
     options = parser.parse_args()
     quick, games = options.quick, options.games
     ledger = Ledger(QUICK if quick else LEDGER)

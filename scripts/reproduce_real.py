@@ -1,19 +1,20 @@
-"""Remake docs/results-real.md: SmolLM2-135M-Instruct alone and in teams, untrained and trained, on tasks in English.
+"""Reproduces docs/results-real.md: SmolLM2-135M-Instruct alone and in teams, untrained and trained, on tasks in
+English.
 
-    python scripts/reproduce.py real                   every row; what is finished is skipped, a killed row goes on
+    python scripts/reproduce.py real                   every row; finished rows are skipped, interrupted ones resumed
     python scripts/reproduce.py real --list            the rows, and which are finished
-    python scripts/reproduce.py real --only story/     the rows whose name begins so; also kuhn/ and service/
-    python scripts/reproduce.py real --report          only rewrite the page and its plot
-    python scripts/reproduce.py real --tune            choose learning rates anew (reproduce_real_rates.yaml) and stop
+    python scripts/reproduce.py real --only story/     rows whose names begin with "story/"; also kuhn/ and service/
+    python scripts/reproduce.py real --report          only rewrite the page and its plots
+    python scripts/reproduce.py real --tune            choose learning rates again (reproduce_real_rates.yaml) and stop
     python scripts/reproduce.py real --prompts         the untrained models by number of worked examples, on split dev
     python scripts/reproduce.py real --device cuda --processes 4 --only story/    on a GPU, in float32, four at once
 
 A row is a method on a task with a seed: at most 40 minutes of one CPU core. Its result is a JSON file in
 bench/measured/real/, its run a folder of runs/reproduce-real/. The methods that train with the task's config sample
-equally many answers; SFT, DPO, PPO and the stages have configs of their own and sample fewer (column "answers"). Each
-has the learning rate that was best on split dev if it was tuned (else that of its config), and is scored once on 300
-held-out instances with greedy answers. A row whose rate has changed since is measured again. Every method, trained or
-not, sees the same worked examples, except in the rows without any.
+equally many answers; SFT, DPO, PPO and the stages have configs of their own and sample fewer (column "answers"). A
+method has the learning rate that was best on split dev (if it was not tuned, that of its config), and is scored once on
+300 held-out instances with greedy answers. A row whose learning rate has changed is measured again. All methods,
+trained or not, see the same worked examples, except in the rows without examples and those with 8.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ EPISODES, DEV_EPISODES = 300, 200
 EXAMPLES = (1, 2, 4, 8)  # numbers of worked examples that --prompts compares
 SEEDS = (0, 1, 2)
 TWO_AGENTS = ["--lr", "5e-4", "--epochs", "4", "--questions", "8"]  # options of examples/mint_two_agents.py
-# And of mint_debate.py: without an example the model never says one word alone.
+# Options of mint_debate.py: without an example the model never answers with one word alone.
 DEBATE = ["--lr", "5e-4", "--epochs", "8", "--debates", "48", "--passes", "2", "--examples", "1"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: the config of its team, and what a lone agent changes in it.
+    """A task: the config of its team, and the changes for a single agent.
 
-    On stories and sums a lone agent answers once where a team answers twice: twice the episodes make the samples equal.
-    With tools it answers as often as a team."""
+    On stories and sums a single agent answers once where a team answers twice: with twice the episodes, the samples are
+    equal. With tools it answers as often as a team."""
 
     config: Path
     alone: dict[str, Any]
@@ -72,11 +73,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Method:
-    """A method, for a lone agent or a team, with an adapter for each seat or a shared one.
+    """A method, for a single agent or a team, with an adapter for each seat or a shared one.
 
-    `algorithm` None: untrained; {}: that of the config. `env`: changes to the env's options. `sampling`: changes to the
-    sampling of the scored answers. `config`: a config of its own in place of the task's, with fewer samples, and with
-    evaluations on split dev during training. Rows are of `tasks` only.
+    `algorithm` None: untrained; {}: the config's algorithm. `env`: changes to the env's options. `sampling`: changes to
+    the sampling of the scored answers. `config`: a config in place of the task's, with fewer samples, and with
+    evaluations on split dev during training. `tasks`: the tasks on which the method has rows.
     """
 
     algorithm: dict[str, Any] | None
@@ -89,7 +90,7 @@ class Method:
 
 
 def on_sums(algorithm: str) -> Method:
-    """A lone agent on sums, by the config of that algorithm."""
+    """A method for a single agent on sums, with the config of that algorithm."""
     return Method({}, is_team=False, config=Path(f"configs/real/sums_{algorithm}.yaml"), tasks=["sums"])
 
 
@@ -102,9 +103,9 @@ TASKS = {
     "sums": Task(Path("configs/real/sums_team.yaml"), {"env.team": "single", "episodes": 24}),
     "tools": Task(Path("configs/real/tools_team.yaml"), {"env.team": "single"}),
 }
-# Without an example the model writes sentences: it has the room for them too.
+# Without an example the model writes sentences: NO_EXAMPLE_LONG gives it more tokens for them.
 NO_EXAMPLE = Method(None, env={"shots": 0})
-# The best number of examples on split dev (--prompts), where it is another than the config's.
+# The best number of examples on split dev (--prompts), on tasks where it differs from the config's.
 BEST_PROMPT = Method(None, env={"shots": 8}, tasks=["story"])
 NO_EXAMPLE_LONG = replace(NO_EXAMPLE, sampling={"max_tokens": 64}, tasks=["story", "sums"])
 METHODS = {
@@ -129,8 +130,9 @@ METHODS = {
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of the table. Greedy answers of untrained models do not depend on the seed: such rows have seed 0 only. A
-    row of tuning has a `rate`, one of prompts a number of worked examples, `shots`; both are scored on split dev."""
+    """A row of the table. Greedy answers of untrained models do not depend on the seed: such rows have only seed 0.
+    `rate` is the learning rate of a tuning row, `shots` the number of worked examples of a row of --prompts; both kinds
+    of rows are scored on split dev."""
 
     task: str
     method: str
@@ -145,7 +147,7 @@ class TableRow:
 
     @property
     def is_on_dev(self) -> bool:
-        """True if the row is scored on split dev: something is chosen by it."""
+        """True if the row is scored on split dev, since a setting is chosen by it."""
         return self.rate is not None or self.shots is not None
 
     @property
@@ -159,12 +161,12 @@ class TableRow:
 
     @property
     def run(self) -> str:
-        """The name of the row's run: another one for another rate."""
+        """The name of the row's run, which depends on the learning rate."""
         return self.slug if self.rate is not None or self.lr == CONFIG_RATE else slug(f"{self.name}/lr {self.lr:g}")
 
 
 def slug(name: str) -> str:
-    """Returns a row's name as that of a file or run."""
+    """Returns a row's name in lower case, with hyphens, as the name of a file or run."""
     return "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
 
 
@@ -174,7 +176,7 @@ def result_file(name: str) -> Path:
 
 
 def is_finished(name: str, row: TableRow | None) -> bool:
-    """True if a row was measured, with the learning rate that it has now."""
+    """True if a row was measured with its current learning rate."""
     file = result_file(name)
     if not file.exists():
         return False
@@ -202,7 +204,7 @@ def prompt_rows() -> dict[str, TableRow]:
 
 
 def table_rows() -> Iterator[TableRow]:
-    """All rows, those of seed 0 first."""
+    """Yields all rows of the table, those of seed 0 first."""
     for seed in SEEDS:
         for task in TASKS:
             for name, method in METHODS.items():
@@ -211,7 +213,7 @@ def table_rows() -> Iterator[TableRow]:
 
 
 def all_rows(device: str = "cpu") -> dict[str, Callable[[], dict[str, Any]]]:
-    """Returns the function that measures each row, by name. Those of the table run on `device`."""
+    """Returns the function that measures each row, by the row's name. Rows of the table run on `device`."""
     table = [*table_rows(), *tuning_rows().values(), *prompt_rows().values()]
     rows: dict[str, Callable[[], dict[str, Any]]] = {row.name: partial(run, row, device) for row in table}
     rows |= {f"kuhn/self-play/{seed}": partial(kuhn_self_play, seed, RUNS) for seed in SEEDS}
@@ -223,7 +225,7 @@ def all_rows(device: str = "cpu") -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def config_of(row: TableRow, device: str = "cpu") -> Tree:
-    """The row's config on a device, in float32 on any."""
+    """The row's config on a device; always in float32."""
     tree = method_config(row) | {"device": device}
     for policy in tree["policies"].values():
         if policy["type"] == "lora":
@@ -232,7 +234,8 @@ def config_of(row: TableRow, device: str = "cpu") -> Tree:
 
 
 def method_config(row: TableRow) -> Tree:
-    """The config of the row's task with the method's changes, without evaluations, which come after training."""
+    """The config of the row's task with the method's changes. It has no evaluations during training, unless the method
+    has a config of its own."""
     task, method = TASKS[row.task], METHODS[row.method]
     if method.config:
         return load(method.config) | {"name": row.run, "seed": row.seed, "checkpoint_every": 4}
@@ -247,10 +250,10 @@ def method_config(row: TableRow) -> Tree:
 
 
 def train(row: TableRow, device: str) -> Path:
-    """Trains the row's run, or goes on with it; returns its folder.
+    """Trains or resumes the row's run; returns its folder.
 
-    A run in which nothing was learned is a result, too: raises RunFailed only for one that did not end, and
-    KeyboardInterrupt for one that was stopped."""
+    A run in which nothing was learned is a result too: raises RunFailed only if a run did not end, and
+    KeyboardInterrupt if it was stopped."""
     path = RUNS / row.run
     failure = None
     try:
@@ -258,19 +261,19 @@ def train(row: TableRow, device: str) -> Path:
     except RunFailed as error:
         failure = error
     if len(training_figures(path)["curve"]) < num_steps(config_of(row)):
-        raise failure or KeyboardInterrupt(f"{row.name} was stopped: the same command goes on with it")
+        raise failure or KeyboardInterrupt(f"{row.name} was stopped: run the same command to resume it")
     if failure:
         print(f"{row.name}: {failure}", flush=True)
     return path
 
 
 def num_steps(tree: Tree) -> int:
-    """Steps of a config, of all its stages."""
+    """The training steps of a config, over all its stages."""
     return sum(stage["steps"] for stage in tree["stages"]) if "stages" in tree else tree["steps"]
 
 
 def run(row: TableRow, device: str) -> dict[str, Any]:
-    """Trains the row unless its method is untrained, and scores it; returns its result."""
+    """Trains the row, unless its method is untrained, and scores it; returns its result."""
     method = METHODS[row.method]
     is_trained = method.algorithm is not None
     target = train(row, device) if is_trained else write_config(row, device)
@@ -285,7 +288,7 @@ def run(row: TableRow, device: str) -> dict[str, Any]:
 
 
 def write_config(row: TableRow, device: str) -> Path:
-    """Writes the row's config to a file, in place of a run; returns its path."""
+    """Writes the row's config to a file, for a method without a run; returns its path."""
     path = RUNS / f"{row.slug}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_yaml(config_of(row, device)))
@@ -293,8 +296,8 @@ def write_config(row: TableRow, device: str) -> Path:
 
 
 def training_figures(path: Path) -> dict[str, Any]:
-    """Answers sampled, minutes of training (of a CPU, and of the clock), success in rollouts by step, and on split dev
-    after steps, of a run."""
+    """Figures of a run: answers sampled, minutes of training (CPU and wall), success in rollouts by step, and success
+    on split dev as [steps, success]."""
     evals = read_lines(path / "evals.jsonl") if (path / "evals.jsonl").exists() else []
     metrics, timings = read_lines(path / "metrics.jsonl"), read_lines(path / "timings.jsonl")
     steps = [line for line in timings if line["policy"] == "team"]
@@ -315,7 +318,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def measure_row(name: str, device: str) -> str:
-    """Measures a row and writes its result; returns a line that says so."""
+    """Measures a row and writes its result to its file; returns the row's name and main figure."""
     result = all_rows(device)[name]()
     temporary = result_file(name).with_suffix(".part")
     temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -325,8 +328,8 @@ def measure_row(name: str, device: str) -> str:
 
 
 def measure_rows(names: Sequence[str], device: str, processes: int) -> int:
-    """Measures rows, `processes` at once, each in a process of its own; returns how many failed. One at a time, they
-    are measured in this process, and the first that fails ends it."""
+    """Measures rows, `processes` at once, each in a process of its own; returns the number that failed. With one
+    process, rows are measured in this process, and the first failure is raised."""
     if processes == 1:
         for name in names:
             print(measure_row(name, device), flush=True)
@@ -344,9 +347,9 @@ def measure_rows(names: Sequence[str], device: str, processes: int) -> int:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="the rows whose names begin so")
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[""], help="only rows whose names begin with one of these")
+    parser.add_argument("--list", action="store_true", help="print the rows, and which are finished")
+    parser.add_argument("--report", action="store_true", help="only rewrite the page and its plots")
     parser.add_argument("--tune", action="store_true", help="choose learning rates on split dev")
     parser.add_argument("--prompts", action="store_true", help="compare numbers of worked examples on split dev")
     parser.add_argument("--device", default="cpu", help="device of the table's rows: cpu (the default) or cuda")
@@ -367,4 +370,4 @@ def main(arguments: list[str]) -> None:
     elif not options.prompts or any(MEASURED.glob("*.json")):
         write_report(MEASURED, list(METHODS), Path("docs/results-real.md"))
     if failed:
-        sys.exit(f"{failed} of {len(open_rows)} rows failed: the same command tries them again")
+        sys.exit(f"{failed} of {len(open_rows)} rows failed: run the same command to try them again")

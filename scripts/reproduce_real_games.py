@@ -1,6 +1,7 @@
-"""Rows of docs/results-real.md without a held-out success: self-play in a card game, and programs on the service.
+"""Rows of docs/results-real.md that are not scored by held-out success: self-play in Kuhn poker, programs on the
+service.
 
-`reproduce_real.py` runs them: `--only kuhn/` and `--only service/`.
+`reproduce_real.py` runs them with `--only kuhn/` and `--only service/`.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from palestra.workers.member_loader import UNIFORM_MEMBER
 
 KUHN = Path("configs/real/text_kuhn_self_play.yaml")
 SEATS = ("player_0", "player_1")
-PUBLIC = "Qwen/Qwen3-0.6B"  # the name that the programs ask for
+PUBLIC = "Qwen/Qwen3-0.6B"  # the model name that the programs request
 Result = dict[str, Any]
 
 # ---- Kuhn poker
 
 
 def kuhn_self_play(seed: int, runs: Path, config: Path = KUHN) -> Result:
-    """Trains two adapters by self-play, or goes on with that; returns what the average over their history plays.
+    """Trains two adapters by self-play, or resumes that run; returns figures of the average policy over their history.
 
-    All figures are exact, from the probabilities of the words: NashConv by slice, payoffs as the mean over both seats
+    All figures are exact, from the probabilities of the words: NashConv by slice, payoffs (means over both seats)
     against opponents that were not trained against, and the probability of a bet at each information state.
     """
     name = f"kuhn-self-play-{seed}"
@@ -73,20 +74,20 @@ def kuhn_self_play(seed: int, runs: Path, config: Path = KUHN) -> Result:
 
 
 def untrained_policy(worker: LanguageWorker) -> Policy:
-    """Returns the base without an adapter, which samples as the members do."""
+    """Returns the base without an adapter, with the members' sampling."""
     own = worker.config.policy
     config = FrozenConfig(base=own.base, system=own.system, sampling=own.sampling)
     return worker.engines.build_frozen_policy("untrained", config)
 
 
 def history(names: Iterable[str]) -> dict[str, Mix]:
-    """Returns equal probabilities of each seat's members and of the uniform one, with which it began."""
+    """Returns equal probabilities for each seat's members and the uniform member, the first of each history."""
     own = {seat: [name for name in names if name == UNIFORM_MEMBER or name.startswith(f"{seat}-")] for seat in SEATS}
     return {seat: dict.fromkeys(mine, 1 / len(mine)) for seat, mine in own.items()}
 
 
 def payoffs(tree: GameTree, policy: np.ndarray, more: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns what a policy [I, A] wins a game, as the mean over both seats, by the name of its opponent."""
+    """Returns the payoff per game of a policy [I, A] against each opponent by name, a mean over both seats."""
     bets, solver = np.zeros_like(policy), CFRSolver(tree, plus=True)
     bets[:, 1] = 1.0
     solver.run(2000)
@@ -112,7 +113,7 @@ def seated(tree: GameTree, policy: np.ndarray, other: np.ndarray, seat: int) -> 
 
 @contextmanager
 def serving(base: str, data: Path) -> Iterator[str]:
-    """The address of a `palestra serve` that serves `base` under the name that the programs ask for."""
+    """Runs `palestra serve` with `base` under the name that the programs request; yields its address."""
     command = [sys.executable, "-m", "palestra", "serve", "--port", "0", "--data", str(data)]
     command += ["--base", base, "--alias", f"{PUBLIC}={base}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -136,8 +137,8 @@ def printed(url: str, program: str, options: list[str]) -> str:
 
 
 def service_two_agents(options: list[str], data: Path, base: str = "smollm2") -> Result:
-    """Runs examples/mint_two_agents.py on a server; returns losses by epoch and the share of right answers to held-out
-    questions, before and after, of each agent."""
+    """Runs examples/mint_two_agents.py on a server; returns each agent's losses by epoch, and its share of right
+    answers to held-out questions before and after training."""
     start = time.monotonic()
     with serving(base, data) as url:
         out = printed(url, "mint_two_agents", options)
@@ -155,7 +156,7 @@ def service_two_agents(options: list[str], data: Path, base: str = "smollm2") ->
 
 
 def service_debate(options: list[str], data: Path, base: str = "smollm2") -> Result:
-    """Runs examples/mint_debate.py on a server; returns losses and the informed debater's wins, by epoch."""
+    """Runs examples/mint_debate.py on a server; returns losses and the informed debater's share of wins by epoch."""
     start = time.monotonic()
     with serving(base, data) as url:
         out = printed(url, "mint_debate", options)

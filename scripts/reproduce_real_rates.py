@@ -1,6 +1,6 @@
 """Learning rates of the rows of docs/results-real.md: chosen for each task and method on split dev.
 
-`reproduce_real.py --tune` measures each rate with a seed that is not reported, and writes the file that is read here.
+`reproduce_real.py --tune` measures each rate with a seed that is not reported, and writes reproduce_real_rates.yaml.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import yaml
 Rates = dict[str, dict[str, dict[float, float]]]  # success on dev by task, method and rate
 
 RATES = (2e-4, 5e-4, 1e-3)
-CONFIG_RATE = 5e-4  # of the tasks' configs, where nothing was tuned
+CONFIG_RATE = 5e-4  # learning rate of the tasks' configs, for methods that were not tuned
 TUNING_SEED = 100
 RATES_FILE = Path(__file__).parent / "reproduce_real_rates.yaml"
 RATES_SAY = "# Greedy success on 200 dev instances by learning rate, by `python scripts/reproduce.py real --tune`.\n"
 
 
 def read_rates() -> Rates:
-    """Returns what tuning measured; nothing if there was none."""
+    """Returns the scores measured by tuning; an empty dict if there are none."""
     return (yaml.safe_load(RATES_FILE.read_text()) or {}) if RATES_FILE.exists() else {}
 
 
 def chosen_rate(task: str, method: str, rates: Rates) -> float:
-    """Returns the rate with the highest success on dev, of equal ones the lowest; that of the configs if any of `RATES`
-    was not measured."""
+    """Returns the rate with the highest success on dev (the lowest of equally good ones); `CONFIG_RATE` if any of
+    `RATES` was not measured."""
     measured = rates.get(task, {}).get(method, {})
     if not all(rate in measured for rate in RATES):
         return CONFIG_RATE
@@ -34,7 +34,7 @@ def chosen_rate(task: str, method: str, rates: Rates) -> float:
 
 
 def write_rates(measured: Path) -> Rates:
-    """Writes the success of all tuning rows in the folder `measured` to the file; returns what it has then."""
+    """Adds the success of all tuning rows in the folder `measured` to the file of rates; returns its content."""
     rates = read_rates()
     for result in (json.loads(each.read_text()) for each in sorted(measured.glob("*.json"))):
         rates.setdefault(result["task"], {}).setdefault(result["method"], {})[result["lr"]] = result["success"]

@@ -1,4 +1,4 @@
-"""docs/results-real.md and its plot from the results that reproduce_real.py measured."""
+"""Writes docs/results-real.md and its plots from the results that reproduce_real.py measured."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TITLES = {
 }
 HEAD = """# Results with a real model
 
-Made by `python scripts/reproduce.py real` from the rows that are finished (bench/measured/real/); `--list` names
-those that are not. SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy answers. *lr* is the
-learning rate: {tuned}. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its
-95 % interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of episodes whose last
-answer ends before its limit of tokens and states a number (with tools: a number or a call); *right if complete* is
-skill apart from form; "–" where it was not counted. *Answers* are those trained on, of SFT the expert's. CPU minutes
-are of training, mean over the seeds that ran on a CPU, on the machine and under the load of that day: a busy machine
-takes more of them for the same work.{gpu}"""
+Made by `python scripts/reproduce.py real` from the finished rows (bench/measured/real/); `--list` also names those
+that are not finished. SmolLM2-135M-Instruct, LoRA rank 16, {episodes:.0f} held-out instances, greedy answers. *lr* is
+the learning rate: {tuned}. One seed: the 95 % Wilson interval over instances. Several: the mean over seeds with its
+95 % interval (Student's t, a spread between runs), and each seed's score. *Complete*: the share of episodes whose
+last answer ends before its token limit and states a number (with tools: a number or a call); *right if complete* is
+the success among these; "–" where it was not counted. *Answers* are those trained on (with SFT, the expert's). CPU
+minutes are of training, mean over the seeds that ran on a CPU, on the machine and under the load of that day: a busy
+machine takes more of them for the same work.{gpu}"""
 TUNED = "by method, the best of three on split dev (scripts/reproduce_real_rates.yaml)"
 GPU = """
 
@@ -65,12 +65,13 @@ COLUMNS = [
 ]
 
 
-# Ending of the file's name, key of the results, title. Rows that were evaluated during training are in the second.
+# Ending of the file name, key of the results, title. The second plot has the rows that were evaluated during training.
 PLOTS = (("", "curve", "Success in rollouts, mean of 5 steps"), ("-dev", "dev", "Success on split dev"))
 
 
 def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
-    """Writes the tables, with methods in `order`, to `target` and, beside it, the plot; appends the notes."""
+    """Writes the page `target`: the tables, with methods in `order`, and the notes; and its plots beside it. Raises
+    SystemExit if there are no results."""
     results: list[Result] = [json.loads(file.read_text()) for file in sorted(measured.glob("*.json"))]
     scored = [r for r in results if r["task"] in TITLES]
     if not scored:
@@ -99,7 +100,7 @@ def write_report(measured: Path, order: Sequence[str], target: Path) -> None:
 
 
 def figures(results: Sequence[Result]) -> list[str]:
-    """The cells of a method: one result for each of its seeds."""
+    """The table cells of a method; `results` has one for each seed."""
     trained = [r for r in results if r.get("curve")]
     complete, right = (mean_share(results, key) for key in ("complete", "success_if_complete"))
     on_cpu = [r for r in trained if not on_a_gpu(r)]
@@ -122,7 +123,7 @@ def on_a_gpu(result: Result) -> bool:
 
 
 def prompt_section(results: Sequence[Result]) -> list[str]:
-    """Lines about the untrained model by the number of worked examples in its prompt."""
+    """The section on the untrained model by number of worked examples, as lines."""
     if not results:
         return []
     numbers = sorted({r["shots"] for r in results})
@@ -135,7 +136,8 @@ def prompt_section(results: Sequence[Result]) -> list[str]:
 
 
 def kuhn_section(results: Sequence[Result]) -> list[str]:
-    """Lines about self-play in Kuhn poker: NashConv and payoffs before and after, NashConv by slice, and the play."""
+    """The section on self-play in Kuhn poker, as lines: NashConv and payoffs before and after training, NashConv by
+    slice, and probabilities of a bet."""
     if not results:
         return []
     names = list(results[0]["payoffs"])
@@ -162,7 +164,7 @@ def kuhn_section(results: Sequence[Result]) -> list[str]:
 
 
 def service_section(results: Sequence[Result]) -> list[str]:
-    """Lines about the programs of examples/ that trained on a server: losses and shares, by epoch."""
+    """The section on the programs of examples/ that trained on a server, as lines: losses and shares by epoch."""
     lines = ["", f"## {SERVICE_TITLE}", "", *SERVICE_HEAD.splitlines()] if results else []
     for r in results:
         first, second = ([pair[i] for pair in r["losses"]] for i in (0, 1))
@@ -200,7 +202,7 @@ def success(results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result], key: str, title: str, target: Path) -> bool:
-    """Draws `key` of the results by step, a panel for each task; False if there is nothing to draw."""
+    """Draws `key` of the results by step, with a panel for each task; returns False if there is nothing to draw."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -229,7 +231,7 @@ def draw(results: Sequence[Result], key: str, title: str, target: Path) -> bool:
 
 
 def curve(result: Result, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps [T] and success [T] of a result: on split dev, or in rollouts as a moving mean."""
+    """Steps [T] and success [T] of a result: on split dev, or in rollouts (a moving mean)."""
     if key == "dev":
         steps, success = np.array(result["dev"]).T
         return steps, success

@@ -1,4 +1,4 @@
-"""docs/results.md and its pictures from the lines that reproduce.py measured."""
+"""Writes docs/results.md and its plots from the results that reproduce.py measured."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CURVES = (
     "team + AT-GRPO, shared",
     "team + AT-GRPO, per role",
 )
-CURVES_SAY = """Mean of the seeds and the range between them. These are training rollouts: with AT-GRPO play goes on
-from the best of eight siblings (or from a random one), so that its success here is that of a search; the tables above
-are plain play. A step is one seat's answer, two make a turn."""
+CURVES_SAY = """Mean of the seeds and the range between them. These are training rollouts: with AT-GRPO play continues
+from the best of eight siblings (or from a random one), so its success here is that of a search; the tables above
+are of play without branching. A step is one seat's answer; a turn has two."""
 COLOURS = ("#999999", "#E69F00", "#56B4E9", "#D55E00")
 
 
 def write_report(results: Sequence[Result], order: Sequence[str], target: Path) -> None:
-    """Writes the tables, with methods in `order`, to `target` and, beside it, the curves; appends the notes there."""
+    """Writes the page `target`: the tables, with methods in `order`, and the notes; and its plots beside it."""
     test = [r for r in results if r["phase"] == "test"]
     games = [g for g in TITLES if any(r["game"] == g for r in test)]
     methods = [method for method in order if any(r["method"] == method for r in test)]
@@ -47,10 +47,10 @@ def write_report(results: Sequence[Result], order: Sequence[str], target: Path) 
 
 HEAD = """# Results
 
-Made by `make reproduce` (scripts/reproduce.py; configs/reproduce/). Success on {n:.0f} held-out test layouts by plain
-play at temperature 1, mean over {seeds} seeds with its 95 % interval (Student's t; a spread between runs, not only
-between layouts). All on the shipped base of 1.05 million parameters, LoRA rank 8. Every trained method may ask for
-as many answers as any other; games that end early ask for fewer, so the tables below say how many there were."""
+Made by `make reproduce` (scripts/reproduce.py; configs/reproduce/). Success on {n:.0f} held-out test layouts by play
+without branching at temperature 1, mean over {seeds} seeds with its 95 % interval (Student's t; a spread between runs,
+not only between layouts). All on the shipped base of 1.05 million parameters, LoRA rank 8. Every trained method may
+sample as many answers as any other; games that end early need fewer, so the tables below have their number."""
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -80,7 +80,7 @@ def costs(results: Sequence[Result]) -> list[str]:
 
 
 def draw(results: Sequence[Result], target: Path) -> None:
-    """Success and steps an episode over training, mean of the seeds, with the range between them."""
+    """Draws success and steps per episode over training: means over seeds, with the range between seeds."""
     import matplotlib
 
     matplotlib.use("Agg")

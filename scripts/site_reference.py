@@ -1,7 +1,7 @@
-"""What the code says of itself, as Markdown: the command line, what a config may say, the envs and their options.
+"""Reference pages generated from the code, as Markdown: the command line, config keys, envs and their options.
 
-Commands and configs are read from the very objects that run; envs from their source, since some need packages that are
-not here.
+Commands and configs are read from the objects that the program uses; envs are read from their source, since some need
+packages that are not installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import typer
 from pydantic import BaseModel
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # the reference is of this tree, whatever is installed
+sys.path.insert(0, str(ROOT))  # the reference describes this source tree, not an installed package
 
 from palestra.config.descriptions import (  # noqa: E402
     NAMES,
@@ -41,7 +41,7 @@ EXAMPLE = re.compile(r"(?:^    .*\n+)+", re.MULTILINE)
 
 
 def commands() -> str:
-    """Every command: what it does, its examples, its arguments and options."""
+    """The reference of all commands: help, examples, arguments and options."""
     from palestra.cli.main import app
 
     root = typer.main.get_command(app)
@@ -69,7 +69,7 @@ def _command(command: Any, context: Any) -> str:
 
 
 def _examples(text: str) -> str:
-    """Help with its indented lines as one block of commands."""
+    """Help text with its indented lines as blocks of commands."""
 
     def block(match: re.Match[str]) -> str:
         return "```bash\n" + "\n".join(line.strip() for line in match[0].splitlines() if line.strip()) + "\n```\n\n"
@@ -78,7 +78,7 @@ def _examples(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text as a cell of a table has it: on one line, with nothing that could be read as markup."""
+    """Text for a table cell: on one line, with markup escaped."""
     plain = re.sub(r"  \[([^\]]*)\]$", r" (\1)", text)
     return " ".join(plain.split()).replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").replace("[", "\\[")
 
@@ -87,7 +87,7 @@ def _cell(text: str) -> str:
 
 
 def configs() -> str:
-    """The config of each kind of run, and of all that it holds."""
+    """The reference of the configs of each kind of run, with all nested models."""
     from palestra.builders.text_config import TextConfig
     from palestra.builders.vector_config import VectorConfig
     from palestra.launch.language_population import LanguagePopulationConfig
@@ -101,7 +101,7 @@ def configs() -> str:
 
 
 def _tree(root: type[BaseModel], title: str) -> str:
-    """The tables of `root` and of the models below it, each once, in the order in which they are first named."""
+    """The tables of `root` and its nested models, each once, in the order of their first use."""
     models = nested_models(root).items()
     return "\n\n".join(f"{_heading(model, key) if key else f'## {title}'}\n\n{_table(model)}" for model, key in models)
 
@@ -120,7 +120,7 @@ def _table(model: type[BaseModel]) -> str:
 
 
 def envs() -> str:
-    """Every env that has a name, with the options that `env:` takes."""
+    """The reference of all named envs, with the options that `env:` takes."""
     from palestra.envs import TEXT_ENVS, VECTOR_ENVS
 
     text = "\n\n".join(_env(name, path) for name, path in TEXT_ENVS.items())
@@ -130,7 +130,7 @@ def envs() -> str:
 
 @cache
 def _source() -> Any:
-    """The package as it is written."""
+    """The package's source, parsed by griffe."""
     return griffe.load("palestra", search_paths=[str(ROOT)])
 
 
@@ -148,7 +148,7 @@ def _option(default: Any) -> str:
 
 
 def _annotated(owner: Any, annotation: str) -> str:
-    """An annotation in words, the names of choices replaced by the choices."""
+    """An annotation in words, with aliases of literals replaced by the literals."""
     named = re.sub(r"\b[A-Z]\w+\b(?!\[)", lambda match: _choices(owner, match[0]), annotation)
     readable = LITERAL.sub(lambda match: _quoted(match[1]), named).replace("|", "or")
     readable = re.sub(
@@ -158,7 +158,7 @@ def _annotated(owner: Any, annotation: str) -> str:
 
 
 def _choices(owner: Any, name: str) -> str:
-    """The literals that a name stands for where `owner` is defined; else the name."""
+    """The literals that `name` is an alias of in the module of `owner`; otherwise the name itself."""
     try:
         value = str(_source()[owner.resolve(name).removeprefix("palestra.")].value)
     except (griffe.NameResolutionError, AttributeError, KeyError):

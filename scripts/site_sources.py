@@ -1,5 +1,5 @@
-"""Pages of the site for what lies outside docs/: a link to a file of the repository leads to its text, highlighted, one
-to a folder to a list of what is in it. A Markdown file becomes the page that it is.
+"""Pages of the site for files outside docs/: a link to a file of the repository leads to its text with highlighting, a
+link to a folder to a list of its entries, a link to a Markdown file to that file as a page.
 
 Paths are relative to the repository, with `/`. The page of `configs/demo.yaml` is `source/configs/demo.yaml.md`.
 """
@@ -27,11 +27,11 @@ LANGUAGES = {
 }
 CODE = re.compile(r"(^(?P<fence>```+|~~~+).*?^(?P=fence)|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<path>[^)\s:#]+)(?P<anchor>#[^)\s]*)?\)")
-FIRST = re.compile(r'\A(?:"""|# )(?P<line>.+?)(?:"""|\n|\Z)')  # of a module's docstring, or of a comment at the top
+FIRST = re.compile(r'\A(?:"""|# )(?P<line>.+?)(?:"""|\n|\Z)')  # first line of a docstring or comment at the top
 
 
 def pages(documents: Iterable[str]) -> dict[str, str]:
-    """The pages that links of `documents` lead to, and links of theirs: content by the page's path."""
+    """The pages that `documents` link to, directly or through other such pages: content by the page's path."""
     found: dict[str, str] = {}
     waiting = [target for document in documents for target in outside(document)]
     while waiting:
@@ -44,13 +44,13 @@ def pages(documents: Iterable[str]) -> dict[str, str]:
 
 
 def outside(document: str) -> list[str]:
-    """What a document links to that is not part of docs/."""
+    """The paths outside docs/ that a document links to."""
     targets = _targets((ROOT / document).read_text(encoding="utf-8"), document)
     return [target for target in targets if not target.startswith("docs/")]
 
 
 def rewritten(text: str, page: str) -> str:
-    """`text` of the page `page` with its links into the repository leading to pages."""
+    """The `text` of the page `page` with links into the repository replaced by links to pages."""
     origin = origin_of(page)
 
     def lead(match: re.Match[str]) -> str:
@@ -65,14 +65,14 @@ def rewritten(text: str, page: str) -> str:
 
 
 def origin_of(page: str) -> str:
-    """Where what a page shows lies; a folder's page counts as a file in it."""
+    """The path of the file that a page shows; the page of a folder counts as a file in it."""
     if not page.startswith(SOURCE):
         return f"docs/{page}"
     return page.removeprefix(SOURCE)
 
 
 def page_of(path: str) -> str:
-    """The page that shows a file or folder."""
+    """The path of the page that shows a file or folder."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if (ROOT / path).is_dir():
@@ -81,13 +81,13 @@ def page_of(path: str) -> str:
 
 
 def resolve(link: str, origin: str) -> str | None:
-    """The path that a link in the file `origin` leads to, or None where nothing is there."""
+    """The path that a link in the file `origin` leads to; None if it does not exist."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
     return path if not path.startswith("..") and (ROOT / path).exists() else None
 
 
 def readable(path: Path) -> bool:
-    """Whether it is text that people write, or a folder."""
+    """True if the path is a folder or a text file of a known language."""
     return not path.name.startswith((".", "__")) and (path.is_dir() or path.suffix in LANGUAGES)
 
 
@@ -98,7 +98,7 @@ def _targets(text: str, origin: str) -> Iterator[str]:
 
 
 def _outside_code(text: str, change: Callable[[str], str]) -> str:
-    """`text` with `change` made to all that is not code."""
+    """The `text` with `change` applied to everything outside code."""
     done, at = [], 0
     for match in CODE.finditer(text):
         done += [change(text[at : match.start()]), match[0]]
@@ -118,7 +118,7 @@ def _page(path: str) -> str:
 
 
 def _head(path: str, text: str) -> str:
-    """A page that search leaves out: its readers come by a link."""
+    """The text of a page with front matter that excludes it from the search."""
     return f"---\ntitle: {posixpath.basename(path)}\nhide: [toc]\nsearch: {{exclude: true}}\n---\n{text}"
 
 

@@ -1,8 +1,8 @@
-"""What the base model for tasks reads: mediocre players of every task that ships, each in the task's shortest form.
+"""Training data of the base model `tasks`: answers of mediocre players to all shipped tasks, in their shortest form.
 
-A player takes what one who knows the solution would say, and gets it wrong: now and then it says what would be right in
-quite another instance, and each number, name or sign that it says may slip into another. So the model learns how a task
-is talked about, not how it is done well. Instances are of split "base" only.
+A player takes the expert's answer and adds errors: sometimes it gives the right answer of another instance, and each
+number, name or sign in an answer may be replaced by another. So the model learns the form of a task, not how to solve
+it well. All instances are of split "base".
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from palestra.chat import Chat, render_message
 from palestra.envs import make_env
 
-BLIND = 0.15  # share of answers that would be right elsewhere
-SLIP = 0.08  # share of the numbers, names and signs in the other answers that become others
+BLIND = 0.15  # share of answers that are right for another instance
+SLIP = 0.08  # share of the numbers, names and signs in the other answers that are replaced
 PIECE = re.compile(r"[A-Za-z_]*\d+|[A-Za-z_]+|[-+*]")
 SORTS = (("yes", "no"), ("+", "-", "*"), ("higher", "lower"), ("pro", "con"))
 
 
 @dataclass(frozen=True)
 class Task:
-    """An env with its options, and how often it is played."""
+    """An env with its options, and the weight with which it is drawn."""
 
     name: str
     weight: float
     env: dict[str, Any]
-    first: bool = False  # only the first answers, where going on would run programs
+    first: bool = False  # only the first answers are used, since further steps would run programs
 
 
 @dataclass(frozen=True)
 class Example:
-    """One answer, and what it answers: as it was asked, and as the chat template writes it. `kind` is for the counts in
+    """One answer, its question, and the question as the chat template writes it (`prompt`). `kind` is for the counts in
     the model's README."""
 
     kind: str
@@ -51,7 +51,7 @@ def _task(name: str, weight: float, type: str, first: bool = False, **options: A
 
 SUMS: dict[str, Any] = {"kinds": ["arithmetic"], "difficulty": [1, 2]}
 DEBATE: dict[str, Any] = {"source": "drills"}
-ECHO = 2.0  # how often something is to be repeated, beside the tasks: what all of them need
+ECHO = 2.0  # weight of examples that repeat their input, which all tasks need, relative to the tasks' weights
 TASKS = [
     _task("math", 5, "math", team="solver_checker", turns=2, **SUMS),
     _task("math alone", 1, "math", team="single", turns=1, **SUMS),
@@ -68,7 +68,7 @@ TASKS = [
 
 
 def runs(seed: int) -> Iterator[list[Example]]:
-    """The answers of one episode after the other, without end, drawn with `seed`, equal on every machine."""
+    """Yields the examples of one episode after another, without end. They depend only on `seed`, not on the machine."""
     rng = random.Random(seed)
     players = {task.name: Player(task) for task in TASKS}
     weights = [task.weight for task in TASKS]
@@ -79,7 +79,7 @@ def runs(seed: int) -> Iterator[list[Example]]:
 
 
 def echo(rng: random.Random) -> Example:
-    """Numbers, names and signs, to be repeated."""
+    """An example that repeats numbers, names and signs."""
     kinds = (
         lambda: str(rng.randrange(10 ** rng.randint(1, 3))),
         lambda: "".join(rng.choice("bdfgklmnprst") + rng.choice("aiou") for _ in range(2)),
@@ -92,7 +92,7 @@ def echo(rng: random.Random) -> Example:
 
 @dataclass
 class Player:
-    """Plays all seats of a task, badly. `heard` are right answers of earlier instances, by seat."""
+    """Plays all seats of a task with errors. `heard` has the expert's answers in earlier instances, by seat."""
 
     task: Task
     heard: dict[str, list[str]] = field(default_factory=dict)
@@ -126,19 +126,19 @@ async def _now(step: Any) -> Any:
 
 
 def written(role: str, seen: Any) -> str:
-    """The prompt as the base's chat template writes it; spelt out here because the template costs a millisecond."""
+    """The prompt as the base's chat template writes it. Written out here because the template takes a millisecond."""
     if not isinstance(seen, Chat):
         system = f"<|system|>{role}<|end|>" if role else ""
         return f"{system}<|user|>{seen}<|end|><|assistant|>"
     return "".join(f"<|{m['role']}|>{render_message(m)}<|end|>" for m in seen.messages) + "<|assistant|>"
 
 
-# ---- getting it wrong
+# ---- errors
 
 
 def slipped(answer: str, seen: str, rng: random.Random) -> str:
-    """`answer` with some of its parts taken for others: a number or a name for another that was `seen`, or a digit for
-    another; yes for no, a sign for another sign."""
+    """The `answer` with some of its parts replaced: a number or name by another one in `seen`, a digit by another
+    digit, yes by no, a sign by another sign."""
     others = sorted(set(PIECE.findall(seen)))
 
     def slip(found: re.Match[str]) -> str:
@@ -148,7 +148,7 @@ def slipped(answer: str, seen: str, rng: random.Random) -> str:
 
 
 def other(piece: str, seen: list[str], rng: random.Random) -> str:
-    """Something of the same sort; the piece itself where it is of no sort, such as a word of the form."""
+    """A random replacement of the same kind; the piece itself if it is of no kind, such as a fixed word of the form."""
     for sort in SORTS:
         if piece in sort:
             return rng.choice(sort)
@@ -162,5 +162,5 @@ def other(piece: str, seen: list[str], rng: random.Random) -> str:
 
 
 def shape(piece: str) -> str:
-    """ "r7" and "b12" are alike, as are "7" and "12", "arle" and "tor"."""
+    """The kind of a piece: the same for "r7" and "b12", for "7" and "12", for "arle" and "tor"."""
     return re.sub(r"\d+", "0", re.sub(r"[a-z]+", "a", piece))

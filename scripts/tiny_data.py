@@ -1,7 +1,7 @@
-"""What the tiny base model reads: play by random and mediocre players, the rules of motion, sums, and small talk.
+"""Training data of the base model `tiny`: play by random and mediocre players, rules of motion, sums, and small talk.
 
-Nothing here solves a puzzle. Boards come from split "base" only, and a state met in play is used only if it, taken as a
-layout, belongs to that split too: no board of the train, dev or test splits is ever seen.
+No player solves a puzzle. Boards are of split "base", and a state reached in play is used only if it, as a layout of
+its own, belongs to that split too: there is no board of the splits train, dev and test.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from palestra.envs.text.grid.plan_path import PlanPath, walk_straight
 from palestra.envs.text.grid.sokoban import Sokoban
 from palestra.envs.text.splits import Split, split_of_layout
 
-RANDOM = 0.3  # share of answers given by a player that does not look at the board
+RANDOM = 0.3  # share of answers given by a player that ignores the board
 NOISE = 0.35  # share of a mediocre player's single decisions made at random
-ANSWERS, ASKED, QUESTIONS = 3, 0.6, 4  # answers to a board; how often it is asked about, and how many questions
-GIVE_UP = 0.1  # a mediocre executor drops the rest of the plan, before each of its parts
+ANSWERS, ASKED, QUESTIONS = 3, 0.6, 4  # answers to a board; share of boards with questions; questions on such a board
+GIVE_UP = 0.1  # probability that a mediocre executor drops the rest of the plan, before each of its parts
 
 SOKOBAN_SIZES = {3: 0.1, 4: 0.55, 5: 0.25, 6: 0.1}
 PATH_SIZES = {3: 0.05, 4: 0.2, 5: 0.4, 6: 0.2, 7: 0.08, 8: 0.04, 10: 0.03}
@@ -29,7 +29,7 @@ TEAMS = {"planner_executor": 0.8, "alternating": 0.1, "single": 0.1}
 
 @dataclass(frozen=True)
 class Example:
-    """One question and its answer, and what kind it is (for the counts in the model's README)."""
+    """One question and its answer; `kind` is for the counts in the model's README."""
 
     kind: str
     role: str
@@ -38,7 +38,8 @@ class Example:
 
     @property
     def prompt(self) -> str:
-        """As the chat template writes it; spelt out here because the template costs a millisecond a call."""
+        """The prompt as the chat template writes it. Written out here because the template takes a millisecond a
+        call."""
         role = f"<|system|>{self.role}<|end|>" if self.role else ""
         return f"{role}<|user|>{self.question}<|end|><|assistant|>"
 
@@ -51,7 +52,7 @@ def pick(rng: Random, weights: dict) -> Any:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-# ---- players: each answers from the board alone, and none searches
+# ---- players: each answers from the current board, without search
 
 
 def random_moves(rng: Random, most: int) -> list[int]:
@@ -59,13 +60,13 @@ def random_moves(rng: Random, most: int) -> list[int]:
 
 
 def towards(rng: Random, size: int, beside: tuple[int, ...], at: int, to: int) -> int:
-    """A direction that brings `at` nearer to `to` as the crow flies; any at all where there is none, or by noise."""
+    """A direction that reduces the Manhattan distance from `at` to `to`; a random one if there is none, or by noise."""
     nearer = [d for d in range(4) if beside[d] >= 0 and manhattan(size, beside[d], to) < manhattan(size, at, to)]
     return rng.choice(nearer) if nearer and rng.random() > NOISE else rng.randrange(4)
 
 
 def sokoban_plan(env: Sokoban, rng: Random) -> list[tuple[int, int]]:
-    """Pushes that slide one box towards one goal, whether or not the player could make them."""
+    """Pushes (box, direction) that slide a box towards its goal, whether or not they are possible."""
     boxes, goals = list(env.state[1]), sorted(env.instance.goals)
     plan = []
     for _ in range(rng.randint(1, env.pushes)):
@@ -78,7 +79,7 @@ def sokoban_plan(env: Sokoban, rng: Random) -> list[tuple[int, int]]:
 
 
 def sokoban_moves(env: Sokoban, plan: list[tuple[int, int]], rng: Random) -> list[int]:
-    """Walk towards the far side of the box and push, for as much of the plan as patience and `moves` allow."""
+    """Moves that walk to the far side of each box of the plan and push it, until `GIVE_UP` or the limit of moves."""
     state, moves = env.state, []
     for box, direction in plan:
         stand = env.instance.grid.beside[state[1][box]][OPPOSITE[direction]]
@@ -90,7 +91,7 @@ def sokoban_moves(env: Sokoban, plan: list[tuple[int, int]], rng: Random) -> lis
             moves.append(towards(rng, env.size, free, state[0], stand))
             state = env.move(state, moves[-1]) or state
             if env.instance.grid.beside[state[1][box]][OPPOSITE[direction]] != stand:
-                return moves  # pushed the box off by mistake: the plan no longer fits
+                return moves  # it pushed the box away by mistake: the plan no longer applies
         if len(moves) < env.moves:
             moves.append(direction)
             state = env.move(state, direction) or state
@@ -98,7 +99,7 @@ def sokoban_moves(env: Sokoban, plan: list[tuple[int, int]], rng: Random) -> lis
 
 
 def path_plan(env: PlanPath, rng: Random) -> list[int]:
-    """Waypoints in straight lines, mostly towards the goal, with no eye for walls."""
+    """Waypoints in straight lines, mostly towards the goal, which ignore walls."""
     at, goal, size, plan = env.state, env.instance.goal, env.size, []
     for _ in range(rng.randint(1, env.waypoints)):
         row, column = divmod(at, size)
@@ -111,7 +112,7 @@ def path_plan(env: PlanPath, rng: Random) -> list[int]:
 
 
 def path_moves(env: PlanPath, targets: list[int], rng: Random) -> list[int]:
-    """Walk towards each target in turn, bumping into walls that are in the way."""
+    """Moves towards each target in turn, which ignore walls."""
     at, moves = env.state, []
     for target in targets:
         if rng.random() < GIVE_UP:
@@ -126,7 +127,7 @@ def path_moves(env: PlanPath, targets: list[int], rng: Random) -> list[int]:
 
 
 def answer(env: GridGame, seat: str, rng: Random) -> str:
-    """What a random player, or else a mediocre one, says at this seat."""
+    """The answer of a random or a mediocre player at this seat."""
     blind = rng.random() < RANDOM
     if seat == "planner":
         return env.write_plan(random_plan(env, rng) if blind else mediocre_plan(env, rng))
@@ -147,11 +148,11 @@ def mediocre_plan(env: GridGame, rng: Random) -> list:
     return sokoban_plan(env, rng) if isinstance(env, Sokoban) else path_plan(env, rng)
 
 
-# ---- questions about the board: how things move, never what to do
+# ---- questions about the board: how things move, not what to do
 
 
 def trace(env: GridGame, rng: Random) -> Example:
-    """Moves -> where the walker is after each of them, and a box that was pushed."""
+    """A question: given moves, where the walker is after each of them, and any box that was pushed."""
     names, state, said = cell_names(env.size), env.state, []
     moves = random_moves(rng, 8)
     for direction in moves:
@@ -169,7 +170,7 @@ def pushed(before: tuple, after: tuple, names: tuple[str, ...]) -> str:
 
 
 def end(env: GridGame, rng: Random) -> Example:
-    """Moves -> where everything is after all of them."""
+    """A question: given moves, where everything is after all of them."""
     moves, state = random_moves(rng, 6), env.state
     for direction in moves:
         after = env.move(state, direction)
@@ -180,13 +181,14 @@ def end(env: GridGame, rng: Random) -> Example:
 
 
 def legal(env: GridGame, rng: Random) -> Example:
-    """-> the moves that are possible here."""
+    """A question: the moves that are possible."""
     possible = [DIRECTIONS[d] for d in range(4) if env.move(env.state, d) is not None]
     return question(env, "legal", [], " ".join(possible) or "none")
 
 
 def stand(env: Sokoban, rng: Random) -> Example:
-    """Pushes -> the cell to stand on for each, up to the first that a wall, the border or a box forbids."""
+    """A question: given pushes, the cell to stand on for each, up to the first that a wall, the border or a box
+    prevents."""
     plan = rng.choice((random_plan, mediocre_plan))(env, rng)
     boxes, cells = list(env.state[1]), []
     for box, direction in plan:
@@ -200,7 +202,7 @@ def stand(env: Sokoban, rng: Random) -> Example:
 
 
 def line(env: PlanPath, rng: Random) -> Example:
-    """Waypoints -> where a straight walk to each of them ends."""
+    """A question: given waypoints, where a straight walk to each of them ends."""
     plan = rng.choice((random_plan, mediocre_plan))(env, rng)
     at, ends = env.state, []
     for waypoint in plan:
@@ -227,8 +229,8 @@ PATH_QUESTIONS: list[Callable[..., Example]] = [trace, trace, end, line, legal]
 
 
 def play(game: str, rng: Random, split: Split = "base") -> Iterator[list[Example]]:
-    """One episode, as runs of examples about one board, which share their prompt or most of it: some answers of the
-    seat that acts, and now and then questions of one kind."""
+    """Yields the runs of examples of one episode. A run is about one board, so that its examples share all or most of
+    their prompt: answers of the seat that acts, or questions of one kind."""
     env = new_env(game, rng, split)
     step = env.reset(rng.randrange(2**31))
     while not step.done:
@@ -253,7 +255,7 @@ def new_env(game: str, rng: Random, split: Split) -> GridGame:
 
 
 def groups_now(env: GridGame) -> tuple:
-    """The present state, taken as a layout of its own."""
+    """The current state as a layout of its own: the groups of cells that `split_of_layout` takes."""
     if isinstance(env, PlanPath):
         return (env.instance.grid.walls, (env.state,), (env.instance.goal,))
     return (env.instance.grid.walls, env.instance.goals, env.state[1], (env.state[0],))
@@ -291,12 +293,12 @@ def talk(rng: Random) -> Example:
     return Example("talk", rng.choice(("assistant", "")), asked, said)
 
 
-# Weights per draw; a draw of a game is a whole episode.
+# Weights of the streams; one draw of a game is a whole episode.
 STREAMS = {"sokoban": 5.0, "plan_path": 5.0, "sums": 5.0, "talk": 5.0}
 
 
 def runs(seed: int, split: Split = "base") -> Iterator[list[Example]]:
-    """Runs of examples without end, drawn with `seed`, equal on every machine."""
+    """Yields runs of examples without end. They depend only on `seed`, not on the machine."""
     rng = Random(seed)
     while True:
         stream = pick(rng, STREAMS)

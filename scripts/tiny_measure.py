@@ -1,8 +1,9 @@
-"""What the tiny base model can do before any training in a team: success in play, valid answers, questions answered.
+"""Measures the base model `tiny` before reinforcement learning: success in play, valid answers, right answers to
+questions.
 
     python scripts/tiny_measure.py --model palestra/bases/tiny
 
-Boards come from the dev split, which the model has never read. Answers are sampled at temperature 1; questions are
+Boards are of split dev, which is not in the training data. Answers in play are sampled at temperature 1; questions are
 answered greedily.
 """
 
@@ -30,7 +31,7 @@ GAMES = {
 
 
 class Speaker:
-    """The model with its tokenizer: prompts in, answers out."""
+    """The model with its tokenizer, which answers prompts."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -45,7 +46,8 @@ class Speaker:
 
 
 def measure_play(speaker: Speaker, game: str, options: dict, episodes: int, split: str) -> dict[str, float]:
-    """Success over `episodes` layouts, and the share of each seat's answers that could be read, or held no mistake."""
+    """Success over `episodes` layouts, and for each seat the shares of answers that can be parsed (`readable`) and that
+    are valid (`faultless`)."""
     envs = [make_env(game, split=split, **options) for _ in range(episodes)]
     steps = [env.reset(seed) for seed, env in enumerate(envs)]
     figures: dict[str, list[float]] = defaultdict(list)
@@ -68,7 +70,7 @@ def prompt(role: str, question: str) -> str:
 
 
 def measure_questions(speaker: Speaker, count: int, size: int) -> dict[str, float]:
-    """Share of questions about dev boards of one size that are answered exactly, by kind."""
+    """The share of exactly right answers to questions about dev boards of one size, by kind of question."""
     rng, kinds = Random(99), defaultdict(list)
     while sum(map(len, kinds.values())) < count:
         for game in ("sokoban", "plan_path"):
