@@ -6,13 +6,13 @@ A planner and an executor, each a LoRA adapter on the same small base, walk to a
 names cells, the executor answers with moves. Every answer is sampled GROUP_SIZE times and each sibling is tried on a
 copy of the game; siblings are compared with each other, and the game continues from the best.
 
-From palestra come the game and the engine: the model, the sampler (all games and both adapters in one batch) and the
+The game and the engine are palestra's: the model, the sampler (all games and both adapters in one batch) and the
 trainer (log-probabilities, gradients, AdamW). Rollout, advantages and loss are written out here. `palestra train
-configs/demo.yaml` is the same algorithm with what is left out: evaluation on a second held-out set, checkpoints and
-resume, records of the episodes, failed games, agents with a history, seats that act at once, other baselines and
-losses, KL penalties, and training on several devices.
+configs/demo.yaml` is the same algorithm with what this file leaves out: evaluation on a second held-out set,
+checkpoints and resume, recorded episodes, failed games, agents with a history, seats that act simultaneously, other
+baselines and losses, KL penalties, and training on several devices.
 
-tests/test_by_hand.py holds that this file and the library compute the same gradients from the same episodes.
+tests/test_by_hand.py checks that this file and the library compute the same gradients from the same episodes.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Group:
 def play(
     sampler: Sampler, trainers: Mapping[str, Trainer], instances: Sequence[int], split: Any, group_size: int, seed: int
 ) -> tuple[list[Group], float]:
-    """Plays a game of each instance, all together; returns the groups, and the share of games that were solved.
+    """Plays a game of each instance, all in one batch; returns the groups, and the share of games that were solved.
 
-    With a group size of 1 there is nothing to choose: the agents just play, as in an evaluation.
+    With a group size of 1 there is no choice among siblings: the agents play as in an evaluation.
     """
     engine, rng = sampler.engine, random.Random(seed)
     adapters = {seat: trainer.adapter.snapshot(seat, engine.dtype) for seat, trainer in trainers.items()}
@@ -119,8 +119,8 @@ def build_samples(groups: Sequence[Group], seat: str) -> list[Sample]:
 
 
 def group_advantages(values: Sequence[float]) -> np.ndarray:
-    """Returns each value minus the mean of its group, not divided by the deviation (Liu et al., 2025); zeros if they do
-    not differ by more than rounding errors."""
+    """Returns each value minus the group's mean, not divided by the standard deviation (Liu et al., 2025); zeros if the
+    values differ only by rounding errors."""
     advantages = np.array(values) - np.mean(values)
     return advantages if advantages.std() > 1e-8 else np.zeros(len(values))
 
@@ -175,7 +175,7 @@ def main() -> None:
         groups, solved = play(sampler, trainers, instances, "train", GROUP_SIZE, args.seed + step)
         lr = LEARNING_RATE * (1 - step / args.steps)
         entropy = {seat: update(trainer, build_samples(groups, seat), lr) for seat, trainer in trainers.items()}
-        sampler.clear_cache()  # keys and values of the old weights
+        sampler.clear_cache()  # it has keys and values of the old weights
         value = {seat: np.mean([group.values for group in groups if group.seat == seat]) for seat in SEATS}
         line = "   ".join(f"{seat} value {value[seat]:5.2f} entropy {entropy[seat]:.2f}" for seat in SEATS)
         print(

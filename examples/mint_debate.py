@@ -1,19 +1,19 @@
 """Two debaters learn to convince a judge: two LoRA adapters of one session, trained against each other with PPO.
 
-Each debate is about which of two words is the right one. One debater knows which, the other can only guess. An answer
-is heard if it is one of the two words and nothing else. Of two that are heard the judge, which is the bare base model
-asked to say the right word, finds for the one it thinks likelier (`compute_logprobs`, so the same answers always get
-the same verdict). The winner's tokens get advantage +1, the loser's -0.5; where nobody is heard, or both say the same,
-the debate is drawn, counts half for each, and nobody learns from it. What both submit is on its way before either
-waits.
+Each debate is about which of two words is the right one. One debater knows it, the other can only guess. An answer is
+accepted if it is exactly one of the two words. The judge is the base model, prompted to say the right word: if both
+answers are accepted, the one with the higher log-probability wins (`compute_logprobs`, so the same answers always get
+the same verdict). The winner's tokens get advantage +1, the loser's -0.5. If no answer is accepted, or both are the
+same, the debate is a draw: it counts half for each and trains neither. Requests of both debaters are submitted before
+either result is awaited.
 
     palestra serve --alias Qwen/Qwen3-0.6B=tiny          # in one terminal
     pip install tinker                                   # or mindlab-toolkit
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-any python examples/mint_debate.py
 
-At first both ramble, and nearly all debates are drawn. The one that knows the truth comes to say it, and wins. A model
-that never says one word alone wins nothing and so learns nothing: `--examples 1` shows both debaters the form first, as
-earlier turns of the conversation (instruct models need it).
+At first both give long answers, and nearly all debates are draws. Then the debater that knows the word learns to say
+it, and wins. A model that never answers with one word alone wins nothing and learns nothing: `--examples 1` shows both
+debaters the form first, as earlier turns of the conversation (instruct models need it).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Topic(NamedTuple):
     error: str
 
     def prompts(self) -> list[str]:
-        """What the one that knows is asked, and the other."""
+        """The prompts of the informed debater and of the other."""
         return [f"say the word {self.truth}", "say the word"]
 
 
@@ -55,7 +55,7 @@ def topics(count: int, rng: random.Random) -> list[Topic]:
 
 
 def chat(tokenizer: Any, text: str, examples: Sequence[tuple[str, str]] = ()) -> list[int]:
-    """The tokens of a question after some answered ones."""
+    """The token ids of a question, after some answered questions as earlier turns."""
     messages = []
     for question, answer in examples:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -64,12 +64,12 @@ def chat(tokenizer: Any, text: str, examples: Sequence[tuple[str, str]] = ()) ->
 
 
 def examples(debater: int, count: int) -> list[tuple[str, str]]:
-    """Questions of a debater with the answers of one that knows, the same for both."""
+    """Example questions of a debater, with the right answers."""
     return [(Topic(word, "").prompts()[debater], word) for word in WORDS[:count]]
 
 
 def speak(sampler: Any, prompts: list[list[int]], seeds: list[int]) -> list[Speech]:
-    """An answer to each prompt; all are sampled together."""
+    """Samples an answer to each prompt; all requests are sent before the first answer is awaited."""
     futures = []
     for prompt, seed in zip(prompts, seeds, strict=True):
         params = types.SamplingParams(max_tokens=5, temperature=1.0, seed=seed)
@@ -79,14 +79,14 @@ def speak(sampler: Any, prompts: list[list[int]], seeds: list[int]) -> list[Spee
 
 
 class Judge:
-    """The bare base, which is asked each question once."""
+    """The base model as judge; log-probabilities of a question and answer are computed once and stored."""
 
     def __init__(self, sampler: Any, tokenizer: Any) -> None:
         self.sampler, self.tokenizer = sampler, tokenizer
         self.likely: dict[tuple[str, str], float] = {}
 
     def verdicts(self, debates: list[Topic], speeches: list[list[Speech]]) -> list[int | None]:
-        """Who won each debate: 0, 1 or nobody."""
+        """The winner of each debate: 0, 1 or None for a draw."""
         claims = [
             [self._claim(t, s) for s in pair] for t, pair in zip(debates, zip(*speeches, strict=True), strict=True)
         ]
@@ -114,7 +114,8 @@ class Judge:
 
 
 def datum(speech: Speech, advantage: float) -> Any:
-    """What PPO reads: position i of the input predicts target i; the prompt's own tokens have weight 0."""
+    """The training example for PPO: position i of the input predicts target i; tokens of the prompt have advantage
+    0."""
     ids, before = speech.prompt + speech.tokens, [0.0] * (len(speech.prompt) - 1)
     inputs = {
         "target_tokens": ids[1:],
@@ -125,7 +126,7 @@ def datum(speech: Speech, advantage: float) -> Any:
 
 
 def learn(agents: list[Any], decided: list[tuple[list[Speech], int]], adam: Any) -> list[float]:
-    """One PPO step of both agents at once; their losses, as means over tokens."""
+    """Makes one PPO step of both agents concurrently; returns their losses, means over tokens."""
     futures = []
     for i, agent in enumerate(agents):
         data = [datum(pair[i], WIN if winner == i else LOSE) for pair, winner in decided]
@@ -138,7 +139,7 @@ def learn(agents: list[Any], decided: list[tuple[list[Speech], int]], adam: Any)
 
 
 def ready(client: Any) -> Any:
-    """Newer clients give a future of a client where older ones give the client."""
+    """Newer client libraries return a future of a client, older ones the client itself; returns the client."""
     return client.result() if hasattr(client, "result") else client
 
 
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("--api-key", default=os.environ.get("MINT_API_KEY") or os.environ.get("TINKER_API_KEY"))
     parser.add_argument("--base-model", default=os.environ.get("MINT_BASE_MODEL", "Qwen/Qwen3-0.6B"))
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--debates", type=int, default=128, help="of each epoch")
+    parser.add_argument("--debates", type=int, default=128, help="debates per epoch")
     parser.add_argument("--passes", type=int, default=4, help="PPO steps on each epoch's debates")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--examples", type=int, default=0, help="answered questions before each question")

@@ -1,14 +1,14 @@
-"""Two agents on one task, each with LoRA weights of its own: the second answers after it has seen the first's answer.
+"""Two agents on one task, each with its own LoRA weights: the second answers after it has seen the first's answer.
 
-Asked for the last of three words, both train on the right answer (cross-entropy), each on the prompts that it saw
-itself. The second's prompts thus change while the first learns.
+The question is for the last of three words. Both train on the right answer (cross-entropy), each on its own prompts;
+the second's prompts thus change while the first learns.
 
     palestra serve --alias Qwen/Qwen3-0.6B=tiny          # in one terminal
     pip install tinker                                   # or mindlab-toolkit
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-any python examples/mint_two_agents.py
 
-Where a second training client is refused, one client plays both roles by turns. The table at the end has the share of
-right answers to questions that nobody trained on.
+If the server refuses a second training client, one client plays both roles in turn. The table at the end has the share
+of right answers to held-out questions.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ types = tinker.types
 NAMES = ("first", "second")
 WORDS = ("red", "blue", "green", "cat", "dog", "bird", "house", "tree", "river", "stone", "apple", "bread", "window")
 Question = tuple[str, str, str]
-Turn = list[tuple[list[int], str]]  # what an agent read and said, for each question
+Turn = list[tuple[list[int], str]]  # an agent's prompt and answer, for each question
 
 
 def ready(client: Any) -> Any:
-    """Newer clients give a future of a client where older ones give the client."""
+    """Newer client libraries return a future of a client, older ones the client itself; returns the client."""
     return client.result() if hasattr(client, "result") else client
 
 
 def clients(service: Any, base_model: str, seed: int) -> list[Any]:
-    """A training client for each agent; the same one twice where the server grants no second."""
+    """A training client for each agent; the same one twice if the server refuses a second."""
     first = ready(service.create_lora_training_client(base_model=base_model, rank=16, seed=seed))
     try:
         second = ready(service.create_lora_training_client(base_model=base_model, rank=16, seed=seed + 1))
@@ -54,7 +54,7 @@ def chat(tokenizer: Any, text: str) -> list[int]:
 
 
 def answers(agent: Any, tokenizer: Any, prompts: list[list[int]]) -> list[str]:
-    """The agent's likeliest answer to each prompt, under its weights of this moment."""
+    """The agent's greedy answer to each prompt, with its current weights."""
     sampler = ready(agent.save_weights_and_get_sampling_client())
     params = types.SamplingParams(max_tokens=6, temperature=0.0)
     futures = [sampler.sample(types.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
@@ -63,7 +63,7 @@ def answers(agent: Any, tokenizer: Any, prompts: list[list[int]]) -> list[str]:
 
 
 def rollout(agents: list[Any], tokenizer: Any, questions: list[Question]) -> list[Turn]:
-    """Each agent's turn: the first reads the question, the second the first's answer too."""
+    """The turns of both agents: the first reads the question, the second also the first's answer."""
     asked = [f"last of {' '.join(words)}" for words in questions]
     turns: list[Turn] = []
     for agent in agents:
@@ -79,7 +79,7 @@ def accuracy(turn: Turn, questions: list[Question]) -> float:
 
 
 def datum(tokenizer: Any, prompt: list[int], answer: str) -> Any:
-    """The right answer after a prompt, of which only the answer is trained; its weights sum to one."""
+    """The training example of a right answer to a prompt. Only the answer's tokens have weight; weights sum to one."""
     reply = tokenizer.encode(answer + tokenizer.eos_token)
     ids, weights = prompt + reply, [0.0] * (len(prompt) - 1) + [1 / len(reply)] * len(reply)
     inputs = {"target_tokens": ids[1:], "weights": weights}
@@ -87,7 +87,7 @@ def datum(tokenizer: Any, prompt: list[int], answer: str) -> Any:
 
 
 def learn(agents: list[Any], data: list[list[Any]], adam: Any) -> list[float]:
-    """A step of each agent, both under way at once; their losses for each answer."""
+    """Makes one step of each agent concurrently; returns their losses per answer."""
     futures = [
         (agent.forward_backward(own, "cross_entropy"), agent.optim_step(adam))
         for agent, own in zip(agents, data, strict=True)
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--api-key", default=os.environ.get("MINT_API_KEY") or os.environ.get("TINKER_API_KEY"))
     parser.add_argument("--base-model", default=os.environ.get("MINT_BASE_MODEL", "Qwen/Qwen3-0.6B"))
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--questions", type=int, default=64, help="of each epoch")
+    parser.add_argument("--questions", type=int, default=64, help="questions per epoch")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,18 +1,18 @@
-"""PPO (Schulman et al., 2017) on MPE's simple_spread in one file, to read top to bottom, in the manner of CleanRL.
+"""PPO (Schulman et al., 2017) on MPE's simple_spread in one file, to read top to bottom, in the style of CleanRL.
 
     python examples/ppo_by_hand.py --steps 300 --seed 0
 
 Three agents must cover three landmarks without touching each other. They share one policy and one critic, each a small
-network that sees the observation of its own agent: independent PPO with shared weights (de Witt et al., 2020).
+network that gets the observation of its own agent: independent PPO with shared weights (de Witt et al., 2020).
 
-From palestra comes the env alone: NUM_ENVS games in lock-step on arrays. The library's PPO (`palestra train
-configs/games/spread_mappo.yaml`) has what is left out here: critics that see everything, several policies, normalised
-observations and values, recurrent networks, action masks, agents that act by turns or end early, several processes,
+Only the env is palestra's: NUM_ENVS games in lock-step on arrays. The library's PPO (`palestra train
+configs/games/spread_mappo.yaml`) has what this file leaves out: central critics, several policies, normalised
+observations and values, recurrent networks, action masks, agents that act in turns or end early, several processes,
 checkpoints, and evaluation on held-out games.
 
-tests/test_by_hand.py holds that this file and the library compute the same advantages, losses and gradients.
+tests/test_by_hand.py checks that this file and the library compute the same advantages, losses and gradients.
 
-Shapes: `T` steps, `B` games, `N` agents, `O` numbers of an observation, `R` transitions of a minibatch.
+Shapes: `T` steps, `B` games, `N` agents, `O` size of an observation, `R` transitions of a minibatch.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Agent(nn.Module):
 
 @dataclass
 class Rollout:
-    """Transitions: `obs_TBNO`, `next_obs_TBNO` and `reward_TBN` float32, `action_TBN` int64, `logp_TBN` float32 (of the
-    policy that acted), and bool `terminated_TB` and `done_TB` (terminated, or truncated by the time limit). Where a
+    """Transitions: `obs_TBNO`, `next_obs_TBNO` and `reward_TBN` float32, `action_TBN` int64, `logp_TBN` float32 (under
+    the policy that acted), and bool `terminated_TB` and `done_TB` (terminated, or truncated by the time limit). If a
     game ended, the next observation is its last one, not the first of the next game."""
 
     obs_TBNO: Tensor
@@ -92,14 +92,14 @@ class Rollout:
 
 @torch.no_grad()
 def collect(env: SimpleSpread, agent: Agent, obs_BNO: Tensor) -> tuple[Rollout, Tensor]:
-    """Plays ROLLOUT_LENGTH steps of all games; returns them, and the observation to go on from."""
+    """Plays ROLLOUT_LENGTH steps of all games; returns the transitions, and the observations [B, N, O] after them."""
     steps = []
     for _ in range(ROLLOUT_LENGTH):
         policy = agent.policy(obs_BNO)
         action_BN = policy.sample()
         frame = env.step(action_BN.int().numpy()).copy()  # the env overwrites its arrays
         done_B = torch.from_numpy(frame.done)
-        following = torch.from_numpy(frame.obs)  # a game that ended has begun anew
+        following = torch.from_numpy(frame.obs)  # in place of a game that ended, a new one has begun
         next_obs_BNO = torch.where(done_B[:, None, None], torch.from_numpy(frame.final_obs), following)
         reward_BN, terminated_B = torch.from_numpy(frame.rewards), torch.from_numpy(frame.terminated)
         steps.append((obs_BNO, next_obs_BNO, action_BN, policy.log_prob(action_BN), reward_BN, terminated_B, done_B))
@@ -114,7 +114,7 @@ def collect(env: SimpleSpread, agent: Agent, obs_BNO: Tensor) -> tuple[Rollout, 
 def advantages_and_returns(agent: Agent, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Returns generalised advantage estimates [T, B, N] (Schulman et al., 2016, eq. 16) and the critic's targets.
 
-    A game that was truncated would have gone on: its last step looks ahead to the value of the last observation.
+    A truncated game would have continued: its last step is bootstrapped with the value of the last observation.
     """
     value_TBN, next_value_TBN = agent.value(rollout.obs_TBNO), agent.value(rollout.next_obs_TBNO)
     goes_on_TB1 = (~rollout.terminated_TB).float()[..., None]
@@ -143,7 +143,7 @@ class Minibatch(NamedTuple):
 
 
 def flatten(agent: Agent, rollout: Rollout) -> Minibatch:
-    """Returns the whole rollout as one minibatch, its advantages standardised."""
+    """Returns the whole rollout as one minibatch with standardised advantages."""
     advantage_TBN, return_TBN = advantages_and_returns(agent, rollout)
     return Minibatch(
         rollout.obs_TBNO.flatten(0, 2),

@@ -1,9 +1,9 @@
-"""A team of two in LangGraph, trained as it stands: a coder turns a sum into an expression, which the graph works out,
-and a reasoner has the last word.
+"""A team of two agents in LangGraph, trained without changes to the graph: a coder turns a sum into an expression,
+which the graph evaluates, and a reasoner gives the final answer.
 
     palestra train examples/workflow.yaml
 
-Nothing below knows of training but `episode`, which runs the graph once and says how it went.
+Only `episode` is for training: it runs the graph once and returns the rewards.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from palestra.envs.text.splits import split_of_text
 
 class State(TypedDict, total=False):
     question: str
-    guess: str  # the reasoner's first thought
-    found: str  # what the coder's expression is worth
+    guess: str  # the reasoner's first answer
+    found: str  # the value of the coder's expression
     answer: str
 
 
 def graph(coder: ChatOpenAI, reasoner: ChatOpenAI) -> StateGraph:
-    """Think, calculate, decide."""
+    """Builds the graph: think, calculate, decide."""
 
     def ask(model: ChatOpenAI, role: str, text: str) -> str:
         return str(model.invoke([SystemMessage(role), HumanMessage(text)]).content)
@@ -52,7 +52,7 @@ def graph(coder: ChatOpenAI, reasoner: ChatOpenAI) -> StateGraph:
 
 
 def worth(expression: str) -> str:
-    """What it comes to, or "error" for what is not a plain arithmetic."""
+    """The value of an expression as text; "error" if it is not plain arithmetic."""
     try:
         value = evaluate(expression)
     except (SyntaxError, ValueError, ArithmeticError):
@@ -61,7 +61,7 @@ def worth(expression: str) -> str:
 
 
 def question(play: WorkflowContext) -> str:
-    """A sum of three numbers, the same for the same instance, and in no other split."""
+    """A sum of three numbers, fixed by the instance's seed and of the instance's split."""
     rng = random.Random(f"sum {play.seed}")
     while True:
         a, b, c = (rng.randint(2, 99) for _ in range(3))
