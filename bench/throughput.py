@@ -266,7 +266,7 @@ def own_envs(results: Results, peers: Sequence[str]) -> Sheet:
         rows.append([name(jobs[0]), jobs[0].env, *shown, f"{times:.2f}" if times else "", notes(results, jobs[0])])
     rows.append([name(RAW), RAW.env, "", "", number(results, RAW), "", notes(results, RAW)])
     headings = ("", "env", "training", "sampling", "random moves", "palestra is x", "set up")
-    return Sheet("Steps per second, everybody on its fastest simple_spread", headings, rows)
+    return Sheet("Steps per second, each library on its fastest simple_spread", headings, rows)
 
 
 def python_envs(results: Results, env: str, bare: Job, jobs: Sequence[Job]) -> Sheet:
@@ -283,7 +283,7 @@ def overcooked_env(results: Results) -> Sheet:
     rows = []
     for train, random in zip(*([*overcooked(w), theirs_on_overcooked(w)] for w in OVERCOOKED_WHATS), strict=True):
         rows.append([name(train), number(results, train), number(results, random), notes(results, train)])
-    title = "Steps per second in Overcooked's cramped room, everybody on its own"
+    title = "Steps per second in Overcooked's cramped room, each library on its own implementation"
     return Sheet(title, ("", "training", "random moves", "set up"), rows)
 
 
