@@ -17,13 +17,13 @@ from palestra.engine.gguf import converted_folder
 from palestra.engine.packaged_bases import PACKAGED_BASES, find_gguf
 
 SHIPPED_BASES_DIR = Path(__file__).parent.parent / "bases"
-MIN_EXPERT_SHARE = 0.01  # of the weights, to be worth a note
+MIN_EXPERT_SHARE = 0.01  # share of the weights from which on a note is printed
 MAX_BASE_NAME_LENGTH = 4096  # maximum characters of a name or a path
 
 
 def model_class(config: Any, base: str) -> Any:
     """Returns transformers' class that loads a base with `config`. A model of images and text is loaded whole; its
-    language part is run. Raises ValueError if the base is neither that nor a language model."""
+    language part is run. Raises ValueError for a base of any other kind."""
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in kind._model_mapping:
             return kind

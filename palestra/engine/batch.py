@@ -24,7 +24,7 @@ from palestra.engine.prefix_store import PrefixStore, StoredPart
 from palestra.engine.request import CachedPrompt, LiveSequence, SequenceGroup
 
 KEPT_CACHE_BYTES = 2**26  # empty pools of a batch at rest may keep 64 MiB
-KEPT_FREE_DIVISOR = 4  # where steps are recorded: or a quarter of what is free beside them
+KEPT_FREE_DIVISOR = 4  # where decoding steps are recorded, empty pools may keep a quarter of the free memory
 ADMITTED_TOKENS = 64  # an answer is admitted if there is room for its first 64 tokens
 
 
@@ -33,8 +33,8 @@ class CachedBatch(LiveBatch):
     conversations.
 
     `keep_tokens` is the capacity of the prefix store in tokens, `cache_bytes` the budget of the cache and the store,
-    `prefill_tokens` the maximum number of prompt tokens of a pass. `graphs` records the decoding steps (None: on CUDA
-    such of its own, elsewhere none).
+    `prefill_tokens` the maximum number of prompt tokens of a pass. `graphs` records the decoding steps (None: new ones
+    on CUDA, none on other devices).
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CachedBatch(LiveBatch):
         self._over += without(rows, live)
 
     def _add(self, rows: Sequence[LiveSequence]) -> None:
-        """Makes `rows` live. The order is by adapter also where starting the next group fails."""
+        """Makes `rows` live. Rows are sorted by adapter at any time, even if starting the next group fails."""
         self.rows = sorted([*self.rows, *rows], key=lambda row: row.group.sort_key)
 
     def _place(self, rows: Sequence[LiveSequence]) -> None:
@@ -368,8 +368,8 @@ class CachedBatch(LiveBatch):
         self._regroup(rows)
 
     def _keep(self, row: LiveSequence) -> None:
-        """Stores the keys and values of a row, but not again those that are stored already: with the prompt for a
-        sibling, or from an earlier turn."""
+        """Stores the keys and values of a row, except those that are stored already: the prompt's by a sibling, or
+        those of an earlier turn."""
         owner, prompt = row.group.snapshot_id, row.group.request.prompt_ids
         # the last sampled token was never an input, so it has no keys and values
         ids = np.concatenate([prompt, np.array(row.token_ids[:-1], np.int32)])

@@ -27,8 +27,8 @@ from palestra.engine.attention_terms import NO_TERMS, AttentionTerms, KeySpan, a
 from palestra.engine.kv_cache import pages_of
 from palestra.engine.kv_pages import PAGE_TOKENS, CacheSlot, PagePool
 
-MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed query-key pairs of a part of a prefill;
-MIN_SPLIT_PAIRS = 2**22  # parts with fewer pairs are always merged, since each part has a fixed cost
+MAX_PADDING_RATIO = 1.5  # maximum ratio of computed to needed query-key pairs of a part of a prefill
+MIN_SPLIT_PAIRS = 2**22  # parts of a prefill with fewer pairs are always merged, since each part has a fixed cost
 MAX_SKIPPED_RATIO = 3  # decoding gathers the pages that it reads if more than 3 times as many lie between them
 
 
@@ -231,7 +231,7 @@ class DecodeLayout:
         return self._by_row(values_XF, "sum").view(rows, heads, width)[..., :out_width]
 
     def _shares(self, total_XH: Tensor, top_XH: Tensor, sinks_H: Tensor | None) -> Tensor:
-        """Returns what the unnormalised values of each place are multiplied with."""
+        """Returns the factors of the unnormalised values of each place."""
         top_RH = self._by_row(top_XH, "max")
         sinks_H = None if sinks_H is None else sinks_H.to(top_RH)
         if sinks_H is not None:
@@ -248,8 +248,8 @@ class DecodeLayout:
 
 
 class PagesOfPool:
-    """A part of a decoding step: pages of one pool, with the rows that read them, `row_nQ` [n, Q]. Where fewer than `Q`
-    read a page, others fill its row up: `is_real_nQ` is false there."""
+    """A part of a decoding step: pages of one pool, with the rows that read them, `row_nQ` [n, Q]. If fewer than `Q`
+    rows read a page, its list is padded with others: `is_real_nQ` is false there."""
 
     def __init__(self, slots: Sequence[CacheSlot], row_M: np.ndarray, first_M: np.ndarray) -> None:
         """`slots` are sequences of one pool; `row_M` is the row that reads each, `first_M` the position of its first

@@ -31,7 +31,7 @@ CRITIC_FILE = "critic.safetensors"
 
 def save_trainer(folder: Path, trainer: Trainer) -> None:
     """Writes the trained weights (adapter or full model, critic), the reference if it is not the base, and the
-    optimizer state. `load_trainer` resumes exactly there. All ranks must call it; rank 0 writes."""
+    optimizer state. `load_trainer` restores exactly this state. All ranks must call it; rank 0 writes."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {} if trainer.adapter else _gathered(trainer.engine.model.state_dict(keep_vars=True), trainer)
     slots = _optimizer_state(trainer)
@@ -58,7 +58,7 @@ def save_weights(folder: Path, trainer: Trainer) -> None:
 
 
 def _write_weights(folder: Path, trainer: Trainer, weights: dict[str, Tensor]) -> None:
-    """Writes the adapter, or `weights` as those of the model."""
+    """Writes the adapter, or for a full model the weights `weights`."""
     if trainer.adapter:
         save_adapter(folder, trainer.adapter, trainer.engine.name)
     else:
@@ -93,8 +93,8 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _flat(slots: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a parameter's state. bitsandbytes nests those of 8 bits, reads them flat too, and has
-    numbers of steps that are int."""
+    """Yields the tensors of a parameter's state. bitsandbytes nests 8-bit tensors (it also loads them flat) and stores
+    step counts as int."""
     for slot, value in slots.items():
         if isinstance(value, dict):
             yield from _flat(value)

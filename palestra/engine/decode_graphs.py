@@ -1,5 +1,5 @@
-"""Decoding steps as CUDA graphs: one launch for all the kernels of a step, which the CPU takes longer to launch one by
-one than the GPU to run.
+"""Decoding steps as CUDA graphs: one launch runs all kernels of a step. To launch them one by one takes the CPU longer
+than the GPU needs to run them.
 
 A graph repeats the same kernels on the same memory. A step is therefore recorded for a number of rows and a width of
 page tables, padded up to the next of a few sizes; tokens, lengths, page tables and the adapter of each row are copied
@@ -34,9 +34,9 @@ from palestra.engine.rotary import fused_rotary, watched_rotary
 from palestra.engine.self_check import compare_gaps
 from palestra.engine.step_routes import NO_ADAPTER, AdapterColumns, JoinedLayers, WatchedRoute, join_layers
 
-MIN_USES = 2  # a step is recorded at its second use: that takes as long as five plain ones
-MIN_COVERED_USES = 256  # or later, if one with more rows is there: on a GPU, few rows take hardly less time than many
-MAX_COVER = 8  # at most so many times as many rows: each of those beyond its own repeats the last one's attention
+MIN_USES = 2  # a step is recorded at its second use: recording takes as long as five plain steps
+MIN_COVERED_USES = 256  # later if a recorded step with more rows covers it: few rows take a GPU about as long
+MAX_COVER = 8  # maximum ratio of rows recorded to rows in use: each further row repeats the attention of the last one
 MAX_COLUMNS = 512  # all rows are multiplied with the columns of all adapters
 MAX_STEPS = 64  # recorded steps that are kept: each takes some megabytes
 MIN_TABLE_WIDTH = 16
@@ -54,7 +54,7 @@ class DecodeStep(NamedTuple):
     route: MultiAdapterRoute | None
 
     def logits(self, engine: Engine, route: AdapterRoute | None = None) -> Tensor:
-        """Returns the logits [R, V] of the plain step, with another route than its own if one is given."""
+        """Returns the logits [R, V] of the plain step, under `route` (None: the step's own)."""
         layout = DecodeLayout(self.prompts, self.answers)
         every = engine.tensor(range(len(self.tokens)))
         positions = engine.tensor(layout.position_R)
@@ -242,7 +242,7 @@ class RecordedStep:
 
 
 class PagedLayout:
-    """The attention layout of a decoding step whose shapes are known before it: see DecodeLayout."""
+    """The attention layout of a decoding step with fixed shapes. `DecodeLayout` is the layout of a plain step."""
 
     def __init__(self, pool: PagePool, table: PageTable) -> None:
         self.pool, self.table = pool, table
@@ -276,7 +276,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._anchor: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # the pool ends with the last graph in it
+        self._anchor: tuple[torch.cuda.CUDAGraph, Tensor] | None = None  # keeps the pool: it ends with its last graph
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Records `compute`. Raises RuntimeError if it waits for the GPU, which cannot be recorded."""

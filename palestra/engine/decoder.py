@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """Returns the module that computes last hidden states from token ids. transformers' own lookup goes by names, and
-    finds the whole model or its head in some."""
+    """Returns the module that computes last hidden states from token ids. transformers' own lookup goes by attribute
+    names; for some models it returns the whole model or its head."""
     found = model.get_decoder()
     if found is model or isinstance(found, nn.Linear):
         return getattr(model, "model", model)

@@ -6,7 +6,7 @@ import torch
 
 
 class DeviceNotThere(ValueError):
-    """This machine, or this PyTorch, has no such device."""
+    """Raised if this machine, or this PyTorch, does not have a device."""
 
 
 def resolve_device(device: str) -> str:

@@ -33,7 +33,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """All-reduce: replaces each tensor by its sum over all ranks, in place. The result is bit-identical on all
+        """Replaces each tensor by its sum over all ranks (all-reduce), in place. The result is bit-identical on all
         ranks."""
         if self.world_size == 1:
             return
@@ -44,7 +44,7 @@ class ProcessGroup:
                 tensor.copy_(part.view_as(tensor))
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All-gather: returns every rank's `value` (any picklable object), in order of rank."""
+        """Returns every rank's `value` (any picklable object), in order of rank (all-gather)."""
         if self.world_size == 1:
             return [value]
         things: list[Any] = [None] * self.world_size
@@ -52,7 +52,7 @@ class ProcessGroup:
         return things
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcast: returns rank 0's `value`."""
+        """Returns rank 0's `value` (broadcast)."""
         return self.all_gather(value if self.is_rank_zero else None)[0]
 
     def any_rank(self, flag: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What a pass over one flat row of tokens is given beside the tokens: a layout and a route.
+"""Layouts and routes: the arguments of a pass over one flat row of tokens, beside the tokens.
 
 A *layout* (tree_attention.py for training, cached_attention.py for sampling) defines which tokens each token attends
 to; the model passes it to our attention function, which is registered here. A *route* (lora_routes.py) defines which

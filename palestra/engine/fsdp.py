@@ -51,7 +51,7 @@ class FSDPParams:
 
     def in_pass(self, compute: Callable[[], Any]) -> Any:
         """Returns `compute()`, called in place of the model's own forward: the weights outside the layers, such as the
-        head's, are gathered, and in the backward pass of the tensors that it returns they are again."""
+        head's, are gathered for the call, and again for the backward pass of the tensors that it returns."""
         self.root.forward = lambda: tree_map_only(Tensor, _without_view, compute())
         try:
             return self.root()

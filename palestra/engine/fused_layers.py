@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CACHED_NUMBERS = 2**18  # of a chunk of a gated MLP: its four tensors fit a processor's second cache or nearly
+CACHED_NUMBERS = 2**18  # elements of a chunk of a gated MLP: its four tensors fit a processor's L2 cache, or nearly
 
 Forward = Callable[[Tensor], Tensor]
 

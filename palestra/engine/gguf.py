@@ -101,20 +101,20 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def split_digits(tokenizer: Any, fields: Any) -> None:
-    """Lets the tokenizer of a SmolLM file treat each digit apart, as the file asks for; transformers 5.23 does not read
-    that field, and tokenises spaces before digits differently."""
+    """Makes the tokenizer of a SmolLM file split numbers into digits, as the file asks for; transformers 5.23 does not
+    read that field, and tokenises spaces before digits differently."""
     if _field(fields, "pre") == "smollm":
         digits, words = Digits(individual_digits=True), ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence([digits, words])
 
 
 def check_tokenizer(tokenizer: Any, fields: Any, file: Path) -> None:
-    """Raises ValueError unless the tokenizer has the end token of the file, and gives back the text that it is given
-    (transformers 5.17 takes another end token, and decodes bytes as characters)."""
+    """Raises ValueError unless the tokenizer has the end token of the file, and decodes a text's tokens to the same
+    text (transformers 5.17 takes another end token, and decodes bytes as characters)."""
     end = _field(fields, "eos_token_id")
     fault = ""
     if end is not None and tokenizer.eos_token_id != end:
-        fault = f"its end token is {tokenizer.eos_token_id}, that of the file {end}"
+        fault = f"its end token is {tokenizer.eos_token_id}, but the file has {end}"
     elif _field(fields, "model") == "gpt2":  # by bytes: every text has tokens
         found = tokenizer.decode(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False))
         fault = "" if found == SAMPLE_TEXT else f"{SAMPLE_TEXT!r} becomes {found!r}"

@@ -1,10 +1,10 @@
 """The output head a chunk of rows at a time: log-probabilities and entropies of tokens without the logits of all rows.
 
-Logits are by far the largest tensors of a training pass: one row has as many values as the vocabulary has words. If
+Logits are by far the largest tensors of a training pass: one row has as many values as the vocabulary has tokens. If
 all rows together have at most `MAX_LOGITS` values, they are one chunk and autograd keeps its logits. Otherwise only the
 logits of one chunk exist at a time. With a frozen head, the gradient of a token's log-probability with respect to its
-hidden state is computed while the logits are there, and scaled in the backward pass: it depends on the loss only by
-one factor per token, so nothing is computed twice. With a trained head, chunks are recomputed in the backward pass.
+hidden state is computed while the logits are there, and scaled in the backward pass: it depends on the loss only by one
+factor per token, so nothing is computed twice. With a trained head, chunks are recomputed in the backward pass.
 
 Logits are computed by the model itself, since some models scale or cap the output of their head.
 
@@ -30,15 +30,15 @@ MAX_TOKENS_PER_ROW = 1.5  # with more, computing each row twice costs less than 
 
 
 class LMHead:
-    """The output head of `engine` with the adapters of `route`, in the engine's autocast dtype of this moment."""
+    """The output head of `engine` with the adapters of `route`, in the autocast dtype that the engine has when the head
+    is created."""
 
     def __init__(self, engine: Engine, route: AdapterRoute | None) -> None:
         self.engine, self.route, self.autocast_dtype = engine, route, engine.autocast_dtype
         self.vocab_size = engine.vocab_size
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
-        """Returns the logits [R, V] in at least float32, under the route that the head was made with, also in a
-        backward pass."""
+        """Returns the logits [R, V] in at least float32, under the head's route and dtype, also in a backward pass."""
         with self.engine.precision_context(self.autocast_dtype):
             return widen(self.engine.head_logits(hidden_RH, self.route))
 
@@ -173,7 +173,7 @@ class FrozenHeadScore(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         kinds = (1 + entropy_grad) if ctx.needs_input_grad[0] else 0
         grads = [torch.empty_like(hidden_MH) for _ in range(kinds)]
-        # all that is kept is allocated first: between the chunks it would tear holes that the next one does not fit in
+        # results are allocated before the chunks: allocations between chunks would fragment the memory
         dtype = torch.promote_types(hidden_MH.dtype, torch.float32)
         logp_M, entropy_M = (hidden_MH.new_empty(len(hidden_MH), dtype=dtype) for _ in range(2))
         for rows in row_chunks(len(hidden_MH), head.vocab_size):

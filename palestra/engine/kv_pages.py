@@ -80,7 +80,7 @@ class PagePool:
     def __init__(self, memory: CacheMemory, layers: int, empty: Tensor, *, stays: bool = False) -> None:
         """`empty` [2, 0, h, P, D] has the pool's shape, device and dtype."""
         self.memory, self.kv, self.stays = memory, [empty] * layers, stays
-        self._owners: list[tuple[CacheSlot, int]] = []  # of each page in use: its sequence, and which page of it
+        self._owners: list[tuple[CacheSlot, int]] = []  # the sequence of each page in use, and the page's index in it
 
     @property
     def kv_heads(self) -> int:
@@ -155,7 +155,7 @@ class PagePool:
                 self._resize(self.num_used)
 
     def free(self) -> None:
-        """Frees the memory of an empty pool: slots that were in it may refer to it for as long as their requests."""
+        """Frees the memory of an empty pool. The pool object may live on: slots of past requests refer to it."""
         self.memory.release(self.bytes)
         self.kv = [kv.new_empty((2, 0, *kv.shape[2:])) for kv in self.kv]
 

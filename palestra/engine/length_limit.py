@@ -1,8 +1,8 @@
-"""Rotary embeddings that depend on the longest sequence of a batch (LongRoPE, "dynamic"), kept to where they do not.
+"""Length limits for rotary embeddings that depend on the longest sequence of a batch (LongRoPE, "dynamic").
 
-Beyond a length that the config names, the embedding of every token changes. A packed row would differ from separate
-sequences then, and keys in the cache from those of the whole sequence. Up to that length all is as ever, so sequences
-end there.
+Beyond a length that the config names, the embedding of every token changes. A packed row would then differ from
+separate sequences, and keys in the cache from those of the whole sequence. Up to that length nothing depends on the
+batch, so sequences end there.
 
 Bases with LongRoPE have two sets of factors, short ones up to that length and long ones beyond. With the long ones for
 sequences of every length (`use_long_factors`) nothing depends on the batch, and sequences may be as long as the base

@@ -56,7 +56,7 @@ def pack_weights(layers: Iterable[nn.Module]) -> None:
     large = [layer for layer in layers if type(layer) is nn.Linear and layer.weight.numel() > MIN_WEIGHTS]
     if packed_bytes(layer.weight.numel() for layer in large):
         for layer in large:
-            layer.__dict__.setdefault("packed_weight", PackedWeight())  # no parameter of the model
+            layer.__dict__.setdefault("packed_weight", PackedWeight())  # not a parameter of the model
 
 
 def packed_bytes(sizes: Iterable[int]) -> int:
@@ -97,7 +97,7 @@ def low_rank_grads(x: Tensor, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tenso
 
 
 def padded_rows(rows: int) -> int:
-    """Returns the number of rows with which a product of `rows` rows is computed, of which there are few."""
+    """Returns `rows` rounded up to one of a few numbers of rows, with which the product is computed."""
     thirty_second = 2 ** (rows.bit_length() - 6) if rows >= 1024 else 0
     step = 4 if rows <= 16 else 8 if rows <= 256 else max(32, thirty_second)
     return -(-rows // step) * step

@@ -46,7 +46,7 @@ class LiveBatch(ABC):
 
     @abstractmethod
     def clear_cache(self) -> None:
-        """Drops what is kept of earlier snapshots."""
+        """Drops the stored keys, values and weights of earlier snapshots."""
 
     @abstractmethod
     def release_memory(self) -> None:
@@ -76,8 +76,8 @@ class LiveBatch(ABC):
 
     @abstractmethod
     def fitting(self, group: SequenceGroup, count: int, free: int, *, new_prompt: bool) -> tuple[int, int]:
-        """Returns how many of `count` more siblings of `group` there is room for at their start in `free` bytes, and
-        the bytes that they take, with their prompt if it is new."""
+        """Returns how many of `count` more siblings of `group` can start in `free` bytes, and the bytes that they take
+        (with `new_prompt`, their prompt's too)."""
 
     @abstractmethod
     def grow(self, rows: Sequence[LiveSequence]) -> None:
@@ -86,7 +86,7 @@ class LiveBatch(ABC):
 
     @abstractmethod
     def preempt(self, rows: Sequence[LiveSequence]) -> None:
-        """Takes the memory of live rows away; their groups keep their tokens as `preempted`."""
+        """Frees the cache slots of live rows; their groups keep their tokens as `preempted`."""
 
     @abstractmethod
     def release_idle(self, keep: Sequence[SequenceGroup] = ()) -> bool:
@@ -99,8 +99,8 @@ class LiveBatch(ABC):
 
     @abstractmethod
     def rest(self) -> None:
-        """Called when there are no more requests: restores the budget, and frees much unused memory, since training
-        may need it."""
+        """Restores the budget and frees much unused memory, since training may need it. Called when there are no more
+        requests."""
 
     def _row(self, group: SequenceGroup, k: int) -> LiveSequence:
         """Returns the new row of sibling `k`."""

@@ -30,7 +30,8 @@ Weights = dict[str, tuple[Tensor, Tensor]]
 
 def find_linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns the linear layers of the model's decoder and its head, by name in model order: nn.Linear, GPT-2's Conv1D,
-    and subclasses, such as quantised ones, that return one tensor. Not the routers of experts that return several."""
+    and subclasses, such as quantised ones, that return one tensor. Routers of experts, which return several, are left
+    out."""
     decoder, head = decoder_of(model), model.get_output_embeddings()
     inside = {id(module) for module in decoder.modules()} | {id(head)}
     return {

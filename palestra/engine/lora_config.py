@@ -44,7 +44,7 @@ class LoraVariantsConfig(StrictModel):
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(
-                    f"{pattern!r} in rank_pattern or alpha_pattern is no regular expression ({error})"
+                    f"{pattern!r} in rank_pattern or alpha_pattern is not a regular expression ({error})"
                 ) from error
         if low := [name for name, rank in self.rank_pattern.items() if rank < 1]:
             raise ValueError(f"rank_pattern.{low[0]} must be at least 1: a rank is the number of columns of a matrix")

@@ -29,7 +29,7 @@ MAX_MERGED_WEIGHTS = 2**18  # layers with at most this many weights are merged: 
 
 class SingleAdapterRoute:
     """The route of a single-adapter training pass: every row uses the adapter, and gradients flow into it. `dropout`
-    is that of the pass (None: none)."""
+    holds the pass's dropout masks (None: no dropout)."""
 
     def __init__(self, adapter: Adapter, dropout: Dropout | None = None) -> None:
         self.adapter, self.dropout = adapter, dropout
@@ -110,9 +110,11 @@ class MergedLinear(torch.autograd.Function):
 
 
 class LowRankLinear(torch.autograd.Function):
-    """`x W' + bias + scale * (x A') B'` with a frozen `W`, in the dtype of `x`; the gradients of A and B are in theirs.
+    """`x W' + bias + scale * (x A') B'` with a frozen `W`, in the dtype of `x`; the gradients of A and B have the
+    dtypes of A and B.
 
-    A third of the kernels of these products as separate nodes: on a GPU, launching them takes longer than running them.
+    It launches a third of the kernels that separate autograd nodes would: on a GPU, launching them takes longer than
+    running them.
     """
 
     @staticmethod

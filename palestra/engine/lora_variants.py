@@ -1,7 +1,7 @@
 """Computations of adapters other than plain LoRA: DoRA, dropout, adapted experts, and modules trained in full.
 
-These pass through each block of a flat row alone, by the layer's own output: the fast ways of lora_routes.py (merged
-and stacked weights) are for adapters that are `mergeable`.
+They are applied to each block of a flat row separately, on the layer's own output. The faster ways of lora_routes.py
+(merged and stacked weights) need adapters that are `mergeable`.
 
 Shapes: `E` experts, `r` rank; `A [E, r, in]` and `B [E, out, r]` of stacked experts.
 """
@@ -58,8 +58,8 @@ class Extras:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Masks of one training pass, a pure function of `seed`: a recomputed layer, and a resumed run, has the same. All
-    parts of a pass that have one shape, such as chunks of the head, have the same mask."""
+    """Masks of one training pass, a pure function of `seed`: a recomputed layer and a resumed run use the same masks.
+    All parts of a pass that have one shape, such as chunks of the head, have the same mask."""
 
     probability: float
     seed: int
@@ -111,8 +111,8 @@ def new_extras(
 
 
 def _saved_modules(wanted: Sequence[str], linears: Mapping[str, nn.Module], model: PreTrainedModel) -> list[str]:
-    """Returns the names of the modules that `modules_to_save` names, in model order. PEFT takes every module whose name
-    ends so, with or without a dot."""
+    """Returns the names of the modules that `modules_to_save` selects, in model order. As in PEFT, an entry selects
+    every module whose name ends with it, with or without a dot before it."""
     embedding = next((name for name, m in model.named_modules() if m is model.get_input_embeddings()), None)
     found = []
     for target in wanted:
@@ -216,7 +216,7 @@ def variant_output(
 def linear_by_blocks(
     blocks: Sequence[tuple[Any, int]], own: Callable[[Any, Tensor], Tensor], name: str, x: Tensor, layer: Any
 ) -> Tensor:
-    """Returns the output of a linear layer for rows of several adapters, each block of rows alone; `blocks` are their
+    """Returns the output of a linear layer for rows of several adapters, computed block by block; `blocks` are their
     routes (None: the bare base) and sizes."""
     parts = x.split([count for _, count in blocks], dim=-2)
     outputs = [
@@ -268,7 +268,7 @@ def call_by_blocks(
     route: Any, name: str, module: nn.Module, own: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Returns the output of the embeddings or experts `name` for rows of several adapters: in one call if none replaces
-    a parameter, else each block of rows alone."""
+    a parameter, else block by block."""
     axis = 1 if isinstance(module, nn.Embedding) else args[0].dim() - 2
     size = args[0].shape[axis]
     blocks = [(each, count) for each, count in route.blocks(size) if count]

@@ -1,5 +1,5 @@
-"""Settings of glibc's malloc for freed memory, which take up to a third of the CPU time of small models; and how
-much memory there is."""
+"""Settings of glibc's malloc: without them, allocating freed memory again takes up to a third of the CPU time of small
+models. Also the sizes of the machine's memory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def release_freed_memory() -> None:
 
 
 def mapped_zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Returns zeros of `shape` with the dtype and device of `like`. On CPU a large tensor has memory of its own, which
-    the system gets back with the tensor's end and gives only where it is written to.
+    """Returns zeros of `shape` with the dtype and device of `like`. On CPU a large tensor has its own mapping: the
+    system provides pages as they are written to, and gets them back when the tensor is freed.
 
-    `keep_freed_memory` would keep it, in pieces that a slightly larger tensor does not fit in.
+    With `keep_freed_memory` malloc would keep that memory, in pieces too small for a slightly larger tensor.
     """
     size = torch.Size(shape).numel() * like.element_size()
     if like.device.type != "cpu" or size < MIN_MAPPED_BYTES or not hasattr(mmap, "MAP_PRIVATE"):

@@ -1,8 +1,7 @@
 """Estimates of the memory that a base model takes in sampling and training, from the shapes in its config.
 
-The counts of activations are those of the engine's own passes (models.py, lora_routes.py, tree_attention.py) of a
-decoder with gated MLPs; other decoders differ a little. tests/builders/test_memory_plan.py compares them with
-measured peaks.
+The activations are counted for the engine's own passes (models.py, lora_routes.py, tree_attention.py) of a decoder with
+gated MLPs; other decoders differ a little. tests/builders/test_memory_plan.py compares them with measured peaks.
 
 Units: bytes, unless named otherwise. A token's values: `width` of the model, `query` and `kv` of all its heads,
 `inner` of the MLP.
@@ -50,8 +49,8 @@ class ModelShape:
 
 
 def model_shape(base: str) -> ModelShape:
-    """Returns the sizes of the base `base`, of which only the config is read. Raises ValueError if it has none that
-    transformers can build."""
+    """Returns the sizes of the base `base`, from its config alone. Raises ValueError if transformers cannot build a
+    model from its config."""
     path = resolve_base(base)
     try:
         config = AutoConfig.from_pretrained(path)
@@ -63,7 +62,7 @@ def model_shape(base: str) -> ModelShape:
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
-    """Returns the sizes of a decoder, whose weights are not read."""
+    """Returns the sizes of a decoder, without reading its weights."""
     text = model.config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -105,23 +104,23 @@ def adapter_params(shape: ModelShape, config: LoraConfig) -> int:
 
 
 def packed_copy_bytes(shape: ModelShape) -> int:
-    """Returns the packed copies of a base's float32 weights for sampling on CPU; 0 if it is too large for them."""
+    """Returns the bytes of the packed copies of a base's float32 weights for sampling on CPU; 0 if it is too large."""
     return packed_bytes(inputs * outputs for inputs, outputs in shape.linears.values())
 
 
 def cache_bytes(
     shape: ModelShape, answers: int, prompts: int, *, max_tokens: int, prompt_tokens: int, size: int, on_cpu: bool
 ) -> int:
-    """Returns the KV cache of `answers` answers of `max_tokens` tokens to `prompts` prompts, in elements of `size`
-    bytes, with what is spare after it has grown: on a GPU up to as much again."""
+    """Returns the bytes of a KV cache with `answers` answers of `max_tokens` tokens to `prompts` prompts and elements
+    of `size` bytes, with the spare pages of a cache that has grown: on a GPU up to as many again."""
     page_bytes = 2 * shape.layers * shape.kv * size * PAGE_TOKENS
     pages = answers * pages_of(max_tokens) + prompts * pages_of(prompt_tokens)
     return page_bytes * (pages + pages // (SLACK_DIVISOR if on_cpu else 1))
 
 
 def activation_bytes(shape: ModelShape, tokens: int, *, size: int, checkpointing: bool) -> int:
-    """Returns the activations that a training pass of `tokens` tokens keeps for its backward pass, and the temporary
-    ones of one layer."""
+    """Returns the bytes of the activations that a training pass of `tokens` tokens keeps for its backward pass, and of
+    the temporary ones of one layer."""
     # residual stream and its norm, twice; queries, gathered and not, output and its rows; keys likewise, values; gate,
     # other half and product of the MLP (fused_layers.py)
     kept = 4 * shape.width + 4 * shape.query + 3 * shape.kv + 3 * shape.inner
@@ -132,14 +131,14 @@ def activation_bytes(shape: ModelShape, tokens: int, *, size: int, checkpointing
 
 
 def pass_bytes(shape: ModelShape, tokens: int, *, size: int) -> int:
-    """Returns the temporary activations of a pass without gradients: those of one layer."""
+    """Returns the bytes of the temporary activations of a pass without gradients: those of one layer."""
     return tokens * size * (3 * shape.width + max(3 * shape.query + 4 * shape.kv, 3 * shape.inner))
 
 
 def logits_bytes(shape: ModelShape, tokens: int, *, trained: bool, on_cpu: bool) -> int:
-    """Returns the logits that exist at a time in a pass that reads those of `tokens` tokens: in training, those of a
-    chunk that autograd keeps and their gradients; in sampling, all in float32 and, for a chunk, their probabilities and
-    float64 cumulative sums."""
+    """Returns the bytes of the logits that exist at a time in a pass that reads those of `tokens` tokens: in training,
+    those of a chunk that autograd keeps and their gradients; in sampling, all in float32 and, for a chunk, their
+    probabilities and float64 cumulative sums."""
     logits = tokens * shape.vocab
     if trained:
         return TRAINED_LOGITS_BYTES * min(logits, MAX_LOGITS)
@@ -149,8 +148,8 @@ def logits_bytes(shape: ModelShape, tokens: int, *, trained: bool, on_cpu: bool)
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """Memory of one part of a run: its name, bytes, and what the number comes from. `phase` is "sampling" or "training"
-    for memory of one phase only: the phases do not overlap."""
+    """Memory of one part of a run: its name, bytes, and how they were computed. `phase` is "sampling" or "training" for
+    memory of one phase only: the phases do not overlap."""
 
     name: str
     bytes: int
@@ -159,6 +158,6 @@ class MemoryPart:
 
 
 def peak_bytes(parts: Sequence[MemoryPart]) -> int:
-    """Returns the peak memory of a run: what is always there, and the larger of its two phases."""
+    """Returns the peak memory of a run in bytes: the parts without a phase, and the larger of its two phases."""
     phases = [sum(part.bytes for part in parts if part.phase == phase) for phase in ("", "sampling", "training")]
     return phases[0] + max(phases[1:])

@@ -22,7 +22,7 @@ from palestra.engine.tree_attention import Forest, TreeLayout, build_forest, pad
 from palestra.losses.policy import LossInputs
 from palestra.types import Sample
 
-MIN_PADDED_TOKENS = 1024  # of a pass: in smaller ones it costs less to add rows to each product (linear.py)
+MIN_PADDED_TOKENS = 1024  # smaller passes get no dummy tokens: adding rows to each product costs less (linear.py)
 
 
 @dataclass(frozen=True)

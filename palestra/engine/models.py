@@ -83,7 +83,7 @@ class Engine:
         self._kept: AdapterRoute | None = None
         self._experts: ReplayedExperts | None = None
         self._routers: list[Router] | None = None
-        self._decoder_output: Any = BaseModelOutputWithPast  # of the last pass: models read fields of their own from it
+        self._decoder_output: Any = BaseModelOutputWithPast  # of the last pass: models have output classes of their own
         self._recompute = False
         if plain:
             set_attention(model, "eager")
@@ -140,18 +140,18 @@ class Engine:
             quantize_model(model, quantize)
         model = model.to(device).eval().requires_grad_(False)
         engine = choose_engine(model, base, lambda of, plain: cls(of, tokenizer, base, plain=plain))
-        release_freed_memory()  # what loading took beside the weights
+        release_freed_memory()  # memory that loading used beyond the weights
         return engine
 
     def release_freed_memory(self) -> None:
-        """Returns the freed memory of a large model to the system, between the parts of a step: its pieces do not fit
-        what the next part allocates, which would take new memory beside them."""
+        """Returns freed memory to the system between the parts of a step, for large models: the next part could not use
+        its pieces and would allocate new memory in addition."""
         if self.device.type == "cpu" and sum(p.nbytes for p in self.model.parameters()) >= LARGE_MODEL_BYTES:
             release_freed_memory()
 
     def notes(self) -> list[str]:
-        """Returns what a user should know about how the base runs, a line each: that it is on the plain path, and that
-        adapters reach stacked experts by `target_parameters` only."""
+        """Returns notes for the user on how the base runs, a line each: that it is on the plain path, and that adapters
+        reach stacked experts by `target_parameters` only."""
         path = self.plain_path
         lines = [plain_note(self.name, path.reason, uses_cache=path.uses_cache)] if path else []
         return lines + expert_notes(self.name, self.model)
@@ -259,7 +259,7 @@ class Engine:
     @contextlib.contextmanager
     def use_route(self, route: AdapterRoute | None, keep_M: Tensor | None = None) -> Iterator[None]:
         """Context in which every linear layer uses `route`. If only the rows `keep_M` continue to the end, the head
-        uses the route of those."""
+        uses the route of these rows."""
         before = self._route, self._kept
         self._route, self._kept = route, route if route is None or keep_M is None else route.narrow(keep_M)
         try:
@@ -269,8 +269,8 @@ class Engine:
 
     @property
     def routers(self) -> list[Router]:
-        """The routers of a mixture of experts, which from now on use the experts of `use_experts`. Raises ValueError if
-        they cannot, or the base is on the plain path."""
+        """The routers of a mixture of experts; inside `use_experts` they use the experts given there. Raises ValueError
+        if they cannot, or the base is on the plain path."""
         if self._routers is None:
             if self.plain_path:
                 raise ValueError(
@@ -283,7 +283,7 @@ class Engine:
 
     @contextlib.contextmanager
     def use_experts(self, experts_SLK: Tensor | None, keep_M: Tensor) -> Iterator[None]:
-        """Context of a pass in which the routers use these experts (None: their own)."""
+        """Context of a pass in which the routers use the experts `experts_SLK` (None: their own choice)."""
         if experts_SLK is not None:
             self._experts = ReplayedExperts(experts_SLK, experts_SLK[keep_M])
         try:
@@ -315,7 +315,7 @@ class Engine:
 
     @property
     def vocab_size(self) -> int:
-        """Number of words of the vocabulary: logits per row."""
+        """Number of tokens of the vocabulary: logits per row."""
         return int(self.model.config.get_text_config().vocab_size)
 
     def hidden_states(
@@ -345,7 +345,7 @@ class Engine:
                 return self.plain_path.head_logits(hidden_MH)
             decoder, known = decoder_of(self.model), self._decoder_output(last_hidden_state=hidden_MH[None])
             whole, decoder.forward = decoder.forward, lambda *args, **kwargs: known
-            ids = torch.zeros(1, len(hidden_MH), dtype=torch.long, device=hidden_MH.device)  # some look at its shape
+            ids = torch.zeros(1, len(hidden_MH), dtype=torch.long, device=hidden_MH.device)  # some read its shape
             try:
                 # a squeezed tensor's gradient is a view, that of [0] is not
                 # the class's forward: a sharded model's hooks are those of the pass around this

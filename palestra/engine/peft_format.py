@@ -1,7 +1,7 @@
 """Saves and loads adapters in PEFT's format.
 
-An adapter folder holds `adapter_config.json` and `adapter_model.safetensors`, which `peft`, vLLM and others load as
-they are. A and B of stacked experts are matrices there: `A [r*E, in]`, expert by expert, and `B [out, r*E]`, rank by
+An adapter folder holds `adapter_config.json` and `adapter_model.safetensors`, which `peft`, vLLM and others load
+unchanged. A and B of stacked experts are matrices there: `A [r*E, in]`, expert by expert, and `B [out, r*E]`, rank by
 rank. Where one module has several stacked weights with an adapter, PEFT wraps it once for each, so that all but the
 last have names with `base_layer` in them.
 
@@ -97,8 +97,8 @@ def _named_tensors(weights: Weights, extras: Extras) -> Iterator[tuple[str, Tens
 
 
 def _wrapped_names(parameters: Iterable[str]) -> dict[str, str]:
-    """Returns PEFT's name of the wrapper of each stacked weight, which it wraps in the order of `parameters`: that of
-    the model. The first is the innermost."""
+    """Returns PEFT's name of the wrapper of each stacked weight, which it wraps in the order of `parameters` (model
+    order). The first is the innermost."""
     of_module: dict[str, list[str]] = {}
     for name in parameters:
         of_module.setdefault(name.rpartition(".")[0], []).append(name)
@@ -177,7 +177,8 @@ def _drop_base_weights(tensors: dict[str, Tensor], engine: Engine, folder: Path)
 
 
 def _config(about: Mapping[str, Any], tensors: Mapping[str, Tensor], engine: Engine, folder: Path) -> LoraConfig:
-    """Returns the config of an adapter with these tensors. Raises ValueError if the base has not its layers."""
+    """Returns the config of an adapter with these tensors. Raises ValueError if the base does not have the adapted
+    layers."""
     adapted = [key.removesuffix(A_END) for key in tensors if key.endswith(A_END)]
     experts = _stacked_names(adapted, about, engine)
     linear = [name for name in adapted if name not in experts.values()]

@@ -3,8 +3,8 @@
 Recurrent layers, convolutions and attention of other kinds mix neighbouring tokens of a row, so sequences cannot share
 one. Here every sequence is a row of its own. In training, the sequences of a forest are unrolled and padded on the
 right, which no causal model sees from the left. In sampling, only sequences of equal length share a batch, since
-padding would enter a recurrent state. The results are those of the model alone; what is shared between sequences is
-computed once for each, so this is slower.
+padding would enter a recurrent state. The results are the model's own. Shared prefixes are computed again for each
+sequence, so this is slower.
 
 Everything around a pass is the same as on the packed path: flat rows go in and come out.
 
@@ -42,7 +42,7 @@ class UnrolledPath(NamedTuple):
 
 class PlainPath:
     """Runs the model of `engine` as transformers does. `reason` says why it is not on packed rows; with `uses_cache`
-    false every token of an answer is computed again for the next one."""
+    false each new token computes the whole sequence again."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.reason, self.uses_cache = engine, "", True
@@ -50,14 +50,14 @@ class PlainPath:
         self._own_forward = decoder.forward
         accepted = inspect.signature(decoder.forward).parameters
         self._cache_name = next((name for name in CACHE_NAMES if name in accepted), None)
-        self._takes_positions = "position_ids" in accepted  # some guess them wrongly from their cache
+        self._takes_positions = "position_ids" in accepted  # some models guess positions wrongly from their cache
         self._output_class: Any = None
         self._known: Tensor | None = None
         decoder.forward = self._forward
 
     def _forward(self, *args: Any, layout: Any = None, keep_M: Tensor | None = None, **kwargs: Any) -> Any:
-        """Takes the place of the decoder's forward: runs the sequences of a layout, gives known hidden states to the
-        head, or else runs as ever."""
+        """Replaces the decoder's forward. Returns the hidden states that were given for the head, if any; runs the
+        sequences of `layout`, if given; else runs the decoder's own forward."""
         if self._known is not None:
             return self._output_class(last_hidden_state=self._known)
         if layout is None:
@@ -128,7 +128,7 @@ class PlainPath:
 
     def prefill(self, ids_BT: Tensor, route: AdapterRoute | None) -> tuple[Tensor, Any]:
         """Returns the logits [B, V] after sequences of equal length, and transformers' cache of them (None if the model
-        gives none that can be divided)."""
+        returns none that can be split by sequence)."""
         return self._cached(ids_BT, {}, route)
 
     def decode(self, ids_B: Tensor, position: int, cache: Any, route: AdapterRoute | None) -> tuple[Tensor, Any]:
@@ -148,7 +148,8 @@ class PlainPath:
 
 
 def select_sequences(cache: Any, index: Tensor) -> Any:
-    """Returns the cache of the sequences `index` [n] (an index may occur several times); `cache` is used up."""
+    """Returns the cache of the sequences `index` [n] (an index may occur several times). `cache` is changed in place
+    and must not be used again."""
     cache.reorder_cache(index)
     return cache
 

@@ -1,8 +1,8 @@
-"""The live batch of models on the plain path: rows of equal length share a pass and a cache of transformers'.
+"""The live batch of models on the plain path: rows of equal length share a pass and a transformers cache.
 
 A *cohort* is a set of rows of one adapter and one length. It begins with prompts of equal length that are computed
-together, with a copy of a prompt's cache for each of its answers, and ends with its last row. A cache is used up by the
-pass that extends it; if that fails, the cohort's sequences are computed again from their tokens.
+together, with a copy of a prompt's cache for each of its answers, and ends with its last row. A pass changes the cache
+that it extends; if it fails, the cohort's sequences are computed again from their tokens.
 
 Shapes: `B` prompts or rows of a cohort, `T` their length, `R` rows, `V` vocabulary.
 """
@@ -58,7 +58,7 @@ class PlainBatch(LiveBatch):
         pass  # nothing is kept
 
     def release_memory(self) -> None:
-        pass  # a cache goes with its rows
+        pass  # a cache is freed with its rows
 
     def start(self, groups: list[SequenceGroup]) -> None:
         groups = sorted(groups, key=_cohort_key)
@@ -120,7 +120,7 @@ class PlainBatch(LiveBatch):
         self._over += without(rows, live)
 
     def _split(self, cohort: Cohort, chosen: set[LiveSequence]) -> Cohort:
-        """Returns the cohort of the chosen rows of `cohort`; the others stay behind in one of their own."""
+        """Returns a cohort of the chosen rows of `cohort`; the other rows stay in `cohort`."""
         mine = [row for row in cohort.rows if row in chosen]
         if len(mine) == len(cohort.rows):
             return cohort
@@ -206,5 +206,5 @@ def _route(group: SequenceGroup) -> SnapshotRoute | None:
 
 
 def _cohort_key(group: SequenceGroup) -> tuple[tuple[bool, str, int], int]:
-    """Sort key of groups: by adapter, then by the length of the prompt."""
+    """Returns the sort key of a group: by adapter, then by the length of the prompt."""
     return group.sort_key, group.prompt_length

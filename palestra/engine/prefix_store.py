@@ -29,7 +29,7 @@ class StoredPart:
 
 
 class PrefixStore:
-    """Conversations as parts, in order: what several have in common, such as a prompt, is stored once.
+    """Conversations as lists of parts: a part that several share, such as a prompt, is stored once.
 
     Beyond `capacity` tokens, or the limit of `memory`, the least recently used entries are dropped. `owner` is the id
     of the snapshot that computed an entry: the same tokens have other keys and values under another adapter.

@@ -1,8 +1,8 @@
-"""Reads off a model what its attention layers do: heads, widths, windows and chunks, as the model's own code asks for.
+"""Finds out what a model's attention layers do (heads, widths, windows, chunks) by running the model's own code.
 
 A pass of a few tokens runs with an attention function that only records its calls, and with a mask function that gets
-the predicate (query position, key position) of each mask that the model creates. No table of architectures is needed,
-and none can be out of date.
+the predicate (query position, key position) of each mask that the model creates. No table of architectures has to be
+maintained.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _equal(mask_function: Callable[..., Tensor], span: KeySpan | None, device: A
     try:
         found = mask_function(zero, zero, at[:, None], at[None])
     except (IndexError, RuntimeError):
-        return False  # a mask of the batch at hand, not of positions
+        return False  # a mask that depends on the batch, not on positions alone
     return torch.equal(found.expand_as(expected).cpu(), expected)
 
 
@@ -111,7 +111,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def restore_forwards(model: PreTrainedModel) -> None:
-    """Gives all modules of a model that an engine ran their own forwards back, and eager attention."""
+    """Undoes an engine's changes to a model: all modules get their own forwards again, and eager attention."""
     for module in model.modules():
         module.__dict__.pop("forward", None)
     set_attention(model, "eager")
@@ -163,8 +163,8 @@ def _shape(calls: list[_Call]) -> AttentionShape:
 
 
 def longest_span(model: PreTrainedModel) -> int:
-    """Returns the size of the model's longest window or chunk of keys, 0 if all layers attend to all earlier keys. Of a
-    model that was not probed to its end, the config tells."""
+    """Returns the size of the model's longest window or chunk of keys, 0 if all layers attend to all earlier keys. If
+    probing the model failed, this is read from its config."""
     spans = [module.__dict__.get("key_span", module) for module in model.modules()]
     if found := [span for span in spans if isinstance(span, KeySpan | None)]:
         return max((span.size for span in found if span), default=0)
@@ -174,7 +174,7 @@ def longest_span(model: PreTrainedModel) -> int:
 
 
 def _own_parts(module: nn.Module) -> set[str]:
-    """Returns the kinds of parts of an attention module that may do more than work on each token by itself: an indexer
-    or a compressor of keys shows only in sequences longer than what it selects or joins."""
+    """Returns the class names of parts of an attention module that may mix tokens, such as an indexer or a compressor
+    of keys. Their effect shows only in sequences longer than what they select or join."""
     parts = [part for part in module.children() if not isinstance(part, nn.Linear | Conv1D)]
     return {name for name in (type(part).__name__ for part in parts) if not name.endswith(KNOWN_PARTS)}

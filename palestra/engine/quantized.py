@@ -1,9 +1,8 @@
 """Frozen linear layers of 4 or 8 bits, on which adapters of full precision are trained (QLoRA, Dettmers et al., 2023).
 
 Only the weights are quantised, in blocks with one float32 scale: NF4 has 16 levels, the quantiles of a normal
-distribution, in blocks of 64 values; int8 has 255 equal steps in each row. Every pass computes a layer's weights anew,
-so that an output is that of the dequantised weights, and no copy is kept for the backward pass. It is plain torch on
-any device; fast kernels are not used.
+distribution, in blocks of 64 values; int8 has 255 equal steps in each row. Every pass dequantises a layer's weights
+again, so no copy is kept for the backward pass. It is plain torch on any device; fast kernels are not used.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ NF4_LEVELS = (  # Dettmers et al., 2023, appendix E
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer of which `weight` holds codes, uint8 (two of 4 bits each in NF4), and `scales`, float32,
-    those of its blocks."""
+    """A frozen linear layer. `weight` holds codes, uint8 (two codes of 4 bits each in NF4); `scales`, float32, are the
+    scales of the blocks."""
 
     def __init__(self, layer: nn.Linear, kind: Quantization) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -111,5 +110,5 @@ def quantize_model(model: PreTrainedModel, kind: Quantization) -> None:
 
 
 def quantized_bytes(num_weights: int, kind: Quantization) -> int:
-    """Returns the bytes of quantised weights, with NF4's scales; those of int8 are few."""
+    """Returns the bytes of quantised weights, with NF4's scales; int8's few scales are not counted."""
     return num_weights // 2 + 4 * num_weights // NF4_BLOCK if kind == "nf4" else num_weights

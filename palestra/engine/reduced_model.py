@@ -1,8 +1,8 @@
-"""A small model of the same architecture as a large one: what tells one kind of layer from another, and little else.
+"""A small model of the same architecture as a large one, with a layer of each kind.
 
-Widths, heads and everything that the config says about a layer stay. There are as many layers as contain one of each
-kind, a small vocabulary, few experts, and short windows, so that a prompt of 50 tokens goes past them. Weights are
-random and large enough that every part of a layer changes the output.
+Widths, heads and everything that the config says about a layer stay. The small model has as few layers as contain one
+of each kind, a small vocabulary, few experts, and short windows, so that a prompt of 50 tokens exceeds them. Weights
+are random and large enough that every part of a layer changes the output.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAX_EXPERTS = 16
 MAX_INTERMEDIATE = 64
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-PERIODS = re.compile(r"(period|interval|freq|pattern|step|every|offset)s?$")  # a kind of layer comes every so often
-FIRST_LAYERS = re.compile(r"^(first_k_|num_dense_|n_dense_|moe_layer_start|max_window_layers)")  # one kind comes first
+PERIODS = re.compile(r"(period|interval|freq|pattern|step|every|offset)s?$")  # periods at which a kind of layer occurs
+FIRST_LAYERS = re.compile(r"^(first_k_|num_dense_|n_dense_|moe_layer_start|max_window_layers)")  # numbers of layers
 WINDOWS = re.compile(r"(window|chunk|block)(_size)?$|window_size|index_topk")
 WIDTHS = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$")
 
@@ -46,8 +46,8 @@ def reduced_model(model: PreTrainedModel, seed: int) -> PreTrainedModel | None:
 
 
 def _reduced(data: dict[str, Any], narrow: bool) -> dict[str, Any]:
-    """Returns a config with fewer and smaller parts; with `narrow` false, only with fewer layers, words and shorter
-    windows."""
+    """Returns a config with fewer and smaller parts; with `narrow` false, only with fewer layers, fewer tokens of the
+    vocabulary and shorter windows."""
     data = {key: _reduced(value, narrow) if _is_config(key, value) else value for key, value in data.items()}
     data.pop("quantization_config", None)
     layers = next((data[key] for key in LAYER_COUNTS if isinstance(data.get(key), int)), 0)
@@ -102,7 +102,7 @@ def _layers_of_each_kind(data: dict[str, Any], layers: int) -> int:
 
 
 def _randomise(model: PreTrainedModel, seed: int) -> None:
-    """Adds noise to every weight: matrices of the size that keeps their inputs' scale, a tenth to vectors."""
+    """Adds noise to every weight: to matrices, noise that keeps the scale of their inputs; to vectors, a tenth."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():

@@ -1,5 +1,5 @@
-"""The results that a model's passes are compared with: log-probabilities by its own eager forward of single unpadded
-sequences, on random tokens and with adapters (self_check.py).
+"""Reference results of self_check.py: log-probabilities by a model's own eager forward of single unpadded sequences, on
+random tokens and with adapters.
 
 Shapes: `T` tokens of a sequence, `V` vocabulary.
 """
@@ -91,7 +91,7 @@ def _plain_ids(model: PreTrainedModel) -> np.ndarray:
 
 
 def _adapter(linears: Mapping[str, nn.Module], seed: int) -> Adapter:
-    """Returns an adapter whose output is about a tenth of that of the layers it adapts."""
+    """Returns an adapter whose output is about a tenth of the output of the layers it adapts."""
     adapter = Adapter(linears, LoraConfig(rank=2, alpha=2.0), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The frozen weights that a full model in training is held to: a copy in memory, or a file on disk.
+"""The frozen reference weights of a full model in training (for KL penalties): a copy in memory, or a file on disk.
 
 There is one model. For a pass of the reference its parameters point to the frozen tensors, without copying.
 """
@@ -32,7 +32,7 @@ class ReferenceWeights:
         self._store([parameter.detach() for parameter in self.parameters])
 
     def replace(self) -> None:
-        """Makes a copy of the parameters as they are now the reference."""
+        """Replaces the reference by a copy of the current parameters."""
         self._store([parameter.detach() for parameter in self.parameters])
         self.is_base = False
 
@@ -54,7 +54,7 @@ class ReferenceWeights:
         save_file(tensors, path)
 
     def load(self, path: Path) -> None:
-        """Reads what `save` wrote. Raises ValueError if it is of another model."""
+        """Reads the weights that `save` wrote. Raises ValueError if they are of another model."""
         stored = load_file(path)
         shapes = [tuple(parameter.shape) for parameter in self.parameters]
         if [tuple(stored[str(i)].shape) for i in range(len(stored))] != shapes:

@@ -53,8 +53,8 @@ class Completion:
     If the request asked for them, `top_ids` [T, k] int32 are the most likely tokens, best first, and `top_logprobs` [T,
     k] float32 their log-probabilities. `adapters` are the names of the snapshots that sampled, each with the index of
     its first token: more than one if the adapter was replaced while the answer was sampled; none if not recorded.
-    `sampling_mask` is there if the sampling records it; `logprobs` are then of the distribution that it leaves.
-    `routed_experts` [P + T - 1, L, K] int32 are there if a server returns them (routing_replay.py).
+    `sampling_mask` is None unless the sampling records it; `logprobs` are then of the distribution that it leaves.
+    `routed_experts` [P + T - 1, L, K] int32 is None unless a server returns it (routing_replay.py).
     """
 
     token_ids: np.ndarray
@@ -72,8 +72,7 @@ SamplingOutcome = list[Completion] | Exception
 
 @dataclass(eq=False)
 class CachedPrompt:
-    """A prompt in the cache, with the number of unfinished `num_groups` that use it and of their live answers
-    (`num_rows`)."""
+    """A prompt in the cache; `num_groups` unfinished groups use it, with `num_rows` live answers."""
 
     slot: CacheSlot
     num_groups: int = 0
@@ -85,7 +84,7 @@ class SequenceGroup:
     """A sequence group: a request being served. Its siblings start in order, all at once or some later: `num_started`
     have started, `num_admitted` may start. `prompt` and the logits [V] of the first token are set once the prompt is
     computed. `preempted` are started answers that gave their cache slots back, in sibling order; `resumed` are those of
-    them that may go on. `on_done` is called with the answers or the error."""
+    them that may continue. `on_done` is called with the answers or the error."""
 
     request: Request
     on_done: Callable[[SamplingOutcome], None]
@@ -111,13 +110,13 @@ class SequenceGroup:
         return self.request.n - self.num_admitted + len(self.preempted)
 
     def admit(self, count: int) -> None:
-        """Lets `count` more siblings start or go on, preempted ones first."""
+        """Lets `count` more siblings start or continue, preempted ones first."""
         resumed, self.preempted = self.preempted[:count], self.preempted[count:]
         self.resumed += resumed
         self.num_admitted += count - len(resumed)
 
     def take_back(self, count: int) -> None:
-        """Takes back the admission of the last `count` siblings that have not started or gone on."""
+        """Takes back the admission of the last `count` siblings that have not started or continued."""
         new = min(count, self.num_admitted - self.num_started)
         self.num_admitted -= new
         kept = len(self.resumed) - (count - new)
@@ -125,7 +124,7 @@ class SequenceGroup:
 
     @property
     def num_starting(self) -> int:
-        """Number of admitted siblings that have not started or gone on."""
+        """Number of admitted siblings that have not started or continued."""
         return self.num_admitted - self.num_started + len(self.resumed)
 
     @property
@@ -218,8 +217,8 @@ class LiveSequence:
 def max_positions(engine: Engine) -> int | None:
     """Returns the base's maximum number of tokens, prompt and answer together; None if its config names no limit.
 
-    With LongRoPE (Phi-3 for 128k tokens) it is the length from which the embedding of every token would depend on the
-    longest sequence of a batch, and on what was known when it entered the cache.
+    With LongRoPE (Phi-3 for 128k tokens) it is the length from which on the embedding of a token would depend on the
+    longest sequence of its batch, and on the length of its sequence when it entered the cache.
     """
     config = engine.model.config.get_text_config()
     limits = [getattr(config, "max_position_embeddings", None), length_limit(config)]

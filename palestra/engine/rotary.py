@@ -1,9 +1,9 @@
 """Rotary position embeddings of recorded decoding steps as one kernel, where `transformers` launches ten.
 
 The modelling code of an architecture calls a function of its own, `apply_rotary_pos_emb(q, k, cos, sin)` (Su et al.,
-2021, "RoFormer"). `watched_rotary` puts a function in its place, once in a process, that calls it. In
-`watched_rotary` it also tries the kernel beside it, and in `fused_rotary`, on the same thread, it uses the kernel if
-the two agreed.
+2021, "RoFormer"). `watched_rotary` replaces that function, once in a process, by a wrapper (`Rotary`). Inside
+`watched_rotary` the wrapper compares the kernel with the function; inside `fused_rotary`, on the same thread, it uses
+the kernel if the two agreed.
 
 Shapes: `R` rows, `H` query heads, `h` key heads, `D` head width.
 """
@@ -95,7 +95,7 @@ def watched_rotary(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused_rotary() -> Iterator[None]:
-    """Context in which this thread uses the kernel where it has agreed."""
+    """Context in which this thread uses the kernel if it agreed with the model's own function."""
     with _mode("fuse"):
         yield
 

@@ -2,8 +2,8 @@
 
 A router takes the k most likely experts of a token. Rounding, other kernels or older weights make the trainer's choice
 differ from the sampler's for some tokens, which then go through other weights: their log-probabilities differ by much
-more than rounding. With replay (R3, Ma et al., 2025, arXiv:2510.11370) the choice is the sampler's, and the weights of
-the chosen experts are the router's own: its gradient flows through them, and not through the choice.
+more than rounding. With replay (R3, Ma et al., 2025, arXiv:2510.11370) the sampler's choice is used, with the router's
+own weights for the chosen experts: the gradient flows through these weights, not through the choice.
 
 Shapes: `S` tokens of a flat row, `M` of them that reach the end of the last layer, `L` layers with a router, `D`
 decoder layers, `K` experts of a token, `E` experts of a layer.
@@ -44,15 +44,15 @@ class ReplayedExperts(NamedTuple):
     kept_MLK: Tensor
 
     def of(self, rows: int, number: int) -> Tensor:
-        """Returns the experts [rows, K] of the router with this number, in a layer with so many rows."""
+        """Returns the experts [rows, K] of router `number`, in a layer with `rows` rows."""
         return (self.all_SLK if rows == len(self.all_SLK) else self.kept_MLK)[:, number]
 
 
 def find_routers(model: PreTrainedModel) -> list[Router]:
     """Returns the routers of `model`, layer by layer. Raises ValueError if it has none that can be replayed.
 
-    A router can be if it gives logits, weights and numbers of its experts, and its weights follow from the logits: a
-    softmax over all experts, as it is or normalised over the chosen ones (Mixtral, Qwen-MoE, OLMoE, gpt-oss).
+    A router can be replayed if it returns logits, weights and indices of its experts, and computes the weights from the
+    logits: a softmax over all experts, as it is or normalised over the chosen ones (Mixtral, Qwen-MoE, OLMoE, gpt-oss).
     """
     routers = []
     for number, layer in enumerate(getattr(decoder_of(model), "layers", ())):
@@ -68,7 +68,7 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
 
 
 def _router(module: Any, layer: int) -> Router | None:
-    """Returns what a router does, found by trying it; None if it is neither rule."""
+    """Returns the router that `module` is, found by calling it; None if its weights follow neither rule."""
     weight = module.weight
     probe = torch.linspace(-1, 1, 4 * weight.shape[1], device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def expert_weights(logits_NE: Tensor, chosen_NK: Tensor, *, is_normalised: bool)
 
 
 def replay_experts(routers: Sequence[Router], current: Callable[[], ReplayedExperts | None]) -> None:
-    """Lets the routers use the experts that `current` returns during a pass; None: their own."""
+    """Makes the routers use the experts that `current` returns during a pass; None: their own choice."""
     for number, router in enumerate(routers):
         router.module.register_forward_hook(partial(_replayed, router=router, number=number, current=current))
 
@@ -117,8 +117,8 @@ def _replayed(
 def packed_experts(samples: Sequence[Sample], forest: Forest, routers: Sequence[Router], layers: int) -> np.ndarray:
     """Returns the experts [S, L, K] int64 of the tokens of a forest, `OWN_CHOICE` where no sample has any.
 
-    A sample's are [P + T - 1, L or D, K], for its prompt and all its tokens but the last, which is not read. Raises
-    ValueError for another shape.
+    A sample's experts are [P + T - 1, L or D, K], for its prompt and all its tokens but the last, which is not read.
+    Raises ValueError for another shape.
     """
     top_k = routers[0].top_k
     packed_SLK = np.full((len(forest.ids_S), len(routers), top_k), OWN_CHOICE, np.int64)

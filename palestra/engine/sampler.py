@@ -6,9 +6,9 @@ rows are admitted and which are in the next pass is decided in scheduler.py. The
 decisions, up to floating-point rounding.
 
 The KV cache has a budget. A sibling is admitted if there is room for its first tokens. If the live answers outgrow the
-budget, or memory runs out, those with the fewest tokens are preempted: they give their memory back, wait at the head of
-the queue until others have ended, and go on where they were after their keys and values are computed again. Nothing is
-dropped, unless a single answer is too long for the whole budget.
+budget, or memory runs out, those with the fewest tokens are preempted: their memory is freed, they wait at the head of
+the queue until others have ended, and continue after their keys and values are computed again. Nothing is dropped,
+unless a single answer is too long for the whole budget.
 """
 
 from __future__ import annotations
@@ -130,13 +130,13 @@ class Sampler:
 
     @torch.inference_mode()
     def replace_adapter(self, old: Snapshot, new: Snapshot, *, recompute: bool) -> int:
-        """Lets every running and waiting request under the snapshot `old` go on under `new` from its next token on;
-        returns how many requests. Tokens that are sampled stay.
+        """Replaces the snapshot `old` by `new` in every running and waiting request, from its next token on; returns
+        the number of these requests. Tokens that are sampled stay.
 
         With `recompute` the keys and values of running answers are computed again under `new`, so that a later token
-        has exactly the probability that `new` gives it (Fu et al., 2025, sec. 4.1). Without, they stay as they are
-        (Piché et al., 2025): later tokens then attend to keys and values of `old`, which are not stored for a
-        later turn. Where some siblings have not begun, all are computed again either way, since they share a prompt.
+        has exactly the probability that `new` gives it (Fu et al., 2025, sec. 4.1). Without it they stay as they are
+        (Piché et al., 2025): later tokens then attend to keys and values of `old`, which are not stored for a later
+        turn. If some siblings have not started, all are computed again in both cases, since they share a prompt.
         """
         groups = [g for g in dict.fromkeys([*self.batch.groups, *self.waiting]) if g.request.adapter is old]
         again = {group for group in groups if recompute or group.num_started < group.request.n}
@@ -160,7 +160,7 @@ class Sampler:
             return False
         try:
             self._step()
-        except Exception as error:  # the cause is unknown: fail all requests, so that none waits for ever
+        except Exception as error:  # the cause is unknown: fail all requests, so that none waits forever
             self._ended += [(group, error) for group in dict.fromkeys([*self.batch.groups, *self.waiting])]
             self.batch.reset()
             self.waiting.clear()
@@ -339,7 +339,7 @@ class Sampler:
 
 
 class OutOfMemory(Exception):
-    """A pass did not fit into memory, for the reason `reason`."""
+    """Raised if a pass did not fit into memory, for the reason `reason`."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -347,7 +347,7 @@ class OutOfMemory(Exception):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether `error` says that memory ran out: that of the cache's budget, of the GPU or of the machine."""
+    """Returns whether `error` means that memory ran out: the cache's budget, the GPU's or the machine's memory."""
     if isinstance(error, (CacheFull, MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's message on CPU

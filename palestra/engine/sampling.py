@@ -64,9 +64,9 @@ class SamplingConfig(StrictModel):
 
 
 class SampledTokens(NamedTuple):
-    """Sampled tokens [R] int64, and their log-probabilities [R] float32: of the truncated distribution for rows that
-    record masks, else before top-k and top-p. `kept_ids` are the tokens that top-k and top-p kept, int32 for each row;
-    empty for rows without a mask."""
+    """Sampled tokens [R] int64, and their log-probabilities [R] float32 (after top-k and top-p for rows that record
+    masks, else before). `kept_ids` are the tokens that top-k and top-p kept, int32 for each row; empty for rows without
+    a mask."""
 
     tokens_R: np.ndarray
     logps_R: np.ndarray

@@ -11,9 +11,8 @@ running pass.
 Where decoding steps are recorded (decode_graphs.py), a pass over prompts takes as long as many of them: prompts are
 gathered for it until an eighth of the rows are free.
 
-A client alone has its groups started as a whole, if they have at most `MAX_WHOLE_GROUP_ROWS` rows: with `max_num_seqs`
-of one group's size, no two requests ever share a batch, and the answers are the same to the last bit, whenever the
-requests arrive.
+The groups of a single client start as a whole if they have at most `MAX_WHOLE_GROUP_ROWS` rows. If `max_num_seqs` is
+the size of one group, no two requests share a batch, so the answers are bit-identical whenever the requests arrive.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ class Scheduler:
     def __init__(self, batch: LiveBatch, *, max_num_seqs: int, prefill_tokens: int) -> None:
         self.batch, self.max_num_seqs, self.prefill_tokens = batch, max_num_seqs, prefill_tokens
         self.waiting: FairQueue[SequenceGroup] = FairQueue()  # groups with siblings that are not admitted
-        self.holds_back = False  # no admission after a preemption, until an answer has ended
+        self.holds_back = False  # after a preemption nothing is admitted until an answer has ended
         self._light_until = 0.0  # light clients count as active until this `time.monotonic()`
         self._first_row = 0  # index of the first row of the next partial pass
 
     def admit(self) -> tuple[list[SequenceGroup], bool]:
-        """Raises `num_admitted` of the groups to start now, and returns them; and whether more are waiting only because
-        of the size of a pass: `prefill_tokens` of prompts (equal ones count once) and `max_num_seqs`, or a part of
+        """Raises `num_admitted` of the groups to start now. Returns them, and whether more are waiting only because of
+        the limits of a pass: `prefill_tokens` of prompts (equal ones count once) and `max_num_seqs`, or a part of
         both."""
         room, limit = self.max_num_seqs, self.prefill_tokens
         if self.is_shortened:
@@ -124,8 +123,8 @@ class Scheduler:
         return [row for row in self.batch.rows if row in chosen]
 
     def light_rows(self) -> list[LiveSequence]:
-        """Returns the rows of light clients. Their own passes delay the others little, but sharing every pass with all
-        rows would delay them much."""
+        """Returns the rows of light clients. Their extra passes delay other clients little; a pass with all rows would
+        delay the light clients much."""
         held = Counter(row.group.request.client for row in self.batch.rows)
         if 2 * max(held.values(), default=0) <= len(self.batch.rows):
             return []  # unless one client has most of the rows, short passes only cost throughput
@@ -146,8 +145,8 @@ class Scheduler:
         self.requeue([group for group in reversed(groups) if group.num_unadmitted])  # none, if it had started
 
     def requeue(self, groups: Sequence[SequenceGroup]) -> None:
-        """Puts groups whose siblings wait for memory at the head of their clients' queues, the last one foremost; none
-        is admitted until an answer has ended."""
+        """Puts groups whose siblings wait for memory at the head of their clients' queues, the last one first; none is
+        admitted until an answer has ended."""
         for group in groups:
             if group not in self.waiting:
                 self.waiting.push_front(group.request.client, group)

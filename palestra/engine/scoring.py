@@ -57,7 +57,7 @@ def score_prompts(engine: Engine, requests: Sequence[ScoreRequest], *, pack_toke
     """Returns the scores of all `requests`, in their order.
 
     A pass has at most `pack_tokens` prompt tokens, counted before sharing (a single prompt may exceed it). Raises
-    ValueError for the first invalid question: an empty or too long prompt, or token ids out of range.
+    ValueError for the first invalid request: an empty or too long prompt, or token ids out of range.
     """
     for question in requests:
         _check(engine, question)
@@ -104,7 +104,7 @@ def _micro_batches(questions: Sequence[ScoreRequest], tokens: int) -> Iterator[l
 
 
 def _owner(question: ScoreRequest) -> tuple[bool, str, int]:
-    """Sort key: by adapter, the bare base last, which is the row order of a `MultiAdapterRoute` route."""
+    """Returns the sort key of a request: by adapter, the bare base last, as a `MultiAdapterRoute` orders its rows."""
     adapter = question.adapter
     return (adapter is None, adapter.name if adapter else "", adapter.id if adapter else 0)
 

@@ -1,11 +1,11 @@
 """Fused attention of grouped queries, without the kernels that materialise all scores.
 
 With a mask and grouped queries together, torch on CUDA falls back to its math kernel, which keeps every score in
-float32: FlashAttention takes no mask, and the memory-efficient kernel no grouped queries. Keys and values of each group
-are therefore repeated where a mask is given there: that costs memory once per key, and not once per pair of query and
-key. On CPU nothing is repeated.
+float32: FlashAttention takes no mask, and the memory-efficient kernel no grouped queries. With a mask on CUDA, keys and
+values are therefore repeated for each query head: that costs memory once per key, not once per pair of query and key.
+On CPU nothing is repeated.
 
-Not seen on a GPU: tests hold that both ways give the same numbers.
+Not seen on a GPU: tests check that both ways give the same numbers.
 """
 
 from __future__ import annotations

@@ -56,13 +56,13 @@ UNCACHED = Way(True, False, "by its own forward, without a cache")
 
 
 class Verdict(NamedTuple):
-    """The way that was found for a model, and why not the ways before it."""
+    """The way that was found for a model, and why the ways before it were rejected."""
 
     way: Way
     reason: str
 
 
-_verdicts: dict[str, Verdict] = {}  # by config: another model of it is compared in this way only, on a short prompt
+_verdicts: dict[str, Verdict] = {}  # by config: a further model of it is checked in this way only, on a short prompt
 
 
 class Mismatch(ValueError):
@@ -75,7 +75,7 @@ class Failure(Mismatch):
 
 def choose_engine(model: PreTrainedModel, base: str, build: BuildEngine) -> Engine:
     """Returns the engine of `model` that `build(model, plain)` makes: on packed rows if their results are the model's
-    own, else on the plain path. Raises ValueError with the reasons if neither gives these."""
+    own, else on the plain path. Raises ValueError with the reasons if neither gives the model's own results."""
     key = json.dumps([model.config.to_dict(), str(model.dtype), model.device.type], default=str, sort_keys=True)
     known = _verdicts.get(key)
     set_attention(model, "eager")
@@ -98,13 +98,13 @@ def choose_engine(model: PreTrainedModel, base: str, build: BuildEngine) -> Engi
 
 
 def small_verdict(model: PreTrainedModel, build: BuildEngine) -> Verdict:
-    """Returns how a model runs that may be without weights (on "meta"), by small models of its kind alone. Raises
-    ValueError if these do not tell, or it is refused."""
+    """Returns how a model will run, from small models of its kind alone: it may be without weights (on "meta"). Raises
+    ValueError if no small model can be run, or the model is refused."""
     subjects, reasons = _Subjects(model), []
     for way in (PACKED, PLAIN, UNCACHED):
         try:
             if not _small_agrees(subjects, way, build):
-                raise ValueError("how it runs is found out when it is loaded")
+                raise ValueError("how it runs is determined when it is loaded")
         except (Mismatch, UnsupportedAttention) as error:
             reasons.append(f"{way.name} {error}" if isinstance(error, Mismatch) else str(error))
         else:
@@ -113,7 +113,7 @@ def small_verdict(model: PreTrainedModel, build: BuildEngine) -> Verdict:
 
 
 class _Subjects:
-    """The models that are compared, with what each computes by itself: the model, and small ones by seed."""
+    """The models to compare and their own results: the model itself, and small ones by seed."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -180,7 +180,7 @@ def failures(what: str) -> Iterator[None]:
 
 def compare(model: PreTrainedModel, way: Way, build: BuildEngine, expected: Expected, *, keep: bool = False) -> Engine:
     """Compares the passes of an engine of `model` with the `expected` results; returns the engine. Raises Mismatch or
-    UnsupportedAttention, and leaves the model with its own forwards then and without `keep`."""
+    UnsupportedAttention. After an error, or without `keep`, the model has its own forwards again."""
     try:
         engine = build(model, way.plain)
         if engine.plain_path:
@@ -218,8 +218,8 @@ def _match(engine: Engine, what: str, found: Iterator[tuple[int, np.ndarray, Ten
 
 
 def compare_gaps(gaps: Tensor, dtype: torch.dtype) -> tuple[float, bool]:
-    """Returns the difference that counts among `gaps` of log-probabilities, in nats: the largest, in half precision the
-    mean; and whether it is within its tolerance."""
+    """Returns the largest of the `gaps` of log-probabilities in nats (in half precision: their mean), and whether it is
+    within its tolerance."""
     half = dtype.itemsize < 4
     gap, limit = (float(gaps.mean()), HALF_TOLERANCE) if half else (float(gaps.max()), TOLERANCE)
     return gap, gap <= limit
@@ -233,7 +233,7 @@ def _trained(
     owners = list(dict.fromkeys(case.owner for case in cases))
     forests = [build_forest([case.tokens for case in cases if case.owner == owner]) for owner in owners]
     whole = concat_forests(forests)
-    keep = np.flatnonzero(whole.positions_S > 0)  # not all: the rest of a pass is left out
+    keep = np.flatnonzero(whole.positions_S > 0)  # not all rows: the check covers the selection, too
     layout, ids_S, positions_S = TreeLayout(whole, engine.device), whole.ids_S, whole.positions_S
     row = engine.tensor(ids_S), engine.tensor(positions_S), layout
     if isinstance(adapters, Adapter):

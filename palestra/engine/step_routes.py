@@ -34,7 +34,8 @@ class Call(NamedTuple):
 
 
 class WatchedRoute:
-    """A route that keeps the calls of linear layers in a pass, and computes as `route` (None: without adapters)."""
+    """A route that records the calls of linear layers in a pass and otherwise does what `route` does (None: no
+    adapters)."""
 
     def __init__(self, route: AdapterRoute | None) -> None:
         self.route = route
@@ -52,7 +53,8 @@ class WatchedRoute:
 
 
 class JoinedLayers:
-    """Frozen linear layers of the same input as one: its weight [o, i], of which theirs are views from now on."""
+    """Frozen linear layers with the same input, joined into one of weight [o, i]; their own weights become views of
+    it."""
 
     def __init__(self, layers: Mapping[str, nn.Linear]) -> None:
         self.names, self.sizes = tuple(layers), [layer.out_features for layer in layers.values()]
@@ -62,7 +64,7 @@ class JoinedLayers:
 
 
 def _as_one(parameters: Sequence[Tensor]) -> Tensor:
-    """Returns parameters one below the other, as one tensor whose memory they share from now on, or already do."""
+    """Returns the parameters concatenated along rows; afterwards they are views of the result."""
     with torch.inference_mode(False), torch.no_grad():  # training reads them too
         ends = [p.data_ptr() + p.nbytes for p in parameters]
         storages = {p.untyped_storage().data_ptr() for p in parameters}

@@ -46,7 +46,7 @@ from palestra.types import Metrics, Sample
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ReferenceKind = Literal["none", "copy", "disk"]
-NO_REFERENCE_MESSAGE = "this full model keeps no reference to hold to: set reference: copy or disk, or train an adapter"
+NO_REFERENCE_MESSAGE = "this full model has no reference for KL: set reference: copy or disk, or train an adapter"
 # Other losses compare log-probabilities with those of the sampler or of passes without gradients, which have no
 # dropout: it would be noise in their ratios.
 DROPOUT_LOSSES = (cross_entropy_loss, bradley_terry_loss)
@@ -146,7 +146,7 @@ class Trainer:
         return [p for p in self.policy_parameters if p.dim() == 2 and id(p) not in apart]
 
     def set_reference(self) -> None:
-        """Makes a copy of the current adapter, or of the weights of a full model that has a reference, the
+        """Replaces the reference by a copy of the current adapter, or of the weights of a full model that has a
         reference."""
         if self.adapter:
             self.reference = copy.deepcopy(self.adapter)
@@ -161,7 +161,7 @@ class Trainer:
         self, samples: Sequence[Sample], loss: LossFunction, **options: float
     ) -> Iterator[Metrics]:
         """Runs `forward_backward` one micro-batch at a time; yields the metrics so far after each, so that other work
-        can run in between. The last metrics are those of all ranks."""
+        can run in between. The last metrics cover all ranks."""
         total: Metrics = {}
         share, trained = token_weight(samples), trained_share(samples)
         samples = with_gradient(samples)
@@ -203,8 +203,8 @@ class Trainer:
         self.engine.release_freed_memory()
 
     def optim_step(self, adam: AdamConfig) -> Metrics:
-        """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and apart
-        from it that of a critic's head (`critic_grad_norm`).
+        """Makes one optimizer step on the accumulated gradients; returns the gradient norm before clipping, and
+        separately the norm of a critic's head (`critic_grad_norm`).
 
         In float16 also returns the loss scale, and whether the step was skipped because a gradient overflowed (its norm
         is then 0). Raises ValueError if the norm is not finite and there is no loss scale.

@@ -185,7 +185,7 @@ class TreeLayout:
 
 
 def _joined(segments: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
-    """Returns the segments, those that continue the whole path of the one before them joined to it."""
+    """Returns the segments, with each that continues the whole path of the one before it joined to that one."""
     joined: list[tuple[int, np.ndarray]] = []
     for cut, path in segments:
         if joined and cut == len(joined[-1][1]) and path[cut - 1] == joined[-1][1][-1]:

@@ -166,7 +166,7 @@ def test_wrongly_converted_tokenizer_is_refused(tiny_file: Path, cache: Path):
     with pytest.raises(ValueError, match="becomes 'TwoĠĠwords"):
         gguf.check_tokenizer(tokenizer, fields, tiny_file)
     tokenizer.eos_token = "<|im_start|>"
-    with pytest.raises(ValueError, match=r"tiny\.gguf wrongly: its end token is 1, that of the file 2"):
+    with pytest.raises(ValueError, match=r"tiny\.gguf wrongly: its end token is 1, but the file has 2"):
         gguf.check_tokenizer(tokenizer, fields, tiny_file)
 
 

@@ -403,7 +403,7 @@ def test_targets_that_are_not_there_are_refused(options, message):
     [
         ({"target_parameters": EXPERTS, "use_dora": True}, "cannot be combined with use_dora"),
         ({"target_parameters": EXPERTS, "lora_dropout": 0.1}, "cannot be combined with lora_dropout"),
-        ({"rank_pattern": {"(": 3}}, "no regular expression"),
+        ({"rank_pattern": {"(": 3}}, "not a regular expression"),
         ({"rank_pattern": {"q_proj": 0}}, "must be at least 1"),
         ({"alpha_pattern": {"q_proj": 0}}, "must be above 0"),
     ],

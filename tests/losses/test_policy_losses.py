@@ -419,7 +419,7 @@ def test_reference_is_the_base_until_anchored():
     assert distance(trainer, batch) == 0
     disturb(trainer.adapter, seed=2)
     assert distance(trainer, batch) > 1e-4
-    with pytest.raises(ValueError, match="this full model keeps no reference"):
+    with pytest.raises(ValueError, match="this full model has no reference"):
         Trainer(engine, None).logprobs(batch, reference=True)
 
 
