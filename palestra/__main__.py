@@ -1,4 +1,4 @@
-"""`python -m palestra`: the command line, for those who start modules, such as torchrun."""
+"""`python -m palestra`: the command line, for launchers that start a module, such as torchrun."""
 
 from palestra.cli.main import app
 

@@ -44,7 +44,8 @@ def _escaped(character: str) -> str:
 
 def template_turn_end(tokenizer: Any) -> int | None:
     """Returns the id of the special token with which the tokenizer's chat template ends an answer (Phi-3's `<|end|>`,
-    GLM-4's `<|user|>`, which begins the next turn); its end-of-text token if there is no template or none there."""
+    GLM-4's `<|user|>`, which begins the next turn); the tokenizer's end-of-text token if it has no chat template, or
+    the template ends answers without a special token."""
     end: int | None = tokenizer.eos_token_id
     if not tokenizer.chat_template:
         return end
@@ -52,7 +53,7 @@ def template_turn_end(tokenizer: Any) -> int | None:
     turns = [asked, {"role": "assistant", "content": ANSWER_MARKER}, asked]
     try:
         after = tokenizer.apply_chat_template(turns, tokenize=False).split(ANSWER_MARKER, 1)[1]
-    except Exception:  # templates refuse what they like
+    except Exception:  # a template may raise any exception
         return end
     ids = tokenizer.encode(after, add_special_tokens=False)
     at = turn_end_index(tokenizer, ids)

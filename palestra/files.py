@@ -29,12 +29,13 @@ CHECKSUM_PATTERN = re.compile(rb', "checksum": "([0-9a-f]{16})"\}$')  # end of a
 
 
 class DamagedFile(ValueError):
-    """Raised if files differ from what was written, or paths lead where they must not: a fault of the disk, of a copy
+    """Raised if files differ from what was written, or a path leads out of its folder: a fault of the disk, of a copy
     or of the sender, not of the user's input."""
 
 
 def atomic_write(path: str | Path, data: bytes) -> None:
-    """Writes a file so that a reader, or a crash, sees either the old bytes or the new ones. On disk on return."""
+    """Writes a file so that a reader, or a crash, sees either the old bytes or the new ones. The bytes are on disk when
+    it returns."""
     path = Path(path)
     with open(_temporary(path), "wb") as file:
         file.write(data)

@@ -1,7 +1,6 @@
 """Products of oneDNN in float32, compared with float64 before their first use.
 
-A weight that is used often may be packed first: copied into oneDNN's own layout, which every product of an unpacked one
-has to make again.
+Every product copies its weight into oneDNN's own layout. A weight that is used often may be packed: copied only once.
 
 On x86 PyTorch computes float32 products with MKL, which runs at half of the speed of oneDNN on AMD processors, and
 hyperbolic tangents one by one, at a sixth of the speed of oneDNN's.
@@ -25,7 +24,7 @@ MAX_TANH_ERROR = 1e-6  # of numbers up to 1: rounding gives about 1e-7
 
 class Product(Protocol):
     """`x weight' + bias` [..., out] of `x` [..., in], `weight` [out, in] and `bias` [out], without gradients; with
-    "tanh" its hyperbolic tangent. (Its relu is not offered: it turns NaN to 0.)"""
+    "tanh" its hyperbolic tangent. (oneDNN's relu is not used: it turns NaN to 0.)"""
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Literal["none", "tanh"] = "none"

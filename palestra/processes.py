@@ -1,4 +1,4 @@
-"""Child processes: started without Ctrl-C, ended with their parent, stopped within a time, and why one ended."""
+"""Child processes that ignore Ctrl-C, end with their parent and stop within a time limit; and why a process ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start_process(target: Callable[..., object], arguments: Iterable[Any], *, da
     parent decides when it ends. A `daemon` may not start processes of its own.
     """
     process = SPAWN_CONTEXT.Process(target=target, args=tuple(arguments), daemon=daemon)
-    resource_tracker.ensure_running()  # must run before: starting it unblocks the signal again
+    resource_tracker.ensure_running()  # started first, since its start unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits its parent's mask
     try:
         process.start()
@@ -33,8 +33,8 @@ def start_process(target: Callable[..., object], arguments: Iterable[Any], *, da
 
 
 class StoppableProcess:
-    """A child process that runs `target(*arguments, stop)`, and ends with this one; `stop` sets the event of that
-    name."""
+    """A child process that runs `target(*arguments, stop)` and ends with this process. `stop` is an event, which the
+    method `stop` sets to ask the target to return."""
 
     def __init__(self, target: Callable[..., object], arguments: Iterable[Any]) -> None:
         self._event = SPAWN_CONTEXT.Event()
@@ -57,7 +57,7 @@ class StoppableProcess:
 class PipeProcess:
     """A child process that runs `target(pipe, *arguments)`, and this end of the pipe.
 
-    The pipe closes when either process ends, for whatever reason; the child is expected to end when it does.
+    The pipe closes when either process ends, for whatever reason; the child must end when the pipe closes.
     """
 
     def __init__(self, target: Callable[..., object], *arguments: Any, daemon: bool = False) -> None:

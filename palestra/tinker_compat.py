@@ -25,7 +25,7 @@ from typing import Any
 try:
     import tinker
 except ImportError as error:
-    raise ImportError("palestra.tinker_compat stands on the official client: pip install tinker") from error
+    raise ImportError("palestra.tinker_compat needs the official client: pip install tinker") from error
 
 types = tinker.types
 KEY_PREFIX = "tml-"

@@ -8,8 +8,8 @@
         ...
 
 While tracing is off `span` returns one shared null context and nothing of OpenTelemetry is imported. Spans are few: for
-a step, a task, an episode, never for a token or a step of an env. They are exported once a second by a thread of its
-own; while the collector cannot be reached they are dropped with a warning, and the run goes on.
+a step, a task, an episode, never for a token or a step of an env. A background thread exports them once a second; while
+the collector cannot be reached they are dropped with a warning, and the run continues.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _base: ContextVar[Any] = ContextVar("base", default=None)  # the context continu
 
 
 class _OnceEach(logging.Filter):
-    """Lets each kind of message pass once: a collector that is down is a problem of every batch."""
+    """Passes each kind of message once: while a collector is down, every batch logs the same message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ class _Tracing:
 @contextmanager
 def tracing_to(url: str | None) -> Iterator[None]:
     """Context in which this process, and those that work for it, export spans to the collector at `url`; None: no
-    tracing. Raises ValueError if the SDK is not installed, or `url` is no address of HTTP."""
+    tracing. Raises ValueError if the SDK is not installed, or `url` is not an HTTP address."""
     if url is None:
         yield
         return
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f'traces go to a collector over HTTP: "{url}" is to be like http://localhost:4318')
+        raise ValueError(f'traces go to a collector over HTTP: "{url}" must be an address like http://localhost:4318')
     _start(url)
     try:
         yield
@@ -119,22 +119,21 @@ def is_tracing() -> bool:
 
 
 def export_wait_s() -> float:
-    """Returns the seconds for which the end of another process is to wait for its last spans; 0 while tracing is
-    off."""
+    """Returns how many seconds a process that is ending may take to export its last spans; 0 while tracing is off."""
     return 0.0 if _tracing is None else STOP_TIMEOUT_S
 
 
 def span(name: str, **attributes: str | int | float | bool) -> AbstractContextManager[Any]:
-    """Context of a span below the current one; its value is the span, or None while tracing is off. An exception that
-    passes is recorded."""
+    """Context of a span below the current one; its value is the span, or None while tracing is off. An exception raised
+    in it is recorded."""
     if _tracing is None:
         return _OFF
     return _tracing.tracer.start_as_current_span(name, attributes=attributes)
 
 
 def shared_span(key: str, name: str, **attributes: str | int | float | bool) -> AbstractContextManager[Any]:
-    """Context in which the span of `key` is the current one. It is begun by the first of these contexts and lasts until
-    `end_shared_span`; it is below no other span of this process. So a step's span can begin with its first episode,
+    """Context in which the span of `key` is the current one. The first of these contexts begins the span,
+    `end_shared_span` ends it; no span of this process is its parent. So a step's span can begin with its first episode,
     while an earlier step is trained."""
     if _tracing is None:
         return _OFF
@@ -163,8 +162,8 @@ def trace_context() -> TraceContext | None:
 
 
 def continue_trace(context: TraceContext | None) -> AbstractContextManager[Any]:
-    """Context in which spans are below that of another process or thread. Starts tracing in this process; with None it
-    does nothing. Raises ValueError if the SDK is not installed here."""
+    """Context in which new spans are children of `context`, from another process or thread. Starts tracing in this
+    process; with None it does nothing. Raises ValueError if the SDK is not installed here."""
     return _OFF if context is None else _continued(context)
 
 

@@ -69,8 +69,8 @@ class Answer:
 
     `prompt_ids [P]` and `token_ids [T]` are int32; `logprobs [T]` is float32: the log-probabilities of the sampled
     tokens under the policy that sampled them, at `temperature`. `stop` is "stop" (an end token, which is included in
-    `token_ids`) or "length". `versions [T]` int32 are the versions of the policy that sampled each token, empty if it
-    is that in the name `policy` for all of them. With a `sampling_mask`, `logprobs` are of the truncated distribution.
+    `token_ids`) or "length". `versions [T]` int32 are the versions of the policy that sampled each token, empty if all
+    tokens have the version in the name `policy`. With a `sampling_mask`, `logprobs` are of the truncated distribution.
     `routed_experts` [P + T - 1, L, K] int32 are the experts that the sampler used in each of L layers, for all tokens
     but the last (None: not recorded).
     """
@@ -174,18 +174,19 @@ class Sample:
     """One training sequence: a prompt and an answer. Losses use the tokens of the answer only.
 
     `prompt_ids [P]` and `token_ids [T]` are integers; `logprobs` (of the sampling policy) and `advantages` are floats
-    `[T]`. `old_logprobs` [T], under the trainer's weights before an update, are what a clipped ratio is relative to;
-    "current" means those of the training pass itself, right for an update of one optimizer step; None `logprobs`. The
-    gap between `old_logprobs` and `logprobs` is the sampler's mismatch. Supervised losses use `advantages` as token
-    weights. `weight` is the weight of each token in the batch mean, `denominator` what the sample adds to its
+    `[T]`. `old_logprobs` [T], under the trainer's weights before an update, are the denominator of a clipped ratio;
+    "current" means those of the training pass itself, right for an update of one optimizer step; None means `logprobs`.
+    The gap between `old_logprobs` and `logprobs` is the sampler's mismatch. Supervised losses use `advantages` as token
+    weights. `weight` is the weight of each token in the batch mean, `denominator` the sample's part of the mean's
     denominator (None: the weights of its tokens). A sample without gradient (`has_gradient` False: an answer whose
-    advantage is 0, or that is masked) only adds to it; no pass is made for it.
-    Samples of one `group` (-1: none) are adjacent and are never split over micro-batches: their loss compares them.
+    advantage is 0, or that is masked) only adds to the denominator; no pass is made for it. Samples of one `group` (-1:
+    none) are adjacent and are never split over micro-batches: their loss compares them.
+
     Some losses need more, [T] each: `reference_logprobs`, log-probabilities of the reference policy of a KL penalty;
     `values`, the critic's value of the state before each token; `returns`, the value target. With a `sampling_mask` all
-    log-probabilities and entropies are of the distribution over the tokens that it keeps. `critic_ids` [P] are what a
-    separate critic reads before the answer, whose value is that of the whole answer (None: what the policy reads, with
-    a value of each token). With `routed_experts`, as in `Answer`, passes use these experts.
+    log-probabilities and entropies are of the distribution over the tokens that it keeps. `critic_ids` [P] are the
+    prompt of a separate critic that gives one value for the whole answer (None: the critic reads what the policy reads
+    and gives a value for each token). With `routed_experts`, as in `Answer`, passes use these experts.
     """
 
     prompt_ids: np.ndarray

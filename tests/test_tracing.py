@@ -74,7 +74,7 @@ def test_a_span_costs_less_than_a_microsecond_while_tracing_is_off() -> None:
 
 
 def test_wrong_urls_and_a_missing_sdk_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match='"localhost:4318" is to be like http'), tracing_to("localhost:4318"):
+    with pytest.raises(ValueError, match='"localhost:4318" must be an address like http'), tracing_to("localhost:4318"):
         raise AssertionError
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     config = ROOT / "configs/games/kuhn_ppo.yaml"
