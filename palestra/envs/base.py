@@ -30,9 +30,8 @@ class Env(ABC):
     `seats` lists every seat that may act. `roles` holds a text for each seat that describes its task (a language policy
     puts it in the system message). `blocking = True` runs `step` in a thread, for envs that wait on something slow.
     `replaces_state = True` promises that `step` replaces what it changes and never mutates it: a fork then shares
-    state. `picture` is how a page may draw the observations, if they are texts of one of these forms: "grid" (a world
-    of cells, compact or drawn), "board" or "sudoku"; else "", and they are shown as text. Methods may also be
-    coroutines.
+    state. `picture` names the form of text observations that the dashboard can draw: "grid" (a world of cells, compact
+    or drawn), "board" or "sudoku"; observations of other forms ("") are shown as text. Methods may also be coroutines.
     """
 
     name: ClassVar[str] = ""
@@ -58,8 +57,8 @@ class Env(ABC):
         return copy.copy(self) if self.replaces_state else copy.deepcopy(self)
 
     def rules_for(self, seat: Seat) -> str:
-        """Returns the rules of the game and the form of an answer, for a person who plays `seat`: the text of the
-        seat's role, unless an env has more to say than it tells a model."""
+        """Returns the rules of the game and the form of an answer, for a person who plays `seat`: by default the text
+        of the seat's role."""
         return self.roles.get(seat, "")
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - most envs hold no resources
@@ -120,7 +119,7 @@ class _Check:
             game.actions.append(self.sample_actions(game.steps[-1], rng))
             game.steps.append(self.check_seats(env, self.call(env.step, game.actions[-1])))
         if any("success" in step.info for step in game.steps) and "success" not in game.steps[-1].info:
-            self.fail('says "success" in a step but not in the last one', 'put "success" into the last step\'s info')
+            self.fail('reports "success" in a step but not in the last one', 'put "success" into the last step\'s info')
         again = self.call(env.reset, self.seed)
         self.check_equal(again, game.steps[0], "a second reset with the same seed", "reset must set every field")
         self.call(env.close)
@@ -160,7 +159,7 @@ class _Check:
                     break
                 try:
                     step = self.result(env.step, dict.fromkeys(step.observations, bad))
-                except Exception as error:  # whatever a user's env raises here is the finding
+                except Exception as error:  # any exception of a user's env is a violation
                     self.fail(f"raised {error!r} at the action {bad[:20]!r}", "let a bad action cost reward instead")
                 self.check_seats(env, step)
             self.call(env.close)
@@ -207,7 +206,7 @@ class _Check:
         except Exception as error:  # whatever a user's env raises here is the finding
             raise ValueError(
                 f"env {type(self.make_env()).__name__}, seed {self.seed}: {method.__name__} raised {error!r}. "
-                f"Fix: mend {method.__name__}; the error above says where."
+                f"Fix: correct {method.__name__}; the error above says where."
             ) from error
 
     def result(self, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -220,7 +219,7 @@ class _Check:
 
 
 def require_step(result: Any, method: str) -> Step:
-    """Returns `result`, the return value of an env's `reset` or `step`. Raises ValueError if it is no `Step`."""
+    """Returns `result`, the return value of an env's `reset` or `step`. Raises ValueError if it is not a `Step`."""
     if isinstance(result, Step):
         return result
     hint = ", as in Gymnasium" if isinstance(result, tuple) else ""

@@ -23,8 +23,8 @@ def env_type(env: EnvClass | Callable[..., Env | VectorEnv]) -> str:
     """Returns the name by which a config refers to an env class, or to a function that returns an env.
 
     It is "module:Class" if the class can be imported by that name. Otherwise the env is registered in this process as
-    "local:Name"; the last one of a name counts. The keyword arguments of a function are the options of its env; one for
-    a `VectorEnv` has the argument `num_envs`. Raises ValueError for anything else.
+    "local:Name", in place of an earlier env of that name. The keyword arguments of a function are the options of its
+    env; a function that returns a `VectorEnv` has the argument `num_envs`. Raises ValueError for anything else.
     """
     if inspect.isclass(env) and issubclass(env, Env | VectorEnv):
         name, cls = env.__name__, env

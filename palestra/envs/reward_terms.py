@@ -1,8 +1,8 @@
-"""Rewards by named terms: an env lists what each part of a seat's reward is for, and logs and alarms tell them apart.
+"""Rewards by named terms: an env names the parts of each seat's reward, and logs and alarms treat them separately.
 
 An env puts them into `info["reward_terms"]` of its step, by seat and term; the terms of a seat sum to its reward. The
-term `form` is for the form of an answer. It costs where an answer cannot be read, and its sum over an episode is never
-positive: what is paid for form alone is learned first, and may be all that is learned.
+term `form` is the penalty for an answer that cannot be read. Its sum over an episode is never positive: a policy learns
+a reward for form alone first, and perhaps nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def terms_info(terms: Mapping[Seat, Terms]) -> dict[str, Any]:
 
 
 def form_or(name: str, reward: float, *, is_invalid: bool) -> dict[str, float]:
-    """Returns the terms of a reward that is for form if an answer is invalid, else the term `name`."""
+    """Returns the terms of a reward: `form` has all of it if the answer is invalid, else the term `name`."""
     return {FORM_TERM: reward, name: 0.0} if is_invalid else {FORM_TERM: 0.0, name: reward}
 
 
@@ -40,7 +40,7 @@ def terms_gained(now: Terms, before: Terms) -> dict[str, float]:
 
 
 def check_terms(step: Step) -> None:
-    """Raises ValueError if a step pays a seat something that its terms do not sum to."""
+    """Raises ValueError if the terms of a seat's reward do not sum to its reward in this step."""
     terms = step.info.get(REWARD_TERMS_KEY, {})
     for seat in {**step.rewards, **terms}:
         reward, named = step.rewards.get(seat, 0.0), terms.get(seat, {})

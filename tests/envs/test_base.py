@@ -111,7 +111,7 @@ def test_valid_env_passes_the_check(sound):
         (Fragile, "raised ValueError.*at the action ''"),
         (RewardsUnknownSeat, r"rewards unknown seats \['c'\]"),
         (Infinite, "pays the team inf"),
-        (EndsWithoutInfo, 'says "success" in a step but not in the last one'),
+        (EndsWithoutInfo, 'reports "success" in a step but not in the last one'),
         (Forgetful, "second reset with the same seed"),
     ],
 )

@@ -59,6 +59,6 @@ class Rules(ABC, Generic[S]):
         """Returns the information state as text. Two texts are equal exactly if the two `info_state_key` are equal."""
 
     def info_state_key(self, state: S, player: int) -> Hashable:
-        """Returns what identifies the information state: by default its array. A game whose array leaves out something
-        that the player knows returns more."""
+        """Returns a hashable key of the information state: by default its array. Games whose array leaves out something
+        that the player knows override this."""
         return self.info_state(state, player).tobytes()

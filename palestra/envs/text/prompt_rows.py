@@ -41,9 +41,9 @@ class Prompts:
         pl.train(env=pl.Prompts(rows, reward=lambda row, answer: answer.strip() == row["answer"]), ...)
 
     `reward` returns a number; True and False are 1 and 0, and are also logged as success. A tenth of the different
-    prompts (at least one) is held out as "dev" and as "test" each: which ones, the hash of the prompt decides, so that
-    equal rows give equal splits, whatever their order, and rows of one prompt stay together. Calling the object returns
-    the env of a split. Raises ValueError for a row without a prompt as text.
+    prompts (at least one) is held out as "dev", another tenth as "test". The hash of a prompt decides its split: the
+    order of the rows does not matter, and rows of one prompt stay together. Calling the object returns the env of a
+    split. Raises ValueError for a row without a prompt as text.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], reward: RewardFunction) -> None:
@@ -53,8 +53,8 @@ class Prompts:
         for number, row in enumerate(rows):
             if not isinstance(row.get("prompt"), str):
                 raise ValueError(
-                    f"row {number} has no prompt as text: write {{'prompt': 'What is 2 + 2?', ...}}; of a prompt in "
-                    "messages, give the content of the user's"
+                    f"row {number} has no prompt as text: write {{'prompt': 'What is 2 + 2?', ...}}; for a prompt in "
+                    "messages, give the content of the user message"
                 )
         order = sorted({row["prompt"] for row in rows}, key=_digest)
         self.name = f"prompts-{_digest(''.join(map(_digest, order)))[:8]}"

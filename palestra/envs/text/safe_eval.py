@@ -21,10 +21,10 @@ class NotAllowed(ValueError):
 
 @dataclass(frozen=True)
 class AllowedParts:
-    """Allowed in an expression besides integers and floats: operators by their syntax class, functions by name.
+    """Operators (by syntax class) and functions (by name) that an expression of integers and floats may use.
 
-    `bound` returns every number that occurs, or raises if it is too large to go on with. An operator or function whose
-    result may take long to compute must check its arguments itself.
+    `bound` returns every number that occurs, or raises if it is too large. An operator or function whose result may
+    take long to compute must check its arguments itself.
     """
 
     operators: Mapping[type[ast.AST], Callable[..., Any]]

@@ -129,7 +129,7 @@ def empty_step(
 class Entities(NamedTuple):
     """Entities of one kind in an observation, such as other agents or landmarks: each is `width` numbers, at the
     `columns` of the observation that are listed for it. An entity whose numbers are all 0 counts as absent. `position`
-    are those of its numbers, from 0, that are its position relative to the seat (empty: it has none, or another)."""
+    lists the indices, from 0, of its numbers that are its position relative to the seat (empty: none are)."""
 
     width: int
     columns: tuple[tuple[int, ...], ...]

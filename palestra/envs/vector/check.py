@@ -61,7 +61,7 @@ class _Check:
     def play(self, env: VectorEnv) -> tuple[list[VectorStep], list[np.ndarray]]:
         frames, actions = [self.valid(env.reset(self.seeds)).copy()], []
         if frames[0].done.any() or frames[0].rewards.any():
-            self.fail("says rewards or ends after reset", "set them to zero there")
+            self.fail("reports rewards or ends after reset", "set them to zero there")
         for _ in range(self.steps):
             actions.append(random_actions(env, frames[-1], self.rng))
             frames.append(self.valid(env.step(actions[-1].copy())).copy())
@@ -85,11 +85,11 @@ class _Check:
             env.step(action.copy())
         fix = "save must copy every array that step changes"
         if any(not np.array_equal(saved[name], kept[name], equal_nan=kept[name].dtype.kind == "f") for name in kept):
-            self.fail("moves what it saved as it plays on", fix)
+            self.fail("changes the saved arrays when it plays on", fix)
         other = self.make(self.num_envs)
         self.same(other.load(saved), frames[half], "load", fix)
         for number, (action, vector_step) in enumerate(zip(actions[half:], frames[half + 1 :], strict=True), half + 1):
-            self.same(other.step(action.copy()), vector_step, f"step {number}, gone on from what was saved", fix)
+            self.same(other.step(action.copy()), vector_step, f"step {number}, continued from saved games", fix)
         other.close()
 
     def other_seeds(self, env: VectorEnv, frames: list[VectorStep]) -> None:
@@ -120,7 +120,9 @@ class _Check:
             or len(env.action_spaces) != N
             or len({type(space) for space in env.action_spaces}) > 1
         ):
-            self.fail("has not one view and one space of actions for each seat, all of one kind", "mend both tuples")
+            self.fail(
+                "needs an observation shape and an action space for each seat, of one kind", "correct both tuples"
+            )
         view = tuple(np.max([list(v) for v in env.observation_shapes], axis=0))
         self.shape(
             "obs",
@@ -135,7 +137,7 @@ class _Check:
             if name != "success" or vector_step.success is not None:
                 self.shape(name, getattr(vector_step, name), (B,), bool)
         if (vector_step.terminated & vector_step.truncated).any():
-            self.fail("says that a game was terminated and truncated at once", "leave it terminated")
+            self.fail("reports a game as terminated and truncated at once", "leave it terminated")
         if vector_step.seat_terminated is not None:
             self.shape("seat_terminated", vector_step.seat_terminated, (B, N), bool)
             if (vector_step.seat_terminated & vector_step.agent_mask)[~vector_step.done].any():
@@ -148,7 +150,7 @@ class _Check:
             if name == "obs" and vector_step.seat_terminated is not None:
                 value = value[~vector_step.seat_terminated | vector_step.done[:, None]]
             if value is not None and not np.isfinite(value).all():
-                self.fail(f"says {name} that are not finite", "no nan and no infinity")
+                self.fail(f"reports {name} that are not finite", "no nan and no infinity")
         if not vector_step.agent_mask.any(axis=1).all():
             self.fail("has a game in which no seat acts", "a game that is done must reset in the same step")
         if vector_step.action_mask is not None:
@@ -161,13 +163,13 @@ class _Check:
                     self.fail(f"calls actions legal that seat {env.seats[seat]} does not have", "mask the padding")
         for seat, own in enumerate(env.observation_shapes):
             if len(view) == 1 and vector_step.obs[:, seat, own[0] :].any():
-                self.fail(f"writes past the view of seat {env.seats[seat]}", "leave the padding zero")
+                self.fail(f"writes past the observation of seat {env.seats[seat]}", "leave the padding zero")
         return vector_step
 
     def shape(self, name: str, value: np.ndarray | None, shape: tuple[int, ...], dtype: object) -> None:
         if value is None or value.shape != shape or value.dtype != dtype:
             have = "none" if value is None else f"{value.dtype} {list(value.shape)}"
-            self.fail(f"says {name} as {have} and not {np.dtype(dtype)} {list(shape)}", "mend the array")  # type: ignore[call-overload]
+            self.fail(f"has {name} as {have} and not {np.dtype(dtype)} {list(shape)}", "correct the array")  # type: ignore[call-overload]
 
     def same(self, vector_step: VectorStep, expected: VectorStep, where: str, fix: str) -> None:
         over = expected.done
@@ -175,7 +177,7 @@ class _Check:
             got, want = getattr(vector_step, part.name), getattr(expected, part.name)
             if want is not None and part.name in ("final_obs", "final_state"):
                 got, want = got[over], want[over]
-            nan = want is not None and want.dtype.kind == "f"  # what seats that have terminated may see
+            nan = want is not None and want.dtype.kind == "f"  # observations of seats that have terminated may be nan
             if (got is None) != (want is None) or (want is not None and not np.array_equal(got, want, equal_nan=nan)):
                 self.fail(f"differs in {part.name} at {where}", fix)
 

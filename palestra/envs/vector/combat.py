@@ -200,4 +200,6 @@ def _check_random(type_weights: dict[str, float] | None, allies: int | None, ene
         raise ValueError(f'type_weights: there is no unit "{unknown[0]}"; use {", ".join(TYPE_NAMES)}')
     weights = type_weights.values()
     if not (all(0 <= weight < np.inf for weight in weights) and sum(weights) > 0):
-        raise ValueError(f"type_weights: {type_weights} are no weights; use numbers of at least 0, one of them above 0")
+        raise ValueError(
+            f"type_weights: {type_weights} are not weights; use numbers of at least 0, one of them above 0"
+        )

@@ -78,8 +78,8 @@ class CombatParams(NamedTuple):
 
     `stats_KF` has their numbers: health and shield when full, loops between shots, distance per step, armour, hits per
     shot, and the index of the type's bit in observations (-1: none). `damage_KK` is the damage of each hit of a shot,
-    `reach_KK` the weapon range from centre to centre. Few arrays: kernels whose arguments are many are not inlined,
-    which makes a step half as fast again.
+    `reach_KK` the weapon range from centre to centre. The arrays are few, because kernels with many arguments are not
+    inlined, which would slow down every step.
     """
 
     allies: int

@@ -92,8 +92,8 @@ def _mask_outside_cone(action_mask: np.ndarray, units: np.ndarray, b: int, n: in
 
 @jit_inline
 def _write_action_mask(action_mask: np.ndarray, units: np.ndarray, b: int, n: int, facing: int, has_cone: bool) -> None:
-    """Action mask of unit n: dead units can only do nothing; living units can stop, move in directions where half a
-    move stays on the field, and attack living enemies within `ATTACK_RANGE` (and in the cone)."""
+    """Writes the action mask of unit n: dead units can only do nothing; living units can stop, move in directions where
+    half a move stays on the field, and attack living enemies within `ATTACK_RANGE` (and in the cone)."""
     alive, x, y = units[b, n, HEALTH] > 0, units[b, n, X], units[b, n, Y]
     action_mask[b, n, NOOP], action_mask[b, n, STOP] = not alive, alive
     action_mask[b, n, NORTH], action_mask[b, n, SOUTH] = alive and y + 1 < FIELD_SIZE, alive and y >= 1
@@ -201,8 +201,8 @@ def _write(g: CombatArrays, rules: CombatParams, b: int) -> None:
 
 @jit
 def _engage(units: np.ndarray, b: int, u: int, v: int, reach: float, speed: float, walk_U2: np.ndarray) -> int:
-    """Unit u attacks v: it walks until v is in range. Returns the target of its shot, -1 if it does not shoot in this
-    step."""
+    """Lets unit u attack v: it walks until v is in range. Returns the target of its shot, -1 if it does not shoot in
+    this step."""
     far = _distance(units, b, u, v)
     if far <= reach:
         return v if units[b, u, COOLDOWN] < LOOPS_PER_STEP else -1

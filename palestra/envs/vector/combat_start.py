@@ -45,8 +45,8 @@ def _draw_types(g: Battle, share_K: np.ndarray, allies: int, b: int) -> None:
 
 @jit
 def _reflect(g: Battle, allies: int, b: int) -> None:
-    """Allies anywhere in the left half, enemies at their mirror images; those beyond the allies anywhere in the right
-    half."""
+    """Places allies anywhere in the left half, enemies at their mirror images; those beyond the allies anywhere in the
+    right half."""
     for u in range(g.units.shape[1]):
         if allies <= u < 2 * allies:
             g.units[b, u, X] = FIELD_SIZE - g.units[b, u - allies, X]
@@ -59,8 +59,8 @@ def _reflect(g: Battle, allies: int, b: int) -> None:
 
 @jit
 def _surround(g: Battle, allies: int, b: int) -> None:
-    """Allies in the middle; enemies in one to four groups, each anywhere on another of the four diagonals between a
-    corner and the middle."""
+    """Places allies in the middle and enemies in one to four groups, each anywhere on another of the four diagonals
+    between a corner and the middle."""
     rng = g.rng[b]
     groups, corners, along = 1 + random_below(rng, 4), np.arange(4), np.zeros(4)
     for i in range(groups):

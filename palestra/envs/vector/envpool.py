@@ -29,7 +29,8 @@ class EnvPoolEnv(VectorEnv):
     The parts of an observation that is a dictionary or a tuple, nested or not, are concatenated, those of a dictionary
     in the order of their names.
 
-    Raises ValueError if EnvPool cannot make the env, or if its action masks are not those of one integer of each seat.
+    Raises ValueError if EnvPool cannot make the env, or if it has action masks that are not for one integer of each
+    seat.
     """
 
     name: ClassVar[str] = "envpool"
@@ -148,8 +149,8 @@ class EnvPoolEnv(VectorEnv):
         size, shape = max(sizes), mask.shape[1:]
         if sizes != {size} or size == 0 or shape not in ((size,), (len(self.seats), size)):
             raise ValueError(
-                f'EnvPool\'s "{self.id}" has an action_mask {list(shape)}, which is only heeded for one integer of '
-                "each seat, all of equally many values: choose an env with such actions, or one that masks none"
+                f'EnvPool\'s "{self.id}" has an action_mask {list(shape)}, which is only used for one integer of '
+                "each seat, all with equally many values: choose an env with such actions, or one that masks none"
             )
         whole = mask if mask.ndim == 3 else mask[:, None]
         return np.broadcast_to(whole, (len(mask), len(self.seats), size))

@@ -23,7 +23,7 @@ class Foraging(NativeEnv):
     """Walk to food and load it together. Actions of each seat: nothing, north, south, west, east, load.
 
     Food is eaten if the levels of the agents that load it in the same step sum to at least its level. Each of them then
-    gets its own level times that of the food as reward; with `normalize` the rewards of a game sum to 1. A failed
+    gets its own level times the food's level as reward; with `normalize` the rewards of a game sum to 1. A failed
     attempt costs `penalty`. With `cooperative` all food has the highest level; by default (`max_food_level` None) this
     is the sum of the levels of the three weakest agents. A seat sees `sight` cells far (None: the whole board). An
     illegal action does nothing. `success`: all food was eaten. `max_steps` is the step limit.

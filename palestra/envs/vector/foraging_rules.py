@@ -165,8 +165,8 @@ def _write_observation(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b:
     """Writes the observation of seat n: food, the agent itself, other agents, each as row, column and level, relative
     to the top left corner of its field of view; -1, -1, 0 for what it cannot see.
 
-    Near the north and west border this corner is that of the board, and the hidden part of the field of view is added
-    on the opposite side for agents but not for food (as in the package).
+    Near the north and west border it is the board's corner, and the hidden part of the field of view is added on the
+    opposite side for agents but not for food (as in the package).
     """
     y, x, at = agents[b, n, ROW], agents[b, n, COLUMN], 0
     top, left = max(y - sight, 0), max(x - sight, 0)
@@ -189,7 +189,8 @@ def _write_observation(row: np.ndarray, agents: np.ndarray, food: np.ndarray, b:
 def _write_action_mask(
     action_mask: np.ndarray, agents: np.ndarray, food: np.ndarray, b: int, n: int, size: int
 ) -> None:
-    """Action mask of seat n: agents cannot leave the board or walk onto food, and can load only beside food."""
+    """Writes the action mask of seat n: agents cannot leave the board or walk onto food, and can load only beside
+    food."""
     y, x, load = agents[b, n, ROW], agents[b, n, COLUMN], False
     north, south, west, east = y > 0, y < size - 1, x > 0, x < size - 1
     for f in range(food.shape[1]):

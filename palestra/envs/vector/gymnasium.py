@@ -15,7 +15,7 @@ from palestra.envs.vector.subproc_vector import PackageVectorEnv
 from palestra.envs.vector.sync_vector import SingleStep, VectorEnvSpec
 
 MIN_IMAGE_SIDE = 36  # pixels per side at least; smaller grids are boards, read as numbers
-MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are those of a type, which pixels do not come near
+MAX_PIXEL_RANGE = 65_535  # of 16 bits; wider bounds are the range of a dtype, not of pixels
 MAX_INTEGER_CHOICES = 4096  # values of all integers of an action together: a network has an output for each
 
 
@@ -158,8 +158,8 @@ def is_integer_box(space: spaces.Space) -> TypeGuard[spaces.Box]:
 
 
 def _integer_decoder(space: spaces.Box, label: str) -> ActionDecoder:
-    """Returns the decoder of a Box of integers. As real numbers between the bounds they would be cut off, so that the
-    highest one is hardly ever played."""
+    """Returns the decoder of a Box of integers. Real numbers between the bounds would be truncated to integers, so that
+    the highest integer would hardly ever be played."""
     bounds = zip(space.low.reshape(-1).tolist(), space.high.reshape(-1).tolist(), strict=True)
     sizes = tuple(int(high) - int(low) + 1 for low, high in bounds)
     if sum(sizes) > MAX_INTEGER_CHOICES:
@@ -209,12 +209,12 @@ def without_action_mask(value: dict[str, Any]) -> Any:
 
 
 def can_use_action_mask(has_mask: bool, action_spaces: Sequence[Space], is_multi_agent: bool, label: str) -> bool:
-    """True if the env's action masks are `has_mask` and can be used: one Discrete action per seat, and not one mask for
-    `is_multi_agent` seats. Raises ValueError for masks that cannot be used, since forbidden actions would then be
-    taken."""
+    """Returns `has_mask`, whether the env has action masks. Raises ValueError if it has masks that cannot be used,
+    since forbidden actions would then be taken: they need one Discrete action per seat, and must not be one mask of an
+    env with several seats (`is_multi_agent`)."""
     if has_mask and (is_multi_agent or not all(isinstance(space, Discrete) for space in action_spaces)):
         fix = "wrap the env so that its actions are Discrete, or so that it takes any action and gives no action_mask"
-        raise ValueError(f"{label} gives an action_mask, which is only heeded for one Discrete action of a seat: {fix}")
+        raise ValueError(f"{label} gives an action_mask, which is only used for one Discrete action of a seat: {fix}")
     return has_mask
 
 
@@ -317,7 +317,7 @@ class GymnasiumGame:
 
     def _action_masks(self, parts: Sequence[Any], info: dict[str, Any]) -> list[np.ndarray | None]:
         """Returns the action mask of each seat; None if it is not known and the game is over. Raises ValueError if the
-        info has none although that of the first reset had."""
+        info has none although the info of the first reset had one."""
         if any(self.has_dict_obs):
             kinds = zip(parts, self.has_dict_obs, self.spec.action_spaces, strict=True)
             return [

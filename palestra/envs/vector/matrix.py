@@ -54,8 +54,8 @@ class MatrixArrays(NamedTuple):
 
 @jit
 def _play_round(t: MatrixArrays, payoff: np.ndarray, rounds: int, actions: np.ndarray) -> None:
-    """Writes the rewards and the last joint action, one-hot: each seat's own action first; in the state that of
-    player_0 first."""
+    """Writes the rewards and the last joint action, one-hot: in observations the seat's own action first, in the state
+    player_0's."""
     place, obs, state, rewards, over = t.place, t.obs, t.state, t.rewards, t.terminated
     rows, columns = payoff.shape[0], payoff.shape[1]
     for b in range(len(place)):
@@ -108,7 +108,8 @@ def _step_two(t: MatrixArrays, actions: np.ndarray) -> None:
 
 @jit
 def _play_m(t: MatrixArrays, steps: int, actions: np.ndarray) -> None:
-    """State 0 is the start, then come the steps - 1 states of the left branch and those of the right one."""
+    """Plays a step of the m-step game. State 0 is the start, followed by the steps - 1 states of the left branch and as
+    many of the right one."""
     place, rewards, over = t.place, t.rewards, t.terminated
     for b in range(len(place)):
         first, second, at = int(actions[b, 0] == 1), int(actions[b, 1] == 1), place[b]
@@ -213,7 +214,7 @@ class MStepGame(_Tabular):
 
     The first joint action chooses a branch: both 0 the left, both 1 the right; repeating it earns 1 in each of `steps`
     steps, any other joint action 0 and the end. Only the last step of the left branch differs: both 1 earns 4, anything
-    else 1. The best return is `steps` + 3, that of the right branch `steps`. Each seat gets the whole reward.
+    else 1. The best return is `steps` + 3; the right branch returns `steps`. Each seat gets the whole reward.
     Observation of both seats and state: which of the 2 `steps` - 1 states the game is in, one-hot; the start, the left
     branch, the right one. An action out of range is 0. Raises ValueError for fewer than 2 steps.
     """

@@ -91,7 +91,7 @@ class _Particles(NativeEnv):
     def render(self, game: int) -> np.ndarray:
         """Draws the agents in the colours of their seats, landmarks in grey, the goal in green."""
         places, agents = self.internal_state["pos"][game], len(self.seats)
-        edge = max(1.3, math.ceil(2 * np.abs(places).max()) / 2 + 0.2)  # whoever runs away is followed in half steps
+        edge = max(1.3, math.ceil(2 * np.abs(places).max()) / 2 + 0.2)  # grows in half steps to include distant agents
         canvas, radius = Canvas(-edge, edge), dict(enumerate(self._world.radius.tolist()))
         for e in range(agents, len(places)):
             is_goal = self._world.has_goal and self.internal_state["goal"][game] == e - agents
@@ -164,8 +164,8 @@ class SimpleAdversary(_Particles):
     """`agents` cooperating agents see which of as many landmarks is the goal; one adversary sees only the agents and
     landmarks and must find the goal.
 
-    The adversary's reward is minus its distance from the goal; each agent gets the adversary's distance minus that of
-    the nearest agent.
+    The adversary's reward is minus its distance from the goal; each agent gets the adversary's distance minus the
+    nearest agent's.
     """
 
     name: ClassVar[str] = "simple_adversary"

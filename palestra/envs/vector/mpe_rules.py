@@ -104,7 +104,7 @@ def advance_adversary(
 @jit
 def reward_adversary(world: World, arrays: MPEStepArrays) -> None:
     """Writes the rewards: minus its distance to the goal for the adversary (agent 0); for each other agent the
-    adversary's distance minus that of the nearest of them."""
+    adversary's distance minus the distance of the nearest other agent."""
     pos, rewards, agents = world.pos, arrays.rewards, world.vel.shape[1]
     for b in range(len(pos)):
         goal = agents + world.goal[b]

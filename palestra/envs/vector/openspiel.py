@@ -163,7 +163,7 @@ class OpenSpielRules(Rules[OpenSpielState]):
     def __init__(self, game: str = DEFAULT_GAME, view: TensorKind | None = None) -> None:
         self.name, self.game = game, _load_game(game)
         if why := why_not_enumerable(self.game):
-            raise ValueError(f'"{game}" cannot be walked through: {why}')
+            raise ValueError(f'"{game}" cannot be enumerated: {why}')
         self.tensor_kind = _tensor_kind(self.game, view)
         kind = self.game.get_type()
         imperfect = kind.information == pyspiel.GameType.Information.IMPERFECT_INFORMATION
@@ -203,8 +203,8 @@ class OpenSpielRules(Rules[OpenSpielState]):
 
 
 class TablePolicy(Policy):
-    """A policy for OpenSpiel's algorithms by tables: for each player, action probabilities by information state, which
-    is named as in `OpenSpielRules.info_state_text`."""
+    """A tabular policy for OpenSpiel's algorithms: for each player, action probabilities by information state, under
+    the names of `OpenSpielRules.info_state_text`."""
 
     def __init__(self, rules: OpenSpielRules, players: Sequence[Mapping[str, Mapping[int, float]]]) -> None:
         super().__init__(rules.game, list(range(rules.num_players)))
@@ -233,7 +233,7 @@ def why_not_enumerable(game: Any) -> str:
     if kind.dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
         return f'its players move at once; game: "turn_based_simultaneous_game(game={game})" makes them take turns'
     if kind.chance_mode == pyspiel.GameType.ChanceMode.SAMPLED_STOCHASTIC:
-        return "it draws chance itself and does not list what may come"
+        return "it draws chance outcomes itself and does not list them"
     if not _has(game, "information_state") and not _has(game, "observation"):
         return "it shows its players no tensor"
     return ""

@@ -1,8 +1,8 @@
 """Overcooked: two cooks share a kitchen, and soups must be cooked and served together.
 
-The game of JaxMARL 0.2 (Rutherford et al., 2024), after Overcooked-AI (Carroll et al., 2019): from equal states and
-actions come its states, rewards, shaped rewards and observations. Like it, and unlike Overcooked-AI, soups are of three
-onions and cook by themselves, cooks first face random directions, and some kitchens start them on other cells.
+The game of JaxMARL 0.2 (Rutherford et al., 2024), after Overcooked-AI (Carroll et al., 2019): equal states and actions
+give JaxMARL's states, rewards, shaped rewards and observations. Like JaxMARL, and unlike Overcooked-AI, soups are of
+three onions and cook by themselves, cooks first face random directions, and some kitchens start them on other cells.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def _write_floor(obs: np.ndarray, cooks: np.ndarray, b: int, cell: int) -> None:
 
 @jit
 def _write_pot(obs: np.ndarray, b: int, cell: int, onions: int, left: int) -> None:
-    """A pot shows its onions until it cooks, then those of its soup and the time left. In the game as JaxMARL has it a
-    pot cooks from the step in which its third onion comes."""
+    """Writes a pot: its onions until it cooks, then the soup's onions and the time left. As in JaxMARL, a pot cooks
+    from the step in which its third onion comes."""
     cooks = onions == ONIONS_IN_SOUP and left < COOKING_STEPS
     for n in range(2):
         obs[b, n, cell, IN_POT] = 0 if cooks else onions
@@ -261,7 +261,7 @@ def step_all(g: OvercookedArrays, kitchen: Kitchen, rules: OvercookedParams, act
             chosen_N[n] = actions[b, n] if 0 <= actions[b, n] < NUM_ACTIONS else STAY
             from_N[n] = g.cooks[b, n, CELL]
             g.shaped[b, n] = 0
-        for n in range(2):  # the first seat before the second, both before anybody moves
+        for n in range(2):  # the first seat before the second, both before either moves
             if chosen_N[n] == INTERACT:
                 delivered += _interact(g, kitchen, b, n)
         _move(g.cooks, kitchen, b, chosen_N, to_N)

@@ -27,8 +27,8 @@ class SeatShuffledEnv(VectorEnv):
     def __init__(self, env: VectorEnv) -> None:
         if len(set(env.observation_shapes)) > 1 or len(set(env.action_spaces)) > 1:
             raise ValueError(
-                f'seats of env "{env.name}" differ in what they see or may do, so they cannot change places: give each '
-                "a population of its own"
+                f'seats of env "{env.name}" differ in observation shape or action space, so they cannot be permuted: '
+                "give each a population of its own"
             )
         self.env, self.num_envs, self.seats, self.scripted_policies = (
             env,

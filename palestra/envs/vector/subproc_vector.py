@@ -127,12 +127,13 @@ class _Worker:
             self.child.pipe.send((what, value))
 
     def receive(self, starting: bool = False) -> Any:
-        """Returns the next answer of the process; raises _Failed if it failed, ended or did not answer in time."""
+        """Returns the next answer of the process; raises _ProcessFailed if it failed, ended or did not answer in
+        time."""
         patience = max(START_TIMEOUT_S, self.timeout_s) if starting else self.timeout_s
         try:
             if not self.child.pipe.poll(patience):
                 self.child.process.kill()
-                raise _ProcessFailed(f"it was silent for {patience:g} s")
+                raise _ProcessFailed(f"it did not answer for {patience:g} s")
             answer = self.child.pipe.recv()
         except (EOFError, OSError):
             self.child.process.join()
@@ -239,7 +240,7 @@ class SubprocVectorEnv(VectorEnv):
                 actions = saved["moves"][before[worker.part.start] : before[worker.part.stop]]
                 worker.send("load", part | {"moves": actions})
             if failed := _failures(self._receive_all()):
-                raise ValueError(f"saved games cannot be played again: {next(iter(failed.values()))}")
+                raise ValueError(f"saved games cannot be replayed: {next(iter(failed.values()))}")
         for name, array in _arrays(self.vector_step):
             array[:] = saved[f"frame.{name}"]
         self._gather()
@@ -254,7 +255,7 @@ class SubprocVectorEnv(VectorEnv):
         return self._workers
 
     def _receive_all(self) -> dict[_Worker, Any]:
-        """Returns the answer of every process; a _Failed for those that failed."""
+        """Returns the answer of every process; a _ProcessFailed for those that failed."""
         heard: dict[_Worker, Any] = {}
         for worker in self._workers:
             try:
@@ -280,7 +281,7 @@ class SubprocVectorEnv(VectorEnv):
             worker.failures += 1
             if worker.failures >= MAX_FAILURES:
                 raise ValueError(
-                    f"games failed {MAX_FAILURES} times without one whole step between, the last time so:\n{why}"
+                    f"games failed {MAX_FAILURES} times without a complete step in between, the last time with:\n{why}"
                 )
             self.restarts += 1
             worker.stop(0.0)

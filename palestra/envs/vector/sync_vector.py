@@ -122,7 +122,7 @@ class RenderedEnv(Protocol):
 
 
 MakeSingleEnv = Callable[[], SingleEnv]
-MAX_REPLAY_STEPS = 100_000  # steps; replaying longer episodes would take longer than starting anew is worth
+MAX_REPLAY_STEPS = 100_000  # longer episodes are not saved: replaying them would take too long
 
 
 class SyncVectorEnv(VectorEnv):

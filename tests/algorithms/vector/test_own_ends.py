@@ -222,5 +222,5 @@ def test_nan_seen_by_a_seat_that_acts_is_named(kind: str) -> None:
 
 def test_check_env_accepts_nan_for_terminated_seats_only() -> None:
     check_vector_env(lambda games: PettingZooEnv(games, env="mortal_games:parting", options={"last": np.nan}))
-    with pytest.raises(ValueError, match="says obs that are not finite"):
+    with pytest.raises(ValueError, match="reports obs that are not finite"):
         check_vector_env(lambda games: PettingZooEnv(games, env="mortal_games:parting", options={"broken": np.nan}))

@@ -299,7 +299,7 @@ def test_rules_are_found_by_env_name() -> None:
 def test_unsupported_openspiel_games_are_refused() -> None:
     with pytest.raises(ValueError, match="players move at once"):
         OpenSpielRules("goofspiel")
-    with pytest.raises(ValueError, match="draws chance itself"):
+    with pytest.raises(ValueError, match="draws chance outcomes itself"):
         OpenSpielRules("negotiation")
     with pytest.raises(ValueError, match="no information_state tensor"):
         OpenSpielRules("tic_tac_toe", "information_state")

@@ -170,11 +170,11 @@ def test_invalid_tools_are_refused():
         (silent, "no docstring"),
         (untyped, "type hint"),
         (starred, "no \\*"),
-        (odd, "cannot spell"),
+        (odd, "cannot represent"),
     ):
         with pytest.raises(ValueError, match=message):
             make_tool(function)
-    with pytest.raises(ValueError, match="is no tool"):
+    with pytest.raises(ValueError, match="is not a tool"):
         make_tool(lambda x: x)
     with pytest.raises(ValueError, match='two tools called "convert"'):
         Toolbox([convert, convert])
@@ -508,7 +508,7 @@ def test_custom_documents_are_read(tmp_path):
     [
         ("a.jsonl", "", "holds no documents"),
         ("a.jsonl", "{", "line 1 is not JSON"),
-        ("a.jsonl", "[1]", "line 1 is no object"),
+        ("a.jsonl", "[1]", "line 1 is not an object"),
         ("a.jsonl", '{"title": "a"}', 'line 1 needs a "title" and a "text"'),
         ("a.csv", "a,b", "give a folder"),
         ("a.jsonl", b"\xff", "is not UTF-8"),

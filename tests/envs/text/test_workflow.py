@@ -128,7 +128,7 @@ def test_hung_workflow_does_not_block_others():
         arena.play_all(matches, Branching(), lambda e: done.append(time.monotonic() - start) if not e.error else None)
     )
     failed = [episode for episode in episodes if episode.error]
-    assert len(failed) == 20 and all("neither asked nor ended for 8 s" in episode.error for episode in failed)
+    assert len(failed) == 20 and all("neither called a model nor ended for 8 s" in episode.error for episode in failed)
     assert len(done) == 180 and all(e.nodes[-1].rewards == {"agent": 1.0} for e in episodes if not e.error)
     assert time.monotonic() - start < max(done) + 8 + 5
 

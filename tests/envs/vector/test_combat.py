@@ -432,7 +432,7 @@ def test_unknown_options_and_scripts_are_refused() -> None:
         Combat(type_weights=ALL_TYPES, enemies=0)
     with pytest.raises(ValueError, match='there is no unit "colossus"; use marine, stalker, zealot'):
         Combat(type_weights={"colossus": 1})
-    with pytest.raises(ValueError, match="are no weights"):
+    with pytest.raises(ValueError, match="are not weights"):
         Combat(type_weights={"marine": 0})
     with pytest.raises(ValueError, match='start: there is no "circle"; use one of columns'):
         Combat(start="circle")  # type: ignore[arg-type]

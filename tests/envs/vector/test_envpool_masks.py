@@ -64,7 +64,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ],
 )
 def test_masks_that_fit_no_seat_are_refused(make: Any, action_space: Any, mask: Any) -> None:
-    with pytest.raises(ValueError, match=r'"Toy-v0" has an action_mask \[.*heeded for one integer of each seat'):
+    with pytest.raises(ValueError, match=r'"Toy-v0" has an action_mask \[.*used for one integer of each seat'):
         make(action_space, mask)
 
 

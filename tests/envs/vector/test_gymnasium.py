@@ -107,9 +107,7 @@ def test_unsupported_action_masks_are_refused(actions: Any) -> None:
     env = Masked(actions)
     if isinstance(actions, spaces.Tuple):
         env.observation_space = spaces.Tuple([Masked.observation_space] * 2)
-    with pytest.raises(
-        ValueError, match="gives an action_mask, which is only heeded for one Discrete action of a seat"
-    ):
+    with pytest.raises(ValueError, match="gives an action_mask, which is only used for one Discrete action of a seat"):
         GymnasiumGame(lambda: env)
     assert GymnasiumGame(lambda: Masked(spaces.Discrete(2))).spec.has_action_mask
 

@@ -162,9 +162,7 @@ def test_agents_terminate_separately(factory: str, dies: bool, flags: str) -> No
 
 
 def test_unsupported_action_masks_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="gives an action_mask, which is only heeded for one Discrete action of a seat"
-    ):
+    with pytest.raises(ValueError, match="gives an action_mask, which is only used for one Discrete action of a seat"):
         PettingZooEnv(1, env="mortal_games:parting", options={"box": True, "masks": True})
 
 
@@ -241,7 +239,7 @@ def test_env_that_skips_turns_is_refused_as_parallel() -> None:
     env = load_game(SPREAD).env
     env.reset(seed=0)
     env.unwrapped.agent_selection = "agent_1"
-    with pytest.raises(ValueError, match="goes on with agent_1, not agent_0: play its turn-based form"):
+    with pytest.raises(ValueError, match="continues with agent_1, not agent_0: play its turn-based form"):
         env.step(dict.fromkeys(env.agents, 1))
 
 

@@ -85,5 +85,5 @@ def test_scripts_play_the_position_of_their_seat() -> None:
 
 
 def test_seats_of_different_spaces_cannot_be_shuffled() -> None:
-    with pytest.raises(ValueError, match="cannot change places: give each a population"):
+    with pytest.raises(ValueError, match="cannot be permuted: give each a population"):
         SeatShuffledEnv(SimpleAdversary(2))

@@ -105,8 +105,8 @@ class OpenEnv(Env):
         if twin._shown != self._shown:
             await twin.close()
             raise ValueError(
-                f"{self.url} showed something else when the same actions were played again: it cannot be forked in its "
-                "midst. Let the server draw from the seed, or set algorithm.branch_at: root"
+                f"{self.url} gave another observation when the same actions were replayed, so it cannot be forked "
+                "within an episode. Let the server draw from the seed, or set algorithm.branch_at: root"
             )
         twin._count, twin._over = self._count, self._over
         twin._total, twin._owed = self._total, self._owed
@@ -194,7 +194,7 @@ class _Session:
             self.silent = True
             raise TimeoutError(f"{self.url} did not answer a {kind} for {self.timeout:g} s: see timeout") from None
         except closed as error:
-            raise RuntimeError(f"{self.url} hung up at a {kind}: {error}") from error
+            raise RuntimeError(f"{self.url} closed the connection at a {kind}: {error}") from error
         reply = answer.get("data") or {}
         if answer.get("type") != "error":
             return dict(reply)
@@ -219,7 +219,7 @@ def _websockets() -> ModuleType:
         import websockets.asyncio.client
         import websockets.exceptions
     except ImportError as error:
-        raise ValueError(f"OpenEnv's servers are asked over {error.name}: pip install 'palestra[openenv]'") from error
+        raise ValueError(f"OpenEnv servers need the package {error.name}: pip install 'palestra[openenv]'") from error
     module: ModuleType = websockets
     return module
 

@@ -137,7 +137,7 @@ def _score(episode: Any, seats: tuple[Seat, ...], success: float) -> WorkflowRes
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         why = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it does not say why"
-        raise RuntimeError(f"verifiers calls this episode failed: {why}")
+        raise RuntimeError(f"verifiers reports this episode as failed: {why}")
     earned: dict[Seat, list[Terms]] = {}
     for trace in episode.traces:
         terms = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}

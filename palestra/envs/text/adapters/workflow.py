@@ -166,8 +166,8 @@ class Workflow(Env):
         now = {seat: asked.chat for seat, asked in self._asked.items()}
         if before.keys() != now.keys() or not all(_alike(before[seat], now[seat]) for seat in before):
             raise ValueError(
-                "the workflow asked something else when it was played again with the same answers: it cannot be forked "
-                "in its midst. Draw all its randomness from play.seed, or set algorithm.branch_at: root"
+                "the workflow made other requests when it was replayed with the same answers, so it cannot be forked "
+                "within an episode. Draw all its randomness from play.seed, or set algorithm.branch_at: root"
             )
 
 
@@ -195,7 +195,9 @@ class _ProgramRun:
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
-            raise TimeoutError(f"the workflow neither asked nor ended for {timeout:g} s: see its timeout") from None
+            raise TimeoutError(
+                f"the workflow neither called a model nor ended for {timeout:g} s: see timeout"
+            ) from None
         if settle and not self.ended.done():
             await asyncio.sleep(settle)
 
@@ -312,7 +314,7 @@ async def _awaited(result: Any) -> Any:
 def _score(result: Any, seats: tuple[Seat, ...]) -> WorkflowResult:
     score = WorkflowResult(result) if isinstance(result, Mapping) else result
     if not isinstance(score, WorkflowResult):
-        raise ValueError(f"a workflow must return a Score or rewards by seat; this one returned {result!r}")
+        raise ValueError(f"a workflow must return a WorkflowResult or rewards by seat; this one returned {result!r}")
     if unknown := sorted(set(score.rewards) - set(seats)):
         raise ValueError(f'a workflow pays "{unknown[0]}", but its seats are {", ".join(seats)}')
     return score

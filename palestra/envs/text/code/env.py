@@ -149,7 +149,7 @@ class CoderTester(Env):
         if seat == "tester":
             return write_test(self._known(rng), problem, fenced=fenced)
         if problem.reference is None:
-            raise ValueError(f'problem "{problem.id}" has no reference solution, so there is no expert at it')
+            raise ValueError(f'problem "{problem.id}" has no reference solution, so it has no expert')
         if problem.kind == "expression" and fenced:
             return f"#### {problem.reference}"
         return write_program(problem.reference, fenced=fenced)

@@ -68,7 +68,7 @@ def _read(row: Row, where: str) -> ProgramProblem:
         raise
     except (KeyError, TypeError, ValueError, SyntaxError, IndexError) as error:
         raise ValueError(
-            f"{where} is not a problem in the shape of {shape.name}: {error!r}; mend it or leave it out"
+            f"{where} is not a problem in the shape of {shape.name}: {error!r}; correct it or leave it out"
         ) from error
     if not problem.tests:
         raise ValueError(f"{where} has no tests: add one, or leave it out")

@@ -184,7 +184,7 @@ class ProgramTestRunner:
         for case, trial in zip(cases, asking.results, strict=True):
             if trial.output != WAITING:
                 why = "never calls the function" if trial.completed else f"does not run: {trial.output}"
-                raise ValueError(f"the test {case.input_text[-300:]!r} {why}; mend it or leave the problem out")
+                raise ValueError(f"the test {case.input_text[-300:]!r} {why}; correct it or leave the problem out")
         if not asking.requested_calls:
             raise ValueError(
                 f"the assertions make calls with more than {MAX_ARGUMENT_BYTES} bytes of arguments: leave some out"

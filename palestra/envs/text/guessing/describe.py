@@ -38,7 +38,7 @@ DESCRIPTIONS = {  # of worked examples: all of the split "base"
     "lightning": "a flash in the sky during a storm",
 }
 MAX_DESCRIPTION_CHARS = 120  # characters of the describer's reply that the guesser observes
-MIN_STEM_CHARS = 3  # a word that begins with the name but for its last letter, and with as many letters, names it
+MIN_STEM_CHARS = 3  # a word that begins with the name without its last letter (3 letters at least) names the thing
 WITHHELD = "(nothing)"
 
 
@@ -52,11 +52,11 @@ class Instance(NamedTuple):
 class DescribeGuess(Env):
     """The describer observes a thing; the guesser observes the description and `choices` things, and names one.
 
-    Things are 376 common nouns; those of a split are in no other. `shots` worked examples precede every question as
-    turns of the conversation; their things belong to the split `base`, in which no one is trained or evaluated. A
-    description with the thing's name in it, or another form of it, is withheld. The reward is the team's: 1 for the
-    right thing. Info: `success`, `turn`, `withheld`, by seat `invalid` (a name in the description, or none of the list
-    in the answer); in the last step `gold`. Raises ValueError if an option is out of range.
+    Things are 376 common nouns, each in one split only. `shots` worked examples precede every question as turns of the
+    conversation; their things belong to the split `base`, in which no one is trained or evaluated. A description with
+    the thing's name in it, or another form of it, is withheld. The reward is the team's: 1 for the right thing. Info:
+    `success`, `turn`, `withheld`, by seat `invalid` (a name in the description, or none of the list in the answer); in
+    the last step `gold`. Raises ValueError if an option is out of range.
     """
 
     name: ClassVar[str] = "describe_guess"
@@ -116,7 +116,7 @@ def draw_instance(seed: int, choices: int, split: Split) -> Instance:
 
 
 def list_choices(thing: str, choices: int, rng: random.Random) -> Instance:
-    """Returns the instance with `choices` things, others of any split beside `thing`."""
+    """Returns the instance of `thing` with `choices` things in all; the others may be of any split."""
     others = rng.sample([each for each in kinds_of_nouns() if each != thing], choices - 1)
     return Instance(thing, tuple(rng.sample([thing, *others], choices)))
 
@@ -129,8 +129,8 @@ def kinds_of_nouns() -> dict[str, str]:
 
 
 def names_thing(description: str, thing: str) -> bool:
-    """True if a description has a thing's name in it: as a word or the beginning of one ("horses", "horseback"), but
-    for its last letter, or spelt ("h-o-r-s-e")."""
+    """True if a description has a thing's name in it: as the beginning of a word, the name's last letter left out
+    ("horses", "horseback"), or spelt out ("h-o-r-s-e")."""
     words = re.findall(r"[a-z]+", description.lower())
     stem = thing[: max(MIN_STEM_CHARS, len(thing) - 1)]
     spelt = "".join(word if len(word) == 1 else " " for word in words)

@@ -103,8 +103,8 @@ def symbolic_request(task: str, answer: str, entry: ReasoningEntry) -> dict[str,
 
 
 def has_solution(task: str, entry: ReasoningEntry) -> bool:
-    """False for integrals that reasoning-gym itself leaves as `Integral(...)`: a copy of the question would be a
-    correct answer to them.
+    """Returns whether a task has a solution: not for integrals that reasoning-gym itself leaves as `Integral(...)`, for
+    which a copy of the question would be a correct answer.
     """
     return task not in SYMBOLIC_TASKS or parse_formula(entry["answer"]) is not None
 

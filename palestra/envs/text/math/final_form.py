@@ -1,4 +1,4 @@
-"""The rules for answers that are no plain number: which text is parsed at all, and which forms are final.
+"""The rules for answers that are not plain numbers: which text is parsed at all, and which forms are final.
 
 An answer is **readable** if it consists of ASCII letters, digits, the signs of `_SIGN` and the LaTeX commands of
 `VALUE_COMMANDS` and `OPERATOR_FAMILIES`, nested at most `MAX_DEPTH` deep. Anything else is rejected without parsing;

@@ -1,9 +1,9 @@
 """The grader process: a server that forks a child for each request, started by `grader_client.py`.
 
-Mathematics is parsed by sympy, which some expressions keep busy for ever, in code that no exception interrupts. A child
+Mathematics is parsed by sympy, which some expressions keep busy forever, in code that no exception interrupts. A child
 that exceeds its time is killed by a kernel timer, whatever it does and even if the server is gone; the server has sympy
-loaded, so a child costs a few milliseconds. A few children run at once; one that takes long no longer counts among
-them, so one that hangs delays no other.
+loaded, so a child costs a few milliseconds. A few children run at once; a child that takes long no longer counts among
+them, so a hanging child does not delay the others.
 
 A child confines itself (`confinement.py`) before it reads an answer. It sends its score through a pipe to the server,
 which accepts it only if the child then exits with status 0: an exit status alone is not a score.
@@ -87,8 +87,8 @@ def math_grader() -> Grader:
 
 
 def is_fully_evaluated(said: Any, gold: Any) -> bool:
-    """False if an answer holds a sum, power or root of plain numbers with a rational value and the right answer holds
-    none: 1 + 2, 2^10, the root of 1764.
+    """Returns False if an answer holds a sum, power or root of plain numbers with a rational value and the right answer
+    holds none: 1 + 2, 2^10, the root of 1764.
     """
     return not any(map(is_unevaluated, subexpressions(said))) or any(map(is_unevaluated, subexpressions(gold)))
 
@@ -115,10 +115,8 @@ def subexpressions(expression: Any) -> Any:
 
 
 def is_near(gold: Any, said: Any) -> bool | None:
-    """For two constants of which at least one is a decimal: True if they differ by at most `DECIMAL_TOLERANCE` of the
-    right one.
-
-    None for anything else.
+    """Returns True if two constants, at least one of them a decimal, differ by at most `DECIMAL_TOLERANCE` of the right
+    one; None for anything else.
     """
     from sympy import Expr, Float
 

@@ -25,7 +25,7 @@ def multi_step_problem(rng: random.Random, difficulty: int) -> Problem:
 
 
 def _instructions(rng: random.Random, steps: int) -> Problem:
-    """Instructions: Start with 12. Add 7. Double it. ..."""
+    """Draws instructions: Start with 12. Add 7. Double it. ..."""
     start = rng.randint(1, 50)
     tree: ExpressionTree = start
     said, short = [f"Start with {start}."], f"start {start}"
@@ -48,7 +48,7 @@ def _step(rng: random.Random, now: int) -> tuple[str, int]:
 
 
 def _definitions(rng: random.Random, steps: int) -> Problem:
-    """Definitions: Let a = 12, b = 2 * a + 5, c = 3 * b - a. What is c? Each uses the one before it, so none is
+    """Draws definitions: Let a = 12, b = 2 * a + 5, c = 3 * b - a. What is c? Each uses the one before it, so none is
     unused.
     """
     trees: list[ExpressionTree] = [rng.randint(2, 12)]
@@ -66,7 +66,7 @@ def _definitions(rng: random.Random, steps: int) -> Problem:
 
 
 def _recurrence(rng: random.Random, steps: int) -> Problem:
-    """Recurrence: the term of a sequence after `steps` steps."""
+    """Draws a recurrence and asks for the term after `steps` steps."""
     first, factor, added = rng.randint(1, 20), rng.randint(2, 4), rng.choice((-1, 1)) * rng.randint(1, 20)
     tree: ExpressionTree = first
     for _ in range(steps):

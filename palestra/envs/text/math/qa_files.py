@@ -1,4 +1,4 @@
-"""Question-answer files: columns by name, or those of GSM8K, AIME and MATH as published."""
+"""Question-answer files: columns by name, by default the published columns of GSM8K, AIME and MATH."""
 
 from __future__ import annotations
 

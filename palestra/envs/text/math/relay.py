@@ -90,13 +90,13 @@ class MathRelay(Env):
     """The seat `first` observes how a story begins and sends a message; `second` observes it and the rest, and answers.
 
     `limit` is the largest number of a story, `signs` what its parts do: "+-" adds in the first and takes away in the
-    second; each is as frequent. `shots` worked examples precede every question as turns of the
-    conversation; they belong to the split `base`, in which no one is trained or evaluated. With team `single` the one
-    seat `solver` observes the whole story. Rewards: the team 1 for a
-    right final answer, `first` 1 for a message whose last number is right (`reward: dense`). For ablations, `message:
-    blank` replaces the message by nothing and `foreign` by the right one of another story; rewards stay those of what
-    was sent. Info: `success`, `turn`, by seat `answers` and `invalid` (no number in the reply); in the last step
-    `answer` (the final one) and `gold`. Raises ValueError if an option is out of range.
+    second; each is as frequent. `shots` worked examples precede every question as turns of the conversation; they
+    belong to the split `base`, in which no one is trained or evaluated. With team `single` the one seat `solver`
+    observes the whole story. Rewards: the team 1 for a right final answer, `first` 1 for a message whose last number is
+    right (`reward: dense`). For ablations, `message: blank` replaces the message by nothing and `foreign` by the right
+    one of another story; rewards are still for the message that was sent. Info: `success`, `turn`, by seat `answers`
+    and `invalid` (no number in the reply); in the last step `answer` (the final one) and `gold`. Raises ValueError if
+    an option is out of range.
     """
 
     name: ClassVar[str] = "math_relay"

@@ -4,7 +4,7 @@ Two sudokus are equivalent if one becomes the other by relabelling the digits, p
 of a stack, the bands or the stacks, or (if boxes are square) transposing. At 4x4 and 6x6 the canonical form of a puzzle
 is the smallest of its 128 or 3,456 images, with the digits relabelled by first appearance. At 9x9 the 3,359,232 images
 are too many; but equivalent puzzles have equivalent solutions, and the smallest image of a full grid is determined from
-its first two rows. There the canonical form is that of the solution, so even different puzzles with the same solution
+its first two rows. There the canonical form of the solution is used, so even different puzzles with the same solution
 are always in the same split.
 """
 

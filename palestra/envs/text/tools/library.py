@@ -100,7 +100,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}; was the file cut off?") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number} is no object: write {{...}} in each line")
+            raise ValueError(f"{path}, line {number} is not an object: write {{...}} in each line")
         yield number, row
 
 

@@ -68,7 +68,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class MadeCall:
-    """A call as it was written, by whom, and what the tool returned."""
+    """A call: the seat that made it, its text, and the result of the tool."""
 
     seat: Seat
     text: str
@@ -241,7 +241,7 @@ def make_call(seat: Seat, call: ToolCall, library: Library) -> MadeCall:
 
 
 def finds_answer(result: str, question: Question) -> bool:
-    """True if a result has the answer: it is that of the right call."""
+    """True if a result has the answer: if it equals the result of the right call."""
     return result == run_call(question.right_call, question.library)
 
 

@@ -187,7 +187,9 @@ def make_tool(function: Callable[..., Any], *, is_built_in: bool = False) -> Too
     """
     name = getattr(function, "__name__", "")
     if not NAME_PATTERN.fullmatch(name):
-        raise ValueError(f"{function!r} is no tool: give a function whose name has letters, digits, '_' and '-' only")
+        raise ValueError(
+            f"{function!r} is not a tool: give a function whose name has letters, digits, '_' and '-' only"
+        )
     lines = [line.strip() for line in (inspect.getdoc(function) or "").splitlines()]
     if not lines or not lines[0]:
         raise ValueError(f'tool "{name}" has no docstring: its first line tells a model what the tool does')
@@ -198,7 +200,7 @@ def make_tool(function: Callable[..., Any], *, is_built_in: bool = False) -> Too
     fields: dict[str, Any] = {}
     for i, (key, parameter) in enumerate(shown.items()):
         if key not in hints or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f'parameter "{key}" of tool "{name}" needs a type hint, and may be no * or positional one')
+            raise ValueError(f'parameter "{key}" of tool "{name}" needs a type hint, and must not be * or positional')
         fields[f"p{i}"] = _field(key, hints[key], parameter, descriptions.get(key))
     return Tool(function, name, lines[0], _model(name, fields), hidden[0] if hidden else None, is_built_in)
 
@@ -240,7 +242,7 @@ def _model(name: str, fields: Mapping[str, Any]) -> type[BaseModel]:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         model.model_json_schema(schema_generator=_Untitled)
     except PydanticUserError as error:
-        raise ValueError(f'tool "{name}" takes what JSON cannot spell: {error.message}') from error
+        raise ValueError(f'tool "{name}" takes arguments that JSON cannot represent: {error.message}') from error
     return model
 
 

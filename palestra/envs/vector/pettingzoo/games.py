@@ -37,7 +37,9 @@ class _PettingZooGame:
     def __init__(self, env: Any, infos: dict[Any, dict[str, Any]], state: bool) -> None:
         self.env = env
         if not getattr(env, "possible_agents", None):
-            raise ValueError(f"{env} does not say its possible_agents: an env whose agents are not known has no seats")
+            raise ValueError(
+                f"{env} has no possible_agents: its seats are unknown without them; define them in the env"
+            )
         self.agents = list(env.possible_agents)
         seen = [split_action_mask(env.observation_space(agent)) for agent in self.agents]
         self.has_dict_obs = [is_masked for _, is_masked in seen]
@@ -112,8 +114,8 @@ class _PettingZooGame:
 
 
 def _state_size(env: Any) -> int:
-    """Returns the length of the global state of an env that was reset, of which some describe no `state_space`; 0 if it
-    has none of one dimension."""
+    """Returns the length of the global state of an env after its reset, since some envs have no `state_space`; 0 if it
+    has no one-dimensional state."""
     if (space := getattr(env, "state_space", None)) is not None:
         return flat_box_size(space)
     try:
@@ -248,7 +250,7 @@ class LeanParallelWrapper(aec_to_parallel_wrapper):
         rewards: dict[Any, float] = defaultdict(float)
         for agent in env.agents:
             if agent != env.agent_selection:
-                raise ValueError(f"{env} goes on with {env.agent_selection}, not {agent}: play its turn-based form")
+                raise ValueError(f"{env} continues with {env.agent_selection}, not {agent}: play its turn-based form")
             env.step(actions[agent])
             for rewarded in env.agents:
                 rewards[rewarded] += env.rewards[rewarded]
@@ -273,8 +275,8 @@ class PettingZooEnv(PackageVectorEnv):
     factory "pettingzoo:make" with the options `env_type` and `id` makes an env of PettingZoo's registry. With `state`,
     central critics get the env's global state, computed in every step; else they get all observations.
 
-    Games repeat exactly only if the env's own `reset(seed)` resets everything; those of knights_archers_zombies and
-    Atari's maze_craze do not.
+    Games repeat exactly only if the env's own `reset(seed)` resets everything; in knights_archers_zombies and Atari's
+    maze_craze it does not.
     """
 
     name: ClassVar[str] = "pettingzoo"

@@ -94,7 +94,7 @@ def test_verifiers_config_is_passed_through() -> None:
 
 def test_verifiers_failure_gives_a_failed_episode() -> None:
     episode = play(config={"taskset": {"task": {"rewards": {"broken": {"fn": "toy_verifiers:broken"}}}}})
-    assert "verifiers calls this episode failed" in episode.error and "out of order" in episode.error
+    assert "verifiers reports this episode as failed" in episode.error and "out of order" in episode.error
 
 
 def test_keys_do_not_stay_in_the_environment() -> None:

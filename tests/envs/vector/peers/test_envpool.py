@@ -126,7 +126,7 @@ def test_continuous_actions_are_clipped() -> None:
 
 @pytest.mark.parametrize("id", ["Minesweeper-v0", "Tetris-v0"])
 def test_masks_of_several_integers_together_are_refused(id: str) -> None:
-    with pytest.raises(ValueError, match=r"has an action_mask .*, which is only heeded for one integer of each seat"):
+    with pytest.raises(ValueError, match=r"has an action_mask .*, which is only used for one integer of each seat"):
         EnvPoolEnv(1, id=id)
 
 
