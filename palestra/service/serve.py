@@ -246,6 +246,6 @@ def _how_to_connect(options: ServeOptions, port: int) -> str:
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
     key = "tml-..." if options.auth else "tml-anything"
     inside = options.auth or is_loopback(options.host)
-    warning = "" if inside else "  (without --auth, everybody who reaches this machine may use it)"
+    warning = "" if inside else "  (without --auth, anyone who reaches this machine may use it)"
     url = f"http://{url_host(host)}:{port}{options.root_path.rstrip('/')}"
     return f"serving; point a client here with TINKER_BASE_URL={url} TINKER_API_KEY={key}{warning}"

@@ -74,7 +74,7 @@ def _add_metrics(app: FastAPI, context: ServiceContext) -> None:
     from palestra.service.api.metrics import MetricsMiddleware, ServiceMetrics, router
 
     app.state.metrics = ServiceMetrics(context.store)
-    app.add_middleware(MetricsMiddleware, metrics=app.state.metrics)  # inside of all others: it sees what answers
+    app.add_middleware(MetricsMiddleware, metrics=app.state.metrics)  # the innermost: it sees which function answers
     app.include_router(router)
 
 
@@ -120,7 +120,7 @@ async def _unknown(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _unstorable(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": "a text or a number in the request cannot be kept: is there a NUL in it?"}, 400)
+    return JSONResponse({"detail": "a text or a number in the request cannot be stored: is there a NUL in it?"}, 400)
 
 
 async def _away(request: Request, error: Exception) -> JSONResponse:

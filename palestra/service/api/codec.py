@@ -2,7 +2,7 @@
 
 Protobuf is the canonical form, in which requests and results are stored; JSON is translated from and to it. Malformed
 bytes raise BadRequest only. Memory use is proportional to the size of the input, except for sparse tensors: those of
-one call may have `tensors.MAX_CELLS` cells in total.
+one call may have `tensors.MAX_SPARSE_CELLS` cells in total.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def decompress_body(body: bytes, encoding: str, limit: int) -> bytes:
     try:
         plain = _UNPACK[encoding](body, limit + 1)
     except (zlib.error, zstandard.ZstdError) as error:
-        raise BadRequest(f"the body is no {encoding}: {error}") from None
+        raise BadRequest(f"the body is not {encoding}: {error}") from None
     if len(plain) > limit:
         raise body_too_long(limit)
     return plain

@@ -33,7 +33,7 @@ router = APIRouter()
 
 
 class ServiceMetrics:
-    """The metrics of one front end; those of the queue are of all front ends on its store."""
+    """The metrics of one front end; the queue metrics cover all front ends on its store."""
 
     def __init__(self, store: Store) -> None:
         self.registry = CollectorRegistry()
@@ -88,7 +88,7 @@ class MetricsMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        start, status = time.perf_counter(), 500  # of an error that nothing answers
+        start, status = time.perf_counter(), 500  # if an error leaves the request unanswered
 
         async def note_status(message: Message) -> None:
             nonlocal status

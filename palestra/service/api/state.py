@@ -23,7 +23,7 @@ class ClientLimits(BaseModel):
     """Limits on what one client may request. A full queue is answered with 429 and Retry-After."""
 
     body: int = 64 * 2**20
-    """Bytes of a request body after decompression; JSON has a lower limit of its own (wire.py)."""
+    """Bytes of a request body after decompression; JSON has a lower limit of its own (wire_model.py)."""
     upload: int = 2**31
     """Bytes of an uploaded archive, compressed and decompressed."""
     batch_tokens: int = 2**22

@@ -117,7 +117,7 @@ def decode_values(raw: bytes, dtype: pb.DType) -> np.ndarray:
 
 def encode_values(values: Iterable[float] | np.ndarray, dtype: pb.DType) -> bytes:
     """Encodes values as little-endian bytes of wire dtype `dtype`."""
-    with np.errstate(over="ignore"):  # float32 overflow gives inf, which `check.py` rejects
+    with np.errstate(over="ignore"):  # float32 overflow gives inf, which `validation.py` rejects
         return np.asarray(values).astype(_NUMPY_DTYPES[dtype]).tobytes()
 
 

@@ -29,7 +29,7 @@ from palestra.service.client.remote_weights import NO_CRITIC, RemoteWeights, sup
 
 
 class RemoteEngines:
-    """Replacement of `setup.Engines` whose learners and frozen policies run on a server."""
+    """Replacement of `builders.engines.Engines` whose learners and frozen policies run on a server."""
 
     def __init__(self, connection: ServiceConnection) -> None:
         self.connection = connection

@@ -3,8 +3,8 @@
 A loss that the server supports is sent by name. Any other loss of log-probabilities alone is computed locally, as
 official clients do (Tinker documentation, 2025, "forward_backward_custom"): a forward pass returns the batch's
 log-probabilities, the loss is differentiated with respect to them, and a cross-entropy pass whose weights are minus
-that gradient is the backward pass, because the gradient of -(weights * logp) is that of the loss. Gradients through
-other model outputs, such as an entropy or a value, are not available.
+that gradient is the backward pass, because -(weights * logp) has the same gradient as the loss. Gradients through other
+model outputs, such as an entropy or a value, are not available.
 
 Shapes: `T` answer tokens of a sample, `M` those of a batch.
 """

@@ -33,7 +33,7 @@ class PendingSample:
 class SampleScheduler:
     """Runs the sampling requests of all base models.
 
-    `submit` accepts requests. `step` samples a token for every row and scores the prompts of completed samples;
+    `submit` accepts requests. `advance` samples a token for every row and scores the prompts of completed samples;
     prompts are scored last, so that scores do not wait in memory for samples.
     """
 

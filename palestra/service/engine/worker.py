@@ -312,7 +312,7 @@ class Worker:
         )
 
     def _changed(self, live_model: LiveModel, seq: int) -> None:
-        # a request without a number has that of the one before
+        # a request without a number has the number of the one before
         live_model.changed_seq = max(seq, live_model.saved_seq + 1)
         self.outbox.updates.append(
             RowUpdate.update(models, live_model.id, changed=live_model.changed_seq, used=live_model.last_used)

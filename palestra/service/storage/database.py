@@ -25,7 +25,7 @@ ErrorHandler = Callable[[Exception, int], None]
 
 
 def raise_error(error: Exception, attempt: int) -> None:
-    """Error handler that raises the error: for callers with a client that gets the error."""
+    """Raises the error: the error handler of callers whose client gets the error."""
     raise error
 
 

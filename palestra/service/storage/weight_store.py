@@ -73,7 +73,7 @@ class WeightStore:
 
     def write(self, fill: Callable[[Path], None], *, synced: bool = True) -> tuple[str, int]:
         """Creates a folder filled by `fill`; returns its name and size in bytes. It is on disk when this returns,
-        unless `durable` is false: then it survives this process, but not a power failure."""
+        unless `synced` is false: then it survives this process, but not a power failure."""
         name = uuid.uuid4().hex
 
         def fill_and_list(folder: Path) -> None:

@@ -65,7 +65,7 @@ def save_weights_for_sampler(body: BodyDep, ctx: ContextDep, owner: OwnerDep, qu
     with queue.recording_rejection(owner, "save", body):
         call = parse_body(SaveWeightsForSamplerRequest, body)
         if call.kind != "snapshot":
-            raise BadRequest('samplers whose weights change under way are not served here: say kind "snapshot"')
+            raise BadRequest('samplers whose weights change under way are not served here: send kind "snapshot"')
         job = _save_job(ctx, owner, call, "sampler")
         if call.path is None:
             session = ctx.model(owner, call.model_id).session

@@ -36,7 +36,7 @@ Offset = Annotated[int, Query(ge=0, le=2**31)]
 
 @router.get("/healthz")
 async def healthz() -> HealthResponse:
-    """Health check; needs no API key."""
+    """Answers a health check; needs no API key."""
     return HealthResponse()
 
 
